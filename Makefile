@@ -1,0 +1,46 @@
+# Two commands matter: `make demo` and `make test`. Each target makes .venv by itself when it is missing or stale.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.made-from-constraints
+MINUTES ?= 4
+
+.PHONY: help setup demo test lint bench clean
+
+help:
+	@echo "make demo   set up, train a small model on this machine, generate, measure: runs/demo/ (MINUTES=$(MINUTES))"
+	@echo "make test   set up and run the tests"
+	@echo "make lint   ruff, mypy, import contracts"
+	@echo "make bench  the published ladders into benchmarks/results/ (long)"
+	@echo "make clean  remove .venv and build leftovers (runs/ stays)"
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "hasten needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version). Try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
+	@if [ -d $(VENV) ]; then echo "pyproject.toml or constraints.txt changed: bringing $(VENV) up to date"; else echo "making $(VENV)"; fi
+	$(PYTHON) -m venv $(VENV)
+	@# torch first and alone: with it in place no other package can pull a different build
+	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt torch
+	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[test,lint]'
+	@touch $@
+
+setup: $(STAMP)
+	@echo "ready: $(BIN)/hasten --help"
+
+demo: $(STAMP)
+	$(BIN)/hasten demo --minutes $(MINUTES)
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -n 2
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(STAMP)
+	$(BIN)/python benchmarks/publish.py
+
+clean:
+	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

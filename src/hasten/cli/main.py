@@ -1,0 +1,5 @@
+"""The `hasten` command."""
+
+
+def main() -> None:
+    raise SystemExit("not yet")
