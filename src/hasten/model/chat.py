@@ -1,0 +1,219 @@
+"""Chat templates: from a list of messages to the one string a model was trained on.
+
+A checkpoint brings its template as Jinja source (https://huggingface.co/docs/transformers/chat_templating). The source
+comes from outside, so it runs in Jinja's immutable sandbox, sees nothing but JSON values, and has a bound on how much
+it may loop and repeat.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from functools import cached_property
+from typing import Any, NoReturn
+
+from jinja2 import Environment, Template, TemplateError, TemplateSyntaxError, UndefinedError, nodes
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+from hasten.errors import CheckpointError, ConfigError
+
+# Far above what a real template counts or repeats in one rendering (tens), far below what would hang a machine.
+MAX_LOOP_STEPS = 1_000_000
+MAX_REPEATED = 1_000_000
+
+_REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
+
+
+class _RaisedByTemplate(TemplateError):
+    """The template called `raise_exception`: it refuses these messages."""
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """One Jinja chat template and where it came from.
+
+    source: the Jinja text. origin: the file (or "argument") that errors name.
+    """
+
+    source: str
+    origin: str
+
+    @cached_property
+    def _compiled(self) -> Template:
+        try:
+            return _environment().from_string(self.source)
+        except TemplateSyntaxError as error:
+            raise CheckpointError(
+                f"chat template of {self.origin}: syntax error in line {error.lineno}: {error.message}; "
+                "mend the template or pass another one"
+            ) from error
+        except RecursionError as error:
+            raise CheckpointError(f"chat template of {self.origin}: nested too deeply to be compiled") from error
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        special_tokens: Mapping[str, str],
+        add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str:
+        """Render as transformers' `apply_chat_template(..., tokenize=False)` does.
+
+        special_tokens: name to text (`bos_token`, `eos_token`, ...), visible to the template under these names.
+        Raises ConfigError where the messages do not suit the template (it refused them, or a key it needs is missing),
+        CheckpointError where the template itself is at fault. A template that takes more than MAX_LOOP_STEPS numbers
+        out of `range` in one rendering is stopped (Jinja's own bound of 100,000 holds for a single `range`).
+        """
+        chat = check_messages(messages)
+        schemas = None if tools is None else [_as_json(tool, where=f"tools[{i}]") for i, tool in enumerate(tools)]
+        variables: dict[str, Any] = {**special_tokens, "messages": chat, "tools": schemas, "documents": None}
+        variables |= {"add_generation_prompt": add_generation_prompt, "range": _bounded_range()}
+        compiled = self._compiled
+        try:
+            return compiled.render(variables)
+        except _RaisedByTemplate as error:
+            raise ConfigError(f"the chat template of {self.origin} refuses these messages: {error.message}") from error
+        except SecurityError as error:
+            raise CheckpointError(f"chat template of {self.origin}: refused by the sandbox: {error}") from error
+        except UndefinedError as error:
+            raise ConfigError(
+                f"the chat template of {self.origin} needs something these messages do not have: {error}; "
+                "each message usually has 'role' and 'content'"
+            ) from error
+        except Exception as error:  # a template is a program: it can fail in every way
+            raise CheckpointError(
+                f"chat template of {self.origin}: failed with {type(error).__name__}: {error}; "
+                "mend the template or pass another one"
+            ) from error
+
+
+def check_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Messages rebuilt from plain JSON values, so that a template never meets an object with methods of its own.
+
+    Keys whose value is None are dropped and the names of a reasoning field are completed, both as transformers does.
+    Raises ConfigError for anything that is not a non-empty list of mappings of JSON values.
+    """
+    if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Iterable):
+        raise ConfigError(f"messages must be a list of {{'role', 'content'}} mappings, found {type(messages).__name__}")
+    plain = []
+    for i, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            raise ConfigError(f"messages[{i}] must be a mapping with 'role' and 'content', found {message!r:.80}")
+        fields: dict[str, Any] = _as_json({k: v for k, v in message.items() if v is not None}, where=f"messages[{i}]")
+        reasoning = next((fields[name] for name in _REASONING_NAMES if name in fields), None)
+        if reasoning is not None:
+            fields = {"thinking": reasoning, **fields, "reasoning_content": reasoning}
+        plain.append(fields)
+    if not plain:
+        raise ConfigError("messages is empty: a chat needs at least one message")
+    return plain
+
+
+def _as_json(value: Any, *, where: str) -> Any:
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    for kind in (str, int, float):  # a subclass (an enum, say) may carry methods: keep its plain value only
+        if isinstance(value, kind):
+            return kind(value) if kind is not str else str.__str__(value)
+    if isinstance(value, Mapping):
+        bad = next((key for key in value if not isinstance(key, str)), None)
+        if bad is not None:
+            raise ConfigError(f"{where} has the key {bad!r}: keys must be strings")
+        return {str.__str__(key): _as_json(item, where=f"{where}[{key!r}]") for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_as_json(item, where=f"{where}[{i}]") for i, item in enumerate(value)]
+    raise ConfigError(f"{where} is a {type(value).__name__}: only text, numbers, lists and mappings can be in a chat")
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """Jinja's sandbox, which also bounds repetition and powers: 'a' * 10**12 would take all memory in one step."""
+
+    intercepted_binops = frozenset(["*", "**"])
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        if operator == "**" and isinstance(right, int) and abs(right) > 64:
+            raise SecurityError(f"a power of {right} is too large")
+        for times, repeated in ((left, right), (right, left)):
+            if not isinstance(times, int):
+                continue
+            if times.bit_length() > 4096:
+                raise SecurityError("a number has grown too large")
+            if isinstance(repeated, (str, list, tuple)) and times * len(repeated) > MAX_REPEATED:
+                raise SecurityError(f"repeating {len(repeated)} items {times} times is too much")
+        return super().call_binop(context, operator, left, right)
+
+
+class _GenerationTag(Extension):
+    """`{% generation %} ... {% endgeneration %}` marks the assistant's words for training; the text is unchanged."""
+
+    tags = {"generation"}  # noqa: RUF012 (Jinja's own declaration)
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=line)  # its own scope, as the call block that transformers makes of it
+
+
+class _Namespace(Namespace):
+    """Jinja's `namespace` without underscored names, which would reach Python's internals."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        # Jinja's own signature: a template may call namespace(self=...).
+        self, values = args[0], dict(*args[1:], **kwargs)
+        Namespace.__init__(self)
+        for name, value in values.items():
+            self[name] = value
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if str(name).startswith("_"):
+            raise SecurityError(f"the namespace attribute {name!r} begins with an underscore")
+        super().__setitem__(name, value)
+
+
+def _environment() -> Environment:
+    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"])
+    environment.filters["tojson"] = _tojson
+    environment.globals |= {
+        "raise_exception": _raise_exception,
+        "strftime_now": lambda form: datetime.now().strftime(form),
+        "dict": lambda *args, **kwargs: dict(*args, **kwargs),  # a function: the type itself would show its attributes
+        "namespace": _Namespace,
+    }
+    return environment
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # Jinja's own filter escapes HTML, which a model was not trained on.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: Any) -> NoReturn:
+    raise _RaisedByTemplate(str(message))
+
+
+def _bounded_range() -> Callable[..., range]:
+    left = MAX_LOOP_STEPS
+
+    def bounded(*args: int) -> range:
+        nonlocal left
+        numbers = range(*args)
+        try:
+            left -= len(numbers)
+        except OverflowError:
+            left = -1
+        if left < 0:
+            raise SecurityError(f"range({', '.join(map(str, args))}) passes {MAX_LOOP_STEPS:,} loop steps")
+        return numbers
+
+    return bounded
