@@ -1,0 +1,51 @@
+"""What this machine is and can do. Importing it probes nothing and does not import torch."""
+
+from hasten.machine.caches import cache_folder, cache_root, cache_sizes
+from hasten.machine.compiler import Compiler, find_compiler
+from hasten.machine.describe import Gpu, Machine, describe, installed_versions
+from hasten.machine.device import DTYPE_NAMES, configure, resolve_device, resolve_dtype
+from hasten.machine.limits import VendorLimits, vendor_limits
+from hasten.machine.measure import MATRIX_DTYPES, Limits, matrix_rate, measure_limits, read_bandwidth
+from hasten.machine.memory import (
+    PeakMemory,
+    available_memory,
+    peak_memory,
+    process_memory,
+    reset_peak_memory,
+    total_memory,
+)
+from hasten.machine.processor import Cores, available_cores, instruction_sets, last_level_cache_bytes, processor_name
+
+__all__ = [
+    "DTYPE_NAMES",
+    "MATRIX_DTYPES",
+    "Compiler",
+    "Cores",
+    "Gpu",
+    "Limits",
+    "Machine",
+    "PeakMemory",
+    "VendorLimits",
+    "available_cores",
+    "available_memory",
+    "cache_folder",
+    "cache_root",
+    "cache_sizes",
+    "configure",
+    "describe",
+    "find_compiler",
+    "installed_versions",
+    "instruction_sets",
+    "last_level_cache_bytes",
+    "matrix_rate",
+    "measure_limits",
+    "peak_memory",
+    "process_memory",
+    "processor_name",
+    "read_bandwidth",
+    "reset_peak_memory",
+    "resolve_device",
+    "resolve_dtype",
+    "total_memory",
+    "vendor_limits",
+]

@@ -1,0 +1,37 @@
+"""The C++ compiler that native kernels and torch.compile would use."""
+
+import os
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Compiler:
+    """A C++ compiler: the command to call (with a path), the kind ("g++", "clang++") and its version."""
+
+    command: str
+    kind: str
+    version: str
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.version}"
+
+
+def find_compiler() -> Compiler | None:
+    """The first of $CXX, c++, g++, clang++ that runs and tells its version; None where there is none."""
+    for name in (os.environ.get("CXX"), "g++", "clang++", "c++"):
+        command = shutil.which(name) if name else None
+        if command is None:
+            continue
+        try:
+            answer = subprocess.run([command, "--version"], capture_output=True, text=True, timeout=20, check=True)
+        except (OSError, subprocess.SubprocessError):
+            continue
+        first = answer.stdout.splitlines()[0] if answer.stdout else ""
+        versions = re.findall(r"\d+\.\d+(?:\.\d+)?", re.sub(r"\([^)]*\)", "", first))
+        if versions:
+            kind = "clang++" if "clang" in answer.stdout.lower() else "g++"
+            return Compiler(command=command, kind=kind, version=versions[-1])
+    return None

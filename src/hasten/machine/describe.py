@@ -1,0 +1,99 @@
+"""What this machine is, as it stands beside every published measurement: no names of hosts, users or folders."""
+
+import importlib.metadata
+import platform
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from hasten.machine.compiler import find_compiler
+from hasten.machine.memory import available_memory, total_memory
+from hasten.machine.processor import available_cores, instruction_sets, processor_name
+
+# Packages whose version can change a speed or a result.
+PACKAGES = ("hasten", "torch", "transformers", "triton", "numpy", "safetensors", "tokenizers")
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One GPU: name, memory in bytes, compute capability ("9.0")."""
+
+    name: str
+    memory_bytes: int
+    capability: str
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What a measurement ran on. Cores and memory are what this process may use, not what the board has."""
+
+    cpu: str
+    architecture: str
+    physical_cores: int
+    logical_cores: int
+    instruction_sets: tuple[str, ...]
+    memory_bytes: int
+    memory_available_bytes: int
+    system: str
+    python: str
+    versions: dict[str, str]  # of the packages that are installed
+    cuda: str | None  # the CUDA (or ROCm) version torch was built for
+    compiler: str | None
+    gpus: tuple[Gpu, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields as plain JSON values."""
+        fields = asdict(self)
+        fields["instruction_sets"] = list(self.instruction_sets)
+        fields["gpus"] = [asdict(gpu) for gpu in self.gpus]
+        return fields
+
+    def summary(self) -> str:
+        """One line for the head of a table or picture."""
+        versions = f"torch {self.versions.get('torch', 'none')}"
+        if self.gpus:
+            return f"{len(self.gpus)} × {self.gpus[0].name}, {versions}"
+        cores = f"{self.physical_cores} core{'s' if self.physical_cores != 1 else ''}"
+        return f"{self.cpu}, {cores}, {self.memory_bytes / 2**30:.0f} GiB, {versions}"
+
+
+def describe() -> Machine:
+    """Looks at the machine now. Imports torch (for the GPUs); measures nothing."""
+    import torch
+
+    cores = available_cores()
+    compiler = find_compiler()
+    return Machine(
+        cpu=processor_name(),
+        architecture=platform.machine(),
+        physical_cores=cores.physical,
+        logical_cores=cores.logical,
+        instruction_sets=instruction_sets(),
+        memory_bytes=total_memory(),
+        memory_available_bytes=available_memory(),
+        system=f"{platform.system()} {platform.release().split('-')[0]}",
+        python=platform.python_version(),
+        versions=installed_versions(PACKAGES),
+        cuda=torch.version.cuda or torch.version.hip,
+        compiler=str(compiler) if compiler else None,
+        gpus=_gpus(),
+    )
+
+
+def installed_versions(packages: tuple[str, ...]) -> dict[str, str]:
+    """Versions by package name, of those that are installed; imports none of them."""
+    versions: dict[str, str] = {}
+    for name in packages:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def _gpus() -> tuple[Gpu, ...]:
+    import torch
+
+    if not torch.cuda.is_available():
+        return ()
+    properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    return tuple(Gpu(p.name, p.total_memory, f"{p.major}.{p.minor}") for p in properties)

@@ -1,0 +1,171 @@
+"""The two rates that bound every speed we print: bytes read per second and multiply-adds per second.
+
+Decoding one token reads every weight once, so its limit is bytes over the read bandwidth; prefill and training are
+matrix products, so theirs is FLOPs over the rate of the best product. Both are measured on this machine, a moment
+before or after the thing they are compared with: a shared machine changes its speed two-fold within minutes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from hasten.errors import ConfigError, HastenError, ResourceError
+from hasten.machine.memory import available_memory
+from hasten.machine.processor import last_level_cache_bytes
+
+if TYPE_CHECKING:
+    import torch
+
+SMALLEST_BUFFER = 512 << 20  # bytes; far above the caches of one socket
+MATRIX_DTYPES = ("float32", "bfloat16", "float16", "int8")
+
+# (rows, outputs, inputs), smallest first. The first is a probe: on a processor that emulates a dtype one large product
+# would take minutes. 512 rows by a feed-forward matrix is the shape prefill sees; the cubes are for wide devices.
+CPU_SHAPES = ((128, 512, 512), (512, 5632, 2048), (2048, 2048, 2048))
+CUDA_SHAPES = ((512, 512, 512), (2048, 2048, 2048), (4096, 4096, 4096), (8192, 8192, 8192))
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Measured limits of one device: bandwidth in bytes/s, rates in FLOP/s (OP/s for int8) by dtype name."""
+
+    device: str
+    bandwidth: float
+    rates: dict[str, float]
+    measured_at: str  # UTC, ISO 8601
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def read_bandwidth(*, device: str | torch.device = "cpu", threads: int | None = None, seconds: float = 0.5) -> float:
+    """Memory bandwidth in bytes/s: the median of as many passes as fit in `seconds` (at least 3).
+
+    CPU: summing a float32 buffer of at least 512 MiB and 4 times the last-level caches, but at most a quarter of the
+    free memory; `threads` as in torch.set_num_threads for this measurement, None: as set. CUDA: copying within the
+    device, the read and the write both counted.
+    """
+    import torch
+
+    size = min(max(SMALLEST_BUFFER, 4 * last_level_cache_bytes()), available_memory(device) // 4)
+    if str(device) != "cpu":
+        # Two buffers; 1 GiB each keeps launches and the device's L2 cache out of the figure.
+        size = min(1 << 30, available_memory(device) // 4)
+    if size < 1 << 20:
+        raise ResourceError(f"{available_memory(device)} bytes are free on {device}: too few to measure the bandwidth")
+    source = torch.ones(size // 4, dtype=torch.float32, device=device)  # written, so that every page exists
+    if str(device) != "cpu":
+        target = torch.empty_like(source)
+        return 2 * size / _seconds_per_call(lambda: target.copy_(source), device=device, seconds=seconds)
+    with _threads(threads):
+        return size / _seconds_per_call(source.sum, device=device, seconds=seconds)
+
+
+def matrix_rate(dtype: str | torch.dtype, *, device: str | torch.device = "cpu", seconds: float = 0.5) -> float:
+    """FLOP/s (OP/s for int8) of the fastest matrix product among a few shapes: the median time of each, the best shape.
+
+    `dtype` is one of MATRIX_DTYPES; int8 multiplies into int32 (torch._int_mm). A shape that would not fit in the time
+    left is left out. Raises ConfigError for another dtype, ResourceError where this torch cannot multiply it there.
+    """
+    import torch
+
+    name = str(dtype).removeprefix("torch.")
+    if name not in MATRIX_DTYPES:
+        raise ConfigError(f"no matrix rate for dtype {name!r}; use one of {', '.join(MATRIX_DTYPES)}")
+    shapes = CPU_SHAPES if str(device) == "cpu" else CUDA_SHAPES
+    best = 0.0
+    for rows, outputs, inputs in shapes:
+        operations = 2 * rows * outputs * inputs
+        if best and operations / best > seconds:
+            break
+        try:
+            product = _product(name, rows, outputs, inputs, device)
+            product()
+        except (RuntimeError, AttributeError, NotImplementedError) as error:
+            if isinstance(error, torch.OutOfMemoryError) and best:
+                break
+            raise ResourceError(f"torch {torch.__version__} cannot multiply {name} on {device}: {error}") from error
+        share = seconds / (len(shapes) - 1)
+        best = max(best, operations / _seconds_per_call(product, device=device, seconds=share))
+    return best
+
+
+def measure_limits(
+    device: str | torch.device = "cpu",
+    dtypes: Sequence[str | torch.dtype] = ("float32", "bfloat16"),
+    *,
+    seconds: float = 0.5,
+) -> Limits:
+    """Bandwidth and the matrix rates of `dtypes` now, `seconds` each; a dtype that cannot be multiplied is left out."""
+    rates: dict[str, float] = {}
+    for dtype in dtypes:
+        try:
+            rates[str(dtype).removeprefix("torch.")] = matrix_rate(dtype, device=device, seconds=seconds)
+        except ConfigError:
+            raise
+        except HastenError:
+            continue
+    return Limits(
+        device=str(device),
+        bandwidth=read_bandwidth(device=device, seconds=seconds),
+        rates=rates,
+        measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
+
+
+def _product(dtype: str, rows: int, outputs: int, inputs: int, device: str | torch.device) -> Callable[[], object]:
+    """A call that multiplies (rows, inputs) by the transpose of (outputs, inputs), as a linear layer does."""
+    import torch
+
+    if dtype == "int8":
+        left = torch.randint(-127, 127, (rows, inputs), dtype=torch.int8, device=device)
+        right = torch.randint(-127, 127, (outputs, inputs), dtype=torch.int8, device=device).t()
+        return lambda: torch._int_mm(left, right)
+    # Random values, never zeros: a GPU draws less power on zeros and then runs faster than it ever does on real data.
+    kind = getattr(torch, dtype)
+    left = torch.randn(rows, inputs, device=device).to(kind)
+    right = torch.randn(outputs, inputs, device=device).to(kind)
+    return lambda: torch.nn.functional.linear(left, right)
+
+
+def _seconds_per_call(call: Callable[[], object], *, device: str | torch.device, seconds: float) -> float:
+    """Median wall time of one call; on CUDA of a synchronised call that is long against its launch."""
+    import torch
+
+    def timed() -> float:
+        start = time.perf_counter()
+        call()
+        if str(device) != "cpu":
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - start
+
+    with torch.no_grad():
+        timed()  # warm-up: first touch, thread start, kernel choice
+        times: list[float] = []
+        end = time.perf_counter() + seconds
+        while len(times) < 3 or (time.perf_counter() < end and len(times) < 1000):
+            times.append(timed())
+    return median(times)
+
+
+@contextmanager
+def _threads(count: int | None) -> Iterator[None]:
+    import torch
+
+    before = torch.get_num_threads()
+    if count is not None and count < 1:
+        raise ConfigError(f"threads is {count}; it must be at least 1")
+    if count is None or count == before:
+        yield
+        return
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,129 @@
+"""The processor: its name, the cores this process may use, its caches and the instruction sets kernels ask for."""
+
+import functools
+import math
+import os
+import platform
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from hasten.machine.cgroup import read_cgroup_limits
+
+CPUINFO = Path("/proc/cpuinfo")
+CPU_FOLDER = Path("/sys/devices/system/cpu")
+
+# What some kernel of ours or of PyTorch asks for, by the names Linux gives them. AVX-VNNI is the 256-bit form.
+RELEVANT_INSTRUCTION_SETS = (
+    *("avx2", "fma", "f16c", "avx_vnni"),
+    *("avx512f", "avx512bw", "avx512vl", "avx512_vnni", "avx512_bf16", "avx512_fp16"),
+    *("amx_tile", "amx_int8", "amx_bf16", "amx_fp16"),
+    *("neon", "asimd", "asimdhp", "asimddp", "bf16", "i8mm", "sve", "sve2", "sme"),
+)
+
+# Arm processors are named by numbers only: (implementer, part) from Arm's Technical Reference Manuals.
+ARM_NAMES = {
+    ("0x41", "0xd0c"): "Arm Neoverse N1",
+    ("0x41", "0xd40"): "Arm Neoverse V1",
+    ("0x41", "0xd49"): "Arm Neoverse N2",
+    ("0x41", "0xd4f"): "Arm Neoverse V2",
+    ("0x41", "0xd08"): "Arm Cortex-A72",
+    ("0x41", "0xd0b"): "Arm Cortex-A76",
+    ("0xc0", "0xac3"): "Ampere-1",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Cores:
+    """Cores this process may use: its affinity mask, cut by the control group's quota."""
+
+    physical: int
+    logical: int
+    quota: float | None  # processors' worth of time allowed by the control group; None: no limit
+
+
+def processor_name(cpuinfo: Path = CPUINFO) -> str:
+    """The processor's model name, "unknown" where the system does not tell."""
+    fields = _first_processor(cpuinfo)
+    if name := fields.get("model name", "").strip():
+        return name
+    if arm_name := ARM_NAMES.get((fields.get("CPU implementer", ""), fields.get("CPU part", ""))):
+        return arm_name
+    if sys.platform == "darwin":
+        command = ["sysctl", "-n", "machdep.cpu.brand_string"]
+        answer = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+        if answer:
+            return answer
+    return platform.processor() or "unknown"
+
+
+def instruction_sets(cpuinfo: Path = CPUINFO) -> tuple[str, ...]:
+    """The relevant instruction sets that this processor has, in a fixed order.
+
+    From the kernel's list on Linux (which leaves out what the system does not let programs use); elsewhere from what
+    torch found.
+    """
+    fields = _first_processor(cpuinfo)
+    flags = set((fields.get("flags") or fields.get("Features") or "").split())
+    if flags:
+        return tuple(name for name in RELEVANT_INSTRUCTION_SETS if name in flags)
+    if platform.machine().lower() in ("arm64", "aarch64"):
+        return ("neon",)
+    import torch
+
+    capability = torch.backends.cpu.get_cpu_capability().upper()
+    if "AVX512" in capability:
+        return ("avx2", "fma", "avx512f", "avx512bw", "avx512vl")
+    return ("avx2", "fma") if "AVX2" in capability else ()
+
+
+def available_cores() -> Cores:
+    """The physical and logical cores this process may use (at least 1 each)."""
+    import psutil
+
+    affinity = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+    logical = max(1, len(affinity))
+    places = {_core_place(number) for number in affinity}
+    physical = (psutil.cpu_count(logical=False) or logical) if None in places else len(places)
+    quota = read_cgroup_limits().cpus
+    if quota is not None:
+        logical = min(logical, max(1, math.ceil(quota)))
+    return Cores(physical=min(physical, logical), logical=logical, quota=quota)
+
+
+@functools.cache
+def last_level_cache_bytes() -> int:
+    """The size in bytes of all last-level (L3, else L2) caches together; 0 where the system does not tell."""
+    for index in ("index3", "index2"):
+        sizes: dict[str, int] = {}  # by the processors that share one cache
+        for folder in CPU_FOLDER.glob(f"cpu[0-9]*/cache/{index}"):
+            try:
+                sharers = (folder / "shared_cpu_list").read_text().strip()
+                sizes[sharers] = int((folder / "size").read_text().strip().removesuffix("K")) << 10
+            except (OSError, ValueError):
+                continue
+        if sizes:
+            return sum(sizes.values())
+    return 0
+
+
+def _core_place(number: int) -> tuple[str, str] | None:
+    topology = CPU_FOLDER / f"cpu{number}" / "topology"
+    try:
+        return (topology / "physical_package_id").read_text().strip(), (topology / "core_id").read_text().strip()
+    except OSError:
+        return None
+
+
+def _first_processor(cpuinfo: Path) -> dict[str, str]:
+    """The `key : value` lines of the first processor in /proc/cpuinfo; empty elsewhere than on Linux."""
+    try:
+        text = cpuinfo.read_text()
+    except OSError:
+        return {}
+    fields: dict[str, str] = {}
+    for line in text.split("\n\n")[0].splitlines():
+        key, _, value = line.partition(":")
+        fields[key.strip()] = value.strip()
+    return fields

@@ -1,0 +1,69 @@
+import json
+
+import pytest
+import torch
+
+from hasten.errors import ConfigError, ResourceError
+from hasten.machine import MATRIX_DTYPES, matrix_rate, measure_limits, read_bandwidth, vendor_limits
+
+MIB = 1 << 20
+
+
+def small_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """64 MiB free and small shapes: the figures are wrong, the way to them is the same."""
+    monkeypatch.setattr("hasten.machine.measure.available_memory", lambda device: 64 * MIB)
+    monkeypatch.setattr("hasten.machine.measure.CPU_SHAPES", ((16, 32, 64), (32, 64, 64)))
+
+
+def test_bandwidth_keeps_to_a_quarter_of_the_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    small_machine(monkeypatch)
+    sizes = []
+    ones = torch.ones
+    monkeypatch.setattr(torch, "ones", lambda count, **options: sizes.append(count * 4) or ones(count, **options))
+    before = torch.get_num_threads()
+    assert 1e6 < read_bandwidth(seconds=0.01, threads=1) < 1e14
+    assert sizes == [16 * MIB]
+    assert torch.get_num_threads() == before
+
+
+def test_bandwidth_without_memory_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hasten.machine.measure.available_memory", lambda device: 1000)
+    with pytest.raises(ResourceError, match="1000 bytes are free"):
+        read_bandwidth(seconds=0.01)
+
+
+@pytest.mark.parametrize("dtype", MATRIX_DTYPES)
+def test_every_dtype_has_a_rate(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    small_machine(monkeypatch)
+    assert 1e3 < matrix_rate(dtype, seconds=0.01) < 1e18
+
+
+def test_an_unknown_dtype_is_refused() -> None:
+    with pytest.raises(ConfigError, match="float32, bfloat16, float16, int8"):
+        matrix_rate("float64")
+
+
+def test_limits_leave_out_what_cannot_be_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
+    small_machine(monkeypatch)
+
+    def refuse(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("not here")
+
+    monkeypatch.setattr(torch, "_int_mm", refuse)
+    limits = measure_limits("cpu", ("float32", torch.bfloat16, "int8"), seconds=0.01)
+    assert set(limits.rates) == {"float32", "bfloat16"}
+    back = json.loads(json.dumps(limits.to_json()))
+    assert back["bandwidth"] == limits.bandwidth
+    assert back["device"] == "cpu"
+    assert back["measured_at"].startswith("20")
+
+
+def test_vendor_figures_are_matched_by_whole_words() -> None:
+    h200 = vendor_limits("NVIDIA H200")
+    assert h200 is not None
+    assert (h200.bandwidth, h200.bfloat16) == (4.8e12, 989e12)
+    nvl = vendor_limits("NVIDIA H200 NVL")
+    assert nvl is not None
+    assert nvl.bfloat16 == 835e12
+    for name in ("NVIDIA GH200 480GB", "NVIDIA L40", "Some GPU"):
+        assert vendor_limits(name) is None

@@ -1,0 +1,45 @@
+from pathlib import Path
+
+import numpy
+import pytest
+
+from hasten.machine import PeakMemory, available_memory, peak_memory, process_memory, reset_peak_memory
+from hasten.machine.cgroup import CgroupLimits
+
+MIB = 1 << 20
+
+
+def test_available_memory_respects_the_control_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert available_memory() > 0
+    limit = CgroupLimits(memory_bytes=300 * MIB, memory_available_bytes=7 * MIB)
+    monkeypatch.setattr("hasten.machine.memory.read_cgroup_limits", lambda: limit)
+    assert available_memory() == 7 * MIB
+
+
+def test_the_peak_is_never_below_what_is_used_now() -> None:
+    assert peak_memory() >= process_memory() - MIB > 0
+
+
+def test_peak_memory_sees_what_was_given_back() -> None:
+    with PeakMemory() as peak:
+        numpy.ones(200 * MIB // 8)
+    if not peak.exact:
+        pytest.skip("an earlier peak cannot be reset on this system")
+    assert 190 * MIB < peak.bytes < 260 * MIB
+    first = peak.bytes
+    with PeakMemory() as small:
+        numpy.ones(20 * MIB // 8)
+    assert small.bytes < first
+    assert peak.bytes == first, "the figure does not move after the block"
+
+
+def test_where_the_peak_cannot_be_reset_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    numpy.ones(100 * MIB // 8)
+    monkeypatch.setattr("hasten.machine.memory.CLEAR_REFS", tmp_path / "no" / "clear_refs")
+    assert reset_peak_memory() is False
+    with PeakMemory() as peak:
+        pass
+    assert not peak.exact
+    with PeakMemory() as higher:
+        numpy.ones(1 + (peak_memory() - process_memory() + 100 * MIB) // 8)
+    assert higher.exact, "a peak above every earlier one is the block's own"
