@@ -1,1 +1,36 @@
-"""hasten takes a PyTorch language model to the limit of the machine it runs on."""
+"""hasten takes a PyTorch language model to the limit of the machine it runs on, and shows what each technique gave.
+
+    model = hasten.load("folder-or-hub-id")
+    for piece in hasten.stream(model, "Once upon"): print(piece, end="")
+
+Names are imported when first used: `import hasten` itself is quick and does not import torch.
+"""
+
+from importlib import import_module
+from importlib.metadata import version as _version
+from typing import Any
+
+_HOMES = {
+    "load": "hasten.model.load",
+    "initialize": "hasten.model.initialize",
+    "pad_vocabulary": "hasten.model.vocabulary",
+    "kernels": "hasten.model.binding",
+    "generate": "hasten.generation.generate",
+    "stream": "hasten.generation.generate",
+    "SamplingParams": "hasten.generation.sampling",
+    "perplexity": "hasten.generation.perplexity",
+    "prepare": "hasten.data",
+    "train": "hasten.training",
+    "HastenError": "hasten.errors",
+    "HastenWarning": "hasten.errors",
+}
+
+__all__ = ["__version__", *_HOMES]
+
+__version__ = _version("hasten")
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'hasten' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

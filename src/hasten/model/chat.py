@@ -42,6 +42,9 @@ class ChatTemplate:
     source: str
     origin: str
 
+    def __reduce__(self) -> tuple[type["ChatTemplate"], tuple[str, str]]:
+        return ChatTemplate, (self.source, self.origin)  # a compiled template cannot be sent to another process
+
     @cached_property
     def _compiled(self) -> Template:
         try:

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import tokenizers
@@ -61,8 +60,8 @@ class Tokenizer:
             bos_id=parts.bos_id,
             eos_ids=parts.eos_ids,
             pad_id=parts.pad_id,
-            special_tokens=MappingProxyType(dict(parts.special_tokens)),
-            templates=MappingProxyType(dict(parts.templates)),
+            special_tokens=dict(parts.special_tokens),
+            templates=dict(parts.templates),
             source=path,
             files=parts.files,
         )
@@ -91,7 +90,7 @@ class Tokenizer:
             bos_id=next(iter(token_ids(own, bos_token)), None),
             eos_ids=token_ids(own, eos_token),
             pad_id=next(iter(token_ids(own, pad_token)), None),
-            special_tokens=MappingProxyType(special),
+            special_tokens=special,
             templates={} if chat_template is None else {"default": ChatTemplate(chat_template, origin="argument")},
         )
 
@@ -129,14 +128,18 @@ class Tokenizer:
 
         Special tokens written out in the text become their ids, as in transformers.
         """
-        return self.encode_batch([text], add_special_tokens=add_special_tokens)[0]
+        try:
+            return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except TypeError:  # does not say what is wrong with the text
+            _check_text(text)
+            raise
 
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
         """Ids of many texts, in parallel on the library's threads."""
         texts = list(texts)
         try:
             return [e.ids for e in self.backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)]
-        except TypeError:  # says neither which text nor what is wrong with it
+        except TypeError:
             for text in texts:
                 _check_text(text)
             raise

@@ -61,6 +61,8 @@ def read_parts(folder: Path) -> TokenizerParts | None:
         if has_json
         else _gpt2_layout(folder, config=config, model_config=model_config)
     )
+    if has_json:
+        _llama_spaces(backend, config=config, model_config=model_config)
     settings = dict(config)
     if "added_tokens_decoder" not in config:  # where it is present, the config is the newer, complete account
         settings |= read_json(folder / "special_tokens_map.json")
@@ -263,6 +265,29 @@ def _gpt2_layout(folder: Path, *, config: Mapping[str, Any], model_config: Mappi
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=bool(config.get("add_prefix_space", False)))
     backend.decoder = decoders.ByteLevel()
     return backend
+
+
+def _llama_spaces(backend: tokenizers.Tokenizer, *, config: Mapping[str, Any], model_config: Mapping[str, Any]) -> None:
+    """The class LlamaTokenizer puts its leading space before the text only, whatever its tokenizer.json says.
+
+    Llama 2's own file puts one after every special token too, which transformers 5 overrides for this class (unless
+    `legacy` is set), so that a chat of many turns is encoded as the model was trained. Byte-level files (Llama 3) and
+    the model types for which transformers takes the file at its word are left alone.
+    """
+    declared = config.get("tokenizer_class") or model_config.get("tokenizer_class")
+    if declared not in ("LlamaTokenizer", "LlamaTokenizerFast") or model_config.get("model_type") not in (
+        None,
+        "llama",
+    ):
+        return
+    if not isinstance(backend.model, models.BPE) or "ByteLevel" in str(backend.pre_tokenizer):
+        return
+    prefix = config.get("add_prefix_space") is not False
+    scheme = ("always" if config.get("legacy") else "first") if prefix else "never"
+    backend.normalizer = None
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme=scheme, split=False)
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence([*steps, decoders.Strip(content=" ", left=1)] if prefix else steps)
 
 
 def _add_bos_eos(backend: tokenizers.Tokenizer, special: Mapping[str, str], settings: Mapping[str, Any]) -> None:

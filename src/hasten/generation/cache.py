@@ -1,0 +1,95 @@
+"""The static key/value cache: allocated once, so that every decode step has the same shapes and addresses."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hasten.errors import ConfigError
+from hasten.model.config import ModelConfig
+from hasten.ops.attention.masks import visible
+
+
+@dataclass(frozen=True, slots=True)
+class CachedLayer:
+    """One layer's view of the cache during one step.
+
+    k, v (B·S + 1, Hkv, D): sequence b keeps its position p in row b·S + p; the last row takes the padding and is
+    never read. slots (B·T,): the rows for this step's tokens, -1 (the last row) for padding. mask (B, T, S'): which
+    rows each query sees; None in a prefill of empty sequences, where the tokens at hand are all there is.
+    """
+
+    k: Tensor
+    v: Tensor
+    slots: Tensor
+    mask: Tensor | None
+    batch: int
+    read: int  # S', how many of a sequence's S rows are read
+
+    def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Write the step's k, v (B, T, Hkv, D) and return what its queries may look at."""
+        self.k[self.slots] = k.flatten(0, 1)
+        self.v[self.slots] = v.flatten(0, 1)
+        if self.mask is None:
+            return k, v, None
+        keys = self.k[:-1].unflatten(0, (self.batch, -1))[:, : self.read]  # (B, S', Hkv, D)
+        values = self.v[:-1].unflatten(0, (self.batch, -1))[:, : self.read]
+        return keys, values, self.mask
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """The context of one forward pass over a static cache."""
+
+    layers: list[CachedLayer]
+
+
+class StaticCache:
+    """Keys and values of B sequences of at most `capacity` tokens each, in (B·capacity + 1, Hkv, D) a layer."""
+
+    def __init__(
+        self, config: ModelConfig, *, batch: int, capacity: int, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        if config.learned_positions and capacity > config.max_positions:
+            raise ConfigError(
+                f"{capacity} tokens of prompt and answer do not fit this model's {config.max_positions} learned "
+                "positions; shorten the prompt or max_new_tokens"
+            )
+        self.batch, self.capacity = batch, capacity
+        self.windows = [layer.window for layer in config.layers]
+        shape = (batch * capacity + 1, config.kv_heads, config.head_dim)
+        # Zeros, not garbage: a masked row still takes part in a product with probability 0, and 0·NaN is NaN.
+        self.k = [torch.zeros(shape, dtype=dtype, device=device) for _ in config.layers]
+        self.v = [torch.zeros(shape, dtype=dtype, device=device) for _ in config.layers]
+        self.first_slots = torch.arange(batch, device=device)[:, None] * capacity  # (B, 1)
+
+    @property
+    def bytes(self) -> int:
+        """Size of the cache in bytes."""
+        return sum(t.nbytes for t in (*self.k, *self.v))
+
+    def step(
+        self, positions: Tensor, *, valid: Tensor | None = None, fresh: bool = False, read: int | None = None
+    ) -> Step:
+        """The context for tokens at positions (B, T).
+
+        valid, bool (B, T): False for padding, whose keys are kept nowhere. fresh: the sequences are empty and the
+        positions are 0 … T-1, so that plain causal attention over the tokens at hand is enough. read: look at the
+        first so many rows of each sequence only (all positions lie below it); the whole capacity by default, as a
+        compiled step wants it.
+        """
+        slots = self.first_slots + positions  # (B, T)
+        if valid is not None:
+            slots = slots.masked_fill(~valid, -1)
+        slots = slots.flatten()
+        read = self.capacity if read is None else min(read, self.capacity)
+        masks: dict[int | None, Tensor | None] = {}
+        rows = torch.arange(read, device=positions.device)
+        for window in dict.fromkeys(self.windows):
+            masks[window] = None if fresh else visible(positions, rows, window)  # (B, T, S')
+        return Step(
+            [
+                CachedLayer(k, v, slots, masks[window], self.batch, read)
+                for k, v, window in zip(self.k, self.v, self.windows, strict=True)
+            ]
+        )

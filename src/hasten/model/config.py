@@ -1,0 +1,172 @@
+"""What one decoder is: every difference between the model families, as plain values.
+
+A family (hasten.model.families) translates a Hugging Face config.json into a `ModelConfig`; the transformer reads
+nothing else, so behaviour follows from these fields and never from a model's name.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from hasten.errors import CheckpointError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeConfig:
+    """Rotary position embedding (arXiv 2104.09864) and how its frequencies are stretched for long contexts.
+
+    dim is the number of leading elements of a head that are rotated (less than head_dim: partial rotary). scaling
+    "llama3" uses low/high_frequency_factor, "yarn" (arXiv 2309.00071) beta_fast/beta_slow, "longrope" (arXiv
+    2402.13753) the per-frequency short/long factors; original_positions is the context of the pretraining.
+    """
+
+    theta: float
+    dim: int
+    scaling: Literal["default", "linear", "llama3", "yarn", "longrope"] = "default"
+    factor: float = 1.0
+    original_positions: int = 0
+    low_frequency_factor: float = 1.0
+    high_frequency_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float = 1.0
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerConfig:
+    """What may differ from layer to layer: the attention window (None: everything), the rotary table, the MLP kind."""
+
+    window: int | None = None
+    rope: int = 0  # index into ModelConfig.ropes
+    experts: bool = False
+    scale: float = 1.0  # multiplies the scores
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """One decoder-only transformer. Sizes are counts of elements; `source` is the config.json it came from."""
+
+    family: str
+    vocab_size: int  # ids a tokenizer may produce; weight rows past it are padding
+    padded_vocab_size: int  # rows of the embedding and the head
+    hidden_size: int
+    intermediate_size: int
+    layers: tuple[LayerConfig, ...]
+    heads: int
+    kv_heads: int
+    head_dim: int
+    max_positions: int
+    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    norm_eps: float = 1e-6
+    norm_offset: float = 0.0  # Gemma stores weight - 1
+    post_norms: bool = False  # Gemma 2 and 3 also normalise what attention and MLP return
+    qk_norm: bool = False
+    activation: Literal["silu", "gelu", "gelu_tanh", "relu"] = "silu"
+    gated: bool = True  # down(act(gate x) * up x) instead of down(act(up x))
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    head_bias: bool = False
+    learned_positions: bool = False
+    ropes: tuple[RopeConfig, ...] = ()
+    attention_softcap: float | None = None
+    logit_softcap: float | None = None
+    embedding_scale: float = 1.0
+    tie_embeddings: bool = False
+    experts: int = 0
+    experts_per_token: int = 0
+    expert_size: int = 0
+    normalize_experts: bool = True  # the chosen experts' probabilities are made to sum to one
+    dropout: float = 0.0  # in training only; set by the recipe, never by a checkpoint
+    source: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    def padded_to(self, multiple: int) -> "ModelConfig":
+        """The same model with the vocabulary's rows rounded up to a multiple (nanoGPT: 50,257 -> 50,304)."""
+        return replace(self, padded_vocab_size=-(-self.vocab_size // multiple) * multiple)
+
+
+_MISSING: Any = object()
+
+
+class Fields:
+    """Reads the values of a config.json, refusing wrong types and absurd sizes before anything is allocated."""
+
+    def __init__(self, values: Mapping[str, Any], where: str = "config.json") -> None:
+        self.values = values
+        self.where = where
+
+    def __contains__(self, name: str) -> bool:
+        return self.values.get(name) is not None
+
+    def _get(self, names: tuple[str, ...], default: Any) -> tuple[str, Any]:
+        for name in names:
+            if self.values.get(name) is not None:
+                return name, self.values[name]
+        if default is _MISSING:
+            raise CheckpointError(f"{self.where} lacks {names[0]!r}, which this model type needs")
+        return names[0], default
+
+    def _fail(self, name: str, wanted: str, found: Any) -> CheckpointError:
+        return CheckpointError(f"{self.where}: {name} must be {wanted}; found {str(found)[:80]!r}")
+
+    def integer(self, *names: str, default: Any = _MISSING, low: int = 1, high: int = 1 << 20) -> Any:
+        """An integer in [low, high]; the default limit of 2^20 is far above any published width."""
+        name, value = self._get(names, default)
+        if value is default and not isinstance(value, int):
+            return value
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise self._fail(name, f"an integer from {low} to {high}", value)
+        return value
+
+    def number(self, *names: str, default: Any = _MISSING, low: float = 0.0, high: float = 1e12) -> Any:
+        """A finite number in [low, high]."""
+        name, value = self._get(names, default)
+        if value is default and not isinstance(value, int | float):
+            return value
+        if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+            raise self._fail(name, f"a number from {low:g} to {high:g}", value)
+        return float(value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        """True or false."""
+        _, value = self._get((name,), default)
+        if not isinstance(value, bool):
+            raise self._fail(name, "true or false", value)
+        return value
+
+    def choice(self, *names: str, options: Mapping[str, Any], default: Any = _MISSING) -> Any:
+        """One of the keys of `options`; returns its value."""
+        name, value = self._get(names, default)
+        if not isinstance(value, str) or value not in options:
+            raise self._fail(name, f"one of {', '.join(options)}", value)
+        return options[value]
+
+    def numbers(self, name: str, length: int) -> tuple[float, ...]:
+        """A list of `length` positive numbers."""
+        _, value = self._get((name,), _MISSING)
+        ok = isinstance(value, list) and len(value) == length and all(isinstance(x, int | float) for x in value)
+        if not ok or not all(0 < x < 1e9 for x in value):
+            raise self._fail(name, f"a list of {length} positive numbers", value)
+        return tuple(float(x) for x in value)
+
+    def section(self, name: str) -> "Fields | None":
+        """A nested object, or None where it is absent."""
+        value = self.values.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, dict):
+            raise self._fail(name, "an object", value)
+        return Fields(value, f"{self.where}: {name}")
+
+    def layer_kinds(self, layers: int) -> list[str] | None:
+        """`layer_types`: "full_attention" or "sliding_attention" for each layer, None where the field is absent."""
+        value = self.values.get("layer_types")
+        if value is None:
+            return None
+        known = ("full_attention", "sliding_attention")
+        if not isinstance(value, list) or len(value) != layers or any(v not in known for v in value):
+            raise self._fail("layer_types", f"a list of {layers} of {', '.join(known)}", value)
+        return value

@@ -1,0 +1,214 @@
+"""What a family declares, and the pieces most families share."""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from hasten.errors import CheckpointError
+from hasten.model.config import Fields, LayerConfig, ModelConfig, RopeConfig
+
+ACTIVATION_NAMES = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Where one of our tensors stands in a checkpoint: the whole tensor `name`, or a part of it.
+
+    expert: which matrix of a stacked (E, …) tensor. transposed: stored (in, out), as GPT-2's Conv1D does.
+    start, stop: which output rows. interleaved (n, i, D): the rows are (heads, n, D), and this is part i of n.
+    """
+
+    name: str
+    start: int | None = None
+    stop: int | None = None
+    transposed: bool = False
+    expert: int | None = None
+    interleaved: tuple[int, int, int] | None = None
+
+
+Places = Iterator[tuple[str, Piece]]
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One model family.
+
+    config translates a config.json. places yields (our parameter name, its piece of a published checkpoint).
+    in_memory, where it differs, does the same for the state dict of a transformers model. base is the prefix of the
+    names that a checkpoint of the bare model (without its head) lacks.
+    """
+
+    model_type: str
+    architecture: str  # the transformers class, written into an exported config.json
+    config: Callable[[Fields], ModelConfig]
+    places: Callable[[ModelConfig], Places]
+    in_memory: Callable[[ModelConfig], Places] | None = None
+    base: str = "model."
+
+
+def rope(fields: Fields, head_dim: int, parameters: Fields | None, *, theta: float) -> RopeConfig:
+    """Read one rotary table: `rope_parameters` (transformers 5), or `rope_theta` with `rope_scaling` (before)."""
+    inner = parameters or fields.section("rope_scaling") or Fields({}, fields.where)
+    base = inner.number("rope_theta", default=fields.number("rope_theta", default=theta, low=1.0), low=1.0)
+    partial = inner.number(
+        "partial_rotary_factor", default=fields.number("partial_rotary_factor", default=1.0, high=1.0), high=1.0
+    )
+    dim = int(head_dim * partial)
+    if dim < 2 or dim % 2:
+        raise CheckpointError(f"{fields.where}: the rotated part of a head must be even; found {dim} of {head_dim}")
+    kinds = {k: k for k in ("default", "linear", "llama3", "yarn", "longrope")} | {"su": "longrope"}
+    kind = inner.choice("rope_type", "type", options=kinds, default="default")
+    if kind == "default":
+        return RopeConfig(theta=base, dim=dim)
+    positions = fields.integer("max_position_embeddings", high=1 << 30)
+    original = inner.integer(
+        "original_max_position_embeddings",
+        default=fields.integer("original_max_position_embeddings", default=positions, high=1 << 30),
+        high=1 << 30,
+    )
+    factor = inner.number("factor", default=positions / original, low=1e-3)
+    common: dict[str, Any] = {"theta": base, "dim": dim, "factor": factor, "original_positions": original}
+    if kind == "linear":
+        return RopeConfig(scaling="linear", **common)
+    if kind == "llama3":
+        return RopeConfig(
+            scaling="llama3",
+            low_frequency_factor=inner.number("low_freq_factor"),
+            high_frequency_factor=inner.number("high_freq_factor"),
+            **common,
+        )
+    if kind == "yarn":
+        return RopeConfig(
+            scaling="yarn",
+            beta_fast=inner.number("beta_fast", default=32.0),
+            beta_slow=inner.number("beta_slow", default=1.0),
+            truncate=inner.flag("truncate", True),
+            attention_factor=inner.number("attention_factor", default=_yarn_attention(inner, factor)),
+            **common,
+        )
+    stretched = positions / original if "original_max_position_embeddings" in fields else factor
+    scale = math.sqrt(1 + math.log(stretched) / math.log(original)) if stretched > 1 else 1.0
+    return RopeConfig(
+        scaling="longrope",
+        short_factor=inner.numbers("short_factor", dim // 2),
+        long_factor=inner.numbers("long_factor", dim // 2),
+        attention_factor=inner.number("attention_factor", default=scale),
+        **common,
+    )
+
+
+def _yarn_attention(inner: Fields, factor: float) -> float:
+    def of(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    first, second = inner.number("mscale", default=0.0), inner.number("mscale_all_dim", default=0.0)
+    return of(first) / of(second) if first and second else of(1.0)
+
+
+def sizes(fields: Fields) -> dict[str, Any]:
+    """The sizes that Llama and its descendants name alike."""
+    hidden = fields.integer("hidden_size")
+    heads = fields.integer("num_attention_heads", high=1 << 12)
+    kv_heads = fields.integer("num_key_value_heads", default=heads, high=1 << 12)
+    if heads % kv_heads:
+        raise CheckpointError(
+            f"{fields.where}: num_attention_heads ({heads}) must be a multiple of num_key_value_heads ({kv_heads})"
+        )
+    if "head_dim" not in fields and hidden % heads:
+        raise CheckpointError(f"{fields.where}: hidden_size ({hidden}) must be a multiple of the {heads} heads")
+    vocab = fields.integer("vocab_size", high=1 << 24)
+    return {
+        "vocab_size": vocab,
+        "padded_vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": fields.integer("intermediate_size", high=1 << 22),
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "head_dim": fields.integer("head_dim", default=hidden // heads, high=1 << 12),
+        "max_positions": fields.integer("max_position_embeddings", high=1 << 30),
+        "family": fields.values["model_type"],
+        "source": dict(fields.values),
+    }
+
+
+def layer_count(fields: Fields, name: str = "num_hidden_layers") -> int:
+    """The number of layers; a thousand is far above any published model."""
+    return fields.integer(name, high=1 << 10)
+
+
+def uniform_layers(fields: Fields, *, window: int | None, scale: float, experts: bool = False) -> tuple:
+    """The same layer throughout."""
+    return (LayerConfig(window=window, scale=scale, experts=experts),) * layer_count(fields)
+
+
+def llama_config(fields: Fields, *, theta: float = 10_000.0, window: int | None = None, **changes: Any) -> ModelConfig:
+    """A Llama-like config: RMSNorm, rotary positions, gated MLP, no biases, unless changed by keyword."""
+    common = sizes(fields)
+    given = fields.section("rope_parameters")
+    values: dict[str, Any] = {
+        "layers": uniform_layers(fields, window=window, scale=common["head_dim"] ** -0.5),
+        "norm_eps": fields.number("rms_norm_eps", default=1e-6, high=1.0),
+        "activation": fields.choice("hidden_act", "hidden_activation", options=ACTIVATION_NAMES, default="silu"),
+        "ropes": (rope(fields, common["head_dim"], given, theta=theta),),
+        "tie_embeddings": fields.flag("tie_word_embeddings", False),
+    }
+    return ModelConfig(**(common | values | changes))
+
+
+def window_of(fields: Fields) -> int | None:
+    """`sliding_window` where the model uses one; the query's own position counts."""
+    return fields.integer("sliding_window", default=None, high=1 << 30)
+
+
+NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+
+
+def llama_places(config: ModelConfig, norms: dict[str, str] = NORMS) -> Places:
+    """Names of Llama and its descendants, without the MLP of expert layers."""
+    yield "embedding.weight", Piece("model.embed_tokens.weight")
+    yield "norm.weight", Piece("model.norm.weight")
+    yield "head.weight", Piece("lm_head.weight")
+    for i, layer in enumerate(config.layers):
+        ours, theirs = f"blocks.{i}", f"model.layers.{i}"
+        for our_norm, name in norms.items():
+            yield f"{ours}.{our_norm}.weight", Piece(f"{theirs}.{name}.weight")
+        for our, name, bias in (
+            ("q", "q_proj", config.qkv_bias),
+            ("k", "k_proj", config.qkv_bias),
+            ("v", "v_proj", config.qkv_bias),
+            ("output", "o_proj", config.output_bias),
+        ):
+            yield f"{ours}.attention.{our}.weight", Piece(f"{theirs}.self_attn.{name}.weight")
+            if bias:
+                yield f"{ours}.attention.{our}.bias", Piece(f"{theirs}.self_attn.{name}.bias")
+        if config.qk_norm:
+            yield f"{ours}.attention.q_norm.weight", Piece(f"{theirs}.self_attn.q_norm.weight")
+            yield f"{ours}.attention.k_norm.weight", Piece(f"{theirs}.self_attn.k_norm.weight")
+        if not layer.experts:
+            for our in ("gate", "up", "down"):
+                yield f"{ours}.mlp.{our}.weight", Piece(f"{theirs}.mlp.{our}_proj.weight")
+                if config.mlp_bias:
+                    yield f"{ours}.mlp.{our}.bias", Piece(f"{theirs}.mlp.{our}_proj.bias")
+
+
+def fused_experts(config: ModelConfig) -> Places:
+    """How transformers 5 holds experts in memory: gate and up stacked in one (E, 2·I, C) tensor."""
+    for i, layer in enumerate(config.layers):
+        if not layer.experts:
+            continue
+        ours, theirs = f"blocks.{i}.mlp", f"model.layers.{i}.mlp"
+        size = config.expert_size
+        yield f"{ours}.router.weight", Piece(f"{theirs}.gate.weight")
+        for e in range(config.experts):
+            fused, down = f"{theirs}.experts.gate_up_proj", f"{theirs}.experts.down_proj"
+            yield f"{ours}.experts.{e}.gate.weight", Piece(fused, 0, size, expert=e)
+            yield f"{ours}.experts.{e}.up.weight", Piece(fused, size, 2 * size, expert=e)
+            yield f"{ours}.experts.{e}.down.weight", Piece(down, expert=e)

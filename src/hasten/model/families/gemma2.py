@@ -1,0 +1,52 @@
+"""Gemma 2 (arXiv 2408.00118): norms around both halves, alternating windows, soft-capped scores and logits."""
+
+from typing import Any
+
+from hasten.model.config import Fields, LayerConfig, ModelConfig
+from hasten.model.families.family import Family, Places, layer_count, llama_config, llama_places, window_of
+
+NORMS = {
+    "attention_norm": "input_layernorm",
+    "attention_post_norm": "post_attention_layernorm",
+    "mlp_norm": "pre_feedforward_layernorm",
+    "mlp_post_norm": "post_feedforward_layernorm",
+}
+
+
+def gemma_layers(fields: Fields, default: list[str], ropes: dict[str, int]) -> tuple[LayerConfig, ...]:
+    """Windows by layer kind; the scores are scaled by `query_pre_attn_scalar`, not by the head size."""
+    kinds = fields.layer_kinds(len(default)) or default
+    scale = fields.number("query_pre_attn_scalar", default=256.0, low=1e-6) ** -0.5
+    window = window_of(fields)
+    return tuple(
+        LayerConfig(window=window if kind == "sliding_attention" else None, rope=ropes[kind], scale=scale)
+        for kind in kinds
+    )
+
+
+def gemma_config(fields: Fields, **changes: Any) -> ModelConfig:
+    """What Gemma 2 and 3 share."""
+    bias = fields.flag("attention_bias", False)
+    values: dict[str, Any] = {
+        "norm_offset": 1.0,
+        "post_norms": True,
+        "qkv_bias": bias,
+        "output_bias": bias,
+        "embedding_scale": float(fields.integer("hidden_size")) ** 0.5,
+        "tie_embeddings": fields.flag("tie_word_embeddings", True),
+        "attention_softcap": fields.number("attn_logit_softcapping", default=None),
+        "logit_softcap": fields.number("final_logit_softcapping", default=None),
+    }
+    return llama_config(fields, **(values | changes))
+
+
+def config(fields: Fields) -> ModelConfig:
+    default = [("full_attention" if i % 2 else "sliding_attention") for i in range(layer_count(fields))]
+    return gemma_config(fields, layers=gemma_layers(fields, default, {"sliding_attention": 0, "full_attention": 0}))
+
+
+def places(config: ModelConfig) -> Places:
+    return llama_places(config, NORMS)
+
+
+FAMILY = Family("gemma2", "Gemma2ForCausalLM", config, places)

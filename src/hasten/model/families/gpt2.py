@@ -1,0 +1,83 @@
+"""GPT-2: learned positions, LayerNorm, biases everywhere, weights stored transposed (in, out)."""
+
+from typing import Any
+
+from hasten.errors import CheckpointError
+from hasten.model.config import Fields, LayerConfig, ModelConfig
+from hasten.model.families.family import ACTIVATION_NAMES, Family, Piece, Places, layer_count
+
+
+def gpt_config(fields: Fields, **changes: Any) -> ModelConfig:
+    """What GPT-2 and GPT-BigCode share."""
+    hidden = fields.integer("n_embd")
+    heads = fields.integer("n_head", high=1 << 12)
+    if hidden % heads:
+        raise CheckpointError(f"{fields.where}: n_embd ({hidden}) must be a multiple of n_head ({heads})")
+    vocab = fields.integer("vocab_size", high=1 << 24)
+    scale = (hidden // heads) ** -0.5 if fields.flag("scale_attn_weights", True) else 1.0
+    by_layer = fields.flag("scale_attn_by_inverse_layer_idx", False)
+    values: dict[str, Any] = {
+        "vocab_size": vocab,
+        "padded_vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": fields.integer("n_inner", default=4 * hidden, high=1 << 22),
+        "layers": tuple(
+            LayerConfig(scale=scale / (i + 1) if by_layer else scale) for i in range(layer_count(fields, "n_layer"))
+        ),
+        "heads": heads,
+        "kv_heads": heads,
+        "head_dim": hidden // heads,
+        "max_positions": fields.integer("n_positions", "n_ctx", high=1 << 24),
+        "norm": "layernorm",
+        "norm_eps": fields.number("layer_norm_epsilon", default=1e-5, high=1.0),
+        "activation": fields.choice("activation_function", options=ACTIVATION_NAMES, default="gelu_new"),
+        "gated": False,
+        "qkv_bias": True,
+        "output_bias": True,
+        "mlp_bias": True,
+        "learned_positions": True,
+        "tie_embeddings": fields.flag("tie_word_embeddings", True),
+        "source": dict(fields.values),
+    }
+    return ModelConfig(**(values | {"family": fields.values["model_type"]} | changes))
+
+
+def config(fields: Fields) -> ModelConfig:
+    return gpt_config(fields)
+
+
+def gpt_places(config: ModelConfig, *, transposed: bool) -> Places:
+    """Every weight but those of the fused q, k, v."""
+    yield "embedding.weight", Piece("transformer.wte.weight")
+    yield "positions.weight", Piece("transformer.wpe.weight")
+    yield "head.weight", Piece("lm_head.weight")
+    for kind in ("weight", "bias"):
+        yield f"norm.{kind}", Piece(f"transformer.ln_f.{kind}")
+        turned = transposed and kind == "weight"
+        for i in range(len(config.layers)):
+            ours, theirs = f"blocks.{i}", f"transformer.h.{i}"
+            yield f"{ours}.attention_norm.{kind}", Piece(f"{theirs}.ln_1.{kind}")
+            yield f"{ours}.mlp_norm.{kind}", Piece(f"{theirs}.ln_2.{kind}")
+            yield f"{ours}.attention.output.{kind}", Piece(f"{theirs}.attn.c_proj.{kind}", transposed=turned)
+            yield f"{ours}.mlp.up.{kind}", Piece(f"{theirs}.mlp.c_fc.{kind}", transposed=turned)
+            yield f"{ours}.mlp.down.{kind}", Piece(f"{theirs}.mlp.c_proj.{kind}", transposed=turned)
+
+
+def places(config: ModelConfig) -> Places:
+    yield from gpt_places(config, transposed=True)
+    hidden = config.hidden_size
+    for i in range(len(config.layers)):
+        for part, our in enumerate(("q", "k", "v")):
+            for kind in ("weight", "bias"):
+                yield (
+                    f"blocks.{i}.attention.{our}.{kind}",
+                    Piece(
+                        f"transformer.h.{i}.attn.c_attn.{kind}",
+                        part * hidden,
+                        (part + 1) * hidden,
+                        transposed=kind == "weight",
+                    ),
+                )
+
+
+FAMILY = Family("gpt2", "GPT2LMHeadModel", config, places, base="transformer.")

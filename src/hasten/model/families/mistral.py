@@ -1,0 +1,11 @@
+"""Mistral (arXiv 2310.06825): Llama with a sliding window in every layer where the config sets one."""
+
+from hasten.model.config import Fields, ModelConfig
+from hasten.model.families.family import Family, llama_config, llama_places, window_of
+
+
+def config(fields: Fields) -> ModelConfig:
+    return llama_config(fields, window=window_of(fields))
+
+
+FAMILY = Family("mistral", "MistralForCausalLM", config, llama_places)

@@ -1,0 +1,36 @@
+"""Mixtral (arXiv 2401.04088): Mistral with eight experts a layer, two for each token."""
+
+from dataclasses import replace
+
+from hasten.model.config import Fields, ModelConfig
+from hasten.model.families.family import Family, Piece, Places, fused_experts, llama_config, llama_places, window_of
+
+
+def config(fields: Fields) -> ModelConfig:
+    plain = llama_config(
+        fields,
+        theta=1_000_000.0,
+        window=window_of(fields),
+        experts=fields.integer("num_local_experts", high=1 << 12),
+        experts_per_token=fields.integer("num_experts_per_tok", high=1 << 12),
+        expert_size=fields.integer("intermediate_size"),
+    )
+    return replace(plain, layers=tuple(replace(layer, experts=True) for layer in plain.layers))
+
+
+def places(config: ModelConfig) -> Places:
+    yield from llama_places(config)
+    for i in range(len(config.layers)):
+        ours, theirs = f"blocks.{i}.mlp", f"model.layers.{i}.block_sparse_moe"
+        yield f"{ours}.router.weight", Piece(f"{theirs}.gate.weight")
+        for e in range(config.experts):
+            for our, name in (("gate", "w1"), ("down", "w2"), ("up", "w3")):
+                yield f"{ours}.experts.{e}.{our}.weight", Piece(f"{theirs}.experts.{e}.{name}.weight")
+
+
+def in_memory(config: ModelConfig) -> Places:
+    yield from llama_places(config)
+    yield from fused_experts(config)
+
+
+FAMILY = Family("mixtral", "MixtralForCausalLM", config, places, in_memory)

@@ -1,0 +1,28 @@
+"""Phi 3, 3.5 and 4-mini (arXiv 2404.14219): Llama with q, k, v and gate, up stored fused, and longrope."""
+
+from hasten.model.config import Fields, ModelConfig
+from hasten.model.families.family import Family, Piece, Places, llama_config, llama_places, window_of
+
+
+def config(fields: Fields) -> ModelConfig:
+    return llama_config(fields, window=window_of(fields))
+
+
+def places(config: ModelConfig) -> Places:
+    q, kv, size = config.heads * config.head_dim, config.kv_heads * config.head_dim, config.intermediate_size
+    parts = {
+        "q_proj": ("qkv_proj", 0, q),
+        "k_proj": ("qkv_proj", q, q + kv),
+        "v_proj": ("qkv_proj", q + kv, q + 2 * kv),
+        "gate_proj": ("gate_up_proj", 0, size),
+        "up_proj": ("gate_up_proj", size, 2 * size),
+    }
+    for ours, piece in llama_places(config):
+        last = piece.name.split(".")[-2]
+        if last in parts:
+            fused, start, stop = parts[last]
+            piece = Piece(piece.name.replace(last, fused), start, stop)
+        yield ours, piece
+
+
+FAMILY = Family("phi3", "Phi3ForCausalLM", config, places)

@@ -1,0 +1,57 @@
+"""Qwen 3 mixture of experts: Qwen 3 with most MLPs replaced by many small experts."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from hasten.errors import CheckpointError
+from hasten.model.config import Fields, ModelConfig
+from hasten.model.families.family import Family, Piece, Places, fused_experts, llama_config, llama_places, window_of
+
+
+def config(fields: Fields) -> ModelConfig:
+    window = window_of(fields) if fields.flag("use_sliding_window", False) else None
+    bias = fields.flag("attention_bias", False)
+    step = fields.integer("decoder_sparse_step", default=1, low=0)
+    dense = fields.values.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(isinstance(i, int) for i in dense):
+        raise CheckpointError(f"{fields.where}: mlp_only_layers must be a list of layer numbers; found {dense!r:.80}")
+    plain = llama_config(
+        fields,
+        window=window,
+        qk_norm=True,
+        qkv_bias=bias,
+        output_bias=bias,
+        experts=fields.integer("num_experts", "num_local_experts", high=1 << 12),
+        experts_per_token=fields.integer("num_experts_per_tok", high=1 << 12),
+        expert_size=fields.integer("moe_intermediate_size"),
+        normalize_experts=fields.flag("norm_topk_prob", False),
+    )
+    layers = tuple(
+        replace(layer, experts=i not in dense and step > 0 and (i + 1) % step == 0)
+        for i, layer in enumerate(plain.layers)
+    )
+    return replace(plain, layers=layers)
+
+
+def places(config: ModelConfig) -> Places:
+    yield from llama_places(config)
+    yield from _experts(config)
+
+
+def _experts(config: ModelConfig) -> Iterator[tuple[str, Piece]]:
+    for i, layer in enumerate(config.layers):
+        if not layer.experts:
+            continue
+        ours, theirs = f"blocks.{i}.mlp", f"model.layers.{i}.mlp"
+        yield f"{ours}.router.weight", Piece(f"{theirs}.gate.weight")
+        for e in range(config.experts):
+            for our in ("gate", "up", "down"):
+                yield f"{ours}.experts.{e}.{our}.weight", Piece(f"{theirs}.experts.{e}.{our}_proj.weight")
+
+
+def in_memory(config: ModelConfig) -> Places:
+    yield from llama_places(config)
+    yield from fused_experts(config)
+
+
+FAMILY = Family("qwen3_moe", "Qwen3MoeForCausalLM", config, places, in_memory)

@@ -1,0 +1,92 @@
+"""Rotary position embeddings (arXiv 2104.09864): pairs of elements of q and k are turned by position × frequency."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from hasten.model.config import RopeConfig
+
+
+def frequencies(rope: RopeConfig, *, long: bool = False) -> Tensor:
+    """The dim/2 angular frequencies in radians per position, float32, after the configured stretching."""
+    exponents = torch.arange(0, rope.dim, 2, dtype=torch.float32) / rope.dim
+    plain = 1.0 / rope.theta**exponents  # (dim/2,)
+    match rope.scaling:
+        case "default":
+            return plain
+        case "linear":
+            return plain / rope.factor
+        case "llama3":
+            return _llama3(rope, plain)
+        case "yarn":
+            return _yarn(rope, plain)
+        case "longrope":
+            return plain / torch.tensor(rope.long_factor if long else rope.short_factor)
+
+
+def _llama3(rope: RopeConfig, plain: Tensor) -> Tensor:
+    """Long wavelengths are stretched by the factor, short ones kept, those between blended (Llama 3.1's rule)."""
+    turns = rope.original_positions * plain / (2 * math.pi)  # full turns within the pretraining context
+    low, high = rope.low_frequency_factor, rope.high_frequency_factor
+    keep = ((turns - low) / (high - low)).clamp(0, 1)
+    return plain * keep + plain / rope.factor * (1 - keep)
+
+
+def _yarn(rope: RopeConfig, plain: Tensor) -> Tensor:
+    """Stretch a frequency the more, the fewer turns it makes within the pretraining context (arXiv 2309.00071)."""
+
+    def index_of(turns: float) -> float:
+        """The (fractional) frequency index that makes so many turns in the pretraining context."""
+        return rope.dim * math.log(rope.original_positions / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = index_of(rope.beta_fast), index_of(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rope.dim - 1)
+    span = max(high - low, 0.001)
+    stretch = ((torch.arange(rope.dim // 2, dtype=torch.float32) - low) / span).clamp(0, 1)
+    return plain * (1 - stretch) + plain / rope.factor * stretch
+
+
+class RotaryTable(nn.Module):
+    """Computes cos and sin for given positions; keeps only the frequencies."""
+
+    frequencies: Tensor
+    long_frequencies: Tensor | None
+
+    def __init__(self, rope: RopeConfig) -> None:
+        super().__init__()
+        self.rope = rope
+        self.reset()
+
+    def reset(self, device: torch.device | None = None) -> None:
+        """(Re)compute the frequencies: a model made on the meta device has lost them."""
+        with torch.device("cpu"):
+            short = frequencies(self.rope)
+            long = frequencies(self.rope, long=True) if self.rope.scaling == "longrope" else None
+        self.register_buffer("frequencies", short.to(device), persistent=False)
+        self.register_buffer("long_frequencies", None if long is None else long.to(device), persistent=False)
+
+    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """positions (..., T) of integers -> cos and sin (..., T, dim/2) in float32."""
+        angles = positions.unsqueeze(-1).float() * self.frequencies  # (..., T, dim/2)
+        if self.long_frequencies is not None:
+            # The long factors apply as soon as a sequence is longer than the pretraining context. Decided for each
+            # sequence by itself, so that a neighbour in the batch changes nothing.
+            longest = positions.amax(dim=-1, keepdim=True).unsqueeze(-1)  # (..., 1, 1)
+            long_angles = positions.unsqueeze(-1).float() * self.long_frequencies
+            angles = torch.where(longest >= self.rope.original_positions, long_angles, angles)
+        return angles.cos() * self.rope.attention_factor, angles.sin() * self.rope.attention_factor
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn x (..., T, H, D) by cos, sin (..., T, dim/2): element i is paired with element i + dim/2.
+
+    Computed in float32 and returned in x's dtype; elements past dim pass through (partial rotary).
+    """
+    half = cos.shape[-1]
+    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)  # (..., T, 1, dim/2)
+    first, second = x[..., :half].float(), x[..., half : 2 * half].float()
+    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    return turned if 2 * half == x.shape[-1] else torch.cat((turned, x[..., 2 * half :]), dim=-1)

@@ -1,0 +1,242 @@
+"""The one decoder: the whole forward pass of every supported family, in the order it happens.
+
+Position-wise but for one call: tokens may have any leading shape, and only a layer's `context` object knows which
+tokens belong together and what was seen before. B: sequences, T: tokens of each, H: query heads, Hkv: key/value
+heads, D: head size, C: hidden size, V: vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hasten.model.config import LayerConfig, ModelConfig
+from hasten.model.experts import Experts
+from hasten.model.rope import RotaryTable, rotate
+from hasten.ops.attention import KERNELS, AttentionRequest, AttentionSpec
+from hasten.ops.picker import pick
+
+if TYPE_CHECKING:
+    from hasten.model.tokenizer import Tokenizer
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+}
+
+
+class LayerContext(Protocol):
+    """What one layer's attention may look at besides the tokens at hand."""
+
+    def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Take the new k, v (B, T, Hkv, D) in; return all keys and values (B, S, Hkv, D) and the mask (B, T, S)."""
+        ...
+
+
+class Context(Protocol):
+    """One object for each layer: its tensors, and no layer number, so that one compiled graph serves all layers."""
+
+    @property
+    def layers(self) -> Sequence[LayerContext]: ...
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) · (weight + offset), in float32 (arXiv 1910.07467)."""
+
+    def __init__(self, size: int, eps: float, offset: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size))
+        self.eps, self.offset = eps, offset
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        normal = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return (normal * (self.weight.float() + self.offset)).to(x.dtype)
+
+
+class LayerNorm(nn.LayerNorm):
+    """PyTorch's layer norm, kept in float32 for half-precision weights."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x.float(), self.normalized_shape, self.weight.float(), self.bias.float(), self.eps).to(
+            x.dtype
+        )
+
+
+def _norm(config: ModelConfig, size: int) -> nn.Module:
+    if config.norm == "rmsnorm":
+        return RMSNorm(size, config.norm_eps, config.norm_offset)
+    return LayerNorm(size, eps=config.norm_eps)
+
+
+class Attention(nn.Module):
+    """Multi-head, grouped-query (arXiv 2305.13245) or multi-query (arXiv 1911.02150) attention, by `kv_heads`."""
+
+    def __init__(self, config: ModelConfig, layer: LayerConfig) -> None:
+        super().__init__()
+        hidden, size = config.hidden_size, config.head_dim
+        self.q = nn.Linear(hidden, config.heads * size, bias=config.qkv_bias)
+        self.k = nn.Linear(hidden, config.kv_heads * size, bias=config.qkv_bias)
+        self.v = nn.Linear(hidden, config.kv_heads * size, bias=config.qkv_bias)
+        self.output = nn.Linear(config.heads * size, hidden, bias=config.output_bias)
+        self.q_norm = _norm(config, size) if config.qk_norm else None
+        self.k_norm = _norm(config, size) if config.qk_norm else None
+        self.dropout = config.dropout
+        self.spec = AttentionSpec(
+            heads=config.heads,
+            kv_heads=config.kv_heads,
+            head_dim=size,
+            scale=layer.scale,
+            window=layer.window,
+            softcap=config.attention_softcap,
+        )
+        self.bind()
+
+    def bind(self, kernel: str | None = None) -> None:
+        """Choose the attention kernel for the weights' device and dtype, or the one named."""
+        weight = self.q.weight
+        request = AttentionRequest(spec=self.spec, device=weight.device, dtype=weight.dtype)
+        self.kernel = pick(KERNELS, request, forced=kernel)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, layer: LayerContext) -> Tensor:
+        q = self.q(x).unflatten(-1, (self.spec.heads, self.spec.head_dim))  # (B, T, H, D)
+        k = self.k(x).unflatten(-1, (self.spec.kv_heads, self.spec.head_dim))  # (B, T, Hkv, D)
+        v = self.v(x).unflatten(-1, (self.spec.kv_heads, self.spec.head_dim))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if rope is not None:
+            q, k = rotate(q, *rope), rotate(k, *rope)
+        k, v, mask = layer.extend(k, v)  # (B, S, Hkv, D) twice, (B, T, S) or None
+        dropout = self.dropout if self.training else 0.0
+        attended = self.kernel.run(q, k, v, spec=self.spec, mask=mask, dropout=dropout)  # (B, T, H, D)
+        return self.output(attended.flatten(-2))
+
+
+class MLP(nn.Module):
+    """down(act(up x)), or gated: down(act(gate x) · up x) (arXiv 2002.05202)."""
+
+    def __init__(self, config: ModelConfig, size: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(config.hidden_size, size, bias=config.mlp_bias) if config.gated else None
+        self.up = nn.Linear(config.hidden_size, size, bias=config.mlp_bias)
+        self.down = nn.Linear(size, config.hidden_size, bias=config.mlp_bias)
+        self.activation = ACTIVATIONS[config.activation]
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.gate is None:
+            return self.down(self.activation(self.up(x)))
+        return self.down(self.activation(self.gate(x)) * self.up(x))
+
+
+class Block(nn.Module):
+    """One layer: attention and MLP, each added to the residual stream."""
+
+    def __init__(self, config: ModelConfig, layer: LayerConfig) -> None:
+        super().__init__()
+        hidden = config.hidden_size
+        self.attention_norm = _norm(config, hidden)
+        self.attention = Attention(config, layer)
+        self.attention_post_norm = _norm(config, hidden) if config.post_norms else nn.Identity()
+        self.mlp_norm = _norm(config, hidden)
+        if layer.experts:
+            self.mlp: nn.Module = Experts(config, lambda: MLP(config, config.expert_size))
+        else:
+            self.mlp = MLP(config, config.intermediate_size)
+        self.mlp_post_norm = _norm(config, hidden) if config.post_norms else nn.Identity()
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, layer: LayerContext) -> Tensor:
+        """x (B, T, C) -> (B, T, C)."""
+        x = x + self.dropout(self.attention_post_norm(self.attention(self.attention_norm(x), rope, layer)))
+        return x + self.dropout(self.mlp_post_norm(self.mlp(self.mlp_norm(x))))
+
+
+class Transformer(nn.Module):
+    """A decoder-only language model.
+
+    Built uninitialised: weights come from a checkpoint (`hasten.load`) or from `initialize`. `tokenizer` and
+    `generation` (the folder's generation_config.json) travel with the model where it has them.
+    """
+
+    tokenizer: Tokenizer | None
+    generation: dict[str, Any]
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.tokenizer = None
+        self.generation = {}
+        self.embedding = nn.Embedding(config.padded_vocab_size, config.hidden_size)
+        self.positions = nn.Embedding(config.max_positions, config.hidden_size) if config.learned_positions else None
+        self.ropes = nn.ModuleList(RotaryTable(rope) for rope in config.ropes)
+        self.dropout = nn.Dropout(config.dropout)
+        self.blocks = nn.ModuleList(Block(config, layer) for layer in config.layers)
+        self.norm = _norm(config, config.hidden_size)
+        self.head = nn.Linear(config.hidden_size, config.padded_vocab_size, bias=config.head_bias)
+        if config.tie_embeddings:
+            self.head.weight = self.embedding.weight
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        context: Context,
+        *,
+        rows: Tensor | None = None,
+        targets: Tensor | None = None,
+    ) -> Tensor:
+        """Logits, or with `targets` the loss.
+
+        tokens and positions: int64 (B, T). rows: int64 (R,), which of the B·T flattened rows to score; logits are
+        then (R, V), else (B, T, V), in float32. targets: int64 (B, T), -100 where nothing is to be predicted; returns
+        the sum of the token losses (float32 scalar, nats), for the caller to divide by the tokens it counted.
+        """
+        x = self.embedding(tokens)  # (B, T, C)
+        if self.config.embedding_scale != 1.0:
+            # Rounded to the weights' dtype first, as Gemma was trained.
+            x = x * torch.tensor(self.config.embedding_scale, dtype=x.dtype)
+        if self.positions is not None:
+            x = x + self.positions(positions)
+        x = self.dropout(x)
+        ropes = [table(positions) for table in self.ropes]  # cos and sin, (B, T, dim/2) each
+        for block, layer, own in zip(self.blocks, self.config.layers, context.layers, strict=True):
+            x = block(x, ropes[layer.rope] if ropes else None, own)
+        if rows is not None:
+            x = x.flatten(0, -2)[rows]  # (R, C)
+        x = self.norm(x)
+        if targets is None:
+            return self.logits(x)
+        return F.cross_entropy(self.logits(x).flatten(0, -2), targets.flatten(), ignore_index=-100, reduction="sum")
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Scores (..., V) in float32 of normalised states x (..., C); the padded rows of the vocabulary are cut off."""
+        logits = self.head(x)[..., : self.config.vocab_size].float()
+        if self.config.logit_softcap is not None:
+            logits = self.config.logit_softcap * torch.tanh(logits / self.config.logit_softcap)
+        return logits
+
+    @property
+    def device(self) -> torch.device:
+        return self.embedding.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embedding.weight.dtype
+
+    def bind(self, *, attention: str | None = None) -> None:
+        """Choose every layer's kernels anew, or force one by name; needed after moving to another device or dtype."""
+        for block in self.blocks:
+            block.attention.bind(attention)
+
+    def save(self, folder: str | Path) -> None:
+        """Write a Hugging Face folder that transformers loads; see `hasten.model.export.save`."""
+        from hasten.model.export import save
+
+        save(self, Path(folder))

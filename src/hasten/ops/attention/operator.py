@@ -1,0 +1,76 @@
+"""The attention operator: its kernels in order of preference, and the public function."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hasten.errors import ConfigError
+from hasten.ops.attention.reference import reference
+from hasten.ops.attention.sdpa import sdpa
+from hasten.ops.attention.spec import AttentionSpec
+from hasten.ops.picker import Kernel, pick
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionRequest:
+    """What a kernel is asked to serve: decided once per layer, when a model is bound."""
+
+    spec: AttentionSpec
+    device: torch.device
+    dtype: torch.dtype
+
+
+def _sdpa_refuses(request: AttentionRequest) -> str | None:
+    if request.spec.softcap is not None:
+        return "PyTorch's SDPA has no soft-capping of scores"
+    return None
+
+
+KERNELS: tuple[Kernel[AttentionRequest], ...] = (
+    Kernel("sdpa", sdpa, _sdpa_refuses),
+    Kernel("reference", reference, lambda request: None),
+)
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+    mask: Tensor | None = None,
+    dropout: float = 0.0,
+    kernel: str | None = None,
+) -> Tensor:
+    """Causal attention of q (B, T, H, D) over k, v (B, S, Hkv, D), returning (B, T, H, D).
+
+    The T queries are the last of the S positions (aligned bottom right). `mask`, bool (B, T, S) or (T, S), True where
+    a query sees a key, replaces causality. `kernel` forces one by name. Raises ConfigError for shapes that do not fit.
+    """
+    if q.dim() != 4 or k.dim() != 4 or k.shape != v.shape:
+        raise ConfigError(
+            f"attention wants q (B, T, H, D) and equal k, v (B, S, Hkv, D); "
+            f"found {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
+        )
+    if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3] or k.shape[2] == 0 or q.shape[2] % k.shape[2]:
+        raise ConfigError(
+            f"batch, head size and a whole number of query heads per key head must match: "
+            f"q is {tuple(q.shape)}, k is {tuple(k.shape)}"
+        )
+    if mask is None and q.shape[1] > k.shape[1]:
+        raise ConfigError(f"{q.shape[1]} causal queries over {k.shape[1]} keys: the first queries would see nothing")
+    spec = AttentionSpec(
+        heads=q.shape[2],
+        kv_heads=k.shape[2],
+        head_dim=q.shape[3],
+        scale=q.shape[3] ** -0.5 if scale is None else scale,
+        window=window,
+        softcap=softcap,
+    )
+    chosen = pick(KERNELS, AttentionRequest(spec=spec, device=q.device, dtype=q.dtype), forced=kernel)
+    run: Callable[..., Tensor] = chosen.run
+    return run(q, k, v, spec=spec, mask=mask, dropout=dropout)

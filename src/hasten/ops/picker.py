@@ -1,0 +1,67 @@
+"""Choosing a kernel: each declares what it needs, the first that fits is taken, and every refusal has a reason.
+
+The choice is made when a model is bound (loaded, compiled) and stored in the layer; nothing is looked up in the hot
+path. The idea of printing every candidate with the reasons against it is xformers' dispatcher's.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from hasten.errors import ConfigError
+
+Request = TypeVar("Request")
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel(Generic[Request]):
+    """One implementation of an operator.
+
+    `refuse(request)` returns None if the kernel can serve the request, else the reason it cannot, in plain words.
+    Kernels stand in their operator's list in the order of preference: the fastest first, the reference last.
+    """
+
+    name: str
+    run: Callable
+    refuse: Callable[[Request], str | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What `explain` shows: the kernel taken, and for every other one why it was not."""
+
+    kernel: str
+    others: tuple[tuple[str, str], ...]
+
+
+def explain(kernels: Sequence[Kernel[Request]], request: Request, *, forced: str | None = None) -> Choice:
+    """Say which kernel `pick` takes and why each other one is not taken."""
+    taken = pick(kernels, request, forced=forced)
+    others = []
+    for kernel in kernels:
+        if kernel is taken:
+            continue
+        reason = kernel.refuse(request)
+        if reason is None:
+            reason = f"{forced} was asked for by name" if forced else f"{taken.name} comes first"
+        others.append((kernel.name, reason))
+    return Choice(taken.name, tuple(others))
+
+
+def pick(kernels: Sequence[Kernel[Request]], request: Request, *, forced: str | None = None) -> Kernel[Request]:
+    """Return the first kernel that fits, or the one named by `forced` if it fits.
+
+    Raises ConfigError if the forced kernel is unknown or cannot serve the request (with its reason).
+    """
+    if forced is not None:
+        for kernel in kernels:
+            if kernel.name == forced:
+                reason = kernel.refuse(request)
+                if reason:
+                    raise ConfigError(f"kernel {forced!r} cannot be used here: {reason}")
+                return kernel
+        raise ConfigError(f"there is no kernel {forced!r}; known: {', '.join(k.name for k in kernels)}")
+    for kernel in kernels:
+        if kernel.refuse(request) is None:
+            return kernel
+    raise AssertionError("the reference kernel serves every request")

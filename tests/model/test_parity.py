@@ -1,0 +1,98 @@
+"""For every family: our logits and greedy tokens are those of transformers, from disk, from memory, and exported."""
+
+import pytest
+import torch
+from conftest import make_reference
+
+import hasten
+from hasten.generation.cache import StaticCache
+from hasten.model.context import TrainingContext
+
+transformers = pytest.importorskip("transformers")
+
+PROMPTS = [[5, 17, 42, 8, 99, 3, 71, 23, 64, 12, 55, 31, 77, 9], [33, 4, 90]]
+TOLERANCE = 1e-4
+
+
+def our_logits(model, tokens):
+    """Logits (T, V) of one prompt in a single pass without a cache."""
+    x = torch.tensor([tokens])
+    context = TrainingContext([layer.window for layer in model.config.layers])
+    with torch.no_grad():
+        return model(x, torch.arange(len(tokens))[None], context)[0]
+
+
+def our_cached_logits(model, tokens, prefill):
+    """The same logits, the first `prefill` tokens at once and the rest one by one through the static cache."""
+    cache = StaticCache(model.config, batch=1, capacity=64, dtype=model.dtype, device="cpu")
+    out = []
+    with torch.no_grad():
+        positions = torch.arange(prefill)[None]
+        out.append(model(torch.tensor([tokens[:prefill]]), positions, cache.step(positions, fresh=True))[0])
+        for place in range(prefill, len(tokens)):
+            positions = torch.tensor([[place]])
+            out.append(model(torch.tensor([[tokens[place]]]), positions, cache.step(positions))[0])
+    return torch.cat(out)
+
+
+def reference_logits(reference, tokens):
+    with torch.no_grad():
+        return reference(torch.tensor([tokens])).logits[0].float()
+
+
+def reference_greedy(reference, tokens, count):
+    out = reference.generate(
+        torch.tensor([tokens]), max_new_tokens=count, min_new_tokens=count, do_sample=False, pad_token_id=0
+    )
+    return out[0, len(tokens) :].tolist()
+
+
+def our_greedy(model, tokens, count):
+    params = hasten.SamplingParams(temperature=0.0, max_new_tokens=count, ignore_eos=True)
+    return hasten.generate(model, [tokens], params)[0].tokens
+
+
+def assert_same(model, reference):
+    for tokens in PROMPTS:
+        expected = reference_logits(reference, tokens)
+        assert 0.2 < expected.std() < 30
+        found = our_logits(model, tokens)
+        assert found.shape == expected.shape
+        assert (found - expected).abs().max() <= TOLERANCE
+
+
+def test_folder_gives_the_same_logits_and_tokens(case, tmp_path):
+    reference = make_reference(case)
+    reference.save_pretrained(tmp_path)
+    model = hasten.load(tmp_path, dtype="float32")
+    assert_same(model, reference)
+    # Sequences past longrope's original context are rescaled as a whole, so there only prefill can be compared.
+    if case != "phi3-longrope":
+        for tokens in PROMPTS:
+            expected = reference_logits(reference, tokens)
+            assert (our_cached_logits(model, tokens, 2) - expected).abs().max() <= TOLERANCE
+    for tokens in PROMPTS:
+        assert our_greedy(model, tokens, 32) == reference_greedy(reference, tokens, 32)
+
+
+def test_model_in_memory_is_taken_over_without_a_copy(case):
+    reference = make_reference(case)
+    model = hasten.load(reference)
+    assert_same(model, reference)
+    storages = {t.untyped_storage().data_ptr() for t in reference.state_dict().values()}
+    copied = [n for n, p in model.named_parameters() if p.untyped_storage().data_ptr() not in storages]
+    if case == "gpt_bigcode-mha":  # its q, k, v alternate head by head: no view can separate them
+        copied = [n for n in copied if ".attention." not in n]
+    assert not copied
+
+
+def test_export_loads_in_transformers_and_here(case, tmp_path):
+    reference = make_reference(case)
+    hasten.load(reference).save(tmp_path)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    model = hasten.load(tmp_path)
+    for tokens in PROMPTS:
+        expected = reference_logits(reference, tokens)
+        assert (reference_logits(again, tokens) - expected).abs().max() <= TOLERANCE
+        assert (our_logits(model, tokens) - expected).abs().max() <= TOLERANCE
+        assert our_greedy(model, tokens, 32) == reference_greedy(again, tokens, 32)
