@@ -1,0 +1,180 @@
+"""Batches for training and evaluation: packed windows of tokens, each a pure function of its position.
+
+A split is one long ring of tokens, documents back to back. An epoch cuts it into windows of `sequence_length` tokens,
+from an offset that changes with the epoch, and visits them in a shuffled order. Nothing is remembered from batch to
+batch: batch number 1,000 is computed without the 999 before it, so resuming is exact and workers cannot change it.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hasten.data.permutation import Permutation, mix
+from hasten.data.shards import TokenSplit
+from hasten.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    import torch
+
+IGNORED = -100  # targets without loss, as torch.nn.functional.cross_entropy has it
+_LOOK_AHEAD = 2  # batches that each worker prepares before they are asked for
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """inputs: (B, T) int64. targets: (B, T) int64, the token after each input; -100 where there is no loss.
+
+    documents: (B, T) int64 or None, the document of each input token, counted from 0 in each row.
+    """
+
+    inputs: "torch.Tensor"
+    targets: "torch.Tensor"
+    documents: "torch.Tensor | None"
+
+    def to(self, device: Any, *, non_blocking: bool = False) -> "Batch":
+        """The same batch on another device."""
+        return Batch(
+            inputs=self.inputs.to(device, non_blocking=non_blocking),
+            targets=self.targets.to(device, non_blocking=non_blocking),
+            documents=None if self.documents is None else self.documents.to(device, non_blocking=non_blocking),
+        )
+
+
+class Batches:
+    """Training batches of one rank: row b of batch p on rank r is number (p·W + r)·B + b in an endless list of windows.
+
+    In that list every `windows` rows are one epoch: each window once. Ranks therefore never share a row, and with
+    the same B·W the data is the same for any number of ranks (in another order of rows).
+
+    split: the tokens; at least sequence_length + 1 of them. workers: threads that prepare batches ahead (reading mapped
+    files lets go of the interpreter); 0 makes each batch when it is asked for. shuffle=False: windows in order.
+    Raises DataError for a split shorter than one window, ConfigError for numbers that cannot work.
+    """
+
+    def __init__(
+        self,
+        split: TokenSplit,
+        *,
+        batch_size: int,
+        sequence_length: int,
+        seed: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+        workers: int = 0,
+        shuffle: bool = True,
+    ) -> None:
+        _check_sizes(split, batch_size=batch_size, sequence_length=sequence_length)
+        if not 0 <= rank < world_size:
+            raise ConfigError(f"rank {rank} of {world_size} does not exist; ranks count from 0")
+        if workers < 0:
+            raise ConfigError(f"workers is {workers}; give 0 or more")
+        self.split = split
+        self.batch_size = batch_size
+        self.sequence_length = sequence_length
+        self.seed = seed
+        self.rank = rank
+        self.world_size = world_size
+        self.workers = workers
+        self.shuffle = shuffle
+        self.windows = len(split) // sequence_length  # of one epoch; the ring gives every window its last target
+
+    def window_start(self, row: int) -> int:
+        """Where in the split row number `row` of the endless list begins."""
+        epoch, index = divmod(row, self.windows)
+        if not self.shuffle:
+            return index * self.sequence_length
+        # The offset moves the windows' borders, and the few tokens that no window of this epoch covers.
+        offset = mix(self.seed, epoch, 1) % len(self.split)
+        window = Permutation(self.windows, mix(self.seed, epoch, 2))[index]
+        return (offset + window * self.sequence_length) % len(self.split)
+
+    def batch(self, position: int) -> Batch:
+        """Batch number `position` (from 0): depends on nothing but the arguments of this object and `position`."""
+        if position < 0:
+            raise ConfigError(f"position is {position}; batches count from 0")
+        first = (position * self.world_size + self.rank) * self.batch_size
+        starts = [self.window_start(first + row) for row in range(self.batch_size)]
+        return _assemble(self.split, starts, length=self.sequence_length)
+
+    def iterate(self, start: int = 0) -> Iterator[tuple[int, Batch]]:
+        """(position, batch) from `start` on, without end. Closing the iterator ends the workers."""
+        if self.workers == 0:
+            position = start
+            while True:
+                yield position, self.batch(position)
+                position += 1
+        ahead: deque[tuple[int, Future[Batch]]] = deque()
+        pool = ThreadPoolExecutor(self.workers, thread_name_prefix="hasten-batches")
+        try:
+            position = start
+            while True:
+                while len(ahead) < self.workers * _LOOK_AHEAD:
+                    ahead.append((position, pool.submit(self.batch, position)))
+                    position += 1
+                number, future = ahead.popleft()
+                yield number, future.result()
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+def evaluation_windows(
+    split: TokenSplit, *, batch_size: int, sequence_length: int, limit: int | None = None
+) -> Iterator[Batch]:
+    """The split once, in order, in windows that do not overlap: every token but the very first is a target once.
+
+    All batches are (batch_size, sequence_length), so that a compiled model sees one shape; what fills the last one up
+    has the target -100. limit: at most so many batches. Raises DataError for a split shorter than one window.
+    """
+    _check_sizes(split, batch_size=batch_size, sequence_length=sequence_length)
+    starts = range(0, len(split) - 1, sequence_length)
+    for number, first in enumerate(range(0, len(starts), batch_size)):
+        if limit is not None and number >= limit:
+            return
+        yield _assemble(
+            split, list(starts[first : first + batch_size]), length=sequence_length, ring=False, rows=batch_size
+        )
+
+
+def _check_sizes(split: TokenSplit, *, batch_size: int, sequence_length: int) -> None:
+    if batch_size < 1 or sequence_length < 1:
+        raise ConfigError(f"batch_size {batch_size} and sequence_length {sequence_length} must both be at least 1")
+    if len(split) < sequence_length + 1:
+        raise DataError(
+            f"the split has {len(split):,} tokens ({split.documents:,} documents), and one window of sequence_length "
+            f"{sequence_length:,} takes {sequence_length + 1:,}; give more text or a shorter sequence_length"
+        )
+
+
+def _assemble(
+    split: TokenSplit, starts: list[int], *, length: int, ring: bool = True, rows: int | None = None
+) -> Batch:
+    import torch
+
+    rows = len(starts) if rows is None else rows
+    tokens = np.zeros((rows, length + 1), np.int64)
+    targets = np.full((rows, length), IGNORED, np.int64)
+    documents = np.zeros((rows, length), np.int64)
+    for row, start in enumerate(starts):
+        count = length + 1 if ring else min(length + 1, len(split) - start)
+        tokens[row, :count] = _read(split.tokens, start, count)
+        targets[row, : count - 1] = tokens[row, 1:count]
+        if split.weights is not None:
+            learned = _read(split.weights, start, count)[1:] != 0
+            targets[row, : count - 1][~learned] = IGNORED
+        documents[row] = split.document_numbers(start, length)
+    return Batch(
+        inputs=torch.from_numpy(np.ascontiguousarray(tokens[:, :-1])),
+        targets=torch.from_numpy(targets),
+        documents=torch.from_numpy(documents),
+    )
+
+
+def _read(array: Any, start: int, count: int) -> npt.NDArray[Any]:
+    """`count` elements from `start`, going on at the beginning after the end."""
+    tail = array[start : start + count]
+    return tail if len(tail) == count else np.concatenate([tail, array[: count - len(tail)]])

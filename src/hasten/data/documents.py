@@ -1,0 +1,64 @@
+"""What a source gives: documents of text and conversations, and how a long text is handed on in pieces."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+# Long texts are encoded in pieces of this many characters: enough of them to keep every core busy in one batch, and
+# small enough that a file of many gigabytes never lies in memory as a whole.
+PIECE_CHARACTERS = 1 << 17
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A text with a name that is unique in its source. `pieces()` starts over at every call; pieces are never empty."""
+
+    name: str
+    pieces: Callable[[], Iterator[str]]
+
+    @staticmethod
+    def of_text(name: str, text: str) -> "Document":
+        return Document(name, lambda: iter((text,) if text else ()))
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """A chat: messages of {"role", "content", ...}, in order. `name` says file and line, as errors do."""
+
+    name: str
+    messages: tuple[Mapping[str, Any], ...]
+
+
+Item = Document | Conversation
+
+
+def cut_text(pieces: Iterable[str], *, characters: int = PIECE_CHARACTERS) -> Iterator[str]:
+    """The same text in pieces of at most `characters` characters, cut where a tokenizer does not notice it.
+
+    A single line end between two characters that are not white space is a border for the pre-tokenizers of GPT-2 and
+    its successors, so the ids of the pieces are those of the whole text. Where there is no such place the cut is at
+    another line end, at a space, or at last anywhere.
+    """
+    buffer = ""
+    for piece in pieces:
+        buffer += piece
+        while len(buffer) > characters:
+            end = _cut(buffer, characters)
+            yield buffer[:end]
+            buffer = buffer[end:]
+    if buffer:
+        yield buffer
+
+
+def _cut(text: str, limit: int) -> int:
+    """Where to cut: 1 <= cut <= limit < len(text)."""
+    end = text.rfind("\n", 1, limit)
+    while end > 0:
+        if not text[end - 1].isspace() and not text[end + 1].isspace():
+            return end + 1
+        end = text.rfind("\n", 1, end)
+    for separator in ("\n", " "):
+        end = text.rfind(separator, 0, limit)
+        if end >= 0:
+            return end + 1
+    return limit

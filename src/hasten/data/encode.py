@@ -1,0 +1,178 @@
+"""Documents to shards: batches of text through the tokenizer's threads, in a memory that does not grow."""
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+
+from hasten.data.chat import RenderedChat, encode_chats, render
+from hasten.data.documents import Conversation, Document, cut_text
+from hasten.data.shards import ShardWriter
+from hasten.data.sources import Source, item_bytes
+from hasten.data.splits import SplitName, SplitPlan
+from hasten.errors import DataError
+from hasten.model.tokenizer import Tokenizer
+
+# Text that is encoded at once: the tokenizer's threads share it. An encoding takes about 30 bytes a byte of text.
+_BATCH_CHARACTERS = 1 << 21
+VALIDATION_FILE = "validation.jsonl"
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """What stands around a document's tokens: `before` (often nothing, or BOS) and the separator after it."""
+
+    before: tuple[int, ...]
+    separator: int
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> "Frame":
+        """BOS where the tokenizer itself puts it before a text; end of text after it. DataError without either."""
+        ends = [*tokenizer.eos_ids[:1], *([] if tokenizer.bos_id is None else [tokenizer.bos_id])]
+        if not ends:
+            raise DataError(
+                "the tokenizer has no end-of-text token to separate documents with; set eos_token in its "
+                "tokenizer_config.json"
+            )
+        begins = tokenizer.encode("", add_special_tokens=True)[:1]
+        return cls(tuple(begins) if begins == [tokenizer.bos_id] and begins != ends[:1] else (), ends[0])
+
+
+@dataclass(slots=True)
+class Encoder:
+    """Takes the items of a source in order and writes both splits and the held-out texts into `folder`."""
+
+    folder: Path
+    tokenizer: Tokenizer
+    plan: SplitPlan
+    advance: Callable[[int], None]  # told the bytes of text that are done
+    chat: bool
+    frame: Frame = field(init=False)
+    writers: dict[SplitName, ShardWriter] = field(init=False)
+    _texts: list[tuple[SplitName, str, bool, bool]] = field(default_factory=list)  # split, text, first, last piece
+    _chats: list[tuple[SplitName, RenderedChat, int]] = field(default_factory=list)
+    _waiting: int = 0
+    _held_out: IO[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.frame = Frame.of(self.tokenizer)
+        dtype = np.dtype("<u2" if self.tokenizer.vocab_size <= 1 << 16 else "<u4")
+        splits: tuple[SplitName, ...] = ("train", "validation")
+        self.writers = {split: ShardWriter(self.folder, split, dtype, weighted=self.chat) for split in splits}
+        self._held_out = (self.folder / VALIDATION_FILE).open("w", encoding="utf-8", newline="\n")
+
+    def run(self, source: Source) -> None:
+        """Encode everything. The files are complete when this returns."""
+        try:
+            for item in source.items():
+                for split, part in self.plan.parts(item):
+                    if isinstance(part, Document):
+                        self._take_text(split, part)
+                    else:
+                        self._take_chat(split, part)
+            self._flush()
+            self._held_out.close()
+        except BaseException:
+            with suppress(OSError):
+                self._held_out.close()
+            for writer in self.writers.values():
+                writer.abort()
+            raise
+
+    def _take_text(self, split: SplitName, document: Document) -> None:
+        if self._chats:
+            self._flush()
+        for piece, first, last in _marked(cut_text(document.pieces())):
+            if split == "validation":
+                self._hold_out(document.name, piece, first=first, last=last)
+            self._texts.append((split, piece, first, last))
+            self._wait_or_flush(len(piece))
+
+    def _take_chat(self, split: SplitName, conversation: Conversation) -> None:
+        if self._texts:
+            self._flush()
+        size = item_bytes(conversation)  # shared among the renderings, for the progress bar
+        for chat in render(conversation, tokenizer=self.tokenizer):
+            if split == "validation":
+                self._hold_out(chat.name, chat.text, first=True, last=True)
+            self._chats.append((split, chat, size))
+            size = 0
+            self._wait_or_flush(len(chat.text))
+
+    def _hold_out(self, name: str, piece: str, *, first: bool, last: bool) -> None:
+        if first:
+            self._held_out.write(f'{{"name": {json.dumps(name)}, "text": "')
+        self._held_out.write(json.dumps(piece, ensure_ascii=False)[1:-1])
+        if last:
+            self._held_out.write('"}\n')
+
+    def _wait_or_flush(self, characters: int) -> None:
+        self._waiting += characters
+        if self._waiting >= _BATCH_CHARACTERS:
+            self._flush()
+
+    def _flush(self) -> None:
+        if self._texts:
+            batch = self.tokenizer.encode_batch([text for _, text, _, _ in self._texts], add_special_tokens=False)
+            for (split, text, first, last), ids in zip(self._texts, batch, strict=True):
+                writer, size = self.writers[split], len(text.encode())
+                if first:
+                    writer.begin_document()
+                    ids = [*self.frame.before, *ids]
+                writer.add([*ids, self.frame.separator] if last else ids)
+                writer.text_bytes += size
+                self.advance(size)
+        if self._chats:
+            encoded = encode_chats([chat for _, chat, _ in self._chats], tokenizer=self.tokenizer)
+            for (split, chat, size), (ids, weights) in zip(self._chats, encoded, strict=True):
+                writer = self.writers[split]
+                writer.begin_document()
+                if not ids or ids[-1] != self.frame.separator:
+                    # A template without an end token leaves it to the separator to say that the answer is over.
+                    unended = chat.finished and bool(weights) and weights[-1] == 1 and not self._is_special(ids[-1])
+                    ids, weights = [*ids, self.frame.separator], [*weights, int(unended)]
+                writer.add(ids, weights=weights)
+                writer.text_bytes += len(chat.text.encode())
+                self.advance(size)
+        self._texts.clear()
+        self._chats.clear()
+        self._waiting = 0
+
+    def _is_special(self, number: int) -> bool:
+        token = self.tokenizer.backend.get_added_tokens_decoder().get(number)
+        return number in self.tokenizer.eos_ids or (token is not None and token.special)
+
+
+def training_texts(source: Source, plan: SplitPlan, *, limit: int) -> Iterator[str]:
+    """The training split's text in pieces, about `limit` characters of it. DataError for a conversation."""
+    taken = 0
+    for item in source.items():
+        for split, part in plan.parts(item):
+            if isinstance(part, Conversation):
+                raise DataError(
+                    f"{part.name}: a chat needs a tokenizer with a chat template, and one trained here has none; name "
+                    "a model folder as the tokenizer"
+                )
+            if split != "train":
+                continue
+            for piece in cut_text(part.pieces()):
+                yield piece
+                taken += len(piece)
+                if taken >= limit:
+                    return
+
+
+def _marked(pieces: Iterable[str]) -> Iterator[tuple[str, bool, bool]]:
+    """Each piece with: is it the first, is it the last."""
+    first, held = True, None
+    for piece in pieces:
+        if held is not None:
+            yield held, first, False
+            first = False
+        held = piece
+    if held is not None:
+        yield held, first, True

@@ -1,0 +1,260 @@
+"""`prepare`: from a source of text to token shards in a cache, once."""
+
+import hashlib
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from hasten.data.documents import Conversation
+from hasten.data.encode import Encoder, training_texts
+from hasten.data.progress import byte_progress
+from hasten.data.sources import Source, open_source
+from hasten.data.splits import SplitPlan, plan_split
+from hasten.data.token_data import FORMAT_VERSION, MANIFEST_FILE, TOKENIZER_FOLDER, TokenData
+from hasten.data.tokenizers import train_bpe, train_characters
+from hasten.errors import ConfigError, DataError, ResourceError
+from hasten.model.tokenizer import Tokenizer
+
+TokenizerKind = Literal["bpe", "character"]
+
+# Merges learned from this much text do not change with more of it, and their counts fit into memory.
+_BPE_TRAINING_CHARACTERS = 1 << 28
+# What decides a model folder's special tokens beside the tokenizer's own files.
+_MODEL_FILES = ("config.json", "generation_config.json")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Settings:
+    """Everything but the text that decides the tokens: with the source's fingerprint it is the cache's key."""
+
+    tokenizer: str  # "bpe 4096", "character", or the digest of the given one
+    validation_fraction: float
+    seed: int
+    text_field: str
+    limit_bytes: int | None
+
+    def key(self, fingerprint: str) -> str:
+        text = json.dumps([FORMAT_VERSION, fingerprint, asdict(self)], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:24]
+
+
+def prepare(
+    source: str,
+    *,
+    tokenizer: str | Path | None = None,
+    tokenizer_kind: TokenizerKind = "bpe",
+    vocab_size: int = 4096,
+    validation_fraction: float = 0.05,
+    seed: int = 0,
+    folder: Path | None = None,
+    text_field: str = "text",
+    limit_bytes: int | None = None,
+    progress: bool = True,
+) -> TokenData:
+    """Tokenize a corpus into memory-mapped shards, or find those of an earlier run with the same text and settings.
+
+    source: `stdlib`, a file, a folder, a glob (.txt, .py, .md, .jsonl, .parquet; a .jsonl line or parquet row with
+    `messages` is a chat), or a Hugging Face data set (`hf:owner/name[:split]`).
+    tokenizer: a folder with a tokenizer; without it one of `tokenizer_kind` is trained on the training split
+    (vocab_size: for "bpe"). validation_fraction: the share of documents that is held out, by a hash of name and seed.
+    folder: the cache folder. text_field: the field of .jsonl and parquet rows. limit_bytes: take the first documents
+    of the source up to this many bytes. progress: bars on standard error.
+
+    Raises DataError for text that cannot be read, ConfigError for settings that cannot work, ResourceError for a disk
+    that is full or a package that is missing. Whatever happens, nothing half written is left under a name that a later
+    run would take: the shards are made in a temporary folder and renamed as the last step.
+    """
+    _check(tokenizer_kind, validation_fraction=validation_fraction, limit_bytes=limit_bytes)
+    given = None if tokenizer is None else _load_tokenizer(Path(tokenizer))
+    corpus = open_source(source, text_field=text_field, limit_bytes=limit_bytes)
+    settings = _Settings(
+        tokenizer=_identity(given, kind=tokenizer_kind, vocab_size=vocab_size),
+        validation_fraction=validation_fraction,
+        seed=seed,
+        text_field=text_field,
+        limit_bytes=limit_bytes,
+    )
+    if folder is None:
+        from hasten.machine.caches import cache_folder
+
+        folder = cache_folder("data")
+    before = corpus.fingerprint()
+    target = folder / settings.key(before)
+    if not _is_there(target):
+        with _alone(target) as first, _temporary_folder(target, first=first) as work:
+            if not _is_there(target):
+                _make(
+                    work,
+                    corpus,
+                    given=given,
+                    given_folder=tokenizer,
+                    settings=settings,
+                    progress=progress,
+                    kind=tokenizer_kind,
+                    vocab_size=vocab_size,
+                )
+                if corpus.fingerprint() != before:
+                    raise DataError(f"{source}: changed while it was being read; run again once nothing writes to it")
+                _publish(work, target)
+    return TokenData.load(target)
+
+
+def _check(kind: str, *, validation_fraction: float, limit_bytes: int | None) -> None:
+    if kind not in ("bpe", "character"):
+        raise ConfigError(f"tokenizer_kind is {kind!r}; choose 'bpe' or 'character'")
+    if not 0 <= validation_fraction < 1:
+        raise ConfigError(f"validation_fraction is {validation_fraction}; it must be at least 0 and less than 1")
+    if limit_bytes is not None and limit_bytes < 1:
+        raise ConfigError(f"limit_bytes is {limit_bytes}; it must be at least 1")
+
+
+def _load_tokenizer(folder: Path) -> Tokenizer:
+    found = Tokenizer.from_folder(folder)
+    if found is None:
+        raise DataError(
+            f"{folder}: has no tokenizer (tokenizer.json, or vocab.json and merges.txt); name another folder"
+        )
+    return found
+
+
+def _identity(given: Tokenizer | None, *, kind: TokenizerKind, vocab_size: int) -> str:
+    if given is None:
+        return f"bpe {vocab_size}" if kind == "bpe" else "character"
+    # The digest leaves the chat template out, and a chat's tokens depend on it.
+    return f"{given.digest} {hashlib.sha256((given.chat_template or '').encode()).hexdigest()[:16]}"
+
+
+def _make(
+    work: Path,
+    corpus: Source,
+    *,
+    given: Tokenizer | None,
+    given_folder: str | Path | None,
+    settings: _Settings,
+    progress: bool,
+    kind: TokenizerKind,
+    vocab_size: int,
+) -> None:
+    plan = plan_split(corpus, fraction=settings.validation_fraction, seed=settings.seed)
+    chat = _has_chat(corpus, given=given)
+    tokenizer = given or _train(corpus, plan, kind=kind, vocab_size=vocab_size, progress=progress)
+    tokenizer.save(work / TOKENIZER_FOLDER)
+    for name in _MODEL_FILES if given_folder is not None else ():
+        if (Path(given_folder or "") / name).is_file():
+            shutil.copyfile(Path(given_folder or "") / name, work / TOKENIZER_FOLDER / name)
+    with byte_progress("tokenizing", total=corpus.size, shown=progress) as advance:
+        encoder = Encoder(folder=work, tokenizer=tokenizer, plan=plan, advance=advance, chat=chat)
+        encoder.run(corpus)
+    splits = {name: writer.close() for name, writer in encoder.writers.items()}
+    if splits["train"]["tokens"] == 0 or (plan.fraction > 0 and splits["validation"]["tokens"] == 0):
+        counts = {name: entry["documents"] for name, entry in splits.items()}
+        raise DataError(
+            f"{corpus.name}: too little text (documents with text: {counts['train']} for training, "
+            f"{counts['validation']} held out); give more, or set validation_fraction to 0"
+        )
+    manifest: dict[str, Any] = {
+        "version": FORMAT_VERSION,
+        "source": {"name": corpus.name, "fingerprint": corpus.fingerprint(), "skipped_files": corpus.skipped},
+        "split": plan.describe(),
+        "tokenizer": {
+            "digest": tokenizer.digest,
+            "vocab_size": tokenizer.vocab_size,
+            "kind": kind if given is None else "given",
+        },
+        "settings": asdict(settings),
+        "dtype": encoder.writers["train"].dtype.name,
+        "separator": encoder.frame.separator,
+        "before": list(encoder.frame.before),
+        "splits": splits,
+    }
+    with (work / MANIFEST_FILE).open("w", encoding="utf-8") as file:
+        json.dump(manifest, file, indent=2)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _has_chat(corpus: Source, *, given: Tokenizer | None) -> bool:
+    # The first item decides whether masks are written at all; a text in a chat corpus simply counts as a whole.
+    chat = next((isinstance(item, Conversation) for item in corpus.items()), False)
+    if chat and (given is None or given.chat_template is None):
+        which = "one trained here has none" if given is None else "the given one has none"
+        raise DataError(
+            f"{corpus.name}: is a chat, which needs a tokenizer with a chat template, and {which}; name a chat model's "
+            "folder as the tokenizer"
+        )
+    return chat
+
+
+def _train(corpus: Source, plan: SplitPlan, *, kind: TokenizerKind, vocab_size: int, progress: bool) -> Tokenizer:
+    size = corpus.size
+    with byte_progress(f"learning the {kind} tokenizer", total=size, shown=progress) as advance:
+
+        def texts(limit: int) -> Iterator[str]:
+            for text in training_texts(corpus, plan, limit=limit):
+                yield text
+                advance(len(text.encode()))
+
+        if kind == "bpe":
+            return train_bpe(texts(_BPE_TRAINING_CHARACTERS), vocab_size=vocab_size)
+        return train_characters(texts(1 << 62))
+
+
+def _is_there(target: Path) -> bool:
+    try:
+        return (target / MANIFEST_FILE).exists()
+    except OSError as error:
+        raise ResourceError(f"{target}: cannot be read ({error.strerror}); use another folder") from error
+
+
+@contextmanager
+def _alone(target: Path) -> Iterator[bool]:
+    """Let one process at a time prepare `target`; the others wait and find it done. Gives whether the lock works."""
+    from filelock import FileLock
+
+    lock = FileLock(target.with_name(f".{target.name}.lock"))
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    except NotImplementedError:  # some network file systems: then both do the work, and one renames first
+        yield False
+        return
+    except OSError as error:
+        raise ResourceError(f"{target.parent}: cannot be written ({error.strerror}); use another folder") from error
+    try:
+        yield True
+    finally:
+        lock.release()
+
+
+@contextmanager
+def _temporary_folder(target: Path, *, first: bool) -> Iterator[Path]:
+    """A folder beside `target` that is removed at the end, whatever happens; what a killed process left goes too."""
+    if first:
+        for stale in target.parent.glob(f".{target.name}.*.partial"):
+            shutil.rmtree(stale, ignore_errors=True)
+    work = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.partial")
+    try:
+        work.mkdir()
+        yield work
+    except OSError as error:
+        # Reading is done under `reading`, which makes DataErrors: what comes here is about writing.
+        raise ResourceError(
+            f"{target.parent}: the token shards cannot be written ({error.strerror or error}); free some space or use "
+            "another folder"
+        ) from error
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _publish(work: Path, target: Path) -> None:
+    try:
+        os.replace(work, target)
+    except OSError:
+        if not _is_there(target):  # another process without our lock may have been first, with the same contents
+            raise

@@ -1,0 +1,184 @@
+"""From files on disk to documents: text, JSON lines and parquet, each read as a stream."""
+
+import codecs
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from hasten.data.documents import Conversation, Document, Item
+from hasten.errors import DataError
+
+TEXT_SUFFIXES = (".txt", ".py", ".md")
+RECORD_SUFFIXES = (".jsonl", ".parquet")
+_BLOCK_BYTES = 1 << 20
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turn the operating system's error while `path` is read into a DataError that names it."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror or error}); check the file and its rights") from error
+
+
+def read_items(path: Path, *, name: str, text_field: str) -> Iterator[Item]:
+    """The documents of one file, in order. A text file is one document, a .jsonl line or a parquet row is one each."""
+    match path.suffix.lower():
+        case ".jsonl":
+            yield from _read_jsonl(path, name=name, text_field=text_field)
+        case ".parquet":
+            yield from _read_parquet(path, name=name, text_field=text_field)
+        case _:
+            with reading(path):
+                empty = path.stat().st_size == 0
+            if not empty:
+                yield Document(name, lambda: read_text(path))
+
+
+def count_names(path: Path, *, name: str) -> Iterator[str]:
+    """The names `read_items` will give, without reading more than it takes to count them."""
+    with reading(path):
+        match path.suffix.lower():
+            case ".jsonl":
+                with path.open("rb") as file:
+                    for number, line in enumerate(file, 1):
+                        if line.strip():
+                            yield f"{name}:{number}"
+            case ".parquet":
+                with _open_parquet(path) as table:
+                    rows = table.metadata.num_rows
+                yield from (f"{name}:{row}" for row in range(1, rows + 1))
+            case _ if path.stat().st_size:
+                yield name
+
+
+def read_text(path: Path) -> Iterator[str]:
+    """A UTF-8 text in blocks, line ends unchanged, a byte-order mark dropped.
+
+    Raises DataError with the position for bytes that are not UTF-8 and for zero bytes (a binary file).
+    """
+    decoder = codecs.getincrementaldecoder("utf-8-sig")()
+    position = 0
+    with reading(path), path.open("rb") as file:
+        while True:
+            block = file.read(_BLOCK_BYTES)
+            if (zero := block.find(0)) >= 0:
+                raise DataError(
+                    f"{path}: is a binary file, not text (a zero byte at byte {position + zero}); leave it out"
+                )
+            try:
+                text = decoder.decode(block, final=not block)
+            except UnicodeDecodeError as error:
+                # `error.object` begins with what the decoder held back from the block before.
+                at = position + len(block) - len(error.object) + error.start
+                raise DataError(
+                    f"{path}: is not UTF-8 text (byte {at}: {error.reason}); convert it to UTF-8 or leave it out"
+                ) from error
+            if text:
+                yield text
+            if not block:
+                return
+            position += len(block)
+
+
+def item_of_record(record: Mapping[str, Any], *, name: str, text_field: str) -> Item | None:
+    """A row as a conversation (it has `messages`) or as a text, None where the text is empty.
+
+    The `messages` win over the text field: data sets that have both keep in the text field what they rendered with
+    another model's template.
+    """
+    if record.get("messages") is not None:
+        return Conversation(name, _checked_messages(record["messages"], name=name))
+    if text_field not in record:
+        found = ", ".join(sorted(map(str, record))) or "nothing"
+        raise DataError(
+            f"{name}: has no field {text_field!r} (found: {found}); name the right one with text_field, or give "
+            "'messages' for a chat"
+        )
+    text = record[text_field]
+    if text is None:
+        return None
+    if not isinstance(text, str):
+        raise DataError(f"{name}: the field {text_field!r} is a {type(text).__name__}, expected text")
+    _check_unicode(text, name=name)
+    return Document.of_text(name, text) if text else None
+
+
+def _checked_messages(messages: object, *, name: str) -> tuple[Mapping[str, Any], ...]:
+    if not isinstance(messages, list) or not messages:
+        raise DataError(f"{name}: 'messages' must be a list with at least one message, found {messages!r:.60}")
+    for number, message in enumerate(messages):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
+            raise DataError(
+                f"{name}: messages[{number}] must be an object with 'role' and 'content', found {message!r:.60}"
+            )
+        if isinstance(message["content"], str):
+            _check_unicode(message["content"], name=name)
+    if not any(message["role"] == "assistant" for message in messages):
+        raise DataError(f"{name}: no message has the role 'assistant', so there is nothing to learn; leave it out")
+    return tuple(messages)
+
+
+def _check_unicode(text: str, *, name: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{name}: has half a surrogate pair at character {error.start}, which is not Unicode text; mend the source"
+        ) from error
+
+
+def _read_jsonl(path: Path, *, name: str, text_field: str) -> Iterator[Item]:
+    with reading(path), path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            where = f"{name}:{number}"
+            try:
+                record = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+            except (ValueError, RecursionError) as error:
+                raise DataError(f"{path}, line {number}: is not JSON ({error}); mend or remove the line") from error
+            if not isinstance(record, dict):
+                raise DataError(f"{path}, line {number}: is {line[:40]!r}, expected a JSON object {{...}}")
+            try:
+                item = item_of_record(record, name=where, text_field=text_field)
+            except DataError as error:
+                raise DataError(f"{path}, line {number}: {str(error).removeprefix(where + ': ')}") from error
+            if item is not None:
+                yield item
+
+
+def _open_parquet(path: Path) -> Any:
+    import pyarrow
+    from pyarrow.parquet import ParquetFile
+
+    try:
+        return ParquetFile(path)
+    except pyarrow.ArrowInvalid as error:
+        raise DataError(f"{path}: is not a parquet file ({error}); fetch or write it again") from error
+
+
+def _read_parquet(path: Path, *, name: str, text_field: str) -> Iterator[Item]:
+    import pyarrow
+
+    with reading(path), _open_parquet(path) as file:
+        columns = [column for column in (text_field, "messages") if column in file.schema_arrow.names]
+        if not columns:
+            found = ", ".join(file.schema_arrow.names)
+            raise DataError(
+                f"{path}: has no column {text_field!r} (found: {found}); name the right one with text_field, or give "
+                "'messages' for a chat"
+            )
+        row = 0
+        try:
+            for batch in file.iter_batches(batch_size=256, columns=columns):
+                for record in batch.to_pylist():
+                    row += 1
+                    item = item_of_record(record, name=f"{name}:{row}", text_field=text_field)
+                    if item is not None:
+                        yield item
+        except pyarrow.ArrowException as error:
+            raise DataError(f"{path}: is damaged after row {row} ({error}); fetch or write it again") from error

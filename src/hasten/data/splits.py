@@ -1,0 +1,146 @@
+"""Which document is for training and which is held out."""
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from hasten.data.documents import Conversation, Document, Item
+from hasten.data.sources import Source, item_bytes
+from hasten.errors import DataError
+
+SplitName = Literal["train", "validation"]
+
+
+@dataclass(frozen=True, slots=True)
+class SplitPlan:
+    """The split of a source, decided document by document from its name and the seed alone.
+
+    So a document stays in its split when others are added. Only where that leaves a split empty (a few documents) is
+    one of them moved: `moved`. A source with one document is cut inside it at byte `cut`.
+    """
+
+    seed: int
+    fraction: float
+    moved: tuple[str, SplitName] | None = None
+    cut: int | None = None
+    cut_at: Literal["line", "character"] | None = None
+
+    def describe(self) -> str:
+        """For people and the manifest."""
+        if self.cut is not None:
+            return f"inside the only document, at a {self.cut_at} boundary (byte {self.cut})"
+        if self.moved is not None:
+            return f"by document; {self.moved[0]} was put into {self.moved[1]}, which had none"
+        return "by document"
+
+    def split_of(self, name: str) -> SplitName:
+        """The split of a whole document."""
+        if self.moved is not None and self.moved[0] == name:
+            return self.moved[1]
+        return "validation" if place_of(name, seed=self.seed) < self.fraction else "train"
+
+    def parts(self, item: Item) -> Iterator[tuple[SplitName, Item]]:
+        """The item with its split; both parts of the only document where it is cut."""
+        if self.cut is None:
+            yield self.split_of(item.name), item
+            return
+        assert isinstance(item, Document), "a conversation is never cut"
+        cut, document = self.cut, item
+        yield "train", Document(f"{item.name}#train", lambda: _cut_pieces(document, 0, cut))
+        yield "validation", Document(f"{item.name}#validation", lambda: _cut_pieces(document, cut, None))
+
+
+def place_of(name: str, *, seed: int) -> float:
+    """A number in [0, 1) that the name and the seed decide, evenly spread."""
+    digest = hashlib.blake2b(f"{seed}\0{name}".encode("utf-8", "surrogateescape"), digest_size=8).digest()
+    return int.from_bytes(digest, "little") / 2**64
+
+
+def plan_split(source: Source, *, fraction: float, seed: int) -> SplitPlan:
+    """Walk the names of a source once and decide. `fraction` 0 keeps everything for training.
+
+    Raises DataError for a single conversation, which cannot be cut.
+    """
+    plan = SplitPlan(seed, fraction)
+    if fraction == 0:
+        return plan
+    count, held_out = 0, 0
+    lowest: tuple[float, str] | None = None
+    highest: tuple[float, str] | None = None
+    for name in source.names():
+        count += 1
+        place = (place_of(name, seed=seed), name)
+        held_out += place[0] < fraction
+        lowest = place if lowest is None else min(lowest, place)
+        highest = place if highest is None else max(highest, place)
+    if count == 1:
+        return _plan_cut(source, fraction=fraction, seed=seed)
+    if count and held_out == 0 and lowest is not None:
+        return SplitPlan(seed, fraction, moved=(lowest[1], "validation"))
+    if count and held_out == count and highest is not None:
+        return SplitPlan(seed, fraction, moved=(highest[1], "train"))
+    return plan
+
+
+def _plan_cut(source: Source, *, fraction: float, seed: int) -> SplitPlan:
+    document = next(source.items(), None)
+    if document is None:
+        return SplitPlan(seed, fraction)  # an empty one: whoever reads it says so
+    if isinstance(document, Conversation):
+        raise DataError(
+            f"{source.name}: has one conversation, which cannot be cut into training and validation; give more, or set "
+            "validation_fraction to 0"
+        )
+    total = item_bytes(document)
+    wanted = max(1, round(total * (1 - fraction)))
+    line = _last_line_end(document, wanted, total)
+    if line is not None:
+        return SplitPlan(seed, fraction, cut=line, cut_at="line")
+    character = _first_character_end(document, wanted)
+    if character >= total:
+        raise DataError(f"{source.name}: {total} bytes are too few to hold out a part; set validation_fraction to 0")
+    return SplitPlan(seed, fraction, cut=character, cut_at="character")
+
+
+def _last_line_end(document: Document, wanted: int, total: int) -> int | None:
+    """The position after a line end: the first at `wanted` or later but before the end, else the last before it."""
+    position, best = 0, None
+    for piece in document.pieces():
+        data = piece.encode()
+        after = data.find(b"\n", max(0, wanted - 1 - position))
+        if after >= 0 and position + after + 1 < total:
+            return position + after + 1
+        before = data.rfind(b"\n", 0, max(0, wanted - 1 - position))
+        if before >= 0:
+            best = position + before + 1
+        position += len(data)
+    return best
+
+
+def _first_character_end(document: Document, wanted: int) -> int:
+    position = 0
+    for piece in document.pieces():
+        data = piece.encode()
+        if position + len(data) < wanted:
+            position += len(data)
+            continue
+        end = wanted - position
+        while end < len(data) and data[end] & 0xC0 == 0x80:  # inside a character
+            end += 1
+        return position + end
+    return position
+
+
+def _cut_pieces(document: Document, start: int, stop: int | None) -> Iterator[str]:
+    """Bytes start..stop of a document; both are at characters' borders."""
+    position = 0
+    for piece in document.pieces():
+        data = piece.encode()
+        low = min(max(start - position, 0), len(data))
+        high = len(data) if stop is None else min(max(stop - position, 0), len(data))
+        position += len(data)
+        if low < high:
+            yield data[low:high].decode()
+        if stop is not None and position >= stop:
+            return
