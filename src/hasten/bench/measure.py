@@ -1,0 +1,212 @@
+"""Measures a ladder: every rung in a process of its own, in interleaved rounds, with the machine's limits beside.
+
+    round 1:  limits, rung A, rung B, rung C
+    round 2:  limits, rung A, rung B, rung C ...
+
+A shared machine changes its speed two-fold within minutes. Rounds that interleave the rungs let every rung see the same
+weather; ratios and utilisation are formed within a round and only then is the median taken over the rounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from hasten.bench.child import Child, ChildError
+from hasten.bench.report import build_report
+from hasten.bench.worker import Measured, Ready, Task
+from hasten.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+LIMITS_SETUP = "hasten.bench.worker:LimitsProbe"
+LIMITS_MEMORY = 1 << 30  # bytes the limits' own process needs at most for its buffer and matrices
+
+
+@dataclass(frozen=True, slots=True)
+class Rung:
+    """One step of a ladder.
+
+    `setup` names a function as "module:function"; called with `arguments` in a fresh process it returns an object with
+    `measure() -> dict[str, float]` and, if it likes, `describe() -> dict`: facts such as bytes_per_token,
+    flops_per_token and matrix_dtype, from which the utilisation is formed. `techniques` are all that are switched on,
+    in their order. `memory_bytes` is an estimate of what the rung keeps while it waits for its turn.
+    """
+
+    name: str
+    techniques: tuple[str, ...]
+    setup: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+    memory_bytes: int | None = None
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What came of one rung: its rounds, or the error that ended it."""
+
+    rounds: list[dict[str, float]] = field(default_factory=list)
+    description: dict[str, Any] = field(default_factory=dict)
+    setup_seconds: float = 0.0
+    peak_memory_bytes: int = 0
+    error: str | None = None
+    traceback: str = ""
+
+    def fail(self, error: ChildError) -> None:
+        self.error, self.traceback = error.message, error.child_traceback
+
+    def take(self, measured: Measured, *, counts: bool) -> None:
+        if counts:
+            self.rounds.append(measured.metrics)
+        self.peak_memory_bytes = max(self.peak_memory_bytes, measured.peak_memory_bytes)
+
+    def ready(self, ready: Ready) -> None:
+        self.description, self.setup_seconds = ready.description, ready.seconds
+
+
+def run_ladder(
+    rungs: Sequence[Rung],
+    *,
+    kind: str,
+    settings: Mapping[str, Any] | None = None,
+    device: str = "cpu",
+    threads: int | None = None,
+    seed: int = 0,
+    rounds: int = 5,
+    warmup: int = 1,
+    dtypes: Sequence[str] = ("float32", "bfloat16"),
+    limit_seconds: float = 0.3,
+    timeout: float = 3600.0,
+    show_progress: bool = True,
+) -> dict[str, Any]:
+    """Runs the rungs and returns the report (see hasten.bench.report) as plain JSON values.
+
+    `kind` is "generate" or "train" and decides which metric is the speed. `warmup` rounds come first and are not
+    counted. `dtypes` are those whose matrix rate is measured, `limit_seconds` each, in every round. A rung that fails
+    or does not answer within `timeout` seconds becomes a row with "error"; the others go on. Where all rungs together
+    need more memory than is free, each is started anew for each round.
+
+    Raises ConfigError for a ladder without rungs, rungs of the same name, or rounds < 1.
+    """
+    names = [rung.name for rung in rungs]
+    if not names or len(set(names)) != len(names):
+        raise ConfigError(f"a ladder needs rungs with names of their own; found {names}")
+    if rounds < 1 or warmup < 0:
+        raise ConfigError(f"a ladder needs at least 1 round and no negative warm-up; found {rounds} and {warmup}")
+    from hasten.machine import available_memory, describe
+
+    needed = sum(rung.memory_bytes or 0 for rung in rungs) + LIMITS_MEMORY
+    ladder = _Ladder(
+        rungs=rungs,
+        tasks=[Task(rung.setup, rung.arguments, device, threads, seed) for rung in rungs],
+        limits=Task(
+            LIMITS_SETUP,
+            {"device": device, "dtypes": tuple(dtypes), "seconds": limit_seconds},
+            device,
+            threads,
+            seed,
+        ),
+        timeout=timeout,
+        keep=needed <= available_memory(device),
+    )
+    machine = describe().to_json()
+    with _progress(show=show_progress) as progress:
+        ladder.run(rounds=rounds, warmup=warmup, progress=progress)
+    return build_report(
+        kind=kind,
+        machine=machine,
+        settings={
+            **(settings or {}),
+            "device": device,
+            "threads": threads,
+            "seed": seed,
+            "rounds": rounds,
+            "warmup": warmup,
+            "interleaving": "processes kept" if ladder.keep else "processes restarted",
+        },
+        rungs=[(rung.name, rung.techniques) for rung in rungs],
+        outcomes=ladder.outcomes,
+        limits=ladder.limits_outcome,
+        device=device,
+    )
+
+
+class _Ladder:
+    """The children of one run and what came of them."""
+
+    def __init__(
+        self, *, rungs: Sequence[Rung], tasks: Sequence[Task], limits: Task, timeout: float, keep: bool
+    ) -> None:
+        self.names = ["limits", *(rung.name for rung in rungs)]
+        self.tasks = [limits, *tasks]
+        self.timeout = timeout
+        self.keep = keep
+        self.children: dict[int, Child] = {}
+        self.limits_outcome = Outcome()
+        self.outcomes = [Outcome() for _ in rungs]
+
+    def run(self, *, rounds: int, warmup: int, progress: Progress) -> None:
+        everyone = range(len(self.tasks))
+        steps = (1 if self.keep else 0) + rounds + (warmup if self.keep else 0)
+        bar = progress.add_task("setting up", total=steps * len(self.tasks))
+        try:
+            if self.keep:
+                for index in everyone:
+                    progress.update(bar, description=f"setting up: {self.names[index]}")
+                    self._start(index)
+                    progress.advance(bar)
+            first = 1 - warmup if self.keep else 1  # rounds 0, -1, … are the warm-up
+            for number in range(first, rounds + 1):
+                for index in everyone:
+                    title = f"round {number} of {rounds}" if number > 0 else "warm-up"
+                    progress.update(bar, description=f"{title}: {self.names[index]}")
+                    self._measure(index, number, warmup)
+                    progress.advance(bar)
+        except BaseException:
+            for child in self.children.values():
+                child.abort()
+            raise
+        for child in self.children.values():
+            child.close()
+
+    def _outcome(self, index: int) -> Outcome:
+        return self.outcomes[index - 1] if index else self.limits_outcome
+
+    def _start(self, index: int) -> None:
+        child = self.children[index] = Child(self.tasks[index], timeout=self.timeout)
+        try:
+            self._outcome(index).ready(child.wait_ready())
+        except ChildError as error:
+            self._drop(index, error)
+
+    def _measure(self, index: int, number: int, warmup: int) -> None:
+        outcome = self._outcome(index)
+        if outcome.error is not None or (index == 0 and number < 1):  # the limits warm themselves up
+            return
+        if not self.keep:
+            self._start(index)
+        try:
+            if not self.keep and index:
+                for _ in range(warmup):
+                    if index in self.children:
+                        outcome.take(self.children[index].measure(), counts=False)
+            if index in self.children:
+                outcome.take(self.children[index].measure(), counts=number > 0)
+        except ChildError as error:
+            self._drop(index, error)
+        if not self.keep and index in self.children:
+            self.children.pop(index).close()
+
+    def _drop(self, index: int, error: ChildError) -> None:
+        self._outcome(index).fail(error)
+        self.children.pop(index).abort()
+
+
+def _progress(*, show: bool) -> AbstractContextManager[Progress]:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=Console(stderr=True), transient=True, disable=not show)

@@ -1,0 +1,193 @@
+"""The report of a ladder: plain JSON values with a schema, built from what the rungs measured.
+
+    {"schema": 1, "kind": "generate" | "train", "machine": {...}, "settings": {...}, "limits": {...}, "rows": [...]}
+
+A row that worked holds its name and techniques, the median over the rounds of every metric, `speedup` against the first
+rung that worked, `bandwidth_gb_s` and the utilisation, `peak_memory_bytes` above a process that has imported torch,
+what the rung says of itself, and under `min`, `max` and `rounds` where the medians come from. A row that did not work
+holds `error` (and `traceback` if it was unforeseen) in place of figures.
+
+Utilisation, each formed within one round:
+- `mbu` = decode_tokens_per_second × bytes_per_token / measured read bandwidth
+- `mfu` = tokens_per_second × flops_per_token / measured rate of matrix products in `matrix_dtype`
+- `prefill_mfu`: the same of prefill_tokens_per_second, with prefill_flops_per_token if the rung gives it
+- `vendor_mbu`, `vendor_mfu`, `vendor_prefill_mfu`: over the data sheet's figures, on GPUs that are known
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import stat
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from hasten.errors import ResourceError
+
+if TYPE_CHECKING:
+    from hasten.bench.measure import Outcome
+    from hasten.machine import VendorLimits
+
+SCHEMA = 1
+SPEED_METRICS = {"generate": "decode_tokens_per_second", "train": "tokens_per_second"}
+# (utilisation, speed, what one token costs in FLOPs)
+FLOP_UTILISATIONS = (
+    ("mfu", "tokens_per_second", "flops_per_token"),
+    ("prefill_mfu", "prefill_tokens_per_second", "prefill_flops_per_token"),
+)
+
+
+def speed_metric(kind: str) -> str:
+    """The metric that is the speed of a ladder of this kind."""
+    assert kind in SPEED_METRICS, kind
+    return SPEED_METRICS[kind]
+
+
+def build_report(
+    *,
+    kind: str,
+    machine: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    rungs: Sequence[tuple[str, Sequence[str]]],
+    outcomes: Sequence[Outcome],
+    limits: Outcome,
+    device: str = "cpu",
+) -> dict[str, Any]:
+    """The report of rungs (name, techniques) and their outcomes, in the same order. `limits` is the limits' outcome."""
+    speed = speed_metric(kind)
+    vendor = _vendor(machine, device)
+    first = next((outcome for outcome in outcomes if outcome.error is None), None)
+    rows: list[dict[str, Any]] = []
+    for (name, techniques), outcome in zip(rungs, outcomes, strict=True):
+        row: dict[str, Any] = {"name": name, "techniques": list(techniques)}
+        rows.append(row)
+        if outcome.error is not None:
+            row["error"] = outcome.error
+            if outcome.traceback:
+                row["traceback"] = outcome.traceback
+            continue
+        assert first is not None
+        rounds: list[dict[str, float]] = []
+        for index, metrics in enumerate(outcome.rounds):
+            limit = limits.rounds[index] if index < len(limits.rounds) else {}
+            found = {**metrics, **_utilisation(metrics, outcome.description, limit, vendor)}
+            base = first.rounds[index].get(speed)
+            if base and speed in metrics:
+                found["speedup"] = metrics[speed] / base
+            rounds.append(found)
+        row |= outcome.description | _over_rounds(rounds, median)
+        row["peak_memory_bytes"] = outcome.peak_memory_bytes
+        row["setup_seconds"] = outcome.setup_seconds
+        row["min"], row["max"], row["rounds"] = _over_rounds(rounds, min), _over_rounds(rounds, max), rounds
+    return {
+        "schema": SCHEMA,
+        "kind": kind,
+        "machine": dict(machine),
+        "settings": dict(settings),
+        "limits": _limits(limits, vendor, device),
+        "rows": rows,
+    }
+
+
+def write_json(target: str | Path, value: object) -> None:
+    """Writes `value` as JSON to a file, or to standard output if the target is "-".
+
+    A file appears whole or not at all; its folder is made if need be. Figures that are not finite become null, since
+    JSON has no word for them. Raises ResourceError where the file cannot be written.
+    """
+    text = json.dumps(_finite(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    if str(target) == "-":
+        sys.stdout.write(text)
+        sys.stdout.flush()
+        return
+    path = Path(os.path.realpath(target))  # through a link, so that the link stays
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists() and not stat.S_ISREG(path.stat().st_mode):  # /dev/null, a named pipe; a folder fails here
+            path.write_text(text, encoding="utf-8")
+            return
+        try:
+            with part.open("w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(part, path)
+        finally:
+            part.unlink(missing_ok=True)
+    except OSError as error:
+        raise ResourceError(f"cannot write {target}: {error.strerror}; choose another place with --json") from error
+
+
+def _finite(value: object) -> object:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return value
+
+
+def _over_rounds(rounds: Sequence[Mapping[str, float]], combine: Any) -> dict[str, float]:
+    """Each metric over the rounds that have it."""
+    names = dict.fromkeys(name for found in rounds for name in found)  # in order, each once
+    return {name: combine([found[name] for found in rounds if name in found]) for name in names}
+
+
+def _utilisation(
+    metrics: Mapping[str, float],
+    description: Mapping[str, Any],
+    limit: Mapping[str, float],
+    vendor: VendorLimits | None,
+) -> dict[str, float]:
+    known = {**description, **metrics}
+    found: dict[str, float] = {}
+    if bandwidth := limit.get("bandwidth"):
+        found["bandwidth_gb_s"] = bandwidth / 1e9
+    if "decode_tokens_per_second" in known and known.get("bytes_per_token") is not None:
+        bytes_per_second = known["decode_tokens_per_second"] * known["bytes_per_token"]
+        if bandwidth:
+            found["mbu"] = bytes_per_second / bandwidth
+        if vendor:
+            found["vendor_mbu"] = bytes_per_second / vendor.bandwidth
+    dtype = known.get("matrix_dtype", "float32")
+    rate = limit.get(f"rate {dtype}")
+    for name, speed, work in FLOP_UTILISATIONS:
+        flops = known.get(work, known.get("flops_per_token"))
+        if speed not in known or flops is None:
+            continue
+        if rate:
+            found[name] = known[speed] * flops / rate
+        if vendor and dtype == "bfloat16":
+            found[f"vendor_{name}"] = known[speed] * flops / vendor.bfloat16
+    return found
+
+
+def _limits(limits: Outcome, vendor: VendorLimits | None, device: str) -> dict[str, Any]:
+    if limits.error is not None and not limits.rounds:
+        return {"device": device, "error": limits.error}
+    middle = _over_rounds(limits.rounds, median)
+    found: dict[str, Any] = {
+        "device": device,
+        "bandwidth_gb_s": middle["bandwidth"] / 1e9,
+        "matrix_rates": {name.removeprefix("rate "): middle[name] for name in middle if name.startswith("rate ")},
+        "rounds": limits.rounds,
+    }
+    if vendor:
+        found["vendor"] = {"bandwidth_gb_s": vendor.bandwidth / 1e9, "matrix_rates": {"bfloat16": vendor.bfloat16}}
+    return found
+
+
+def _vendor(machine: Mapping[str, Any], device: str) -> VendorLimits | None:
+    from hasten.machine import vendor_limits
+
+    gpus = machine.get("gpus", [])
+    if not device.startswith("cuda") or not gpus:
+        return None
+    index = int(device.partition(":")[2] or 0)
+    return vendor_limits(gpus[index]["name"]) if index < len(gpus) else None

@@ -1,0 +1,106 @@
+"""The report of a ladder as a table for people."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from hasten.bench.report import speed_metric
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+# (heading, key, how a value is written), left to right; a column without any value is left out
+COLUMNS = {
+    "generate": (
+        ("decode tokens/s", "decode_tokens_per_second", "speed"),
+        ("speed-up", "speedup", "times"),
+        ("MBU", "mbu", "percent"),
+        ("MBU (vendor)", "vendor_mbu", "percent"),
+        ("prefill tokens/s", "prefill_tokens_per_second", "speed"),
+        ("MFU", "prefill_mfu", "percent"),
+        ("cache bytes/token", "cache_bytes_per_token", "count"),
+        ("peak memory", "peak_memory_bytes", "bytes"),
+    ),
+    "train": (
+        ("tokens/s", "tokens_per_second", "speed"),
+        ("speed-up", "speedup", "times"),
+        ("MFU", "mfu", "percent"),
+        ("MFU (vendor)", "vendor_mfu", "percent"),
+        ("ms/batch", "milliseconds_per_batch", "speed"),
+        ("peak memory", "peak_memory_bytes", "bytes"),
+    ),
+}
+
+
+def format_value(value: float | None, style: str) -> str:
+    """A figure for people: "speed" 3 digits, "times" 1.23×, "percent", "count" 12,345 or "bytes" in GiB or MiB."""
+    if value is None:
+        return ""
+    if style == "times":
+        return f"{value:.2f}×" if value < 10 else f"{value:.1f}×"
+    if style == "percent":
+        return f"{100 * value:.0f}%"
+    if style == "bytes":
+        return f"{value / 2**30:.2f} GiB" if value >= 2**30 else f"{value / 2**20:.0f} MiB"
+    if style == "count" or value >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def ladder_table(report: Mapping[str, Any]) -> Table:
+    """One line a rung. The spread of the speed over the rounds stands behind it."""
+    from rich.table import Table
+    from rich.text import Text
+
+    rows = report["rows"]
+    columns = [column for column in COLUMNS[report["kind"]] if any(row.get(column[1]) is not None for row in rows)]
+    speed = speed_metric(report["kind"])
+    table = Table(title=None, show_lines=False)
+    table.add_column("rung")
+    for heading, _, _ in columns:
+        table.add_column(heading, justify="right")
+    for row in rows:
+        if "error" in row:
+            table.add_row(Text(row["name"]), "[red]failed[/red]" if columns else None)
+            continue
+        cells = []
+        for _, key, style in columns:
+            text = format_value(row.get(key), style)
+            low, high = row.get("min", {}).get(key), row.get("max", {}).get(key)
+            if key == speed and low is not None and high is not None and len(row.get("rounds", [])) > 1:
+                text += f" [dim]({format_value(low, style)}-{format_value(high, style)})[/dim]"
+            cells.append(text)
+        table.add_row(Text(row["name"]), *cells)
+    return table
+
+
+def limits_line(report: Mapping[str, Any]) -> str:
+    """What the utilisation is measured against, in one line."""
+    limits = report["limits"]
+    if "error" in limits:
+        return f"limits could not be measured: {limits['error']}"
+    rates = ", ".join(f"{name} {rate / 1e9:,.0f} GFLOP/s" for name, rate in limits["matrix_rates"].items())
+    return f"measured limits: {limits['bandwidth_gb_s']:.1f} GB/s" + (f", {rates}" if rates else "")
+
+
+def machine_line(machine: Mapping[str, Any], device: str = "cpu") -> str:
+    """The machine in one line, as it stands under a picture."""
+    torch = f"torch {machine.get('versions', {}).get('torch', 'unknown')}"
+    if device.startswith("cuda") and machine.get("gpus"):
+        return f"{machine['gpus'][int(device.partition(':')[2] or 0)]['name']}, {torch}"
+    return f"{machine['cpu']}, {machine['physical_cores']} cores, {torch}"
+
+
+def print_ladder(report: Mapping[str, Any], console: Console | None = None) -> None:
+    """Prints the table, the limits and the machine; to standard error unless a console is given."""
+    from rich.console import Console
+
+    console = console or Console(stderr=True)
+    console.print(ladder_table(report))
+    for row in report["rows"]:
+        if "error" in row:
+            console.print(f"{row['name']} failed: {row['error']}", style="red", markup=False, highlight=False)
+    console.print(limits_line(report), style="dim", highlight=False)
+    console.print(machine_line(report["machine"], str(report["limits"].get("device", "cpu"))), style="dim")

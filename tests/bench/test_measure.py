@@ -1,0 +1,182 @@
+"""Ladders of tiny rungs in real processes; each process imports torch, so there are few of them."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from hasten.bench.child import Child, ChildError
+from hasten.bench.measure import Rung, run_ladder
+from hasten.bench.worker import Task
+from hasten.errors import ConfigError
+
+RUNGS = '''
+"""Rungs for the tests of the measuring core: they write down when they ran."""
+import os, time
+from pathlib import Path
+import numpy
+from hasten.errors import ResourceError
+
+class Rung:
+    def __init__(self, log, name, speed=1.0, fail=None, at=0, megabytes=0):
+        self.log, self.name, self.speed, self.fail, self.at = Path(log), name, speed, fail, at
+        self.calls = 0
+        numpy.ones(megabytes << 17)
+        self.write("set-up")
+        print("noise on standard output")
+
+    def write(self, what):
+        with self.log.open("a") as file:
+            file.write(f"{self.name} {what} {os.getpid()}\\n")
+
+    def measure(self):
+        self.calls += 1
+        self.write("measure")
+        if self.fail and self.calls >= self.at:
+            if self.fail == "user":
+                raise ResourceError("no such thing here")
+            if self.fail == "bug":
+                return {"x": 1 / 0}
+            if self.fail == "exit":
+                os._exit(3)
+            if self.fail == "kill":
+                os.kill(os.getpid(), 9)
+            if self.fail == "hang":
+                time.sleep(100)
+        return {"decode_tokens_per_second": self.speed * self.calls}
+
+    def describe(self):
+        return {"bytes_per_token": 1000}
+
+class FakeLimits:
+    def __init__(self, **_): pass
+    def measure(self):
+        return {"bandwidth": 1e5, "rate float32": 1e9}
+
+def make(**arguments):
+    return Rung(**arguments)
+'''
+
+
+@pytest.fixture
+def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The rungs' module on the path of this process and its children, and the file they write to."""
+    (tmp_path / "ladder_test_rungs.py").write_text(RUNGS)
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path / "log"
+
+
+def rung(log: Path, name: str, *, memory_bytes: int | None = None, **arguments: object) -> Rung:
+    arguments = {"log": str(log), "name": name, **arguments}
+    return Rung(name, ("t",), "ladder_test_rungs:make", arguments, memory_bytes)
+
+
+def events(log: Path) -> list[str]:
+    return [line.rsplit(" ", 1)[0] for line in log.read_text().splitlines()]
+
+
+def gone(process_id: int) -> bool:
+    try:
+        os.kill(process_id, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def test_rounds_interleave_and_memory_is_the_rungs_own(log: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    rungs = [rung(log, "a", speed=10, megabytes=150), rung(log, "b", speed=30)]
+    report = run_ladder(
+        rungs, kind="generate", rounds=3, warmup=1, limit_seconds=0.01, dtypes=(), threads=1, show_progress=False
+    )
+    assert events(log) == ["a set-up", "b set-up", *["a measure", "b measure"] * 4]
+    first, second = report["rows"]
+    speeds = [found["decode_tokens_per_second"] for found in first["rounds"]]
+    assert speeds == [20, 30, 40], "the warm-up round is not counted"
+    assert (first["decode_tokens_per_second"], second["speedup"]) == (30, 3)
+    assert first["bytes_per_token"] == 1000
+    assert 0 < first["mbu"] < 1
+    assert report["settings"]["interleaving"] == "processes kept"
+    assert len(report["limits"]["rounds"]) == 3
+    assert 140 << 20 < first["peak_memory_bytes"] < 250 << 20
+    assert second["peak_memory_bytes"] < 100 << 20
+    json.dumps(report, allow_nan=False)
+    assert capfd.readouterr().out == "", "standard output belongs to the report"
+
+
+def test_a_rung_that_fails_becomes_a_row_and_the_others_go_on(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hasten.bench.measure.LIMITS_SETUP", "ladder_test_rungs:FakeLimits")
+    rungs = [
+        rung(log, "user", fail="user", at=1),
+        rung(log, "bug", fail="bug", at=2),
+        rung(log, "exit", fail="exit", at=1),
+        rung(log, "kill", fail="kill", at=1),
+        rung(log, "fine", speed=5),
+    ]
+    report = run_ladder(rungs, kind="generate", rounds=2, warmup=0, show_progress=False)
+    rows = {row["name"]: row for row in report["rows"]}
+    assert rows["user"]["error"] == "no such thing here"
+    assert "traceback" not in rows["user"]
+    assert rows["bug"]["error"] == "ZeroDivisionError: division by zero"
+    assert "ladder_test_rungs.py" in rows["bug"]["traceback"]
+    assert rows["exit"]["error"] == "the process ended by itself with exit status 3"
+    assert rows["kill"]["error"] == "the process was killed (SIGKILL), most likely because the memory ran out"
+    assert (rows["fine"]["decode_tokens_per_second"], rows["fine"]["speedup"]) == (7.5, 1)
+    assert all(gone(int(line.split()[-1])) for line in log.read_text().splitlines())
+
+
+def test_rungs_that_do_not_fit_together_are_restarted(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hasten.bench.measure.LIMITS_SETUP", "ladder_test_rungs:FakeLimits")
+    rungs = [rung(log, "a", memory_bytes=1 << 50), rung(log, "b", speed=2)]
+    report = run_ladder(rungs, kind="generate", rounds=1, warmup=1, show_progress=False)
+    assert events(log) == ["a set-up", "a measure", "a measure", "b set-up", "b measure", "b measure"]
+    assert report["settings"]["interleaving"] == "processes restarted"
+    assert [row["decode_tokens_per_second"] for row in report["rows"]] == [2, 4]
+
+
+def test_a_child_that_hangs_is_given_up(log: Path) -> None:
+    arguments = {"log": str(log), "name": "slow", "fail": "hang", "at": 1}
+    with Child(Task("ladder_test_rungs:make", arguments), timeout=60) as child:
+        child.wait_ready()
+        child.timeout = 0.2
+        with pytest.raises(ChildError, match="no answer within"):
+            child.measure()
+        child.abort()
+    assert gone(int(log.read_text().split()[-1]))
+
+
+def test_ctrl_c_ends_the_children(log: Path, tmp_path: Path) -> None:
+    script = tmp_path / "main.py"
+    script.write_text(
+        textwrap.dedent(
+            f"""
+            from hasten.bench.measure import Rung, run_ladder
+            if __name__ == "__main__":
+                arguments = dict(log={str(log)!r}, name="slow", fail="hang", at=1)
+                run_ladder([Rung("slow", (), "ladder_test_rungs:make", arguments)], kind="generate", dtypes=())
+            """
+        )
+    )
+    process = subprocess.Popen([sys.executable, str(script)], stderr=subprocess.PIPE, start_new_session=True, text=True)
+    deadline = time.monotonic() + 60
+    while "slow measure" not in (log.read_text() if log.exists() else "") and time.monotonic() < deadline:
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the whole group
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode != 0
+    assert errors.count("Traceback") <= 1, "only the parent speaks"
+    assert "KeyboardInterrupt" in errors
+    assert gone(int(log.read_text().split()[-1]))
+
+
+def test_a_ladder_without_sense_is_refused() -> None:
+    one = Rung("a", (), "x:y")
+    with pytest.raises(ConfigError, match="names of their own"):
+        run_ladder([one, one], kind="generate")
+    with pytest.raises(ConfigError, match="at least 1 round"):
+        run_ladder([one], kind="generate", rounds=0)
