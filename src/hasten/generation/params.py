@@ -1,0 +1,148 @@
+"""What a caller may ask of generation. Free of torch, so that the command line can show it at once."""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from numbers import Integral, Real
+from typing import Any
+
+from hasten.errors import ConfigError
+
+_MAX_SEED = 2**63 - 1
+
+
+class LogitBias(Mapping[int, float]):
+    """An immutable, hashable mapping from token id to what is added to its logit (finite, or -inf to forbid it)."""
+
+    __slots__ = ("_items",)
+
+    def __init__(self, values: Mapping[int, float] | None = None) -> None:
+        if values is not None and not isinstance(values, Mapping):
+            raise ConfigError(f"logit_bias must map token ids to numbers, found {type(values).__name__}")
+        items = {}
+        for token, bias in (values or {}).items():
+            number = _real(f"logit_bias[{token!r}]", bias, finite=False)
+            if math.isnan(number) or number == math.inf:
+                raise ConfigError(f"logit_bias[{token!r}] is {bias}: it must be finite, or -inf to forbid the token")
+            items[_integer("a token id in logit_bias", token, low=0)] = number
+        self._items = dict(sorted(items.items()))
+
+    def __getitem__(self, token: int) -> float:
+        return self._items[token]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self._items.items()))
+
+    def __repr__(self) -> str:
+        return f"LogitBias({self._items})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How one text is generated. Every field is checked; a bad value raises ConfigError naming it.
+
+    temperature: divides the logits; 0 takes the most likely token (greedy) and needs no seed.
+    top_k: keep the k most likely tokens; 0 keeps all.
+    top_p: keep the most likely tokens that together have this probability (nucleus); 1 keeps all.
+    min_p: keep tokens with at least this fraction of the most likely token's probability; 0 keeps all.
+    repetition_penalty: above 1 makes every token of the prompt and the output less likely; 1 is off.
+    presence_penalty, frequency_penalty: subtracted from the logit of every token of the output, once, or once for
+        each time it occurred (-2 to 2, as in OpenAI's API).
+    logit_bias: token id to what is added to its logit.
+    seed: the same seed gives the same text, alone or in any batch; None draws one.
+    max_new_tokens, min_new_tokens: bounds on the output; before the minimum no token that ends the text is taken.
+    stop: texts that end the output and are not part of it. stop_token_ids: further ids that do, beside the model's own.
+    ignore_eos: go on after the model's own end-of-text tokens (for measuring speed).
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=LogitBias)
+    seed: int | None = None
+    max_new_tokens: int = 256
+    min_new_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        def keep(name: str, value: Any) -> None:
+            object.__setattr__(self, name, value)
+
+        keep("temperature", _real("temperature", self.temperature, low=0))
+        keep("top_k", _integer("top_k", self.top_k, low=0))
+        keep("top_p", _real("top_p", self.top_p, low=0, high=1))
+        if self.top_p == 0:
+            raise ConfigError("top_p is 0, which keeps no token; use temperature=0 for the most likely one")
+        keep("min_p", _real("min_p", self.min_p, low=0, high=1))
+        keep("repetition_penalty", _real("repetition_penalty", self.repetition_penalty, low=0))
+        if self.repetition_penalty == 0:
+            raise ConfigError("repetition_penalty is 0; it divides: 1 is off, 1.1 is mild")
+        for name in ("presence_penalty", "frequency_penalty"):
+            keep(name, _real(name, getattr(self, name), low=-2, high=2))
+        if not isinstance(self.logit_bias, LogitBias):
+            keep("logit_bias", LogitBias(self.logit_bias))
+        if self.seed is not None:
+            keep("seed", _integer("seed", self.seed, low=0, high=_MAX_SEED))
+        keep("max_new_tokens", _integer("max_new_tokens", self.max_new_tokens, low=1))
+        keep("min_new_tokens", _integer("min_new_tokens", self.min_new_tokens, low=0))
+        if self.min_new_tokens > self.max_new_tokens:
+            raise ConfigError(
+                f"min_new_tokens is {self.min_new_tokens}, above max_new_tokens, which is {self.max_new_tokens}"
+            )
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        if not isinstance(stop, (list, tuple)) or not all(isinstance(text, str) and text for text in stop):
+            raise ConfigError(f"stop must be texts that are not empty, found {self.stop!r:.80}")
+        keep("stop", tuple(stop))
+        if not isinstance(self.stop_token_ids, (list, tuple)):
+            raise ConfigError(f"stop_token_ids must be a list of token ids, found {self.stop_token_ids!r:.80}")
+        keep("stop_token_ids", tuple(_integer("an id in stop_token_ids", i, low=0) for i in self.stop_token_ids))
+        if not isinstance(self.ignore_eos, bool):
+            raise ConfigError(f"ignore_eos must be true or false, found {self.ignore_eos!r}")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether a penalty is on, so that what was said so far must be counted."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+
+def _real(name: str, value: Any, *, low: float = -math.inf, high: float = math.inf, finite: bool = True) -> float:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise ConfigError(f"{name} must be a number, found {value!r:.80}")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if finite and not (math.isfinite(number) and low <= number <= high):
+        raise ConfigError(f"{name} is {value!r:.80}; {_bounds(low, high)}")
+    return number
+
+
+def _integer(name: str, value: Any, *, low: int, high: int | None = None) -> int:
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise ConfigError(f"{name} must be a whole number, found {value!r:.80}")
+    number = int(value)
+    if number < low or (high is not None and number > high):
+        raise ConfigError(f"{name} is {number!r:.80}; {_bounds(low, math.inf if high is None else high)}")
+    return number
+
+
+def _bounds(low: float, high: float) -> str:
+    if math.isinf(high):
+        return "it must be finite" if math.isinf(low) else f"it must be at least {low} and finite"
+    return f"it must be between {low} and {high}"

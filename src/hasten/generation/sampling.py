@@ -1,0 +1,256 @@
+"""From logits to the next token: penalties, temperature, truncation, and the draw.
+
+Everything is a function of tensors, row by row on a batch (B, V), each row with its own settings. Nothing waits for the
+device and nothing depends on values, so it can be compiled or captured with the model's step. The steps and their order
+are Hugging Face's (`transformers.generation.logits_process`):
+
+    logit bias -> banned tokens -> repetition -> presence, frequency -> temperature -> top-k -> top-p -> min-p -> draw
+
+(vLLM has the same penalties and applies min-p before top-k and top-p.)
+
+The draw is a race of exponential clocks: with E_i ~ Exp(1), argmax p_i / E_i is distributed as p. In logarithms it is
+argmax(logit_i - log E_i), the Gumbel-max trick, which needs no softmax and no sorting.
+
+Where the noise comes from. A row must get the same tokens alone, in a batch, and after rows left the batch; a
+`torch.Generator` for the batch cannot give that, one for each row draws on the CPU (V numbers a row and token, then a
+copy to the device). So the noise is a pure function of (seed, step, token id): SplitMix64 (Steele, Lea, Flood 2014), a
+counter-based generator, in int64 tensor arithmetic, on whatever device the logits are.
+"""
+
+import math
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hasten.errors import ConfigError
+from hasten.generation.params import LogitBias, SamplingParams
+
+__all__ = [
+    "History",
+    "LogitBias",
+    "RowParams",
+    "SamplingParams",
+    "exponential_noise",
+    "next_tokens",
+    "process",
+    "sample",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowParams:
+    """The settings of a batch of B rows as tensors. A setting that is off in every row is None and costs nothing.
+
+    vocab_size: tokens the tokenizer has; logits beyond (padding of the embedding) are never looked at.
+    seeds: (B,) int64. all_greedy: no row draws. max_top_k: the largest k of any row, where every row has one (else V).
+    """
+
+    vocab_size: int
+    seeds: Tensor  # (B,) int64
+    all_greedy: bool
+    greedy: Tensor  # (B, 1) bool
+    temperature: Tensor | None  # (B, 1) float32, 1 for greedy rows
+    top_k: Tensor | None  # (B, 1) int64, V where off
+    max_top_k: int
+    every_row_top_k: bool
+    top_p: Tensor | None  # (B, 1) float32
+    log_min_p: Tensor | None  # (B, 1) float32, -inf where off
+    repetition: Tensor | None  # (B, 1) float32
+    presence: Tensor | None  # (B, 1) float32
+    frequency: Tensor | None  # (B, 1) float32
+    bias: Tensor | None  # (B, V) float32
+
+    @classmethod
+    def stack(
+        cls, params: Sequence[SamplingParams], *, vocab_size: int, device: torch.device | str = "cpu"
+    ) -> "RowParams":
+        """Settings of each row, in order. A row without a seed gets a random one.
+
+        Raises ConfigError for a logit_bias on an id that is not in the vocabulary.
+        """
+
+        def column(values: list[float], off: float) -> Tensor | None:
+            if all(value == off for value in values):
+                return None
+            return torch.tensor(values, dtype=torch.float32, device=device).unsqueeze(1)
+
+        bias = None
+        if any(p.logit_bias for p in params):
+            bias = torch.zeros(len(params), vocab_size)
+            for row, p in enumerate(params):
+                for token, value in p.logit_bias.items():
+                    if token >= vocab_size:
+                        raise ConfigError(f"logit_bias names token {token}; the vocabulary has {vocab_size} tokens")
+                    bias[row, token] = value
+            bias = bias.to(device)
+        ks = [min(p.top_k or vocab_size, vocab_size) for p in params]
+        any_k = any(k < vocab_size for k in ks)
+        limited = [k for k in ks if k < vocab_size]
+        seeds = [secrets.randbits(63) if p.seed is None else p.seed for p in params]
+        return cls(
+            vocab_size=vocab_size,
+            seeds=torch.tensor(seeds, dtype=torch.int64, device=device),
+            all_greedy=all(p.greedy for p in params),
+            greedy=torch.tensor([[p.greedy] for p in params], device=device),
+            temperature=column([p.temperature or 1.0 for p in params], 1.0),
+            top_k=torch.tensor(ks, device=device).unsqueeze(1) if any_k else None,
+            max_top_k=max(limited, default=vocab_size),
+            every_row_top_k=len(limited) == len(ks) and any_k,
+            top_p=column([p.top_p for p in params], 1.0),
+            log_min_p=column([math.log(p.min_p) if p.min_p else -math.inf for p in params], -math.inf),
+            repetition=column([p.repetition_penalty for p in params], 1.0),
+            presence=column([p.presence_penalty for p in params], 0.0),
+            frequency=column([p.frequency_penalty for p in params], 0.0),
+            bias=bias,
+        )
+
+    @property
+    def needs_history(self) -> bool:
+        return any(setting is not None for setting in (self.repetition, self.presence, self.frequency))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class History:
+    """What each row has said. counts: (B, V) int32, of the output. seen: (B, V) bool, of prompt and output."""
+
+    counts: Tensor
+    seen: Tensor
+
+    @classmethod
+    def of_prompts(
+        cls, prompts: Sequence[Sequence[int]], *, vocab_size: int, device: torch.device | str = "cpu"
+    ) -> "History":
+        seen = torch.zeros(len(prompts), vocab_size, dtype=torch.bool)
+        for row, prompt in enumerate(prompts):
+            seen[row, torch.tensor(prompt, dtype=torch.int64)] = True
+        return cls(counts=torch.zeros(len(prompts), vocab_size, dtype=torch.int32, device=device), seen=seen.to(device))
+
+    def observe(self, tokens: Tensor) -> None:
+        """Count the tokens (B,) int64 that were just taken, in place (the addresses stay, for captured graphs)."""
+        column = tokens.unsqueeze(1)  # (B, 1)
+        self.counts.scatter_add_(1, column, torch.ones_like(column, dtype=torch.int32))
+        self.seen.scatter_(1, column, True)
+
+
+def process(logits: Tensor, rows: RowParams, *, history: History | None = None, banned: Tensor | None = None) -> Tensor:
+    """Logits (B, V or more, any float dtype) -> the logits to draw from (B, V) float32; removed tokens are -inf.
+
+    history: needed where a penalty is on. banned: bool, (B, V) or (V,), tokens that must not come now (the end-of-text
+    ids before `min_new_tokens`, for example). A row of which everything is removed stays a row of -inf: there is no
+    NaN, and `sample` gives its token 0. Greedy rows are penalized, never truncated in effect (their best token stays).
+    """
+    x = logits[:, : rows.vocab_size].float()  # (B, V)
+    if rows.bias is not None:
+        x = x + rows.bias
+    if banned is not None:
+        x = x.masked_fill(banned, -math.inf)
+    if rows.needs_history:
+        if history is None:
+            raise ConfigError("a repetition, presence or frequency penalty needs the history of the rows")
+        x = penalize(x, rows, history)
+    if rows.temperature is not None:
+        # The row's maximum is taken out first: logits over a tiny temperature would overflow to inf, and inf - inf is
+        # NaN. The distribution does not change.
+        top = x.amax(dim=-1, keepdim=True)  # (B, 1)
+        x = (x - torch.where(top.isfinite(), top, 0.0)) / rows.temperature
+    if rows.top_k is not None or rows.top_p is not None:
+        x = keep_most_likely(x, rows)
+    if rows.log_min_p is not None:
+        # Min-p (Nguyen et al. 2024, arXiv 2407.01082): p_i >= min_p * max p, in logarithms.
+        x = x.masked_fill(x < x.amax(dim=-1, keepdim=True) + rows.log_min_p, -math.inf)
+    return x
+
+
+def penalize(x: Tensor, rows: RowParams, history: History) -> Tensor:
+    """Repetition (CTRL, Keskar et al. 2019, arXiv 1909.05858) on prompt and output; presence and frequency (OpenAI's
+    API reference) on the output only. x: (B, V) float32.
+    """
+    if rows.repetition is not None:
+        x = torch.where(history.seen, torch.where(x < 0, x * rows.repetition, x / rows.repetition), x)
+    if rows.presence is not None:
+        x = x - rows.presence * (history.counts > 0)
+    if rows.frequency is not None:
+        x = x - rows.frequency * history.counts
+    return x
+
+
+def keep_most_likely(x: Tensor, rows: RowParams) -> Tensor:
+    """Top-k (Fan et al. 2018), then top-p on what is left (nucleus, Holtzman et al. 2020, arXiv 1904.09751).
+
+    Both keep every token that is at least as likely as the last one kept, so equal logits share one fate. (Hugging Face
+    does so for top-k; its top-p takes equal ones in the order its sort leaves them.) x: (B, V) float32.
+    """
+    if rows.top_p is None or rows.every_row_top_k:
+        ordered = x.topk(rows.max_top_k, dim=-1).values  # (B, K), descending
+    else:
+        ordered = x.sort(dim=-1, descending=True).values  # (B, V)
+    if rows.top_k is not None:
+        last = ordered.gather(1, rows.top_k.clamp(max=ordered.shape[1]) - 1)  # (B, 1)
+        last = torch.where(rows.top_k < rows.vocab_size, last, -math.inf)
+        x = x.masked_fill(x < last, -math.inf)
+        ordered = ordered.masked_fill(ordered < last, -math.inf)
+    if rows.top_p is not None:
+        p = (ordered - x.logsumexp(dim=-1, keepdim=True)).exp()  # (B, K)
+        before = p.cumsum(dim=-1) - p  # probability of the more likely tokens
+        kept = (before < rows.top_p).sum(dim=-1, keepdim=True).clamp(min=1)  # (B, 1)
+        last = torch.where(rows.top_p < 1, ordered.gather(1, kept - 1), -math.inf)
+        x = x.masked_fill(x < last, -math.inf)
+    return x
+
+
+def sample(logits: Tensor, rows: RowParams, *, noise: Tensor | None = None) -> Tensor:
+    """Processed logits (B, V) -> tokens (B,) int64.
+
+    Greedy rows take the largest logit, the lowest id among equals. The others need noise: (B, V) float32, Exp(1), for
+    example from `exponential_noise`. A row of -inf gives token 0.
+    """
+    if rows.all_greedy:
+        return logits.argmax(dim=-1)
+    if noise is None:
+        raise ConfigError("rows with a temperature above 0 need noise to draw with")
+    return torch.where(rows.greedy, logits, logits - noise.log()).argmax(dim=-1)
+
+
+def next_tokens(
+    logits: Tensor, rows: RowParams, *, steps: Tensor, history: History | None = None, banned: Tensor | None = None
+) -> Tensor:
+    """Logits of the last position (B, V or more) -> tokens (B,) int64. steps: (B,) int64, tokens generated so far."""
+    scores = process(logits, rows, history=history, banned=banned)
+    noise = None if rows.all_greedy else exponential_noise(rows.seeds, steps, vocab_size=rows.vocab_size)
+    return sample(scores, rows, noise=noise)
+
+
+def exponential_noise(seeds: Tensor, steps: Tensor, *, vocab_size: int) -> Tensor:
+    """Exp(1) noise (B, V) float32, a pure function of the row's seed and step (both (B,) int64) and the token id.
+
+    Values are within [2**-54, 16.7]: never 0 or inf, and with full relative precision near 0, where races are won.
+    """
+    ids = torch.arange(1, vocab_size + 1, dtype=torch.int64, device=seeds.device)  # (V,)
+    key = _mix(_mix(seeds) + steps * _GOLDEN)  # (B,)
+    bits = _mix(key.unsqueeze(1) + ids * _GOLDEN)  # (B, V)
+    uniform = _shift_right(bits, 11).float() * 2.0**-53
+    return -torch.log1p(-uniform.clamp(2.0**-54, 1 - 2.0**-24))
+
+
+def _signed(value: int) -> int:
+    return value - 2**64 if value >= 2**63 else value
+
+
+# SplitMix64's constants; int64 products wrap around as the unsigned ones it is defined with.
+_GOLDEN = _signed(0x9E3779B97F4A7C15)
+_FIRST = _signed(0xBF58476D1CE4E5B9)
+_SECOND = _signed(0x94D049BB133111EB)
+
+
+def _shift_right(z: Tensor, bits: int) -> Tensor:
+    return (z >> bits) & ((1 << (64 - bits)) - 1)  # int64 shifts copy the sign: mask it off
+
+
+def _mix(z: Tensor) -> Tensor:
+    """SplitMix64's finalizer: every bit of the result depends on every bit of z."""
+    z = (z ^ _shift_right(z, 30)) * _FIRST
+    z = (z ^ _shift_right(z, 27)) * _SECOND
+    return z ^ _shift_right(z, 31)

@@ -1,0 +1,226 @@
+"""From token ids to text that may be shown: whole characters only, and nothing of a stop string.
+
+Pure Python, one token at a time, at a cost per token that does not grow with the text.
+"""
+
+import codecs
+import json
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from hasten.generation.params import SamplingParams
+from hasten.model.tokenizer import Tokenizer
+
+FinishReason = Literal["stop", "length"]
+
+# Tokens before the new one that are decoded with it, so that it is rendered as in the middle of a text.
+_CONTEXT_TOKENS = 4
+
+
+class TextStream:
+    """Decodes one token at a time; the pieces put together equal `tokenizer.decode` of all the ids.
+
+    A piece holds whole characters that no later token can change. Two kinds of decoder need care:
+
+    - Byte-level (GPT-2, Llama 3, Qwen): every token is a string of bytes and a character may span tokens. An
+      incremental UTF-8 decoder gives each character when its last byte arrives, and U+FFFD as soon as bytes cannot
+      become one.
+    - Byte fallback (Llama 2, Mistral, Gemma): tokens are text, but rare characters come as a run of tokens such as
+      <0xE2>. The library decodes a run as a whole, and one bad byte turns all of it into U+FFFD; so a run is held
+      until another kind of token ends it.
+
+    context: ids before the first (the prompt), so that a text that goes on keeps its leading space, which decoders of
+    the sentencepiece kind take off the beginning.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True, context: Sequence[int] = ()) -> None:
+        self._tokenizer = tokenizer
+        added = tokenizer.backend.get_added_tokens_decoder()
+        self._skipped = {i for i, token in added.items() if token.special} if skip_special_tokens else set()
+        decoder = tokenizer.backend.decoder
+        state = {} if decoder is None else json.loads(decoder.__getstate__())
+        steps = state.get("decoders", [state])
+        self._bytes = codecs.getincrementaldecoder("utf-8")("replace") if _is_byte_level(steps) else None
+        self._byte_of = _byte_level_alphabet() if self._bytes is not None else {}
+        self._has_fallback = any(step.get("type") == "ByteFallback" for step in steps)
+        self._context = [i for i in context[-8 * _CONTEXT_TOKENS :] if self._token(i) is not None][-_CONTEXT_TOKENS:]
+        self._held: list[int] = []  # a run of byte tokens that has not ended
+
+    def push(self, token_id: int) -> str:
+        """Take the next id; give the text that is now final (often empty)."""
+        token = self._token(token_id)
+        if token is None:
+            return ""
+        if self._bytes is not None:
+            return self._bytes.decode(self._token_bytes(token))
+        self._held.append(token_id)
+        if self._has_fallback and _is_byte_token(token):
+            return ""
+        return self._release()
+
+    def flush(self) -> str:
+        """The rest of the text, when no token follows. Bytes of an unfinished character become U+FFFD."""
+        if self._bytes is not None:
+            return self._bytes.decode(b"", final=True)
+        return self._release() if self._held else ""
+
+    def _token(self, token_id: int) -> str | None:
+        """The token's own string; None for what decoding leaves out: skipped and unknown ids."""
+        return None if token_id in self._skipped else self._tokenizer.backend.id_to_token(token_id)
+
+    def _token_bytes(self, token: str) -> bytes:
+        try:
+            return bytes([self._byte_of[character] for character in token])
+        except KeyError:  # an added token, written as plain text
+            return token.encode()
+
+    def _release(self) -> str:
+        before = self._decode(self._context)
+        after = self._decode(self._context + self._held)
+        self._context = (self._context + self._held)[-_CONTEXT_TOKENS:]
+        self._held = []
+        return after[len(before) :]
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=False) if ids else ""  # skipped ids are out already
+
+
+class StopStrings:
+    """Cuts a text at the first stop string, and holds back what could become one.
+
+    The match that completes first wins; of those that complete at the same character, the one that began first (the
+    longest). The stop string and what follows are never shown. At most `longest stop string - 1` characters are held.
+    Each stop string is a Knuth-Morris-Pratt automaton (1977): a character costs amortised constant time for each.
+    """
+
+    def __init__(self, stop: Collection[str]) -> None:
+        assert all(stop), "SamplingParams refuses an empty stop string"
+        self._stop = sorted(set(stop), key=len, reverse=True)  # the longest first: it wins a tie
+        self._failure = [_failure_function(text) for text in self._stop]
+        self._matched = [0] * len(self._stop)  # characters of each that the text so far ends with
+        self._held = ""
+        self._stopped = False
+
+    def push(self, piece: str) -> tuple[str, bool]:
+        """Take more text; give what may be shown, and whether a stop string was found (then nothing more comes)."""
+        if self._stopped:
+            return "", True
+        if not self._stop:
+            return piece, False
+        text = self._held + piece
+        for end in range(len(self._held), len(text)):
+            length = self._step(text[end])
+            if length:
+                self._stopped, self._held = True, ""
+                return text[: end + 1 - length], True
+        shown = len(text) - max(self._matched)
+        self._held = text[shown:]
+        return text[:shown], False
+
+    def flush(self) -> str:
+        """What was held back, when no text follows."""
+        held, self._held = self._held, ""
+        return held
+
+    def _step(self, character: str) -> int:
+        """Advance every automaton; the length of the longest stop string now complete, or 0."""
+        complete = 0
+        for i, text in enumerate(self._stop):
+            k = self._matched[i]
+            while k and text[k] != character:
+                k = self._failure[i][k - 1]
+            if text[k] == character:
+                k += 1
+            self._matched[i] = k
+            if k == len(text) and not complete:
+                complete = k
+        return complete
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What one token added: text to show (often empty), and why the output ends here, if it does."""
+
+    text: str
+    finish_reason: FinishReason | None = None
+
+
+class OutputText:
+    """One output from its first token to its end: decoding, stop strings, end-of-text ids and the length limit.
+
+    finish_reason "stop": an end-of-text id, one of `stop_token_ids`, or a stop string. "length": `max_new_tokens` came
+    first. The id that ends the output adds no text. `ignore_eos` keeps `stop_token_ids` and stop strings in force.
+    tokenizer None (a folder without one): no text, and no stop strings.
+    """
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        *,
+        tokenizer: Tokenizer | None,
+        eos_ids: Collection[int],
+        context: Sequence[int] = (),
+    ) -> None:
+        self._params = params
+        self._stop_ids = stop_ids(params, eos_ids=eos_ids)
+        self._stream = None if tokenizer is None else TextStream(tokenizer, context=context)
+        self._strings = StopStrings(params.stop)
+        self.count = 0  # tokens taken
+        self.finish_reason: FinishReason | None = None
+
+    def push(self, token_id: int) -> Delta:
+        """Take the next id. Nothing may be pushed after a finish reason was given."""
+        assert self.finish_reason is None, "the output has ended"
+        self.count += 1
+        if token_id in self._stop_ids and self.count > self._params.min_new_tokens:
+            return self.finish("stop")
+        text, stopped = self._strings.push("" if self._stream is None else self._stream.push(token_id))
+        if stopped:
+            self.finish_reason = "stop"
+            return Delta(text, "stop")
+        if self.count >= self._params.max_new_tokens:
+            rest = self.finish("length")
+            return Delta(text + rest.text, rest.finish_reason)
+        return Delta(text)
+
+    def finish(self, reason: FinishReason) -> Delta:
+        """End the output from outside (the cache is full, the user pressed Ctrl-C): the text still held back."""
+        text, stopped = self._strings.push("" if self._stream is None else self._stream.flush())
+        self.finish_reason = "stop" if stopped else reason
+        return Delta(text + self._strings.flush(), self.finish_reason)
+
+
+def stop_ids(params: SamplingParams, *, eos_ids: Collection[int]) -> frozenset[int]:
+    """The ids that end an output; before `min_new_tokens` they are the ones to ban from sampling."""
+    return frozenset(params.stop_token_ids).union(() if params.ignore_eos else eos_ids)
+
+
+def _is_byte_level(steps: Sequence[dict[str, object]]) -> bool:
+    return len(steps) == 1 and steps[0].get("type") == "ByteLevel"
+
+
+def _is_byte_token(token: str) -> bool:
+    if len(token) != 6 or not (token.startswith("<0x") and token.endswith(">")):
+        return False
+    return all(character in "0123456789abcdefABCDEF" for character in token[3:5])
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """Character -> byte of byte-level BPE (Radford et al. 2019): printable bytes stand for themselves."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+def _failure_function(text: str) -> list[int]:
+    """failure[i]: length of the longest proper prefix of text[: i + 1] that is also its suffix."""
+    failure = [0] * len(text)
+    k = 0
+    for i in range(1, len(text)):
+        while k and text[k] != text[i]:
+            k = failure[k - 1]
+        if text[k] == text[i]:
+            k += 1
+        failure[i] = k
+    return failure
