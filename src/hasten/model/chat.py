@@ -1,8 +1,9 @@
 """Chat templates: from a list of messages to the one string a model was trained on.
 
 A checkpoint brings its template as Jinja source (https://huggingface.co/docs/transformers/chat_templating). The source
-comes from outside, so it runs in Jinja's immutable sandbox, sees nothing but JSON values, and has a bound on how much
-it may loop and repeat.
+comes from outside, so it runs in Jinja's immutable sandbox, sees nothing but JSON values, and is stopped when it
+counts or repeats too much. That keeps it from reaching the machine; it is no full bound on time or memory (a string
+method can still pad a text to any width), so treat the template of a stranger as you treat the model.
 """
 
 import json
