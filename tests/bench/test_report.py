@@ -169,6 +169,7 @@ def test_figures_for_people(value: float | None, style: str, text: str) -> None:
 def test_pictures_are_drawn_without_pyplot(tmp_path: Path) -> None:
     from matplotlib.image import imread
 
+    before = "matplotlib.pyplot" in sys.modules
     made = report(
         {"plain": decode(20, 10, bytes_per_token=1e9), "fast": decode(40, 41), "gone": Outcome(error="x" * 300)}
     )

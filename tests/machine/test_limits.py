@@ -67,3 +67,20 @@ def test_vendor_figures_are_matched_by_whole_words() -> None:
     assert nvl.bfloat16 == 835e12
     for name in ("NVIDIA GH200 480GB", "NVIDIA L40", "Some GPU"):
         assert vendor_limits(name) is None
+
+
+def test_a_dtype_that_is_emulated_is_not_multiplied_at_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    small_machine(monkeypatch)
+    threads = []
+
+    def times(product: object, *, seconds: float, **_: object) -> list[float]:
+        threads.append(torch.get_num_threads())
+        return [2.0, 2.0, fastest]
+
+    monkeypatch.setattr("hasten.machine.measure._times", times)
+    fastest = 2.0
+    assert matrix_rate("float32", seconds=0.5) == 2 * 16 * 32 * 64 / 2
+    assert threads == [1], "the second shape would take longer than there is time"
+    fastest = 1e-9
+    matrix_rate("float32", seconds=0.5)
+    assert threads == [1, 1, torch.get_num_threads()], "slow passes and a fast one: the machine is busy, not slow"

@@ -27,6 +27,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from hasten.errors import ResourceError
+from hasten.machine.files import write_atomically
 
 if TYPE_CHECKING:
     from hasten.bench.measure import Outcome
@@ -105,20 +106,12 @@ def write_json(target: str | Path, value: object) -> None:
         sys.stdout.flush()
         return
     path = Path(os.path.realpath(target))  # through a link, so that the link stays
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and not stat.S_ISREG(path.stat().st_mode):  # /dev/null, a named pipe; a folder fails here
             path.write_text(text, encoding="utf-8")
             return
-        try:
-            with part.open("w", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(part, path)
-        finally:
-            part.unlink(missing_ok=True)
+        write_atomically(path, text)
     except OSError as error:
         raise ResourceError(f"cannot write {target}: {error.strerror}; choose another place with --json") from error
 

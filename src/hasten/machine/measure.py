@@ -62,9 +62,9 @@ def read_bandwidth(*, device: str | torch.device = "cpu", threads: int | None = 
     source = torch.ones(size // 4, dtype=torch.float32, device=device)  # written, so that every page exists
     if str(device) != "cpu":
         target = torch.empty_like(source)
-        return 2 * size / _seconds_per_call(lambda: target.copy_(source), device=device, seconds=seconds)
+        return 2 * size / median(_times(lambda: target.copy_(source), device=device, seconds=seconds))
     with _threads(threads):
-        return size / _seconds_per_call(source.sum, device=device, seconds=seconds)
+        return size / median(_times(source.sum, device=device, seconds=seconds))
 
 
 def matrix_rate(dtype: str | torch.dtype, *, device: str | torch.device = "cpu", seconds: float = 0.5) -> float:
@@ -78,11 +78,13 @@ def matrix_rate(dtype: str | torch.dtype, *, device: str | torch.device = "cpu",
     name = str(dtype).removeprefix("torch.")
     if name not in MATRIX_DTYPES:
         raise ConfigError(f"no matrix rate for dtype {name!r}; use one of {', '.join(MATRIX_DTYPES)}")
-    shapes = CPU_SHAPES if str(device) == "cpu" else CUDA_SHAPES
-    best = 0.0
+    on_cpu = str(device) == "cpu"
+    shapes = CPU_SHAPES if on_cpu else CUDA_SHAPES
+    best, expected = 0.0, 0.0
     for rows, outputs, inputs in shapes:
         operations = 2 * rows * outputs * inputs
-        if best and operations / best > seconds:
+        probing = not expected
+        if not probing and operations / expected > seconds:
             break
         try:
             product = _product(name, rows, outputs, inputs, device)
@@ -91,8 +93,15 @@ def matrix_rate(dtype: str | torch.dtype, *, device: str | torch.device = "cpu",
             if isinstance(error, torch.OutOfMemoryError) and best:
                 break
             raise ResourceError(f"torch {torch.__version__} cannot multiply {name} on {device}: {error}") from error
-        share = seconds / (len(shapes) - 1)
-        best = max(best, operations / _seconds_per_call(product, device=device, seconds=share))
+        if probing and on_cpu:
+            # On one thread: where other programs run, a small product on several threads waits whole time slices for
+            # its last thread and looks a hundred times as slow as a large one.
+            with _threads(1):
+                fastest = operations / min(_times(product, device=device, seconds=seconds / 20))
+            best, expected = fastest, fastest * torch.get_num_threads()
+            continue
+        times = _times(product, device=device, seconds=seconds / (len(shapes) - 1))
+        best, expected = max(best, operations / median(times)), max(expected, operations / min(times))
     return best
 
 
@@ -134,8 +143,8 @@ def _product(dtype: str, rows: int, outputs: int, inputs: int, device: str | tor
     return lambda: torch.nn.functional.linear(left, right)
 
 
-def _seconds_per_call(call: Callable[[], object], *, device: str | torch.device, seconds: float) -> float:
-    """Median wall time of one call; on CUDA of a synchronised call that is long against its launch."""
+def _times(call: Callable[[], object], *, device: str | torch.device, seconds: float) -> list[float]:
+    """Wall times of calls, at least 3; on CUDA of synchronised calls that are long against their launch."""
     import torch
 
     def timed() -> float:
@@ -151,7 +160,7 @@ def _seconds_per_call(call: Callable[[], object], *, device: str | torch.device,
         end = time.perf_counter() + seconds
         while len(times) < 3 or (time.perf_counter() < end and len(times) < 1000):
             times.append(timed())
-    return median(times)
+    return times
 
 
 @contextmanager

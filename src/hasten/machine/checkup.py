@@ -1,0 +1,159 @@
+"""Is everything here that hasten can use? Each finding says what it means and how to mend it."""
+
+import os
+import platform
+import shutil
+import sys
+import sysconfig
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from hasten.errors import ResourceError
+from hasten.machine.caches import cache_folder
+from hasten.machine.describe import Machine, installed_versions
+from hasten.machine.processor import available_cores
+
+GIB = 1 << 30
+OLDEST_TORCH = (2, 11)
+# package -> (what it is for, how to get it)
+OPTIONAL_PACKAGES = {
+    "transformers": ("comparing with transformers in the tests", "pip install 'hasten[test]'"),
+    "datasets": ("a Hugging Face datasets id as a text source", "pip install 'hasten[datasets]'"),
+    "tensorboard": ("hasten train --tensorboard", "pip install 'hasten[tensorboard]'"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing looked at: `status` is "ok", "note" (works, but slower or less) or "missing"; `mend`: what to do."""
+
+    name: str
+    status: str
+    found: str
+    mend: str = ""
+
+    def to_json(self) -> dict[str, str]:
+        return asdict(self)
+
+
+def check_machine(machine: Machine) -> list[Finding]:
+    """Looks at everything but speeds (see check_rates)."""
+    return [
+        _torch(machine),
+        *_compiler(machine),
+        _instruction_sets(machine),
+        _gpu(machine),
+        *_cores(),
+        _memory(machine),
+        _cache(),
+        *_packages(),
+    ]
+
+
+def check_rates(rates: Mapping[str, float]) -> list[Finding]:
+    """Which dtypes are slower than float32, from the measured matrix rates of the CPU (FLOP/s by dtype name)."""
+    base = rates.get("float32", 0.0)
+    found: list[Finding] = []
+    for name in ("bfloat16", "float16", "int8"):
+        rate = rates.get(name)
+        if rate is None:
+            text = "this torch cannot multiply it on the CPU"
+            found.append(Finding(f"{name} products", "note", text, "use float32 or bfloat16"))
+        elif rate < base:
+            text = f"{rate / base:.1f} times the rate of float32: emulated by this processor or this torch"
+            mend = "prefer float32 for training and prefill here; decoding still reads half the bytes"
+            found.append(
+                Finding(f"{name} products", "note", text, mend if name != "int8" else "use it for its size only")
+            )
+    return found
+
+
+def _torch(machine: Machine) -> Finding:
+    version = machine.versions.get("torch", "unknown")
+    numbers = tuple(int(word) for word in version.split("+")[0].split(".")[:2] if word.isdigit())
+    built = f"{version}, built for {'CUDA ' + machine.cuda if machine.cuda else 'CPU only'}"
+    if numbers < OLDEST_TORCH:
+        return Finding("torch", "missing", built, "hasten needs torch 2.11 or newer: pip install -U torch")
+    return Finding("torch", "ok", built)
+
+
+def _compiler(machine: Machine) -> Iterator[Finding]:
+    if machine.compiler is None:
+        mend = "apt install g++ / dnf install gcc-c++ / xcode-select --install, or point CXX at one"
+        yield Finding("C++ compiler", "missing", "none: no native kernels, no torch.compile on the CPU", mend)
+    else:
+        yield Finding("C++ compiler", "ok", machine.compiler)
+    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    if not header.exists():
+        mend = f"apt install python{sys.version_info.major}.{sys.version_info.minor}-dev (or python3-devel)"
+        yield Finding("Python headers", "missing", "no Python.h: torch.compile cannot build its CPU kernels", mend)
+
+
+def _instruction_sets(machine: Machine) -> Finding:
+    have = machine.instruction_sets
+    listed = ", ".join(have) or "none of those that kernels ask for"
+    if platform.machine().lower() in ("arm64", "aarch64"):
+        return Finding("instruction sets", "ok" if {"asimd", "neon"} & set(have) else "note", listed)
+    if "avx2" not in have:
+        return Finding("instruction sets", "note", listed, "no AVX2: plain and slow everywhere; use a newer processor")
+    lacking = [name for name in ("avx512f", "avx512_vnni", "avx512_bf16") if name not in have]
+    if lacking:
+        mend = "int8 and bfloat16 products run at a part of the rate; a virtual machine may hide them from its guest"
+        return Finding("instruction sets", "note", f"{listed}; not {', '.join(lacking)}", mend)
+    return Finding("instruction sets", "ok", listed)
+
+
+def _gpu(machine: Machine) -> Finding:
+    if machine.gpus:
+        text = "; ".join(f"{g.name}, {g.memory_bytes / GIB:.0f} GiB, sm_{g.capability}" for g in machine.gpus)
+        if "triton" not in machine.versions:
+            return Finding("GPU", "note", f"{text}; no triton", "torch.compile needs it on a GPU: pip install triton")
+        return Finding("GPU", "ok", text)
+    driver = shutil.which("nvidia-smi") is not None or Path("/proc/driver/nvidia/version").exists()
+    if driver and machine.cuda is None:
+        return Finding(
+            "GPU", "missing", "an NVIDIA driver, but torch is built for the CPU only", "pip install a CUDA torch"
+        )
+    if driver:
+        return Finding(
+            "GPU", "missing", "an NVIDIA driver, but torch sees no GPU", "look at nvidia-smi and its version"
+        )
+    return Finding("GPU", "ok", "none; everything runs on the CPU")
+
+
+def _cores() -> Iterator[Finding]:
+    cores = available_cores()
+    text = f"{cores.physical} physical, {cores.logical} logical cores for this process"
+    if cores.quota is not None and cores.quota < (os.cpu_count() or 1):
+        text += f" (limited to {cores.quota:.1f} processors' time)"
+        yield Finding("cores", "note", text, "raise the container's CPU limit for more speed")
+    else:
+        yield Finding("cores", "ok", text)
+
+
+def _memory(machine: Machine) -> Finding:
+    text = f"{machine.memory_available_bytes / GIB:.1f} of {machine.memory_bytes / GIB:.1f} GiB available"
+    if machine.memory_available_bytes < 4 * GIB:
+        return Finding("memory", "note", text, "the demo needs about 4 GiB: close something or use smaller models")
+    return Finding("memory", "ok", text)
+
+
+def _cache() -> Finding:
+    try:
+        free = shutil.disk_usage(cache_folder("native")).free
+    except ResourceError as error:
+        return Finding("cache folder", "missing", "cannot be used", str(error))
+    text = f"writable, {free / GIB:.1f} GiB free on its disk"
+    if free < 5 * GIB:
+        return Finding("cache folder", "note", text, "make room, or set HASTEN_CACHE to a folder on another disk")
+    return Finding("cache folder", "ok", text)
+
+
+def _packages() -> Iterator[Finding]:
+    installed = installed_versions(tuple(OPTIONAL_PACKAGES))
+    for name, (purpose, mend) in OPTIONAL_PACKAGES.items():
+        if name in installed:
+            yield Finding(f"{name} (optional)", "ok", installed[name])
+        else:
+            yield Finding(f"{name} (optional)", "note", f"not installed; for {purpose}", mend)

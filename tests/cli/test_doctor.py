@@ -1,0 +1,113 @@
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import tyro
+
+from hasten.cli.doctor import Doctor, examine
+from hasten.errors import ResourceError
+from hasten.machine import Machine, cache_folder, describe
+from hasten.machine.checkup import check_machine, check_rates
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HASTEN_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture(scope="module")
+def machine() -> Machine:
+    return describe()
+
+
+def test_the_module_loads_without_torch() -> None:
+    code = "import sys, hasten.cli.doctor; sys.exit('torch' in sys.modules or 'rich' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_quick_json_is_all_there_is_on_standard_output(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (cache_folder("tokens") / "shard").write_bytes(b"x" * 100)
+    tyro.cli(Doctor, args=["--quick", "--json", "-"]).run()
+    output = capsys.readouterr().out
+    found = json.loads(output)
+    assert found["schema"] == 1
+    assert found["limits"] == {}
+    assert found["caches"] == {"native": 0, "tokens": 100}
+    names = [finding["name"] for finding in found["findings"]]
+    assert names[:2] == ["torch", "C++ compiler"]
+    assert {"instruction sets", "GPU", "cores", "memory", "cache folder"} <= set(names)
+    assert all(finding["mend"] for finding in found["findings"] if finding["status"] == "missing")
+    assert str(tmp_path) not in output
+
+
+def test_people_see_findings_and_measurements(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def rate(dtype: str, **_: object) -> float:
+        if dtype == "int8":
+            raise ResourceError("not here")
+        return {"float32": 2e11, "bfloat16": 9e11, "float16": 1e10}[dtype]
+
+    monkeypatch.setattr("hasten.machine.matrix_rate", rate)
+    monkeypatch.setattr("hasten.machine.read_bandwidth", lambda **_: 5e10)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    Doctor(json=str(tmp_path / "doctor.json")).run()
+    text = capsys.readouterr().out
+    for wanted in ("torch", "50.0 GB/s", "900.0 GFLOP/s", "not with this torch", "caches in"):
+        assert wanted in text
+    found = json.loads((tmp_path / "doctor.json").read_text())
+    assert found["limits"]["cpu"]["rates"] == {"float32": 2e11, "bfloat16": 9e11, "float16": 1e10}
+    notes = [finding["name"] for finding in found["findings"]]
+    assert "float16 products" in notes
+    assert "int8 products" in notes
+    assert "bfloat16 products" not in notes
+
+
+def test_what_is_missing_is_named_with_its_remedy(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: "/usr/bin/nvidia-smi" if name == "nvidia-smi" else None)
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    monkeypatch.setattr("sysconfig.get_paths", lambda: {"include": "/nowhere"})
+    poor = replace(
+        machine,
+        compiler=None,
+        cuda=None,
+        gpus=(),
+        instruction_sets=("avx2", "fma"),
+        versions={"torch": "2.9.1+cpu"},
+        memory_available_bytes=1 << 30,
+    )
+    found = {finding.name: finding for finding in check_machine(poor)}
+    for name, status, mend in [
+        ("torch", "missing", "pip install -U torch"),
+        ("C++ compiler", "missing", "apt install g++"),
+        ("Python headers", "missing", "-dev"),
+        ("GPU", "missing", "CUDA torch"),
+        ("instruction sets", "note", "virtual machine"),
+        ("memory", "note", "4 GiB"),
+    ]:
+        assert found[name].status == status, name
+        assert mend in found[name].mend, name
+    assert "not avx512f, avx512_vnni, avx512_bf16" in found["instruction sets"].found
+
+
+def test_a_cache_in_the_way_is_a_finding_not_a_crash(
+    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("HASTEN_CACHE", str(tmp_path / "file"))
+    found = {finding.name: finding for finding in check_machine(machine)}["cache folder"]
+    assert found.status == "missing"
+    assert "HASTEN_CACHE" in found.mend
+
+
+def test_without_torch_the_error_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(ResourceError, match=r"torch cannot be imported.*pip install torch"):
+        examine(quick=True)
+
+
+def test_dtypes_as_fast_as_float32_need_no_word() -> None:
+    assert check_rates({"float32": 1.0, "bfloat16": 2.0, "float16": 1.0, "int8": 4.0}) == []
