@@ -48,7 +48,7 @@ def reference_greedy(reference, tokens, count):
 
 
 def our_greedy(model, tokens, count):
-    params = hasten.SamplingParams(temperature=0.0, max_new_tokens=count, ignore_eos=True)
+    params = hasten.SamplingParams(temperature=0.0, max_new_tokens=count, min_new_tokens=count)
     return hasten.generate(model, [tokens], params)[0].tokens
 
 

@@ -1,0 +1,81 @@
+"""The two steps of generation over a static cache: prefill (many tokens, once) and decode (one token, many times)."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hasten.errors import ConfigError
+from hasten.generation.cache import StaticCache
+from hasten.model.transformer import Transformer
+
+# An eager decode step reads the cache up to the next multiple of this, so that a short text does not pay for the
+# whole capacity; a compiled one reads all of it, because its shapes must not change.
+_READ_STEP = 64
+# Longer prompts are taken in pieces, which bounds the memory of the activations.
+_PREFILL_TOKENS = 4096
+
+
+class Decoder:
+    """B sequences that grow together; row b has `lengths[b]` tokens in the cache."""
+
+    def __init__(self, model: Transformer, *, batch: int, capacity: int, static: bool = False) -> None:
+        """capacity: tokens a sequence can hold. static: every decode step has the same shapes (for compiled blocks)."""
+        self.model = model
+        self.static = static
+        self.cache = StaticCache(model.config, batch=batch, capacity=capacity, dtype=model.dtype, device=model.device)
+        self.lengths = [0] * batch
+
+    @torch.inference_mode()
+    def prefill(self, prompts: Sequence[Sequence[int]]) -> Tensor:
+        """Append each row's tokens and return the logits (B, V) after its last one. Rows may differ in length."""
+        longest = max(len(prompt) for prompt in prompts)
+        if not all(prompts):
+            raise ConfigError("a prompt has no tokens; give at least one (for example the beginning-of-text token)")
+        self._check_room(max(n + len(p) for n, p in zip(self.lengths, prompts, strict=True)))
+        piece = max(1, _PREFILL_TOKENS // len(prompts))
+        logits: Tensor | None = None
+        for start in range(0, longest, piece):
+            part = [list(prompt[start : start + piece]) for prompt in prompts]
+            found = self._append(part)
+            if logits is None:
+                logits = found
+            else:  # a row that ended in an earlier piece keeps the logits it got there
+                grown = torch.tensor([bool(p) for p in part], device=found.device)
+                logits = torch.where(grown[:, None], found, logits)
+        assert logits is not None
+        return logits
+
+    def _append(self, part: list[list[int]]) -> Tensor:
+        longest = max(len(tokens) for tokens in part)
+        device = self.model.device
+        tokens = torch.tensor([p + [0] * (longest - len(p)) for p in part], device=device)  # (B, T)
+        offsets = torch.arange(longest, device=device)
+        counts = torch.tensor([len(p) for p in part], device=device)
+        valid = offsets < counts[:, None]  # (B, T)
+        starts = torch.tensor(self.lengths, device=device)
+        # Padding repeats the row's last position: its keys are kept nowhere, and it must not look longer than it is.
+        positions = starts[:, None] + torch.minimum(offsets, (counts - 1).clamp(min=0)[:, None])
+        fresh = not any(self.lengths)
+        self.lengths = [n + len(p) for n, p in zip(self.lengths, part, strict=True)]
+        context = self.cache.step(positions, valid=valid, fresh=fresh, read=max(self.lengths))
+        last = torch.arange(len(part), device=device) * longest + (counts - 1).clamp(min=0)
+        return self.model(tokens, positions, context, rows=last)
+
+    @torch.inference_mode()
+    def decode(self, tokens: Tensor) -> Tensor:
+        """Append one token to every row, tokens (B,) int64 on the device; return the logits (B, V) after it."""
+        longest = max(self.lengths) + 1
+        self._check_room(longest)
+        positions = torch.tensor(self.lengths, device=tokens.device)[:, None]  # (B, 1)
+        self.lengths = [n + 1 for n in self.lengths]
+        read = None if self.static else -(-longest // _READ_STEP) * _READ_STEP
+        return self.model(tokens[:, None], positions, self.cache.step(positions, read=read))[:, 0]
+
+    def truncate(self, length: int) -> None:
+        """Forget everything after the first `length` tokens of every row; what lies behind is overwritten later."""
+        self.lengths = [min(n, length) for n in self.lengths]
+
+    def _check_room(self, needed: int) -> None:
+        if needed > self.cache.capacity:
+            raise ConfigError(f"the cache holds {self.cache.capacity} tokens a sequence; {needed} are needed")

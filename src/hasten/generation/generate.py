@@ -1,0 +1,225 @@
+"""`hasten.generate` and `hasten.stream`: prompts in, tokens and text out."""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from hasten.errors import ConfigError
+from hasten.generation.decoder import Decoder
+from hasten.generation.params import SamplingParams
+from hasten.generation.sampling import History, RowParams, next_tokens
+from hasten.generation.stopping import Delta, FinishReason, OutputText, stop_ids
+from hasten.model.transformer import Transformer
+
+Prompt = str | Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """One generated continuation. tokens include the one that ended it (an end-of-text id), text does not."""
+
+    tokens: list[int]
+    text: str
+    finish_reason: FinishReason
+    prompt_tokens: int
+
+
+@dataclass(slots=True)
+class Timing:
+    """Where the time of a generation went, in seconds; filled in while it runs."""
+
+    prefill_tokens: int = 0
+    prefill_seconds: float = 0.0
+    decode_tokens: int = 0
+    decode_seconds: float = 0.0
+    started: float = field(default_factory=time.perf_counter)
+    first_token: float = 0.0  # from `started` to the first token on the host
+
+    @property
+    def prefill_tokens_per_second(self) -> float:
+        return self.prefill_tokens / self.prefill_seconds if self.prefill_seconds else 0.0
+
+    @property
+    def decode_tokens_per_second(self) -> float:
+        return self.decode_tokens / self.decode_seconds if self.decode_seconds else 0.0
+
+
+def generate(
+    model: Transformer,
+    prompts: Prompt | Sequence[Prompt],
+    params: SamplingParams | Sequence[SamplingParams] | None = None,
+    *,
+    compiled: bool = False,
+    timing: Timing | None = None,
+    **settings: Any,
+) -> list[Output]:
+    """Continue prompts, all of them in one batch; every one gets what it would get alone.
+
+    prompts: a text, a list of token ids, or a sequence of either. params: for all, or one for each prompt; single
+    fields may be given by keyword instead (temperature=0, max_new_tokens=100, …). Raises ConfigError for a prompt that
+    does not fit, a text without a tokenizer, or an id outside the vocabulary.
+    """
+    run = Generation(model, prompts, params, compiled=compiled, timing=timing, **settings)
+    texts: list[list[str]] = [[] for _ in run.prompts]
+    tokens: list[list[int]] = [[] for _ in run.prompts]
+    for step in run:
+        for row, token, delta in step:
+            tokens[row].append(token)
+            texts[row].append(delta.text)
+    return [
+        Output(tokens[row], "".join(texts[row]), output.finish_reason or "length", len(run.prompts[row]))
+        for row, output in enumerate(run.outputs)
+    ]
+
+
+def stream(model: Transformer, prompt: Prompt, params: SamplingParams | None = None, **settings: Any) -> Iterator[str]:
+    """Continue one prompt and yield its text piece by piece: whole characters, never a part of a stop string."""
+    for step in Generation(model, prompt, params, **settings):
+        for _, _, delta in step:
+            if delta.text:
+                yield delta.text
+
+
+class Generation:
+    """Prompts being continued together. Iterating gives, for each step, (row, token, delta) of the unfinished rows.
+
+    decoder: one whose cache already holds the beginning of the (only) prompt, as a chat does; `reused` of its tokens
+    are then not computed again.
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        compiled: bool = False,
+        timing: Timing | None = None,
+        decoder: Decoder | None = None,
+        reused: int = 0,
+        **settings: Any,
+    ) -> None:
+        self.model = model
+        self.prompts = encode_prompts(model, prompts)
+        rows = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(self.prompts)
+        if len(rows) != len(self.prompts):
+            raise ConfigError(f"{len(rows)} sampling parameters were given for {len(self.prompts)} prompts")
+        if settings:
+            rows = [_with(row, settings) for row in rows]
+        if any(row.stop for row in rows) and model.tokenizer is None:
+            raise ConfigError("stop strings need text, and this model's folder has no tokenizer; use stop_token_ids")
+        self.params = [fit(row, len(p), model) for row, p in zip(rows, self.prompts, strict=True)]
+        self.timing = timing if timing is not None else Timing()
+        capacity = max(len(p) + row.max_new_tokens for p, row in zip(self.prompts, self.params, strict=True))
+        self.reused = reused
+        self.decoder = decoder or Decoder(model, batch=len(self.prompts), capacity=capacity, static=compiled)
+        eos = end_ids(model)
+        self._stops = [stop_ids(row, eos_ids=eos) for row in self.params]
+        self.outputs = [
+            OutputText(row, tokenizer=model.tokenizer, eos_ids=eos, context=prompt)
+            for row, prompt in zip(self.params, self.prompts, strict=True)
+        ]
+
+    def __iter__(self) -> Iterator[list[tuple[int, int, Delta]]]:
+        timing, device, vocabulary = self.timing, self.model.device, self.model.config.vocab_size
+        settings = RowParams.stack(self.params, vocab_size=vocabulary, device=device)
+        history = (
+            History.of_prompts(self.prompts, vocab_size=vocabulary, device=device) if settings.needs_history else None
+        )
+        shortest = max(row.min_new_tokens for row in self.params)
+        start = time.perf_counter()
+        logits = self.decoder.prefill([prompt[self.reused :] for prompt in self.prompts])
+        last = max(row.max_new_tokens for row in self.params)
+        for step in range(last):
+            # Everything that depends on the logits is queued before the one unavoidable wait, for the token itself.
+            tokens = next_tokens(
+                logits,
+                settings,
+                steps=torch.full((len(self.prompts),), step, device=device),
+                history=history,
+                banned=self._banned(step) if step < shortest else None,
+            )
+            if history is not None:
+                history.observe(tokens)
+            found = tokens.tolist()
+            now = time.perf_counter()
+            if step == 0:
+                timing.prefill_tokens += sum(len(p) - self.reused for p in self.prompts)
+                timing.prefill_seconds += now - start
+                timing.first_token = now - timing.started
+            else:
+                timing.decode_seconds += now - start
+                timing.decode_tokens += len(self.prompts)
+            yield [
+                (row, found[row], output.push(found[row]))
+                for row, output in enumerate(self.outputs)
+                if output.finish_reason is None
+            ]
+            if all(output.finish_reason for output in self.outputs):
+                return
+            start = time.perf_counter()
+            logits = self.decoder.decode(tokens)
+
+    def _banned(self, step: int) -> torch.Tensor | None:
+        """(B, V) bool: the ids that would end a row before its minimum."""
+        banned = torch.zeros(len(self.prompts), self.model.config.vocab_size, dtype=torch.bool)
+        for row, (params, stops) in enumerate(zip(self.params, self._stops, strict=True)):
+            if step < params.min_new_tokens:
+                banned[row, [token for token in stops if token < banned.shape[1]]] = True
+        return banned.to(self.model.device)
+
+
+def encode_prompts(model: Transformer, prompts: Prompt | Sequence[Prompt]) -> list[list[int]]:
+    """Token ids of one or several prompts, checked against the vocabulary."""
+    if isinstance(prompts, str) or (len(prompts) > 0 and all(isinstance(p, int) for p in prompts)):
+        prompts = [prompts]  # type: ignore[list-item]
+    if not prompts:
+        raise ConfigError("no prompt was given")
+    encoded = []
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            if model.tokenizer is None:
+                raise ConfigError("this model's folder has no tokenizer: give the prompt as token ids")
+            ids = model.tokenizer.encode(prompt)
+            if not ids and model.tokenizer.bos_id is not None:
+                ids = [model.tokenizer.bos_id]  # an empty prompt starts a text
+        else:
+            ids = [int(token) for token in prompt]  # type: ignore[union-attr]
+        wrong = [token for token in ids if not 0 <= token < model.config.vocab_size]
+        if wrong:
+            raise ConfigError(f"token id {wrong[0]} is outside the vocabulary of {model.config.vocab_size}")
+        if not ids:
+            raise ConfigError("a prompt is empty, and the tokenizer has no beginning-of-text token to start from")
+        encoded.append(ids)
+    return encoded
+
+
+def end_ids(model: Transformer) -> frozenset[int]:
+    """The ids that end a text: the tokenizer's, generation_config.json's and config.json's."""
+    found: set[int] = set(model.tokenizer.eos_ids) if model.tokenizer is not None else set()
+    for source in (model.generation, model.config.source):
+        value = source.get("eos_token_id")
+        found.update([value] if isinstance(value, int) else value if isinstance(value, list) else [])
+    return frozenset(token for token in found if isinstance(token, int) and 0 <= token < model.config.vocab_size)
+
+
+def fit(params: SamplingParams, prompt: int, model: Transformer) -> SamplingParams:
+    """Shorten max_new_tokens to the positions that the model has left; ConfigError if the prompt takes them all."""
+    left = model.config.max_positions - prompt
+    if left < 1:
+        raise ConfigError(
+            f"the prompt has {prompt} tokens and the model {model.config.max_positions} positions; shorten the prompt"
+        )
+    if params.max_new_tokens <= left:
+        return params
+    return replace(params, max_new_tokens=left, min_new_tokens=min(params.min_new_tokens, left))
+
+
+def _with(params: SamplingParams, settings: dict[str, Any]) -> SamplingParams:
+    try:
+        return replace(params, **settings)
+    except TypeError as error:
+        raise ConfigError(f"unknown sampling setting: {error}") from None

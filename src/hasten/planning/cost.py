@@ -1,0 +1,97 @@
+"""Counting parameters, floating-point operations and bytes of a decoder, from its config alone."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from hasten.model.config import LayerConfig, ModelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Parameters:
+    """Counts of weights. active: those in matrix products for one token (of the experts only the chosen ones)."""
+
+    total: int
+    embedding: int
+    head: int  # 0 where it shares the embedding's matrix
+    active: int
+
+
+def parameters(config: ModelConfig) -> Parameters:
+    """Count the weights of a model, padded vocabulary included."""
+    embedding = config.padded_vocab_size * config.hidden_size
+    head = 0 if config.tie_embeddings else embedding
+    positions = config.max_positions * config.hidden_size if config.learned_positions else 0
+    blocks = active = 0
+    for layer in config.layers:
+        own, used = _block(config, layer)
+        blocks += own
+        active += used
+    norm = config.hidden_size * (2 if config.norm == "layernorm" else 1)
+    total = embedding + head + positions + blocks + norm + (config.padded_vocab_size if config.head_bias else 0)
+    return Parameters(total=total, embedding=embedding, head=head, active=active + embedding)
+
+
+def _block(config: ModelConfig, layer: LayerConfig) -> tuple[int, int]:
+    hidden, size = config.hidden_size, config.head_dim
+    q, kv = config.heads * size, config.kv_heads * size
+    attention = hidden * (2 * q + 2 * kv)
+    attention += (q + 2 * kv) * config.qkv_bias + hidden * config.output_bias
+
+    def mlp(inner: int) -> int:
+        return hidden * inner * (3 if config.gated else 2) + (
+            (inner * (2 if config.gated else 1) + hidden) * config.mlp_bias
+        )
+
+    per_norm = 2 if config.norm == "layernorm" else 1
+    norms = hidden * per_norm * (4 if config.post_norms else 2) + 2 * size * per_norm * config.qk_norm
+    if not layer.experts:
+        own = attention + norms + mlp(config.intermediate_size)
+        return own, own
+    router, one = hidden * config.experts, mlp(config.expert_size)
+    return (
+        attention + norms + router + config.experts * one,
+        attention + norms + router + config.experts_per_token * one,
+    )
+
+
+def _attended(layer: LayerConfig, length: int) -> float:
+    """Mean number of keys that a token of a causal sequence of `length` sees in this layer."""
+    window = length if layer.window is None else min(layer.window, length)
+    # The first `window` tokens see 1 … window keys, every later one sees `window`.
+    return (window * (window + 1) / 2 + (length - window) * window) / length
+
+
+def forward_flops_per_token(config: ModelConfig, sequence_length: int) -> float:
+    """FLOPs of a forward pass per token, averaged over a causal sequence: 2 per weight used, 4·H·D per key seen."""
+    scores = sum(4 * config.heads * config.head_dim * _attended(layer, sequence_length) for layer in config.layers)
+    return 2 * parameters(config).active + scores
+
+
+def training_flops_per_token(config: ModelConfig, sequence_length: int) -> float:
+    """FLOPs of forward and backward per token: three times the forward (PaLM, arXiv 2204.02311, appendix B).
+
+    Only the keys that a causal mask leaves visible are counted, and no recomputation: the model's FLOPs (MFU), not
+    the hardware's.
+    """
+    return 3 * forward_flops_per_token(config, sequence_length)
+
+
+def kv_bytes_per_token(config: ModelConfig, element_bytes: float) -> int:
+    """Bytes of keys and values kept for one token: 2 · layers · Hkv · D · element size."""
+    return int(2 * len(config.layers) * config.kv_heads * config.head_dim * element_bytes)
+
+
+def decode_bytes_per_token(config: ModelConfig, *, weight_bytes: float, kv_bytes: float, context: int) -> float:
+    """Bytes that must be read to decode one token at batch 1 after `context` tokens.
+
+    Every weight used in a product once (the embedding counts as the head; of the table only one row is read), and
+    every cached key and value that the token sees.
+    """
+    seen = sum(_keys_read(config.layers, context))
+    cache = 2 * config.kv_heads * config.head_dim * kv_bytes * seen
+    return parameters(config).active * weight_bytes + cache
+
+
+def _keys_read(layers: tuple[LayerConfig, ...], context: int) -> Iterator[int]:
+    for layer in layers:
+        yield context if layer.window is None else min(layer.window, context)
