@@ -1,7 +1,7 @@
 """Text sources -> token shards -> batches that can be resumed exactly. See docs/data.md."""
 
 from hasten.data.batches import Batch, Batches, evaluation_windows
-from hasten.data.prepare import prepare
+from hasten.data.preparation import prepare
 from hasten.data.shards import TokenSplit
 from hasten.data.token_data import TokenData
 from hasten.data.tokenizers import train_bpe, train_characters

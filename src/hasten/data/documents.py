@@ -32,7 +32,7 @@ class Conversation:
 Item = Document | Conversation
 
 
-def cut_text(pieces: Iterable[str], *, characters: int = PIECE_CHARACTERS) -> Iterator[str]:
+def cut_text(pieces: Iterable[str], *, characters: int) -> Iterator[str]:
     """The same text in pieces of at most `characters` characters, cut where a tokenizer does not notice it.
 
     A single line end between two characters that are not white space is a border for the pre-tokenizers of GPT-2 and

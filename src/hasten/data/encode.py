@@ -10,7 +10,7 @@ from typing import IO
 import numpy as np
 
 from hasten.data.chat import RenderedChat, encode_chats, render
-from hasten.data.documents import Conversation, Document, cut_text
+from hasten.data.documents import PIECE_CHARACTERS, Conversation, Document, cut_text
 from hasten.data.shards import ShardWriter
 from hasten.data.sources import Source, item_bytes
 from hasten.data.splits import SplitName, SplitPlan
@@ -86,7 +86,7 @@ class Encoder:
     def _take_text(self, split: SplitName, document: Document) -> None:
         if self._chats:
             self._flush()
-        for piece, first, last in _marked(cut_text(document.pieces())):
+        for piece, first, last in _marked(cut_text(document.pieces(), characters=PIECE_CHARACTERS)):
             if split == "validation":
                 self._hold_out(document.name, piece, first=first, last=last)
             self._texts.append((split, piece, first, last))
@@ -159,7 +159,7 @@ def training_texts(source: Source, plan: SplitPlan, *, limit: int) -> Iterator[s
                 )
             if split != "train":
                 continue
-            for piece in cut_text(part.pieces()):
+            for piece in cut_text(part.pieces(), characters=PIECE_CHARACTERS):
                 yield piece
                 taken += len(piece)
                 if taken >= limit:

@@ -104,7 +104,7 @@ class ShardWriter:
     folder: Path
     split: str
     dtype: np.dtype[Any]
-    shard_tokens: int = SHARD_TOKENS
+    shard_tokens: int = field(default_factory=lambda: SHARD_TOKENS)
     documents: int = 0
     tokens: int = 0
     text_bytes: int = 0
