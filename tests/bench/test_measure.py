@@ -180,3 +180,5 @@ def test_a_ladder_without_sense_is_refused() -> None:
         run_ladder([one, one], kind="generate")
     with pytest.raises(ConfigError, match="at least 1 round"):
         run_ladder([one], kind="generate", rounds=0)
+    with pytest.raises(ConfigError, match="threads is 0"):
+        run_ladder([one], kind="generate", threads=0)

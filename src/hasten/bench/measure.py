@@ -88,21 +88,23 @@ def run_ladder(
     or does not answer within `timeout` seconds becomes a row with "error"; the others go on. Where all rungs together
     need more memory than is free, each is started anew for each round.
 
-    Raises ConfigError for a ladder without rungs, rungs of the same name, or rounds < 1, and ResourceError for a device
+    Raises ConfigError for a ladder without rungs, rungs of the same name, rounds or threads < 1, and ResourceError for a device
     that is not there.
     """
     names = [rung.name for rung in rungs]
     if not names or len(set(names)) != len(names):
         raise ConfigError(f"a ladder needs rungs with names of their own; found {names}")
+    if threads is not None and threads < 1:
+        raise ConfigError(f"threads is {threads}; it must be at least 1")
     if rounds < 1 or warmup < 0:
         raise ConfigError(f"a ladder needs at least 1 round and no negative warm-up; found {rounds} and {warmup}")
     import torch
 
-    from hasten.machine import available_memory, configure, describe, resolve_device
+    from hasten.machine import available_cores, available_memory, describe, resolve_device
 
     device = str(resolve_device(device))
-    configure(threads=threads)
-    threads = torch.get_num_threads()  # said in the report, and the same in every child
+    if threads is None:  # settled here, so that the report says it and every child has the same
+        threads = min(torch.get_num_threads(), available_cores().logical)
     needed = sum(rung.memory_bytes or 0 for rung in rungs) + LIMITS_MEMORY
     ladder = _Ladder(
         rungs=rungs,
