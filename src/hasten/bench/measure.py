@@ -88,8 +88,8 @@ def run_ladder(
     or does not answer within `timeout` seconds becomes a row with "error"; the others go on. Where all rungs together
     need more memory than is free, each is started anew for each round.
 
-    Raises ConfigError for a ladder without rungs, rungs of the same name, rounds or threads < 1, and ResourceError for a device
-    that is not there.
+    Raises ConfigError for a ladder without rungs, rungs of the same name, rounds or threads < 1, and ResourceError for
+    a device that is not there.
     """
     names = [rung.name for rung in rungs]
     if not names or len(set(names)) != len(names):
