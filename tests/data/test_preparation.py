@@ -4,9 +4,12 @@ import dataclasses
 import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
 import numpy as np
@@ -202,20 +205,51 @@ def test_a_template_without_end_token_learns_to_stop_from_the_separator(tmp_path
 
 def test_a_chat_needs_a_tokenizer_with_a_template(tmp_path, quick, corpus):
     source = write_chats(tmp_path / "talk.jsonl")
-    with pytest.raises(DataError, match="needs a tokenizer with a chat template, and one trained here has none"):
+    with pytest.raises(DataError, match=r"talk\.jsonl:\d+: a chat needs .* and one trained here has none"):
         prepare(source, **quick)
     plain = prepare(str(corpus), **quick).folder / "tokenizer"
     with pytest.raises(DataError, match="the given one has none"):
         prepare(source, **quick, tokenizer=plain)
 
 
-def test_a_conversation_among_texts_is_refused(tmp_path, quick):
+def test_texts_among_chats_count_as_a_whole(tmp_path, quick, chat_tokenizer, monkeypatch):
+    monkeypatch.setattr(shards_module, "SHARD_TOKENS", 50)
+    chat_tokenizer.save(tmp_path / "model")
     (tmp_path / "mixed").mkdir()
-    (tmp_path / "mixed" / "a.txt").write_text("text first\n")
-    write_chats(tmp_path / "mixed" / "b.jsonl")
-    with pytest.raises(DataError, match=r"b\.jsonl:\d+: .*chat template"):
-        prepare(str(tmp_path / "mixed"), **quick)
-    assert files(quick["folder"]) == set()
+    for name in ("a.txt", "b.txt", "c.txt", "z.txt"):
+        (tmp_path / "mixed" / name).write_text("a plain text of many words, enough for a shard\n" * 5)
+    write_chats(tmp_path / "mixed" / "talk.jsonl")
+    data = prepare(str(tmp_path / "mixed"), **quick, tokenizer=tmp_path / "model")
+    borders = [*data.train.document_starts.tolist(), len(data.train)]
+    kinds = []
+    for first, last in pairwise(borders):
+        weights = data.train.weights[first:last]
+        text = chat_tokenizer.decode(data.train.tokens[first:last], skip_special_tokens=False)
+        kinds.append(text.startswith("a plain text"))
+        assert weights.all() == kinds[-1]
+        assert weights.any()
+    assert kinds[0]
+    assert not all(kinds)
+    assert len(data.manifest["splits"]["train"]["shards"]) > 3
+    assert data.manifest["splits"]["train"]["learned_tokens"] == int(np.asarray(data.train.weights).sum())
+
+
+def test_waiting_for_another_process_is_said(corpus, quick, capsys, monkeypatch):
+    from filelock import FileLock
+
+    data = prepare(str(corpus), **quick)
+    lock = FileLock(data.folder.with_name(f".{data.folder.name}.lock"))
+    shutil.rmtree(data.folder)
+    with lock, ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(prepare, str(corpus), **(quick | {"progress": True}))
+        deadline = time.monotonic() + 30
+        said = ""
+        while "waiting for it" not in said and time.monotonic() < deadline:
+            said += capsys.readouterr().err
+            time.sleep(0.05)
+        lock.release()
+        assert waiting.result().folder == data.folder
+    assert "another process is preparing the same data" in said
 
 
 @pytest.mark.parametrize(
@@ -405,7 +439,7 @@ def test_a_killed_process_leaves_nothing_that_is_taken_for_data(corpus, cache, q
 def test_the_loser_of_a_race_without_locks_takes_the_winners(corpus, quick, monkeypatch):
     import filelock
 
-    def unsupported(self):
+    def unsupported(self, **_):
         raise NotImplementedError
 
     monkeypatch.setattr(filelock.FileLock, "acquire", unsupported)

@@ -50,7 +50,6 @@ class Encoder:
     tokenizer: Tokenizer
     plan: SplitPlan
     advance: Callable[[int], None]  # told the bytes of text that are done
-    chat: bool
     frame: Frame = field(init=False)
     writers: dict[SplitName, ShardWriter] = field(init=False)
     _texts: list[tuple[SplitName, str, bool, bool]] = field(default_factory=list)  # split, text, first, last piece
@@ -62,7 +61,7 @@ class Encoder:
         self.frame = Frame.of(self.tokenizer)
         dtype = np.dtype("<u2" if self.tokenizer.vocab_size <= 1 << 16 else "<u4")
         splits: tuple[SplitName, ...] = ("train", "validation")
-        self.writers = {split: ShardWriter(self.folder, split, dtype, weighted=self.chat) for split in splits}
+        self.writers = {split: ShardWriter(self.folder, split, dtype) for split in splits}
         self._held_out = (self.folder / VALIDATION_FILE).open("w", encoding="utf-8", newline="\n")
 
     def run(self, source: Source) -> None:
@@ -95,6 +94,8 @@ class Encoder:
     def _take_chat(self, split: SplitName, conversation: Conversation) -> None:
         if self._texts:
             self._flush()
+        if self.tokenizer.chat_template is None:
+            raise no_template(conversation, tokenizer="the given one")
         size = item_bytes(conversation)  # shared among the renderings, for the progress bar
         for chat in render(conversation, tokenizer=self.tokenizer):
             if split == "validation":
@@ -153,10 +154,7 @@ def training_texts(source: Source, plan: SplitPlan, *, limit: int) -> Iterator[s
     for item in source.items():
         for split, part in plan.parts(item):
             if isinstance(part, Conversation):
-                raise DataError(
-                    f"{part.name}: a chat needs a tokenizer with a chat template, and one trained here has none; name "
-                    "a model folder as the tokenizer"
-                )
+                raise no_template(part, tokenizer="one trained here")
             if split != "train":
                 continue
             for piece in cut_text(part.pieces(), characters=PIECE_CHARACTERS):
@@ -164,6 +162,14 @@ def training_texts(source: Source, plan: SplitPlan, *, limit: int) -> Iterator[s
                 taken += len(piece)
                 if taken >= limit:
                     return
+
+
+def no_template(conversation: Conversation, *, tokenizer: str) -> DataError:
+    """The error for a chat that cannot be rendered."""
+    return DataError(
+        f"{conversation.name}: a chat needs a tokenizer with a chat template, and {tokenizer} has none; name a chat "
+        "model's folder as the tokenizer"
+    )
 
 
 def _marked(pieces: Iterable[str]) -> Iterator[tuple[str, bool, bool]]:

@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import shutil
+import sys
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +12,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from hasten.data.documents import Conversation
 from hasten.data.encode import Encoder, training_texts
 from hasten.data.progress import byte_progress
 from hasten.data.sources import Source, open_source
@@ -87,7 +87,7 @@ def prepare(
     before = corpus.fingerprint()
     target = folder / settings.key(before)
     if not _is_there(target):
-        with _alone(target) as first, _temporary_folder(target, first=first) as work:
+        with _alone(target, told=progress) as first, _temporary_folder(target, first=first) as work:
             if not _is_there(target):
                 _make(
                     work,
@@ -95,6 +95,7 @@ def prepare(
                     given=given,
                     given_folder=tokenizer,
                     settings=settings,
+                    fingerprint=before,
                     progress=progress,
                     kind=tokenizer_kind,
                     vocab_size=vocab_size,
@@ -137,19 +138,19 @@ def _make(
     given: Tokenizer | None,
     given_folder: str | Path | None,
     settings: _Settings,
+    fingerprint: str,
     progress: bool,
     kind: TokenizerKind,
     vocab_size: int,
 ) -> None:
     plan = plan_split(corpus, fraction=settings.validation_fraction, seed=settings.seed)
-    chat = _has_chat(corpus, given=given)
     tokenizer = given or _train(corpus, plan, kind=kind, vocab_size=vocab_size, progress=progress)
     tokenizer.save(work / TOKENIZER_FOLDER)
     for name in _MODEL_FILES if given_folder is not None else ():
         if (Path(given_folder or "") / name).is_file():
             shutil.copyfile(Path(given_folder or "") / name, work / TOKENIZER_FOLDER / name)
     with byte_progress("tokenizing", total=corpus.size, shown=progress) as advance:
-        encoder = Encoder(folder=work, tokenizer=tokenizer, plan=plan, advance=advance, chat=chat)
+        encoder = Encoder(folder=work, tokenizer=tokenizer, plan=plan, advance=advance)
         encoder.run(corpus)
     splits = {name: writer.close() for name, writer in encoder.writers.items()}
     if splits["train"]["tokens"] == 0 or (plan.fraction > 0 and splits["validation"]["tokens"] == 0):
@@ -160,7 +161,7 @@ def _make(
         )
     manifest: dict[str, Any] = {
         "version": FORMAT_VERSION,
-        "source": {"name": corpus.name, "fingerprint": corpus.fingerprint(), "skipped_files": corpus.skipped},
+        "source": {"name": corpus.name, "fingerprint": fingerprint, "skipped_files": corpus.skipped},
         "split": plan.describe(),
         "tokenizer": {
             "digest": tokenizer.digest,
@@ -177,18 +178,6 @@ def _make(
         json.dump(manifest, file, indent=2)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _has_chat(corpus: Source, *, given: Tokenizer | None) -> bool:
-    # The first item decides whether masks are written at all; a text in a chat corpus simply counts as a whole.
-    chat = next((isinstance(item, Conversation) for item in corpus.items()), False)
-    if chat and (given is None or given.chat_template is None):
-        which = "one trained here has none" if given is None else "the given one has none"
-        raise DataError(
-            f"{corpus.name}: is a chat, which needs a tokenizer with a chat template, and {which}; name a chat model's "
-            "folder as the tokenizer"
-        )
-    return chat
 
 
 def _train(corpus: Source, plan: SplitPlan, *, kind: TokenizerKind, vocab_size: int, progress: bool) -> Tokenizer:
@@ -213,14 +202,19 @@ def _is_there(target: Path) -> bool:
 
 
 @contextmanager
-def _alone(target: Path) -> Iterator[bool]:
+def _alone(target: Path, *, told: bool) -> Iterator[bool]:
     """Let one process at a time prepare `target`; the others wait and find it done. Gives whether the lock works."""
-    from filelock import FileLock
+    from filelock import FileLock, Timeout
 
     lock = FileLock(target.with_name(f".{target.name}.lock"))
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        lock.acquire()
+        try:
+            lock.acquire(timeout=1)
+        except Timeout:
+            if told:
+                print("another process is preparing the same data: waiting for it", file=sys.stderr)
+            lock.acquire()
     except NotImplementedError:  # some network file systems: then both do the work, and one renames first
         yield False
         return

@@ -109,7 +109,6 @@ class ShardWriter:
     tokens: int = 0
     text_bytes: int = 0
     learned: int = 0
-    weighted: bool = False
     _shards: list[dict[str, Any]] = field(default_factory=list)
     _tokens_file: IO[bytes] | None = None
     _weights_file: IO[bytes] | None = None
@@ -122,7 +121,7 @@ class ShardWriter:
         self.documents += 1
 
     def add(self, ids: Sequence[int], *, weights: Sequence[int] | None = None) -> None:
-        """Append tokens. weights: 0 or 1 a token; without them every token of a weighted split counts."""
+        """Append tokens. weights: 0 or 1 a token; once a split has some, the tokens without them all count (1)."""
         array = np.array(ids, np.int64)
         highest = np.iinfo(self.dtype).max
         assert array.size == 0 or (array.min() >= 0 and array.max() <= highest), f"ids outside 0..{highest}"
@@ -130,6 +129,8 @@ class ShardWriter:
             self._open_shard()
         assert self._tokens_file is not None
         self._tokens_file.write(array.astype(self.dtype).tobytes())
+        if weights is not None and not self.weighted:
+            self._begin_weights()
         if self._weights_file is not None:
             mask = np.ones(len(array), np.uint8) if weights is None else np.array(weights, np.uint8)
             assert len(mask) == len(array), "one weight a token"
@@ -139,13 +140,32 @@ class ShardWriter:
         self.tokens += len(array)
 
     def _open_shard(self) -> None:
+        weighted = self.weighted
         self._close_files()
         name = f"{self.split}-{len(self._shards):05d}"
         self._shards.append({"file": f"{name}.bin", "tokens": 0})
         self._tokens_file = (self.folder / f"{name}.bin").open("wb")
-        if self.weighted:
-            self._shards[-1]["weights"] = f"{name}.weights.bin"
-            self._weights_file = (self.folder / f"{name}.weights.bin").open("wb")
+        if weighted:
+            self._open_weights()
+
+    def _open_weights(self) -> None:
+        name = self._shards[-1]["file"].replace(".bin", ".weights.bin")
+        self._shards[-1]["weights"] = name
+        self._weights_file = (self.folder / name).open("wb")
+
+    def _begin_weights(self) -> None:
+        """The first chat after plain texts: everything until now counts."""
+        for shard in self._shards[:-1]:
+            shard["weights"] = shard["file"].replace(".bin", ".weights.bin")
+            (self.folder / shard["weights"]).write_bytes(b"\1" * shard["tokens"])
+        self._open_weights()
+        assert self._weights_file is not None
+        self._weights_file.write(b"\1" * self._shards[-1]["tokens"])
+        self.learned = self.tokens
+
+    @property
+    def weighted(self) -> bool:
+        return bool(self._shards) and "weights" in self._shards[-1]
 
     def _close_files(self) -> None:
         for file in (self._tokens_file, self._weights_file):
