@@ -6,6 +6,7 @@ nothing else, so behaviour follows from these fields and never from a model's na
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from reprlib import Repr
 from typing import Any, Literal
 
 from hasten.errors import CheckpointError
@@ -91,82 +92,104 @@ class ModelConfig:
 _MISSING: Any = object()
 
 
-class Fields:
-    """Reads the values of a config.json, refusing wrong types and absurd sizes before anything is allocated."""
+def _short(value: Any) -> str:
+    """What an error shows of a value from outside: never megabytes of it, however deep it is."""
+    shower = Repr()
+    shower.maxlevel, shower.maxstring, shower.maxother, shower.maxlong = 2, 60, 60, 40
+    return shower.repr(value)
 
-    def __init__(self, values: Mapping[str, Any], where: str = "config.json") -> None:
+
+class Fields:
+    """Reads the values of a config.json, refusing wrong types and absurd sizes before anything is allocated.
+
+    `defaults` stand in for fields that the file leaves out, as the family's config class in transformers does; a field
+    that is there and null counts as absent and takes the caller's own default.
+    """
+
+    def __init__(
+        self, values: Mapping[str, Any], where: str = "config.json", defaults: Mapping[str, Any] | None = None
+    ) -> None:
         self.values = values
         self.where = where
+        self.defaults = defaults or {}
 
     def __contains__(self, name: str) -> bool:
-        return self.values.get(name) is not None
+        return self.value(name) is not None
+
+    def value(self, name: str) -> Any:
+        """The raw value of a field, or its default, or None."""
+        return self.values[name] if name in self.values else self.defaults.get(name)
 
     def _get(self, names: tuple[str, ...], default: Any) -> tuple[str, Any]:
-        for name in names:
-            if self.values.get(name) is not None:
-                return name, self.values[name]
+        given = [name for name in names if name in self.values]
+        for name in given or names:
+            if self.value(name) is not None:
+                return name, self.value(name)
         if default is _MISSING:
-            raise CheckpointError(f"{self.where} lacks {names[0]!r}, which this model type needs")
+            raise CheckpointError(
+                f"{self.where} lacks {names[0]!r}, which a {self.values.get('model_type', 'model')!s:.40} needs"
+            )
         return names[0], default
 
-    def _fail(self, name: str, wanted: str, found: Any) -> CheckpointError:
-        return CheckpointError(f"{self.where}: {name} must be {wanted}; found {str(found)[:80]!r}")
+    def fail(self, name: str, wanted: str, found: Any) -> CheckpointError:
+        """The error for a field whose value cannot be used."""
+        return CheckpointError(f"{self.where}: {name} must be {wanted}; found {_short(found)}")
 
     def integer(self, *names: str, default: Any = _MISSING, low: int = 1, high: int = 1 << 20) -> Any:
         """An integer in [low, high]; the default limit of 2^20 is far above any published width."""
         name, value = self._get(names, default)
-        if value is default and not isinstance(value, int):
-            return value
+        if value is None and default is None:
+            return None
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            raise self._fail(name, f"an integer from {low} to {high}", value)
+            raise self.fail(name, f"an integer from {low} to {high}", value)
         return value
 
     def number(self, *names: str, default: Any = _MISSING, low: float = 0.0, high: float = 1e12) -> Any:
         """A finite number in [low, high]."""
         name, value = self._get(names, default)
-        if value is default and not isinstance(value, int | float):
-            return value
+        if value is None and default is None:
+            return None
         if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-            raise self._fail(name, f"a number from {low:g} to {high:g}", value)
+            raise self.fail(name, f"a number from {low:g} to {high:g}", value)
         return float(value)
 
     def flag(self, name: str, default: bool) -> bool:
         """True or false."""
         _, value = self._get((name,), default)
         if not isinstance(value, bool):
-            raise self._fail(name, "true or false", value)
+            raise self.fail(name, "true or false", value)
         return value
 
     def choice(self, *names: str, options: Mapping[str, Any], default: Any = _MISSING) -> Any:
         """One of the keys of `options`; returns its value."""
         name, value = self._get(names, default)
         if not isinstance(value, str) or value not in options:
-            raise self._fail(name, f"one of {', '.join(options)}", value)
+            raise self.fail(name, f"one of {', '.join(options)}", value)
         return options[value]
 
     def numbers(self, name: str, length: int) -> tuple[float, ...]:
         """A list of `length` positive numbers."""
         _, value = self._get((name,), _MISSING)
-        ok = isinstance(value, list) and len(value) == length and all(isinstance(x, int | float) for x in value)
+        ok = isinstance(value, list) and len(value) == length and all(type(x) in (int, float) for x in value)
         if not ok or not all(0 < x < 1e9 for x in value):
-            raise self._fail(name, f"a list of {length} positive numbers", value)
+            raise self.fail(name, f"a list of {length} positive numbers", value)
         return tuple(float(x) for x in value)
 
     def section(self, name: str) -> "Fields | None":
         """A nested object, or None where it is absent."""
-        value = self.values.get(name)
+        value = self.value(name)
         if value is None:
             return None
         if not isinstance(value, dict):
-            raise self._fail(name, "an object", value)
+            raise self.fail(name, "an object", value)
         return Fields(value, f"{self.where}: {name}")
 
     def layer_kinds(self, layers: int) -> list[str] | None:
         """`layer_types`: "full_attention" or "sliding_attention" for each layer, None where the field is absent."""
-        value = self.values.get("layer_types")
+        value = self.value("layer_types")
         if value is None:
             return None
         known = ("full_attention", "sliding_attention")
         if not isinstance(value, list) or len(value) != layers or any(v not in known for v in value):
-            raise self._fail("layer_types", f"a list of {layers} of {', '.join(known)}", value)
+            raise self.fail("layer_types", f"a list of {layers} of {', '.join(known)}", value)
         return value

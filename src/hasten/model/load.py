@@ -9,17 +9,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hasten.errors import CheckpointError, ConfigError, HastenWarning, ResourceError
+from hasten.errors import CheckpointError, ConfigError, HastenWarning
 from hasten.machine.device import resolve_device, resolve_dtype
 from hasten.model.checkpoint import DTYPES, MappedTensors, StoredTensor, check_finite, read_headers, read_json
 from hasten.model.config import ModelConfig
 from hasten.model.families import family_of, read_config
 from hasten.model.families.family import Family, Piece
+from hasten.model.hub import resolve_folder
+from hasten.model.rope import RotaryTable
 from hasten.model.tokenizer import Tokenizer
 from hasten.model.transformer import Transformer
 
+__all__ = ["load", "resolve_folder", "take", "tie"]
+
 # Buffers that older versions of transformers saved beside the weights.
-_LEFTOVERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq", "lm_head.weight")
+_LEFTOVERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 
 
 def load(source: str | Path | nn.Module, *, dtype: str | torch.dtype | None = None, device: str = "cpu") -> Transformer:
@@ -40,40 +44,32 @@ def load(source: str | Path | nn.Module, *, dtype: str | torch.dtype | None = No
     if isinstance(source, nn.Module):
         return _from_transformers(source, wanted, place)
     folder = resolve_folder(source)
-    values = read_json(folder / "config.json")
-    family, config = family_of(values), read_config(values)
+    where = folder / "config.json"
+    values = read_json(where)
+    family, config = family_of(values, str(where)), read_config(values, str(where))
+    _refuse_quantized(values, where)
     stored = read_headers(folder)
     pieces = _locate(config, family, [family.places(config)], stored, str(folder))
-    _warn_of_unused(stored, pieces, folder)
     model = _skeleton(config)
     _check(pieces, stored, model)
-    own = wanted or _own_dtype(values, [stored[piece.name] for piece in pieces.values()])
-    _fill(model, pieces, MappedTensors(stored), own, place, str(folder))
-    model.tokenizer = Tokenizer.from_folder(folder)
+    _warn_of_unused(stored, pieces, folder)
     generation = folder / "generation_config.json"
     model.generation = read_json(generation) if generation.exists() else {}
+    model.tokenizer = Tokenizer.from_folder(folder)
+    # The weights last: whatever else is wrong with a folder shows before gigabytes are read.
+    own = wanted or _own_dtype([stored[piece.name] for piece in pieces.values()])
+    _fill(model, pieces, MappedTensors(stored), own, place, {name: str(t.file) for name, t in stored.items()})
     return model
 
 
-def resolve_folder(source: str | Path) -> Path:
-    """The local folder of a model: the path itself, or the hub's snapshot of an id "owner/name"."""
-    folder = Path(source).expanduser()
-    if folder.is_dir():
-        return folder
-    name = str(source)
-    if folder.exists() or name.count("/") != 1 or name.startswith((".", "/", "~")):
-        raise CheckpointError(f"{name} is not a folder, and not a hub id of the form owner/name")
-    import huggingface_hub
-
-    try:
-        return Path(
-            huggingface_hub.snapshot_download(
-                name, allow_patterns=["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.*"]
-            )
+def _refuse_quantized(values: Mapping[str, Any], where: Path) -> None:
+    given = values.get("quantization_config")
+    if given is not None:
+        method = given.get("quant_method") if isinstance(given, dict) else None
+        raise CheckpointError(
+            f"{where}: quantization_config says that the weights are quantized ({method!s:.40}), which hasten does not "
+            "read yet; load the model's unquantized checkpoint"
         )
-    except Exception as error:  # the hub's client raises many kinds, all of which mean that it cannot be had
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ResourceError(f"{name} is not a folder here, and downloading it from the hub failed: {first}") from None
 
 
 def _from_transformers(module: nn.Module, dtype: torch.dtype | None, device: torch.device) -> Transformer:
@@ -90,7 +86,7 @@ def _from_transformers(module: nn.Module, dtype: torch.dtype | None, device: tor
     pieces = _locate(config, family, layouts, tensors, where)
     model = _skeleton(config)
     _check(pieces, {name: _describe(name, tensor, where) for name, tensor in tensors.items()}, model)
-    _fill(model, pieces, tensors, dtype, device if str(device) != "cpu" else None, where)
+    _fill(model, pieces, tensors, dtype, device if str(device) != "cpu" else None, dict.fromkeys(tensors, where))
     generation = getattr(module, "generation_config", None)
     if generation is not None:
         model.generation = generation.to_dict()
@@ -106,6 +102,7 @@ def _skeleton(config: ModelConfig) -> Transformer:
     with torch.device("meta"):
         model = Transformer(config)
     for table in model.ropes:
+        assert isinstance(table, RotaryTable)
         table.reset()
     return model.eval()
 
@@ -122,15 +119,19 @@ def _locate(
             if name not in tensors:
                 name = name.removeprefix(family.base)  # a checkpoint of the bare model, as GPT-2's on the hub
             if name not in tensors:
-                if ours == "head.weight" and config.tie_embeddings:
+                if config.tie_embeddings and ours in ("head.weight", "embedding.weight"):
                     continue
-                missing = piece.name
+                missing = missing or piece.name
                 break
             pieces[ours] = piece if name == piece.name else replace(piece, name=name)
         else:
-            return pieces
+            tied = pieces.get("embedding.weight") or pieces.get("head.weight")
+            if tied is not None:  # of two tied weights a file may hold either
+                return {"embedding.weight": tied} | pieces
+            missing = missing or "model.embed_tokens.weight"
     raise CheckpointError(
-        f"{where}: the tensor {missing!r} is missing, which a {family.model_type} of {len(config.layers)} layers needs"
+        f"{where}: the tensor {missing!r} is missing, which a {family.model_type} of {len(config.layers)} layers "
+        f"(config.json) needs; {len(tensors)} tensors are there. Download the folder again, or mend config.json"
     )
 
 
@@ -185,31 +186,32 @@ def _check(pieces: Mapping[str, Piece], stored: Mapping[str, StoredTensor], mode
         _check_piece(ours, piece, stored[piece.name], model)
         if piece.stop is not None:
             used[piece.name] = max(used.get(piece.name, 0), piece.stop)
-    for ours, piece in pieces.items():
+    for piece in pieces.values():
         if piece.stop is not None:
             whole = _shape_after(stored[piece.name].shape, replace(piece, start=None, stop=None)) or ()
             if whole[0] != used[piece.name]:
                 raise CheckpointError(
                     f"{stored[piece.name].file}: {piece.name} has shape {list(stored[piece.name].shape)}; "
-                    f"config.json accounts for {used[piece.name]} output rows"
+                    f"config.json asks for {used[piece.name]} output rows: one of the two belongs to another model"
                 )
 
 
 def _check_piece(ours: str, piece: Piece, stored: StoredTensor, model: Transformer) -> None:
     if stored.dtype not in DTYPES:
         raise CheckpointError(
-            f"{stored.file}: {stored.name} is stored as {stored.dtype}; expected one of {', '.join(DTYPES)}"
+            f"{stored.file}: {stored.name} is stored as {stored.dtype!s:.20}; expected one of {', '.join(DTYPES)}: "
+            "load the model's unquantized checkpoint"
         )
     expected = tuple(model.get_parameter(ours).shape)
     found = _shape_after(stored.shape, piece)
     if found != expected:
         raise CheckpointError(
             f"{stored.file}: {stored.name} has shape {list(stored.shape)}; config.json asks for {list(expected)}"
-            f"{'' if found == stored.shape else f' as a part of it ({ours})'}"
+            f"{'' if found == stored.shape else f' as a part of it ({ours})'}: one of the two belongs to another model"
         )
 
 
-def _own_dtype(values: Mapping[str, Any], stored: Iterable[StoredTensor]) -> torch.dtype:
+def _own_dtype(stored: Iterable[StoredTensor]) -> torch.dtype:
     """The dtype that most of the checkpoint's bytes are in."""
     counts: dict[str, int] = {}
     for tensor in stored:
@@ -223,14 +225,17 @@ def _fill(
     tensors: Mapping[str, Tensor],
     dtype: torch.dtype | None,
     device: torch.device | None,
-    where: str,
+    files: Mapping[str, str],
 ) -> None:
     """Put every tensor into the skeleton, converting one at a time where dtype or device differ."""
+    checked: set[str] = set()
     for ours, piece in pieces.items():
-        tensor = take(tensors[piece.name], piece)
-        check_finite(piece.name, tensor, where)
+        whole = tensors[piece.name]
+        if piece.name not in checked:  # a fused tensor once, not once for each of its parts
+            check_finite(piece.name, whole, files[piece.name])
+            checked.add(piece.name)
         owner, _, leaf = ours.rpartition(".")
-        parameter = nn.Parameter(tensor.to(device=device, dtype=dtype))
+        parameter = nn.Parameter(take(whole, piece).to(device=device, dtype=dtype))
         setattr(model.get_submodule(owner), leaf, parameter)
     tie(model)
     if device is not None:

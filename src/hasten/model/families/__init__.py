@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-from hasten.errors import CheckpointError
 from hasten.model.config import Fields, ModelConfig
 from hasten.model.families import (
     gemma2,
@@ -27,17 +26,20 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-def family_of(values: Mapping[str, Any]) -> Family:
+def family_of(values: Mapping[str, Any], where: str = "config.json") -> Family:
     """The family of a parsed config.json; CheckpointError lists the known ones if it is none of them."""
     model_type = values.get("model_type")
-    if model_type not in FAMILIES:
-        raise CheckpointError(
-            f"config.json: model_type is {str(model_type)[:80]!r}, which hasten does not know; "
-            f"it knows {', '.join(sorted(FAMILIES))}"
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        raise Fields(values, where).fail(
+            "model_type", f"one that hasten knows: {', '.join(sorted(FAMILIES))}", model_type
         )
-    return FAMILIES[str(model_type)]
+    return FAMILIES[model_type]
 
 
-def read_config(values: Mapping[str, Any]) -> ModelConfig:
-    """Translate a parsed config.json; CheckpointError names the field that is missing, mistyped or out of range."""
-    return family_of(values).config(Fields(values))
+def read_config(values: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
+    """Translate a parsed config.json; CheckpointError names the field that is missing, mistyped or out of range.
+
+    `where` is what errors call the file. Fields that are left out take the family's defaults.
+    """
+    family = family_of(values, where)
+    return family.config(Fields(values, where, family.defaults))

@@ -1,8 +1,8 @@
 """What a family declares, and the pieces most families share."""
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from hasten.errors import CheckpointError
@@ -43,7 +43,8 @@ class Family:
 
     config translates a config.json. places yields (our parameter name, its piece of a published checkpoint).
     in_memory, where it differs, does the same for the state dict of a transformers model. base is the prefix of the
-    names that a checkpoint of the bare model (without its head) lacks.
+    names that a checkpoint of the bare model (without its head) lacks. defaults are the values of fields that a
+    config.json may leave out: those of the family's config class in transformers.
     """
 
     model_type: str
@@ -52,11 +53,31 @@ class Family:
     places: Callable[[ModelConfig], Places]
     in_memory: Callable[[ModelConfig], Places] | None = None
     base: str = "model."
+    defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
-def rope(fields: Fields, head_dim: int, parameters: Fields | None, *, theta: float) -> RopeConfig:
-    """Read one rotary table: `rope_parameters` (transformers 5), or `rope_theta` with `rope_scaling` (before)."""
-    inner = parameters or fields.section("rope_scaling") or Fields({}, fields.where)
+ROPE_KINDS = {kind: kind for kind in ("default", "linear", "llama3", "yarn", "longrope")}
+
+
+def rope_fields(fields: Fields) -> Fields | None:
+    """The object that describes the rotary table: `rope_scaling` (before transformers 5), or `rope_parameters`."""
+    old = fields.section("rope_scaling")
+    return old if old is not None and old.values else fields.section("rope_parameters")
+
+
+def rope(
+    fields: Fields,
+    head_dim: int,
+    parameters: Fields | None,
+    *,
+    theta: float,
+    kinds: Mapping[str, str] = ROPE_KINDS,
+) -> RopeConfig:
+    """Read one rotary table from `parameters`; theta is used where neither they nor `rope_theta` beside them says it.
+
+    kinds maps the names of the scalings that this family knows to ours.
+    """
+    inner = parameters if parameters is not None else Fields({}, fields.where)
     base = inner.number("rope_theta", default=fields.number("rope_theta", default=theta, low=1.0), low=1.0)
     partial = inner.number(
         "partial_rotary_factor", default=fields.number("partial_rotary_factor", default=1.0, high=1.0), high=1.0
@@ -64,38 +85,35 @@ def rope(fields: Fields, head_dim: int, parameters: Fields | None, *, theta: flo
     dim = int(head_dim * partial)
     if dim < 2 or dim % 2:
         raise CheckpointError(f"{fields.where}: the rotated part of a head must be even; found {dim} of {head_dim}")
-    kinds = {k: k for k in ("default", "linear", "llama3", "yarn", "longrope")} | {"su": "longrope"}
     kind = inner.choice("rope_type", "type", options=kinds, default="default")
     if kind == "default":
         return RopeConfig(theta=base, dim=dim)
     positions = fields.integer("max_position_embeddings", high=1 << 30)
-    original = inner.integer(
-        "original_max_position_embeddings",
-        default=fields.integer("original_max_position_embeddings", default=positions, high=1 << 30),
-        high=1 << 30,
-    )
-    factor = inner.number("factor", default=positions / original, low=1e-3)
+    # As in transformers the field beside the scaling counts more than the one in it.
+    within = inner.integer("original_max_position_embeddings", default=positions, low=2, high=1 << 30)
+    original = fields.integer("original_max_position_embeddings", default=within, low=2, high=1 << 30)
+    ratio = {"default": positions / original} if kind in ("yarn", "longrope") else {}
+    factor = inner.number("factor", low=1e-3, **ratio)
     common: dict[str, Any] = {"theta": base, "dim": dim, "factor": factor, "original_positions": original}
     if kind == "linear":
         return RopeConfig(scaling="linear", **common)
     if kind == "llama3":
-        return RopeConfig(
-            scaling="llama3",
-            low_frequency_factor=inner.number("low_freq_factor"),
-            high_frequency_factor=inner.number("high_freq_factor"),
-            **common,
-        )
+        low, high = inner.number("low_freq_factor", low=1e-6), inner.number("high_freq_factor", low=1e-6)
+        if high <= low:
+            raise inner.fail("high_freq_factor", f"greater than low_freq_factor ({low:g})", high)
+        return RopeConfig(scaling="llama3", low_frequency_factor=low, high_frequency_factor=high, **common)
     if kind == "yarn":
+        if base == 1.0:
+            raise fields.fail("rope_theta", "greater than 1 for yarn scaling", base)
         return RopeConfig(
             scaling="yarn",
-            beta_fast=inner.number("beta_fast", default=32.0),
-            beta_slow=inner.number("beta_slow", default=1.0),
+            beta_fast=inner.number("beta_fast", default=32.0) or 32.0,
+            beta_slow=inner.number("beta_slow", default=1.0) or 1.0,
             truncate=inner.flag("truncate", True),
             attention_factor=inner.number("attention_factor", default=_yarn_attention(inner, factor)),
             **common,
         )
-    stretched = positions / original if "original_max_position_embeddings" in fields else factor
-    scale = math.sqrt(1 + math.log(stretched) / math.log(original)) if stretched > 1 else 1.0
+    scale = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
     return RopeConfig(
         scaling="longrope",
         short_factor=inner.numbers("short_factor", dim // 2),
@@ -139,9 +157,9 @@ def sizes(fields: Fields) -> dict[str, Any]:
     }
 
 
-def layer_count(fields: Fields, name: str = "num_hidden_layers") -> int:
+def layer_count(fields: Fields, *names: str) -> int:
     """The number of layers; a thousand is far above any published model."""
-    return fields.integer(name, high=1 << 10)
+    return fields.integer(*(names or ("num_hidden_layers",)), high=1 << 10)
 
 
 def uniform_layers(fields: Fields, *, window: int | None, scale: float, experts: bool = False) -> tuple:
@@ -152,15 +170,25 @@ def uniform_layers(fields: Fields, *, window: int | None, scale: float, experts:
 def llama_config(fields: Fields, *, theta: float = 10_000.0, window: int | None = None, **changes: Any) -> ModelConfig:
     """A Llama-like config: RMSNorm, rotary positions, gated MLP, no biases, unless changed by keyword."""
     common = sizes(fields)
-    given = fields.section("rope_parameters")
     values: dict[str, Any] = {
         "layers": uniform_layers(fields, window=window, scale=common["head_dim"] ** -0.5),
         "norm_eps": fields.number("rms_norm_eps", default=1e-6, high=1.0),
-        "activation": fields.choice("hidden_act", "hidden_activation", options=ACTIVATION_NAMES, default="silu"),
-        "ropes": (rope(fields, common["head_dim"], given, theta=theta),),
         "tie_embeddings": fields.flag("tie_word_embeddings", False),
     }
+    if "activation" not in changes:
+        values["activation"] = fields.choice("hidden_act", options=ACTIVATION_NAMES, default="silu")
+    if "ropes" not in changes:
+        values["ropes"] = (rope(fields, common["head_dim"], rope_fields(fields), theta=theta),)
     return ModelConfig(**(common | values | changes))
+
+
+def expert_counts(fields: Fields, *names: str) -> dict[str, Any]:
+    """How many experts a layer has (`names`, the field's spellings) and how many each token is sent to."""
+    experts = fields.integer(*names, high=1 << 12)
+    chosen = fields.integer("num_experts_per_tok", high=1 << 12)
+    if chosen > experts:
+        raise fields.fail("num_experts_per_tok", f"at most the {experts} experts of {names[0]}", chosen)
+    return {"experts": experts, "experts_per_token": chosen}
 
 
 def window_of(fields: Fields) -> int | None:

@@ -2,8 +2,17 @@
 
 from typing import Any
 
+from hasten.errors import CheckpointError
 from hasten.model.config import Fields, LayerConfig, ModelConfig
-from hasten.model.families.family import Family, Places, layer_count, llama_config, llama_places, window_of
+from hasten.model.families.family import (
+    ACTIVATION_NAMES,
+    Family,
+    Places,
+    layer_count,
+    llama_config,
+    llama_places,
+    window_of,
+)
 
 NORMS = {
     "attention_norm": "input_layernorm",
@@ -16,7 +25,7 @@ NORMS = {
 def gemma_layers(fields: Fields, default: list[str], ropes: dict[str, int]) -> tuple[LayerConfig, ...]:
     """Windows by layer kind; the scores are scaled by `query_pre_attn_scalar`, not by the head size."""
     kinds = fields.layer_kinds(len(default)) or default
-    scale = fields.number("query_pre_attn_scalar", default=256.0, low=1e-6) ** -0.5
+    scale = fields.number("query_pre_attn_scalar", low=1e-6) ** -0.5
     window = window_of(fields)
     return tuple(
         LayerConfig(window=window if kind == "sliding_attention" else None, rope=ropes[kind], scale=scale)
@@ -26,16 +35,19 @@ def gemma_layers(fields: Fields, default: list[str], ropes: dict[str, int]) -> t
 
 def gemma_config(fields: Fields, **changes: Any) -> ModelConfig:
     """What Gemma 2 and 3 share."""
+    if fields.flag("use_bidirectional_attention", False):
+        raise CheckpointError(f"{fields.where}: use_bidirectional_attention is not supported; hasten runs decoders")
     bias = fields.flag("attention_bias", False)
     values: dict[str, Any] = {
+        "activation": fields.choice("hidden_activation", options=ACTIVATION_NAMES),
         "norm_offset": 1.0,
         "post_norms": True,
         "qkv_bias": bias,
         "output_bias": bias,
         "embedding_scale": float(fields.integer("hidden_size")) ** 0.5,
         "tie_embeddings": fields.flag("tie_word_embeddings", True),
-        "attention_softcap": fields.number("attn_logit_softcapping", default=None),
-        "logit_softcap": fields.number("final_logit_softcapping", default=None),
+        "attention_softcap": fields.number("attn_logit_softcapping", default=None, low=1e-6),
+        "logit_softcap": fields.number("final_logit_softcapping", default=None, low=1e-6),
     }
     return llama_config(fields, **(values | changes))
 
@@ -49,4 +61,14 @@ def places(config: ModelConfig) -> Places:
     return llama_places(config, NORMS)
 
 
-FAMILY = Family("gemma2", "Gemma2ForCausalLM", config, places)
+DEFAULTS = {
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 8192,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "final_logit_softcapping": 30.0,
+    "attn_logit_softcapping": 50.0,
+}
+FAMILY = Family("gemma2", "Gemma2ForCausalLM", config, places, defaults=DEFAULTS)

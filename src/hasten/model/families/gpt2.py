@@ -9,8 +9,8 @@ from hasten.model.families.family import ACTIVATION_NAMES, Family, Piece, Places
 
 def gpt_config(fields: Fields, **changes: Any) -> ModelConfig:
     """What GPT-2 and GPT-BigCode share."""
-    hidden = fields.integer("n_embd")
-    heads = fields.integer("n_head", high=1 << 12)
+    hidden = fields.integer("n_embd", "hidden_size")
+    heads = fields.integer("n_head", "num_attention_heads", high=1 << 12)
     if hidden % heads:
         raise CheckpointError(f"{fields.where}: n_embd ({hidden}) must be a multiple of n_head ({heads})")
     vocab = fields.integer("vocab_size", high=1 << 24)
@@ -22,15 +22,16 @@ def gpt_config(fields: Fields, **changes: Any) -> ModelConfig:
         "hidden_size": hidden,
         "intermediate_size": fields.integer("n_inner", default=4 * hidden, high=1 << 22),
         "layers": tuple(
-            LayerConfig(scale=scale / (i + 1) if by_layer else scale) for i in range(layer_count(fields, "n_layer"))
+            LayerConfig(scale=scale / (i + 1) if by_layer else scale)
+            for i in range(layer_count(fields, "n_layer", "num_hidden_layers"))
         ),
         "heads": heads,
         "kv_heads": heads,
         "head_dim": hidden // heads,
-        "max_positions": fields.integer("n_positions", "n_ctx", high=1 << 24),
+        "max_positions": fields.integer("n_positions", "max_position_embeddings", high=1 << 24),
         "norm": "layernorm",
         "norm_eps": fields.number("layer_norm_epsilon", default=1e-5, high=1.0),
-        "activation": fields.choice("activation_function", options=ACTIVATION_NAMES, default="gelu_new"),
+        "activation": fields.choice("activation_function", options=ACTIVATION_NAMES),
         "gated": False,
         "qkv_bias": True,
         "output_bias": True,
@@ -80,4 +81,5 @@ def places(config: ModelConfig) -> Places:
                 )
 
 
-FAMILY = Family("gpt2", "GPT2LMHeadModel", config, places, base="transformer.")
+DEFAULTS = {"n_positions": 1024, "activation_function": "gelu_new"}
+FAMILY = Family("gpt2", "GPT2LMHeadModel", config, places, base="transformer.", defaults=DEFAULTS)

@@ -6,7 +6,7 @@ from hasten.model.families.gpt2 import gpt_config, gpt_places
 
 
 def config(fields: Fields) -> ModelConfig:
-    heads = fields.integer("n_head", high=1 << 12)
+    heads = fields.integer("n_head", "num_attention_heads", high=1 << 12)
     return gpt_config(fields, kv_heads=1 if fields.flag("multi_query", True) else heads)
 
 
@@ -23,4 +23,5 @@ def places(config: ModelConfig) -> Places:
                 yield f"blocks.{i}.attention.{our}.{kind}", piece
 
 
-FAMILY = Family("gpt_bigcode", "GPTBigCodeForCausalLM", config, places, base="transformer.")
+DEFAULTS = {"n_positions": 1024, "activation_function": "gelu_pytorch_tanh"}
+FAMILY = Family("gpt_bigcode", "GPTBigCodeForCausalLM", config, places, base="transformer.", defaults=DEFAULTS)

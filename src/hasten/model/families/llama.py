@@ -9,4 +9,6 @@ def config(fields: Fields) -> ModelConfig:
     return llama_config(fields, qkv_bias=bias, output_bias=bias, mlp_bias=fields.flag("mlp_bias", False))
 
 
-FAMILY = Family("llama", "LlamaForCausalLM", config, llama_places)
+FAMILY = Family(
+    "llama", "LlamaForCausalLM", config, llama_places, defaults={"max_position_embeddings": 2048, "rms_norm_eps": 1e-6}
+)

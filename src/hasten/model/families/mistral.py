@@ -8,4 +8,5 @@ def config(fields: Fields) -> ModelConfig:
     return llama_config(fields, window=window_of(fields))
 
 
-FAMILY = Family("mistral", "MistralForCausalLM", config, llama_places)
+DEFAULTS = {"num_key_value_heads": 8, "max_position_embeddings": 131_072, "sliding_window": 4096}
+FAMILY = Family("mistral", "MistralForCausalLM", config, llama_places, defaults=DEFAULTS)

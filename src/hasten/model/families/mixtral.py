@@ -3,7 +3,16 @@
 from dataclasses import replace
 
 from hasten.model.config import Fields, ModelConfig
-from hasten.model.families.family import Family, Piece, Places, fused_experts, llama_config, llama_places, window_of
+from hasten.model.families.family import (
+    Family,
+    Piece,
+    Places,
+    expert_counts,
+    fused_experts,
+    llama_config,
+    llama_places,
+    window_of,
+)
 
 
 def config(fields: Fields) -> ModelConfig:
@@ -11,8 +20,7 @@ def config(fields: Fields) -> ModelConfig:
         fields,
         theta=1_000_000.0,
         window=window_of(fields),
-        experts=fields.integer("num_local_experts", high=1 << 12),
-        experts_per_token=fields.integer("num_experts_per_tok", high=1 << 12),
+        **expert_counts(fields, "num_local_experts", "num_experts"),
         expert_size=fields.integer("intermediate_size"),
     )
     return replace(plain, layers=tuple(replace(layer, experts=True) for layer in plain.layers))
@@ -33,4 +41,11 @@ def in_memory(config: ModelConfig) -> Places:
     yield from fused_experts(config)
 
 
-FAMILY = Family("mixtral", "MixtralForCausalLM", config, places, in_memory)
+DEFAULTS = {
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131_072,
+    "rms_norm_eps": 1e-5,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}
+FAMILY = Family("mixtral", "MixtralForCausalLM", config, places, in_memory, defaults=DEFAULTS)

@@ -1,11 +1,25 @@
 """Phi 3, 3.5 and 4-mini (arXiv 2404.14219): Llama with q, k, v and gate, up stored fused, and longrope."""
 
 from hasten.model.config import Fields, ModelConfig
-from hasten.model.families.family import Family, Piece, Places, llama_config, llama_places, window_of
+from hasten.model.families.family import (
+    Family,
+    Piece,
+    Places,
+    llama_config,
+    llama_places,
+    rope,
+    rope_fields,
+    sizes,
+    window_of,
+)
 
 
 def config(fields: Fields) -> ModelConfig:
-    return llama_config(fields, window=window_of(fields))
+    common = sizes(fields)
+    # Early files call their longrope "su" or "yarn".
+    kinds = {"default": "default", "longrope": "longrope", "su": "longrope", "yarn": "longrope"}
+    table = rope(fields, common["head_dim"], rope_fields(fields), theta=10_000.0, kinds=kinds)
+    return llama_config(fields, window=window_of(fields), ropes=(table,))
 
 
 def places(config: ModelConfig) -> Places:
@@ -25,4 +39,5 @@ def places(config: ModelConfig) -> Places:
         yield ours, piece
 
 
-FAMILY = Family("phi3", "Phi3ForCausalLM", config, places)
+DEFAULTS = {"max_position_embeddings": 4096, "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5}
+FAMILY = Family("phi3", "Phi3ForCausalLM", config, places, defaults=DEFAULTS)

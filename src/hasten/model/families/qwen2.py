@@ -8,7 +8,7 @@ def windowed_layers(fields: Fields) -> tuple[LayerConfig, ...]:
     """Layers from `max_window_layers` on slide, if `use_sliding_window`; `layer_types` says so where it is given."""
     count = layer_count(fields)
     window = window_of(fields) if fields.flag("use_sliding_window", False) else None
-    first = fields.integer("max_window_layers", default=count, low=0)
+    first = fields.integer("max_window_layers", low=0)
     kinds = fields.layer_kinds(count)
     if kinds is None:
         kinds = ["sliding_attention" if i >= first else "full_attention" for i in range(count)]
@@ -20,4 +20,10 @@ def config(fields: Fields) -> ModelConfig:
     return llama_config(fields, qkv_bias=True, layers=windowed_layers(fields))
 
 
-FAMILY = Family("qwen2", "Qwen2ForCausalLM", config, llama_places)
+DEFAULTS = {
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32_768,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+}
+FAMILY = Family("qwen2", "Qwen2ForCausalLM", config, llama_places, defaults=DEFAULTS)

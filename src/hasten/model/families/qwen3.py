@@ -2,7 +2,7 @@
 
 from hasten.model.config import Fields, ModelConfig
 from hasten.model.families.family import Family, llama_config, llama_places
-from hasten.model.families.qwen2 import windowed_layers
+from hasten.model.families.qwen2 import DEFAULTS, windowed_layers
 
 
 def config(fields: Fields) -> ModelConfig:
@@ -10,4 +10,4 @@ def config(fields: Fields) -> ModelConfig:
     return llama_config(fields, qk_norm=True, qkv_bias=bias, output_bias=bias, layers=windowed_layers(fields))
 
 
-FAMILY = Family("qwen3", "Qwen3ForCausalLM", config, llama_places)
+FAMILY = Family("qwen3", "Qwen3ForCausalLM", config, llama_places, defaults=DEFAULTS | {"head_dim": 128})

@@ -3,26 +3,33 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from hasten.errors import CheckpointError
 from hasten.model.config import Fields, ModelConfig
-from hasten.model.families.family import Family, Piece, Places, fused_experts, llama_config, llama_places, window_of
+from hasten.model.families.family import (
+    Family,
+    Piece,
+    Places,
+    expert_counts,
+    fused_experts,
+    llama_config,
+    llama_places,
+    window_of,
+)
 
 
 def config(fields: Fields) -> ModelConfig:
     window = window_of(fields) if fields.flag("use_sliding_window", False) else None
     bias = fields.flag("attention_bias", False)
     step = fields.integer("decoder_sparse_step", default=1, low=0)
-    dense = fields.values.get("mlp_only_layers") or []
-    if not isinstance(dense, list) or not all(isinstance(i, int) for i in dense):
-        raise CheckpointError(f"{fields.where}: mlp_only_layers must be a list of layer numbers; found {dense!r:.80}")
+    dense = fields.value("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(type(i) is int for i in dense):
+        raise fields.fail("mlp_only_layers", "a list of layer numbers", dense)
     plain = llama_config(
         fields,
         window=window,
         qk_norm=True,
         qkv_bias=bias,
         output_bias=bias,
-        experts=fields.integer("num_experts", "num_local_experts", high=1 << 12),
-        experts_per_token=fields.integer("num_experts_per_tok", high=1 << 12),
+        **expert_counts(fields, "num_experts", "num_local_experts"),
         expert_size=fields.integer("moe_intermediate_size"),
         normalize_experts=fields.flag("norm_topk_prob", False),
     )
@@ -54,4 +61,12 @@ def in_memory(config: ModelConfig) -> Places:
     yield from fused_experts(config)
 
 
-FAMILY = Family("qwen3_moe", "Qwen3MoeForCausalLM", config, places, in_memory)
+DEFAULTS = {
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 32_768,
+    "sliding_window": 4096,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+}
+FAMILY = Family("qwen3_moe", "Qwen3MoeForCausalLM", config, places, in_memory, defaults=DEFAULTS)

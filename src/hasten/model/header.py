@@ -1,0 +1,157 @@
+"""The header of a safetensors file, checked against the file before anything is mapped or allocated.
+
+Layout (https://huggingface.co/docs/safetensors): 8 bytes, the header's length n (little endian); n bytes of JSON, for
+each tensor its dtype, shape and place in the data; then the data, which the tensors cover without holes or overlaps.
+"""
+
+import json
+import math
+import stat
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, NoReturn
+
+from hasten.errors import CheckpointError
+
+# A header takes about 150 bytes a tensor: enough for 200,000 tensors in one file. Parsing it takes ten times its size.
+MAX_HEADER_BYTES = 32_000_000
+MAX_DIMENSIONS = 8
+MAX_ELEMENTS = 1 << 48
+
+_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
+_BYTES |= {"I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1}
+
+_FOREIGN = (
+    (b"PK\x03\x04", "a zip archive, as torch.save writes: a pickle, which can run code when opened; convert it where "
+     "you trust it, with transformers' save_pretrained"),
+    (b"\x80\x02", "a pickle, which can run code when opened; convert it where you trust it, with transformers' "
+     "save_pretrained"),
+    (b"GGUF", "a GGUF file; get the model's safetensors instead"),
+    (b"version ", "a Git LFS pointer; fetch the real file with `git lfs pull`"),
+    (b"<!DOCTYP", "a web page; download the file itself"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """One tensor as a file's header describes it: nothing of it is in memory yet."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    file: Path
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * _BYTES.get(self.dtype, 1)
+
+
+def open_regular(path: Path, missing: str) -> tuple[BinaryIO, int]:
+    """Open a file for reading and say how many bytes it has; symbolic links are followed, as in the hub's cache.
+
+    Raises CheckpointError: with the text `missing` where there is none, and for anything that is not a regular file (a
+    pipe would block for ever, a device never end).
+    """
+    try:
+        state = path.stat()
+        if not stat.S_ISREG(state.st_mode):
+            kind = "a folder" if stat.S_ISDIR(state.st_mode) else "not a regular file"
+            raise CheckpointError(f"{path} is {kind}; expected a file")
+        return path.open("rb"), state.st_size
+    except FileNotFoundError:
+        target = "; it is a symbolic link to a file that is not there" if path.is_symlink() else ""
+        raise CheckpointError(f"{missing}{target}") from None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}; check its permissions") from None
+
+
+def read_header(path: Path) -> dict[str, StoredTensor]:
+    """The tensors of one safetensors file, checked against the file's size. Reads the header only."""
+    file, size = open_regular(path, f"{path.parent} lacks the file {path.name}; download or copy it again")
+    with file:
+        try:
+            first = file.read(8)
+            length = struct.unpack("<Q", first)[0] if len(first) == 8 else 0
+            if len(first) < 8 or not 2 <= length <= size - 8:
+                _not_safetensors(path, first, f"its header claims {length:,} bytes, the file has {size:,}")
+            if length > MAX_HEADER_BYTES:
+                _not_safetensors(path, first, f"its header of {length:,} bytes passes the limit {MAX_HEADER_BYTES:,}")
+            raw = file.read(length)
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}; copy or download it again") from None
+    if not raw.lstrip().startswith(b"{"):  # also spares the parser hostile nesting
+        _not_safetensors(path, first, "its header is not a JSON object")
+    try:
+        header = json.loads(raw, object_pairs_hook=_no_duplicates)
+    except (ValueError, RecursionError) as error:
+        reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+        _not_safetensors(path, first, f"its header is not valid JSON ({reason:.200})")
+    header.pop("__metadata__", None)
+    data_bytes = size - 8 - length
+    spans = [(*_span(path, name, value, data_bytes), name) for name, value in header.items()]
+    _check_cover(path, sorted(spans), data_bytes)
+    return {
+        name: _checked(StoredTensor(name, header[name]["dtype"], tuple(header[name]["shape"]), path), end - begin)
+        for begin, end, name in spans
+    }
+
+
+def _not_safetensors(path: Path, first: bytes, reason: str) -> NoReturn:
+    if first[:1] == b"\x80" and len(first) > 1 and 2 <= first[1] <= 5:
+        first = b"\x80\x02"
+    found = next((f": it is {what}" for start, what in _FOREIGN if first.startswith(start)), None)
+    raise CheckpointError(f"{path} is not a whole safetensors file{found or f': {reason}; download or copy it again'}")
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) != len(pairs):
+        raise ValueError("a name stands in it twice")
+    return values
+
+
+def _span(path: Path, name: str, value: Any, data_bytes: int) -> tuple[int, int]:
+    """Begin and end of a tensor's bytes in the data, after checking that the entry is well formed."""
+    try:
+        dtype, shape, (begin, end) = value["dtype"], value["shape"], value["data_offsets"]
+        fine = isinstance(dtype, str) and isinstance(shape, list) and len(shape) <= MAX_DIMENSIONS
+        if not fine or not all(type(n) is int and 0 <= n <= MAX_ELEMENTS for n in (*shape, begin, end)) or begin > end:
+            raise ValueError
+    except (KeyError, TypeError, ValueError):
+        raise CheckpointError(
+            f"{path}: the header's entry for {name!r:.100} is malformed; expected a dtype, a shape and two offsets"
+        ) from None
+    if end > data_bytes:
+        raise CheckpointError(
+            f"{path} is truncated: {name!r:.100} ends at byte {end:,} of the data, and there are {data_bytes:,}; "
+            "download or copy it again"
+        )
+    return begin, end
+
+
+def _check_cover(path: Path, spans: list[tuple[int, int, str]], data_bytes: int) -> None:
+    """Sorted spans must follow each other without hole or overlap up to the end of the file."""
+    place = 0
+    for begin, end, name in spans:
+        if begin != place:
+            fault = "overlaps the tensor before it" if begin < place else "leaves a hole before it"
+            raise CheckpointError(
+                f"{path}: {name!r:.100} {fault} (it begins at byte {begin:,} of the data, expected {place:,}); the "
+                "file is damaged, download or copy it again"
+            )
+        place = end
+    if place != data_bytes:
+        raise CheckpointError(
+            f"{path}: its tensors end at byte {place:,} of the data, and there are {data_bytes:,}; the file is "
+            "damaged, download or copy it again"
+        )
+
+
+def _checked(stored: StoredTensor, found: int) -> StoredTensor:
+    if stored.dtype in _BYTES and stored.bytes != found:
+        raise CheckpointError(
+            f"{stored.file}: {stored.name!r:.100} of shape {list(stored.shape)} in {stored.dtype} needs "
+            f"{stored.bytes:,} bytes; the header gives it {found:,}: the file is damaged, download or copy it again"
+        )
+    return stored

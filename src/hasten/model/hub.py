@@ -1,0 +1,48 @@
+"""Where a model's folder is: on this machine, or downloaded from the Hugging Face hub."""
+
+import re
+from pathlib import Path
+
+from hasten.errors import CheckpointError, ResourceError
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt")
+# The same weights again in another layout, which a model folder is not read from.
+_HUB_DUPLICATES = ("consolidated*", "original/*", "onnx/*")
+
+
+def resolve_folder(source: str | Path) -> Path:
+    """The local folder of a model: the path itself, or the hub's snapshot of an id "owner/name".
+
+    Raises CheckpointError for what is neither a folder nor a hub id, ResourceError if the hub cannot give it.
+    """
+    name = str(source)
+    try:
+        folder = Path(source).expanduser()
+        if folder.is_dir():
+            return folder
+        is_file = folder.exists()
+    except (OSError, RuntimeError, ValueError) as error:  # no permission, a name too long, an unknown ~user
+        raise CheckpointError(f"{name!r:.200} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    if is_file:
+        raise CheckpointError(f"{name} is a file; give the model's folder, the one that holds config.json")
+    if not _HUB_ID.fullmatch(name):
+        raise CheckpointError(f"{name!r:.200} is not a folder here, nor a hub id of the form owner/name")
+    return _download(name)
+
+
+def _download(name: str) -> Path:
+    import huggingface_hub
+
+    try:
+        return Path(
+            huggingface_hub.snapshot_download(
+                name, allow_patterns=list(_HUB_FILES), ignore_patterns=list(_HUB_DUPLICATES)
+            )
+        )
+    except Exception as error:  # the hub's client raises many kinds, all of which mean that it cannot be had
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ResourceError(
+            f"{name} is not a folder here, and the hub could not give it: {first:.300} (check the name and the "
+            "network, or download it elsewhere and pass the folder)"
+        ) from None
