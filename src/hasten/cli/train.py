@@ -1,0 +1,86 @@
+"""`hasten train RECIPE --key value ...`: pretrain, or finetune with --init."""
+
+import json
+import sys
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from hasten.training.recipe import Recipe
+from hasten.training.recipes import DESCRIPTIONS, RECIPES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Train:
+    """Train a language model, from scratch or from a checkpoint (--init), and leave a Hugging Face folder.
+
+    Everything lands in runs/NAME: model/, train.jsonl (a line a step), loss.png, checkpoints/. Ctrl-C saves and ends;
+    the same command goes on from there.
+    """
+
+    # An empty name takes the word "recipe" out of every flag: --optimizer.learning-rate, not --recipe.optimizer....
+    recipe: Annotated[Recipe, tyro.conf.arg(name="")]
+    resume: Literal["auto", "never", "must"] = "auto"
+    """auto: go on from the run's last checkpoint where there is one; never: start over; must: insist on one."""
+    print_config: bool = False
+    """Print the recipe as JSON and end."""
+    progress: bool = True
+    """Show the progress bar (on standard error)."""
+    json: str | None = None
+    """Write the result as JSON to this file (-: standard output)."""
+
+    def run(self) -> None:
+        if self.print_config:
+            print(json.dumps(self.recipe.to_json(), indent=2))
+            return
+        from hasten.training.session import train
+
+        result = train(self.recipe, progress=self.progress, resume=self.resume)
+        if self.json is not None:
+            text = json.dumps(result.to_json(), indent=2) + "\n"
+            if self.json == "-":
+                sys.stdout.write(text)
+            else:
+                with open(self.json, "w", encoding="utf-8") as file:
+                    file.write(text)
+        if result.stopped_by is not None:
+            print(
+                f"stopped after step {result.steps}, saved in {result.folder}: the same command goes on from there",
+                file=sys.stderr,
+            )
+            raise SystemExit(128 + result.stopped_by)
+        if self.json != "-":
+            print(summary(result))
+
+    @staticmethod
+    def main(argv: list[str]) -> None:
+        """Parse the arguments after `hasten train` and run."""
+        command: Train = tyro.cli(
+            command_type(),
+            prog="hasten train",
+            description="Train a recipe. `hasten train RECIPE --help` lists its fields; every one can be overridden.",
+            args=argv,
+        )
+        command.run()
+
+
+def summary(result: Any) -> str:
+    """What a finished run comes to, in lines for people."""
+    parts = [f"{result.steps:,} steps, {result.tokens:,} tokens in {result.seconds / 60:.1f} minutes"]
+    if result.tokens_per_second is not None:
+        parts.append(f"{result.tokens_per_second:,.0f} tokens/s")
+    if result.mfu is not None:
+        parts.append(f"MFU {result.mfu:.0%}")
+    if result.loss is not None:
+        parts.append(f"loss {result.loss:.3f}")
+    if result.best_validation_loss is not None:
+        parts.append(f"validation {result.best_validation_loss:.3f} (step {result.best_step})")
+    return f"{', '.join(parts)}\nmodel: {result.model_folder}"
+
+
+def command_type() -> Any:
+    """The tyro type of the command: one subcommand a recipe, whose fields are the flags."""
+    return tyro.extras.subcommand_type_from_defaults(
+        {name: Train(recipe=recipe) for name, recipe in RECIPES.items()}, descriptions=DESCRIPTIONS, prefix_names=False
+    )

@@ -1,0 +1,128 @@
+"""From a recipe to a model that is ready to train: the shape, then the techniques, each a small function, in order."""
+
+import warnings
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from hasten.errors import ConfigError, HastenWarning
+from hasten.machine import find_compiler
+from hasten.model.config import ModelConfig
+from hasten.model.families import read_config
+from hasten.model.initialize import initialize
+from hasten.model.tokenizer import Tokenizer
+from hasten.model.transformer import Attention, Transformer
+from hasten.training.allocator import keep_freed_memory
+from hasten.training.recipe import Recipe, Shape
+
+
+def shape_config(shape: Shape, *, vocab_size: int, positions: int, tokenizer: Tokenizer | None = None) -> ModelConfig:
+    """The config of a shape, through the config.json that an exported folder will have.
+
+    positions: the longest context it declares, where the shape names none. Raises ConfigError for sizes that do not
+    fit together.
+    """
+    if shape.hidden_size % shape.heads:
+        raise ConfigError(f"model.hidden_size ({shape.hidden_size}) must be a multiple of model.heads ({shape.heads})")
+    kv_heads = shape.kv_heads or shape.heads
+    if shape.heads % kv_heads:
+        raise ConfigError(f"model.heads ({shape.heads}) must be a multiple of model.kv_heads ({kv_heads})")
+    longest = max(positions, shape.max_positions or 0)
+    values: dict[str, Any] = {"vocab_size": vocab_size, "tie_word_embeddings": shape.tie_embeddings}
+    if tokenizer is not None:
+        values |= {"bos_token_id": tokenizer.bos_id, "eos_token_id": next(iter(tokenizer.eos_ids), None)}
+    if shape.family == "gpt2":
+        if kv_heads != shape.heads:
+            raise ConfigError("model.kv_heads: gpt2 has as many key/value heads as heads; use the llama family")
+        return read_config(
+            values
+            | {
+                "model_type": "gpt2",
+                "n_embd": shape.hidden_size,
+                "n_layer": shape.layers,
+                "n_head": shape.heads,
+                "n_inner": shape.feed_forward or 4 * shape.hidden_size,
+                "n_positions": longest,
+                "activation_function": "gelu_new",
+                "layer_norm_epsilon": 1e-5,
+            }
+        )
+    return read_config(
+        values
+        | {
+            "model_type": "llama",
+            "hidden_size": shape.hidden_size,
+            "intermediate_size": shape.feed_forward or -(-shape.hidden_size * 8 // 3 // 64) * 64,
+            "num_hidden_layers": shape.layers,
+            "num_attention_heads": shape.heads,
+            "num_key_value_heads": kv_heads,
+            "max_position_embeddings": longest,
+            "rope_theta": shape.rope_theta,
+            "rms_norm_eps": 1e-5,
+            "hidden_act": "silu",
+        }
+    )
+
+
+def training_config(recipe: Recipe, config: ModelConfig) -> ModelConfig:
+    """The config with what the recipe adds to it: dropout, and (technique 1) rows that pad the vocabulary."""
+    return replace(config, dropout=recipe.dropout).padded_to(recipe.techniques.pad_vocabulary_to)
+
+
+def new_model(config: ModelConfig, *, seed: int, device: torch.device) -> Transformer:
+    """Random weights in float32."""
+    return initialize(config, seed=seed, device=device)
+
+
+def pretrained_model(source: str, recipe: Recipe, *, device: torch.device) -> Transformer:
+    """The weights of a folder or hub id in float32, copied, so that training does not write into the mapped file."""
+    from hasten.model.load import load
+    from hasten.model.vocabulary import pad_vocabulary
+
+    model = load(source, dtype="float32", device=str(device))
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
+    if recipe.techniques.pad_vocabulary_to > 1:
+        pad_vocabulary(model, recipe.techniques.pad_vocabulary_to)
+    set_dropout(model, recipe.dropout)
+    return model
+
+
+def set_dropout(model: Transformer, probability: float) -> None:
+    """Dropout for a model that was loaded: a checkpoint's config never has any."""
+    model.config = replace(model.config, dropout=probability)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = probability
+        elif isinstance(module, Attention):
+            module.dropout = probability
+
+
+def apply_techniques(model: Transformer, recipe: Recipe) -> None:
+    """The rest of the visible order: padded vocabulary and precision are in the config and the step already."""
+    if recipe.techniques.keep_memory and model.device.type == "cpu":
+        keep_freed_memory()
+    choose_attention(model, recipe.techniques.attention)
+    if recipe.techniques.compile:
+        compile_blocks(model)
+
+
+def choose_attention(model: Transformer, kernel: str | None) -> None:
+    """The fastest attention kernel that fits, or the one named."""
+    model.bind(attention=kernel)
+
+
+def compile_blocks(model: Transformer) -> None:
+    """torch.compile each block by itself: one graph serves them all, and compiling takes as long as for one layer."""
+    if model.device.type == "cpu" and find_compiler() is None:
+        warnings.warn(
+            "no C++ compiler is here, so the blocks are not compiled and training is slower; install g++ or clang++ "
+            "(hasten doctor says more), or set --no-techniques.compile",
+            HastenWarning,
+            stacklevel=2,
+        )
+        return
+    for block in model.blocks:
+        block.compile()

@@ -1,0 +1,214 @@
+"""Training checkpoints: everything a run needs to go on exactly, in safetensors and JSON, never half written.
+
+A checkpoint is a folder with `checkpoint.json`, which names the two tensor files it belongs to. Those are written
+first, under names with the step in them, and `checkpoint.json` is renamed into place last: until then the folder is the
+old checkpoint, from then on the new one, with no moment between. Files that no `checkpoint.json` names are removed by
+the next save.
+"""
+
+import errno
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from hasten.errors import CheckpointError, HastenError, ResourceError
+from hasten.machine.files import write_atomically
+from hasten.training.random_state import RandomState
+
+FORMAT_VERSION = 1
+INDEX = "checkpoint.json"
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stored:
+    """A checkpoint on disk: what its checkpoint.json says (`values`), and where its tensors are."""
+
+    folder: Path
+    values: dict[str, Any]
+
+    @property
+    def step(self) -> int:
+        """Steps that were taken."""
+        return int(self.values["progress"]["step"])
+
+
+def save(
+    folder: Path,
+    *,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    random: RandomState,
+    values: Mapping[str, Any],
+) -> None:
+    """Write a checkpoint over the one that is there. values: JSON values, with `progress` and its `step` among them.
+
+    Raises ResourceError for a full disk and CheckpointError for another failure; the one that was there stays whole.
+    """
+    step = values["progress"]["step"]
+    weights = dict(named_weights(model))
+    moments = dict(_named_moments(model, optimizer)) | {"random.cpu": random.cpu}
+    if random.cuda is not None:
+        moments["random.cuda"] = random.cuda
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        files = {}
+        for kind, tensors in (("weights", weights), ("state", moments)):
+            files[kind] = f"{kind}-{step:08d}.safetensors"
+            _write(folder / files[kind], tensors)
+        document = {"version": FORMAT_VERSION, **values, "python_random": random.python, "files": files}
+        write_atomically(folder / INDEX, json.dumps(document, indent=1) + "\n")
+        _remove_others(folder, files.values())
+    except (OSError, SafetensorError) as error:
+        raise write_error(folder, error) from None
+
+
+def link(source: Path, target: Path) -> None:
+    """Make `target` the same checkpoint as `source`, without a second copy where the file system can."""
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        text = (source / INDEX).read_text(encoding="utf-8")
+        files = json.loads(text)["files"].values()
+        for name in files:
+            _link_file(source / name, target / name)
+        write_atomically(target / INDEX, text)
+        _remove_others(target, files)
+    except OSError as error:
+        raise write_error(target, error) from None
+
+
+def find(folder: Path) -> Stored | None:
+    """The checkpoint in a folder, or None where there is none. Raises CheckpointError for a damaged one."""
+    index = folder / INDEX
+    try:
+        values = json.loads(index.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{index} cannot be read ({error}); {_REMEDY}") from None
+    version = values.get("version") if isinstance(values, dict) else None
+    if version != FORMAT_VERSION:
+        raise CheckpointError(f"{index} has version {version}, this hasten reads {FORMAT_VERSION}; {_REMEDY}")
+    try:
+        int(values["progress"]["step"])
+        missing = [name for name in values["files"].values() if not (folder / Path(name).name).is_file()]
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{index} is damaged ({error!r}); {_REMEDY}") from None
+    if missing:
+        raise CheckpointError(f"{folder} lacks {missing[0]}, which {INDEX} names; {_REMEDY}")
+    return Stored(folder=folder, values=values)
+
+
+def load(stored: Stored, *, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    """Put weights, optimizer state and random states back. Raises CheckpointError where they do not fit the model."""
+    load_weights(stored, model)
+    parameters = dict(model.named_parameters())
+    states: dict[str, dict[str, Tensor]] = {}
+    random: dict[str, Tensor] = {}
+    for name, tensor in _tensors(stored, "state"):
+        owner, _, key = name.rpartition(".")
+        if owner == "random":
+            random[key] = tensor
+        elif owner in parameters:
+            # AdamW keeps its step count on the device only because the kernel is fused.
+            states.setdefault(owner, {})[key] = tensor.to(device)
+        else:
+            raise CheckpointError(f"{stored.folder}: optimizer state for {owner!r}, which the model lacks; {_REMEDY}")
+    for name, state in states.items():
+        optimizer.state[parameters[name]] = state
+    python = stored.values["python_random"]
+    RandomState(cpu=random["cpu"], cuda=random.get("cuda"), python=tuple(python)).restore(device)
+
+
+def load_weights(stored: Stored, model: nn.Module) -> None:
+    """Put the weights back, in place. Raises CheckpointError where they do not fit the model."""
+    wanted = dict(named_weights(model))
+    found = dict(_tensors(stored, "weights"))
+    for name in wanted.keys() | found.keys():
+        ours, theirs = wanted.get(name), found.get(name)
+        if ours is None or theirs is None or ours.shape != theirs.shape:
+            raise CheckpointError(
+                f"{stored.folder}: {name} is {_describe(theirs)} in the checkpoint and {_describe(ours)} in the model; "
+                f"{_REMEDY}"
+            )
+    with torch.no_grad():
+        for name, tensor in wanted.items():
+            tensor.copy_(found[name])
+
+
+def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters by name, tied ones once."""
+    for name, parameter in model.named_parameters():
+        yield name, parameter.detach()
+
+
+def write_error(place: Path, error: Exception) -> HastenError:
+    """The typed error for a write that failed: ResourceError if the disk is full, else CheckpointError."""
+    text = getattr(error, "strerror", None) or str(error)
+    if getattr(error, "errno", None) in _FULL or any(f"os error {n}" in text for n in _FULL):
+        return ResourceError(f"{place} cannot be written: the disk is full ({text}); free some space and run again")
+    return CheckpointError(f"{place} cannot be written: {text}")
+
+
+_REMEDY = "start over with --resume never, or remove this folder to go on from another checkpoint"
+
+
+def _named_moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
+    for name, parameter in model.named_parameters():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            yield f"{name}.{key}", value
+
+
+def _write(path: Path, tensors: dict[str, Tensor]) -> None:
+    temporary = path.with_name(f".{path.name}.partial")
+    try:
+        save_file({name: tensor.contiguous().cpu() for name, tensor in tensors.items()}, temporary)
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _link_file(source: Path, target: Path) -> None:
+    temporary = target.with_name(f".{target.name}.partial")
+    temporary.unlink(missing_ok=True)
+    try:
+        try:
+            os.link(source, temporary)
+        except OSError:  # a file system without hard links
+            import shutil
+
+            shutil.copyfile(source, temporary)
+        os.replace(temporary, target)
+    finally:
+        temporary.unlink(missing_ok=True)  # renaming onto a link to the same file leaves both names
+
+
+def _remove_others(folder: Path, kept: Any) -> None:
+    names = {INDEX, *kept}
+    for path in folder.iterdir():
+        if path.name not in names and (path.suffix in (".safetensors", ".partial") or path.name.startswith(".")):
+            path.unlink(missing_ok=True)
+
+
+def _tensors(stored: Stored, kind: str) -> Iterator[tuple[str, Tensor]]:
+    path = stored.folder / Path(stored.values["files"][kind]).name
+    try:
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 (not a dict)
+                yield name, file.get_tensor(name).clone()
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error}); {_REMEDY}") from None
+
+
+def _describe(tensor: Tensor | None) -> str:
+    return "absent" if tensor is None else f"of shape {list(tensor.shape)}"

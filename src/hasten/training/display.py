@@ -1,0 +1,128 @@
+"""What a person sees of a run: the progress bar on standard error, the picture of the losses, TensorBoard files."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+from hasten.errors import ResourceError
+
+
+class Progress(Protocol):
+    """Shows one line of train.jsonl after the other."""
+
+    def show(self, line: Mapping[str, Any], *, total: int | None, validation: float | None) -> None: ...
+
+    def note(self, text: str) -> None:
+        """Something that happened once, left standing above the bar."""
+        ...
+
+
+class _Silent:
+    def show(self, line: Mapping[str, Any], *, total: int | None, validation: float | None) -> None:
+        pass
+
+    def note(self, text: str) -> None:
+        pass
+
+
+@contextmanager
+def progress_bar(title: str, *, shown: bool) -> Iterator[Progress]:
+    """A bar with the loss, tokens/s, MFU and time left; an object that shows nothing where it is not wanted."""
+    if not shown:
+        yield _Silent()
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bars
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[numbers]}"),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
+    with Bars(*columns, console=Console(stderr=True)) as bars:
+        task = bars.add_task(title, total=None, numbers="compiling and measuring the speed")
+
+        class Bar:
+            def show(self, line: Mapping[str, Any], *, total: int | None, validation: float | None) -> None:
+                bars.update(task, completed=line["step"], total=total, numbers=numbers(line, validation))
+
+            def note(self, text: str) -> None:
+                bars.console.print(text, highlight=False, markup=False)
+
+        yield Bar()
+
+
+def numbers(line: Mapping[str, Any], validation: float | None) -> str:
+    """The bar's middle: "loss 3.21 · validation 3.40 · 4,100 tokens/s · MFU 41%"."""
+    parts = [f"loss {line['loss']:.3f}"]
+    if validation is not None:
+        parts.append(f"validation {validation:.3f}")
+    parts.append(f"{line['tokens_per_second']:,.0f} tokens/s")
+    if line.get("mfu") is not None:
+        parts.append(f"MFU {line['mfu']:.0%}")
+    if line.get("spike"):
+        parts.append("spike")
+    return " · ".join(parts)
+
+
+def draw_losses(lines: Sequence[Mapping[str, Any]], path: Path, *, title: str) -> None:
+    """A picture (PNG) of training and validation loss over tokens, from the lines of train.jsonl."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    tokens = [line["tokens"] for line in lines]
+    axes.plot(tokens, [line["loss"] for line in lines], linewidth=0.8, alpha=0.6, label="training")
+    measured = [line for line in lines if line.get("validation_loss") is not None]
+    if measured:
+        axes.plot(
+            [line["tokens"] for line in measured],
+            [line["validation_loss"] for line in measured],
+            marker="o",
+            markersize=3,
+            label="validation",
+        )
+    spikes = [line for line in lines if line.get("spike")]
+    if spikes:
+        axes.scatter(
+            [line["tokens"] for line in spikes], [line["loss"] for line in spikes], marker="x", s=20, label="spike"
+        )
+    axes.set(xlabel="tokens", ylabel="loss (nats per token)", title=title)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    temporary = path.with_name(f".{path.name}.partial")
+    try:
+        figure.savefig(temporary, dpi=120, format="png")
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+class TensorBoard:
+    """Writes the numbers of each line as TensorBoard scalars. Raises ResourceError where the package is missing."""
+
+    def __init__(self, folder: Path, *, after_step: int) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ResourceError(
+                f"run.tensorboard needs the package tensorboard ({error}); pip install 'hasten[tensorboard]', or leave "
+                "it off: train.jsonl and loss.png have the same numbers"
+            ) from None
+        self._writer = SummaryWriter(str(folder), purge_step=after_step + 1 if after_step else None)
+
+    def write(self, line: Mapping[str, Any]) -> None:
+        for name, value in line.items():
+            if name != "step" and isinstance(value, int | float):
+                self._writer.add_scalar(name, value, line["step"])
+
+    def close(self) -> None:
+        self._writer.close()

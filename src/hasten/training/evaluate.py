@@ -1,0 +1,51 @@
+"""The validation loss: the same held-out windows every time."""
+
+import math
+from collections.abc import Iterator
+
+import torch
+
+from hasten.data import Batch, Batches, TokenSplit, evaluation_windows
+from hasten.training.step import IGNORED, TrainStep
+
+# Not the recipe's seed: runs with different seeds are compared on the same windows.
+WINDOWS_SEED = 0
+
+
+class Validation:
+    """Measures the mean loss per token (nats) on up to `batches` batches of a split.
+
+    Where the split is larger than that, the windows are spread over it at random, else it is read once from end to
+    end. Raises DataError for a split shorter than one window.
+    """
+
+    def __init__(self, split: TokenSplit, *, batch_size: int, sequence_length: int, batches: int) -> None:
+        self.split = split
+        self.batch_size = batch_size
+        self.sequence_length = sequence_length
+        whole = math.ceil((len(split) - 1) / sequence_length / batch_size)
+        self.whole = whole <= batches
+        self.batches = min(whole, batches)
+        next(iter(self._batches()), None)  # complain now, not after hours of training
+
+    def _batches(self) -> Iterator[Batch]:
+        if self.whole:
+            yield from evaluation_windows(self.split, batch_size=self.batch_size, sequence_length=self.sequence_length)
+            return
+        shuffled = Batches(
+            self.split, batch_size=self.batch_size, sequence_length=self.sequence_length, seed=WINDOWS_SEED
+        )
+        for position in range(self.batches):
+            yield shuffled.batch(position)
+
+    def loss(self, step: TrainStep) -> float:
+        """The mean over all targets, in the step's precision, without dropout."""
+        total = torch.zeros((), dtype=torch.float64, device=step.model.device)
+        targets = 0
+        step.model.eval()
+        with torch.no_grad():
+            for batch in self._batches():
+                targets += int((batch.targets != IGNORED).sum())
+                total += step.loss(batch.to(step.model.device, non_blocking=True)).double()
+        step.model.train()
+        return total.item() / max(1, targets)

@@ -1,0 +1,58 @@
+"""`train.jsonl`: one line a step, and nothing twice when a run goes on from a checkpoint."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from hasten.machine.files import write_atomically
+from hasten.training.checkpoints import write_error
+
+
+class Journal:
+    """Appends one JSON object a line to a file, each line at once, so that a killed run loses none.
+
+    The fields of a line: step (from 1), loss, validation_loss (where it was measured), learning_rate, gradient_norm,
+    tokens (so far), tokens_per_second, mfu, seconds (so far), spike, scale and skipped (float16).
+    """
+
+    def __init__(self, path: Path, *, keep_steps: int) -> None:
+        """Keep the lines up to step `keep_steps` that are there already, and remove the others."""
+        self.path = path
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            kept = [line for line in read(path) if line["step"] <= keep_steps] if keep_steps else []
+            write_atomically(path, "".join(json.dumps(line) + "\n" for line in kept))
+            self._file = path.open("a", encoding="utf-8", buffering=1)
+        except OSError as error:
+            raise write_error(path, error) from None
+
+    def write(self, line: dict[str, Any]) -> None:
+        """Append one line. Raises ResourceError for a full disk."""
+        try:
+            self._file.write(json.dumps(line) + "\n")
+        except OSError as error:
+            raise write_error(self.path, error) from None
+
+    def close(self) -> None:
+        try:
+            self._file.close()
+        except OSError as error:
+            raise write_error(self.path, error) from None
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The lines of a train.jsonl; a last line that was cut off by a kill is left out. [] where there is no file."""
+    lines: list[dict[str, Any]] = []
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return lines
+    for line in text.splitlines():
+        try:
+            value = json.loads(line)
+        except ValueError:
+            break
+        if not isinstance(value, dict) or not isinstance(value.get("step"), int):
+            break
+        lines.append(value)
+    return lines

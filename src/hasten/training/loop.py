@@ -1,0 +1,199 @@
+"""The training loop: steps, validation, checkpoints, and a clean end whatever happens."""
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from hasten.errors import TrainingError
+from hasten.training import budget, checkpoints, display
+from hasten.training.journal import Journal
+from hasten.training.random_state import RandomState
+from hasten.training.recipe import Recipe
+from hasten.training.schedules import learning_rate
+from hasten.training.setup import Setup
+from hasten.training.spikes import SpikeDetector
+from hasten.training.state import RunFolder, State
+from hasten.training.step import StepResult
+from hasten.training.stopping import StopRequest
+
+MOST_SKIPPED = 100  # float16 steps in a row whose gradients overflowed
+
+OnStep = Callable[[Mapping[str, Any]], None]
+
+
+class Loop:
+    """One run from where its state says to its end. `run()` gives whether it was finished, not stopped."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        folder: RunFolder,
+        setup: Setup,
+        state: State,
+        *,
+        stop: StopRequest,
+        progress: display.Progress,
+        on_step: OnStep | None = None,
+    ) -> None:
+        self.recipe, self.folder, self.setup, self.state = recipe, folder, setup, state
+        self.stop, self.progress, self.on_step = stop, progress, on_step
+        self.spikes = SpikeDetector(state.recent_losses, state.spikes)
+        self.device = setup.model.device
+        self.step_seconds: list[float] = []
+        self.saved_step: int | None = None
+        self._start = time.perf_counter() - state.seconds
+
+    def run(self) -> bool:
+        state, run = self.state, self.recipe.run
+        if state.total is None and run.minutes is None:
+            state.total = budget.fixed_steps(self.recipe, windows=self.setup.batches.windows)
+        micro = self.recipe.data.accumulation
+        board = display.TensorBoard(self.folder.tensorboard, after_step=state.step) if run.tensorboard else None
+        journal = Journal(self.folder.journal, keep_steps=state.step)
+        source = self.setup.batches.iterate(state.step * micro)
+        try:
+            while not state.finished:
+                random = RandomState.capture(self.device)
+                started = time.perf_counter()
+                rate = learning_rate(
+                    self.recipe.schedule,
+                    peak=self.recipe.optimizer.learning_rate,
+                    step=state.step,
+                    total=state.total,
+                )
+                result = self.setup.step.run([next(source)[1] for _ in range(micro)], learning_rate=rate)
+                if result is None:  # stopped inside the step: go on from its beginning
+                    self._save(random)
+                    return False
+                line = self._account(result, rate=rate, started=started)
+                if not self.stop.asked() and (state.finished or state.step % run.validate_every == 0):
+                    line |= self._validate()
+                journal.write(line)
+                if board is not None:
+                    board.write(line)
+                self.progress.show(line, total=state.total, validation=state.validation_loss)
+                self._save_where_due(line)
+                if self.on_step is not None:
+                    self.on_step(line)
+                if self.stop.asked() and not state.finished:
+                    self._save(RandomState.capture(self.device))
+                    return False
+        finally:
+            journal.close()
+            if board is not None:
+                board.close()
+        return True
+
+    def _account(self, result: StepResult, *, rate: float, started: float) -> dict[str, Any]:
+        """Wait for the step, count it, and give its line for train.jsonl."""
+        state = self.state
+        loss, norm = result.loss.item(), result.gradient_norm.item()
+        elapsed = time.perf_counter() - started
+        skipped = self._check(loss, norm)
+        state.step += 1
+        state.tokens += result.tokens
+        state.seconds = time.perf_counter() - self._start
+        spike = math.isfinite(loss) and self.spikes.see(loss)
+        state.loss = loss if math.isfinite(loss) else state.loss
+        state.recent_losses, state.spikes = self.spikes.recent, self.spikes.count
+        self._set_total(elapsed)
+        speed = result.tokens / elapsed
+        line: dict[str, Any] = {
+            "step": state.step,
+            "loss": loss if math.isfinite(loss) else None,
+            "learning_rate": rate,
+            "gradient_norm": norm if math.isfinite(norm) else None,
+            "tokens": state.tokens,
+            "tokens_per_second": round(speed, 1),
+            "mfu": _rounded(self.setup.mfu(speed)),
+            "seconds": round(state.seconds, 3),
+            "spike": spike,
+        }
+        if self.setup.step.precision.scales:
+            line |= {"scale": self.setup.step.precision.scale(), "skipped": skipped}
+        return line
+
+    def _check(self, loss: float, norm: float) -> bool:
+        """Whether the step was skipped (float16 only). Raises TrainingError for a run that went wrong."""
+        state = self.state
+        if math.isfinite(loss) and math.isfinite(norm):
+            state.skipped_in_row = 0
+            return False
+        step = state.step + 1
+        if self.setup.step.precision.scales:
+            state.skipped_in_row += 1
+            if state.skipped_in_row < MOST_SKIPPED:
+                return True
+            raise TrainingError(
+                f"step {step}: {MOST_SKIPPED} steps in a row overflowed in float16; {self._last_good()}; try "
+                "--techniques.precision bfloat16 or float32"
+            )
+        what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient's norm is {norm}"
+        raise TrainingError(
+            f"step {step}: {what}; {self._last_good()}; try a lower --optimizer.learning-rate, a longer "
+            "--schedule.warmup-steps, --optimizer.clip 1, or --techniques.precision float32"
+        )
+
+    def _last_good(self) -> str:
+        stored = checkpoints.find(self.folder.last)
+        if stored is None:
+            return "there is no checkpoint yet"
+        return f"the last good checkpoint is of step {stored.step} in {stored.folder}"
+
+    def _set_total(self, elapsed: float) -> None:
+        """Once the speed is known, fix the number of steps: from then on the schedule depends on the step alone."""
+        state = self.state
+        if state.total is not None:
+            return
+        self.step_seconds.append(elapsed)
+        most = budget.fixed_steps(self.recipe, windows=self.setup.batches.windows)
+        if budget.calibrated(len(self.step_seconds)):
+            validation = self.setup.validation
+            more = budget.timed_steps(
+                self.recipe,
+                step_seconds=self.step_seconds,
+                used=state.seconds,
+                validation_batches=0 if validation is None else validation.batches,
+            ) - len(self.step_seconds)
+            state.total = state.step + more if most is None else min(most, state.step + more)
+        elif most is not None and state.step >= most:
+            state.total = state.step
+
+    def _validate(self) -> dict[str, float]:
+        if self.setup.validation is None:
+            return {}
+        self.state.validation_loss = self.setup.validation.loss(self.setup.step)
+        self.state.seconds = time.perf_counter() - self._start
+        return {"validation_loss": self.state.validation_loss}
+
+    def _save_where_due(self, line: Mapping[str, Any]) -> None:
+        state = self.state
+        measured = line.get("validation_loss")
+        best = measured is not None and (state.best_loss is None or measured < state.best_loss)
+        if best:
+            state.best_loss, state.best_step = measured, state.step
+        if best or state.finished or state.step % self.recipe.run.checkpoint_every == 0:
+            self._save(RandomState.capture(self.device))
+        if best:
+            checkpoints.link(self.folder.last, self.folder.best)
+
+    def _save(self, random: RandomState) -> None:
+        values = {
+            "progress": self.state.to_json(),
+            "data_position": self.state.step * self.recipe.data.accumulation,
+            "data": self.setup.data.folder.name,
+            "scaler": self.setup.step.precision.state(),
+            "recipe": self.recipe.to_json(),
+        }
+        checkpoints.save(
+            self.folder.last,
+            model=self.setup.model,
+            optimizer=self.setup.step.optimizer,
+            random=random,
+            values=values,
+        )
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 4)

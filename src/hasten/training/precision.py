@@ -1,0 +1,54 @@
+"""In which dtype the matrix products of a training step run. Weights, gradients and the loss stay in float32.
+
+bfloat16 has float32's range and needs nothing else. float16 loses gradients below 6e-8, so the loss is multiplied by a
+factor before the backward pass and the gradients divided by it after; a step whose gradients overflow is skipped and
+the factor halved (arXiv 1710.03740).
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hasten.training.recipe import PrecisionName
+
+
+class Precision:
+    """Autocast and loss scaling behind one small object; for float32 and bfloat16 the scaling does nothing."""
+
+    def __init__(self, name: PrecisionName, device: torch.device | str) -> None:
+        self.name = name
+        self.device = torch.device(device)
+        self.dtype: torch.dtype = getattr(torch, name)
+        self.scales = name == "float16"
+        # 2^16, torch's own start, overflows for most steps of a small model; the scale grows by itself.
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.scales, growth_interval=1000)
+
+    def autocast(self) -> torch.autocast:
+        """The context of a forward pass."""
+        return torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype != torch.float32)
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the (scaled) gradients of `loss`."""
+        self.scaler.scale(loss).backward()
+
+    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
+        """Make the gradients true ones, for clipping; once a step."""
+        self.scaler.unscale_(optimizer)
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take the step, unless the gradients overflowed."""
+        self.scaler.step(optimizer)
+        self.scaler.update()
+
+    def scale(self) -> float:
+        """The present factor (1 without scaling). Waits for the device where there is one."""
+        return float(self.scaler.get_scale())
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps: plain JSON values."""
+        return dict(self.scaler.state_dict())
+
+    def load(self, state: dict[str, Any]) -> None:
+        if self.scales and state:
+            self.scaler.load_state_dict(state)

@@ -1,0 +1,271 @@
+"""A recipe: everything that decides a training run, as one frozen dataclass. Importing this does not import torch.
+
+Every field can be overridden on the command line (`hasten train demo --optimizer.learning-rate 1e-3`); the text below a
+field is its help there.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from tyro.conf import arg
+
+from hasten.errors import ConfigError
+
+PrecisionName = Literal["float32", "bfloat16", "float16"]
+ScheduleName = Literal["cosine", "wsd", "constant"]
+
+# Steps whose speed is measured before `run.minutes` becomes a number of steps; the warm-up must cover them.
+CALIBRATION_STEPS = 8
+# Fields that change nothing that is computed: a run may be continued with other values of them.
+FREE_FIELDS = frozenset(
+    {"run.folder", "run.checkpoint_every", "run.tensorboard", "run.threads", "data.workers", "run.export"}
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """The model's shape, where it is trained from scratch; with `init` the folder's own shape counts."""
+
+    family: Literal["llama", "gpt2"] = "llama"
+    """llama: RMSNorm, rotary positions, gated SiLU, no biases; gpt2: LayerNorm, learned positions, GELU, biases."""
+    layers: int = 12
+    """Decoder blocks."""
+    hidden_size: int = 768
+    """Width of the residual stream."""
+    heads: int = 12
+    """Query heads."""
+    kv_heads: int | None = None
+    """Key/value heads: fewer than heads is grouped-query attention, 1 multi-query (none: as many as heads; llama)."""
+    feed_forward: int | None = None
+    """Width inside the MLP (none: 4 x hidden size for gpt2, about 8/3 of it in steps of 64 for llama)."""
+    tie_embeddings: bool = True
+    """One matrix for embedding and head."""
+    rope_theta: float = 10_000.0
+    """Base of the rotary frequencies (llama)."""
+    max_positions: int | None = None
+    """Longest context the model declares (none: the training context)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Data:
+    """Where the text comes from, and how it is cut into batches."""
+
+    source: str = "stdlib"
+    """stdlib (this Python's own library), a file, a folder, a quoted glob, or hf:owner/name."""
+    tokenizer: str | None = None
+    """A folder with a tokenizer (none: one is trained on the text, or with --init the folder's)."""
+    tokenizer_kind: Literal["bpe", "character"] = "bpe"
+    """Which kind is trained where no folder is given."""
+    vocab_size: int = 4096
+    """Tokens of a trained BPE tokenizer, at most."""
+    validation_fraction: float = 0.05
+    """Share of the documents that is held out (0: no validation)."""
+    text_field: str = "text"
+    """The field of .jsonl and .parquet rows that holds the text."""
+    limit_bytes: int | None = None
+    """Take only the first documents, up to so many bytes."""
+    context: int = 256
+    """Tokens in a row of a batch (T)."""
+    batch_size: int = 8
+    """Rows in a micro-batch (B): what is in memory at once."""
+    accumulation: int = 1
+    """Micro-batches whose gradients make one step."""
+    separate_documents: bool = False
+    """Attention stays inside a document where several are packed into one row (slower: it needs a mask)."""
+    workers: int = 0
+    """Threads that prepare batches ahead (0: made when they are needed)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Optimizer:
+    """AdamW (arXiv 1711.05101), fused."""
+
+    learning_rate: float = 6e-4
+    """Peak of the schedule."""
+    beta1: float = 0.9
+    """Decay of the running mean of the gradient."""
+    beta2: float = 0.95
+    """Decay of the running mean of its square."""
+    epsilon: float = 1e-8
+    """Added to the root of the running square."""
+    weight_decay: float = 0.1
+    """On matrices only: parameters with two dimensions or more."""
+    clip: float | None = 1.0
+    """Largest norm of the gradient (none: not clipped, still reported)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """The learning rate over the steps: linear warm-up, then as `kind` says."""
+
+    kind: ScheduleName = "cosine"
+    """cosine (arXiv 1608.03983), wsd (warm-up, stable, linear decay; arXiv 2404.06395) or constant."""
+    warmup_steps: int = 100
+    """Steps in which the rate rises to its peak."""
+    final_fraction: float = 0.1
+    """The last step's rate, as a share of the peak (cosine and wsd)."""
+    decay_fraction: float = 0.2
+    """The share of all steps in which wsd decays."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Techniques:
+    """What makes it fast, in the order it is applied."""
+
+    pad_vocabulary_to: int = 64
+    """Round the rows of embedding and head up to a multiple of this; an exported model has them cut off (1: do not)."""
+    precision: Annotated[PrecisionName, arg(aliases=["--dtype"])] = "bfloat16"
+    """bfloat16 or float16: matrix products in it, weights and loss in float32 (float16 scales the loss)."""
+    attention: str | None = None
+    """Force an attention kernel, for example reference or sdpa (none: the fastest that fits)."""
+    compile: bool = True
+    """torch.compile, block by block."""
+    keep_memory: bool = True
+    """On the CPU, keep freed memory in the process instead of mapping it anew in every step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """How long, where, and what is written. The run ends at the first of steps, epochs and minutes."""
+
+    steps: Annotated[int | None, arg(aliases=["--steps"])] = None
+    """Optimizer steps."""
+    epochs: float | None = None
+    """Passes over the training split."""
+    minutes: Annotated[float | None, arg(aliases=["--minutes"])] = None
+    """Wall time: the speed of the first steps decides the number of steps, once."""
+    folder: str = "runs"
+    """Where runs/NAME is made."""
+    validate_every: int = 200
+    """Steps from one measurement of the validation loss to the next."""
+    validation_batches: int = 20
+    """Batches it is measured on, always the same ones."""
+    checkpoint_every: int = 200
+    """Steps from one checkpoint to the next; one is also written with every validation and at the end."""
+    export: Literal["best", "last"] = "best"
+    """Which weights become runs/NAME/model: those with the best validation loss, or the last ones."""
+    device: Annotated[str, arg(aliases=["--device"])] = "auto"
+    """auto, cpu, cuda or cuda:<index>."""
+    threads: Annotated[int | None, arg(aliases=["--threads"])] = None
+    """CPU threads (none: as many as this process may use)."""
+    seed: Annotated[int, arg(aliases=["--seed"])] = 0
+    """Decides weights, order of the data, and dropout."""
+    tensorboard: bool = False
+    """Also write TensorBoard files (needs the package tensorboard)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """Everything that decides a training run."""
+
+    name: str
+    """Name of the run: its folder is runs/NAME."""
+    init: str | None = None
+    """Finetune: a model folder or hub id to start from (none: random weights of the shape under `model`)."""
+    dropout: float = 0.0
+    """Probability of dropping an activation while training."""
+    model: Shape = field(default_factory=Shape)
+    data: Data = field(default_factory=Data)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    schedule: Schedule = field(default_factory=Schedule)
+    techniques: Techniques = field(default_factory=Techniques)
+    run: Run = field(default_factory=Run)
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields as plain JSON values, nested."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> "Recipe":
+        """The recipe that `to_json` wrote. Raises ConfigError for a field that does not exist or a wrong value."""
+        sections: dict[str, Any] = {
+            "model": Shape,
+            "data": Data,
+            "optimizer": Optimizer,
+            "schedule": Schedule,
+            "techniques": Techniques,
+            "run": Run,
+        }
+        try:
+            return cls(**{name: sections[name](**v) if name in sections else v for name, v in values.items()})
+        except TypeError as error:
+            raise ConfigError(f"this is not a recipe of this version of hasten: {error}") from None
+
+    def check(self) -> None:
+        """Raise ConfigError for values that cannot work, naming the field, before anything is read or allocated."""
+        for wrong in _wrong_values(self):
+            raise ConfigError(f"recipe {self.name!r}: {wrong}")
+
+
+def _wrong_values(recipe: Recipe) -> Iterator[str]:
+    data, optimizer, schedule, run = recipe.data, recipe.optimizer, recipe.schedule, recipe.run
+    if not recipe.name or recipe.name in (".", "..") or any(c in recipe.name for c in "/\\\0"):
+        yield "name must be one folder name"
+    for name, value in flat(recipe).items():
+        if isinstance(value, float) and not math.isfinite(value):
+            yield f"{name} is {value}; it must be a finite number"
+    positive = {
+        "model.layers": recipe.model.layers,
+        "model.hidden_size": recipe.model.hidden_size,
+        "model.heads": recipe.model.heads,
+        "data.context": data.context,
+        "data.batch_size": data.batch_size,
+        "data.accumulation": data.accumulation,
+        "optimizer.learning_rate": optimizer.learning_rate,
+        "optimizer.epsilon": optimizer.epsilon,
+        "optimizer.clip": optimizer.clip,
+        "techniques.pad_vocabulary_to": recipe.techniques.pad_vocabulary_to,
+        "run.steps": run.steps,
+        "run.epochs": run.epochs,
+        "run.minutes": run.minutes,
+        "run.validate_every": run.validate_every,
+        "run.validation_batches": run.validation_batches,
+        "run.checkpoint_every": run.checkpoint_every,
+    }
+    for name, number in positive.items():
+        if number is not None and number <= 0:
+            yield f"{name} is {number}; it must be more than 0"
+    shares = {
+        "dropout": recipe.dropout,
+        "optimizer.beta1": optimizer.beta1,
+        "optimizer.beta2": optimizer.beta2,
+        "data.validation_fraction": data.validation_fraction,
+    }
+    for name, share in shares.items():
+        if not 0 <= share < 1:
+            yield f"{name} is {share}; it must be at least 0 and less than 1"
+    for name, share in (
+        ("schedule.final_fraction", schedule.final_fraction),
+        ("schedule.decay_fraction", schedule.decay_fraction),
+    ):
+        if not 0 <= share <= 1:
+            yield f"{name} is {share}; it must be from 0 to 1"
+    if optimizer.weight_decay < 0 or schedule.warmup_steps < 0 or data.workers < 0:
+        yield "optimizer.weight_decay, schedule.warmup_steps and data.workers must not be negative"
+    if run.steps is None and run.epochs is None and run.minutes is None:
+        yield "one of run.steps, run.epochs and run.minutes must say when it ends"
+    if run.minutes is not None and schedule.warmup_steps < CALIBRATION_STEPS:
+        yield (
+            f"with run.minutes the speed is measured during the warm-up: schedule.warmup_steps must be at least "
+            f"{CALIBRATION_STEPS}, and is {schedule.warmup_steps}"
+        )
+
+
+def flat(recipe: Recipe) -> dict[str, Any]:
+    """The fields by dotted name, as they stand on the command line ("optimizer.learning_rate")."""
+    values: dict[str, Any] = {}
+    for name, value in recipe.to_json().items():
+        if isinstance(value, dict):
+            values |= {f"{name}.{key}": inner for key, inner in value.items()}
+        else:
+            values[name] = value
+    return values
+
+
+def differences(old: Recipe, new: Recipe) -> list[str]:
+    """What differs between two recipes in a way that changes the run, as lines "field: old -> new"."""
+    before, after = flat(old), flat(new)
+    return [f"{n}: {before[n]} -> {after[n]}" for n in after if n not in FREE_FIELDS and before[n] != after[n]]

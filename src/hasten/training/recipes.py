@@ -1,0 +1,68 @@
+"""The recipes that come with hasten. Importing this does not import torch."""
+
+from hasten.training.recipe import Data, Optimizer, Recipe, Run, Schedule, Shape, Techniques
+
+# About 10 M parameters, wide and shallow: few large matrix products keep two cores busier than many small ones.
+DEMO = Recipe(
+    name="demo",
+    model=Shape(layers=5, hidden_size=384, heads=6, feed_forward=1024),
+    data=Data(source="stdlib", vocab_size=4096, context=256, batch_size=8),
+    optimizer=Optimizer(learning_rate=2e-3),
+    schedule=Schedule(kind="wsd", warmup_steps=30, final_fraction=0.0, decay_fraction=0.4),
+    run=Run(minutes=3.5, validate_every=100, validation_batches=12, checkpoint_every=100),
+)
+
+# GPT-2 small (Radford et al. 2019) with the hyperparameters of GPT-3's smallest model (arXiv 2005.14165), as nanoGPT
+# trains it: half a million tokens a step.
+GPT2_124M = Recipe(
+    name="gpt2-124m",
+    model=Shape(family="gpt2", layers=12, hidden_size=768, heads=12),
+    data=Data(vocab_size=50_257, context=1024, batch_size=16, accumulation=32, workers=2),
+    optimizer=Optimizer(learning_rate=6e-4),
+    schedule=Schedule(warmup_steps=700),
+    run=Run(steps=20_000, validate_every=250, validation_batches=40, checkpoint_every=250),
+)
+
+LLAMA_120M = Recipe(
+    name="llama-120m",
+    model=Shape(layers=12, hidden_size=768, heads=12, feed_forward=2048),
+    data=Data(vocab_size=32_000, context=1024, batch_size=16, accumulation=32, workers=2),
+    optimizer=Optimizer(learning_rate=1e-3),
+    schedule=Schedule(kind="wsd", warmup_steps=700, final_fraction=0.0),
+    run=Run(steps=20_000, validate_every=250, validation_batches=40, checkpoint_every=250),
+)
+
+# nanoGPT's character-level model, on the text given with --data.source.
+SHAKESPEARE_CHAR = Recipe(
+    name="shakespeare-char",
+    dropout=0.2,
+    model=Shape(family="gpt2", layers=6, hidden_size=384, heads=6),
+    data=Data(
+        source="shakespeare.txt", tokenizer_kind="character", context=256, batch_size=64, validation_fraction=0.1
+    ),
+    optimizer=Optimizer(learning_rate=1e-3, beta2=0.99),
+    schedule=Schedule(warmup_steps=100),
+    run=Run(steps=5000, validate_every=250, validation_batches=20, checkpoint_every=250),
+)
+
+FINETUNE = Recipe(
+    name="finetune",
+    init="MODEL",
+    data=Data(context=1024, batch_size=4, accumulation=4, separate_documents=True),
+    optimizer=Optimizer(learning_rate=2e-5, weight_decay=0.0),
+    schedule=Schedule(warmup_steps=20, final_fraction=0.0),
+    techniques=Techniques(pad_vocabulary_to=1),
+    run=Run(epochs=2, validate_every=50, checkpoint_every=50),
+)
+
+RECIPES: dict[str, Recipe] = {
+    recipe.name: recipe for recipe in (DEMO, GPT2_124M, LLAMA_120M, SHAKESPEARE_CHAR, FINETUNE)
+}
+
+DESCRIPTIONS: dict[str, str] = {
+    "demo": "A Llama shape of about 10 M parameters on Python's standard library: minutes on two cores.",
+    "gpt2-124m": "GPT-2 small from scratch; give a large text with --data.source.",
+    "llama-120m": "A Llama shape of 110 M parameters from scratch; give a large text with --data.source.",
+    "shakespeare-char": "A character-level model of 10 M parameters on the file given with --data.source.",
+    "finetune": "Go on training a model folder or hub id, given with --init, on --data.source (a chat .jsonl too).",
+}

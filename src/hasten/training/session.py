@@ -1,0 +1,132 @@
+"""`train`: a run from a recipe to a model folder, resumed where an earlier one stopped."""
+
+import json
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from hasten.errors import ConfigError
+from hasten.machine.files import write_atomically
+from hasten.training import checkpoints, display
+from hasten.training.journal import read
+from hasten.training.loop import Loop, OnStep
+from hasten.training.recipe import Recipe
+from hasten.training.setup import Setup, set_up
+from hasten.training.state import Resume, RunFolder, State, find_start
+from hasten.training.stopping import stop_on_signals
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainResult:
+    """folder: runs/NAME. model_folder: the Hugging Face folder in it. loss, validation_loss: of the last step (nats).
+
+    best_step: the step with the lowest validation loss. tokens_per_second, mfu: medians over the steps. stopped_by: the
+    number of the signal that ended the run early, None for one that is finished; the model folder is then not written.
+    """
+
+    folder: Path
+    model_folder: Path
+    steps: int
+    total_steps: int | None
+    loss: float | None
+    validation_loss: float | None
+    best_validation_loss: float | None
+    best_step: int | None
+    tokens: int
+    tokens_per_second: float | None
+    mfu: float | None
+    seconds: float
+    spikes: int
+    stopped_by: int | None
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields as plain JSON values."""
+        return {name: str(v) if isinstance(v, Path) else v for name, v in asdict(self).items()}
+
+
+def train(
+    recipe: Recipe, *, progress: bool = True, resume: Resume = "auto", on_step: OnStep | None = None
+) -> TrainResult:
+    """Train as the recipe says, in runs/NAME, and leave there `model/`, `train.jsonl`, `loss.png` and `checkpoints/`.
+
+    resume: "auto" goes on from the last checkpoint where there is one, "never" starts over, "must" insists on one. A
+    resumed run computes what the whole run would have computed: on the CPU bit for bit. progress: a bar on standard
+    error. on_step: called with each line of train.jsonl. SIGINT and SIGTERM save and end the run (`stopped_by`).
+
+    Raises ConfigError for a recipe that cannot work or is not the one of the run that is there, DataError for its text,
+    ResourceError where memory or disk do not suffice, TrainingError where the loss is no longer a number,
+    CheckpointError for a damaged checkpoint.
+    """
+    recipe.check()
+    folder = RunFolder(path=Path(recipe.run.folder).expanduser() / recipe.name)
+    stored = find_start(folder, recipe, resume)
+    with stop_on_signals() as stop:
+        setup = set_up(recipe, progress=progress, stop=stop)
+        state = State() if stored is None else _restore(stored, setup, folder)
+        _begin_folder(folder, recipe, fresh=stored is None)
+        with display.progress_bar(recipe.name, shown=progress) as bar:
+            loop = Loop(recipe, folder, setup, state, stop=stop, progress=bar, on_step=on_step)
+            finished = loop.run()
+        if finished:
+            _export(recipe, folder, setup)
+    lines = read(folder.journal)
+    if lines:
+        display.draw_losses(lines, folder.picture, title=f"{recipe.name}: {state.tokens:,} tokens")
+    return TrainResult(
+        folder=folder.path,
+        model_folder=folder.model,
+        steps=state.step,
+        total_steps=state.total,
+        loss=state.loss,
+        validation_loss=state.validation_loss,
+        best_validation_loss=state.best_loss,
+        best_step=state.best_step,
+        tokens=state.tokens,
+        tokens_per_second=_median(lines, "tokens_per_second"),
+        mfu=_median(lines, "mfu"),
+        seconds=state.seconds,
+        spikes=state.spikes,
+        stopped_by=None if finished else stop.signal,
+    )
+
+
+def _begin_folder(folder: RunFolder, recipe: Recipe, *, fresh: bool) -> None:
+    try:
+        folder.path.mkdir(parents=True, exist_ok=True)
+        if fresh:
+            for old in (folder.path / "checkpoints", folder.tensorboard):
+                if old.exists():
+                    shutil.rmtree(old)
+        write_atomically(folder.recipe, json.dumps(recipe.to_json(), indent=2) + "\n")
+    except OSError as error:
+        raise checkpoints.write_error(folder.path, error) from None
+
+
+def _restore(stored: checkpoints.Stored, setup: Setup, folder: RunFolder) -> State:
+    if stored.values.get("data") != setup.data.folder.name:
+        raise ConfigError(
+            f"the text has changed since {stored.folder} was written (tokens {setup.data.folder.name}, then "
+            f"{stored.values.get('data')}): give back the old text, or start over with --resume never"
+        )
+    state = State.from_json(stored.values["progress"], stored.folder)
+    checkpoints.load(stored, model=setup.model, optimizer=setup.step.optimizer, device=setup.model.device)
+    setup.step.precision.load(stored.values["scaler"])
+    if state.best_step == state.step and stored.folder == folder.last:
+        checkpoints.link(folder.last, folder.best)  # in case the run was killed between the two
+    return state
+
+
+def _export(recipe: Recipe, folder: RunFolder, setup: Setup) -> None:
+    """Write the model folder, from the best weights where they were kept and wanted."""
+    best = checkpoints.find(folder.best) if recipe.run.export == "best" else None
+    if best is not None:
+        checkpoints.load_weights(best, setup.model)
+    setup.model.eval()
+    setup.model.save(folder.model)
+
+
+def _median(lines: list[dict[str, Any]], name: str) -> float | None:
+    values = [line[name] for line in lines if line.get(name) is not None]
+    return median(values) if values else None

@@ -1,0 +1,126 @@
+"""Everything a run needs before its first step: data, model, optimizer, the training step."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from hasten.data import Batches, TokenData, prepare
+from hasten.errors import ConfigError, HastenError
+from hasten.machine import configure, matrix_rate, resolve_device
+from hasten.model.checkpoint import read_json
+from hasten.model.families import read_config
+from hasten.model.load import resolve_folder
+from hasten.model.transformer import Transformer
+from hasten.planning.cost import training_flops_per_token
+from hasten.training import build
+from hasten.training.evaluate import Validation
+from hasten.training.memory import check_memory
+from hasten.training.optimizers import adamw
+from hasten.training.precision import Precision
+from hasten.training.recipe import Recipe
+from hasten.training.step import TrainStep
+from hasten.training.stopping import StopRequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """What the loop works with. flops_per_token: of training. rate: measured FLOP/s of matrix products, if any."""
+
+    data: TokenData
+    batches: Batches
+    validation: Validation | None
+    model: Transformer
+    step: TrainStep
+    flops_per_token: float
+    rate: float | None
+
+    def mfu(self, tokens_per_second: float) -> float | None:
+        """Model FLOPs utilisation (arXiv 2204.02311, appendix B), against the rate measured on this machine."""
+        return None if self.rate is None else self.flops_per_token * tokens_per_second / self.rate
+
+
+def prepare_data(recipe: Recipe, *, init: Path | None, progress: bool) -> TokenData:
+    """The token shards of the recipe's text; with `init` in that folder's tokens unless another one is named."""
+    data = recipe.data
+    return prepare(
+        data.source,
+        tokenizer=data.tokenizer or init,
+        tokenizer_kind=data.tokenizer_kind,
+        vocab_size=data.vocab_size,
+        validation_fraction=data.validation_fraction,
+        text_field=data.text_field,
+        limit_bytes=data.limit_bytes,
+        progress=progress,
+    )
+
+
+def set_up(recipe: Recipe, *, progress: bool, stop: StopRequest) -> Setup:
+    """Prepare the data, check that the run fits into memory, then build the model and its step."""
+    device = resolve_device(recipe.run.device)
+    configure(threads=recipe.run.threads, seed=recipe.run.seed)
+    init = None if recipe.init is None else resolve_folder(recipe.init)
+    data = prepare_data(recipe, init=init, progress=progress)
+    rows, context = recipe.data.batch_size, recipe.data.context
+    batches = Batches(
+        data.train, batch_size=rows, sequence_length=context, seed=recipe.run.seed, workers=recipe.data.workers
+    )
+    validation = None
+    if recipe.data.validation_fraction:
+        validation = Validation(
+            data.validation, batch_size=rows, sequence_length=context, batches=recipe.run.validation_batches
+        )
+    model = _model(recipe, data, init=init, device=device)
+    build.apply_techniques(model, recipe)
+    precision = Precision(recipe.techniques.precision, device)
+    step = TrainStep(
+        model,
+        adamw(model, recipe.optimizer),
+        precision,
+        clip=recipe.optimizer.clip,
+        separate_documents=recipe.data.separate_documents,
+        should_stop=stop.asked,
+    )
+    return Setup(
+        data=data,
+        batches=batches,
+        validation=validation,
+        model=model,
+        step=step,
+        flops_per_token=training_flops_per_token(model.config, recipe.data.context),
+        rate=_rate(precision.dtype, device),
+    )
+
+
+def _model(recipe: Recipe, data: TokenData, *, init: Path | None, device: torch.device) -> Transformer:
+    context, vocab = recipe.data.context, data.tokenizer.vocab_size
+    if init is None:
+        config = build.shape_config(recipe.model, vocab_size=vocab, positions=context, tokenizer=data.tokenizer)
+    else:
+        config = read_config(read_json(init / "config.json"))
+        if vocab > config.vocab_size:
+            raise ConfigError(
+                f"the tokenizer {recipe.data.tokenizer or init} has {vocab:,} tokens and the model {init} "
+                f"{config.vocab_size:,}; use the model's own tokenizer (leave --data.tokenizer away)"
+            )
+        if context > config.max_positions:
+            raise ConfigError(
+                f"data.context is {context:,} and the model {init} knows {config.max_positions:,} positions; lower it"
+            )
+    config = build.training_config(recipe, config)
+    check_memory(config, recipe, device)
+    if init is None:
+        model = build.new_model(config, seed=recipe.run.seed, device=device)
+        eos = next(iter(data.tokenizer.eos_ids), None)
+        model.generation = {} if eos is None else {"bos_token_id": data.tokenizer.bos_id, "eos_token_id": eos}
+    else:
+        model = build.pretrained_model(str(init), recipe, device=device)
+    model.tokenizer = data.tokenizer
+    return model
+
+
+def _rate(dtype: torch.dtype, device: torch.device) -> float | None:
+    try:
+        return matrix_rate(dtype, device=device, seconds=0.5)
+    except HastenError:
+        return None

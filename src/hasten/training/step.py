@@ -1,0 +1,99 @@
+"""One training step: forward and backward of every micro-batch, clipping, the update. Nothing here waits for a device.
+
+The losses of the micro-batches are summed and divided by the number of targets of the whole step, so that a step of
+4 x 8 rows is the step of 32 rows whatever is masked in each of them.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hasten.data import Batch
+from hasten.model.context import TrainingContext
+from hasten.model.transformer import Transformer
+from hasten.training.optimizers import set_learning_rate
+from hasten.training.precision import Precision
+
+IGNORED = -100
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """loss: mean over the targets (nats); gradient_norm: before clipping; both 0-dim float32 on the model's device.
+
+    tokens: input tokens of the step. targets: 0-dim int64, how many of them were predicted.
+    """
+
+    loss: Tensor
+    gradient_norm: Tensor
+    tokens: int
+    targets: Tensor
+
+
+class TrainStep:
+    """The step of one model with one optimizer.
+
+    clip: the largest gradient norm, None for no clipping. separate_documents: attention stays inside the documents that
+    `Batch.documents` numbers. should_stop: asked between micro-batches.
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        optimizer: torch.optim.Optimizer,
+        precision: Precision,
+        *,
+        clip: float | None = 1.0,
+        separate_documents: bool = False,
+        should_stop: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.precision = precision
+        self.clip = clip
+        self.separate_documents = separate_documents
+        self.should_stop = should_stop
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self._plain = TrainingContext([layer.window for layer in model.config.layers])
+
+    def run(self, batches: Sequence[Batch], *, learning_rate: float | None = None) -> StepResult | None:
+        """Train on the micro-batches, on any device, inputs and targets (B, T) int64; the model is left in train mode.
+
+        learning_rate: set it first (None: as it is). Returns None, with the weights untouched, if it was told to stop.
+        """
+        if learning_rate is not None:
+            set_learning_rate(self.optimizer, learning_rate)
+        self.model.train()
+        device = self.model.device
+        targets = torch.stack([(batch.targets != IGNORED).sum() for batch in batches]).sum().to(device)
+        # A step without any target has the loss 0, not 0/0.
+        share = 1.0 / targets.clamp(min=1).float()
+        total = torch.zeros((), device=device)
+        for batch in batches:
+            if self.should_stop():
+                self.optimizer.zero_grad()
+                return None
+            loss = self.loss(batch.to(device, non_blocking=True)) * share
+            self.precision.backward(loss)
+            total += loss.detach()
+        self.precision.unscale(self.optimizer)
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        if self.clip is not None:
+            torch.nn.utils.clip_grads_with_norm_(self.parameters, self.clip, norm)
+        self.precision.step(self.optimizer)
+        self.optimizer.zero_grad()
+        tokens = sum(batch.inputs.numel() for batch in batches)
+        return StepResult(loss=total, gradient_norm=norm, tokens=tokens, targets=targets)
+
+    def loss(self, batch: Batch) -> Tensor:
+        """The sum of the token losses of a batch on the model's device: float32 scalar, nats."""
+        context = self._plain
+        if self.separate_documents and batch.documents is not None:
+            context = TrainingContext([layer.window for layer in self.model.config.layers], batch.documents)
+        # (1, T) instead of (B, T): the rotary table is the same for every row, and is made once.
+        positions = torch.arange(batch.inputs.shape[1], device=batch.inputs.device).unsqueeze(0)
+        with self.precision.autocast():
+            return self.model(batch.inputs, positions, context, targets=batch.targets)
