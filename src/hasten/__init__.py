@@ -17,10 +17,12 @@ _HOMES = {
     "kernels": "hasten.model.binding",
     "generate": "hasten.generation.generate",
     "stream": "hasten.generation.generate",
-    "SamplingParams": "hasten.generation.sampling",
+    "Chat": "hasten.generation.chat",
+    "SamplingParams": "hasten.generation.params",
     "perplexity": "hasten.generation.perplexity",
     "prepare": "hasten.data",
     "train": "hasten.training",
+    "explain": "hasten.model.binding",
     "HastenError": "hasten.errors",
     "HastenWarning": "hasten.errors",
 }

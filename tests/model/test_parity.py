@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from conftest import make_reference
 
 import hasten
 from hasten.generation.cache import StaticCache
 from hasten.model.context import TrainingContext
+from references import make_reference
 
 transformers = pytest.importorskip("transformers")
 

@@ -1,5 +1,73 @@
-"""The `hasten` command."""
+"""The `hasten` command: one file a command, imported only when it is the one that was asked for."""
+
+import sys
+import warnings
+from importlib import import_module
+
+from hasten import __version__
+from hasten.errors import HastenError, HastenWarning
+
+# command -> (module, class, what it does)
+COMMANDS = {
+    "demo": ("hasten.cli.demo", "Demo", "train, evaluate, generate and measure on text that is already here"),
+    "train": ("hasten.cli.train", "Train", "pretrain or finetune by a recipe"),
+    "generate": ("hasten.cli.generate", "Generate", "continue prompts"),
+    "chat": ("hasten.cli.chat", "Chat", "talk to a model that has a chat template"),
+    "eval": ("hasten.cli.eval", "Eval", "perplexity and bits per byte of a text"),
+    "export": ("hasten.cli.export", "Export", "write a model as a Hugging Face folder"),
+    "bench": ("hasten.cli.bench", "Bench", "the ladder: every technique, cumulative, measured, drawn"),
+    "explain": ("hasten.cli.explain", "Explain", "which kernel runs where, and why not the others"),
+    "doctor": ("hasten.cli.doctor", "Doctor", "what this machine offers and what is missing"),
+}
 
 
-def main() -> None:
-    raise SystemExit("not yet")
+def overview() -> str:
+    """The text of `hasten --help`."""
+    lines = [f"  {name:<10} {text}" for name, (_, _, text) in COMMANDS.items()]
+    return "\n".join(
+        [
+            f"hasten {__version__}: a PyTorch language model at the limit of the machine it runs on",
+            "",
+            "usage: hasten COMMAND [options]      (hasten COMMAND --help for its options)",
+            "",
+            *lines,
+        ]
+    )
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run one command. Exit status: 0; 2 for an error of the user's, told in one line; 130 for Ctrl-C."""
+    given = sys.argv[1:] if arguments is None else arguments
+    if not given or given[0] in ("-h", "--help", "help"):
+        print(overview())
+        return
+    if given[0] == "--version":
+        print(f"hasten {__version__}")
+        return
+    if given[0] not in COMMANDS:
+        print(f"error: {given[0]!r} is not a command of hasten\n\n{overview()}", file=sys.stderr)
+        raise SystemExit(2)
+    warnings.showwarning = _show_warning  # type: ignore[assignment]
+    module, name, _ = COMMANDS[given[0]]
+    try:
+        command = getattr(import_module(module), name)
+        if hasattr(command, "main"):  # a command that parses its own arguments
+            command.main(given[1:])
+        else:
+            import tyro
+
+            tyro.cli(command, args=given[1:], prog=f"hasten {given[0]}").run()
+    except HastenError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+    except BrokenPipeError:  # the reader of our output has gone, as `| head` does
+        sys.stderr.close()
+        raise SystemExit(0) from None
+
+
+def _show_warning(message: Warning | str, category: type[Warning], *rest: object) -> None:
+    """Our own warnings as one line; those of libraries only where Python was asked for them (-W)."""
+    if issubclass(category, HastenWarning) or sys.warnoptions:
+        print(f"warning: {message}", file=sys.stderr)

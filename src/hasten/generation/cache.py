@@ -56,6 +56,7 @@ class StaticCache:
                 "positions; shorten the prompt or max_new_tokens"
             )
         self.batch, self.capacity = batch, capacity
+        self.config = config
         self.windows = [layer.window for layer in config.layers]
         shape = (batch * capacity + 1, config.kv_heads, config.head_dim)
         # Zeros, not garbage: a masked row still takes part in a product with probability 0, and 0·NaN is NaN.
@@ -67,6 +68,16 @@ class StaticCache:
     def bytes(self) -> int:
         """Size of the cache in bytes."""
         return sum(t.nbytes for t in (*self.k, *self.v))
+
+    def grow(self, capacity: int) -> None:
+        """Make room for more tokens a sequence, keeping what is there (a copy; the addresses change)."""
+        larger = StaticCache(
+            self.config, batch=self.batch, capacity=capacity, dtype=self.k[0].dtype, device=self.k[0].device
+        )
+        for old, new in zip((*self.k, *self.v), (*larger.k, *larger.v), strict=True):
+            rows = old[:-1].unflatten(0, (self.batch, -1))  # (B, S, Hkv, D)
+            new[:-1].unflatten(0, (self.batch, -1))[:, : self.capacity] = rows
+        self.k, self.v, self.capacity, self.first_slots = larger.k, larger.v, larger.capacity, larger.first_slots
 
     def step(
         self, positions: Tensor, *, valid: Tensor | None = None, fresh: bool = False, read: int | None = None

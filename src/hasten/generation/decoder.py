@@ -25,6 +25,10 @@ class Decoder:
         self.static = static
         self.cache = StaticCache(model.config, batch=batch, capacity=capacity, dtype=model.dtype, device=model.device)
         self.lengths = [0] * batch
+        # longrope has one set of frequencies for sequences within the pretraining context and one for longer ones: a
+        # sequence that grows past it is computed anew, for which its tokens must be known.
+        self._rescale_at = next((r.original_positions for r in model.config.ropes if r.scaling == "longrope"), None)
+        self._history: list[list[int]] = [[] for _ in range(batch)]
 
     @torch.inference_mode()
     def prefill(self, prompts: Sequence[Sequence[int]]) -> Tensor:
@@ -32,8 +36,14 @@ class Decoder:
         longest = max(len(prompt) for prompt in prompts)
         if not all(prompts):
             raise ConfigError("a prompt has no tokens; give at least one (for example the beginning-of-text token)")
-        self._check_room(max(n + len(p) for n, p in zip(self.lengths, prompts, strict=True)))
+        grown = [n + len(p) for n, p in zip(self.lengths, prompts, strict=True)]
+        self._check_room(max(grown))
         piece = max(1, _PREFILL_TOKENS // len(prompts))
+        if self._rescale_at is not None:
+            self._history = [[*h[:n], *p] for h, n, p in zip(self._history, self.lengths, prompts, strict=True)]
+            if any(0 < n <= self._rescale_at < after for n, after in zip(self.lengths, grown, strict=True)):
+                self.lengths, prompts = [0] * len(prompts), self._history
+            longest = piece = max(len(prompt) for prompt in prompts)  # in one piece: its length decides
         logits: Tensor | None = None
         for start in range(0, longest, piece):
             part = [list(prompt[start : start + piece]) for prompt in prompts]
@@ -41,8 +51,8 @@ class Decoder:
             if logits is None:
                 logits = found
             else:  # a row that ended in an earlier piece keeps the logits it got there
-                grown = torch.tensor([bool(p) for p in part], device=found.device)
-                logits = torch.where(grown[:, None], found, logits)
+                took = torch.tensor([bool(p) for p in part], device=found.device)
+                logits = torch.where(took[:, None], found, logits)
         assert logits is not None
         return logits
 
@@ -65,6 +75,10 @@ class Decoder:
     @torch.inference_mode()
     def decode(self, tokens: Tensor) -> Tensor:
         """Append one token to every row, tokens (B,) int64 on the device; return the logits (B, V) after it."""
+        if self._rescale_at is not None:
+            if self._rescale_at in self.lengths:
+                return self.prefill([[token] for token in tokens.tolist()])
+            self._history = [[*h[:n], t] for h, n, t in zip(self._history, self.lengths, tokens.tolist(), strict=True)]
         longest = max(self.lengths) + 1
         self._check_room(longest)
         positions = torch.tensor(self.lengths, device=tokens.device)[:, None]  # (B, 1)

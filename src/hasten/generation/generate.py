@@ -174,12 +174,12 @@ class Generation:
 
 def encode_prompts(model: Transformer, prompts: Prompt | Sequence[Prompt]) -> list[list[int]]:
     """Token ids of one or several prompts, checked against the vocabulary."""
-    if isinstance(prompts, str) or (len(prompts) > 0 and all(isinstance(p, int) for p in prompts)):
-        prompts = [prompts]  # type: ignore[list-item]
-    if not prompts:
+    one = isinstance(prompts, str) or (len(prompts) > 0 and all(isinstance(p, int) for p in prompts))
+    several: Sequence[Any] = [prompts] if one else prompts
+    if not several:
         raise ConfigError("no prompt was given")
     encoded = []
-    for prompt in prompts:
+    for prompt in several:
         if isinstance(prompt, str):
             if model.tokenizer is None:
                 raise ConfigError("this model's folder has no tokenizer: give the prompt as token ids")
@@ -187,7 +187,7 @@ def encode_prompts(model: Transformer, prompts: Prompt | Sequence[Prompt]) -> li
             if not ids and model.tokenizer.bos_id is not None:
                 ids = [model.tokenizer.bos_id]  # an empty prompt starts a text
         else:
-            ids = [int(token) for token in prompt]  # type: ignore[union-attr]
+            ids = [int(token) for token in prompt]
         wrong = [token for token in ids if not 0 <= token < model.config.vocab_size]
         if wrong:
             raise ConfigError(f"token id {wrong[0]} is outside the vocabulary of {model.config.vocab_size}")

@@ -16,11 +16,11 @@ def initialize(
     """
     with torch.device("meta"):
         model = Transformer(config)
-    model = model.to(dtype).to_empty(device=device)
+    model.to(dtype)
+    model.to_empty(device=device)
     if config.tie_embeddings:
         model.head.weight = model.embedding.weight
-    for table in model.ropes:
-        table.reset(torch.device(device))
+    model.reset_ropes(torch.device(device))
     generator = torch.Generator(device=device).manual_seed(seed)
     std = float(config.source.get("initializer_range") or 0.02)
     residual = std / (2 * len(config.layers)) ** 0.5

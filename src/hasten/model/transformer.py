@@ -232,8 +232,15 @@ class Transformer(nn.Module):
 
     def bind(self, *, attention: str | None = None) -> None:
         """Choose every layer's kernels anew, or force one by name; needed after moving to another device or dtype."""
-        for block in self.blocks:
-            block.attention.bind(attention)
+        for layer in self.modules():
+            if isinstance(layer, Attention):
+                layer.bind(attention)
+
+    def reset_ropes(self, device: torch.device | None = None) -> None:
+        """Compute the rotary frequencies, which a model made on the meta device lacks."""
+        for table in self.ropes.children():
+            if isinstance(table, RotaryTable):
+                table.reset(device)
 
     def save(self, folder: str | Path) -> None:
         """Write a Hugging Face folder that transformers loads; see `hasten.model.export.save`."""

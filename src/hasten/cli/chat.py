@@ -1,0 +1,70 @@
+"""`hasten chat`: a conversation in the terminal."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from hasten.cli.options import ModelOptions, SamplingOptions
+from hasten.errors import CheckpointError, ConfigError
+
+HELP = "/clear forgets the conversation, /exit (or Ctrl-D) leaves, Ctrl-C stops an answer"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chat(SamplingOptions, ModelOptions):
+    """Talk to a model that has a chat template. Ctrl-C stops the answer, Ctrl-D leaves."""
+
+    system: str | None = None
+    """A system message to begin with."""
+    template: Path | None = None
+    """A file with a chat template (Jinja), where the folder has none or another is wanted."""
+
+    def run(self) -> None:
+        model = self.load()
+        from hasten.cli.sampling import sampling_params
+        from hasten.generation.chat import Chat as Conversation
+        from hasten.generation.generate import Timing
+
+        if self.template is not None and model.tokenizer is not None:
+            try:
+                text = self.template.read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise CheckpointError(f"{self.template} cannot be read: {error}") from None
+            model.tokenizer = model.tokenizer.with_chat_template(text, origin=str(self.template))
+        params = sampling_params(self, seed=self.seed, ignore_eos=self.ignore_eos, folder=model.generation)
+        chat = Conversation(model, system=self.system)
+        print(HELP, file=sys.stderr)
+        while True:
+            try:
+                text = input("> " if sys.stdin.isatty() else "")
+            except EOFError:
+                return
+            except KeyboardInterrupt:
+                print("\n(Ctrl-D or /exit leaves)", file=sys.stderr)
+                continue
+            if text.strip() in ("/exit", "/quit"):
+                return
+            if text.strip() == "/clear":
+                chat.clear()
+                continue
+            if not text.strip():
+                continue
+            timing = Timing()
+            answer = chat.say(text, params, timing=timing)
+            try:
+                for piece in answer:
+                    print(piece, end="", flush=True)
+            except KeyboardInterrupt:
+                answer.close()
+                print(" [stopped]", end="")
+            except ConfigError as error:
+                print(f"error: {error}; /clear starts anew", file=sys.stderr)
+                continue
+            print()
+            print(
+                f"[{timing.prefill_tokens} new prompt tokens, {chat.reused} from the cache, "
+                f"{timing.decode_tokens_per_second:.1f} tokens/s]",
+                file=sys.stderr,
+            )

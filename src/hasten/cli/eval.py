@@ -1,0 +1,40 @@
+"""`hasten eval`: how well a model predicts a text."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from hasten.cli.options import ModelOptions
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eval(ModelOptions):
+    """Perplexity and bits per byte of a text; every token after the first of a document is predicted once."""
+
+    text: str
+    """A file, a folder or a glob of .txt, .py, .md, .jsonl or .parquet; each file or line of .jsonl is a document."""
+    context: int | None = None
+    """Tokens a window holds; the model's positions, at most 2048, by default."""
+    stride: int | None = None
+    """How far a window moves; half the context by default. Smaller is slower and gives each token more context."""
+    limit_bytes: int | None = None
+    """Stop after about so many bytes of text."""
+    json: str | None = None
+    """Write perplexity, bits_per_byte and tokens as JSON to this file; "-": to standard output."""
+
+    def run(self) -> None:
+        from hasten.bench.report import write_json
+        from hasten.cli.progress import counter
+        from hasten.data import read_documents
+
+        documents = list(read_documents(self.text, limit_bytes=self.limit_bytes))
+        model = self.load()
+        from hasten.generation.perplexity import perplexity
+
+        with counter("scored tokens") as advance:
+            found = perplexity(model, documents, context=self.context, stride=self.stride, advance=advance)
+        if self.json is not None:
+            write_json(self.json, asdict(found))
+        if self.json != "-":
+            bits = "" if found.bits_per_byte is None else f"bits per byte {found.bits_per_byte:.4f}   "
+            print(f"perplexity {found.perplexity:.4f}   {bits}tokens {found.tokens:,}")

@@ -1,0 +1,96 @@
+"""`hasten generate`: continue one prompt as a stream, or several as a batch."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from hasten.cli.options import ModelOptions, SamplingOptions
+from hasten.errors import ConfigError
+
+if TYPE_CHECKING:
+    from hasten.generation.generate import Generation
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generate(SamplingOptions, ModelOptions):
+    """Continue a prompt, or several at once."""
+
+    prompt: tuple[str, ...] = ()
+    """One or more texts; "-" reads one from standard input."""
+    prompt_ids: tuple[int, ...] = ()
+    """A prompt as token ids instead, for a folder without a tokenizer."""
+    compile: bool = False
+    """Compile the model's blocks first (some seconds), for long answers."""
+    json: str | None = None
+    """Write the result as JSON to this file; "-": to standard output, and nothing else there."""
+
+    def run(self) -> None:
+        if bool(self.prompt) == bool(self.prompt_ids):
+            raise ConfigError("give either --prompt TEXT or --prompt-ids ID …")
+        prompts: list[Any] = [list(self.prompt_ids)] if self.prompt_ids else [_text(text) for text in self.prompt]
+        model = self.load()
+        from hasten.cli.sampling import sampling_params
+        from hasten.generation.generate import Generation, Timing
+
+        params = sampling_params(self, seed=self.seed, ignore_eos=self.ignore_eos, folder=model.generation)
+        if self.compile:
+            from hasten.generation.compiled import compile_blocks
+
+            compile_blocks(model)
+        timing = Timing()
+        run = Generation(model, prompts, params, compiled=self.compile, timing=timing)
+        show = self.json != "-"
+        if show and len(prompts) == 1:
+            print(prompts[0] if isinstance(prompts[0], str) else "", end="", flush=True)
+        results = _collect(run, stream=show and len(prompts) == 1, ids=model.tokenizer is None)
+        if show and len(prompts) > 1:
+            for prompt, result in zip(prompts, results, strict=True):
+                print(f"--- {prompt!r}\n{prompt}{result['text']}")
+        speeds = {
+            "prefill_tokens_per_second": timing.prefill_tokens_per_second,
+            "decode_tokens_per_second": timing.decode_tokens_per_second,
+            "time_to_first_token_seconds": timing.first_token,
+        }
+        if show:
+            print(
+                f"\n[{timing.prefill_tokens} prompt tokens at {speeds['prefill_tokens_per_second']:.1f}/s, "
+                f"{sum(len(r['tokens']) for r in results)} new at {speeds['decode_tokens_per_second']:.1f}/s, "
+                f"first after {timing.first_token:.2f} s]",
+                file=sys.stderr,
+            )
+        if self.json is not None:
+            from hasten.bench.report import write_json
+
+            write_json(self.json, results[0] | speeds if len(results) == 1 else {"outputs": results} | speeds)
+
+
+def _text(text: str) -> str:
+    return sys.stdin.read() if text == "-" else text
+
+
+def _collect(run: Generation, *, stream: bool, ids: bool) -> list[dict[str, Any]]:
+    texts: list[list[str]] = [[] for _ in run.prompts]
+    tokens: list[list[int]] = [[] for _ in run.prompts]
+    interrupted = False
+    try:
+        for step in run:
+            for row, token, delta in step:
+                tokens[row].append(token)
+                texts[row].append(delta.text)
+                if stream:
+                    print(f"{token} " if ids else delta.text, end="", flush=True)
+    except KeyboardInterrupt:  # what there is so far is still shown, counted and written
+        interrupted = True
+    if stream:
+        print()
+    return [
+        {
+            "text": "".join(texts[row]),
+            "tokens": tokens[row],
+            "finish_reason": output.finish_reason or ("interrupted" if interrupted else "length"),
+            "prompt_tokens": len(run.prompts[row]),
+        }
+        for row, output in enumerate(run.outputs)
+    ]

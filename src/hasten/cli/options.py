@@ -1,0 +1,61 @@
+"""Options that every command that runs a model shares."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import tyro
+
+if TYPE_CHECKING:
+    from hasten.model.transformer import Transformer
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """Which model, and how it is run."""
+
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
+    """A Hugging Face folder, or a hub id such as owner/name."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Of the weights and the arithmetic; auto is the checkpoint's own."""
+    device: str = "auto"
+    """auto, cpu, cuda or cuda:INDEX."""
+    threads: int | None = None
+    """CPU threads; all cores of this process by default."""
+    seed: int | None = None
+    """Makes sampling reproducible."""
+    ignore_eos: bool = False
+    """Go on after the end-of-text token (for measuring)."""
+
+    def load(self) -> Transformer:
+        """Load the model onto the device, with the threads and the seed set."""
+        from hasten.machine import configure, resolve_device
+        from hasten.model.load import load
+
+        configure(threads=self.threads, seed=self.seed)
+        return load(
+            self.model,
+            dtype=None if self.dtype == "auto" else self.dtype,
+            device=str(resolve_device(self.device)),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingOptions:
+    """How the next token is chosen."""
+
+    max_new_tokens: int = 256
+    temperature: float | None = None
+    """0 takes the most likely token. The folder's generation_config.json decides by default, else 1."""
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] | None = None
+    """Token ids and what is added to their scores: --logit-bias 50256 -100."""
+    stop: tuple[str, ...] = ()
+    """Texts that end the answer and are not shown."""
+    min_new_tokens: int = 0

@@ -1,0 +1,84 @@
+"""A conversation whose cache is kept from turn to turn: only what is new is computed."""
+
+from collections.abc import Generator
+from typing import Any
+
+from hasten.errors import ConfigError
+from hasten.generation.decoder import Decoder
+from hasten.generation.generate import Generation, Timing, fit
+from hasten.generation.params import SamplingParams
+from hasten.model.transformer import Transformer
+
+
+class Chat:
+    """The history of one conversation and the cache that holds its tokens.
+
+    Raises ConfigError at once if the model has no tokenizer or no chat template.
+    """
+
+    def __init__(self, model: Transformer, *, system: str | None = None) -> None:
+        if model.tokenizer is None:
+            raise ConfigError("this model's folder has no tokenizer; a chat needs one")
+        self.model = model
+        self.tokenizer = model.tokenizer
+        self.messages: list[dict[str, Any]] = []
+        self.system = system
+        self.clear()
+        self.tokenizer.render_chat([{"role": "user", "content": "?"}])  # refuses a model without a template now
+        self._decoder: Decoder | None = None
+        self._cached: list[int] = []  # the ids whose keys and values stand in the cache
+        self.reused = 0  # tokens of the last prompt that were found in the cache
+
+    def clear(self) -> None:
+        """Forget the conversation (the system message stays)."""
+        self.messages = [] if self.system is None else [{"role": "system", "content": self.system}]
+
+    def say(self, text: str, params: SamplingParams, *, timing: Timing | None = None) -> Generator[str, None, None]:
+        """Send the user's text and yield the answer piece by piece.
+
+        Closing the iterator early (or Ctrl-C) ends the answer; what was said so far stays in the history. If the
+        conversation no longer fits the model's positions, ConfigError says so and the turn is taken back.
+        """
+        self.messages.append({"role": "user", "content": text})
+        try:
+            prompt = self.tokenizer.encode_chat(self.messages, add_generation_prompt=True)
+            params = fit(params, len(prompt), self.model)
+            decoder = self._with_room(len(prompt) + params.max_new_tokens)
+        except Exception:
+            self.messages.pop()
+            raise
+        # At least the last token is computed anew: its logits are needed.
+        self.reused = min(_common(self._cached, prompt), len(prompt) - 1)
+        decoder.truncate(self.reused)
+        self._cached = self._cached[: self.reused]
+        answer: list[str] = []
+        tokens: list[int] = []
+        run = Generation(self.model, [prompt], params, decoder=decoder, reused=self.reused, timing=timing)
+        try:
+            for step in run:
+                for _, token, delta in step:
+                    tokens.append(token)
+                    answer.append(delta.text)
+                    if delta.text:
+                        yield delta.text
+        finally:
+            # The cache holds the prompt and what was decoded; the newest token is not in it yet.
+            self._cached = [*prompt, *tokens][: decoder.lengths[0]]
+            self.messages.append({"role": "assistant", "content": "".join(answer)})
+
+    def _with_room(self, tokens: int) -> Decoder:
+        """The decoder, with a cache of at least so many tokens: doubled when it must grow, its contents kept."""
+        if self._decoder is None:
+            capacity = min(max(tokens, 1024), self.model.config.max_positions)
+            self._decoder = Decoder(self.model, batch=1, capacity=capacity)
+        elif tokens > self._decoder.cache.capacity:
+            capacity = min(max(tokens, 2 * self._decoder.cache.capacity), self.model.config.max_positions)
+            self._decoder.cache.grow(capacity)
+        return self._decoder
+
+
+def _common(a: list[int], b: list[int]) -> int:
+    for index, (x, y) in enumerate(zip(a, b, strict=False)):
+        if x != y:
+            return index
+    return min(len(a), len(b))

@@ -1,0 +1,117 @@
+"""Tiny random transformers models of every family, the reference that ours is compared with."""
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+transformers.logging.set_verbosity_error()
+
+BASE = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 101,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+GPT = {
+    "n_embd": 64,
+    "n_layer": 3,
+    "n_head": 4,
+    "vocab_size": 101,
+    "n_positions": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "partial_rotary_factor": 0.5,
+    "short_factor": [1.0, 1.1, 1.2, 1.3],
+    "long_factor": [2.0, 3.0, 4.0, 5.0],
+    "original_max_position_embeddings": 16,
+}
+
+# name -> (config class, model class, config values)
+CASES = {
+    "gpt2": ("GPT2Config", "GPT2LMHeadModel", GPT),
+    "gpt2-scaled": ("GPT2Config", "GPT2LMHeadModel", GPT | {"scale_attn_by_inverse_layer_idx": True, "n_inner": 80}),
+    "gpt_bigcode": ("GPTBigCodeConfig", "GPTBigCodeForCausalLM", GPT),
+    "gpt_bigcode-mha": ("GPTBigCodeConfig", "GPTBigCodeForCausalLM", GPT | {"multi_query": False}),
+    "llama": ("LlamaConfig", "LlamaForCausalLM", BASE),
+    "llama-mha": ("LlamaConfig", "LlamaForCausalLM", BASE | {"num_key_value_heads": 4}),
+    "llama-mqa": ("LlamaConfig", "LlamaForCausalLM", BASE | {"num_key_value_heads": 1, "tie_word_embeddings": True}),
+    "llama-biases": ("LlamaConfig", "LlamaForCausalLM", BASE | {"attention_bias": True, "mlp_bias": True}),
+    "llama-linear": (
+        "LlamaConfig",
+        "LlamaForCausalLM",
+        BASE | {"rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 1e4}},
+    ),
+    "llama-llama3": ("LlamaConfig", "LlamaForCausalLM", BASE | {"rope_parameters": LLAMA3, "head_dim": 32}),
+    "llama-yarn": ("LlamaConfig", "LlamaForCausalLM", BASE | {"rope_parameters": YARN}),
+    "mistral": ("MistralConfig", "MistralForCausalLM", BASE | {"sliding_window": 7}),
+    "mistral-plain": ("MistralConfig", "MistralForCausalLM", BASE | {"sliding_window": None, "head_dim": 24}),
+    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", BASE),
+    "qwen2-window": (
+        "Qwen2Config",
+        "Qwen2ForCausalLM",
+        BASE | {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 2},
+    ),
+    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", BASE | {"head_dim": 32, "tie_word_embeddings": True}),
+    "gemma2": ("Gemma2Config", "Gemma2ForCausalLM", BASE | {"head_dim": 32, "sliding_window": 6}),
+    "gemma3_text": (
+        "Gemma3TextConfig",
+        "Gemma3ForCausalLM",
+        BASE | {"head_dim": 32, "sliding_window": 6, "sliding_window_pattern": 2, "query_pre_attn_scalar": 32},
+    ),
+    "phi3": ("Phi3Config", "Phi3ForCausalLM", BASE),
+    "phi3-longrope": (
+        "Phi3Config",
+        "Phi3ForCausalLM",
+        BASE | {"rope_parameters": LONG, "original_max_position_embeddings": 16, "max_position_embeddings": 64},
+    ),
+    "phi3-window": ("Phi3Config", "Phi3ForCausalLM", BASE | {"sliding_window": 5}),
+    "mixtral": ("MixtralConfig", "MixtralForCausalLM", BASE | {"num_local_experts": 4}),
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        "Qwen3MoeForCausalLM",
+        BASE
+        | {
+            "head_dim": 32,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+            "mlp_only_layers": [1],
+            "norm_topk_prob": True,
+        },
+    ),
+}
+
+
+def make_reference(name: str, seed: int = 0):
+    """A random float32 transformers model whose logits are of order 1, with norms and biases that are not trivial."""
+    config_class, model_class, values = CASES[name]
+    torch.manual_seed(seed)
+    config = getattr(transformers, config_class)(**values)
+    model = getattr(transformers, model_class)(config).eval()
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+            else:  # tied embeddings score with the same matrix, so it cannot be left at 0.02
+                embedding = "embed" in parameter_name or "wte" in parameter_name
+                parameter.normal_(0, 0.3 if embedding else 1.2 / parameter.shape[-1] ** 0.5)
+    return model
