@@ -12,9 +12,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.model.folders import CONFIG, read_raw, tensors, write_folder, write_raw
 
 import hasten
+from checkpoint_folders import CONFIG, read_raw, tensors, write_folder, write_raw
 from hasten.errors import CheckpointError, HastenError, HastenWarning
 from hasten.machine import PeakMemory
 
