@@ -1,0 +1,123 @@
+"""The commands as a user runs them: what they print, where, and with which exit status."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from hasten.cli.main import COMMANDS, main
+
+
+def run(*arguments, **settings):
+    return subprocess.run(
+        [sys.executable, "-m", "hasten", *map(str, arguments)], capture_output=True, text=True, timeout=120, **settings
+    )
+
+
+def test_help_is_quick_and_needs_no_torch():
+    probe = (
+        "import sys; from hasten.cli.main import main\n"
+        "try: main(['--help'])\nexcept SystemExit: pass\n"
+        "assert not {'torch', 'numpy', 'matplotlib', 'transformers'} & set(sys.modules), sys.modules.keys()"
+    )
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert all(name in done.stdout for name in COMMANDS)
+
+
+@pytest.mark.parametrize("name", list(COMMANDS))
+def test_every_command_has_help_that_needs_no_torch(name):
+    probe = (
+        f"import sys; from hasten.cli.main import main\n"
+        f"try: main([{name!r}, '--help'])\nexcept SystemExit as e: assert not e.code, e.code\n"
+        "assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "usage" in done.stdout
+
+
+def test_generate_json_is_all_there_is_on_standard_output(tiny_folder, capfd):
+    main(
+        [
+            "generate",
+            str(tiny_folder),
+            "--prompt",
+            "def add",
+            "--max-new-tokens",
+            "5",
+            "--temperature",
+            "0",
+            "--json",
+            "-",
+            "--ignore-eos",
+        ]
+    )
+    out, _ = capfd.readouterr()
+    result = json.loads(out)
+    assert set(result) == {
+        "text",
+        "tokens",
+        "finish_reason",
+        "prompt_tokens",
+        "prefill_tokens_per_second",
+        "decode_tokens_per_second",
+        "time_to_first_token_seconds",
+    }
+    assert len(result["tokens"]) == 5
+    assert result["finish_reason"] == "length"
+    assert result["decode_tokens_per_second"] > 0
+
+
+def test_generate_streams_text_and_reports_speed_apart(tiny_folder, capfd):
+    main(["generate", str(tiny_folder), "--prompt", "def add", "--max-new-tokens", "5", "--seed", "1"])
+    out, err = capfd.readouterr()
+    assert out.startswith("def add")
+    assert "prompt tokens" in err
+
+
+def test_generate_several_prompts_and_ids(tiny_folder, tmp_path, capfd):
+    file = tmp_path / "out.json"
+    main(["generate", str(tiny_folder), "--prompt", "def", "for", "--max-new-tokens", "3", "--json", str(file)])
+    assert [o["prompt_tokens"] for o in json.loads(file.read_text())["outputs"]] == [1, 1]
+    main(["generate", str(tiny_folder), "--prompt-ids", "1", "2", "--max-new-tokens", "3", "--json", "-"])
+
+
+def test_eval_json(tiny_folder, tmp_path, capfd):
+    text = tmp_path / "text.txt"
+    text.write_text("def add(a, b):\n    return a + b\n" * 5)
+    main(["eval", str(tiny_folder), "--text", str(text), "--context", "32", "--json", "-"])
+    result = json.loads(capfd.readouterr().out)
+    assert set(result) == {"perplexity", "bits_per_byte", "tokens"}
+    assert result["perplexity"] > 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["nonsense"], "not a command"),
+        (["generate", "no/such/folder", "--prompt", "x"], "no/such/folder"),
+        (["generate", "FOLDER"], "--prompt"),
+        (["generate", "FOLDER", "--prompt", "x", "--temperature", "-1"], "temperature"),
+        (["generate", "FOLDER", "--prompt", "x", "--device", "cuda:9"], "cuda"),
+        (["generate", "FOLDER", "--prompt", "x", "--threads", "0"], "threads"),
+        (["eval", "FOLDER", "--text", "/no/such/file"], "/no/such/file"),
+        (["chat", "FOLDER", "--template", "/no/such/file"], "/no/such/file"),
+    ],
+)
+def test_errors_are_one_line_and_exit_2(arguments, words, tiny_folder, capfd):
+    with pytest.raises(SystemExit) as exit_:
+        main([str(tiny_folder) if a == "FOLDER" else a for a in arguments])
+    assert exit_.value.code == 2
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert words in err
+    assert "Traceback" not in err
+
+
+def test_chat_reads_lines_and_answers(tiny_folder):
+    done = run("chat", tiny_folder, "--max-new-tokens", "4", "--seed", "0", input="hello\n/clear\nagain\n/exit\n")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("from the cache") == 2
+    assert len(done.stdout.splitlines()) >= 2

@@ -1,0 +1,21 @@
+"""Fixtures shared by the rooms: a tiny Llama with a tokenizer and a chat template, in memory and as a folder."""
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory):
+    """A Hugging Face folder of a tiny random Llama with a byte-level tokenizer and a ChatML-like template."""
+    from references import tiny_llama
+
+    folder = tmp_path_factory.mktemp("tiny") / "model"
+    tiny_llama().save(folder)
+    return folder
+
+
+@pytest.fixture
+def tiny(tiny_folder):
+    """The tiny model, loaded anew for each test."""
+    import hasten
+
+    return hasten.load(tiny_folder)

@@ -1,0 +1,79 @@
+"""Perplexity: every token after the first of a document is predicted once, with the context that was promised."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import hasten
+from hasten.errors import ConfigError
+from hasten.generation.perplexity import windows
+from hasten.model.context import TrainingContext
+from references import tiny_llama
+
+MODEL = tiny_llama()
+
+
+def naive(model, documents):
+    """Mean loss with each document in one pass."""
+    total, count = 0.0, 0
+    context = TrainingContext([layer.window for layer in model.config.layers])
+    for tokens in documents:
+        with torch.no_grad():
+            logits = model(torch.tensor([tokens[:-1]]), torch.arange(len(tokens) - 1)[None], context)[0]
+        total += torch.nn.functional.cross_entropy(logits, torch.tensor(tokens[1:]), reduction="sum").item()
+        count += len(tokens) - 1
+    return math.exp(total / count), count
+
+
+@given(st.integers(0, 200), st.integers(2, 50), st.data())
+def test_windows_score_every_token_after_the_first_once(length, context, data):
+    stride = data.draw(st.integers(1, context - 1))
+    tokens = list(range(length))
+    scored = []
+    for window in windows(tokens, context=context, stride=stride):
+        assert len(window.tokens) <= context
+        assert window.first >= 1
+        scored += window.tokens[window.first :]
+        if window.tokens[0] > 0:  # not the beginning: the promised context stands before the first scored token
+            assert window.first >= context - stride
+    assert scored == tokens[1:]
+
+
+@settings(deadline=None, max_examples=10)
+@given(st.lists(st.lists(st.integers(0, 255), min_size=2, max_size=60), min_size=1, max_size=5))
+def test_equals_the_plain_loss_where_documents_fit_the_context(documents):
+    found = hasten.perplexity(MODEL, documents, context=64)
+    expected, count = naive(MODEL, documents)
+    assert found.tokens == count
+    assert found.perplexity == pytest.approx(expected, rel=1e-5)
+    assert found.bits_per_byte is None
+
+
+def test_texts_have_bits_per_byte():
+    texts = ["def add(a, b):\n    return a + b\n", "for é in names: pass"]
+    found = hasten.perplexity(MODEL, texts, context=16, stride=4)
+    tokens = [MODEL.tokenizer.encode(text) for text in texts]
+    assert found.tokens == sum(len(t) - 1 for t in tokens)
+    size = sum(len(text.encode()) for text in texts)
+    assert found.bits_per_byte == pytest.approx(math.log2(found.perplexity) * found.tokens / size)
+
+
+def test_smaller_strides_see_more_context():
+    document = [list(range(250)) * 2]
+    many, few = (hasten.perplexity(MODEL, document, context=64, stride=stride) for stride in (8, 63))
+    assert many.tokens == few.tokens == 499
+    assert many.perplexity != few.perplexity
+
+
+@pytest.mark.parametrize(("context", "stride"), [(1, None), (513, None), (64, 64), (64, 0)])
+def test_bad_windows_are_refused(context, stride):
+    with pytest.raises(ConfigError):
+        hasten.perplexity(MODEL, [[1, 2, 3]], context=context, stride=stride)
+
+
+def test_nothing_to_predict():
+    with pytest.raises(ConfigError, match="too short"):
+        hasten.perplexity(MODEL, [[1], []])
