@@ -49,7 +49,8 @@ def attention(
     """Causal attention of q (B, T, H, D) over k, v (B, S, Hkv, D), returning (B, T, H, D).
 
     The T queries are the last of the S positions (aligned bottom right). `mask`, bool (B, T, S) or (T, S), True where
-    a query sees a key, replaces causality. `kernel` forces one by name. Raises ConfigError for shapes that do not fit.
+    a query sees a key, replaces causality (and then there can be no window). `kernel` forces one by name. Raises
+    ConfigError for shapes, dtypes and options that do not fit.
     """
     if q.dim() != 4 or k.dim() != 4 or k.shape != v.shape:
         raise ConfigError(
@@ -63,6 +64,9 @@ def attention(
         )
     if mask is None and q.shape[1] > k.shape[1]:
         raise ConfigError(f"{q.shape[1]} causal queries over {k.shape[1]} keys: the first queries would see nothing")
+    if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
+        raise ConfigError(f"q, k and v must have one floating dtype; found {q.dtype}, {k.dtype}, {v.dtype}")
+    _check_options(q, k, window=window, softcap=softcap, mask=mask, dropout=dropout)
     spec = AttentionSpec(
         heads=q.shape[2],
         kv_heads=k.shape[2],
@@ -74,3 +78,22 @@ def attention(
     chosen = pick(KERNELS, AttentionRequest(spec=spec, device=q.device, dtype=q.dtype), forced=kernel)
     run: Callable[..., Tensor] = chosen.run
     return run(q, k, v, spec=spec, mask=mask, dropout=dropout)
+
+
+def _check_options(
+    q: Tensor, k: Tensor, *, window: int | None, softcap: float | None, mask: Tensor | None, dropout: float
+) -> None:
+    if mask is not None:
+        rows = (q.shape[1], k.shape[1])  # (T, S)
+        if mask.dtype != torch.bool or tuple(mask.shape) not in (rows, (q.shape[0], *rows)):
+            raise ConfigError(
+                f"mask must be bool of shape {rows} or {(q.shape[0], *rows)}; found {mask.dtype}, {tuple(mask.shape)}"
+            )
+        if window is not None:
+            raise ConfigError("a mask replaces causality and its window; put the window into the mask")
+    if window is not None and window < 1:
+        raise ConfigError(f"window must be at least 1 (the query's own key), or None; found {window}")
+    if softcap is not None and not softcap > 0:
+        raise ConfigError(f"softcap must be positive, or None; found {softcap}")
+    if not 0 <= dropout < 1:
+        raise ConfigError(f"dropout must be at least 0 and below 1; found {dropout}")
