@@ -1,0 +1,58 @@
+"""`hasten export MODEL OUTPUT`: a model as a Hugging Face folder."""
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import tyro
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Export:
+    """Write a model as a Hugging Face folder that transformers loads, converted to another dtype if asked.
+
+    Vocabulary padding is taken off, weights are checked for NaN, and pieces of a checkpoint are brought into the
+    layout that the model's family publishes.
+    """
+
+    model: tyro.conf.Positional[str]
+    """A Hugging Face folder, or a hub id (owner/name)."""
+
+    output: tyro.conf.Positional[Path]
+    """The folder to write; it may be the model's own."""
+
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """The dtype of the weights; auto keeps the model's own."""
+
+    json: str | None = None
+    """Write what was done as JSON into this file, or - for standard output."""
+
+    def run(self) -> None:
+        from rich.console import Console
+
+        from hasten.machine import resolve_dtype
+        from hasten.model.export import save
+        from hasten.model.load import load
+
+        console = Console(stderr=True)
+        with console.status(f"reading {self.model}"):
+            model = load(self.model)
+        dtype = resolve_dtype(self.dtype, auto=model.dtype)
+        with console.status(f"writing {self.output}"):
+            save(model, self.output, dtype=dtype)
+        files = sorted(self.output.glob("model*.safetensors"))
+        size = sum(path.stat().st_size for path in files)
+        name = str(dtype).removeprefix("torch.")
+        if self.json is None:
+            print(f"{self.output}: {model.config.family}, {name}, {size / 1e9:.3f} GB in {len(files)} file(s)")
+            return
+        done = {"output": str(self.output), "family": model.config.family, "dtype": name, "bytes": size}
+        text = json.dumps(done | {"files": [path.name for path in files]}, indent=2) + "\n"
+        if self.json == "-":
+            sys.stdout.write(text)
+        else:
+            from hasten.machine.files import write_atomically
+
+            write_atomically(Path(self.json), text)

@@ -1,0 +1,45 @@
+"""Padding the vocabulary: matrix products are faster where the rows of the head are a multiple of the tile.
+
+nanoGPT's 50,257 -> 50,304 is the well-known case. The padded rows are zero, never looked up and cut off the logits, so
+the model computes what it did; `hasten.model.export.save` takes them off again.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from hasten.errors import ConfigError
+from hasten.model.transformer import Transformer
+
+
+def pad_vocabulary(model: Transformer, multiple: int = 64) -> Transformer:
+    """Round the rows of embedding and head up to a multiple, in place; returns the same model.
+
+    Rows past `model.config.vocab_size` are zero; multiple=1 takes padding off. Both matrices become new parameters
+    (one, where they are tied), so call it before making an optimizer and before compiling. Logits keep their shape
+    (..., vocab_size); a matrix product of another size may sum in another order, so that they agree to the last few
+    bits. Raises ConfigError for a multiple below 1.
+    """
+    if isinstance(multiple, bool) or not isinstance(multiple, int) or multiple < 1:
+        raise ConfigError(f"the vocabulary can be padded to a multiple of 1 or more; found {multiple!r}")
+    config = model.config.padded_to(multiple)
+    if config.padded_vocab_size == model.config.padded_vocab_size:
+        return model
+    tied = model.head.weight is model.embedding.weight
+    model.embedding.weight = _resized(model.embedding.weight, config.vocab_size, config.padded_vocab_size)
+    model.embedding.num_embeddings = config.padded_vocab_size
+    if tied:
+        model.head.weight = model.embedding.weight
+    else:
+        model.head.weight = _resized(model.head.weight, config.vocab_size, config.padded_vocab_size)
+    if model.head.bias is not None:
+        model.head.bias = _resized(model.head.bias, config.vocab_size, config.padded_vocab_size)
+    model.head.out_features = config.padded_vocab_size
+    model.config = config
+    return model
+
+
+def _resized(old: Tensor, keep: int, rows: int) -> nn.Parameter:
+    with torch.no_grad():
+        new = torch.zeros(rows, *old.shape[1:], dtype=old.dtype, device=old.device)
+        new[:keep] = old[:keep]
+    return nn.Parameter(new, requires_grad=old.requires_grad)

@@ -1,0 +1,92 @@
+"""hasten.kernels forces and restores; explain gives a reason for everything."""
+
+import json
+from dataclasses import asdict
+
+import pytest
+import torch
+
+import hasten
+from hasten.errors import ConfigError
+from hasten.model.binding import explain, kernels
+from hasten.model.context import TrainingContext
+from references import make_reference
+
+
+def bound(model):
+    return [block.attention.kernel.name for block in model.blocks]
+
+
+def logits(model):
+    tokens = torch.tensor([[1, 5, 9, 2]])
+    with torch.no_grad():
+        return model(tokens, torch.arange(4)[None], TrainingContext([None] * len(model.config.layers)))
+
+
+def test_within_the_block_the_named_kernel_runs_and_then_the_old_one():
+    model = hasten.load(make_reference("llama"))
+    assert set(bound(model)) == {"sdpa"}
+    before = logits(model)
+    with hasten.kernels(model, attention="reference") as same:
+        assert same is model
+        assert set(bound(model)) == {"reference"}
+        torch.testing.assert_close(logits(model), before, rtol=1e-5, atol=1e-5)
+    assert set(bound(model)) == {"sdpa"}
+    assert torch.equal(logits(model), before)
+
+
+def test_the_old_kernels_come_back_after_an_exception():
+    model = hasten.load(make_reference("llama"))
+    with pytest.raises(KeyError), kernels(model, attention="reference"):
+        raise KeyError
+    assert set(bound(model)) == {"sdpa"}
+
+
+def test_blocks_can_be_nested_and_empty():
+    model = hasten.load(make_reference("llama"))
+    with kernels(model, attention="reference"):
+        with kernels(model, attention="sdpa"):
+            assert set(bound(model)) == {"sdpa"}
+        with kernels(model):
+            assert set(bound(model)) == {"reference"}
+        assert set(bound(model)) == {"reference"}
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        ({"attention": "flash"}, ["layer 0", "'flash'", "known: sdpa, reference"]),
+        ({"linear": "int4"}, ["'linear'", "known: attention"]),
+        ({"attention": "sdpa"}, ["layer 0", "'sdpa'", "soft-capping"]),
+    ],
+)
+def test_what_cannot_be_is_refused_and_changes_nothing(names, words):
+    model = hasten.load(make_reference("gemma2"))
+    with pytest.raises(ConfigError) as caught, kernels(model, **names):
+        pytest.fail("the block ran")
+    for word in words:
+        assert word in str(caught.value)
+    assert set(bound(model)) == {"reference"}
+
+
+def test_explain_says_what_runs_and_why_the_others_do_not():
+    model = hasten.load(make_reference("gemma2"))
+    found = [asdict(binding) for binding in explain(model)]
+    assert [row["layer"] for row in found] == [0, 1, 2, 3]
+    assert found[0] == {
+        "layer": 0,
+        "operator": "attention",
+        "kernel": "reference",
+        "others": [{"kernel": "sdpa", "reason": "PyTorch's SDPA has no soft-capping of scores"}],
+    }
+    assert json.loads(json.dumps(found)) == found
+
+
+def test_explain_sees_a_forced_kernel():
+    model = hasten.load(make_reference("llama"))
+    with kernels(model, attention="reference"):
+        row = explain(model)[0]
+        assert row.kernel == "reference"
+        assert row.others[0].reason == "reference was asked for by name"
+    row = explain(model)[0]
+    assert (row.kernel, row.others[0].kernel, row.others[0].reason) == ("sdpa", "reference", "sdpa comes first")
