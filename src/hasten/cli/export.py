@@ -1,15 +1,15 @@
 """`hasten export MODEL OUTPUT`: a model as a Hugging Face folder."""
 
-import json
-import sys
+from __future__ import annotations
+
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import tyro
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Export:
     """Write a model as a Hugging Face folder that transformers loads, converted to another dtype if asked.
 
@@ -17,21 +17,22 @@ class Export:
     layout that the model's family publishes.
     """
 
-    model: tyro.conf.Positional[str]
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
     """A Hugging Face folder, or a hub id (owner/name)."""
 
-    output: tyro.conf.Positional[Path]
+    output: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUTPUT")]
     """The folder to write; it may be the model's own."""
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """The dtype of the weights; auto keeps the model's own."""
 
     json: str | None = None
-    """Write what was done as JSON into this file, or - for standard output."""
+    """Write what was done as JSON to this file; "-": to standard output."""
 
     def run(self) -> None:
         from rich.console import Console
 
+        from hasten.bench.report import write_json
         from hasten.machine import resolve_dtype
         from hasten.model.export import save
         from hasten.model.load import load
@@ -45,14 +46,8 @@ class Export:
         files = sorted(self.output.glob("model*.safetensors"))
         size = sum(path.stat().st_size for path in files)
         name = str(dtype).removeprefix("torch.")
-        if self.json is None:
+        if self.json is not None:
+            done = {"output": str(self.output), "family": model.config.family, "dtype": name, "bytes": size}
+            write_json(self.json, done | {"files": [path.name for path in files]})
+        if self.json != "-":
             print(f"{self.output}: {model.config.family}, {name}, {size / 1e9:.3f} GB in {len(files)} file(s)")
-            return
-        done = {"output": str(self.output), "family": model.config.family, "dtype": name, "bytes": size}
-        text = json.dumps(done | {"files": [path.name for path in files]}, indent=2) + "\n"
-        if self.json == "-":
-            sys.stdout.write(text)
-        else:
-            from hasten.machine.files import write_atomically
-
-            write_atomically(Path(self.json), text)
