@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hasten.errors import ConfigError, HastenWarning
+from hasten.errors import CheckpointError, ConfigError, HastenWarning
 from hasten.machine import find_compiler
 from hasten.model.config import ModelConfig
 from hasten.model.families import read_config
@@ -29,41 +29,43 @@ def shape_config(shape: Shape, *, vocab_size: int, positions: int, tokenizer: To
     kv_heads = shape.kv_heads or shape.heads
     if shape.heads % kv_heads:
         raise ConfigError(f"model.heads ({shape.heads}) must be a multiple of model.kv_heads ({kv_heads})")
-    longest = max(positions, shape.max_positions or 0)
-    values: dict[str, Any] = {"vocab_size": vocab_size, "tie_word_embeddings": shape.tie_embeddings}
+    values = _published(shape, kv_heads=kv_heads, positions=max(positions, shape.max_positions or 0))
+    values |= {"vocab_size": vocab_size, "tie_word_embeddings": shape.tie_embeddings}
     if tokenizer is not None:
         values |= {"bos_token_id": tokenizer.bos_id, "eos_token_id": next(iter(tokenizer.eos_ids), None)}
+    try:
+        return read_config(values)
+    except CheckpointError as error:
+        raise ConfigError(f"the recipe's shape cannot be built: {str(error).removeprefix('config.json: ')}") from None
+
+
+def _published(shape: Shape, *, kv_heads: int, positions: int) -> dict[str, Any]:
+    """The fields of a config.json, under the names of the family."""
     if shape.family == "gpt2":
         if kv_heads != shape.heads:
             raise ConfigError("model.kv_heads: gpt2 has as many key/value heads as heads; use the llama family")
-        return read_config(
-            values
-            | {
-                "model_type": "gpt2",
-                "n_embd": shape.hidden_size,
-                "n_layer": shape.layers,
-                "n_head": shape.heads,
-                "n_inner": shape.feed_forward or 4 * shape.hidden_size,
-                "n_positions": longest,
-                "activation_function": "gelu_new",
-                "layer_norm_epsilon": 1e-5,
-            }
-        )
-    return read_config(
-        values
-        | {
-            "model_type": "llama",
-            "hidden_size": shape.hidden_size,
-            "intermediate_size": shape.feed_forward or -(-shape.hidden_size * 8 // 3 // 64) * 64,
-            "num_hidden_layers": shape.layers,
-            "num_attention_heads": shape.heads,
-            "num_key_value_heads": kv_heads,
-            "max_position_embeddings": longest,
-            "rope_theta": shape.rope_theta,
-            "rms_norm_eps": 1e-5,
-            "hidden_act": "silu",
+        return {
+            "model_type": "gpt2",
+            "n_embd": shape.hidden_size,
+            "n_layer": shape.layers,
+            "n_head": shape.heads,
+            "n_inner": shape.feed_forward or 4 * shape.hidden_size,
+            "n_positions": positions,
+            "activation_function": "gelu_new",
+            "layer_norm_epsilon": 1e-5,
         }
-    )
+    return {
+        "model_type": "llama",
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.feed_forward or -(-shape.hidden_size * 8 // 3 // 64) * 64,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": kv_heads,
+        "max_position_embeddings": positions,
+        "rope_theta": shape.rope_theta,
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "silu",
+    }
 
 
 def training_config(recipe: Recipe, config: ModelConfig) -> ModelConfig:
@@ -119,7 +121,7 @@ def compile_blocks(model: Transformer) -> None:
     if model.device.type == "cpu" and find_compiler() is None:
         warnings.warn(
             "no C++ compiler is here, so the blocks are not compiled and training is slower; install g++ or clang++ "
-            "(hasten doctor says more), or set --no-techniques.compile",
+            "(hasten doctor says more), or set --techniques.no-compile",
             HastenWarning,
             stacklevel=2,
         )

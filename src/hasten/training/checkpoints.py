@@ -113,7 +113,7 @@ def load(stored: Stored, *, model: nn.Module, optimizer: torch.optim.Optimizer, 
     parameters = dict(model.named_parameters())
     states: dict[str, dict[str, Tensor]] = {}
     random: dict[str, Tensor] = {}
-    for name, tensor in _tensors(stored, "state"):
+    for name, tensor in read_tensors(stored, "state"):
         owner, _, key = name.rpartition(".")
         if owner == "random":
             random[key] = tensor
@@ -131,7 +131,7 @@ def load(stored: Stored, *, model: nn.Module, optimizer: torch.optim.Optimizer, 
 def load_weights(stored: Stored, model: nn.Module) -> None:
     """Put the weights back, in place. Raises CheckpointError where they do not fit the model."""
     wanted = dict(named_weights(model))
-    found = dict(_tensors(stored, "weights"))
+    found = dict(read_tensors(stored, "weights"))
     for name in wanted.keys() | found.keys():
         ours, theirs = wanted.get(name), found.get(name)
         if ours is None or theirs is None or ours.shape != theirs.shape:
@@ -200,7 +200,8 @@ def _remove_others(folder: Path, kept: Any) -> None:
             path.unlink(missing_ok=True)
 
 
-def _tensors(stored: Stored, kind: str) -> Iterator[tuple[str, Tensor]]:
+def read_tensors(stored: Stored, kind: str) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a checkpoint by name. kind: "weights", or "state" (optimizer and random states)."""
     path = stored.folder / Path(stored.values["files"][kind]).name
     try:
         with safe_open(path, framework="pt") as file:

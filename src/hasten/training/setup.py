@@ -58,7 +58,7 @@ def prepare_data(recipe: Recipe, *, init: Path | None, progress: bool) -> TokenD
 def set_up(recipe: Recipe, *, progress: bool, stop: StopRequest) -> Setup:
     """Prepare the data, check that the run fits into memory, then build the model and its step."""
     device = resolve_device(recipe.run.device)
-    configure(threads=recipe.run.threads, seed=recipe.run.seed)
+    configure(threads=recipe.run.threads)
     init = None if recipe.init is None else resolve_folder(recipe.init)
     data = prepare_data(recipe, init=init, progress=progress)
     rows, context = recipe.data.batch_size, recipe.data.context
@@ -81,6 +81,9 @@ def set_up(recipe: Recipe, *, progress: bool, stop: StopRequest) -> Setup:
         separate_documents=recipe.data.separate_documents,
         should_stop=stop.asked,
     )
+    rate = _rate(precision.dtype, device)
+    # Last: measuring draws random numbers, how many depends on the machine's mood, and dropout must not.
+    configure(threads=recipe.run.threads, seed=recipe.run.seed)
     return Setup(
         data=data,
         batches=batches,
@@ -88,7 +91,7 @@ def set_up(recipe: Recipe, *, progress: bool, stop: StopRequest) -> Setup:
         model=model,
         step=step,
         flops_per_token=training_flops_per_token(model.config, recipe.data.context),
-        rate=_rate(precision.dtype, device),
+        rate=rate,
     )
 
 

@@ -1,0 +1,74 @@
+"""A tiny recipe on a few real files, fast enough to train for dozens of steps in a second."""
+
+import os
+import sysconfig
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hasten.training.recipe import Data, Optimizer, Recipe, Run, Schedule, Shape, Techniques
+
+MODULES = ("abc.py", "bisect.py", "colorsys.py", "contextlib.py", "copy.py", "heapq.py", "queue.py", "textwrap.py")
+
+TINY = Recipe(
+    name="tiny",
+    model=Shape(layers=2, hidden_size=32, heads=2, kv_heads=1, feed_forward=64),
+    data=Data(vocab_size=300, context=32, batch_size=4, validation_fraction=0.3),
+    optimizer=Optimizer(learning_rate=5e-3),
+    schedule=Schedule(warmup_steps=8),
+    techniques=Techniques(precision="float32", compile=False, keep_memory=False),
+    run=Run(steps=20, validate_every=10, validation_batches=3, checkpoint_every=10, device="cpu", threads=1),
+)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Token shards of one session, never the user's."""
+    before = os.environ.get("HASTEN_CACHE")
+    os.environ["HASTEN_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+    yield
+    if before is None:
+        del os.environ["HASTEN_CACHE"]
+    else:
+        os.environ["HASTEN_CACHE"] = before
+
+
+@pytest.fixture(autouse=True)
+def known_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fixed rate to reckon MFU with: measuring the machine's takes longer than a tiny run."""
+    from hasten.training import setup
+
+    monkeypatch.setattr(setup, "matrix_rate", lambda dtype, **options: 1e11)
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The first kilobytes of a few modules of the standard library."""
+    folder = tmp_path_factory.mktemp("corpus")
+    library = Path(sysconfig.get_paths()["stdlib"])
+    for name in MODULES:
+        (folder / name).write_text((library / name).read_text(encoding="utf-8")[:6000], encoding="utf-8")
+    return folder
+
+
+@pytest.fixture
+def recipe(corpus: Path, tmp_path: Path) -> Callable[..., Recipe]:
+    """`recipe(steps=5, dropout=0.1)`: the tiny recipe with any of its fields changed, whatever section they are in."""
+
+    def make(base: Recipe = TINY, **changes: Any) -> Recipe:
+        made = replace(
+            base, data=replace(base.data, source=str(corpus)), run=replace(base.run, folder=str(tmp_path / "runs"))
+        )
+        for name, value in changes.items():
+            sections = ("model", "data", "optimizer", "schedule", "techniques", "run")
+            owner = next((s for s in sections if hasattr(getattr(made, s), name)), None)
+            if owner is None:
+                made = replace(made, **{name: value})
+            else:
+                made = replace(made, **{owner: replace(getattr(made, owner), **{name: value})})
+        return made
+
+    return make

@@ -1,0 +1,163 @@
+import errno
+import json
+import random
+import resource
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+
+from hasten.errors import CheckpointError, ResourceError
+from hasten.model.initialize import initialize
+from hasten.training import checkpoints
+from hasten.training.build import shape_config
+from hasten.training.optimizers import adamw
+from hasten.training.random_state import RandomState
+from hasten.training.recipe import Optimizer, Shape
+
+CPU = torch.device("cpu")
+CONFIG = shape_config(Shape(layers=1, hidden_size=16, heads=2, feed_forward=32), vocab_size=30, positions=8)
+
+
+def trained(seed=0, steps=2):
+    model = initialize(CONFIG, seed=seed)
+    optimizer = adamw(model, Optimizer())
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        for parameter in model.parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+        optimizer.step()
+    return model, optimizer
+
+
+def save(folder, model, optimizer, step=2):
+    values = {"progress": {"step": step}}
+    checkpoints.save(folder, model=model, optimizer=optimizer, random=RandomState.capture(CPU), values=values)
+
+
+def assert_holds(folder, model, optimizer, step=2):
+    stored = checkpoints.find(folder)
+    assert stored is not None
+    assert stored.step == step
+    other, moments = trained(seed=9, steps=0)
+    checkpoints.load(stored, model=other, optimizer=moments, device=CPU)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, other.get_parameter(name))
+        mine, theirs = optimizer.state[parameter], moments.state[other.get_parameter(name)]
+        assert mine.keys() == theirs.keys() == {"step", "exp_avg", "exp_avg_sq"}
+        assert all(torch.equal(mine[key], theirs[key]) for key in mine)
+
+
+def test_everything_comes_back(tmp_path):
+    model, optimizer = trained()
+    save(tmp_path / "last", model, optimizer)
+    drawn = (torch.rand(3), random.random())
+    torch.manual_seed(5)
+    random.seed(5)
+    assert_holds(tmp_path / "last", model, optimizer)
+    # `assert_holds` loaded the random states as well: the same numbers come next.
+    assert torch.equal(torch.rand(3), drawn[0])
+    assert random.random() == drawn[1]
+
+
+def test_there_is_none_in_an_empty_folder(tmp_path):
+    assert checkpoints.find(tmp_path) is None
+
+
+def test_a_new_one_replaces_the_old_one_and_leaves_nothing_else(tmp_path):
+    save(tmp_path, *trained())
+    model, optimizer = trained(seed=1)
+    save(tmp_path, model, optimizer, step=7)
+    assert_holds(tmp_path, model, optimizer, step=7)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["checkpoint.json", "state-00000007.safetensors", "weights-00000007.safetensors"]
+
+
+def test_a_save_that_dies_half_way_leaves_the_old_one(tmp_path, monkeypatch):
+    model, optimizer = trained()
+    save(tmp_path, model, optimizer)
+
+    def die(*arguments, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(checkpoints, "write_atomically", die)
+    with pytest.raises(KeyboardInterrupt):
+        save(tmp_path, *trained(seed=1), step=7)
+    monkeypatch.undo()
+    assert (tmp_path / "weights-00000007.safetensors").exists()
+    assert_holds(tmp_path, model, optimizer)
+    newer = trained(seed=2)
+    save(tmp_path, *newer, step=8)
+    assert_holds(tmp_path, *newer, step=8)
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_is_told_and_the_old_one_stays(tmp_path, monkeypatch, number):
+    model, optimizer = trained()
+    save(tmp_path, model, optimizer)
+
+    def full(descriptor):
+        raise OSError(number, "No space left on device")
+
+    monkeypatch.setattr(checkpoints.os, "fsync", full)
+    with pytest.raises(ResourceError, match="disk is full"):
+        save(tmp_path, *trained(seed=1), step=7)
+    monkeypatch.undo()
+    assert_holds(tmp_path, model, optimizer)
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_real_limit_on_the_file_size_is_a_full_disk(tmp_path):
+    model, optimizer = trained()
+    save(tmp_path, model, optimizer)
+    code = textwrap.dedent(f"""
+        import resource, sys
+        from pathlib import Path
+        sys.path.insert(0, {str(__file__).rpartition("/")[0]!r})
+        import test_checkpoints as here
+        made = here.trained(seed=1)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+        try:
+            here.save(Path({str(tmp_path)!r}), *made, step=7)
+        except here.ResourceError as error:
+            print(error)
+    """)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] != 4096
+    assert "disk is full" in done.stdout, done.stderr
+    assert_holds(tmp_path, model, optimizer)
+
+
+def test_a_link_is_the_same_checkpoint_and_outlives_the_next_save(tmp_path):
+    model, optimizer = trained()
+    save(tmp_path / "last", model, optimizer)
+    checkpoints.link(tmp_path / "last", tmp_path / "best")
+    checkpoints.link(tmp_path / "last", tmp_path / "best")
+    save(tmp_path / "last", *trained(seed=1), step=7)
+    assert_holds(tmp_path / "best", model, optimizer)
+    assert len(list((tmp_path / "best").iterdir())) == 3
+
+
+@pytest.mark.parametrize("damage", ["truncated", "missing", "not json", "version", "no files", "other shape"])
+def test_a_damaged_one_is_told(tmp_path, damage):
+    save(tmp_path, *trained())
+    index, file = tmp_path / "checkpoint.json", tmp_path / "weights-00000002.safetensors"
+    values = json.loads(index.read_text())
+    if damage == "truncated":
+        file.write_bytes(file.read_bytes()[:-10])
+    elif damage == "missing":
+        file.unlink()
+    elif damage == "not json":
+        index.write_text("{")
+    elif damage == "version":
+        index.write_text(json.dumps(values | {"version": 99}))
+    elif damage == "no files":
+        index.write_text(json.dumps(values | {"files": None}))
+    model, optimizer = trained()
+    if damage == "other shape":
+        model = initialize(CONFIG.padded_to(64), seed=0)
+    with pytest.raises(CheckpointError, match=str(tmp_path)):
+        checkpoints.load(checkpoints.find(tmp_path), model=model, optimizer=optimizer, device=CPU)
