@@ -15,13 +15,13 @@ from hasten.data import TokenSplit
 from hasten.errors import DataError, ResourceError
 from hasten.model.initialize import initialize
 from hasten.training.budget import fixed_steps, timed_steps
-from hasten.training.build import shape_config
+from hasten.training.build import attention_kernel, shape_config
 from hasten.training.evaluate import Validation
 from hasten.training.journal import Journal, read
 from hasten.training.memory import check_memory, estimate
 from hasten.training.optimizers import adamw
 from hasten.training.precision import Precision
-from hasten.training.recipe import Optimizer, Recipe, Run, Shape
+from hasten.training.recipe import Data, Optimizer, Recipe, Run, Shape, Techniques
 from hasten.training.spikes import FEWEST, SpikeDetector
 from hasten.training.step import TrainStep
 
@@ -189,3 +189,30 @@ def test_validation_draws_no_random_numbers():
     torch.manual_seed(0)
     Validation(split(200), batch_size=2, sequence_length=16, batches=2).loss(step())
     assert torch.equal(torch.rand(2), expected)
+
+
+def test_the_explicit_attention_is_for_compiled_short_rows_on_a_cpu():
+    def kernel(device="cpu", **changes):
+        data = Data(context=changes.pop("context", 256))
+        return attention_kernel(Recipe(name="x", data=data, techniques=Techniques(**changes)), torch.device(device))
+
+    assert kernel() == "reference"
+    assert kernel(compile=False) is None
+    assert kernel(context=1024) is None
+    assert kernel("cuda") is None
+    assert kernel(attention="sdpa") == "sdpa"
+
+
+def test_kept_memory_changes_no_result():
+    # In a process of its own, which keeps its memory from then on.
+    code = textwrap.dedent("""
+        import torch
+        from hasten.training.allocator import keep_freed_memory
+        def total():
+            torch.manual_seed(0)
+            return sum(float((torch.randn(1200, 1200) @ torch.randn(1200, 1200)).sum()) for _ in range(3))
+        before = total()
+        print(keep_freed_memory() in (True, False), before == total())
+    """)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True", "True"]

@@ -8,6 +8,7 @@ from hasten.errors import ResourceError
 from hasten.machine import available_memory
 from hasten.model.config import ModelConfig
 from hasten.planning.cost import parameters
+from hasten.training.build import attention_kernel
 from hasten.training.recipe import Recipe
 
 
@@ -24,8 +25,10 @@ class MemoryEstimate:
         return self.state + self.activations + self.logits
 
 
-def estimate(config: ModelConfig, recipe: Recipe) -> MemoryEstimate:
+def estimate(config: ModelConfig, recipe: Recipe, *, explicit_attention: bool = False) -> MemoryEstimate:
     """What a step keeps at its peak: everything the backward pass will read, after the last forward.
+
+    explicit_attention: the score matrices are kept too.
 
     A lower figure is meant: it counts what has to be there (as arXiv 2205.05198 does), no temporaries of single
     operations, so that a recipe that would fit is never refused.
@@ -43,9 +46,9 @@ def estimate(config: ModelConfig, recipe: Recipe) -> MemoryEstimate:
     streams = 2 * 4 * config.hidden_size  # the residual stream before each norm, float32
     layers = len(config.layers)
     activations = tokens * layers * (kept * size + streams)
-    if recipe.techniques.attention == "reference":
-        # Scores, the masked ones and the probabilities, float32.
-        activations += 3 * 4 * layers * config.heads * tokens * recipe.data.context
+    if explicit_attention:
+        # The probabilities, float32.
+        activations += 4 * layers * config.heads * tokens * recipe.data.context
     # The logits in the compute dtype, in float32, their logarithms and the gradient.
     logits = tokens * config.padded_vocab_size * (size + 12)
     return MemoryEstimate(state=count * (16 + (2 if size == 2 else 0)), activations=activations, logits=logits)
@@ -53,7 +56,8 @@ def estimate(config: ModelConfig, recipe: Recipe) -> MemoryEstimate:
 
 def check_memory(config: ModelConfig, recipe: Recipe, device: torch.device) -> MemoryEstimate:
     """Raise ResourceError, with the numbers and the field to lower, where the estimate is more than there is."""
-    need, free = estimate(config, recipe), available_memory(device)
+    explicit = attention_kernel(recipe, device) == "reference"
+    need, free = estimate(config, recipe, explicit_attention=explicit), available_memory(device)
     if need.total <= free:
         return need
     if need.state > free:
