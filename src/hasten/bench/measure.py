@@ -63,7 +63,8 @@ class Outcome:
         self.peak_memory_bytes = max(self.peak_memory_bytes, measured.peak_memory_bytes)
 
     def ready(self, ready: Ready) -> None:
-        self.description, self.setup_seconds = ready.description, ready.seconds
+        if not self.description:  # a restarted process finds what the first one compiled and cached
+            self.description, self.setup_seconds = ready.description, ready.seconds
 
 
 def run_ladder(

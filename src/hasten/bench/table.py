@@ -58,7 +58,7 @@ def ladder_table(report: Mapping[str, Any]) -> Table:
     columns = [column for column in COLUMNS[report["kind"]] if any(row.get(column[1]) is not None for row in rows)]
     speed = speed_metric(report["kind"])
     table = Table(title=None, show_lines=False)
-    table.add_column("rung")
+    table.add_column("rung", no_wrap=True)
     for heading, _, _ in columns:
         table.add_column(heading, justify="right")
     for row in rows:
@@ -97,7 +97,10 @@ def print_ladder(report: Mapping[str, Any], console: Console | None = None) -> N
     """Prints the table, the limits and the machine; to standard error unless a console is given."""
     from rich.console import Console
 
-    console = console or Console(stderr=True)
+    if console is None:
+        console = Console(stderr=True)
+        if not console.is_terminal:  # a file or a pipe has no width of its own, and rich would take 80
+            console = Console(stderr=True, width=140)
     console.print(ladder_table(report))
     for row in report["rows"]:
         if "error" in row:

@@ -1,0 +1,56 @@
+"""The ladder of attention heads: one shape with all, some and one key/value head, at a context where the cache counts.
+
+Rungs; their names never change:
+- heads-mha: as many key/value heads as query heads (multi-head attention, arXiv 1706.03762).
+- heads-gqa: groups of query heads share one (grouped-query, arXiv 2305.13245).
+- heads-mqa: one for all (multi-query, arXiv 1911.02150).
+
+Each is a model of its own: with fewer key/value heads the k and v projections are smaller as well.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hasten.bench.generate import GenerateLadder, measure
+from hasten.bench.shapes import choose_rungs
+from hasten.errors import ConfigError
+
+NAMES = {"heads-mha": "multi-head", "heads-gqa": "grouped-query", "heads-mqa": "multi-query"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadsLadder(GenerateLadder):
+    """A generation ladder whose rungs differ in the number of key/value heads. compiled: the decode step is."""
+
+    prompt_tokens: int = 2048
+    compiled: bool = True
+
+    def run(self, *, show_progress: bool = True) -> dict[str, Any]:
+        """Measure and return the report. Raises ConfigError or ResourceError before anything is allocated."""
+        if self.subject.folder is not None:
+            raise ConfigError("the heads ladder builds the same model three times with other heads: use --shape")
+        config = self.subject.config()
+        counts = dict(zip(NAMES, (config.heads, grouped(config.heads, config.kv_heads), 1), strict=True))
+        way = "static-cache-compiled" if self.compiled else "static-cache"
+        how = "torch.compile" if self.compiled else "eager"
+        rungs = {
+            name: (
+                replace(self.subject, kv_heads=counts[name]),
+                way,
+                (how, "static cache", f"{NAMES[name]}: {counts[name]} key/value head{'s' * (counts[name] > 1)}"),
+            )
+            for name in choose_rungs(NAMES, self.rungs)
+        }
+        return measure(self, rungs, show_progress=show_progress)
+
+
+def grouped(heads: int, kv_heads: int) -> int:
+    """Key/value heads of the grouped rung: the shape's own where it groups, else a fourth, third or half of all."""
+    if 1 < kv_heads < heads:
+        return kv_heads
+    for share in (4, 3, 2):
+        if heads % share == 0 and heads > share:
+            return heads // share
+    raise ConfigError(f"{heads} query heads cannot be grouped: their number has no useful divisor")

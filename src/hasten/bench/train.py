@@ -1,0 +1,250 @@
+"""The ladder of training: the same model, seed and batch for every rung, so that the losses can be compared.
+
+Cumulative rungs; their names never change:
+- explicit-float32: eager, attention that writes the whole score matrix, float32.
+- sdpa: PyTorch's fused attention.
+- bf16: matrix products in bfloat16 (autocast); weights, gradients and the loss stay in float32.
+- compile: torch.compile, block by block.
+- padded-vocabulary: rows of embedding and head rounded up to a multiple of 64 (50,257 -> 50,304).
+- keep-memory: freed memory stays in the process instead of being mapped and zeroed anew in each step (Linux, CPU).
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from hasten.bench.measure import Rung, run_ladder
+from hasten.bench.shapes import SHAPES, check_fits, choose_rungs, require_compiler
+from hasten.errors import ConfigError
+
+if TYPE_CHECKING:
+    from hasten.model.config import ModelConfig
+    from hasten.training.recipe import Recipe, Techniques
+
+PADDING = 64
+PROCESS_BYTES = 400 << 20
+# name -> what it adds
+RUNGS: Mapping[str, tuple[str, dict[str, Any]]] = {
+    "explicit-float32": ("float32, eager, explicit attention", {}),
+    "sdpa": ("SDPA", {"attention": None}),
+    "bf16": ("bf16 autocast", {"precision": "bfloat16"}),
+    "compile": ("torch.compile per block", {"compile": True}),
+    "padded-vocabulary": ("padded vocabulary", {"pad_vocabulary_to": PADDING}),
+    "keep-memory": ("freed memory kept", {"keep_memory": True}),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainLadder:
+    """What to measure: a shape of hasten.bench.shapes or a recipe's model, in batches of B x T random tokens.
+
+    batch_size and sequence_length: the recipe's own, or 4 and 256. steps: measured together in each round.
+    """
+
+    shape: str | None = None
+    recipe: str | None = None
+    batch_size: int | None = None
+    sequence_length: int | None = None
+    steps: int = 2
+    rounds: int = 5
+    warmup: int = 1
+    rungs: tuple[str, ...] = ()
+    device: str = "auto"
+    threads: int | None = None
+    seed: int = 0
+    limit_seconds: float = 0.3
+
+    def run(self, *, show_progress: bool = True) -> dict[str, Any]:
+        """Measure and return the report. Raises ConfigError or ResourceError before anything is allocated."""
+        from hasten.machine import resolve_device
+        from hasten.training.memory import estimate
+
+        device = str(resolve_device(self.device))
+        recipe, config = subject(self)
+        if self.steps < 1:
+            raise ConfigError(f"--steps is {self.steps}; it must be at least 1")
+        tokens = recipe.data.context
+        if tokens > config.max_positions:
+            raise ConfigError(f"{recipe.name} has {config.max_positions} positions; lower --sequence-length ({tokens})")
+        rungs = []
+        with tempfile.TemporaryDirectory(prefix="hasten-compile-") as cache:
+            for name in choose_rungs(possible(config, device, self.rungs), self.rungs):
+                own = replace(recipe, techniques=techniques(name))
+                need = estimate(config, own)
+                parts = {
+                    "weights, gradients and optimizer": need.state,
+                    "activations": need.activations,
+                    "logits": need.logits,
+                    "the process": PROCESS_BYTES,
+                }
+                arguments = {
+                    "recipe": own.to_json(),
+                    "shape": self.shape,
+                    "steps": self.steps,
+                    "device": device,
+                    "compile_cache": os.path.join(cache, name),
+                }
+                memory = check_fits(f"training {recipe.name} ({name})", parts, device)
+                rungs.append(Rung(name, switched_on(name), "hasten.bench.train:TrainRung", arguments, memory))
+            report = run_ladder(
+                rungs,
+                kind="train",
+                settings={
+                    "model": f"{recipe.name} (random weights), batches of {recipe.data.batch_size} × {tokens} tokens",
+                    "weights": "random",
+                    "batch_size": recipe.data.batch_size,
+                    "sequence_length": tokens,
+                    "steps": self.steps,
+                },
+                device=device,
+                threads=self.threads,
+                seed=self.seed,
+                rounds=self.rounds,
+                warmup=self.warmup,
+                limit_seconds=self.limit_seconds,
+                show_progress=show_progress,
+            )
+        for row in report["rows"]:
+            if row.get("rounds"):
+                row["first_loss"], row["last_loss"] = row["rounds"][0]["loss"], row["rounds"][-1]["loss"]
+        return report
+
+
+def techniques(rung: str) -> Techniques:
+    """Everything that is switched on at a rung."""
+    from hasten.training.recipe import Techniques
+
+    found: dict[str, Any] = {
+        "pad_vocabulary_to": 1,
+        "precision": "float32",
+        "attention": "reference",
+        "compile": False,
+        "keep_memory": False,
+    }
+    for name, (_, adds) in RUNGS.items():
+        found |= adds
+        if name == rung:
+            break
+    return Techniques(**found)
+
+
+def switched_on(rung: str) -> tuple[str, ...]:
+    """The techniques of a rung in words; the first rung's are those that the later ones replace."""
+    names = list(RUNGS)
+    last = names.index(rung)
+    return tuple(RUNGS[name][0] for name in (names[1 : last + 1] or names[:1]))
+
+
+def possible(config: ModelConfig, device: str, wanted: tuple[str, ...]) -> dict[str, Any]:
+    """The rungs that differ from the one below them here. Raises ConfigError where a wanted one does not."""
+    found = dict(RUNGS)
+    reasons = {}
+    if config.padded_to(PADDING).padded_vocab_size == config.vocab_size:
+        reasons["padded-vocabulary"] = f"{config.vocab_size:,} tokens are a multiple of {PADDING} already"
+    if device != "cpu":
+        reasons["keep-memory"] = "it concerns training on a CPU"
+    for name, reason in reasons.items():
+        if name in wanted:
+            raise ConfigError(f"the rung {name!r} changes nothing here: {reason}")
+        del found[name]
+    return found
+
+
+def subject(ladder: TrainLadder) -> tuple[Recipe, ModelConfig]:
+    """The recipe and the config of what is measured, the vocabulary unpadded."""
+    from hasten.model.families import read_config
+    from hasten.training import build
+    from hasten.training.recipe import Data, Recipe
+    from hasten.training.recipes import RECIPES
+
+    if (ladder.shape is None) == (ladder.recipe is None):
+        raise ConfigError("give one of --shape NAME and --recipe NAME")
+    if ladder.shape is not None:
+        if ladder.shape not in SHAPES:
+            raise ConfigError(f"there is no shape {ladder.shape!r}; known: {', '.join(SHAPES)}")
+        config = read_config(SHAPES[ladder.shape], f"shape {ladder.shape}")
+        recipe = Recipe(name=ladder.shape, data=Data(batch_size=4, context=256))
+    else:
+        known = [name for name, recipe in RECIPES.items() if recipe.init is None]
+        if ladder.recipe not in known:
+            raise ConfigError(f"there is no recipe {ladder.recipe!r} to measure; known: {', '.join(known)}")
+        recipe = RECIPES[str(ladder.recipe)]
+        context = ladder.sequence_length or recipe.data.context
+        config = build.shape_config(recipe.model, vocab_size=recipe.data.vocab_size, positions=context)
+    data = replace(
+        recipe.data,
+        batch_size=recipe.data.batch_size if ladder.batch_size is None else ladder.batch_size,
+        context=recipe.data.context if ladder.sequence_length is None else ladder.sequence_length,
+        accumulation=1,
+    )
+    if data.batch_size < 1 or data.context < 2:
+        raise ConfigError(
+            f"--batch-size and --sequence-length must be at least 1 and 2; found {data.batch_size} and {data.context}"
+        )
+    return replace(recipe, data=data, run=replace(recipe.run, seed=ladder.seed)), config
+
+
+class TrainRung:
+    """Set up in a child process: the model with the rung's techniques, its optimizer, and one batch."""
+
+    def __init__(
+        self, *, recipe: Mapping[str, Any], shape: str | None, steps: int, device: str, compile_cache: str
+    ) -> None:
+        import torch
+
+        from hasten.data import Batch
+        from hasten.model.vocabulary import pad_vocabulary
+        from hasten.training import build
+        from hasten.training.optimizers import adamw
+        from hasten.training.precision import Precision
+        from hasten.training.recipe import Recipe
+        from hasten.training.step import TrainStep
+
+        self.recipe = Recipe.from_json(recipe)
+        self.steps = steps
+        chosen, data, seed = self.recipe.techniques, self.recipe.data, self.recipe.run.seed
+        if chosen.compile:
+            require_compiler(device)
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = compile_cache  # compiled for the first time, whatever ran before
+        name = {"shape": shape} if shape else {"recipe": self.recipe.name}
+        _, self.config = subject(TrainLadder(**name, sequence_length=data.context))
+        # Random weights before the padding, so that they are the same on every rung.
+        model = build.new_model(self.config, seed=seed, device=torch.device(device))
+        if chosen.pad_vocabulary_to > 1:
+            pad_vocabulary(model, chosen.pad_vocabulary_to)
+        build.apply_techniques(model, self.recipe)
+        self.step = TrainStep(model, adamw(model, self.recipe.optimizer), Precision(chosen.precision, device), clip=1.0)
+        generator = torch.Generator().manual_seed(seed)
+        shaped = (data.batch_size, data.context + 1)
+        tokens = torch.randint(self.config.vocab_size, shaped, generator=generator).to(device)
+        # One batch again and again: its loss falls, and by as much on every rung that computes the same.
+        self.batch = Batch(inputs=tokens[:, :-1].contiguous(), targets=tokens[:, 1:].contiguous(), documents=None)
+
+    def describe(self) -> dict[str, Any]:
+        """What one token costs: the model's FLOPs with the vocabulary unpadded, the same for every rung."""
+        from hasten.planning.cost import training_flops_per_token
+
+        return {
+            "flops_per_token": training_flops_per_token(self.config, self.recipe.data.context),
+            "matrix_dtype": self.recipe.techniques.precision,
+            "vocabulary_rows": self.step.model.embedding.weight.shape[0],
+        }
+
+    def measure(self) -> dict[str, float]:
+        """Whole optimizer steps, the last one's loss waited for."""
+        start = time.perf_counter()
+        for _ in range(self.steps):
+            result = self.step.run([self.batch])
+        assert result is not None
+        loss = float(result.loss)
+        seconds = time.perf_counter() - start
+        return {
+            "tokens_per_second": self.steps * self.batch.inputs.numel() / seconds,
+            "milliseconds_per_batch": 1000 * seconds / self.steps,
+            "loss": loss,
+        }

@@ -1,0 +1,154 @@
+"""`hasten bench generate|train|heads`: the ladders, measured, as a table, JSON and a picture."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from hasten.errors import ConfigError
+
+DtypeName = Literal["float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LadderOptions:
+    """What all ladders share."""
+
+    rungs: str = ""
+    """Only these rungs, separated by commas; all by default."""
+    rounds: int = 5
+    """Every rung is measured once in each round; medians are taken over the rounds."""
+    json: str | None = None
+    """Write the report as JSON to this file; "-": to standard output, and nothing else there."""
+    picture: str | None = None
+    """Draw the ladder into this PNG."""
+    device: str = "auto"
+    """auto, cpu, cuda or cuda:INDEX."""
+    threads: int | None = None
+    """CPU threads; all cores of this process by default."""
+    seed: int = 0
+    """Decides the random weights and tokens."""
+
+    def common(self) -> dict[str, Any]:
+        """The options that every ladder takes under the same name."""
+        names = tuple(name.strip() for name in self.rungs.split(",") if name.strip())
+        return {
+            "rungs": names,
+            "rounds": self.rounds,
+            "device": self.device,
+            "threads": self.threads,
+            "seed": self.seed,
+        }
+
+    def show(self, report: dict[str, Any], title: str) -> None:
+        """Write what was asked for, and print the table to standard error."""
+        from hasten.bench.report import write_json
+        from hasten.bench.table import print_ladder
+
+        if self.json is not None:
+            write_json(self.json, report)
+        if self.picture is not None:
+            from hasten.bench.draw import draw_ladder
+
+            draw_ladder(report, self.picture, title=title)
+        print(f"{title}: {report['settings']['model']}", file=sys.stderr)
+        print_ladder(report)
+        if all("error" in row for row in report["rows"]):
+            raise SystemExit(1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchGenerate(LadderOptions):
+    """Generation: no cache, static cache, static cache + torch.compile; one sequence, greedy."""
+
+    shape: str | None = None
+    """A named shape with random weights: llama-120m, llama-1.1b, gpt2-124m, qwen3-0.6b, llama-7b, llama-70b, tiny."""
+    model: str | None = None
+    """A Hugging Face folder or hub id instead."""
+    dtype: DtypeName = "bfloat16"
+    """Of the weights and the arithmetic."""
+    prompt_tokens: int | None = None
+    """The context: 512 by default, 2048 with --heads."""
+    new_tokens: int = 64
+    """Tokens decoded in each round (2 at most without a cache, where each costs a whole prompt)."""
+    heads: bool = False
+    """The ladder of attention heads instead: the shape with all, grouped and one key/value head."""
+    eager: bool = False
+    """With --heads: do not compile."""
+
+    def run(self) -> None:
+        from hasten.bench.generate import GenerateLadder
+        from hasten.bench.heads import HeadsLadder
+        from hasten.bench.shapes import Subject
+
+        if self.eager and not self.heads:
+            raise ConfigError("--eager belongs to --heads; of the generation ladder choose with --rungs")
+        values = self.common() | {
+            "subject": Subject(shape=self.shape, folder=self.model),
+            "dtype": self.dtype,
+            "new_tokens": self.new_tokens,
+        }
+        if self.prompt_tokens is not None:
+            values["prompt_tokens"] = self.prompt_tokens
+        if self.heads:
+            self.show(HeadsLadder(**values, compiled=not self.eager).run(), "Attention heads")
+        else:
+            self.show(GenerateLadder(**values).run(), "Generation ladder")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchHeads(BenchGenerate):
+    """Attention heads: one shape with all, grouped and one key/value head; bytes of cache per token, and speed."""
+
+    heads: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchTrain(LadderOptions):
+    """Training: float32 with explicit attention, then SDPA, bf16, compile, padded vocabulary, kept memory on top."""
+
+    shape: str | None = None
+    """A named shape: gpt2-124m, llama-120m, …; the batch is 4 x 256 unless said otherwise."""
+    recipe: str | None = None
+    """The model and batch of a recipe instead: demo, gpt2-124m, llama-120m, shakespeare-char."""
+    batch_size: int | None = None
+    """Rows in a batch (B)."""
+    sequence_length: int | None = None
+    """Tokens in a row (T)."""
+    steps: int = 2
+    """Optimizer steps measured in each round."""
+
+    def run(self) -> None:
+        from hasten.bench.train import TrainLadder
+
+        ladder = TrainLadder(
+            **self.common(),
+            shape=self.shape,
+            recipe=self.recipe,
+            batch_size=self.batch_size,
+            sequence_length=self.sequence_length,
+            steps=self.steps,
+        )
+        self.show(ladder.run(), "Training ladder")
+
+
+LADDERS = {"generate": BenchGenerate, "train": BenchTrain, "heads": BenchHeads}
+
+
+class Bench:
+    """Dispatches to one of the ladders."""
+
+    @staticmethod
+    def main(arguments: list[str]) -> None:
+        """Parse what follows `hasten bench` and run it."""
+        if not arguments or arguments[0] in ("-h", "--help"):
+            lines = [f"  {name:<10} {kind.__doc__}" for name, kind in LADDERS.items()]
+            print("\n".join(["usage: hasten bench LADDER [options]      (LADDER --help for its options)", "", *lines]))
+            return
+        name = arguments[0]
+        if name not in LADDERS:
+            raise ConfigError(f"there is no ladder {name!r}; known: {', '.join(LADDERS)}")
+        import tyro
+
+        tyro.cli(LADDERS[name], args=arguments[1:], prog=f"hasten bench {name}").run()
