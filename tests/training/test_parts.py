@@ -138,7 +138,7 @@ def test_the_memory_estimate_is_near_what_a_run_takes():
 
 
 def test_the_memory_error_names_the_field_that_helps(monkeypatch):
-    recipe = Recipe(name="x")
+    recipe = Recipe(name="x", techniques=Techniques(attention="sdpa"))
     need = estimate(CONFIG, recipe)
     monkeypatch.setattr("hasten.training.memory.available_memory", lambda device: need.total)
     assert check_memory(CONFIG, recipe, torch.device("cpu")) == need
