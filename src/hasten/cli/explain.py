@@ -1,0 +1,41 @@
+"""`hasten explain`: which kernel each layer of a model runs, and why not the others."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from hasten.cli.options import ModelOptions
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explain(ModelOptions):
+    """List the kernel that each operator of a model runs here, and for every other kernel the reason against it."""
+
+    json: str | None = None
+    """Write {"operators": [{layer, operator, kernel, others: [{kernel, reason}]}]} to this file; "-": to stdout."""
+
+    def run(self) -> None:
+        from hasten.bench.report import write_json
+        from hasten.model.binding import explain
+
+        bindings = explain(self.load())
+        if self.json is not None:
+            write_json(self.json, {"operators": [asdict(binding) for binding in bindings]})
+        if self.json == "-":
+            return
+        # Layers that are alike are told once.
+        alike: dict[tuple, list[int]] = {}
+        for b in bindings:
+            alike.setdefault((b.operator, b.kernel, tuple((o.kernel, o.reason) for o in b.others)), []).append(b.layer)
+        for (operator, kernel, others), layers in alike.items():
+            print(f"{operator}, {_layers(layers)}: {kernel}")
+            for name, reason in others:
+                print(f"    not {name}: {reason}")
+
+
+def _layers(layers: list[int]) -> str:
+    if len(layers) == 1:
+        return f"layer {layers[0]}"
+    if layers == list(range(layers[0], layers[-1] + 1)):
+        return f"layers {layers[0]}-{layers[-1]}"
+    return f"layers {', '.join(map(str, layers))}"
