@@ -10,7 +10,7 @@ import torch
 import hasten
 from hasten.errors import ConfigError, DataError, HastenWarning, ResourceError, TrainingError
 from hasten.planning.cost import training_flops_per_token
-from hasten.training import checkpoints
+from hasten.training import checkpoints, display
 from hasten.training.journal import read
 from hasten.training.recipes import RECIPES
 from hasten.training.session import train
@@ -284,6 +284,13 @@ def test_the_progress_bar_is_on_standard_error(recipe, capsys):
     assert output.out == ""
     assert "tokens/s" in output.err
     assert "loss" in output.err
+
+
+def test_a_skipped_step_can_be_shown_and_drawn(tmp_path):
+    line = {"step": 1, "loss": None, "tokens": 10, "tokens_per_second": 5.0, "mfu": None, "spike": False}
+    assert display.numbers(line, None) == "skipped · 5 tokens/s"
+    display.draw_losses([line, line | {"loss": 2.0, "spike": True}], tmp_path / "x.png", title="x")
+    assert (tmp_path / "x.png").stat().st_size > 1000
 
 
 def test_tensorboard_without_its_package_is_told(recipe, monkeypatch):

@@ -60,7 +60,8 @@ def progress_bar(title: str, *, shown: bool) -> Iterator[Progress]:
 
 def numbers(line: Mapping[str, Any], validation: float | None) -> str:
     """The bar's middle: "loss 3.21 · validation 3.40 · 4,100 tokens/s · MFU 41%"."""
-    parts = [f"loss {line['loss']:.3f}"]
+    # A float16 step that was skipped may have no loss.
+    parts = ["skipped" if line["loss"] is None else f"loss {line['loss']:.3f}"]
     if validation is not None:
         parts.append(f"validation {validation:.3f}")
     parts.append(f"{line['tokens_per_second']:,.0f} tokens/s")
@@ -79,8 +80,10 @@ def draw_losses(lines: Sequence[Mapping[str, Any]], path: Path, *, title: str) -
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    tokens = [line["tokens"] for line in lines]
-    axes.plot(tokens, [line["loss"] for line in lines], linewidth=0.8, alpha=0.6, label="training")
+    known = [line for line in lines if line["loss"] is not None]
+    axes.plot(
+        [line["tokens"] for line in known], [line["loss"] for line in known], linewidth=0.8, alpha=0.6, label="training"
+    )
     measured = [line for line in lines if line.get("validation_loss") is not None]
     if measured:
         axes.plot(

@@ -41,7 +41,6 @@ class Loop:
         self.spikes = SpikeDetector(state.recent_losses, state.spikes)
         self.device = setup.model.device
         self.step_seconds: list[float] = []
-        self.saved_step: int | None = None
         self._start = time.perf_counter() - state.seconds
 
     def run(self) -> bool:
@@ -67,7 +66,7 @@ class Loop:
                     self._save(random)
                     return False
                 line = self._account(result, rate=rate, started=started)
-                if not self.stop.asked() and (state.finished or state.step % run.validate_every == 0):
+                if state.finished or (state.step % run.validate_every == 0 and not self.stop.asked()):
                     line |= self._validate()
                 journal.write(line)
                 if board is not None:
@@ -150,6 +149,9 @@ class Loop:
         most = budget.fixed_steps(self.recipe, windows=self.setup.batches.windows)
         if budget.calibrated(len(self.step_seconds)):
             validation = self.setup.validation
+            if validation is not None:
+                validation.loss(self.setup.step)  # compiles; that time is then spent, and known
+                state.seconds = time.perf_counter() - self._start
             more = budget.timed_steps(
                 self.recipe,
                 step_seconds=self.step_seconds,

@@ -15,7 +15,7 @@ from hasten.training.loop import Loop, OnStep
 from hasten.training.recipe import Recipe
 from hasten.training.setup import Setup, set_up
 from hasten.training.state import Resume, RunFolder, State, find_start
-from hasten.training.stopping import stop_on_signals
+from hasten.training.stopping import StopRequest, stop_on_signals
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,10 +62,12 @@ def train(
     recipe.check()
     folder = RunFolder(path=Path(recipe.run.folder).expanduser() / recipe.name)
     stored = find_start(folder, recipe, resume)
-    with stop_on_signals() as stop:
-        setup = set_up(recipe, progress=progress, stop=stop)
-        state = State() if stored is None else _restore(stored, setup, folder)
-        _begin_folder(folder, recipe, fresh=stored is None)
+    stop = StopRequest()
+    # Until the first step there is nothing to save: Ctrl-C while text is being prepared ends at once.
+    setup = set_up(recipe, progress=progress, stop=stop)
+    state = State() if stored is None else _restore(stored, setup, folder)
+    _begin_folder(folder, recipe, fresh=stored is None)
+    with stop_on_signals(stop):
         with display.progress_bar(recipe.name, shown=progress) as bar:
             loop = Loop(recipe, folder, setup, state, stop=stop, progress=bar, on_step=on_step)
             finished = loop.run()

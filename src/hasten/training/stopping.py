@@ -19,11 +19,10 @@ class StopRequest:
 
 
 @contextmanager
-def stop_on_signals() -> Iterator[StopRequest]:
-    """Catch SIGINT and SIGTERM inside the block. Only the main thread can; elsewhere nothing is caught."""
-    request = StopRequest()
+def stop_on_signals(request: StopRequest) -> Iterator[None]:
+    """Note SIGINT and SIGTERM in `request` inside the block. Only the main thread can; elsewhere nothing is caught."""
     if threading.current_thread() is not threading.main_thread():
-        yield request
+        yield
         return
     before: dict[int, Any] = {}
 
@@ -35,7 +34,7 @@ def stop_on_signals() -> Iterator[StopRequest]:
     try:
         for number in (int(signal.SIGINT), int(signal.SIGTERM)):
             before[number] = signal.signal(number, handle)
-        yield request
+        yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
