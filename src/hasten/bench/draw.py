@@ -43,12 +43,13 @@ def draw_ladder(report: Mapping[str, Any], path: str | Path, *, title: str | Non
     worked = [row for row in rows if "error" not in row and row.get(speed) is not None]
     widest = max((row["max"].get(speed, row[speed]) if "max" in row else row[speed] for row in worked), default=1.0)
     axes.set_xlim(0, widest * 1.5)  # room for what is written behind the bars
+    caches = len({row["cache_bytes_per_token"] for row in worked if "cache_bytes_per_token" in row})
     axes.set_ylim(len(rows) - 0.45, -0.55)
     for position, row in enumerate(rows):
         if "error" in row or row.get(speed) is None:
             _text(axes, 0, position, f" {_shorten(str(row.get('error', 'no speed measured')))}", FAILED)
             continue
-        _bar(axes, position, row, speed, first=row is worked[0])
+        _bar(axes, position, row, speed, first=row is worked[0], cache=caches > 1)
     axes.set_yticks(range(len(rows)), [row["name"] for row in rows], fontsize=10, color=INK)
     axes.set_xticks([tick for tick in axes.get_xticks() if 0 <= tick <= widest * 1.05])
     axes.tick_params(axis="both", length=0)
@@ -106,7 +107,7 @@ def draw_curves(
     _save(figure, path)
 
 
-def _bar(axes: Axes, position: int, row: Mapping[str, Any], speed: str, *, first: bool) -> None:
+def _bar(axes: Axes, position: int, row: Mapping[str, Any], speed: str, *, first: bool, cache: bool) -> None:
     value = row[speed]
     axes.barh(position, value, height=0.62, color=BAR_FIRST if first else BAR)
     low, high = row.get("min", {}).get(speed, value), row.get("max", {}).get(speed, value)
@@ -124,6 +125,8 @@ def _bar(axes: Axes, position: int, row: Mapping[str, Any], speed: str, *, first
             shares.append(f"{name} {format_value(row[key], 'percent')}")
         if row.get(f"vendor_{key}") is not None:
             shares.append(f"{format_value(row[f'vendor_{key}'], 'percent')} of data sheet")
+    if cache and row.get("cache_bytes_per_token") is not None:
+        shares.append(f"cache {format_value(row['cache_bytes_per_token'], 'count')} bytes/token")
     if shares:
         # placed by matplotlib right after the bold text, whatever its width
         axes.annotate(

@@ -168,9 +168,9 @@ class GenerateRung:
         self.compile_seconds: float | None = None
         if compiled:
             compile_blocks(self.model)
-            token = self._first()
+            token = self.first_token()
             start = time.perf_counter()
-            self._next(token)
+            self.next_token(token)
             self.compile_seconds = time.perf_counter() - start
 
     def describe(self) -> dict[str, Any]:
@@ -198,10 +198,10 @@ class GenerateRung:
     def measure(self) -> dict[str, float]:
         """The prompt once, then the new tokens one by one, each waited for, as a stream would show them."""
         start = time.perf_counter()
-        token = self._first()
+        token = self.first_token()
         first = time.perf_counter()
         for _ in range(self.new_tokens):
-            token = self._next(token)
+            token = self.next_token(token)
         decode = time.perf_counter() - first
         return {
             "decode_tokens_per_second": self.new_tokens / decode,
@@ -209,14 +209,16 @@ class GenerateRung:
             "time_to_first_token_seconds": first - start,
         }
 
-    def _first(self) -> int:
+    def first_token(self) -> int:
+        """Take the prompt in, whatever came before; the most likely token after it."""
         if self.decoder is None:
             self.sequence = list(self.prompt)
             return self._recompute()
         self.decoder.truncate(0)
         return int(self.decoder.prefill([self.prompt]).argmax())
 
-    def _next(self, token: int) -> int:
+    def next_token(self, token: int) -> int:
+        """Append `token`; the most likely one after it."""
         import torch
 
         if self.decoder is None:

@@ -211,8 +211,8 @@ class TrainRung:
         if chosen.compile:
             require_compiler(device)
             os.environ["TORCHINDUCTOR_CACHE_DIR"] = compile_cache  # compiled for the first time, whatever ran before
-        name = {"shape": shape} if shape else {"recipe": self.recipe.name}
-        _, self.config = subject(TrainLadder(**name, sequence_length=data.context))
+        named = None if shape else self.recipe.name
+        _, self.config = subject(TrainLadder(shape=shape, recipe=named, sequence_length=data.context))
         # Random weights before the padding, so that they are the same on every rung.
         model = build.new_model(self.config, seed=seed, device=torch.device(device))
         if chosen.pad_vocabulary_to > 1:

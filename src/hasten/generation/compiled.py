@@ -41,7 +41,7 @@ def compile_blocks(model: Transformer) -> None:
             if type(module) is nn.Linear:
                 module.__class__ = OneRowLinear
     for part in (*model.blocks, model.head):
-        part.forward = _compiled_for_one_token(part.forward)  # type: ignore[method-assign]
+        part.forward = _compiled_for_one_token(part.forward)
 
 
 def _compiled_for_one_token(eager: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -1,0 +1,227 @@
+"""The ladders themselves, on a tiny shape; each rung is a process that imports torch, so they are run once each."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hasten.bench import generate, train
+from hasten.bench.generate import GenerateLadder, GenerateRung
+from hasten.bench.heads import HeadsLadder, grouped
+from hasten.bench.measure import Rung
+from hasten.bench.shapes import SHAPES, Subject
+from hasten.bench.train import TrainLadder, TrainRung, switched_on
+from hasten.cli.main import main
+from hasten.errors import ConfigError, HastenError, ResourceError
+from hasten.generation.compiled import compile_blocks
+from hasten.generation.decoder import Decoder
+from hasten.model.initialize import initialize
+from hasten.planning.cost import parameters
+
+TINY = Subject(shape="tiny")
+
+
+def test_published_shapes_have_their_published_size() -> None:
+    counts = {name: parameters(Subject(shape=name).config()).total / 1e6 for name in SHAPES}
+    wanted = {"gpt2-124m": 124.4, "qwen3-0.6b": 596.0, "llama-7b": 6738.4, "llama-70b": 68976.6, "llama-1.1b": 1100.0}
+    for name, millions in wanted.items():
+        assert counts[name] == pytest.approx(millions, rel=1e-3), name
+    assert counts["llama-120m"] == pytest.approx(125, rel=0.05)
+
+
+def test_generation_ladder_from_the_command_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    picture = tmp_path / "ladder.png"
+    options = ["--prompt-tokens", "24", "--new-tokens", "4", "--rounds", "1", "--threads", "1", "--dtype", "bfloat16"]
+    main(["bench", "generate", "--shape", "tiny", *options, "--json", "-", "--picture", str(picture)])
+    out, err = capfd.readouterr()
+    report = json.loads(out)
+    assert (report["schema"], report["kind"], report["settings"]["weights"]) == (1, "generate", "random")
+    assert "random weights" in err
+    assert picture.read_bytes()[:4] == b"\x89PNG"
+    rows = {row["name"]: row for row in report["rows"]}
+    assert list(rows) == ["no-cache", "static-cache", "static-cache-compiled"]
+    for row in rows.values():
+        assert "error" not in row, row
+        assert {"techniques", "bandwidth_gb_s", "mbu", "peak_memory_bytes", "speedup", "setup_seconds"} <= set(row)
+        assert row["decode_tokens_per_second"] > 0
+        assert row["prefill_tokens_per_second"] > 0
+        assert row["time_to_first_token_seconds"] > 0
+    assert len({row["bytes_per_token"] for row in rows.values()}) == 1, "the same useful bytes on every rung"
+    # 2 layers x k and v x 2 heads x 16 elements x 2 bytes, and 28 places of them with one to spare for padding
+    assert rows["static-cache"]["cache_bytes_per_token"] == 256
+    assert rows["static-cache"]["cache_bytes"] == 29 * 256
+    assert (rows["no-cache"]["decoded_tokens"], rows["static-cache"]["decoded_tokens"]) == (2, 4)
+    assert (
+        rows["static-cache-compiled"]["compile_seconds"] > rows["static-cache-compiled"]["time_to_first_token_seconds"]
+    )
+
+
+def test_every_rung_of_generation_gives_the_same_tokens() -> None:
+    found = {}
+    for way in ("no-cache", "static-cache"):
+        rung = GenerateRung(
+            subject={"shape": "tiny"},
+            way=way,
+            dtype="float32",
+            device="cpu",
+            prompt_tokens=9,
+            new_tokens=4,
+            seed=3,
+            compile_cache="",
+        )
+        tokens = [rung.first_token()]
+        tokens += [rung.next_token(tokens[-1]) for _ in range(3)]
+        tokens += [rung.next_token(tokens[-1]) for _ in range(1)] if way == "no-cache" else []
+        found[way] = tokens[:4]
+        assert rung.measure()["decode_tokens_per_second"] > 0
+    assert found["no-cache"] == found["static-cache"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_nothing_is_compiled_anew_while_decoding(dtype: torch.dtype) -> None:
+    from torch._dynamo.utils import counters
+
+    model = initialize(TINY.config(), seed=0, dtype=dtype).eval()
+    plain = initialize(TINY.config(), seed=0, dtype=dtype).eval()
+    torch._dynamo.reset()
+    compile_blocks(model)
+    decoder = Decoder(model, batch=1, capacity=64, static=True)
+    eager = Decoder(plain, batch=1, capacity=64)
+    counters.clear()
+    decoder.prefill([[1, 2, 3]])
+    assert not counters["stats"], "a prompt is not compiled"
+    decoder.decode(torch.tensor([4]))
+    first = dict(counters["stats"])
+    assert first["unique_graphs"] == 2, "one for all blocks, one for the head"
+    for length in (1, 7, 20, 33):
+        prompt = [5 + place % 200 for place in range(length + 1)]  # one token alone would be a decode step
+        decoder.truncate(0)
+        eager.truncate(0)
+        got, wanted = decoder.prefill([prompt]), eager.prefill([prompt])
+        torch.testing.assert_close(got, wanted)
+        for token in (7, 8, 9):
+            got, wanted = decoder.decode(torch.tensor([token])), eager.decode(torch.tensor([token]))
+            torch.testing.assert_close(got, wanted, atol=1e-4 if dtype == torch.float32 else 0.02, rtol=0)
+    assert dict(counters["stats"]) == first
+    torch._dynamo.reset()
+
+
+def test_training_ladder() -> None:
+    ladder = TrainLadder(
+        shape="tiny",
+        batch_size=2,
+        sequence_length=16,
+        steps=1,
+        rounds=2,
+        warmup=0,
+        threads=1,
+        rungs=("explicit-float32", "padded-vocabulary"),
+        limit_seconds=0.05,
+    )
+    report = ladder.run(show_progress=False)
+    first, last = report["rows"]
+    assert [first["name"], last["name"]] == ["explicit-float32", "padded-vocabulary"]
+    for row in (first, last):
+        wanted = {"tokens_per_second", "mfu", "milliseconds_per_batch", "peak_memory_bytes", "speedup"}
+        assert wanted <= set(row), row.get("error")
+        assert row["tokens_per_second"] > 0
+    assert (first["matrix_dtype"], last["matrix_dtype"]) == ("float32", "bfloat16")
+    assert (first["vocabulary_rows"], last["vocabulary_rows"]) == (250, 256)
+    assert first["flops_per_token"] == last["flops_per_token"]
+    assert first["first_loss"] > first["last_loss"], "the one batch is learned"
+    for moment in ("first_loss", "last_loss"):
+        assert first[moment] == pytest.approx(last[moment], rel=2e-3)
+    assert first["techniques"] == ["float32, eager, explicit attention"]
+    assert last["techniques"] == ["SDPA", "bf16 autocast", "torch.compile per block", "padded vocabulary"]
+
+
+def test_training_rungs_differ_in_what_they_say() -> None:
+    def rung(name: str) -> TrainRung:
+        from dataclasses import replace
+
+        recipe, _ = train.subject(TrainLadder(shape="tiny", batch_size=1, sequence_length=8))
+        own = replace(recipe, techniques=train.techniques(name))
+        return TrainRung(recipe=own.to_json(), shape="tiny", steps=1, device="cpu", compile_cache="")
+
+    explicit, sdpa = rung("explicit-float32"), rung("sdpa")
+    assert explicit.step.model.blocks[0].attention.kernel.name == "reference"
+    assert sdpa.step.model.blocks[0].attention.kernel.name == "sdpa"
+    assert explicit.measure()["loss"] == pytest.approx(sdpa.measure()["loss"], abs=1e-5)
+    assert switched_on("bf16") == ("SDPA", "bf16 autocast")
+
+
+def test_heads_change_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    rungs: list[Rung] = []
+    monkeypatch.setattr(generate, "run_ladder", lambda made, **_: rungs.extend(made) or {})
+    HeadsLadder(subject=TINY, prompt_tokens=16, new_tokens=3, compiled=False).run()
+    assert [rung.name for rung in rungs] == ["heads-mha", "heads-gqa", "heads-mqa"]
+    assert rungs[1].techniques == ("eager", "static cache", "grouped-query: 2 key/value heads")
+    found = []
+    for rung in rungs:
+        made = GenerateRung(**rung.arguments)
+        assert made.measure()["decode_tokens_per_second"] > 0
+        found.append(made.describe())
+    assert [facts["kv_heads"] for facts in found] == [4, 2, 1]
+    assert [facts["cache_bytes_per_token"] for facts in found] == [512, 256, 128]
+    assert [grouped(12, 12), grouped(9, 9), grouped(32, 4)] == [3, 3, 4]
+    with pytest.raises(ConfigError, match="cannot be grouped"):
+        grouped(5, 5)
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "text"),
+    [
+        (lambda: Subject(shape="llama-2b"), ConfigError, "no shape 'llama-2b'; known: tiny, llama-120m"),
+        (lambda: Subject(), ConfigError, "--shape NAME and --model"),
+        (lambda: Subject(folder="x", kv_heads=1), ConfigError, "use --shape"),
+        (lambda: GenerateLadder(subject=TINY, rungs=("fast",)).run(), ConfigError, "known: no-cache, static-cache"),
+        (lambda: GenerateLadder(subject=TINY, dtype="int3").run(), ConfigError, "dtype 'int3' is not known"),
+        (lambda: GenerateLadder(subject=TINY, prompt_tokens=600).run(), ConfigError, "512 positions"),
+        (lambda: GenerateLadder(subject=TINY, new_tokens=0).run(), ConfigError, "2 new tokens are needed"),
+        (lambda: HeadsLadder(subject=Subject(folder="x")).run(), ConfigError, "use --shape"),
+        (lambda: TrainLadder(shape="tiny", recipe="demo").run(), ConfigError, "one of --shape NAME and --recipe"),
+        (lambda: TrainLadder(recipe="finetune").run(), ConfigError, "known: demo"),
+        (lambda: TrainLadder(shape="tiny", batch_size=0).run(), ConfigError, "found 0 and"),
+        (lambda: TrainLadder(shape="tiny", sequence_length=4096).run(), ConfigError, "512 positions"),
+        (lambda: TrainLadder(shape="llama-120m", rungs=("padded-vocabulary",)).run(), ConfigError, "multiple of 64"),
+        (lambda: TrainLadder(shape="tiny", rungs=("x",)).run(), ConfigError, "known: explicit-float32, sdpa, bf16"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(make: Any, kind: type[HastenError], text: str) -> None:
+    with pytest.raises(kind, match=text):
+        make()
+
+
+def test_a_model_that_does_not_fit_is_refused_before_anything_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr("hasten.machine.available_memory", lambda device: 20 << 30)
+    monkeypatch.setattr(generate, "run_ladder", never)
+    monkeypatch.setattr(train, "run_ladder", never)
+    with pytest.raises(ResourceError, match=r"llama-70b .* needs about 1\d\d.\d GB on cpu \(138.0 GB weights"):
+        GenerateLadder(subject=Subject(shape="llama-70b"), device="cpu").run()
+    with pytest.raises(ResourceError, match=r"training llama-7b .* 21.5 GB are free"):
+        TrainLadder(shape="llama-7b", device="cpu").run()
+
+
+def test_without_a_compiler_the_compiled_rung_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    rungs: list[Rung] = []
+    monkeypatch.setattr(generate, "run_ladder", lambda made, **_: rungs.extend(made) or {})
+    GenerateLadder(subject=TINY, prompt_tokens=8, new_tokens=2, device="cpu").run()
+    GenerateRung(**rungs[1].arguments)
+    with pytest.raises(ResourceError, match="needs a C\\+\\+ compiler on a CPU and none is here"):  # an error row
+        GenerateRung(**rungs[2].arguments)
+
+
+def test_an_unknown_ladder_lists_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "serve"])
+    assert ended.value.code == 2
+    assert "known: generate, train, heads" in capsys.readouterr().err
+    main(["bench", "--help"])
+    assert "static cache + torch.compile" in capsys.readouterr().out
