@@ -1,6 +1,7 @@
 """Fixtures shared by the rooms: a tiny Llama with a tokenizer and a chat template, in memory and as a folder."""
 
 import pytest
+import torch
 
 
 @pytest.fixture(scope="session")
@@ -19,3 +20,11 @@ def tiny(tiny_folder):
     import hasten
 
     return hasten.load(tiny_folder)
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Models this small gain nothing from two threads, and on a busy machine wait for the second: ten times slower."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from hasten.errors import ConfigError
 from hasten.model.transformer import Attention, Transformer
 from hasten.ops import picker
-from hasten.ops.attention import KERNELS, AttentionRequest
+from hasten.ops.attention import KERNELS
 
 OPERATORS = ("attention",)
 
@@ -34,7 +34,7 @@ def explain(model: Transformer) -> list[Binding]:
     """For each layer and operator the kernel that runs now, and for every other one the reason why it does not."""
     bindings = []
     for layer, attention in enumerate(_attentions(model)):
-        request = _request(attention)
+        request = attention.request()
         forced = attention.kernel.name if picker.pick(KERNELS, request) is not attention.kernel else None
         choice = picker.explain(KERNELS, request, forced=forced)
         others = [Refusal(kernel, reason) for kernel, reason in choice.others]
@@ -60,7 +60,7 @@ def kernels(model: Transformer, **names: str) -> Iterator[Transformer]:
         chosen = []
         for layer, attention in enumerate(attentions):
             try:
-                chosen.append(picker.pick(KERNELS, _request(attention), forced=names["attention"]))
+                chosen.append(picker.pick(KERNELS, attention.request(), forced=names["attention"]))
             except ConfigError as error:
                 raise ConfigError(f"attention of layer {layer}: {error}") from None
     try:
@@ -76,8 +76,3 @@ def _attentions(model: Transformer) -> list[Attention]:
     found = [block.attention for block in model.blocks]
     assert all(isinstance(attention, Attention) for attention in found)
     return found  # type: ignore[return-value]
-
-
-def _request(attention: Attention) -> AttentionRequest:
-    weight = attention.q.weight
-    return AttentionRequest(spec=attention.spec, device=weight.device, dtype=weight.dtype)

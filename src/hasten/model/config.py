@@ -81,6 +81,7 @@ class ModelConfig:
     experts_per_token: int = 0
     expert_size: int = 0
     normalize_experts: bool = True  # the chosen experts' probabilities are made to sum to one
+    initializer_range: float = 0.02  # standard deviation of random weights
     dropout: float = 0.0  # in training only; set by the recipe, never by a checkpoint
     source: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
 

@@ -22,7 +22,7 @@ def initialize(
         model.head.weight = model.embedding.weight
     model.reset_ropes(torch.device(device))
     generator = torch.Generator(device=device).manual_seed(seed)
-    std = float(config.source.get("initializer_range") or 0.02)
+    std = config.initializer_range
     residual = std / (2 * len(config.layers)) ** 0.5
     with torch.no_grad():
         for name, module in model.named_modules():

@@ -99,11 +99,14 @@ class Attention(nn.Module):
         )
         self.bind()
 
+    def request(self) -> AttentionRequest:
+        """What a kernel has to serve here."""
+        weight = self.q.weight
+        return AttentionRequest(spec=self.spec, device=weight.device, dtype=weight.dtype)
+
     def bind(self, kernel: str | None = None) -> None:
         """Choose the attention kernel for the weights' device and dtype, or the one named."""
-        weight = self.q.weight
-        request = AttentionRequest(spec=self.spec, device=weight.device, dtype=weight.dtype)
-        self.kernel = pick(KERNELS, request, forced=kernel)
+        self.kernel = pick(KERNELS, self.request(), forced=kernel)
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, layer: LayerContext) -> Tensor:
         q = self.q(x).unflatten(-1, (self.spec.heads, self.spec.head_dim))  # (B, T, H, D)

@@ -153,6 +153,7 @@ def sizes(fields: Fields) -> dict[str, Any]:
         "head_dim": fields.integer("head_dim", default=hidden // heads, high=1 << 12),
         "max_positions": fields.integer("max_position_embeddings", high=1 << 30),
         "family": fields.values["model_type"],
+        "initializer_range": fields.number("initializer_range", default=0.02, high=100.0),
         "source": dict(fields.values),
     }
 

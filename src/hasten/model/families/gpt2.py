@@ -38,6 +38,7 @@ def gpt_config(fields: Fields, **changes: Any) -> ModelConfig:
         "mlp_bias": True,
         "learned_positions": True,
         "tie_embeddings": fields.flag("tie_word_embeddings", True),
+        "initializer_range": fields.number("initializer_range", default=0.02, high=100.0),
         "source": dict(fields.values),
     }
     return ModelConfig(**(values | {"family": fields.values["model_type"]} | changes))
