@@ -1,0 +1,135 @@
+// Rows of x made ready for a product: normalised if asked for, and rounded to bf16 or to int8 digits.
+#pragma once
+
+#include "gemm.h"
+
+namespace hasten {
+
+enum class Type { f32, bf16 };
+
+struct Norm {
+  const void* weight = nullptr;  // null: no norm
+  const void* bias = nullptr;    // LayerNorm's
+  Type type = Type::f32;
+  float eps = 0, offset = 0;
+  bool centred = false;          // LayerNorm subtracts the mean, RMSNorm does not
+};
+
+INLINE F32 load_as(const void* p, Type type, int64_t i) {
+  return type == Type::f32 ? load(static_cast<const float*>(p) + i) : load_bf16(static_cast<const uint16_t*>(p) + i);
+}
+INLINE float load_one(const void* p, Type type, int64_t i) {
+  return type == Type::f32 ? static_cast<const float*>(p)[i] : from_bf16(static_cast<const uint16_t*>(p)[i]);
+}
+INLINE void store_as(void* p, Type type, int64_t i, F32 v) {
+  if (type == Type::f32) store(static_cast<float*>(p) + i, v);
+  else store_bf16(static_cast<uint16_t*>(p) + i, v);
+}
+INLINE void store_one(void* p, Type type, int64_t i, float v) {
+  if (type == Type::f32) static_cast<float*>(p)[i] = v;
+  else static_cast<uint16_t*>(p)[i] = to_bf16(v);
+}
+
+// One row of x (k values) as float32, normalised, followed by zeros up to `padded`.
+inline void widen(const void* x, Type type, int64_t row, int64_t k, int64_t padded, const Norm& norm, float* out) {
+  const int64_t whole = k / LANES * LANES, base = row * k;
+  for (int64_t i = 0; i < whole; i += LANES) store(out + i, load_as(x, type, base + i));
+  for (int64_t i = whole; i < k; i++) out[i] = load_one(x, type, base + i);
+  for (int64_t i = k; i < padded; i++) out[i] = 0;
+  if (!norm.weight) return;
+  float mean = 0;
+  if (norm.centred) {
+    F32 total = {};
+    float rest = 0;
+    for (int64_t i = 0; i < whole; i += LANES) total += load(out + i);
+    for (int64_t i = whole; i < k; i++) rest += out[i];
+    mean = (sum_lanes(total) + rest) / float(k);
+    for (int64_t i = 0; i < whole; i += LANES) store(out + i, load(out + i) - mean);
+    for (int64_t i = whole; i < k; i++) out[i] -= mean;
+  }
+  F32 squares = {};
+  float rest = 0;
+  for (int64_t i = 0; i < whole; i += LANES) squares += load(out + i) * load(out + i);
+  for (int64_t i = whole; i < k; i++) rest += out[i] * out[i];
+  const float factor = 1.0f / std::sqrt((sum_lanes(squares) + rest) / float(k) + norm.eps);
+  for (int64_t i = 0; i < whole; i += LANES) {
+    F32 v = load(out + i) * factor * (load_as(norm.weight, norm.type, i) + norm.offset);
+    if (norm.bias) v += load_as(norm.bias, norm.type, i);
+    store(out + i, v);
+  }
+  for (int64_t i = whole; i < k; i++) {
+    float v = out[i] * factor * (load_one(norm.weight, norm.type, i) + norm.offset);
+    out[i] = norm.bias ? v + load_one(norm.bias, norm.type, i) : v;
+  }
+}
+
+// k values (a multiple of 16) to int8 digits with one scale: x = scale·q, or scale·(256·high + low).
+inline void quantize(const float* x, int64_t k, int digits, int64_t digit_stride, int8_t* q, float* scale,
+                     int32_t* sums, int64_t sum_stride) {
+  F32 largest = {};
+  for (int64_t i = 0; i < k; i += LANES) largest = max(largest, abs(load(x + i)));
+  const float top = max_lanes(largest);
+  // 127·256 leaves room for the low digit's -128 … 127.
+  const float steps = digits == 1 ? 127.0f : 127.0f * 256.0f;
+  const float up = top > 0 ? steps / top : 0.0f;
+  *scale = top > 0 ? top / steps : 0.0f;
+  typedef int8_t I8 __attribute__((vector_size(16)));
+  I32 high_sum = {}, low_sum = {};
+  for (int64_t i = 0; i < k; i += LANES) {
+    // Adding and taking away 1.5·2^23 rounds to the nearest integer, ties to even.
+    I32 n = to_int((load(x + i) * up + 12582912.0f) - 12582912.0f);
+    I32 high = n;
+    if (digits == 2) {
+      high = (n + 128) >> 8;
+      I32 low = n - (high << 8);
+      low_sum += low;
+      I8 b = __builtin_convertvector(low, I8);
+      std::memcpy(q + digit_stride + i, &b, 16);
+    }
+    high_sum += high;
+    I8 b = __builtin_convertvector(high, I8);
+    std::memcpy(q + i, &b, 16);
+  }
+  int32_t total = 0, total_low = 0;
+  for (int i = 0; i < LANES; i++) total += high_sum[i], total_low += low_sum[i];
+  sums[0] = total;
+  if (digits == 2) sums[sum_stride] = total_low;
+}
+
+// All rows of x for weight w. The memory belongs to the calling thread until its next product.
+inline Rows prepare(const Weight& w, const void* x, Type type, int64_t rows, int64_t k, const Norm& norm, int digits) {
+  Rows out;
+  const bool narrow = w.format == Format::bf16;
+  if (narrow && type == Type::bf16 && !norm.weight && k == w.k) {
+    out.bf16 = static_cast<const uint16_t*>(x);
+    return out;
+  }
+  out.digits = narrow ? 1 : digits;
+  out.groups = w.format == Format::int4 ? w.k / w.group : 1;
+  uint16_t* halves = narrow ? scratch<uint16_t, 3>(rows * w.k) : nullptr;
+  int8_t* q = narrow ? nullptr : scratch<int8_t, 4>(rows * digits * w.k);
+  float* scales = scratch<float, 5>(rows * out.groups);
+  int32_t* sums = scratch<int32_t, 6>(rows * digits * out.groups);
+  const int64_t block = 16;
+  for_chunks((rows + block - 1) / block, [&](int64_t chunk) {
+    float* wide = scratch<float, 7>(w.k + LANES);
+    for (int64_t m = chunk * block; m < std::min(rows, (chunk + 1) * block); m++) {
+      widen(x, type, m, k, w.k, norm, wide);
+      if (narrow) {
+        for (int64_t i = 0; i < w.k; i += LANES) store_bf16(halves + m * w.k + i, load(wide + i));
+        continue;
+      }
+      const int64_t size = w.k / out.groups;
+      for (int64_t g = 0; g < out.groups; g++)
+        quantize(wide + g * size, size, digits, w.k, q + m * digits * w.k + g * size, scales + m * out.groups + g,
+                 sums + m * digits * out.groups + g, out.groups);
+    }
+  });
+  out.bf16 = halves;
+  out.q = q;
+  out.scales = scales;
+  out.sums = sums;
+  return out;
+}
+
+}  // namespace hasten

@@ -1,0 +1,66 @@
+// Between torch's tensors (through its stable ABI, so one binary serves many versions) and the kernels' plain pointers.
+#pragma once
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include <optional>
+#include <vector>
+
+#include "linear/rows.h"
+
+namespace hasten {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+inline int64_t round_up(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }
+
+inline Tensor as_contiguous(const Tensor& t) { return t.is_contiguous() ? t : torch::stable::contiguous(t); }
+
+inline Tensor empty(std::vector<int64_t> size, ScalarType type) {
+  return torch::stable::empty(size, type);
+}
+
+inline Tensor empty_like_with_last(const Tensor& x, int64_t last) {
+  std::vector<int64_t> size;
+  for (int64_t i = 0; i + 1 < x.dim(); i++) size.push_back(x.size(i));
+  size.push_back(last);
+  return empty(size, x.scalar_type());
+}
+
+inline Type type_of(const Tensor& t) {
+  if (t.scalar_type() == ScalarType::Float) return Type::f32;
+  STD_TORCH_CHECK(t.scalar_type() == ScalarType::BFloat16, "expected a float32 or bfloat16 tensor");
+  return Type::bf16;
+}
+
+inline Weight weight_of(const Tensor& data, const std::optional<Tensor>& scales, const std::optional<Tensor>& zeros,
+                        int64_t n, int64_t k, int64_t group) {
+  Weight w{};
+  w.n = n;
+  w.group = group;
+  w.data = data.const_data_ptr();
+  if (data.scalar_type() == ScalarType::BFloat16) {
+    w.format = Format::bf16;
+    w.k = data.size(1) * 2;
+  } else {
+    STD_TORCH_CHECK(scales.has_value(), "quantized weights need scales");
+    w.format = group ? Format::int4 : Format::int8;
+    w.k = data.size(1) * (group ? 8 : 4);
+    w.scales = scales->const_data_ptr();
+    switch (scales->scalar_type()) {
+      case ScalarType::Float: w.scale_type = ScaleType::f32; break;
+      case ScalarType::BFloat16: w.scale_type = ScaleType::bf16; break;
+      default: w.scale_type = ScaleType::f16;
+    }
+    if (zeros) w.zeros = static_cast<const uint8_t*>(zeros->const_data_ptr());
+  }
+  STD_TORCH_CHECK(data.size(0) * PANEL >= n && w.k >= k, "the packed weight is smaller than the product needs");
+  return w;
+}
+
+}  // namespace hasten
