@@ -3,11 +3,13 @@
     python benchmarks/publish.py                     # everything, about a quarter of an hour on two cores
     python benchmarks/publish.py train-gpt2-124m     # only the steps named
     python benchmarks/publish.py --list
+    python benchmarks/publish.py --tables            # the results as the Markdown tables of docs/ladder.md
 
 Only through the command line, so that whoever runs the same command measures the same thing.
 """
 
 import argparse
+import json
 import shutil
 import subprocess
 import sys
@@ -37,12 +39,40 @@ def publish(name: str) -> int:
     return status
 
 
+def table(name: str) -> str:
+    """One result as Markdown: the command, the table, and what the utilisation is measured against."""
+    from hasten.bench.report import speed_metric
+    from hasten.bench.table import COLUMNS, format_value, limits_line, machine_line
+
+    report = json.loads((RESULTS / f"{name}.json").read_text())
+    rows, speed = report["rows"], speed_metric(report["kind"])
+    columns = [column for column in COLUMNS[report["kind"]] if any(row.get(column[1]) is not None for row in rows)]
+    lines = [f"`hasten bench {STEPS[name]}`", ""]
+    lines.append("| rung | " + " | ".join(heading for heading, _, _ in columns) + " |")
+    lines.append("|---|" + "---:|" * len(columns))
+    for row in rows:
+        cells = []
+        for _, key, style in columns:
+            low, high = row.get("min", {}).get(key), row.get("max", {}).get(key)
+            spread = f" ({format_value(low, style)}-{format_value(high, style)})" if key == speed else ""
+            cells.append(format_value(row.get(key), style) + spread)
+        lines.append(f"| {row['name']} | " + " | ".join(cells) + " |")
+    machine = machine_line(report["machine"], report["limits"]["device"])
+    settings = report["settings"]
+    lines += ["", f"{machine}, {settings['threads']} threads; {settings['rounds']} rounds; {limits_line(report)}."]
+    return "\n".join(lines)
+
+
 def main() -> None:
     """Run the steps named on the command line, or all."""
     parser = argparse.ArgumentParser(description="Run the published benchmarks.")
     parser.add_argument("steps", nargs="*", metavar="STEP", help=f"one of {', '.join(STEPS)}; all by default")
     parser.add_argument("--list", action="store_true", help="show the steps with their commands and end")
+    parser.add_argument("--tables", action="store_true", help="print the results that are there as Markdown and end")
     given = parser.parse_args()
+    if given.tables:
+        print("\n\n".join(table(name) for name in STEPS if (RESULTS / f"{name}.json").exists()))
+        return
     if given.list:
         print("\n".join(f"{name}: hasten bench {arguments}" for name, arguments in STEPS.items()))
         return
