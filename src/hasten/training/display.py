@@ -93,7 +93,7 @@ def draw_losses(lines: Sequence[Mapping[str, Any]], path: Path, *, title: str) -
             markersize=3,
             label="validation",
         )
-    spikes = [line for line in lines if line.get("spike")]
+    spikes = [line for line in known if line.get("spike")]
     if spikes:
         axes.scatter(
             [line["tokens"] for line in spikes], [line["loss"] for line in spikes], marker="x", s=20, label="spike"

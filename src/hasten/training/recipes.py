@@ -2,14 +2,16 @@
 
 from hasten.training.recipe import Data, Optimizer, Recipe, Run, Schedule, Shape, Techniques
 
-# About 10 M parameters, wide and shallow: few large matrix products keep two cores busier than many small ones.
+# About 10 M parameters for a few minutes on two cores: a million tokens or so, far too few to fill it. So: wide and
+# shallow (few large matrix products run faster, and learn no worse at this length), small steps (their number counts
+# more than their size), and half the learning rate that longer runs of this size take.
 DEMO = Recipe(
     name="demo",
-    model=Shape(layers=5, hidden_size=384, heads=6, feed_forward=1024),
-    data=Data(source="stdlib", vocab_size=4096, context=256, batch_size=8),
-    optimizer=Optimizer(learning_rate=2e-3),
+    model=Shape(layers=3, hidden_size=512, heads=8, feed_forward=1152),
+    data=Data(source="stdlib", vocab_size=4096, context=256, batch_size=2),
+    optimizer=Optimizer(learning_rate=8e-4),
     schedule=Schedule(kind="wsd", warmup_steps=30, final_fraction=0.0, decay_fraction=0.4),
-    run=Run(minutes=3.5, validate_every=100, validation_batches=12, checkpoint_every=100),
+    run=Run(minutes=3.5, validate_every=250, validation_batches=40, checkpoint_every=250),
 )
 
 # GPT-2 small (Radford et al. 2019) with the hyperparameters of GPT-3's smallest model (arXiv 2005.14165), as nanoGPT
