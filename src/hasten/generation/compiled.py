@@ -40,6 +40,8 @@ def compile_blocks(model: Transformer) -> None:
         for module in model.modules():
             if type(module) is nn.Linear:
                 module.__class__ = OneRowLinear
+    # Each cache size and batch size is a graph of its own; past the default of 8 a full graph would be refused.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
     for part in (*model.blocks, model.head):
         part.forward = _compiled_for_one_token(part.forward)
 

@@ -12,6 +12,8 @@ from hasten.model.transformer import Transformer
 # An eager decode step reads the cache up to the next multiple of this, so that a short text does not pay for the
 # whole capacity; a compiled one reads all of it, because its shapes must not change.
 _READ_STEP = 64
+# The capacity of a cache for compiled steps is a multiple of this.
+_STATIC_STEP = 128
 # Longer prompts are taken in pieces, which bounds the memory of the activations.
 _PREFILL_TOKENS = 4096
 
@@ -23,6 +25,9 @@ class Decoder:
         """capacity: tokens a sequence can hold. static: every decode step has the same shapes (for compiled blocks)."""
         self.model = model
         self.static = static
+        if static:  # few different sizes, because each is compiled for
+            rounded = -(-capacity // _STATIC_STEP) * _STATIC_STEP
+            capacity = max(capacity, min(rounded, model.config.max_positions))
         self.cache = StaticCache(model.config, batch=batch, capacity=capacity, dtype=model.dtype, device=model.device)
         self.lengths = [0] * batch
         # longrope has one set of frequencies for sequences within the pretraining context and one for longer ones: a
