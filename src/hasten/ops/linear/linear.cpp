@@ -6,11 +6,21 @@ namespace hasten {
 
 using torch::stable::Tensor;
 
+constexpr int64_t PADDING = 32;  // K of bf16 and int8 weights is padded to a multiple of this
+
+static void check_group(int64_t group_size) {
+  STD_TORCH_CHECK(group_size > 0 && group_size % PADDING == 0, "the group size must be a multiple of 32");
+}
+
 // x (…, K) bf16 or float32 -> (…, N) in x's dtype.
 Tensor linear(Tensor x, Tensor data, std::optional<Tensor> scales, std::optional<Tensor> zeros,
               std::optional<Tensor> bias, int64_t out_features, int64_t group_size, int64_t digits) {
-  const int64_t k = x.size(-1), rows = k ? x.numel() / k : 0;
+  STD_TORCH_CHECK(x.dim() > 0 && x.size(-1) > 0, "x needs a last dimension of at least one value");
+  const int64_t k = x.size(-1), rows = x.numel() / k;
   const Weight w = weight_of(data, scales, zeros, out_features, k, group_size);
+  STD_TORCH_CHECK(round_up(k, group_size ? group_size : PADDING) == w.k, "x has ", k, " columns, the weight ", w.k,
+                  " with its padding");
+  STD_TORCH_CHECK(digits == 1 || digits == 2, "digits must be 1 or 2");
   const Type type = type_of(x);
   x = as_contiguous(x);
   Tensor y = empty_like_with_last(x, out_features);
@@ -35,68 +45,109 @@ Tensor linear(Tensor x, Tensor data, std::optional<Tensor> scales, std::optional
   return y;
 }
 
-// Rows of bytes to panels: out[panel][step][row][bytes] from rows (N, K·size) whose K is cut into `step`s of 4 bytes.
-static void interleave(const uint8_t* from, int64_t n, int64_t row_bytes, int64_t steps, uint32_t filler, uint8_t* to) {
-  const int64_t panels = (n + PANEL - 1) / PANEL;
-  for_chunks(panels, [&](int64_t panel) {
-    uint8_t* base = to + panel * steps * PANEL * 4;
-    for (int64_t r = 0; r < PANEL; r++) {
-      const int64_t row = panel * PANEL + r;
-      for (int64_t s = 0; s < steps; s++) {
-        uint32_t word = filler;
-        if (row < n && s * 4 < row_bytes) std::memcpy(&word, from + row * row_bytes + s * 4, std::min<int64_t>(4, row_bytes - s * 4));
-        std::memcpy(base + (s * PANEL + r) * 4, &word, 4);
+// Rows of weights to panels of 4-byte words: to[panel][step][row] = word(row, step). The first `whole` steps lie fully
+// inside K; edge(row, step) makes the others, and rows beyond n are filled up.
+template <class Word, class Edge>
+static void interleave(int64_t n, int64_t steps, int64_t whole, uint32_t filler, void* to, const Word& word,
+                       const Edge& edge) {
+  for_chunks((n + PANEL - 1) / PANEL, [&](int64_t panel) {
+    uint32_t* base = static_cast<uint32_t*>(to) + panel * steps * PANEL;
+    const int64_t first = panel * PANEL, rows = std::min<int64_t>(PANEL, n - first);
+    int64_t s = 0;
+    // 16 steps at a time: what is written then fits the first-level cache, and a row is read a line at a time.
+    for (; s + LANES <= whole; s += LANES)
+      for (int64_t r = 0; r < rows; r++) {
+        uint32_t words[LANES];
+        for (int i = 0; i < LANES; i++) words[i] = word(first + r, s + i);
+        for (int i = 0; i < LANES; i++) base[(s + i) * PANEL + r] = words[i];
       }
-    }
+    for (; s < steps; s++)
+      for (int64_t r = 0; r < rows; r++)
+        base[s * PANEL + r] = s < whole ? word(first + r, s) : edge(first + r, s);
+    for (s = 0; s < steps && rows < PANEL; s++)
+      for (int64_t r = rows; r < PANEL; r++) base[s * PANEL + r] = filler;
   });
 }
 
-// w (N, K) bf16 -> uint16 panels with K padded to a multiple of 32.
+INLINE uint32_t word_at(const uint8_t* p) { uint32_t w; std::memcpy(&w, p, 4); return w; }
+
+// w (N, K) bf16 -> panels with K padded to a multiple of 32.
 Tensor pack_bf16(Tensor w) {
-  const int64_t n = w.size(0), k = w.size(1), padded = round_up(k, 32), panels = (n + PANEL - 1) / PANEL;
+  const int64_t n = w.size(0), k = w.size(1), steps = round_up(k, PADDING) / 2, panels = (n + PANEL - 1) / PANEL;
   w = as_contiguous(w);
-  Tensor out = empty({panels, padded / 2, PANEL, 2}, torch::headeronly::ScalarType::BFloat16);
-  interleave(static_cast<const uint8_t*>(w.const_data_ptr()), n, k * 2, padded / 2, 0,
-             static_cast<uint8_t*>(out.mutable_data_ptr()));
+  const uint8_t* from = static_cast<const uint8_t*>(w.const_data_ptr());
+  Tensor out = empty({panels, steps, PANEL, 2}, ScalarType::BFloat16);
+  interleave(
+      n, steps, k / 2, 0, out.mutable_data_ptr(),
+      [=](int64_t row, int64_t s) { return word_at(from + (row * k + 2 * s) * 2); },
+      [=](int64_t row, int64_t s) {
+        uint16_t last = 0;
+        if (2 * s < k) std::memcpy(&last, from + (row * k + 2 * s) * 2, 2);
+        return uint32_t(last);
+      });
   return out;
 }
 
 // q (N, K) int8 -> uint8 panels, offset by 128, K padded to a multiple of 32.
 Tensor pack_int8(Tensor q) {
-  const int64_t n = q.size(0), k = q.size(1), padded = round_up(k, 32), panels = (n + PANEL - 1) / PANEL;
+  const int64_t n = q.size(0), k = q.size(1), steps = round_up(k, PADDING) / 4, panels = (n + PANEL - 1) / PANEL;
   q = as_contiguous(q);
   const uint8_t* from = static_cast<const uint8_t*>(q.const_data_ptr());
-  Tensor out = empty({panels, padded / 4, PANEL, 4}, torch::headeronly::ScalarType::Byte);
-  uint8_t* to = static_cast<uint8_t*>(out.mutable_data_ptr());
-  for_chunks(panels, [&](int64_t panel) {
-    uint8_t* base = to + panel * padded * PANEL;
-    for (int64_t r = 0; r < PANEL; r++) {
-      const int64_t row = panel * PANEL + r;
-      for (int64_t c = 0; c < padded; c++)
-        base[(c / 4 * PANEL + r) * 4 + c % 4] = row < n && c < k ? from[row * k + c] ^ 0x80 : 0x80;
-    }
-  });
+  Tensor out = empty({panels, steps, PANEL, 4}, ScalarType::Byte);
+  interleave(
+      n, steps, k / 4, 0x80808080u, out.mutable_data_ptr(),
+      [=](int64_t row, int64_t s) { return word_at(from + row * k + 4 * s) ^ 0x80808080u; },
+      [=](int64_t row, int64_t s) {
+        uint32_t word = 0;
+        for (int64_t j = 0; 4 * s + j < k && j < 4; j++) word |= uint32_t(from[row * k + 4 * s + j]) << (8 * j);
+        return word ^ 0x80808080u;
+      });
   return out;
 }
 
 // q (N, K) uint8 with values 0 … 15 -> uint8 panels; K padded to a multiple of the group with 8s, whose activations
 // are zero.
 Tensor pack_int4(Tensor q, int64_t group_size) {
-  const int64_t n = q.size(0), k = q.size(1), padded = round_up(k, group_size), panels = (n + PANEL - 1) / PANEL;
+  check_group(group_size);
+  const int64_t n = q.size(0), k = q.size(1), steps = round_up(k, group_size) / 8, panels = (n + PANEL - 1) / PANEL;
   q = as_contiguous(q);
   const uint8_t* from = static_cast<const uint8_t*>(q.const_data_ptr());
-  Tensor out = empty({panels, padded / 8, PANEL, 4}, torch::headeronly::ScalarType::Byte);
-  uint8_t* to = static_cast<uint8_t*>(out.mutable_data_ptr());
-  for_chunks(panels, [&](int64_t panel) {
-    uint8_t* base = to + panel * (padded / 2) * PANEL;
-    for (int64_t r = 0; r < PANEL; r++) {
-      const int64_t row = panel * PANEL + r;
-      auto value = [&](int64_t c) -> uint8_t { return row < n && c < k ? from[row * k + c] & 15 : 8; };
-      for (int64_t s = 0; s < padded / 8; s++)
-        for (int64_t j = 0; j < 4; j++)
-          base[(s * PANEL + r) * 4 + j] = uint8_t(value(8 * s + j) | value(8 * s + 4 + j) << 4);
-    }
-  });
+  Tensor out = empty({panels, steps, PANEL, 4}, ScalarType::Byte);
+  interleave(
+      n, steps, k / 8, 0x88888888u, out.mutable_data_ptr(),
+      [=](int64_t row, int64_t s) {
+        const uint8_t* p = from + row * k + 8 * s;
+        return (word_at(p) & 0x0f0f0f0fu) | (word_at(p + 4) & 0x0f0f0f0fu) << 4;
+      },
+      [=](int64_t row, int64_t s) {
+        uint32_t word = 0x88888888u;
+        for (int64_t j = 0; 8 * s + j < k && j < 8; j++) {
+          const int shift = int(j % 4 * 8 + j / 4 * 4);
+          word = (word & ~(15u << shift)) | uint32_t(from[row * k + 8 * s + j] & 15) << shift;
+        }
+        return word;
+      });
+  return out;
+}
+
+// words (N, K/8) int32, nibble i of word j the value 8j + i (0 … 15), as compressed-tensors stores them -> as pack_int4.
+Tensor pack_int4_words(Tensor words, int64_t group_size) {
+  check_group(group_size);
+  const int64_t n = words.size(0), k = words.size(1), steps = round_up(k * 8, group_size) / 8;
+  words = as_contiguous(words);
+  const uint8_t* from = static_cast<const uint8_t*>(words.const_data_ptr());
+  Tensor out = empty({(n + PANEL - 1) / PANEL, steps, PANEL, 4}, ScalarType::Byte);
+  auto spread = [](uint32_t four) {  // nibbles 0 … 3 to the low halves of four bytes
+    four = (four | four << 8) & 0x00ff00ffu;
+    return (four | four << 4) & 0x0f0f0f0fu;
+  };
+  interleave(
+      n, steps, k, 0x88888888u, out.mutable_data_ptr(),
+      [=](int64_t row, int64_t s) {
+        const uint32_t word = word_at(from + (row * k + s) * 4);
+        return spread(word & 0xffff) | spread(word >> 16) << 4;
+      },
+      [](int64_t, int64_t) { return 0x88888888u; });
   return out;
 }
 
@@ -107,10 +158,12 @@ STABLE_TORCH_LIBRARY_FRAGMENT(HASTEN_LIBRARY, m) {
   m.def("pack_bf16(Tensor w) -> Tensor");
   m.def("pack_int8(Tensor q) -> Tensor");
   m.def("pack_int4(Tensor q, int group_size) -> Tensor");
+  m.def("pack_int4_words(Tensor words, int group_size) -> Tensor");
 }
 STABLE_TORCH_LIBRARY_IMPL(HASTEN_LIBRARY, CPU, m) {
   m.impl("linear", TORCH_BOX(&hasten::linear));
   m.impl("pack_bf16", TORCH_BOX(&hasten::pack_bf16));
   m.impl("pack_int8", TORCH_BOX(&hasten::pack_int8));
   m.impl("pack_int4", TORCH_BOX(&hasten::pack_int4));
+  m.impl("pack_int4_words", TORCH_BOX(&hasten::pack_int4_words));
 }

@@ -63,21 +63,32 @@ inline void widen(const void* x, Type type, int64_t row, int64_t k, int64_t padd
   }
 }
 
-// k values (a multiple of 16) to int8 digits with one scale: x = scale·q, or scale·(256·high + low).
+// k values (a multiple of 16) to int8 digits with one scale: x = scale·q, or scale·(256·high + low). With a NaN or an
+// infinity among them the scale is NaN, and so is every output that they reach. Values that are all below 1e-34 count
+// as zeros: the scale's inverse would overflow.
 inline void quantize(const float* x, int64_t k, int digits, int64_t digit_stride, int8_t* q, float* scale,
                      int32_t* sums, int64_t sum_stride) {
-  F32 largest = {};
-  for (int64_t i = 0; i < k; i += LANES) largest = max(largest, abs(load(x + i)));
-  const float top = max_lanes(largest);
+  // Magnitudes as integers order like the numbers, with infinity and then NaN above all finite ones.
+  I32 bits = {};
+  for (int64_t i = 0; i < k; i += LANES) {
+    I32 own = (I32)abs(load(x + i));
+    bits = own > bits ? own : bits;
+  }
+  int32_t largest = 0;
+  for (int i = 0; i < LANES; i++) largest = bits[i] > largest ? bits[i] : largest;
+  float top; std::memcpy(&top, &largest, 4);
+  const bool finite = largest < 0x7f800000;
   // 127·256 leaves room for the low digit's -128 … 127.
   const float steps = digits == 1 ? 127.0f : 127.0f * 256.0f;
-  const float up = top > 0 ? steps / top : 0.0f;
-  *scale = top > 0 ? top / steps : 0.0f;
+  const bool any = finite && top > 1e-34f;
+  const float up = any ? steps / top : 0.0f;
+  *scale = any ? top / steps : finite ? 0.0f : __builtin_nanf("");
   typedef int8_t I8 __attribute__((vector_size(16)));
+  const int32_t keep = finite ? -1 : 0;
   I32 high_sum = {}, low_sum = {};
   for (int64_t i = 0; i < k; i += LANES) {
     // Adding and taking away 1.5·2^23 rounds to the nearest integer, ties to even.
-    I32 n = to_int((load(x + i) * up + 12582912.0f) - 12582912.0f);
+    I32 n = to_int((load(x + i) * up + 12582912.0f) - 12582912.0f) & keep;
     I32 high = n;
     if (digits == 2) {
       high = (n + 128) >> 8;

@@ -28,7 +28,7 @@ class QuantizedWeight:
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The weight (N, K) that the integers stand for."""
-        n, k = self.shape
+        _, k = self.shape
         size = self.group_size or k
         group = torch.arange(k, device=self.values.device) // size  # (K,)
         if self.zeros is not None:

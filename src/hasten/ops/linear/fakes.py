@@ -1,0 +1,55 @@
+"""Output shapes of the linear operator's native functions, for torch.compile. Read by hasten.ops.native."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+PANEL = 64  # rows of W that stand interleaved: gemm.h
+PADDING = 32  # K is padded to a multiple of this where no group size says otherwise
+
+
+def linear(
+    x: Tensor,
+    data: Tensor,
+    scales: Tensor | None,
+    zeros: Tensor | None,
+    bias: Tensor | None,
+    out_features: int,
+    group_size: int,
+    digits: int,
+) -> Tensor:
+    return x.new_empty((*x.shape[:-1], out_features))
+
+
+def pack_bf16(w: Tensor) -> Tensor:
+    n, k = w.shape
+    return w.new_empty((_steps(n, PANEL), _steps(k, PADDING) * PADDING // 2, PANEL, 2))
+
+
+def pack_int8(q: Tensor) -> Tensor:
+    n, k = q.shape
+    return q.new_empty((_steps(n, PANEL), _steps(k, PADDING) * PADDING // 4, PANEL, 4), dtype=torch.uint8)
+
+
+def pack_int4(q: Tensor, group_size: int) -> Tensor:
+    n, k = q.shape
+    return q.new_empty((_steps(n, PANEL), _steps(k, group_size) * group_size // 8, PANEL, 4), dtype=torch.uint8)
+
+
+def pack_int4_words(words: Tensor, group_size: int) -> Tensor:
+    n, k = words.shape[0], words.shape[1] * 8
+    return words.new_empty((_steps(n, PANEL), _steps(k, group_size) * group_size // 8, PANEL, 4), dtype=torch.uint8)
+
+
+def _steps(size: int, step: int) -> int:
+    return (size + step - 1) // step
+
+
+FAKES: dict[str, Callable] = {
+    "linear": linear,
+    "pack_bf16": pack_bf16,
+    "pack_int8": pack_int8,
+    "pack_int4": pack_int4,
+    "pack_int4_words": pack_int4_words,
+}

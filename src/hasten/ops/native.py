@@ -1,0 +1,102 @@
+"""The native operators: which instruction set, its library, and what torch.compile must know about each operator.
+
+Each instruction set's library registers its operators in a torch namespace of its own (`hasten_avx2::linear` …).
+An operator's output shapes are told to torch by its fake implementation: the folder of an operator holds a `fakes.py`
+beside its C++ with a dict `FAKES` from the operator's name to a function of the same arguments that returns empty
+tensors of the right shapes. `library()` finds those files by itself.
+"""
+
+import functools
+import importlib
+import os
+import threading
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hasten.errors import ConfigError, HastenWarning, ResourceError
+from hasten.machine import instruction_sets
+from hasten.ops.build import INSTRUCTION_SETS, SOURCES, build, namespace
+
+NONE = "none"  # HASTEN_ISA=none: PyTorch's kernels only
+
+_loading = threading.Lock()  # torch takes a fake implementation once; two threads may ask for the library at once
+
+
+@dataclass(frozen=True, slots=True)
+class NativeLibrary:
+    """A loaded library: its instruction set, its file, and `ops`, the torch.ops namespace of its operators."""
+
+    isa: str
+    path: Path
+    ops: Any
+
+
+def available_isas() -> tuple[str, ...]:
+    """The instruction sets that this processor can execute, the fastest first; "portable" is always the last."""
+    have = frozenset(instruction_sets())
+    return tuple(name for name, isa in INSTRUCTION_SETS.items() if isa.needs <= have)
+
+
+def choose_isa(isa: str | None = None) -> str:
+    """The instruction set to use: `isa`, else $HASTEN_ISA, else the fastest this processor has; "none" for no native.
+
+    Raises ConfigError for an unknown name and for one that this processor cannot execute.
+    """
+    asked, origin = isa or os.environ.get("HASTEN_ISA"), "isa" if isa else "HASTEN_ISA"
+    if not asked:
+        return available_isas()[0]
+    if asked == NONE:
+        return asked
+    if asked not in INSTRUCTION_SETS:
+        raise ConfigError(f"{origin} is {asked!r}; known: {', '.join((*INSTRUCTION_SETS, NONE))}")
+    if asked not in available_isas():
+        missing = sorted(INSTRUCTION_SETS[asked].needs - frozenset(instruction_sets()))
+        raise ConfigError(
+            f"{origin} is {asked!r}, but this processor has no {', '.join(missing)}; use {', '.join(available_isas())}"
+        )
+    return asked
+
+
+def library(isa: str | None = None) -> NativeLibrary | None:
+    """The native operators for `isa` (default: $HASTEN_ISA, else the fastest), compiled on first use, once a process.
+
+    None when they cannot be had: after one HastenWarning with the reason, or silently with HASTEN_ISA=none.
+    """
+    chosen = choose_isa(isa)
+    if chosen == NONE:
+        return None
+    with _loading:
+        return _load(chosen)
+
+
+@functools.cache
+def _load(isa: str) -> NativeLibrary | None:
+    import torch
+
+    try:
+        path = build(isa)
+        torch.ops.load_library(str(path))
+    except (ResourceError, OSError, RuntimeError) as error:
+        warnings.warn(
+            f"no native kernels ({isa}), PyTorch's slower ones are used: {error} (HASTEN_ISA=none silences this)",
+            HastenWarning,
+            stacklevel=4,
+        )
+        return None
+    for name, fake in fakes().items():
+        torch.library.register_fake(f"{namespace(isa)}::{name}", fake)
+    return NativeLibrary(isa=isa, path=path, ops=getattr(torch.ops, namespace(isa)))
+
+
+def fakes() -> dict[str, Callable]:
+    """The fake implementation of every native operator, by its name, from the fakes.py beside the C++."""
+    found: dict[str, Callable] = {}
+    for file in sorted(SOURCES.glob("*/fakes.py")):
+        module = importlib.import_module(f"{__package__}.{file.parent.name}.fakes")
+        double = found.keys() & module.FAKES.keys()
+        assert not double, f"two operators are named {double}"
+        found.update(module.FAKES)
+    return found
