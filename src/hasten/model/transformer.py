@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from hasten.model.config import LayerConfig, ModelConfig
 from hasten.model.experts import Experts
+from hasten.model.formats.record import Quantization
 from hasten.model.rope import RotaryTable, rotate
 from hasten.ops.attention import KERNELS, AttentionRequest, AttentionSpec
 from hasten.ops.picker import pick
@@ -165,17 +166,20 @@ class Transformer(nn.Module):
     """A decoder-only language model.
 
     Built uninitialised: weights come from a checkpoint (`hasten.load`) or from `initialize`. `tokenizer` and
-    `generation` (the folder's generation_config.json) travel with the model where it has them.
+    `generation` (the folder's generation_config.json) travel with the model where it has them; `quantization` says
+    which layers are quantized, if any are.
     """
 
     tokenizer: Tokenizer | None
     generation: dict[str, Any]
+    quantization: Quantization | None
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
         self.tokenizer = None
         self.generation = {}
+        self.quantization = None
         self.embedding = nn.Embedding(config.padded_vocab_size, config.hidden_size)
         self.positions = nn.Embedding(config.max_positions, config.hidden_size) if config.learned_positions else None
         self.ropes = nn.ModuleList(RotaryTable(rope) for rope in config.ropes)

@@ -1,0 +1,102 @@
+"""`hasten.quantize`: a loaded model's linear layers replaced by quantized ones, one after the other."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from hasten.errors import ConfigError
+from hasten.model.formats.record import LayerFormat, Quantization
+from hasten.model.transformer import Transformer
+from hasten.ops.linear.modules import PackedLinear
+from hasten.ops.linear.weights import QuantizedWeight
+from hasten.quantization.schemes import Int4, Int8, Scheme, layer_formats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerReport:
+    """One layer that was quantized. relative_error: root mean square of what rounding changed over that of the weight.
+
+    bytes_before and bytes_after count the weight's numbers, scales and zeros (4 bits are half a byte).
+    """
+
+    name: str
+    format: LayerFormat
+    relative_error: float
+    bytes_before: int
+    bytes_after: int
+
+
+@torch.no_grad()
+def quantize(model: Transformer, scheme: Scheme, *, report: Callable[[LayerReport], None] | None = None) -> Transformer:
+    """Quantize a model for inference, in place; returns the same model.
+
+    Each layer's original weight is let go as soon as its packed form is there, so that the peak is about one layer over
+    the model. An lm_head tied to the embedding becomes a matrix of its own; the embedding stays as it is. `report` is
+    called after each layer (and costs a comparison of each).
+
+    Raises ConfigError for a model that is quantized already, or whose weights hold NaN or infinity.
+    """
+    formats = check_quantizable(model, scheme)
+    done: dict[str, LayerFormat] = {}
+    for name, layer in formats.items():
+        linear = model.get_submodule(name)
+        assert isinstance(linear, nn.Linear)
+        weight = round_named(name, linear.weight, scheme, layer)
+        if report is not None:
+            report(compare(name, linear.weight, weight, layer))
+        owner, _, leaf = name.rpartition(".")
+        packed = PackedLinear.from_weight(weight, bias=linear.bias, activations=layer.activations)
+        setattr(model.get_submodule(owner), leaf, packed)
+        del linear, weight
+        # Said layer by layer: after an interruption the model is half quantized, and says so.
+        done[name] = layer
+        model.quantization = Quantization(layers=dict(done))
+    if "head" in formats:
+        model.config = replace(model.config, tie_embeddings=False)
+    return model
+
+
+def check_quantizable(model: Transformer, scheme: Scheme) -> dict[str, LayerFormat]:
+    """The layers the scheme quantizes; ConfigError where the scheme is none or the model is quantized already."""
+    if not isinstance(scheme, Int8 | Int4):
+        raise ConfigError(f"a scheme is hasten.Int8(...) or hasten.Int4(...); found {type(scheme).__name__}")
+    if model.quantization is not None:
+        raise ConfigError("this model is quantized already; quantize the original checkpoint instead")
+    return layer_formats(model, scheme)
+
+
+def round_named(name: str, weight: Tensor, scheme: Scheme, layer: LayerFormat) -> QuantizedWeight:
+    """Choose a layer's numbers; an error names the layer."""
+    try:
+        return scheme.round(weight.detach(), layer)
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from None
+
+
+def compare(name: str, weight: Tensor, quantized: QuantizedWeight, layer: LayerFormat) -> LayerReport:
+    """What quantizing cost and saved; a block of rows at a time."""
+    n, k = quantized.shape
+    step = max(1, (1 << 20) // k)
+    wrong = total = 0.0
+    for start in range(0, n, step):
+        rows = slice(start, start + step)
+        part = QuantizedWeight(
+            bits=quantized.bits,
+            group_size=quantized.group_size,
+            values=quantized.values[rows],
+            scales=quantized.scales[rows],
+            zeros=None if quantized.zeros is None else quantized.zeros[rows],
+        )
+        exact = weight.detach()[rows].float()
+        wrong += float((part.dequantize() - exact).square().sum(dtype=torch.float64))
+        total += float(exact.square().sum(dtype=torch.float64))
+    zeros = 0 if quantized.zeros is None else quantized.zeros.numel() // 2
+    return LayerReport(
+        name=name,
+        format=layer,
+        relative_error=(wrong / total) ** 0.5 if total else 0.0,
+        bytes_before=weight.nbytes,
+        bytes_after=n * k * quantized.bits // 8 + quantized.scales.nbytes + zeros,
+    )

@@ -1,0 +1,115 @@
+"""What to quantize and how: `Int8()` and `Int4()`."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from hasten.errors import ConfigError
+from hasten.model.formats.record import LayerFormat
+from hasten.model.transformer import Transformer
+from hasten.ops.linear.weights import QuantizedWeight
+from hasten.quantization.rounding import GROUP_SIZES, Search, round_int4, round_int8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Int8:
+    """8-bit integers with one float32 scale for each output row.
+
+    activations: "int8" also rounds each token's activations to int8 for the product (faster where more than a few rows
+    are computed at once), "float" keeps them. lm_head: "same" or "int8" quantizes it too, "none" leaves it.
+    """
+
+    activations: Literal["int8", "float"] = "int8"
+    lm_head: Literal["same", "int8", "none"] = "same"
+
+    def __post_init__(self) -> None:
+        _check("activations", self.activations, ("int8", "float"))
+        _check("lm_head", self.lm_head, ("same", "int8", "none"))
+
+    def formats(self, dtype: torch.dtype) -> tuple[LayerFormat, LayerFormat | None]:
+        """How the blocks' layers and the lm_head of a model in `dtype` are stored; None: not quantized."""
+        layer = LayerFormat(bits=8, activations=self.activations)
+        return layer, None if self.lm_head == "none" else layer
+
+    def round(self, weight: Tensor, layer: LayerFormat) -> QuantizedWeight:
+        """Choose the numbers of one weight (N, K)."""
+        return round_int8(weight)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Int4:
+    """4-bit integers with a scale (and, asymmetric, a zero) for each group of input features of a row.
+
+    group_size: 32, 64 or 128. search: "mse" searches each group's scale with the least squared error, "minmax" takes
+    the group's range. scale_dtype: "auto" is the model's own where it is float16 or bfloat16, else float16. lm_head:
+    "int8" (it is the layer whose error shows most), "same" or "none". activations: as in `Int8`.
+    """
+
+    group_size: int = 128
+    symmetric: bool = True
+    lm_head: Literal["same", "int8", "none"] = "int8"
+    search: Search = "mse"
+    scale_dtype: Literal["auto", "float16", "bfloat16"] = "auto"
+    activations: Literal["int8", "float"] = "int8"
+
+    def __post_init__(self) -> None:
+        _check("group_size", self.group_size, GROUP_SIZES)
+        _check("lm_head", self.lm_head, ("same", "int8", "none"))
+        _check("search", self.search, ("minmax", "mse"))
+        _check("scale_dtype", self.scale_dtype, ("auto", "float16", "bfloat16"))
+        _check("activations", self.activations, ("int8", "float"))
+
+    def formats(self, dtype: torch.dtype) -> tuple[LayerFormat, LayerFormat | None]:
+        """How the blocks' layers and the lm_head of a model in `dtype` are stored; None: not quantized."""
+        name = self.scale_dtype
+        if name == "auto":
+            name = "bfloat16" if dtype == torch.bfloat16 else "float16"
+        layer = LayerFormat(
+            bits=4,
+            group_size=self.group_size,
+            symmetric=self.symmetric,
+            scale_dtype=torch.bfloat16 if name == "bfloat16" else torch.float16,
+            activations=self.activations,
+        )
+        int8 = LayerFormat(bits=8, activations=self.activations)
+        return layer, {"same": layer, "int8": int8, "none": None}[self.lm_head]
+
+    def round(self, weight: Tensor, layer: LayerFormat) -> QuantizedWeight:
+        """Choose the numbers of one weight (N, K)."""
+        if layer.bits == 8:
+            return round_int8(weight)
+        return round_int4(
+            weight,
+            group_size=self.group_size,
+            symmetric=self.symmetric,
+            search=self.search,
+            scale_dtype=layer.scale_dtype,
+        )
+
+
+Scheme = Int8 | Int4
+
+
+def layer_formats(model: Transformer, scheme: Scheme) -> dict[str, LayerFormat]:
+    """The layers that the scheme quantizes, by name, in the order of the model.
+
+    All linear layers of the blocks, those of experts too; never a router (it is small, and a token sent to the wrong
+    expert is lost) nor an embedding. The lm_head by its own setting.
+    """
+    layer, head = scheme.formats(model.dtype)
+    found = {f"blocks.{name}": layer for name, _ in _linears(model.blocks)}
+    return found if head is None else found | {"head": head}
+
+
+def _linears(blocks: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+    for name, module in blocks.named_modules():
+        if isinstance(module, nn.Linear) and not name.endswith(".router"):
+            yield name, module
+
+
+def _check(name: str, value: object, known: tuple[object, ...]) -> None:
+    if isinstance(value, bool) != isinstance(known[0], bool) or value not in known:
+        raise ConfigError(f"{name} must be one of {', '.join(map(str, known))}; found {value!r}")
