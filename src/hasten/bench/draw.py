@@ -42,8 +42,8 @@ def draw_ladder(report: Mapping[str, Any], path: str | Path, *, title: str | Non
     axes = figure.add_axes((left, 0.72 / height, 0.97 - left, 1 - 1.5 / height))
     worked = [row for row in rows if "error" not in row and row.get(speed) is not None]
     widest = max((row["max"].get(speed, row[speed]) if "max" in row else row[speed] for row in worked), default=1.0)
-    axes.set_xlim(0, widest * 1.5)  # room for what is written behind the bars
     caches = len({row["cache_bytes_per_token"] for row in worked if "cache_bytes_per_token" in row})
+    axes.set_xlim(0, widest * (1.75 if caches > 1 else 1.5))  # room for what is written behind the bars
     axes.set_ylim(len(rows) - 0.45, -0.55)
     for position, row in enumerate(rows):
         if "error" in row or row.get(speed) is None:
