@@ -1,0 +1,183 @@
+"""How a layer keeps its weight in memory: panels for the native kernels, plain rows for PyTorch's.
+
+Both directions are exact: unpack(pack(weight)) is the weight, bit for bit. `Packed` tensors by format (W is N×K, G the
+number of groups in K, P = ceil(N / 64) panels; K' is K padded to 32, or to the group size):
+
+             panels (described in gemm.h)                            rows
+  bfloat16   data bf16 (P, K'/2, 64, 2)                              data bf16 (N, K)
+  int8       data uint8 (P, K'/4, 64, 4), scales f32 (P, 64)         data int8 (N, K), scales f32 (N, 1)
+  int4       data uint8 (P, K'/8, 64, 4), scales, zeros (P, G, 64)   data uint8 (N, ceil(K/2)), scales, zeros (N, G)
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hasten.errors import ConfigError
+from hasten.ops.linear.weights import QuantizedWeight
+
+FORMATS = ("bfloat16", "int8", "int4")
+PANEL = 64  # output rows that stand interleaved
+PADDING = 32
+
+
+class Packed(NamedTuple):
+    """A weight as one layout keeps it; scales and zeros are None where the format has none."""
+
+    data: Tensor
+    scales: Tensor | None = None
+    zeros: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Of a weight: N output features, K input features, and how its numbers are stored."""
+
+    out_features: int
+    in_features: int
+    format: str
+    group_size: int = 0  # int4 only
+
+    @property
+    def groups(self) -> int:
+        return _steps(self.in_features, self.group_size) if self.group_size else 1
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """One way to keep weights.
+
+    `data_size(shape)` and `scale_size(shape)`: sizes of the packed tensors. `pack(weight, ops)` takes a bf16 tensor
+    (N, K) or a QuantizedWeight; `rows(packed, shape, ids)` gives the rows `ids` (None: all) as the same kind of thing.
+    """
+
+    name: str
+    data_size: Callable[[Shape], tuple[int, ...]]
+    scale_size: Callable[[Shape], tuple[int, ...]]
+    pack: Callable[[Tensor | QuantizedWeight, Any], Packed]
+    rows: Callable[[Packed, Shape, Tensor | None], Tensor | QuantizedWeight]
+
+
+def _steps(size: int, step: int) -> int:
+    return -(-size // step)
+
+
+# Panels
+
+
+def _panel_data_size(shape: Shape) -> tuple[int, ...]:
+    panels = _steps(shape.out_features, PANEL)
+    multiple = shape.group_size or PADDING
+    padded = _steps(shape.in_features, multiple) * multiple
+    if shape.format == "bfloat16":
+        return (panels, padded // 2, PANEL, 2)
+    return (panels, padded // (4 if shape.format == "int8" else 8), PANEL, 4)
+
+
+def _panel_scale_size(shape: Shape) -> tuple[int, ...]:
+    panels = _steps(shape.out_features, PANEL)
+    return (panels, PANEL) if shape.format == "int8" else (panels, shape.groups, PANEL)
+
+
+def _pack_panels(weight: Tensor | QuantizedWeight, ops: Any) -> Packed:
+    if isinstance(weight, Tensor):
+        return Packed(ops.pack_bf16(weight))
+    if weight.bits == 8:
+        return Packed(ops.pack_int8(weight.values), panel_scales(weight.scales.float()).flatten(1))
+    zeros = None if weight.zeros is None else panel_scales(weight.zeros)
+    return Packed(ops.pack_int4(weight.values, weight.group_size), panel_scales(weight.scales), zeros)
+
+
+def panel_scales(scales: Tensor) -> Tensor:
+    """Scales or zeros (N, G) in the order of panels: (P, G, 64), filled up with zeros."""
+    n, groups = scales.shape
+    filled = scales.new_zeros((_steps(n, PANEL) * PANEL, groups))
+    filled[:n] = scales
+    return filled.view(-1, PANEL, groups).transpose(1, 2).contiguous()
+
+
+def _panel_rows(packed: Packed, shape: Shape, ids: Tensor | None) -> Tensor | QuantizedWeight:
+    if ids is None:
+        ids = torch.arange(shape.out_features, device=packed.data.device)
+
+    def take(tensor: Tensor) -> Tensor:  # (P, anything, 64, …) -> (R, anything, …)
+        return tensor[ids // PANEL, :, ids % PANEL]
+
+    lanes = take(packed.data)  # (R, steps, 2 or 4)
+    if shape.format == "bfloat16":
+        return lanes.flatten(1)[:, : shape.in_features].contiguous()
+    assert packed.scales is not None
+    if shape.format == "int8":
+        values = (lanes ^ 0x80).view(torch.int8).flatten(1)
+        scales = packed.scales[ids // PANEL, ids % PANEL].unsqueeze(1)
+        return QuantizedWeight(bits=8, group_size=0, values=values[:, : shape.in_features].contiguous(), scales=scales)
+    values = torch.cat((lanes & 15, lanes >> 4), dim=2).flatten(1)
+    return QuantizedWeight(
+        bits=4,
+        group_size=shape.group_size,
+        values=values[:, : shape.in_features].contiguous(),
+        scales=take(packed.scales),
+        zeros=None if packed.zeros is None else take(packed.zeros),
+    )
+
+
+PANELS = Layout("panels", _panel_data_size, _panel_scale_size, _pack_panels, _panel_rows)
+
+
+# Rows
+
+
+def _row_data_size(shape: Shape) -> tuple[int, ...]:
+    k = shape.in_features
+    return (shape.out_features, _steps(k, 2) if shape.format == "int4" else k)
+
+
+def _row_scale_size(shape: Shape) -> tuple[int, ...]:
+    return (shape.out_features, shape.groups)
+
+
+def _pack_rows(weight: Tensor | QuantizedWeight, ops: Any) -> Packed:
+    if isinstance(weight, Tensor):
+        return Packed(weight.contiguous())
+    if weight.bits == 8:
+        return Packed(weight.values.contiguous(), weight.scales.float().contiguous())
+    values = torch.nn.functional.pad(weight.values, (0, weight.values.shape[1] % 2))
+    zeros = None if weight.zeros is None else weight.zeros.contiguous()
+    return Packed(values[:, ::2] | values[:, 1::2] << 4, weight.scales.contiguous(), zeros)
+
+
+def _row_rows(packed: Packed, shape: Shape, ids: Tensor | None) -> Tensor | QuantizedWeight:
+    if ids is not None:
+        packed = Packed(*(None if tensor is None else tensor[ids] for tensor in packed))  # type: ignore[arg-type]
+    if shape.format == "bfloat16":
+        return packed.data
+    assert packed.scales is not None
+    if shape.format == "int8":
+        return QuantizedWeight(bits=8, group_size=0, values=packed.data, scales=packed.scales)
+    values = torch.stack((packed.data & 15, packed.data >> 4), dim=2).flatten(1)[:, : shape.in_features]
+    return QuantizedWeight(bits=4, group_size=shape.group_size, values=values, scales=packed.scales, zeros=packed.zeros)
+
+
+ROWS = Layout("rows", _row_data_size, _row_scale_size, _pack_rows, _row_rows)
+
+
+def check_weight(weight: QuantizedWeight) -> str:
+    """Return the format's name; raise ConfigError for bits, sizes and dtypes that no layout holds."""
+    n, k = weight.shape
+    if weight.bits == 8:
+        expected, size, dtype = "int8", (n, 1), torch.int8
+    elif weight.bits == 4 and weight.group_size > 0:
+        expected, size, dtype = "int4", (n, _steps(k, weight.group_size)), torch.uint8
+    else:
+        raise ConfigError(f"no linear layer for {weight.bits} bits in groups of {weight.group_size}; use 8 or 4 bits")
+    if weight.values.dtype != dtype or tuple(weight.scales.shape) != size:
+        raise ConfigError(
+            f"an {expected} weight {n}×{k} wants values {dtype} and scales {size}; "
+            f"found {weight.values.dtype} and {tuple(weight.scales.shape)}"
+        )
+    if weight.zeros is not None and (weight.bits == 8 or tuple(weight.zeros.shape) != size):
+        raise ConfigError(f"zero points {tuple(weight.zeros.shape)} do not belong to an {expected} weight {n}×{k}")
+    return expected

@@ -1,0 +1,249 @@
+"""`PackedLinear`: a linear layer whose weight lies in memory as its kernel reads it, in bf16, int8 or int4."""
+
+from collections.abc import Callable
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from hasten.errors import ConfigError
+from hasten.ops.linear.layouts import FORMATS, PANELS, Packed, Shape, check_weight, panel_scales
+from hasten.ops.linear.operator import KERNELS, LinearRequest, Product, layout_of, native_ops
+from hasten.ops.linear.weights import QuantizedWeight
+from hasten.ops.picker import pick
+
+ACTIVATION_DIGITS = {"int8": 1, "float": 2}
+
+
+class PackedLinear(nn.Module):
+    """y = x·Wᵀ + b for x (…, K) bfloat16 or float32, y (…, N) in x's dtype. For inference: it has no gradient.
+
+    format "bfloat16", "int8" (one scale a row) or "int4" (one scale, and a zero point unless symmetric, for each
+    `group_size` values of a row). activations: "int8" rounds x to int8, by row (int8) or by group (int4), the fastest;
+    "float" keeps 16 bits of it. Only the native kernel rounds; it rounds a float32 x to bfloat16 for bfloat16 weights.
+
+    The buffers `data`, `scales` and `zeros` hold the only copy of the weight, in the layout of the kernel that was
+    picked (`layouts.py`; `kernel` forces one by name). What belongs into files is `to_weight()` or `dequantize()`,
+    which are exact; the state dict is only for the same kernel. Made directly, the buffers are not initialised.
+    A NaN or infinity in a row of x makes all outputs of that row NaN or infinite.
+    """
+
+    data: Tensor
+    scales: Tensor | None
+    zeros: Tensor | None
+    bias: Tensor | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        format: str,
+        group_size: int = 0,
+        symmetric: bool = True,
+        scale_dtype: torch.dtype = torch.float16,
+        bias: bool = False,
+        activations: str = "int8",
+        dtype: torch.dtype = torch.bfloat16,
+        kernel: str | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        """`scale_dtype`: of int4 scales. `dtype`: of the activations to come (for picking the kernel) and the bias."""
+        super().__init__()
+        if format not in FORMATS or activations not in ACTIVATION_DIGITS:
+            raise ConfigError(
+                f"format is {format!r} and activations {activations!r}; "
+                f"use {', '.join(FORMATS)} and {', '.join(ACTIVATION_DIGITS)}"
+            )
+        if in_features < 1 or out_features < 1 or (format == "int4") != (group_size > 0):
+            raise ConfigError(
+                f"a {format} layer cannot have {in_features} inputs, {out_features} outputs, groups of {group_size}"
+            )
+        device = torch.empty(0, device=device).device
+        self.in_features, self.out_features = in_features, out_features
+        self.format, self.group_size, self.activations = format, group_size, activations
+        self.digits = ACTIVATION_DIGITS[activations]
+        self.request = LinearRequest(
+            device=device, dtype=dtype, format=format, in_features=in_features, group_size=group_size
+        )
+        chosen = pick(KERNELS, self.request, forced=kernel)
+        self.kernel = chosen.name
+        self._product: Product = chosen.run()
+        layout, shape = layout_of(self.kernel), self._shape
+        kind = {"bfloat16": torch.bfloat16, "int8": torch.int8, "int4": torch.uint8}[format]
+        if layout is PANELS and format == "int8":
+            kind = torch.uint8
+        self._hold(
+            Packed(
+                torch.empty(layout.data_size(shape), dtype=kind, device=device),
+                None
+                if format == "bfloat16"
+                else torch.empty(
+                    layout.scale_size(shape), dtype=torch.float32 if format == "int8" else scale_dtype, device=device
+                ),
+                None
+                if symmetric or format != "int4"
+                else torch.empty(layout.scale_size(shape), dtype=torch.uint8, device=device),
+            )
+        )
+        self.register_buffer(
+            "bias", torch.zeros(out_features, dtype=_bias_dtype(dtype), device=device) if bias else None
+        )
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, *, kernel: str | None = None) -> Self:
+        """The same layer in bfloat16; weights of another dtype are rounded to it."""
+        weight = linear.weight.detach()
+        new = cls(weight.shape[1], weight.shape[0], format="bfloat16", kernel=kernel, device=weight.device)
+        new._hold(layout_of(new.kernel).pack(weight.to(torch.bfloat16), new._ops))
+        return new._with_bias(linear.bias)
+
+    @classmethod
+    def from_weight(
+        cls,
+        weight: QuantizedWeight,
+        bias: Tensor | None = None,
+        *,
+        activations: str = "int8",
+        dtype: torch.dtype = torch.bfloat16,
+        kernel: str | None = None,
+    ) -> Self:
+        """A layer of a quantized weight. Raises ConfigError for a weight whose parts do not fit together."""
+        format = check_weight(weight)
+        n, k = weight.shape
+        new = cls(
+            k,
+            n,
+            format=format,
+            group_size=weight.group_size if format == "int4" else 0,
+            activations=activations,
+            dtype=dtype,
+            kernel=kernel,
+            device=weight.values.device,
+        )
+        new._hold(layout_of(new.kernel).pack(weight, new._ops))
+        return new._with_bias(bias)
+
+    @classmethod
+    def from_int4_words(
+        cls,
+        words: Tensor,
+        scales: Tensor,
+        zeros: Tensor | None = None,
+        bias: Tensor | None = None,
+        *,
+        in_features: int,
+        group_size: int,
+        activations: str = "int8",
+        dtype: torch.dtype = torch.bfloat16,
+        kernel: str | None = None,
+    ) -> Self:
+        """A layer from int32 words (N, ceil(K / 8)) as compressed-tensors stores them: nibble i of word j is value
+        8j + i, 0 … 15. scales and zeros (uint8, or None for 8) are (N, groups). The values are never spread to bytes.
+        """
+        new = cls(
+            in_features,
+            words.shape[0],
+            format="int4",
+            group_size=group_size,
+            activations=activations,
+            dtype=dtype,
+            kernel=kernel,
+            device=words.device,
+        )
+        if words.dtype != torch.int32 or words.shape[1] != -(-in_features // 8):
+            raise ConfigError(
+                f"{in_features} int4 values take {-(-in_features // 8)} int32 words a row; "
+                f"found {words.dtype} {tuple(words.shape)}"
+            )
+        groups = (words.shape[0], new._shape.groups)
+        for name, tensor in (("scales", scales), ("zeros", zeros)):
+            if tensor is not None and tuple(tensor.shape) != groups:
+                raise ConfigError(f"{name} of shape {tuple(tensor.shape)} do not fit; expected {groups}")
+        if layout_of(new.kernel) is PANELS:
+            data = new._ops.pack_int4_words(words, group_size)
+            new._hold(Packed(data, panel_scales(scales), None if zeros is None else panel_scales(zeros)))
+            return new._with_bias(bias)
+        shifts = torch.arange(0, 32, 4, device=words.device, dtype=torch.int32)
+        values = (words.unsqueeze(2) >> shifts & 15).to(torch.uint8).flatten(1)[:, :in_features]
+        weight = QuantizedWeight(bits=4, group_size=group_size, values=values, scales=scales, zeros=zeros)
+        new._hold(layout_of(new.kernel).pack(weight, new._ops))
+        return new._with_bias(bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[-1] != self.in_features:
+            raise ConfigError(f"this layer takes {self.in_features} features; found x of shape {tuple(x.shape)}")
+        if x.requires_grad and torch.is_grad_enabled():
+            raise ConfigError("packed layers have no gradient; call them under torch.no_grad()")
+        return self._product(
+            x, self.data, self.scales, self.zeros, self.bias, self.out_features, self.group_size, self.digits
+        )
+
+    def to_weight(self) -> QuantizedWeight:
+        """The quantized weight as it was given, bit for bit."""
+        weight = self._rows(None)
+        if not isinstance(weight, QuantizedWeight):
+            raise ConfigError("a bfloat16 layer holds no quantized weight; use dequantize()")
+        return weight
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The weight (N, K) that the layer multiplies with."""
+        weight = self._rows(None)
+        return weight.dequantize(dtype) if isinstance(weight, QuantizedWeight) else weight.to(dtype)
+
+    def rows(self, ids: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Rows of the weight, as an embedding reads them: ids (…) -> (…, K)."""
+        weight = self._rows(ids.flatten())
+        rows = weight.dequantize(dtype) if isinstance(weight, QuantizedWeight) else weight.to(dtype)
+        return rows.view(*ids.shape, self.in_features)
+
+    def bind(self, kernel: str | None = None) -> None:
+        """Pick the kernel again, or force one by name; the weight is packed anew where its layout is another."""
+        chosen = pick(KERNELS, self.request, forced=kernel)
+        if layout_of(chosen.name) is not layout_of(self.kernel):
+            weight = self._rows(None)
+            ops = native_ops() if layout_of(chosen.name) is PANELS else None
+            self._hold(layout_of(chosen.name).pack(weight, ops))
+        self.kernel, self._product = chosen.name, chosen.run()
+
+    def extra_repr(self) -> str:
+        groups = f", group_size={self.group_size}" if self.group_size else ""
+        digits = f", activations={self.activations}" if self.format != "bfloat16" else ""
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, format={self.format}{groups}{digits}, "
+            f"bias={self.bias is not None}, kernel={self.kernel}"
+        )
+
+    @property
+    def _shape(self) -> Shape:
+        return Shape(self.out_features, self.in_features, self.format, self.group_size)
+
+    @property
+    def _ops(self) -> Any:
+        return native_ops() if layout_of(self.kernel) is PANELS else None
+
+    def _rows(self, ids: Tensor | None) -> Tensor | QuantizedWeight:
+        return layout_of(self.kernel).rows(Packed(self.data, self.scales, self.zeros), self._shape, ids)
+
+    def _hold(self, packed: Packed) -> None:
+        for name, tensor in zip(Packed._fields, packed, strict=True):
+            self.register_buffer(name, tensor)
+
+    def _with_bias(self, bias: Tensor | None) -> Self:
+        if bias is not None and tuple(bias.shape) != (self.out_features,):
+            raise ConfigError(f"a bias of shape {tuple(bias.shape)} does not fit {self.out_features} outputs")
+        self.bias = None if bias is None else bias.detach().to(_bias_dtype(bias.dtype)).contiguous()
+        return self
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Moves follow, but `model.to(dtype)` leaves scales and bias alone: their dtype belongs to the format."""
+
+        def keep_dtype(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
+
+        return super()._apply(keep_dtype, recurse)
+
+
+def _bias_dtype(dtype: torch.dtype) -> torch.dtype:
+    return dtype if dtype in (torch.bfloat16, torch.float32) else torch.float32

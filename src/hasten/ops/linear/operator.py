@@ -1,0 +1,66 @@
+"""The linear operator: y = x·Wᵀ + b from bf16, int8 or int4 weights; its kernels in order of preference."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hasten.ops.linear import kernels
+from hasten.ops.linear.layouts import PADDING, PANELS, ROWS, Layout
+from hasten.ops.native import library
+from hasten.ops.picker import Kernel
+
+LARGEST_INT8_ROW = 1 << 17  # products of more values with one scale could overflow the 32-bit sum
+
+# (x, data, scales, zeros, bias, out_features, group_size, digits) -> y
+Product = Callable[[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, int, int, int], Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearRequest:
+    """What a kernel is asked to serve: decided once per layer, when it is made or bound again.
+
+    `dtype` is that of the activations; `format` one of layouts.FORMATS; `group_size` 0 unless the format is int4.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    format: str
+    in_features: int
+    group_size: int = 0
+
+
+def _native_refuses(request: LinearRequest) -> str | None:
+    if request.device.type not in ("cpu", "meta"):
+        return f"it runs on a CPU, the layer is on {request.device}"
+    if request.dtype not in (torch.bfloat16, torch.float32):
+        return f"it takes bfloat16 and float32 activations, not {str(request.dtype).removeprefix('torch.')}"
+    if request.format == "int4" and request.group_size % PADDING:
+        return f"its int4 groups are multiples of {PADDING}, not {request.group_size}"
+    if request.format == "int8" and request.in_features > LARGEST_INT8_ROW:
+        return f"its int8 sums hold {LARGEST_INT8_ROW} products, not {request.in_features}"
+    if library() is None:
+        return "the native library is not there (no compiler, or HASTEN_ISA=none)"
+    return None
+
+
+# `run` is called once, when a layer is bound, and returns the product that the layer then calls.
+KERNELS: tuple[Kernel[LinearRequest], ...] = (
+    Kernel("native", lambda: native_ops().linear.default, _native_refuses),
+    Kernel("pytorch", lambda: kernels.pytorch, lambda request: None),
+    Kernel("reference", lambda: kernels.reference, lambda request: None),
+)
+
+
+def layout_of(kernel: str) -> Layout:
+    """The layout of the weights that a kernel reads."""
+    return PANELS if kernel == "native" else ROWS
+
+
+def native_ops() -> Any:
+    """The operators of the native library, which must be there."""
+    native = library()
+    assert native is not None, "the native kernel is only taken where its library is"
+    return native.ops
