@@ -8,6 +8,7 @@ from torch import Tensor
 from hasten.errors import ConfigError
 from hasten.model.config import ModelConfig
 from hasten.ops.attention.masks import visible
+from hasten.ops.attention.view import KVView
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +17,8 @@ class CachedLayer:
 
     k, v (B·S + 1, Hkv, D): sequence b keeps its position p in row b·S + p; the last row takes the padding and is
     never read. slots (B·T,): the rows for this step's tokens, -1 (the last row) for padding. mask (B, T, S'): which
-    rows each query sees; None in a prefill of empty sequences, where the tokens at hand are all there is.
+    rows each query sees; None in a prefill of empty sequences, where the tokens at hand are all there is. starts
+    (B + 1,), lengths (B,), first (B,): the same for kernels that read the cache themselves, see KVView.
     """
 
     k: Tensor
@@ -25,6 +27,13 @@ class CachedLayer:
     mask: Tensor | None
     batch: int
     read: int  # S', how many of a sequence's S rows are read
+    starts: Tensor
+    lengths: Tensor
+    first: Tensor
+
+    def view(self, *, batch: int, tokens: int, kv_heads: int, head_dim: int) -> KVView:
+        """For a kernel that writes and reads the cache itself."""
+        return KVView(self.k, self.v, self.slots, self.starts, self.lengths, self.first)
 
     def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Write the step's k, v (B, T, Hkv, D) and return what its queries may look at."""
@@ -90,6 +99,9 @@ class StaticCache:
         compiled step wants it.
         """
         slots = self.first_slots + positions  # (B, T)
+        starts = torch.arange(self.batch + 1, device=positions.device) * positions.shape[1]
+        lengths = positions[:, 0] + positions.shape[1]  # as if no token were padding: nobody looks at those
+        first = self.first_slots.flatten()
         if valid is not None:
             slots = slots.masked_fill(~valid, -1)
         slots = slots.flatten()
@@ -100,7 +112,7 @@ class StaticCache:
             masks[window] = None if fresh else visible(positions, rows, window)  # (B, T, S')
         return Step(
             [
-                CachedLayer(k, v, slots, masks[window], self.batch, read)
+                CachedLayer(k, v, slots, masks[window], self.batch, read, starts, lengths, first)
                 for k, v, window in zip(self.k, self.v, self.windows, strict=True)
             ]
         )

@@ -5,7 +5,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from hasten.errors import ConfigError
 from hasten.ops.attention.masks import visible
+from hasten.ops.attention.view import KVView
 
 
 class PlainLayer:
@@ -16,6 +18,17 @@ class PlainLayer:
 
     def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         return k, v, self.mask
+
+    def view(self, *, batch: int, tokens: int, kv_heads: int, head_dim: int) -> KVView:
+        """A cache for just this call, for a kernel that writes and reads one itself (on the CPU, in bfloat16)."""
+        if self.mask is not None:
+            raise ConfigError("the fused kernels know no packed documents; give each its own row, or load unfused")
+        rows = batch * tokens
+        k = torch.zeros(rows + 1, kv_heads, head_dim, dtype=torch.bfloat16)
+        first = torch.arange(batch) * tokens
+        lengths = torch.full((batch,), tokens)
+        starts = torch.arange(batch + 1) * tokens
+        return KVView(k, torch.zeros_like(k), torch.arange(rows), starts, lengths, first)
 
 
 class TrainingContext:

@@ -20,6 +20,8 @@ from hasten.model.experts import Experts
 from hasten.model.formats.record import Quantization
 from hasten.model.rope import RotaryTable, rotate
 from hasten.ops.attention import KERNELS, AttentionRequest, AttentionSpec
+from hasten.ops.attention.view import KVView
+from hasten.ops.linear.modules import PackedLinear
 from hasten.ops.picker import pick
 
 if TYPE_CHECKING:
@@ -33,11 +35,18 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+Linear = nn.Linear | PackedLinear  # a quantized or packed layer may stand in the place of a plain one
+
+
 class LayerContext(Protocol):
     """What one layer's attention may look at besides the tokens at hand."""
 
     def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Take the new k, v (B, T, Hkv, D) in; return all keys and values (B, S, Hkv, D) and the mask (B, T, S)."""
+        ...
+
+    def view(self, *, batch: int, tokens: int, kv_heads: int, head_dim: int) -> KVView:
+        """The cache's tensors, for a kernel that writes the new keys and values itself and reads all of them."""
         ...
 
 
@@ -83,10 +92,10 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig, layer: LayerConfig) -> None:
         super().__init__()
         hidden, size = config.hidden_size, config.head_dim
-        self.q = nn.Linear(hidden, config.heads * size, bias=config.qkv_bias)
-        self.k = nn.Linear(hidden, config.kv_heads * size, bias=config.qkv_bias)
-        self.v = nn.Linear(hidden, config.kv_heads * size, bias=config.qkv_bias)
-        self.output = nn.Linear(config.heads * size, hidden, bias=config.output_bias)
+        self.q: Linear = nn.Linear(hidden, config.heads * size, bias=config.qkv_bias)
+        self.k: Linear = nn.Linear(hidden, config.kv_heads * size, bias=config.qkv_bias)
+        self.v: Linear = nn.Linear(hidden, config.kv_heads * size, bias=config.qkv_bias)
+        self.output: Linear = nn.Linear(config.heads * size, hidden, bias=config.output_bias)
         self.q_norm = _norm(config, size) if config.qk_norm else None
         self.k_norm = _norm(config, size) if config.qk_norm else None
         self.dropout = config.dropout
@@ -102,8 +111,8 @@ class Attention(nn.Module):
 
     def request(self) -> AttentionRequest:
         """What a kernel has to serve here."""
-        weight = self.q.weight
-        return AttentionRequest(spec=self.spec, device=weight.device, dtype=weight.dtype)
+        like = self.q.request if isinstance(self.q, PackedLinear) else self.q.weight
+        return AttentionRequest(spec=self.spec, device=like.device, dtype=like.dtype)
 
     def bind(self, kernel: str | None = None) -> None:
         """Choose the attention kernel for the weights' device and dtype, or the one named."""
@@ -128,9 +137,12 @@ class MLP(nn.Module):
 
     def __init__(self, config: ModelConfig, size: int) -> None:
         super().__init__()
-        self.gate = nn.Linear(config.hidden_size, size, bias=config.mlp_bias) if config.gated else None
-        self.up = nn.Linear(config.hidden_size, size, bias=config.mlp_bias)
-        self.down = nn.Linear(size, config.hidden_size, bias=config.mlp_bias)
+        self.gate: Linear | None = None
+        if config.gated:
+            self.gate = nn.Linear(config.hidden_size, size, bias=config.mlp_bias)
+        self.up: Linear = nn.Linear(config.hidden_size, size, bias=config.mlp_bias)
+        self.down: Linear = nn.Linear(size, config.hidden_size, bias=config.mlp_bias)
+        self.activation_name = config.activation
         self.activation = ACTIVATIONS[config.activation]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -172,6 +184,8 @@ class Transformer(nn.Module):
 
     tokenizer: Tokenizer | None
     generation: dict[str, Any]
+    embedding: Any  # nn.Embedding; PackedEmbedding where it is tied to a packed head
+    head: Any  # nn.Linear, or PackedLinear
     quantization: Quantization | None
 
     def __init__(self, config: ModelConfig) -> None:

@@ -1,0 +1,206 @@
+"""Fusing: the readable block swapped for one of the same interface that calls the native fused steps.
+
+The readable `Block` stays its reference. Five calls a layer: norm + q, k, v + rotary turn + cache write; attention;
+output + residual; norm + gate, up + activation; down + residual. The residual stream is float32 between them.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from hasten.errors import ConfigError
+from hasten.model.config import LayerConfig, ModelConfig
+from hasten.model.experts import Experts
+from hasten.model.stacking import alternate, packed, plain, split_alternate, split_stack, stack
+from hasten.model.transformer import MLP, Block, LayerContext, LayerNorm, RMSNorm, Transformer
+from hasten.ops.linear.modules import PackedLinear
+from hasten.ops.native import NativeLibrary, library
+
+ACTIVATION_ORDER = ("silu", "gelu", "gelu_tanh", "relu")  # in the order of block.cpp's enum
+LARGEST_HEAD = 256
+
+
+def refusal(model: Transformer) -> str | None:
+    """Why this model cannot be fused here, or None if it can."""
+    if model.device.type != "cpu":
+        return f"the fused steps are native CPU code; the model is on {model.device}"
+    if model.dtype != torch.bfloat16:
+        return f"the fused steps compute in bfloat16; the model is {str(model.dtype).removeprefix('torch.')}"
+    if model.config.head_dim > LARGEST_HEAD:
+        return f"the head size is {model.config.head_dim}; the fused steps go up to {LARGEST_HEAD}"
+    if library() is None:
+        return "the native kernels could not be built here (see the warning, and `hasten doctor`)"
+    return None
+
+
+def fuse(model: Transformer) -> Transformer:
+    """Swap every block for its fused form, and pack the head, in place. Raises ConfigError where that cannot be.
+
+    Weights are packed block by block and the originals let go, so there are never two copies of more than one block.
+    """
+    reason = refusal(model)
+    if reason is not None:
+        raise ConfigError(f"this model cannot be fused: {reason}")
+    native = library()
+    assert native is not None
+    for i, block in enumerate(model.blocks):
+        if isinstance(block, Block):
+            model.blocks[i] = FusedBlock(block, native)
+    if isinstance(model.head, nn.Linear):
+        tied = model.head.weight is model.embedding.weight
+        head = PackedLinear.from_linear(model.head)
+        model.head = head
+        if tied:
+            model.embedding = PackedEmbedding(head)
+    return model
+
+
+def unfuse(model: Transformer) -> Transformer:
+    """Undo `fuse` in place: readable blocks again, of the same numbers (quantized layers stay packed)."""
+    for i, block in enumerate(model.blocks):
+        if isinstance(block, FusedBlock):
+            model.blocks[i] = block.readable(model.config, model.config.layers[i])
+    if isinstance(model.head, PackedLinear):
+        head = plain(model.head)
+        model.head = head
+        if isinstance(model.embedding, PackedEmbedding) and isinstance(head, nn.Linear):
+            embedding = nn.Embedding(head.out_features, head.in_features, device="meta")
+            embedding.weight = head.weight
+            model.embedding = embedding
+    return model
+
+
+class PackedEmbedding(nn.Module):
+    """Rows read out of a packed bfloat16 head that the embedding is tied to: no second copy of the matrix."""
+
+    def __init__(self, head: PackedLinear) -> None:
+        super().__init__()
+        self.head = [head]  # in a list: not a submodule, its tensors belong to the head
+
+    @property
+    def weight(self) -> Tensor:
+        return self.head[0].data
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """tokens (…) -> (…, C)."""
+        return self.head[0].rows(tokens, torch.bfloat16)
+
+
+class FusedBlock(nn.Module):
+    """One decoder layer in five native calls (see the module's text)."""
+
+    def __init__(self, block: Block, native: NativeLibrary) -> None:
+        super().__init__()
+        attention = block.attention
+        self.spec = attention.spec
+        self.ops = native.ops
+        self.qkv = stack(attention.q, attention.k, attention.v)
+        self.output = packed(attention.output)
+        self.attention_norm, self.attention_post_norm = block.attention_norm, block.attention_post_norm
+        self.q_norm, self.k_norm = attention.q_norm, attention.k_norm
+        self.mlp_norm, self.mlp_post_norm = block.mlp_norm, block.mlp_post_norm
+        self.experts: nn.Module | None = None
+        if isinstance(block.mlp, Experts):
+            self.experts = block.mlp
+            for owner in list(block.mlp.modules()):
+                for name, child in owner.named_children():
+                    if isinstance(child, nn.Linear):
+                        setattr(owner, name, packed(child))
+        elif isinstance(block.mlp, MLP):
+            self.inner_size = block.mlp.up.out_features
+            self.activation = ACTIVATION_ORDER.index(block.mlp.activation_name)
+            gate = block.mlp.gate
+            self.gated = gate is not None
+            self.inner = packed(block.mlp.up) if gate is None else alternate(gate, block.mlp.up)
+            self.down = packed(block.mlp.down)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, layer: LayerContext) -> Tensor:
+        """x (B, T, C) -> (B, T, C) in float32."""
+        spec, ops = self.spec, self.ops
+        batch, tokens, _ = x.shape
+        rows = x.float().flatten(0, 1)  # (R, C)
+        cos, sin = (None, None) if rope is None else (part.flatten(0, 1) for part in rope)  # (R, dim/2)
+        view = layer.view(batch=batch, tokens=tokens, kv_heads=spec.kv_heads, head_dim=spec.head_dim)
+        q = ops.attention_input(
+            rows,
+            *_norm_arguments(self.attention_norm),
+            *_weight_arguments(self.qkv),
+            spec.heads,
+            spec.head_dim,
+            None if self.q_norm is None else self.q_norm.weight,
+            None if self.k_norm is None else self.k_norm.weight,
+            cos,
+            sin,
+            view.k,
+            view.v,
+            view.slots,
+        )  # (R, H, D)
+        attended = ops.attention(
+            q,
+            view.k,
+            view.v,
+            view.starts,
+            view.lengths,
+            view.first,
+            view.table,
+            view.block_size,
+            spec.scale,
+            spec.window or 0,
+            spec.softcap or 0.0,
+        )  # (R, H, D)
+        rows = ops.linear_add(
+            attended.flatten(1), *_weight_arguments(self.output), rows, *_norm_arguments(self.attention_post_norm)
+        )
+        if self.experts is not None:
+            out = self.mlp_post_norm(self.experts(self.mlp_norm(rows)))
+            return (rows + out).view(batch, tokens, -1)
+        inner = ops.mlp_input(
+            rows,
+            *_norm_arguments(self.mlp_norm),
+            *_weight_arguments(self.inner),
+            self.inner_size,
+            self.gated,
+            self.activation,
+        )  # (R, I)
+        rows = ops.linear_add(inner, *_weight_arguments(self.down), rows, *_norm_arguments(self.mlp_post_norm))
+        return rows.view(batch, tokens, -1)
+
+    def readable(self, config: ModelConfig, layer: LayerConfig) -> Block:
+        """The block that this one was made of."""
+        with torch.device("meta"):
+            block = Block(config, layer)
+        block.eval()
+        sizes = [self.spec.heads, self.spec.kv_heads, self.spec.kv_heads]
+        attention = block.attention
+        attention.q, attention.k, attention.v = split_stack(self.qkv, [n * self.spec.head_dim for n in sizes])
+        attention.output = plain(self.output)
+        attention.q_norm, attention.k_norm = self.q_norm, self.k_norm
+        block.attention_norm, block.attention_post_norm = self.attention_norm, self.attention_post_norm
+        block.mlp_norm, block.mlp_post_norm = self.mlp_norm, self.mlp_post_norm
+        if self.experts is not None:
+            for owner in list(self.experts.modules()):
+                for name, child in owner.named_children():
+                    if isinstance(child, PackedLinear):
+                        setattr(owner, name, plain(child))
+            block.mlp = self.experts
+        else:
+            assert isinstance(block.mlp, MLP)
+            if self.gated:
+                block.mlp.gate, block.mlp.up = split_alternate(self.inner, self.inner_size)
+            else:
+                block.mlp.up = plain(self.inner)
+            block.mlp.down = plain(self.down)
+        return block
+
+
+def _norm_arguments(norm: nn.Module) -> tuple[Tensor | None, Tensor | None, float, float, bool]:
+    """weight, bias, eps, offset, centred."""
+    if isinstance(norm, RMSNorm):
+        return norm.weight, None, norm.eps, norm.offset, False
+    if isinstance(norm, LayerNorm):
+        return norm.weight, norm.bias, norm.eps, 0.0, True
+    return None, None, 0.0, 0.0, False  # nn.Identity: no norm here
+
+
+def _weight_arguments(linear: PackedLinear) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, int, int]:
+    """data, scales, zeros, bias, group size, digits of the activations."""
+    return linear.data, linear.scales, linear.zeros, linear.bias, linear.group_size, linear.digits

@@ -1,0 +1,128 @@
+"""Several linear layers of one input as one packed layer, and back: what the fused steps multiply with."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hasten.model.transformer import Linear
+from hasten.ops.linear.layouts import PANEL
+from hasten.ops.linear.modules import PackedLinear
+from hasten.ops.linear.weights import QuantizedWeight
+
+HALF_PANEL = 32  # rows of gate, then rows of up, in a panel of 64 (ops/block/block.cpp)
+
+
+def packed(linear: Linear) -> PackedLinear:
+    """A linear layer in the native layout."""
+    return linear if isinstance(linear, PackedLinear) else PackedLinear.from_linear(linear)
+
+
+def stack(*linears: Linear) -> PackedLinear:
+    """One layer that computes several of the same input, their outputs after each other (q, k, v)."""
+    parts = [packed(linear) for linear in linears]
+    if any(part.out_features % PANEL for part in parts):
+        return _from_rows([_numbers(part) for part in parts], parts, [part.bias for part in parts])
+    return _combined(parts, sum(part.out_features for part in parts), lambda tensors: torch.cat(tensors))
+
+
+def alternate(gate: Linear, up: Linear) -> PackedLinear:
+    """One layer whose panels hold 32 rows of gate and 32 of up, so that both halves of a product meet in a panel."""
+    parts = [packed(gate), packed(up)]
+    halves = -(-parts[0].out_features // HALF_PANEL)
+
+    def interleave(tensors: list[Tensor]) -> Tensor:
+        # The panel's 64 rows stand before the bytes of a line (data) or last (scales): split them into two halves.
+        row = 2 if tensors[0].dim() == 4 else tensors[0].dim() - 1
+        split = [t.unflatten(row, (2, HALF_PANEL)).movedim(row, 1).flatten(0, 1)[:halves] for t in tensors]
+        return torch.cat(split, dim=row)
+
+    return _combined(parts, halves * PANEL, interleave)
+
+
+def _combined(parts: list[PackedLinear], out_features: int, combine: Callable[[list[Tensor]], Tensor]) -> PackedLinear:
+    """A layer of the combined buffers of several."""
+    first = parts[0]
+    new = PackedLinear(
+        first.in_features,
+        1,  # the buffers are replaced: none of the real size is made in vain
+        format=first.format,
+        group_size=first.group_size,
+        activations=first.activations,
+        kernel="native",
+    )
+    new.out_features = out_features
+    for name in ("data", "scales", "zeros"):
+        tensors = [getattr(part, name) for part in parts]
+        setattr(new, name, None if tensors[0] is None else combine(tensors))
+    if first.bias is not None:
+        new.bias = combine([_panel_bias(part.bias, part.out_features) for part in parts]).flatten()
+    return new
+
+
+def _panel_bias(bias: Tensor | None, out_features: int) -> Tensor:
+    """A bias as panels (P, 64), filled up with zeros."""
+    assert bias is not None
+    return F.pad(bias, (0, -out_features % PANEL)).view(-1, PANEL)
+
+
+def _numbers(linear: PackedLinear) -> QuantizedWeight | Tensor:
+    return linear.dequantize(torch.bfloat16) if linear.format == "bfloat16" else linear.to_weight()
+
+
+def _from_rows(
+    weights: list[QuantizedWeight | Tensor], parts: list[PackedLinear], biases: list[Tensor | None]
+) -> PackedLinear:
+    """The slow way for sizes that are no multiple of a panel: unpack, put the rows together, pack again."""
+    bias = None if biases[0] is None else torch.cat([b for b in biases if b is not None])
+    if isinstance(weights[0], Tensor):
+        rows = torch.cat([w for w in weights if isinstance(w, Tensor)])
+        return PackedLinear.from_linear(_plain_linear(rows, bias))
+    whole = [w for w in weights if isinstance(w, QuantizedWeight)]
+    zeros = [w.zeros for w in whole if w.zeros is not None]
+    merged = replace(
+        whole[0],
+        values=torch.cat([w.values for w in whole]),
+        scales=torch.cat([w.scales for w in whole]),
+        zeros=torch.cat(zeros) if zeros else None,
+    )
+    return PackedLinear.from_weight(merged, bias, activations=parts[0].activations)
+
+
+def split_stack(linear: PackedLinear, sizes: list[int]) -> list[Linear]:
+    """What `stack` put together, as layers of their own again."""
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    return [_part(linear, torch.arange(start, start + size)) for start, size in zip(starts, sizes, strict=True)]
+
+
+def split_alternate(linear: PackedLinear, size: int) -> list[Linear]:
+    """Gate and up, of `size` outputs each, as layers of their own again."""
+    rows = torch.arange(size)
+    gate = rows // HALF_PANEL * PANEL + rows % HALF_PANEL
+    return [_part(linear, gate), _part(linear, gate + HALF_PANEL)]
+
+
+def plain(linear: PackedLinear) -> Linear:
+    """A bfloat16 layer as nn.Linear again; a quantized one as it is."""
+    return linear if linear.format != "bfloat16" else _part(linear, torch.arange(linear.out_features))
+
+
+def _part(linear: PackedLinear, rows: Tensor) -> Linear:
+    """The layer of some of the output rows."""
+    bias = None if linear.bias is None else linear.bias[rows]
+    weight = _numbers(linear)
+    if isinstance(weight, QuantizedWeight):
+        zeros = None if weight.zeros is None else weight.zeros[rows]
+        part = replace(weight, values=weight.values[rows], scales=weight.scales[rows], zeros=zeros)
+        return PackedLinear.from_weight(part, bias, activations=linear.activations)
+    return _plain_linear(weight[rows], bias)
+
+
+def _plain_linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+    new = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+    new.weight = nn.Parameter(weight)
+    if bias is not None:
+        new.bias = nn.Parameter(bias)
+    return new
