@@ -1,35 +1,65 @@
 """Writing a model as a Hugging Face folder that transformers, and hasten, load again."""
 
 import json
-import math
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
-from hasten.errors import CheckpointError, ConfigError
+from hasten.errors import CheckpointError, ConfigError, HastenWarning
 from hasten.model.checkpoint import DTYPES
 from hasten.model.families import FAMILIES
 from hasten.model.families.family import Piece
+from hasten.model.formats.compressed_tensors import (
+    encode,
+    private_config,
+    quantization_config,
+    read_elsewhere,
+    tensor_specs,
+)
+from hasten.model.formats.pieces import join, join_weights, take_weight
+from hasten.model.formats.record import LayerFormat
+from hasten.model.formats.stream import TensorSpec
+from hasten.model.formats.stream import write_file as save_file
 from hasten.model.transformer import Transformer
+from hasten.ops.linear import PackedLinear, QuantizedWeight
 
 SHARD_BYTES = 4_000_000_000  # large checkpoints are written in files of about this size
+QUANTIZATION_FIELDS = ("quantization_config", "compression_config", "hasten")
 
 
-def save(model: Transformer, folder: Path, *, dtype: torch.dtype | None = None, shard_bytes: int = SHARD_BYTES) -> None:
+@dataclass(frozen=True, slots=True)
+class Quantized:
+    """The layers that are written quantized, and where the numbers of each come from, by the names of our modules."""
+
+    layers: Mapping[str, LayerFormat]
+    weight: Callable[[str], QuantizedWeight]
+
+
+def save(
+    model: Transformer,
+    folder: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    quantized: Quantized | None = None,
+) -> None:
     """Write config.json, safetensors, tokenizer and generation_config.json.
 
     The padding of the vocabulary is taken off. Tied weights of which only one was changed are written apart, and the
     config says so. dtype converts on the way. Weights past `shard_bytes` are split into files of at most so many bytes
-    (a single larger tensor has a file of its own), of which one at a time is prepared in memory.
+    (a single larger tensor has a file of its own); one tensor at a time is prepared in memory.
+
+    Quantized layers are written in compressed-tensors' layout (`hasten.model.formats`), whatever their kernels hold; a
+    HastenWarning says where others will not be able to read them. `quantized` quantizes on the way: layers that are
+    plain in `model` are written with the numbers it gives for them.
 
     Everything is first written into a temporary folder inside `folder` and then moved into place, so that a disk that
     fills up leaves the old files as they were. Saving over the folder that the model is mapped from is fine. Raises
@@ -37,19 +67,21 @@ def save(model: Transformer, folder: Path, *, dtype: torch.dtype | None = None, 
     """
     if dtype is not None and dtype not in DTYPES.values():
         raise ConfigError(f"dtype {dtype} cannot be written; use one of {', '.join(map(str, DTYPES.values()))}")
+    quantized = quantized or _held(model)
     staging: Path | None = None
     try:
         folder.mkdir(parents=True, exist_ok=True)
         staging = Path(tempfile.mkdtemp(dir=folder, prefix=".saving-"))
-        weights = _write_weights(model, staging, dtype, shard_bytes)
+        plan = _Plan(model, dtype, quantized)
+        weights = _write_weights(plan, staging, shard_bytes)
         if model.tokenizer is not None:
             model.tokenizer.save(staging)
         if model.generation:
             _write_json(staging / "generation_config.json", model.generation)
-        _write_json(staging / "config.json", exported_config(model, dtype or model.dtype))
+        _write_json(staging / "config.json", plan.config(dtype or model.dtype))
         _move(staging, folder, weights)
-    except (OSError, SafetensorError) as error:  # safetensors reports a full disk as its own error
-        reason = getattr(error, "strerror", None) or error
+    except OSError as error:
+        reason = error.strerror or error
         raise CheckpointError(
             f"{folder} cannot be written: {reason}; choose a folder with room and write access"
         ) from None
@@ -58,106 +90,167 @@ def save(model: Transformer, folder: Path, *, dtype: torch.dtype | None = None, 
             shutil.rmtree(staging, ignore_errors=True)
 
 
-def exported_config(model: Transformer, dtype: torch.dtype) -> dict[str, Any]:
-    """The config.json of a model: the one it came from, with what has changed since."""
+def exported_config(model: Transformer, dtype: torch.dtype, *, tied: bool | None = None) -> dict[str, Any]:
+    """The config.json of a model: the one it came from, with what has changed since, and without quantization."""
     family = FAMILIES[model.config.family]
     values = dict(model.config.source) | {
         "model_type": family.model_type,
         "architectures": [family.architecture],
         "vocab_size": model.config.vocab_size,
-        "tie_word_embeddings": is_tied(model),
+        "tie_word_embeddings": is_tied(model) if tied is None else tied,
         "dtype": str(dtype).removeprefix("torch."),
     }
-    for gone in ("torch_dtype", "_name_or_path", "_attn_implementation_autoset"):
+    for gone in ("torch_dtype", "_name_or_path", "_attn_implementation_autoset", *QUANTIZATION_FIELDS):
         values.pop(gone, None)
     return values
 
 
 def is_tied(model: Transformer) -> bool:
     """Whether head and embedding still are one matrix, or two with the same values in a model that ties them."""
+    if isinstance(model.head, PackedLinear):
+        return False
     head, embedding = model.head.weight, model.embedding.weight
     return head is embedding or (model.config.tie_embeddings and torch.equal(head, embedding))
 
 
+def _held(model: Transformer) -> Quantized | None:
+    """The layers that the model itself holds quantized."""
+    if model.quantization is None:
+        return None
+
+    def weight(name: str) -> QuantizedWeight:
+        module = model.get_submodule(name)
+        assert isinstance(module, PackedLinear)
+        return module.to_weight()
+
+    return Quantized(model.quantization.layers, weight)
+
+
 @dataclass(frozen=True, slots=True)
 class _Published:
-    """One tensor of the checkpoint to be: its name, and which of our parameters it is made of."""
+    """One tensor or quantized module of the checkpoint to be: its name, which of our parameters it is made of, and the
+    tensors that stand for it in the file.
+    """
 
     name: str
     parts: tuple[tuple[Piece, str], ...]
-    bytes: int
+    specs: Mapping[str, TensorSpec]
+    layer: LayerFormat | None = None
+
+    @property
+    def bytes(self) -> int:
+        return sum(spec.bytes for spec in self.specs.values())
 
 
-def published_tensors(model: Transformer, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
-    """(name in the checkpoint, contiguous tensor on the CPU), fused tensors put together again, one at a time."""
-    for planned in _plan(model, dtype):
-        yield planned.name, _make(model, planned, dtype)
+class _Plan:
+    """What will be written, from names and shapes alone; `make` then makes one thing at a time."""
 
+    def __init__(self, model: Transformer, dtype: torch.dtype | None, quantized: Quantized | None) -> None:
+        self.model, self.dtype, self.quantized = model, dtype, quantized
+        self.layers = {} if quantized is None else quantized.layers
+        self.tied = "head" not in self.layers and is_tied(model)
+        parts: dict[str, list[tuple[Piece, str]]] = {}
+        for ours, piece in FAMILIES[model.config.family].places(model.config):
+            if not (ours == "head.weight" and self.tied):
+                parts.setdefault(piece.name, []).append((piece, ours))
+        self.things = [self._plan(name, tuple(pieces)) for name, pieces in parts.items()]
 
-def _plan(model: Transformer, dtype: torch.dtype | None) -> list[_Published]:
-    parts: dict[str, list[tuple[Piece, str]]] = {}
-    skip_head = is_tied(model)
-    for ours, piece in FAMILIES[model.config.family].places(model.config):
-        if not (ours == "head.weight" and skip_head):
-            parts.setdefault(piece.name, []).append((piece, ours))
-    planned = []
-    for name, pieces in parts.items():
-        tensors = [_unpadded(model, ours) for _, ours in pieces]
-        size = sum(math.prod(t.shape) * (dtype or t.dtype).itemsize for t in tensors)
-        planned.append(_Published(name, tuple(pieces), size))
-    return planned
+    def _plan(self, name: str, parts: tuple[tuple[Piece, str], ...]) -> _Published:
+        layer = self.layers.get(parts[0][1].removesuffix(".weight")) if parts[0][1].endswith(".weight") else None
+        shapes = [self._shape(ours) for _, ours in parts]
+        rows = sum(shape[0] for shape in shapes)
+        if layer is not None:
+            prefix = name.removesuffix("weight")
+            specs = {prefix + key: spec for key, spec in tensor_specs(layer, rows, shapes[0][1]).items()}
+            return _Published(name, parts, specs, layer)
+        shape = (rows, *shapes[0][1:])
+        if parts[0][0].transposed:
+            shape = shape[::-1]
+        own = self.dtype or self._tensor(parts[0][1]).dtype
+        return _Published(name, parts, {name: TensorSpec(own, shape)})
 
+    def make(self, planned: _Published) -> Iterator[tuple[str, Tensor]]:
+        """(name in the checkpoint, contiguous tensor on the CPU), fused tensors put together again."""
+        pieces = [piece for piece, _ in planned.parts]
+        if planned.layer is None:
+            tensor = join(pieces, [self._tensor(ours) for _, ours in planned.parts])
+            tensor = tensor.t() if pieces[0].transposed else tensor
+            yield planned.name, tensor.to(device="cpu", dtype=self.dtype).contiguous()
+            return
+        assert self.quantized is not None
+        weights = [self.quantized.weight(ours.removesuffix(".weight")) for _, ours in planned.parts]
+        if planned.parts[0][1] == "head.weight":
+            weights = [take_weight(weights[0], Piece("", 0, self.model.config.vocab_size))]
+        prefix = planned.name.removesuffix("weight")
+        for key, tensor in encode(join_weights(pieces, weights)).items():
+            yield prefix + key, tensor.cpu().contiguous()
 
-def _make(model: Transformer, planned: _Published, dtype: torch.dtype | None) -> Tensor:
-    tensors = [_unpadded(model, ours) for _, ours in planned.parts]
-    first = planned.parts[0][0]
-    if first.interleaved is not None:
-        size = first.interleaved[2]
-        tensor = torch.stack([t.unflatten(0, (-1, size)) for t in tensors], dim=1).flatten(0, 2)
-    elif first.start is not None:
-        order = sorted(range(len(tensors)), key=lambda i: planned.parts[i][0].start or 0)
-        tensor = torch.cat([tensors[i] for i in order])
-    else:
-        tensor = tensors[0]
-    if first.transposed:
-        tensor = tensor.t()
-    return tensor.to(device="cpu", dtype=dtype).contiguous()
+    def config(self, dtype: torch.dtype) -> dict[str, Any]:
+        """config.json, with what is quantized; warns where another reader cannot follow."""
+        values = exported_config(self.model, dtype, tied=self.tied)
+        things = {thing.name.removesuffix(".weight"): thing for thing in self.things}
+        layers = {name: thing.layer for name, thing in things.items() if thing.layer is not None}
+        if not layers:
+            return values
+        routers = [name for name, thing in things.items() if thing.parts[0][1].endswith(".router.weight")]
+        ignored = routers if "head" in self.layers else [*routers, "lm_head"]
+        self._warn([thing for thing in things.values() if thing.layer is not None])
+        return values | {"quantization_config": quantization_config(layers, ignored), "hasten": private_config(layers)}
 
+    def _warn(self, things: Sequence[_Published]) -> None:
+        reason = None
+        for thing in things:
+            k = self._shape(thing.parts[0][1])[1]
+            if thing.parts[0][0].transposed:
+                reason = f"{thing.name} is no linear layer there but a Conv1D, which compressed-tensors does not know"
+            elif thing.layer is not None and not read_elsewhere(thing.layer, k):
+                reason = f"{thing.name} has {k} input features, no multiple of the group size {thing.layer.group_size}"
+            if reason is not None:
+                warnings.warn(
+                    f"hasten reads this quantized model, transformers will not: {reason}", HastenWarning, stacklevel=4
+                )
+                return
 
-def _unpadded(model: Transformer, ours: str) -> Tensor:
-    tensor = model.get_parameter(ours).detach()
-    return tensor[: model.config.vocab_size] if ours in ("embedding.weight", "head.weight") else tensor
+    def _tensor(self, ours: str) -> Tensor:
+        owner, _, leaf = ours.rpartition(".")
+        tensor = getattr(self.model.get_submodule(owner), leaf).detach()  # a packed layer's bias is a buffer
+        return tensor[: self.model.config.vocab_size] if owner in ("embedding", "head") else tensor
+
+    def _shape(self, ours: str) -> tuple[int, ...]:
+        module = self.model.get_submodule(ours.rpartition(".")[0])
+        if not isinstance(module, PackedLinear) or ours.endswith(".bias"):
+            return tuple(self._tensor(ours).shape)
+        rows = self.model.config.vocab_size if ours == "head.weight" else module.out_features
+        return rows, module.in_features
 
 
 def _shards(planned: Sequence[_Published], shard_bytes: int) -> list[list[_Published]]:
     shards: list[list[_Published]] = [[]]
     filled = 0
-    for tensor in planned:
-        if filled and filled + tensor.bytes > shard_bytes:
+    for thing in planned:
+        if filled and filled + thing.bytes > shard_bytes:
             shards.append([])
             filled = 0
-        shards[-1].append(tensor)
-        filled += tensor.bytes
+        shards[-1].append(thing)
+        filled += thing.bytes
     return shards
 
 
-def _write_weights(model: Transformer, folder: Path, dtype: torch.dtype | None, shard_bytes: int) -> set[str]:
+def _write_weights(plan: _Plan, folder: Path, shard_bytes: int) -> set[str]:
     """Write the weights and return the names of their files."""
-    shards = _shards(_plan(model, dtype), shard_bytes)
+    shards = _shards(plan.things, shard_bytes)
     count = len(shards)
     names = ["model.safetensors"]
     if count > 1:
         names = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+    weight_map: dict[str, str] = {}
     for file, shard in zip(names, shards, strict=True):
-        tensors = {planned.name: _make(model, planned, dtype) for planned in shard}
-        save_file(tensors, folder / file, metadata={"format": "pt"})
-        with (folder / file).open("rb") as written:
-            os.fsync(written.fileno())
+        specs = {name: spec for thing in shard for name, spec in thing.specs.items()}
+        save_file(specs, folder / file, tensors=(made for thing in shard for made in plan.make(thing)))
+        weight_map |= dict.fromkeys(specs, file)
     if count > 1:
-        index = {
-            "metadata": {"total_size": sum(tensor.bytes for shard in shards for tensor in shard)},
-            "weight_map": {tensor.name: file for file, shard in zip(names, shards, strict=True) for tensor in shard},
-        }
+        total = sum(thing.bytes for thing in plan.things)
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         _write_json(folder / "model.safetensors.index.json", index)
         names.append("model.safetensors.index.json")
     return set(names)

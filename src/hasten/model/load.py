@@ -15,12 +15,16 @@ from hasten.model.checkpoint import DTYPES, MappedTensors, StoredTensor, check_f
 from hasten.model.config import ModelConfig
 from hasten.model.families import family_of, read_config
 from hasten.model.families.family import Family, Piece
+from hasten.model.formats.arguments import read_arguments
+from hasten.model.formats.fill import fill_quantized
+from hasten.model.formats.pieces import take
+from hasten.model.formats.quantized_folder import open_quantized
 from hasten.model.hub import resolve_folder
 from hasten.model.rope import RotaryTable
 from hasten.model.tokenizer import Tokenizer
 from hasten.model.transformer import Transformer
 
-__all__ = ["load", "resolve_folder", "take", "tie"]
+__all__ = ["load", "resolve_folder", "tie"]
 
 # Buffers that older versions of transformers saved beside the weights.
 _LEFTOVERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
@@ -47,29 +51,29 @@ def load(source: str | Path | nn.Module, *, dtype: str | torch.dtype | None = No
     where = folder / "config.json"
     values = read_json(where)
     family, config = family_of(values, str(where)), read_config(values, str(where))
-    _refuse_quantized(values, where)
+    arguments = read_arguments(values, where)
     stored = read_headers(folder)
-    pieces = _locate(config, family, [family.places(config)], stored, str(folder))
+    tensors = MappedTensors(stored)
+    quantized = open_quantized(stored, arguments, tensors) if arguments else None
+    seen = stored if quantized is None else quantized.logical
+    pieces = _locate(config, family, [family.places(config)], seen, str(folder))
+    if quantized is not None:  # where others store a weight transposed, its quantized form is (out, in) all the same
+        pieces = {o: replace(p, transposed=False) if p.name in quantized.modules else p for o, p in pieces.items()}
     model = _skeleton(config)
-    _check(pieces, stored, model)
-    _warn_of_unused(stored, pieces, folder)
+    _check(pieces, seen, model)
+    _warn_of_unused(seen, pieces, folder)
     generation = folder / "generation_config.json"
     model.generation = read_json(generation) if generation.exists() else {}
     model.tokenizer = Tokenizer.from_folder(folder)
     # The weights last: whatever else is wrong with a folder shows before gigabytes are read.
-    own = wanted or _own_dtype([stored[piece.name] for piece in pieces.values()])
-    _fill(model, pieces, MappedTensors(stored), own, place, {name: str(t.file) for name, t in stored.items()})
+    plain = {o: p for o, p in pieces.items() if quantized is None or p.name not in quantized.modules}
+    own = wanted or _own_dtype([stored[piece.name] for piece in plain.values()])
+    _fill(model, plain, tensors, own, place, {name: str(t.file) for name, t in stored.items()})
+    if quantized is not None:
+        packed = {ours: piece for ours, piece in pieces.items() if ours not in plain}
+        fill_quantized(model, packed, quantized, tensors, dtype=own, device=place)
+    _finish(model, place)
     return model
-
-
-def _refuse_quantized(values: Mapping[str, Any], where: Path) -> None:
-    given = values.get("quantization_config")
-    if given is not None:
-        method = given.get("quant_method") if isinstance(given, dict) else None
-        raise CheckpointError(
-            f"{where}: quantization_config says that the weights are quantized ({method!s:.40}), which hasten does not "
-            "read yet; load the model's unquantized checkpoint"
-        )
 
 
 def _from_transformers(module: nn.Module, dtype: torch.dtype | None, device: torch.device) -> Transformer:
@@ -86,7 +90,9 @@ def _from_transformers(module: nn.Module, dtype: torch.dtype | None, device: tor
     pieces = _locate(config, family, layouts, tensors, where)
     model = _skeleton(config)
     _check(pieces, {name: _describe(name, tensor, where) for name, tensor in tensors.items()}, model)
-    _fill(model, pieces, tensors, dtype, device if str(device) != "cpu" else None, dict.fromkeys(tensors, where))
+    place = device if str(device) != "cpu" else None
+    _fill(model, pieces, tensors, dtype, place, dict.fromkeys(tensors, where))
+    _finish(model, place)
     generation = getattr(module, "generation_config", None)
     if generation is not None:
         model.generation = generation.to_dict()
@@ -147,20 +153,6 @@ def _warn_of_unused(stored: Mapping[str, StoredTensor], pieces: Mapping[str, Pie
         )
 
 
-def take(tensor: Tensor, piece: Piece) -> Tensor:
-    """The part of a stored tensor that a piece names: a view, except for interleaved rows."""
-    if piece.expert is not None:
-        tensor = tensor[piece.expert]
-    if piece.transposed:
-        tensor = tensor.t()
-    if piece.start is not None:
-        tensor = tensor[piece.start : piece.stop]
-    if piece.interleaved is not None:
-        count, part, size = piece.interleaved
-        tensor = tensor.unflatten(0, (-1, count, size))[:, part].flatten(0, 1)  # (H, n, D, …) -> (H·D, …)
-    return tensor
-
-
 def _shape_after(shape: tuple[int, ...], piece: Piece) -> tuple[int, ...] | None:
     """The shape that `take` would give, or None if the piece does not fit."""
     if piece.expert is not None:
@@ -200,7 +192,7 @@ def _check_piece(ours: str, piece: Piece, stored: StoredTensor, model: Transform
     if stored.dtype not in DTYPES:
         raise CheckpointError(
             f"{stored.file}: {stored.name} is stored as {stored.dtype!s:.20}; expected one of {', '.join(DTYPES)}: "
-            "load the model's unquantized checkpoint"
+            "take a checkpoint that states its quantization_config, or the unquantized one"
         )
     expected = tuple(model.get_parameter(ours).shape)
     found = _shape_after(stored.shape, piece)
@@ -237,6 +229,9 @@ def _fill(
         owner, _, leaf = ours.rpartition(".")
         parameter = nn.Parameter(take(whole, piece).to(device=device, dtype=dtype))
         setattr(model.get_submodule(owner), leaf, parameter)
+
+
+def _finish(model: Transformer, device: torch.device | None) -> None:
     tie(model)
     if device is not None:
         model.ropes.to(device)
@@ -245,7 +240,7 @@ def _fill(
 
 def tie(model: Transformer) -> None:
     """Make head and embedding one parameter where the config says so and the checkpoint does not contradict it."""
-    if not model.config.tie_embeddings:
+    if not model.config.tie_embeddings or (model.quantization is not None and "head" in model.quantization.layers):
         return
     head, embedding = model.head.weight, model.embedding.weight
     if head.is_meta or head.data_ptr() == embedding.data_ptr() or torch.equal(head, embedding):

@@ -1,0 +1,125 @@
+"""Reading `quantization_config`: what is understood, and one clear error that names the field for the rest."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from hasten.errors import CheckpointError
+from hasten.model.formats.compressed_tensors import METHOD, MIXED, PACKED, W8A8, WEIGHT_ONLY
+from hasten.model.formats.record import Activations
+
+FORMATS = (PACKED, W8A8, WEIGHT_ONLY, MIXED)
+GROUP_SIZES = (32, 64, 128)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightArguments:
+    """One of the ways in which a checkpoint's layers are quantized. group_size 0: one scale for a whole row.
+
+    targets are the names that the group lists; a layer is matched by its tensors first, by name where that leaves a
+    choice (patterns are not run: they come from the checkpoint).
+    """
+
+    targets: tuple[str, ...]
+    bits: int
+    group_size: int
+    symmetric: bool
+    activations: Activations
+
+
+def read_arguments(values: Mapping[str, Any], where: Path) -> tuple[WeightArguments, ...] | None:
+    """The ways of quantizing that a config.json names, or None where it names no quantization.
+
+    Understood are compressed-tensors' int4 and int8 weights with scales by group or by row. CheckpointError names the
+    field that asks for anything else.
+    """
+    given = values.get("quantization_config", values.get("compression_config"))
+    if given is None:
+        return None
+    fields = _Reader(where, given)
+    method = fields.value("quant_method")
+    if method != METHOD:
+        raise CheckpointError(
+            f"{where}: quantization_config says that the weights are quantized ({method!r:.40}), which hasten does not "
+            f"read; it reads {METHOD} (int4 and int8). Load the unquantized checkpoint and use `hasten quantize`"
+        )
+    fields.one_of("format", (*FORMATS, None))
+    for name in ("kv_cache_scheme", "transform_config", "sparsity_config"):
+        section = fields.value(name)
+        if section and not (isinstance(section, dict) and section.get("format") in ("dense", "")):
+            fields.fail(name, "absent: hasten does not do that", section)
+    groups = fields.value("config_groups")
+    if not isinstance(groups, dict) or not 1 <= len(groups) <= 1000:
+        fields.fail("config_groups", "an object with one group or more", groups)
+    private = values.get("hasten")
+    ours = private.get("int4_activations") if isinstance(private, dict) else None
+    return tuple(_group(_Reader(where, group, f"config_groups.{name!s:.40}."), ours) for name, group in groups.items())
+
+
+class _Reader:
+    """Values of one object, and errors that say where in the file it is."""
+
+    def __init__(self, where: Path, values: Any, prefix: str = "") -> None:
+        self.where, self.values, self.prefix = where, values, prefix
+        if not isinstance(values, dict):
+            self.prefix = prefix.rstrip(".")
+            self.fail("", "an object", values)
+
+    def value(self, name: str) -> Any:
+        return self.values.get(name)
+
+    def one_of(self, name: str, known: tuple[Any, ...]) -> Any:
+        found = self.value(name)
+        if not any(found is one or (type(found) is type(one) and found == one) for one in known):
+            self.fail(name, " or ".join("absent" if one is None else repr(one) for one in known), found)
+        return found
+
+    def fail(self, name: str, wanted: str, found: Any) -> NoReturn:
+        raise CheckpointError(
+            f"{self.where}: quantization_config.{self.prefix}{name} must be {wanted}; found {found!r:.60}. "
+            "Take a checkpoint of another kind, or the unquantized one"
+        )
+
+
+def _group(group: _Reader, int4_activations: Any) -> WeightArguments:
+    group.one_of("format", (PACKED, W8A8, WEIGHT_ONLY, None))
+    if group.value("output_activations") is not None:
+        group.fail("output_activations", "absent", group.value("output_activations"))
+    targets = group.value("targets")
+    if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
+        group.fail("targets", "a list of names", targets)
+    weights = _Reader(group.where, group.value("weights"), f"{group.prefix}weights.")
+    bits = weights.one_of("num_bits", (4, 8))
+    weights.one_of("type", ("int", None))
+    weights.one_of("dynamic", (False, None))
+    symmetric = weights.one_of("symmetric", (True, False, None)) is not False
+    strategy = weights.one_of("strategy", ("group", "channel"))
+    # "weight" and "static" only order the calibration; "group" needs an index of the columns.
+    weights.one_of("actorder", (None, False, "weight", "static"))
+    if weights.value("block_structure") is not None:
+        weights.fail("block_structure", "absent", weights.value("block_structure"))
+    size = 0
+    if strategy == "group":
+        size = weights.value("group_size")
+        if bits == 8:
+            weights.fail("strategy", "'channel' for 8 bits (one scale a row)", strategy)
+        if type(size) is not int or (size not in GROUP_SIZES and (size <= 0 or size % GROUP_SIZES[-1])):
+            weights.fail("group_size", "32, 64 or a multiple of 128", size)
+    if bits == 8 and not symmetric:
+        weights.fail("symmetric", "true for 8 bits", symmetric)
+    activations: Activations = "int8" if bits == 4 and int4_activations == "int8" else "float"
+    if group.value("input_activations") is not None:
+        inputs = _Reader(group.where, group.value("input_activations"), f"{group.prefix}input_activations.")
+        for name, known in (
+            ("num_bits", (8,)),
+            ("type", ("int", None)),
+            ("symmetric", (True, None)),
+            ("strategy", ("token",)),
+            ("dynamic", (True,)),
+        ):
+            inputs.one_of(name, known)
+        activations = "int8"
+    return WeightArguments(
+        targets=tuple(targets), bits=bits, group_size=size, symmetric=symmetric, activations=activations
+    )

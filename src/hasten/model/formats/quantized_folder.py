@@ -1,0 +1,185 @@
+"""The quantized tensors of a checkpoint folder: checked by their headers, then handed out as packed layers.
+
+`open_quantized` shows the rest of the loader a folder in which every quantized module has a plain `weight` of its true
+shape; the loader locates and checks it as ever, and comes here to fill it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from hasten.errors import CheckpointError
+from hasten.model.checkpoint import StoredTensor, check_finite
+from hasten.model.formats.arguments import GROUP_SIZES, WeightArguments
+from hasten.model.formats.packing import unpack_bytes, unpack_columns, unpack_rows
+from hasten.model.formats.record import LayerFormat
+from hasten.ops.linear import QuantizedWeight
+
+_SCALES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
+_SUFFIXES = ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizedModule:
+    """One quantized linear module of a folder: its published name, its true shape (N, K), how it is stored."""
+
+    name: str
+    shape: tuple[int, int]
+    layer: LayerFormat
+    stored_group: int  # a multiple of layer.group_size, or 0: one scale a row
+    packed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedFolder:
+    """modules by the name of the weight that each stands for; logical: the folder's tensors as the loader sees them."""
+
+    modules: Mapping[str, QuantizedModule]
+    logical: Mapping[str, StoredTensor]
+
+    def read(self, module: QuantizedModule, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
+        """The module's numbers. The values of int8 are views of the file; those of int4 are unpacked, a byte each."""
+        scales, zeros = self.scales(module, tensors)
+        k = module.shape[1]
+        if not module.packed:
+            values = tensors[f"{module.name}.weight"]
+        elif module.layer.bits == 8:
+            values = unpack_bytes(tensors[f"{module.name}.weight_packed"], k)
+        else:
+            values = unpack_columns(tensors[f"{module.name}.weight_packed"], k)
+        return QuantizedWeight(
+            bits=module.layer.bits, group_size=module.layer.group_size, values=values, scales=scales, zeros=zeros
+        )
+
+    def scales(self, module: QuantizedModule, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
+        """Scales and zeros as QuantizedWeight holds them."""
+        n, k = module.shape
+        name = f"{module.name}.weight_scale"
+        scales = tensors[name].view(n, -1)
+        check_finite(name, scales, str(self.logical[f"{module.name}.weight"].file))
+        zeros = None if module.layer.symmetric else unpack_rows(tensors[f"{module.name}.weight_zero_point"], n)
+        if module.layer.bits == 8:
+            return scales.float(), None
+        if module.stored_group != module.layer.group_size:  # wider groups: each part of one has the same scale
+            group = torch.arange(-(-k // module.layer.group_size)) * module.layer.group_size
+            place = group // (module.stored_group or k)
+            scales, zeros = scales[:, place], None if zeros is None else zeros[:, place]
+        return scales, zeros
+
+
+def open_quantized(
+    stored: Mapping[str, StoredTensor],
+    arguments: tuple[WeightArguments, ...],
+    tensors: Mapping[str, Tensor],
+) -> QuantizedFolder:
+    """Find the quantized modules of a folder and check their tensors against each other and the config's groups.
+
+    Reads headers, and of each int4 module its `weight_shape` (two numbers). Raises CheckpointError for a tensor that is
+    missing, has the wrong shape or dtype, or fits none of the groups.
+    """
+    logical = {name: tensor for name, tensor in stored.items() if not name.endswith(_SUFFIXES)}
+    modules = {}
+    for name, tensor in stored.items():
+        prefix, _, leaf = name.rpartition(".")
+        if leaf == "weight_g_idx":
+            _fail(tensor, "reorders the columns by activation (actorder), which hasten does not read")
+        if leaf in ("weight_scale", "weight_zero_point") and not {f"{prefix}.weight", f"{prefix}.weight_packed"} & set(
+            stored
+        ):
+            _fail(tensor, f"stands without {prefix}.weight or {prefix}.weight_packed; download the folder again")
+        if leaf == "weight_packed" or (leaf == "weight" and f"{prefix}.weight_scale" in stored):
+            module = _module(prefix, leaf == "weight_packed", stored, arguments, tensors)
+            modules[f"{prefix}.weight"] = module
+            logical[f"{prefix}.weight"] = StoredTensor(f"{prefix}.weight", "BF16", module.shape, tensor.file)
+    return QuantizedFolder(modules, logical)
+
+
+def _module(
+    name: str,
+    packed: bool,
+    stored: Mapping[str, StoredTensor],
+    arguments: tuple[WeightArguments, ...],
+    tensors: Mapping[str, Tensor],
+) -> QuantizedModule:
+    weight = stored[f"{name}.weight_packed" if packed else f"{name}.weight"]
+    scale = stored.get(f"{name}.weight_scale")
+    if scale is None:
+        _fail(weight, f"lacks {name}.weight_scale beside it; download the folder again")
+    if weight.dtype != ("I32" if packed else "I8") or len(weight.shape) != 2:
+        _fail(weight, f"must be a matrix of {'I32' if packed else 'I8'}; found {_seen(weight)}")
+    if scale.dtype not in _SCALES or len(scale.shape) not in (1, 2):
+        _fail(scale, f"must be one of {', '.join(_SCALES)} by row and group; found {_seen(scale)}")
+    n = weight.shape[0]
+    k, bits = (_true_columns(name, weight, stored, tensors, arguments)) if packed else (weight.shape[1], 8)
+    zero = stored.get(f"{name}.weight_zero_point")
+    fits = [
+        a
+        for a in arguments
+        if a.bits == bits
+        and a.symmetric == (zero is None)
+        and scale.shape in ((n, _groups(k, a.group_size)), *([(n,)] if not a.group_size else []))
+    ]
+    if not fits:
+        asked = "; ".join(
+            f"{a.bits} bits, {'groups of ' + str(a.group_size) if a.group_size else 'one scale a row'}, "
+            f"{'symmetric' if a.symmetric else 'with zero points'}"
+            for a in arguments[:3]
+        )
+        _fail(
+            scale,
+            f"is {_seen(scale)}, beside a weight {n}×{k} of {bits} bits {'without' if zero is None else 'with'} "
+            f"zero points: that fits none of config.json's groups ({asked})",
+        )
+    if zero is not None and (zero.dtype != "I32" or zero.shape != (-(-n // 8), scale.shape[-1])):
+        _fail(zero, f"must be I32 {[-(-n // 8), scale.shape[-1]]} (packed along the rows); found {_seen(zero)}")
+    if bits == 4 and scale.dtype == "F32":
+        _fail(scale, "must be F16 or BF16 for int4; found F32")
+    chosen = next((a for a in fits if name in a.targets), fits[0])
+    own = chosen.group_size if chosen.group_size in GROUP_SIZES else GROUP_SIZES[-1]
+    layer = LayerFormat(bits=8, activations=chosen.activations)
+    if bits == 4:
+        layer = LayerFormat(
+            bits=4,
+            group_size=own,
+            symmetric=zero is None,
+            scale_dtype=_SCALES[scale.dtype],
+            activations=chosen.activations,
+        )
+    return QuantizedModule(name=name, shape=(n, k), layer=layer, stored_group=chosen.group_size, packed=packed)
+
+
+def _true_columns(
+    name: str,
+    weight: StoredTensor,
+    stored: Mapping[str, StoredTensor],
+    tensors: Mapping[str, Tensor],
+    arguments: tuple[WeightArguments, ...],
+) -> tuple[int, int]:
+    """K and the bits of a packed weight, whose own shape only tells the number of int32s."""
+    shape = stored.get(f"{name}.weight_shape")
+    if shape is None:
+        _fail(weight, f"lacks {name}.weight_shape beside it; download the folder again")
+    if shape.dtype not in ("I64", "I32") or shape.shape != (2,):
+        _fail(shape, f"must be two I64 numbers; found {_seen(shape)}")
+    rows, columns = (int(x) for x in tensors[shape.name])
+    n, words = weight.shape
+    found = [b for b in sorted({a.bits for a in arguments}) if -(-columns * b // 32) == words]
+    if rows != n or columns < 1 or not found:
+        _fail(weight, f"is {_seen(weight)}, which does not hold the {rows}×{columns} values of {shape.name}")
+    return columns, found[0]
+
+
+def _groups(k: int, size: int) -> int:
+    return -(-k // size) if size else 1
+
+
+def _seen(tensor: StoredTensor) -> str:
+    return f"{tensor.dtype!s:.20} {list(tensor.shape)}"
+
+
+def _fail(tensor: StoredTensor, what: str) -> NoReturn:
+    raise CheckpointError(f"{Path(tensor.file)}: {tensor.name!s:.100} {what}")
