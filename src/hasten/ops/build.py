@@ -7,7 +7,9 @@ two processes starting at once build once, and a killed build leaves nothing tha
 
 import contextlib
 import hashlib
+import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -105,9 +107,10 @@ def _hash(*parts: str) -> str:
 
 
 def _torch_folder() -> Path:
-    import torch
-
-    return Path(torch.__file__).parent
+    found = importlib.util.find_spec("torch")  # does not import it
+    assert found is not None, "torch is a dependency"
+    assert found.origin is not None
+    return Path(found.origin).parent
 
 
 def _rpath() -> tuple[str, ...]:
@@ -155,7 +158,7 @@ def _call(command: list[str], log: Path) -> None:
     if answer.returncode:
         log.write_text(f"{' '.join(command)}\n{answer.stdout}{answer.stderr}")
         lines = [line.strip() for line in (answer.stdout + answer.stderr).splitlines() if line.strip()]
-        first = next((line for line in lines if "error" in line.lower()), lines[0] if lines else "no message")
+        first = next((line for line in lines if re.search(r"\berror:", line)), lines[0] if lines else "no message")
         raise ResourceError(f"{command[0]} failed: {first}; its whole output is in {log}")
 
 

@@ -44,6 +44,7 @@ inline Weight weight_of(const Tensor& data, const std::optional<Tensor>& scales,
   w.n = n;
   w.group = group;
   w.data = data.const_data_ptr();
+  STD_TORCH_CHECK(data.dim() == 4 && data.is_contiguous(), "the packed weight must be contiguous, of 4 dimensions");
   if (data.scalar_type() == ScalarType::BFloat16) {
     w.format = Format::bf16;
     w.k = data.size(1) * 2;
@@ -52,10 +53,16 @@ inline Weight weight_of(const Tensor& data, const std::optional<Tensor>& scales,
     w.format = group ? Format::int4 : Format::int8;
     w.k = data.size(1) * (group ? 8 : 4);
     w.scales = scales->const_data_ptr();
+    STD_TORCH_CHECK(group || scales->scalar_type() == ScalarType::Float, "int8 weights need float32 scales");
+    const int64_t count = data.size(0) * PANEL * (group ? w.k / group : 1);
+    STD_TORCH_CHECK(scales->is_contiguous() && scales->numel() == count, "the scales do not fit the packed weight");
+    STD_TORCH_CHECK(!zeros || (zeros->is_contiguous() && zeros->numel() == count &&
+                               zeros->scalar_type() == ScalarType::Byte), "the zeros do not fit the packed weight");
     switch (scales->scalar_type()) {
       case ScalarType::Float: w.scale_type = ScaleType::f32; break;
       case ScalarType::BFloat16: w.scale_type = ScaleType::bf16; break;
-      default: w.scale_type = ScaleType::f16;
+      case ScalarType::Half: w.scale_type = ScaleType::f16; break;
+      default: STD_TORCH_CHECK(false, "scales must be float32, bfloat16 or float16");
     }
     if (zeros) w.zeros = static_cast<const uint8_t*>(zeros->const_data_ptr());
   }

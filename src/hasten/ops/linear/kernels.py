@@ -43,7 +43,7 @@ def pytorch(
     """PyTorch's product in x's dtype. int8 values are exact in it, so their scales multiply the outputs (as gpt-fast
     does, which a compiler fuses); int4 weights are rounded to it first.
 
-    torch._weight_int8pack_mm is not used: in torch 2.13 it reads past the end where K is not a multiple of 32.
+    torch._weight_int8pack_mm is not used: in torch 2.13 it crashes where K is not a multiple of 16.
     """
     if data.dtype == torch.int8:
         assert scales is not None

@@ -26,6 +26,7 @@ Tensor linear(Tensor x, Tensor data, std::optional<Tensor> scales, std::optional
   Tensor y = empty_like_with_last(x, out_features);
   const Rows prepared = prepare(w, x.const_data_ptr(), type, rows, k, Norm{}, int(digits));
   void* out = y.mutable_data_ptr();
+  STD_TORCH_CHECK(!bias || (bias->is_contiguous() && bias->numel() == out_features), "the bias does not fit");
   const void* b = bias ? bias->const_data_ptr() : nullptr;
   const Type bias_type = bias ? type_of(*bias) : Type::f32;
   product(w, prepared, rows, [&](int64_t panel, int64_t m0, int64_t m1, const float* values) {

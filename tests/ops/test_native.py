@@ -1,0 +1,187 @@
+"""Building and loading the native library: once, whoever asks; and clearly said when it cannot be."""
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from hasten.errors import ConfigError, ResourceError
+from hasten.machine import find_compiler
+from hasten.ops.build import INSTRUCTION_SETS, KEPT_BUILDS, build
+from hasten.ops.native import available_isas, choose_isa, fakes, library
+
+BUILD = "import sys; from pathlib import Path; from hasten.ops.build import build; "
+BUILD += "print(build('portable', sources=Path(sys.argv[1]), folder=Path(sys.argv[2])))"
+
+needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler")
+
+
+@pytest.fixture
+def tree(tmp_path):
+    """Sources of two files and a header, small enough to compile in a fraction of a second."""
+    for name in ("one", "two"):
+        (tmp_path / "src" / name).mkdir(parents=True)
+        (tmp_path / "src" / name / "native.cpp").write_text(
+            f'#include "../common.h"\nextern "C" __attribute__((visibility("default"))) int {name}() {{ return X; }}\n'
+        )
+    (tmp_path / "src" / "common.h").write_text("constexpr int X = 7;\n")
+    (tmp_path / "cache").mkdir()
+    return tmp_path
+
+
+@pytest.fixture
+def counted(tree, monkeypatch):
+    """A compiler that writes down each call but `--version`; returns the log. SLOW=seconds makes it wait."""
+    log, wrapper = tree / "calls.log", tree / "g++-counted"
+    log.touch()
+    wrapper.write_text(
+        f'#!/bin/sh\n[ "$1" = --version ] || {{ echo "$@" >> {log}; sleep ${{SLOW:-0}}; }}\n'
+        f'exec {find_compiler().command} "$@"\n'
+    )
+    wrapper.chmod(0o755)
+    monkeypatch.setenv("CXX", str(wrapper))
+    return log
+
+
+def calls(log):
+    return len(log.read_text().splitlines())
+
+
+@needs_compiler
+def test_compiles_each_source_and_links_then_never_again(tree, counted):
+    made = build("portable", sources=tree / "src", folder=tree / "cache")
+    loaded = ctypes.CDLL(str(made))
+    assert (loaded.one(), loaded.two(), calls(counted)) == (7, 7, 3)
+    assert build("portable", sources=tree / "src", folder=tree / "cache") == made
+    assert calls(counted) == 3
+
+
+@needs_compiler
+def test_a_changed_header_or_another_instruction_set_is_another_build(tree):
+    made = build("portable", sources=tree / "src", folder=tree / "cache")
+    (tree / "src" / "common.h").write_text("constexpr int X = 8;\n")
+    other = build("portable", sources=tree / "src", folder=tree / "cache")
+    assert made != other
+    assert ctypes.CDLL(str(other)).one() == 8
+    assert build(available_isas()[0], sources=tree / "src", folder=tree / "cache").name.split("-")[0] != "portable"
+
+
+@needs_compiler
+def test_old_builds_are_pruned_and_the_used_ones_stay(tree):
+    used = build("portable", sources=tree / "src", folder=tree / "cache")
+    text = (tree / "src" / "common.h").read_text()
+    for version in range(KEPT_BUILDS + 2):
+        (tree / "src" / "common.h").write_text(f"{text}// {version}\n")
+        newest = build("portable", sources=tree / "src", folder=tree / "cache")
+        (tree / "src" / "common.h").write_text(text)
+        assert build("portable", sources=tree / "src", folder=tree / "cache") == used
+    kept = list((tree / "cache").glob("*.so"))
+    assert len(kept) == KEPT_BUILDS
+    assert {used, newest} <= set(kept)
+
+
+@needs_compiler
+def test_two_processes_at_once_build_once(tree, counted):
+    command = [sys.executable, "-c", BUILD, str(tree / "src"), str(tree / "cache")]
+    environment = {**os.environ, "SLOW": "0.7"}
+    started = [
+        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    answers = [process.communicate(timeout=60) for process in started]
+    assert [process.returncode for process in started] == [0, 0], answers
+    assert answers[0][0] == answers[1][0]
+    assert calls(counted) == 3
+    said = answers[0][1] + answers[1][1]
+    assert said.count("compiling kernels") == 1
+    assert "waiting for another process" in said
+
+
+@needs_compiler
+def test_a_killed_build_leaves_nothing_in_the_way(tree, counted):
+    process = subprocess.Popen(
+        [sys.executable, "-c", BUILD, str(tree / "src"), str(tree / "cache")],
+        env={**os.environ, "SLOW": "1.5"},
+        start_new_session=True,
+        stderr=subprocess.DEVNULL,
+    )
+    deadline = time.monotonic() + 60
+    while not calls(counted) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    assert not list((tree / "cache").glob("*.so"))
+    assert list((tree / "cache").glob("building-*"))
+    build("portable", sources=tree / "src", folder=tree / "cache")
+    assert not list((tree / "cache").glob("building-*"))
+
+
+@needs_compiler
+def test_an_error_in_the_source_is_named_and_logged(tree):
+    (tree / "src" / "two" / "native.cpp").write_text("int two() { return missing; }\n")
+    with pytest.raises(ResourceError, match=r"error: .*missing.*failed-portable\.log"):
+        build("portable", sources=tree / "src", folder=tree / "cache")
+    assert "missing" in (tree / "cache" / "failed-portable.log").read_text()
+    assert [path.name for path in (tree / "cache").iterdir() if path.name != ".lock"] == ["failed-portable.log"]
+
+
+@needs_compiler
+def test_without_a_compiler_an_earlier_build_of_the_same_sources_serves(tree, monkeypatch):
+    made = build("portable", sources=tree / "src", folder=tree / "cache")
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(tree))
+    assert build("portable", sources=tree / "src", folder=tree / "cache") == made
+    (tree / "src" / "common.h").write_text("constexpr int X = 9;\n")
+    with pytest.raises(ResourceError, match=r"no C\+\+ compiler .*install one"):
+        build("portable", sources=tree / "src", folder=tree / "cache")
+
+
+def test_a_broken_compiler_is_one_warning_and_no_library(tmp_path):
+    broken = tmp_path / "g++-broken"
+    broken.write_text(
+        '#!/bin/sh\n[ "$1" = --version ] && echo "g++ 9.9.9" && exit 0\necho "fatal error: no" >&2; exit 1\n'
+    )
+    broken.chmod(0o755)
+    code = "from hasten.ops.native import library; print(library()); print(library())"
+    environment = {**os.environ, "CXX": str(broken), "HASTEN_CACHE": str(tmp_path / "cache"), "HASTEN_ISA": "portable"}
+    answer = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=100)
+    assert answer.stdout == "None\nNone\n"
+    assert answer.stderr.count("HastenWarning") == 1
+    assert "fatal error: no" in answer.stderr
+
+
+def test_instruction_sets_are_chosen_forced_and_refused(monkeypatch):
+    monkeypatch.delenv("HASTEN_ISA", raising=False)
+    assert choose_isa() == available_isas()[0]
+    assert available_isas()[-1] == "portable"
+    monkeypatch.setenv("HASTEN_ISA", "portable")
+    assert choose_isa() == "portable"
+    assert choose_isa("none") == "none"
+    assert library("none") is None
+    monkeypatch.setenv("HASTEN_ISA", "sse9")
+    with pytest.raises(ConfigError, match=r"HASTEN_ISA is 'sse9'; known: avx512_vnni, avx512, avx2, portable, none"):
+        library()
+    monkeypatch.setattr("hasten.ops.native.instruction_sets", lambda: ("avx2", "fma"))
+    assert available_isas() == ("avx2", "portable")
+    with pytest.raises(ConfigError, match=r"'avx512', but this processor has no avx512bw.*use avx2, portable"):
+        choose_isa("avx512")
+
+
+def test_portable_has_no_flags_of_one_processor():
+    assert INSTRUCTION_SETS["portable"].flags == ()
+
+
+@needs_compiler
+@pytest.mark.parametrize("isa", available_isas())
+def test_every_operator_has_a_fake_and_every_fake_an_operator(isa):
+    native = library(isa)
+    assert library(isa) is native
+    prefix = f"hasten_{isa}::"
+    names = {name.removeprefix(prefix) for name in torch._C._dispatch_get_all_op_names() if name.startswith(prefix)}
+    assert "linear" in names
+    assert names == set(fakes())
