@@ -15,6 +15,8 @@ _HOMES = {
     "initialize": "hasten.model.initialize",
     "pad_vocabulary": "hasten.model.vocabulary",
     "kernels": "hasten.model.binding",
+    "fuse": "hasten.model.fused",
+    "unfuse": "hasten.model.fused",
     "generate": "hasten.generation.generate",
     "stream": "hasten.generation.generate",
     "Chat": "hasten.generation.chat",

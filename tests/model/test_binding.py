@@ -55,8 +55,10 @@ def test_blocks_can_be_nested_and_empty():
 @pytest.mark.parametrize(
     ("names", "words"),
     [
-        ({"attention": "flash"}, ["layer 0", "'flash'", "known: sdpa, reference"]),
-        ({"linear": "int4"}, ["'linear'", "known: attention"]),
+        ({"attention": "warp"}, ["attention kernel 'warp'", "known: sdpa, reference"]),
+        ({"linear": "int4"}, ["linear kernel 'int4'", "known: native"]),
+        ({"linear": "reference"}, ["'reference'", "these are float32"]),
+        ({"rope": "fast"}, ["no operator 'rope'", "known: block, attention, linear"]),
         ({"attention": "sdpa"}, ["layer 0", "'sdpa'", "soft-capping"]),
     ],
 )
@@ -72,21 +74,34 @@ def test_what_cannot_be_is_refused_and_changes_nothing(names, words):
 def test_explain_says_what_runs_and_why_the_others_do_not():
     model = hasten.load(make_reference("gemma2"))
     found = [asdict(binding) for binding in explain(model)]
-    assert [row["layer"] for row in found] == [0, 1, 2, 3]
-    assert found[0] == {
+    assert [row["layer"] for row in found if row["operator"] == "attention"] == [0, 1, 2, 3]
+    assert next(row for row in found if row["operator"] == "attention") == {
         "layer": 0,
         "operator": "attention",
         "kernel": "reference",
-        "others": [{"kernel": "sdpa", "reason": "PyTorch's SDPA has no soft-capping of scores"}],
+        "others": [
+            {"kernel": "native", "reason": "it belongs to the fused steps, which this model does not run"},
+            {"kernel": "sdpa", "reason": "PyTorch's SDPA has no soft-capping of scores"},
+        ],
     }
+    blocks = [row for row in found if row["operator"] == "block"]
+    assert {row["kernel"] for row in blocks} == {"readable"}
+    assert "bfloat16; the model is float32" in blocks[0]["others"][0]["reason"]
+    linear = [row for row in found if row["operator"].startswith("linear")]
+    assert linear[-1]["layer"] == -1  # the head
+    assert all(other["reason"] for row in found for other in row["others"])
     assert json.loads(json.dumps(found)) == found
+
+
+def attention_row(model):
+    return next(row for row in explain(model) if row.operator == "attention")
 
 
 def test_explain_sees_a_forced_kernel():
     model = hasten.load(make_reference("llama"))
     with kernels(model, attention="reference"):
-        row = explain(model)[0]
+        row = attention_row(model)
         assert row.kernel == "reference"
-        assert row.others[0].reason == "reference was asked for by name"
-    row = explain(model)[0]
-    assert (row.kernel, row.others[0].kernel, row.others[0].reason) == ("sdpa", "reference", "sdpa comes first")
+        assert row.others[1].reason == "reference was asked for by name"
+    row = attention_row(model)
+    assert (row.kernel, row.others[1].kernel, row.others[1].reason) == ("sdpa", "reference", "sdpa comes first")

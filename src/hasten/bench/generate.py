@@ -4,6 +4,8 @@ Cumulative rungs; their names never change:
 - no-cache: the whole sequence is computed again for each token.
 - static-cache: keys and values are kept; eager.
 - static-cache-compiled: the same with torch.compile for the decode step.
+- native-bf16, native-int8, native-int4: the fused native steps instead, on bfloat16, int8 and int4 (groups of 128)
+  weights, the head quantized like the rest; on a CPU.
 """
 
 from __future__ import annotations
@@ -26,7 +28,11 @@ RUNGS: Mapping[str, tuple[str, ...]] = {
     "no-cache": ("eager",),
     "static-cache": ("eager", "static cache"),
     "static-cache-compiled": ("static cache", "torch.compile"),
+    "native-bf16": ("static cache", "native fused steps"),
+    "native-int8": ("static cache", "native fused steps", "int8"),
+    "native-int4": ("static cache", "native fused steps", "int4"),
 }
+NATIVE = tuple(name for name in RUNGS if name.startswith("native-"))
 # A token without a cache costs as much as the whole prompt: few are enough for the same precision.
 NO_CACHE_TOKENS = 2
 PROCESS_BYTES = 400 << 20  # what a process keeps besides the model: libraries, the compiler's graphs, the logits
@@ -50,7 +56,11 @@ class GenerateLadder:
 
     def run(self, *, show_progress: bool = True) -> dict[str, Any]:
         """Measure and return the report. Raises ConfigError or ResourceError before anything is allocated."""
+        from hasten.machine import resolve_device
+
         names = choose_rungs(RUNGS, self.rungs)
+        if not self.rungs and resolve_device(self.device).type != "cpu":
+            names = [name for name in names if name not in NATIVE]
         return measure(
             self,
             {name: (self.subject, name, RUNGS[name]) for name in names},
@@ -154,9 +164,13 @@ class GenerateRung:
             require_compiler(device)
             # A folder of the ladder's own: compiled for the first time, as on a machine that has never run it.
             os.environ["TORCHINDUCTOR_CACHE_DIR"] = compile_cache
+        dtype = "bfloat16" if way in NATIVE else dtype
         self.model = Subject(**subject).build(dtype=resolve_dtype(dtype), device=device, seed=seed)
         self.config = self.model.config
         self.dtype = dtype
+        self.weight_bytes: float = ELEMENT_BYTES[dtype]
+        if way in NATIVE:
+            self.go_native(way)
         # A token without a cache costs a whole prompt, so the rung without one decodes fewer.
         self.new_tokens = min(new_tokens, NO_CACHE_TOKENS) if way == "no-cache" else new_tokens
         self.context = prompt_tokens + new_tokens // 2  # the mean context, and the same for all rungs
@@ -173,6 +187,24 @@ class GenerateRung:
             self.next_token(token)
             self.compile_seconds = time.perf_counter() - start
 
+    def go_native(self, way: str) -> None:
+        """Quantize as the rung says, fuse, and count the bytes that a weight now takes, scales included."""
+        from hasten.machine import reset_peak_memory
+        from hasten.model.fused import fuse
+        from hasten.ops.linear.modules import PackedLinear
+        from hasten.quantization import Int4, Int8, quantize
+
+        if way == "native-int8":
+            quantize(self.model, Int8(lm_head="same"))
+        elif way == "native-int4":
+            # Which scales are chosen changes the error, not the speed.
+            quantize(self.model, Int4(lm_head="same", search="minmax"))
+        fuse(self.model)
+        layers = [module for module in self.model.modules() if isinstance(module, PackedLinear)]
+        total = sum(buffer.nbytes for layer in layers for buffer in layer.buffers())
+        self.weight_bytes = total / sum(layer.in_features * layer.out_features for layer in layers)
+        reset_peak_memory()  # what follows is the model's; making it from random bfloat16 weights is the ladder's
+
     def describe(self) -> dict[str, Any]:
         """What one token costs, and what the cache takes."""
         from hasten.planning.cost import decode_bytes_per_token, forward_flops_per_token, kv_bytes_per_token
@@ -180,7 +212,7 @@ class GenerateRung:
         size = ELEMENT_BYTES[self.dtype]
         facts: dict[str, Any] = {
             "bytes_per_token": decode_bytes_per_token(
-                self.config, weight_bytes=size, kv_bytes=size, context=self.context
+                self.config, weight_bytes=self.weight_bytes, kv_bytes=size, context=self.context
             ),
             "prefill_flops_per_token": forward_flops_per_token(self.config, len(self.prompt)),
             "matrix_dtype": self.dtype,

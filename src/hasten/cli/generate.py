@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from hasten.cli.options import ModelOptions, SamplingOptions
@@ -30,7 +30,8 @@ class Generate(SamplingOptions, ModelOptions):
         if bool(self.prompt) == bool(self.prompt_ids):
             raise ConfigError("give either --prompt TEXT or --prompt-ids ID …")
         prompts: list[Any] = [list(self.prompt_ids)] if self.prompt_ids else [_text(text) for text in self.prompt]
-        model = self.load()
+        # Compiled blocks are PyTorch's path; the fused ones are the other.
+        model = (replace(self, fuse=False) if self.compile else self).load()
         from hasten.cli.sampling import sampling_params
         from hasten.generation.generate import Generation, Timing
 

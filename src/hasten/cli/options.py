@@ -27,18 +27,30 @@ class ModelOptions:
     """Makes sampling reproducible."""
     ignore_eos: bool = False
     """Go on after the end-of-text token (for measuring)."""
+    fuse: bool = True
+    """Run the native fused kernels where they fit (bfloat16 or quantized, on a CPU)."""
 
     def load(self) -> Transformer:
-        """Load the model onto the device, with the threads and the seed set."""
+        """Load the model onto the device, with the threads and the seed set, quantized and fused as asked."""
         from hasten.machine import configure, resolve_device
         from hasten.model.load import load
 
         configure(threads=self.threads, seed=self.seed)
-        return load(
+        model = load(
             self.model,
             dtype=None if self.dtype == "auto" else self.dtype,
             device=str(resolve_device(self.device)),
         )
+        if self.quantize != "none":
+            from hasten.quantization import Int4, Int8, quantize
+
+            quantize(model, Int8() if self.quantize == "int8" else Int4())
+        if self.fuse:
+            from hasten.model.fused import fuse, refusal
+
+            if refusal(model) is None:
+                fuse(model)
+        return model
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,12 +4,24 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from hasten.errors import ConfigError
-from hasten.model.transformer import Attention, Transformer
-from hasten.ops import picker
-from hasten.ops.attention import KERNELS
+import torch
+from torch import nn
 
-OPERATORS = ("attention",)
+from hasten.errors import ConfigError
+from hasten.model.fused import FusedBlock, fuse, refusal, unfuse
+from hasten.model.stacking import packed, plain
+from hasten.model.transformer import Attention, Transformer
+from hasten.ops import attention as attention_operator
+from hasten.ops import picker
+from hasten.ops.linear import operator as linear_operator
+from hasten.ops.linear.modules import PackedLinear
+from hasten.ops.linear.operator import LinearRequest
+
+OPERATORS: dict[str, tuple[str, ...]] = {
+    "block": ("fused", "readable"),
+    "attention": tuple(kernel.name for kernel in attention_operator.KERNELS),
+    "linear": tuple(kernel.name for kernel in linear_operator.KERNELS),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +34,11 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """What one layer runs for one operator. `dataclasses.asdict` makes plain JSON values of it."""
+    """What one layer runs for one operator. `dataclasses.asdict` makes plain JSON values of it.
+
+    layer: the number of the block, -1 for the head behind the last one. operator: "block" (the fused steps or the
+    readable block), "attention", or "linear" (all products of a block that run alike are one entry).
+    """
 
     layer: int
     operator: str
@@ -32,47 +48,156 @@ class Binding:
 
 def explain(model: Transformer) -> list[Binding]:
     """For each layer and operator the kernel that runs now, and for every other one the reason why it does not."""
+    against_fused = refusal(model)
     bindings = []
-    for layer, attention in enumerate(_attentions(model)):
-        request = attention.request()
-        forced = attention.kernel.name if picker.pick(KERNELS, request) is not attention.kernel else None
-        choice = picker.explain(KERNELS, request, forced=forced)
-        others = [Refusal(kernel, reason) for kernel, reason in choice.others]
-        bindings.append(Binding(layer, "attention", choice.kernel, others))
-    return bindings
+    for layer, block in enumerate(model.blocks):
+        if isinstance(block, FusedBlock):
+            readable = Refusal("readable", "the fused steps come first")
+            bindings.append(Binding(layer, "block", "fused", [readable]))
+            others = [Refusal(k.name, "the fused steps bring their own attention") for k in attention_operator.KERNELS]
+            bindings.append(Binding(layer, "attention", "native", others))
+        else:
+            reason = against_fused or "the model was not fused (hasten.fuse)"
+            bindings.append(Binding(layer, "block", "readable", [Refusal("fused", reason)]))
+            assert isinstance(block.attention, Attention)
+            bindings.append(_attention_binding(layer, block.attention))
+        bindings += _linear_bindings(layer, block)
+    return bindings + _linear_bindings(-1, model.head)
+
+
+def _attention_binding(layer: int, attention: Attention) -> Binding:
+    request = attention.request()
+    kernels = attention_operator.KERNELS
+    forced = attention.kernel.name if picker.pick(kernels, request) is not attention.kernel else None
+    choice = picker.explain(kernels, request, forced=forced)
+    native = Refusal("native", "it belongs to the fused steps, which this model does not run")
+    return Binding(layer, "attention", choice.kernel, [native, *(Refusal(*other) for other in choice.others)])
+
+
+def _linear_bindings(layer: int, part: nn.Module) -> list[Binding]:
+    """One entry for each kind of product in a part of the model."""
+    found: dict[tuple, Binding] = {}
+    for module in part.modules():
+        if isinstance(module, PackedLinear):
+            request, current = module.request, module.kernel
+        elif isinstance(module, nn.Linear):
+            name = str(module.weight.dtype).removeprefix("torch.")
+            request = LinearRequest(
+                device=module.weight.device, dtype=module.weight.dtype, format=name, in_features=module.in_features
+            )
+            current = "pytorch"
+        else:
+            continue
+        kernels = linear_operator.KERNELS
+        forced = current if picker.pick(kernels, request).name != current else None
+        choice = picker.explain(kernels, request, forced=forced)
+        others = [Refusal(*other) for other in choice.others]
+        if isinstance(module, nn.Linear):
+            others = [Refusal(o.kernel, _unpacked(o, request)) for o in others]
+        key = (choice.kernel, request.format, tuple((o.kernel, o.reason) for o in others))
+        found.setdefault(key, Binding(layer, f"linear ({request.format})", choice.kernel, others))
+    return list(found.values())
+
+
+def _unpacked(other: Refusal, request: LinearRequest) -> str:
+    """Why a layer that was never packed runs PyTorch's product."""
+    if request.format not in ("bfloat16", "int8", "int4"):
+        return f"it multiplies bfloat16, int8 or int4 weights; these are {request.format}"
+    return other.reason if "asked for" not in other.reason else "the layer was not packed (hasten.fuse packs)"
 
 
 @contextmanager
 def kernels(model: Transformer, **names: str) -> Iterator[Transformer]:
-    """Within the block every layer runs the kernels named, for example `attention="reference"`.
+    """Within the block every layer runs the kernels named, as `attention="reference"` or `block="readable"`.
 
-    The kernels bound before come back at the end, also after an exception. A compiled model compiles again on both
-    changes. Raises ConfigError, changing nothing, for an operator or a kernel that does not exist (listing those that
-    do) and for a kernel that cannot serve one of the layers.
+    Naming an attention or linear kernel takes a fused model apart for the while. What was bound before comes back at
+    the end, also after an exception. A compiled model compiles again on both changes. Raises ConfigError, changing
+    nothing, for an operator or a kernel that does not exist (listing those that do) and for a kernel that cannot serve
+    one of the layers.
     """
     unknown = sorted(set(names) - set(OPERATORS))
     if unknown:
         raise ConfigError(f"there is no operator {unknown[0]!r}; known: {', '.join(OPERATORS)}")
-    attentions = _attentions(model)
+    for operator, name in names.items():
+        if name not in OPERATORS[operator]:
+            raise ConfigError(f"there is no {operator} kernel {name!r}; known: {', '.join(OPERATORS[operator])}")
+    was_fused = any(isinstance(block, FusedBlock) for block in model.blocks)
+    if was_fused and names and names != {"block": "fused"}:
+        unfuse(model)
+    try:
+        if names == {"block": "fused"} and not was_fused:
+            fuse(model)
+        with _attention_kernels(model, names.get("attention")), _linear_kernels(model, names.get("linear")):
+            yield model
+    finally:
+        if was_fused:
+            fuse(model)
+        elif any(isinstance(block, FusedBlock) for block in model.blocks):
+            unfuse(model)
+
+
+@contextmanager
+def _attention_kernels(model: Transformer, name: str | None) -> Iterator[None]:
+    if name is None:
+        yield
+        return
+    attentions = [module for module in model.modules() if isinstance(module, Attention)]
     before = [attention.kernel for attention in attentions]
-    chosen = before
-    if "attention" in names:
-        chosen = []
-        for layer, attention in enumerate(attentions):
-            try:
-                chosen.append(picker.pick(KERNELS, attention.request(), forced=names["attention"]))
-            except ConfigError as error:
-                raise ConfigError(f"attention of layer {layer}: {error}") from None
+    chosen = []
+    for layer, attention in enumerate(attentions):
+        try:
+            chosen.append(picker.pick(attention_operator.KERNELS, attention.request(), forced=name))
+        except ConfigError as error:
+            raise ConfigError(f"attention of layer {layer}: {error}") from None
     try:
         for attention, kernel in zip(attentions, chosen, strict=True):
             attention.kernel = kernel
-        yield model
+        yield
     finally:
         for attention, kernel in zip(attentions, before, strict=True):
             attention.kernel = kernel
 
 
-def _attentions(model: Transformer) -> list[Attention]:
-    found = [block.attention for block in model.blocks]
-    assert all(isinstance(attention, Attention) for attention in found)
-    return found  # type: ignore[return-value]
+@contextmanager
+def _linear_kernels(model: Transformer, name: str | None) -> Iterator[None]:
+    """Packed layers are bound to the kernel; plain bfloat16 ones are packed for it, for the while."""
+    if name is None:
+        yield
+        return
+    places = [
+        (owner, leaf, child)
+        for owner in model.modules()
+        for leaf, child in owner.named_children()
+        if isinstance(child, nn.Linear | PackedLinear)
+    ]
+    for _, leaf, child in places:
+        if isinstance(child, nn.Linear) and child.weight.dtype != torch.bfloat16 and name != "pytorch":
+            raise ConfigError(
+                f"linear layer {leaf!r}: kernel {name!r} multiplies bfloat16, int8 or int4 weights; "
+                f"these are {str(child.weight.dtype).removeprefix('torch.')}"
+            )
+        request = child.request if isinstance(child, PackedLinear) else None
+        if request is not None:
+            picker.pick(linear_operator.KERNELS, request, forced=name)
+    tied = model.head is not None and getattr(model.head, "weight", None) is model.embedding.weight
+    before = [child.kernel if isinstance(child, PackedLinear) else None for _, _, child in places]
+    replaced: list[PackedLinear | None] = []
+    try:
+        for owner, leaf, child in places:
+            if isinstance(child, PackedLinear):
+                child.bind(name)
+                replaced.append(child)
+            elif name == "pytorch":
+                replaced.append(None)
+            else:
+                replaced.append(PackedLinear.from_linear(child, kernel=name))
+                setattr(owner, leaf, replaced[-1])
+        yield
+    finally:
+        for (owner, leaf, child), kernel, new in zip(places, before, replaced, strict=False):
+            if isinstance(child, PackedLinear):
+                child.bind(kernel)
+            elif new is not None:
+                setattr(owner, leaf, plain(packed(new)))
+        if tied and isinstance(model.head, nn.Linear):
+            model.head.weight = model.embedding.weight

@@ -1,0 +1,118 @@
+"""The fused steps: for every family no worse than plain bfloat16, the same bits in any company, and undone exactly."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import hasten
+from hasten.errors import ConfigError
+from hasten.generation.decoder import Decoder
+from hasten.model.binding import explain, kernels
+from hasten.model.context import TrainingContext
+from hasten.model.fused import FusedBlock, fuse, refusal, unfuse
+from hasten.ops.native import library
+from references import make_reference, tiny_llama
+
+pytestmark = pytest.mark.skipif(library() is None, reason="the native kernels cannot be built here (no C++ compiler)")
+
+TOKENS = torch.randint(3, 100, (2, 40), generator=torch.Generator().manual_seed(0))
+
+
+def logits(model, tokens=TOKENS):
+    context = TrainingContext([layer.window for layer in model.config.layers])
+    with torch.no_grad():
+        return model(tokens, torch.arange(tokens.shape[1]).expand(len(tokens), -1), context)
+
+
+def test_error_is_at_most_twice_that_of_plain_bfloat16(case):
+    reference = make_reference(case)
+    exact = logits(hasten.load(reference))
+    plain = logits(hasten.load(reference, dtype="bfloat16")) - exact
+    fused = logits(fuse(hasten.load(reference, dtype="bfloat16"))) - exact
+    assert fused.square().mean().sqrt() <= 2 * plain.square().mean().sqrt()
+    assert fused.abs().max() <= 2 * plain.abs().max()
+
+
+def test_unfused_is_what_it_was(case):
+    model = hasten.load(make_reference(case), dtype="bfloat16")
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    expected = logits(model)
+    assert unfuse(fuse(model)) is model
+    after = model.state_dict()
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    assert torch.equal(logits(model), expected)
+
+
+BATCHED = fuse(tiny_llama().to(torch.bfloat16)) if library() is not None else None
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.lists(st.lists(st.integers(0, 255), min_size=1, max_size=90), min_size=1, max_size=4), st.data())
+def test_logits_are_bit_for_bit_the_same_alone_in_a_batch_and_however_the_prompt_is_cut(prompts, data):
+    together = Decoder(BATCHED, batch=len(prompts), capacity=128).prefill(prompts)
+    for row, prompt in enumerate(prompts):
+        cut = data.draw(st.integers(0, len(prompt) - 1))
+        alone = Decoder(BATCHED, batch=1, capacity=100)
+        if cut:
+            alone.prefill([prompt[:cut]])
+        assert torch.equal(alone.prefill([prompt[cut:]])[0], together[row])
+        one_by_one = Decoder(BATCHED, batch=1, capacity=100)
+        one_by_one.prefill([prompt[:1]])
+        last = None
+        for token in prompt[1:12]:
+            last = one_by_one.decode(torch.tensor([token]))
+        if last is not None and len(prompt) <= 12:
+            assert torch.equal(last[0], together[row])
+
+
+def test_long_contexts_cross_tiles_and_spans_alike():
+    model = fuse(tiny_llama(max_position_embeddings=2048).to(torch.bfloat16))
+    prompt = torch.randint(3, 250, (1400,), generator=torch.Generator().manual_seed(1)).tolist()
+    whole = Decoder(model, batch=1, capacity=1500).prefill([prompt])
+    parts = Decoder(model, batch=1, capacity=1500)
+    for start, end in ((0, 63), (63, 64), (64, 511), (511, 513), (513, 1399)):
+        parts.prefill([prompt[start:end]])
+    assert torch.equal(parts.decode(torch.tensor(prompt[-1:])), whole)
+
+
+def test_greedy_text_is_the_same_in_a_batch():
+    prompts = [[5, 6, 7], list(range(10, 60)), [9]]
+    params = hasten.SamplingParams(temperature=0, max_new_tokens=16, ignore_eos=True)
+    for prompt, output in zip(prompts, hasten.generate(BATCHED, prompts, params), strict=True):
+        assert hasten.generate(BATCHED, prompt, params)[0].tokens == output.tokens
+
+
+def test_what_cannot_be_fused_says_why():
+    model = tiny_llama()
+    assert "float32" in refusal(model)
+    with pytest.raises(ConfigError, match="float32"):
+        fuse(model)
+    assert not any(isinstance(block, FusedBlock) for block in model.blocks)
+
+
+def test_kernels_take_a_fused_model_apart_for_a_while():
+    model = fuse(tiny_llama().to(torch.bfloat16))
+    before = logits(model)
+    with kernels(model, linear="reference"):
+        assert not any(isinstance(block, FusedBlock) for block in model.blocks)
+        assert {b.kernel for b in explain(model) if b.operator.startswith("linear")} == {"reference"}
+        assert (logits(model) - before).abs().max() < 0.3
+    assert all(isinstance(block, FusedBlock) for block in model.blocks)
+    assert torch.equal(logits(model), before)
+    with kernels(model, block="readable"):
+        assert {b.kernel for b in explain(model) if b.operator == "block"} == {"readable"}
+    assert {b.kernel for b in explain(model) if b.operator == "block"} == {"fused"}
+
+
+@pytest.mark.parametrize("scheme", [hasten.Int8(), hasten.Int4(group_size=32), hasten.Int4(symmetric=False)])
+def test_quantized_models_fuse_and_stay_the_same_function(scheme):
+    model = hasten.quantize(tiny_llama().to(torch.bfloat16), scheme)
+    plain = logits(model)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    fused = logits(fuse(model))
+    assert (fused - plain).abs().max() <= 0.1 * plain.abs().max()
+    unfuse(model)
+    after = model.state_dict()
+    assert all(torch.equal(after[name], before[name]) for name in before)
