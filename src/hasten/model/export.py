@@ -21,7 +21,6 @@ from hasten.model.formats.compressed_tensors import (
     encode,
     private_config,
     quantization_config,
-    read_elsewhere,
     tensor_specs,
 )
 from hasten.model.formats.pieces import join, join_weights, take_weight
@@ -148,6 +147,7 @@ class _Plan:
     def __init__(self, model: Transformer, dtype: torch.dtype | None, quantized: Quantized | None) -> None:
         self.model, self.dtype, self.quantized = model, dtype, quantized
         self.layers = {} if quantized is None else quantized.layers
+        self.packed8 = model.config.experts > 0  # transformers reads experts only where they are packed
         self.tied = "head" not in self.layers and is_tied(model)
         parts: dict[str, list[tuple[Piece, str]]] = {}
         for ours, piece in FAMILIES[model.config.family].places(model.config):
@@ -161,7 +161,10 @@ class _Plan:
         rows = sum(shape[0] for shape in shapes)
         if layer is not None:
             prefix = name.removesuffix("weight")
-            specs = {prefix + key: spec for key, spec in tensor_specs(layer, rows, shapes[0][1]).items()}
+            specs = {
+                prefix + key: spec
+                for key, spec in tensor_specs(layer, rows, shapes[0][1], packed8=self.packed8).items()
+            }
             return _Published(name, parts, specs, layer)
         shape = (rows, *shapes[0][1:])
         if parts[0][0].transposed:
@@ -182,7 +185,7 @@ class _Plan:
         if planned.parts[0][1] == "head.weight":
             weights = [take_weight(weights[0], Piece("", 0, self.model.config.vocab_size))]
         prefix = planned.name.removesuffix("weight")
-        for key, tensor in encode(join_weights(pieces, weights)).items():
+        for key, tensor in encode(join_weights(pieces, weights), packed8=self.packed8).items():
             yield prefix + key, tensor.cpu().contiguous()
 
     def config(self, dtype: torch.dtype) -> dict[str, Any]:
@@ -195,20 +198,26 @@ class _Plan:
         routers = [name for name, thing in things.items() if thing.parts[0][1].endswith(".router.weight")]
         ignored = routers if "head" in self.layers else [*routers, "lm_head"]
         self._warn([thing for thing in things.values() if thing.layer is not None])
-        return values | {"quantization_config": quantization_config(layers, ignored), "hasten": private_config(layers)}
+        quantization = quantization_config(layers, ignored, packed8=self.packed8)
+        return values | {"quantization_config": quantization, "hasten": private_config(layers)}
 
     def _warn(self, things: Sequence[_Published]) -> None:
-        reason = None
+        """Say once what keeps transformers with compressed-tensors from reading what is written."""
         for thing in things:
-            k = self._shape(thing.parts[0][1])[1]
+            assert thing.layer is not None
+            k, size = self._shape(thing.parts[0][1])[1], thing.layer.group_size
+            reason = None
             if thing.parts[0][0].transposed:
-                reason = f"{thing.name} is no linear layer there but a Conv1D, which compressed-tensors does not know"
-            elif thing.layer is not None and not read_elsewhere(thing.layer, k):
-                reason = f"{thing.name} has {k} input features, no multiple of the group size {thing.layer.group_size}"
+                reason = f"{thing.name} is no Linear there but a Conv1D, which compressed-tensors does not know"
+            elif size and k % size:
+                reason = f"{thing.name} has {k} input features, no multiple of the group size {size}"
+            elif not thing.layer.symmetric and self.packed8:
+                reason = "it does not read the zero points of experts (use symmetric)"
+            elif not thing.layer.symmetric and len({other.layer for other in things}) > 1:
+                reason = "it reads zero points only where all layers are quantized alike (lm_head: same or none)"
             if reason is not None:
-                warnings.warn(
-                    f"hasten reads this quantized model, transformers will not: {reason}", HastenWarning, stacklevel=4
-                )
+                text = f"hasten reads this quantized model; transformers does not: {reason}"
+                warnings.warn(text, HastenWarning, stacklevel=4)
                 return
 
     def _tensor(self, ours: str) -> Tensor:

@@ -8,6 +8,9 @@ Beside a linear module's bias stand, in place of its `weight` (N, K):
     weight_zero_point  int32 (ceil(N / 8), G), asymmetric
     weight_shape       int64 (2): N, K
 
+Where a model has experts, its int8 layers are packed too (weight_packed, four to an int32, and weight_shape): of plain
+int8 transformers reads no experts.
+
 config.json says so under `quantization_config`. An int8 layer that also rounds its activations is written as what is
 published as W8A8 ("int-quantized", dynamic by token). An int4 layer is written as weight-only: what its activations are
 rounded to here, by group, has no name there, and stands beside it under our own key `hasten`.
@@ -19,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hasten.model.formats.packing import pack_columns, pack_rows
+from hasten.model.formats.packing import pack_bytes, pack_columns, pack_rows
 from hasten.model.formats.record import LayerFormat
 from hasten.model.formats.stream import TensorSpec
 from hasten.ops.linear import QuantizedWeight
@@ -28,8 +31,14 @@ METHOD = "compressed-tensors"
 PACKED, W8A8, WEIGHT_ONLY, MIXED = "pack-quantized", "int-quantized", "naive-quantized", "mixed-precision"
 
 
-def tensor_specs(layer: LayerFormat, n: int, k: int) -> dict[str, TensorSpec]:
-    """The tensors that stand for a weight (N, K), by what follows the module's name."""
+def tensor_specs(layer: LayerFormat, n: int, k: int, *, packed8: bool = False) -> dict[str, TensorSpec]:
+    """The tensors that stand for a weight (N, K), by what follows the module's name. packed8: int8 is packed too."""
+    if layer.bits == 8 and packed8:
+        return {
+            "weight_packed": TensorSpec(torch.int32, (n, -(-k // 4))),
+            "weight_scale": TensorSpec(torch.float32, (n, 1)),
+            "weight_shape": TensorSpec(torch.int64, (2,)),
+        }
     if layer.bits == 8:
         return {"weight": TensorSpec(torch.int8, (n, k)), "weight_scale": TensorSpec(torch.float32, (n, 1))}
     groups = -(-k // layer.group_size)
@@ -43,12 +52,12 @@ def tensor_specs(layer: LayerFormat, n: int, k: int) -> dict[str, TensorSpec]:
     return specs
 
 
-def encode(weight: QuantizedWeight) -> dict[str, Tensor]:
+def encode(weight: QuantizedWeight, *, packed8: bool = False) -> dict[str, Tensor]:
     """The tensors of `tensor_specs` with the numbers of a weight."""
-    if weight.bits == 8:
+    if weight.bits == 8 and not packed8:
         return {"weight": weight.values, "weight_scale": weight.scales}
     tensors = {
-        "weight_packed": pack_columns(weight.values),
+        "weight_packed": pack_columns(weight.values) if weight.bits == 4 else pack_bytes(weight.values),
         "weight_scale": weight.scales,
         "weight_shape": torch.tensor(weight.shape),
     }
@@ -57,7 +66,9 @@ def encode(weight: QuantizedWeight) -> dict[str, Tensor]:
     return tensors
 
 
-def quantization_config(layers: Mapping[str, LayerFormat], ignored: Sequence[str]) -> dict[str, Any]:
+def quantization_config(
+    layers: Mapping[str, LayerFormat], ignored: Sequence[str], *, packed8: bool = False
+) -> dict[str, Any]:
     """config.json's `quantization_config`. layers: published module names; ignored: linear ones left as they are."""
     kinds: dict[LayerFormat, list[str]] = {}
     for name, layer in layers.items():
@@ -69,11 +80,11 @@ def quantization_config(layers: Mapping[str, LayerFormat], ignored: Sequence[str
         groups[f"group_{i}"] = {
             "targets": ["Linear"] if kind == most else names,
             "weights": _weight_arguments(kind),
-            "input_activations": _ROUNDED_BY_TOKEN if _format(kind) == W8A8 else None,
+            "input_activations": _ROUNDED_BY_TOKEN if kind.bits == 8 and kind.activations == "int8" else None,
             "output_activations": None,
-            "format": _format(kind),
+            "format": _format(kind, packed8),
         }
-    formats = {_format(kind) for kind in kinds}
+    formats = {_format(kind, packed8) for kind in kinds}
     return {
         "quant_method": METHOD,
         "format": formats.pop() if len(formats) == 1 else MIXED,
@@ -90,16 +101,11 @@ def private_config(layers: Mapping[str, LayerFormat]) -> dict[str, Any]:
     return {"int4_activations": found[0]} if found else {}
 
 
-def read_elsewhere(layer: LayerFormat, k: int) -> bool:
-    """Whether the compressed-tensors package takes such a layer with K input features: it wants whole groups."""
-    return not layer.group_size or k % layer.group_size == 0
-
-
 _ROUNDED_BY_TOKEN = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
 
 
-def _format(layer: LayerFormat) -> str:
-    if layer.bits == 4:
+def _format(layer: LayerFormat, packed8: bool) -> str:
+    if layer.bits == 4 or packed8:
         return PACKED
     return W8A8 if layer.activations == "int8" else WEIGHT_ONLY
 

@@ -44,7 +44,13 @@ def _turned(matrix: Tensor) -> Tensor:
     return matrix.t().clone(memory_format=torch.contiguous_format)
 
 
+def pack_bytes(values: Tensor) -> Tensor:
+    """8-bit values in the same layout, four to an int32 and each stored plus 128: int8 (R, C) -> (R, ceil(C / 4))."""
+    raised = values.contiguous().view(torch.uint8) ^ 0x80
+    return pad(raised, (0, -values.shape[1] % 4)).view(torch.int32)
+
+
 def unpack_bytes(packed: Tensor, columns: int) -> Tensor:
-    """8-bit values in the same layout, four to an int32 and each stored plus 128: -> int8 (R, columns)."""
+    """int32 (R, ceil(columns / 4)) -> int8 (R, columns)."""
     values = (packed.contiguous().view(torch.uint8) ^ 0x80).view(torch.int8)
     return values if values.shape[1] == columns else values[:, :columns].contiguous()

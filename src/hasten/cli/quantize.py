@@ -1,0 +1,128 @@
+"""`hasten quantize MODEL --output DIR`: a model in int8 or int4, as a folder."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import tyro
+
+if TYPE_CHECKING:
+    from hasten.quantization import LayerReport, Scheme
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantize:
+    """Round a model's weights to int8 or int4, and write them as a folder that hasten and transformers load.
+
+    Layer by layer, from file to file: memory for about one layer is needed beside the mapped input. transformers reads
+    the folder with the package compressed-tensors (docs/quantization.md says of which models).
+    """
+
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
+    """A Hugging Face folder, or a hub id (owner/name)."""
+    output: Path
+    """The folder to write."""
+    scheme: Literal["int8", "int4"]
+    """int8: one scale for each output row. int4: one for each group of input features of a row."""
+    group_size: Literal[32, 64, 128] = 128
+    """Input features that share a scale (int4): smaller is more exact and takes more bytes."""
+    symmetric: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """No zero points (the default; int8 is always symmetric)."""
+    asymmetric: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """A zero point for each group (int4)."""
+    lm_head: Literal["int8", "same", "none"] = "int8"
+    """The output matrix: in int8, like the other layers, or left as it is."""
+    search: Literal["mse", "minmax"] = "mse"
+    """How an int4 scale is found: least squared error, or the range of the group."""
+    activations: Literal["int8", "float"] = "int8"
+    """Whether hasten's products round activations to int8 too."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Of everything that is not quantized; auto keeps the model's own."""
+    json: str | None = None
+    """Write sizes, seconds and the error of each layer as JSON to this file; "-": to standard output."""
+
+    def scheme_of(self) -> Scheme:
+        """The library's scheme. Raises ConfigError for options that contradict each other."""
+        from hasten.errors import ConfigError
+        from hasten.quantization import Int4, Int8
+
+        if self.symmetric and self.asymmetric:
+            raise ConfigError("give one of --symmetric and --asymmetric")
+        if self.scheme == "int8":
+            if self.asymmetric:
+                raise ConfigError("int8 is symmetric; --asymmetric goes with --scheme int4")
+            return Int8(activations=self.activations, lm_head=self.lm_head)
+        return Int4(
+            group_size=self.group_size,
+            symmetric=not self.asymmetric,
+            lm_head=self.lm_head,
+            search=self.search,
+            activations=self.activations,
+        )
+
+    def run(self) -> None:
+        from time import perf_counter
+
+        from hasten.bench.report import write_json
+        from hasten.cli.progress import counter
+        from hasten.machine import peak_memory
+        from hasten.model.load import load
+        from hasten.quantization import quantize_to_folder
+        from hasten.quantization.schemes import layer_formats
+
+        scheme = self.scheme_of()
+        start = perf_counter()
+        model = load(self.model, dtype=None if self.dtype == "auto" else self.dtype)
+        reports: list[LayerReport] = []
+        with counter("quantized layers", len(layer_formats(model, scheme))) as advance:
+
+            def note(report: LayerReport) -> None:
+                reports.append(report)
+                advance(1)
+
+            quantize_to_folder(model, scheme, self.output, report=note)
+        result = {
+            "output": str(self.output),
+            "scheme": {"name": self.scheme} | asdict(scheme),
+            "bytes_before": sum(parameter.nbytes for parameter in model.parameters()),
+            "bytes": sum(path.stat().st_size for path in self.output.glob("model*.safetensors")),
+            "seconds": perf_counter() - start,
+            "peak_memory_bytes": peak_memory(),
+            "layers": [_row(report) for report in reports],
+        }
+        if self.json is not None:
+            write_json(self.json, result)
+        if self.json != "-":
+            print("\n".join(_summary(result, reports)))
+
+
+def _row(report: LayerReport) -> dict[str, Any]:
+    return {
+        "name": report.name,
+        "bits": report.format.bits,
+        "group_size": report.format.group_size,
+        "relative_error": report.relative_error,
+        "bytes_before": report.bytes_before,
+        "bytes": report.bytes_after,
+    }
+
+
+def _summary(result: dict[str, Any], reports: list[LayerReport]) -> list[str]:
+    """The errors by kind of layer (layers that differ only in their numbers together), then sizes and time."""
+    kinds: dict[str, list[LayerReport]] = {}
+    for report in reports:
+        kind = ".".join(part for part in report.name.split(".")[1:] if not part.isdigit()) or report.name
+        kinds.setdefault(kind, []).append(report)
+    lines = [f"{'layers':<24} {'bits':>4} {'count':>6}   relative error: mean   largest"]
+    for kind, found in kinds.items():
+        errors = [report.relative_error for report in found]
+        mean, most = sum(errors) / len(errors), max(errors)
+        lines.append(f"{kind:<24} {found[0].format.bits:>4} {len(found):>6} {mean:>22.4%} {most:>9.4%}")
+    before, after = result["bytes_before"], result["bytes"]
+    lines.append(
+        f"{result['output']}: {before / 1e9:.3f} GB -> {after / 1e9:.3f} GB in {result['seconds']:.1f} s, "
+        f"peak memory {result['peak_memory_bytes'] / 1e9:.2f} GB"
+    )
+    return lines
