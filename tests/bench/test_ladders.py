@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hasten.bench import generate, train
-from hasten.bench.generate import GenerateLadder, GenerateRung
+from hasten.bench.generate import NATIVE, RUNGS, GenerateLadder, GenerateRung
 from hasten.bench.heads import HeadsLadder, grouped
 from hasten.bench.measure import Rung
 from hasten.bench.shapes import SHAPES, Subject
@@ -41,14 +41,17 @@ def test_generation_ladder_from_the_command_line(tmp_path: Path, capfd: pytest.C
     assert "random weights" in err
     assert picture.read_bytes()[:4] == b"\x89PNG"
     rows = {row["name"]: row for row in report["rows"]}
-    assert list(rows) == ["no-cache", "static-cache", "static-cache-compiled"]
+    assert list(rows) == list(RUNGS)
     for row in rows.values():
         assert "error" not in row, row
         assert {"techniques", "bandwidth_gb_s", "mbu", "peak_memory_bytes", "speedup", "setup_seconds"} <= set(row)
         assert row["decode_tokens_per_second"] > 0
         assert row["prefill_tokens_per_second"] > 0
         assert row["time_to_first_token_seconds"] > 0
-    assert len({row["bytes_per_token"] for row in rows.values()}) == 1, "the same useful bytes on every rung"
+    names = ("no-cache", "static-cache", "static-cache-compiled")
+    assert len({rows[name]["bytes_per_token"] for name in names}) == 1, "the same useful bytes on every bf16 rung"
+    sizes = [rows[name]["bytes_per_token"] for name in NATIVE]
+    assert sizes == sorted(sizes, reverse=True), "fewer bits are fewer bytes"
     # 2 layers x k and v x 2 heads x 16 elements x 2 bytes, and 28 places of them with one to spare for padding
     assert rows["static-cache"]["cache_bytes_per_token"] == 256
     assert rows["static-cache"]["cache_bytes"] == 29 * 256
