@@ -27,6 +27,8 @@ class ModelOptions:
     """Makes sampling reproducible."""
     ignore_eos: bool = False
     """Go on after the end-of-text token (for measuring)."""
+    quantize: Literal["none", "int8", "int4"] = "none"
+    """Round the weights after loading; `hasten quantize` does it once, has more settings and keeps the result."""
     fuse: bool = True
     """Run the native fused kernels where they fit (bfloat16 or quantized, on a CPU)."""
 

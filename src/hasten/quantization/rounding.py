@@ -4,8 +4,6 @@ Every scale is rounded to the dtype it is stored in before the integers are chos
 the scale a kernel will really read.
 """
 
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
 import torch
@@ -13,6 +11,7 @@ from torch import Tensor
 
 from hasten.errors import ConfigError
 from hasten.ops.linear.weights import QuantizedWeight
+from hasten.quantization.blocks import each_block
 
 Search = Literal["minmax", "mse"]
 
@@ -22,10 +21,6 @@ SCALE_DTYPES = (torch.float16, torch.bfloat16)
 # How far the search shrinks a group's range. Normally distributed weights want about 0.85 in groups of 128 and 0.95 in
 # groups of 32. Steps of half the size found 0.3% less error for twice the time.
 SHRINK = tuple(1.0 - 0.04 * i for i in range(8))
-
-# Elements of a block of rows, of which a thread holds about four copies in float32. Smaller ones spend their time on
-# calls, larger ones leave the caches.
-BLOCK_ELEMENTS = 1 << 18
 
 HIGHEST = 15  # of an int4 value
 
@@ -48,7 +43,7 @@ def round_int8(weight: Tensor) -> QuantizedWeight:
         scales[rows] = _stored(largest / 127, torch.float32)
         values[rows] = (wide / scales[rows]).round_().clamp_(-127, 127).to(torch.int8)
 
-    _each_block(n, k, work)
+    each_block(n, k, work)
     return QuantizedWeight(bits=8, group_size=0, values=values, scales=scales)
 
 
@@ -96,7 +91,7 @@ def round_int4(
         if zeros is not None and isinstance(zero, Tensor):
             zeros[rows] = zero.squeeze(-1).to(torch.uint8)
 
-    _each_block(n, groups * group_size, work)
+    each_block(n, groups * group_size, work)
     return QuantizedWeight(bits=4, group_size=group_size, values=values, scales=scales, zeros=zeros)
 
 
@@ -176,32 +171,6 @@ def _stored(scale: Tensor, dtype: torch.dtype) -> Tensor:
             "use scale_dtype=torch.bfloat16"
         )
     return up
-
-
-def _each_block(rows: int, columns: int, work: Callable[[slice], None]) -> None:
-    """Call `work` for slices of rows that cover the matrix, so that float32 copies are small whatever the matrix is.
-
-    Each of torch's threads takes blocks of its own: its steps are too short to be worth sharing one among threads
-    (measured: five times slower with two threads on a busy machine).
-    """
-    step = max(1, BLOCK_ELEMENTS // columns)
-    blocks = [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
-    threads = torch.get_num_threads()
-    workers = min(threads, len(blocks))
-
-    inference = torch.is_inference_mode_enabled()  # a mode of the thread, as the number of threads is
-
-    def alone(block: slice) -> None:
-        torch.set_num_threads(1)
-        with torch.inference_mode(inference), torch.no_grad():
-            work(block)
-
-    try:
-        with ThreadPoolExecutor(workers) as pool:
-            for _ in pool.map(alone, blocks):
-                pass
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _check(weight: Tensor) -> None:
