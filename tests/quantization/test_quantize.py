@@ -1,0 +1,194 @@
+"""`hasten.quantize`, `hasten quantize` and `--quantize`: what is quantized, what it is then, and what is refused."""
+
+import json
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+import hasten
+from hasten.cli.main import main
+from hasten.cli.options import ModelOptions
+from hasten.errors import CheckpointError, ConfigError
+from hasten.model.context import TrainingContext
+from hasten.ops.linear import PackedLinear
+from hasten.quantization import Int4, Int8, quantize, quantize_to_folder
+from references import make_reference, tiny_llama
+
+TOKENS = torch.tensor([[3, 7, 1, 9, 4, 4, 10, 2]])
+
+
+def logits(model):
+    context = TrainingContext([layer.window for layer in model.config.layers])
+    with torch.no_grad():
+        return model(TOKENS, torch.arange(8)[None], context)[0].double()
+
+
+def packed(model):
+    return {name for name, module in model.named_modules() if isinstance(module, PackedLinear)}
+
+
+SCHEMES = [Int8(), Int8(activations="float"), Int4(group_size=32), Int4(group_size=64, symmetric=False, lm_head="same")]
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+@pytest.mark.parametrize("name", ["llama-biases", "gemma2", "gpt2", "phi3", "qwen3_moe"])
+def test_all_linear_layers_but_routers_are_quantized(name, scheme):
+    model = hasten.load(make_reference(name))
+    plain = logits(model)
+    expected = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    expected = {name for name in expected if not name.endswith("router")}
+    assert hasten.quantize(model, scheme) is model
+    assert packed(model) == expected
+    assert model.quantization is not None
+    assert set(model.quantization.layers) == expected
+    kinds = {name: (layer.bits, layer.group_size) for name, layer in model.quantization.layers.items()}
+    blocks = (8, 0) if isinstance(scheme, Int8) else (4, scheme.group_size)
+    assert {kind for name, kind in kinds.items() if name != "head"} == {blocks}
+    assert kinds["head"] == (blocks if scheme.lm_head == "same" else (8, 0))
+    # The weights of the reference are random: 4 bits of them are far off, and still the same model.
+    limit = 0.35 if isinstance(scheme, Int8) else 0.9
+    assert (logits(model) - plain).std() < limit * plain.std()
+
+
+@pytest.mark.parametrize(("lm_head", "tied"), [("int8", False), ("same", False), ("none", True)])
+def test_a_tied_head_is_untied_where_it_is_quantized(lm_head, tied, tmp_path):
+    model = hasten.load(make_reference("llama-mqa"))
+    embedding = model.embedding.weight.detach().clone()
+    quantize(model, Int4(group_size=32, lm_head=lm_head))
+    assert model.config.tie_embeddings is tied
+    assert torch.equal(model.embedding.weight, embedding)
+    assert model.embedding.weight.dtype == torch.float32
+    model.save(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["tie_word_embeddings"] is tied
+    again = hasten.load(tmp_path)
+    assert torch.equal(again.embedding.weight, embedding)
+    assert isinstance(again.head, PackedLinear) is not tied
+    assert torch.equal(logits(again), logits(model))
+
+
+def test_each_weight_is_let_go_as_its_packed_form_is_there():
+    model = tiny_llama()
+    weights = [weakref.ref(module.weight) for module in model.modules() if isinstance(module, nn.Linear)]
+    alive = []
+    quantize(model, Int8(), report=lambda report: alive.append(sum(ref() is not None for ref in weights)))
+    assert alive == list(range(len(weights), 0, -1))
+    assert all(ref() is None for ref in weights)
+
+
+def test_reports_say_what_each_layer_lost_and_saved():
+    model = tiny_llama()
+    reports = []
+    quantize(model, Int4(group_size=32), report=reports.append)
+    assert [report.name for report in reports] == list(model.quantization.layers)
+    for report in reports:
+        eight = report.name == "head"
+        assert report.format.bits == (8 if eight else 4)
+        assert (0.001 < report.relative_error < 0.015) if eight else (0.05 < report.relative_error < 0.12)
+        assert report.bytes_after < report.bytes_before / (3.5 if eight else 6)
+
+
+def test_nan_is_refused_and_the_layer_named():
+    model = tiny_llama()
+    with torch.no_grad():
+        model.blocks[1].mlp.down.weight[3, 4] = float("nan")
+    with pytest.raises(ConfigError, match=r"blocks\.1\.mlp\.down.*NaN"):
+        quantize(model, Int8())
+
+
+def test_a_quantized_model_and_other_schemes_are_refused():
+    model = quantize(tiny_llama(), Int8())
+    with pytest.raises(ConfigError, match="quantized already"):
+        quantize(model, Int4())
+    with pytest.raises(ConfigError, match="Int8"):
+        quantize(tiny_llama(), "int4")
+
+
+@pytest.mark.parametrize(
+    ("make", "word"),
+    [
+        (lambda: Int4(group_size=7), "group_size"),
+        (lambda: Int4(search="best"), "search"),
+        (lambda: Int4(scale_dtype="float32"), "scale_dtype"),
+        (lambda: Int4(activations="int4"), "activations"),
+        (lambda: Int8(lm_head="int4"), "lm_head"),
+        (lambda: Int8(activations=None), "activations"),
+    ],
+)
+def test_schemes_refuse_what_cannot_be(make, word):
+    with pytest.raises(ConfigError, match=word):
+        make()
+
+
+# -- to a folder ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+@pytest.mark.parametrize("name", ["llama-mqa", "phi3", "qwen3_moe"])
+def test_streaming_writes_what_quantizing_in_memory_and_saving_writes(name, scheme, tmp_path, recwarn):
+    model = hasten.load(make_reference(name))
+    plain = logits(model)
+    quantize_to_folder(model, scheme, tmp_path / "streamed")
+    assert torch.equal(logits(model), plain)  # as it was
+    quantize(model, scheme).save(tmp_path / "saved")
+    for file in ("config.json", "model.safetensors"):
+        assert (tmp_path / "streamed" / file).read_bytes() == (tmp_path / "saved" / file).read_bytes()
+
+
+def test_a_folder_is_written_whole_or_not_at_all(tmp_path):
+    model = tiny_llama()
+    with torch.no_grad():
+        model.blocks[1].mlp.down.weight[3, 4] = float("inf")
+    with pytest.raises(ConfigError, match="down"):
+        quantize_to_folder(model, Int8(), tmp_path / "out")
+    assert not any((tmp_path / "out").iterdir())
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        quantize_to_folder(tiny_llama(), Int8(), tmp_path / "file")
+
+
+# -- the commands -----------------------------------------------------------------------------------------------------
+
+
+def test_the_command(tiny_folder, tmp_path, capsys):
+    out = tmp_path / "int4"
+    main(["quantize", str(tiny_folder), "--scheme", "int4", "--group-size", "32", "--output", str(out), "--json", "-"])
+    done = json.loads(capsys.readouterr().out)
+    assert done["bytes"] == (out / "model.safetensors").stat().st_size < done["bytes_before"] / 2
+    assert {layer["bits"] for layer in done["layers"]} == {4, 8}
+    assert done["scheme"]["group_size"] == 32
+    model = hasten.load(out)
+    assert model.tokenizer is not None
+    assert model.quantization.layers["blocks.0.mlp.up"].group_size == 32
+    assert model.quantization.layers["blocks.0.mlp.up"].symmetric
+    main(["generate", str(out), "--prompt", "def", "--max-new-tokens", "3", "--json", "-"])
+    assert json.loads(capsys.readouterr().out)["text"] is not None
+
+
+def test_the_command_without_json_tells_the_errors(tiny_folder, tmp_path, capsys):
+    out = tmp_path / "int8"
+    main(["quantize", str(tiny_folder), "--scheme", "int8", "--lm-head", "none", "--output", str(out)])
+    text = capsys.readouterr().out
+    assert "attention.q" in text
+    assert "relative error" in text
+    assert "head " not in text
+    assert not isinstance(hasten.load(out).head, PackedLinear)
+
+
+@pytest.mark.parametrize(
+    ("extra", "word"),
+    [(["--symmetric", "--asymmetric"], "one of"), (["--scheme", "int8", "--asymmetric"], "int8 is symmetric")],
+)
+def test_options_that_contradict_each_other(extra, word, tiny_folder, tmp_path, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["quantize", str(tiny_folder), "--scheme", "int4", *extra, "--output", str(tmp_path / "out")])
+    assert caught.value.code == 2
+    assert word in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "bits"), [("int8", 8), ("int4", 4)])
+def test_every_command_that_runs_a_model_can_quantize_it(name, bits, tiny_folder):
+    options = ModelOptions(model=str(tiny_folder), quantize=name, threads=1, fuse=False)
+    model = options.load()
+    assert model.quantization.layers["blocks.0.attention.q"].bits == bits
