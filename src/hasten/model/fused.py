@@ -92,7 +92,7 @@ class FusedBlock(nn.Module):
         super().__init__()
         attention = block.attention
         self.spec = attention.spec
-        self.ops = native.ops
+        self.native = native
         self.qkv = stack(attention.q, attention.k, attention.v)
         self.output = packed(attention.output)
         self.attention_norm, self.attention_post_norm = block.attention_norm, block.attention_post_norm
@@ -112,57 +112,46 @@ class FusedBlock(nn.Module):
             self.gated = gate is not None
             self.inner = packed(block.mlp.up) if gate is None else alternate(gate, block.mlp.up)
             self.down = packed(block.mlp.down)
+        self.bind()
+
+    def bind(self) -> None:
+        """Lay out the arguments of the calls once: looking them up in modules costs more than the calls."""
+        spec, ops = self.spec, self.native.ops
+        norms = [None if norm is None else norm.weight for norm in (self.q_norm, self.k_norm)]
+        own = (*_weight_arguments(self.qkv), spec.heads, spec.head_dim, *norms)
+        self._attention_input = ops.attention_input.default
+        self._attention_input_arguments = (*_norm_arguments(self.attention_norm), *own)
+        self._attention = ops.attention.default
+        self._attention_arguments = (spec.scale, spec.window or 0, spec.softcap or 0.0)
+        self._linear_add = ops.linear_add.default
+        self._output_weight = _weight_arguments(self.output)
+        self._output_norm = _norm_arguments(self.attention_post_norm)
+        if self.experts is None:
+            self._mlp_input = ops.mlp_input.default
+            mlp = (*_weight_arguments(self.inner), self.inner_size, self.gated, self.activation)
+            self._mlp_input_arguments = (*_norm_arguments(self.mlp_norm), *mlp)
+            self._down_weight = _weight_arguments(self.down)
+            self._down_norm = _norm_arguments(self.mlp_post_norm)
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, layer: LayerContext) -> Tensor:
         """x (B, T, C) -> (B, T, C) in float32."""
-        spec, ops = self.spec, self.ops
+        spec = self.spec
+        if x.dtype != torch.float32:
+            x = x.float()
         batch, tokens, _ = x.shape
-        rows = x.float().flatten(0, 1)  # (R, C)
-        cos, sin = (None, None) if rope is None else (part.flatten(0, 1) for part in rope)  # (R, dim/2)
-        view = layer.view(batch=batch, tokens=tokens, kv_heads=spec.kv_heads, head_dim=spec.head_dim)
-        q = ops.attention_input(
-            rows,
-            *_norm_arguments(self.attention_norm),
-            *_weight_arguments(self.qkv),
-            spec.heads,
-            spec.head_dim,
-            None if self.q_norm is None else self.q_norm.weight,
-            None if self.k_norm is None else self.k_norm.weight,
-            cos,
-            sin,
-            view.k,
-            view.v,
-            view.slots,
-        )  # (R, H, D)
-        attended = ops.attention(
-            q,
-            view.k,
-            view.v,
-            view.starts,
-            view.lengths,
-            view.first,
-            view.table,
-            view.block_size,
-            spec.scale,
-            spec.window or 0,
-            spec.softcap or 0.0,
-        )  # (R, H, D)
-        rows = ops.linear_add(
-            attended.flatten(1), *_weight_arguments(self.output), rows, *_norm_arguments(self.attention_post_norm)
+        k, v, slots, starts, lengths, first, table, block_size = layer.view(
+            batch=batch, tokens=tokens, kv_heads=spec.kv_heads, head_dim=spec.head_dim
         )
+        cos, sin = rope or (None, None)  # (B, T, dim/2)
+        q = self._attention_input(x, *self._attention_input_arguments, cos, sin, k, v, slots)  # (B·T, H, D)
+        attended = self._attention(
+            q, k, v, starts, lengths, first, table, block_size, *self._attention_arguments
+        )  # (B·T, H, D)
+        x = self._linear_add(attended, *self._output_weight, x, *self._output_norm)
         if self.experts is not None:
-            out = self.mlp_post_norm(self.experts(self.mlp_norm(rows)))
-            return (rows + out).view(batch, tokens, -1)
-        inner = ops.mlp_input(
-            rows,
-            *_norm_arguments(self.mlp_norm),
-            *_weight_arguments(self.inner),
-            self.inner_size,
-            self.gated,
-            self.activation,
-        )  # (R, I)
-        rows = ops.linear_add(inner, *_weight_arguments(self.down), rows, *_norm_arguments(self.mlp_post_norm))
-        return rows.view(batch, tokens, -1)
+            return x + self.mlp_post_norm(self.experts(self.mlp_norm(x)))
+        inner = self._mlp_input(x, *self._mlp_input_arguments)  # (B, T, I)
+        return self._linear_add(inner, *self._down_weight, x, *self._down_norm)
 
     def readable(self, config: ModelConfig, layer: LayerConfig) -> Block:
         """The block that this one was made of."""

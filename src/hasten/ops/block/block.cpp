@@ -49,14 +49,16 @@ static void finish_head(float* x, int64_t size, const Norm& norm, const float* c
   }
 }
 
-// norm + q, k, v + head norms + rotary turn + cache write. x (R, C) -> q (R, H, D) in x's dtype; k, v go into row
-// slots[r] of the caches (slots, Hkv, D), -1 being the last row, which nobody reads.
+// In all of them the leading shape of x is free: R rows, whatever they are called.
+//
+// norm + q, k, v + head norms + rotary turn + cache write. x (R, C), cos and sin (R, dim/2) -> q (R, H, D) in x's
+// dtype; k, v go into row slots[r] of the caches (slots, Hkv, D), -1 being the last row, which nobody reads.
 Tensor attention_input(Tensor x, Maybe norm_weight, Maybe norm_bias, double eps, double offset, bool centred, Tensor data,
                        Maybe scales, Maybe zeros, Maybe bias, int64_t group_size, int64_t digits, int64_t heads,
                        int64_t head_dim, Maybe q_norm, Maybe k_norm, Maybe cos, Maybe sin, Tensor k_cache,
                        Tensor v_cache, Tensor slots) {
   x = as_contiguous(x);
-  const int64_t rows = x.size(0), c = x.size(1), kv_heads = k_cache.size(1), all = heads + 2 * kv_heads;
+  const int64_t c = x.size(-1), rows = x.numel() / c, kv_heads = k_cache.size(1), all = heads + 2 * kv_heads;
   STD_TORCH_CHECK(k_cache.scalar_type() == ScalarType::BFloat16 && k_cache.is_contiguous() && v_cache.is_contiguous(),
                   "the fused step writes a contiguous bfloat16 cache");
   STD_TORCH_CHECK(head_dim <= 256, "head sizes up to 256");
@@ -96,17 +98,17 @@ Tensor attention_input(Tensor x, Maybe norm_weight, Maybe norm_bias, double eps,
   return q;
 }
 
-// residual + norm(x·Wᵀ + b), the norm being optional. x (R, K), residual (R, N) -> (R, N) in the residual's dtype.
+// residual + norm(x·Wᵀ + b), the norm being optional. x (R, K), residual (R, N) -> the residual's shape and dtype.
 Tensor linear_add(Tensor x, Tensor data, Maybe scales, Maybe zeros, Maybe bias, int64_t group_size, int64_t digits,
                   Tensor residual, Maybe norm_weight, Maybe norm_bias, double eps, double offset, bool centred) {
   x = as_contiguous(x);
   residual = as_contiguous(residual);
-  const int64_t rows = x.size(0), k = x.size(1), n = residual.size(1);
+  const int64_t n = residual.size(-1), rows = residual.numel() / n, k = rows ? x.numel() / rows : 0;
   const Weight w = weight_of(data, scales, zeros, n, k, group_size);
   const Type type = type_of(residual), bias_type = bias ? type_of(*bias) : Type::f32;
   const Norm norm = norm_of(norm_weight, norm_bias, eps, offset, centred);
   const Rows ready = prepare(w, x.const_data_ptr(), type_of(x), rows, k, Norm{}, int(digits));
-  Tensor out = empty({rows, n}, residual.scalar_type());
+  Tensor out = empty_like_with_last(residual, n);
   void* to = out.mutable_data_ptr();
   const void* before = residual.const_data_ptr();
   if (norm.weight) {
@@ -163,13 +165,13 @@ Tensor mlp_input(Tensor x, Maybe norm_weight, Maybe norm_bias, double eps, doubl
                  Maybe scales, Maybe zeros, Maybe bias, int64_t group_size, int64_t digits, int64_t inner,
                  bool gated, int64_t activation) {
   x = as_contiguous(x);
-  const int64_t rows = x.size(0), c = x.size(1), each = gated ? PANEL / 2 : PANEL;
+  const int64_t c = x.size(-1), rows = x.numel() / c, each = gated ? PANEL / 2 : PANEL;
   const int64_t n = (inner + each - 1) / each * PANEL;
   const Weight w = weight_of(data, scales, zeros, n, c, group_size);
   const Type type = type_of(x), bias_type = bias ? type_of(*bias) : Type::f32;
   const Activation kind = Activation(activation);
   const Rows ready = prepare(w, x.const_data_ptr(), type, rows, c, norm_of(norm_weight, norm_bias, eps, offset, centred), int(digits));
-  Tensor out = empty({rows, inner}, x.scalar_type());
+  Tensor out = empty_like_with_last(x, inner);
   void* to = out.mutable_data_ptr();
   const void* b = bias ? bias->const_data_ptr() : nullptr;
   product(w, ready, rows, [&](int64_t panel, int64_t m0, int64_t m1, const float* values) {

@@ -8,18 +8,18 @@ from torch import Tensor
 def attention_input(x: Tensor, *rest: Any) -> Tensor:
     """q (R, H, D)."""
     heads, head_dim = rest[11], rest[12]
-    return x.new_empty(x.shape[0], heads, head_dim)
+    return x.new_empty(x.shape[:-1].numel(), heads, head_dim)
 
 
 def linear_add(x: Tensor, data: Tensor, scales: Any, zeros: Any, bias: Any, *rest: Any) -> Tensor:
-    """(R, N), as the residual."""
+    """As the residual."""
     residual: Tensor = rest[2]
     return residual.new_empty(residual.shape)
 
 
 def mlp_input(x: Tensor, *rest: Any) -> Tensor:
-    """(R, I)."""
-    return x.new_empty(x.shape[0], rest[11])
+    """(…, I)."""
+    return x.new_empty((*x.shape[:-1], rest[11]))
 
 
 FAKES = {"attention_input": attention_input, "linear_add": linear_add, "mlp_input": mlp_input}
