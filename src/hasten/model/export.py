@@ -199,7 +199,8 @@ class _Plan:
         ignored = routers if "head" in self.layers else [*routers, "lm_head"]
         self._warn([thing for thing in things.values() if thing.layer is not None])
         quantization = quantization_config(layers, ignored, packed8=self.packed8)
-        return values | {"quantization_config": quantization, "hasten": private_config(layers)}
+        private = private_config(layers)
+        return values | {"quantization_config": quantization} | ({"hasten": private} if private else {})
 
     def _warn(self, things: Sequence[_Published]) -> None:
         """Say once what keeps transformers with compressed-tensors from reading what is written."""

@@ -53,7 +53,7 @@ def read_arguments(values: Mapping[str, Any], where: Path) -> tuple[WeightArgume
     if not isinstance(groups, dict) or not 1 <= len(groups) <= 1000:
         fields.fail("config_groups", "an object with one group or more", groups)
     private = values.get("hasten")
-    ours = private.get("int4_activations") if isinstance(private, dict) else None
+    ours = private.get("activations") if isinstance(private, dict) else None
     return tuple(_group(_Reader(where, group, f"config_groups.{name!s:.40}."), ours) for name, group in groups.items())
 
 
@@ -82,7 +82,7 @@ class _Reader:
         )
 
 
-def _group(group: _Reader, int4_activations: Any) -> WeightArguments:
+def _group(group: _Reader, own_activations: Any) -> WeightArguments:
     group.one_of("format", (PACKED, W8A8, WEIGHT_ONLY, None))
     if group.value("output_activations") is not None:
         group.fail("output_activations", "absent", group.value("output_activations"))
@@ -108,7 +108,7 @@ def _group(group: _Reader, int4_activations: Any) -> WeightArguments:
             weights.fail("group_size", "32, 64 or a multiple of 128", size)
     if bits == 8 and not symmetric:
         weights.fail("symmetric", "true for 8 bits", symmetric)
-    activations: Activations = "int8" if bits == 4 and int4_activations == "int8" else "float"
+    activations: Activations = "int8" if own_activations == "int8" else "float"
     if group.value("input_activations") is not None:
         inputs = _Reader(group.where, group.value("input_activations"), f"{group.prefix}input_activations.")
         for name, known in (

@@ -11,9 +11,10 @@ Beside a linear module's bias stand, in place of its `weight` (N, K):
 Where a model has experts, its int8 layers are packed too (weight_packed, four to an int32, and weight_shape): of plain
 int8 transformers reads no experts.
 
-config.json says so under `quantization_config`. An int8 layer that also rounds its activations is written as what is
-published as W8A8 ("int-quantized", dynamic by token). An int4 layer is written as weight-only: what its activations are
-rounded to here, by group, has no name there, and stands beside it under our own key `hasten`.
+config.json says so under `quantization_config`. Where all layers are int8 and round their activations too, it says what
+is published as W8A8 ("int-quantized", dynamic by token); everything else is weight-only there. That our products round
+the activations of those layers all the same (by group for int4, for which there is no name) stands beside it, under our
+own key `hasten`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -73,6 +74,7 @@ def quantization_config(
     kinds: dict[LayerFormat, list[str]] = {}
     for name, layer in layers.items():
         kinds.setdefault(layer, []).append(name)
+    rounded = _is_w8a8(layers)
     most = max(kinds, key=lambda kind: len(kinds[kind]))
     groups = {}
     # The kind of most layers is the one of all modules of class Linear that no other group names.
@@ -80,11 +82,11 @@ def quantization_config(
         groups[f"group_{i}"] = {
             "targets": ["Linear"] if kind == most else names,
             "weights": _weight_arguments(kind),
-            "input_activations": _ROUNDED_BY_TOKEN if kind.bits == 8 and kind.activations == "int8" else None,
+            "input_activations": _ROUNDED_BY_TOKEN if rounded else None,
             "output_activations": None,
-            "format": _format(kind, packed8),
+            "format": _format(kind, packed8, rounded),
         }
-    formats = {_format(kind, packed8) for kind in kinds}
+    formats = {_format(kind, packed8, rounded) for kind in kinds}
     return {
         "quant_method": METHOD,
         "format": formats.pop() if len(formats) == 1 else MIXED,
@@ -96,18 +98,21 @@ def quantization_config(
 
 
 def private_config(layers: Mapping[str, LayerFormat]) -> dict[str, Any]:
-    """config.json's `hasten`: how the products of int4 layers round their activations."""
-    found = [layer.activations for layer in layers.values() if layer.bits == 4]
-    return {"int4_activations": found[0]} if found else {}
+    """config.json's `hasten`: how products with weights that are all the file speaks of treat their activations."""
+    return {} if _is_w8a8(layers) else {"activations": next(iter(layers.values())).activations}
+
+
+def _is_w8a8(layers: Mapping[str, LayerFormat]) -> bool:
+    return all(layer.bits == 8 and layer.activations == "int8" for layer in layers.values())
 
 
 _ROUNDED_BY_TOKEN = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
 
 
-def _format(layer: LayerFormat, packed8: bool) -> str:
+def _format(layer: LayerFormat, packed8: bool, rounded: bool) -> str:
     if layer.bits == 4 or packed8:
         return PACKED
-    return W8A8 if layer.activations == "int8" else WEIGHT_ONLY
+    return W8A8 if rounded else WEIGHT_ONLY
 
 
 def _weight_arguments(layer: LayerFormat) -> dict[str, Any]:
