@@ -1,0 +1,152 @@
+"""Native attention on every instruction set: against float64, and the same bits for a query in any company."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hasten.ops.attention import attention
+from hasten.ops.native import available_isas, library
+
+pytestmark = pytest.mark.skipif(library() is None, reason="the native kernels cannot be built here (no C++ compiler)")
+
+ISAS = available_isas()
+
+
+def run(isa, q, k, v, lengths, *, window=None, softcap=None, scale=None):
+    """q (B, T, H, D); k, v (B, S, Hkv, D): T queries of each sequence, the last of its lengths[b] positions."""
+    batch, tokens, _, size = q.shape
+    room = k.shape[1]
+    out = library(isa).ops.attention(
+        q.flatten(0, 1),
+        k.flatten(0, 1).contiguous(),
+        v.flatten(0, 1).contiguous(),
+        torch.arange(batch + 1) * tokens,
+        torch.tensor(lengths),
+        torch.arange(batch) * room,
+        None,
+        0,
+        size**-0.5 if scale is None else scale,
+        window or 0,
+        softcap or 0.0,
+    )
+    return out.view(q.shape)
+
+
+def case(seed, batch, tokens, room, heads, kv_heads, size, dtype):
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    q = draw(batch, tokens, heads, size).to(dtype)
+    k, v = (draw(batch, room, kv_heads, size).bfloat16() for _ in range(2))
+    return q, k, v
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@settings(deadline=None, max_examples=25)
+@given(
+    st.integers(0, 1000),
+    st.integers(1, 2),
+    st.sampled_from([1, 2, 3, 7, 65]),
+    st.integers(0, 600),
+    st.sampled_from([(1, 1), (4, 4), (4, 2), (8, 1), (6, 2)]),
+    st.sampled_from([8, 16, 20, 64, 80, 128, 256]),
+    st.sampled_from([None, 1, 5, 64, 100]),
+    st.sampled_from([None, 20.0]),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_error_is_at_most_twice_that_of_plain_bfloat16(
+    isa, seed, batch, tokens, before, heads, size, window, softcap, dtype
+):
+    room = tokens + before
+    q, k, v = case(seed, batch, tokens, room, *heads, size, dtype)
+    lengths = [room - b for b in range(batch)] if before else [room] * batch
+    found = run(isa, q, k, v, lengths, window=window, softcap=softcap)
+    for b, length in enumerate(lengths):
+        kb, vb = k[b : b + 1, :length], v[b : b + 1, :length]
+        options = {"window": window, "softcap": softcap, "kernel": "reference"}
+        exact = attention(q[b : b + 1].double(), kb.double(), vb.double(), **options)[0]
+        # Plain PyTorch in bfloat16: every step rounded, as an explicit bf16 attention does.
+        plain = explicit_bfloat16(q[b], kb[0], vb[0], window, softcap)
+        error, allowed = (found[b].double() - exact).abs(), (plain.double() - exact).abs()
+        assert error.square().mean().sqrt() <= 2 * allowed.square().mean().sqrt() + 1e-7
+        assert error.max() <= 2 * allowed.max() + 1e-6
+
+
+def explicit_bfloat16(q, k, v, window, softcap):
+    """softmax(q·kᵀ)·v of one sequence with every intermediate result in bfloat16."""
+    q, groups = q.bfloat16(), q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    scores = torch.einsum("thd,shd->hts", q, k) * q.shape[-1] ** -0.5
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    places = torch.arange(k.shape[0])
+    distance = places[k.shape[0] - q.shape[0] :, None] - places
+    hidden = (distance < 0) | (distance >= (window or 1 << 30))
+    return torch.einsum("hts,shd->thd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("window", [None, 70])
+def test_a_query_gets_the_same_bits_alone_and_in_company(isa, window):
+    q, k, v = case(0, 2, 90, 700, 4, 2, 64, torch.bfloat16)
+    lengths = [700, 613]
+    together = run(isa, q, k, v, lengths, window=window)
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        for b in range(2):
+            for t in (0, 1, 44, 88, 89):
+                alone = run(
+                    isa, q[b : b + 1, t : t + 1], k[b : b + 1], v[b : b + 1], [lengths[b] - 89 + t], window=window
+                )
+                assert torch.equal(alone[0, 0], together[b, t])
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_block_table_reads_what_a_contiguous_cache_holds(isa):
+    q, k, v = case(1, 2, 5, 96, 4, 2, 32, torch.float32)
+    lengths = [93, 40]
+    expected = run(isa, q, k, v, lengths)
+    order = torch.randperm(12, generator=torch.Generator().manual_seed(0))  # 2 sequences × 6 blocks of 16
+    blocks_k, blocks_v = (t.reshape(12, 16, 2, 32)[order.argsort()].flatten(0, 1) for t in (k, v))
+    found = library(isa).ops.attention(
+        q.flatten(0, 1),
+        blocks_k.contiguous(),
+        blocks_v.contiguous(),
+        torch.tensor([0, 5, 10]),
+        torch.tensor(lengths),
+        None,
+        order.view(2, 6),
+        16,
+        32**-0.5,
+        0,
+        0.0,
+    )
+    assert torch.equal(found.view(q.shape), expected)
+
+
+def test_what_lies_past_a_sequence_is_never_read():
+    q, k, v = case(2, 1, 3, 200, 2, 1, 64, torch.float32)
+    expected = run(None, q, k, v, [100])
+    k[:, 100:], v[:, 100:] = float("nan"), float("nan")
+    assert torch.equal(run(None, q, k, v, [100]), expected)
+
+
+def test_opcheck():
+    q, k, v = case(3, 1, 3, 20, 2, 1, 16, torch.float32)
+    arguments = (
+        q.flatten(0, 1),
+        k.flatten(0, 1),
+        v.flatten(0, 1),
+        torch.tensor([0, 3]),
+        torch.tensor([20]),
+        torch.tensor([0]),
+        None,
+        0,
+        0.25,
+        0,
+        0.0,
+    )
+    torch.library.opcheck(library().ops.attention.default, arguments, test_utils=("test_schema", "test_faketensor"))

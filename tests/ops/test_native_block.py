@@ -1,0 +1,155 @@
+"""The fused steps on every instruction set, against the readable pieces of the model, at sizes that fit nothing."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hasten.model.rope import rotate
+from hasten.ops.linear.modules import PackedLinear
+from hasten.ops.native import available_isas, library
+
+pytestmark = pytest.mark.skipif(library() is None, reason="the native kernels cannot be built here (no C++ compiler)")
+
+ISAS = available_isas()
+
+
+def linear(n, k, *, bias, generator):
+    layer = torch.nn.Linear(k, n, bias=bias).bfloat16()
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
+    return layer
+
+
+def arguments(layer):
+    packed = PackedLinear.from_linear(layer)
+    return packed.data, packed.scales, packed.zeros, packed.bias, packed.group_size, packed.digits
+
+
+def product(x, layer):
+    """In float64, of x rounded to bfloat16 as the kernel multiplies."""
+    bias = None if layer.bias is None else layer.bias.double()
+    return F.linear(x.bfloat16().double(), layer.weight.double(), bias)
+
+
+def rms(x, weight, eps, offset):
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * (weight.double() + offset)
+
+
+def norm_of(x, kind, weight, bias):
+    if kind == "none":
+        return x
+    if kind == "layer":
+        return F.layer_norm(x, x.shape[-1:], weight.double(), bias.double(), 1e-5)
+    return rms(x, weight, 1e-5, 1.0)
+
+
+def norm_arguments(kind, weight, bias):
+    if kind == "none":
+        return None, None, 0.0, 0.0, False
+    return (weight, bias, 1e-5, 0.0, True) if kind == "layer" else (weight, None, 1e-5, 1.0, False)
+
+
+KINDS = st.sampled_from(["none", "rms", "layer"])
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@settings(deadline=None, max_examples=15)
+@given(st.integers(0, 99), st.sampled_from([1, 3, 17]), st.integers(1, 150), st.integers(1, 150), st.booleans(), KINDS)
+def test_linear_add(isa, seed, rows, n, k, bias, kind):
+    g = torch.Generator().manual_seed(seed)
+    layer = linear(n, k, bias=bias, generator=g)
+    x, residual = torch.randn(rows, k, generator=g), torch.randn(rows, n, generator=g)
+    weight, shift = torch.randn(n, generator=g), torch.randn(n, generator=g)
+    found = library(isa).ops.linear_add(x, *arguments(layer), residual, *norm_arguments(kind, weight, shift))
+    y = product(x, layer)
+    if kind != "none" and y.var(-1, correction=0).min() < 1e-3:
+        return  # a norm of (almost) equal values amplifies rounding without bound
+    expected = residual.double() + norm_of(y, kind, weight, shift)
+    torch.testing.assert_close(found.double(), expected, atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@settings(deadline=None, max_examples=20)
+@given(
+    st.integers(0, 99),
+    st.sampled_from([1, 2, 19]),
+    st.integers(1, 150),
+    st.integers(2, 100),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from(["silu", "gelu", "gelu_tanh", "relu"]),
+)
+def test_mlp_input(isa, seed, rows, inner, k, gated, bias, activation):
+    from hasten.model.fused import ACTIVATION_ORDER
+    from hasten.model.stacking import alternate, packed
+    from hasten.model.transformer import ACTIVATIONS
+
+    g = torch.Generator().manual_seed(seed)
+    up, gate = (linear(inner, k, bias=bias, generator=g) for _ in range(2))
+    together = alternate(gate, up) if gated else packed(up)
+    x = torch.randn(rows, k, generator=g)
+    packed_arguments = (
+        together.data,
+        together.scales,
+        together.zeros,
+        together.bias,
+        together.group_size,
+        together.digits,
+    )
+    found = library(isa).ops.mlp_input(
+        x, None, None, 0.0, 0.0, False, *packed_arguments, inner, gated, ACTIVATION_ORDER.index(activation)
+    )
+    act = ACTIVATIONS[activation]
+    expected = act(product(x, gate)) * product(x, up) if gated else act(product(x, up))
+    torch.testing.assert_close(found.double(), expected, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(("size", "half"), [(16, 8), (20, 4), (64, 32), (128, 0)])
+@pytest.mark.parametrize("head_norms", [False, True])
+def test_attention_input(isa, size, half, head_norms):
+    g = torch.Generator().manual_seed(size)
+    heads, kv_heads, rows, k = 4, 2, 7, 50
+    layer = linear((heads + 2 * kv_heads) * size, k, bias=True, generator=g)
+    x = torch.randn(rows, k, generator=g)
+    weight = torch.rand(k, generator=g) + 0.5
+    q_norm, k_norm = (torch.rand(size, generator=g) + 0.5 for _ in range(2)) if head_norms else (None, None)
+    angles = torch.randn(rows, half, generator=g)
+    cos, sin = (angles.cos(), angles.sin()) if half else (None, None)
+    caches = [torch.zeros(12, kv_heads, size, dtype=torch.bfloat16) for _ in range(2)]
+    slots = torch.tensor([3, 0, -1, 5, 7, -1, 9])
+    q = library(isa).ops.attention_input(
+        x, weight, None, 1e-5, 0.0, False, *arguments(layer), heads, size, q_norm, k_norm, cos, sin, *caches, slots
+    )
+    values = product(rms(x.double(), weight, 1e-5, 0.0), layer).unflatten(-1, (-1, size))  # (R, H + 2·Hkv, D)
+    parts = list(values.split([heads, kv_heads, kv_heads], dim=1))
+    for part, norm in ((0, q_norm), (1, k_norm)):
+        if norm is not None:
+            parts[part] = rms(parts[part], norm, 1e-5, 0.0)
+        if half:
+            parts[part] = rotate(parts[part].float(), cos, sin).double()
+    torch.testing.assert_close(q.double(), parts[0], atol=0.03, rtol=0.01)  # x is rounded after the norm: 2^-9
+    for cache, part in zip(caches, parts[1:], strict=True):
+        kept = slots >= 0
+        torch.testing.assert_close(cache[slots[kept]].double(), part[kept], atol=0.05, rtol=0.02)
+        untouched = [i for i in range(11) if i not in slots.tolist()]
+        assert not cache[untouched].any()
+
+
+def test_opcheck():
+    ops, g = library().ops, torch.Generator().manual_seed(0)
+    layer = linear(24, 16, bias=True, generator=g)
+    x = torch.randn(2, 16)
+    caches = [torch.zeros(5, 1, 8, dtype=torch.bfloat16) for _ in range(2)]
+    checks = ("test_schema", "test_faketensor")
+    none = (None, None, 0.0, 0.0, False)
+    torch.library.opcheck(ops.linear_add.default, (x, *arguments(layer), torch.randn(2, 24), *none), test_utils=checks)
+    torch.library.opcheck(ops.mlp_input.default, (x, *none, *arguments(layer), 24, False, 0), test_utils=checks)
+    torch.library.opcheck(
+        ops.attention_input.default,
+        (x, *none, *arguments(layer), 1, 8, None, None, None, None, *caches, torch.tensor([0, 1])),
+        test_utils=checks,
+    )
