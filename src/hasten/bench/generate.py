@@ -35,17 +35,22 @@ RUNGS: Mapping[str, tuple[str, ...]] = {
 NATIVE = tuple(name for name in RUNGS if name.startswith("native-"))
 # A token without a cache costs as much as the whole prompt: few are enough for the same precision.
 NO_CACHE_TOKENS = 2
+TEXT_BYTES = 200_000  # of a text that is scored
 PROCESS_BYTES = 400 << 20  # what a process keeps besides the model: libraries, the compiler's graphs, the logits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateLadder:
-    """What to measure. rungs: some of RUNGS, () for all. new_tokens: decoded in each round (no-cache: at most 2)."""
+    """What to measure. rungs: some of RUNGS, () for all. new_tokens: decoded in each round (no-cache: at most 2).
+
+    text: a source (file, folder, glob, "stdlib") whose perplexity each rung reports, on its first TEXT_BYTES.
+    """
 
     subject: Subject
     dtype: str = "bfloat16"
     prompt_tokens: int = 512
     new_tokens: int = 64
+    text: str | None = None
     rounds: int = 5
     warmup: int = 1
     rungs: tuple[str, ...] = ()
@@ -59,6 +64,8 @@ class GenerateLadder:
         from hasten.machine import resolve_device
 
         names = choose_rungs(RUNGS, self.rungs)
+        if self.text is not None and self.subject.folder is None:
+            raise ConfigError("random weights predict no text; give --text with --model")
         if not self.rungs and resolve_device(self.device).type != "cpu":
             names = [name for name in names if name not in NATIVE]
         return measure(
@@ -87,6 +94,7 @@ def measure(
                 "device": device,
                 "prompt_tokens": ladder.prompt_tokens,
                 "new_tokens": ladder.new_tokens,
+                "text": ladder.text,
                 "seed": ladder.seed,
                 "compile_cache": os.path.join(cache, name),
             }
@@ -102,6 +110,7 @@ def measure(
                 "batch": 1,
                 "prompt_tokens": ladder.prompt_tokens,
                 "new_tokens": ladder.new_tokens,
+                "text_bytes": None if ladder.text is None else TEXT_BYTES,
             },
             device=device,
             threads=ladder.threads,
@@ -152,6 +161,7 @@ class GenerateRung:
         new_tokens: int,
         seed: int,
         compile_cache: str,
+        text: str | None = None,
     ) -> None:
         import torch
 
@@ -180,6 +190,7 @@ class GenerateRung:
         if way != "no-cache":
             self.decoder = Decoder(self.model, batch=1, capacity=prompt_tokens + new_tokens, static=compiled)
         self.compile_seconds: float | None = None
+        self.perplexity = None if text is None else self.score(text)
         if compiled:
             compile_blocks(self.model)
             token = self.first_token()
@@ -205,6 +216,13 @@ class GenerateRung:
         self.weight_bytes = total / sum(layer.in_features * layer.out_features for layer in layers)
         reset_peak_memory()  # what follows is the model's; making it from random bfloat16 weights is the ladder's
 
+    def score(self, text: str) -> float:
+        """Perplexity of the beginning of a text, computed by what the rung runs."""
+        from hasten.data import read_documents
+        from hasten.generation.perplexity import perplexity
+
+        return perplexity(self.model, list(read_documents(text, limit_bytes=TEXT_BYTES))).perplexity
+
     def describe(self) -> dict[str, Any]:
         """What one token costs, and what the cache takes."""
         from hasten.planning.cost import decode_bytes_per_token, forward_flops_per_token, kv_bytes_per_token
@@ -223,6 +241,8 @@ class GenerateRung:
         if self.decoder is not None:
             facts["cache_bytes_per_token"] = kv_bytes_per_token(self.config, size)
             facts["cache_bytes"] = self.decoder.cache.bytes
+        if self.perplexity is not None:
+            facts["perplexity"] = self.perplexity
         if self.compile_seconds is not None:
             facts["compile_seconds"] = self.compile_seconds
         return facts

@@ -20,6 +20,7 @@ COLUMNS = {
         ("MBU (vendor)", "vendor_mbu", "percent"),
         ("prefill tokens/s", "prefill_tokens_per_second", "speed"),
         ("MFU", "prefill_mfu", "percent"),
+        ("perplexity", "perplexity", "exact"),
         ("cache bytes/token", "cache_bytes_per_token", "count"),
         ("peak memory", "peak_memory_bytes", "bytes"),
     ),
@@ -35,9 +36,11 @@ COLUMNS = {
 
 
 def format_value(value: float | None, style: str) -> str:
-    """A figure for people: "speed" 3 digits, "times" 1.23×, "percent", "count" 12,345 or "bytes" in GiB or MiB."""
+    """A figure for people: "speed" 3 digits, "times" 1.23×, "percent", "count" 12,345, "exact", "bytes"."""
     if value is None:
         return ""
+    if style == "exact":
+        return f"{value:.4f}"
     if style == "times":
         return f"{value:.2f}×" if value < 10 else f"{value:.1f}×"
     if style == "percent":

@@ -72,6 +72,8 @@ class BenchGenerate(LadderOptions):
     """The context: 512 by default, 2048 with --heads."""
     new_tokens: int = 64
     """Tokens decoded in each round (2 at most without a cache, where each costs a whole prompt)."""
+    text: str | None = None
+    """Also report each rung's perplexity on this text (a file, folder, glob or stdlib); needs --model."""
     heads: bool = False
     """The ladder of attention heads instead: the shape with all, grouped and one key/value head."""
     eager: bool = False
@@ -88,6 +90,7 @@ class BenchGenerate(LadderOptions):
             "subject": Subject(shape=self.shape, folder=self.model),
             "dtype": self.dtype,
             "new_tokens": self.new_tokens,
+            "text": self.text,
         }
         if self.prompt_tokens is not None:
             values["prompt_tokens"] = self.prompt_tokens
