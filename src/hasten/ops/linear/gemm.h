@@ -14,6 +14,7 @@
 #pragma once
 
 #include <algorithm>
+#include <type_traits>
 
 #include "../parallel.h"
 #include "../simd.h"
@@ -25,12 +26,16 @@ constexpr int VECTORS = PANEL / LANES;
 #if defined(__AVX512F__)
 constexpr int TILE = 6;            // rows of x at a time: 6 × 4 accumulators of 32 registers
 constexpr int SPAN = VECTORS;      // vectors of the panel at a time
+constexpr int WIDE = 12;           // or more rows by fewer vectors, so that a few rows read each line once
+constexpr int WIDE_SPAN = 2;
 #else
 constexpr int TILE = 2;            // 2 × 2 vectors of 64 bytes are 8 of AVX2's 16 registers
 constexpr int SPAN = 2;
+constexpr int WIDE = 4;
+constexpr int WIDE_SPAN = 1;
 #endif
 constexpr int64_t ROW_BLOCK = 96;  // rows of x in a chunk of work: their sums stay in the first-level cache
-constexpr int64_t AHEAD = 4096;    // bytes that a single row's stream is prefetched ahead
+constexpr int64_t AHEAD = 16384;   // bytes that the first tile's stream is prefetched ahead
 
 enum class Format { bf16, int8, int4 };
 enum class ScaleType { f32, bf16, f16 };
@@ -46,7 +51,7 @@ struct Weight {
   int64_t panels() const { return (n + PANEL - 1) / PANEL; }
 };
 
-// Rows of x as the kernel wants them. bf16: rows of k values. int8: `digits` rows of k values for each row of x, with
+// Rows of x as the kernel wants them, `stride` values apart. bf16: rows of k values. int8: `digits` rows of k values for each row of x, with
 // x = scale·(256·high + low) for two digits; one scale a row (int8 weights) or one a group (int4 weights).
 struct Rows {
   const uint16_t* bf16 = nullptr;
@@ -55,7 +60,15 @@ struct Rows {
   const int32_t* sums = nullptr;   // [rows·digits][groups]: sum of the q of a group, for the weights' offset
   int digits = 1;
   int64_t groups = 1;
+  int64_t stride = 0;
 };
+
+// Rows an odd number of cache lines apart: at a power of two, all rows of a tile fall into one set of the cache.
+template <class T>
+constexpr int64_t spread_rows(int64_t k) {
+  const int64_t lines = (k * int64_t(sizeof(T)) + 63) / 64;
+  return (lines | 1) * 64 / int64_t(sizeof(T));
+}
 
 INLINE F32 load_scale(const void* base, ScaleType type, int64_t index) {
   switch (type) {
@@ -65,96 +78,35 @@ INLINE F32 load_scale(const void* base, ScaleType type, int64_t index) {
   }
 }
 
-template <int M>
-INLINE void prefetch(const char* line) {
-  if constexpr (M <= 2)
-    for (int v = 0; v < SPAN; v++) __builtin_prefetch(line + v * 64 + AHEAD);
+// a·b + c, rounded once where the instruction set can. Written out, so that no compiler decides it tile by tile.
+INLINE F32 multiply_add(F32 a, F32 b, F32 c) {
+#if defined(__AVX512F__)
+  return (F32)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#else
+  return a * b + c;
+#endif
 }
 
-// sums[m][v] += w·x over `steps` pairs. w: line of vector `first` of the panel.
-template <int M>
-void tile_bf16(const uint16_t* w, const uint16_t* x, int64_t stride, int64_t steps, float* sums, bool fresh) {
-  F32 acc[M][SPAN];
+// sums[m][v] += w·x over `steps` pairs. w: line of the first of V vectors of the panel. STREAM: w comes from memory, and
+// at each step the next V lines from `ahead` on are asked for.
+template <int M, int V = SPAN, bool STREAM = false>
+void tile_bf16(const uint16_t* w, const uint16_t* x, int64_t stride, int64_t steps, float* sums, bool fresh,
+               const char* ahead = nullptr) {
+  F32 acc[M][V];
   for (int m = 0; m < M; m++)
-    for (int v = 0; v < SPAN; v++) acc[m][v] = fresh ? F32{} : load(sums + m * PANEL + v * LANES);
+    for (int v = 0; v < V; v++) acc[m][v] = fresh ? F32{} : load(sums + m * PANEL + v * LANES);
   for (int64_t s = 0; s < steps; s++) {
     const uint16_t* line = w + s * PANEL * 2;
-    prefetch<M>(reinterpret_cast<const char*>(line));
+    if constexpr (STREAM)
+      for (int v = 0; v < V; v++) __builtin_prefetch(ahead + (s * V + v) * 64);
     for (int m = 0; m < M; m++) {
       uint32_t pair;
       std::memcpy(&pair, x + m * stride + 2 * s, 4);
-      for (int v = 0; v < SPAN; v++) acc[m][v] = dot_bf16(acc[m][v], line + v * 32, pair);
+      for (int v = 0; v < V; v++) acc[m][v] = dot_bf16(acc[m][v], line + v * 32, pair);
     }
   }
   for (int m = 0; m < M; m++)
-    for (int v = 0; v < SPAN; v++) store(sums + m * PANEL + v * LANES, acc[m][v]);
-}
-
-template <int M>
-void tile_int8(const uint8_t* w, const int8_t* x, int64_t stride, int64_t steps, int32_t* sums, bool fresh) {
-  I32 acc[M][SPAN];
-  for (int m = 0; m < M; m++)
-    for (int v = 0; v < SPAN; v++) acc[m][v] = fresh ? I32{} : load(sums + m * PANEL + v * LANES);
-  for (int64_t s = 0; s < steps; s++) {
-    const uint8_t* line = w + s * PANEL * 4;
-    prefetch<M>(reinterpret_cast<const char*>(line));
-    U32 wv[SPAN];
-    for (int v = 0; v < SPAN; v++) wv[v] = load_line(line + v * 64);
-    for (int m = 0; m < M; m++) {
-      int32_t quad;
-      std::memcpy(&quad, x + m * stride + 4 * s, 4);
-      for (int v = 0; v < SPAN; v++) acc[m][v] = dot_u8s8(acc[m][v], wv[v], quad);
-    }
-  }
-  for (int m = 0; m < M; m++)
-    for (int v = 0; v < SPAN; v++) store(sums + m * PANEL + v * LANES, acc[m][v]);
-}
-
-// One group of int4 weights: sums[m][v] += scale · (w·q - zero · Σq), for M rows of digits.
-template <int M>
-void tile_int4(const Weight& w, int64_t panel, int64_t first, int64_t g, const Rows& x, int64_t row, float* sums,
-               bool fresh) {
-  const int64_t groups = w.k / w.group, steps = w.group / 8;
-  const uint8_t* lines = static_cast<const uint8_t*>(w.data) + (panel * (w.k / 8) + g * steps) * PANEL * 4 + first * 64;
-  I32 acc[M][SPAN];
-  for (int m = 0; m < M; m++)
-    for (int v = 0; v < SPAN; v++) acc[m][v] = I32{};
-  for (int64_t s = 0; s < steps; s++) {
-    const uint8_t* line = lines + s * PANEL * 4;
-    prefetch<M>(reinterpret_cast<const char*>(line));
-    U32 low[SPAN], high[SPAN];
-    for (int v = 0; v < SPAN; v++) {
-      U32 both = load_line(line + v * 64);
-      low[v] = both & 0x0f0f0f0fu;
-      high[v] = (both >> 4) & 0x0f0f0f0fu;
-    }
-    for (int m = 0; m < M; m++) {
-      int32_t quads[2];
-      std::memcpy(quads, x.q + (row + m) * w.k + g * w.group + 8 * s, 8);
-      for (int v = 0; v < SPAN; v++) {
-        acc[m][v] = dot_u8s8(acc[m][v], low[v], quads[0]);
-        acc[m][v] = dot_u8s8(acc[m][v], high[v], quads[1]);
-      }
-    }
-  }
-  for (int v = 0; v < SPAN; v++) {
-    const int64_t at = (panel * groups + g) * PANEL + (first + v) * LANES;
-    F32 scale = load_scale(w.scales, w.scale_type, at);
-    I32 zero = I32{} + 8;
-    if (w.zeros) {
-      typedef uint8_t U8 __attribute__((vector_size(16)));
-      U8 z; std::memcpy(&z, w.zeros + at, 16);
-      zero = __builtin_convertvector(z, I32);
-    }
-    for (int m = 0; m < M; m++) {
-      const int64_t digit_row = row + m;
-      float own = x.scales[digit_row / x.digits * x.groups + g];
-      if (x.digits == 2 && digit_row % 2 == 0) own *= 256.0f;
-      F32 part = to_float(acc[m][v] - zero * x.sums[digit_row * x.groups + g]) * (scale * own);
-      float* out = sums + m * PANEL + v * LANES;
-      store(out, fresh ? part : load(out) + part);
-    }
-  }
+    for (int v = 0; v < V; v++) store(sums + m * PANEL + v * LANES, acc[m][v]);
 }
 
 #define HASTEN_TILES(count, CALL) \
@@ -168,84 +120,22 @@ void tile_int4(const Weight& w, int64_t panel, int64_t first, int64_t g, const R
   }
 
 // The products of rows m0 … m1 with one panel: out [m1 - m0][64], scaled.
-inline void panel_product(const Weight& w, const Rows& x, int64_t panel, int64_t m0, int64_t m1, float* out) {
-  const int64_t rows = m1 - m0;
-  if (w.format == Format::bf16) {
-    constexpr int64_t block = 1024;
-    const uint16_t* base = static_cast<const uint16_t*>(w.data) + panel * w.k * PANEL;
-    for (int64_t k = 0; k < w.k; k += block) {
-      const int64_t steps = std::min(block, w.k - k) / 2;
-      for (int64_t m = 0; m < rows; m += TILE)
-        for (int64_t first = 0; first < VECTORS; first += SPAN) {
-          const uint16_t* lines = base + k * PANEL + first * 32;
-          const uint16_t* from = x.bf16 + (m0 + m) * w.k + k;
-          float* sums = out + m * PANEL + first * LANES;
-#define HASTEN_CALL(M) if constexpr (M <= TILE) tile_bf16<M>(lines, from, w.k, steps, sums, k == 0)
-          HASTEN_TILES(std::min<int64_t>(TILE, rows - m), HASTEN_CALL)
-#undef HASTEN_CALL
-        }
-    }
-    return;
-  }
-  const int64_t digit_rows = rows * x.digits, from_row = m0 * x.digits;
-  if (w.format == Format::int8) {
-    constexpr int64_t block = 2048;
-    int32_t* sums = scratch<int32_t, 0>(ROW_BLOCK * 2 * PANEL);
-    const uint8_t* base = static_cast<const uint8_t*>(w.data) + panel * w.k * PANEL;
-    for (int64_t k = 0; k < w.k; k += block) {
-      const int64_t steps = std::min(block, w.k - k) / 4;
-      for (int64_t m = 0; m < digit_rows; m += TILE)
-        for (int64_t first = 0; first < VECTORS; first += SPAN) {
-          const uint8_t* lines = base + k * PANEL + first * 64;
-          const int8_t* from = x.q + (from_row + m) * w.k + k;
-          int32_t* own = sums + m * PANEL + first * LANES;
-#define HASTEN_CALL(M) if constexpr (M <= TILE) tile_int8<M>(lines, from, w.k, steps, own, k == 0)
-          HASTEN_TILES(std::min<int64_t>(TILE, digit_rows - m), HASTEN_CALL)
-#undef HASTEN_CALL
-        }
-    }
-    for (int64_t m = 0; m < rows; m++)
-      for (int v = 0; v < VECTORS; v++) {
-        F32 total = {};
-        for (int d = 0; d < x.digits; d++) {
-          const int64_t row = m * x.digits + d;
-          F32 part = to_float(load(sums + row * PANEL + v * LANES) - 128 * x.sums[from_row + row]);
-          total = d + 1 < x.digits ? part * 256.0f : total + part;
-        }
-        F32 scale = load(static_cast<const float*>(w.scales) + panel * PANEL + v * LANES);
-        store(out + m * PANEL + v * LANES, total * (scale * x.scales[m0 + m]));
-      }
-    return;
-  }
-  float* sums = x.digits == 1 ? out : scratch<float, 1>(ROW_BLOCK * 2 * PANEL);
-  const int64_t groups = w.k / w.group;
-  const int64_t block = std::max<int64_t>(1, 2048 / w.group);  // groups whose lines stay in the first-level cache
-  for (int64_t g0 = 0; g0 < groups; g0 += block)
-    for (int64_t m = 0; m < digit_rows; m += TILE)
-      for (int64_t g = g0; g < std::min(groups, g0 + block); g++)
-        for (int64_t first = 0; first < VECTORS; first += SPAN) {
-          float* own = sums + m * PANEL + first * LANES;
-#define HASTEN_CALL(M) if constexpr (M <= TILE) tile_int4<M>(w, panel, first, g, x, from_row + m, own, g == 0)
-          HASTEN_TILES(std::min<int64_t>(TILE, digit_rows - m), HASTEN_CALL)
-#undef HASTEN_CALL
-        }
-  if (x.digits == 2)
-    for (int64_t m = 0; m < rows; m++)
-      for (int v = 0; v < VECTORS; v++) {
-        const float* pair = sums + 2 * m * PANEL + v * LANES;
-        store(out + m * PANEL + v * LANES, load(pair) + load(pair + PANEL));
-      }
-}
+void panel_product(const Weight& w, const Rows& x, int64_t panel, int64_t m0, int64_t m1, float* out);
 
 // Calls finish(panel, m0, m1, values [m1 - m0][64]) for every panel and block of rows, in parallel.
 template <class Finish>
 void product(const Weight& w, const Rows& x, int64_t rows, const Finish& finish) {
-  const int64_t blocks = (rows + ROW_BLOCK - 1) / ROW_BLOCK;
-  for_chunks(w.panels() * blocks, [&](int64_t chunk) {
-    const int64_t panel = chunk / blocks, m0 = chunk % blocks * ROW_BLOCK, m1 = std::min(rows, m0 + ROW_BLOCK);
+  const int64_t blocks = (rows + ROW_BLOCK - 1) / ROW_BLOCK, panels = w.panels();
+  // A stream starts anew at each chunk and waits for memory: with few rows, a chunk is several panels in a row.
+  int64_t run = 1;
+  if (rows <= WIDE) run = std::clamp<int64_t>(panels / (int64_t(torch::stable::get_num_threads()) * 8), 1, 8);
+  for_chunks((panels + run - 1) / run * blocks, [&](int64_t chunk) {
+    const int64_t m0 = chunk % blocks * ROW_BLOCK, m1 = std::min(rows, m0 + ROW_BLOCK), first = chunk / blocks * run;
     float* values = scratch<float, 2>(ROW_BLOCK * PANEL);
-    panel_product(w, x, panel, m0, m1, values);
-    finish(panel, m0, m1, values);
+    for (int64_t panel = first; panel < std::min(panels, first + run); panel++) {
+      panel_product(w, x, panel, m0, m1, values);
+      finish(panel, m0, m1, values);
+    }
   });
 }
 

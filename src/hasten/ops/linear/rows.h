@@ -111,14 +111,15 @@ inline void quantize(const float* x, int64_t k, int digits, int64_t digit_stride
 inline Rows prepare(const Weight& w, const void* x, Type type, int64_t rows, int64_t k, const Norm& norm, int digits) {
   Rows out;
   const bool narrow = w.format == Format::bf16;
-  if (narrow && type == Type::bf16 && !norm.weight && k == w.k) {
+  if (narrow && type == Type::bf16 && !norm.weight && k == w.k && rows == 1) {
     out.bf16 = static_cast<const uint16_t*>(x);
     return out;
   }
+  const int64_t stride = out.stride = narrow ? spread_rows<uint16_t>(w.k) : spread_rows<int8_t>(w.k);
   out.digits = narrow ? 1 : digits;
   out.groups = w.format == Format::int4 ? w.k / w.group : 1;
-  uint16_t* halves = narrow ? scratch<uint16_t, 3>(rows * w.k) : nullptr;
-  int8_t* q = narrow ? nullptr : scratch<int8_t, 4>(rows * digits * w.k);
+  uint16_t* halves = narrow ? scratch<uint16_t, 3>(rows * stride) : nullptr;
+  int8_t* q = narrow ? nullptr : scratch<int8_t, 4>(rows * digits * stride);
   float* scales = scratch<float, 5>(rows * out.groups);
   int32_t* sums = scratch<int32_t, 6>(rows * digits * out.groups);
   const int64_t block = 16;
@@ -127,12 +128,12 @@ inline Rows prepare(const Weight& w, const void* x, Type type, int64_t rows, int
     for (int64_t m = chunk * block; m < std::min(rows, (chunk + 1) * block); m++) {
       widen(x, type, m, k, w.k, norm, wide);
       if (narrow) {
-        for (int64_t i = 0; i < w.k; i += LANES) store_bf16(halves + m * w.k + i, load(wide + i));
+        for (int64_t i = 0; i < w.k; i += LANES) store_bf16(halves + m * stride + i, load(wide + i));
         continue;
       }
       const int64_t size = w.k / out.groups;
       for (int64_t g = 0; g < out.groups; g++)
-        quantize(wide + g * size, size, digits, w.k, q + m * digits * w.k + g * size, scales + m * out.groups + g,
+        quantize(wide + g * size, size, digits, stride, q + m * digits * stride + g * size, scales + m * out.groups + g,
                  sums + m * digits * out.groups + g, out.groups);
     }
   });
