@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from hasten.model.families.family import Piece
+from hasten.model.formats.pages import release_pages
 from hasten.model.formats.pieces import take, take_weight
 from hasten.model.formats.quantized_folder import QuantizedFolder
 from hasten.model.formats.record import LayerFormat, Quantization
@@ -66,6 +67,11 @@ def fill_quantized(
             packed = PackedLinear.from_weight(weight, linear.bias, activations=module.layer.activations, dtype=dtype)
         owner, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(owner), leaf, packed.eval())
+        # The layer has a copy of its own, unless its kernel reads rows as they stand in the file. (Read anew from the
+        # mapping: were it ever a copy instead, nobody else would hold it.)
+        mapped = tensors[f"{module.name}.weight{'_packed' if module.packed else ''}"]
+        if packed.data.untyped_storage().data_ptr() != mapped.untyped_storage().data_ptr():
+            release_pages(mapped)
     model.quantization = Quantization(layers=layers)
 
 
