@@ -7,10 +7,13 @@ import torch
 from torch import Tensor
 
 from hasten.errors import ConfigError
+from hasten.ops import triton_support
 from hasten.ops.attention.reference import reference
 from hasten.ops.attention.sdpa import sdpa
 from hasten.ops.attention.spec import AttentionSpec
 from hasten.ops.picker import Kernel, pick
+
+LARGEST_TRITON_HEAD = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +31,29 @@ def _sdpa_refuses(request: AttentionRequest) -> str | None:
     return None
 
 
+def _triton_refuses(request: AttentionRequest) -> str | None:
+    if request.dtype not in (torch.bfloat16, torch.float16):
+        return f"it takes bfloat16 and float16, not {str(request.dtype).removeprefix('torch.')}"
+    if request.spec.head_dim > LARGEST_TRITON_HEAD:
+        return f"the head size is {request.spec.head_dim}; it goes up to {LARGEST_TRITON_HEAD}"
+    return triton_support.refusal(request.device)
+
+
+def _triton(
+    q: Tensor, k: Tensor, v: Tensor, *, spec: AttentionSpec, mask: Tensor | None = None, dropout: float = 0.0
+) -> Tensor:
+    """A decode step in Triton; what has several queries a sequence, or needs a gradient, as without it."""
+    if q.shape[1] == 1 and not dropout and not (torch.is_grad_enabled() and q.requires_grad):
+        # Imported here, because it imports Triton: only where the kernel is taken.
+        from hasten.ops.attention.triton_decode import one_query
+
+        return one_query(q, k, v, spec=spec, mask=mask)
+    several = sdpa if spec.softcap is None else reference
+    return several(q, k, v, spec=spec, mask=mask, dropout=dropout)
+
+
 KERNELS: tuple[Kernel[AttentionRequest], ...] = (
+    Kernel("triton", _triton, _triton_refuses),
     Kernel("sdpa", sdpa, _sdpa_refuses),
     Kernel("reference", reference, lambda request: None),
 )

@@ -1,4 +1,4 @@
-"""How a layer keeps its weight in memory: panels for the native kernels, plain rows for PyTorch's.
+"""How a layer keeps its weight in memory: panels for the native kernels, plain rows for PyTorch's, pieces for Triton's.
 
 Both directions are exact: unpack(pack(weight)) is the weight, bit for bit. `Packed` tensors by format (W is N×K, G the
 number of groups in K, P = ceil(N / 64) panels; K' is K padded to 32, or to the group size):
@@ -7,6 +7,10 @@ number of groups in K, P = ceil(N / 64) panels; K' is K padded to 32, or to the 
   bfloat16   data bf16 (P, K'/2, 64, 2)                              data bf16 (N, K)
   int8       data uint8 (P, K'/4, 64, 4), scales f32 (P, 64)         data int8 (N, K), scales f32 (N, 1)
   int4       data uint8 (P, K'/8, 64, 4), scales, zeros (P, G, 64)   data uint8 (N, ceil(K/2)), scales, zeros (N, G)
+
+Pieces (for GPUs): 16 bytes of every row, then the next 16 bytes of every row, so that neighbouring threads read
+neighbouring bytes, 16 each, whatever part of K they stand in. int8 data (ceil(K/16), N, 16), scales f32 (1, N); int4
+data uint8 (K'/32, N, 16), where byte j of a piece holds the values j and 16 + j of 32, and scales, zeros (G, N).
 """
 
 from collections.abc import Callable
@@ -22,6 +26,7 @@ from hasten.ops.linear.weights import QuantizedWeight
 FORMATS = ("bfloat16", "int8", "int4")
 PANEL = 64  # output rows that stand interleaved
 PADDING = 32
+PIECE = 16  # bytes: the widest access of a GPU's thread
 
 
 class Packed(NamedTuple):
@@ -162,6 +167,54 @@ def _row_rows(packed: Packed, shape: Shape, ids: Tensor | None) -> Tensor | Quan
 
 
 ROWS = Layout("rows", _row_data_size, _row_scale_size, _pack_rows, _row_rows)
+
+
+# Pieces
+
+
+def _piece_data_size(shape: Shape) -> tuple[int, ...]:
+    if shape.format == "int4":
+        pieces = shape.groups * shape.group_size // (2 * PIECE)
+    else:
+        pieces = _steps(shape.in_features, PIECE)
+    return (pieces, shape.out_features, PIECE)
+
+
+def _piece_scale_size(shape: Shape) -> tuple[int, ...]:
+    return (shape.groups, shape.out_features)
+
+
+def _pack_pieces(weight: Tensor | QuantizedWeight, ops: Any) -> Packed:
+    assert isinstance(weight, QuantizedWeight), "the pieces are bytes; bfloat16 weights stay in rows"
+    n, k = weight.shape
+    multiple = weight.group_size or PIECE
+    values = torch.nn.functional.pad(weight.values, (0, -k % multiple))
+    if weight.bits == 4:
+        halves = values.view(n, -1, 2, PIECE)  # (N, pieces, 2, 16)
+        values = halves[:, :, 0] | halves[:, :, 1] << 4
+    data = values.view(n, -1, PIECE).transpose(0, 1).contiguous()
+    scales = weight.scales.float() if weight.bits == 8 else weight.scales
+    return Packed(data, scales.T.contiguous(), None if weight.zeros is None else weight.zeros.T.contiguous())
+
+
+def _piece_rows(packed: Packed, shape: Shape, ids: Tensor | None) -> QuantizedWeight:
+    if ids is not None:
+        packed = Packed(*(None if tensor is None else tensor[:, ids] for tensor in packed))  # type: ignore[arg-type]
+    assert packed.scales is not None
+    bits = 4 if shape.format == "int4" else 8
+    values = packed.data.transpose(0, 1)  # (R, pieces, 16)
+    if bits == 4:
+        values = torch.stack((values & 15, values >> 4), dim=2)  # (R, pieces, 2, 16)
+    return QuantizedWeight(
+        bits=bits,
+        group_size=shape.group_size,
+        values=values.flatten(1)[:, : shape.in_features].contiguous(),
+        scales=packed.scales.T.contiguous(),
+        zeros=None if packed.zeros is None else packed.zeros.T.contiguous(),
+    )
+
+
+PIECES = Layout("pieces", _piece_data_size, _piece_scale_size, _pack_pieces, _piece_rows)
 
 
 def check_weight(weight: QuantizedWeight) -> str:

@@ -7,11 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hasten.ops import triton_support
 from hasten.ops.linear import kernels
-from hasten.ops.linear.layouts import PADDING, PANELS, ROWS, Layout
+from hasten.ops.linear.layouts import PADDING, PANELS, PIECES, ROWS, Layout
 from hasten.ops.native import library
 from hasten.ops.picker import Kernel
 
+TRITON_GROUPS = (32, 64, 128, 256)
 LARGEST_INT8_ROW = 1 << 17  # products of more values with one scale could overflow the 32-bit sum
 
 # (x, data, scales, zeros, bias, out_features, group_size, digits) -> y
@@ -46,9 +48,27 @@ def _native_refuses(request: LinearRequest) -> str | None:
     return None
 
 
+def _triton_refuses(request: LinearRequest) -> str | None:
+    if request.format == "bfloat16":
+        return "PyTorch's own product is the best for bfloat16 weights on a GPU"
+    if request.dtype not in (torch.bfloat16, torch.float16):
+        return f"it takes bfloat16 and float16 activations, not {str(request.dtype).removeprefix('torch.')}"
+    if request.format == "int4" and request.group_size not in TRITON_GROUPS:
+        return f"its int4 groups are {', '.join(map(str, TRITON_GROUPS))}, not {request.group_size}"
+    return triton_support.refusal(request.device)
+
+
+def _triton() -> Product:
+    # Imported here, because it imports Triton: only where the kernel is taken.
+    from hasten.ops.linear.triton_linear import linear
+
+    return linear
+
+
 # `run` is called once, when a layer is bound, and returns the product that the layer then calls.
 KERNELS: tuple[Kernel[LinearRequest], ...] = (
     Kernel("native", lambda: native_ops().linear.default, _native_refuses),
+    Kernel("triton", _triton, _triton_refuses),
     Kernel("pytorch", lambda: kernels.pytorch, lambda request: None),
     Kernel("reference", lambda: kernels.reference, lambda request: None),
 )
@@ -56,7 +76,7 @@ KERNELS: tuple[Kernel[LinearRequest], ...] = (
 
 def layout_of(kernel: str) -> Layout:
     """The layout of the weights that a kernel reads."""
-    return PANELS if kernel == "native" else ROWS
+    return {"native": PANELS, "triton": PIECES}.get(kernel, ROWS)
 
 
 def native_ops() -> Any:

@@ -1,0 +1,115 @@
+"""The decode step as one CUDA graph: captured once, then replayed with a single launch for each token.
+
+A step of a 7 B model is some 500 kernels, which the host launches more slowly than a GPU runs them. A graph replays the
+same kernels on the same addresses, so everything a step reads or changes stands in tensors that never move: the tokens,
+the positions (which the step itself advances), the cache, the logits. Nothing that Python computes may differ from one
+step to the next, since Python runs only while the graph is captured. Blocks that torch.compile compiled are captured
+like any others. Not yet run on a GPU (docs/gpu-status.md).
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from hasten.errors import ConfigError
+from hasten.generation.cache import StaticCache
+from hasten.generation.decoder import Decoder
+from hasten.model.experts import Experts
+from hasten.model.transformer import Transformer
+
+# capture(step, reset) records step() and returns what runs the recorded work again; it may run step() before, each time
+# after reset().
+Capture = Callable[[Callable[[], None], Callable[[], None]], Callable[[], None]]
+WARM_UP_STEPS = 3  # compiles what is compiled on first use, and lets libraries allocate their workspaces
+
+
+def refusal(model: Transformer) -> str | None:
+    """Why this model's decode step cannot be captured, or None if it can."""
+    if model.device.type != "cuda":
+        return f"CUDA graphs need a CUDA device; the model is on {model.device}"
+    return _refusal(model)
+
+
+def _refusal(model: Transformer) -> str | None:
+    if any(isinstance(module, Experts) for module in model.modules()):
+        return "its experts choose their tokens on the host"
+    if any(rope.scaling == "longrope" for rope in model.config.ropes):
+        return "longrope computes a sequence anew where it outgrows the pretraining context"
+    return None
+
+
+def cuda_graph(step: Callable[[], None], reset: Callable[[], None]) -> Callable[[], None]:
+    """Warm `step` up on a stream of its own, as capturing wants it, then capture it."""
+    aside = torch.cuda.Stream()
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):
+        for _ in range(WARM_UP_STEPS):
+            reset()
+            step()
+    torch.cuda.current_stream().wait_stream(aside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
+class FixedStep:
+    """One decode step of B sequences over tensors that stay where they are.
+
+    tokens and positions int64 (B, 1), logits float32 (B, V). The step writes the logits after `tokens` and moves every
+    position on by one.
+    """
+
+    def __init__(self, model: Transformer, cache: StaticCache) -> None:
+        self.model, self.cache = model, cache
+        self.tokens = torch.zeros(cache.batch, 1, dtype=torch.int64, device=model.device)
+        self.positions = torch.zeros_like(self.tokens)
+        self.logits = torch.zeros(cache.batch, model.config.vocab_size, device=model.device)
+
+    def __call__(self) -> None:
+        context = self.cache.step(self.positions)
+        self.logits.copy_(self.model(self.tokens, self.positions, context)[:, 0])
+        self.positions.add_(1)
+
+
+class GraphDecoder(Decoder):
+    """A static `Decoder` whose decode step is captured at its first call, and again only after the cache has grown.
+
+    The logits that `decode` returns are overwritten by the next call. Raises ConfigError for a model that cannot be
+    captured (`refusal` says so before). `capture` is for tests.
+    """
+
+    def __init__(self, model: Transformer, *, batch: int, capacity: int, capture: Capture = cuda_graph) -> None:
+        reason = refusal(model) if capture is cuda_graph else _refusal(model)
+        if reason is not None:
+            raise ConfigError(f"the decode step of this model cannot be captured: {reason}")
+        super().__init__(model, batch=batch, capacity=capacity, static=True)
+        self._capture = capture
+        self._step: FixedStep | None = None
+        self._replay: Callable[[], None] | None = None
+        self._captured_at = (0, 0)  # capacity and address of the cache that was captured
+        self._advanced: list[int] = []  # what the positions on the device are
+
+    @torch.inference_mode()
+    def decode(self, tokens: Tensor) -> Tensor:
+        """As `Decoder.decode`: tokens (B,) int64 on the device -> logits (B, V), valid until the next call."""
+        self._check_room(max(self.lengths) + 1)
+        place = (self.cache.capacity, self.cache.k[0].data_ptr())
+        if self._step is None or self._captured_at != place:
+            self._step = FixedStep(self.model, self.cache)
+            # Warming up writes the same keys to the same places again and again, never beyond the cache.
+            self._replay = self._capture(self._step, self._set_positions)
+            self._captured_at, self._advanced = place, []
+        assert self._replay is not None
+        self._step.tokens.copy_(tokens[:, None])
+        if self._advanced != self.lengths:  # after a prefill or a truncation; else the step has moved them on itself
+            self._set_positions()
+        self._replay()
+        self.lengths = [n + 1 for n in self.lengths]
+        self._advanced = list(self.lengths)
+        return self._step.logits
+
+    def _set_positions(self) -> None:
+        assert self._step is not None
+        self._step.positions.copy_(torch.tensor(self.lengths)[:, None])

@@ -1,0 +1,155 @@
+"""Decode attention on CUDA: one query a sequence, split over the keys (flash-decoding), in Triton.
+
+Every program takes `SPLIT` keys of one key/value head, for all the query heads that share it, so that keys and values
+are read once; a second kernel adds the parts up in a fixed order. The size of the parts is fixed: a sequence's result
+does not depend on what else is in the batch. Not yet run on a GPU (docs/gpu-status.md).
+
+Import this file only where the kernel is taken; it imports Triton and registers the operator.
+"""
+
+import torch
+import triton
+from torch import Tensor
+
+from hasten.errors import ConfigError
+from hasten.ops.attention.spec import AttentionSpec
+from hasten.ops.attention.triton_kernels import attend, combine
+from hasten.ops.attention.view import KVView
+
+SPLIT = 128
+LEAST_SIDE = 16  # of a tensor core's tile
+
+
+@torch.library.custom_op("hasten_triton::decode_attention", mutates_args=())
+def operator(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    first: Tensor | None,
+    lengths: Tensor | None,
+    table: Tensor | None,
+    block_size: int,
+    keys: int,
+    scale: float,
+    window: int,
+    softcap: float,
+) -> Tensor:
+    """q (B, H, D) -> (B, H, D). k, v (B, S, Hkv, D), or with `lengths` (slots, Hkv, D); window, softcap 0: none."""
+    batch, heads, size = q.shape
+    kv_heads = k.shape[-2]
+    splits = max(1, triton.cdiv(keys, SPLIT))
+    side = max(LEAST_SIDE, triton.next_power_of_2(size))
+    parts = q.new_empty((batch, heads, splits, size), dtype=torch.float32)
+    peaks, sums = parts.new_empty(2, batch, heads, splits).unbind()
+    # Triton's interpreter cuts bfloat16 off where a GPU rounds: there the result is float32 until the end.
+    out = q.new_empty(q.shape, dtype=torch.float32 if q.device.type == "cpu" else q.dtype)
+    with torch.cuda.device_of(q):
+        attend[(splits, kv_heads, batch)](
+            q.contiguous(),
+            k,
+            v,
+            mask,
+            first,
+            lengths,
+            table,
+            parts,
+            peaks,
+            sums,
+            keys,
+            splits,
+            0 if table is None else table.shape[1],
+            max(block_size, 1),
+            k.stride(0) if lengths is None else 0,
+            k.stride(-3),
+            k.stride(-2),
+            0 if mask is None else mask.stride(0),
+            scale,
+            softcap,
+            window,
+            GROUP=heads // kv_heads,
+            GROUP_SIDE=max(LEAST_SIDE, triton.next_power_of_2(heads // kv_heads)),
+            D=size,
+            D_SIDE=side,
+            KEYS=SPLIT,
+            BLOCK=64 if side <= 128 else 32,  # so that two stages of keys and values fit into shared memory
+            HAS_MASK=mask is not None,
+            HAS_VIEW=lengths is not None,
+            HAS_TABLE=table is not None,
+            HAS_WINDOW=window > 0,
+            HAS_SOFTCAP=softcap > 0,
+            WIDE=q.device.type == "cpu",
+            num_warps=4,
+            num_stages=2,
+        )
+        combine[(batch * heads,)](
+            parts,
+            peaks,
+            sums,
+            out,
+            splits,
+            D=size,
+            D_SIDE=side,
+            SPLITS_SIDE=triton.next_power_of_2(splits),
+            num_warps=1,
+        )
+    return out.to(q.dtype)
+
+
+@operator.register_fake
+def _fake(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    first: Tensor | None,
+    lengths: Tensor | None,
+    table: Tensor | None,
+    block_size: int,
+    keys: int,
+    scale: float,
+    window: int,
+    softcap: float,
+) -> Tensor:
+    return torch.empty_like(q, memory_format=torch.contiguous_format)
+
+
+def one_query(q: Tensor, k: Tensor, v: Tensor, *, spec: AttentionSpec, mask: Tensor | None = None) -> Tensor:
+    """Attention of q (B, 1, H, D) over k, v (B, S, Hkv, D) as `reference` computes it; mask (B, 1, S) or (1, S)."""
+    if k.stride() != v.stride() or k.stride(-1) != 1:
+        k, v = k.contiguous(), v.contiguous()
+    rows = None
+    if mask is not None:
+        rows = mask[..., 0, :].expand(q.shape[0], -1)  # (B, S)
+        if rows.stride(-1) != 1:
+            rows = rows.contiguous()
+    window = spec.window or 0 if mask is None else 0  # a mask has it inside
+    return operator(
+        q[:, 0], k, v, rows, None, None, None, 0, k.shape[1], spec.scale, window, spec.softcap or 0.0
+    ).unsqueeze(1)
+
+
+def over_view(q: Tensor, view: KVView, *, spec: AttentionSpec, longest: int) -> Tensor:
+    """Attention of q (B, H, D), the last token of each sequence, over a cache; none has more than `longest` tokens.
+
+    Raises ConfigError where keys and values lie differently, or the step has not one token a sequence.
+    """
+    if view.k.stride() != view.v.stride() or view.k.stride(-1) != 1 or q.shape[0] != view.lengths.shape[0]:
+        raise ConfigError(
+            f"decode attention wants one query a sequence and k, v that lie alike; found q {tuple(q.shape)}, "
+            f"{view.lengths.shape[0]} sequences, strides {view.k.stride()} and {view.v.stride()}"
+        )
+    return operator(
+        q,
+        view.k,
+        view.v,
+        None,
+        view.first,
+        view.lengths,
+        view.table,
+        view.block_size,
+        longest,
+        spec.scale,
+        spec.window or 0,
+        spec.softcap or 0.0,
+    )

@@ -1,0 +1,198 @@
+"""The linear product on CUDA: Triton for up to 16 rows, PyTorch's product of the dequantized weight for more.
+
+Not yet run on a GPU (docs/gpu-status.md): the configurations come from counting bytes in flight, not from tuning.
+Import this file only where the kernel is taken; it imports Triton and registers the operator.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+import triton
+from torch import Tensor
+
+from hasten.ops.linear import triton_kernels as kernels
+from hasten.ops.linear.layouts import PIECE
+
+MOST_ROWS = 16  # the smallest side of a tensor core's tile: as many rows cost what one does
+SUM_BLOCK = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """How one product is cut: `block_n` outputs a program, `block_j` bytes of each a step, K into `splits` parts."""
+
+    block_n: int
+    block_j: int
+    splits: int
+    warps: int = 4
+    stages: int = 3
+
+
+# Programs that a product is cut into, at least: with 4 warps each, enough bytes under way for the memory's latency on
+# the 132 multiprocessors of a Hopper GPU. A constant, so that results do not depend on the device.
+PROGRAMS_ONE_ROW = 1056
+PROGRAMS_FEW_ROWS = 528
+MOST_SPLITS = 16
+
+
+def choose(rows: int, out_features: int, group_size: int) -> Config:
+    """The configuration for a product of so many rows and outputs; group_size 0: int8."""
+    block_j = group_size // 2 or 128  # a step of int4 is a group
+    # 16 bytes a step for each thread of 4 warps; the tensor cores' tile has 64 rows of weights.
+    block_n = max(16 if rows == 1 else 64, 2048 // block_j)
+    tiles = triton.cdiv(out_features, block_n)
+    wanted = PROGRAMS_ONE_ROW if rows == 1 else PROGRAMS_FEW_ROWS
+    splits = 1
+    while splits < MOST_SPLITS and tiles * splits < wanted:
+        splits *= 2
+    return Config(block_n=block_n, block_j=block_j, splits=splits)
+
+
+def linear(
+    x: Tensor,
+    data: Tensor,
+    scales: Tensor | None,
+    zeros: Tensor | None,
+    bias: Tensor | None,
+    out_features: int,
+    group_size: int,
+    digits: int,
+) -> Tensor:
+    """A `Product` (operator.py) of x (…, K) bfloat16 or float16. Activations are never rounded, whatever `digits`."""
+    assert scales is not None
+    return linear_operator(x, data, scales, zeros, bias, out_features, group_size)
+
+
+@torch.library.custom_op("hasten_triton::linear", mutates_args=())
+def linear_operator(
+    x: Tensor,
+    data: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    bias: Tensor | None,
+    out_features: int,
+    group_size: int,
+) -> Tensor:
+    """x (…, K), data (pieces, N, 16), scales (1, N) or (G, N), zeros (G, N), bias (N,) -> (…, N)."""
+    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    if rows.shape[0] == 0:
+        return x.new_empty((*x.shape[:-1], out_features))
+    if rows.shape[0] <= MOST_ROWS:
+        y = few_rows(rows, data, scales, zeros, bias, out_features, group_size)
+    else:
+        y = many_rows(rows, data, scales, zeros, bias, out_features, group_size)
+    return y.view(*x.shape[:-1], out_features)
+
+
+@linear_operator.register_fake
+def _fake(
+    x: Tensor,
+    data: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    bias: Tensor | None,
+    out_features: int,
+    group_size: int,
+) -> Tensor:
+    return x.new_empty((*x.shape[:-1], out_features))
+
+
+def few_rows(
+    x: Tensor,
+    data: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    bias: Tensor | None,
+    out_features: int,
+    group_size: int,
+    *,
+    config: Config | None = None,
+) -> Tensor:
+    """x (R, K), R from 1 to 16 -> (R, N). `config` is for tuning; that of `choose` by default."""
+    rows, k = x.shape
+    config = config or choose(rows, out_features, group_size)
+    pieces = data.shape[0]
+    steps = triton.cdiv(pieces, config.block_j // PIECE)
+    steps_per_split = triton.cdiv(steps, min(config.splits, steps))
+    splits = triton.cdiv(steps, steps_per_split)
+    y = _result(x, rows, out_features)
+    parts = y if splits == 1 else x.new_empty((splits, rows, out_features), dtype=torch.float32)
+    with torch.cuda.device_of(x):
+        kernels.product[(triton.cdiv(out_features, config.block_n), splits)](
+            x,
+            data,
+            scales,
+            zeros,
+            bias,
+            parts,
+            rows,
+            out_features,
+            k,
+            pieces,
+            steps_per_split,
+            BITS=4 if group_size else 8,
+            ONE_ROW=rows == 1,
+            M=1 if rows == 1 else MOST_ROWS,
+            BLOCK_N=config.block_n,
+            BLOCK_J=config.block_j,
+            STAGES=config.stages,
+            HAS_ZEROS=zeros is not None,
+            HAS_BIAS=bias is not None and splits == 1,
+            WIDE=x.device.type == "cpu",
+            num_warps=config.warps,
+        )
+        if splits > 1:
+            kernels.add_splits[(triton.cdiv(y.numel(), SUM_BLOCK),)](
+                parts,
+                bias,
+                y,
+                y.numel(),
+                out_features,
+                SPLITS=splits,
+                BLOCK=SUM_BLOCK,
+                HAS_BIAS=bias is not None,
+            )
+    return y.to(x.dtype)
+
+
+def many_rows(
+    x: Tensor,
+    data: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    bias: Tensor | None,
+    out_features: int,
+    group_size: int,
+) -> Tensor:
+    """x (R, K) -> (R, N): the weight becomes 16-bit for the time of the product, which then is PyTorch's own.
+
+    torch._int_mm would be twice as fast, but needs x rounded to int8; this kernel promises not to round it.
+    """
+    k = x.shape[1]
+    weight = _result(x, out_features, k)  # (N, K)
+    block_j = group_size // 2 if group_size else 64
+    grid = (triton.cdiv(out_features, 32), triton.cdiv(data.shape[0], block_j // PIECE))
+    with torch.cuda.device_of(x):
+        kernels.dequantize[grid](
+            data,
+            scales,
+            zeros,
+            weight,
+            out_features,
+            k,
+            BITS=4 if group_size else 8,
+            BLOCK_N=32,
+            BLOCK_J=block_j,
+            HAS_ZEROS=zeros is not None,
+        )
+    weight = weight.to(x.dtype)
+    if group_size:
+        return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
+    y = F.linear(x, weight) * scales.flatten()
+    return (y if bias is None else y + bias).to(x.dtype)
+
+
+def _result(x: Tensor, *size: int) -> Tensor:
+    """What a kernel writes to. Triton's interpreter cuts bfloat16 off where a GPU rounds: there it writes float32."""
+    return x.new_empty(size, dtype=torch.float32 if x.device.type == "cpu" else x.dtype)

@@ -1,0 +1,134 @@
+"""The Triton kernels go through the real compiler to machine code of a Hopper GPU; that needs no GPU.
+
+The interpreter takes programs that the compiler refuses, and says nothing about how memory is read.
+"""
+
+import re
+import sys
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton has no wheel for this platform")
+if sys.platform != "linux":
+    pytest.skip("Triton's compiler is for Linux", allow_module_level=True)
+
+
+@pytest.fixture
+def compiled(monkeypatch, tmp_path):
+    """compiled(kernel, pointers and integers by name, constants) -> what came out; left-out arguments are None."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+    def build(kernel, types, constants):
+        names = kernel.arg_names
+        signature = {name: types.get(name, "constexpr") for name in names}
+        values = {(i,): constants.get(name) for i, name in enumerate(names) if name not in types}
+        # Torch's allocations are aligned, and sizes and strides that 16 divides are known to the compiler when called.
+        aligned = [["tt.divisibility", 16]]
+        divisible = {
+            (i,): aligned
+            for i, name in enumerate(names)
+            if signature[name][0] == "*" or name.endswith(("_size", "_stride"))
+        }
+        source = ASTSource(kernel, signature, values, divisible)
+        return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+
+    return build
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("one_row", [True, False])
+@pytest.mark.parametrize(("bits", "block_j", "zeros"), [(8, 128, False), (4, 16, True), (4, 32, False), (4, 64, True)])
+def test_product(compiled, dtype, one_row, bits, block_j, zeros):
+    from hasten.ops.linear.triton_kernels import product
+    from hasten.ops.linear.triton_linear import choose
+
+    config = choose(1 if one_row else 16, 4096, 0 if bits == 8 else 2 * block_j)
+    assert config.block_j == block_j
+    types = {
+        "x": f"*{dtype}",
+        "data": "*i8" if bits == 8 else "*u8",
+        "scales": "*fp32" if bits == 8 else "*fp16",
+        "out": "*fp32",
+        **dict.fromkeys(("n_size", "k_size", "pieces", "steps_per_split"), "i32"),
+        **({} if one_row else {"rows": "i32"}),
+        **({"zeros": "*u8"} if zeros else {}),
+    }
+    constants = {
+        "BITS": bits,
+        "ONE_ROW": one_row,
+        "M": 1 if one_row else 16,
+        "rows": 1,
+        "BLOCK_N": config.block_n,
+        "BLOCK_J": config.block_j,
+        "STAGES": config.stages,
+        "HAS_ZEROS": zeros,
+        "HAS_BIAS": False,
+        "WIDE": False,
+    }
+    code = compiled(product, types, constants).asm["ptx"]
+    # The weights come 16 bytes a thread, some steps ahead; the tensor cores multiply several rows.
+    if (block_j, one_row) != (32, False):  # there Triton 3.7 takes 8 bytes, whatever the tile
+        assert "cp.async.cg.shared.global" in code or "ld.global.v4.b32" in code
+    assert ("wgmma" in code or "mma.sync" in code) != one_row
+    # Nothing is kept in local memory: the tile fits into the registers.
+    assert not re.search(r"(ld|st)\.local", code)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_adding_the_parts(compiled, bias):
+    from hasten.ops.linear.triton_kernels import add_splits
+
+    types = {"parts": "*fp32", "out": "*bf16", "size": "i32", "n_size": "i32"} | ({"bias": "*fp32"} if bias else {})
+    assert compiled(add_splits, types, {"SPLITS": 4, "BLOCK": 1024, "HAS_BIAS": bias}).asm["cubin"]
+
+
+@pytest.mark.parametrize(("bits", "block_j", "zeros"), [(8, 64, False), (4, 64, True), (4, 16, False)])
+def test_dequantizing(compiled, bits, block_j, zeros):
+    from hasten.ops.linear.triton_kernels import dequantize
+
+    types = {"data": "*i8" if bits == 8 else "*u8", "scales": "*fp16", "out": "*bf16", "n_size": "i32", "k_size": "i32"}
+    types |= {"zeros": "*u8"} if zeros else {}
+    constants = {"BITS": bits, "BLOCK_N": 32, "BLOCK_J": block_j, "HAS_ZEROS": zeros}
+    assert compiled(dequantize, types, constants).asm["cubin"]
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("source", ["mask", "view", "table", "all keys"])
+@pytest.mark.parametrize(("group", "head_dim"), [(1, 128), (8, 64), (8, 256)])
+def test_decode_attention(compiled, dtype, source, group, head_dim):
+    from hasten.ops.attention.triton_kernels import attend
+
+    integers = ("keys", "splits", "blocks", "block_size", "sequence_stride", "row_stride", "head_stride", "mask_stride")
+    types = dict.fromkeys(("q", "k", "v"), f"*{dtype}") | dict.fromkeys(("parts", "peaks", "sums"), "*fp32")
+    types |= dict.fromkeys((*integers, "window"), "i32") | {"scale": "fp32", "softcap": "fp32"}
+    given = {"mask": ["mask"], "view": ["first", "lengths"], "table": ["lengths", "table"], "all keys": []}[source]
+    types |= {name: "*i1" if name == "mask" else "*i64" for name in given}
+    constants = {
+        "GROUP": group,
+        "GROUP_SIDE": 16,
+        "D": head_dim,
+        "D_SIDE": head_dim,
+        "KEYS": 128,
+        "BLOCK": 64 if head_dim <= 128 else 32,
+        "HAS_MASK": source == "mask",
+        "HAS_VIEW": "lengths" in given,
+        "HAS_TABLE": source == "table",
+        "HAS_WINDOW": source == "view",
+        "HAS_SOFTCAP": source == "all keys",
+        "WIDE": False,
+    }
+    result = compiled(attend, types, constants)
+    assert "mma" in result.asm["ptx"]
+    assert re.search(r"cp\.async\.cg\.shared\.global|ld\.global\S*\.v4", result.asm["ptx"])
+    assert result.metadata.shared <= 227 << 10  # bytes that a program of a Hopper GPU can have
+
+
+def test_combining_the_parts(compiled):
+    from hasten.ops.attention.triton_kernels import combine
+
+    types = {"parts": "*fp32", "peaks": "*fp32", "sums": "*fp32", "out": "*bf16", "splits": "i32"}
+    assert compiled(combine, types, {"D": 96, "D_SIDE": 128, "SPLITS_SIDE": 8}).asm["cubin"]

@@ -1,0 +1,150 @@
+"""Checks of the Triton kernels that run in the interpreter on a CPU and, unchanged, on a GPU.
+
+Triton decides when it is imported, once for a process, whether its functions are interpreted, and other tests import it
+too (torch.compile does). So the interpreted tests are files of their own, which pytest does not collect, and
+`run_interpreted` runs one of them in a process of its own, whatever the order of tests and the number of workers.
+"""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from hasten.ops.attention import AttentionSpec, attention
+from hasten.ops.attention.view import KVView
+from hasten.ops.linear import PackedLinear, QuantizedWeight
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is here")
+
+
+def run_interpreted(file: str) -> None:
+    """Run the tests of a file beside this one's rooms under Triton's interpreter; fail with their output."""
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("Triton has no wheel for this platform")
+    path = Path(__file__).parent / file
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-x", "-p", "no:xdist", str(path)],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        cwd=path.parents[2],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+
+
+def make_weight(n, k, *, group_size=0, symmetric=True, scale_dtype=torch.float16, seed=0):
+    """A random int8 (group_size 0) or int4 weight."""
+    generator = torch.Generator().manual_seed(seed)
+    if not group_size:
+        values = torch.randint(-128, 128, (n, k), generator=generator).to(torch.int8)
+        return QuantizedWeight(bits=8, group_size=0, values=values, scales=torch.rand(n, 1, generator=generator) + 0.1)
+    size = (n, -(-k // group_size))
+    zeros = torch.randint(0, 16, size, generator=generator).to(torch.uint8)
+    return QuantizedWeight(
+        bits=4,
+        group_size=group_size,
+        values=torch.randint(0, 16, (n, k), generator=generator).to(torch.uint8),
+        scales=(torch.rand(size, generator=generator) + 0.1).to(scale_dtype),
+        zeros=None if symmetric else zeros,
+    )
+
+
+def moved(weight, device):
+    """The weight on a device."""
+    zeros = None if weight.zeros is None else weight.zeros.to(device)
+    return QuantizedWeight(
+        bits=weight.bits,
+        group_size=weight.group_size,
+        values=weight.values.to(device),
+        scales=weight.scales.to(device),
+        zeros=zeros,
+    )
+
+
+def rms(error):
+    return error.double().square().mean().sqrt().item()
+
+
+def check_linear(weight, *, rows, dtype, with_bias, device):
+    """The Triton product errs at most twice what plain PyTorch errs, against float64; the weight comes back exactly."""
+    n, k = weight.shape
+    generator = torch.Generator().manual_seed(n * 1000 + k)
+    x = torch.randn(rows, k, generator=generator).to(dtype)
+    bias = torch.randn(n, generator=generator) if with_bias else None
+    layer = PackedLinear.from_weight(
+        moved(weight, device), None if bias is None else bias.to(device), dtype=dtype, kernel="triton"
+    )
+    kept = moved(layer.to_weight(), "cpu")
+    assert torch.equal(kept.values, weight.values)
+    assert torch.equal(kept.scales, weight.scales)
+    assert weight.zeros is None or torch.equal(kept.zeros, weight.zeros)
+    exact = F.linear(x.double(), weight.dequantize().double(), None if bias is None else bias.double())
+    plain = F.linear(x, weight.dequantize(dtype), None if bias is None else bias.to(dtype))
+    y = layer(x.to(device)).cpu()
+    assert y.dtype == dtype
+    assert y.shape == (rows, n)
+    # One unit in the last place of the largest output: with a handful of outputs PyTorch may err by chance not at all.
+    unit = torch.finfo(dtype).eps * exact.abs().max().item() * max(0.0, 1 - y.numel() / 200)
+    assert rms(y - exact) <= 2 * rms(plain - exact) + unit
+
+
+def check_attention(*, heads, kv_heads, head_dim, keys, window, softcap, dtype, device, batch=2):
+    """Decode attention errs at most twice what PyTorch's own errs, out of tensors, a cache, and a cache of blocks."""
+    generator = torch.Generator().manual_seed(keys)
+    q = torch.randn(batch, 1, heads, head_dim, generator=generator).to(dtype)
+    k, v = torch.randn(2, batch, keys, kv_heads, head_dim, generator=generator).to(dtype).unbind()
+    lengths = [keys - (3 * b) % keys for b in range(batch)]
+    exact, plain = [], []
+    for b, n in enumerate(lengths):  # each sequence alone, by its own length
+        one = [t[b : b + 1, :size] for t, size in ((q, 1), (k, n), (v, n))]
+        options = {"window": window, "softcap": softcap}
+        exact.append(attention(*(t.double() for t in one), **options, kernel="reference"))
+        plain.append(attention(*one, **options, kernel="sdpa" if softcap is None else "reference"))
+    exact, plain = torch.cat(exact), torch.cat(plain)
+    places, ends = torch.arange(keys), torch.tensor(lengths)[:, None]
+    mask = places < ends if window is None else (places < ends) & (places >= ends - window)  # (B, S)
+    bound = 2 * rms(plain - exact)
+    y = attention(
+        q.to(device), k.to(device), v.to(device), mask=mask[:, None].to(device), softcap=softcap, kernel="triton"
+    )
+    assert rms(y.cpu() - exact) <= bound
+    from hasten.ops.attention.triton_decode import over_view
+
+    spec = AttentionSpec(
+        heads=heads, kv_heads=kv_heads, head_dim=head_dim, scale=head_dim**-0.5, window=window, softcap=softcap
+    )
+    for view in (_contiguous(k, v, lengths), _paged(k, v, lengths)):
+        there = KVView(*(t.to(device) if isinstance(t, torch.Tensor) else t for t in view))
+        y = over_view(q[:, 0].to(device), there, spec=spec, longest=keys)
+        assert rms(y.cpu() - exact[:, 0]) <= bound
+
+
+def _contiguous(k, v, lengths):
+    """The sequences in reverse order, each with one row of NaN behind it that nobody may read."""
+    batch, keys = k.shape[:2]
+    step = keys + 1
+    rows = torch.full((2, batch * step + 1, *k.shape[2:]), float("nan"), dtype=k.dtype)
+    first = torch.arange(batch).flip(0) * step
+    for b, n in enumerate(lengths):
+        rows[0, first[b] : first[b] + n], rows[1, first[b] : first[b] + n] = k[b, :n], v[b, :n]
+    ends = torch.tensor(lengths)
+    return KVView(*rows.unbind(), first + ends - 1, torch.arange(batch + 1), ends, first)
+
+
+def _paged(k, v, lengths, size=16):
+    """The same in blocks of 16 tokens, in a random order, NaN where there is no token."""
+    batch, keys = k.shape[:2]
+    blocks = -(-keys // size)
+    order = torch.randperm(batch * blocks, generator=torch.Generator().manual_seed(1)).view(batch, blocks)
+    rows = torch.full((2, batch * blocks * size + 1, *k.shape[2:]), float("nan"), dtype=k.dtype)
+    for b, n in enumerate(lengths):
+        places = torch.arange(n)
+        slots = order[b, places // size] * size + places % size
+        rows[0, slots], rows[1, slots] = k[b, :n], v[b, :n]
+    slots = torch.zeros(batch, dtype=torch.int64)  # written before; decode attention only reads
+    return KVView(*rows.unbind(), slots, torch.arange(batch + 1), torch.tensor(lengths), None, order, size)
