@@ -21,6 +21,7 @@ def tiny(tiny_folder):
 
     return hasten.load(tiny_folder)
 
+
 @pytest.fixture(autouse=True, scope="module")
 def one_thread():
     """Models this small gain nothing from two threads, and on a busy machine wait for the second: ten times slower."""

@@ -102,6 +102,9 @@ def test_eval_json(tiny_folder, tmp_path, capfd):
         (["generate", "FOLDER", "--prompt", "x", "--temperature", "-1"], "temperature"),
         (["generate", "FOLDER", "--prompt", "x", "--device", "cuda:9"], "cuda"),
         (["generate", "FOLDER", "--prompt", "x", "--threads", "0"], "threads"),
+        (["generate", "FOLDER", "--prompt", "x", "--threads", "1000000"], "threads"),
+        (["generate", "FOLDER", "--prompt", "x", "--json", "/tmp"], "/tmp is a folder"),
+        (["eval", "FOLDER", "--text", "stdlib", "--json", "/no/such/folder/x.json"], "no folder"),
         (["eval", "FOLDER", "--text", "/no/such/file"], "/no/such/file"),
         (["chat", "FOLDER", "--template", "/no/such/file"], "/no/such/file"),
     ],
@@ -121,3 +124,17 @@ def test_chat_reads_lines_and_answers(tiny_folder):
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("from the cache") == 2
     assert len(done.stdout.splitlines()) >= 2
+
+
+def test_a_full_standard_output_is_one_line_and_exit_2(tiny_folder):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "hasten", "generate", str(tiny_folder), "--prompt", "a", "--max-new-tokens", "3"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=120,
+        )
+    assert done.returncode == 2
+    assert "no space" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -199,3 +199,42 @@ def test_padded_vocabulary_is_never_sampled():
     model.head.weight.data[config.vocab_size :] = 100.0  # would win every draw
     output = hasten.generate(model, [[1, 2, 3]] * 4, max_new_tokens=30, temperature=2.0, seed=0)
     assert all(token < config.vocab_size for o in output for token in o.tokens)
+
+
+def test_rows_end_apart_at_the_edge_of_the_model():
+    """A long prompt that ends early, beside a short one that goes on: each gets what it gets alone."""
+    prompts = [[5] * 508, [1, 2, 3], list(range(40, 90))]
+    params = [
+        hasten.SamplingParams(temperature=0, max_new_tokens=count, ignore_eos=True, min_new_tokens=count)
+        for count in (4, 30, 2)
+    ]
+    for prompt, own, output in zip(prompts, params, hasten.generate(MODEL, prompts, params), strict=True):
+        assert output.tokens == hasten.generate(MODEL, prompt, own)[0].tokens
+        assert len(output.tokens) == own.max_new_tokens
+
+
+def test_rows_of_one_setting_are_bounded_each_by_its_own_room():
+    outputs = hasten.generate(MODEL, [[7] * 500, [1, 2]], temperature=0, max_new_tokens=40, ignore_eos=True)
+    assert [len(o.tokens) for o in outputs] == [12, 40]
+
+
+@pytest.mark.parametrize(
+    "prompts", [None, 5, [1.5, 2], [True, False], b"abc", [b"abc"], [[1, "x"]], {"a": 1}, ["x", None]]
+)
+def test_prompts_of_a_wrong_type_are_refused(prompts):
+    with pytest.raises(ConfigError):
+        hasten.generate(MODEL, prompts, GREEDY)
+
+
+def test_tensors_and_arrays_are_prompts():
+    expected = hasten.generate(MODEL, [3, 4, 5], GREEDY)[0].tokens
+    for prompt in (torch.tensor([3, 4, 5]), torch.tensor([3, 4, 5]).numpy(), (3, 4, 5), torch.tensor([[3, 4, 5]])):
+        assert hasten.generate(MODEL, prompt, GREEDY)[0].tokens == expected
+
+
+def test_params_and_streams_of_a_wrong_kind_are_refused():
+    for params in ({"temperature": 0}, "greedy", [{"temperature": 0}]):
+        with pytest.raises(ConfigError, match="SamplingParams"):
+            hasten.generate(MODEL, "x", params)
+    with pytest.raises(ConfigError, match="one prompt"):
+        list(hasten.stream(MODEL, ["a", "b"], GREEDY))

@@ -77,3 +77,14 @@ def test_bad_windows_are_refused(context, stride):
 def test_nothing_to_predict():
     with pytest.raises(ConfigError, match="too short"):
         hasten.perplexity(MODEL, [[1], []])
+
+
+@pytest.mark.parametrize("documents", ["one text", [[1, 2, -100]], [[1, 10**6]], [1, 2, 3], [[1.5, 2]], [b"abc"]])
+def test_documents_of_a_wrong_kind_are_refused(documents):
+    with pytest.raises(ConfigError):
+        hasten.perplexity(MODEL, documents)
+
+
+def test_a_fractional_context_is_refused():
+    with pytest.raises(ConfigError, match="context"):
+        hasten.perplexity(MODEL, [[1, 2, 3]], context=2.5)

@@ -94,6 +94,20 @@ def build_report(
     }
 
 
+def require_writable(target: str | None) -> None:
+    """Raise ResourceError now, not after minutes of work, if a --json target cannot be written. None and "-" can."""
+    if target is None or target == "-":
+        return
+    path = Path(target)
+    folder = path.parent
+    if path.is_dir():
+        raise ResourceError(f"{target} is a folder; give the name of a file in it")
+    if not folder.is_dir():
+        raise ResourceError(f"{target} cannot be written: there is no folder {folder}")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise ResourceError(f"{target} cannot be written: permission denied")
+
+
 def write_json(target: str | Path, value: object) -> None:
     """Writes `value` as JSON to a file, or to standard output if the target is "-".
 

@@ -32,6 +32,10 @@ class LadderOptions:
 
     def common(self) -> dict[str, Any]:
         """The options that every ladder takes under the same name."""
+        from hasten.bench.report import require_writable
+
+        require_writable(self.json)
+        require_writable(self.picture)
         names = tuple(name.strip() for name in self.rungs.split(",") if name.strip())
         return {
             "rungs": names,

@@ -27,6 +27,9 @@ class Doctor:
     """Leave out the measurements of memory bandwidth and matrix products (about ten seconds)."""
 
     def run(self) -> None:
+        from hasten.bench.report import require_writable
+
+        require_writable(self.json)
         from hasten.bench.report import write_json
 
         found = examine(quick=self.quick)

@@ -30,6 +30,9 @@ class Export:
     """Write what was done as JSON to this file; "-": to standard output."""
 
     def run(self) -> None:
+        from hasten.bench.report import require_writable
+
+        require_writable(self.json)
         from rich.console import Console
 
         from hasten.bench.report import write_json

@@ -27,6 +27,9 @@ class Generate(SamplingOptions, ModelOptions):
     """Write the result as JSON to this file; "-": to standard output, and nothing else there."""
 
     def run(self) -> None:
+        from hasten.bench.report import require_writable
+
+        require_writable(self.json)
         if bool(self.prompt) == bool(self.prompt_ids):
             raise ConfigError("give either --prompt TEXT or --prompt-ids ID …")
         prompts: list[Any] = [list(self.prompt_ids)] if self.prompt_ids else [_text(text) for text in self.prompt]

@@ -1,5 +1,6 @@
 """The `hasten` command: one file a command, imported only when it is the one that was asked for."""
 
+import errno
 import sys
 import warnings
 from importlib import import_module
@@ -58,6 +59,7 @@ def main(arguments: list[str] | None = None) -> None:
             import tyro
 
             tyro.cli(command, args=given[1:], prog=f"hasten {given[0]}").run()
+        sys.stdout.flush()
     except HastenError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
@@ -66,6 +68,12 @@ def main(arguments: list[str] | None = None) -> None:
     except BrokenPipeError:  # the reader of our output has gone, as `| head` does
         sys.stderr.close()
         raise SystemExit(0) from None
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        print("error: standard output cannot be written: no space is left there", file=sys.stderr)
+        sys.stdout = None  # type: ignore[assignment]  # what is left in its buffer cannot be written either
+        raise SystemExit(2) from None
 
 
 def _show_warning(message: Warning | str, category: type[Warning], *rest: object) -> None:

@@ -38,9 +38,13 @@ class Decoder:
     @torch.inference_mode()
     def prefill(self, prompts: Sequence[Sequence[int]]) -> Tensor:
         """Append each row's tokens and return the logits (B, V) after its last one. Rows may differ in length."""
-        longest = max(len(prompt) for prompt in prompts)
         if not all(prompts):
             raise ConfigError("a prompt has no tokens; give at least one (for example the beginning-of-text token)")
+        return self._extend(prompts)
+
+    def _extend(self, prompts: Sequence[Sequence[int]]) -> Tensor:
+        """`prefill` in which a row may also get nothing; its logits then mean nothing."""
+        longest = max(len(prompt) for prompt in prompts)
         grown = [n + len(p) for n, p in zip(self.lengths, prompts, strict=True)]
         self._check_room(max(grown))
         piece = max(1, _PREFILL_TOKENS // len(prompts))
@@ -70,7 +74,7 @@ class Decoder:
         valid = offsets < counts[:, None]  # (B, T)
         starts = torch.tensor(self.lengths, device=device)
         # Padding repeats the row's last position: its keys are kept nowhere, and it must not look longer than it is.
-        positions = starts[:, None] + torch.minimum(offsets, (counts - 1).clamp(min=0)[:, None])
+        positions = (starts[:, None] + torch.minimum(offsets, counts[:, None] - 1)).clamp(min=0)
         fresh = not any(self.lengths)
         self.lengths = [n + len(p) for n, p in zip(self.lengths, part, strict=True)]
         context = self.cache.step(positions, valid=valid, fresh=fresh, read=max(self.lengths))
@@ -78,18 +82,24 @@ class Decoder:
         return self.model(tokens, positions, context, rows=last)
 
     @torch.inference_mode()
-    def decode(self, tokens: Tensor) -> Tensor:
-        """Append one token to every row, tokens (B,) int64 on the device; return the logits (B, V) after it."""
+    def decode(self, tokens: Tensor, *, active: Sequence[bool] | None = None) -> Tensor:
+        """Append one token to every row, tokens (B,) int64 on the device; return the logits (B, V) after it.
+
+        active: False for rows that have ended: they stay as long as they are, and their logits mean nothing.
+        """
+        going = [True] * len(self.lengths) if active is None else list(active)
         if self._rescale_at is not None:
-            if self._rescale_at in self.lengths:
-                return self.prefill([[token] for token in tokens.tolist()])
-            self._history = [[*h[:n], t] for h, n, t in zip(self._history, self.lengths, tokens.tolist(), strict=True)]
-        longest = max(self.lengths) + 1
-        self._check_room(longest)
-        positions = torch.tensor(self.lengths, device=tokens.device)[:, None]  # (B, 1)
-        self.lengths = [n + 1 for n in self.lengths]
-        read = None if self.static else -(-longest // _READ_STEP) * _READ_STEP
-        return self.model(tokens[:, None], positions, self.cache.step(positions, read=read))[:, 0]
+            new = [[token] if on else [] for token, on in zip(tokens.tolist(), going, strict=True)]
+            if any(n == self._rescale_at and on for n, on in zip(self.lengths, going, strict=True)):
+                return self._extend(new)
+            self._history = [[*h[:n], *t] for h, n, t in zip(self._history, self.lengths, new, strict=True)]
+        grown = [n + on for n, on in zip(self.lengths, going, strict=True)]
+        self._check_room(max(grown))
+        positions = torch.tensor([n - 1 for n in grown], device=tokens.device)[:, None]  # (B, 1)
+        valid = None if all(going) else torch.tensor(going, device=tokens.device)[:, None]
+        self.lengths = grown
+        read = None if self.static else -(-max(grown) // _READ_STEP) * _READ_STEP
+        return self.model(tokens[:, None], positions, self.cache.step(positions, valid=valid, read=read))[:, 0]
 
     def truncate(self, length: int) -> None:
         """Forget everything after the first `length` tokens of every row; what lies behind is overwritten later."""

@@ -9,6 +9,7 @@ import torch
 
 from hasten.errors import ConfigError
 from hasten.generation.decoder import Decoder
+from hasten.generation.ids import check_ids
 from hasten.generation.params import SamplingParams
 from hasten.generation.sampling import History, RowParams, next_tokens
 from hasten.generation.stopping import Delta, FinishReason, OutputText, stop_ids
@@ -77,7 +78,10 @@ def generate(
 
 def stream(model: Transformer, prompt: Prompt, params: SamplingParams | None = None, **settings: Any) -> Iterator[str]:
     """Continue one prompt and yield its text piece by piece: whole characters, never a part of a stop string."""
-    for step in Generation(model, prompt, params, **settings):
+    run = Generation(model, prompt, params, **settings)
+    if len(run.prompts) != 1:
+        raise ConfigError(f"stream takes one prompt, found {len(run.prompts)}; use generate for several")
+    for step in run:
         for _, _, delta in step:
             if delta.text:
                 yield delta.text
@@ -104,7 +108,10 @@ class Generation:
     ) -> None:
         self.model = model
         self.prompts = encode_prompts(model, prompts)
-        rows = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(self.prompts)
+        given: list[Any] = list(params) if isinstance(params, list | tuple) else [params] * len(self.prompts)
+        rows: list[SamplingParams] = [SamplingParams() if row is None else row for row in given]
+        if not all(isinstance(row, SamplingParams) for row in rows):
+            raise ConfigError(f"params must be SamplingParams, or a list of them; found {params!r:.80}")
         if len(rows) != len(self.prompts):
             raise ConfigError(f"{len(rows)} sampling parameters were given for {len(self.prompts)} prompts")
         if settings:
@@ -132,8 +139,8 @@ class Generation:
         shortest = max(row.min_new_tokens for row in self.params)
         start = time.perf_counter()
         logits = self.decoder.prefill([prompt[self.reused :] for prompt in self.prompts])
-        last = max(row.max_new_tokens for row in self.params)
-        for step in range(last):
+        active = [True] * len(self.prompts)
+        for step in range(max(row.max_new_tokens for row in self.params)):
             # Everything that depends on the logits is queued before the one unavoidable wait, for the token itself.
             tokens = next_tokens(
                 logits,
@@ -152,16 +159,13 @@ class Generation:
                 timing.first_token = now - timing.started
             else:
                 timing.decode_seconds += now - start
-                timing.decode_tokens += len(self.prompts)
-            yield [
-                (row, found[row], output.push(found[row]))
-                for row, output in enumerate(self.outputs)
-                if output.finish_reason is None
-            ]
-            if all(output.finish_reason for output in self.outputs):
+                timing.decode_tokens += sum(active)
+            yield [(row, found[row], self.outputs[row].push(found[row])) for row, on in enumerate(active) if on]
+            active = [output.finish_reason is None for output in self.outputs]
+            if not any(active):
                 return
             start = time.perf_counter()
-            logits = self.decoder.decode(tokens)
+            logits = self.decoder.decode(tokens, active=active)
 
     def _banned(self, step: int) -> torch.Tensor | None:
         """(B, V) bool: the ids that would end a row before its minimum."""
@@ -173,13 +177,16 @@ class Generation:
 
 
 def encode_prompts(model: Transformer, prompts: Prompt | Sequence[Prompt]) -> list[list[int]]:
-    """Token ids of one or several prompts, checked against the vocabulary."""
-    one = isinstance(prompts, str) or (len(prompts) > 0 and all(isinstance(p, int) for p in prompts))
-    several: Sequence[Any] = [prompts] if one else prompts
-    if not several:
+    """Token ids of one or several prompts, checked against the vocabulary. Tensors and arrays of ids are taken too."""
+    given = _plain(prompts)
+    if isinstance(given, str) or (isinstance(given, list) and given and not isinstance(given[0], str | list)):
+        given = [given]
+    if not isinstance(given, list):
+        raise ConfigError(f"prompts must be text, token ids, or a list of either; found {type(prompts).__name__}")
+    if not given:
         raise ConfigError("no prompt was given")
     encoded = []
-    for prompt in several:
+    for prompt in given:
         if isinstance(prompt, str):
             if model.tokenizer is None:
                 raise ConfigError("this model's folder has no tokenizer: give the prompt as token ids")
@@ -187,14 +194,19 @@ def encode_prompts(model: Transformer, prompts: Prompt | Sequence[Prompt]) -> li
             if not ids and model.tokenizer.bos_id is not None:
                 ids = [model.tokenizer.bos_id]  # an empty prompt starts a text
         else:
-            ids = [int(token) for token in prompt]
-        wrong = [token for token in ids if not 0 <= token < model.config.vocab_size]
-        if wrong:
-            raise ConfigError(f"token id {wrong[0]} is outside the vocabulary of {model.config.vocab_size}")
+            ids = prompt
+        check_ids(model, ids)
         if not ids:
             raise ConfigError("a prompt is empty, and the tokenizer has no beginning-of-text token to start from")
         encoded.append(ids)
     return encoded
+
+
+def _plain(value: Any) -> Any:
+    """Tensors, arrays and tuples as lists, also inside a list."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def end_ids(model: Transformer) -> frozenset[int]:

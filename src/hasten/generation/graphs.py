@@ -7,7 +7,7 @@ step to the next, since Python runs only while the graph is captured. Blocks tha
 like any others. Not yet run on a GPU (docs/gpu-status.md).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -54,23 +54,33 @@ def cuda_graph(step: Callable[[], None], reset: Callable[[], None]) -> Callable[
     return graph.replay
 
 
+def fastest_decoder(model: Transformer, *, batch: int, capacity: int, compiled: bool = False) -> Decoder:
+    """A `GraphDecoder` where the model's step can be captured, else a `Decoder`, static for compiled blocks."""
+    if refusal(model) is None:
+        return GraphDecoder(model, batch=batch, capacity=capacity)
+    return Decoder(model, batch=batch, capacity=capacity, static=compiled)
+
+
 class FixedStep:
     """One decode step of B sequences over tensors that stay where they are.
 
-    tokens and positions int64 (B, 1), logits float32 (B, V). The step writes the logits after `tokens` and moves every
-    position on by one.
+    tokens and positions int64 (B, 1), going bool (B, 1), logits float32 (B, V). The step writes the logits after
+    `tokens` and moves the positions of the rows that are `going` on by one; the others stay as they are.
     """
 
     def __init__(self, model: Transformer, cache: StaticCache) -> None:
         self.model, self.cache = model, cache
         self.tokens = torch.zeros(cache.batch, 1, dtype=torch.int64, device=model.device)
         self.positions = torch.zeros_like(self.tokens)
+        self.going = torch.ones_like(self.tokens, dtype=torch.bool)
         self.logits = torch.zeros(cache.batch, model.config.vocab_size, device=model.device)
 
     def __call__(self) -> None:
-        context = self.cache.step(self.positions)
-        self.logits.copy_(self.model(self.tokens, self.positions, context)[:, 0])
-        self.positions.add_(1)
+        # A row that has ended repeats its last position, as it must not look longer than it is; its key goes nowhere.
+        positions = (self.positions - (~self.going).long()).clamp(min=0)
+        context = self.cache.step(positions, valid=self.going)
+        self.logits.copy_(self.model(self.tokens, positions, context)[:, 0])
+        self.positions.add_(self.going.long())
 
 
 class GraphDecoder(Decoder):
@@ -89,27 +99,32 @@ class GraphDecoder(Decoder):
         self._step: FixedStep | None = None
         self._replay: Callable[[], None] | None = None
         self._captured_at = (0, 0)  # capacity and address of the cache that was captured
-        self._advanced: list[int] = []  # what the positions on the device are
+        self._on_device: tuple[list[int], list[bool]] = ([], [])  # what positions and going are there
 
     @torch.inference_mode()
-    def decode(self, tokens: Tensor) -> Tensor:
-        """As `Decoder.decode`: tokens (B,) int64 on the device -> logits (B, V), valid until the next call."""
-        self._check_room(max(self.lengths) + 1)
+    def decode(self, tokens: Tensor, *, active: Sequence[bool] | None = None) -> Tensor:
+        """As `Decoder.decode`: tokens (B,) int64 on the device -> logits (B, V), valid until the next call.
+
+        active: False for rows that have ended; their logits mean nothing.
+        """
+        going = [True] * len(self.lengths) if active is None else list(active)
+        grown = [n + on for n, on in zip(self.lengths, going, strict=True)]
+        self._check_room(max(grown))
         place = (self.cache.capacity, self.cache.k[0].data_ptr())
         if self._step is None or self._captured_at != place:
-            self._step = FixedStep(self.model, self.cache)
+            step = FixedStep(self.model, self.cache)
             # Warming up writes the same keys to the same places again and again, never beyond the cache.
-            self._replay = self._capture(self._step, self._set_positions)
-            self._captured_at, self._advanced = place, []
+            self._replay = self._capture(step, lambda: self._set(step, going))
+            self._step, self._captured_at, self._on_device = step, place, ([], [])
         assert self._replay is not None
         self._step.tokens.copy_(tokens[:, None])
-        if self._advanced != self.lengths:  # after a prefill or a truncation; else the step has moved them on itself
-            self._set_positions()
+        if self._on_device != (self.lengths, going):  # else the step has moved the positions on by itself
+            self._set(self._step, going)
         self._replay()
-        self.lengths = [n + 1 for n in self.lengths]
-        self._advanced = list(self.lengths)
+        self.lengths = grown
+        self._on_device = (grown, going)
         return self._step.logits
 
-    def _set_positions(self) -> None:
-        assert self._step is not None
-        self._step.positions.copy_(torch.tensor(self.lengths)[:, None])
+    def _set(self, step: FixedStep, going: list[bool]) -> None:
+        step.positions.copy_(torch.tensor(self.lengths)[:, None])
+        step.going.copy_(torch.tensor(going)[:, None])

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from hasten.errors import ConfigError
+from hasten.generation.ids import check_ids
 from hasten.model.context import TrainingContext
 from hasten.model.transformer import Transformer
 
@@ -60,11 +61,11 @@ def perplexity(
     """
     limit = model.config.max_positions
     context = min(limit, 2048) if context is None else context
-    if not 2 <= context <= limit:
+    if not isinstance(context, int) or not 2 <= context <= limit:
         raise ConfigError(f"context must be from 2 to the model's {limit} positions; found {context}")
     stride = max(1, context // 2) if stride is None else stride
     # A window scores up to `stride` new tokens and must not skip any.
-    if not 1 <= stride < context:
+    if not isinstance(stride, int) or not 1 <= stride < context:
         raise ConfigError(f"stride must be from 1 to context - 1 ({context - 1}); found {stride}")
     nats, count, size = 0.0, 0, 0
     # Bounded by the logits, (tokens, V) in float32: about 256 MB.
@@ -87,7 +88,11 @@ def _all_windows(
     model: Transformer, documents: Iterable[str | Sequence[int]], context: int, stride: int
 ) -> Iterator[tuple[Window, int]]:
     """Windows of all documents, each with the bytes of text that it is the first to bring."""
+    if isinstance(documents, str):
+        raise ConfigError("perplexity takes a list of documents; put a single text into a list")
     for document in documents:
+        if not isinstance(document, str) and (not hasattr(document, "__len__") or isinstance(document, bytes)):
+            raise ConfigError(f"a document is a text or a list of token ids; found {document!r:.60}")
         if isinstance(document, str):
             if model.tokenizer is None:
                 raise ConfigError("this model's folder has no tokenizer: give token ids")
@@ -95,6 +100,7 @@ def _all_windows(
             size = len(document.encode())
         else:
             tokens, size = document, 0
+        check_ids(model, tokens)
         for window in windows(tokens, context=context, stride=stride):
             yield window, size
             size = 0

@@ -73,6 +73,9 @@ def configure(*, threads: int | None = None, seed: int | None = None) -> None:
 
     if threads is not None and threads < 1:
         raise ConfigError(f"threads is {threads}; it must be at least 1")
+    most = max(64, 4 * available_cores().logical)
+    if threads is not None and threads > most:
+        raise ConfigError(f"threads is {threads}; more than {most} only wait for each other on this machine")
     if seed is not None and not 0 <= seed < 1 << 63:
         raise ConfigError(f"seed is {seed}; it must be between 0 and 2^63 - 1")
     if threads is None:

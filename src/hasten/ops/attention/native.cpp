@@ -46,7 +46,7 @@ struct Call {
     clear(lines);
     const int64_t from = std::max(index * SPAN_KEYS, first_key(p)), to = std::min((index + 1) * SPAN_KEYS, last);
     for (int64_t begin = from; begin < to; begin += TILE_KEYS) {
-      pack_tile(kv, p.sequence, p.head, begin, last, padded, k_panel, v_panels);
+      pack_tile(kv, p.sequence, p.head, begin, std::min(last, kv.room(p.sequence)), padded, k_panel, v_panels);
       // Queries before this tile see nothing of it; lines keep standing together in sixes.
       const int64_t skip = std::max<int64_t>(0, begin - p.position) * group / 6 * 6;
       attend_tile(lines.from(skip), lines_q + skip * padded, position + skip, begin, k_panel, v_panels, how);
@@ -83,7 +83,7 @@ Tensor attention(Tensor q, Tensor k, Tensor v, Tensor starts, Tensor lengths, st
   call.kv = {static_cast<const uint16_t*>(k.const_data_ptr()), static_cast<const uint16_t*>(v.const_data_ptr()),
              first ? static_cast<const int64_t*>(first->const_data_ptr()) : nullptr,
              table ? static_cast<const int64_t*>(table->const_data_ptr()) : nullptr,
-             table ? table->size(1) : 0, block_size, k.size(1), q.size(2)};
+             table ? table->size(1) : 0, block_size, k.size(1), q.size(2), k.size(0)};
   call.how = {float(scale), float(softcap), window};
   call.group = call.heads / call.kv.kv_heads;
   call.padded = round_up(call.kv.head_dim, PANEL);

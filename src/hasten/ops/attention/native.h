@@ -24,7 +24,9 @@ struct KeyValues {
   const uint16_t* v;
   const int64_t* first;   // contiguous: the slot of position 0 of each sequence
   const int64_t* table;   // paged: (B, blocks) block numbers, null if contiguous
-  int64_t blocks, block_size, kv_heads, head_dim;
+  int64_t blocks, block_size, kv_heads, head_dim, slots;
+  // Positions that a sequence has slots for: padding at the end of a batch may ask for more, and gets zeros.
+  int64_t room(int64_t sequence) const { return table ? blocks * block_size : slots - first[sequence]; }
   int64_t slot(int64_t sequence, int64_t position) const {
     return table ? table[sequence * blocks + position / block_size] * block_size + position % block_size
                  : first[sequence] + position;
