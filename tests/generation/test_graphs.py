@@ -9,8 +9,9 @@ import hasten
 from hasten.errors import ConfigError
 from hasten.generation.compiled import compile_blocks
 from hasten.generation.decoder import Decoder
-from hasten.generation.graphs import GraphDecoder, refusal
+from hasten.generation.graphs import GraphDecoder, fastest_decoder, refusal
 from references import tiny_llama
+from triton_cases import run_interpreted
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is here")
 PROMPTS = [[5, 9, 40, 3, 77], [8, 90]]
@@ -113,6 +114,17 @@ def test_after_another_prefill_and_a_truncation():
     assert len(capturer.recordings) == 1
 
 
+def test_rows_that_have_ended_stay_as_they_are():
+    plain, captured, capturer = pair(tiny_llama())
+    for active in ([True, True], [False, True], [False, True], [True, True], [True, False]):
+        tokens = torch.tensor([3, 4])
+        expected, found = (decoder.decode(tokens, active=active) for decoder in (plain, captured))
+        assert torch.equal(expected[active], found[active])
+        assert captured.lengths == plain.lengths
+    assert captured.lengths == [8, 6]
+    assert len(capturer.recordings) == 1
+
+
 def test_captured_again_only_when_the_cache_grows():
     plain, captured, capturer = pair(tiny_llama())
     step_both(plain, captured, 2)
@@ -144,6 +156,17 @@ def test_models_that_cannot_be_captured(tmp_path):
         make_reference(name).save_pretrained(tmp_path / name)
         with pytest.raises(ConfigError, match=reason):
             GraphDecoder(hasten.load(tmp_path / name), batch=1, capacity=16, capture=Capturer())
+
+
+def test_on_a_cpu_the_fastest_is_the_plain_one():
+    decoder = fastest_decoder(tiny_llama(), batch=1, capacity=100, compiled=True)
+    assert type(decoder) is Decoder
+    assert decoder.cache.capacity == 128
+
+
+@pytest.mark.slow
+def test_a_quantized_model_in_tritons_interpreter():
+    run_interpreted("generation/interpreted_decode.py")
 
 
 @pytest.mark.gpu

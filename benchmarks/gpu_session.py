@@ -1,0 +1,243 @@
+"""Everything that waits for a GPU, in one run of less than ten minutes (docs/gpu-status.md says what and why).
+
+    PYTHONPATH=src python benchmarks/gpu_session.py                    # all steps, on cuda
+    PYTHONPATH=src python benchmarks/gpu_session.py kernels --tune     # one step; sweep the kernels' configurations
+    TRITON_INTERPRET=1 python benchmarks/gpu_session.py rungs --device cpu --shape tiny --output /tmp/x.json  # dry run
+
+Steps: tests (those marked gpu), kernels (products alone), rungs (llama-7b, one stream), large (llama-70b in int8).
+The JSON is written again after every step, so that a session that ends early keeps what it measured.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+HERE = Path(__file__).parent
+# gpt-fast's README: Llama 2 7B on one A100 80 GB (2.039 TB/s on its data sheet), batch 1, bytes read in GB/s.
+GPT_FAST_7B = {
+    "bf16": {"tokens_per_second": 104.9, "bandwidth": 1397.31e9},
+    "int8": {"tokens_per_second": 155.58, "bandwidth": 1069.20e9},
+    "int4, groups of 32": {"tokens_per_second": 196.80, "bandwidth": 862.69e9},
+}
+GPT_FAST_70B = {"int8 on 8 GPUs": {"tokens_per_second": 55.0}}
+# name -> (format, group size, CUDA graph, torch.compile)
+RUNGS = {
+    "bf16-eager": ("bfloat16", 0, False, False),
+    "bf16-graph": ("bfloat16", 0, True, False),
+    "bf16-compiled-graph": ("bfloat16", 0, True, True),
+    "int8-graph": ("int8", 0, True, False),
+    "int8-compiled-graph": ("int8", 0, True, True),
+    "int4-g128-graph": ("int4", 128, True, False),
+    "int4-g128-compiled-graph": ("int4", 128, True, True),
+    "int4-g32-compiled-graph": ("int4", 32, True, True),
+}
+PROMPT, NEW, ROUNDS = 512, 64, 3
+TESTS = ("ops/test_triton_linear.py", "ops/test_triton_decode.py", "generation/test_graphs.py")
+
+
+def random_model(shape: str, *, format: str, group_size: int, device: str) -> Any:
+    """A model with random weights, made on the device in its format: one of 70 B never exists in 16 bits."""
+    from hasten.bench.shapes import SHAPES
+    from hasten.model.families import read_config
+    from hasten.model.transformer import Transformer
+    from hasten.ops.linear import PackedLinear
+
+    with torch.device("meta"):
+        model = Transformer(read_config(SHAPES[shape])).to(torch.bfloat16)
+    for owner in list(model.modules()):
+        for name, child in list(owner.named_children()):
+            if format == "bfloat16" or not isinstance(child, nn.Linear):
+                continue
+            # The interpreter of a dry run has to be asked for by name: on a CPU the native kernel comes first.
+            kernel = "triton" if device == "cpu" else None
+            sizes = {"format": format, "group_size": group_size, "device": device, "kernel": kernel}
+            layer = PackedLinear(child.in_features, child.out_features, **sizes)
+            layer.data.random_(-128, 128) if format == "int8" else layer.data.random_(0, 256)
+            layer.scales.fill_(0.2 / (16 if format == "int4" else 256) / child.in_features**0.5)
+            setattr(owner, name, layer)
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            fresh = torch.empty(parameter.shape, dtype=torch.bfloat16, device=device)
+            fresh.normal_(0, parameter.shape[-1] ** -0.5) if fresh.dim() > 1 else fresh.fill_(1)
+            setattr(module, name, nn.Parameter(fresh, requires_grad=False))
+    model.reset_ropes(torch.device(device))
+    model.bind()
+    return model.eval()
+
+
+def measure(
+    shape: str, *, format: str, group_size: int, graph: bool, compiled: bool, device: str, bandwidth: float
+) -> dict[str, Any]:
+    """One stream of one model: decode and prefill speed, and the bytes that a token had to read."""
+    from hasten.generation.compiled import compile_blocks
+    from hasten.generation.decoder import Decoder
+    from hasten.generation.graphs import GraphDecoder, refusal
+    from hasten.machine import vendor_limits
+    from hasten.planning.cost import kv_bytes_per_token
+
+    start = time.perf_counter()
+    model = random_model(shape, format=format, group_size=group_size, device=device)
+    if compiled:
+        compile_blocks(model)
+    captured = graph and refusal(model) is None
+    kind = GraphDecoder if captured else Decoder
+    extra = {} if captured else {"static": True}
+    prompt_tokens = min(PROMPT, model.config.max_positions // 2)
+    new = min(NEW, prompt_tokens // 4)
+    decoder = kind(model, batch=1, capacity=prompt_tokens + new, **extra)
+    prompt = torch.randint(model.config.vocab_size, (prompt_tokens,)).tolist()
+    made = time.perf_counter()
+    decoder.decode(decoder.prefill([prompt]).argmax(-1))
+    sync(device)
+    warm = time.perf_counter()
+    decode, queued, prefill = [], [], []
+    for _ in range(ROUNDS):
+        decoder.truncate(0)
+        sync(device)
+        begin = time.perf_counter()
+        token = int(decoder.prefill([prompt]).argmax())
+        middle = time.perf_counter()
+        for _ in range(new):  # each token waited for, as a stream shows them
+            token = int(decoder.decode(torch.tensor([token], device=device)).argmax())
+        end = time.perf_counter()
+        prefill.append(len(prompt) / (middle - begin))
+        decode.append(new / (end - middle))
+        decoder.truncate(prompt_tokens)
+        tokens = torch.tensor([token], device=device)
+        sync(device)
+        begin = time.perf_counter()
+        for _ in range(new):  # queued: what the GPU alone could do
+            tokens = decoder.decode(tokens).argmax(-1)
+        sync(device)
+        queued.append(new / (time.perf_counter() - begin))
+    tensors = [*model.parameters(), *model.buffers()]
+    weights = sum(t.nbytes for t in tensors) - model.embedding.weight.nbytes
+    read = weights + kv_bytes_per_token(model.config, 2) * (prompt_tokens + new // 2)
+    speed = statistics.median(decode)
+    vendor = vendor_limits(torch.cuda.get_device_name()) if device != "cpu" else None
+    return {
+        "decode_tokens_per_second": speed,
+        "decode_queued_tokens_per_second": statistics.median(queued),
+        "prefill_tokens_per_second": statistics.median(prefill),
+        "bytes_per_token": read,
+        "mbu": speed * read / bandwidth,
+        "vendor_mbu": None if vendor is None else speed * read / vendor.bandwidth,
+        "captured": captured,
+        "build_seconds": made - start,
+        "first_step_seconds": warm - made,
+        "peak_bytes": torch.cuda.max_memory_allocated() if device != "cpu" else None,
+    }
+
+
+def products(*, device: str, tune: bool, bandwidth: float) -> list[dict[str, Any]]:
+    """The Triton products of llama-7b's matrices alone, from cold caches; with `tune`, each candidate configuration."""
+    from triton.testing import do_bench
+
+    from hasten.ops.linear.layouts import PIECES, Shape
+    from hasten.ops.linear.triton_linear import Config, choose, few_rows
+
+    found = []
+    for n, k in ((4096, 4096), (11_008, 4096), (4096, 11_008), (32_000, 4096)):
+        for format, group_size in (("int8", 0), ("int4", 128), ("int4", 32)):
+            shape = Shape(n, k, format, group_size)
+            kind = torch.int8 if format == "int8" else torch.uint8
+            data = torch.empty(PIECES.data_size(shape), dtype=kind, device=device).random_()
+            scales = torch.rand(PIECES.scale_size(shape), device=device) / 1000
+            scales = scales if format == "int8" else scales.half()
+            for rows in (1, 4, 16):
+                x = torch.randn(rows, k, device=device, dtype=torch.bfloat16)
+                usual = choose(rows, n, group_size)
+                configs = [usual]
+                if tune:
+                    configs += [
+                        Config(block_n=size, block_j=group_size // 2 or step, splits=splits, warps=warps, stages=stages)
+                        for size in ((16, 32, 64, 128) if rows == 1 else (64, 128))
+                        for step in ((128,) if group_size else (64, 128, 256))
+                        for splits in (1, 2, 4, 8)
+                        for warps in (2, 4, 8)
+                        for stages in (2, 4)
+                    ]
+                for config in configs:
+                    arguments = (x, data, scales, None, None, n, group_size)
+                    ms = do_bench(lambda a=arguments, c=config: few_rows(*a, config=c), warmup=5, rep=20)
+                    gb = (data.nbytes + scales.nbytes) / (ms / 1e3)
+                    entry = {"n": n, "k": k, "format": format, "group_size": group_size, "rows": rows}
+                    entry |= {"config": repr(config), "ms": ms, "bandwidth": gb, "mbu": gb / bandwidth}
+                    found.append(entry | {"chosen": config == usual})
+    return found
+
+
+def sync(device: str) -> None:
+    if device != "cpu":
+        torch.cuda.synchronize()
+
+
+def run_tests() -> dict[str, Any]:
+    """The tests that need a GPU, in a process of their own."""
+    files = [str(HERE.parent / "tests" / name) for name in TESTS]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:xdist", "-rs", *files], capture_output=True, text=True
+    )
+    return {"status": done.returncode, "output": done.stdout[-6000:] + done.stderr[-1000:]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("steps", nargs="*", help="some of tests, kernels, rungs, large; all by default")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--shape", default="llama-7b", help="of the rungs")
+    parser.add_argument("--tune", action="store_true", help="kernels: measure every candidate configuration")
+    parser.add_argument("--output", type=Path, default=HERE / "results" / "gpu-session.json")
+    options = parser.parse_args()
+    steps = options.steps or ["tests", "kernels", "rungs", "large"]
+    from hasten.machine import describe, read_bandwidth
+
+    bandwidth = read_bandwidth(device=options.device)
+    report: dict[str, Any] = {
+        "machine": describe(),
+        "torch": torch.__version__,
+        "bandwidth": bandwidth,
+        "settings": {"prompt_tokens": PROMPT, "new_tokens": NEW, "rounds": ROUNDS, "batch": 1, "weights": "random"},
+        "published": {"gpt-fast, llama-7b, A100": GPT_FAST_7B, "gpt-fast, llama-70b, A100": GPT_FAST_70B},
+    }
+
+    def step(name: str, work: Callable[[], Any]) -> None:
+        """Do one thing, keep what came of it, or why nothing did."""
+        start = time.perf_counter()
+        try:
+            found = work()
+        except Exception as error:
+            found = {"error": f"{type(error).__name__}: {error}"}
+        report[name] = found
+        print(f"{name}: {time.perf_counter() - start:.0f} s  {str(found)[:300]}", flush=True)
+        options.output.write_text(json.dumps(report, indent=1, default=str))
+        if options.device != "cpu":
+            torch._dynamo.reset()
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+
+    common = {"device": options.device, "bandwidth": bandwidth}
+    if "tests" in steps:
+        step("tests", run_tests)
+    if "kernels" in steps:
+        step("kernels", lambda: products(tune=options.tune, **common))
+    if "rungs" in steps:
+        for name, (format, group_size, graph, compiled) in RUNGS.items():
+            sizes = {"format": format, "group_size": group_size, "graph": graph, "compiled": compiled}
+            step(f"{options.shape} {name}", lambda sizes=sizes: measure(options.shape, **sizes, **common))
+    if "large" in steps:
+        sizes = {"format": "int8", "group_size": 0, "graph": True, "compiled": True}
+        step("llama-70b int8-compiled-graph", lambda: measure("llama-70b", **sizes, **common))
+
+
+if __name__ == "__main__":
+    main()
