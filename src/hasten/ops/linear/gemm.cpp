@@ -97,10 +97,13 @@ static void tile_int4(const Weight& w, const uint8_t* lines, int64_t panel, int6
       high[v] = (both >> 4) & 0x0f0f0f0fu;
     }
     for (int m = 0; m < M; m++) {
-      int32_t quads[2];
-      std::memcpy(quads, q + m * x.stride + 8 * s, 8);
-      for (int v = 0; v < V; v++) acc[m][v] = dot_u8s8(acc[m][v], low[v], quads[0]);
-      for (int v = 0; v < V; v++) acc[m][v] = dot_u8s8(acc[m][v], high[v], quads[1]);
+      // Two loads of 4 bytes, each broadcast as it is read: 8 at once would pass through a general register, and
+      // moving them from there to all lanes costs as much as a dot product.
+      int32_t quad, next;
+      std::memcpy(&quad, q + m * x.stride + 8 * s, 4);
+      for (int v = 0; v < V; v++) acc[m][v] = dot_u8s8(acc[m][v], low[v], quad);
+      std::memcpy(&next, q + m * x.stride + 8 * s + 4, 4);
+      for (int v = 0; v < V; v++) acc[m][v] = dot_u8s8(acc[m][v], high[v], next);
     }
   }
   F32 scale[V];
