@@ -10,7 +10,7 @@ from hasten.training import budget, checkpoints, display
 from hasten.training.journal import Journal
 from hasten.training.random_state import RandomState
 from hasten.training.recipe import Recipe
-from hasten.training.schedules import learning_rate
+from hasten.training.schedules import factor, learning_rate
 from hasten.training.setup import Setup
 from hasten.training.spikes import SpikeDetector
 from hasten.training.state import RunFolder, State
@@ -41,6 +41,8 @@ class Loop:
         self.spikes = SpikeDetector(state.recent_losses, state.spikes)
         self.device = setup.model.device
         self.step_seconds: list[float] = []
+        self._pace: budget.Pace | None = None
+        self._lowered = False
         self._start = time.perf_counter() - state.seconds
 
     def run(self) -> bool:
@@ -60,6 +62,7 @@ class Loop:
                     peak=self.recipe.optimizer.learning_rate,
                     step=state.step,
                     total=state.total,
+                    bend=state.bend,
                 )
                 result = self.setup.step.run([next(source)[1] for _ in range(micro)], learning_rate=rate)
                 if result is None:  # stopped inside the step: go on from its beginning
@@ -97,6 +100,7 @@ class Loop:
         state.loss = loss if math.isfinite(loss) else state.loss
         state.recent_losses, state.spikes = self.spikes.recent, self.spikes.count
         self._set_total(elapsed)
+        self._keep_to_minutes(elapsed)
         speed = result.tokens / elapsed
         line: dict[str, Any] = {
             "step": state.step,
@@ -147,7 +151,7 @@ class Loop:
             return
         self.step_seconds.append(elapsed)
         most = budget.fixed_steps(self.recipe, windows=self.setup.batches.windows)
-        if budget.calibrated(len(self.step_seconds)):
+        if budget.calibrated(self.recipe, steps=len(self.step_seconds), used=state.seconds):
             validation = self.setup.validation
             if validation is not None:
                 validation.loss(self.setup.step)  # compiles; that time is then spent, and known
@@ -162,6 +166,27 @@ class Loop:
         elif most is not None and state.step >= most:
             state.total = state.step
 
+    def _keep_to_minutes(self, elapsed: float) -> None:
+        """Lower the number of steps where the machine has become slower; the next checkpoint, at once, says so."""
+        state = self.state
+        if self.recipe.run.minutes is None or state.total is None or state.finished:
+            return
+        if self._pace is None:
+            validation = self.setup.validation
+            batches = 0 if validation is None else validation.batches
+            self._pace = budget.Pace(self.recipe, used=state.seconds, validation_batches=batches)
+        total = self._pace.lowered(step=state.step, total=state.total, elapsed=elapsed, used=state.seconds)
+        if total == state.total:
+            return
+        if state.step >= self.recipe.schedule.warmup_steps:
+            now = factor(self.recipe.schedule, step=state.step, total=state.total, bend=state.bend)
+            state.bend = (state.step, now)
+        self.progress.note(
+            f"the machine has become slower: {total:,} steps instead of {state.total:,}, to end in about "
+            f"{self.recipe.run.minutes:g} minutes"
+        )
+        state.total, self._lowered = total, True
+
     def _validate(self) -> dict[str, float]:
         if self.setup.validation is None:
             return {}
@@ -175,7 +200,9 @@ class Loop:
         best = measured is not None and (state.best_loss is None or measured < state.best_loss)
         if best:
             state.best_loss, state.best_step = measured, state.step
-        if best or state.finished or state.step % self.recipe.run.checkpoint_every == 0:
+        # A new total is stored before a step depends on it, so that whoever goes on goes on with the same one.
+        if best or state.finished or self._lowered or state.step % self.recipe.run.checkpoint_every == 0:
+            self._lowered = False
             self._save(RandomState.capture(self.device))
         if best:
             checkpoints.link(self.folder.last, self.folder.best)

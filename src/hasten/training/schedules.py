@@ -4,34 +4,42 @@ import math
 
 from hasten.training.recipe import Schedule
 
+# (step, factor) where the total was lowered: from there the rate goes down to its end without a jump.
+Bend = tuple[int, float]
 
-def learning_rate(schedule: Schedule, *, peak: float, step: int, total: int | None) -> float:
+
+def learning_rate(schedule: Schedule, *, peak: float, step: int, total: int | None, bend: Bend | None = None) -> float:
     """The rate of step number `step` (from 0) of `total`; None while the total is not known yet, in the warm-up."""
-    return peak * factor(schedule, step=step, total=total)
+    return peak * factor(schedule, step=step, total=total, bend=bend)
 
 
-def factor(schedule: Schedule, *, step: int, total: int | None) -> float:
-    """The share of the peak, in [0, 1]: rises to 1 in the warm-up, ends at final_fraction in the last step."""
+def factor(schedule: Schedule, *, step: int, total: int | None, bend: Bend | None = None) -> float:
+    """The share of the peak, in [0, 1]: rises to 1 in the warm-up, ends at final_fraction in the last step.
+
+    bend: where the last lowering of the total took place, after the warm-up. wsd's stable phase becomes shorter then,
+    and a decay or cosine that should have begun already begins there.
+    """
     if step < schedule.warmup_steps:
         return (step + 1) / schedule.warmup_steps
     if total is None or schedule.kind == "constant":
         return 1.0
-    last = total - 1
+    last, final = total - 1, schedule.final_fraction
+    start, top = (schedule.warmup_steps, 1.0) if bend is None else bend
     if schedule.kind == "wsd":
-        return decaying(
-            step, start=max(schedule.warmup_steps, total - decay_steps(schedule, total)), last=last, schedule=schedule
-        )
-    return cosine(step, start=schedule.warmup_steps, last=last, final=schedule.final_fraction)
+        if top == 1.0:
+            start = max(start, total - decay_steps(schedule, total))
+        return decaying(step, start=start, last=last, top=top, final=final)
+    return cosine(step, start=start, last=last, top=top, final=final)
 
 
-def cosine(step: int, *, start: int, last: int, final: float) -> float:
-    """Half a cosine from 1 at `start` to `final` at `last` (arXiv 1608.03983, without restarts)."""
-    return final + (1 - final) * 0.5 * (1 + math.cos(math.pi * _progress(step, start=start, last=last)))
+def cosine(step: int, *, start: int, last: int, final: float, top: float = 1.0) -> float:
+    """Half a cosine from `top` at `start` to `final` at `last` (arXiv 1608.03983, without restarts)."""
+    return final + (top - final) * 0.5 * (1 + math.cos(math.pi * _progress(step, start=start, last=last)))
 
 
-def decaying(step: int, *, start: int, last: int, schedule: Schedule) -> float:
-    """1 up to `start`, then a straight line to the final fraction at `last` (arXiv 2404.06395)."""
-    return 1 - (1 - schedule.final_fraction) * _progress(step, start=start, last=last)
+def decaying(step: int, *, start: int, last: int, final: float, top: float = 1.0) -> float:
+    """`top` up to `start`, then a straight line to `final` at `last` (arXiv 2404.06395)."""
+    return top - (top - final) * _progress(step, start=start, last=last)
 
 
 def decay_steps(schedule: Schedule, total: int) -> int:

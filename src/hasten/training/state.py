@@ -7,6 +7,7 @@ from typing import Any, Literal
 from hasten.errors import CheckpointError, ConfigError
 from hasten.training import checkpoints
 from hasten.training.recipe import Recipe, differences
+from hasten.training.schedules import Bend
 
 Resume = Literal["auto", "never", "must"]
 
@@ -15,11 +16,13 @@ Resume = Literal["auto", "never", "must"]
 class State:
     """step: optimizer steps taken. total: of the whole run, None until the speed is known. seconds: wall time used.
 
+    bend: (step, factor of the learning rate) where the total was last lowered because the machine became slower.
     recent_losses and spikes belong to the spike detector, skipped_in_row to float16's skipped steps.
     """
 
     step: int = 0
     total: int | None = None
+    bend: Bend | None = None
     tokens: int = 0
     seconds: float = 0.0
     loss: float | None = None
@@ -36,7 +39,9 @@ class State:
     @classmethod
     def from_json(cls, values: dict[str, Any], where: Path) -> "State":
         try:
-            return cls(**values)
+            state = cls(**values)
+            state.bend = None if state.bend is None else (state.bend[0], state.bend[1])
+            return state
         except TypeError as error:
             raise CheckpointError(f"{where} is from another version of hasten ({error}); start over") from None
 
@@ -58,6 +63,10 @@ class RunFolder:
     @property
     def best(self) -> Path:
         return self.path / "checkpoints" / "best"
+
+    @property
+    def lock(self) -> Path:
+        return self.path / ".lock"
 
     @property
     def journal(self) -> Path:
