@@ -26,10 +26,10 @@ def shape_config(shape: Shape, *, vocab_size: int, positions: int, tokenizer: To
     """
     if shape.hidden_size % shape.heads:
         raise ConfigError(f"model.hidden_size ({shape.hidden_size}) must be a multiple of model.heads ({shape.heads})")
-    kv_heads = shape.kv_heads or shape.heads
-    if shape.heads % kv_heads:
+    kv_heads = shape.heads if shape.kv_heads is None else shape.kv_heads
+    if kv_heads < 1 or shape.heads % kv_heads:
         raise ConfigError(f"model.heads ({shape.heads}) must be a multiple of model.kv_heads ({kv_heads})")
-    values = _published(shape, kv_heads=kv_heads, positions=max(positions, shape.max_positions or 0))
+    values = _published(shape, kv_heads=kv_heads, positions=shape.max_positions or positions)
     values |= {"vocab_size": vocab_size, "tie_word_embeddings": shape.tie_embeddings}
     if tokenizer is not None:
         values |= {"bos_token_id": tokenizer.bos_id, "eos_token_id": next(iter(tokenizer.eos_ids), None)}

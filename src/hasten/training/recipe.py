@@ -136,7 +136,7 @@ class Run:
     epochs: float | None = None
     """Passes over the training split."""
     minutes: Annotated[float | None, arg(aliases=["--minutes"])] = None
-    """Wall time: the speed of the first steps decides the number of steps, once."""
+    """About how long training lasts: the speed of the first steps decides their number, lowered if they get slower."""
     folder: str = "runs"
     """Where runs/NAME is made."""
     validate_every: int = 200
@@ -211,6 +211,12 @@ def _wrong_values(recipe: Recipe) -> Iterator[str]:
         "model.layers": recipe.model.layers,
         "model.hidden_size": recipe.model.hidden_size,
         "model.heads": recipe.model.heads,
+        "model.kv_heads": recipe.model.kv_heads,
+        "model.feed_forward": recipe.model.feed_forward,
+        "model.rope_theta": recipe.model.rope_theta,
+        "model.max_positions": recipe.model.max_positions,
+        "data.vocab_size": data.vocab_size,
+        "data.limit_bytes": data.limit_bytes,
         "data.context": data.context,
         "data.batch_size": data.batch_size,
         "data.accumulation": data.accumulation,
@@ -226,8 +232,13 @@ def _wrong_values(recipe: Recipe) -> Iterator[str]:
         "run.checkpoint_every": run.checkpoint_every,
     }
     for name, number in positive.items():
-        if number is not None and number <= 0:
+        if number is not None and (isinstance(number, bool) or not isinstance(number, int | float)):
+            yield f"{name} is {number!r} ({type(number).__name__}); it must be a number"
+        elif number is not None and number <= 0:
             yield f"{name} is {number}; it must be more than 0"
+    positions = recipe.model.max_positions
+    if recipe.init is None and positions is not None and positions < data.context:
+        yield f"model.max_positions is {positions} and data.context {data.context}: it must be at least as much"
     shares = {
         "dropout": recipe.dropout,
         "optimizer.beta1": optimizer.beta1,

@@ -47,9 +47,12 @@ SHAKESPEARE_CHAR = Recipe(
     run=Run(steps=5000, validate_every=250, validation_batches=20, checkpoint_every=250),
 )
 
+# Stands where --init has to be given.
+INIT_MISSING = "MODEL"
+
 FINETUNE = Recipe(
     name="finetune",
-    init="MODEL",
+    init=INIT_MISSING,
     data=Data(context=1024, batch_size=4, accumulation=4, separate_documents=True),
     optimizer=Optimizer(learning_rate=2e-5, weight_decay=0.0),
     schedule=Schedule(warmup_steps=20, final_fraction=0.0),

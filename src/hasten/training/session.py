@@ -2,10 +2,12 @@
 
 import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, get_args
 
 from hasten.errors import ConfigError
 from hasten.machine.files import write_atomically
@@ -13,6 +15,7 @@ from hasten.training import checkpoints, display
 from hasten.training.journal import read
 from hasten.training.loop import Loop, OnStep
 from hasten.training.recipe import Recipe
+from hasten.training.recipes import INIT_MISSING, RECIPES
 from hasten.training.setup import Setup, set_up
 from hasten.training.state import Resume, RunFolder, State, find_start
 from hasten.training.stopping import StopRequest, stop_on_signals
@@ -55,12 +58,57 @@ def train(
     resumed run computes what the whole run would have computed: on the CPU bit for bit. progress: a bar on standard
     error. on_step: called with each line of train.jsonl. SIGINT and SIGTERM save and end the run (`stopped_by`).
 
-    Raises ConfigError for a recipe that cannot work or is not the one of the run that is there, DataError for its text,
-    ResourceError where memory or disk do not suffice, TrainingError where the loss is no longer a number,
-    CheckpointError for a damaged checkpoint.
+    Raises ConfigError for a recipe that cannot work or is not the one of the run that is there, and where another
+    process trains in the same folder; DataError for its text, ResourceError where memory or disk do not suffice,
+    TrainingError where the loss is no longer a number, CheckpointError for a damaged checkpoint.
     """
-    recipe.check()
+    _check(recipe, resume)
     folder = RunFolder(path=Path(recipe.run.folder).expanduser() / recipe.name)
+    with _alone(folder):
+        return _train(recipe, folder, progress=progress, resume=resume, on_step=on_step)
+
+
+def _check(recipe: Recipe, resume: Resume) -> None:
+    if not isinstance(recipe, Recipe):
+        raise ConfigError(
+            f"train() takes a hasten.training.Recipe, and was given {recipe!r} ({type(recipe).__name__}); those that "
+            f"come with hasten are hasten.training.RECIPES[name], name one of {', '.join(RECIPES)}"
+        )
+    if resume not in get_args(Resume):
+        raise ConfigError(f"resume is {resume!r}; choose one of {', '.join(map(repr, get_args(Resume)))}")
+    recipe.check()
+    if recipe.init == INIT_MISSING and not Path(INIT_MISSING).exists():
+        raise ConfigError(
+            f"recipe {recipe.name!r} goes on from a model, and none is named: give --init MODEL, a model folder or "
+            "a hub id"
+        )
+
+
+@contextmanager
+def _alone(folder: RunFolder) -> Iterator[None]:
+    """Hold the folder's lock. The system lets go of it when a process ends, however it ends."""
+    from filelock import FileLock, Timeout
+
+    lock = FileLock(folder.lock)
+    try:
+        folder.path.mkdir(parents=True, exist_ok=True)
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise ConfigError(
+            f"another process is training in {folder.path}; wait until it has ended, or give this run another --name"
+        ) from None
+    except NotImplementedError:  # some network file systems have no locks
+        yield
+        return
+    except OSError as error:
+        raise checkpoints.write_error(folder.path, error) from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _train(recipe: Recipe, folder: RunFolder, *, progress: bool, resume: Resume, on_step: OnStep | None) -> TrainResult:
     stored = find_start(folder, recipe, resume)
     stop = StopRequest()
     # Until the first step there is nothing to save: Ctrl-C while text is being prepared ends at once.
