@@ -146,7 +146,8 @@ def _check_sizes(split: TokenSplit, *, batch_size: int, sequence_length: int) ->
     if len(split) < sequence_length + 1:
         raise DataError(
             f"the split has {len(split):,} tokens ({split.documents:,} documents), and one window of sequence_length "
-            f"{sequence_length:,} takes {sequence_length + 1:,}; give more text or a shorter sequence_length"
+            f"{sequence_length:,} takes {sequence_length + 1:,}; give more text or a shorter sequence_length "
+            "(hasten train: --data.context)"
         )
 
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import operator
 import os
 import shutil
 import sys
@@ -45,14 +46,14 @@ class _Settings:
 
 
 def prepare(
-    source: str,
+    source: str | Path,
     *,
     tokenizer: str | Path | None = None,
     tokenizer_kind: TokenizerKind = "bpe",
     vocab_size: int = 4096,
     validation_fraction: float = 0.05,
     seed: int = 0,
-    folder: Path | None = None,
+    folder: str | Path | None = None,
     text_field: str = "text",
     limit_bytes: int | None = None,
     progress: bool = True,
@@ -70,6 +71,10 @@ def prepare(
     that is full or a package that is missing. Whatever happens, nothing half written is left under a name that a later
     run would take: the shards are made in a temporary folder and renamed as the last step.
     """
+    source = str(source)
+    vocab_size = _whole_number("vocab_size", vocab_size)
+    if limit_bytes is not None:
+        limit_bytes = _whole_number("limit_bytes", limit_bytes)
     _check(tokenizer_kind, validation_fraction=validation_fraction, limit_bytes=limit_bytes)
     given = None if tokenizer is None else _load_tokenizer(Path(tokenizer))
     corpus = open_source(source, text_field=text_field, limit_bytes=limit_bytes)
@@ -85,7 +90,7 @@ def prepare(
 
         folder = cache_folder("data")
     before = corpus.fingerprint()
-    target = folder / settings.key(before)
+    target = Path(folder) / settings.key(before)
     if not _is_there(target):
         with _alone(target, told=progress) as first, _temporary_folder(target, first=first) as work:
             if not _is_there(target):
@@ -113,6 +118,16 @@ def _check(kind: str, *, validation_fraction: float, limit_bytes: int | None) ->
         raise ConfigError(f"validation_fraction is {validation_fraction}; it must be at least 0 and less than 1")
     if limit_bytes is not None and limit_bytes < 1:
         raise ConfigError(f"limit_bytes is {limit_bytes}; it must be at least 1")
+
+
+def _whole_number(name: str, value: Any) -> int:
+    """The value as an int; other types of integers count too. Raises ConfigError for anything else."""
+    if not isinstance(value, bool):
+        try:
+            return operator.index(value)
+        except TypeError:
+            pass
+    raise ConfigError(f"{name} is {value!r} ({type(value).__name__}); it must be a whole number")
 
 
 def _load_tokenizer(folder: Path) -> Tokenizer:
