@@ -1,11 +1,15 @@
 """What a person sees of a run: the progress bar on standard error, the picture of the losses, TensorBoard files."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
 from hasten.errors import ResourceError
+
+PLAIN_SECONDS = 30  # from one line to the next where standard error is not a terminal
 
 
 class Progress(Protocol):
@@ -26,9 +30,38 @@ class _Silent:
         pass
 
 
+class PlainLines:
+    """A line on standard error for the first step, then about every 30 seconds, then for the last: for logs."""
+
+    def __init__(self, title: str, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.title, self.clock = title, clock
+        self._next = self._started = clock()
+        self._before: int | None = None  # steps that were taken when this began, in an earlier run
+
+    def show(self, line: Mapping[str, Any], *, total: int | None, validation: float | None) -> None:
+        step, now = line["step"], self.clock()
+        if self._before is None:
+            self._before = step - 1
+        if now < self._next and step != total:
+            return
+        self._next = now + PLAIN_SECONDS
+        text = f"step {step:,}" + ("" if total is None else f" of {total:,}")
+        parts = [text, numbers(line, validation)]
+        if total is not None and step < total:
+            left = (now - self._started) / (step - self._before) * (total - step)
+            parts.append(f"{left / 60:.1f} minutes left")
+        self.note(" · ".join(parts))
+
+    def note(self, text: str) -> None:
+        print(f"{self.title}: {text}", file=sys.stderr, flush=True)
+
+
 @contextmanager
 def progress_bar(title: str, *, shown: bool) -> Iterator[Progress]:
-    """A bar with the loss, tokens/s, MFU and time left; an object that shows nothing where it is not wanted."""
+    """A bar with the loss, tokens/s, MFU and time left; lines where standard error is not a terminal.
+
+    With `shown` false an object that shows nothing.
+    """
     if not shown:
         yield _Silent()
         return
@@ -36,6 +69,10 @@ def progress_bar(title: str, *, shown: bool) -> Iterator[Progress]:
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
     from rich.progress import Progress as Bars
 
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield PlainLines(title)
+        return
     columns = (
         TextColumn("{task.description}"),
         BarColumn(bar_width=24),
@@ -45,7 +82,7 @@ def progress_bar(title: str, *, shown: bool) -> Iterator[Progress]:
         TextColumn("left"),
         TimeRemainingColumn(),
     )
-    with Bars(*columns, console=Console(stderr=True)) as bars:
+    with Bars(*columns, console=console) as bars:
         task = bars.add_task(title, total=None, numbers="compiling and measuring the speed")
 
         class Bar:
