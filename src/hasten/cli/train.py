@@ -26,7 +26,7 @@ class Train:
     print_config: bool = False
     """Print the recipe as JSON and end."""
     progress: bool = True
-    """Show the progress bar (on standard error)."""
+    """Show the progress on standard error: a bar, or a line about every 30 seconds where it is no terminal."""
     json: str | None = None
     """Write the result as JSON to this file (-: standard output)."""
 
@@ -34,16 +34,14 @@ class Train:
         if self.print_config:
             print(json.dumps(self.recipe.to_json(), indent=2))
             return
+        from hasten.bench.report import require_writable, write_json
+
+        require_writable(self.json)
         from hasten.training.session import train
 
         result = train(self.recipe, progress=self.progress, resume=self.resume)
         if self.json is not None:
-            text = json.dumps(result.to_json(), indent=2) + "\n"
-            if self.json == "-":
-                sys.stdout.write(text)
-            else:
-                with open(self.json, "w", encoding="utf-8") as file:
-                    file.write(text)
+            write_json(self.json, result.to_json())
         if result.stopped_by is not None:
             print(
                 f"stopped after step {result.steps}, saved in {result.folder}: the same command goes on from there",
