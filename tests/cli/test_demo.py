@@ -1,0 +1,92 @@
+"""`hasten demo` with a model of a few thousand parameters: what it leaves, and what a second run does."""
+
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from hasten.cli import demo
+from hasten.cli.demo import Demo
+from hasten.errors import ConfigError
+from hasten.training import recipes, setup
+from hasten.training.journal import read
+from hasten.training.recipe import Data, Recipe, Run, Schedule, Shape, Techniques
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """`run(again="fresh")` runs a tiny demo in runs/demo and gives that folder."""
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    library = Path(sysconfig.get_paths()["stdlib"])
+    for name in ("abc.py", "bisect.py", "copy.py", "heapq.py", "queue.py"):
+        (corpus / name).write_text((library / name).read_text(encoding="utf-8")[:4000], encoding="utf-8")
+    tiny = Recipe(
+        name="demo",
+        model=Shape(layers=1, hidden_size=32, heads=2, feed_forward=64, max_positions=256),
+        data=Data(source=str(corpus), vocab_size=300, context=32, batch_size=2, validation_fraction=0.3),
+        schedule=Schedule(kind="wsd", warmup_steps=8),
+        techniques=Techniques(precision="float32", compile=False, keep_memory=False),
+        run=Run(steps=10, minutes=1, validate_every=5, validation_batches=2, device="cpu"),
+    )
+    monkeypatch.setitem(recipes.RECIPES, "demo", tiny)
+    monkeypatch.setattr(setup, "matrix_rate", lambda dtype, **options: 1e11)
+    monkeypatch.setenv("HASTEN_CACHE", str(tmp_path / "cache"))
+
+    def start(**options):
+        Demo(**({"minutes": 1.0, "folder": tmp_path / "runs", "threads": 1, "ladder": False} | options)).run()
+        return tmp_path / "runs/demo"
+
+    return start
+
+
+def test_it_leaves_what_it_says_and_a_second_run_keeps_a_finished_one(run, capsys):
+    folder = run()
+    told = capsys.readouterr().out
+    for name in ("model", "train.jsonl", "loss.png", "evaluation.json"):
+        assert (folder / name).exists()
+        assert name in told
+    assert "ladder.json" not in told
+    assert demo.PROMPT in told
+    assert "bits per byte" in told
+    lines = read(folder / "train.jsonl")
+    assert len(lines) == 10
+    run()
+    assert read(folder / "train.jsonl") == lines  # not trained again: the seconds are those of the first run
+
+    with pytest.raises(ConfigError, match=r"run\.minutes: 1.0 -> 2.0.*hasten demo --again fresh"):
+        run(minutes=2.0)
+    run(minutes=2.0, again="fresh")
+    fresh = read(folder / "train.jsonl")
+    assert len(fresh) == 10
+    assert fresh != lines
+
+
+def test_stopped_it_goes_on_from_there(run, monkeypatch, capsys):
+    import os
+    import signal
+
+    from hasten.training.step import TrainStep
+
+    original, calls = TrainStep.run, []
+
+    def stop_in_the_third(self, *arguments, **options):
+        calls.append(1)
+        if len(calls) == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        return original(self, *arguments, **options)
+
+    monkeypatch.setattr(TrainStep, "run", stop_in_the_third)
+    with pytest.raises(SystemExit) as ended:
+        run()
+    assert ended.value.code == 130
+    assert "goes on from there" in capsys.readouterr().err
+    run()
+    assert len(calls) == 3 + 10 - 2  # the third was stopped before it did anything
+
+
+def test_the_ladder_is_measured_on_the_trained_model_when_asked(run, monkeypatch):
+    measured = []
+    monkeypatch.setattr(demo, "_measure", lambda folder, run, *, threads: measured.append((folder, run, threads)))
+    folder = run(ladder=True)
+    assert measured == [(folder / "model", folder, 1)]
