@@ -22,11 +22,12 @@ import torch
 from torch import nn
 
 HERE = Path(__file__).parent
-# gpt-fast's README: Llama 2 7B on one A100 80 GB (2.039 TB/s on its data sheet), batch 1, bytes read in GB/s.
+# The gpt-fast article (PyTorch blog, November 2023): Llama 7B on one A100 80 GB at 330 W, batch 1.
 GPT_FAST_7B = {
-    "bf16": {"tokens_per_second": 104.9, "bandwidth": 1397.31e9},
-    "int8": {"tokens_per_second": 155.58, "bandwidth": 1069.20e9},
-    "int4, groups of 32": {"tokens_per_second": 196.80, "bandwidth": 862.69e9},
+    "bf16, eager": {"tokens_per_second": 25.5},
+    "bf16": {"tokens_per_second": 107.0},
+    "int8": {"tokens_per_second": 157.4},
+    "int4, groups of 32": {"tokens_per_second": 202.1},
 }
 GPT_FAST_70B = {"int8 on 8 GPUs": {"tokens_per_second": 55.0}}
 # name -> (format, group size, CUDA graph, torch.compile)

@@ -116,3 +116,15 @@ def test_quantized_models_fuse_and_stay_the_same_function(scheme):
     unfuse(model)
     after = model.state_dict()
     assert all(torch.equal(after[name], before[name]) for name in before)
+
+
+@pytest.mark.parametrize("scheme", [None, hasten.Int8(), hasten.Int4()])
+def test_a_fused_model_is_saved_as_a_readable_one(scheme, tmp_path):
+    model = tiny_llama().to(torch.bfloat16)
+    if scheme is not None:
+        hasten.quantize(model, scheme)
+    expected = logits(model)
+    fused = logits(fuse(model))
+    model.save(tmp_path)
+    assert torch.equal(logits(model), fused), "it goes on fused"
+    assert torch.equal(logits(hasten.load(tmp_path)), expected)

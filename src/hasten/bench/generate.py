@@ -22,6 +22,7 @@ from hasten.bench.shapes import ELEMENT_BYTES, Subject, check_fits, choose_rungs
 from hasten.errors import ConfigError
 
 if TYPE_CHECKING:
+    from hasten.generation.decoder import Decoder
     from hasten.model.config import ModelConfig
 
 RUNGS: Mapping[str, tuple[str, ...]] = {
@@ -166,7 +167,7 @@ class GenerateRung:
         import torch
 
         from hasten.generation.compiled import compile_blocks
-        from hasten.generation.decoder import Decoder
+        from hasten.generation.graphs import fastest_decoder
         from hasten.machine import resolve_dtype
 
         compiled = way == "static-cache-compiled"
@@ -188,7 +189,7 @@ class GenerateRung:
         self.prompt = torch.randint(self.config.vocab_size, (prompt_tokens,), generator=generator).tolist()
         self.decoder: Decoder | None = None
         if way != "no-cache":
-            self.decoder = Decoder(self.model, batch=1, capacity=prompt_tokens + new_tokens, static=compiled)
+            self.decoder = fastest_decoder(self.model, batch=1, capacity=prompt_tokens + new_tokens, compiled=compiled)
         self.compile_seconds: float | None = None
         self.perplexity = None if text is None else self.score(text)
         if compiled:

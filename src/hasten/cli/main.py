@@ -72,7 +72,7 @@ def main(arguments: list[str] | None = None) -> None:
         if error.errno != errno.ENOSPC:
             raise
         print("error: standard output cannot be written: no space is left there", file=sys.stderr)
-        sys.stdout = None  # type: ignore[assignment]  # what is left in its buffer cannot be written either
+        sys.stdout = None  # what is left in its buffer cannot be written either
         raise SystemExit(2) from None
 
 

@@ -9,6 +9,7 @@ import torch
 
 from hasten.errors import ConfigError
 from hasten.generation.decoder import Decoder
+from hasten.generation.graphs import fastest_decoder
 from hasten.generation.ids import check_ids
 from hasten.generation.params import SamplingParams
 from hasten.generation.sampling import History, RowParams, next_tokens
@@ -122,7 +123,7 @@ class Generation:
         self.timing = timing if timing is not None else Timing()
         capacity = max(len(p) + row.max_new_tokens for p, row in zip(self.prompts, self.params, strict=True))
         self.reused = reused
-        self.decoder = decoder or Decoder(model, batch=len(self.prompts), capacity=capacity, static=compiled)
+        self.decoder = decoder or fastest_decoder(model, batch=len(self.prompts), capacity=capacity, compiled=compiled)
         eos = end_ids(model)
         self._stops = [stop_ids(row, eos_ids=eos) for row in self.params]
         self.outputs = [

@@ -264,7 +264,18 @@ class Transformer(nn.Module):
                 table.reset(device)
 
     def save(self, folder: str | Path) -> None:
-        """Write a Hugging Face folder that transformers loads; see `hasten.model.export.save`."""
-        from hasten.model.export import save
+        """Write a Hugging Face folder that transformers loads; see `hasten.model.export.save`.
 
-        save(self, Path(folder))
+        A fused model is taken apart for the while, because files hold readable layers.
+        """
+        from hasten.model.export import save
+        from hasten.model.fused import FusedBlock, fuse, unfuse
+
+        fused = any(isinstance(block, FusedBlock) for block in self.blocks)
+        if fused:
+            unfuse(self)
+        try:
+            save(self, Path(folder))
+        finally:
+            if fused:
+                fuse(self)

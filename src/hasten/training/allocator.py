@@ -1,8 +1,8 @@
 """Keeping freed memory in the process: on the CPU, a step should not ask the system for the same pages every time.
 
 glibc gives blocks above a threshold back to the system when they are freed, and every new one is mapped and zeroed page
-by page again. A training step frees and allocates its gradients and activations each time; on two Zen cores that took a
-quarter of the step of a 10 M parameter model. Source: mallopt(3).
+by page again. A training step frees and allocates its gradients and activations each time. What keeping them gives is a
+rung of `hasten bench train`. Source: mallopt(3).
 """
 
 import ctypes

@@ -114,8 +114,8 @@ def apply_techniques(model: Transformer, recipe: Recipe) -> None:
 def attention_kernel(recipe: Recipe, device: torch.device) -> str | None:
     """The kernel to force: the recipe's, or on a CPU, compiled and with short rows, the explicit one.
 
-    Forward and backward of 8 x 256 tokens with 6 heads of 64 took 35 ms a layer in PyTorch's fused CPU kernel and 13 ms
-    as matrix products with a compiled softmax between them (one Zen 4 core, bfloat16).
+    There PyTorch's fused CPU kernel, forward and backward, is slower than matrix products with a compiled softmax
+    between them; `hasten train demo --techniques.attention sdpa` shows it.
     """
     techniques = recipe.techniques
     if techniques.attention is None and device.type == "cpu" and techniques.compile and recipe.data.context <= 512:
