@@ -4,8 +4,9 @@
         --peer "llama.cpp bf16=COMMAND" --peer "llama.cpp q8_0=COMMAND" --output benchmarks/results/compare.json
 
 A peer's command prints a line `RESULT … prefill512 X tok/s decode Y tok/s`. Ours does the same things: a prompt of 512
-random tokens, then 64 tokens one by one after a prompt of 8, batch 1, two threads, each the median of three in a process
-of its own. Every round measures the read bandwidth, then ours and the peers in turn; ratios are formed within a round.
+random tokens, then 64 tokens one by one after a prompt of 8, batch 1, two threads, each the median of three, in a
+process of its own. Every round measures the read bandwidth, then ours and the peers in turn; ratios are formed within
+a round.
 """
 
 import json

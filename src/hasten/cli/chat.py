@@ -60,7 +60,8 @@ class Chat(SamplingOptions, ModelOptions):
                 answer.close()
                 print(" [stopped]", end="")
             except ConfigError as error:
-                print(f"error: {error}; /clear starts anew", file=sys.stderr)
+                hint = "; /clear starts anew" if len(chat.messages) > 1 else ""
+                print(f"error: {error}{hint}", file=sys.stderr)
                 continue
             print()
             print(

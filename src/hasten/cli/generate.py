@@ -31,7 +31,7 @@ class Generate(SamplingOptions, ModelOptions):
 
         require_writable(self.json)
         if bool(self.prompt) == bool(self.prompt_ids):
-            raise ConfigError("give either --prompt TEXT or --prompt-ids ID …")
+            raise ConfigError("give one of --prompt TEXT and --prompt-ids ID …, and not both")
         prompts: list[Any] = [list(self.prompt_ids)] if self.prompt_ids else [_text(text) for text in self.prompt]
         # Compiled blocks are PyTorch's path; the fused ones are the other.
         model = (replace(self, fuse=False) if self.compile else self).load()

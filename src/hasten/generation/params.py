@@ -11,6 +11,9 @@ from hasten.errors import ConfigError
 _MAX_SEED = 2**63 - 1
 
 
+LARGEST_BIAS = 1e30  # far above any logit, and within float32
+
+
 class LogitBias(Mapping[int, float]):
     """An immutable, hashable mapping from token id to what is added to its logit (finite, or -inf to forbid it)."""
 
@@ -22,8 +25,11 @@ class LogitBias(Mapping[int, float]):
         items = {}
         for token, bias in (values or {}).items():
             number = _real(f"logit_bias[{token!r}]", bias, finite=False)
-            if math.isnan(number) or number == math.inf:
-                raise ConfigError(f"logit_bias[{token!r}] is {bias}: it must be finite, or -inf to forbid the token")
+            if math.isnan(number) or number > LARGEST_BIAS or -math.inf < number < -LARGEST_BIAS:
+                raise ConfigError(
+                    f"logit_bias[{token!r}] is {bias}: it must be from -{LARGEST_BIAS:g} to {LARGEST_BIAS:g}, or -inf "
+                    "to forbid the token"
+                )
             items[_integer("a token id in logit_bias", token, low=0)] = number
         self._items = dict(sorted(items.items()))
 

@@ -51,6 +51,8 @@ def resolve_dtype(name: str | torch.dtype, *, auto: torch.dtype | None = None) -
     import torch
 
     if isinstance(name, torch.dtype):
+        if not name.is_floating_point:
+            raise ConfigError(f"dtype {name} cannot hold weights; use one of {', '.join(DTYPE_NAMES)}")
         return name
     if name == "auto":
         return torch.float32 if auto is None else auto

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from hasten.errors import CheckpointError, ResourceError
+from hasten.errors import CheckpointError, ConfigError, ResourceError
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt")
@@ -16,6 +16,8 @@ def resolve_folder(source: str | Path) -> Path:
 
     Raises CheckpointError for what is neither a folder nor a hub id, ResourceError if the hub cannot give it.
     """
+    if not isinstance(source, str | Path):
+        raise ConfigError(f"a model is a folder or a hub id; found {type(source).__name__}")
     name = str(source)
     try:
         folder = Path(source).expanduser()
