@@ -155,8 +155,10 @@ def test_ctrl_c_ends_the_children(log: Path, tmp_path: Path) -> None:
     script.write_text(
         textwrap.dedent(
             f"""
+            import signal
             from hasten.bench.measure import Rung, run_ladder
             if __name__ == "__main__":
+                signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs ignore it
                 arguments = dict(log={str(log)!r}, name="slow", fail="hang", at=1)
                 run_ladder([Rung("slow", (), "ladder_test_rungs:make", arguments)], kind="generate", dtypes=())
             """

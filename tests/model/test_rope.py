@@ -161,3 +161,13 @@ def test_llama3_keeps_short_wavelengths_and_stretches_long_ones():
     assert torch.equal(found[wavelength < 8192 / 4], plain[wavelength < 8192 / 4])
     torch.testing.assert_close(found[wavelength > 8192], plain[wavelength > 8192] / 8)
     assert (found[1:] < found[:-1]).all()
+
+
+def test_frequencies_stay_float32_whatever_the_model_is_cast_to():
+    from references import tiny_llama
+
+    model = tiny_llama()
+    before = model.ropes[0].frequencies.clone()
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        model.to(dtype)
+        assert torch.equal(model.ropes[0].frequencies, before)

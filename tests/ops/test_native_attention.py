@@ -45,7 +45,7 @@ def case(seed, batch, tokens, room, heads, kv_heads, size, dtype):
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=20)
 @given(
     st.integers(0, 1000),
     st.integers(1, 2),
@@ -61,18 +61,22 @@ def test_error_is_at_most_twice_that_of_plain_bfloat16(
     isa, seed, batch, tokens, before, heads, size, window, softcap, dtype
 ):
     room = tokens + before
-    q, k, v = case(seed, batch, tokens, room, *heads, size, dtype)
-    lengths = [room - b for b in range(batch)] if before else [room] * batch
-    found = run(isa, q, k, v, lengths, window=window, softcap=softcap)
-    for b, length in enumerate(lengths):
-        kb, vb = k[b : b + 1, :length], v[b : b + 1, :length]
-        options = {"window": window, "softcap": softcap, "kernel": "reference"}
-        exact = attention(q[b : b + 1].double(), kb.double(), vb.double(), **options)[0]
-        # Plain PyTorch in bfloat16: every step rounded, as an explicit bf16 attention does.
-        plain = explicit_bfloat16(q[b], kb[0], vb[0], window, softcap)
-        error, allowed = (found[b].double() - exact).abs(), (plain.double() - exact).abs()
-        assert error.square().mean().sqrt() <= 2 * allowed.square().mean().sqrt() + 1e-7
-        assert error.max() <= 2 * allowed.max() + 1e-6
+    errors, allowed = [], []
+    for draw in range(8):  # a single tiny draw can be lucky for either side
+        q, k, v = case(8 * seed + draw, batch, tokens, room, *heads, size, dtype)
+        lengths = [room - b for b in range(batch)] if before else [room] * batch
+        found = run(isa, q, k, v, lengths, window=window, softcap=softcap)
+        for b, length in enumerate(lengths):
+            kb, vb = k[b : b + 1, :length], v[b : b + 1, :length]
+            options = {"window": window, "softcap": softcap, "kernel": "reference"}
+            exact = attention(q[b : b + 1].double(), kb.double(), vb.double(), **options)[0]
+            # Plain PyTorch in bfloat16: every step rounded, as an explicit bf16 attention does.
+            plain = explicit_bfloat16(q[b], kb[0], vb[0], window, softcap)
+            errors.append((found[b].double() - exact).flatten())
+            allowed.append((plain.double() - exact).flatten())
+    error, limit = torch.cat(errors).abs(), torch.cat(allowed).abs()
+    assert error.square().mean().sqrt() <= 2 * limit.square().mean().sqrt() + 1e-7
+    assert error.max() <= 2 * limit.max() + 1e-6
 
 
 def explicit_bfloat16(q, k, v, window, softcap):

@@ -1,6 +1,8 @@
 """Rotary position embeddings (arXiv 2104.09864): pairs of elements of q and k are turned by position × frequency."""
 
 import math
+from collections.abc import Callable
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -67,6 +69,13 @@ class RotaryTable(nn.Module):
             long = frequencies(self.rope, long=True) if self.rope.scaling == "longrope" else None
         self.register_buffer("frequencies", short.to(device), persistent=False)
         self.register_buffer("long_frequencies", None if long is None else long.to(device), persistent=False)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Moves follow; `model.to(dtype)` does not: rounded frequencies would turn far positions by wrong angles."""
+        super()._apply(fn, recurse)
+        if self.frequencies.dtype != torch.float32:
+            self.reset(self.frequencies.device)
+        return self
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """positions (..., T) of integers -> cos and sin (..., T, dim/2) in float32."""
