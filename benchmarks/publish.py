@@ -20,7 +20,7 @@ RESULTS = Path(__file__).parent / "results"
 # name of the files -> arguments of `hasten bench`
 STEPS = {
     "generate-llama-120m": "generate --shape llama-120m --dtype bfloat16 --prompt-tokens 512 --new-tokens 64",
-    "generate-llama-1.1b": "generate --shape llama-1.1b --dtype bfloat16 --prompt-tokens 512 --new-tokens 32",
+    "generate-llama-1.1b": "generate --shape llama-1.1b --dtype bfloat16 --prompt-tokens 512 --new-tokens 64",
     "train-gpt2-124m": "train --shape gpt2-124m --batch-size 2 --sequence-length 256 --steps 2",
     "heads-llama-120m": "heads --shape llama-120m --dtype bfloat16 --prompt-tokens 2048 --new-tokens 64",
 }
