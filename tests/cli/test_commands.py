@@ -1,6 +1,7 @@
 """The commands as a user runs them: what they print, where, and with which exit status."""
 
 import json
+import signal
 import subprocess
 import sys
 
@@ -138,3 +139,33 @@ def test_a_full_standard_output_is_one_line_and_exit_2(tiny_folder):
     assert done.returncode == 2
     assert "no space" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_export_writes_a_folder_that_transformers_loads(tiny_folder, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    main(["export", str(tiny_folder), str(tmp_path / "out"), "--dtype", "bfloat16"])
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert str(model.dtype) == "torch.bfloat16"
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "out").encode("def add")
+
+
+def test_ctrl_c_stops_the_answer_and_not_the_chat(tiny_folder):
+    process = subprocess.Popen(
+        [sys.executable, "-u", "-m", "hasten", "chat", str(tiny_folder), "--max-new-tokens", "450", "--ignore-eos"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # background jobs ignore it
+    )
+    try:
+        process.stdin.write(b"hello\n")
+        process.stdin.flush()
+        assert process.stdout.read(1), "the answer has begun"
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(b"again\n/exit\n", timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 0, err
+    assert b"[stopped]" in out
+    assert err.count(b"from the cache") == 2, "the second turn was answered"
+    assert b"Traceback" not in err
