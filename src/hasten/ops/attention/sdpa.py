@@ -37,13 +37,12 @@ def sdpa(
 def _one_query(q: Tensor, k: Tensor, v: Tensor, *, spec: AttentionSpec, mask: Tensor | None, dropout: float) -> Tensor:
     """A decode step: query heads that share a key head see the same keys, so they become the rows of one small matrix.
 
-    PyTorch's grouped-query path walks through the keys once for every query head instead; on a CPU, with 8 query heads
-    a key head and 576 keys in bfloat16, that takes 1.01 ms where this takes 0.07.
+    PyTorch's grouped-query path walks through the keys once for every query head instead.
     """
     groups = spec.heads // spec.kv_heads
     rows = q[:, 0].unflatten(1, (spec.kv_heads, groups))  # (B, Hkv, G, D)
     if groups == 1 and q.device.type == "cpu" and q.dtype != torch.float32:
-        # One row of half precision takes the kernel's slow path (0.38 ms); two equal ones do not (0.11 ms).
+        # One row of half precision takes the kernel's slow path; two equal ones do not.
         rows = rows.expand(-1, -1, 2, -1)
     out = F.scaled_dot_product_attention(
         rows,
