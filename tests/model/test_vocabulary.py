@@ -85,3 +85,14 @@ def test_padding_keeps_dtype_and_frozen_weights():
 def test_a_multiple_that_cannot_be(multiple):
     with pytest.raises(ConfigError, match="multiple"):
         hasten.pad_vocabulary(hasten.load(make_reference("llama")), multiple)
+
+
+def test_an_absurd_multiple_and_a_folder_that_is_none_are_refused():
+    from hasten.errors import ConfigError
+    from references import tiny_llama
+
+    model = tiny_llama()
+    with pytest.raises(ConfigError, match="multiple"):
+        hasten.pad_vocabulary(model, 10**12)
+    with pytest.raises(ConfigError, match="folder"):
+        model.save(None)

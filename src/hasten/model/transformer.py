@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hasten.errors import ConfigError
 from hasten.model.config import LayerConfig, ModelConfig
 from hasten.model.experts import Experts
 from hasten.model.formats.record import Quantization
@@ -268,6 +269,8 @@ class Transformer(nn.Module):
 
         A fused model is taken apart for the while, because files hold readable layers.
         """
+        if not isinstance(folder, str | Path):
+            raise ConfigError(f"a model is saved into a folder; found {type(folder).__name__}")
         from hasten.model.export import save
         from hasten.model.fused import FusedBlock, fuse, unfuse
 

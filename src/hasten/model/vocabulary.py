@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from hasten.errors import ConfigError
 from hasten.model.transformer import Transformer
 
+LARGEST_MULTIPLE = 1 << 16  # far above any tile of a product
+
 
 def pad_vocabulary(model: Transformer, multiple: int = 64) -> Transformer:
     """Round the rows of embedding and head up to a multiple, in place; returns the same model.
@@ -19,8 +21,10 @@ def pad_vocabulary(model: Transformer, multiple: int = 64) -> Transformer:
     (..., vocab_size); a matrix product of another size may sum in another order, so that they agree to the last few
     bits. Raises ConfigError for a multiple below 1.
     """
-    if isinstance(multiple, bool) or not isinstance(multiple, int) or multiple < 1:
-        raise ConfigError(f"the vocabulary can be padded to a multiple of 1 or more; found {multiple!r}")
+    if isinstance(multiple, bool) or not isinstance(multiple, int) or not 1 <= multiple <= LARGEST_MULTIPLE:
+        raise ConfigError(
+            f"the vocabulary can be padded to a multiple of 1 to {LARGEST_MULTIPLE:,}; found {multiple!r}"
+        )
     config = model.config.padded_to(multiple)
     if config.padded_vocab_size == model.config.padded_vocab_size:
         return model
