@@ -5,6 +5,7 @@ in bfloat16, or, where activations are rounded to int8, with the same rounding w
 """
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from hasten.machine import find_compiler
 from hasten.ops.linear import KERNELS, LinearRequest, PackedLinear, QuantizedWeight
 from hasten.ops.native import available_isas, library
 from hasten.ops.picker import explain, pick
+from triton_cases import needs_gpu
 
 needs_native = pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler")
 ISAS = available_isas()
@@ -309,6 +311,85 @@ def test_binding_again_moves_the_weight_to_the_other_layout_and_back(format, gro
     assert torch.equal(layer.dequantize(), weight)
     layer.bind()
     assert layer.kernel == "native"
+    assert torch.equal(layer(x), y)
+
+
+def numbers(layer):
+    """A layer's weight, wherever it is, as tensors to compare."""
+    weight = layer.dequantize() if layer.format == "bfloat16" else layer.to_weight()
+    found = (weight,) if isinstance(weight, torch.Tensor) else (weight.values, weight.scales, weight.zeros)
+    return [None if part is None else part.cpu() for part in found]
+
+
+def same(a, b):
+    return all(x is y is None or (x.dtype == y.dtype and torch.equal(x, y)) for x, y in zip(a, b, strict=True))
+
+
+@needs_native
+@pytest.mark.parametrize("scale_dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("format", "group_size", "activations"), LAYERS)
+def test_casts_pick_a_kernel_for_the_dtype_and_change_no_number(format, group_size, activations, scale_dtype):
+    """float16 activations are what the native kernel does not take: its layout is left, as on another device."""
+    weight = make_weight(70, 100, format=format, group_size=group_size, symmetric=False, scale_dtype=scale_dtype)
+    layer = layer_of(weight, torch.randn(70), activations=activations)
+    before, x = numbers(layer), torch.randn(3, 100).bfloat16()
+    y = layer(x)
+    model = torch.nn.Sequential(layer)
+    for cast in (model.half, model.double, lambda: model.to(torch.float16)):
+        cast()
+        assert layer.kernel == "pytorch"
+        assert layer.request.dtype in (torch.float16, torch.float64)
+        assert same(numbers(layer), before)
+    torch.testing.assert_close(model(x.half()).float(), y.float(), rtol=0.05, atol=0.05 * float(y.std()))
+    for cast in (model.float, model.bfloat16, lambda: model.type(torch.float32), lambda: model.type(torch.int32)):
+        cast()
+        assert layer.kernel == "native"
+        assert same(numbers(layer), before)
+        assert torch.equal(layer(x), y)
+
+
+@needs_native
+@pytest.mark.parametrize(("format", "group_size", "activations"), LAYERS)
+def test_moving_packs_for_the_kernel_of_the_new_device(format, group_size, activations, monkeypatch):
+    """"meta" stands in for a GPU: the native kernel refuses it as it does "cuda", and the layout must follow."""
+
+    def refuses(request):
+        return "it runs on a CPU" if request.device.type == "meta" else None
+
+    native = replace(KERNELS[0], refuse=refuses)
+    others = tuple(kernel for kernel in KERNELS if kernel.name in ("pytorch", "reference"))
+    monkeypatch.setattr("hasten.ops.linear.modules.KERNELS", (native, *others))
+    layer = layer_of(make_weight(70, 100, format=format, group_size=group_size), activations=activations)
+    at_home = copy.deepcopy(layer)
+    layer.to("meta")
+    at_home.bind("pytorch")
+    assert layer.kernel == "pytorch"
+    assert layer.request.device.type == "meta"
+    assert {k: v.shape for k, v in layer.state_dict().items()} == {k: v.shape for k, v in at_home.state_dict().items()}
+    assert layer(torch.empty(2, 100, device="meta", dtype=torch.bfloat16)).shape == (2, 70)
+    layer.to_empty(device="cpu")
+    assert layer.kernel == "native"
+    # A kernel that was forced stays, as long as it serves the new place.
+    layer.bind("reference")
+    layer.to("meta")
+    assert layer.kernel == "reference"
+    layer.to_empty(device="cpu").bind("native")
+    monkeypatch.setattr("hasten.ops.linear.modules.KERNELS", (*others, native))  # native is then the forced one
+    layer.to("meta")
+    assert layer.kernel == "pytorch"
+
+
+@needs_gpu
+@pytest.mark.parametrize(("format", "group_size", "activations"), LAYERS)
+def test_to_a_gpu_and_back(format, group_size, activations):
+    layer = layer_of(make_weight(70, 256, format=format, group_size=group_size), activations=activations)
+    before, x = numbers(layer), torch.randn(3, 256).bfloat16()
+    y = layer(x)
+    layer.cuda()
+    assert layer.kernel != "native"
+    assert same(numbers(layer), before)
+    torch.testing.assert_close(layer(x.cuda()).cpu().float(), y.float(), rtol=0.05, atol=0.05 * float(y.std()))
+    layer.cpu()
     assert torch.equal(layer(x), y)
 
 

@@ -1,5 +1,6 @@
 """`hasten.quantize`, `hasten quantize` and `--quantize`: what is quantized, what it is then, and what is refused."""
 
+import copy
 import json
 import weakref
 
@@ -66,6 +67,20 @@ def test_a_tied_head_is_untied_where_it_is_quantized(lm_head, tied, tmp_path):
     assert torch.equal(again.embedding.weight, embedding)
     assert isinstance(again.head, PackedLinear) is not tied
     assert torch.equal(logits(again), logits(model))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_the_kernels_are_those_for_the_dtype_of_the_model(dtype):
+    """float16 has no native kernel: one for bfloat16 would fail on the first token."""
+    model = quantize(hasten.load(make_reference("llama"), dtype=dtype), Int4(group_size=32))
+    expected = exact_logits(model)
+    assert (logits(model) - expected).std() < 0.05 * expected.std()
+
+
+def exact_logits(model):
+    """Those of the same integers, in float32."""
+    with hasten.kernels(copy.deepcopy(model).float(), linear="reference") as same:
+        return logits(same)
 
 
 def test_each_weight_is_let_go_as_its_packed_form_is_there():

@@ -1,6 +1,7 @@
 """`PackedLinear`: a linear layer whose weight lies in memory as its kernel reads it, in bf16, int8 or int4."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Self
 
 import torch
@@ -16,7 +17,7 @@ ACTIVATION_DIGITS = {"int8": 1, "float": 2}
 
 
 class PackedLinear(nn.Module):
-    """y = x·Wᵀ + b for x (…, K) bfloat16 or float32, y (…, N) in x's dtype. For inference: it has no gradient.
+    """y = x·Wᵀ + b for x (…, K), y (…, N) in x's dtype. For inference: it has no gradient.
 
     format "bfloat16", "int8" (one scale a row) or "int4" (one scale, and a zero point unless symmetric, for each
     `group_size` values of a row). activations: "int8" rounds x to int8, by row (int8) or by group (int4), the fastest;
@@ -25,6 +26,10 @@ class PackedLinear(nn.Module):
     The buffers `data`, `scales` and `zeros` hold the only copy of the weight, in the layout of the kernel that was
     picked (`layouts.py`; `kernel` forces one by name). What belongs into files is `to_weight()` or `dequantize()`,
     which are exact; the state dict is only for the same kernel. Made directly, the buffers are not initialised.
+
+    `.to()`, `.cuda()`, `.half()` and the like pick the kernel anew (one that was forced stays where it can serve) and
+    pack the weight for it, exactly; x then has the new device and dtype. No cast changes a number of the weight.
+
     A NaN or infinity in a row of x makes all outputs of that row NaN or infinite.
     """
 
@@ -236,13 +241,21 @@ class PackedLinear(nn.Module):
         return self
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Moves follow, but `model.to(dtype)` leaves scales and bias alone: their dtype belongs to the format."""
+        # What happens to an activation of this layer says where the layer goes and what it will be given.
+        x = fn(torch.empty(0, dtype=self.request.dtype, device=self.data.device))
 
-        def keep_dtype(tensor: Tensor) -> Tensor:
+        def keep_dtype(tensor: Tensor) -> Tensor:  # the dtypes of a weight's parts belong to its format
             moved = fn(tensor)
             return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
 
-        return super()._apply(keep_dtype, recurse)
+        super()._apply(keep_dtype, recurse)
+        dtype = x.dtype if x.dtype.is_floating_point else self.request.dtype
+        request = replace(self.request, device=x.device, dtype=dtype)
+        if request != self.request:
+            forced = next((k for k in KERNELS if k.name == self.kernel != pick(KERNELS, self.request).name), None)
+            self.request = request
+            self.bind(forced.name if forced is not None and forced.refuse(request) is None else None)
+        return self
 
 
 def _bias_dtype(dtype: torch.dtype) -> torch.dtype:
