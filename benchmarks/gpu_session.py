@@ -143,7 +143,7 @@ def products(*, device: str, tune: bool, bandwidth: float) -> list[dict[str, Any
     """The Triton products of llama-7b's matrices alone, from cold caches; with `tune`, each candidate configuration."""
     from triton.testing import do_bench
 
-    from hasten.ops.linear.layouts import PIECES, Shape
+    from hasten.ops.linear.layouts import PIECES, Operands, Shape
     from hasten.ops.linear.triton_linear import Config, choose, few_rows
 
     found = []
@@ -168,7 +168,7 @@ def products(*, device: str, tune: bool, bandwidth: float) -> list[dict[str, Any
                         for stages in (2, 4)
                     ]
                 for config in configs:
-                    arguments = (x, data, scales, None, None, n, group_size)
+                    arguments = (x, Operands(data, scales, None, None, n, group_size))
                     ms = do_bench(lambda a=arguments, c=config: few_rows(*a, config=c), warmup=5, rep=20)
                     gb = (data.nbytes + scales.nbytes) / (ms / 1e3)
                     entry = {"n": n, "k": k, "format": format, "group_size": group_size, "rows": rows}

@@ -5,6 +5,7 @@ import pytest
 import hasten
 from hasten.errors import ConfigError
 from hasten.generation.chat import Chat
+from hasten.generation.graphs import GraphDecoder
 from references import tiny_llama
 
 PARAMS = hasten.SamplingParams(temperature=0, max_new_tokens=10, ignore_eos=True)
@@ -31,6 +32,28 @@ def test_the_cache_grows_with_the_conversation(tiny):
     small.cache.grow(small.cache.capacity + 64)
     answer = "".join(chat.say("more", PARAMS))
     assert answer == fresh_answer(tiny, chat.messages[:-1])
+
+
+def test_a_captured_step_says_the_same(tiny, monkeypatch):
+    """As on a GPU: the decoder is captured, truncated between turns, and captured again after the cache has grown."""
+    captured = []
+
+    def fastest(model, *, batch, capacity):
+        def capture(step, reset):
+            captured.append(step)
+            return step
+
+        return GraphDecoder(model, batch=batch, capacity=capacity, capture=capture)
+
+    monkeypatch.setattr("hasten.generation.chat.fastest_decoder", fastest)
+    chat = Chat(tiny)
+    for text in ("hello", "for name in names"):
+        answer = "".join(chat.say(text, PARAMS))
+        assert answer == fresh_answer(tiny, chat.messages[:-1])
+    chat._decoder.cache.grow(chat._decoder.cache.capacity + 64)
+    answer = "".join(chat.say("more", PARAMS))
+    assert answer == fresh_answer(tiny, chat.messages[:-1])
+    assert len(captured) == 2
 
 
 def test_an_answer_that_is_stopped_stays_in_the_history(tiny):

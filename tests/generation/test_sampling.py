@@ -114,6 +114,11 @@ def test_bias_ban_and_padding() -> None:
         assert next_tokens(logits, rows, steps=steps + step).max() < 6
     with pytest.raises(ConfigError, match="names token 6; the vocabulary has 6"):
         RowParams.stack([SamplingParams(logit_bias={6: 1.0})], vocab_size=6)
+    some = SamplingParams(logit_bias=dict.fromkeys(range(5), -INF), temperature=0)
+    rows = RowParams.stack([some], vocab_size=6)
+    assert next_tokens(torch.randn(1, 6), rows, steps=torch.zeros(1, dtype=torch.int64)).tolist() == [5]
+    with pytest.raises(ConfigError, match=r"forbids .* all 5 tokens"):
+        RowParams.stack([SamplingParams(), some], vocab_size=5)
 
 
 everything = SamplingParams(

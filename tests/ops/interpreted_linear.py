@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hasten.ops.linear import PackedLinear
-from hasten.ops.linear.layouts import PIECES, Packed, Shape
+from hasten.ops.linear.layouts import PIECES, Operands, Packed, Shape
 from hasten.ops.linear.triton_linear import Config, choose, few_rows, linear_operator
 from triton_cases import check_linear, make_weight, rms
 
@@ -47,7 +47,7 @@ def test_any_number_of_parts_gives_the_product(splits):
     packed = PIECES.pack(weight, None)
     x, bias = torch.randn(3, 300).half(), torch.randn(20)
     exact = x.double() @ weight.dequantize().double().T + bias.double()
-    y = few_rows(x, *packed, bias, 20, 32, config=Config(block_n=16, block_j=16, splits=splits))
+    y = few_rows(x, Operands(*packed, bias, 20, 32), config=Config(block_n=16, block_j=16, splits=splits))
     plain = torch.nn.functional.linear(x, weight.dequantize(x.dtype), bias.half())
     assert rms(y - exact) <= 2 * rms(plain - exact)
 

@@ -351,7 +351,7 @@ def test_casts_pick_a_kernel_for_the_dtype_and_change_no_number(format, group_si
 @needs_native
 @pytest.mark.parametrize(("format", "group_size", "activations"), LAYERS)
 def test_moving_packs_for_the_kernel_of_the_new_device(format, group_size, activations, monkeypatch):
-    """"meta" stands in for a GPU: the native kernel refuses it as it does "cuda", and the layout must follow."""
+    """ "meta" stands in for a GPU: the native kernel refuses it as it does "cuda", and the layout must follow."""
 
     def refuses(request):
         return "it runs on a CPU" if request.device.type == "meta" else None

@@ -5,7 +5,6 @@ Drawn with matplotlib's objects and its Agg canvas, never through pyplot: no glo
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from hasten.bench.report import speed_metric
 from hasten.bench.table import format_value, limits_line, machine_line
 from hasten.errors import ResourceError
+from hasten.machine.files import replacing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -166,13 +166,9 @@ def _save(figure: Figure, path: str | Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     path = Path(path)
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        try:
+        with replacing(path) as part:
             FigureCanvasAgg(figure).print_png(part)
-            os.replace(part, path)
-        finally:
-            part.unlink(missing_ok=True)
     except OSError as error:
         raise ResourceError(f"cannot write picture {path}: {error.strerror}") from error

@@ -16,22 +16,17 @@ Utilisation, each formed within one round:
 
 from __future__ import annotations
 
-import json
-import math
-import os
-import stat
-import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from hasten.errors import ResourceError
-from hasten.machine.files import write_atomically
+from hasten.machine.files import require_writable, write_json
 
 if TYPE_CHECKING:
     from hasten.bench.measure import Outcome
     from hasten.machine import VendorLimits
+
+__all__ = ["build_report", "require_writable", "speed_metric", "write_json"]
 
 SCHEMA = 1
 SPEED_METRICS = {"generate": "decode_tokens_per_second", "train": "tokens_per_second"}
@@ -92,52 +87,6 @@ def build_report(
         "limits": _limits(limits, vendor, device),
         "rows": rows,
     }
-
-
-def require_writable(target: str | None) -> None:
-    """Raise ResourceError now, not after minutes of work, if a --json target cannot be written. None and "-" can."""
-    if target is None or target == "-":
-        return
-    path = Path(target)
-    folder = path.parent
-    if path.is_dir():
-        raise ResourceError(f"{target} is a folder; give the name of a file in it")
-    if not folder.is_dir():
-        raise ResourceError(f"{target} cannot be written: there is no folder {folder}")
-    if not os.access(path if path.exists() else folder, os.W_OK):
-        raise ResourceError(f"{target} cannot be written: permission denied")
-
-
-def write_json(target: str | Path, value: object) -> None:
-    """Writes `value` as JSON to a file, or to standard output if the target is "-".
-
-    A file appears whole or not at all; its folder is made if need be. Figures that are not finite become null, since
-    JSON has no word for them. Raises ResourceError where the file cannot be written.
-    """
-    text = json.dumps(_finite(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-    if str(target) == "-":
-        sys.stdout.write(text)
-        sys.stdout.flush()
-        return
-    path = Path(os.path.realpath(target))  # through a link, so that the link stays
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists() and not stat.S_ISREG(path.stat().st_mode):  # /dev/null, a named pipe; a folder fails here
-            path.write_text(text, encoding="utf-8")
-            return
-        write_atomically(path, text)
-    except OSError as error:
-        raise ResourceError(f"cannot write {target}: {error.strerror}; choose another place with --json") from error
-
-
-def _finite(value: object) -> object:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(key): _finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    return value
 
 
 def _over_rounds(rounds: Sequence[Mapping[str, float]], combine: Any) -> dict[str, float]:

@@ -84,9 +84,9 @@ def _evaluate(model: Any, recipe: Any, run: Path) -> dict[str, Any]:
     """Score held-out files, at most EVALUATION_BYTES of them; also written to evaluation.json."""
     from dataclasses import asdict
 
-    from hasten.bench.report import write_json
     from hasten.cli.progress import counter
     from hasten.generation.perplexity import perplexity
+    from hasten.machine.files import write_json
     from hasten.training.setup import prepare_data
 
     documents: list[str] = []
@@ -116,9 +116,9 @@ def _write(model: Any) -> None:
 def _measure(folder: Path, run: Path, *, threads: int | None) -> None:
     from hasten.bench.draw import draw_ladder
     from hasten.bench.generate import GenerateLadder
-    from hasten.bench.report import write_json
     from hasten.bench.shapes import Subject
     from hasten.bench.table import print_ladder
+    from hasten.machine.files import write_json
 
     ladder = GenerateLadder(
         subject=Subject(folder=str(folder)),

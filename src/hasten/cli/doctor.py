@@ -27,11 +27,9 @@ class Doctor:
     """Leave out the measurements of memory bandwidth and matrix products (about ten seconds)."""
 
     def run(self) -> None:
-        from hasten.bench.report import require_writable
+        from hasten.machine.files import require_writable, write_json
 
         require_writable(self.json)
-        from hasten.bench.report import write_json
-
         found = examine(quick=self.quick)
         if self.json is not None:
             write_json(self.json, found.to_json())

@@ -23,10 +23,9 @@ class Eval(ModelOptions):
     """Write perplexity, bits_per_byte and tokens as JSON to this file; "-": to standard output."""
 
     def run(self) -> None:
-        from hasten.bench.report import require_writable
+        from hasten.machine.files import require_writable, write_json
 
         require_writable(self.json)
-        from hasten.bench.report import write_json
         from hasten.cli.progress import counter
         from hasten.data import read_documents
 

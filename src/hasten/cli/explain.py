@@ -15,10 +15,9 @@ class Explain(ModelOptions):
     """Write {"operators": [{layer, operator, kernel, others: [{kernel, reason}]}]} to this file; "-": to stdout."""
 
     def run(self) -> None:
-        from hasten.bench.report import require_writable
+        from hasten.machine.files import require_writable, write_json
 
         require_writable(self.json)
-        from hasten.bench.report import write_json
         from hasten.model.binding import explain
 
         bindings = explain(self.load())

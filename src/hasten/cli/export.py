@@ -30,12 +30,11 @@ class Export:
     """Write what was done as JSON to this file; "-": to standard output."""
 
     def run(self) -> None:
-        from hasten.bench.report import require_writable
+        from hasten.machine.files import require_writable, write_json
 
         require_writable(self.json)
         from rich.console import Console
 
-        from hasten.bench.report import write_json
         from hasten.machine import resolve_dtype
         from hasten.model.export import save
         from hasten.model.load import load

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from hasten.cli.options import ModelOptions, SamplingOptions
@@ -27,7 +27,7 @@ class Generate(SamplingOptions, ModelOptions):
     """Write the result as JSON to this file; "-": to standard output, and nothing else there."""
 
     def run(self) -> None:
-        from hasten.bench.report import require_writable
+        from hasten.machine.files import require_writable, write_json
 
         require_writable(self.json)
         if bool(self.prompt) == bool(self.prompt_ids):
@@ -48,7 +48,7 @@ class Generate(SamplingOptions, ModelOptions):
         show = self.json != "-"
         if show and len(prompts) == 1:
             print(prompts[0] if isinstance(prompts[0], str) else "", end="", flush=True)
-        results = _collect(run, stream=show and len(prompts) == 1, ids=model.tokenizer is None)
+        results = _run(run, stream=show and len(prompts) == 1, ids=model.tokenizer is None)
         if show and len(prompts) > 1:
             for prompt, result in zip(prompts, results, strict=True):
                 print(f"--- {prompt!r}\n{prompt}{result['text']}")
@@ -65,8 +65,6 @@ class Generate(SamplingOptions, ModelOptions):
                 file=sys.stderr,
             )
         if self.json is not None:
-            from hasten.bench.report import write_json
-
             write_json(self.json, results[0] | speeds if len(results) == 1 else {"outputs": results} | speeds)
 
 
@@ -74,27 +72,19 @@ def _text(text: str) -> str:
     return sys.stdin.read() if text == "-" else text
 
 
-def _collect(run: Generation, *, stream: bool, ids: bool) -> list[dict[str, Any]]:
-    texts: list[list[str]] = [[] for _ in run.prompts]
-    tokens: list[list[int]] = [[] for _ in run.prompts]
+def _run(run: Generation, *, stream: bool, ids: bool) -> list[dict[str, Any]]:
+    """Generate to the end, or to Ctrl-C; what there is then is still shown, counted and written."""
     interrupted = False
     try:
         for step in run:
-            for row, token, delta in step:
-                tokens[row].append(token)
-                texts[row].append(delta.text)
-                if stream:
-                    print(f"{token} " if ids else delta.text, end="", flush=True)
-    except KeyboardInterrupt:  # what there is so far is still shown, counted and written
+            for _, token, delta in step if stream else ():
+                print(f"{token} " if ids else delta.text, end="", flush=True)
+    except KeyboardInterrupt:
         interrupted = True
     if stream:
         print()
-    return [
-        {
-            "text": "".join(texts[row]),
-            "tokens": tokens[row],
-            "finish_reason": output.finish_reason or ("interrupted" if interrupted else "length"),
-            "prompt_tokens": len(run.prompts[row]),
-        }
-        for row, output in enumerate(run.outputs)
-    ]
+    results = [asdict(result) for result in run.results()]
+    for result, output in zip(results, run.outputs, strict=True):
+        if interrupted and output.finish_reason is None:
+            result["finish_reason"] = "interrupted"
+    return results

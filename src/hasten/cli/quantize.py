@@ -65,13 +65,14 @@ class Quantize:
     def run(self) -> None:
         from time import perf_counter
 
-        from hasten.bench.report import write_json
         from hasten.cli.progress import counter
         from hasten.machine import peak_memory
+        from hasten.machine.files import require_writable, write_json
         from hasten.model.load import load
         from hasten.quantization import quantize_to_folder
         from hasten.quantization.schemes import layer_formats
 
+        require_writable(self.json)
         scheme = self.scheme_of()
         start = perf_counter()
         model = load(self.model, dtype=None if self.dtype == "auto" else self.dtype)

@@ -34,7 +34,7 @@ class Train:
         if self.print_config:
             print(json.dumps(self.recipe.to_json(), indent=2))
             return
-        from hasten.bench.report import require_writable, write_json
+        from hasten.machine.files import require_writable, write_json
 
         require_writable(self.json)
         from hasten.training.session import train

@@ -6,6 +6,7 @@ from typing import Any
 from hasten.errors import ConfigError
 from hasten.generation.decoder import Decoder
 from hasten.generation.generate import Generation, Timing, fit
+from hasten.generation.graphs import fastest_decoder
 from hasten.generation.params import SamplingParams
 from hasten.model.transformer import Transformer
 
@@ -70,7 +71,7 @@ class Chat:
         """The decoder, with a cache of at least so many tokens: doubled when it must grow, its contents kept."""
         if self._decoder is None:
             capacity = min(max(tokens, 1024), self.model.config.max_positions)
-            self._decoder = Decoder(self.model, batch=1, capacity=capacity)
+            self._decoder = fastest_decoder(self.model, batch=1, capacity=capacity)
         elif tokens > self._decoder.cache.capacity:
             capacity = min(max(tokens, 2 * self._decoder.cache.capacity), self.model.config.max_positions)
             self._decoder.cache.grow(capacity)

@@ -65,16 +65,9 @@ def generate(
     does not fit, a text without a tokenizer, or an id outside the vocabulary.
     """
     run = Generation(model, prompts, params, compiled=compiled, timing=timing, **settings)
-    texts: list[list[str]] = [[] for _ in run.prompts]
-    tokens: list[list[int]] = [[] for _ in run.prompts]
-    for step in run:
-        for row, token, delta in step:
-            tokens[row].append(token)
-            texts[row].append(delta.text)
-    return [
-        Output(tokens[row], "".join(texts[row]), output.finish_reason or "length", len(run.prompts[row]))
-        for row, output in enumerate(run.outputs)
-    ]
+    for _ in run:
+        pass
+    return run.results()
 
 
 def stream(model: Transformer, prompt: Prompt, params: SamplingParams | None = None, **settings: Any) -> Iterator[str]:
@@ -90,6 +83,7 @@ def stream(model: Transformer, prompt: Prompt, params: SamplingParams | None = N
 
 class Generation:
     """Prompts being continued together. Iterating gives, for each step, (row, token, delta) of the unfinished rows.
+    `results` is what there is so far.
 
     decoder: one whose cache already holds the beginning of the (only) prompt, as a chat does; `reused` of its tokens
     are then not computed again.
@@ -130,6 +124,19 @@ class Generation:
             OutputText(row, tokenizer=model.tokenizer, eos_ids=eos, context=prompt)
             for row, prompt in zip(self.params, self.prompts, strict=True)
         ]
+        self._taken: list[list[tuple[int, str]]] = [[] for _ in self.prompts]  # (token, text it added) of each row
+
+    def results(self) -> list[Output]:
+        """Every prompt's continuation up to now; finish_reason "length" stands for a row that has not ended, too."""
+        return [
+            Output(
+                [token for token, _ in taken],
+                "".join(text for _, text in taken),
+                output.finish_reason or "length",
+                len(prompt),
+            )
+            for prompt, taken, output in zip(self.prompts, self._taken, self.outputs, strict=True)
+        ]
 
     def __iter__(self) -> Iterator[list[tuple[int, int, Delta]]]:
         timing, device, vocabulary = self.timing, self.model.device, self.model.config.vocab_size
@@ -161,7 +168,10 @@ class Generation:
             else:
                 timing.decode_seconds += now - start
                 timing.decode_tokens += sum(active)
-            yield [(row, found[row], self.outputs[row].push(found[row])) for row, on in enumerate(active) if on]
+            pushed = [(row, found[row], self.outputs[row].push(found[row])) for row, on in enumerate(active) if on]
+            for row, token, delta in pushed:
+                self._taken[row].append((token, delta.text))
+            yield pushed
             active = [output.finish_reason is None for output in self.outputs]
             if not any(active):
                 return

@@ -69,7 +69,7 @@ class RowParams:
     ) -> "RowParams":
         """Settings of each row, in order. A row without a seed gets a random one.
 
-        Raises ConfigError for a logit_bias on an id that is not in the vocabulary.
+        Raises ConfigError for a logit_bias on an id that is not in the vocabulary, and for one that forbids all of it.
         """
 
         def column(values: list[float], off: float) -> Tensor | None:
@@ -85,6 +85,10 @@ class RowParams:
                     if token >= vocab_size:
                         raise ConfigError(f"logit_bias names token {token}; the vocabulary has {vocab_size} tokens")
                     bias[row, token] = value
+                if bias[row].isneginf().all():
+                    raise ConfigError(
+                        f"logit_bias forbids (-inf) all {vocab_size} tokens of the vocabulary; leave one that may come"
+                    )
             bias = bias.to(device)
         ks = [min(p.top_k or vocab_size, vocab_size) for p in params]
         any_k = any(k < vocab_size for k in ks)

@@ -1,17 +1,82 @@
 """Writing a file so that it is either the old one or the new one, never half of either."""
 
+import json
+import math
 import os
+import stat
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
+from hasten.errors import ResourceError
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write text under a temporary name in the same folder, then rename. Raises OSError as open() does."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A temporary name in the folder of `path`, for whatever writes there; it becomes `path` when the block ends well.
+
+    What was written is on the disk (fsync) before the renaming; after an error nothing is left behind. Raises OSError
+    as open() does.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_native_id()}.partial")
     try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
+        yield temporary
+        with temporary.open("rb") as file:
             os.fsync(file.fileno())
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def write_atomically(path: Path, data: str | bytes) -> None:
+    """Write text (UTF-8, line ends as they are) or bytes. Raises OSError as open() does."""
+    with replacing(path) as temporary:
+        temporary.write_bytes(data.encode() if isinstance(data, str) else data)
+
+
+def require_writable(target: str | None) -> None:
+    """Raise ResourceError now, not after minutes of work, if a --json target cannot be written. None and "-" can."""
+    if target is None or target == "-":
+        return
+    path = Path(target)
+    folder = path.parent
+    if path.is_dir():
+        raise ResourceError(f"{target} is a folder; give the name of a file in it")
+    if not folder.is_dir():
+        raise ResourceError(f"{target} cannot be written: there is no folder {folder}")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise ResourceError(f"{target} cannot be written: permission denied")
+
+
+def write_json(target: str | Path, value: object) -> None:
+    """Writes `value` as JSON to a file, or to standard output if the target is "-".
+
+    A file appears whole or not at all; its folder is made if need be. Figures that are not finite become null, since
+    JSON has no word for them. Raises ResourceError where the file cannot be written.
+    """
+    text = json.dumps(_finite(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    if str(target) == "-":
+        sys.stdout.write(text)
+        sys.stdout.flush()
+        return
+    path = Path(os.path.realpath(target))  # through a link, so that the link stays
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists() and not stat.S_ISREG(path.stat().st_mode):  # /dev/null, a named pipe; a folder fails here
+            path.write_text(text, encoding="utf-8")
+            return
+        write_atomically(path, text)
+    except OSError as error:
+        raise ResourceError(f"cannot write {target}: {error.strerror}; choose another place with --json") from error
+
+
+def _finite(value: object) -> object:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return value

@@ -8,7 +8,6 @@ import dataclasses
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,6 +17,7 @@ from typing import Any
 import tokenizers
 
 from hasten.errors import CheckpointError, ConfigError, DataError
+from hasten.machine.files import write_atomically
 from hasten.model.chat import ChatTemplate
 from hasten.model.tokenizer_files import add_tokens, finish_backend, parse_backend, read_parts, token_ids
 
@@ -205,7 +205,8 @@ class Tokenizer:
             contents["chat_template.jinja"] = self.chat_template.encode()  # this file wins over the config's entry
         try:
             for name, data in contents.items():
-                _write_atomically(target / name, data)
+                (target / name).parent.mkdir(parents=True, exist_ok=True)
+                write_atomically(target / name, data)
         except OSError as error:
             raise CheckpointError(f"{target}: the tokenizer cannot be written ({error.strerror})") from error
 
@@ -239,18 +240,3 @@ def _check_text(text: str) -> None:
             f"the text has half a surrogate pair at character {error.start}, which is not Unicode text; "
             "clean it, for example with text.encode('utf-8', 'replace').decode()"
         ) from error
-
-
-def _write_atomically(path: Path, data: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)  # mkstemp's 0600 would lock out the other users of a shared folder
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from hasten.errors import CheckpointError, HastenError, ResourceError
-from hasten.machine.files import write_atomically
+from hasten.machine.files import replacing, write_atomically
 from hasten.training.random_state import RandomState
 
 FORMAT_VERSION = 1
@@ -168,14 +168,8 @@ def _named_moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterat
 
 
 def _write(path: Path, tensors: dict[str, Tensor]) -> None:
-    temporary = path.with_name(f".{path.name}.partial")
-    try:
+    with replacing(path) as temporary:
         save_file({name: tensor.contiguous().cpu() for name, tensor in tensors.items()}, temporary)
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _link_file(source: Path, target: Path) -> None:

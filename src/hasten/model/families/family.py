@@ -228,6 +228,18 @@ def llama_places(config: ModelConfig, norms: dict[str, str] = NORMS) -> Places:
                     yield f"{ours}.mlp.{our}.bias", Piece(f"{theirs}.mlp.{our}_proj.bias")
 
 
+def separate_experts(config: ModelConfig, *, block: str, names: Mapping[str, str]) -> Places:
+    """Experts as checkpoints hold them, a tensor each; `names` are those of gate, up and down."""
+    for i, layer in enumerate(config.layers):
+        if not layer.experts:
+            continue
+        ours, theirs = f"blocks.{i}.mlp", f"model.layers.{i}.{block}"
+        yield f"{ours}.router.weight", Piece(f"{theirs}.gate.weight")
+        for e in range(config.experts):
+            for our, name in names.items():
+                yield f"{ours}.experts.{e}.{our}.weight", Piece(f"{theirs}.experts.{e}.{name}.weight")
+
+
 def fused_experts(config: ModelConfig) -> Places:
     """How transformers 5 holds experts in memory: gate and up stacked in one (E, 2·I, C) tensor."""
     for i, layer in enumerate(config.layers):

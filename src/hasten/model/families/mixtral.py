@@ -5,12 +5,12 @@ from dataclasses import replace
 from hasten.model.config import Fields, ModelConfig
 from hasten.model.families.family import (
     Family,
-    Piece,
     Places,
     expert_counts,
     fused_experts,
     llama_config,
     llama_places,
+    separate_experts,
     window_of,
 )
 
@@ -28,12 +28,8 @@ def config(fields: Fields) -> ModelConfig:
 
 def places(config: ModelConfig) -> Places:
     yield from llama_places(config)
-    for i in range(len(config.layers)):
-        ours, theirs = f"blocks.{i}.mlp", f"model.layers.{i}.block_sparse_moe"
-        yield f"{ours}.router.weight", Piece(f"{theirs}.gate.weight")
-        for e in range(config.experts):
-            for our, name in (("gate", "w1"), ("down", "w2"), ("up", "w3")):
-                yield f"{ours}.experts.{e}.{our}.weight", Piece(f"{theirs}.experts.{e}.{name}.weight")
+    names = {"gate": "w1", "down": "w2", "up": "w3"}
+    yield from separate_experts(config, block="block_sparse_moe", names=names)
 
 
 def in_memory(config: ModelConfig) -> Places:

@@ -1,17 +1,16 @@
 """Qwen 3 mixture of experts: Qwen 3 with most MLPs replaced by many small experts."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 from hasten.model.config import Fields, ModelConfig
 from hasten.model.families.family import (
     Family,
-    Piece,
     Places,
     expert_counts,
     fused_experts,
     llama_config,
     llama_places,
+    separate_experts,
     window_of,
 )
 
@@ -42,18 +41,8 @@ def config(fields: Fields) -> ModelConfig:
 
 def places(config: ModelConfig) -> Places:
     yield from llama_places(config)
-    yield from _experts(config)
-
-
-def _experts(config: ModelConfig) -> Iterator[tuple[str, Piece]]:
-    for i, layer in enumerate(config.layers):
-        if not layer.experts:
-            continue
-        ours, theirs = f"blocks.{i}.mlp", f"model.layers.{i}.mlp"
-        yield f"{ours}.router.weight", Piece(f"{theirs}.gate.weight")
-        for e in range(config.experts):
-            for our in ("gate", "up", "down"):
-                yield f"{ours}.experts.{e}.{our}.weight", Piece(f"{theirs}.experts.{e}.{our}_proj.weight")
+    names = {name: f"{name}_proj" for name in ("gate", "up", "down")}
+    yield from separate_experts(config, block="mlp", names=names)
 
 
 def in_memory(config: ModelConfig) -> Places:

@@ -37,6 +37,22 @@ class Packed(NamedTuple):
     zeros: Tensor | None = None
 
 
+class Operands(NamedTuple):
+    """What a product takes beside x: a packed weight, a bias (N,), N, and the group size (0 unless int4).
+
+    `digits` is how many int8 digits an activation becomes where a kernel multiplies integers: 1 is int8 with one scale
+    a row (int8 weights) or a group (int4), 2 is 16 bits, closer to x than bfloat16 is.
+    """
+
+    data: Tensor
+    scales: Tensor | None
+    zeros: Tensor | None
+    bias: Tensor | None
+    out_features: int
+    group_size: int
+    digits: int = 1
+
+
 @dataclass(frozen=True, slots=True)
 class Shape:
     """Of a weight: N output features, K input features, and how its numbers are stored."""

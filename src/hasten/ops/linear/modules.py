@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from hasten.errors import ConfigError
-from hasten.ops.linear.layouts import FORMATS, PANELS, Packed, Shape, check_weight, panel_scales
+from hasten.ops.linear.layouts import FORMATS, PANELS, Operands, Packed, Shape, check_weight, panel_scales
 from hasten.ops.linear.operator import KERNELS, LinearRequest, Product, layout_of, native_ops
 from hasten.ops.linear.weights import QuantizedWeight
 from hasten.ops.picker import pick
@@ -180,9 +180,8 @@ class PackedLinear(nn.Module):
             raise ConfigError(f"this layer takes {self.in_features} features; found x of shape {tuple(x.shape)}")
         if x.requires_grad and torch.is_grad_enabled():
             raise ConfigError("packed layers have no gradient; call them under torch.no_grad()")
-        return self._product(
-            x, self.data, self.scales, self.zeros, self.bias, self.out_features, self.group_size, self.digits
-        )
+        packed = (self.data, self.scales, self.zeros, self.bias)
+        return self._product(x, Operands(*packed, self.out_features, self.group_size, self.digits))
 
     def to_weight(self) -> QuantizedWeight:
         """The quantized weight as it was given, bit for bit."""

@@ -9,15 +9,14 @@ from torch import Tensor
 
 from hasten.ops import triton_support
 from hasten.ops.linear import kernels
-from hasten.ops.linear.layouts import PADDING, PANELS, PIECES, ROWS, Layout
+from hasten.ops.linear.layouts import PADDING, PANELS, PIECES, ROWS, Layout, Operands
 from hasten.ops.native import library
 from hasten.ops.picker import Kernel
 
 TRITON_GROUPS = (32, 64, 128, 256)
 LARGEST_INT8_ROW = 1 << 17  # products of more values with one scale could overflow the 32-bit sum
 
-# (x, data, scales, zeros, bias, out_features, group_size, digits) -> y
-Product = Callable[[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, int, int, int], Tensor]
+Product = Callable[[Tensor, Operands], Tensor]  # x (…, K) -> y (…, N) in x's dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +57,11 @@ def _triton_refuses(request: LinearRequest) -> str | None:
     return triton_support.refusal(request.device)
 
 
+def _native() -> Product:
+    operator = native_ops().linear.default
+    return lambda x, weight: operator(x, *weight)
+
+
 def _triton() -> Product:
     # Imported here, because it imports Triton: only where the kernel is taken.
     from hasten.ops.linear.triton_linear import linear
@@ -67,7 +71,7 @@ def _triton() -> Product:
 
 # `run` is called once, when a layer is bound, and returns the product that the layer then calls.
 KERNELS: tuple[Kernel[LinearRequest], ...] = (
-    Kernel("native", lambda: native_ops().linear.default, _native_refuses),
+    Kernel("native", _native, _native_refuses),
     Kernel("triton", _triton, _triton_refuses),
     Kernel("pytorch", lambda: kernels.pytorch, lambda request: None),
     Kernel("reference", lambda: kernels.reference, lambda request: None),

@@ -12,7 +12,7 @@ import triton
 from torch import Tensor
 
 from hasten.ops.linear import triton_kernels as kernels
-from hasten.ops.linear.layouts import PIECE
+from hasten.ops.linear.layouts import PIECE, Operands
 
 MOST_ROWS = 16  # the smallest side of a tensor core's tile: as many rows cost what one does
 SUM_BLOCK = 1024
@@ -49,7 +49,13 @@ def choose(rows: int, out_features: int, group_size: int) -> Config:
     return Config(block_n=block_n, block_j=block_j, splits=splits)
 
 
-def linear(
+def linear(x: Tensor, weight: Operands) -> Tensor:
+    """A `Product` (operator.py) of x (…, K) bfloat16 or float16. Activations are never rounded, whatever `digits`."""
+    return linear_operator(x, *weight[:-1])
+
+
+@torch.library.custom_op("hasten_triton::linear", mutates_args=())
+def linear_operator(
     x: Tensor,
     data: Tensor,
     scales: Tensor | None,
@@ -57,31 +63,18 @@ def linear(
     bias: Tensor | None,
     out_features: int,
     group_size: int,
-    digits: int,
 ) -> Tensor:
-    """A `Product` (operator.py) of x (…, K) bfloat16 or float16. Activations are never rounded, whatever `digits`."""
-    assert scales is not None
-    return linear_operator(x, data, scales, zeros, bias, out_features, group_size)
+    """x (…, K), data (pieces, N, 16), scales (1, N) or (G, N), zeros (G, N), bias (N,) -> (…, N).
 
-
-@torch.library.custom_op("hasten_triton::linear", mutates_args=())
-def linear_operator(
-    x: Tensor,
-    data: Tensor,
-    scales: Tensor,
-    zeros: Tensor | None,
-    bias: Tensor | None,
-    out_features: int,
-    group_size: int,
-) -> Tensor:
-    """x (…, K), data (pieces, N, 16), scales (1, N) or (G, N), zeros (G, N), bias (N,) -> (…, N)."""
+    torch.library wants every tensor named: only here the fields of `Operands` stand one by one.
+    """
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     if rows.shape[0] == 0:
         return x.new_empty((*x.shape[:-1], out_features))
     if rows.shape[0] <= MOST_ROWS:
-        y = few_rows(rows, data, scales, zeros, bias, out_features, group_size)
+        y = few_rows(rows, Operands(data, scales, zeros, bias, out_features, group_size))
     else:
-        y = many_rows(rows, data, scales, zeros, bias, out_features, group_size)
+        y = many_rows(rows, Operands(data, scales, zeros, bias, out_features, group_size))
     return y.view(*x.shape[:-1], out_features)
 
 
@@ -89,7 +82,7 @@ def linear_operator(
 def _fake(
     x: Tensor,
     data: Tensor,
-    scales: Tensor,
+    scales: Tensor | None,
     zeros: Tensor | None,
     bias: Tensor | None,
     out_features: int,
@@ -98,99 +91,83 @@ def _fake(
     return x.new_empty((*x.shape[:-1], out_features))
 
 
-def few_rows(
-    x: Tensor,
-    data: Tensor,
-    scales: Tensor,
-    zeros: Tensor | None,
-    bias: Tensor | None,
-    out_features: int,
-    group_size: int,
-    *,
-    config: Config | None = None,
-) -> Tensor:
+def few_rows(x: Tensor, weight: Operands, *, config: Config | None = None) -> Tensor:
     """x (R, K), R from 1 to 16 -> (R, N). `config` is for tuning; that of `choose` by default."""
     rows, k = x.shape
-    config = config or choose(rows, out_features, group_size)
-    pieces = data.shape[0]
+    n = weight.out_features
+    config = config or choose(rows, n, weight.group_size)
+    pieces = weight.data.shape[0]
     steps = triton.cdiv(pieces, config.block_j // PIECE)
     steps_per_split = triton.cdiv(steps, min(config.splits, steps))
     splits = triton.cdiv(steps, steps_per_split)
-    y = _result(x, rows, out_features)
-    parts = y if splits == 1 else x.new_empty((splits, rows, out_features), dtype=torch.float32)
+    y = _result(x, rows, n)
+    parts = y if splits == 1 else x.new_empty((splits, rows, n), dtype=torch.float32)
     with torch.cuda.device_of(x):
-        kernels.product[(triton.cdiv(out_features, config.block_n), splits)](
+        kernels.product[(triton.cdiv(n, config.block_n), splits)](
             x,
-            data,
-            scales,
-            zeros,
-            bias,
+            weight.data,
+            weight.scales,
+            weight.zeros,
+            weight.bias,
             parts,
             rows,
-            out_features,
+            n,
             k,
             pieces,
             steps_per_split,
-            BITS=4 if group_size else 8,
+            BITS=4 if weight.group_size else 8,
             ONE_ROW=rows == 1,
             M=1 if rows == 1 else MOST_ROWS,
             BLOCK_N=config.block_n,
             BLOCK_J=config.block_j,
             STAGES=config.stages,
-            HAS_ZEROS=zeros is not None,
-            HAS_BIAS=bias is not None and splits == 1,
+            HAS_ZEROS=weight.zeros is not None,
+            HAS_BIAS=weight.bias is not None and splits == 1,
             WIDE=x.device.type == "cpu",
             num_warps=config.warps,
         )
         if splits > 1:
             kernels.add_splits[(triton.cdiv(y.numel(), SUM_BLOCK),)](
                 parts,
-                bias,
+                weight.bias,
                 y,
                 y.numel(),
-                out_features,
+                n,
                 SPLITS=splits,
                 BLOCK=SUM_BLOCK,
-                HAS_BIAS=bias is not None,
+                HAS_BIAS=weight.bias is not None,
             )
     return y.to(x.dtype)
 
 
-def many_rows(
-    x: Tensor,
-    data: Tensor,
-    scales: Tensor,
-    zeros: Tensor | None,
-    bias: Tensor | None,
-    out_features: int,
-    group_size: int,
-) -> Tensor:
+def many_rows(x: Tensor, weight: Operands) -> Tensor:
     """x (R, K) -> (R, N): the weight becomes 16-bit for the time of the product, which then is PyTorch's own.
 
     torch._int_mm would be twice as fast, but needs x rounded to int8; this kernel promises not to round it.
     """
-    k = x.shape[1]
-    weight = _result(x, out_features, k)  # (N, K)
-    block_j = group_size // 2 if group_size else 64
-    grid = (triton.cdiv(out_features, 32), triton.cdiv(data.shape[0], block_j // PIECE))
+    n, k = weight.out_features, x.shape[1]
+    plain = _result(x, n, k)
+    block_j = weight.group_size // 2 if weight.group_size else 64
+    grid = (triton.cdiv(n, 32), triton.cdiv(weight.data.shape[0], block_j // PIECE))
     with torch.cuda.device_of(x):
         kernels.dequantize[grid](
-            data,
-            scales,
-            zeros,
-            weight,
-            out_features,
+            weight.data,
+            weight.scales,
+            weight.zeros,
+            plain,
+            n,
             k,
-            BITS=4 if group_size else 8,
+            BITS=4 if weight.group_size else 8,
             BLOCK_N=32,
             BLOCK_J=block_j,
-            HAS_ZEROS=zeros is not None,
+            HAS_ZEROS=weight.zeros is not None,
         )
-    weight = weight.to(x.dtype)
-    if group_size:
-        return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
-    y = F.linear(x, weight) * scales.flatten()
-    return (y if bias is None else y + bias).to(x.dtype)
+    plain = plain.to(x.dtype)
+    if weight.group_size:
+        return F.linear(x, plain, None if weight.bias is None else weight.bias.to(x.dtype))
+    assert weight.scales is not None
+    y = F.linear(x, plain) * weight.scales.flatten()
+    return (y if weight.bias is None else y + weight.bias).to(x.dtype)
 
 
 def _result(x: Tensor, *size: int) -> Tensor:
