@@ -157,10 +157,10 @@ def poison(monkeypatch, *, at, value=float("nan")):
     original = TrainStep.loss
     calls = []
 
-    def loss(self, batch):
+    def loss(self, batch, **options):
         if self.model.training:
             calls.append(1)
-        return original(self, batch) * (value if self.model.training and len(calls) >= at else 1.0)
+        return original(self, batch, **options) * (value if self.model.training and len(calls) >= at else 1.0)
 
     monkeypatch.setattr(TrainStep, "loss", loss)
 
@@ -198,10 +198,10 @@ def test_a_spike_is_reported_and_counted(recipe, monkeypatch):
     original = TrainStep.loss
     calls = []
 
-    def loss(self, batch):
+    def loss(self, batch, **options):
         if self.model.training:
             calls.append(1)
-        return original(self, batch) * (3.0 if self.model.training and len(calls) == 30 else 1.0)
+        return original(self, batch, **options) * (3.0 if self.model.training and len(calls) == 30 else 1.0)
 
     monkeypatch.setattr(TrainStep, "loss", loss)
     result = train(recipe(steps=40, learning_rate=1e-4), progress=False)

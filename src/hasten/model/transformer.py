@@ -23,6 +23,7 @@ from hasten.model.rope import RotaryTable, rotate
 from hasten.ops.attention import KERNELS, AttentionRequest, AttentionSpec
 from hasten.ops.attention.view import KVView
 from hasten.ops.linear.modules import PackedLinear
+from hasten.ops.loss import IGNORED, linear_cross_entropy
 from hasten.ops.picker import pick
 
 if TYPE_CHECKING:
@@ -169,10 +170,18 @@ class Block(nn.Module):
         self.mlp_post_norm = _norm(config, hidden) if config.post_norms else nn.Identity()
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, layer: LayerContext) -> Tensor:
-        """x (B, T, C) -> (B, T, C)."""
-        x = x + self.dropout(self.attention_post_norm(self.attention(self.attention_norm(x), rope, layer)))
-        return x + self.dropout(self.mlp_post_norm(self.mlp(self.mlp_norm(x))))
+    def forward(
+        self,
+        x: Tensor,
+        rope: tuple[Tensor, Tensor] | None,
+        layer: LayerContext,
+        scale: Tensor | None = None,
+    ) -> Tensor:
+        """x (B, T, C) -> (B, T, C). scale: 0-dim, what both additions are multiplied with (a kept block's 1/p)."""
+        added = self.dropout(self.attention_post_norm(self.attention(self.attention_norm(x), rope, layer)))
+        x = x + (added if scale is None else added * scale)
+        added = self.dropout(self.mlp_post_norm(self.mlp(self.mlp_norm(x))))
+        return x + (added if scale is None else added * scale)
 
 
 class Transformer(nn.Module):
@@ -195,6 +204,7 @@ class Transformer(nn.Module):
         self.tokenizer = None
         self.generation = {}
         self.quantization = None
+        self.loss_kernel: str | None = None  # None: the first that fits
         self.embedding = nn.Embedding(config.padded_vocab_size, config.hidden_size)
         self.positions = nn.Embedding(config.max_positions, config.hidden_size) if config.learned_positions else None
         self.ropes = nn.ModuleList(RotaryTable(rope) for rope in config.ropes)
@@ -213,12 +223,14 @@ class Transformer(nn.Module):
         *,
         rows: Tensor | None = None,
         targets: Tensor | None = None,
+        gates: Sequence[float] | None = None,
     ) -> Tensor:
         """Logits, or with `targets` the loss.
 
         tokens and positions: int64 (B, T). rows: int64 (R,), which of the B·T flattened rows to score; logits are
         then (R, V), else (B, T, V), in float32. targets: int64 (B, T), -100 where nothing is to be predicted; returns
         the sum of the token losses (float32 scalar, nats), for the caller to divide by the tokens it counted.
+        gates: one a block, 0 for a block that is left out (it costs nothing), else what it adds is multiplied with it.
         """
         x = self.embedding(tokens)  # (B, T, C)
         if self.config.embedding_scale != 1.0:
@@ -228,14 +240,35 @@ class Transformer(nn.Module):
             x = x + self.positions(positions)
         x = self.dropout(x)
         ropes = [table(positions) for table in self.ropes]  # cos and sin, (B, T, dim/2) each
-        for block, layer, own in zip(self.blocks, self.config.layers, context.layers, strict=True):
-            x = block(x, ropes[layer.rope] if ropes else None, own)
+        for index, (block, layer, own) in enumerate(zip(self.blocks, self.config.layers, context.layers, strict=True)):
+            rope = ropes[layer.rope] if ropes else None
+            gate = 1.0 if gates is None else gates[index]
+            if gates is None or (gate == 1.0 and not self.training):
+                x = block(x, rope, own)
+            elif gate:
+                # A tensor, because a compiled block would be compiled anew for every other number.
+                x = block(x, rope, own, x.new_full((), gate, dtype=torch.float32))
         if rows is not None:
             x = x.flatten(0, -2)[rows]  # (R, C)
         x = self.norm(x)
         if targets is None:
             return self.logits(x)
-        return F.cross_entropy(self.logits(x).flatten(0, -2), targets.flatten(), ignore_index=-100, reduction="sum")
+        return self.loss(x, targets)
+
+    def loss(self, x: Tensor, targets: Tensor) -> Tensor:
+        """The sum of the token losses of normalised states x (..., C), without all logits in memory; see ops.loss."""
+        if not isinstance(self.head, nn.Linear):  # a packed head has no weight to multiply with
+            logits = self.logits(x)
+            return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+        return linear_cross_entropy(
+            x,
+            self.head.weight,
+            targets,
+            vocab_size=self.config.vocab_size,
+            bias=self.head.bias,
+            softcap=self.config.logit_softcap,
+            kernel=self.loss_kernel,
+        )
 
     def logits(self, x: Tensor) -> Tensor:
         """Scores (..., V) in float32 of normalised states x (..., C); the padded rows of the vocabulary are cut off."""

@@ -14,6 +14,8 @@ from hasten.model.families import read_config
 from hasten.model.initialize import initialize
 from hasten.model.tokenizer import Tokenizer
 from hasten.model.transformer import Attention, Transformer
+from hasten.ops.loss import KERNELS as LOSS_KERNELS
+from hasten.training.activations import checkpoint_activations
 from hasten.training.allocator import keep_freed_memory
 from hasten.training.recipe import Recipe, Shape
 
@@ -107,6 +109,8 @@ def apply_techniques(model: Transformer, recipe: Recipe) -> None:
     if recipe.techniques.keep_memory and model.device.type == "cpu":
         keep_freed_memory()
     choose_attention(model, attention_kernel(recipe, model.device))
+    choose_loss(model, recipe.techniques.loss)
+    checkpoint_activations(model, recipe.techniques.checkpointing)
     if recipe.techniques.compile:
         compile_blocks(model)
 
@@ -126,6 +130,14 @@ def attention_kernel(recipe: Recipe, device: torch.device) -> str | None:
 def choose_attention(model: Transformer, kernel: str | None) -> None:
     """The fastest attention kernel that fits, or the one named."""
     model.bind(attention=kernel)
+
+
+def choose_loss(model: Transformer, kernel: str | None) -> None:
+    """The first loss kernel that fits, or the one named. Raises ConfigError for an unknown one."""
+    known = [loss.name for loss in LOSS_KERNELS]
+    if kernel is not None and kernel not in known:
+        raise ConfigError(f"there is no loss kernel {kernel!r}; known: {', '.join(known)}")
+    model.loss_kernel = kernel
 
 
 def compile_blocks(model: Transformer) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from hasten.errors import TrainingError
-from hasten.training import budget, checkpoints, display
+from hasten.training import budget, checkpoints, display, layer_drop
 from hasten.training.journal import Journal
 from hasten.training.random_state import RandomState
 from hasten.training.recipe import Recipe
@@ -64,11 +64,13 @@ class Loop:
                     total=state.total,
                     bend=state.bend,
                 )
-                result = self.setup.step.run([next(source)[1] for _ in range(micro)], learning_rate=rate)
+                batches = [next(source)[1] for _ in range(micro)]
+                gates = self._gates(micro)
+                result = self.setup.step.run(batches, learning_rate=rate, gates=gates)
                 if result is None:  # stopped inside the step: go on from its beginning
                     self._save(random)
                     return False
-                line = self._account(result, rate=rate, started=started)
+                line = self._account(result, rate=rate, started=started, gates=gates)
                 if state.finished or (state.step % run.validate_every == 0 and not self.stop.asked()):
                     line |= self._validate()
                 journal.write(line)
@@ -87,7 +89,21 @@ class Loop:
                 board.close()
         return True
 
-    def _account(self, result: StepResult, *, rate: float, started: float) -> dict[str, Any]:
+    def _gates(self, micro: int) -> list[list[float]] | None:
+        """Which blocks the coming step leaves out, for each of its micro-batches; None without layer dropping."""
+        techniques, state = self.recipe.techniques, self.state
+        if techniques.layer_drop is None:
+            return None
+        now = layer_drop.theta(
+            state.step, total=state.total, floor=techniques.layer_drop, decay=techniques.layer_drop_decay
+        )
+        kept = layer_drop.keep_probabilities(len(self.setup.model.blocks), theta=now)
+        seed = self.recipe.run.seed
+        return [layer_drop.draw_gates(kept, seed=seed, step=state.step, micro_step=m) for m in range(micro)]
+
+    def _account(
+        self, result: StepResult, *, rate: float, started: float, gates: list[list[float]] | None
+    ) -> dict[str, Any]:
         """Wait for the step, count it, and give its line for train.jsonl."""
         state = self.state
         loss, norm = result.loss.item(), result.gradient_norm.item()
@@ -109,10 +125,12 @@ class Loop:
             "gradient_norm": norm if math.isfinite(norm) else None,
             "tokens": state.tokens,
             "tokens_per_second": round(speed, 1),
-            "mfu": _rounded(self.setup.mfu(speed)),
+            "mfu": _rounded(self.setup.mfu(speed, gates)),
             "seconds": round(state.seconds, 3),
             "spike": spike,
         }
+        if gates is not None:
+            line["kept_blocks"] = _rounded(_kept(gates))
         if self.setup.step.precision.scales:
             line |= {"scale": self.setup.step.precision.scale(), "skipped": skipped}
         return line
@@ -222,6 +240,11 @@ class Loop:
             random=random,
             values=values,
         )
+
+
+def _kept(gates: list[list[float]]) -> float:
+    """The share of the blocks that a step ran."""
+    return sum(gate > 0 for own in gates for gate in own) / sum(map(len, gates))
 
 
 def _rounded(value: float | None) -> float | None:

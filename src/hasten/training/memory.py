@@ -7,6 +7,7 @@ import torch
 from hasten.errors import ResourceError
 from hasten.machine import available_memory
 from hasten.model.config import ModelConfig
+from hasten.ops.loss import rows_of_a_chunk
 from hasten.planning.cost import parameters
 from hasten.training.build import attention_kernel
 from hasten.training.recipe import Recipe
@@ -49,8 +50,12 @@ def estimate(config: ModelConfig, recipe: Recipe, *, explicit_attention: bool = 
     if explicit_attention:
         # The probabilities, float32.
         activations += 4 * layers * config.heads * tokens * recipe.data.context
-    # The logits in the compute dtype, in float32, their logarithms and the gradient.
-    logits = tokens * config.padded_vocab_size * (size + 12)
+    # The logits in the compute dtype, in float32, their logarithms and the gradient: of all rows, or of a chunk.
+    rows = tokens if recipe.techniques.loss == "reference" else min(tokens, rows_of_a_chunk(config.padded_vocab_size))
+    logits = rows * config.padded_vocab_size * (size + 12)
+    if recipe.techniques.checkpointing == "full":
+        # One block at a time is whole, of the others there is the input.
+        activations = activations // layers + tokens * layers * 4 * config.hidden_size
     return MemoryEstimate(state=count * (16 + (2 if size == 2 else 0)), activations=activations, logits=logits)
 
 

@@ -16,6 +16,7 @@ from hasten.errors import ConfigError
 
 PrecisionName = Literal["float32", "bfloat16", "float16"]
 ScheduleName = Literal["cosine", "wsd", "constant"]
+CheckpointingName = Literal["none", "selective", "full"]
 
 # Steps whose speed is measured before `run.minutes` becomes a number of steps; the warm-up must cover them.
 CALIBRATION_STEPS = 8
@@ -121,6 +122,14 @@ class Techniques:
     """bfloat16 or float16: matrix products in it, weights and loss in float32 (float16 scales the loss)."""
     attention: str | None = None
     """Force an attention kernel, for example reference or sdpa (none: the fastest that fits)."""
+    loss: str | None = None
+    """Force a loss kernel: torch, chunked or reference (none: the first that fits; no full logits in memory)."""
+    layer_drop: float | None = None
+    """Progressive layer dropping: how often the deepest block is kept in the end, 0.5 in the paper (none: always)."""
+    layer_drop_decay: float = 100.0
+    """How fast dropping sets in: the exponent over the whole run."""
+    checkpointing: CheckpointingName = "none"
+    """Activations computed again in the backward pass: all of a block (full), or what costs little time (selective)."""
     compile: bool = True
     """torch.compile, block by block."""
     keep_memory: bool = True
@@ -224,6 +233,8 @@ def _wrong_values(recipe: Recipe) -> Iterator[str]:
         "optimizer.epsilon": optimizer.epsilon,
         "optimizer.clip": optimizer.clip,
         "techniques.pad_vocabulary_to": recipe.techniques.pad_vocabulary_to,
+        "techniques.layer_drop": recipe.techniques.layer_drop,
+        "techniques.layer_drop_decay": recipe.techniques.layer_drop_decay,
         "run.steps": run.steps,
         "run.epochs": run.epochs,
         "run.minutes": run.minutes,
@@ -254,6 +265,8 @@ def _wrong_values(recipe: Recipe) -> Iterator[str]:
     ):
         if not 0 <= share <= 1:
             yield f"{name} is {share}; it must be from 0 to 1"
+    if recipe.techniques.layer_drop is not None and recipe.techniques.layer_drop > 1:
+        yield f"techniques.layer_drop is {recipe.techniques.layer_drop}; it must be at most 1"
     if optimizer.weight_decay < 0 or schedule.warmup_steps < 0 or data.workers < 0:
         yield "optimizer.weight_decay, schedule.warmup_steps and data.workers must not be negative"
     if run.steps is None and run.epochs is None and run.minutes is None:

@@ -1,6 +1,7 @@
 """Everything a run needs before its first step: data, model, optimizer, the training step."""
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -9,6 +10,7 @@ from hasten.data import Batches, TokenData, prepare
 from hasten.errors import ConfigError, HastenError
 from hasten.machine import configure, matrix_rate, resolve_device
 from hasten.model.checkpoint import read_json
+from hasten.model.config import ModelConfig
 from hasten.model.families import read_config
 from hasten.model.load import resolve_folder
 from hasten.model.transformer import Transformer
@@ -25,7 +27,10 @@ from hasten.training.stopping import StopRequest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """What the loop works with. flops_per_token: of training. rate: measured FLOP/s of matrix products, if any."""
+    """What the loop works with. rate: measured FLOP/s of matrix products, if any.
+
+    flops_per_token: of training, all blocks. block_flops: how much of it each block is.
+    """
 
     data: TokenData
     batches: Batches
@@ -33,11 +38,20 @@ class Setup:
     model: Transformer
     step: TrainStep
     flops_per_token: float
+    block_flops: tuple[float, ...]
     rate: float | None
 
-    def mfu(self, tokens_per_second: float) -> float | None:
-        """Model FLOPs utilisation (arXiv 2204.02311, appendix B), against the rate measured on this machine."""
-        return None if self.rate is None else self.flops_per_token * tokens_per_second / self.rate
+    def mfu(self, tokens_per_second: float, gates: Sequence[Sequence[float]] | None = None) -> float | None:
+        """Model FLOPs utilisation (arXiv 2204.02311, appendix B), against the rate measured on this machine.
+
+        gates: of the step's micro-batches; a block that was left out does not count.
+        """
+        if self.rate is None:
+            return None
+        flops = self.flops_per_token
+        for own in gates or ():
+            flops -= sum(f for f, gate in zip(self.block_flops, own, strict=True) if not gate) / len(gates or ())
+        return flops * tokens_per_second / self.rate
 
 
 def prepare_data(recipe: Recipe, *, init: Path | None, progress: bool) -> TokenData:
@@ -84,15 +98,25 @@ def set_up(recipe: Recipe, *, progress: bool, stop: StopRequest) -> Setup:
     rate = _rate(precision.dtype, device)
     # Last: measuring draws random numbers, how many depends on the machine's mood, and dropout must not.
     configure(threads=recipe.run.threads, seed=recipe.run.seed)
+    whole = training_flops_per_token(model.config, recipe.data.context)
     return Setup(
         data=data,
         batches=batches,
         validation=validation,
         model=model,
         step=step,
-        flops_per_token=training_flops_per_token(model.config, recipe.data.context),
+        flops_per_token=whole,
+        block_flops=tuple(
+            whole - training_flops_per_token(without, recipe.data.context) for without in _without_each(model.config)
+        ),
         rate=rate,
     )
+
+
+def _without_each(config: ModelConfig) -> Iterator[ModelConfig]:
+    """The config without its first block, without its second, …"""
+    for index in range(len(config.layers)):
+        yield replace(config, layers=config.layers[:index] + config.layers[index + 1 :])
 
 
 def _model(recipe: Recipe, data: TokenData, *, init: Path | None, device: torch.device) -> Transformer:

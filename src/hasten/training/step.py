@@ -13,10 +13,11 @@ from torch import Tensor
 from hasten.data import Batch
 from hasten.model.context import TrainingContext
 from hasten.model.transformer import Transformer
+from hasten.ops.loss import IGNORED
 from hasten.training.optimizers import set_learning_rate
 from hasten.training.precision import Precision
 
-IGNORED = -100
+__all__ = ["IGNORED", "StepResult", "TrainStep"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,10 +59,18 @@ class TrainStep:
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self._plain = TrainingContext([layer.window for layer in model.config.layers])
 
-    def run(self, batches: Sequence[Batch], *, learning_rate: float | None = None) -> StepResult | None:
+    def run(
+        self,
+        batches: Sequence[Batch],
+        *,
+        learning_rate: float | None = None,
+        gates: Sequence[Sequence[float]] | None = None,
+    ) -> StepResult | None:
         """Train on the micro-batches, on any device, inputs and targets (B, T) int64; the model is left in train mode.
 
-        learning_rate: set it first (None: as it is). Returns None, with the weights untouched, if it was told to stop.
+        learning_rate: set it first (None: as it is). gates: of the blocks, for each micro-batch (layer dropping). A
+        block left out of all of them has no gradient, and the optimizer leaves it as it is. Returns None, with the
+        weights untouched, if it was told to stop.
         """
         if learning_rate is not None:
             set_learning_rate(self.optimizer, learning_rate)
@@ -71,11 +80,12 @@ class TrainStep:
         # A step without any target has the loss 0, not 0/0.
         share = 1.0 / targets.clamp(min=1).float()
         total = torch.zeros((), device=device)
-        for batch in batches:
+        for number, batch in enumerate(batches):
             if self.should_stop():
                 self.optimizer.zero_grad()
                 return None
-            loss = self.loss(batch.to(device, non_blocking=True)) * share
+            own = None if gates is None else gates[number]
+            loss = self.loss(batch.to(device, non_blocking=True), gates=own) * share
             self.precision.backward(loss)
             total += loss.detach()
         self.precision.unscale(self.optimizer)
@@ -88,7 +98,7 @@ class TrainStep:
         tokens = sum(batch.inputs.numel() for batch in batches)
         return StepResult(loss=total, gradient_norm=norm, tokens=tokens, targets=targets)
 
-    def loss(self, batch: Batch) -> Tensor:
+    def loss(self, batch: Batch, *, gates: Sequence[float] | None = None) -> Tensor:
         """The sum of the token losses of a batch on the model's device: float32 scalar, nats."""
         context = self._plain
         if self.separate_documents and batch.documents is not None:
@@ -96,4 +106,4 @@ class TrainStep:
         # (1, T) instead of (B, T): the rotary table is the same for every row, and is made once.
         positions = torch.arange(batch.inputs.shape[1], device=batch.inputs.device).unsqueeze(0)
         with self.precision.autocast():
-            return self.model(batch.inputs, positions, context, targets=batch.targets)
+            return self.model(batch.inputs, positions, context, targets=batch.targets, gates=gates)

@@ -1,0 +1,142 @@
+"""Cross-entropy over chunks of rows: the logits of a few hundred rows are in memory, never those of all.
+
+The gradient of a row's loss by its logits is softmax - one-hot: known as soon as the logits are, up to the factor that
+the backward pass brings. So the forward pass makes a chunk's logits, turns them into that gradient in place, multiplies
+it with the head's weight (the gradient by x) and with x (its share of the gradient by the weight), and forgets it; the
+backward pass is two multiplications by a scalar. The same three matrix products as the plain way, and nothing of size
+rows x vocabulary. The idea is that of Liger (arXiv 2410.10989) and of PyTorch's own chunked loss.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hasten.ops.loss.reference import IGNORED
+
+# Logits in memory at once: 64 MiB in float32. More rows a chunk read the weight less often, which no longer shows here.
+CHUNK_ELEMENTS = 1 << 24
+ROW_MULTIPLE = 64
+
+
+def chunked(
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    vocab_size: int,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    chunk_rows: int | None = None,
+) -> Tensor:
+    """Same contract as `reference`. Matrix products in x's dtype, everything else in float32.
+
+    chunk_rows: rows of x whose logits are made at a time (None: some 64 MiB of them). Its backward pass can run once.
+    """
+    rows = chunk_rows or rows_of_a_chunk(weight.shape[0])
+    loss: Tensor = _Chunked.apply(x, weight, bias, targets, vocab_size, softcap, rows, torch.is_grad_enabled())
+    return loss
+
+
+def rows_of_a_chunk(width: int) -> int:
+    """How many rows of `width` logits are made at a time."""
+    return max(1, CHUNK_ELEMENTS // width // ROW_MULTIPLE) * ROW_MULTIPLE
+
+
+class _Chunked(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        vocab_size: int,
+        softcap: float | None,
+        rows: int,
+        grad_enabled: bool,
+    ) -> Tensor:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        by_x, by_weight, by_bias = (grad_enabled and needed for needed in ctx.needs_input_grad[:3])
+        matrix = weight.to(x.dtype)
+        loss = torch.zeros((), dtype=wide, device=x.device)
+        grad_x = torch.empty_like(x) if by_x else None
+        grad_weight = torch.zeros(weight.shape, dtype=wide, device=x.device) if by_weight else None
+        grad_bias = torch.zeros(weight.shape[0], dtype=wide, device=x.device) if by_bias else None
+        for start, part, wanted in _chunks(x, targets, rows):
+            gradient = _loss_and_gradient(
+                part, matrix, wanted, bias, vocab_size, softcap, loss, need=by_x or by_weight or by_bias
+            )
+            if gradient is None:
+                continue
+            if grad_bias is not None:
+                grad_bias += gradient.sum(0)
+            narrow = gradient.to(x.dtype)  # (n, rows of the weight)
+            if grad_x is not None:
+                torch.mm(narrow, matrix, out=grad_x[start : start + rows])
+            if grad_weight is not None:
+                # Chunks are added up in float32 whatever the products are in.
+                if x.dtype == wide:
+                    grad_weight.addmm_(narrow.t(), part)
+                else:
+                    grad_weight += narrow.t() @ part
+            del gradient, narrow  # before the next chunk's logits are made
+        ctx.gradients = (grad_x, grad_weight, grad_bias)
+        ctx.dtypes = (weight.dtype, None if bias is None else bias.dtype)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *outputs: Tensor) -> tuple[Tensor | None, ...]:
+        (factor,) = outputs
+        if ctx.gradients is None:
+            raise RuntimeError("the chunked loss keeps its gradients for one backward pass; compute the loss anew")
+        x, weight, bias = ctx.gradients
+        ctx.gradients = None  # in place, because a copy of the weight's gradient is what this kernel saves
+        return (
+            None if x is None else x.mul_(factor),
+            None if weight is None else weight.mul_(factor).to(ctx.dtypes[0]),
+            None if bias is None else bias.mul_(factor).to(ctx.dtypes[1]),
+            *(None,) * 5,
+        )
+
+
+def _chunks(x: Tensor, targets: Tensor, rows: int) -> Iterator[tuple[int, Tensor, Tensor]]:
+    for start in range(0, x.shape[0], rows):
+        yield start, x[start : start + rows], targets[start : start + rows]
+
+
+def _loss_and_gradient(
+    part: Tensor,
+    matrix: Tensor,
+    wanted: Tensor,
+    bias: Tensor | None,
+    vocab_size: int,
+    softcap: float | None,
+    loss: Tensor,
+    *,
+    need: bool,
+) -> Tensor | None:
+    """Add a chunk's losses to `loss`; the gradient by its logits (n, rows of the weight) if needed."""
+    logits = (part @ matrix.t()).to(loss.dtype)  # (n, rows of the weight)
+    if bias is not None:
+        logits += bias.to(loss.dtype)
+    slope = None
+    if softcap is not None:
+        logits = logits.div_(softcap).tanh_()
+        slope = 1 - logits.square() if need else None
+        logits *= softcap
+    logits[:, vocab_size:] = float("-inf")  # the padding's rows take no probability, and get no gradient
+    counted = (wanted != IGNORED).unsqueeze(1)  # (n, 1)
+    index = wanted.unsqueeze(1).clamp(min=0)
+    top = logits.amax(dim=1, keepdim=True)
+    own = logits.gather(1, index) - top
+    logits.sub_(top).exp_()
+    total = logits.sum(dim=1, keepdim=True)
+    loss += torch.where(counted, total.log() - own, 0.0).sum()
+    if not need:
+        return None
+    # softmax - one-hot, and nothing for a row that predicts nothing
+    share = counted.to(logits.dtype)
+    logits.mul_(share / total).scatter_add_(1, index, -share)
+    return logits if slope is None else logits.mul_(slope)

@@ -1,0 +1,83 @@
+"""The loss operator: its kernels in order of preference, and the public function."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hasten.errors import ConfigError
+from hasten.ops.loss.chunked import chunked
+from hasten.ops.loss.reference import IGNORED, reference
+from hasten.ops.loss.torch_loss import available, torch_loss
+from hasten.ops.picker import Kernel, pick
+
+__all__ = ["IGNORED", "KERNELS", "LossRequest", "linear_cross_entropy"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossRequest:
+    """What a kernel is asked to serve. dtype: that of the matrix products."""
+
+    device: torch.device
+    dtype: torch.dtype
+    softcap: float | None = None
+
+
+def _torch_refuses(request: LossRequest) -> str | None:
+    if not available():
+        return f"torch {torch.__version__} has no linear_cross_entropy; it came with 2.13"
+    if request.softcap is not None:
+        return "PyTorch's has no soft-capping of logits"
+    if request.device.type == "cpu" and request.dtype != torch.float32:
+        return "on a CPU PyTorch's multiplies the weight's gradient in float32, whatever the dtype"
+    return None
+
+
+KERNELS: tuple[Kernel[LossRequest], ...] = (
+    Kernel("torch", torch_loss, _torch_refuses),
+    Kernel("chunked", chunked, lambda request: None),
+    Kernel("reference", reference, lambda request: None),
+)
+
+
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    vocab_size: int | None = None,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    kernel: str | None = None,
+) -> Tensor:
+    """The sum over all tokens of -log softmax(x·weightᵀ + bias)[target], in nats; float32 scalar.
+
+    x (..., C), targets int64 (...), -100 where nothing is to be predicted. weight (rows, C): the head, of whose rows
+    the first `vocab_size` are tokens (None: all) and the others padding that gets no probability and no gradient.
+    softcap: logits become softcap·tanh(logits / softcap). Under autocast the products are in its dtype, else in x's.
+    `kernel` forces one by name. Raises ConfigError for shapes and dtypes that do not fit.
+    """
+    if targets.shape != x.shape[:-1] or weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
+        raise ConfigError(
+            f"linear_cross_entropy wants x (..., C), weight (rows, C) and targets of x's leading shape; found "
+            f"{tuple(x.shape)}, {tuple(weight.shape)}, {tuple(targets.shape)}"
+        )
+    size = weight.shape[0] if vocab_size is None else vocab_size
+    if not 0 < size <= weight.shape[0]:
+        raise ConfigError(f"vocab_size is {size} and the weight has {weight.shape[0]} rows; it must be from 1 to that")
+    if targets.dtype != torch.int64 or not x.is_floating_point():
+        raise ConfigError(f"x must be floating and targets int64; found {x.dtype} and {targets.dtype}")
+    kind = x.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    chosen = pick(KERNELS, LossRequest(device=x.device, dtype=dtype, softcap=softcap), forced=kernel)
+    run: Callable[..., Tensor] = chosen.run
+    with torch.autocast(kind, enabled=False):
+        return run(
+            x.flatten(0, -2).to(dtype),
+            weight if weight.dtype == dtype or chosen.name == "chunked" else weight.to(dtype),
+            targets.flatten(),
+            vocab_size=size,
+            bias=bias if bias is None or chosen.name == "chunked" else bias.to(dtype),
+            softcap=softcap,
+        )

@@ -1,0 +1,35 @@
+"""Progressive layer dropping (arXiv 2010.13369): blocks are left out at random, the later the step and the deeper more.
+
+    θ(t) = (1 - θ̄)·exp(-γt) + θ̄          how much of the deepest block is kept, from 1 down to θ̄; γ = decay/T
+    p_l  = 1 - l/L·(1 - θ(t))             with which probability block l of 0 … L-1 is kept
+    h = x + G/p·attention(norm x);  y = h + G/p·mlp(norm h),  G ~ Bernoulli(p): one draw a block and micro-step
+
+The mean over G is the whole block. What is drawn depends on (seed, step, micro-step) and on nothing else: it is the
+same on every rank, and after resuming. Evaluation drops and scales nothing.
+"""
+
+import hashlib
+import math
+from collections.abc import Sequence
+
+import torch
+
+
+def theta(step: int, *, total: int | None, floor: float, decay: float) -> float:
+    """θ of step number `step` (from 0) of `total`; 1, nothing dropped, while the total is not known."""
+    if total is None:
+        return 1.0
+    return (1 - floor) * math.exp(-decay / total * step) + floor
+
+
+def keep_probabilities(layers: int, *, theta: float) -> list[float]:
+    """p of each block, from 1 for the first to a little more than θ for the last."""
+    return [1 - layer / layers * (1 - theta) for layer in range(layers)]
+
+
+def draw_gates(probabilities: Sequence[float], *, seed: int, step: int, micro_step: int) -> list[float]:
+    """For each block 0 (left out) or 1/p, with p the very probability it was drawn with."""
+    digest = hashlib.blake2b(f"{seed} {step} {micro_step}".encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+    draws = torch.rand(len(probabilities), generator=generator, dtype=torch.float64).tolist()
+    return [1 / p if draw < p else 0.0 for p, draw in zip(probabilities, draws, strict=True)]

@@ -1,0 +1,176 @@
+"""The kernels of the loss against the reference: values, gradients, padding, masks, memory."""
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hasten.errors import ConfigError
+from hasten.ops.loss import KERNELS, LossRequest, linear_cross_entropy, rows_of_a_chunk
+from hasten.ops.loss.chunked import chunked
+from hasten.ops.loss.reference import reference
+from hasten.ops.loss.torch_loss import available, torch_loss
+from hasten.ops.picker import explain
+
+NEEDS_TORCH = pytest.mark.skipif(not available(), reason="this torch has no linear_cross_entropy")
+
+
+def inputs(*, rows=13, hidden=8, vocab=21, padding=3, dtype=torch.float64, masked=0.3, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, hidden, generator=generator, dtype=torch.float64)
+    weight = torch.randn(vocab + padding, hidden, generator=generator, dtype=torch.float64)
+    bias = torch.randn(vocab + padding, generator=generator, dtype=torch.float64)
+    targets = torch.randint(0, vocab, (rows,), generator=generator)
+    targets[torch.rand(rows, generator=generator) < masked] = -100
+    return [t.to(dtype).requires_grad_() for t in (x, weight, bias)], targets
+
+
+def results(run, leaves, targets, *, factor=0.37, with_bias=True, **options):
+    x, weight, bias = (leaf.detach().clone().requires_grad_() for leaf in leaves)
+    loss = run(x, weight, targets, bias=bias if with_bias else None, **options)
+    (loss * factor).backward()
+    return loss.detach(), x.grad, weight.grad, bias.grad
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.integers(1, 40),
+    vocab=st.integers(1, 50),
+    padding=st.integers(0, 9),
+    chunk_rows=st.integers(1, 48),
+    softcap=st.sampled_from([None, 2.0]),
+    with_bias=st.booleans(),
+    masked=st.sampled_from([0.0, 0.5, 1.0]),
+    seed=st.integers(0, 99),
+)
+def test_chunks_give_the_loss_and_the_gradients_of_the_definition(
+    rows, vocab, padding, chunk_rows, softcap, with_bias, masked, seed
+):
+    leaves, targets = inputs(rows=rows, vocab=vocab, padding=padding, masked=masked, seed=seed)
+    options = {"vocab_size": vocab, "softcap": softcap, "with_bias": with_bias}
+    wanted = results(reference, leaves, targets, **options)
+    found = results(chunked, leaves, targets, chunk_rows=chunk_rows, **options)
+    for one, other in zip(found, wanted, strict=True):
+        if other is not None:
+            torch.testing.assert_close(one, other, atol=1e-11, rtol=1e-11)
+            assert one.dtype == torch.float64
+
+
+@NEEDS_TORCH
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_torch_gives_the_same(with_bias):
+    leaves, targets = inputs(dtype=torch.float32)
+    wanted = results(reference, leaves, targets, vocab_size=21, with_bias=with_bias)
+    found = results(torch_loss, leaves, targets, vocab_size=21, with_bias=with_bias)
+    for one, other in zip(found, wanted, strict=True):
+        if other is not None:
+            torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("kernel", ["chunked", "reference", pytest.param("torch", marks=NEEDS_TORCH)])
+def test_the_padding_gets_no_probability_and_no_gradient(kernel):
+    (x, weight, bias), targets = inputs(dtype=torch.float32, padding=5, masked=0.0)
+    weight.data[21:] = 100.0 * x.data.mean(0).sign()  # would win every row
+    bias.data[21:] = 1e4
+    loss = linear_cross_entropy(x, weight, targets, vocab_size=21, bias=bias, kernel=kernel)
+    loss.backward()
+    same = linear_cross_entropy(x, weight[:21], targets, bias=bias[:21], kernel="reference")
+    torch.testing.assert_close(loss, same)
+    assert torch.equal(weight.grad[21:], torch.zeros(5, 8))
+    assert torch.equal(bias.grad[21:], torch.zeros(5))
+    assert weight.grad[:21].abs().sum() > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_lower_precision_errs_at_most_twice_as_much_as_plain_pytorch(dtype):
+    leaves, targets = inputs(rows=200, hidden=64, vocab=500, padding=12)
+    # Without a bias, which plain PyTorch adds before it rounds: then the logits are the same bits.
+    exact = results(reference, leaves, targets, vocab_size=500, with_bias=False)
+    with torch.autocast("cpu", dtype=dtype):
+        low = [leaf.detach().float() for leaf in leaves]
+        plain = results(reference, low, targets, vocab_size=500, with_bias=False)
+        ours = results(chunked_under_autocast, low, targets, vocab_size=500, with_bias=False)
+    for one, other, true in zip(ours[:3], plain[:3], exact[:3], strict=True):
+        assert one.dtype == torch.float32
+        error, allowed = (one.double() - true).norm(), (other.double() - true).norm()
+        assert error <= 2 * allowed, (error, allowed)
+
+
+def chunked_under_autocast(x, weight, targets, **options):
+    return linear_cross_entropy(x, weight, targets, kernel="chunked", **options)
+
+
+def test_leading_dimensions_and_no_gradient():
+    (x, weight, _), targets = inputs(rows=12, dtype=torch.float32)
+    whole = linear_cross_entropy(x.view(3, 4, 8), weight, targets.view(3, 4), vocab_size=21)
+    with torch.no_grad():
+        assert torch.equal(whole, linear_cross_entropy(x, weight, targets, vocab_size=21))
+    assert whole.requires_grad
+    frozen = linear_cross_entropy(x.detach(), weight, targets, vocab_size=21, kernel="chunked")
+    frozen.backward()
+    assert weight.grad is not None
+    loss = linear_cross_entropy(x, weight, targets, vocab_size=21, kernel="chunked")
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="one backward pass"):
+        loss.backward()
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"targets": torch.zeros(5, dtype=torch.int64)}, "leading shape"),
+        ({"vocab_size": 25}, "has 24 rows"),
+        ({"targets": torch.zeros(13, dtype=torch.int32)}, "targets int64"),
+        ({"kernel": "fast"}, "no kernel 'fast'; known: torch, chunked, reference"),
+        ({"kernel": "torch", "softcap": 3.0}, "kernel 'torch' cannot be used here"),
+    ],
+)
+def test_what_does_not_fit_is_refused(change, text):
+    (x, weight, _), targets = inputs(dtype=torch.float32)
+    with pytest.raises(ConfigError, match=text):
+        linear_cross_entropy(x, weight, change.pop("targets", targets), **change)
+
+
+def test_every_refusal_has_its_reason():
+    choice = explain(KERNELS, LossRequest(device=torch.device("cpu"), dtype=torch.bfloat16))
+    assert choice.kernel == "chunked"
+    reasons = dict(choice.others)
+    assert "float32" in reasons["torch"] or "2.13" in reasons["torch"]
+
+
+def test_memory_grows_with_a_chunk_and_not_with_all_rows():
+    # 2,048 x 16,384 logits are 128 MiB in float32, and the plain way holds three times that at its peak.
+    code = textwrap.dedent("""
+        import sys, torch
+        from hasten.machine import PeakMemory
+        from hasten.ops.loss import linear_cross_entropy
+        torch.set_num_threads(1)
+        kernel = sys.argv[1]
+        weight = torch.randn(16384, 32).requires_grad_()
+        def run(rows):
+            x = torch.randn(rows, 32).requires_grad_()
+            loss = linear_cross_entropy(x, weight, torch.randint(16384, (rows,)), kernel=kernel)
+            loss.backward()
+            weight.grad = None
+        run(64)
+        for rows in (1024, 2048):
+            with PeakMemory() as peak:
+                run(rows)
+            assert peak.exact
+            print(peak.bytes)
+    """)
+
+    def peaks(kernel):
+        done = subprocess.run([sys.executable, "-c", code, kernel], capture_output=True, text=True, check=True)
+        return [int(line) for line in done.stdout.split()]
+
+    plain, ours = peaks("reference"), peaks("chunked")
+    logits = 2048 * 16384 * 4
+    assert rows_of_a_chunk(16384) == 1024
+    assert plain[1] > 2 * logits
+    assert ours[1] < 1.3 * logits  # one chunk, its exponentials and its bits
+    assert ours[1] - ours[0] < 0.2 * logits
