@@ -6,11 +6,15 @@ path. The idea of printing every candidate with the reasons against it is xforme
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from hasten.errors import ConfigError
 
 Request = TypeVar("Request")
+
+
+def _always(request: Any) -> None:
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,12 +22,14 @@ class Kernel(Generic[Request]):
     """One implementation of an operator.
 
     `refuse(request)` returns None if the kernel can serve the request, else the reason it cannot, in plain words.
+    `defer(request)` returns why a kernel that could serve is only taken when it is asked for by name, or None.
     Kernels stand in their operator's list in the order of preference: the fastest first, the reference last.
     """
 
     name: str
     run: Callable
     refuse: Callable[[Request], str | None]
+    defer: Callable[[Request], str | None] = _always
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +48,14 @@ def explain(kernels: Sequence[Kernel[Request]], request: Request, *, forced: str
         if kernel is taken:
             continue
         reason = kernel.refuse(request)
-        if reason is None:
-            reason = f"{forced} was asked for by name" if forced else f"{taken.name} comes first"
-        others.append((kernel.name, reason))
+        if reason is None and forced:
+            reason = f"{forced} was asked for by name"
+        others.append((kernel.name, reason or kernel.defer(request) or f"{taken.name} comes first"))
     return Choice(taken.name, tuple(others))
 
 
 def pick(kernels: Sequence[Kernel[Request]], request: Request, *, forced: str | None = None) -> Kernel[Request]:
-    """Return the first kernel that fits, or the one named by `forced` if it fits.
+    """Return the first kernel that fits and does not wait to be asked for, or the one named by `forced` if it fits.
 
     Raises ConfigError if the forced kernel is unknown or cannot serve the request (with its reason).
     """
@@ -62,6 +68,6 @@ def pick(kernels: Sequence[Kernel[Request]], request: Request, *, forced: str | 
                 return kernel
         raise ConfigError(f"there is no kernel {forced!r}; known: {', '.join(k.name for k in kernels)}")
     for kernel in kernels:
-        if kernel.refuse(request) is None:
+        if kernel.refuse(request) is None and kernel.defer(request) is None:
             return kernel
     raise AssertionError("the reference kernel serves every request")

@@ -2,21 +2,28 @@
 
 import importlib.util
 import os
+from collections.abc import Callable
 
 import torch
 
 LEAST_CAPABILITY = (8, 0)  # Ampere: the first whose tensor cores take bfloat16
 
 
-def refusal(device: torch.device) -> str | None:
-    """Why no Triton kernel runs on this device, or None. Triton's interpreter (TRITON_INTERPRET=1) runs on a CPU."""
+def refusal(device: torch.device, capability: Callable[[], tuple[int, int]] | None = None) -> str | None:
+    """Why no Triton kernel runs on this device, or None. Triton's interpreter (TRITON_INTERPRET=1) runs on a CPU.
+
+    capability: says the compute capability where the device itself may not be here to ask.
+    """
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if device.type != ("cpu" if interpreted else "cuda"):
         where = "the CPU (TRITON_INTERPRET=1 is set)" if interpreted else "CUDA"
         return f"it runs on {where}, the layer is on {device}"
     if importlib.util.find_spec("triton") is None:
         return "the package triton is not installed"
-    if not interpreted and torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
-        found = ".".join(map(str, torch.cuda.get_device_capability(device)))
-        return f"it needs compute capability 8.0 or later, {torch.cuda.get_device_name(device)} has {found}"
+    if interpreted:
+        return None
+    found = torch.cuda.get_device_capability(device) if capability is None else capability()
+    if found < LEAST_CAPABILITY:
+        name = torch.cuda.get_device_name(device) if capability is None else str(device)
+        return f"it needs compute capability 8.0 or later, {name} has {'.'.join(map(str, found))}"
     return None

@@ -1,10 +1,12 @@
 """Attention: `attention(q, k, v)` for anybody, and the kernels behind it.
 
-All kernels share one signature, `kernel(q, k, v, *, spec, mask=None, dropout=0.0)`, with q of shape (B, T, H, D) and
+All kernels share one signature, `kernel(q, k, v, *, spec, mask=None, dropout=0.0, …)`, with q of shape (B, T, H, D) and
 k, v of shape (B, S, Hkv, D); H is a multiple of Hkv, and query head h reads key/value head h // (H // Hkv).
 """
 
-from hasten.ops.attention.operator import KERNELS, AttentionRequest, attention
+from hasten.ops.attention.masks import alibi_slopes
+from hasten.ops.attention.operator import KERNELS, attention
+from hasten.ops.attention.request import AttentionRequest
 from hasten.ops.attention.spec import AttentionSpec
 
-__all__ = ["KERNELS", "AttentionRequest", "AttentionSpec", "attention"]
+__all__ = ["KERNELS", "AttentionRequest", "AttentionSpec", "alibi_slopes", "attention"]

@@ -1,42 +1,48 @@
 """The attention operator: its kernels in order of preference, and the public function."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
-from hasten.errors import ConfigError
 from hasten.ops import triton_support
+from hasten.ops.attention import sdpa_rules
+from hasten.ops.attention.checks import check, complete_mask, four_dimensions
+from hasten.ops.attention.chunked import chunked
+from hasten.ops.attention.masks import alibi_slopes
 from hasten.ops.attention.reference import reference
-from hasten.ops.attention.sdpa import sdpa
+from hasten.ops.attention.request import AttentionRequest, BlockMask, Documents
+from hasten.ops.attention.sdpa import memory_efficient, only, sdpa
 from hasten.ops.attention.spec import AttentionSpec
 from hasten.ops.picker import Kernel, pick
 
 LARGEST_TRITON_HEAD = 256
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionRequest:
-    """What a kernel is asked to serve: decided once per layer, when a model is bound."""
-
-    spec: AttentionSpec
-    device: torch.device
-    dtype: torch.dtype
-
-
-def _sdpa_refuses(request: AttentionRequest) -> str | None:
-    if request.spec.softcap is not None:
-        return "PyTorch's SDPA has no soft-capping of scores"
-    return None
-
-
 def _triton_refuses(request: AttentionRequest) -> str | None:
     if request.dtype not in (torch.bfloat16, torch.float16):
-        return f"it takes bfloat16 and float16, not {str(request.dtype).removeprefix('torch.')}"
+        return f"it takes bfloat16 and float16, not {request.dtype_name}"
     if request.spec.head_dim > LARGEST_TRITON_HEAD:
         return f"the head size is {request.spec.head_dim}; it goes up to {LARGEST_TRITON_HEAD}"
-    return triton_support.refusal(request.device)
+    for present, name in (
+        (request.key_padding, "a key-padding mask (give it as a mask)"),
+        (request.bias, "a bias"),
+        (request.alibi, "ALiBi"),
+        (request.documents, "packed documents"),
+        (request.block_mask, "a block mask"),
+    ):
+        if present:
+            return f"it does not take {name}"
+    return triton_support.refusal(request.device, request.compute_capability)
+
+
+def _triton_waits(request: AttentionRequest) -> str | None:
+    if request.layer:
+        return None
+    if request.queries != 1:
+        return "it is for decoding, one query a sequence"
+    return "it has no backward pass" if request.gradient or request.dropout else None
 
 
 def _triton(
@@ -52,9 +58,26 @@ def _triton(
     return several(q, k, v, spec=spec, mask=mask, dropout=dropout)
 
 
+def _chunked_refuses(request: AttentionRequest) -> str | None:
+    return "it does not take block masks" if request.block_mask else None
+
+
+def _chunked_waits(request: AttentionRequest) -> str | None:
+    return "it is slower than explicit scores on the short steps of a layer" if request.layer else None
+
+
+# In order of preference: the first that fits is taken. `refuse` and `defer` are asked without touching a tensor or a
+# device, so that `hasten explain attention` can answer for a machine that is not here. Every kernel is called as
+# run(q, k, v, *, spec, mask=None, dropout=0.0) with key_padding, bias, alibi, documents and block_mask added only
+# where they are given: one that refuses them need not name them.
 KERNELS: tuple[Kernel[AttentionRequest], ...] = (
-    Kernel("triton", _triton, _triton_refuses),
-    Kernel("sdpa", sdpa, _sdpa_refuses),
+    Kernel("triton", _triton, _triton_refuses, _triton_waits),
+    Kernel("flash", only(SDPBackend.FLASH_ATTENTION), sdpa_rules.flash, sdpa_rules.one_by_one),
+    Kernel("cudnn", only(SDPBackend.CUDNN_ATTENTION), sdpa_rules.cudnn, sdpa_rules.one_by_one),
+    Kernel("memory-efficient", memory_efficient, sdpa_rules.memory_efficient, sdpa_rules.one_by_one),
+    Kernel("sdpa", sdpa, sdpa_rules.any_backend, sdpa_rules.named_instead),
+    Kernel("chunked", chunked, _chunked_refuses, _chunked_waits),
+    Kernel("math", only(SDPBackend.MATH), sdpa_rules.any_backend, sdpa_rules.never_first),
     Kernel("reference", reference, lambda request: None),
 )
 
@@ -64,34 +87,72 @@ def attention(
     k: Tensor,
     v: Tensor,
     *,
+    causal: bool | None = None,
     window: int | None = None,
+    mask: Tensor | None = None,
+    key_padding_mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    alibi: Tensor | bool | None = None,
     softcap: float | None = None,
     scale: float | None = None,
-    mask: Tensor | None = None,
+    block_mask: BlockMask | None = None,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
     dropout: float = 0.0,
     kernel: str | None = None,
 ) -> Tensor:
-    """Causal attention of q (B, T, H, D) over k, v (B, S, Hkv, D), returning (B, T, H, D).
+    """Attention of q (B, T, H, D) over k, v (B, S, Hkv, D), returning (B, T, H, D).
 
-    The T queries are the last of the S positions (aligned bottom right). `mask`, bool (B, T, S) or (T, S), True where
-    a query sees a key, replaces causality (and then there can be no window). `kernel` forces one by name. Raises
-    ConfigError for shapes, dtypes and options that do not fit.
+    H is a multiple of Hkv; query head h reads key/value head h // (H // Hkv), and keys and values are not repeated for
+    it. The T queries are the last of the S positions (aligned bottom right, as in FlashAttention 2).
+
+    What a query sees:
+    - causal: the keys up to its own position. None, the default: yes, unless a mask says what is seen.
+    - window: the last `window` of them, its own included.
+    - mask: bool (T, S) or (B, T, S), True where a query sees a key; together with causal=True, both must allow it.
+    - key_padding_mask: bool (B, S), True for keys that exist. A query that sees no key gives zeros.
+    - block_mask: a block-sparse pattern, see hasten.ops.attention.patterns; it replaces causality.
+    - cu_seqlens: integer (documents + 1,), starting with 0: the B·T tokens, laid end to end, are packed documents of
+      these cumulative lengths, and no query sees another document. cu_seqlens_k: those of the keys, if they differ.
+
+    What happens to the scores: they are multiplied by `scale` (1/√D), soft-capped to c·tanh(s/c), and added to `bias`,
+    (T, S) or broadcasting to (B, H, T, S), and to ALiBi's -slope·distance (`alibi`: True, or slopes (H,)). Then the
+    softmax, in float32, and dropout of probabilities.
+
+    kernel: one by name; by default the first that fits, see `hasten explain attention`. Raises ConfigError for shapes,
+    dtypes and options that do not fit, and for a kernel that cannot serve them.
     """
-    if q.dim() != 4 or k.dim() != 4 or k.shape != v.shape:
-        raise ConfigError(
-            f"attention wants q (B, T, H, D) and equal k, v (B, S, Hkv, D); "
-            f"found {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
-        )
-    if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3] or k.shape[2] == 0 or q.shape[2] % k.shape[2]:
-        raise ConfigError(
-            f"batch, head size and a whole number of query heads per key head must match: "
-            f"q is {tuple(q.shape)}, k is {tuple(k.shape)}"
-        )
-    if mask is None and q.shape[1] > k.shape[1]:
-        raise ConfigError(f"{q.shape[1]} causal queries over {k.shape[1]} keys: the first queries would see nothing")
-    if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
-        raise ConfigError(f"q, k and v must have one floating dtype; found {q.dtype}, {k.dtype}, {v.dtype}")
-    _check_options(q, k, window=window, softcap=softcap, mask=mask, dropout=dropout)
+    check(
+        q,
+        k,
+        v,
+        causal=causal,
+        window=window,
+        mask=mask,
+        key_padding_mask=key_padding_mask,
+        bias=bias,
+        alibi=alibi,
+        softcap=softcap,
+        block_mask=block_mask,
+        cu_seqlens=cu_seqlens,
+        cu_seqlens_k=cu_seqlens_k,
+        dropout=dropout,
+    )
+    options: dict[str, object] = {}
+    shape = q.shape
+    if cu_seqlens is not None:
+        q, k, v = (x.flatten(0, 1).unsqueeze(0) for x in (q, k, v))
+        options["documents"] = Documents(cu_seqlens, cu_seqlens if cu_seqlens_k is None else cu_seqlens_k)
+    if mask is not None and causal:
+        mask, window = complete_mask(mask, window, q.shape[1], k.shape[1]), None
+    if key_padding_mask is not None:
+        options["key_padding"] = key_padding_mask
+    if bias is not None:
+        options["bias"] = four_dimensions(bias)
+    if alibi is not None and alibi is not False:
+        options["alibi"] = alibi if isinstance(alibi, Tensor) else alibi_slopes(q.shape[2], q.device)
+    if block_mask is not None:
+        options["block_mask"] = block_mask
     spec = AttentionSpec(
         heads=q.shape[2],
         kv_heads=k.shape[2],
@@ -99,26 +160,25 @@ def attention(
         scale=q.shape[3] ** -0.5 if scale is None else scale,
         window=window,
         softcap=softcap,
+        causal=mask is None and block_mask is None if causal is None else causal,
     )
-    chosen = pick(KERNELS, AttentionRequest(spec=spec, device=q.device, dtype=q.dtype), forced=kernel)
-    run: Callable[..., Tensor] = chosen.run
-    return run(q, k, v, spec=spec, mask=mask, dropout=dropout)
-
-
-def _check_options(
-    q: Tensor, k: Tensor, *, window: int | None, softcap: float | None, mask: Tensor | None, dropout: float
-) -> None:
-    if mask is not None:
-        rows = (q.shape[1], k.shape[1])  # (T, S)
-        if mask.dtype != torch.bool or tuple(mask.shape) not in (rows, (q.shape[0], *rows)):
-            raise ConfigError(
-                f"mask must be bool of shape {rows} or {(q.shape[0], *rows)}; found {mask.dtype}, {tuple(mask.shape)}"
-            )
-        if window is not None:
-            raise ConfigError("a mask replaces causality and its window; put the window into the mask")
-    if window is not None and window < 1:
-        raise ConfigError(f"window must be at least 1 (the query's own key), or None; found {window}")
-    if softcap is not None and not softcap > 0:
-        raise ConfigError(f"softcap must be positive, or None; found {softcap}")
-    if not 0 <= dropout < 1:
-        raise ConfigError(f"dropout must be at least 0 and below 1; found {dropout}")
+    wants = torch.is_grad_enabled()
+    request = AttentionRequest(
+        spec=spec,
+        device=q.device,
+        dtype=q.dtype,
+        batch=q.shape[0],
+        queries=q.shape[1],
+        keys=k.shape[1],
+        mask=mask is not None,
+        key_padding=key_padding_mask is not None,
+        bias=bias is not None,
+        bias_gradient=bias is not None and wants and bias.requires_grad,
+        alibi="alibi" in options,
+        documents=cu_seqlens is not None,
+        block_mask=block_mask is not None,
+        dropout=dropout > 0,
+        gradient=wants and (q.requires_grad or k.requires_grad or v.requires_grad),
+    )
+    run: Callable[..., Tensor] = pick(KERNELS, request, forced=kernel).run
+    return run(q, k, v, spec=spec, mask=mask, dropout=dropout, **options).reshape(shape)

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 class AttentionSpec:
     """The fixed properties of an attention layer.
 
-    scale multiplies the scores, usually 1/√D. window is the number of keys a query sees, itself included (None: all
-    of them). softcap c replaces a score s by c·tanh(s/c) (Gemma 2). Attention is always causal here.
+    scale multiplies the scores, usually 1/√D. causal: a query sees the keys up to its own position, where the T queries
+    are the last of the S positions (aligned bottom right). window is the number of keys a query sees, itself included
+    (None: all of them), and needs causal. softcap c replaces a score s by c·tanh(s/c) (Gemma 2), before any bias.
     """
 
     heads: int
@@ -17,3 +18,9 @@ class AttentionSpec:
     scale: float
     window: int | None = None
     softcap: float | None = None
+    causal: bool = True
+
+    @property
+    def groups(self) -> int:
+        """Query heads that share one key/value head."""
+        return self.heads // self.kv_heads

@@ -1,0 +1,137 @@
+"""What `attention` refuses before any kernel is asked, each with what was found."""
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from hasten.errors import ConfigError
+from hasten.ops.attention.masks import causal as causal_mask
+from hasten.ops.attention.request import BlockMask
+
+INTEGERS = (torch.int32, torch.int64)
+
+
+def check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool | None,
+    window: int | None,
+    mask: Tensor | None,
+    key_padding_mask: Tensor | None,
+    bias: Tensor | None,
+    alibi: Tensor | bool | None,
+    softcap: float | None,
+    block_mask: BlockMask | None,
+    cu_seqlens: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    dropout: float,
+) -> None:
+    """Raise ConfigError, naming what was found, where the arguments of `attention` do not fit each other."""
+    _check_tensors(q, k, v)
+    rows = (q.shape[1], k.shape[1])  # (T, S)
+    hides = mask is not None or block_mask is not None
+    is_causal = (not hides) if causal is None else causal
+    if is_causal and not hides and cu_seqlens is None and rows[0] > rows[1]:
+        raise ConfigError(f"{rows[0]} causal queries over {rows[1]} keys: the first queries would see nothing")
+    if mask is not None and (mask.dtype != torch.bool or tuple(mask.shape) not in (rows, (q.shape[0], *rows))):
+        raise ConfigError(
+            f"mask must be bool of shape {rows} or {(q.shape[0], *rows)}; found {mask.dtype}, {tuple(mask.shape)}"
+        )
+    if key_padding_mask is not None:
+        expected = (k.shape[0], k.shape[1])
+        if key_padding_mask.dtype != torch.bool or tuple(key_padding_mask.shape) != expected:
+            raise ConfigError(
+                f"key_padding_mask must be bool of shape {expected}, True for keys that exist; "
+                f"found {key_padding_mask.dtype}, {tuple(key_padding_mask.shape)}"
+            )
+    if window is not None:
+        if window < 1:
+            raise ConfigError(f"window must be at least 1 (the query's own key), or None; found {window}")
+        if not is_causal:
+            raise ConfigError("a window belongs to causal attention; put the window into the mask, or give causal=True")
+    _check_scores(q, k, bias=bias, alibi=alibi, softcap=softcap, dropout=dropout)
+    if block_mask is not None:
+        if mask is not None:
+            raise ConfigError("give a mask or a block mask, not both")
+        if causal and not block_mask.causal:
+            raise ConfigError("causal=True was given with a block mask that lets queries see later keys")
+    _check_documents(q, k, cu_seqlens, cu_seqlens_k, others=(mask, key_padding_mask, bias, block_mask))
+
+
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    if q.dim() != 4 or k.dim() != 4 or k.shape != v.shape:
+        raise ConfigError(
+            f"attention wants q (B, T, H, D) and equal k, v (B, S, Hkv, D); "
+            f"found {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
+        )
+    if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3] or k.shape[2] == 0 or q.shape[2] % k.shape[2]:
+        raise ConfigError(
+            f"batch, head size and a whole number of query heads per key head must match: "
+            f"q is {tuple(q.shape)}, k is {tuple(k.shape)}"
+        )
+    if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
+        raise ConfigError(f"q, k and v must have one floating dtype; found {q.dtype}, {k.dtype}, {v.dtype}")
+
+
+def _check_scores(
+    q: Tensor, k: Tensor, *, bias: Tensor | None, alibi: Tensor | bool | None, softcap: float | None, dropout: float
+) -> None:
+    whole = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])  # (B, H, T, S)
+    if bias is not None:
+        fits = bias.dim() in (2, 4) and all(
+            found in (1, wanted) for found, wanted in zip(bias.shape, whole[-bias.dim() :], strict=True)
+        )
+        if not fits or not bias.is_floating_point():
+            raise ConfigError(
+                f"bias must be floating, {whole[2:]} or 4-dimensional and broadcasting to {whole}; "
+                f"found {bias.dtype}, {tuple(bias.shape)}"
+            )
+    if isinstance(alibi, Tensor) and tuple(alibi.shape) != (q.shape[2],):
+        raise ConfigError(f"alibi must be True or one slope a head, ({q.shape[2]},); found {tuple(alibi.shape)}")
+    if softcap is not None and not softcap > 0:
+        raise ConfigError(f"softcap must be positive, or None; found {softcap}")
+    if not 0 <= dropout < 1:
+        raise ConfigError(f"dropout must be at least 0 and below 1; found {dropout}")
+
+
+def _check_documents(
+    q: Tensor, k: Tensor, cu_seqlens: Tensor | None, cu_seqlens_k: Tensor | None, *, others: tuple[object, ...]
+) -> None:
+    if cu_seqlens is None:
+        if cu_seqlens_k is not None:
+            raise ConfigError("cu_seqlens_k was given without cu_seqlens")
+        return
+    if any(other is not None for other in others):
+        raise ConfigError("packed documents (cu_seqlens) go with causal, window, ALiBi and soft-capping only")
+    keys = cu_seqlens if cu_seqlens_k is None else cu_seqlens_k
+    for name, found in (("cu_seqlens", cu_seqlens), ("cu_seqlens_k", keys)):
+        if found.dim() != 1 or found.dtype not in INTEGERS or len(found) < 2 or found.shape != cu_seqlens.shape:
+            raise ConfigError(
+                f"{name} must be int32 or int64 of shape (documents + 1,), at least 2 and as many for queries and "
+                f"keys; found {found.dtype}, {tuple(found.shape)}"
+            )
+    if cu_seqlens_k is None and q.shape[1] != k.shape[1]:
+        raise ConfigError(
+            f"{q.shape[1]} queries and {k.shape[1]} keys have other documents: give cu_seqlens_k for the keys"
+        )
+    for name, found, total in (("cu_seqlens", cu_seqlens, q.shape[:2].numel()), ("", keys, k.shape[:2].numel())):
+        # Reading a device's memory would make every call wait for it; there a wrong value reads out of bounds.
+        if found.device.type == "cpu" and not torch.compiler.is_compiling():
+            values = found.tolist()
+            if values[0] != 0 or values[-1] != total or any(a > b for a, b in pairwise(values)):
+                raise ConfigError(
+                    f"{name or 'cu_seqlens_k'} must rise from 0 to the {total} tokens there are; found {values}"
+                )
+
+
+def complete_mask(mask: Tensor, window: int | None, queries: int, keys: int) -> Tensor:
+    """A mask with causality and window put into it."""
+    return mask & causal_mask(queries, keys, window, mask.device)
+
+
+def four_dimensions(bias: Tensor) -> Tensor:
+    """(T, S) as (1, 1, T, S)."""
+    return bias if bias.dim() == 4 else bias[None, None]

@@ -1,0 +1,123 @@
+"""Memory-efficient attention in plain tensor operations: any device, any option, memory linear in the length.
+
+As in Rabe & Staats (arXiv 2112.05682) and xformers: the queries are taken in chunks, so that only a chunk's scores are
+ever in memory, and only output and log-sum-exp of every query are kept. The backward pass computes the scores of each
+chunk again from q, k and the log-sum-exp; as in FlashAttention the row term D = Σ dO·O replaces the softmax's own sum.
+
+    for each chunk of queries:        P  = exp(scale·Q Kᵀ - lse)
+        dV += Pᵀ dO                   dS = P · (dO Vᵀ - D)
+        dQ  = scale·dS K              dK += scale·dSᵀ Q
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hasten.ops.attention.chunks import Chunk, plan
+from hasten.ops.attention.packed import per_document
+from hasten.ops.attention.request import Documents
+from hasten.ops.attention.spec import AttentionSpec
+
+
+def chunked(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    spec: AttentionSpec,
+    mask: Tensor | None = None,
+    dropout: float = 0.0,
+    key_padding: Tensor | None = None,
+    bias: Tensor | None = None,
+    alibi: Tensor | None = None,
+    documents: Documents | None = None,
+) -> Tensor:
+    """Same contract as `reference`, in memory that grows with T + S instead of T·S. Gradients of first order only."""
+    if documents is not None:
+        return per_document(chunked, q, k, v, documents=documents, spec=spec, dropout=dropout, alibi=alibi)
+    if torch.is_autocast_enabled(q.device.type):
+        # What autocast does before PyTorch's own attention; inside, the precisions are chosen with care.
+        half = torch.get_autocast_dtype(q.device.type)
+        q, k, v = q.to(half), k.to(half), v.to(half)
+    # One number from PyTorch's generator decides all of the dropout, so that the backward pass can repeat it.
+    seed = int(torch.randint(1 << 62, ()).item()) if dropout else 0
+    with torch.autocast(q.device.type, enabled=False):
+        return _Chunked.apply(q, k, v, bias, mask, key_padding, alibi, spec, dropout, seed)
+
+
+class _Chunked(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor | None,
+        mask: Tensor | None,
+        key_padding: Tensor | None,
+        alibi: Tensor | None,
+        spec: AttentionSpec,
+        dropout: float,
+        seed: int,
+    ) -> Tensor:
+        work = plan(q, k, v, spec=spec, bias=bias, mask=mask, key_padding=key_padding, alibi=alibi)
+        result = q.new_empty(q.shape)
+        out, lse = work.inside(result), work.wide(work.q.shape[:-1])  # (B, Hkv, G, T, D), (B, Hkv, G, T)
+        for chunk in work.chunks():
+            scores, _ = work.scores(chunk)  # (B, Hkv, G, t, s)
+            total = scores.logsumexp(-1, keepdim=True)
+            probabilities = _probabilities(scores, total)
+            if dropout:
+                probabilities.mul_(_kept(chunk, probabilities, dropout, seed))
+            out[chunk.rows] = work.product(probabilities, work.v[chunk.keys])
+            lse[chunk.rows] = total.squeeze(-1)
+        ctx.save_for_backward(q, k, v, bias, mask, key_padding, alibi, result, lse)
+        ctx.spec, ctx.dropout, ctx.seed = spec, dropout, seed
+        return result
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, bias, mask, key_padding, alibi, result, lse = ctx.saved_tensors
+        dropout, seed = ctx.dropout, ctx.seed
+        work = plan(q, k, v, spec=ctx.spec, bias=bias, mask=mask, key_padding=key_padding, alibi=alibi)
+        d_out, out = work.inside(gradients[0]), work.inside(result)  # (B, Hkv, G, T, D)
+        d_result = q.new_empty(q.shape)
+        d_q = work.inside(d_result)
+        d_k, d_v = work.wide(work.k.shape), work.wide(work.v.shape)
+        d_bias = work.wide(bias.shape) if bias is not None and ctx.needs_input_grad[3] else None
+        for chunk in work.chunks():
+            mine = d_out[chunk.rows]
+            row_term = (mine.to(lse.dtype) * out[chunk.rows]).sum(-1, keepdim=True)  # D, (B, Hkv, G, t, 1)
+            scores, slope = work.scores(chunk)
+            probabilities = _probabilities(scores, lse[chunk.rows].unsqueeze(-1))
+            d_scores = work.product(mine, work.v[chunk.keys].transpose(-1, -2)).to(lse.dtype)
+            kept = _kept(chunk, probabilities, dropout, seed) if dropout else None
+            d_v[chunk.keys] += work.summed_product(probabilities if kept is None else probabilities * kept, mine)
+            if kept is not None:
+                d_scores.mul_(kept)
+            d_scores.sub_(row_term).mul_(probabilities)
+            if d_bias is not None:
+                work.add_to_bias(d_bias, d_scores, chunk)
+            if slope is not None:
+                d_scores.mul_(slope)
+            d_scores.mul_(work.rest)
+            d_q[chunk.rows] = work.product(d_scores, work.k[chunk.keys])
+            d_k[chunk.keys] += work.summed_product(d_scores, work.q[chunk.rows])
+        d_result.mul_(work.root)
+        d_k.mul_(work.root)
+        rest = None if d_bias is None else d_bias.to(bias.dtype)
+        return (d_result, work.outside(d_k.to(k.dtype)), work.outside(d_v.to(v.dtype)), rest, *(None,) * 6)
+
+
+def _probabilities(scores: Tensor, total: Tensor) -> Tensor:
+    """exp(scores - total) in place; a row without any key has -infinity for both, and gets zeros."""
+    return scores.sub_(total.masked_fill(total == float("-inf"), 0)).exp_()
+
+
+def _kept(chunk: Chunk, like: Tensor, dropout: float, seed: int) -> Tensor:
+    """What dropout multiplies a chunk's probabilities by: 0, or 1/(1-p); the same whenever it is asked."""
+    generator = torch.Generator(like.device).manual_seed(seed + chunk.number)
+    kept = torch.rand(like.shape, generator=generator, device=like.device, dtype=torch.float32) >= dropout
+    return kept.to(like.dtype).mul_(1 / (1 - dropout))

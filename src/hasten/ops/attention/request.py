@@ -1,0 +1,84 @@
+"""What a kernel is asked to serve: all that one can refuse by, known before any tensor is looked at."""
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from hasten.ops.attention.spec import AttentionSpec
+
+ASSUMED_CAPABILITY = (9, 0)  # of a CUDA device that is asked about on a machine without one: Hopper
+
+
+class Documents(NamedTuple):
+    """Documents packed into one row: document i has the queries queries[i] … queries[i+1]-1, and keys likewise.
+
+    Both are integer tensors (documents + 1,) that start with 0, as FlashAttention's `cu_seqlens`. Within a document
+    the queries are the last of its keys.
+    """
+
+    queries: Tensor
+    keys: Tensor
+
+
+class BlockMask(Protocol):
+    """What a kernel needs of a block-sparse mask; it says by itself what is causal, and replaces causality."""
+
+    @property
+    def causal(self) -> bool:
+        """No query sees a later key."""
+        ...
+
+    def dense(self, queries: int, keys: int, device: torch.device) -> Tensor:
+        """bool (1 or H, T, S), True where a query sees a key."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionRequest:
+    """One call, or with `queries` None a layer, whose calls differ: with or without a mask, one query or many.
+
+    mask: an explicit bool (T, S) or (B, T, S) that replaces causality. key_padding: bool (B, S). bias: added to the
+    scores, bias_gradient: and learned. documents: packed by cumulative lengths. gradient: q, k or v needs one (None:
+    unknown). capability: of a CUDA device, asked of the device itself where it is None.
+    """
+
+    spec: AttentionSpec
+    device: torch.device
+    dtype: torch.dtype
+    batch: int | None = None
+    queries: int | None = None
+    keys: int | None = None
+    mask: bool = False
+    key_padding: bool = False
+    bias: bool = False
+    bias_gradient: bool = False
+    alibi: bool = False
+    documents: bool = False
+    block_mask: bool = False
+    dropout: bool = False
+    gradient: bool | None = None
+    capability: tuple[int, int] | None = None
+
+    @property
+    def layer(self) -> bool:
+        """A layer asks when it is bound, and its calls are not known."""
+        return self.queries is None
+
+    @property
+    def dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def windowed(self) -> bool:
+        """A window that hides something."""
+        return self.spec.window is not None and (self.keys is None or self.spec.window < self.keys)
+
+    def compute_capability(self) -> tuple[int, int]:
+        """Of the CUDA device: the one given, the device's own, or Hopper's where there is no device to ask."""
+        if self.capability is not None:
+            return self.capability
+        if not torch.cuda.is_available():
+            return ASSUMED_CAPABILITY
+        return torch.cuda.get_device_capability(self.device)

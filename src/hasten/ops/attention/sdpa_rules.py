@@ -1,0 +1,126 @@
+"""When PyTorch's SDPA backends serve a request: their rules, written down so that they can be asked for any machine.
+
+From aten/src/ATen/native/transformers/cuda/sdp_utils.cpp and sdp_utils_cpp.cpp (PyTorch 2.11 to 2.13). A request of a
+layer is judged by what is known of it; what differs from call to call is judged by PyTorch at the call.
+"""
+
+import torch
+
+from hasten.ops.attention.request import AttentionRequest
+
+HALVES = (torch.bfloat16, torch.float16)
+LARGEST_HEAD = 256
+TOP_LEFT = (
+    "is_causal is aligned top left there: with {queries} queries and {keys} keys it is not our causal attention "
+    "(bottom right)"
+)
+NOTHING_ELSE = "and it takes no mask instead"
+
+
+def any_backend(request: AttentionRequest) -> str | None:
+    """Why none of PyTorch's backends serves the request."""
+    if request.spec.softcap is not None:
+        return "PyTorch's SDPA has no soft-capping of scores"
+    if request.device.type == "cuda" and request.alibi and request.dtype in HALVES:
+        return f"on CUDA it adds a bias in the inputs' own dtype, and {request.dtype_name} rounds ALiBi's distances"
+    return None
+
+
+def masked(request: AttentionRequest) -> str | None:
+    """What would reach PyTorch as an explicit mask, or None: nothing, or no more than `is_causal`."""
+    for given, name in (
+        (request.mask, "mask"),
+        (request.key_padding, "key-padding mask"),
+        (request.bias, "bias"),
+        (request.alibi, "ALiBi bias"),
+        (request.block_mask, "block mask"),
+        (request.documents, "mask of the packed documents"),
+    ):
+        if given:
+            return name
+    return "window" if request.windowed else None
+
+
+def unequal(request: AttentionRequest) -> bool:
+    """Causal with other than equal lengths (one query that sees everything needs no mask at all)."""
+    return request.spec.causal and not request.layer and request.queries not in (request.keys, 1) and not request.mask
+
+
+def flash(request: AttentionRequest) -> str | None:
+    reason = any_backend(request)
+    if reason is not None:
+        return reason
+    if request.device.type == "cpu":
+        if request.dropout:
+            return "on a CPU it has no dropout"
+        return "on a CPU it gives a bias no gradient" if request.bias_gradient else None
+    if request.device.type != "cuda":
+        return f"it runs on CUDA and on a CPU, the tensors are on {request.device}"
+    if request.dtype not in HALVES:
+        return f"on CUDA it takes bfloat16 and float16, not {request.dtype_name}"
+    if request.compute_capability() < (8, 0):
+        return f"it needs compute capability 8.0 or later, the device has {_capability(request)}"
+    if request.spec.head_dim > LARGEST_HEAD:
+        return f"the head size is {request.spec.head_dim}; it goes up to {LARGEST_HEAD}"
+    if (name := masked(request)) is not None:
+        return f"on CUDA it takes no explicit mask, only `causal`; here there is a {name}"
+    if unequal(request):
+        return f"{TOP_LEFT.format(queries=request.queries, keys=request.keys)}, {NOTHING_ELSE}"
+    return None
+
+
+def memory_efficient(request: AttentionRequest) -> str | None:
+    if request.device.type == "cpu":
+        return "PyTorch has no memory-efficient backend on a CPU; `chunked` is ours"
+    reason = any_backend(request) or _on_cuda(request)
+    if reason is not None:
+        return reason
+    if request.dtype == torch.float64:
+        return "it takes float32, bfloat16 and float16, not float64"
+    if request.dtype == torch.bfloat16 and request.compute_capability() < (8, 0):
+        return f"bfloat16 needs compute capability 8.0 or later, the device has {_capability(request)}"
+    multiple = 8 if request.dtype in HALVES else 4
+    if request.spec.head_dim % multiple:
+        return f"the head size must be a multiple of {multiple} in {request.dtype_name}; it is {request.spec.head_dim}"
+    return None
+
+
+def cudnn(request: AttentionRequest) -> str | None:
+    if request.device.type == "cpu":
+        return "cuDNN is NVIDIA's library: there is none on a CPU"
+    reason = any_backend(request) or _on_cuda(request)
+    if reason is not None:
+        return reason
+    if request.dtype not in HALVES:
+        return f"it takes bfloat16 and float16, not {request.dtype_name}"
+    if request.compute_capability() < (8, 0):
+        return f"it needs compute capability 8.0 or later, the device has {_capability(request)}"
+    if request.spec.head_dim > 128 or request.spec.head_dim % 8:
+        return f"the head size must be a multiple of 8 up to 128; it is {request.spec.head_dim}"
+    if request.keys == 1:
+        return "it does not take a single key"
+    if request.bias_gradient:
+        return "it gives a bias no gradient"
+    return None
+
+
+def one_by_one(request: AttentionRequest) -> str | None:
+    """Why a single backend waits to be asked for: a layer's calls differ, and `sdpa` looks at each."""
+    return "a layer's calls differ; sdpa lets PyTorch choose at each" if request.layer else None
+
+
+def named_instead(request: AttentionRequest) -> str | None:
+    """Why `sdpa` waits to be asked for where everything is known."""
+    return None if request.layer else "PyTorch's choice among the backends, each of which stands here by itself"
+
+
+def never_first(request: AttentionRequest) -> str | None:
+    return "it writes all T x S scores to memory"
+
+
+def _on_cuda(request: AttentionRequest) -> str | None:
+    return None if request.device.type == "cuda" else f"it runs on CUDA, the tensors are on {request.device}"
+
+
+def _capability(request: AttentionRequest) -> str:
+    return ".".join(map(str, request.compute_capability()))
