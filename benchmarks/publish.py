@@ -1,6 +1,6 @@
 """Makes what this project publishes: runs `hasten bench …` and leaves JSON and PNG in benchmarks/results/.
 
-    python benchmarks/publish.py                     # everything, about a quarter of an hour on two cores
+    python benchmarks/publish.py                     # everything, about half an hour on two cores
     python benchmarks/publish.py train-gpt2-124m     # only the steps named
     python benchmarks/publish.py --list
     python benchmarks/publish.py --tables            # the results as the Markdown tables of docs/ladder.md
@@ -21,6 +21,8 @@ RESULTS = Path(__file__).parent / "results"
 STEPS = {
     "generate-llama-120m": "generate --shape llama-120m --dtype bfloat16 --prompt-tokens 512 --new-tokens 64",
     "generate-llama-1.1b": "generate --shape llama-1.1b --dtype bfloat16 --prompt-tokens 512 --new-tokens 64",
+    "batches-llama-1.1b": "generate --shape llama-1.1b --dtype bfloat16 --prompt-tokens 512 --new-tokens 64 "
+    "--rungs native-bf16,native-int8,native-int4 --batches 1,8 --contexts 16,2048",
     "train-gpt2-124m": "train --shape gpt2-124m --batch-size 2 --sequence-length 256 --steps 2",
     "heads-llama-120m": "heads --shape llama-120m --dtype bfloat16 --prompt-tokens 2048 --new-tokens 64",
 }
@@ -42,7 +44,7 @@ def publish(name: str) -> int:
 def table(name: str) -> str:
     """One result as Markdown: the command, the table, and what the utilisation is measured against."""
     from hasten.bench.report import speed_metric
-    from hasten.bench.table import COLUMNS, format_value, limits_line, machine_line
+    from hasten.bench.table import COLUMNS, cell, format_value, limits_line, machine_line
 
     report = json.loads((RESULTS / f"{name}.json").read_text())
     rows, speed = report["rows"], speed_metric(report["kind"])
@@ -55,7 +57,7 @@ def table(name: str) -> str:
         for _, key, style in columns:
             low, high = row.get("min", {}).get(key), row.get("max", {}).get(key)
             spread = f" ({format_value(low, style)}-{format_value(high, style)})" if key == speed else ""
-            cells.append(format_value(row.get(key), style) + spread)
+            cells.append(cell(row, key, style) + spread)
         lines.append(f"| {row['name']} | " + " | ".join(cells) + " |")
     machine = machine_line(report["machine"], report["limits"]["device"])
     settings = report["settings"]

@@ -5,20 +5,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from hasten.bench import generate, train
-from hasten.bench.generate import NATIVE, RUNGS, GenerateLadder, GenerateRung
+from hasten.bench.generate import COMPILED_QUANTIZED, NATIVE, RUNGS, GenerateLadder
+from hasten.bench.generate_rung import GenerateRung
 from hasten.bench.heads import HeadsLadder, grouped
 from hasten.bench.measure import Rung
 from hasten.bench.shapes import SHAPES, Subject
 from hasten.bench.train import TrainLadder, TrainRung, switched_on
 from hasten.cli.main import main
 from hasten.errors import ConfigError, HastenError, ResourceError
-from hasten.generation.compiled import compile_blocks
-from hasten.generation.decoder import Decoder
-from hasten.model.initialize import initialize
-from hasten.planning.cost import parameters
+from hasten.planning.cost import kv_bytes_per_token, parameters
 
 TINY = Subject(shape="tiny")
 
@@ -34,6 +31,7 @@ def test_published_shapes_have_their_published_size() -> None:
 def test_generation_ladder_from_the_command_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     picture = tmp_path / "ladder.png"
     options = ["--prompt-tokens", "24", "--new-tokens", "4", "--rounds", "1", "--threads", "1", "--dtype", "bfloat16"]
+    rungs = [name for name in RUNGS if name not in COMPILED_QUANTIZED]
     main(["bench", "generate", "--shape", "tiny", *options, "--json", "-", "--picture", str(picture)])
     out, err = capfd.readouterr()
     report = json.loads(out)
@@ -41,7 +39,7 @@ def test_generation_ladder_from_the_command_line(tmp_path: Path, capfd: pytest.C
     assert "random weights" in err
     assert picture.read_bytes()[:4] == b"\x89PNG"
     rows = {row["name"]: row for row in report["rows"]}
-    assert list(rows) == list(RUNGS)
+    assert list(rows) == rungs, "what a CPU's ladder has by default"
     for row in rows.values():
         assert "error" not in row, row
         assert {"techniques", "bandwidth_gb_s", "mbu", "peak_memory_bytes", "speedup", "setup_seconds"} <= set(row)
@@ -56,59 +54,102 @@ def test_generation_ladder_from_the_command_line(tmp_path: Path, capfd: pytest.C
     assert rows["static-cache"]["cache_bytes_per_token"] == 256
     assert rows["static-cache"]["cache_bytes"] == 29 * 256
     assert (rows["no-cache"]["decoded_tokens"], rows["static-cache"]["decoded_tokens"]) == (2, 4)
-    assert (
-        rows["static-cache-compiled"]["compile_seconds"] > rows["static-cache-compiled"]["time_to_first_token_seconds"]
-    )
+    compiled = rows["static-cache-compiled"]
+    assert compiled["compile_seconds"] > compiled["warm_compile_seconds"] > compiled["time_to_first_token_seconds"]
+    assert [name for name in rows if "warm_compile_seconds" in rows[name]] == ["static-cache-compiled"]
+    assert rows["native-int4"]["matrix_dtype"] == "int8"
+    assert set(report["limits"]["matrix_rates"]) == {"bfloat16", "int8"}
+    assert rows["native-int8"]["prefill_mfu"] > 0
 
 
-def test_every_rung_of_generation_gives_the_same_tokens() -> None:
+def make_rung(way: str, **changes: Any) -> GenerateRung:
+    arguments: dict[str, Any] = {
+        "subject": {"shape": "tiny"},
+        "way": way,
+        "dtype": "float32",
+        "device": "cpu",
+        "prompt_tokens": 9,
+        "new_tokens": 4,
+        "seed": 3,
+        "compile_cache": "",
+    }
+    return GenerateRung(**(arguments | changes))
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_every_rung_of_generation_gives_the_same_tokens(batch: int) -> None:
     found = {}
     for way in ("no-cache", "static-cache"):
-        rung = GenerateRung(
-            subject={"shape": "tiny"},
-            way=way,
-            dtype="float32",
-            device="cpu",
-            prompt_tokens=9,
-            new_tokens=4,
-            seed=3,
-            compile_cache="",
-        )
-        tokens = [rung.first_token()]
-        tokens += [rung.next_token(tokens[-1]) for _ in range(3)]
-        tokens += [rung.next_token(tokens[-1]) for _ in range(1)] if way == "no-cache" else []
-        found[way] = tokens[:4]
+        rung = make_rung(way, batch=batch)
+        tokens = [rung.streams[""].first_tokens()]
+        for _ in range(3):
+            tokens.append(rung.streams[""].next_tokens(tokens[-1]))
+        found[way] = tokens
         assert rung.measure()["decode_tokens_per_second"] > 0
     assert found["no-cache"] == found["static-cache"]
+    assert [len(tokens) for tokens in found["no-cache"]] == [batch] * 4
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_nothing_is_compiled_anew_while_decoding(dtype: torch.dtype) -> None:
-    from torch._dynamo.utils import counters
+def test_further_rows_of_a_rung() -> None:
+    rows = {"x8": {"batch": 8, "prompt_tokens": 9, "ratio_to": ""}, "c30": {"batch": 1, "prompt_tokens": 30}}
+    rung = make_rung("native-int8", rows=rows)
+    facts = rung.describe()
+    own, many, longer = (each["bytes_per_token"] for each in (facts, facts["rows"]["x8"], facts["rows"]["c30"]))
+    token = kv_bytes_per_token(TINY.config(), 2)
+    cache = 11 * token  # 9 + 4 / 2 tokens on average, in bfloat16
+    assert many - cache == pytest.approx((own - cache) / 8), "weights are read once for all, every cache by itself"
+    assert longer - own == pytest.approx((30 - 9) * token)
+    found = rung.measure()
+    assert found["x8|decode_tokens_per_second"] == pytest.approx(8 * found["x8|decode_tokens_per_second_per_sequence"])
+    assert {name for name in found if "|" not in name} == {
+        "prefill_tokens_per_second",
+        "time_to_first_token_seconds",
+        "decode_tokens_per_second",
+    }
+    assert "x8|prefill_tokens_per_second" not in found, "its prompts are taken in once"
+    stream = rung.streams["x8"]
+    assert stream.decoder is not None
+    assert stream.decoder.lengths == [13] * 8
+    rung.measure()
+    assert stream.decoder.lengths == [13] * 8, "every round starts after the prompts"
 
-    model = initialize(TINY.config(), seed=0, dtype=dtype).eval()
-    plain = initialize(TINY.config(), seed=0, dtype=dtype).eval()
-    torch._dynamo.reset()
-    compile_blocks(model)
-    decoder = Decoder(model, batch=1, capacity=64, static=True)
-    eager = Decoder(plain, batch=1, capacity=64)
-    counters.clear()
-    decoder.prefill([[1, 2, 3]])
-    assert not counters["stats"], "a prompt is not compiled"
-    decoder.decode(torch.tensor([4]))
-    first = dict(counters["stats"])
-    assert first["unique_graphs"] == 2, "one for all blocks, one for the head"
-    for length in (1, 7, 20, 33):
-        prompt = [5 + place % 200 for place in range(length + 1)]  # one token alone would be a decode step
-        decoder.truncate(0)
-        eager.truncate(0)
-        got, wanted = decoder.prefill([prompt]), eager.prefill([prompt])
-        torch.testing.assert_close(got, wanted)
-        for token in (7, 8, 9):
-            got, wanted = decoder.decode(torch.tensor([token])), eager.decode(torch.tensor([token]))
-            torch.testing.assert_close(got, wanted, atol=1e-4 if dtype == torch.float32 else 0.02, rtol=0)
-    assert dict(counters["stats"]) == first
-    torch._dynamo.reset()
+
+def test_batches_and_contexts_from_the_command_line(capfd: pytest.CaptureFixture[str]) -> None:
+    options = ["--prompt-tokens", "12", "--new-tokens", "4", "--rounds", "2", "--threads", "1", "--json", "-"]
+    wanted = ["--rungs", "no-cache,native-int4", "--batches", "1,8", "--contexts", "16,200"]
+    main(["bench", "generate", "--shape", "tiny", *options, *wanted])
+    out, err = capfd.readouterr()
+    report = json.loads(out)
+    assert (report["settings"]["batches"], report["settings"]["contexts"]) == ([1, 8], [16, 200])
+    rows = {row["name"]: row for row in report["rows"]}
+    endings = ["", "-x8", "-c16", "-c200"]
+    assert list(rows) == ["no-cache", *(f"native-int4{ending}" for ending in endings)], "without a cache one row"
+    own, many, short, long = (rows[f"native-int4{ending}"] for ending in endings)
+    assert [(row["batch"], row["prompt_tokens"]) for row in (own, many, short, long)] == [
+        (1, 12),
+        (8, 12),
+        (1, 16),
+        (1, 200),
+    ]
+    for row, base in ((many, own), (short, short), (long, short)):
+        assert row["ratio_to"] == base["name"]
+        speeds = [
+            found["decode_tokens_per_second"] / other["decode_tokens_per_second"]
+            for found, other in zip(row["rounds"], base["rounds"], strict=True)
+        ]
+        assert row["ratio"] == pytest.approx(sum(speeds) / 2)
+        assert "speedup" not in row
+        assert row["mbu"] > 0
+    assert own["speedup"] > 0
+    assert "× c16" in err
+
+
+def test_a_first_batch_other_than_one_is_in_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    rungs: list[Rung] = []
+    monkeypatch.setattr(generate, "run_ladder", lambda made, **_: rungs.extend(made) or {})
+    GenerateLadder(subject=TINY, prompt_tokens=12, batches=(4,), rungs=("no-cache", "static-cache-compiled")).run()
+    assert [(rung.name, rung.twice) for rung in rungs] == [("no-cache-x4", False), ("static-cache-compiled-x4", True)]
+    assert rungs[1].arguments["batch"] == 4
 
 
 def test_training_ladder() -> None:
@@ -183,6 +224,10 @@ def test_heads_change_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
         (lambda: GenerateLadder(subject=TINY, dtype="int3").run(), ConfigError, "dtype 'int3' is not known"),
         (lambda: GenerateLadder(subject=TINY, prompt_tokens=600).run(), ConfigError, "512 positions"),
         (lambda: GenerateLadder(subject=TINY, new_tokens=0).run(), ConfigError, "2 new tokens are needed"),
+        (lambda: GenerateLadder(subject=TINY, contexts=(16, 600)).run(), ConfigError, "600 prompt .* 512 positions"),
+        (lambda: GenerateLadder(subject=TINY, batches=(1, 1)).run(), ConfigError, "--batches takes different .* 1, 1"),
+        (lambda: GenerateLadder(subject=TINY, batches=()).run(), ConfigError, "at least one"),
+        (lambda: GenerateLadder(subject=TINY, contexts=(0,)).run(), ConfigError, "--contexts takes .* found 0"),
         (lambda: HeadsLadder(subject=Subject(folder="x")).run(), ConfigError, "use --shape"),
         (lambda: TrainLadder(shape="tiny", recipe="demo").run(), ConfigError, "one of --shape NAME and --recipe"),
         (lambda: TrainLadder(recipe="finetune").run(), ConfigError, "known: demo"),

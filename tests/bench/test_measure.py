@@ -176,6 +176,14 @@ def test_ctrl_c_ends_the_children(log: Path, tmp_path: Path) -> None:
     assert gone(int(log.read_text().split()[-1]))
 
 
+def test_what_leaves_something_behind_is_set_up_twice(log: Path) -> None:
+    twice = Rung("a", (), "ladder_test_rungs:make", {"log": str(log), "name": "a"}, twice=True)
+    report = run_ladder([twice], kind="generate", rounds=2, warmup=0, limit_seconds=0.01, dtypes=(), threads=1)
+    assert events(log) == ["a set-up", "a set-up", "a measure", "a measure"]
+    assert len({line.split()[-1] for line in log.read_text().splitlines()}) == 2, "two processes"
+    assert report["rows"][0]["warm_setup_seconds"] > 0
+
+
 def test_a_ladder_without_sense_is_refused() -> None:
     one = Rung("a", (), "x:y")
     with pytest.raises(ConfigError, match="names of their own"):

@@ -14,7 +14,8 @@ from rich.console import Console
 from hasten.bench.draw import draw_curves, draw_ladder
 from hasten.bench.measure import Outcome
 from hasten.bench.report import build_report, write_json
-from hasten.bench.table import format_value, print_ladder
+from hasten.bench.table import cell, format_value, print_ladder
+from hasten.bench.worker import Ready
 from hasten.errors import ResourceError
 
 MACHINE = {"cpu": "Test CPU", "physical_cores": 2, "versions": {"torch": "2.13.0"}, "gpus": []}
@@ -61,6 +62,33 @@ def test_speedups_are_formed_within_each_round() -> None:
     assert made["rows"][1]["decode_tokens_per_second"] == 40
     assert made["rows"][1]["speedup"] == 2, "the ratio of the medians is 4"
     assert [found["speedup"] for found in made["rows"][1]["rounds"]] == [2, 2, 9]
+
+
+def test_a_rung_may_have_further_rows() -> None:
+    speed, own = "decode_tokens_per_second", {"decode_tokens_per_second": 10.0}
+    rounds = [{**own, f"x8|{speed}": 50.0, f"c9|{speed}": 8.0}, {**own, f"x8|{speed}": 60.0, f"c9|{speed}": 4.0}]
+    further = {"x8": {"batch": 8, "bytes_per_token": 2e8}, "c9": {"ratio_to": "x8"}}
+    rung = Outcome(rounds=rounds, description={"bytes_per_token": 1e9, "rows": further}, peak_memory_bytes=5)
+    made = report({"plain": decode(1, 1), "one": rung, "lost": Outcome(error="x", description={"rows": further})})
+    assert [row["name"] for row in made["rows"]] == ["plain", "one", "one-x8", "one-c9", "lost"]
+    one, many, other = made["rows"][1:4]
+    assert (one["speedup"], one["peak_memory_bytes"], one["mbu"]) == (10, 5, pytest.approx(0.3))
+    assert (many["ratio"], many["ratio_to"], many["batch"]) == (5.5, "one", 8)
+    assert many["rounds"][0]["mbu"] == pytest.approx(50 * 2e8 / 50e9), "over its own bytes"
+    assert (other["ratio"], other["ratio_to"]) == (pytest.approx((8 / 50 + 4 / 60) / 2), "one-x8")
+    for row in (many, other):
+        assert not {"speedup", "peak_memory_bytes", "rows"} & set(row)
+    assert not any("|" in key for row in made["rows"] for key in row)
+
+
+def test_the_second_set_up_stands_beside_the_first() -> None:
+    outcome = decode(1, compile_seconds=9.0)
+    outcome.setup_seconds = 12.0
+    outcome.again = Ready(seconds=4.0, description={"compile_seconds": 2.0, "bytes_per_token": 1})
+    row = report({"compiled": outcome})["rows"][0]
+    seconds = ("setup_seconds", "warm_setup_seconds", "compile_seconds", "warm_compile_seconds")
+    assert [row[name] for name in seconds] == [12, 4, 9, 2]
+    assert "warm_bytes_per_token" not in row
 
 
 def test_utilisation_is_formed_within_each_round() -> None:
@@ -164,6 +192,16 @@ def test_the_table_shows_figures_and_errors() -> None:
 )
 def test_figures_for_people(value: float | None, style: str, text: str) -> None:
     assert format_value(value, style) == text
+
+
+def test_a_share_says_of_what() -> None:
+    row = {"name": "native-int8-x8", "ratio": 5.5, "ratio_to": "native-int8"}
+    row |= {"prefill_mfu": 0.8, "matrix_dtype": "int8"}
+    assert cell(row, "ratio", "times") == "5.50×"
+    assert cell(row | {"ratio_to": "native-int8-c16"}, "ratio", "times") == "5.50× c16"
+    assert cell(row, "prefill_mfu", "percent") == "80% int8"
+    assert cell({}, "prefill_mfu", "percent") == cell({}, "ratio", "times") == ""
+    assert format_value(9.04, "seconds") == "9.0 s"
 
 
 def test_pictures_are_drawn_without_pyplot(tmp_path: Path) -> None:

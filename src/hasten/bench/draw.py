@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hasten.bench.report import speed_metric
-from hasten.bench.table import format_value, limits_line, machine_line
+from hasten.bench.table import cell, format_value, limits_line, machine_line
 from hasten.errors import ResourceError
 from hasten.machine.files import replacing
 
@@ -118,11 +118,13 @@ def _bar(axes: Axes, position: int, row: Mapping[str, Any], speed: str, *, first
     label = format_value(value, "speed")
     if row.get("speedup") is not None:
         label += f"  ({format_value(row['speedup'], 'times')})"
+    if row.get("ratio") is not None:
+        label += f"  ({cell(row, 'ratio', 'times')})"
     text = _text(axes, max(value, high), position, f" {label}", INK, bold=True)
     shares = []
     for name, key in (("MBU", "mbu"), ("MFU", "mfu")):
         if row.get(key) is not None:
-            shares.append(f"{name} {format_value(row[key], 'percent')}")
+            shares.append(f"{name} {cell(row, key, 'percent')}")
         if row.get(f"vendor_{key}") is not None:
             shares.append(f"{format_value(row[f'vendor_{key}'], 'percent')} of data sheet")
     if cache and row.get("cache_bytes_per_token") is not None:

@@ -1,56 +1,78 @@
-"""The ladder of generation: one sequence, greedy, the same context for every rung.
+"""The ladder of generation: greedy decoding of random tokens, after the same prompt on every rung.
 
 Cumulative rungs; their names never change:
 - no-cache: the whole sequence is computed again for each token.
 - static-cache: keys and values are kept; eager.
-- static-cache-compiled: the same with torch.compile for the decode step.
+- static-cache-compiled: the same with torch.compile for the decode step; -int8 and -int4: on quantized weights.
 - native-bf16, native-int8, native-int4: the fused native steps instead, on bfloat16, int8 and int4 (groups of 128)
   weights, the head quantized like the rest; on a CPU.
+
+A rung with a cache may also be measured with several sequences at once (`-x8`) and after prompts of other lengths
+(`-c2048`): further rows, measured in the same process in the same rounds.
 """
 
 from __future__ import annotations
 
 import os
 import tempfile
-import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from hasten.bench.measure import Rung, run_ladder
-from hasten.bench.shapes import ELEMENT_BYTES, Subject, check_fits, choose_rungs, require_compiler
+from hasten.bench.shapes import ELEMENT_BYTES, Subject, check_fits, choose_rungs
 from hasten.errors import ConfigError
 
 if TYPE_CHECKING:
-    from hasten.generation.decoder import Decoder
     from hasten.model.config import ModelConfig
 
-RUNGS: Mapping[str, tuple[str, ...]] = {
-    "no-cache": ("eager",),
-    "static-cache": ("eager", "static cache"),
-    "static-cache-compiled": ("static cache", "torch.compile"),
-    "native-bf16": ("static cache", "native fused steps"),
-    "native-int8": ("static cache", "native fused steps", "int8"),
-    "native-int4": ("static cache", "native fused steps", "int4"),
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """How a rung generates. weights: "bfloat16", "int8" or "int4" whatever the ladder's dtype is; None: that dtype."""
+
+    techniques: tuple[str, ...]
+    cache: bool = True
+    compiled: bool = False
+    fused: bool = False
+    weights: str | None = None
+
+
+COMPILED = ("static cache", "torch.compile")
+NATIVE_STEPS = ("static cache", "native fused steps")
+RUNGS: Mapping[str, Way] = {
+    "no-cache": Way(techniques=("eager",), cache=False),
+    "static-cache": Way(techniques=("eager", "static cache")),
+    "static-cache-compiled": Way(techniques=COMPILED, compiled=True),
+    "static-cache-compiled-int8": Way(techniques=(*COMPILED, "int8"), compiled=True, weights="int8"),
+    "static-cache-compiled-int4": Way(techniques=(*COMPILED, "int4"), compiled=True, weights="int4"),
+    "native-bf16": Way(techniques=NATIVE_STEPS, fused=True, weights="bfloat16"),
+    "native-int8": Way(techniques=(*NATIVE_STEPS, "int8"), fused=True, weights="int8"),
+    "native-int4": Way(techniques=(*NATIVE_STEPS, "int4"), fused=True, weights="int4"),
 }
-NATIVE = tuple(name for name in RUNGS if name.startswith("native-"))
-# A token without a cache costs as much as the whole prompt: few are enough for the same precision.
-NO_CACHE_TOKENS = 2
+NATIVE = tuple(name for name, way in RUNGS.items() if way.fused)
+# Where the native steps are, the compiler's rungs on quantized weights are measured only when they are asked for.
+COMPILED_QUANTIZED = tuple(name for name, way in RUNGS.items() if way.compiled and way.weights)
 TEXT_BYTES = 200_000  # of a text that is scored
 PROCESS_BYTES = 400 << 20  # what a process keeps besides the model: libraries, the compiler's graphs, the logits
+LARGEST_PREFILL = 4096  # tokens that a prompt is taken in by
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateLadder:
-    """What to measure. rungs: some of RUNGS, () for all. new_tokens: decoded in each round (no-cache: at most 2).
+    """What to measure. rungs: some of RUNGS, () for all that belong to the device.
 
-    text: a source (file, folder, glob, "stdlib") whose perplexity each rung reports, on its first TEXT_BYTES.
+    new_tokens: decoded by each sequence in each round (no-cache: at most 2). batches: numbers of sequences decoded at
+    once. contexts: other lengths of the prompt after which decoding is measured too. text: a source (file, folder,
+    glob, "stdlib") whose perplexity each rung reports, on its first TEXT_BYTES.
     """
 
     subject: Subject
     dtype: str = "bfloat16"
     prompt_tokens: int = 512
     new_tokens: int = 64
+    batches: tuple[int, ...] = (1,)
+    contexts: tuple[int, ...] = ()
     text: str | None = None
     rounds: int = 5
     warmup: int = 1
@@ -67,13 +89,32 @@ class GenerateLadder:
         names = choose_rungs(RUNGS, self.rungs)
         if self.text is not None and self.subject.folder is None:
             raise ConfigError("random weights predict no text; give --text with --model")
-        if not self.rungs and resolve_device(self.device).type != "cpu":
-            names = [name for name in names if name not in NATIVE]
+        if not self.rungs:
+            others = COMPILED_QUANTIZED if resolve_device(self.device).type == "cpu" else NATIVE
+            names = [name for name in names if name not in others]
         return measure(
             self,
-            {name: (self.subject, name, RUNGS[name]) for name in names},
+            {name: (self.subject, name, RUNGS[name].techniques) for name in names},
             show_progress=show_progress,
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """So many sequences at once after prompts of so many tokens."""
+
+    batch: int
+    prompt_tokens: int
+    ratio_to: str = ""  # the ending of the row that this one is held against
+
+
+def further_rows(ladder: GenerateLadder) -> dict[str, Point]:
+    """The rows of a rung besides its own, by the ending of their names: each further batch, and each context, alone."""
+    first, *more = ladder.batches
+    found = {f"x{batch}": Point(batch=batch, prompt_tokens=ladder.prompt_tokens) for batch in more}
+    for context in ladder.contexts:
+        found[f"c{context}"] = Point(batch=first, prompt_tokens=context, ratio_to=f"c{ladder.contexts[0]}")
+    return found
 
 
 def measure(
@@ -82,25 +123,34 @@ def measure(
     """Run rungs given by name as (model, which of RUNGS it is measured as, its techniques)."""
     from hasten.machine import resolve_device
 
-    if ladder.dtype not in ELEMENT_BYTES:
-        raise ConfigError(f"dtype {ladder.dtype!r} is not known; use one of {', '.join(ELEMENT_BYTES)}")
+    _check(ladder)
     device = str(resolve_device(ladder.device))
     made = []
     with tempfile.TemporaryDirectory(prefix="hasten-compile-") as cache:
         for name, (subject, way, techniques) in rungs.items():
+            how = RUNGS[way]
+            # Without a cache a token costs a whole prompt: eight of them, or a longer one, would show nothing new.
+            rows = further_rows(ladder) if how.cache else {}
             arguments = {
                 "subject": asdict(subject),
                 "way": way,
                 "dtype": ladder.dtype,
                 "device": device,
+                "batch": ladder.batches[0],
                 "prompt_tokens": ladder.prompt_tokens,
                 "new_tokens": ladder.new_tokens,
+                "rows": {ending: asdict(point) for ending, point in rows.items()},
                 "text": ladder.text,
                 "seed": ladder.seed,
                 "compile_cache": os.path.join(cache, name),
             }
-            memory = check_fits(f"{subject.name} in {ladder.dtype}", _memory(subject.config(), ladder), device)
-            made.append(Rung(name, techniques, "hasten.bench.generate:GenerateRung", arguments, memory))
+            memory = check_fits(
+                f"{subject.name} in {ladder.dtype}", _memory(subject.config(), ladder, list(rows.values())), device
+            )
+            shown = name if ladder.batches[0] == 1 else f"{name}-x{ladder.batches[0]}"
+            setup = "hasten.bench.generate_rung:GenerateRung"
+            made.append(Rung(shown, techniques, setup, arguments, memory, twice=how.compiled))
+        quantized = any(RUNGS[way].weights in ("int8", "int4") for _, way, _ in rungs.values())
         return run_ladder(
             made,
             kind="generate",
@@ -108,8 +158,10 @@ def measure(
                 "model": f"{ladder.subject.name}, {ladder.dtype}, {ladder.prompt_tokens} prompt tokens",
                 "weights": "checkpoint" if ladder.subject.folder else "random",
                 "dtype": ladder.dtype,
-                "batch": 1,
+                "batch": ladder.batches[0],
+                "batches": list(ladder.batches),
                 "prompt_tokens": ladder.prompt_tokens,
+                "contexts": list(ladder.contexts),
                 "new_tokens": ladder.new_tokens,
                 "text_bytes": None if ladder.text is None else TEXT_BYTES,
             },
@@ -118,176 +170,45 @@ def measure(
             seed=ladder.seed,
             rounds=ladder.rounds,
             warmup=ladder.warmup,
-            dtypes=(ladder.dtype,),
+            dtypes=(ladder.dtype, "int8") if quantized else (ladder.dtype,),
             limit_seconds=ladder.limit_seconds,
             show_progress=show_progress,
         )
 
 
-def _memory(config: ModelConfig, ladder: GenerateLadder) -> dict[str, int]:
-    """Bytes of one rung, by what needs them. Raises ConfigError for a context that the model does not have."""
-    from hasten.planning.cost import kv_bytes_per_token, parameters
-
-    tokens = ladder.prompt_tokens + ladder.new_tokens
+def _check(ladder: GenerateLadder) -> None:
+    """Raise ConfigError for what cannot be measured, before anything is allocated."""
+    config = ladder.subject.config()
+    if ladder.dtype not in ELEMENT_BYTES:
+        raise ConfigError(f"dtype {ladder.dtype!r} is not known; use one of {', '.join(ELEMENT_BYTES)}")
+    for option, numbers in (("--batches", ladder.batches), ("--contexts", ladder.contexts)):
+        if any(number < 1 for number in numbers) or len(set(numbers)) != len(numbers):
+            raise ConfigError(f"{option} takes different whole numbers from 1 up; found {', '.join(map(str, numbers))}")
+    if not ladder.batches:
+        raise ConfigError("--batches needs at least one number of sequences")
     if ladder.prompt_tokens < 1 or ladder.new_tokens < 2:
         raise ConfigError(
             f"at least 1 prompt token and 2 new tokens are needed; found {ladder.prompt_tokens} and {ladder.new_tokens}"
         )
-    if tokens > config.max_positions:
+    longest = max((ladder.prompt_tokens, *ladder.contexts))
+    if longest + ladder.new_tokens > config.max_positions:
         raise ConfigError(
-            f"{ladder.prompt_tokens} prompt and {ladder.new_tokens} new tokens do not fit the "
-            f"{config.max_positions} positions of {ladder.subject.name}; lower --prompt-tokens or --new-tokens"
+            f"{longest} prompt and {ladder.new_tokens} new tokens do not fit the {config.max_positions} positions of "
+            f"{ladder.subject.name}; lower --prompt-tokens, --contexts or --new-tokens"
         )
+
+
+def _memory(config: ModelConfig, ladder: GenerateLadder, rows: Sequence[Point]) -> dict[str, int]:
+    """Bytes of one rung, by what needs them."""
+    from hasten.planning.cost import kv_bytes_per_token, parameters
+
     size = ELEMENT_BYTES[ladder.dtype]
     wide = 6 * config.hidden_size + 3 * config.intermediate_size + 4 * config.heads * config.head_dim
+    prompts = [(ladder.batches[0], ladder.prompt_tokens), *((row.batch, row.prompt_tokens) for row in rows)]
+    tokens = sum(batch * (length + ladder.new_tokens) for batch, length in prompts)
     return {
         "weights": parameters(config).total * size,
         "cache": tokens * kv_bytes_per_token(config, size),
-        "activations": ladder.prompt_tokens * wide * 4,
+        "activations": min(max(batch * length for batch, length in prompts), LARGEST_PREFILL) * wide * 4,
         "the process": PROCESS_BYTES,
     }
-
-
-class GenerateRung:
-    """Set up in a child process: the model, its cache, compiled where the rung says so, and warm."""
-
-    def __init__(
-        self,
-        *,
-        subject: Mapping[str, Any],
-        way: str,
-        dtype: str,
-        device: str,
-        prompt_tokens: int,
-        new_tokens: int,
-        seed: int,
-        compile_cache: str,
-        text: str | None = None,
-    ) -> None:
-        import torch
-
-        from hasten.generation.compiled import compile_blocks
-        from hasten.generation.graphs import fastest_decoder
-        from hasten.machine import resolve_dtype
-
-        compiled = way == "static-cache-compiled"
-        if compiled:
-            require_compiler(device)
-            # A folder of the ladder's own: compiled for the first time, as on a machine that has never run it.
-            os.environ["TORCHINDUCTOR_CACHE_DIR"] = compile_cache
-        dtype = "bfloat16" if way in NATIVE else dtype
-        self.model = Subject(**subject).build(dtype=resolve_dtype(dtype), device=device, seed=seed)
-        self.config = self.model.config
-        self.dtype = dtype
-        self.weight_bytes: float = ELEMENT_BYTES[dtype]
-        if way in NATIVE:
-            self.go_native(way)
-        # A token without a cache costs a whole prompt, so the rung without one decodes fewer.
-        self.new_tokens = min(new_tokens, NO_CACHE_TOKENS) if way == "no-cache" else new_tokens
-        self.context = prompt_tokens + new_tokens // 2  # the mean context, and the same for all rungs
-        generator = torch.Generator().manual_seed(seed)
-        self.prompt = torch.randint(self.config.vocab_size, (prompt_tokens,), generator=generator).tolist()
-        self.decoder: Decoder | None = None
-        if way != "no-cache":
-            self.decoder = fastest_decoder(self.model, batch=1, capacity=prompt_tokens + new_tokens, compiled=compiled)
-        self.compile_seconds: float | None = None
-        self.perplexity = None if text is None else self.score(text)
-        if compiled:
-            compile_blocks(self.model)
-            token = self.first_token()
-            start = time.perf_counter()
-            self.next_token(token)
-            self.compile_seconds = time.perf_counter() - start
-
-    def go_native(self, way: str) -> None:
-        """Quantize as the rung says, fuse, and count the bytes that a weight now takes, scales included."""
-        from hasten.machine import reset_peak_memory
-        from hasten.model.fused import fuse
-        from hasten.ops.linear.modules import PackedLinear
-        from hasten.quantization import Int4, Int8, quantize
-
-        if way == "native-int8":
-            quantize(self.model, Int8(lm_head="same"))
-        elif way == "native-int4":
-            # Which scales are chosen changes the error, not the speed.
-            quantize(self.model, Int4(lm_head="same", search="minmax"))
-        fuse(self.model)
-        layers = [module for module in self.model.modules() if isinstance(module, PackedLinear)]
-        total = sum(buffer.nbytes for layer in layers for buffer in layer.buffers())
-        self.weight_bytes = total / sum(layer.in_features * layer.out_features for layer in layers)
-        reset_peak_memory()  # what follows is the model's; making it from random bfloat16 weights is the ladder's
-
-    def score(self, text: str) -> float:
-        """Perplexity of the beginning of a text, computed by what the rung runs."""
-        from hasten.data import read_documents
-        from hasten.generation.perplexity import perplexity
-
-        return perplexity(self.model, list(read_documents(text, limit_bytes=TEXT_BYTES))).perplexity
-
-    def describe(self) -> dict[str, Any]:
-        """What one token costs, and what the cache takes."""
-        from hasten.planning.cost import decode_bytes_per_token, forward_flops_per_token, kv_bytes_per_token
-
-        size = ELEMENT_BYTES[self.dtype]
-        facts: dict[str, Any] = {
-            "bytes_per_token": decode_bytes_per_token(
-                self.config, weight_bytes=self.weight_bytes, kv_bytes=size, context=self.context
-            ),
-            "prefill_flops_per_token": forward_flops_per_token(self.config, len(self.prompt)),
-            "matrix_dtype": self.dtype,
-            "kv_heads": self.config.kv_heads,
-            "context": self.context,
-            "decoded_tokens": self.new_tokens,
-        }
-        if self.decoder is not None:
-            facts["cache_bytes_per_token"] = kv_bytes_per_token(self.config, size)
-            facts["cache_bytes"] = self.decoder.cache.bytes
-        if self.perplexity is not None:
-            facts["perplexity"] = self.perplexity
-        if self.compile_seconds is not None:
-            facts["compile_seconds"] = self.compile_seconds
-        return facts
-
-    def measure(self) -> dict[str, float]:
-        """The prompt once, then the new tokens one by one, each waited for, as a stream would show them."""
-        start = time.perf_counter()
-        token = self.first_token()
-        first = time.perf_counter()
-        for _ in range(self.new_tokens):
-            token = self.next_token(token)
-        decode = time.perf_counter() - first
-        return {
-            "decode_tokens_per_second": self.new_tokens / decode,
-            "prefill_tokens_per_second": len(self.prompt) / (first - start),
-            "time_to_first_token_seconds": first - start,
-        }
-
-    def first_token(self) -> int:
-        """Take the prompt in, whatever came before; the most likely token after it."""
-        if self.decoder is None:
-            self.sequence = list(self.prompt)
-            return self._recompute()
-        self.decoder.truncate(0)
-        return int(self.decoder.prefill([self.prompt]).argmax())
-
-    def next_token(self, token: int) -> int:
-        """Append `token`; the most likely one after it."""
-        import torch
-
-        if self.decoder is None:
-            self.sequence.append(token)
-            return self._recompute()
-        return int(self.decoder.decode(torch.tensor([token], device=self.model.device)).argmax())
-
-    def _recompute(self) -> int:
-        """The next token from the whole sequence, nothing kept."""
-        import torch
-
-        from hasten.model.context import TrainingContext
-
-        tokens = torch.tensor([self.sequence], device=self.model.device)  # (1, T)
-        positions = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
-        last = torch.tensor([tokens.shape[1] - 1], device=tokens.device)
-        context = TrainingContext([layer.window for layer in self.config.layers])
-        with torch.inference_mode():
-            return int(self.model(tokens, positions, context, rows=last).argmax())

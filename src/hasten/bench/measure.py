@@ -34,6 +34,12 @@ class Rung:
     `measure() -> dict[str, float]` and, if it likes, `describe() -> dict`: facts such as bytes_per_token,
     flops_per_token and matrix_dtype, from which the utilisation is formed. `techniques` are all that are switched on,
     in their order. `memory_bytes` is an estimate of what the rung keeps while it waits for its turn.
+
+    A rung may have further rows, such as the same model with more sequences at once: "rows" in what it describes holds
+    for each ending of a name the facts of that row, and metrics named "ending|metric" are that row's.
+
+    `twice`: the set-up leaves something behind (compiled code), so it is done in two processes, one after the other;
+    the report has the seconds of both, and the second is measured.
     """
 
     name: str
@@ -41,6 +47,7 @@ class Rung:
     setup: str
     arguments: dict[str, Any] = field(default_factory=dict)
     memory_bytes: int | None = None
+    twice: bool = False
 
 
 @dataclass(slots=True)
@@ -50,6 +57,7 @@ class Outcome:
     rounds: list[dict[str, float]] = field(default_factory=list)
     description: dict[str, Any] = field(default_factory=dict)
     setup_seconds: float = 0.0
+    again: Ready | None = None  # the second set-up
     peak_memory_bytes: int = 0
     error: str | None = None
     traceback: str = ""
@@ -65,6 +73,8 @@ class Outcome:
     def ready(self, ready: Ready) -> None:
         if not self.description:  # a restarted process finds what the first one compiled and cached
             self.description, self.setup_seconds = ready.description, ready.seconds
+        elif self.again is None:
+            self.again = ready
 
 
 def run_ladder(
@@ -119,6 +129,7 @@ def run_ladder(
         ),
         timeout=timeout,
         keep=needed <= available_memory(device),
+        twice=[rung.twice for rung in rungs],
     )
     machine = describe().to_json()
     with _progress(show=show_progress) as progress:
@@ -146,12 +157,20 @@ class _Ladder:
     """The children of one run and what came of them."""
 
     def __init__(
-        self, *, rungs: Sequence[Rung], tasks: Sequence[Task], limits: Task, timeout: float, keep: bool
+        self,
+        *,
+        rungs: Sequence[Rung],
+        tasks: Sequence[Task],
+        limits: Task,
+        timeout: float,
+        keep: bool,
+        twice: Sequence[bool],
     ) -> None:
         self.names = ["limits", *(rung.name for rung in rungs)]
         self.tasks = [limits, *tasks]
         self.timeout = timeout
         self.keep = keep
+        self.twice = [False, *twice]
         self.children: dict[int, Child] = {}
         self.limits_outcome = Outcome()
         self.outcomes = [Outcome() for _ in rungs]
@@ -184,9 +203,13 @@ class _Ladder:
         return self.outcomes[index - 1] if index else self.limits_outcome
 
     def _start(self, index: int) -> None:
-        child = self.children[index] = Child(self.tasks[index], timeout=self.timeout)
+        outcome = self._outcome(index)
         try:
-            self._outcome(index).ready(child.wait_ready())
+            for last in (False, True) if self.twice[index] and outcome.again is None else (True,):
+                child = self.children[index] = Child(self.tasks[index], timeout=self.timeout)
+                outcome.ready(child.wait_ready())
+                if not last:
+                    child.close()
         except ChildError as error:
             self._drop(index, error)
 

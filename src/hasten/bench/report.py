@@ -4,8 +4,10 @@
 
 A row that worked holds its name and techniques, the median over the rounds of every metric, `speedup` against the first
 rung that worked, `bandwidth_gb_s` and the utilisation, `peak_memory_bytes` above a process that has imported torch,
-what the rung says of itself, and under `min`, `max` and `rounds` where the medians come from. A row that did not work
-holds `error` (and `traceback` if it was unforeseen) in place of figures.
+what the rung says of itself, and under `min`, `max` and `rounds` where the medians come from. A rung that was set up a
+second time, with what the first time left behind, has the seconds of that as `warm_…`. A further row of a rung has
+`ratio` against the row that `ratio_to` names in place of a speed-up, and shares the rung's process and peak. A row that
+did not work holds `error` (and `traceback` if it was unforeseen) in place of figures.
 
 Utilisation, each formed within one round:
 - `mbu` = decode_tokens_per_second × bytes_per_token / measured read bandwidth
@@ -59,26 +61,38 @@ def build_report(
     first = next((outcome for outcome in outcomes if outcome.error is None), None)
     rows: list[dict[str, Any]] = []
     for (name, techniques), outcome in zip(rungs, outcomes, strict=True):
-        row: dict[str, Any] = {"name": name, "techniques": list(techniques)}
-        rows.append(row)
         if outcome.error is not None:
-            row["error"] = outcome.error
+            rows.append({"name": name, "techniques": list(techniques), "error": outcome.error})
             if outcome.traceback:
-                row["traceback"] = outcome.traceback
+                rows[-1]["traceback"] = outcome.traceback
             continue
         assert first is not None
-        rounds: list[dict[str, float]] = []
-        for index, metrics in enumerate(outcome.rounds):
-            limit = limits.rounds[index] if index < len(limits.rounds) else {}
-            found = {**metrics, **_utilisation(metrics, outcome.description, limit, vendor)}
-            base = first.rounds[index].get(speed)
-            if base and speed in metrics:
-                found["speedup"] = metrics[speed] / base
-            rounds.append(found)
-        row |= outcome.description | _over_rounds(rounds, median)
-        row["peak_memory_bytes"] = outcome.peak_memory_bytes
-        row["setup_seconds"] = outcome.setup_seconds
-        row["min"], row["max"], row["rounds"] = _over_rounds(rounds, min), _over_rounds(rounds, max), rounds
+        facts = dict(outcome.description)
+        further = facts.pop("rows", {})
+        for ending in ("", *further):
+            known = further[ending] if ending else facts
+            held = further[ending].get("ratio_to", "") if ending else None  # the ending of the row it is held against
+            rounds: list[dict[str, float]] = []
+            for index, measured in enumerate(outcome.rounds):
+                metrics = _of_row(measured, ending)
+                limit = limits.rounds[index] if index < len(limits.rounds) else {}
+                found = {**metrics, **_utilisation(metrics, known, limit, vendor)}
+                base = first.rounds[index] if held is None else _of_row(measured, held)
+                if base.get(speed) and speed in metrics:
+                    found["speedup" if held is None else "ratio"] = metrics[speed] / base[speed]
+                rounds.append(found)
+            row: dict[str, Any] = {"name": f"{name}-{ending}" if ending else name, "techniques": list(techniques)}
+            row |= known | _over_rounds(rounds, median)
+            if held is not None:
+                row["ratio_to"] = f"{name}-{held}" if held else name
+            else:
+                row["peak_memory_bytes"] = outcome.peak_memory_bytes
+                row["setup_seconds"] = outcome.setup_seconds
+                if outcome.again is not None:
+                    again = {"setup_seconds": outcome.again.seconds} | outcome.again.description
+                    row |= {f"warm_{key}": again[key] for key in again if key.endswith("_seconds")}
+            row["min"], row["max"], row["rounds"] = _over_rounds(rounds, min), _over_rounds(rounds, max), rounds
+            rows.append(row)
     return {
         "schema": SCHEMA,
         "kind": kind,
@@ -87,6 +101,14 @@ def build_report(
         "limits": _limits(limits, vendor, device),
         "rows": rows,
     }
+
+
+def _of_row(measured: Mapping[str, float], ending: str) -> dict[str, float]:
+    """The metrics of one row of a rung: its own ("" for the rung's) without the ending they are marked with."""
+    if not ending:
+        return {name: value for name, value in measured.items() if "|" not in name}
+    mark = f"{ending}|"
+    return {name.removeprefix(mark): value for name, value in measured.items() if name.startswith(mark)}
 
 
 def _over_rounds(rounds: Sequence[Mapping[str, float]], combine: Any) -> dict[str, float]:

@@ -11,16 +11,22 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+# of the matrix rate that an MFU is over
+SHORT_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "int8": "int8"}
 # (heading, key, how a value is written), left to right; a column without any value is left out
 COLUMNS = {
     "generate": (
         ("decode tokens/s", "decode_tokens_per_second", "speed"),
+        ("of each", "decode_tokens_per_second_per_sequence", "speed"),
         ("speed-up", "speedup", "times"),
+        ("ratio", "ratio", "times"),
         ("MBU", "mbu", "percent"),
         ("MBU (vendor)", "vendor_mbu", "percent"),
         ("prefill tokens/s", "prefill_tokens_per_second", "speed"),
         ("MFU", "prefill_mfu", "percent"),
         ("perplexity", "perplexity", "exact"),
+        ("compile cold", "compile_seconds", "seconds"),
+        ("warm", "warm_compile_seconds", "seconds"),
         ("cache bytes/token", "cache_bytes_per_token", "count"),
         ("peak memory", "peak_memory_bytes", "bytes"),
     ),
@@ -35,14 +41,27 @@ COLUMNS = {
 }
 
 
+def cell(row: Mapping[str, Any], key: str, style: str) -> str:
+    """A row's figure for people, with what it is a share or a multiple of where that is not the same in all rows."""
+    text = format_value(row.get(key), style)
+    if text and key == "ratio":
+        base = str(row["ratio_to"])  # its own rung's row, or another ending of the same name
+        return text if str(row["name"]).startswith(f"{base}-") else f"{text} {base.rpartition('-')[2]}"
+    if text and key in ("mfu", "prefill_mfu"):
+        return f"{text} {SHORT_DTYPES.get(row.get('matrix_dtype', 'float32'), '')}".rstrip()
+    return text
+
+
 def format_value(value: float | None, style: str) -> str:
-    """A figure for people: "speed" 3 digits, "times" 1.23×, "percent", "count" 12,345, "exact", "bytes"."""
+    """A figure for people: "speed" 3 digits, "times" 1.23×, "percent", "count" 12,345, "exact", "bytes", "seconds"."""
     if value is None:
         return ""
     if style == "exact":
         return f"{value:.4f}"
     if style == "times":
         return f"{value:.2f}×" if value < 10 else f"{value:.1f}×"
+    if style == "seconds":
+        return f"{value:.1f} s"
     if style == "percent":
         return f"{100 * value:.0f}%"
     if style == "bytes":
@@ -70,7 +89,7 @@ def ladder_table(report: Mapping[str, Any]) -> Table:
             continue
         cells = []
         for _, key, style in columns:
-            text = format_value(row.get(key), style)
+            text = cell(row, key, style)
             low, high = row.get("min", {}).get(key), row.get("max", {}).get(key)
             if key == speed and low is not None and high is not None and len(row.get("rounds", [])) > 1:
                 text += f" [dim]({format_value(low, style)}-{format_value(high, style)})[/dim]"
@@ -84,7 +103,10 @@ def limits_line(report: Mapping[str, Any]) -> str:
     limits = report["limits"]
     if "error" in limits:
         return f"limits could not be measured: {limits['error']}"
-    rates = ", ".join(f"{name} {rate / 1e9:,.0f} GFLOP/s" for name, rate in limits["matrix_rates"].items())
+    rates = ", ".join(
+        f"{name} {rate / 1e9:,.0f} {'GOP/s' if name == 'int8' else 'GFLOP/s'}"
+        for name, rate in limits["matrix_rates"].items()
+    )
     return f"measured limits: {limits['bandwidth_gb_s']:.1f} GB/s" + (f", {rates}" if rates else "")
 
 
@@ -103,7 +125,7 @@ def print_ladder(report: Mapping[str, Any], console: Console | None = None) -> N
     if console is None:
         console = Console(stderr=True)
         if not console.is_terminal:  # a file or a pipe has no width of its own, and rich would take 80
-            console = Console(stderr=True, width=140)
+            console = Console(stderr=True, width=170)
     console.print(ladder_table(report))
     for row in report["rows"]:
         if "error" in row:

@@ -63,52 +63,79 @@ class LadderOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchGenerate(LadderOptions):
-    """Generation: no cache, static cache, static cache + torch.compile; one sequence, greedy."""
+class DecodeOptions(LadderOptions):
+    """What the ladders that generate share."""
 
     shape: str | None = None
     """A named shape with random weights: llama-120m, llama-1.1b, gpt2-124m, qwen3-0.6b, llama-7b, llama-70b, tiny."""
-    model: str | None = None
-    """A Hugging Face folder or hub id instead."""
     dtype: DtypeName = "bfloat16"
     """Of the weights and the arithmetic."""
-    prompt_tokens: int | None = None
-    """The context: 512 by default, 2048 with --heads."""
     new_tokens: int = 64
-    """Tokens decoded in each round (2 at most without a cache, where each costs a whole prompt)."""
-    text: str | None = None
-    """Also report each rung's perplexity on this text (a file, folder, glob or stdlib); needs --model."""
-    heads: bool = False
-    """The ladder of attention heads instead: the shape with all, grouped and one key/value head."""
-    eager: bool = False
-    """With --heads: do not compile."""
-
-    def run(self) -> None:
-        from hasten.bench.generate import GenerateLadder
-        from hasten.bench.heads import HeadsLadder
-        from hasten.bench.shapes import Subject
-
-        if self.eager and not self.heads:
-            raise ConfigError("--eager belongs to --heads; of the generation ladder choose with --rungs")
-        values = self.common() | {
-            "subject": Subject(shape=self.shape, folder=self.model),
-            "dtype": self.dtype,
-            "new_tokens": self.new_tokens,
-            "text": self.text,
-        }
-        if self.prompt_tokens is not None:
-            values["prompt_tokens"] = self.prompt_tokens
-        if self.heads:
-            self.show(HeadsLadder(**values, compiled=not self.eager).run(), "Attention heads")
-        else:
-            self.show(GenerateLadder(**values).run(), "Generation ladder")
+    """Tokens that each sequence decodes in each round (2 at most without a cache, where each costs a whole prompt)."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchHeads(BenchGenerate):
+class BenchGenerate(DecodeOptions):
+    """Generation: no cache, static cache, static cache + torch.compile, native steps in bf16, int8, int4; greedy."""
+
+    model: str | None = None
+    """A Hugging Face folder or hub id instead of a shape."""
+    prompt_tokens: int = 512
+    """The context after which every rung decodes."""
+    batches: str = "1"
+    """Numbers of sequences decoded at once, separated by commas: 1,8 also measures 8 rows, beside one."""
+    contexts: str = ""
+    """Also decode after prompts of these lengths, separated by commas, each held against the first: 16,2048."""
+    text: str | None = None
+    """Also report each rung's perplexity on this text (a file, folder, glob or stdlib); needs --model."""
+
+    def run(self) -> None:
+        from hasten.bench.generate import GenerateLadder
+        from hasten.bench.shapes import Subject
+
+        ladder = GenerateLadder(
+            **self.common(),
+            subject=Subject(shape=self.shape, folder=self.model),
+            dtype=self.dtype,
+            prompt_tokens=self.prompt_tokens,
+            new_tokens=self.new_tokens,
+            batches=_numbers("--batches", self.batches),
+            contexts=_numbers("--contexts", self.contexts),
+            text=self.text,
+        )
+        self.show(ladder.run(), "Generation ladder")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchHeads(DecodeOptions):
     """Attention heads: one shape with all, grouped and one key/value head; bytes of cache per token, and speed."""
 
-    heads: bool = True
+    prompt_tokens: int = 2048
+    """The context after which every rung decodes."""
+    eager: bool = False
+    """Do not compile."""
+
+    def run(self) -> None:
+        from hasten.bench.heads import HeadsLadder
+        from hasten.bench.shapes import Subject
+
+        ladder = HeadsLadder(
+            **self.common(),
+            subject=Subject(shape=self.shape),
+            dtype=self.dtype,
+            prompt_tokens=self.prompt_tokens,
+            new_tokens=self.new_tokens,
+            compiled=not self.eager,
+        )
+        self.show(ladder.run(), "Attention heads")
+
+
+def _numbers(option: str, text: str) -> tuple[int, ...]:
+    """Whole numbers separated by commas."""
+    try:
+        return tuple(int(part) for part in text.split(",") if part.strip())
+    except ValueError:
+        raise ConfigError(f"{option} takes whole numbers separated by commas, such as 1,8; found {text!r}") from None
 
 
 @dataclass(frozen=True, kw_only=True)

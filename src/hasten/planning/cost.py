@@ -81,15 +81,32 @@ def kv_bytes_per_token(config: ModelConfig, element_bytes: float) -> int:
     return int(2 * len(config.layers) * config.kv_heads * config.head_dim * element_bytes)
 
 
-def decode_bytes_per_token(config: ModelConfig, *, weight_bytes: float, kv_bytes: float, context: int) -> float:
-    """Bytes that must be read to decode one token at batch 1 after `context` tokens.
+def decode_bytes_per_token(
+    config: ModelConfig, *, weight_bytes: float, kv_bytes: float, context: int, batch: int = 1
+) -> float:
+    """Bytes that must be read for each token when `batch` sequences of `context` tokens are decoded together.
 
-    Every weight used in a product once (the embedding counts as the head; of the table only one row is read), and
-    every cached key and value that the token sees.
+    Every weight used in a product once for the whole step, which makes one token a sequence (the embedding counts as
+    the head; of the table only a row each is read), and every cached key and value that the sequence's own token sees.
     """
     seen = sum(_keys_read(config.layers, context))
     cache = 2 * config.kv_heads * config.head_dim * kv_bytes * seen
-    return parameters(config).active * weight_bytes + cache
+    return _weights_read(config, batch) * weight_bytes / batch + cache
+
+
+def _weights_read(config: ModelConfig, tokens: int) -> float:
+    """Weights that a step of so many tokens reads; of experts those that one token at least chose, on average.
+
+    A token leaves an expert out with probability 1 - k/E where all are chosen alike, and chooses for itself.
+    """
+    total = float(parameters(config).active)
+    for layer in config.layers:
+        if layer.experts and config.experts > config.experts_per_token:
+            own, used = _block(config, layer)
+            others = (own - used) / (config.experts - config.experts_per_token)  # weights of one expert
+            read = config.experts * (1 - (1 - config.experts_per_token / config.experts) ** tokens)
+            total += (read - config.experts_per_token) * others
+    return total
 
 
 def _keys_read(layers: tuple[LayerConfig, ...], context: int) -> Iterator[int]:

@@ -1,0 +1,136 @@
+"""One rung of the generation ladder, in its own process: the model as the rung has it, and what is decoded with it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from hasten.bench.generate import RUNGS, TEXT_BYTES, Way
+from hasten.bench.shapes import ELEMENT_BYTES, Subject, require_compiler
+from hasten.bench.stream import Stream
+
+# A token without a cache costs as much as the whole prompt: few are enough for the same precision.
+NO_CACHE_TOKENS = 2
+
+
+class GenerateRung:
+    """The rung's own stream, prompt and answer, and one for each further row, of which only the answer is measured."""
+
+    def __init__(
+        self,
+        *,
+        subject: Mapping[str, Any],
+        way: str,
+        dtype: str,
+        device: str,
+        prompt_tokens: int,
+        new_tokens: int,
+        seed: int,
+        compile_cache: str,
+        batch: int = 1,
+        rows: Mapping[str, Mapping[str, Any]] | None = None,
+        text: str | None = None,
+    ) -> None:
+        from hasten.generation.compiled import compile_blocks
+        from hasten.machine import resolve_dtype
+
+        self.way = RUNGS[way]
+        if self.way.compiled:
+            require_compiler(device)
+            # A folder of the rung's own: compiled for the first time, as on a machine that has never run it.
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = compile_cache
+        self.dtype = dtype if self.way.weights is None else "bfloat16"
+        self.model = Subject(**subject).build(dtype=resolve_dtype(self.dtype), device=device, seed=seed)
+        self.config = self.model.config
+        self.weight_bytes: float = ELEMENT_BYTES[self.dtype]
+        self.matrix_dtype = self.dtype
+        if self.way.weights is not None:
+            self.pack(self.way)
+        self.perplexity = None if text is None else self.score(text)
+        if self.way.compiled:
+            compile_blocks(self.model)
+        self.new_tokens = new_tokens  # the same for all rungs, where the bytes of a mean token are counted
+        decoded = new_tokens if self.way.cache else min(new_tokens, NO_CACHE_TOKENS)
+        self.rows = {"": {"batch": batch, "prompt_tokens": prompt_tokens}} | {
+            k: dict(v) for k, v in (rows or {}).items()
+        }
+        self.streams = {
+            ending: Stream(
+                self.model,
+                batch=row["batch"],
+                prompt_tokens=row["prompt_tokens"],
+                new_tokens=decoded,
+                seed=seed,
+                cache=self.way.cache,
+                compiled=self.way.compiled,
+                keep_prompt=bool(ending),
+            )
+            for ending, row in self.rows.items()
+        }
+
+    def pack(self, way: Way) -> None:
+        """Quantize and fuse as the rung says, and count the bytes that a weight now takes, scales included."""
+        from hasten.machine import reset_peak_memory
+        from hasten.model.fused import fuse
+        from hasten.ops.linear.modules import PackedLinear
+        from hasten.quantization import Int4, Int8, quantize
+
+        if way.weights == "int8":
+            quantize(self.model, Int8(lm_head="same"))
+        elif way.weights == "int4":
+            # Which scales are chosen changes the error, not the speed.
+            quantize(self.model, Int4(lm_head="same", search="minmax"))
+        if way.fused:
+            fuse(self.model)
+        layers = [module for module in self.model.modules() if isinstance(module, PackedLinear)]
+        total = sum(buffer.nbytes for layer in layers for buffer in layer.buffers())
+        self.weight_bytes = total / sum(layer.in_features * layer.out_features for layer in layers)
+        if all(layer.format != "bfloat16" and layer.kernel == "native" for layer in layers):
+            self.matrix_dtype = "int8"  # the native kernel rounds activations, and multiplies int8 by int8 or int4
+        reset_peak_memory()  # what follows is the model's; making it from random bfloat16 weights is the ladder's
+
+    def score(self, text: str) -> float:
+        """Perplexity of the beginning of a text, computed by what the rung runs."""
+        from hasten.data import read_documents
+        from hasten.generation.perplexity import perplexity
+
+        return perplexity(self.model, list(read_documents(text, limit_bytes=TEXT_BYTES))).perplexity
+
+    def describe(self) -> dict[str, Any]:
+        """What one token costs and what the cache takes, and the same of each further row."""
+        facts = self._facts("")
+        facts["rows"] = {ending: self._facts(ending) for ending in self.rows if ending}
+        if self.perplexity is not None:
+            facts["perplexity"] = self.perplexity
+        if self.streams[""].compile_seconds is not None:
+            facts["compile_seconds"] = self.streams[""].compile_seconds
+        return facts
+
+    def _facts(self, ending: str) -> dict[str, Any]:
+        from hasten.planning.cost import decode_bytes_per_token, forward_flops_per_token, kv_bytes_per_token
+
+        size, row, stream = ELEMENT_BYTES[self.dtype], self.rows[ending], self.streams[ending]
+        context = row["prompt_tokens"] + self.new_tokens // 2  # the mean of the tokens decoded
+        facts: dict[str, Any] = row | {
+            "bytes_per_token": decode_bytes_per_token(
+                self.config, weight_bytes=self.weight_bytes, kv_bytes=size, context=context, batch=row["batch"]
+            ),
+            "prefill_flops_per_token": forward_flops_per_token(self.config, row["prompt_tokens"]),
+            "matrix_dtype": self.matrix_dtype,
+            "kv_heads": self.config.kv_heads,
+            "context": context,
+            "decoded_tokens": stream.new_tokens,
+        }
+        if stream.decoder is not None:
+            facts["cache_bytes_per_token"] = kv_bytes_per_token(self.config, size)
+            facts["cache_bytes"] = stream.decoder.cache.bytes
+        return facts
+
+    def measure(self) -> dict[str, float]:
+        """The rung's own stream, then those of the further rows, whose metrics are marked with their ending."""
+        return {
+            f"{ending}|{metric}" if ending else metric: value
+            for ending, stream in self.streams.items()
+            for metric, value in stream.measure().items()
+        }

@@ -1,0 +1,45 @@
+from dataclasses import replace
+
+import pytest
+
+from hasten.model.config import ModelConfig
+from hasten.model.families import read_config
+from hasten.planning.cost import decode_bytes_per_token, kv_bytes_per_token, parameters
+
+DENSE = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 100,
+}
+EXPERTS = DENSE | {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
+
+
+def config(values: dict) -> ModelConfig:
+    return read_config(values, "test")
+
+
+def bytes_read(model: ModelConfig, *, batch: int, context: int = 0) -> float:
+    return decode_bytes_per_token(model, weight_bytes=2, kv_bytes=2, context=context, batch=batch)
+
+
+def test_a_step_reads_dense_weights_once_and_every_cache() -> None:
+    model = config(DENSE)
+    assert bytes_read(model, batch=1) == 2 * parameters(model).active
+    for batch in (1, 8):
+        weights = 2 * parameters(model).active / batch
+        assert bytes_read(model, batch=batch, context=50) == weights + 50 * kv_bytes_per_token(model, 2)
+
+
+def test_several_tokens_choose_more_experts_than_one_but_not_all() -> None:
+    model = config(EXPERTS)
+    own, all_experts = parameters(model).active, replace(model, experts_per_token=model.experts)
+    one_expert = 3 * model.hidden_size * model.expert_size
+    assert bytes_read(model, batch=1) == pytest.approx(2 * own)
+    step = bytes_read(model, batch=2) * 2  # of 8 experts the second token finds 2 · 2/8 already chosen
+    assert step == pytest.approx(2 * (own + 3 * 1.5 * one_expert))
+    assert bytes_read(model, batch=1000) * 1000 == pytest.approx(2 * parameters(all_experts).active)
+    assert bytes_read(all_experts, batch=4) * 4 == pytest.approx(2 * parameters(all_experts).active)
