@@ -1,12 +1,22 @@
+import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from hasten.data import Batch
+from hasten.errors import ConfigError
 from hasten.model.initialize import initialize
 from hasten.training.build import shape_config
-from hasten.training.optimizers import adamw, parameter_groups, set_learning_rate
-from hasten.training.recipe import Optimizer, Shape
+from hasten.training.lamb import Lamb
+from hasten.training.optimizers import adamw, make_optimizer, set_learning_rate
+from hasten.training.parameter_groups import Rule, parameter_groups, parse_rule
+from hasten.training.precision import Precision
+from hasten.training.recipe import Optimizer, Recipe, Shape
+from hasten.training.session import train
+from hasten.training.step import TrainStep
 
 
-def model(family):
+def model(family="llama"):
     shape = Shape(family=family, layers=2, hidden_size=32, heads=2, feed_forward=64)
     return initialize(shape_config(shape, vocab_size=50, positions=16), seed=0)
 
@@ -14,7 +24,7 @@ def model(family):
 def test_matrices_decay_and_norms_and_biases_do_not():
     for family in ("llama", "gpt2"):
         net = model(family)
-        decayed, kept = parameter_groups(net.parameters(), weight_decay=0.1)
+        decayed, kept = parameter_groups(net.named_parameters(), weight_decay=0.1)
         names = {id(p): name for name, p in net.named_parameters()}
         assert decayed["weight_decay"] == 0.1
         assert kept["weight_decay"] == 0.0
@@ -35,7 +45,115 @@ def test_a_parameter_without_gradient_only_decays_where_it_should():
         torch.testing.assert_close(parameter.detach(), expected)
 
 
-def test_the_rate_of_every_group_is_set():
-    optimizer = adamw(model("llama"), Optimizer())
+@pytest.mark.parametrize("kind", ["adamw", "lamb", "muon"])
+def test_the_rate_of_every_group_is_set_times_its_own_factor(kind):
+    rules = ("embedding.*:rate=0.5", "blocks.1.*:rate=2,decay=0")
+    optimizer = make_optimizer(net := model(), Optimizer(kind=kind, groups=rules))
     set_learning_rate(optimizer, 0.25)
-    assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.25]
+    rates = {id(p): (g["lr"], g["weight_decay"]) for g in optimizer.param_groups for p in g["params"]}
+    assert len(rates) == len(list(net.parameters()))
+    assert rates[id(net.embedding.weight)] == (0.125, 0.1)
+    assert rates[id(net.blocks[1].mlp.up.weight)] == (0.5, 0.0)
+    assert rates[id(net.blocks[0].mlp.up.weight)] == (0.25, 0.1)
+    assert rates[id(net.norm.weight)] == (0.25, 0.0)
+
+
+def test_rules_are_read_and_what_is_none_is_refused():
+    assert parse_rule("blocks.*.norm*:rate=0.1,decay=0") == Rule("blocks.*.norm*", rate=0.1, decay=0.0)
+    assert parse_rule("a:decay=0.5") == Rule("a", decay=0.5)
+    for wrong in ("a", "a:", ":rate=1", "a:speed=1", "a:rate=x", "a:rate=-1", "a:rate=1,rate=2", "a:rate=inf"):
+        with pytest.raises(ConfigError, match=r"write PATTERN:rate=0\.1"):
+            parse_rule(wrong)
+    with pytest.raises(ConfigError, match=r"no parameter's name matches 'blocks.9\.\*'; names are embedding.weight"):
+        make_optimizer(model(), Optimizer(groups=("blocks.9.*:rate=2",)))
+    with pytest.raises(ConfigError, match="choose one of adamw, lamb, muon"):
+        make_optimizer(model(), Optimizer(kind="sgd"))
+    recipe = Recipe(name="x", optimizer=Optimizer(groups=("a:rate=1",)))
+    assert Recipe.from_json({"name": "x", "optimizer": {"groups": ["a:rate=1"]}}) == recipe
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 100),
+    decay=st.sampled_from([0.0, 0.1]),
+    steps=st.integers(1, 6),
+    rate=st.sampled_from([1e-3, 0.1]),
+    missing=st.booleans(),
+)
+def test_lamb_in_lists_is_lamb_tensor_by_tensor(seed, decay, steps, rate, missing):
+    generator = torch.Generator().manual_seed(seed)
+    start = [torch.randn(size, generator=generator, dtype=torch.float64) for size in ((3, 4), (5,), (2, 2, 2))]
+    start.append(torch.zeros(3, dtype=torch.float64))  # its norm is zero: c is 1
+    both = []
+    for foreach in (False, True):
+        weights = [torch.nn.Parameter(value.clone()) for value in start]
+        both.append((weights, Lamb(weights, lr=rate, weight_decay=decay, foreach=foreach)))
+    for step in range(steps):
+        for place in range(len(start)):
+            gradient = torch.randn(start[place].shape, generator=generator, dtype=torch.float64)
+            for weights, _ in both:  # a dropped block has no gradient, and counts its own steps
+                weights[place].grad = None if missing and place == 1 and step % 2 else gradient.clone()
+        for _, optimizer in both:
+            optimizer.step()
+    for one, other in zip(both[0][0], both[1][0], strict=True):
+        torch.testing.assert_close(one, other, atol=1e-12, rtol=1e-10)
+
+
+def test_lamb_is_the_papers_formula():
+    weight = torch.nn.Parameter(torch.tensor([3.0, 4.0], dtype=torch.float64))
+    optimizer = Lamb([weight], lr=0.1, betas=(0.9, 0.99), eps=0.0, weight_decay=0.5, bounds=(0.0, 100.0))
+    weight.grad = torch.tensor([0.3, -0.2], dtype=torch.float64)
+    optimizer.step()
+    u = torch.tensor([1.0 + 1.5, -1.0 + 2.0], dtype=torch.float64)  # the first step of Adam is the gradient's sign
+    expected = torch.tensor([3.0, 4.0], dtype=torch.float64) - 0.1 * (5 / u.norm()) * u
+    torch.testing.assert_close(weight.detach(), expected)
+    optimizer.param_groups[0]["bounds"] = (0.01, 0.5)
+    before = weight.detach().clone()
+    optimizer.step()
+    assert (weight - before).norm() <= 0.1 * 0.5 * 4  # ‖u‖ is below 4 here
+
+
+def test_muon_takes_the_blocks_matrices_and_adamw_the_rest():
+    net = model("gpt2")
+    optimizer = make_optimizer(net, Optimizer(kind="muon"))
+    first, second = optimizer.members
+    assert isinstance(first, torch.optim.Muon)
+    names = {id(p): name for name, p in net.named_parameters()}
+    for name in (names[id(p)] for group in first.param_groups for p in group["params"]):
+        assert name.startswith("blocks.")
+        assert name.endswith("weight")
+        assert "norm" not in name
+    rest = {names[id(p)] for group in second.param_groups for p in group["params"]}
+    assert {"embedding.weight", "positions.weight", "norm.weight", "blocks.0.mlp.up.bias"} <= rest
+
+
+@pytest.mark.parametrize("kind", ["adamw", "lamb", "muon"])
+@pytest.mark.parametrize("fused", [True, False])
+def test_each_learns(kind, fused):
+    net = model()
+    rate = 0.05 if kind == "lamb" else 0.01  # of LAMB a share of the tensor, so to say
+    optimizer = make_optimizer(net, Optimizer(kind=kind, learning_rate=rate), fused=fused)
+    step = TrainStep(net, optimizer, Precision("float32", "cpu"))
+    tokens = torch.randint(0, 50, (4, 17), generator=torch.Generator().manual_seed(0))
+    data = Batch(inputs=tokens[:, :-1].contiguous(), targets=tokens[:, 1:].contiguous(), documents=None)
+    losses = [step.run([data]).loss.item() for _ in range(12)]
+    assert losses[-1] < 0.85 * losses[0]
+
+
+@pytest.mark.parametrize("kind", ["lamb", "muon"])
+def test_a_run_goes_on_exactly(recipe, kind):
+    options = {"kind": kind, "steps": 12, "checkpoint_every": 4, "groups": ("embedding.*:rate=0.5",)}
+    lines, again = [], []
+    train(recipe(name="whole", **options), progress=False, on_step=lines.append)
+
+    class Killed(Exception):
+        pass
+
+    def kill(line):
+        if line["step"] == 6:
+            raise Killed
+
+    with pytest.raises(Killed):
+        train(recipe(name="killed", **options), progress=False, on_step=kill)
+    train(recipe(name="killed", **options), progress=False, on_step=again.append)
+    assert [line["loss"] for line in again] == [line["loss"] for line in lines[4:]]

@@ -21,6 +21,8 @@ _HOMES = {
     "StepResult": "hasten.training.step",
     "Precision": "hasten.training.precision",
     "adamw": "hasten.training.optimizers",
+    "Lamb": "hasten.training.lamb",
+    "make_optimizer": "hasten.training.optimizers",
 }
 
 __all__ = list(_HOMES)

@@ -1,35 +1,102 @@
-"""AdamW (arXiv 1711.05101) with weight decay on matrices only."""
+"""The optimizers of a recipe: AdamW (arXiv 1711.05101), LAMB (arXiv 1904.00962) and Muon (PyTorch's own)."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from hasten.errors import ConfigError
+from hasten.training.lamb import Lamb
+from hasten.training.parameter_groups import parameter_groups, parse_rule
 from hasten.training.recipe import Optimizer
 
 
-def parameter_groups(parameters: Iterable[nn.Parameter], *, weight_decay: float) -> list[dict[str, Any]]:
-    """Two groups: matrices and embeddings (two dimensions or more) decay, norms and biases do not, as in nanoGPT."""
-    trained = [p for p in parameters if p.requires_grad]
-    return [
-        {"params": [p for p in trained if p.dim() >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
-    ]
+def make_optimizer(model: nn.Module, settings: Optimizer, *, fused: bool = True) -> torch.optim.Optimizer:
+    """The optimizer that a recipe asks for. fused: one kernel for many tensors, else one tensor after the other."""
+    makers: dict[str, Callable[..., torch.optim.Optimizer]] = {"adamw": adamw, "lamb": lamb, "muon": muon}
+    if settings.kind not in makers:
+        raise ConfigError(f"optimizer.kind is {settings.kind!r}; choose one of {', '.join(makers)}")
+    return makers[settings.kind](model, settings, fused=fused)
 
 
-def adamw(model: nn.Module, settings: Optimizer) -> torch.optim.AdamW:
-    """The optimizer of a model; one fused kernel updates all parameters of a group."""
-    return torch.optim.AdamW(
-        parameter_groups(model.parameters(), weight_decay=settings.weight_decay),
+def adamw(model: nn.Module, settings: Optimizer, *, fused: bool = True) -> torch.optim.AdamW:
+    """AdamW; fused: one kernel updates all parameters of a group."""
+    return _adamw(_groups(list(model.named_parameters()), settings), settings, fused=fused)
+
+
+def lamb(model: nn.Module, settings: Optimizer, *, fused: bool = True) -> Lamb:
+    """LAMB; fused: in operations on lists of tensors."""
+    return Lamb(
+        _groups(list(model.named_parameters()), settings),
         lr=settings.learning_rate,
         betas=(settings.beta1, settings.beta2),
         eps=settings.epsilon,
-        fused=True,
+        foreach=fused,
     )
 
 
+def muon(model: nn.Module, settings: Optimizer, *, fused: bool = True) -> "Together":
+    """Muon for the matrices inside the blocks, AdamW for embeddings, head, norms and biases.
+
+    Muon's step is scaled to the length of AdamW's (arXiv 2502.16982), so that one learning rate serves both.
+    """
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    hidden = [(name, p) for name, p in named if name.startswith("blocks.") and p.dim() == 2]
+    if not hidden:
+        raise ConfigError("optimizer.kind is 'muon', and the model has no matrices in `blocks` that it could update")
+    matrices: list[dict[str, Any]] = []
+    others: list[dict[str, Any]] = []
+    own = {id(p) for _, p in hidden}
+    for group in _groups(named, settings):
+        for target, inside in ((matrices, True), (others, False)):
+            members = [p for p in group["params"] if (id(p) in own) == inside]
+            if members:
+                target.append(group | {"params": members})
+    first = torch.optim.Muon(
+        matrices, lr=settings.learning_rate, momentum=settings.momentum, adjust_lr_fn="match_rms_adamw"
+    )
+    return Together([first, _adamw(others, settings, fused=fused)] if others else [first])
+
+
+class Together(torch.optim.Optimizer):
+    """Several optimizers, each with its own parameters, as one: their groups, their state, one step."""
+
+    def __init__(self, members: Sequence[torch.optim.Optimizer]) -> None:
+        groups = [group for member in members for group in member.param_groups]
+        super().__init__([parameter for group in groups for parameter in group["params"]], {})
+        self.members = list(members)
+        # The members' own groups and one state for all, so that whatever is set here is set there.
+        self.param_groups = groups
+        for member in members:
+            member.state = self.state
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """One step of each."""
+        assert closure is None
+        for member in self.members:
+            member.step()
+
+
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """The same rate for every group."""
+    """The rate of every group: the same, times the group's own factor."""
     for group in optimizer.param_groups:
-        group["lr"] = rate
+        group["lr"] = rate * group.get("rate_factor", 1.0)
+
+
+def _groups(named: list[tuple[str, nn.Parameter]], settings: Optimizer) -> list[dict[str, Any]]:
+    rules = [parse_rule(text) for text in settings.groups]
+    groups = parameter_groups(named, weight_decay=settings.weight_decay, rules=rules)
+    return [group | {"lr": settings.learning_rate * group["rate_factor"]} for group in groups]
+
+
+def _adamw(groups: list[dict[str, Any]], settings: Optimizer, *, fused: bool) -> torch.optim.AdamW:
+    return torch.optim.AdamW(
+        groups,
+        lr=settings.learning_rate,
+        betas=(settings.beta1, settings.beta2),
+        eps=settings.epsilon,
+        fused=fused,
+        foreach=None if fused else False,
+    )

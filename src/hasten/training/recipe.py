@@ -16,6 +16,7 @@ from hasten.errors import ConfigError
 
 PrecisionName = Literal["float32", "bfloat16", "float16"]
 ScheduleName = Literal["cosine", "wsd", "constant"]
+OptimizerName = Literal["adamw", "lamb", "muon"]
 CheckpointingName = Literal["none", "selective", "full"]
 
 # Steps whose speed is measured before `run.minutes` becomes a number of steps; the warm-up must cover them.
@@ -82,8 +83,10 @@ class Data:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Optimizer:
-    """AdamW (arXiv 1711.05101), fused."""
+    """How the weights are updated."""
 
+    kind: OptimizerName = "adamw"
+    """adamw (arXiv 1711.05101), lamb (arXiv 1904.00962), or muon for the blocks' matrices and adamw for the rest."""
     learning_rate: float = 6e-4
     """Peak of the schedule."""
     beta1: float = 0.9
@@ -94,6 +97,10 @@ class Optimizer:
     """Added to the root of the running square."""
     weight_decay: float = 0.1
     """On matrices only: parameters with two dimensions or more."""
+    momentum: float = 0.95
+    """Of muon's matrices."""
+    groups: tuple[str, ...] = ()
+    """Exceptions by name, the first that matches counts: PATTERN:rate=0.1,decay=0 (rate: times the learning rate)."""
     clip: float | None = 1.0
     """Largest norm of the gradient (none: not clipped, still reported)."""
 
@@ -132,6 +139,8 @@ class Techniques:
     """Activations computed again in the backward pass: all of a block (full), or what costs little time (selective)."""
     compile: bool = True
     """torch.compile, block by block."""
+    fused_optimizer: bool = True
+    """Update many tensors with one kernel."""
     keep_memory: bool = True
     """On the CPU, keep freed memory in the process instead of mapping it anew in every step."""
 
@@ -199,7 +208,9 @@ class Recipe:
             "run": Run,
         }
         try:
-            return cls(**{name: sections[name](**v) if name in sections else v for name, v in values.items()})
+            recipe = cls(**{name: sections[name](**v) if name in sections else v for name, v in values.items()})
+            groups = tuple(recipe.optimizer.groups)  # JSON has lists only
+            return dataclasses.replace(recipe, optimizer=dataclasses.replace(recipe.optimizer, groups=groups))
         except TypeError as error:
             raise ConfigError(f"this is not a recipe of this version of hasten: {error}") from None
 
@@ -254,6 +265,7 @@ def _wrong_values(recipe: Recipe) -> Iterator[str]:
         "dropout": recipe.dropout,
         "optimizer.beta1": optimizer.beta1,
         "optimizer.beta2": optimizer.beta2,
+        "optimizer.momentum": optimizer.momentum,
         "data.validation_fraction": data.validation_fraction,
     }
     for name, share in shares.items():

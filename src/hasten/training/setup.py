@@ -18,7 +18,7 @@ from hasten.planning.cost import training_flops_per_token
 from hasten.training import build
 from hasten.training.evaluate import Validation
 from hasten.training.memory import check_memory
-from hasten.training.optimizers import adamw
+from hasten.training.optimizers import make_optimizer
 from hasten.training.precision import Precision
 from hasten.training.recipe import Recipe
 from hasten.training.step import TrainStep
@@ -89,7 +89,7 @@ def set_up(recipe: Recipe, *, progress: bool, stop: StopRequest) -> Setup:
     precision = Precision(recipe.techniques.precision, device)
     step = TrainStep(
         model,
-        adamw(model, recipe.optimizer),
+        make_optimizer(model, recipe.optimizer, fused=recipe.techniques.fused_optimizer),
         precision,
         clip=recipe.optimizer.clip,
         separate_documents=recipe.data.separate_documents,
