@@ -81,7 +81,7 @@ def _one_by_one(trained: list[Tensor], states: list[dict[str, Tensor]], group: d
 def _many(trained: list[Tensor], states: list[dict[str, Tensor]], group: dict[str, Any]) -> None:
     beta1, beta2 = group["betas"]
     low, high = group["bounds"]
-    gradients = [x.grad for x in trained]
+    gradients = [x.grad for x in trained if x.grad is not None]
     m, v = [state["exp_avg"] for state in states], [state["exp_avg_sq"] for state in states]
     torch._foreach_lerp_(m, gradients, 1 - beta1)
     torch._foreach_mul_(v, beta2)

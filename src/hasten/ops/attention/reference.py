@@ -36,7 +36,7 @@ def reference(
     qs = (q.to(wide) * (root if spec.scale >= 0 else -root)).transpose(1, 2)  # (B, H, T, D)
     ks = (k.to(wide) * root).transpose(1, 2).repeat_interleave(groups, dim=1)  # (B, H, S, D)
     vs = v.to(wide).transpose(1, 2).repeat_interleave(groups, dim=1)  # (B, H, S, D)
-    scores = qs @ ks.transpose(-1, -2)  # (B, H, T, S)
+    scores = (qs @ ks.transpose(-1, -2)).to(wide)  # (B, H, T, S); autocast multiplies in half precision all the same
     if spec.softcap is not None:
         scores = spec.softcap * torch.tanh(scores / spec.softcap)
     queries, keys = q.shape[1], k.shape[1]
