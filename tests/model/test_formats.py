@@ -278,6 +278,96 @@ def test_int8_packed_as_w8a16_is_published(tmp_path):
     assert torch.equal(again.scales, ours.scales.bfloat16().float())
 
 
+def publish(folder, *, bits, strategy, symmetric, packed, dtype, embedding=False):
+    """A folder as llm-compressor writes it, by the package's own compressors; returns what these make of it again."""
+    from compressed_tensors.compressors import NaiveQuantizationCompressor, PackedQuantizationCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+    model = hasten.load(make_reference("phi3"), dtype=dtype)
+    model.save(folder)
+    size = 32 if strategy == "group" else None
+    args = QuantizationArgs(num_bits=bits, type="int", strategy=strategy, group_size=size, symmetric=symmetric)
+    scheme = QuantizationScheme(targets=["Linear"], weights=args)
+    compressor = PackedQuantizationCompressor if packed else NaiveQuantizationCompressor
+    expected = {}
+
+    def compress(tensors):
+        generator = torch.Generator().manual_seed(0)
+        for name in [name for name, tensor in tensors.items() if tensor.dim() == 2]:
+            if not embedding and "embed" in name:
+                continue
+            weight = tensors.pop(name)
+            groups = weight.unflatten(1, (-1, size or weight.shape[1]))  # (N, G, group)
+            scale = groups.abs().amax(-1) / 2 ** (bits - 1)
+            zeros = torch.randint(-(2 ** (bits - 2)), 2 ** (bits - 2), scale.shape, generator=generator)
+            state = {"weight": weight, "weight_scale": scale}
+            if not symmetric:
+                state["weight_zero_point"] = zeros.to(torch.int8)
+            state = compressor.compress(state, scheme)
+            expected[name] = compressor.decompress(state, scheme)["weight"]
+            tensors.update({name.removesuffix("weight") + key: value for key, value in state.items()})
+
+    change_tensors(folder, compress)
+    group = {"targets": ["Linear"], "weights": args.model_dump(mode="json")}
+    form = "pack-quantized" if packed else "int-quantized"
+    quantization = {"quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": group}}
+    change_config(folder, lambda v: v.update(quantization_config=quantization | {"quantization_status": "compressed"}))
+    return expected
+
+
+def weights(model, expected):
+    """Pairs of our weight, exact in the dtype of the scales, and theirs."""
+    attention, mlp = model.blocks[1].attention, model.blocks[1].mlp
+    for name, parts in (
+        ("model.layers.1.self_attn.qkv_proj.weight", (attention.q, attention.k, attention.v)),
+        ("model.layers.1.mlp.down_proj.weight", (mlp.down,)),
+        ("lm_head.weight", (model.head,)),
+    ):
+        dtype = expected[name].dtype
+        ours = [part.dequantize(dtype) if isinstance(part, PackedLinear) else part.weight for part in parts]
+        yield torch.cat(ours), expected[name]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize(
+    ("bits", "strategy", "packed"),
+    [(4, "group", True), (4, "channel", True), (8, "group", True), (8, "channel", True), (8, "group", False)],
+)
+def test_weights_are_those_of_the_package(bits, strategy, packed, symmetric, dtype, tmp_path, recwarn):
+    expected = publish(tmp_path, bits=bits, strategy=strategy, symmetric=symmetric, packed=packed, dtype=dtype)
+    model = hasten.load(tmp_path)
+    assert all(torch.equal(ours, theirs) for ours, theirs in weights(model, expected))
+    kernel = bits == 4 or (strategy == "channel" and symmetric)
+    assert isinstance(model.head, PackedLinear) is kernel
+    assert (model.quantization is not None) is kernel
+    told = [str(w.message) for w in recwarn if issubclass(w.category, HastenWarning)]
+    assert len(told) == (not kernel)
+    if not kernel:
+        assert "lm_head (8 bits, " in told[0]
+        assert ("zero points" in told[0]) is not symmetric
+        assert f"held as plain {dtype}" in told[0]
+
+
+def test_transformers_and_we_agree_on_int8_by_group(tmp_path):
+    publish(tmp_path, bits=8, strategy="group", symmetric=True, packed=True, dtype="float32")
+    with pytest.warns(HastenWarning, match="32 input features"):
+        model = hasten.load(tmp_path)
+    assert (logits(model) - theirs(tmp_path)).abs().max() < 1e-4
+    quantize(model, Int8())  # what the warning advises
+    assert model.quantization.layers["head"].bits == 8
+
+
+def test_a_quantized_embedding_is_read_as_a_plain_one(tmp_path):
+    expected = publish(
+        tmp_path, bits=4, strategy="group", symmetric=True, packed=True, dtype="bfloat16", embedding=True
+    )
+    with pytest.warns(HastenWarning, match="embed_tokens"):
+        model = hasten.load(tmp_path)
+    assert torch.equal(model.embedding.weight, expected["model.embed_tokens.weight"])
+    assert isinstance(model.head, PackedLinear)
+
+
 def refused(folder, *words):
     with PeakMemory() as peak, pytest.raises(CheckpointError) as caught:
         hasten.load(folder)
@@ -344,7 +434,8 @@ CONFIGS = {
     "group of text": (lambda v: weights_of(v).update(group_size="32"), "weights.group_size"),
     "floats": (lambda v: weights_of(v).update(type="float"), "weights.type", "float"),
     "blocks": (lambda v: weights_of(v).update(strategy="block"), "weights.strategy", "block"),
-    "int8 by group": (lambda v: weights_of(v).update(num_bits=8), "weights.strategy"),
+    "int8 by group of none": (lambda v: weights_of(v).update(num_bits=8, group_size=0), "weights.group_size"),
+    "fp8": (lambda v: v["quantization_config"].update(format="float-quantized"), "format", "reads int4 and int8"),
     "column order": (lambda v: weights_of(v).update(actorder="group"), "weights.actorder", "group"),
     "dynamic": (lambda v: weights_of(v).update(dynamic=True), "weights.dynamic"),
     "static activations": (
@@ -370,7 +461,7 @@ CONFIGS = {
     "no object": (lambda v: v.update(quantization_config=[1]), "quantization_config", "object"),
     "gptq": (lambda v: v["quantization_config"].update(quant_method="gptq"), "gptq", "compressed-tensors"),
     "awq": (lambda v: v["quantization_config"].update(quant_method="awq"), "awq"),
-    "fp8": (lambda v: v["quantization_config"].update(quant_method="fp8"), "fp8"),
+    "fp8 of others": (lambda v: v["quantization_config"].update(quant_method="fp8"), "fp8"),
     "no method": (lambda v: v["quantization_config"].pop("quant_method"), "None"),
 }
 

@@ -31,8 +31,8 @@ class WeightArguments:
 def read_arguments(values: Mapping[str, Any], where: Path) -> tuple[WeightArguments, ...] | None:
     """The ways of quantizing that a config.json names, or None where it names no quantization.
 
-    Understood are compressed-tensors' int4 and int8 weights with scales by group or by row. CheckpointError names the
-    field that asks for anything else.
+    Understood are compressed-tensors' int4 and int8 weights with scales by group or by row, with or without zero
+    points. CheckpointError names the field that asks for anything else.
     """
     given = values.get("quantization_config", values.get("compression_config"))
     if given is None:
@@ -78,7 +78,7 @@ class _Reader:
     def fail(self, name: str, wanted: str, found: Any) -> NoReturn:
         raise CheckpointError(
             f"{self.where}: quantization_config.{self.prefix}{name} must be {wanted}; found {found!r:.60}. "
-            "Take a checkpoint of another kind, or the unquantized one"
+            "hasten reads int4 and int8 weights: take such a checkpoint, or the unquantized one and `hasten quantize`"
         )
 
 
@@ -102,12 +102,10 @@ def _group(group: _Reader, own_activations: Any) -> WeightArguments:
     size = 0
     if strategy == "group":
         size = weights.value("group_size")
-        if bits == 8:
-            weights.fail("strategy", "'channel' for 8 bits (one scale a row)", strategy)
-        if type(size) is not int or (size not in GROUP_SIZES and (size <= 0 or size % GROUP_SIZES[-1])):
+        if type(size) is not int or size < 1:
+            weights.fail("group_size", "a number of input features", size)
+        if bits == 4 and size not in GROUP_SIZES and size % GROUP_SIZES[-1]:
             weights.fail("group_size", "32, 64 or a multiple of 128", size)
-    if bits == 8 and not symmetric:
-        weights.fail("symmetric", "true for 8 bits", symmetric)
     activations: Activations = "int8" if own_activations == "int8" else "float"
     if group.value("input_activations") is not None:
         inputs = _Reader(group.where, group.value("input_activations"), f"{group.prefix}input_activations.")

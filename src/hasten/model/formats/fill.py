@@ -1,14 +1,16 @@
-"""Filling a model's skeleton with the packed layers of a quantized folder."""
+"""Filling a model's skeleton with the layers of a quantized folder."""
 
+import warnings
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 
+from hasten.errors import HastenWarning
 from hasten.model.families.family import Piece
 from hasten.model.formats.pages import release_pages
 from hasten.model.formats.pieces import take, take_weight
-from hasten.model.formats.quantized_folder import QuantizedFolder
+from hasten.model.formats.quantized_folder import QuantizedFolder, QuantizedModule
 from hasten.model.formats.record import LayerFormat, Quantization
 from hasten.model.transformer import Transformer
 from hasten.ops.linear import PackedLinear, QuantizedWeight
@@ -23,57 +25,102 @@ def fill_quantized(
     dtype: torch.dtype,
     device: torch.device | None,
 ) -> None:
-    """Replace each linear layer whose weight stands in `pieces` by a packed one, straight from the mapped tensors.
+    """Fill each layer whose weight stands in `pieces` straight from the mapped tensors: with a packed one, or, where
+    no kernel takes its format, with its plain weight, of which one warning tells.
 
     Its bias, where it has one, is in place already. dtype: of the activations to come. One module at a time is unpacked
     (none of int4 that is not fused: its words go to the kernel's layout as they are).
     """
+    filler = _Filler(folder, tensors, dtype, device)
     layers: dict[str, LayerFormat] = {}
-    fused: tuple[str, QuantizedWeight] | None = None
+    plain: list[str] = []
     for ours, piece in pieces.items():
         name = ours.removesuffix(".weight")
         module = folder.modules[piece.name]
-        linear = model.get_submodule(name)
-        assert isinstance(linear, nn.Linear)
-        layers[name] = module.layer
-        whole_rows = piece.interleaved is None and piece.expert is None
-        if module.packed and module.layer.bits == 4 and whole_rows:
-            scales, zeros = folder.scales(module, tensors)
-            parts = (tensors[f"{module.name}.weight_packed"], scales, zeros)
-            own = [None if part is None else _on(take(part, piece), device) for part in parts]
-            assert own[0] is not None
-            assert own[1] is not None
-            packed = PackedLinear.from_int4_words(
-                own[0],
-                own[1],
-                own[2],
-                linear.bias,
-                in_features=module.shape[1],
-                group_size=module.layer.group_size,
-                activations=module.layer.activations,
-                dtype=dtype,
-            )
+        place = model.get_submodule(name)
+        if module.layer is None or not isinstance(place, nn.Linear):  # an embedding is read by row, not multiplied
+            place.weight = nn.Parameter(filler.plain(module, piece))
+            plain.append(f"{module.name} ({module.bits} bits, {_scales(module)})")
         else:
-            if fused is None or fused[0] != module.name:
-                fused = module.name, folder.read(module, tensors)
-            weight = take_weight(fused[1], piece)
-            weight = QuantizedWeight(
-                bits=weight.bits,
-                group_size=weight.group_size,
-                values=_on(weight.values, device),
-                scales=_on(weight.scales, device),
-                zeros=None if weight.zeros is None else _on(weight.zeros, device),
-            )
-            packed = PackedLinear.from_weight(weight, linear.bias, activations=module.layer.activations, dtype=dtype)
-        owner, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(owner), leaf, packed.eval())
-        # The layer has a copy of its own, unless its kernel reads rows as they stand in the file. (Read anew from the
-        # mapping: were it ever a copy instead, nobody else would hold it.)
-        mapped = tensors[f"{module.name}.weight{'_packed' if module.packed else ''}"]
-        if packed.data.untyped_storage().data_ptr() != mapped.untyped_storage().data_ptr():
+            packed = filler.packed(module, module.layer, piece, place.bias)
+            owner, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(owner), leaf, packed.eval())
+            layers[name] = module.layer
+        filler.release(module, model.get_submodule(name))
+    if layers:
+        model.quantization = Quantization(layers=layers)
+    if plain:
+        warnings.warn(
+            f"no kernel takes a quantized weight like {plain[0]}: {len(plain)} of {len(pieces)} are held as plain "
+            f"{str(dtype).removeprefix('torch.')}, larger and slower; where all of them are, --quantize int8 rounds "
+            "them anew, with one scale a row",
+            HastenWarning,
+            stacklevel=4,
+        )
+
+
+class _Filler:
+    """Makes one layer after the other; keeps the last module's numbers, which several layers may share (Phi-3)."""
+
+    def __init__(
+        self, folder: QuantizedFolder, tensors: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device | None
+    ) -> None:
+        self.folder, self.tensors, self.dtype, self.device = folder, tensors, dtype, device
+        self._last: tuple[str, QuantizedWeight | Tensor] | None = None
+
+    def plain(self, module: QuantizedModule, piece: Piece) -> Tensor:
+        """The part of a weight that belongs to one layer, (N, K)."""
+        if self._last is None or self._last[0] != module.name:
+            self._last = module.name, self.folder.dequantize(module, self.tensors, self.dtype)
+        assert isinstance(self._last[1], Tensor)
+        return self._on_device(take(self._last[1], piece))
+
+    def packed(self, module: QuantizedModule, layer: LayerFormat, piece: Piece, bias: Tensor | None) -> PackedLinear:
+        if module.packed and module.bits == 4 and piece.interleaved is None and piece.expert is None:
+            return self._from_words(module, layer, piece, bias)
+        if self._last is None or self._last[0] != module.name:
+            self._last = module.name, self.folder.read(module, self.tensors)
+        assert isinstance(self._last[1], QuantizedWeight)
+        weight = take_weight(self._last[1], piece)
+        weight = QuantizedWeight(
+            bits=weight.bits,
+            group_size=weight.group_size,
+            values=self._on_device(weight.values),
+            scales=self._on_device(weight.scales),
+            zeros=None if weight.zeros is None else self._on_device(weight.zeros),
+        )
+        return PackedLinear.from_weight(weight, bias, activations=layer.activations, dtype=self.dtype)
+
+    def _from_words(
+        self, module: QuantizedModule, layer: LayerFormat, piece: Piece, bias: Tensor | None
+    ) -> PackedLinear:
+        scales, zeros = self.folder.scales(module, self.tensors)
+        return PackedLinear.from_int4_words(
+            self._on_device(take(self.tensors[f"{module.name}.weight_packed"], piece)),
+            self._on_device(take(scales, piece)),
+            None if zeros is None else self._on_device(take(zeros, piece)),
+            bias,
+            in_features=module.shape[1],
+            group_size=layer.group_size,
+            activations=layer.activations,
+            dtype=self.dtype,
+        )
+
+    def release(self, module: QuantizedModule, layer: nn.Module) -> None:
+        """Let go of the file's pages, unless the layer's kernel reads rows as they stand in the file.
+
+        (Read anew from the mapping: were it ever a copy instead, nobody else would hold it.)
+        """
+        mapped = self.tensors[f"{module.name}.weight{'_packed' if module.packed else ''}"]
+        data = layer.data if isinstance(layer, PackedLinear) else layer.weight
+        assert isinstance(data, Tensor)
+        if data.untyped_storage().data_ptr() != mapped.untyped_storage().data_ptr():
             release_pages(mapped)
-    model.quantization = Quantization(layers=layers)
+
+    def _on_device(self, tensor: Tensor) -> Tensor:
+        return tensor if self.device is None else tensor.to(self.device)
 
 
-def _on(tensor: Tensor, device: torch.device | None) -> Tensor:
-    return tensor if device is None else tensor.to(device)
+def _scales(module: QuantizedModule) -> str:
+    scales = f"a scale for each {module.stored_group} input features" if module.stored_group else "one scale a row"
+    return scales if module.symmetric else f"{scales}, zero points"

@@ -20,17 +20,24 @@ from hasten.model.formats.record import LayerFormat
 from hasten.ops.linear import QuantizedWeight
 
 _SCALES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
+_BLOCK_ELEMENTS = 1 << 20
 _SUFFIXES = ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizedModule:
-    """One quantized linear module of a folder: its published name, its true shape (N, K), how it is stored."""
+    """One quantized linear module of a folder: its published name, its true shape (N, K), how it is stored.
+
+    layer: how a packed layer holds it, or None where no kernel can: int8 with scales by group, or with zero points.
+    stored_group: input features that share a scale in the file (a multiple of layer.group_size), or 0: the whole row.
+    """
 
     name: str
     shape: tuple[int, int]
-    layer: LayerFormat
-    stored_group: int  # a multiple of layer.group_size, or 0: one scale a row
+    bits: int
+    layer: LayerFormat | None
+    stored_group: int
+    symmetric: bool
     packed: bool
 
 
@@ -43,32 +50,66 @@ class QuantizedFolder:
 
     def read(self, module: QuantizedModule, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
         """The module's numbers. The values of int8 are views of the file; those of int4 are unpacked, a byte each."""
+        assert module.layer is not None
         scales, zeros = self.scales(module, tensors)
-        k = module.shape[1]
-        if not module.packed:
-            values = tensors[f"{module.name}.weight"]
-        elif module.layer.bits == 8:
-            values = unpack_bytes(tensors[f"{module.name}.weight_packed"], k)
-        else:
-            values = unpack_columns(tensors[f"{module.name}.weight_packed"], k)
         return QuantizedWeight(
-            bits=module.layer.bits, group_size=module.layer.group_size, values=values, scales=scales, zeros=zeros
+            bits=module.bits,
+            group_size=module.layer.group_size,
+            values=self._values(module, tensors),
+            scales=scales,
+            zeros=zeros,
         )
 
     def scales(self, module: QuantizedModule, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
         """Scales and zeros as QuantizedWeight holds them."""
-        n, k = module.shape
-        name = f"{module.name}.weight_scale"
-        scales = tensors[name].view(n, -1)
-        check_finite(name, scales, str(self.logical[f"{module.name}.weight"].file))
-        zeros = None if module.layer.symmetric else unpack_rows(tensors[f"{module.name}.weight_zero_point"], n)
-        if module.layer.bits == 8:
+        assert module.layer is not None
+        k = module.shape[1]
+        scales, zeros = self._stored_scales(module, tensors)
+        if module.bits == 8:
             return scales.float(), None
         if module.stored_group != module.layer.group_size:  # wider groups: each part of one has the same scale
             group = torch.arange(-(-k // module.layer.group_size)) * module.layer.group_size
             place = group // (module.stored_group or k)
             scales, zeros = scales[:, place], None if zeros is None else zeros[:, place]
         return scales, zeros
+
+    def dequantize(self, module: QuantizedModule, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+        """The weight (N, K) that the module's integers stand for, each rounded once, to `dtype`."""
+        if module.layer is not None:
+            return self.read(module, tensors).dequantize(dtype)
+        n, k = module.shape
+        scales, zeros = self._stored_scales(module, tensors)
+        group = torch.arange(k) // (module.stored_group or k)
+        values, weight = self._values(module, tensors), torch.empty(n, k, dtype=dtype)
+        step = max(1, _BLOCK_ELEMENTS // k)  # a few rows at a time, so that the float32 between them stays small
+        for start in range(0, n, step):
+            rows = slice(start, start + step)
+            wide = values[rows].float()
+            if zeros is not None:
+                wide -= zeros[rows].float()[:, group]
+            weight[rows] = wide.mul_(scales[rows].float()[:, group])
+        return weight
+
+    def _values(self, module: QuantizedModule, tensors: Mapping[str, Tensor]) -> Tensor:
+        if not module.packed:
+            return tensors[f"{module.name}.weight"]
+        unpack = unpack_bytes if module.bits == 8 else unpack_columns
+        return unpack(tensors[f"{module.name}.weight_packed"], module.shape[1])
+
+    def _stored_scales(self, module: QuantizedModule, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
+        """Scales (N, G) as they stand in the file, and zeros of the same shape: uint8 for int4, int8 for int8."""
+        n = module.shape[0]
+        name = f"{module.name}.weight_scale"
+        scales = tensors[name].view(n, -1)
+        check_finite(name, scales, str(self.logical[f"{module.name}.weight"].file))
+        if module.symmetric:
+            return scales, None
+        zeros = tensors[f"{module.name}.weight_zero_point"]
+        if not module.packed:
+            return scales, zeros.view(n, -1)
+        if module.bits == 4:
+            return scales, unpack_rows(zeros, n)
+        return scales, unpack_bytes(zeros.t().clone(memory_format=torch.contiguous_format), n).t()
 
 
 def open_quantized(
@@ -134,22 +175,34 @@ def _module(
             f"is {_seen(scale)}, beside a weight {n}×{k} of {bits} bits {'without' if zero is None else 'with'} "
             f"zero points: that fits none of config.json's groups ({asked})",
         )
-    if zero is not None and (zero.dtype != "I32" or zero.shape != (-(-n // 8), scale.shape[-1])):
-        _fail(zero, f"must be I32 {[-(-n // 8), scale.shape[-1]]} (packed along the rows); found {_seen(zero)}")
+    if zero is not None:
+        groups = scale.shape[1] if len(scale.shape) == 2 else 1
+        fitting = ("I32", (-(-n * bits // 32), groups)) if packed else ("I8", (n, groups))
+        if (zero.dtype, zero.shape) != fitting and not (fitting[0] == "I8" == zero.dtype and zero.shape == scale.shape):
+            _fail(zero, f"must be {fitting[0]} {list(fitting[1])}{' (packed by row)' * packed}; found {_seen(zero)}")
     if bits == 4 and scale.dtype == "F32":
         _fail(scale, "must be F16 or BF16 for int4; found F32")
     chosen = next((a for a in fits if name in a.targets), fits[0])
-    own = chosen.group_size if chosen.group_size in GROUP_SIZES else GROUP_SIZES[-1]
-    layer = LayerFormat(bits=8, activations=chosen.activations)
+    layer = None
     if bits == 4:
         layer = LayerFormat(
             bits=4,
-            group_size=own,
+            group_size=chosen.group_size if chosen.group_size in GROUP_SIZES else GROUP_SIZES[-1],
             symmetric=zero is None,
             scale_dtype=_SCALES[scale.dtype],
             activations=chosen.activations,
         )
-    return QuantizedModule(name=name, shape=(n, k), layer=layer, stored_group=chosen.group_size, packed=packed)
+    elif chosen.group_size == 0 and chosen.symmetric:
+        layer = LayerFormat(bits=8, activations=chosen.activations)
+    return QuantizedModule(
+        name=name,
+        shape=(n, k),
+        bits=bits,
+        layer=layer,
+        stored_group=chosen.group_size,
+        symmetric=chosen.symmetric,
+        packed=packed,
+    )
 
 
 def _true_columns(
