@@ -427,7 +427,14 @@ def test_tensors_that_do_not_fit_are_refused(case, int4_folder):
     refused(int4_folder, "model.safetensors", *words)
 
 
+def test_tensors_of_no_module_are_no_module(int4_folder):
+    before = logits(hasten.load(int4_folder))
+    change_tensors(int4_folder, lambda t: t.update({leaf: t[f"{Q}.{leaf}"].clone() for leaf in ("weight_packed",)}))
+    assert torch.equal(logits(hasten.load(int4_folder)), before)
+
+
 CONFIGS = {
+    "no word of it": (lambda v: v.pop("quantization_config"), "weight_packed is quantized", "no quantization_config"),
     "3 bits": (lambda v: weights_of(v).update(num_bits=3), "weights.num_bits", "3"),
     "group of 7": (lambda v: weights_of(v).update(group_size=7), "weights.group_size", "7"),
     "group of 64": (lambda v: weights_of(v).update(group_size=64), "groups of 64"),
@@ -470,4 +477,5 @@ CONFIGS = {
 def test_configs_that_ask_for_something_else_are_refused(case, int4_folder):
     change, *words = CONFIGS[case]
     change_config(int4_folder, change)
-    refused(int4_folder, "config.json" if case != "group of 64" else "model.safetensors", *words)
+    in_weights = case in ("group of 64", "no word of it")
+    refused(int4_folder, "model.safetensors" if in_weights else "config.json", *words)

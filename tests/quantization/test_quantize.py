@@ -2,6 +2,7 @@
 
 import copy
 import json
+import resource
 import weakref
 
 import pytest
@@ -157,10 +158,52 @@ def test_a_folder_is_written_whole_or_not_at_all(tmp_path):
         model.blocks[1].mlp.down.weight[3, 4] = float("inf")
     with pytest.raises(ConfigError, match="down"):
         quantize_to_folder(model, Int8(), tmp_path / "out")
-    assert not any((tmp_path / "out").iterdir())
+    assert not (tmp_path / "out").exists()
     (tmp_path / "file").write_text("x")
     with pytest.raises(CheckpointError, match="cannot be written"):
         quantize_to_folder(tiny_llama(), Int8(), tmp_path / "file")
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_a_folder_in_the_way_of_a_file_leaves_the_old_folder_as_it_was(name, tmp_path):
+    (tmp_path / "out" / name).mkdir(parents=True)
+    with pytest.raises(CheckpointError, match=f"{name} is a folder there"):
+        quantize_to_folder(tiny_llama(), Int8(), tmp_path / "out")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == [name]
+
+
+@pytest.mark.parametrize("limit", [500, 20_000])
+def test_a_full_disk_leaves_nothing(limit, tmp_path):
+    """A limit on the size of files stands in for a full disk: in the header, and between tensors."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)  # Python ignores the signal, and open files raise OSError
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        with pytest.raises(CheckpointError, match="cannot be written: File too large"):
+            quantize_to_folder(tiny_llama(), Int4(), tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("scheme", "word"),
+    [
+        (Int4(), r"\(--dtype bfloat16\)"),
+        (Int4(scale_dtype="bfloat16", symmetric=False), "int8 holds them"),
+        (Int8(), None),
+    ],
+    ids=str,
+)
+def test_weights_too_large_for_a_scale_are_refused_by_layer(scheme, word):
+    model = tiny_llama()
+    with torch.no_grad():
+        weight = model.blocks[1].mlp.down.weight.fill_(3e38)
+        weight[:, ::2] = -3e38
+    if word is None:
+        assert quantize(model, scheme).blocks[1].mlp.down.dequantize().isfinite().all()
+    else:
+        with pytest.raises(ConfigError, match=f"blocks.1.mlp.down: the weights are so large .* {word}"):
+            quantize(model, scheme)
 
 
 # -- the commands -----------------------------------------------------------------------------------------------------
@@ -193,7 +236,11 @@ def test_the_command_without_json_tells_the_errors(tiny_folder, tmp_path, capsys
 
 @pytest.mark.parametrize(
     ("extra", "word"),
-    [(["--symmetric", "--asymmetric"], "one of"), (["--scheme", "int8", "--asymmetric"], "int8 is symmetric")],
+    [
+        (["--symmetric", "--asymmetric"], "one of"),
+        (["--scheme", "int8", "--asymmetric"], "int8 is symmetric"),
+        (["--json", "/no/such/folder/x.json"], "no folder"),
+    ],
 )
 def test_options_that_contradict_each_other(extra, word, tiny_folder, tmp_path, capsys):
     with pytest.raises(SystemExit) as caught:

@@ -1,11 +1,13 @@
 """Writing a model as a Hugging Face folder that transformers, and hasten, load again."""
 
+import errno
 import json
 import os
 import shutil
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,6 +70,7 @@ def save(
         raise ConfigError(f"dtype {dtype} cannot be written; use one of {', '.join(map(str, DTYPES.values()))}")
     quantized = quantized or _held(model)
     staging: Path | None = None
+    made = not folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         staging = Path(tempfile.mkdtemp(dir=folder, prefix=".saving-"))
@@ -87,6 +90,9 @@ def save(
     finally:
         if staging is not None:
             shutil.rmtree(staging, ignore_errors=True)
+            if made:  # and empty, where nothing was moved into it: rmdir takes no other
+                with suppress(OSError):
+                    folder.rmdir()
 
 
 def exported_config(model: Transformer, dtype: torch.dtype, *, tied: bool | None = None) -> dict[str, Any]:
@@ -276,6 +282,9 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 def _move(staging: Path, folder: Path, weights: set[str]) -> None:
     """Rename every file into place, the config last, then remove weights that the new ones replace."""
     files = [path.relative_to(staging) for path in staging.rglob("*") if path.is_file()]
+    for name in files:
+        if (folder / name).is_dir():  # found before the first is moved: none is then
+            raise IsADirectoryError(errno.EISDIR, f"{name} is a folder there")
     for name in sorted(files, key=lambda name: (str(name) == "config.json", str(name) not in weights, name)):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         os.replace(staging / name, folder / name)

@@ -55,7 +55,7 @@ def load(source: str | Path | nn.Module, *, dtype: str | torch.dtype | None = No
     arguments = read_arguments(values, where)
     stored = read_headers(folder)
     tensors = MappedTensors(stored)
-    quantized = open_quantized(stored, arguments, tensors) if arguments else None
+    quantized = open_quantized(stored, arguments, tensors)
     seen = stored if quantized is None else quantized.logical
     pieces = _locate(config, family, [family.places(config)], seen, str(folder))
     if quantized is not None:  # where others store a weight transposed, its quantized form is (out, in) all the same

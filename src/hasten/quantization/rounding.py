@@ -166,9 +166,11 @@ def _stored(scale: Tensor, dtype: torch.dtype) -> Tensor:
     # The next number up has the next bit pattern.
     up = torch.where(narrow.float() < scale, narrow.view(torch.int16) + 1, narrow.view(torch.int16)).view(dtype).float()
     if not torch.isfinite(up).all():
+        name = str(dtype).removeprefix("torch.")
+        advice = "quantize a model in bfloat16 (--dtype bfloat16), or choose bfloat16 scales"
         raise ConfigError(
-            f"a scale of {float(scale.max()):g} passes the largest {str(dtype).removeprefix('torch.')}; "
-            "use scale_dtype=torch.bfloat16"
+            f"the weights are so large that a scale passes the largest {name}; "
+            + (advice if dtype == torch.float16 else "int8 holds them")
         )
     return up
 

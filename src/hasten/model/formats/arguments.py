@@ -77,7 +77,8 @@ class _Reader:
 
     def fail(self, name: str, wanted: str, found: Any) -> NoReturn:
         raise CheckpointError(
-            f"{self.where}: quantization_config.{self.prefix}{name} must be {wanted}; found {found!r:.60}. "
+            f"{self.where}: {f'quantization_config.{self.prefix}{name}'.rstrip('.')} must be {wanted}; "
+            f"found {found!r:.60}. "
             "hasten reads int4 and int8 weights: take such a checkpoint, or the unquantized one and `hasten quantize`"
         )
 

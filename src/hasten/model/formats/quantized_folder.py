@@ -114,18 +114,28 @@ class QuantizedFolder:
 
 def open_quantized(
     stored: Mapping[str, StoredTensor],
-    arguments: tuple[WeightArguments, ...],
+    arguments: tuple[WeightArguments, ...] | None,
     tensors: Mapping[str, Tensor],
-) -> QuantizedFolder:
+) -> QuantizedFolder | None:
     """Find the quantized modules of a folder and check their tensors against each other and the config's groups.
 
-    Reads headers, and of each int4 module its `weight_shape` (two numbers). Raises CheckpointError for a tensor that is
-    missing, has the wrong shape or dtype, or fits none of the groups.
+    Reads headers, and of each int4 module its `weight_shape` (two numbers). None where config.json names no
+    quantization (`arguments`). Raises CheckpointError for a tensor that is missing, has the wrong shape or dtype, fits
+    none of the groups, or is packed in a folder that does not say how.
     """
+    if arguments is None:
+        for name, tensor in stored.items():
+            if name.endswith(".weight_packed"):
+                _fail(
+                    tensor, "is quantized, and config.json has no quantization_config that says how; download it again"
+                )
+        return None
     logical = {name: tensor for name, tensor in stored.items() if not name.endswith(_SUFFIXES)}
     modules = {}
     for name, tensor in stored.items():
-        prefix, _, leaf = name.rpartition(".")
+        prefix, dot, leaf = name.rpartition(".")
+        if not dot:  # of no module
+            continue
         if leaf == "weight_g_idx":
             _fail(tensor, "reorders the columns by activation (actorder), which hasten does not read")
         if leaf in ("weight_scale", "weight_zero_point") and not {f"{prefix}.weight", f"{prefix}.weight_packed"} & set(
