@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+    from hasten.training.profile import StepProfile
+
 # of the matrix rate that an MFU is over
 SHORT_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "int8": "int8"}
 # (heading, key, how a value is written), left to right; a column without any value is left out
@@ -132,3 +134,55 @@ def print_ladder(report: Mapping[str, Any], console: Console | None = None) -> N
             console.print(f"{row['name']} failed: {row['error']}", style="red", markup=False, highlight=False)
     console.print(limits_line(report), style="dim", highlight=False)
     console.print(machine_line(report["machine"], str(report["limits"].get("device", "cpu"))), style="dim")
+
+
+def print_profile(profile: StepProfile, console: Console | None = None) -> None:
+    """Prints what `hasten train --profile` found; to standard error unless a console is given."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    if console is None:
+        console = Console(stderr=True)
+        if not console.is_terminal:
+            console = Console(stderr=True, width=140)
+    parts = Table(title=None)
+    for heading in (
+        "part",
+        "ms",
+        "of the step",
+        "GFLOP",
+        "GFLOP/s",
+        "MB moved at least",
+        "of its limit",
+        "ms above it",
+    ):
+        parts.add_column(heading, justify="left" if heading == "part" else "right")
+    for part in profile.parts:
+        known = part.limit > 0
+        parts.add_row(
+            part.name,
+            f"{1000 * part.seconds:.1f}",
+            f"{part.seconds / profile.seconds:.0%}",
+            f"{part.flops / 1e9:.1f}" if part.flops else "",
+            f"{part.flops / part.seconds / 1e9:.0f}" if part.flops else "",
+            f"{part.bytes / 1e6:.0f}" if part.bytes else "",
+            f"{part.share:.0%}" if known else "",
+            f"{1000 * part.lost:.1f}",
+        )
+    operators = Table(title=None)
+    for heading in ("operator", "calls", "ms", "of the step"):
+        operators.add_column(heading, justify="left" if heading == "operator" else "right")
+    for operator in profile.operators:
+        share = f"{operator.seconds / profile.seconds:.0%}"
+        name = operator.name if len(operator.name) <= 80 else operator.name[:79] + "…"
+        operators.add_row(Text(name), str(operator.calls), f"{1000 * operator.seconds:.1f}", share)
+    console.print(parts)
+    console.print(operators)
+    console.print(
+        f"{profile.tokens / profile.seconds:,.0f} tokens/s; limits: {profile.rate / 1e9:,.0f} GFLOP/s, "
+        f"{profile.bandwidth / 1e9:.1f} GB/s",
+        highlight=False,
+    )
+    console.print(f"next gain: {profile.next_gain()}", highlight=False, style="bold")
+    console.print(f"trace (chrome://tracing, ui.perfetto.dev): {profile.trace}", highlight=False)

@@ -25,6 +25,8 @@ class Train:
     """auto: go on from the run's last checkpoint where there is one; never: start over; must: insist on one."""
     print_config: bool = False
     """Print the recipe as JSON and end."""
+    profile: bool = False
+    """Train nothing: measure some steps, print where their time goes, and write runs/NAME/profile/ with a trace."""
     progress: bool = True
     """Show the progress on standard error: a bar, or a line about every 30 seconds where it is no terminal."""
     json: str | None = None
@@ -37,6 +39,9 @@ class Train:
         from hasten.machine.files import require_writable, write_json
 
         require_writable(self.json)
+        if self.profile:
+            self.run_profile()
+            return
         from hasten.training.session import train
 
         result = train(self.recipe, progress=self.progress, resume=self.resume)
@@ -50,6 +55,20 @@ class Train:
             raise SystemExit(128 + result.stopped_by)
         if self.json != "-":
             print(summary(result))
+
+    def run_profile(self) -> None:
+        """Measure some steps and print the tables."""
+        from pathlib import Path
+
+        from hasten.bench.report import write_json
+        from hasten.bench.table import print_profile
+        from hasten.training.profile import profile
+
+        folder = Path(self.recipe.run.folder).expanduser() / self.recipe.name / "profile"
+        found = profile(self.recipe, folder, progress=self.progress)
+        if self.json is not None:
+            write_json(self.json, found.to_json())
+        print_profile(found)
 
     @staticmethod
     def main(argv: list[str]) -> None:

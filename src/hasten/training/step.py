@@ -88,6 +88,12 @@ class TrainStep:
             loss = self.loss(batch.to(device, non_blocking=True), gates=own) * share
             self.precision.backward(loss)
             total += loss.detach()
+        norm = self.update()
+        tokens = sum(batch.inputs.numel() for batch in batches)
+        return StepResult(loss=total, gradient_norm=norm, tokens=tokens, targets=targets)
+
+    def update(self) -> Tensor:
+        """Clip the gradients, take the optimizer's step, and forget them; returns their norm before clipping."""
         self.precision.unscale(self.optimizer)
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
@@ -95,8 +101,7 @@ class TrainStep:
             torch.nn.utils.clip_grads_with_norm_(self.parameters, self.clip, norm)
         self.precision.step(self.optimizer)
         self.optimizer.zero_grad()
-        tokens = sum(batch.inputs.numel() for batch in batches)
-        return StepResult(loss=total, gradient_norm=norm, tokens=tokens, targets=targets)
+        return norm
 
     def loss(self, batch: Batch, *, gates: Sequence[float] | None = None) -> Tensor:
         """The sum of the token losses of a batch on the model's device: float32 scalar, nats."""

@@ -1,0 +1,213 @@
+"""`hasten train --profile`: where the time of a training step goes, and where the next gain is.
+
+Three measurements of the same step: its parts against the machine's limits, its operators (torch.profiler, with a trace
+for chrome://tracing or ui.perfetto.dev), and its FLOPs (torch's FlopCounterMode, on a step that is not compiled).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity
+from torch.utils.flop_counter import FlopCounterMode
+
+from hasten.data import Batch
+from hasten.machine import measure_limits
+from hasten.machine.files import write_atomically
+from hasten.training.meter import Meter, clock, metered
+from hasten.training.recipe import Recipe
+from hasten.training.setup import Setup, set_up
+from hasten.training.stopping import StopRequest
+
+WARMING = 3  # steps: compile, fill caches
+MEASURED = 3
+OPERATORS = 14  # as many are listed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartTime:
+    """One part of a step. seconds and FLOPs: forward and backward. bytes: that have to be moved at the least.
+
+    limit: the seconds that the FLOPs take at the matrix rate or the bytes at the bandwidth, whichever is longer.
+    """
+
+    name: str
+    seconds: float
+    flops: float
+    bytes: float
+    limit: float
+
+    @property
+    def share(self) -> float:
+        """limit over seconds: 1 is the machine's limit."""
+        return self.limit / self.seconds if self.seconds else 0.0
+
+    @property
+    def lost(self) -> float:
+        """Seconds above the limit."""
+        return max(0.0, self.seconds - self.limit)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperatorTime:
+    """The time inside one operator, of a step: without that of the operators it calls."""
+
+    name: str
+    calls: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepProfile:
+    """Of one optimizer step. rate: FLOP/s of matrix products in the recipe's precision; bandwidth: bytes/s."""
+
+    seconds: float
+    tokens: int
+    rate: float
+    bandwidth: float
+    parts: tuple[PartTime, ...]
+    operators: tuple[OperatorTime, ...]
+    trace: Path
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields as plain JSON values."""
+        return asdict(self) | {"trace": self.trace.name, "next_gain": self.next_gain()}
+
+    def next_gain(self) -> str:
+        """The part with the most time above its limit, in words."""
+        worst = max(self.parts, key=lambda part: part.lost)
+        return (
+            f"{worst.name}: {1000 * worst.lost:.0f} ms of a step of {1000 * self.seconds:.0f} ms are above what the "
+            f"machine's limits allow ({worst.lost / self.seconds:.0%} of the step; it is at {worst.share:.0%} of its "
+            "limit)"
+        )
+
+
+def profile(recipe: Recipe, folder: Path, *, progress: bool = True) -> StepProfile:
+    """Measure some steps of a recipe and write trace.json and profile.json into a folder. Nothing of a run is touched.
+
+    Raises what `train` raises before its first step.
+    """
+    recipe.check()
+    with _named_kernels():
+        setup = set_up(recipe, progress=progress, stop=StopRequest())
+        source = setup.batches.iterate(0)
+        batches = [next(source)[1] for _ in range(recipe.data.accumulation)]
+        for _ in range(WARMING):
+            setup.step.run(batches, learning_rate=0.0)
+        limits = measure_limits(setup.model.device, (setup.step.precision.dtype,))
+        rate, bandwidth = limits.rates.get(recipe.techniques.precision, 0.0), limits.bandwidth
+        seconds, moved, total = _timed(setup, batches)
+        flops = _counted(setup, batches)
+        folder.mkdir(parents=True, exist_ok=True)
+        operators = _traced(setup, batches, folder / "trace.json")
+    parts = tuple(
+        PartTime(
+            name=name,
+            seconds=seconds[name],
+            flops=flops.get(name, 0.0),
+            bytes=moved.get(name, 0.0),
+            limit=max(flops.get(name, 0.0) / rate if rate else 0.0, moved.get(name, 0.0) / bandwidth),
+        )
+        for name in seconds
+    )
+    tokens = sum(batch.inputs.numel() for batch in batches)
+    found = StepProfile(
+        seconds=total,
+        tokens=tokens,
+        rate=rate,
+        bandwidth=bandwidth,
+        parts=parts,
+        operators=operators,
+        trace=folder / "trace.json",
+    )
+    write_atomically(folder / "profile.json", json.dumps(found.to_json(), indent=2) + "\n")
+    return found
+
+
+@contextmanager
+def _named_kernels() -> Iterator[None]:
+    """Compiled kernels of the CPU under their own names in the trace."""
+    from torch._inductor import config
+
+    before = config.cpp.enable_kernel_profile
+    config.cpp.enable_kernel_profile = True
+    try:
+        yield
+    finally:
+        config.cpp.enable_kernel_profile = before
+
+
+def _timed(setup: Setup, batches: list[Batch]) -> tuple[dict[str, float], dict[str, float], float]:
+    """Seconds and bytes by part, and the seconds of a step: means over some."""
+    read = clock(setup.model.device)
+    meter = Meter(read)
+    update = 0.0
+    original = setup.step.update
+
+    def timed_update() -> Any:
+        nonlocal update
+        before = read()
+        result = original()
+        update += read() - before
+        return result
+
+    setup.step.update = timed_update  # type: ignore[method-assign]
+    try:
+        with metered(setup.step, meter):
+            before = read()
+            for _ in range(MEASURED):
+                setup.step.run(batches, learning_rate=0.0)
+            total = read() - before
+    finally:
+        del setup.step.update
+    seconds = {name: spent / MEASURED for name, spent in meter.total.items()}
+    seconds["update"] = update / MEASURED
+    seconds["between"] = max(0.0, total / MEASURED - sum(seconds.values()))
+    moved: dict[str, float] = {name: size / MEASURED for name, size in meter.moved.items()}
+    weights = sum(p.numel() for p in setup.step.parameters)
+    # Clipping reads the gradients once or twice; AdamW reads weights, gradients and two means, and writes three.
+    moved["update"] = 4.0 * weights * (7 + (2 if setup.step.clip else 1))
+    return seconds, moved, total / MEASURED
+
+
+def _counted(setup: Setup, batches: list[Batch]) -> dict[str, float]:
+    """FLOPs by part, of a step."""
+    counter = FlopCounterMode(display=False, custom_mapping=_loss_flops())
+    meter = Meter(lambda: float(counter.get_total_flops()))
+    with torch.compiler.set_stance("force_eager"), metered(setup.step, meter), counter:
+        setup.step.run(batches, learning_rate=0.0)
+    return meter.total
+
+
+def _loss_flops() -> dict[Any, Any]:
+    """PyTorch's chunked loss hides its products from the counter: logits, and where asked for both gradients."""
+    if not hasattr(torch.nn.functional, "linear_cross_entropy"):
+        return {}
+    import_module("torch.nn.modules.linear_cross_entropy")  # it is registered there
+
+    def count(x: Any, weight: Any, *rest: Any, out_shape: Any = None, **options: Any) -> int:
+        rows, hidden = x
+        return 3 * 2 * rows * hidden * int(weight[0])
+
+    return {torch.ops.torch_nn._linear_cross_entropy_batch_chunked: count}
+
+
+def _traced(setup: Setup, batches: list[Batch], path: Path) -> tuple[OperatorTime, ...]:
+    """Write the trace of a step and give its most expensive operators."""
+    cuda = setup.model.device.type == "cuda"
+    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if cuda else [])
+    with torch.profiler.profile(activities=activities) as profiler:
+        setup.step.run(batches, learning_rate=0.0)
+        clock(setup.model.device)()
+    profiler.export_chrome_trace(str(path))
+    spent: Callable[[Any], float] = lambda event: event.self_device_time_total if cuda else event.self_cpu_time_total  # noqa: E731
+    events = sorted(profiler.key_averages(), key=spent, reverse=True)[:OPERATORS]
+    return tuple(OperatorTime(name=event.key, calls=event.count, seconds=spent(event) / 1e6) for event in events)
