@@ -89,30 +89,36 @@ class StaticCache:
         self.k, self.v, self.capacity, self.first_slots = larger.k, larger.v, larger.capacity, larger.first_slots
 
     def step(
-        self, positions: Tensor, *, valid: Tensor | None = None, fresh: bool = False, read: int | None = None
+        self,
+        positions: Tensor,
+        *,
+        valid: Tensor | None = None,
+        fresh: bool = False,
+        read: int | None = None,
+        masks: bool = True,
     ) -> Step:
         """The context for tokens at positions (B, T).
 
         valid, bool (B, T): False for padding, whose keys are kept nowhere. fresh: the sequences are empty and the
         positions are 0 … T-1, so that plain causal attention over the tokens at hand is enough. read: look at the
         first so many rows of each sequence only (all positions lie below it); the whole capacity by default, as a
-        compiled step wants it.
+        compiled step wants it. masks: False where all layers read the cache through `view` (a fused model).
         """
         slots = self.first_slots + positions  # (B, T)
-        starts = torch.arange(self.batch + 1, device=positions.device) * positions.shape[1]
+        starts = torch.arange(0, (self.batch + 1) * positions.shape[1], positions.shape[1], device=positions.device)
         lengths = positions[:, 0] + positions.shape[1]  # as if no token were padding: nobody looks at those
         first = self.first_slots.flatten()
         if valid is not None:
             slots = slots.masked_fill(~valid, -1)
         slots = slots.flatten()
         read = self.capacity if read is None else min(read, self.capacity)
-        masks: dict[int | None, Tensor | None] = {}
-        rows = torch.arange(read, device=positions.device)
-        for window in dict.fromkeys(self.windows):
-            masks[window] = None if fresh else visible(positions, rows, window)  # (B, T, S')
+        seen: dict[int | None, Tensor | None] = dict.fromkeys(self.windows)
+        if masks and not fresh:
+            rows = torch.arange(read, device=positions.device)
+            seen = {window: visible(positions, rows, window) for window in seen}  # (B, T, S')
         return Step(
             [
-                CachedLayer(k, v, slots, masks[window], self.batch, read, starts, lengths, first)
+                CachedLayer(k, v, slots, seen[window], self.batch, read, starts, lengths, first)
                 for k, v, window in zip(self.k, self.v, self.windows, strict=True)
             ]
         )

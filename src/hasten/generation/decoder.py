@@ -7,6 +7,7 @@ from torch import Tensor
 
 from hasten.errors import ConfigError
 from hasten.generation.cache import StaticCache
+from hasten.model.fused import FusedBlock
 from hasten.model.transformer import Transformer
 
 # An eager decode step reads the cache up to the next multiple of this, so that a short text does not pay for the
@@ -77,7 +78,7 @@ class Decoder:
         positions = (starts[:, None] + torch.minimum(offsets, counts[:, None] - 1)).clamp(min=0)
         fresh = not any(self.lengths)
         self.lengths = [n + len(p) for n, p in zip(self.lengths, part, strict=True)]
-        context = self.cache.step(positions, valid=valid, fresh=fresh, read=max(self.lengths))
+        context = self.cache.step(positions, valid=valid, fresh=fresh, read=max(self.lengths), masks=not self._fused())
         last = torch.arange(len(part), device=device) * longest + (counts - 1).clamp(min=0)
         return self.model(tokens, positions, context, rows=last)
 
@@ -99,11 +100,15 @@ class Decoder:
         valid = None if all(going) else torch.tensor(going, device=tokens.device)[:, None]
         self.lengths = grown
         read = None if self.static else -(-max(grown) // _READ_STEP) * _READ_STEP
-        return self.model(tokens[:, None], positions, self.cache.step(positions, valid=valid, read=read))[:, 0]
+        context = self.cache.step(positions, valid=valid, read=read, masks=not self._fused())
+        return self.model(tokens[:, None], positions, context)[:, 0]
 
     def truncate(self, length: int) -> None:
         """Forget everything after the first `length` tokens of every row; what lies behind is overwritten later."""
         self.lengths = [min(n, length) for n in self.lengths]
+
+    def _fused(self) -> bool:
+        return all(isinstance(block, FusedBlock) for block in self.model.blocks)
 
     def _check_room(self, needed: int) -> None:
         if needed > self.cache.capacity:

@@ -1,8 +1,12 @@
 """Fusing: the readable block swapped for one of the same interface that calls the native fused steps.
 
-The readable `Block` stays its reference. Five calls a layer: norm + q, k, v + rotary turn + cache write; attention;
-output + residual; norm + gate, up + activation; down + residual. The residual stream is float32 between them.
+The readable `Block` stays its reference. One call a layer (with experts three, and the readable experts): norm + q, k,
+v + rotary turn + cache write; attention; output + residual; norm + gate, up + activation; down + residual. The residual
+stream is float32 between them.
 """
+
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +18,7 @@ from hasten.model.stacking import alternate, packed, plain, split_alternate, spl
 from hasten.model.transformer import MLP, Block, LayerContext, LayerNorm, RMSNorm, Transformer
 from hasten.ops.linear.modules import PackedLinear
 from hasten.ops.native import NativeLibrary, library
+from hasten.ops.pages import in_large_pages
 
 ACTIVATION_ORDER = ("silu", "gelu", "gelu_tanh", "relu")  # in the order of block.cpp's enum
 LARGEST_HEAD = 256
@@ -51,6 +56,8 @@ def fuse(model: Transformer) -> Transformer:
         model.head = head
         if tied:
             model.embedding = PackedEmbedding(head)
+    if isinstance(model.head, PackedLinear):
+        _settled(model.head)
     return model
 
 
@@ -86,15 +93,15 @@ class PackedEmbedding(nn.Module):
 
 
 class FusedBlock(nn.Module):
-    """One decoder layer in five native calls (see the module's text)."""
+    """One decoder layer in native steps (see the module's text)."""
 
     def __init__(self, block: Block, native: NativeLibrary) -> None:
         super().__init__()
         attention = block.attention
         self.spec = attention.spec
         self.native = native
-        self.qkv = stack(attention.q, attention.k, attention.v)
-        self.output = packed(attention.output)
+        self.qkv = _settled(stack(attention.q, attention.k, attention.v))
+        self.output = _settled(packed(attention.output))
         self.attention_norm, self.attention_post_norm = block.attention_norm, block.attention_post_norm
         self.q_norm, self.k_norm = attention.q_norm, attention.k_norm
         self.mlp_norm, self.mlp_post_norm = block.mlp_norm, block.mlp_post_norm
@@ -110,8 +117,8 @@ class FusedBlock(nn.Module):
             self.activation = ACTIVATION_ORDER.index(block.mlp.activation_name)
             gate = block.mlp.gate
             self.gated = gate is not None
-            self.inner = packed(block.mlp.up) if gate is None else alternate(gate, block.mlp.up)
-            self.down = packed(block.mlp.down)
+            self.inner = _settled(packed(block.mlp.up) if gate is None else alternate(gate, block.mlp.up))
+            self.down = _settled(packed(block.mlp.down))
         self.bind()
 
     def bind(self) -> None:
@@ -119,19 +126,43 @@ class FusedBlock(nn.Module):
         spec, ops = self.spec, self.native.ops
         norms = [None if norm is None else norm.weight for norm in (self.q_norm, self.k_norm)]
         own = (*_weight_arguments(self.qkv), spec.heads, spec.head_dim, *norms)
-        self._attention_input = ops.attention_input.default
-        self._attention_input_arguments = (*_norm_arguments(self.attention_norm), *own)
-        self._attention = ops.attention.default
-        self._attention_arguments = (spec.scale, spec.window or 0, spec.softcap or 0.0)
-        self._linear_add = ops.linear_add.default
-        self._output_weight = _weight_arguments(self.output)
-        self._output_norm = _norm_arguments(self.attention_post_norm)
+        scores = (spec.scale, spec.window or 0, spec.softcap or 0.0)
+        output = _weight_arguments(self.output)
         if self.experts is None:
-            self._mlp_input = ops.mlp_input.default
+            kind = _one_kind(self.attention_norm, self.attention_post_norm, self.mlp_norm, self.mlp_post_norm)
             mlp = (*_weight_arguments(self.inner), self.inner_size, self.gated, self.activation)
-            self._mlp_input_arguments = (*_norm_arguments(self.mlp_norm), *mlp)
-            self._down_weight = _weight_arguments(self.down)
-            self._down_norm = _norm_arguments(self.mlp_post_norm)
+            plan = ops.plan_block.default(
+                *(self.qkv.in_features, spec.kv_heads),
+                *_norm_weights(self.attention_norm),
+                *kind,
+                *own,
+                *scores,
+                *(*output, *_norm_weights(self.attention_post_norm)),
+                *(*_norm_weights(self.mlp_norm), *mlp),
+                *(*_weight_arguments(self.down), *_norm_weights(self.mlp_post_norm)),
+            )
+            self._bound = SimpleNamespace(block=ops.block.default, plan=plan)
+        else:
+            self._bound = SimpleNamespace(
+                attention_input=ops.attention_input.default,
+                input_arguments=(*_norm_arguments(self.attention_norm), *own),
+                attention=ops.attention.default,
+                scores=scores,
+                linear_add=ops.linear_add.default,
+                output=output,
+                output_norm=_norm_arguments(self.attention_post_norm),
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what holds addresses: a copy lays them out for its own tensors."""
+        return {k: v for k, v in self.__dict__.items() if k not in ("_bound", "native")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        native = library()
+        assert native is not None
+        self.native = native
+        self.bind()
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, layer: LayerContext) -> Tensor:
         """x (B, T, C) -> (B, T, C) in float32."""
@@ -139,19 +170,16 @@ class FusedBlock(nn.Module):
         if x.dtype != torch.float32:
             x = x.float()
         batch, tokens, _ = x.shape
-        k, v, slots, starts, lengths, first, table, block_size = layer.view(
-            batch=batch, tokens=tokens, kv_heads=spec.kv_heads, head_dim=spec.head_dim
-        )
+        view = layer.view(batch=batch, tokens=tokens, kv_heads=spec.kv_heads, head_dim=spec.head_dim)
         cos, sin = rope or (None, None)  # (B, T, dim/2)
-        q = self._attention_input(x, *self._attention_input_arguments, cos, sin, k, v, slots)  # (B·T, H, D)
-        attended = self._attention(
-            q, k, v, starts, lengths, first, table, block_size, *self._attention_arguments
-        )  # (B·T, H, D)
-        x = self._linear_add(attended, *self._output_weight, x, *self._output_norm)
-        if self.experts is not None:
-            return x + self.mlp_post_norm(self.experts(self.mlp_norm(x)))
-        inner = self._mlp_input(x, *self._mlp_input_arguments)  # (B, T, I)
-        return self._linear_add(inner, *self._down_weight, x, *self._down_norm)
+        if self.experts is None:
+            return self._bound.block(x, cos, sin, *view, self._bound.plan)
+        bound = self._bound
+        k, v, slots, *lengths = view
+        q = bound.attention_input(x, *bound.input_arguments, cos, sin, k, v, slots)  # (B·T, H, D)
+        attended = bound.attention(q, k, v, *lengths, *bound.scores)  # (B·T, H, D)
+        x = bound.linear_add(attended, *bound.output, x, *bound.output_norm)
+        return x + self.mlp_post_norm(self.experts(self.mlp_norm(x)))
 
     def readable(self, config: ModelConfig, layer: LayerConfig) -> Block:
         """The block that this one was made of."""
@@ -181,6 +209,12 @@ class FusedBlock(nn.Module):
         return block
 
 
+def _settled(linear: PackedLinear) -> PackedLinear:
+    """The layer with its weight where a decode step streams it fastest."""
+    linear.data = in_large_pages(linear.data)
+    return linear
+
+
 def _norm_arguments(norm: nn.Module) -> tuple[Tensor | None, Tensor | None, float, float, bool]:
     """weight, bias, eps, offset, centred."""
     if isinstance(norm, RMSNorm):
@@ -188,6 +222,17 @@ def _norm_arguments(norm: nn.Module) -> tuple[Tensor | None, Tensor | None, floa
     if isinstance(norm, LayerNorm):
         return norm.weight, norm.bias, norm.eps, 0.0, True
     return None, None, 0.0, 0.0, False  # nn.Identity: no norm here
+
+
+def _norm_weights(norm: nn.Module) -> tuple[Tensor | None, Tensor | None]:
+    return _norm_arguments(norm)[:2]
+
+
+def _one_kind(*norms: nn.Module) -> tuple[float, float, bool]:
+    """eps, offset, centred of all norms of a block."""
+    kinds = {_norm_arguments(norm)[2:] for norm in norms if not isinstance(norm, nn.Identity)}
+    assert len(kinds) == 1, f"the norms of a block are of several kinds: {kinds}"
+    return kinds.pop()
 
 
 def _weight_arguments(linear: PackedLinear) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, int, int]:

@@ -79,13 +79,15 @@ class RotaryTable(nn.Module):
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """positions (..., T) of integers -> cos and sin (..., T, dim/2) in float32."""
-        angles = positions.unsqueeze(-1).float() * self.frequencies  # (..., T, dim/2)
+        angles = positions.unsqueeze(-1) * self.frequencies  # (..., T, dim/2)
         if self.long_frequencies is not None:
             # The long factors apply as soon as a sequence is longer than the pretraining context. Decided for each
             # sequence by itself, so that a neighbour in the batch changes nothing.
             longest = positions.amax(dim=-1, keepdim=True).unsqueeze(-1)  # (..., 1, 1)
             long_angles = positions.unsqueeze(-1).float() * self.long_frequencies
             angles = torch.where(longest >= self.rope.original_positions, long_angles, angles)
+        if self.rope.attention_factor == 1:
+            return angles.cos(), angles.sin()
         return angles.cos() * self.rope.attention_factor, angles.sin() * self.rope.attention_factor
 
 

@@ -73,7 +73,7 @@ def build(isa: str, *, sources: Path = SOURCES, folder: Path | None = None) -> P
     there is none, or when compiling fails (the whole output is then in a log file that the message names).
     """
     folder = folder or cache_folder("kernels")
-    flags = (*COMMON_FLAGS, *INSTRUCTION_SETS[isa].flags, f"-DHASTEN_LIBRARY={namespace(isa)}")
+    flags = (*COMMON_FLAGS, *INSTRUCTION_SETS[isa].flags, f"-DHASTEN_LIBRARY={namespace(isa)}", _threads_flag())
     content = _hash(*_contents(sources), *flags, sys.platform)
     stem = f"{namespace(isa)}-{content}"
     compiler = find_compiler()
@@ -111,6 +111,13 @@ def _torch_folder() -> Path:
     assert found is not None, "torch is a dependency"
     assert found.origin is not None
     return Path(found.origin).parent
+
+
+def _threads_flag() -> str:
+    """Whether torch's threads are OpenMP's, which can wait for each other (parallel.h)."""
+    config = _torch_folder() / "include" / "ATen" / "Config.h"
+    openmp = config.is_file() and "AT_PARALLEL_OPENMP 1" in config.read_text()
+    return f"-DHASTEN_OPENMP={int(openmp)}"
 
 
 def _rpath() -> tuple[str, ...]:

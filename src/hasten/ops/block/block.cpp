@@ -1,195 +1,130 @@
-// The steps of a decoder block, each one call: what stands between two products is done on the way in (norm, rounding)
-// or on the way out (rotary turn, cache write, activation, residual), so that nothing wide goes through memory twice.
-#include "../tensors.h"
+// The steps of a decoder block as torch operators: one by one, and all of a dense block in one call.
+#include "phases.h"
+
+#include "../attention/phases.h"
 
 namespace hasten {
 
-using torch::stable::Tensor;
-typedef std::optional<Tensor> Maybe;
-
-static Norm norm_of(const Maybe& weight, const Maybe& bias, double eps, double offset, bool centred) {
-  Norm n;
-  if (!weight) return n;
-  n.weight = weight->const_data_ptr();
-  n.type = type_of(*weight);
-  if (bias) n.bias = bias->const_data_ptr();
-  n.eps = float(eps);
-  n.offset = float(offset);
-  n.centred = centred;
-  return n;
-}
-
-// values (row, column) of a product, kept as float32 rows of n.
-static float* whole_product(const Weight& w, const Rows& x, int64_t rows, const Maybe& bias) {
-  const int64_t n = w.n;
-  float* out = scratch<float, 14>(rows * n + LANES);
-  const void* b = bias ? bias->const_data_ptr() : nullptr;
-  const Type type = bias ? type_of(*bias) : Type::f32;
-  product(w, x, rows, [&](int64_t panel, int64_t m0, int64_t m1, const float* values) {
-    const int64_t n0 = panel * PANEL, count = std::min<int64_t>(PANEL, n - n0);
-    for (int64_t m = m0; m < m1; m++)
-      for (int64_t i = 0; i < count; i++)
-        out[m * n + n0 + i] = values[(m - m0) * PANEL + i] + (b ? load_one(b, type, n0 + i) : 0.0f);
-  });
-  return out;
-}
-
-// One head: norm, then the rotary turn of its first 2·half elements (element i with element i + half).
-static void finish_head(float* x, int64_t size, const Norm& norm, const float* cos, const float* sin, int64_t half) {
-  if (norm.weight) {
-    alignas(64) float copy[256 + LANES];
-    std::memcpy(copy, x, size * sizeof(float));
-    widen(copy, Type::f32, 0, size, size, norm, x);
-  }
-  if (!cos) return;
-  for (int64_t i = 0; i < half; i++) {
-    const float a = x[i], b = x[i + half];
-    x[i] = a * cos[i] - b * sin[i];
-    x[i + half] = b * cos[i] + a * sin[i];
-  }
-}
+#define HASTEN_NORM_ARGUMENTS norm_weight, norm_bias, eps, offset, centred
+#define HASTEN_WEIGHT_ARGUMENTS data, scales, zeros, bias, group_size, digits
 
 // In all of them the leading shape of x is free: R rows, whatever they are called.
-//
-// norm + q, k, v + head norms + rotary turn + cache write. x (R, C), cos and sin (R, dim/2) -> q (R, H, D) in x's
-// dtype; k, v go into row slots[r] of the caches (slots, Hkv, D), -1 being the last row, which nobody reads.
-Tensor attention_input(Tensor x, Maybe norm_weight, Maybe norm_bias, double eps, double offset, bool centred, Tensor data,
-                       Maybe scales, Maybe zeros, Maybe bias, int64_t group_size, int64_t digits, int64_t heads,
-                       int64_t head_dim, Maybe q_norm, Maybe k_norm, Maybe cos, Maybe sin, Tensor k_cache,
-                       Tensor v_cache, Tensor slots) {
+
+// x (…, C) -> q (R, H, D); see AttentionInput.
+Tensor attention_input(Tensor x, HASTEN_NORM, HASTEN_WEIGHT, int64_t heads, int64_t head_dim, Maybe q_norm,
+                       Maybe k_norm, Maybe cos, Maybe sin, Tensor k_cache, Tensor v_cache, Tensor slots) {
   x = as_contiguous(x);
-  const int64_t c = x.size(-1), rows = x.numel() / c, kv_heads = k_cache.size(1), all = heads + 2 * kv_heads;
-  STD_TORCH_CHECK(k_cache.scalar_type() == ScalarType::BFloat16 && k_cache.is_contiguous() && v_cache.is_contiguous(),
-                  "the fused step writes a contiguous bfloat16 cache");
-  STD_TORCH_CHECK(head_dim <= 256, "head sizes up to 256");
-  const Weight w = weight_of(data, scales, zeros, all * head_dim, c, group_size);
-  const Type type = type_of(x);
-  const Norm norm = norm_of(norm_weight, norm_bias, eps, offset, centred);
-  const Norm q_n = norm_of(q_norm, std::nullopt, eps, offset, centred), k_n = norm_of(k_norm, std::nullopt, eps, offset, centred);
-  const Rows ready = prepare(w, x.const_data_ptr(), type, rows, c, norm, int(digits));
-  float* values = whole_product(w, ready, rows, bias);
+  const int64_t c = x.size(-1), rows = x.numel() / c;
   Tensor q = empty({rows, heads, head_dim}, x.scalar_type());
-  void* q_out = q.mutable_data_ptr();
-  auto* k_out = static_cast<uint16_t*>(k_cache.mutable_data_ptr());
-  auto* v_out = static_cast<uint16_t*>(v_cache.mutable_data_ptr());
-  const int64_t last = k_cache.size(0) - 1, half = cos ? cos->size(-1) : 0;
-  const auto* slot = static_cast<const int64_t*>(slots.const_data_ptr());
-  const auto* cosines = cos ? static_cast<const float*>(cos->const_data_ptr()) : nullptr;
-  const auto* sines = sin ? static_cast<const float*>(sin->const_data_ptr()) : nullptr;
-  auto one_row = [&](int64_t r) {
-    float* row = values + r * all * head_dim;
-    const int64_t to = slot[r] < 0 ? last : slot[r];
-    const float* co = cosines ? cosines + r * half : nullptr;
-    const float* si = sines ? sines + r * half : nullptr;
-    for (int64_t h = 0; h < all; h++) {
-      float* head = row + h * head_dim;
-      if (h < heads + kv_heads) finish_head(head, head_dim, h < heads ? q_n : k_n, co, si, half);
-      if (h < heads) {
-        for (int64_t i = 0; i < head_dim; i++) store_one(q_out, type, (r * heads + h) * head_dim + i, head[i]);
-      } else {
-        const bool key = h < heads + kv_heads;
-        uint16_t* out = (key ? k_out : v_out) + (to * kv_heads + h - heads - (key ? 0 : kv_heads)) * head_dim;
-        for (int64_t i = 0; i < head_dim; i++) out[i] = to_bf16(head[i]);
-      }
-    }
-  };
-  if (rows <= 4) for (int64_t r = 0; r < rows; r++) one_row(r);
-  else for_chunks(rows, one_row);
+  Memory memory;
+  const AttentionInput step(memory, x, rows, q.mutable_data_ptr(), norm_of(HASTEN_NORM_ARGUMENTS),
+                            PackedWeight((heads + 2 * k_cache.size(1)) * head_dim, c, HASTEN_WEIGHT_ARGUMENTS), heads,
+                            head_dim, norm_of(q_norm, std::nullopt, eps, offset, centred),
+                            norm_of(k_norm, std::nullopt, eps, offset, centred), cos, sin, k_cache, v_cache, slots);
+  together([&](Member& member) { step.run(member); });
   return q;
 }
 
-// residual + norm(x·Wᵀ + b), the norm being optional. x (R, K), residual (R, N) -> the residual's shape and dtype.
-Tensor linear_add(Tensor x, Tensor data, Maybe scales, Maybe zeros, Maybe bias, int64_t group_size, int64_t digits,
-                  Tensor residual, Maybe norm_weight, Maybe norm_bias, double eps, double offset, bool centred) {
+// x (R, K), residual (…, N) -> the residual's shape and dtype; see LinearAdd.
+Tensor linear_add(Tensor x, HASTEN_WEIGHT, Tensor residual, HASTEN_NORM) {
   x = as_contiguous(x);
   residual = as_contiguous(residual);
   const int64_t n = residual.size(-1), rows = residual.numel() / n, k = rows ? x.numel() / rows : 0;
-  const Weight w = weight_of(data, scales, zeros, n, k, group_size);
-  const Type type = type_of(residual), bias_type = bias ? type_of(*bias) : Type::f32;
-  const Norm norm = norm_of(norm_weight, norm_bias, eps, offset, centred);
-  const Rows ready = prepare(w, x.const_data_ptr(), type_of(x), rows, k, Norm{}, int(digits));
   Tensor out = empty_like_with_last(residual, n);
-  void* to = out.mutable_data_ptr();
-  const void* before = residual.const_data_ptr();
-  if (norm.weight) {
-    float* values = whole_product(w, ready, rows, bias);
-    for_chunks(rows, [&](int64_t r) {
-      float* normal = scratch<float, 7>(n + LANES);
-      widen(values, Type::f32, r, n, n, norm, normal);
-      for (int64_t i = 0; i < n; i++) store_one(to, type, r * n + i, load_one(before, type, r * n + i) + normal[i]);
-    });
-    return out;
-  }
-  const void* b = bias ? bias->const_data_ptr() : nullptr;
-  product(w, ready, rows, [&](int64_t panel, int64_t m0, int64_t m1, const float* values) {
-    const int64_t n0 = panel * PANEL, count = std::min<int64_t>(PANEL, n - n0);
-    for (int64_t m = m0; m < m1; m++) {
-      const float* from = values + (m - m0) * PANEL;
-      const int64_t base = m * n + n0;
-      int64_t i = 0;
-      for (; i + LANES <= count; i += LANES) {
-        F32 v = load(from + i) + load_as(before, type, base + i);
-        if (b) v += load_as(b, bias_type, n0 + i);
-        store_as(to, type, base + i, v);
-      }
-      for (; i < count; i++)
-        store_one(to, type, base + i,
-                  from[i] + load_one(before, type, base + i) + (b ? load_one(b, bias_type, n0 + i) : 0.0f));
-    }
-  });
+  Memory memory;
+  const LinearAdd step(memory, x.const_data_ptr(), type_of(x), rows, PackedWeight(n, k, HASTEN_WEIGHT_ARGUMENTS),
+                       residual.const_data_ptr(), out.mutable_data_ptr(), type_of(residual),
+                       norm_of(HASTEN_NORM_ARGUMENTS));
+  together([&](Member& member) { step.run(member); });
   return out;
 }
 
-INLINE F32 logistic(F32 x) { return 1.0f / (1.0f + exp(-x)); }
-// erf by Abramowitz and Stegun 7.1.26, absolute error below 1.5e-7.
-INLINE F32 erf(F32 x) {
-  F32 a = abs(x), t = 1.0f / (1.0f + 0.3275911f * a);
-  F32 p = ((((1.061405429f * t - 1.453152027f) * t + 1.421413741f) * t - 0.284496736f) * t + 0.254829592f) * t;
-  F32 y = 1.0f - p * exp(-(a * a));
-  return (F32)((U32)y | ((U32)x & 0x80000000u));
-}
-enum class Activation { silu, gelu, gelu_tanh, relu };
-INLINE F32 activate(F32 x, Activation kind) {
-  switch (kind) {
-    case Activation::silu: return x * logistic(x);
-    case Activation::gelu: return 0.5f * x * (1.0f + erf(x * 0.70710678118654752f));
-    // 0.5·(1 + tanh(y)) is the logistic function of 2·y.
-    case Activation::gelu_tanh: return x * logistic(1.5957691216057308f * (x + 0.044715f * x * x * x));
-    default: return max(x, F32{});
-  }
+// x (…, C) -> (…, I) in x's dtype; see MlpInput.
+Tensor mlp_input(Tensor x, HASTEN_NORM, HASTEN_WEIGHT, int64_t inner, bool gated, int64_t activation) {
+  x = as_contiguous(x);
+  const int64_t c = x.size(-1), rows = x.numel() / c;
+  Tensor out = empty_like_with_last(x, inner);
+  Memory memory;
+  const MlpInput step(memory, x.const_data_ptr(), type_of(x), rows, out.mutable_data_ptr(),
+                      norm_of(HASTEN_NORM_ARGUMENTS),
+                      PackedWeight(MlpInput::weight_rows(inner, gated), c, HASTEN_WEIGHT_ARGUMENTS), inner, gated,
+                      Activation(activation));
+  together([&](Member& member) { step.run(member); });
+  return out;
 }
 
-// norm + act(x·Gateᵀ)·(x·Upᵀ), or act(x·Upᵀ) if not gated. x (R, C) -> (R, I) in x's dtype. Gated weights alternate
-// 32 rows of gate and 32 rows of up, so that both halves of a product meet in one panel.
-Tensor mlp_input(Tensor x, Maybe norm_weight, Maybe norm_bias, double eps, double offset, bool centred, Tensor data,
-                 Maybe scales, Maybe zeros, Maybe bias, int64_t group_size, int64_t digits, int64_t inner,
-                 bool gated, int64_t activation) {
+// Everything of a dense block that stays the same from step to step.
+struct Plan {
+  static constexpr uint64_t MARK = 0x6e616c7020736168;
+  uint64_t mark = MARK;
+  int64_t c, heads, head_dim, window, inner;
+  double scale, softcap;
+  bool gated;
+  Activation kind;
+  Norm attention_norm, q_norm, k_norm, output_norm, mlp_norm, down_norm;
+  PackedWeight qkv, output, mlp, down;
+  std::vector<Tensor> held;  // what the pointers point to
+};
+
+// A plan as a tensor of bytes, which owns it: handing over 50 arguments takes longer than the sums of a small model, and
+// several times longer still after a layer's weights have swept the caches. All norms of a block are of one kind.
+Tensor plan_block(int64_t c, int64_t kv_heads, HASTEN_NORM, HASTEN_WEIGHT, int64_t heads, int64_t head_dim, Maybe q_norm,
+                  Maybe k_norm, double scale, int64_t window, double softcap,  //
+                  Tensor o_data, Maybe o_scales, Maybe o_zeros, Maybe o_bias, int64_t o_group_size, int64_t o_digits,
+                  Maybe o_norm_weight, Maybe o_norm_bias,  //
+                  Maybe m_norm_weight, Maybe m_norm_bias, Tensor m_data, Maybe m_scales, Maybe m_zeros, Maybe m_bias,
+                  int64_t m_group_size, int64_t m_digits, int64_t inner, bool gated, int64_t activation,  //
+                  Tensor d_data, Maybe d_scales, Maybe d_zeros, Maybe d_bias, int64_t d_group_size, int64_t d_digits,
+                  Maybe d_norm_weight, Maybe d_norm_bias) {
+  auto norm = [&](const Maybe& weight, const Maybe& bias) { return norm_of(weight, bias, eps, offset, centred); };
+  auto plan = std::make_unique<Plan>(Plan{
+      .c = c, .heads = heads, .head_dim = head_dim, .window = window, .inner = inner, .scale = scale,
+      .softcap = softcap, .gated = gated, .kind = Activation(activation),
+      .attention_norm = norm(norm_weight, norm_bias), .q_norm = norm(q_norm, std::nullopt),
+      .k_norm = norm(k_norm, std::nullopt), .output_norm = norm(o_norm_weight, o_norm_bias),
+      .mlp_norm = norm(m_norm_weight, m_norm_bias), .down_norm = norm(d_norm_weight, d_norm_bias),
+      .qkv = {(heads + 2 * kv_heads) * head_dim, c, HASTEN_WEIGHT_ARGUMENTS},
+      .output = {c, heads * head_dim, o_data, o_scales, o_zeros, o_bias, o_group_size, o_digits},
+      .mlp = {MlpInput::weight_rows(inner, gated), c, m_data, m_scales, m_zeros, m_bias, m_group_size, m_digits},
+      .down = {c, inner, d_data, d_scales, d_zeros, d_bias, d_group_size, d_digits},
+      .held = {data, o_data, m_data, d_data}});
+  for (const Maybe& one : {norm_weight, norm_bias, scales, zeros, bias, q_norm, k_norm, o_scales, o_zeros, o_bias,
+                           o_norm_weight, o_norm_bias, m_norm_weight, m_norm_bias, m_scales, m_zeros, m_bias, d_scales,
+                           d_zeros, d_bias, d_norm_weight, d_norm_bias})
+    if (one) plan->held.push_back(*one);
+  const torch::stable::Device cpu(torch::headeronly::DeviceType::CPU);
+  return torch::stable::from_blob(plan.release(), {int64_t(sizeof(Plan))}, {1}, cpu, ScalarType::Byte,
+                                  [](void* p) { delete static_cast<Plan*>(p); });
+}
+
+// A whole dense block, x (…, C) float32 -> the same: attention_input, attention, linear_add, mlp_input and linear_add
+// after each other, the threads started once.
+Tensor block(Tensor x, Maybe cos, Maybe sin, Tensor k_cache, Tensor v_cache, Tensor slots, Tensor starts,
+             Tensor lengths, Maybe first, Maybe table, int64_t block_size, Tensor plan) {
   x = as_contiguous(x);
-  const int64_t c = x.size(-1), rows = x.numel() / c, each = gated ? PANEL / 2 : PANEL;
-  const int64_t n = (inner + each - 1) / each * PANEL;
-  const Weight w = weight_of(data, scales, zeros, n, c, group_size);
-  const Type type = type_of(x), bias_type = bias ? type_of(*bias) : Type::f32;
-  const Activation kind = Activation(activation);
-  const Rows ready = prepare(w, x.const_data_ptr(), type, rows, c, norm_of(norm_weight, norm_bias, eps, offset, centred), int(digits));
-  Tensor out = empty_like_with_last(x, inner);
-  void* to = out.mutable_data_ptr();
-  const void* b = bias ? bias->const_data_ptr() : nullptr;
-  product(w, ready, rows, [&](int64_t panel, int64_t m0, int64_t m1, const float* values) {
-    const int64_t i0 = panel * each, count = std::min<int64_t>(each, inner - i0);
-    for (int64_t m = m0; m < m1; m++)
-      for (int64_t i = 0; i < count; i += LANES) {
-        const float* from = values + (m - m0) * PANEL + i;
-        F32 first = load(from), second = gated ? load(from + PANEL / 2) : F32{};
-        if (b) {
-          first += load_as(b, bias_type, panel * PANEL + i);
-          if (gated) second += load_as(b, bias_type, panel * PANEL + PANEL / 2 + i);
-        }
-        F32 y = activate(first, kind);
-        if (gated) y *= second;
-        const int64_t base = m * inner + i0 + i;
-        if (i + LANES <= count) store_as(to, type, base, y);
-        else for (int64_t j = 0; j < count - i; j++) store_one(to, type, base + j, y[j]);
-      }
+  STD_TORCH_CHECK(plan.numel() == sizeof(Plan), "that is no plan of a block");
+  const Plan& p = *static_cast<const Plan*>(plan.const_data_ptr());
+  STD_TORCH_CHECK(p.mark == Plan::MARK, "that is no plan of a block");
+  STD_TORCH_CHECK(x.scalar_type() == ScalarType::Float && x.size(-1) == p.c, "the block wants x (…, ", p.c, ") float32");
+  const int64_t rows = x.numel() / p.c, wide = p.heads * p.head_dim;
+  const Type f32 = Type::f32;
+  Tensor out = empty_like_with_last(x, p.c);
+  Memory memory;
+  float *q = memory.take<float>(rows * wide), *attended = memory.take<float>(rows * wide);
+  float *middle = memory.take<float>(rows * p.c), *act = memory.take<float>(rows * p.inner);
+  const AttentionInput input(memory, x, rows, q, p.attention_norm, p.qkv, p.heads, p.head_dim, p.q_norm, p.k_norm, cos,
+                             sin, k_cache, v_cache, slots);
+  const AttentionPhases attention(memory, q, attended, f32, rows, p.heads, p.head_dim, k_cache, v_cache, starts, lengths,
+                                  first, table, block_size, p.scale, p.window, p.softcap);
+  const LinearAdd output(memory, attended, f32, rows, p.output, x.const_data_ptr(), middle, f32, p.output_norm);
+  const MlpInput mlp(memory, middle, f32, rows, act, p.mlp_norm, p.mlp, p.inner, p.gated, p.kind);
+  const LinearAdd down(memory, act, f32, rows, p.down, middle, out.mutable_data_ptr(), f32, p.down_norm);
+  together([&](Member& member) {
+    input.run(member);
+    attention.run(member);
+    output.run(member);
+    mlp.run(member);
+    down.run(member);
   });
   return out;
 }
@@ -198,11 +133,15 @@ Tensor mlp_input(Tensor x, Maybe norm_weight, Maybe norm_bias, double eps, doubl
 
 STABLE_TORCH_LIBRARY_FRAGMENT(HASTEN_LIBRARY, m) {
   m.def("attention_input(Tensor x, Tensor? norm_weight, Tensor? norm_bias, float eps, float offset, bool centred, Tensor data, Tensor? scales, Tensor? zeros, Tensor? bias, int group_size, int digits, int heads, int head_dim, Tensor? q_norm, Tensor? k_norm, Tensor? cos, Tensor? sin, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slots) -> Tensor");
+  m.def("plan_block(int c, int kv_heads, Tensor? norm_weight, Tensor? norm_bias, float eps, float offset, bool centred, Tensor data, Tensor? scales, Tensor? zeros, Tensor? bias, int group_size, int digits, int heads, int head_dim, Tensor? q_norm, Tensor? k_norm, float scale, int window, float softcap, Tensor o_data, Tensor? o_scales, Tensor? o_zeros, Tensor? o_bias, int o_group_size, int o_digits, Tensor? o_norm_weight, Tensor? o_norm_bias, Tensor? m_norm_weight, Tensor? m_norm_bias, Tensor m_data, Tensor? m_scales, Tensor? m_zeros, Tensor? m_bias, int m_group_size, int m_digits, int inner, bool gated, int activation, Tensor d_data, Tensor? d_scales, Tensor? d_zeros, Tensor? d_bias, int d_group_size, int d_digits, Tensor? d_norm_weight, Tensor? d_norm_bias) -> Tensor");
+  m.def("block(Tensor x, Tensor? cos, Tensor? sin, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slots, Tensor starts, Tensor lengths, Tensor? first, Tensor? table, int block_size, Tensor plan) -> Tensor");
   m.def("linear_add(Tensor x, Tensor data, Tensor? scales, Tensor? zeros, Tensor? bias, int group_size, int digits, Tensor residual, Tensor? norm_weight, Tensor? norm_bias, float eps, float offset, bool centred) -> Tensor");
   m.def("mlp_input(Tensor x, Tensor? norm_weight, Tensor? norm_bias, float eps, float offset, bool centred, Tensor data, Tensor? scales, Tensor? zeros, Tensor? bias, int group_size, int digits, int inner, bool gated, int activation) -> Tensor");
 }
 STABLE_TORCH_LIBRARY_IMPL(HASTEN_LIBRARY, CPU, m) {
   m.impl("attention_input", TORCH_BOX(&hasten::attention_input));
+  m.impl("plan_block", TORCH_BOX(&hasten::plan_block));
+  m.impl("block", TORCH_BOX(&hasten::block));
   m.impl("linear_add", TORCH_BOX(&hasten::linear_add));
   m.impl("mlp_input", TORCH_BOX(&hasten::mlp_input));
 }

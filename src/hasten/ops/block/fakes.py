@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -22,4 +23,20 @@ def mlp_input(x: Tensor, *rest: Any) -> Tensor:
     return x.new_empty((*x.shape[:-1], rest[11]))
 
 
-FAKES = {"attention_input": attention_input, "linear_add": linear_add, "mlp_input": mlp_input}
+def block(x: Tensor, *rest: Any) -> Tensor:
+    """As x."""
+    return x.new_empty(x.shape)
+
+
+def plan_block(c: int, kv_heads: int, norm_weight: Any, norm_bias: Any, *rest: Any) -> Tensor:
+    """Bytes that only the native code can read; how many it alone knows."""
+    return rest[3].new_empty(0, dtype=torch.uint8)
+
+
+FAKES = {
+    "plan_block": plan_block,
+    "block": block,
+    "attention_input": attention_input,
+    "linear_add": linear_add,
+    "mlp_input": mlp_input,
+}

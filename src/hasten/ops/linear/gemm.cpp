@@ -8,6 +8,10 @@ namespace hasten {
 constexpr int64_t WIDE_STEPS = 64;
 constexpr int64_t MANY_VALUES = 512;  // of K that all tiles of many rows pass before the next: 16 KB of int4 lines
 
+constexpr int64_t SCALES_AHEAD = 8;     // groups
+
+INLINE int64_t bytes_of(ScaleType type) { return type == ScaleType::f32 ? 4 : 2; }
+
 template <int M>
 using Count = std::integral_constant<int, M>;
 
@@ -76,6 +80,11 @@ static void tile_int4(const Weight& w, const uint8_t* lines, int64_t panel, int6
                       int64_t row, float* sums, const char* ahead) {
   const int64_t at = (panel * x.groups + g) * PANEL + first * LANES;
   const int8_t* q = x.q + row * x.stride + g * w.group;
+  if constexpr (STREAM) {  // a stream of their own, too thin for the prefetcher of the processor to see in time
+    const char* scales = static_cast<const char*>(w.scales) + (at + SCALES_AHEAD * PANEL) * bytes_of(w.scale_type);
+    for (int v = 0; v < V; v += 64 / LANES / bytes_of(w.scale_type)) __builtin_prefetch(scales + v * LANES * bytes_of(w.scale_type), 0, 3);
+    if (w.zeros) __builtin_prefetch(w.zeros + at + SCALES_AHEAD * PANEL, 0, 3);
+  }
   I32 acc[M][V];
   // The sums start at what the weights' offset will have added.
   for (int m = 0; m < M; m++)

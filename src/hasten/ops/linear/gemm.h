@@ -35,7 +35,7 @@ constexpr int WIDE = 4;
 constexpr int WIDE_SPAN = 1;
 #endif
 constexpr int64_t ROW_BLOCK = 96;  // rows of x in a chunk of work: their sums stay in the first-level cache
-constexpr int64_t AHEAD = 16384;   // bytes that the first tile's stream is prefetched ahead
+constexpr int64_t AHEAD = 8192;    // bytes that the first tile's stream is prefetched ahead
 
 enum class Format { bf16, int8, int4 };
 enum class ScaleType { f32, bf16, f16 };
@@ -54,10 +54,10 @@ struct Weight {
 // Rows of x as the kernel wants them, `stride` values apart. bf16: rows of k values. int8: `digits` rows of k values for each row of x, with
 // x = scale·(256·high + low) for two digits; one scale a row (int8 weights) or one a group (int4 weights).
 struct Rows {
-  const uint16_t* bf16 = nullptr;
-  const int8_t* q = nullptr;
-  const float* scales = nullptr;   // [rows][groups]
-  const int32_t* sums = nullptr;   // [rows·digits][groups]: sum of the q of a group, for the weights' offset
+  uint16_t* bf16 = nullptr;
+  int8_t* q = nullptr;
+  float* scales = nullptr;   // [rows][groups]
+  int32_t* sums = nullptr;   // [rows·digits][groups]: sum of the q of a group, for the weights' offset
   int digits = 1;
   int64_t groups = 1;
   int64_t stride = 0;
@@ -121,22 +121,5 @@ void tile_bf16(const uint16_t* w, const uint16_t* x, int64_t stride, int64_t ste
 
 // The products of rows m0 … m1 with one panel: out [m1 - m0][64], scaled.
 void panel_product(const Weight& w, const Rows& x, int64_t panel, int64_t m0, int64_t m1, float* out);
-
-// Calls finish(panel, m0, m1, values [m1 - m0][64]) for every panel and block of rows, in parallel.
-template <class Finish>
-void product(const Weight& w, const Rows& x, int64_t rows, const Finish& finish) {
-  const int64_t blocks = (rows + ROW_BLOCK - 1) / ROW_BLOCK, panels = w.panels();
-  // A stream starts anew at each chunk and waits for memory: with few rows, a chunk is several panels in a row.
-  int64_t run = 1;
-  if (rows <= WIDE) run = std::clamp<int64_t>(panels / (int64_t(torch::stable::get_num_threads()) * 8), 1, 8);
-  for_chunks((panels + run - 1) / run * blocks, [&](int64_t chunk) {
-    const int64_t m0 = chunk % blocks * ROW_BLOCK, m1 = std::min(rows, m0 + ROW_BLOCK), first = chunk / blocks * run;
-    float* values = scratch<float, 2>(ROW_BLOCK * PANEL);
-    for (int64_t panel = first; panel < std::min(panels, first + run); panel++) {
-      panel_product(w, x, panel, m0, m1, values);
-      finish(panel, m0, m1, values);
-    }
-  });
-}
 
 }  // namespace hasten

@@ -24,12 +24,13 @@ Tensor linear(Tensor x, Tensor data, std::optional<Tensor> scales, std::optional
   const Type type = type_of(x);
   x = as_contiguous(x);
   Tensor y = empty_like_with_last(x, out_features);
-  const Rows prepared = prepare(w, x.const_data_ptr(), type, rows, k, Norm{}, int(digits));
+  Memory memory;
+  const Preparation prepared(memory, w, x.const_data_ptr(), type, rows, k, Norm{}, int(digits));
   void* out = y.mutable_data_ptr();
   STD_TORCH_CHECK(!bias || (bias->is_contiguous() && bias->numel() == out_features), "the bias does not fit");
   const void* b = bias ? bias->const_data_ptr() : nullptr;
   const Type bias_type = bias ? type_of(*bias) : Type::f32;
-  product(w, prepared, rows, [&](int64_t panel, int64_t m0, int64_t m1, const float* values) {
+  auto finish = [&](int64_t panel, int64_t m0, int64_t m1, const float* values) {
     const int64_t n0 = panel * PANEL, n = std::min<int64_t>(PANEL, out_features - n0);
     for (int64_t m = m0; m < m1; m++) {
       const float* from = values + (m - m0) * PANEL;
@@ -42,7 +43,8 @@ Tensor linear(Tensor x, Tensor data, std::optional<Tensor> scales, std::optional
       for (; i < n; i++)
         store_one(out, type, m * out_features + n0 + i, from[i] + (b ? load_one(b, bias_type, n0 + i) : 0.0f));
     }
-  });
+  };
+  together([&](Member& member) { product(member, w, prepared, rows, finish); });
   return y;
 }
 

@@ -30,6 +30,12 @@ INLINE void store_one(void* p, Type type, int64_t i, float v) {
   else static_cast<uint16_t*>(p)[i] = to_bf16(v);
 }
 
+inline void store_row(void* p, Type type, int64_t at, const float* values, int64_t count) {
+  int64_t i = 0;
+  for (; i + LANES <= count; i += LANES) store_as(p, type, at + i, load(values + i));
+  for (; i < count; i++) store_one(p, type, at + i, values[i]);
+}
+
 // One row of x (k values) as float32, normalised, followed by zeros up to `padded`.
 inline void widen(const void* x, Type type, int64_t row, int64_t k, int64_t padded, const Norm& norm, float* out) {
   const int64_t whole = k / LANES * LANES, base = row * k;
@@ -107,41 +113,97 @@ inline void quantize(const float* x, int64_t k, int digits, int64_t digit_stride
   if (digits == 2) sums[sum_stride] = total_low;
 }
 
-// All rows of x for weight w. The memory belongs to the calling thread until its next product.
-inline Rows prepare(const Weight& w, const void* x, Type type, int64_t rows, int64_t k, const Norm& norm, int digits) {
-  Rows out;
-  const bool narrow = w.format == Format::bf16;
-  if (narrow && type == Type::bf16 && !norm.weight && k == w.k && rows == 1) {
-    out.bf16 = static_cast<const uint16_t*>(x);
+// The rows of x made ready for a weight. A few rows are prepared by every thread for itself, which takes a microsecond or
+// two and no waiting; many are shared out, in a phase of their own.
+class Preparation {
+ public:
+  // x (rows, k) may be written until the product's phase begins.
+  Preparation(Memory& memory, const Weight& w, const void* x, Type type, int64_t rows, int64_t k, const Norm& norm,
+              int digits)
+      : w_(w), x_(x), type_(type), rows_(rows), k_(k), norm_(norm), digits_(w.format == Format::bf16 ? 1 : digits) {
+    if (own()) return;
+    shared_ = place([&](int64_t count, auto slot) { return memory.take<typename decltype(slot)::type>(count); });
+  }
+  // A phase for many rows, nothing for few.
+  void share_out(Member& member) const {
+    if (own()) return;
+    const int64_t block = 16;
+    member.each((rows_ + block - 1) / block, [&](int64_t chunk) {
+      fill(shared_, chunk * block, std::min(rows_, (chunk + 1) * block));
+    });
+  }
+  // The rows, for one thread; valid until it asks for others.
+  Rows ready() const {
+    if (!own()) return shared_;
+    Rows out = place([](int64_t count, auto slot) {
+      return scratch<typename decltype(slot)::type, decltype(slot)::number>(count);
+    });
+    fill(out, 0, rows_);
     return out;
   }
-  const int64_t stride = out.stride = narrow ? spread_rows<uint16_t>(w.k) : spread_rows<int8_t>(w.k);
-  out.digits = narrow ? 1 : digits;
-  out.groups = w.format == Format::int4 ? w.k / w.group : 1;
-  uint16_t* halves = narrow ? scratch<uint16_t, 3>(rows * stride) : nullptr;
-  int8_t* q = narrow ? nullptr : scratch<int8_t, 4>(rows * digits * stride);
-  float* scales = scratch<float, 5>(rows * out.groups);
-  int32_t* sums = scratch<int32_t, 6>(rows * digits * out.groups);
-  const int64_t block = 16;
-  for_chunks((rows + block - 1) / block, [&](int64_t chunk) {
-    float* wide = scratch<float, 7>(w.k + LANES);
-    for (int64_t m = chunk * block; m < std::min(rows, (chunk + 1) * block); m++) {
-      widen(x, type, m, k, w.k, norm, wide);
-      if (narrow) {
-        for (int64_t i = 0; i < w.k; i += LANES) store_bf16(halves + m * stride + i, load(wide + i));
+
+ private:
+  template <class T, int NUMBER>
+  struct Slot { using type = T; static constexpr int number = NUMBER; };
+  bool own() const { return rows_ <= 4; }
+  template <class Take>
+  Rows place(const Take& take) const {
+    Rows out;
+    const bool narrow = w_.format == Format::bf16;
+    out.stride = narrow ? spread_rows<uint16_t>(w_.k) : spread_rows<int8_t>(w_.k);
+    out.digits = digits_;
+    out.groups = w_.format == Format::int4 ? w_.k / w_.group : 1;
+    if (narrow) {
+      out.bf16 = take(rows_ * out.stride, Slot<uint16_t, 3>{});
+      return out;
+    }
+    out.q = take(rows_ * digits_ * out.stride, Slot<int8_t, 4>{});
+    out.scales = take(rows_ * out.groups, Slot<float, 5>{});
+    out.sums = take(rows_ * digits_ * out.groups, Slot<int32_t, 6>{});
+    return out;
+  }
+  void fill(const Rows& out, int64_t m0, int64_t m1) const {
+    float* wide = scratch<float, 7>(w_.k + LANES);
+    for (int64_t m = m0; m < m1; m++) {
+      widen(x_, type_, m, k_, w_.k, norm_, wide);
+      if (w_.format == Format::bf16) {
+        for (int64_t i = 0; i < w_.k; i += LANES) store_bf16(out.bf16 + m * out.stride + i, load(wide + i));
         continue;
       }
-      const int64_t size = w.k / out.groups;
+      const int64_t size = w_.k / out.groups;
       for (int64_t g = 0; g < out.groups; g++)
-        quantize(wide + g * size, size, digits, stride, q + m * digits * stride + g * size, scales + m * out.groups + g,
-                 sums + m * digits * out.groups + g, out.groups);
+        quantize(wide + g * size, size, digits_, out.stride, out.q + m * digits_ * out.stride + g * size,
+                 out.scales + m * out.groups + g, out.sums + m * digits_ * out.groups + g, out.groups);
     }
+  }
+  const Weight w_;
+  const void* x_;
+  const Type type_;
+  const int64_t rows_, k_;
+  const Norm norm_;
+  const int digits_;
+  Rows shared_;
+};
+
+// The phases of a product of x with w: calls finish(panel, m0, m1, values [m1 - m0][64]) for every panel and block of
+// rows.
+template <class Finish>
+void product(Member& member, const Weight& w, const Preparation& x, int64_t rows, const Finish& finish) {
+  const int64_t blocks = (rows + ROW_BLOCK - 1) / ROW_BLOCK;
+  Rows ready;
+  auto one = [&](int64_t panel, int64_t m0, int64_t m1) {
+    float* values = scratch<float, 2>(ROW_BLOCK * PANEL);
+    panel_product(w, ready, panel, m0, m1, values);
+    finish(panel, m0, m1, values);
+  };
+  x.share_out(member);
+  if (blocks == 1)
+    return member.stream(w.panels(), [&] { ready = x.ready(); }, [&](int64_t panel) { one(panel, 0, rows); });
+  ready = x.ready();
+  member.each(w.panels() * blocks, [&](int64_t chunk) {
+    const int64_t m0 = chunk % blocks * ROW_BLOCK;
+    one(chunk / blocks, m0, std::min(rows, m0 + ROW_BLOCK));
   });
-  out.bf16 = halves;
-  out.q = q;
-  out.scales = scales;
-  out.sums = sums;
-  return out;
 }
 
 }  // namespace hasten

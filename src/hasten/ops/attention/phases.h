@@ -1,0 +1,154 @@
+// The attention of one call as phases of a team.
+#pragma once
+
+#include "native.h"
+
+namespace hasten {
+
+using torch::stable::Tensor;
+
+// One piece of work: `tokens` query tokens of one sequence from `row` on, all heads of one key/value head.
+struct Piece {
+  int64_t sequence, head, row, tokens, position;  // position: of the first token
+};
+
+inline Lines lines_in(float* memory, int64_t count, int64_t padded) {
+  return {memory, memory + round_up(count, LANES), memory + 2 * round_up(count, LANES), count, padded, count};
+}
+inline int64_t lines_size(int64_t count, int64_t padded) { return 2 * round_up(count, LANES) + count * padded; }
+
+class AttentionPhases {
+ public:
+  // q (R, H, D) float32 or bf16, may be written until the phases begin; out as q. Rows starts[b] … starts[b+1] - 1 are
+  // the last ones of sequence b's lengths[b] positions. k, v (slots, Hkv, D) bf16. Contiguous: first (B,), the slot of
+  // each sequence's position 0. Paged: table (B, blocks) of block numbers.
+  AttentionPhases(Memory& memory, const void* q, void* out, Type type, int64_t rows, int64_t heads, int64_t head_dim,
+                  const Tensor& k, const Tensor& v, const Tensor& starts, const Tensor& lengths,
+                  const std::optional<Tensor>& first, const std::optional<Tensor>& table, int64_t block_size,
+                  double scale, int64_t window, double softcap)
+      : q(q), out(out), type(type), heads(heads) {
+    STD_TORCH_CHECK(k.scalar_type() == ScalarType::BFloat16 && v.scalar_type() == ScalarType::BFloat16,
+                    "the native attention reads a bfloat16 cache");
+    STD_TORCH_CHECK(k.is_contiguous() && v.is_contiguous() && starts.is_contiguous() && lengths.is_contiguous(),
+                    "the cache, starts and lengths must be contiguous");
+    STD_TORCH_CHECK(first.has_value() != table.has_value(), "give either first slots or a block table");
+    kv = {static_cast<const uint16_t*>(k.const_data_ptr()), static_cast<const uint16_t*>(v.const_data_ptr()),
+          first ? static_cast<const int64_t*>(first->const_data_ptr()) : nullptr,
+          table ? static_cast<const int64_t*>(table->const_data_ptr()) : nullptr,
+          table ? table->size(1) : 0, block_size, k.size(1), head_dim, k.size(0)};
+    how = {float(scale), float(softcap), window};
+    group = heads / kv.kv_heads;
+    padded = round_up(head_dim, PANEL);
+    STD_TORCH_CHECK(padded <= 256, "head sizes up to 256");
+    const int64_t* start = static_cast<const int64_t*>(starts.const_data_ptr());
+    const int64_t* length = static_cast<const int64_t*>(lengths.const_data_ptr());
+    const int64_t tokens = std::max<int64_t>(1, LINES / group);
+    for (int64_t b = 0; b < lengths.size(0); b++) {
+      const int64_t own = start[b + 1] - start[b], before = length[b] - own;
+      // The last tokens see most keys: begun first, they do not keep the others waiting at the end.
+      for (int64_t t = (own - 1) / tokens * tokens; own > 0 && t >= 0; t -= tokens)
+        for (int64_t h = 0; h < kv.kv_heads; h++) {
+          pieces.push_back({b, h, start[b] + t, std::min(tokens, own - t), before + t});
+          spans = std::max(spans, spans_of(pieces.back()));
+        }
+    }
+    most = std::min<int64_t>(tokens, rows) * group;
+    size = round_up(lines_size(most, padded), LANES);
+    // Few sequences and heads, long contexts: the spans are work of their own, merged afterwards in the same order.
+    split = spans > 1 && int64_t(pieces.size()) < 4 * int64_t(torch::stable::get_num_threads());
+    if (split) parts = memory.take<float>(int64_t(pieces.size()) * spans * size);
+  }
+
+  void run(Member& member) const {
+    const int64_t count = int64_t(pieces.size());
+    if (!split) return member.each(count, [&](int64_t c) { whole_piece(pieces[c]); });
+    auto part = [&](int64_t c, int64_t s) {
+      return lines_in(parts + (c * spans + s) * size, pieces[c].tokens * group, padded);
+    };
+    member.each(count * spans, [&](int64_t chunk) {
+      const int64_t c = chunk / spans, s = chunk % spans;
+      const Piece& p = pieces[c];
+      if (s < first_key(p) / SPAN_KEYS || s >= spans_of(p)) return;
+      uint16_t* lines_q = scratch<uint16_t, 10>(most * padded);
+      int64_t* position = scratch<int64_t, 11>(most);
+      gather(p, lines_q, position);
+      span(p, s, lines_q, position, part(c, s));
+    });
+    member.each(count, [&](int64_t c) {
+      const Piece& p = pieces[c];
+      const int64_t begin = first_key(p) / SPAN_KEYS;
+      Lines whole = part(c, begin);
+      for (int64_t s = begin + 1; s < spans_of(p); s++) merge(whole, part(c, s));
+      finish(p, whole);
+    });
+  }
+
+ private:
+  static int64_t spans_of(const Piece& p) { return (p.position + p.tokens + SPAN_KEYS - 1) / SPAN_KEYS; }
+  void whole_piece(const Piece& p) const {
+    uint16_t* lines_q = scratch<uint16_t, 10>(most * padded);
+    int64_t* position = scratch<int64_t, 11>(most);
+    float* memory = scratch<float, 12>(2 * size);
+    gather(p, lines_q, position);
+    Lines whole = lines_in(memory, p.tokens * group, padded), next = lines_in(memory + size, p.tokens * group, padded);
+    const int64_t begin = first_key(p) / SPAN_KEYS;
+    for (int64_t s = begin; s < spans_of(p); s++) {
+      span(p, s, lines_q, position, s == begin ? whole : next);
+      if (s != begin) merge(whole, next);
+    }
+    finish(p, whole);
+  }
+
+  // The queries of a piece as bf16 lines (token, then head of the group), and the position of each.
+  void gather(const Piece& p, uint16_t* lines, int64_t* position) const {
+    const int64_t d = kv.head_dim;
+    for (int64_t t = 0; t < p.tokens; t++)
+      for (int64_t g = 0; g < group; g++) {
+        const int64_t from = ((p.row + t) * heads + p.head * group + g) * d, line = t * group + g;
+        uint16_t* to = lines + line * padded;
+        int64_t i = 0;
+        for (; i + LANES <= d; i += LANES) store_bf16(to + i, load_as(q, type, from + i));
+        for (; i < padded; i++) to[i] = i < d ? to_bf16(load_one(q, type, from + i)) : 0;
+        position[line] = p.position + t;
+      }
+  }
+  // First key that any query of the piece sees, at a tile's border.
+  int64_t first_key(const Piece& p) const {
+    const int64_t first = how.window ? std::max<int64_t>(0, p.position - how.window + 1) : 0;
+    return first / TILE_KEYS * TILE_KEYS;
+  }
+  void span(const Piece& p, int64_t index, const uint16_t* lines_q, const int64_t* position, const Lines& lines) const {
+    uint16_t* k_panel = scratch<uint16_t, 8>(padded * TILE_KEYS);
+    uint16_t* v_panels = scratch<uint16_t, 9>(padded * TILE_KEYS);
+    const int64_t last = p.position + p.tokens;
+    clear(lines);
+    const int64_t from = std::max(index * SPAN_KEYS, first_key(p)), to = std::min((index + 1) * SPAN_KEYS, last);
+    for (int64_t begin = from; begin < to; begin += TILE_KEYS) {
+      pack_tile(kv, p.sequence, p.head, begin, std::min(last, kv.room(p.sequence)), padded, k_panel, v_panels);
+      // Queries before this tile see nothing of it; lines keep standing together in sixes.
+      const int64_t skip = std::max<int64_t>(0, begin - p.position) * group / 6 * 6;
+      attend_tile(lines.from(skip), lines_q + skip * padded, position + skip, begin, k_panel, v_panels, how);
+    }
+  }
+  void finish(const Piece& p, const Lines& lines) const {
+    const int64_t d = kv.head_dim;
+    for (int64_t line = 0; line < lines.count; line++) {
+      const float share = 1.0f / lines.sum[line];
+      const int64_t to = ((p.row + line / group) * heads + p.head * group + line % group) * d;
+      for (int64_t i = 0; i < d; i++)
+        store_one(out, type, to + i, lines.value(i / PANEL, line)[i % PANEL] * share);
+    }
+  }
+
+  const void* q;
+  void* out;
+  Type type;
+  KeyValues kv;
+  Scores how;
+  int64_t heads, group, padded, spans = 1, most, size;
+  bool split;
+  float* parts = nullptr;
+  std::vector<Piece> pieces;
+};
+
+}  // namespace hasten

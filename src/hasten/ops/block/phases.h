@@ -1,0 +1,257 @@
+// The steps of a decoder block as phases of a team: what stands between two products is done on the way in (norm,
+// rounding) or on the way out (rotary turn, cache write, activation, residual), so that nothing wide goes through memory
+// twice. R rows of x, C: hidden size, H: query heads, D: head size.
+#pragma once
+
+#include "../tensors.h"
+
+namespace hasten {
+
+using torch::stable::Tensor;
+typedef std::optional<Tensor> Maybe;
+
+// The arguments that a norm and a packed weight have in every operator.
+#define HASTEN_NORM Maybe norm_weight, Maybe norm_bias, double eps, double offset, bool centred
+#define HASTEN_WEIGHT Tensor data, Maybe scales, Maybe zeros, Maybe bias, int64_t group_size, int64_t digits
+
+inline Norm norm_of(const Maybe& weight, const Maybe& bias, double eps, double offset, bool centred) {
+  Norm n;
+  if (!weight) return n;
+  n.weight = weight->const_data_ptr();
+  n.type = type_of(*weight);
+  if (bias) n.bias = bias->const_data_ptr();
+  n.eps = float(eps);
+  n.offset = float(offset);
+  n.centred = centred;
+  return n;
+}
+
+// A packed weight (N, K) with what belongs to it.
+struct PackedWeight {
+  PackedWeight(int64_t n, int64_t k, HASTEN_WEIGHT)
+      : w(weight_of(data, scales, zeros, n, k, group_size)), k(k), bias(bias ? bias->const_data_ptr() : nullptr),
+        bias_type(bias ? type_of(*bias) : Type::f32), digits(int(digits)) {}
+  Weight w;
+  int64_t k;
+  const void* bias;
+  Type bias_type;
+  int digits;
+};
+
+// A product with the rows that it takes.
+struct Linear : PackedWeight {
+  // x (rows, K), may be written until the phases begin.
+  Linear(Memory& memory, const void* x, Type type, int64_t rows, const Norm& norm, const PackedWeight& weight)
+      : PackedWeight(weight), rows(rows), x(memory, w, x, type, rows, k, norm, digits) {}
+
+  template <class Finish>
+  void run(Member& member, const Finish& finish) const {
+    product(member, w, x, rows, finish);
+  }
+  // All of it as float32 rows, bias added.
+  void run_into(Member& member, float* out) const {
+    const int64_t n = w.n;
+    run(member, [&](int64_t panel, int64_t m0, int64_t m1, const float* values) {
+      const int64_t n0 = panel * PANEL, count = std::min<int64_t>(PANEL, n - n0);
+      for (int64_t m = m0; m < m1; m++) {
+        const float* from = values + (m - m0) * PANEL;
+        float* to = out + m * n + n0;
+        int64_t i = 0;
+        for (; i + LANES <= count; i += LANES) {
+          F32 v = load(from + i);
+          if (bias) v += load_as(bias, bias_type, n0 + i);
+          store(to + i, v);
+        }
+        for (; i < count; i++) to[i] = from[i] + (bias ? load_one(bias, bias_type, n0 + i) : 0.0f);
+      }
+    });
+  }
+
+  const int64_t rows;
+  const Preparation x;
+};
+
+// One head: norm, then the rotary turn of its first 2·half elements (element i with element i + half).
+inline void finish_head(float* x, int64_t size, const Norm& norm, const float* cos, const float* sin, int64_t half) {
+  if (norm.weight) {
+    alignas(64) float copy[256 + LANES];
+    std::memcpy(copy, x, size * sizeof(float));
+    widen(copy, Type::f32, 0, size, size, norm, x);
+  }
+  if (!cos) return;
+  int64_t i = 0;
+  for (; i + LANES <= half; i += LANES) {
+    const F32 a = load(x + i), b = load(x + i + half), c = load(cos + i), s = load(sin + i);
+    store(x + i, a * c - b * s);
+    store(x + i + half, b * c + a * s);
+  }
+  for (; i < half; i++) {
+    const float a = x[i], b = x[i + half];
+    x[i] = a * cos[i] - b * sin[i];
+    x[i + half] = b * cos[i] + a * sin[i];
+  }
+}
+
+// norm + q, k, v + head norms + rotary turn + cache write. x (R, C), cos and sin (R, dim/2) -> q (R, H, D) in x's
+// dtype; k, v go into row slots[r] of the caches (slots, Hkv, D), -1 being the last row, which nobody reads.
+struct AttentionInput {
+  AttentionInput(Memory& memory, const Tensor& x, int64_t rows, void* q, const Norm& norm, const PackedWeight& weight,
+                 int64_t heads, int64_t head_dim, const Norm& q_norm, const Norm& k_norm, const Maybe& cos,
+                 const Maybe& sin, const Tensor& k_cache, const Tensor& v_cache, const Tensor& slots)
+      : heads(heads), kv_heads(k_cache.size(1)), head_dim(head_dim), q(q), type(type_of(x)), q_norm(q_norm),
+        k_norm(k_norm), linear(memory, x.const_data_ptr(), type, rows, norm, weight),
+        values(memory.take<float>(rows * linear.w.n)), last(k_cache.size(0) - 1), half(cos ? cos->size(-1) : 0) {
+    STD_TORCH_CHECK(linear.w.n == (heads + 2 * kv_heads) * head_dim && linear.k == x.size(-1),
+                    "the weight of q, k and v does not fit x and the cache");
+    STD_TORCH_CHECK(k_cache.scalar_type() == ScalarType::BFloat16 && k_cache.is_contiguous() && v_cache.is_contiguous(),
+                    "the fused step writes a contiguous bfloat16 cache");
+    STD_TORCH_CHECK(head_dim <= 256, "head sizes up to 256");
+    k_out = static_cast<uint16_t*>(k_cache.mutable_data_ptr());
+    v_out = static_cast<uint16_t*>(v_cache.mutable_data_ptr());
+    slot = static_cast<const int64_t*>(slots.const_data_ptr());
+    cosines = cos ? static_cast<const float*>(cos->const_data_ptr()) : nullptr;
+    sines = sin ? static_cast<const float*>(sin->const_data_ptr()) : nullptr;
+  }
+
+  void run(Member& member) const {
+    linear.run_into(member, values);
+    // The heads of few rows are shared out too; of many, whole rows.
+    const int64_t all = heads + 2 * kv_heads, step = linear.rows <= 4 ? kv_heads : all;
+    member.each(linear.rows * (all / step), [&](int64_t item) {
+      const int64_t r = item / (all / step), from = item % (all / step) * step;
+      for (int64_t h = from; h < from + step; h++) one(r, h);
+    });
+  }
+
+ private:
+  void one(int64_t r, int64_t h) const {
+    float* x = values + r * linear.w.n + h * head_dim;
+    if (h < heads + kv_heads)
+      finish_head(x, head_dim, h < heads ? q_norm : k_norm, cosines ? cosines + r * half : nullptr,
+                  sines ? sines + r * half : nullptr, half);
+    if (h < heads) return store_row(q, type, (r * heads + h) * head_dim, x, head_dim);
+    const bool key = h < heads + kv_heads;
+    const int64_t to = ((slot[r] < 0 ? last : slot[r]) * kv_heads + h - heads - (key ? 0 : kv_heads)) * head_dim;
+    store_row(key ? k_out : v_out, Type::bf16, to, x, head_dim);
+  }
+
+  const int64_t heads, kv_heads, head_dim;
+  void* const q;
+  const Type type;
+  const Norm q_norm, k_norm;
+  const Linear linear;
+  float* const values;
+  const int64_t last, half;
+  uint16_t *k_out, *v_out;
+  const int64_t* slot;
+  const float *cosines, *sines;
+};
+
+// residual + norm(x·Wᵀ + b), the norm being optional. x (R, K), residual and out (R, N).
+struct LinearAdd {
+  LinearAdd(Memory& memory, const void* x, Type x_type, int64_t rows, const PackedWeight& weight, const void* residual,
+            void* out, Type type, const Norm& norm)
+      : linear(memory, x, x_type, rows, Norm{}, weight), norm(norm), residual(residual), out(out), type(type),
+        values(norm.weight ? memory.take<float>(rows * linear.w.n) : nullptr) {}
+
+  void run(Member& member) const {
+    const int64_t n = linear.w.n;
+    if (norm.weight) {
+      linear.run_into(member, values);
+      return member.each(linear.rows, [&](int64_t r) {
+        float* normal = scratch<float, 7>(n + LANES);
+        widen(values, Type::f32, r, n, n, norm, normal);
+        add(normal, r * n, n, nullptr, Type::f32, 0);
+      });
+    }
+    linear.run(member, [&](int64_t panel, int64_t m0, int64_t m1, const float* values) {
+      const int64_t n0 = panel * PANEL, count = std::min<int64_t>(PANEL, n - n0);
+      for (int64_t m = m0; m < m1; m++)
+        add(values + (m - m0) * PANEL, m * n + n0, count, linear.bias, linear.bias_type, n0);
+    });
+  }
+
+ private:
+  void add(const float* values, int64_t at, int64_t count, const void* b, Type bias_type, int64_t n0) const {
+    int64_t i = 0;
+    for (; i + LANES <= count; i += LANES) {
+      F32 v = load(values + i) + load_as(residual, type, at + i);
+      if (b) v += load_as(b, bias_type, n0 + i);
+      store_as(out, type, at + i, v);
+    }
+    for (; i < count; i++)
+      store_one(out, type, at + i,
+                values[i] + load_one(residual, type, at + i) + (b ? load_one(b, bias_type, n0 + i) : 0.0f));
+  }
+
+  const Linear linear;
+  const Norm norm;
+  const void* const residual;
+  void* const out;
+  const Type type;
+  float* const values;
+};
+
+INLINE F32 logistic(F32 x) { return 1.0f / (1.0f + exp(-x)); }
+// erf by Abramowitz and Stegun 7.1.26, absolute error below 1.5e-7.
+INLINE F32 erf(F32 x) {
+  F32 a = abs(x), t = 1.0f / (1.0f + 0.3275911f * a);
+  F32 p = ((((1.061405429f * t - 1.453152027f) * t + 1.421413741f) * t - 0.284496736f) * t + 0.254829592f) * t;
+  F32 y = 1.0f - p * exp(-(a * a));
+  return (F32)((U32)y | ((U32)x & 0x80000000u));
+}
+enum class Activation { silu, gelu, gelu_tanh, relu };
+INLINE F32 activate(F32 x, Activation kind) {
+  switch (kind) {
+    case Activation::silu: return x * logistic(x);
+    case Activation::gelu: return 0.5f * x * (1.0f + erf(x * 0.70710678118654752f));
+    // 0.5·(1 + tanh(y)) is the logistic function of 2·y.
+    case Activation::gelu_tanh: return x * logistic(1.5957691216057308f * (x + 0.044715f * x * x * x));
+    default: return max(x, F32{});
+  }
+}
+
+// norm + act(x·Gateᵀ)·(x·Upᵀ), or act(x·Upᵀ) if not gated. x (R, C) -> out (R, I), both of one dtype. Gated weights
+// alternate 32 rows of gate and 32 rows of up, so that both halves of a product meet in one panel.
+struct MlpInput {
+  MlpInput(Memory& memory, const void* x, Type type, int64_t rows, void* out, const Norm& norm,
+           const PackedWeight& weight, int64_t inner, bool gated, Activation kind)
+      : each(rows_of_panel(gated)), inner(inner), gated(gated), kind(kind), out(out), type(type),
+        linear(memory, x, type, rows, norm, weight) {}
+  static int64_t rows_of_panel(bool gated) { return gated ? PANEL / 2 : PANEL; }
+  // Rows of the weight for so many outputs.
+  static int64_t weight_rows(int64_t inner, bool gated) {
+    return (inner + rows_of_panel(gated) - 1) / rows_of_panel(gated) * PANEL;
+  }
+
+  void run(Member& member) const {
+    const void* b = linear.bias;
+    linear.run(member, [&](int64_t panel, int64_t m0, int64_t m1, const float* values) {
+      const int64_t i0 = panel * each, count = std::min<int64_t>(each, inner - i0);
+      for (int64_t m = m0; m < m1; m++)
+        for (int64_t i = 0; i < count; i += LANES) {
+          const float* from = values + (m - m0) * PANEL + i;
+          F32 first = load(from), second = gated ? load(from + PANEL / 2) : F32{};
+          if (b) {
+            first += load_as(b, linear.bias_type, panel * PANEL + i);
+            if (gated) second += load_as(b, linear.bias_type, panel * PANEL + PANEL / 2 + i);
+          }
+          F32 y = activate(first, kind);
+          if (gated) y *= second;
+          const int64_t base = m * inner + i0 + i;
+          if (i + LANES <= count) store_as(out, type, base, y);
+          else for (int64_t j = 0; j < count - i; j++) store_one(out, type, base + j, y[j]);
+        }
+    });
+  }
+
+ private:
+  const int64_t each, inner;
+  const bool gated;
+  const Activation kind;
+  void* const out;
+  const Type type;
+  const Linear linear;
+};
+
+}  // namespace hasten
