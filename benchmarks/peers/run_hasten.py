@@ -1,0 +1,24 @@
+"""hasten's fused steps on a folder: in bfloat16, or as `hasten quantize` wrote it."""
+
+import protocol
+import torch
+
+import hasten
+from hasten.generation.decoder import Decoder
+from hasten.machine import configure
+
+given = protocol.arguments()
+configure(threads=given.threads, seed=0)
+model = hasten.fuse(hasten.load(given.model, dtype="bfloat16"))
+decoder = Decoder(model, batch=1, capacity=protocol.PREFILL + protocol.DECODE)
+
+
+def feed(ids: list[int]) -> None:
+    if decoder.lengths[0] and len(ids) == 1:
+        decoder.decode(torch.tensor(ids))
+    else:
+        decoder.prefill([ids])
+
+
+found = protocol.measure_steps(lambda: decoder.truncate(0), feed, vocabulary=model.config.vocab_size)
+protocol.answer(found, packages=["hasten", "torch"])
