@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 INK, SOFT, GRID = "#1c2733", "#66717d", "#e4e8ec"
-BAR, BAR_FIRST, FAILED = "#2f6f9f", "#a9b8c6", "#b23a2e"
+BAR, BAR_FIRST, BAR_FURTHER, FAILED = "#2f6f9f", "#a9b8c6", "#8db4cf", "#b23a2e"
 LINES = ("#2f6f9f", "#d07a2d", "#4d8f5b", "#8a5a9e", "#b23a2e", "#66717d")
 TITLES = {"generate": ("Generation", "decode, tokens/s"), "train": ("Training", "tokens/s")}
 
@@ -109,7 +109,8 @@ def draw_curves(
 
 def _bar(axes: Axes, position: int, row: Mapping[str, Any], speed: str, *, first: bool, cache: bool) -> None:
     value = row[speed]
-    axes.barh(position, value, height=0.62, color=BAR_FIRST if first else BAR)
+    color = BAR_FIRST if first else BAR_FURTHER if "ratio_to" in row else BAR
+    axes.barh(position, value, height=0.62, color=color)
     low, high = row.get("min", {}).get(speed, value), row.get("max", {}).get(speed, value)
     if high > low:
         axes.plot((low, high), (position, position), color=INK, linewidth=1.1, solid_capstyle="butt", alpha=0.75)

@@ -48,7 +48,7 @@ def cell(row: Mapping[str, Any], key: str, style: str) -> str:
     text = format_value(row.get(key), style)
     if text and key == "ratio":
         base = str(row["ratio_to"])  # its own rung's row, or another ending of the same name
-        return text if str(row["name"]).startswith(f"{base}-") else f"{text} {base.rpartition('-')[2]}"
+        return text if f"{row['name']}-".startswith(f"{base}-") else f"{text} {base.rpartition('-')[2]}"
     if text and key in ("mfu", "prefill_mfu"):
         return f"{text} {SHORT_DTYPES.get(row.get('matrix_dtype', 'float32'), '')}".rstrip()
     return text
