@@ -95,6 +95,10 @@ static void tile_int4(const Weight& w, const uint8_t* lines, int64_t panel, int6
       U8 z; std::memcpy(&z, w.zeros + at + v * LANES, 16);
       for (int m = 0; m < M; m++) acc[m][v] = __builtin_convertvector(z, I32) * -x.sums[(row + m) * x.groups + g];
     }
+  // With registers to spare, the high halves stay where they are, as 16 times their value, and have sums of their own:
+  // no shifts, and twice as many dot products that do not wait for each other.
+  constexpr bool APART = SPARE && M * V <= 8;
+  I32 sixteenfold[APART ? M : 1][V] = {};
   for (int64_t s = 0; s < w.group / 8; s++) {
     const uint8_t* line = lines + s * PANEL * 4;
     if constexpr (STREAM)
@@ -103,7 +107,7 @@ static void tile_int4(const Weight& w, const uint8_t* lines, int64_t panel, int6
     for (int v = 0; v < V; v++) {
       U32 both = load_line(line + v * 64);
       low[v] = both & 0x0f0f0f0fu;
-      high[v] = (both >> 4) & 0x0f0f0f0fu;
+      high[v] = APART ? both & 0xf0f0f0f0u : (both >> 4) & 0x0f0f0f0fu;
     }
     for (int m = 0; m < M; m++) {
       // Two loads of 4 bytes, each broadcast as it is read: 8 at once would pass through a general register, and
@@ -112,9 +116,15 @@ static void tile_int4(const Weight& w, const uint8_t* lines, int64_t panel, int6
       std::memcpy(&quad, q + m * x.stride + 8 * s, 4);
       for (int v = 0; v < V; v++) acc[m][v] = dot_u8s8(acc[m][v], low[v], quad);
       std::memcpy(&next, q + m * x.stride + 8 * s + 4, 4);
-      for (int v = 0; v < V; v++) acc[m][v] = dot_u8s8(acc[m][v], high[v], next);
+      for (int v = 0; v < V; v++) {
+        I32& sum = APART ? sixteenfold[m][v] : acc[m][v];
+        sum = dot_u8s8(sum, high[v], next);
+      }
     }
   }
+  if constexpr (APART)
+    for (int m = 0; m < M; m++)
+      for (int v = 0; v < V; v++) acc[m][v] += sixteenfold[m][v] >> 4;
   F32 scale[V];
   for (int v = 0; v < V; v++) scale[v] = load_scale(w.scales, w.scale_type, at + v * LANES);
   for (int m = 0; m < M; m++) {

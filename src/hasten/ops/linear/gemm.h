@@ -28,11 +28,13 @@ constexpr int TILE = 6;            // rows of x at a time: 6 × 4 accumulators o
 constexpr int SPAN = VECTORS;      // vectors of the panel at a time
 constexpr int WIDE = 12;           // or more rows by fewer vectors, so that a few rows read each line once
 constexpr int WIDE_SPAN = 2;
+constexpr bool SPARE = true;       // registers for twice the accumulators of two rows
 #else
 constexpr int TILE = 2;            // 2 × 2 vectors of 64 bytes are 8 of AVX2's 16 registers
 constexpr int SPAN = 2;
 constexpr int WIDE = 4;
 constexpr int WIDE_SPAN = 1;
+constexpr bool SPARE = false;
 #endif
 constexpr int64_t ROW_BLOCK = 96;  // rows of x in a chunk of work: their sums stay in the first-level cache
 constexpr int64_t AHEAD = 8192;    // bytes that the first tile's stream is prefetched ahead
