@@ -81,6 +81,19 @@ def allowed(plain, expected, dtype):
     return 2 * error(plain, expected) + torch.finfo(dtype).eps * expected.abs().max().item()
 
 
+def one_rounding(q, k, v, options):
+    """What rounding the scores once changes: in a problem of few numbers plain PyTorch may be luckier than that."""
+    scale = options["scale"] or q.shape[3] ** -0.5
+    largest = scale * q.double().norm(dim=-1).max() * k.double().norm(dim=-1).max()
+    if options["softcap"] is not None:
+        largest = largest.clamp(max=options["softcap"])
+    if options.get("bias") is not None:
+        largest = largest + options["bias"].double().abs().max()
+    if options["alibi"] is not None:
+        largest = largest + slopes_of(options["alibi"], q.shape[2]).max() * k.shape[1]
+    return (torch.finfo(q.dtype).eps * largest * v.double().abs().max()).item()
+
+
 @st.composite
 def documents(draw, tokens):
     """Cumulative lengths of documents in so many tokens; some may be empty."""

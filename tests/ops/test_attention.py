@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attention_cases import allowed, error, exact, explicit, problems
+from attention_cases import allowed, error, exact, explicit, one_rounding, problems
 from hasten.errors import ConfigError
 from hasten.ops.attention import KERNELS, AttentionRequest, AttentionSpec, attention
 from hasten.ops.attention.masks import causal, visible
@@ -38,7 +38,7 @@ def served(options):
 def test_every_kernel_errs_at_most_twice_what_plain_pytorch_errs(problem):
     q, k, v, options = problem
     expected = exact(q, k, v, **options)
-    limit = allowed(explicit(q, k, v, **options), expected, q.dtype)
+    limit = allowed(explicit(q, k, v, **options), expected, q.dtype) + one_rounding(q, k, v, options)
     for name in served(options):
         found = attention(q, k, v, kernel=name, **options)
         assert found.shape == q.shape
@@ -64,16 +64,18 @@ def test_gradients_err_at_most_twice_what_plain_pytorch_errs(problem, learned_bi
     expected = gradients(explicit, torch.float64)
     plain = gradients(explicit, dtype)
     limits = [allowed(one, other, dtype) for one, other in zip(plain, expected, strict=True)]
-    # A score's gradient is a difference of sums (dO·V - D) that may cancel: its rounding is as large as they are.
+    # A score's gradient is a difference of sums (dO·V - D) that may cancel: its rounding is as large as they are, and
+    # reaches q and k times the other one.
     q, k, v = (x.abs().max().item() for x in inputs[:3])
     scale = options["scale"] or inputs[0].shape[3] ** -0.5
-    floor = torch.finfo(dtype).eps * weights.abs().sum(-1).max().item() * v * max(1, scale * max(q, k))
+    lucky = one_rounding(*inputs[:3], options) + torch.finfo(dtype).eps * v
+    lucky *= weights.abs().sum(-1).max().item() * max(1, scale * max(q, k))
     for name in served(options):
         if name == "flash" and len(inputs) == 4:
             continue  # on a CPU it gives a bias no gradient
         found = gradients(attention, dtype, kernel=name)
         for one, other, limit in zip(found, expected, limits, strict=True):
-            assert error(one, other) <= limit + floor, name
+            assert error(one, other) <= limit + lucky, name
 
 
 def test_float64_is_computed_in_float64():

@@ -1,4 +1,4 @@
-"""`hasten explain`: which kernel each layer of a model runs, and why not the others."""
+"""`hasten explain`: which kernel each layer of a model runs, and why not the others; `explain attention`: a call."""
 
 from __future__ import annotations
 
@@ -7,8 +7,27 @@ from dataclasses import asdict, dataclass
 from hasten.cli.options import ModelOptions
 
 
+class Explain:
+    """Dispatches to a model, or to one operator; a folder of that name is written ./attention."""
+
+    @staticmethod
+    def main(arguments: list[str]) -> None:
+        """Parse what follows `hasten explain` and run it."""
+        import tyro
+
+        if arguments and arguments[0] == "attention":
+            from hasten.cli.explain_attention import ExplainAttention
+
+            tyro.cli(ExplainAttention, args=arguments[1:], prog="hasten explain attention").run()
+            return
+        note = "`hasten explain attention` tells of one call of attention instead of a model."
+        tyro.cli(
+            ExplainModel, args=arguments, prog="hasten explain", description=f"{ExplainModel.__doc__} {note}"
+        ).run()
+
+
 @dataclass(frozen=True, kw_only=True)
-class Explain(ModelOptions):
+class ExplainModel(ModelOptions):
     """List the kernel that each operator of a model runs here, and for every other kernel the reason against it."""
 
     json: str | None = None

@@ -66,12 +66,16 @@ class _Chunked(torch.autograd.Function):
         out, lse = work.inside(result), work.wide(work.q.shape[:-1])  # (B, Hkv, G, T, D), (B, Hkv, G, T)
         for chunk in work.chunks():
             scores, _ = work.scores(chunk)  # (B, Hkv, G, t, s)
-            total = scores.logsumexp(-1, keepdim=True)
-            probabilities = _probabilities(scores, total)
+            peak = scores.amax(-1, keepdim=True)
+            peak.masked_fill_(peak == float("-inf"), 0)  # of a query that sees no key
+            probabilities = scores.sub_(peak).exp_()
+            total = probabilities.sum(-1, keepdim=True)
+            # Normalised before the product with the values, which half precision could not hold otherwise.
+            probabilities.div_(total.masked_fill(total == 0, 1))
             if dropout:
                 probabilities.mul_(_kept(chunk, probabilities, dropout, seed))
             out[chunk.rows] = work.product(probabilities, work.v[chunk.keys])
-            lse[chunk.rows] = total.squeeze(-1)
+            lse[chunk.rows] = total.log_().add_(peak).squeeze(-1)
         ctx.save_for_backward(q, k, v, bias, mask, key_padding, alibi, result, lse)
         ctx.spec, ctx.dropout, ctx.seed = spec, dropout, seed
         return result
@@ -91,7 +95,9 @@ class _Chunked(torch.autograd.Function):
             mine = d_out[chunk.rows]
             row_term = (mine.to(lse.dtype) * out[chunk.rows]).sum(-1, keepdim=True)  # D, (B, Hkv, G, t, 1)
             scores, slope = work.scores(chunk)
-            probabilities = _probabilities(scores, lse[chunk.rows].unsqueeze(-1))
+            total = lse[chunk.rows].unsqueeze(-1)
+            # A query that sees no key has -infinity for every score and for their sum: it gets zeros.
+            probabilities = scores.sub_(total.masked_fill(total == float("-inf"), 0)).exp_()
             d_scores = work.product(mine, work.v[chunk.keys].transpose(-1, -2)).to(lse.dtype)
             kept = _kept(chunk, probabilities, dropout, seed) if dropout else None
             d_v[chunk.keys] += work.summed_product(probabilities if kept is None else probabilities * kept, mine)
@@ -109,11 +115,6 @@ class _Chunked(torch.autograd.Function):
         d_k.mul_(work.root)
         rest = None if d_bias is None else d_bias.to(bias.dtype)
         return (d_result, work.outside(d_k.to(k.dtype)), work.outside(d_v.to(v.dtype)), rest, *(None,) * 6)
-
-
-def _probabilities(scores: Tensor, total: Tensor) -> Tensor:
-    """exp(scores - total) in place; a row without any key has -infinity for both, and gets zeros."""
-    return scores.sub_(total.masked_fill(total == float("-inf"), 0)).exp_()
 
 
 def _kept(chunk: Chunk, like: Tensor, dropout: float, seed: int) -> Tensor:

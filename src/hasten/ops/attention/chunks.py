@@ -12,8 +12,9 @@ from torch import Tensor
 from hasten.ops.attention.masks import alibi_bias, visible
 from hasten.ops.attention.spec import AttentionSpec
 
-SCORES_BYTES = 16 << 20  # of a chunk's scores in float32: small beside the tensors, large enough to keep cores busy
-FEWEST_QUERIES = 16
+# Bytes of a chunk's scores in float32: on a CPU they should stay in its caches, on a GPU launches should not count.
+CPU_SCORES, OTHER_SCORES = 8 << 20, 256 << 20
+FEWEST_ROWS = 128  # of a product: with fewer it is slower; fewer heads are taken at once instead
 
 Index = tuple[slice, ...]
 
@@ -68,14 +69,16 @@ class Plan:
         return torch.zeros(shape, dtype=self.lse_dtype, device=self.q.device)
 
     def chunks(self) -> Iterator[Chunk]:
-        """All queries, in chunks whose scores fit SCORES_BYTES."""
+        """All queries, in chunks whose scores fit that."""
         batch, kv_heads, groups, queries, _ = self.q.shape
         keys = self.k.shape[2]
         row_bytes = 4 * groups * keys  # the scores of one query of every head of a group
-        at_once = max(1, SCORES_BYTES // (row_bytes * min(queries, FEWEST_QUERIES)))  # pairs of sequence and key head
+        fewest = min(queries, max(1, FEWEST_ROWS // groups))
+        budget = CPU_SCORES if self.q.device.type == "cpu" else OTHER_SCORES
+        at_once = max(1, budget // max(1, row_bytes * fewest))  # pairs of sequence and key head
         heads = min(kv_heads, at_once)
         sequences = max(1, min(batch, at_once // heads)) if heads == kv_heads else 1
-        length = max(min(queries, FEWEST_QUERIES), SCORES_BYTES // (row_bytes * heads * sequences))
+        length = max(fewest, budget // max(1, row_bytes * heads * sequences))
         number = 0
         for b in range(0, batch, sequences):
             for h in range(0, kv_heads, heads):

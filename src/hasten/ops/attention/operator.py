@@ -73,8 +73,8 @@ def _chunked_waits(request: AttentionRequest) -> str | None:
 KERNELS: tuple[Kernel[AttentionRequest], ...] = (
     Kernel("triton", _triton, _triton_refuses, _triton_waits),
     Kernel("flash", only(SDPBackend.FLASH_ATTENTION), sdpa_rules.flash, sdpa_rules.one_by_one),
-    Kernel("cudnn", only(SDPBackend.CUDNN_ATTENTION), sdpa_rules.cudnn, sdpa_rules.one_by_one),
     Kernel("memory-efficient", memory_efficient, sdpa_rules.memory_efficient, sdpa_rules.one_by_one),
+    Kernel("cudnn", only(SDPBackend.CUDNN_ATTENTION), sdpa_rules.cudnn, sdpa_rules.one_by_one),
     Kernel("sdpa", sdpa, sdpa_rules.any_backend, sdpa_rules.named_instead),
     Kernel("chunked", chunked, _chunked_refuses, _chunked_waits),
     Kernel("math", only(SDPBackend.MATH), sdpa_rules.any_backend, sdpa_rules.never_first),

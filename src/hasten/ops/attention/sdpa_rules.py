@@ -15,6 +15,7 @@ TOP_LEFT = (
     "(bottom right)"
 )
 NOTHING_ELSE = "and it takes no mask instead"
+BY_A_MASK = "and needs a mask of queries x keys instead"
 
 
 def any_backend(request: AttentionRequest) -> str | None:
@@ -105,13 +106,19 @@ def cudnn(request: AttentionRequest) -> str | None:
 
 
 def one_by_one(request: AttentionRequest) -> str | None:
-    """Why a single backend waits to be asked for: a layer's calls differ, and `sdpa` looks at each."""
-    return "a layer's calls differ; sdpa lets PyTorch choose at each" if request.layer else None
+    """Why a single backend waits to be asked for."""
+    if request.layer:
+        return "a layer's calls differ; sdpa lets PyTorch choose at each"
+    if unequal(request):
+        return f"{TOP_LEFT.format(queries=request.queries, keys=request.keys)}, {BY_A_MASK}"
+    return None
 
 
 def named_instead(request: AttentionRequest) -> str | None:
     """Why `sdpa` waits to be asked for where everything is known."""
-    return None if request.layer else "PyTorch's choice among the backends, each of which stands here by itself"
+    if request.layer or unequal(request):
+        return None
+    return "PyTorch's choice among the backends, each of which stands here by itself"
 
 
 def never_first(request: AttentionRequest) -> str | None:

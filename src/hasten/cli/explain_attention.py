@@ -1,0 +1,191 @@
+"""`hasten explain attention`: which attention kernel serves a call, and why not the others, on this machine or another."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import tyro
+
+from hasten.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+    from hasten.ops.attention import AttentionRequest
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExplainAttention:
+    """Say which attention kernel serves a call of this shape, and for every other kernel the reason against it."""
+
+    shape: Annotated[str, tyro.conf.arg(metavar="B,T,H,D")] = "1,1024,16,64"
+    """Sequences, queries, query heads, head size."""
+    kv_heads: int | None = None
+    """Key/value heads; as many as query heads by default."""
+    keys: int | None = None
+    """Keys (S); as many as queries by default, more than queries when a cache holds earlier ones."""
+    dtype: Literal["float32", "bfloat16", "float16", "float64"] = "bfloat16"
+    """Of q, k and v."""
+    causal: bool = True
+    """A query sees the keys up to its own position (an explicit mask has it inside)."""
+    window: int | None = None
+    """Only the last so many keys."""
+    mask: bool = False
+    """An explicit boolean mask (T, S) or (B, T, S)."""
+    key_padding: bool = False
+    """A mask (B, S) of keys that do not exist."""
+    bias: bool = False
+    """Something is added to the scores."""
+    learned_bias: bool = False
+    """It is learned: it needs a gradient."""
+    alibi: bool = False
+    """Linear biases by distance."""
+    softcap: float | None = None
+    """Scores are soft-capped (Gemma 2)."""
+    block_mask: bool = False
+    """A block-sparse pattern."""
+    documents: bool = False
+    """Documents packed by cumulative lengths."""
+    dropout: bool = False
+    """Probabilities are dropped."""
+    gradient: bool = True
+    """For training; --no-gradient is inference."""
+    layer: bool = False
+    """What a model's layer gets, whose calls differ, instead of one call."""
+    device: str = "auto"
+    """auto, cpu, cuda or cuda:INDEX; cuda is also answered where there is none."""
+    capability: str | None = None
+    """Compute capability of the CUDA device, as 8.0; its own by default, 9.0 where there is none."""
+    kernel: str | None = None
+    """Force this one."""
+    json: str | None = None
+    """Write {"operator", "request", "kernel", "others": [{kernel, reason}], "score_bytes"} to this file; "-": stdout."""
+
+    def run(self) -> None:
+        from hasten.bench.report import require_writable, write_json
+        from hasten.ops.attention import KERNELS
+        from hasten.ops.picker import explain
+
+        require_writable(self.json)
+        request, absent = self.request()
+        choice = explain(KERNELS, request, forced=self.kernel)
+        score_bytes = self.score_bytes(request)
+        if self.json is not None:
+            others = [{"kernel": name, "reason": reason} for name, reason in choice.others]
+            facts = {"operator": "attention", "request": _plain(request), "kernel": choice.kernel, "others": others}
+            write_json(self.json, facts | {"score_bytes": score_bytes})
+        if self.json == "-":
+            return
+        if absent:
+            found = ".".join(map(str, request.compute_capability()))
+            print(f"There is no CUDA device here; this is what one of compute capability {found} would run.")
+        print(f"attention, {self.words(request)}: {choice.kernel}")
+        for name, reason in choice.others:
+            print(f"    not {name}: {reason}")
+        if score_bytes is not None:
+            print(f"All scores, in float32, would take {score_bytes / 2**20:,.1f} MiB.")
+
+    def request(self) -> tuple[AttentionRequest, bool]:
+        """What is asked for, and whether it is about a CUDA device that is not here. Raises ConfigError for nonsense."""
+        from hasten.machine import resolve_dtype
+        from hasten.ops.attention import AttentionRequest, AttentionSpec
+
+        batch, queries, heads, size = self._sizes()
+        kv_heads, keys = self.kv_heads or heads, self.keys or queries
+        if heads % kv_heads:
+            raise ConfigError(f"{heads} query heads do not share {kv_heads} key/value heads evenly; change --kv-heads")
+        causal = self.causal and not self.block_mask  # a block mask says by itself what is causal
+        if self.window is not None and (self.window < 1 or not causal):
+            raise ConfigError("--window wants at least 1 and causal attention")
+        if causal and not self.mask and not self.documents and queries > keys:
+            raise ConfigError(f"{queries} causal queries over {keys} keys: the first would see nothing; raise --keys")
+        device, absent = self._device()
+        spec = AttentionSpec(
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=size,
+            scale=size**-0.5,
+            window=self.window,
+            softcap=self.softcap,
+            causal=causal,
+        )
+        base = {"spec": spec, "device": device, "dtype": resolve_dtype(self.dtype), "capability": self._capability()}
+        if self.layer:
+            return AttentionRequest(**base), absent
+        request = AttentionRequest(
+            **base,
+            batch=batch,
+            queries=queries,
+            keys=keys,
+            mask=self.mask,
+            key_padding=self.key_padding,
+            bias=self.bias or self.learned_bias,
+            bias_gradient=self.learned_bias,
+            alibi=self.alibi,
+            documents=self.documents,
+            block_mask=self.block_mask,
+            dropout=self.dropout,
+            gradient=self.gradient,
+        )
+        return request, absent
+
+    def words(self, request: AttentionRequest) -> str:
+        """The request in one line."""
+        spec = request.spec
+        heads = f"{spec.heads} heads" if spec.groups == 1 else f"{spec.heads}/{spec.kv_heads} heads"
+        parts = [f"{heads} of {spec.head_dim}", request.dtype_name, str(request.device)]
+        if request.layer:
+            parts.insert(0, "a layer")
+        else:
+            equal = request.queries == request.keys
+            length = f"{request.queries} tokens" if equal else f"{request.queries} queries over {request.keys} keys"
+            parts.insert(0, f"{request.batch} x {length}")
+        parts.append("causal" if spec.causal else "block mask" if request.block_mask else "not causal")
+        if spec.window is not None:
+            parts.append(f"window {spec.window}")
+        for name in ("mask", "key_padding", "bias", "alibi", "documents", "dropout"):
+            if getattr(request, name):
+                parts.append(name.replace("_", " "))
+        if spec.softcap is not None:
+            parts.append(f"soft cap {spec.softcap:g}")
+        return ", ".join(parts)
+
+    def score_bytes(self, request: AttentionRequest) -> int | None:
+        """Bytes of all scores in float32: what a kernel that is linear in memory saves."""
+        if request.batch is None or request.queries is None or request.keys is None:
+            return None
+        return 4 * request.batch * request.spec.heads * request.queries * request.keys
+
+    def _sizes(self) -> tuple[int, int, int, int]:
+        try:
+            batch, queries, heads, size = (int(part) for part in self.shape.split(","))
+        except ValueError:
+            raise ConfigError(f"--shape wants four whole numbers B,T,H,D; found {self.shape!r}") from None
+        if min(batch, queries, heads, size, self.kv_heads or 1, self.keys or 1) < 1:
+            raise ConfigError("--shape, --kv-heads and --keys want numbers from 1 on")
+        return batch, queries, heads, size
+
+    def _device(self) -> tuple[torch.device, bool]:
+        import torch
+
+        from hasten.machine import resolve_device
+
+        kind = self.device.partition(":")[0]
+        if kind == "cuda" and not torch.cuda.is_available():
+            return torch.device("cuda"), True
+        return resolve_device(self.device), False
+
+    def _capability(self) -> tuple[int, int] | None:
+        if self.capability is None:
+            return None
+        try:
+            major, minor = (int(part) for part in self.capability.split("."))
+        except ValueError:
+            raise ConfigError(f"--capability wants a number such as 8.0; found {self.capability!r}") from None
+        return major, minor
+
+
+def _plain(request: AttentionRequest) -> dict[str, Any]:
+    """As JSON values."""
+    return asdict(request) | {"device": str(request.device), "dtype": request.dtype_name}

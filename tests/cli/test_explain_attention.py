@@ -1,0 +1,100 @@
+"""`hasten explain attention`: the article's rule is visible, for this machine and for one that is not here."""
+
+import json
+
+import pytest
+import torch
+
+from hasten.cli.main import main
+from hasten.ops.attention import KERNELS
+
+
+def explained(capsys, *arguments):
+    main(["explain", "attention", *arguments, "--json", "-"])
+    found = json.loads(capsys.readouterr().out)
+    assert {found["kernel"], *(other["kernel"] for other in found["others"])} == {k.name for k in KERNELS}
+    assert all(other["reason"] for other in found["others"])
+    return found["kernel"], {other["kernel"]: other["reason"] for other in found["others"]}
+
+
+def test_on_cuda_an_explicit_mask_excludes_flash_and_causal_does_not(capsys):
+    assert explained(capsys, "--device", "cuda", "--kernel", "flash")[0] == "flash"
+    kernel, others = explained(capsys, "--device", "cuda", "--mask")
+    assert kernel == "memory-efficient"
+    assert "explicit mask" in others["flash"]
+    for option in (["--bias"], ["--key-padding"], ["--window", "8"], ["--block-mask"]):
+        assert "explicit mask" in explained(capsys, "--device", "cuda", *option)[1]["flash"]
+
+
+def test_on_cuda_unequal_lengths_exclude_what_is_aligned_top_left(capsys):
+    kernel, others = explained(capsys, "--device", "cuda", "--keys", "2048", "--dtype", "float32")
+    assert kernel == "sdpa"
+    assert "aligned top left" in others["memory-efficient"]
+    kernel, others = explained(capsys, "--device", "cuda", "--keys", "2048")
+    assert kernel not in ("flash", "cudnn", "memory-efficient")
+    for name in ("flash", "cudnn", "memory-efficient"):
+        assert "aligned top left" in others[name]
+    kernel, _ = explained(capsys, "--device", "cuda", "--keys", "2048", "--no-causal", "--kernel", "flash")
+    assert kernel == "flash"
+
+
+def test_on_a_cpu_two_backends_do_not_exist_and_flash_takes_masks(capsys):
+    others = explained(capsys, "--device", "cpu", "--kernel", "reference")[1]
+    assert "CPU" in others["memory-efficient"]
+    assert "CPU" in others["cudnn"]
+    assert explained(capsys, "--device", "cpu", "--mask", "--kernel", "flash")[0] == "flash"
+    kernel, others = explained(capsys, "--device", "cpu", "--dropout")
+    assert kernel == "chunked"
+    assert "dropout" in others["flash"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name", "words"),
+    [
+        (["--capability", "7.0", "--dtype", "float16"], "flash", "8.0 or later, the device has 7.0"),
+        (["--dtype", "float32"], "flash", "not float32"),
+        (["--shape", "1,8,2,264"], "flash", "264"),
+        (["--shape", "1,8,2,100"], "memory-efficient", "multiple of 8"),
+        (["--shape", "1,8,2,160"], "cudnn", "up to 128"),
+        (["--softcap", "30"], "flash", "soft-capping"),
+        (["--alibi"], "memory-efficient", "rounds"),
+    ],
+)
+def test_reasons_on_cuda(capsys, arguments, name, words):
+    assert words in explained(capsys, "--device", "cuda", *arguments)[1][name]
+
+
+def test_for_people(capsys):
+    main(["explain", "attention", "--device", "cpu", "--shape", "2,64,8,16", "--kv-heads", "2", "--dtype", "float32"])
+    out = capsys.readouterr().out
+    assert "2 x 64 tokens, 8/2 heads of 16, float32, cpu, causal: " in out
+    assert "    not reference: " in out
+    assert "0.2 MiB" in out  # 2 · 8 · 64 · 64 · 4 bytes
+    if not torch.cuda.is_available():
+        main(["explain", "attention", "--device", "cuda"])
+        assert "no CUDA device here" in capsys.readouterr().out
+
+
+def test_a_layer_leaves_the_choice_to_every_call(capsys):
+    kernel, others = explained(capsys, "--layer", "--device", "cpu", "--dtype", "float32")
+    assert kernel == "sdpa"
+    assert "calls differ" in others["flash"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--shape", "1,2,3"], "B,T,H,D"),
+        (["--shape", "1,2,3,0"], "from 1 on"),
+        (["--kv-heads", "3"], "evenly"),
+        (["--keys", "8"], "would see nothing"),
+        (["--window", "0"], "--window"),
+        (["--capability", "nine"], "nine"),
+        (["--kernel", "warp"], "known: triton"),
+        (["--device", "cpu", "--kernel", "cudnn"], "none on a CPU"),
+    ],
+)
+def test_nonsense_is_refused(capsys, arguments, words):
+    with pytest.raises(SystemExit):
+        main(["explain", "attention", *arguments])
+    assert words in capsys.readouterr().err
