@@ -1,4 +1,4 @@
-"""`hasten explain attention`: which attention kernel serves a call, and why not the others, on this machine or another."""
+"""`hasten explain attention`: which kernel serves a call, and why not the others, on this machine or another."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class ExplainAttention:
     kernel: str | None = None
     """Force this one."""
     json: str | None = None
-    """Write {"operator", "request", "kernel", "others": [{kernel, reason}], "score_bytes"} to this file; "-": stdout."""
+    """Write {"operator", "request", "kernel", "others": [{kernel, reason}], "score_bytes"} to a file; "-": stdout."""
 
     def run(self) -> None:
         from hasten.bench.report import require_writable, write_json
@@ -87,7 +87,7 @@ class ExplainAttention:
             print(f"All scores, in float32, would take {score_bytes / 2**20:,.1f} MiB.")
 
     def request(self) -> tuple[AttentionRequest, bool]:
-        """What is asked for, and whether it is about a CUDA device that is not here. Raises ConfigError for nonsense."""
+        """What is asked for, and whether about a CUDA device that is not here. Raises ConfigError for nonsense."""
         from hasten.machine import resolve_dtype
         from hasten.ops.attention import AttentionRequest, AttentionSpec
 
@@ -110,25 +110,24 @@ class ExplainAttention:
             softcap=self.softcap,
             causal=causal,
         )
-        base = {"spec": spec, "device": device, "dtype": resolve_dtype(self.dtype), "capability": self._capability()}
+        call: dict[str, Any] = {
+            "batch": batch,
+            "queries": queries,
+            "keys": keys,
+            "mask": self.mask,
+            "key_padding": self.key_padding,
+            "bias": self.bias or self.learned_bias,
+            "bias_gradient": self.learned_bias,
+            "alibi": self.alibi,
+            "documents": self.documents,
+            "block_mask": self.block_mask,
+            "dropout": self.dropout,
+            "gradient": self.gradient,
+        }
+        dtype, capability = resolve_dtype(self.dtype), self._capability()
         if self.layer:
-            return AttentionRequest(**base), absent
-        request = AttentionRequest(
-            **base,
-            batch=batch,
-            queries=queries,
-            keys=keys,
-            mask=self.mask,
-            key_padding=self.key_padding,
-            bias=self.bias or self.learned_bias,
-            bias_gradient=self.learned_bias,
-            alibi=self.alibi,
-            documents=self.documents,
-            block_mask=self.block_mask,
-            dropout=self.dropout,
-            gradient=self.gradient,
-        )
-        return request, absent
+            call = {}
+        return AttentionRequest(spec=spec, device=device, dtype=dtype, capability=capability, **call), absent
 
     def words(self, request: AttentionRequest) -> str:
         """The request in one line."""

@@ -12,12 +12,13 @@ from typing import Any
 
 from torch import Tensor
 
+from hasten.ops.attention.in_transformers import replace_in
 from hasten.ops.attention.masks import alibi_slopes
 from hasten.ops.attention.operator import KERNELS, attention
 from hasten.ops.attention.request import AttentionRequest
 from hasten.ops.attention.spec import AttentionSpec
 
-__all__ = ["KERNELS", "AttentionRequest", "AttentionSpec", "alibi_slopes", "attention"]
+__all__ = ["KERNELS", "AttentionRequest", "AttentionSpec", "alibi_slopes", "attention", "replace_in"]
 
 
 class _Operator(ModuleType):

@@ -141,7 +141,7 @@ class Plan:
 
     def summed_product(self, a: Tensor, b: Tensor) -> Tensor:
         """Σ over group and queries of a (B, Hkv, G, t, s)ᵀ b (B, Hkv, G, t, D): (B, Hkv, s, D)."""
-        return a.to(self.q.dtype).flatten(2, 3).transpose(-1, -2) @ b.flatten(2, 3)
+        return a.to(self.q.dtype).flatten(2, 3).transpose(-1, -2) @ b.to(self.q.dtype).flatten(2, 3)
 
     def _of_bias(self, bias: Tensor, chunk: Chunk) -> Tensor:
         """The chunk's part of bias (B or 1, H or 1, T or 1, S or 1), as (B', Hkv', G, t, s)."""
@@ -186,6 +186,8 @@ def plan(
     # Half of the scale goes into each factor, so that the products cannot overflow in half precision; as a power of
     # two, so that nothing is rounded. What is left of it, 1 to 4, multiplies the scores in float32.
     root = 2.0 ** math.floor(math.log2(abs(spec.scale)) / 2) if spec.scale else 1.0
+    if q.dtype == torch.float16 and q.device.type == "cpu":
+        q, k, v = q.float(), k.float(), v.float()  # CPUs rarely multiply float16; what does it for them is slower
     k, v = (k * root).transpose(1, 2).contiguous(), v.transpose(1, 2).contiguous()
     outside = (q * root).transpose(1, 2).unflatten(1, (spec.kv_heads, spec.groups))
     return Plan(outside, k, v, root, spec.scale / root**2, spec, bias, mask, key_padding, alibi)

@@ -114,6 +114,12 @@ def one_by_one(request: AttentionRequest) -> str | None:
     return None
 
 
+def flash_waits(request: AttentionRequest) -> str | None:
+    if request.device.type == "cpu" and request.dtype == torch.float16 and request.gradient:
+        return "on a CPU its backward pass is slow in float16"
+    return one_by_one(request)
+
+
 def named_instead(request: AttentionRequest) -> str | None:
     """Why `sdpa` waits to be asked for where everything is known."""
     if request.layer or unequal(request):
