@@ -63,6 +63,18 @@ def test_cores_follow_the_affinity_mask() -> None:
         os.sched_setaffinity(0, before)
 
 
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no affinity masks on this system")
+def test_a_thread_that_openmp_bound_says_nothing_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = os.sched_getaffinity(0)
+    cores = available_cores()
+    monkeypatch.setenv("OMP_PROC_BIND", "true")
+    try:
+        os.sched_setaffinity(0, {min(before)})
+        assert len(before) != os.cpu_count() or available_cores() == cores
+    finally:
+        os.sched_setaffinity(0, before)
+
+
 def test_cores_follow_the_quota(monkeypatch: pytest.MonkeyPatch) -> None:
     from hasten.machine.cgroup import CgroupLimits
 

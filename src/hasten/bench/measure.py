@@ -115,7 +115,7 @@ def run_ladder(
 
     device = str(resolve_device(device))
     if threads is None:  # settled here, so that the report says it and every child has the same
-        threads = min(torch.get_num_threads(), available_cores().logical)
+        threads = min(torch.get_num_threads(), available_cores().physical)
     needed = sum(rung.memory_bytes or 0 for rung in rungs) + LIMITS_MEMORY
     ladder = _Ladder(
         rungs=rungs,

@@ -6,6 +6,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from hasten.cli.options import Threads, thread_count
 from hasten.errors import ConfigError
 
 DtypeName = Literal["float32", "bfloat16", "float16"]
@@ -25,8 +26,8 @@ class LadderOptions:
     """Draw the ladder into this PNG."""
     device: str = "auto"
     """auto, cpu, cuda or cuda:INDEX."""
-    threads: int | None = None
-    """CPU threads; all cores of this process by default."""
+    threads: Threads = "auto"
+    """CPU threads; auto is one for each physical core that this process may use."""
     seed: int = 0
     """Decides the random weights and tokens."""
 
@@ -41,7 +42,7 @@ class LadderOptions:
             "rungs": names,
             "rounds": self.rounds,
             "device": self.device,
-            "threads": self.threads,
+            "threads": thread_count(self.threads),
             "seed": self.seed,
         }
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from hasten.cli.options import Threads, thread_count
 from hasten.errors import ConfigError
 
 PROMPT = 'def read_lines(path):\n    """'
@@ -27,8 +28,8 @@ class Demo:
     """If runs/demo is there: go on from its last checkpoint (a finished one is kept as it is), or start over."""
     folder: Path = Path("runs")
     """Where demo/ is made."""
-    threads: int | None = None
-    """CPU threads; all cores of this process by default."""
+    threads: Threads = "auto"
+    """CPU threads; auto is one for each physical core that this process may use."""
     ladder: bool = True
     """Measure the generation ladder of the trained model at the end."""
 
@@ -39,7 +40,7 @@ class Demo:
         recipe = RECIPES["demo"]
         recipe = replace(
             recipe,
-            run=replace(recipe.run, minutes=self.minutes, folder=str(self.folder), threads=self.threads),
+            run=replace(recipe.run, minutes=self.minutes, folder=str(self.folder), threads=thread_count(self.threads)),
         )
         _say(1, "train a model of about 10 M parameters on the standard library of this Python")
         from hasten.training.session import train
@@ -57,14 +58,14 @@ class Demo:
             print(f"  {result.steps} steps, {result.tokens:,} tokens, validation loss {result.validation_loss:.3f}")
         run = result.folder
         _say(2, "evaluate it on files it has not seen")
-        model = _load(result.model_folder, self.threads)
+        model = _load(result.model_folder, thread_count(self.threads))
         scores = _evaluate(model, recipe, run)
         print(f"  perplexity {scores['perplexity']:.2f}, {scores['bits_per_byte']:.3f} bits per byte")
         _say(3, "let it write Python")
         _write(model)
         if self.ladder:
             _say(4, "measure each technique of generation on it")
-            _measure(result.model_folder, run, threads=self.threads)
+            _measure(result.model_folder, run, threads=thread_count(self.threads))
         _finish(run, time.perf_counter() - started)
 
 

@@ -58,7 +58,12 @@ def main(arguments: list[str] | None = None) -> None:
         else:
             import tyro
 
-            tyro.cli(command, args=given[1:], prog=f"hasten {given[0]}").run()
+            parsed = tyro.cli(command, args=given[1:], prog=f"hasten {given[0]}")
+            if getattr(parsed, "pin", False):  # now, because a command's first import of torch settles it
+                from hasten.machine.threads import pin_threads
+
+                pin_threads()
+            parsed.run()
         sys.stdout.flush()
     except HastenError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -11,6 +11,14 @@ if TYPE_CHECKING:
     from hasten.model.transformer import Transformer
 
 
+Threads = int | Literal["auto"]
+
+
+def thread_count(threads: Threads) -> int | None:
+    """What `configure`, ladders and recipes take: None for one a physical core."""
+    return None if threads == "auto" else threads
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
     """Which model, and how it is run."""
@@ -21,8 +29,10 @@ class ModelOptions:
     """Of the weights and the arithmetic; auto is the checkpoint's own."""
     device: str = "auto"
     """auto, cpu, cuda or cuda:INDEX."""
-    threads: int | None = None
-    """CPU threads; all cores of this process by default."""
+    threads: Threads = "auto"
+    """CPU threads; auto is one for each physical core that this process may use."""
+    pin: bool = False
+    """Keep each thread on a core of its own (docs/kernels.md says when that helps)."""
     seed: int | None = None
     """Makes sampling reproducible."""
     ignore_eos: bool = False
@@ -37,7 +47,7 @@ class ModelOptions:
         from hasten.machine import configure, resolve_device
         from hasten.model.load import load
 
-        configure(threads=self.threads, seed=self.seed)
+        configure(threads=thread_count(self.threads), seed=self.seed)
         model = load(
             self.model,
             dtype=None if self.dtype == "auto" else self.dtype,

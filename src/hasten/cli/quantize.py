@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from hasten.cli.options import Threads, thread_count
+
 if TYPE_CHECKING:
     from hasten.quantization import LayerReport, Scheme
 
@@ -40,6 +42,8 @@ class Quantize:
     """Whether hasten's products round activations to int8 too."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Of everything that is not quantized; auto keeps the model's own."""
+    threads: Threads = "auto"
+    """CPU threads; auto is one for each physical core that this process may use."""
     json: str | None = None
     """Write sizes, seconds and the error of each layer as JSON to this file; "-": to standard output."""
 
@@ -66,7 +70,7 @@ class Quantize:
         from time import perf_counter
 
         from hasten.cli.progress import counter
-        from hasten.machine import peak_memory
+        from hasten.machine import configure, peak_memory
         from hasten.machine.files import require_writable, write_json
         from hasten.model.load import load
         from hasten.quantization import quantize_to_folder
@@ -74,6 +78,7 @@ class Quantize:
 
         require_writable(self.json)
         scheme = self.scheme_of()
+        configure(threads=thread_count(self.threads))
         start = perf_counter()
         model = load(self.model, dtype=None if self.dtype == "auto" else self.dtype)
         reports: list[LayerReport] = []

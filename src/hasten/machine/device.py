@@ -66,8 +66,9 @@ def resolve_dtype(name: str | torch.dtype, *, auto: torch.dtype | None = None) -
 def configure(*, threads: int | None = None, seed: int | None = None) -> None:
     """Sets torch's thread count and the seeds of torch and `random` for this process.
 
-    `threads=None` keeps torch's own count, cut to what the control group allows: more threads than processors' worth
-    of time stall at every barrier. `seed=None` seeds nothing. Raises ConfigError for threads < 1 or a negative seed.
+    `threads=None` keeps torch's own count, cut to the physical cores of this process and to what the control group
+    allows: more threads share a core's arithmetic or stall at every barrier. `seed=None` seeds nothing. Raises
+    ConfigError for threads < 1 or a negative seed.
     """
     import torch
 
@@ -81,7 +82,7 @@ def configure(*, threads: int | None = None, seed: int | None = None) -> None:
     if seed is not None and not 0 <= seed < 1 << 63:
         raise ConfigError(f"seed is {seed}; it must be between 0 and 2^63 - 1")
     if threads is None:
-        threads = min(torch.get_num_threads(), available_cores().logical)
+        threads = min(torch.get_num_threads(), available_cores().physical)
     if threads != torch.get_num_threads():
         torch.set_num_threads(threads)
     if seed is not None:

@@ -82,7 +82,10 @@ def available_cores() -> Cores:
     """The physical and logical cores this process may use (at least 1 each)."""
     import psutil
 
-    affinity = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+    everything = set(range(os.cpu_count() or 1))
+    affinity = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else everything
+    if len(affinity) == 1 and any(os.environ.get(name) for name in ("OMP_PROC_BIND", "GOMP_CPU_AFFINITY")):
+        affinity = everything  # OpenMP has bound this thread to its core: that says nothing of the others
     logical = max(1, len(affinity))
     places = {_core_place(number) for number in affinity}
     physical = (psutil.cpu_count(logical=False) or logical) if None in places else len(places)

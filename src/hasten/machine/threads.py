@@ -1,0 +1,31 @@
+"""Pinning OpenMP's threads to their cores, which torch's and ours are."""
+
+import os
+import sys
+import warnings
+
+from hasten.errors import HastenWarning
+
+# One thread a core, each kept there. A user's own settings of the same kind come first.
+PINNING = {"OMP_PROC_BIND": "true", "OMP_PLACES": "cores"}
+OTHERS = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY")
+
+
+def pin_threads() -> None:
+    """Have every thread of torch's pool stay on a core of its own. To be called before torch is imported.
+
+    The OpenMP library reads its environment once, when torch loads it; a HastenWarning says so where that is past. The
+    process's first thread is then bound to the first core, and what it starts (processes, Python threads) inherits
+    that: this is for a process that computes and does little else.
+    """
+    if "torch" in sys.modules:
+        warnings.warn(
+            "threads stay unpinned: torch is loaded already, and OpenMP reads its settings only then; set "
+            "OMP_PROC_BIND=true in the environment instead",
+            HastenWarning,
+            stacklevel=2,
+        )
+        return
+    if any(name in os.environ for name in (*PINNING, *OTHERS)):
+        return
+    os.environ.update(PINNING)
