@@ -4,7 +4,8 @@
     PYTHONPATH=src python benchmarks/gpu_session.py kernels --tune     # one step; sweep the kernels' configurations
     TRITON_INTERPRET=1 python benchmarks/gpu_session.py rungs --device cpu --shape tiny --output /tmp/x.json  # dry run
 
-Steps: tests (those marked gpu), kernels (products alone), rungs (llama-7b, one stream), large (llama-70b in int8).
+Steps: tests (those marked gpu), kernels (products alone), flash (attention beside PyTorch's), rungs (llama-7b, one
+stream), large (llama-70b in int8).
 The JSON is written again after every step, so that a session that ends early keeps what it measured.
 """
 
@@ -42,7 +43,12 @@ RUNGS = {
     "int4-g32-compiled-graph": ("int4", 32, True, True),
 }
 PROMPT, NEW, ROUNDS = 512, 64, 3
-TESTS = ("ops/test_triton_linear.py", "ops/test_triton_decode.py", "generation/test_graphs.py")
+TESTS = (
+    "ops/test_triton_linear.py",
+    "ops/test_triton_decode.py",
+    "ops/test_flash_triton.py",
+    "generation/test_graphs.py",
+)
 
 
 def random_model(shape: str, *, format: str, group_size: int, device: str) -> Any:
@@ -193,13 +199,13 @@ def run_tests() -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("steps", nargs="*", help="some of tests, kernels, rungs, large; all by default")
+    parser.add_argument("steps", nargs="*", help="some of tests, kernels, flash, rungs, large; all by default")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--shape", default="llama-7b", help="of the rungs")
-    parser.add_argument("--tune", action="store_true", help="kernels: measure every candidate configuration")
+    parser.add_argument("--tune", action="store_true", help="kernels, flash: measure every candidate configuration")
     parser.add_argument("--output", type=Path, default=HERE / "results" / "gpu-session.json")
     options = parser.parse_args()
-    steps = options.steps or ["tests", "kernels", "rungs", "large"]
+    steps = options.steps or ["tests", "kernels", "flash", "rungs", "large"]
     from hasten.machine import describe, read_bandwidth
 
     bandwidth = read_bandwidth(device=options.device)
@@ -231,6 +237,10 @@ def main() -> None:
         step("tests", run_tests)
     if "kernels" in steps:
         step("kernels", lambda: products(tune=options.tune, **common))
+    if "flash" in steps:
+        from gpu_flash import flash  # beside this script
+
+        step("flash", lambda: flash(device=options.device, tune=options.tune))
     if "rungs" in steps:
         for name, (format, group_size, graph, compiled) in RUNGS.items():
             sizes = {"format": format, "group_size": group_size, "graph": graph, "compiled": compiled}

@@ -23,7 +23,7 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-HERE = [kernel.name for kernel in KERNELS if kernel.name not in ("triton", "cudnn", "memory-efficient")]
+HERE = [kernel.name for kernel in KERNELS if kernel.name not in ("triton", "flash-triton", "cudnn", "memory-efficient")]
 
 
 def served(options):

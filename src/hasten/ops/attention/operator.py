@@ -1,6 +1,7 @@
 """The attention operator: its kernels in order of preference, and the public function."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,6 +59,37 @@ def _triton(
     return several(q, k, v, spec=spec, mask=mask, dropout=dropout)
 
 
+def _flash_triton_refuses(request: AttentionRequest) -> str | None:
+    if request.dtype not in (torch.bfloat16, torch.float16) and request.device.type != "cpu":
+        return f"it takes bfloat16 and float16, not {request.dtype_name}"
+    if request.spec.head_dim > LARGEST_TRITON_HEAD:
+        return f"the head size is {request.spec.head_dim}; it goes up to {LARGEST_TRITON_HEAD}"
+    if not request.spec.scale > 0:
+        return f"it wants a scale above zero; this one is {request.spec.scale}"
+    for present, name in (
+        (request.mask, "a mask (only causality and a window)"),
+        (request.key_padding, "a key-padding mask"),
+        (request.bias, "a bias"),
+        (request.alibi, "ALiBi"),
+        (request.block_mask, "a block mask"),
+        (request.dropout, "dropout"),
+    ):
+        if present:
+            return f"it does not take {name}"
+    return triton_support.refusal(request.device, request.compute_capability)
+
+
+def _flash_triton_waits(request: AttentionRequest) -> str:
+    return "it has not run on a GPU yet: only by name"
+
+
+def _flash_triton(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """FlashAttention in Triton, imported only where it is taken."""
+    from hasten.ops.attention.flash_triton import flash_triton
+
+    return flash_triton(q, k, v, **options)
+
+
 def _chunked_refuses(request: AttentionRequest) -> str | None:
     return "it does not take block masks" if request.block_mask else None
 
@@ -73,6 +105,7 @@ def _chunked_waits(request: AttentionRequest) -> str | None:
 KERNELS: tuple[Kernel[AttentionRequest], ...] = (
     Kernel("triton", _triton, _triton_refuses, _triton_waits),
     Kernel("flash", only(SDPBackend.FLASH_ATTENTION), sdpa_rules.flash, sdpa_rules.flash_waits),
+    Kernel("flash-triton", _flash_triton, _flash_triton_refuses, _flash_triton_waits),
     Kernel("memory-efficient", memory_efficient, sdpa_rules.memory_efficient, sdpa_rules.one_by_one),
     Kernel("cudnn", only(SDPBackend.CUDNN_ATTENTION), sdpa_rules.cudnn, sdpa_rules.one_by_one),
     Kernel("sdpa", sdpa, sdpa_rules.any_backend, sdpa_rules.named_instead),

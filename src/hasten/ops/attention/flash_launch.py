@@ -1,0 +1,199 @@
+"""Launches of FlashAttention's Triton kernels; flash_triton.py has the checks and the operator. Imports Triton."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from hasten.ops.attention import flash_triton_backward, flash_triton_kernels
+from hasten.ops.attention.flash_tiles import Tiles, backward_tiles, forward_tiles, side
+
+LOG2_E = math.log2(math.e)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """What is computed, apart from the tensors. window, softcap 0: none. *_starts (documents + 1,): of documents."""
+
+    scale: float
+    causal: bool = True
+    window: int = 0
+    softcap: float = 0.0
+    query_starts: Tensor | None = None
+    key_starts: Tensor | None = None
+
+    @property
+    def packed(self) -> bool:
+        return self.query_starts is not None
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, *, problem: Problem, tiles: Tiles | None = None) -> tuple[Tensor, Tensor]:
+    """The result (B, T, H, D) and the log-sum-exp (B, H, T), in one launch; `tiles` other than the table's."""
+    if _must_widen(q):
+        out, lse = forward(q.float(), k.float(), v.float(), problem=problem, tiles=tiles)
+        return out.to(q.dtype), lse
+    tiles = tiles or forward_tiles(q)
+    q, k, v = (_rows(x) for x in (q, k, v))
+    batch, queries, heads, _ = q.shape
+    out = q.new_empty(q.shape)
+    lse = q.new_empty((batch, heads, queries), dtype=wide(q.dtype))
+    if problem.packed:  # rows that belong to no document
+        out.zero_()
+        lse.fill_(-math.inf)
+    if not q.numel():
+        return out, lse
+    plan = tile_plan(problem, queries, block=tiles.queries, over_keys=False)
+    programs = triton.cdiv(queries, tiles.queries) if plan is None else len(plan)
+    with torch.cuda.device_of(q):
+        flash_triton_kernels.forward[(programs, heads, batch)](
+            q,
+            k,
+            v,
+            out,
+            lse,
+            plan,
+            *(x.stride()[:3] for x in (q, k, v, out)),
+            queries,
+            k.shape[1],
+            problem.window,
+            **_constants(q, k, problem, tiles),
+        )
+    return out, lse
+
+
+def backward(
+    d_out: Tensor,
+    d_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    problem: Problem,
+    tiles: tuple[Tiles, Tiles] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k, v in two launches: the queries' leaves the row terms behind that the keys' needs."""
+    if _must_widen(q):
+        d_out = d_out.float()
+        dq, dk, dv = backward(
+            d_out, d_lse, q.float(), k.float(), v.float(), out.float(), lse, problem=problem, tiles=tiles
+        )
+        return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
+    for_queries, for_keys = tiles or backward_tiles(q, capped=problem.softcap > 0)
+    q, k, v, d_out = (_rows(x) for x in (q, k, v, d_out))
+    d_lse = None if d_lse is None else d_lse.contiguous()
+    batch, queries, heads, _ = q.shape
+    keys, kv_heads = k.shape[1:3]
+    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+    if problem.packed or not q.numel() or not k.numel():
+        for x in (dq, dk, dv):
+            x.zero_()
+    if not q.numel() or not k.numel():
+        return dq, dk, dv
+    log2_lse, delta = torch.empty_like(lse), torch.empty_like(lse)
+    strides = [x.stride()[:3] for x in (q, k, v)]
+    with torch.cuda.device_of(q):
+        plan = tile_plan(problem, queries, block=for_queries.queries, over_keys=False)
+        programs = triton.cdiv(queries, for_queries.queries) if plan is None else len(plan)
+        flash_triton_backward.backward_queries[(programs, heads, batch)](
+            q,
+            k,
+            v,
+            out,
+            d_out,
+            d_lse,
+            lse,
+            log2_lse,
+            delta,
+            dq,
+            plan,
+            *strides,
+            out.stride()[:3],
+            d_out.stride()[:3],
+            queries,
+            keys,
+            problem.window,
+            SCALE=problem.scale,
+            HAS_D_LSE=d_lse is not None,
+            **_constants(q, k, problem, for_queries),
+        )
+        plan = tile_plan(problem, keys, block=for_keys.keys, over_keys=True)
+        programs = triton.cdiv(keys, for_keys.keys) if plan is None else len(plan)
+        flash_triton_backward.backward_keys[(programs, kv_heads, batch)](
+            q,
+            k,
+            v,
+            d_out,
+            log2_lse,
+            delta,
+            dk,
+            dv,
+            plan,
+            *strides,
+            d_out.stride()[:3],
+            dk.stride()[:3],
+            queries,
+            keys,
+            problem.window,
+            SCALE=problem.scale,
+            **_constants(q, k, problem, for_keys),
+        )
+    return dq, dk, dv
+
+
+def tile_plan(problem: Problem, rows: int, *, block: int, over_keys: bool) -> Tensor | None:
+    """For packed documents, which tile of which document a program has: (programs, 5) int32, see the kernels' `place`.
+
+    Made on the device without waiting for it: as many programs as there can be tiles; those left over begin behind the
+    end of the last document and find nothing to do.
+    """
+    if problem.query_starts is None or problem.key_starts is None:
+        return None
+    starts = torch.stack([problem.query_starts, problem.key_starts]).to(torch.int32)  # (2, documents + 1)
+    sizes = starts.diff(dim=1)
+    documents = sizes.shape[1]
+    tiles = (sizes[int(over_keys)] + block - 1) // block
+    ends = tiles.cumsum(0)
+    programs = torch.arange(rows // block + documents, device=starts.device)
+    document = torch.searchsorted(ends, programs, right=True).clamp_(max=documents - 1)
+    tile = programs - (ends - tiles)[document]
+    columns = (starts[0, document], sizes[0, document], starts[1, document], sizes[1, document], tile.to(torch.int32))
+    return torch.stack(columns, dim=1)
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """What sums are kept in."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _constants(q: Tensor, k: Tensor, problem: Problem, tiles: Tiles) -> dict[str, Any]:
+    """What the compiler knows of a call."""
+    cap = problem.softcap
+    return {
+        "FACTOR": (cap or problem.scale) * LOG2_E,
+        "INNER": 2 * LOG2_E * problem.scale / cap if cap else 0.0,
+        "CAUSAL": problem.causal,
+        "HAS_WINDOW": problem.window > 0,
+        "HAS_PLAN": problem.packed,
+        "GROUP": q.shape[2] // k.shape[2],
+        "D": q.shape[3],
+        "D_SIDE": side(q.shape[3]),
+        "BLOCK_Q": tiles.queries,
+        "BLOCK_K": tiles.keys,
+        "num_warps": tiles.warps,
+        "num_stages": tiles.stages,
+    }
+
+
+def _must_widen(q: Tensor) -> bool:
+    """Triton's interpreter takes bfloat16's bits for integers: there the kernels get float32."""
+    return q.device.type == "cpu" and q.dtype == torch.bfloat16
+
+
+def _rows(x: Tensor) -> Tensor:
+    """x as it is if the values of a head lie side by side."""
+    return x if x.stride(-1) == 1 else x.contiguous()

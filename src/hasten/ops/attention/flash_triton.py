@@ -1,0 +1,188 @@
+"""FlashAttention-2 in Triton, forward and backward (arXiv 2307.08691): never a T × S matrix in memory.
+
+Tiles of keys stream past a tile of queries; the softmax is kept as a running maximum and a running sum, and only the
+log-sum-exp of each row is stored. The backward pass computes the probabilities again from it: the queries' gradient
+tile of queries by tile of queries, then the keys' and values' tile of keys by tile of keys, each sum in a fixed order,
+so that it gives the same bits every time. Derived in docs/flash-attention.md. Not yet run on a GPU
+(docs/gpu-status.md).
+
+Import this file only where the kernel is taken; it imports Triton and registers the operator.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hasten.errors import ConfigError
+from hasten.ops.attention.flash_launch import Problem, backward, forward, wide
+from hasten.ops.attention.flash_tiles import LARGEST_HEAD
+from hasten.ops.attention.request import Documents
+from hasten.ops.attention.spec import AttentionSpec
+
+
+def flash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = True,
+    window: int | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+    query_starts: Tensor | None = None,
+    key_starts: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention of q (B, T, H, D) over k, v (B, S, Hkv, D): the result (B, T, H, D) and the log-sum-exp (B, H, T).
+
+    bfloat16 or float16 on CUDA, also float32 and float64 in Triton's interpreter; D up to 256. The T queries are the
+    last of the S positions; a query that sees no key has zeros and a log-sum-exp of -inf. The log-sum-exp is float32 of
+    the scaled (and capped) scores, and differentiable like the result. query_starts and key_starts, integers
+    (documents + 1,) from 0 to T and to S, pack documents that do not see each other into a batch of one. Raises
+    ConfigError for what does not fit.
+    """
+    _check(q, k, v, causal=causal, window=window, softcap=softcap, scale=scale, starts=(query_starts, key_starts))
+    scale = q.shape[3] ** -0.5 if scale is None else scale
+    out, lse = operator(q, k, v, query_starts, key_starts, scale, causal, window or 0, softcap or 0.0)
+    return out, lse
+
+
+def flash_triton(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    spec: AttentionSpec,
+    mask: Tensor | None = None,
+    dropout: float = 0.0,
+    documents: Documents | None = None,
+) -> Tensor:
+    """Same contract as `reference`. Raises ConfigError for a mask or dropout: a layer's calls are not known before."""
+    if mask is not None or dropout:
+        raise ConfigError("kernel 'flash-triton' takes neither a mask nor dropout: leave the choice to the picker")
+    starts = (None, None) if documents is None else documents
+    out, _ = flash_attention(
+        q,
+        k,
+        v,
+        causal=spec.causal,
+        window=spec.window,
+        softcap=spec.softcap,
+        scale=spec.scale,
+        query_starts=starts[0],
+        key_starts=starts[1],
+    )
+    return out
+
+
+def _check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    window: int | None,
+    softcap: float | None,
+    scale: float | None,
+    starts: tuple[Tensor | None, Tensor | None],
+) -> None:
+    alike = q.dim() == k.dim() == 4 and k.shape == v.shape and q.shape[::3] == k.shape[::3]
+    if not alike or not k.shape[2] or q.shape[2] % k.shape[2] or not 0 < q.shape[3] <= LARGEST_HEAD:
+        raise ConfigError(
+            f"flash attention wants q (B, T, H, D) and equal k, v (B, S, Hkv, D), H a multiple of Hkv, D up to "
+            f"{LARGEST_HEAD}; found {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
+        )
+    taken = [torch.bfloat16, torch.float16] + [torch.float32, torch.float64] * (q.device.type == "cpu")
+    if q.dtype not in taken or not q.dtype == k.dtype == v.dtype:
+        raise ConfigError(f"flash attention wants one of {taken} for q, k, v; found {q.dtype}, {k.dtype}, {v.dtype}")
+    if window is not None and (window < 1 or not causal):
+        raise ConfigError(f"a window of at least 1 belongs to causal attention; found {window}, causal={causal}")
+    if (softcap is not None and not softcap > 0) or (scale is not None and not scale > 0):
+        raise ConfigError(f"scale and softcap must be positive; found {scale}, {softcap}")
+    if (starts[0] is None) != (starts[1] is None):
+        raise ConfigError("packed documents want the starts of the queries and of the keys")
+    for x in starts:
+        if x is not None and (x.dim() != 1 or len(x) < 2 or x.is_floating_point() or q.shape[0] != 1):
+            raise ConfigError(
+                f"starts of documents are integers (documents + 1,) beside a batch of one; found {x.dtype} "
+                f"{tuple(x.shape)}, a batch of {q.shape[0]}"
+            )
+
+
+@torch.library.custom_op("hasten_triton::flash_attention", mutates_args=())
+def operator(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    query_starts: Tensor | None,
+    key_starts: Tensor | None,
+    scale: float,
+    causal: bool,
+    window: int,
+    softcap: float,
+) -> tuple[Tensor, Tensor]:
+    """`flash_attention` without its checks; window, softcap 0: none."""
+    return forward(q, k, v, problem=_problem(query_starts, key_starts, scale, causal, window, softcap))
+
+
+@torch.library.custom_op("hasten_triton::flash_attention_backward", mutates_args=())
+def backward_operator(
+    d_out: Tensor,
+    d_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    query_starts: Tensor | None,
+    key_starts: Tensor | None,
+    scale: float,
+    causal: bool,
+    window: int,
+    softcap: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v from those of the result and, if it was used, of the log-sum-exp."""
+    problem = _problem(query_starts, key_starts, scale, causal, window, softcap)
+    return backward(d_out, d_lse, q, k, v, out, lse, problem=problem)
+
+
+def _problem(
+    query_starts: Tensor | None, key_starts: Tensor | None, scale: float, causal: bool, window: int, softcap: float
+) -> Problem:
+    return Problem(
+        scale=scale,
+        causal=causal,
+        window=window,
+        softcap=softcap,
+        query_starts=query_starts,
+        key_starts=key_starts,
+    )
+
+
+@operator.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=wide(q.dtype))
+    return q.new_empty(q.shape), lse
+
+
+@backward_operator.register_fake
+def _(d_out: Tensor, d_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs[:3], *output, *inputs[3:5])
+    ctx.options = inputs[5:]
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+    q, k, v, out, lse, query_starts, key_starts = ctx.saved_tensors
+    if d_out is None and d_lse is None:
+        return (None,) * 9
+    d_out = torch.zeros_like(out) if d_out is None else d_out
+    found = backward_operator(d_out, d_lse, q, k, v, out, lse, query_starts, key_starts, *ctx.options)
+    return (*found, *(None,) * 6)
+
+
+operator.register_autograd(_gradients, setup_context=_save)

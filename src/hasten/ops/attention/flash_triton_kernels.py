@@ -1,0 +1,223 @@
+"""FlashAttention-2's forward pass in Triton, and what it shares with the backward pass (flash_triton_backward.py).
+
+`forward` and `backward_queries` take all keys that a tile of queries sees past it, `backward_keys` all queries that see
+a tile of keys. What a tile meets is cut in three: tiles of which something is hidden, at the near and at the far end
+(the window's edge, the diagonal, the end of the sequence), and in between tiles that are seen whole and need no mask.
+Those at the ends are walked through first. What nobody sees is not visited.
+
+Scores are counted in powers of two: FACTOR is the scale times log2(e), so that exp(scale · q·k) = 2^(FACTOR · q·k).
+With a soft-cap c, x = tanh(scale · q·k / c) takes the place of q·k, INNER is 2·log2(e)·scale/c and FACTOR c·log2(e).
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def place(plan, queries, keys, HAS_PLAN: tl.constexpr, REVERSED: tl.constexpr):
+    """This program's sequence and tile: first query, number of queries, first key, number of keys, tile.
+
+    plan (programs, 5) int32 says it for packed documents. REVERSED: causal rows get longer, and the longest go first.
+    """
+    p = tl.program_id(0)
+    if HAS_PLAN:
+        p = plan + p * 5
+        return tl.load(p), tl.load(p + 1), tl.load(p + 2), tl.load(p + 3), tl.load(p + 4)
+    else:  # noqa: RET505 - Triton's compiler would compile what follows a return as well
+        if REVERSED:
+            p = tl.num_programs(0) - 1 - p
+        return tl.cast(0, tl.int32), queries, tl.cast(0, tl.int32), keys, p
+
+
+@triton.jit
+def head_base(x, strides, b, row, head):
+    """Where x (B, rows, heads, D) has this head's values of a row; beyond 2^31 elements, too."""
+    place = tl.cast(b, tl.int64) * strides[0] + tl.cast(row, tl.int64) * strides[1]
+    return x + place + tl.cast(head, tl.int64) * strides[2]
+
+
+@triton.jit
+def load_tile(
+    base, first, rows, stride, BLOCK: tl.constexpr, D: tl.constexpr, D_SIDE: tl.constexpr, CHECK: tl.constexpr
+):
+    """Rows first … first + BLOCK - 1, (BLOCK, D_SIDE); zeros beyond D and, with CHECK, beyond `rows`."""
+    r = tl.arange(0, BLOCK)
+    d = tl.arange(0, D_SIDE)
+    at = base + tl.cast(first, tl.int64) * stride + (r[:, None] * stride + d[None, :])
+    if CHECK and D == D_SIDE:
+        tile = tl.load(at, mask=(first + r < rows)[:, None], other=0.0)
+    elif CHECK:
+        tile = tl.load(at, mask=(first + r < rows)[:, None] & (d < D)[None, :], other=0.0)
+    elif D == D_SIDE:
+        tile = tl.load(at)
+    else:
+        tile = tl.load(at, mask=(d < D)[None, :], other=0.0)
+    return tile
+
+
+@triton.jit
+def store_tile(base, first, rows, stride, tile, BLOCK: tl.constexpr, D: tl.constexpr, D_SIDE: tl.constexpr):
+    r = tl.arange(0, BLOCK)
+    d = tl.arange(0, D_SIDE)
+    at = base + tl.cast(first, tl.int64) * stride + (r[:, None] * stride + d[None, :])
+    tl.store(at, tile.to(base.dtype.element_ty), mask=(first + r < rows)[:, None] & (d < D)[None, :])
+
+
+@triton.jit
+def visible(i, j, keys, window, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr):
+    """Whether the query at position i sees key j; both broadcast against each other."""
+    seen = i >= j if CAUSAL else j < keys  # causal: the last query stands at the last key, none sees further
+    if HAS_WINDOW:
+        seen = seen & (i - j < window)
+    return seen
+
+
+@triton.jit
+def capped(products, INNER: tl.constexpr):
+    if INNER > 0:
+        return 1 - 2 / (1 + tl.exp2(products * INNER))  # tanh
+    else:  # noqa: RET505
+        return products
+
+
+@triton.jit
+def keys_of_tile(
+    first, queries, keys, window, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, CAUSAL: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+):  # fmt: skip
+    """Which keys a tile of queries meets: start, whole from, whole until, stop; all but stop are tiles' edges."""
+    position = first + keys - queries  # of the first query: the last query stands where the last key does
+    start = tl.cast(0, tl.int32)
+    whole = tl.cast(0, tl.int32)
+    until = keys // BLOCK_K * BLOCK_K
+    stop = keys
+    if CAUSAL:
+        until = tl.minimum(until, tl.maximum(position + 1, 0) // BLOCK_K * BLOCK_K)
+        stop = tl.minimum(stop, position + tl.minimum(BLOCK_Q, queries - first))
+    stop = tl.where(first < queries, tl.maximum(stop, 0), 0)
+    if HAS_WINDOW:
+        start = tl.maximum(position - window + 1, 0) // BLOCK_K * BLOCK_K
+        whole = tl.cdiv(tl.maximum(position + BLOCK_Q - window, 0), BLOCK_K) * BLOCK_K
+        whole = tl.minimum(whole, tl.cdiv(stop, BLOCK_K) * BLOCK_K)
+    return start, whole, tl.maximum(tl.minimum(until, stop), whole), stop
+
+
+@triton.jit
+def queries_of_tile(
+    first, queries, keys, window, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, CAUSAL: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+):  # fmt: skip
+    """Which queries a tile of keys meets, in the same four numbers."""
+    row = first - (keys - queries)  # the query that stands where the first key does
+    start = tl.cast(0, tl.int32)
+    whole = tl.cast(0, tl.int32)
+    until = queries // BLOCK_Q * BLOCK_Q
+    stop = queries
+    if HAS_WINDOW:
+        until = tl.minimum(until, tl.maximum(row + window, 0) // BLOCK_Q * BLOCK_Q)
+        stop = tl.minimum(stop, row + tl.minimum(BLOCK_K, keys - first) - 1 + window)
+    stop = tl.where(first < keys, tl.maximum(stop, 0), 0)
+    if CAUSAL:
+        start = tl.maximum(row, 0) // BLOCK_Q * BLOCK_Q
+        whole = tl.cdiv(tl.maximum(row + BLOCK_K - 1, 0), BLOCK_Q) * BLOCK_Q
+        whole = tl.minimum(whole, tl.cdiv(stop, BLOCK_Q) * BLOCK_Q)
+    return start, whole, tl.maximum(tl.minimum(until, stop), whole), stop
+
+
+@triton.jit
+def stretch(start, whole, until, stop, BLOCK: tl.constexpr, MASKED: tl.constexpr):
+    """How many tiles a walk takes: with MASKED those at the near end, which come first, and all at both ends."""
+    near = tl.maximum(whole - start, 0) // BLOCK
+    return near, near + tl.cdiv(tl.maximum(stop - until, 0), BLOCK) if MASKED else (until - whole) // BLOCK
+
+
+@triton.jit
+def tile_start(step, near, start, whole, until, BLOCK: tl.constexpr, MASKED: tl.constexpr):
+    """The first row of a walk's tile."""
+    if MASKED:
+        first = tl.where(step < near, start + step * BLOCK, until + (step - near) * BLOCK)
+    else:
+        first = whole + step * BLOCK
+    return first
+
+
+@triton.jit
+def walk_forward(
+    acc, peak, total, query, k, v, k_stride, v_stride, position, keys, window, start, whole, until, stop,
+    FACTOR: tl.constexpr, INNER: tl.constexpr, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, D: tl.constexpr,
+    D_SIDE: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """One stretch of keys: the running maximum, the running sum, and the output not yet divided by it."""
+    i = position + tl.arange(0, BLOCK_Q)
+    near, steps = stretch(start, whole, until, stop, BLOCK_K, MASKED)
+    for step in range(steps):
+        n = tile_start(step, near, start, whole, until, BLOCK_K, MASKED)
+        key = load_tile(k, n, keys, k_stride, BLOCK_K, D, D_SIDE, MASKED)
+        x = capped(tl.dot(query, tl.trans(key), input_precision="ieee", out_dtype=acc.dtype), INNER)
+        if MASKED:
+            seen = visible(i[:, None], n + tl.arange(0, BLOCK_K)[None, :], keys, window, CAUSAL, HAS_WINDOW)
+            x = tl.where(seen, x, float("-inf"))
+        higher = tl.maximum(peak, tl.max(x, axis=1) * FACTOR)
+        base = higher
+        if MASKED:  # a row that has seen nothing yet: 2^(-inf - 0) is 0, -inf - -inf would be NaN
+            base = tl.where(higher == float("-inf"), 0.0, higher)
+        p = tl.exp2(x * FACTOR - base[:, None])
+        shrink = tl.exp2(peak - base)
+        total = total * shrink + tl.sum(p, axis=1)
+        value = load_tile(v, n, keys, v_stride, BLOCK_K, D, D_SIDE, MASKED)
+        acc = tl.dot(p.to(value.dtype), value, acc * shrink[:, None], input_precision="ieee", out_dtype=acc.dtype)
+        peak = higher
+    return acc, peak, total
+
+
+@triton.jit(do_not_specialize=["queries", "keys", "window"])
+def forward(
+    q,  # (B, T, H, D)
+    k,  # (B, S, Hkv, D)
+    v,
+    out,  # (B, T, H, D)
+    lse,  # (B, H, T)
+    plan,
+    q_strides,  # of batch, row, head; values of a head lie side by side
+    k_strides,
+    v_strides,
+    out_strides,
+    queries,
+    keys,
+    window,
+    FACTOR: tl.constexpr,
+    INNER: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_PLAN: tl.constexpr,
+    GROUP: tl.constexpr,  # query heads of one key/value head
+    D: tl.constexpr,
+    D_SIDE: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """out and the log-sum-exp of a tile of queries; a query that sees nothing has zeros and -inf."""
+    head, b = tl.program_id(1), tl.program_id(2)
+    row, own, key_row, others, tile = place(plan, queries, keys, HAS_PLAN, CAUSAL)
+    first = tile * BLOCK_Q
+    query = load_tile(head_base(q, q_strides, b, row, head), first, own, q_strides[1], BLOCK_Q, D, D_SIDE, True)
+    key = head_base(k, k_strides, b, key_row, head // GROUP)
+    value = head_base(v, v_strides, b, key_row, head // GROUP)
+    start, whole, until, stop = keys_of_tile(first, own, others, window, BLOCK_Q, BLOCK_K, CAUSAL, HAS_WINDOW)
+    kind = lse.dtype.element_ty
+    peak = tl.full((BLOCK_Q,), float("-inf"), dtype=kind)
+    total = tl.zeros((BLOCK_Q,), dtype=kind)
+    acc = tl.zeros((BLOCK_Q, D_SIDE), dtype=kind)
+    position = first + others - own
+    for masked in tl.static_range(1, -1, -1):
+        acc, peak, total = walk_forward(
+            acc, peak, total, query, key, value, k_strides[1], v_strides[1], position, others, window,
+            start, whole, until, stop,
+            FACTOR, INNER, CAUSAL, HAS_WINDOW, D, D_SIDE, BLOCK_Q, BLOCK_K, masked,
+        )  # fmt: skip
+    divisor = tl.where(total == 0, 1.0, total)
+    tile_out = acc / divisor[:, None]
+    store_tile(head_base(out, out_strides, b, row, head), first, own, out_strides[1], tile_out, BLOCK_Q, D, D_SIDE)
+    r = first + tl.arange(0, BLOCK_Q)
+    at = lse + (tl.cast(b, tl.int64) * tl.num_programs(1) + head) * queries + row + r
+    tl.store(at, (peak + tl.log2(divisor)) * 0.6931471805599453, mask=r < own)  # ln 2

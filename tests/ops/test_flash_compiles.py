@@ -1,0 +1,119 @@
+"""FlashAttention's Triton kernels through the real compiler to machine code of a Hopper GPU; that needs no GPU."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton has no wheel for this platform")
+if sys.platform != "linux":
+    pytest.skip("Triton's compiler is for Linux", allow_module_level=True)
+
+from hasten.ops.attention.flash_tiles import BACKWARD_KEYS, BACKWARD_KEYS_CAPPED, BACKWARD_QUERIES, FORWARD, side
+
+SHARED = 227 << 10  # bytes that a program of a Hopper GPU can have
+FLOATS = ("lse", "d_lse", "log2_lse", "delta")
+KERNELS = {"forward": FORWARD, "backward_queries": BACKWARD_QUERIES, "backward_keys": BACKWARD_KEYS}
+
+
+@pytest.fixture
+def compiled(monkeypatch, tmp_path):
+    """compiled(kernel's name, head size, options) -> what came out, and its machine code as text."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from hasten.ops.attention import flash_triton_backward, flash_triton_kernels
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+    def build(name, head_dim, *, dtype="bf16", causal=True, window=False, softcap=False, packed=False, group=4):
+        kernel = getattr(flash_triton_kernels if name == "forward" else flash_triton_backward, name)
+        table = BACKWARD_KEYS_CAPPED if softcap and name == "backward_keys" else KERNELS[name]
+        tiles = next(tiles for largest, tiles in table.items() if head_dim <= largest)
+        constants = {
+            "SCALE": 0.09,
+            "FACTOR": 0.13,
+            "INNER": 0.01 if softcap else 0.0,
+            "CAUSAL": causal,
+            "HAS_WINDOW": window,
+            "HAS_PLAN": packed,
+            "HAS_D_LSE": packed,
+            "GROUP": group,
+            "D": head_dim,
+            "D_SIDE": side(head_dim),
+            "BLOCK_Q": tiles.queries,
+            "BLOCK_K": tiles.keys,
+        } | ({} if packed else {"plan": None, "d_lse": None})
+        signature, values, aligned = {}, {}, {}
+        for i, argument in enumerate(kernel.arg_names):
+            if argument in constants:
+                signature[argument], values[i,] = "constexpr", constants[argument]
+            elif argument.endswith("strides"):  # as those of torch's tensors with such a head size: 16 divides them
+                signature[argument] = ("i32",) * 3
+                aligned |= {(i, j): [["tt.divisibility", 16]] for j in range(3)}
+            elif argument in ("queries", "keys", "window"):
+                signature[argument] = "i32"
+            else:
+                signature[argument] = "*i32" if argument == "plan" else "*fp32" if argument in FLOATS else f"*{dtype}"
+                aligned[i,] = [["tt.divisibility", 16]]
+        options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
+        source = ASTSource(kernel, signature, values, aligned)
+        result = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+        cubin = tmp_path / "kernel.cubin"
+        cubin.write_bytes(result.asm["cubin"])
+        tool = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
+        return result, subprocess.run([tool, cubin], capture_output=True, text=True, check=True).stdout
+
+    return build
+
+
+def loops(assembly):
+    """The bodies of the innermost loops that multiply matrices, in their order: masked tiles, whole ones."""
+    lines = assembly.splitlines()
+    labels = {line.strip()[:-1]: i for i, line in enumerate(lines) if line.startswith(".L_") and line.endswith(":")}
+    spans = []
+    for i, line in enumerate(lines):
+        target = re.search(r"BRA.*`\((\.L_\w+)\)", line)
+        if target and labels.get(target[1], i) < i and any("HGMMA" in x for x in lines[labels[target[1]] : i]):
+            spans.append((labels[target[1]], i))
+    inner = [(a, b) for a, b in spans if not any((a, b) != (c, d) and a <= c and d <= b for c, d in spans)]
+    return [lines[a:b] for a, b in sorted(inner)]
+
+
+def spilled(lines):
+    return sum(bool(re.search(r"\b(LDL|STL)\b", line)) for line in lines)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("name", KERNELS)
+def test_the_main_loop(compiled, name, head_dim):
+    """Tensor cores as Hopper has them, 16-byte asynchronous copies, nothing spilled where the time is spent."""
+    result, assembly = compiled(name, head_dim)
+    assert result.metadata.shared <= SHARED
+    assert "wgmma.mma_async" in result.asm["ptx"]
+    assert "mma.sync" not in result.asm["ptx"]  # the tensor cores of earlier GPUs
+    assert "cp.async.cg.shared.global" in result.asm["ptx"]
+    masked, whole = loops(assembly)
+    assert spilled(whole) == 0
+    assert spilled(masked) <= 4  # the diagonal's tiles, a few of many: what is spilled is a pointer or two
+    assert len(whole) < len(masked)  # no masks there
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"head_dim": 128, "dtype": "fp16", "window": True, "group": 1},
+        {"head_dim": 128, "causal": False, "packed": True},
+        {"head_dim": 96, "softcap": True},
+        {"head_dim": 256, "softcap": True, "window": True},
+    ],
+)
+@pytest.mark.parametrize("name", KERNELS)
+def test_every_option(compiled, name, options):
+    result, assembly = compiled(name, **options)
+    assert result.metadata.shared <= SHARED
+    assert "wgmma.mma_async" in result.asm["ptx"]
+    assert max(map(spilled, loops(assembly))) <= 4

@@ -1,0 +1,92 @@
+"""FlashAttention in Triton: what the picker says of it, its tests in the interpreter, and those that need a GPU."""
+
+import pytest
+import torch
+
+from hasten.ops.attention import KERNELS, AttentionRequest, AttentionSpec
+from hasten.ops.picker import explain, pick
+from triton_cases import needs_gpu, run_interpreted
+
+
+@pytest.mark.slow
+def test_in_the_interpreter():
+    run_interpreted("ops/interpreted_flash.py")
+
+
+def request(*, spec=(), **changes):
+    spec = AttentionSpec(**{"heads": 8, "kv_heads": 2, "head_dim": 64, "scale": 0.125} | dict(spec))
+    known = {"device": torch.device("cuda"), "dtype": torch.bfloat16, "capability": (9, 0)}
+    return AttentionRequest(spec=spec, **known | {"queries": 100, "keys": 100} | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"device": torch.device("cpu")}, "it runs on CUDA, the layer is on cpu"),
+        ({"dtype": torch.float32}, "it takes bfloat16 and float16, not float32"),
+        ({"spec": {"head_dim": 320}}, "the head size is 320; it goes up to 256"),
+        ({"spec": {"scale": -1.0}}, "it wants a scale above zero; this one is -1.0"),
+        ({"mask": True}, "it does not take a mask (only causality and a window)"),
+        ({"key_padding": True}, "it does not take a key-padding mask"),
+        ({"bias": True}, "it does not take a bias"),
+        ({"alibi": True}, "it does not take ALiBi"),
+        ({"block_mask": True}, "it does not take a block mask"),
+        ({"dropout": True}, "it does not take dropout"),
+        ({"capability": (7, 5)}, "it needs compute capability 8.0 or later, cuda has 7.5"),
+        ({}, "it has not run on a GPU yet: only by name"),
+    ],
+)
+def test_says_why_it_is_not_taken(changes, reason, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert dict(explain(KERNELS, request(**changes)).others)["flash-triton"] == reason
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"documents": True}, {"gradient": True}, {"spec": {"softcap": 30.0, "window": 5}}, {"queries": 7}]
+)
+def test_serves_what_is_asked_by_name(changes, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert pick(KERNELS, request(**changes), forced="flash-triton").name == "flash-triton"
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("heads", [(8, 8), (8, 2), (6, 1)])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_on_a_gpu(heads, head_dim, dtype):
+    from flash_cases import check_flash, tensors
+
+    sizes = {"heads": heads[0], "kv_heads": heads[1], "head_dim": head_dim, "dtype": dtype, "device": "cuda"}
+    for queries, keys in ((1, 1), (130, 130), (77, 1000), (1000, 700), (1024, 1024)):
+        for options in ({}, {"causal": False}, {"window": 100}, {"softcap": 30.0}):
+            check_flash(*tensors(queries=queries, keys=keys, **sizes), **options)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_packed_documents_on_a_gpu():
+    from hasten.ops.attention import attention
+
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 3000, h, 128, device="cuda", dtype=torch.bfloat16) for h in (8, 2, 2))
+    starts = torch.tensor([0, 1, 1, 700, 1500, 3000], device="cuda")
+    exact = attention(q.double(), k.double(), v.double(), cu_seqlens=starts, kernel="reference")
+    plain = attention(q, k, v, cu_seqlens=starts, kernel="sdpa")
+    found = attention(q, k, v, cu_seqlens=starts, kernel="flash-triton")
+    assert (found - exact).square().mean() <= 4 * (plain - exact).square().mean()
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_the_same_bits_every_time_on_a_gpu():
+    from flash_cases import all_of, tensors
+    from hasten.ops.attention.flash_triton import flash_attention
+
+    sizes = {"queries": 2000, "keys": 2000, "heads": 8, "kv_heads": 2, "head_dim": 128}
+    inputs = tensors(**sizes, dtype=torch.bfloat16, device="cuda")
+    first = all_of(flash_attention, *inputs)
+    for _ in range(3):
+        assert all(torch.equal(one, other) for one, other in zip(first, all_of(flash_attention, *inputs), strict=True))
+    compiled = torch.compile(flash_attention, fullgraph=True)
+    assert all(torch.equal(one, other) for one, other in zip(first, all_of(compiled, *inputs), strict=True))
