@@ -1,4 +1,4 @@
-"""`hasten bench generate|train|heads`: the ladders, measured, as a table, JSON and a picture."""
+"""`hasten bench generate|train|heads|attention`: the ladders, measured, as a table, JSON and a picture."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from hasten.cli.bench_attention import BenchAttention
 from hasten.cli.options import Threads, thread_count
 from hasten.errors import ConfigError
 
@@ -168,7 +169,7 @@ class BenchTrain(LadderOptions):
         self.show(ladder.run(), "Training ladder")
 
 
-LADDERS = {"generate": BenchGenerate, "train": BenchTrain, "heads": BenchHeads}
+LADDERS = {"generate": BenchGenerate, "train": BenchTrain, "heads": BenchHeads, "attention": BenchAttention}
 
 
 class Bench:

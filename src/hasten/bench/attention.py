@@ -1,0 +1,279 @@
+"""Time and memory of every attention kernel against the length: where the square is, and where it is not.
+
+Each kernel and length is a process of its own, because memory once touched is never fully given back; the kernels of
+one length are measured in interleaved rounds. Memory is the peak above a process that has run the same kernel on a few
+tokens: inputs, output, gradients and whatever the kernel needs in between.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from hasten.bench.child import Child, ChildError
+from hasten.bench.worker import Task
+from hasten.errors import ConfigError
+
+if TYPE_CHECKING:
+    from hasten.ops.attention import AttentionRequest
+
+LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
+EXPLICIT = {"reference": 4, "math": 4}  # kernels that write all scores to memory, and how many copies a gradient needs
+LEAST_SECONDS = 0.2  # of one measurement: short calls are repeated
+PHASES = ("forward", "forward_backward")
+WARM_TOKENS = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """The call that is measured, but for its length. Pickles into child processes."""
+
+    batch: int = 1
+    heads: int = 8
+    kv_heads: int = 8
+    head_dim: int = 64
+    dtype: str = "float32"
+    causal: bool = True
+    device: str = "cpu"
+    gradient: bool = True
+
+    def request(self, tokens: int) -> AttentionRequest:
+        import torch
+
+        from hasten.machine import resolve_dtype
+        from hasten.ops.attention import AttentionRequest, AttentionSpec
+
+        spec = AttentionSpec(
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            scale=self.head_dim**-0.5,
+            causal=self.causal,
+        )
+        return AttentionRequest(
+            spec=spec,
+            device=torch.device(self.device),
+            dtype=resolve_dtype(self.dtype),
+            batch=self.batch,
+            queries=tokens,
+            keys=tokens,
+            gradient=self.gradient,
+        )
+
+    def flops(self, tokens: int) -> float:
+        """Of the forward pass: two products of T × S × D a head, half of them where it is causal."""
+        return 4 * self.batch * self.heads * self.head_dim * tokens**2 * (0.5 if self.causal else 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionGrowth:
+    """What to measure. kernels: () for all that serve the call.
+
+    point_seconds: a kernel is not asked for a length that will take longer, judged by the length before.
+    """
+
+    call: Call = Call()
+    lengths: tuple[int, ...] = LENGTHS
+    kernels: tuple[str, ...] = ()
+    rounds: int = 3
+    threads: int | None = None
+    seed: int = 0
+    point_seconds: float = 60.0
+
+    def run(self, *, progress: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
+        """Measure and return the report. Raises ConfigError for kernels that are unknown or cannot serve the call."""
+        from hasten.machine import describe
+
+        if not self.lengths or min(self.lengths) < 1 or self.rounds < 1:
+            raise ConfigError(f"lengths and rounds start at 1; found {self.lengths} and {self.rounds}")
+        points: list[dict[str, Any]] = []
+        names, absent = self._kernels()
+        for tokens in sorted(self.lengths):
+            points += self._length(names, tokens, points, progress)
+        return {
+            "schema": 1,
+            "kind": "attention",
+            "machine": describe().to_json(),
+            "settings": asdict(self.call)
+            | {"lengths": sorted(self.lengths), "rounds": self.rounds, "threads": self.threads, "seed": self.seed},
+            "points": points,
+            "growth": growth(points),
+            "absent": absent,
+        }
+
+    def _kernels(self) -> tuple[list[str], dict[str, str]]:
+        from hasten.ops.attention import KERNELS
+        from hasten.ops.picker import pick
+
+        request = self.call.request(max(self.lengths))
+        if self.kernels:
+            return [pick(KERNELS, request, forced=name).name for name in self.kernels], {}
+        refused = {k.name: reason for k in KERNELS if (reason := k.refuse(request)) is not None}
+        # Two that only choose among the others.
+        return [k.name for k in KERNELS if k.name not in (*refused, "sdpa", "triton")], refused
+
+    def _length(
+        self, names: Sequence[str], tokens: int, before: Sequence[dict[str, Any]], progress: Callable[[str], None]
+    ) -> list[dict[str, Any]]:
+        """One length: all kernels that fit, in interleaved rounds."""
+        points: list[dict[str, Any]] = []
+        children: dict[str, Child] = {}
+        rounds: dict[str, list[dict[str, float]]] = {}
+        try:
+            for name in names:
+                point: dict[str, Any] = {"kernel": name, "tokens": tokens}
+                points.append(point)
+                reason = self._too_much(name, tokens, before)
+                if reason is not None:
+                    point["skipped"] = reason
+                    continue
+                progress(f"{tokens} tokens: setting up {name}")
+                arguments = {"kernel": name, "tokens": tokens, "call": asdict(self.call)}
+                task = Task(
+                    "hasten.bench.attention:AttentionRung", arguments, self.call.device, self.threads, self.seed
+                )
+                children[name] = Child(task, timeout=600 + 4 * self.point_seconds)
+            for point in points:  # all of them, before any is measured: importing torch takes the cores
+                self._ask(point, children, lambda child: child.wait_ready())
+            for number in range(self.rounds):
+                for point in points:
+                    name = point["kernel"]
+                    progress(f"{tokens} tokens, round {number + 1} of {self.rounds}: {name}")
+                    measured = self._ask(point, children, lambda child: child.measure())
+                    if measured is not None:
+                        rounds.setdefault(name, []).append(measured.metrics)
+        except BaseException:
+            for child in children.values():
+                child.abort()
+            raise
+        for child in children.values():
+            child.close()
+        for point in points:
+            if point["kernel"] in children:
+                point |= self._summary(rounds[point["kernel"]], tokens)
+        return points
+
+    @staticmethod
+    def _ask(point: dict[str, Any], children: dict[str, Child], question: Callable[[Child], Any]) -> Any:
+        """The child's answer, or None where it has failed, now or before; the point then holds its error."""
+        child = children.get(point["kernel"])
+        if child is None:
+            return None
+        try:
+            return question(child)
+        except ChildError as error:
+            point["error"] = error.message
+            children.pop(point["kernel"]).abort()
+            return None
+
+    def _summary(self, rounds: list[dict[str, float]], tokens: int) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for phase, products in zip(PHASES, (1, 3.5), strict=True):  # backward: five products instead of two
+            seconds = f"{phase}_seconds"
+            if seconds not in rounds[0]:
+                continue
+            found[seconds] = median(metrics[seconds] for metrics in rounds)
+            found[f"{phase}_gflops"] = products * self.call.flops(tokens) / found[seconds] / 1e9
+            found[f"{phase}_peak_bytes"] = rounds[0][f"{phase}_peak_bytes"]
+        return found | {"rounds": rounds}
+
+    def _too_much(self, name: str, tokens: int, before: Sequence[dict[str, Any]]) -> str | None:
+        """Why this point is left out: its scores will not fit, or it will take too long."""
+        from hasten.bench.table import format_value
+        from hasten.machine import available_memory
+
+        scores = 4 * self.call.batch * self.call.heads * tokens**2
+        need = EXPLICIT.get(name, 0) * scores * (2 if self.call.gradient else 1) // 2
+        free = available_memory(self.call.device)
+        if need > 0.9 * free:
+            return f"it needs about {format_value(need, 'bytes')}, {format_value(free, 'bytes')} are free"
+        own = [point for point in before if point["kernel"] == name]
+        if not own:
+            return None
+        if "skipped" in own[-1] or "error" in own[-1]:
+            return own[-1].get("skipped") or own[-1]["error"]
+        seconds = sum(own[-1].get(f"{phase}_seconds", 0) for phase in PHASES) * (tokens / own[-1]["tokens"]) ** 2
+        return f"it would take about {seconds:.0f} s" if seconds > self.point_seconds else None
+
+
+class AttentionRung:
+    """Set up in a child: inputs of one length, for one kernel, after a warm-up on a few tokens."""
+
+    def __init__(self, *, kernel: str, tokens: int, call: dict[str, Any]) -> None:
+        import torch
+
+        from hasten.machine import process_memory, reset_peak_memory
+        from hasten.ops.attention import KERNELS
+        from hasten.ops.picker import pick
+
+        self.call, self.tokens = Call(**call), tokens
+        self.device = torch.device(self.call.device)
+        self.request = self.call.request(tokens)
+        self.run = pick(KERNELS, self.request, forced=kernel).run
+        self.inputs = self._inputs(WARM_TOKENS)
+        for phase in PHASES if self.call.gradient else PHASES[:1]:
+            self._once(phase)
+        reset_peak_memory(self.call.device)
+        self.baseline = process_memory() if self.call.device == "cpu" else 0
+        self.inputs = self._inputs(tokens)
+
+    def _inputs(self, tokens: int) -> list[Any]:
+        import torch
+
+        call = self.call
+        return [
+            torch.randn(
+                call.batch, tokens, heads, call.head_dim, dtype=self.request.dtype, device=self.device
+            ).requires_grad_(call.gradient)
+            for heads in (call.heads, call.kv_heads, call.kv_heads)
+        ]
+
+    def _once(self, phase: str) -> None:
+        import torch
+
+        if phase == "forward":
+            with torch.no_grad():
+                self.run(*self.inputs, spec=self.request.spec)
+        else:
+            self.run(*self.inputs, spec=self.request.spec).sum().backward()
+            for x in self.inputs:
+                x.grad = None
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def measure(self) -> dict[str, float]:
+        """Seconds of each phase, and the peak memory so far after it; the second needs more than the first."""
+        from hasten.machine import peak_memory
+
+        found: dict[str, float] = {}
+        for phase in PHASES if self.call.gradient else PHASES[:1]:
+            calls, start = 0, time.perf_counter()
+            while calls == 0 or time.perf_counter() - start < LEAST_SECONDS:
+                self._once(phase)
+                calls += 1
+            found[f"{phase}_seconds"] = (time.perf_counter() - start) / calls
+            found[f"{phase}_peak_bytes"] = max(0, peak_memory(self.call.device) - self.baseline)
+        return found
+
+
+def growth(points: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """For each kernel the exponents p of time ~ Tᵖ and memory ~ Tᵖ between its two longest lengths."""
+    found: dict[str, dict[str, float]] = {}
+    for name in dict.fromkeys(point["kernel"] for point in points):
+        own = [point for point in points if point["kernel"] == name and "rounds" in point]
+        if len(own) < 2:
+            continue
+        one, other = own[-2:]
+        phase = PHASES[1] if f"{PHASES[1]}_seconds" in other else PHASES[0]
+        step = math.log(other["tokens"] / one["tokens"])
+        found[name] = {
+            "from": one["tokens"],
+            "to": other["tokens"],
+            "time": math.log(other[f"{phase}_seconds"] / one[f"{phase}_seconds"]) / step,
+            "memory": math.log(max(1, other[f"{phase}_peak_bytes"]) / max(1, one[f"{phase}_peak_bytes"])) / step,
+        }
+    return found

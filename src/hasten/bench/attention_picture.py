@@ -1,0 +1,138 @@
+"""Two pictures of how attention grows with the length, time and memory, both axes logarithmic."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hasten.bench.draw import GRID, INK, SOFT
+from hasten.bench.table import format_value, machine_line
+from hasten.errors import ResourceError
+from hasten.machine.files import replacing
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# A colour for each kernel, the same in every picture; explicit kernels dashed.
+COLORS = {
+    "reference": "#b23a2e",
+    "math": "#d07a2d",
+    "chunked": "#4d8f5b",
+    "flash": "#2f6f9f",
+    "memory-efficient": "#8a5a9e",
+    "cudnn": "#66717d",
+    "flash-triton": "#14919b",
+    "native": "#1c2733",
+    "flex": "#b5892c",
+}
+EXPLICIT = ("reference", "math")
+
+
+def draw_growth(report: Mapping[str, Any], time_path: str | Path, memory_path: str | Path) -> None:
+    """Draw both as PNGs. Raises ResourceError if one cannot be written."""
+    settings = report["settings"]
+    what = "forward and backward" if settings["gradient"] else "forward"
+    phase = "forward_backward" if settings["gradient"] else "forward"
+    for path, title, key, unit in (
+        (time_path, f"Attention, {what}: time", f"{phase}_seconds", "seconds"),
+        (memory_path, f"Attention, {what}: peak memory", f"{phase}_peak_bytes", "bytes"),
+    ):
+        _draw(report, path, title=title, key=key, unit=unit)
+
+
+def _draw(report: Mapping[str, Any], path: str | Path, *, title: str, key: str, unit: str) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), dpi=150, facecolor="white")
+    axes = figure.add_axes((0.095, 0.12, 0.74, 0.72))
+    curves = _curves(report, key)
+    for name, values in curves.items():
+        style = "--" if name in EXPLICIT else "-"
+        color = COLORS.get(name, SOFT)
+        axes.plot(*values, style, color=color, linewidth=1.8, marker="o", markersize=4)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=2 if unit == "bytes" else 10)
+    lengths = report["settings"]["lengths"]
+    axes.set_xticks(lengths, [f"{tokens:,}" for tokens in lengths])
+    if unit == "bytes" and curves:
+        low, high = axes.get_ylim()
+        ticks = [4**i for i in range(10, 25) if low <= 4**i <= high]
+        axes.set_yticks(ticks, [format_value(tick, "bytes").replace(".00", "") for tick in ticks])
+    axes.minorticks_off()
+    _labels(axes, curves)
+    _guides(axes, curves)
+    axes.grid(color=GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.tick_params(labelsize=8.5, labelcolor=SOFT, length=0)
+    axes.set_xlabel("tokens", fontsize=9.5, color=SOFT)
+    axes.set_ylabel("seconds" if unit == "seconds" else "above the process's own", fontsize=9.5, color=SOFT)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    for side in ("bottom", "left"):
+        axes.spines[side].set_color(GRID)
+    figure.text(0.03, 0.94, title, fontsize=13, fontweight="bold", color=INK, va="center")
+    figure.text(0.03, 0.885, _subtitle(report), fontsize=9, color=SOFT, va="center")
+    try:
+        with replacing(Path(path)) as part:
+            FigureCanvasAgg(figure).print_png(part)
+    except OSError as error:
+        raise ResourceError(f"cannot write picture {path}: {error.strerror}") from error
+
+
+def _curves(report: Mapping[str, Any], key: str) -> dict[str, tuple[list[int], list[float]]]:
+    curves: dict[str, tuple[list[int], list[float]]] = {}
+    for point in report["points"]:
+        if point.get(key):
+            tokens, values = curves.setdefault(point["kernel"], ([], []))
+            tokens.append(point["tokens"])
+            values.append(point[key])
+    return curves
+
+
+def _labels(axes: Axes, curves: Mapping[str, tuple[list[int], list[float]]]) -> None:
+    """Each curve's name at its right end; names that would overlap are moved apart."""
+    ends = sorted(((values[-1], tokens[-1], name) for name, (tokens, values) in curves.items()))
+    lowest = 0.0
+    to_axes = axes.transData + axes.transAxes.inverted()
+    for value, tokens, name in ends:
+        _, height = to_axes.transform((tokens, value))
+        lowest = max(height, lowest + 0.045 if lowest else height)
+        axes.annotate(
+            name,
+            xy=(tokens, value),
+            xytext=(1.02, lowest),
+            textcoords="axes fraction",
+            fontsize=9,
+            color=COLORS.get(name, SOFT),
+            va="center",
+            annotation_clip=False,
+            arrowprops={"arrowstyle": "-", "color": GRID, "linewidth": 0.8},
+        )
+
+
+def _guides(axes: Axes, curves: Mapping[str, tuple[list[int], list[float]]]) -> None:
+    """Thin lines of slope 1 and 2 from the first point of the lowest curve."""
+    if not curves:
+        return
+    tokens = sorted({t for own, _ in curves.values() for t in own})
+    start = min(values[0] for _, values in curves.values())
+    low, high = axes.get_ylim()
+    for power, name in ((1, "linear"), (2, "quadratic")):
+        line = [start * (t / tokens[0]) ** power for t in tokens]
+        axes.plot(tokens, line, ":", color=SOFT, linewidth=1, zorder=0)
+        inside = [i for i, value in enumerate(line) if value <= high]
+        last = inside[-1]
+        axes.annotate(name, (tokens[last], line[last]), fontsize=7.5, color=SOFT, ha="right", va="bottom")
+    axes.set_ylim(low, high)
+
+
+def _subtitle(report: Mapping[str, Any]) -> str:
+    settings = report["settings"]
+    heads = f"{settings['heads']} heads"
+    if settings["kv_heads"] != settings["heads"]:
+        heads = f"{settings['heads']}/{settings['kv_heads']} heads"
+    causal = "causal" if settings["causal"] else "not causal"
+    call = f"{settings['batch']} x {heads} of {settings['head_dim']}, {settings['dtype']}, {causal}"
+    return f"{call}; {machine_line(report['machine'], settings['device'])}"
