@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from hasten.cli.options import Threads, thread_count
 from hasten.errors import ConfigError
 
 
@@ -38,8 +39,8 @@ class BenchAttention:
     """A kernel is not asked for a length that will take longer than this."""
     device: str = "auto"
     """auto, cpu, cuda or cuda:INDEX."""
-    threads: int | None = None
-    """CPU threads; all cores of this process by default."""
+    threads: Threads = "auto"
+    """CPU threads; auto is one for each physical core that this process may use."""
     seed: int = 0
     """Decides the random inputs."""
     json: str | None = None
@@ -56,11 +57,12 @@ class BenchAttention:
         pictures = self._pictures()
         for path in pictures:
             require_writable(path)
-        kv_heads = self.kv_heads or self.heads
+        kv_heads = self.heads if self.kv_heads is None else self.kv_heads
         if min(self.batch, self.heads, kv_heads, self.head_dim) < 1 or self.heads % kv_heads:
             raise ConfigError("--batch, --heads, --kv-heads and --head-dim start at 1, and heads are shared evenly")
-        if self.threads is not None and self.threads < 1:
-            raise ConfigError(f"threads is {self.threads}; it must be at least 1")
+        threads = thread_count(self.threads) or available_cores().physical
+        if threads < 1:
+            raise ConfigError(f"threads is {threads}; it must be at least 1")
         call = Call(
             batch=self.batch,
             heads=self.heads,
@@ -76,7 +78,7 @@ class BenchAttention:
             lengths=self.lengths,
             kernels=tuple(name.strip() for name in self.kernels.split(",") if name.strip()),
             rounds=self.rounds,
-            threads=self.threads or available_cores().logical,
+            threads=threads,
             seed=self.seed,
             point_seconds=self.point_seconds,
         ).run(progress=lambda text: print(text, file=sys.stderr))
