@@ -1,0 +1,198 @@
+"""A block layout in the forms that kernels take: tiles for the native one, flex_attention's, and a boolean matrix."""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn.attention import flex_attention as flex
+
+from hasten.errors import ConfigError
+from hasten.ops.attention.patterns import BlockLayout, Pattern
+
+TILE = 64  # queries and keys of a tile of train.cpp
+CELL = 16  # the smallest piece of a tile that can be hidden
+WHOLE = 0xFFFF
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """What train.cpp takes, int32, on the CPU: row r of layout h sees columns[starts[h, r] : starts[h, r + 1]].
+
+    Rows and columns are tiles of 64 positions, counted from position 0. cells: bit 4·k + q of an entry says that the
+    q-th 16 queries of the tile see its k-th 16 keys.
+    """
+
+    starts: Tensor  # (layouts, tiles + 1), counted through all layouts
+    columns: Tensor  # (entries,)
+    cells: Tensor  # (entries,)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BlockMask:
+    """The mask of one layout, for the `block_mask` of `hasten.ops.attention.attention`.
+
+    Serves calls of exactly `keys` keys, of which the queries are the last ones. Made once for a pattern, length and
+    layer; every form is made when a kernel first wants it.
+    """
+
+    layout: BlockLayout
+    keys: int
+    _forms: dict[object, object] = field(default_factory=dict, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        blocks = -(-self.keys // self.layout.block)
+        if self.keys < 1 or blocks != self.layout.blocks_k:
+            raise ConfigError(
+                f"a layout of {self.layout.blocks_k} blocks of {self.layout.block} positions cannot be the mask of "
+                f"{self.keys} keys, which are {blocks} blocks"
+            )
+
+    @classmethod
+    def of(cls, pattern: Pattern, keys: int, *, queries: int | None = None, heads: int = 1, layer: int = 0) -> "BlockMask":
+        """The mask of a pattern for `keys` positions, of which the last `queries` (default: all) ask."""
+        queries = keys if queries is None else queries
+        if not 1 <= queries <= keys:
+            raise ConfigError(f"the queries are the last ones of the {keys} keys, at least one; found {queries}")
+        blocks = -(-keys // pattern.block)
+        rows = blocks - (keys - queries) // pattern.block
+        return cls(pattern.layout(rows, blocks, heads=heads, layer=layer), keys)
+
+    @property
+    def causal(self) -> bool:
+        """No query sees a later key."""
+        return self.layout.causal
+
+    @property
+    def heads(self) -> int:
+        """1 if all heads see the same, else how many were laid out."""
+        return len(self.layout.heads)
+
+    def check(self, queries: int, keys: int) -> None:
+        """Raise ConfigError unless the last `queries` of `keys` positions are what was laid out."""
+        if keys != self.keys:
+            raise ConfigError(f"the block mask is of {self.keys} keys; found {keys}; make one for this length")
+        first = (keys - queries) // self.layout.block
+        if queries > keys or first < self.layout.first_row:
+            raise ConfigError(
+                f"the block mask has the rows of the last {keys - self.layout.first_row * self.layout.block} "
+                f"positions; found {queries} queries"
+            )
+
+    def dense(self, queries: int, keys: int, device: torch.device) -> Tensor:
+        """bool (1 or H, T, S), True where a query sees a key: the n × n matrix, for the reference and small sizes."""
+        self.check(queries, keys)
+        layout, block = self.layout, self.layout.block
+        seen = torch.zeros(len(layout.heads), layout.blocks_q, layout.blocks_k, dtype=torch.bool)
+        for head, rows in enumerate(layout.heads):
+            for row, columns in enumerate(rows):
+                seen[head, row, list(columns)] = True
+        places = torch.arange(keys)
+        own = places[keys - queries :]
+        mask = seen[:, own // block - layout.first_row][:, :, places // block]
+        if layout.causal:
+            mask = mask & (own[:, None] >= places)
+        return mask.to(device)
+
+    def tiles(self) -> Tiles:
+        """The layout in tiles of 64 positions. Raises ConfigError for blocks that do not consist of whole cells."""
+        if "tiles" not in self._forms:
+            self._forms["tiles"] = _tiles(self.layout, self.keys)
+        found = self._forms["tiles"]
+        assert isinstance(found, Tiles)
+        return found
+
+    def flex(self, queries: int, device: torch.device) -> flex.BlockMask:
+        """flex_attention's mask of the last `queries` positions, from block numbers; no n × n matrix is made.
+
+        Raises ConfigError where the first query does not stand at the begin of a block.
+        """
+        self.check(queries, self.keys)
+        key = (queries, device)
+        if key not in self._forms:
+            self._forms[key] = _flex(self.layout, queries, self.keys, device)
+        found = self._forms[key]
+        assert isinstance(found, flex.BlockMask)
+        return found
+
+
+def tiles_refusal(block: int) -> str | None:
+    """Why a layout of such blocks cannot be cut into tiles of 64, or None."""
+    if block % TILE and (block % CELL or TILE % block):
+        return f"its blocks have {block} positions; it takes {CELL}, {CELL * 2} and multiples of {TILE}"
+    return None
+
+
+def _tiles(layout: BlockLayout, keys: int) -> Tiles:
+    reason = tiles_refusal(layout.block)
+    if reason:
+        raise ConfigError(f"no tiles can be made of the block layout: {reason}")
+    tiles = -(-keys // TILE)
+    starts, columns, cells = [], [], []
+    for rows in layout.heads:
+        for tile in range(tiles):
+            starts.append(len(columns))
+            seen = _tile_row(layout, rows, tile)
+            kept = [column for column in sorted(seen) if column < tiles]
+            columns += kept
+            cells += [seen[column] for column in kept]
+        starts.append(len(columns))
+    return Tiles(
+        torch.tensor(starts, dtype=torch.int32).view(len(layout.heads), tiles + 1),
+        torch.tensor(columns, dtype=torch.int32),
+        torch.tensor(cells, dtype=torch.int32),
+    )
+
+
+def _tile_row(layout: BlockLayout, rows: tuple[tuple[int, ...], ...], tile: int) -> dict[int, int]:
+    """The tiles that a row of tiles sees, with their cells."""
+    if layout.block >= TILE:
+        whole = layout.block // TILE  # tiles of a block
+        row = tile // whole - layout.first_row
+        return {j * whole + i: WHOLE for j in (rows[row] if row >= 0 else ()) for i in range(whole)}
+    each, size = TILE // layout.block, layout.block // CELL  # blocks of a tile, cells of a block, along one side
+    seen: dict[int, int] = {}
+    for part in range(each):
+        row = tile * each + part - layout.first_row
+        for j in rows[row] if 0 <= row < len(rows) else ():
+            for k in range(j % each * size, (j % each + 1) * size):
+                bits = ((1 << size) - 1) << (4 * k + part * size)
+                seen[j // each] = seen.get(j // each, 0) | bits
+    return seen
+
+
+def _flex(layout: BlockLayout, queries: int, keys: int, device: torch.device) -> flex.BlockMask:
+    offset = keys - queries
+    if offset % layout.block:
+        raise ConfigError(
+            f"flex_attention counts blocks from the first query; {queries} queries of {keys} keys do not begin at one "
+            f"of the blocks of {layout.block} positions"
+        )
+    skip = offset // layout.block - layout.first_row  # rows of the layout before the first query
+    partial: list[list[tuple[int, ...]]] = []
+    whole: list[list[tuple[int, ...]]] = []
+    for rows in layout.heads:
+        own = range(layout.first_row + skip, layout.blocks_k)  # the diagonal: only there causality hides something
+        pairs = list(zip(own, rows[skip:], strict=True))
+        partial.append([tuple(j for j in row if layout.causal and j == i) for i, row in pairs])
+        whole.append([tuple(j for j in row if not layout.causal or j < i) for i, row in pairs])
+
+    def earlier(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return query + offset >= key
+
+    return flex.BlockMask.from_kv_blocks(
+        *_counted(partial, layout.blocks_k, device),
+        *_counted(whole, layout.blocks_k, device),
+        BLOCK_SIZE=layout.block,
+        mask_mod=earlier if layout.causal else None,
+        seq_lengths=(queries, keys),
+    )
+
+
+def _counted(heads: list[list[tuple[int, ...]]], width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """How many blocks each row has (1, H, rows), and their numbers (1, H, rows, width), filled up with zeros."""
+    counts = [[len(row) for row in rows] for rows in heads]
+    numbers = [[[*row, *([0] * (width - len(row)))] for row in rows] for rows in heads]
+    return (
+        torch.tensor([counts], dtype=torch.int32, device=device),
+        torch.tensor([numbers], dtype=torch.int32, device=device),
+    )

@@ -1,0 +1,392 @@
+"""Sparse attention patterns as data: which blocks of keys each block of queries sees.
+
+Positions are cut into blocks; a pattern says, row by row, which key blocks a query block attends. What comes out is a
+`BlockLayout`, the column numbers of each row and never an n × n matrix. Causal patterns see nothing later than the
+query: later blocks are left out, and in the block on the diagonal the kernels hide the later keys.
+
+    print(BigBird(block=64).render(8))
+
+Sources: local, atrous and their union, Sparse Transformers (arXiv 1904.10509); Fixed, Variable, BigBird (arXiv
+2007.14062), BSLongformer (arXiv 2004.05150) as DeepSpeed lays them out in blocks. Different from there: a causal pattern
+never sees the future, whatever its random, global or rotating blocks; every row sees its own block; rows with fewer
+candidates than random blocks take all of them; and the random choice depends on (seed, layer, head, row) alone, so
+every process draws the same, and a causal row stays what it is when the sequence grows.
+"""
+
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+
+from hasten.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockLayout:
+    """The blocks that are seen. heads: one entry for all heads, or one a head; each holds the sorted columns of a row.
+
+    The rows are the last ones of `blocks_k` (aligned bottom right): row r stands at block blocks_k - blocks_q + r.
+    """
+
+    block: int  # positions of a block
+    causal: bool
+    blocks_k: int
+    heads: tuple[tuple[tuple[int, ...], ...], ...]
+
+    @property
+    def blocks_q(self) -> int:
+        return len(self.heads[0])
+
+    @property
+    def first_row(self) -> int:
+        """The block that row 0 stands at."""
+        return self.blocks_k - self.blocks_q
+
+    @property
+    def present(self) -> int:
+        """Blocks that are seen, of all heads that are laid out."""
+        return sum(len(row) for head in self.heads for row in head)
+
+    @property
+    def density(self) -> float:
+        """Blocks that are seen over those that dense attention of the same kind (causal or not) would see."""
+        if not self.causal:
+            whole = self.blocks_q * self.blocks_k
+        else:
+            whole = sum(range(self.first_row + 1, self.blocks_k + 1))
+        return self.present / (whole * len(self.heads))
+
+    def strings(self, head: int = 0) -> tuple[str, ...]:
+        """One string of 0 and 1 a row."""
+        own = self.heads[head if len(self.heads) > 1 else 0]
+        return tuple("".join("1" if j in row else "0" for j in range(self.blocks_k)) for row in map(set, own))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pattern:
+    """What all patterns have in common. Sizes are in blocks of `block` positions.
+
+    per_head: random choices differ from head to head; without it one layout serves all heads. Raises ConfigError for
+    sizes that mean nothing.
+    """
+
+    block: int = 64
+    causal: bool = True
+    seed: int = 0
+    per_head: bool = False
+
+    def __post_init__(self) -> None:
+        self._require("block", self.block, 1)
+
+    def _require(self, name: str, value: object, least: int) -> None:
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ConfigError(f"{type(self).__name__}: {name} must be an integer of at least {least}; found {value!r}")
+
+    @property
+    def differs_by_head(self) -> bool:
+        return self.per_head
+
+    @property
+    def reach(self) -> int | None:
+        """How many keys back a query of a causal pattern can see, its own included; None: all of them."""
+        return None
+
+    def columns(self, row: int, blocks: int, *, head: int, layer: int) -> Iterable[int]:
+        """The key blocks that block `row` sees, in any order. blocks: how many there are (causal: up to the row).
+
+        What lies outside of them is dropped by `layout`, and the row's own block is added.
+        """
+        raise NotImplementedError
+
+    def layout(self, blocks_q: int, blocks_k: int | None = None, *, heads: int = 1, layer: int = 0) -> BlockLayout:
+        """The blocks that the last `blocks_q` of `blocks_k` (default: as many) query blocks see."""
+        blocks_k = blocks_q if blocks_k is None else blocks_k
+        self._require("blocks_q", blocks_q, 1)
+        self._require("heads", heads, 1)
+        self._require("layer", layer, 0)
+        if not isinstance(blocks_k, int) or blocks_k < blocks_q:
+            raise ConfigError(f"{blocks_q} query blocks are the last of at least as many key blocks; found {blocks_k}")
+        laid = tuple(
+            tuple(self._row(row, blocks_k, head, layer) for row in range(blocks_k - blocks_q, blocks_k))
+            for head in range(heads if self.differs_by_head else 1)
+        )
+        return BlockLayout(block=self.block, causal=self.causal, blocks_k=blocks_k, heads=laid)
+
+    def _row(self, row: int, blocks: int, head: int, layer: int) -> tuple[int, ...]:
+        end = row + 1 if self.causal else blocks
+        seen = {j for j in self.columns(row, end, head=head, layer=layer) if 0 <= j < end}
+        return tuple(sorted(seen | {row}))
+
+    def render(self, blocks: int, *, head: int = 0, layer: int = 0) -> str:
+        """The pattern of `blocks` blocks for people: its parameters, then a line a row, ■ seen and · not."""
+        layout = self.layout(blocks, heads=head + 1, layer=layer)
+        given = ", ".join(
+            f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if getattr(self, f.name) != f.default
+        )
+        title = f"{type(self).__name__}({given}), {layout.density:.0%} of the blocks"
+        signs = str.maketrans("01", "·■")
+        return "\n".join([title, *(" ".join(row.translate(signs)) for row in layout.strings(head))])
+
+    def _draw(self, candidates: list[int], count: int, *, head: int, layer: int, row: int) -> list[int]:
+        """`count` of the candidates, or all where there are fewer; from a generator of its own."""
+        if count == 0 or len(candidates) <= count:
+            return candidates[:count]
+        # Only seeding by a string and random() are promised to stay what they are from one Python to the next.
+        generator = random.Random(f"{self.seed}/{layer}/{head if self.per_head else 0}/{row}")
+        return [j for _, j in sorted((generator.random(), j) for j in candidates)[:count]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dense(Pattern):
+    """Everything (causal: everything up to the query)."""
+
+    causal: bool = False
+
+    def columns(self, row: int, blocks: int, *, head: int, layer: int) -> Iterable[int]:
+        return range(blocks)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Causal(Pattern):
+    """Everything up to the query, as a pattern: the dense baseline."""
+
+    def __post_init__(self) -> None:
+        Pattern.__post_init__(self)
+        if not self.causal:
+            raise ConfigError("Causal cannot be bidirectional; use Dense()")
+
+    def columns(self, row: int, blocks: int, *, head: int, layer: int) -> Iterable[int]:
+        return range(row + 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Local(Pattern):
+    """Blocks at most `radius` away: |i - j| <= radius."""
+
+    radius: int = 1
+
+    def __post_init__(self) -> None:
+        Pattern.__post_init__(self)
+        self._require("radius", self.radius, 0)
+
+    @property
+    def reach(self) -> int | None:
+        return (self.radius + 1) * self.block
+
+    def columns(self, row: int, blocks: int, *, head: int, layer: int) -> Iterable[int]:
+        return range(row - self.radius, row + self.radius + 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlidingWindow(Pattern):
+    """`window` blocks around the query: window // 2 on each side."""
+
+    window: int = 3
+
+    def __post_init__(self) -> None:
+        Pattern.__post_init__(self)
+        self._require("window", self.window, 1)
+
+    @property
+    def reach(self) -> int | None:
+        return (self.window // 2 + 1) * self.block
+
+    def columns(self, row: int, blocks: int, *, head: int, layer: int) -> Iterable[int]:
+        return _window(row, self.window)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Atrous(Pattern):
+    """Every `stride`-th block, counted from the query: (i - j) mod stride = 0. Also called dilated."""
+
+    stride: int = 4
+
+    def __post_init__(self) -> None:
+        Pattern.__post_init__(self)
+        self._require("stride", self.stride, 1)
+
+    def columns(self, row: int, blocks: int, *, head: int, layer: int) -> Iterable[int]:
+        return range(row % self.stride, blocks, self.stride)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Strided(Pattern):
+    """Near blocks densely, far ones every `stride`-th: the union of Local and Atrous (Sparse Transformers)."""
+
+    radius: int = 1
+    stride: int = 4
+
+    def __post_init__(self) -> None:
+        Pattern.__post_init__(self)
+        self._require("radius", self.radius, 0)
+        self._require("stride", self.stride, 1)
+
+    def columns(self, row: int, blocks: int, *, head: int, layer: int) -> Iterable[int]:
+        near = range(row - self.radius, row + self.radius + 1)
+        return {*near, *range(row % self.stride, blocks, self.stride)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fixed(Pattern):
+    """Windows of `local_blocks`; the last `global_blocks` of each window are seen by everyone (causal: by all later).
+
+    global_patterns: how many heads in turn take the last, the last but one, … as their global blocks. horizontal, for
+    bidirectional attention: global blocks also see everything.
+    """
+
+    local_blocks: int = 4
+    global_blocks: int = 1
+    global_patterns: int = 1
+    horizontal: bool = False
+
+    def __post_init__(self) -> None:
+        Pattern.__post_init__(self)
+        for name in ("local_blocks", "global_blocks", "global_patterns"):
+            self._require(name, getattr(self, name), 1)
+        if self.global_blocks * self.global_patterns > self.local_blocks:
+            raise ConfigError(
+                f"Fixed: {self.global_patterns} patterns of {self.global_blocks} global blocks do not fit into windows "
+                f"of {self.local_blocks}"
+            )
+        _refuse_causal_rows(self, self.horizontal)
+
+    @property
+    def differs_by_head(self) -> bool:
+        return self.per_head or self.global_patterns > 1
+
+    def columns(self, row: int, blocks: int, *, head: int, layer: int) -> Iterable[int]:
+        first = self.local_blocks - (1 + head % self.global_patterns) * self.global_blocks
+        whole = blocks // self.local_blocks * self.local_blocks
+        starts = [*range(first, whole, self.local_blocks)]
+        if whole < blocks:  # a last window that is short keeps as many global blocks as there is room for
+            starts.append(max(whole, min(whole + first, blocks - self.global_blocks)))
+        globals_ = {j for start in starts for j in range(start, start + self.global_blocks)}
+        if self.horizontal and row in globals_:
+            return range(blocks)
+        own = row // self.local_blocks * self.local_blocks
+        return {*range(own, own + self.local_blocks), *globals_}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variable(Pattern):
+    """Windows of the given sizes one after the other (the last repeats), random blocks a row, and global blocks.
+
+    global_indices: blocks that everyone sees; with global_ends, of the same length, ranges [index, end). horizontal,
+    for bidirectional attention: global blocks also see everything.
+    """
+
+    windows: tuple[int, ...] = (4,)
+    random_blocks: int = 0
+    global_indices: tuple[int, ...] = (0,)
+    global_ends: tuple[int, ...] | None = None
+    horizontal: bool = False
+
+    def __post_init__(self) -> None:
+        Pattern.__post_init__(self)
+        if not self.windows:
+            raise ConfigError("Variable: windows must hold at least one size; found ()")
+        for size in self.windows:
+            self._require("windows", size, 1)
+        self._require("random_blocks", self.random_blocks, 0)
+        _ranges(self, self.global_indices, self.global_ends)
+        _refuse_causal_rows(self, self.horizontal)
+
+    def columns(self, row: int, blocks: int, *, head: int, layer: int) -> Iterable[int]:
+        start = 0
+        for size in self.windows:
+            if row < start + size:
+                break
+            start += size
+        else:
+            size = self.windows[-1]
+            start += (row - start) // size * size
+        globals_ = _ranges(self, self.global_indices, self.global_ends)
+        if self.horizontal and row in globals_:
+            return range(blocks)
+        seen = {*range(start, start + size), *globals_}
+        others = [j for j in range(blocks) if j not in seen]
+        return seen.union(self._draw(others, self.random_blocks, head=head, layer=layer, row=row))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BigBird(Pattern):
+    """Random blocks a row, a sliding window, and the first `global_blocks` rows and columns (arXiv 2007.14062).
+
+    Causal: global rows see what is not later, so only the columns are left of them.
+    """
+
+    random_blocks: int = 1
+    window: int = 3
+    global_blocks: int = 1
+
+    def __post_init__(self) -> None:
+        Pattern.__post_init__(self)
+        self._require("random_blocks", self.random_blocks, 0)
+        self._require("window", self.window, 1)
+        self._require("global_blocks", self.global_blocks, 0)
+
+    def columns(self, row: int, blocks: int, *, head: int, layer: int) -> Iterable[int]:
+        if row < self.global_blocks:
+            return range(blocks)
+        seen = {*_window(row, self.window), *range(self.global_blocks)}
+        others = [j for j in range(blocks) if j not in seen]
+        return seen.union(self._draw(others, self.random_blocks, head=head, layer=layer, row=row))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BSLongformer(Pattern):
+    """A sliding window and global blocks, which everyone sees and which see everything (arXiv 2004.05150).
+
+    global_indices, and with global_ends of the same length, ranges [index, end).
+    """
+
+    window: int = 3
+    global_indices: tuple[int, ...] = (0,)
+    global_ends: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        Pattern.__post_init__(self)
+        self._require("window", self.window, 1)
+        _ranges(self, self.global_indices, self.global_ends)
+
+    def columns(self, row: int, blocks: int, *, head: int, layer: int) -> Iterable[int]:
+        globals_ = _ranges(self, self.global_indices, self.global_ends)
+        if row in globals_:
+            return range(blocks)
+        return {*_window(row, self.window), *globals_}
+
+
+def _window(row: int, size: int) -> range:
+    return range(row - size // 2, row + size // 2 + 1)
+
+
+def _ranges(pattern: Pattern, starts: tuple[int, ...], ends: tuple[int, ...] | None) -> set[int]:
+    name = type(pattern).__name__
+    if any(isinstance(value, bool) or not isinstance(value, int) for value in (*starts, *(ends or ()))):
+        raise ConfigError(f"{name}: global_indices and global_ends must hold integers; found {starts}, {ends}")
+    ends = tuple(start + 1 for start in starts) if ends is None else ends
+    if len(starts) != len(ends) or any(not 0 <= a < b for a, b in zip(starts, ends, strict=True)):
+        raise ConfigError(
+            f"{name}: each global range must begin at 0 or later and end past its begin; found {starts}, {ends}"
+        )
+    return {j for a, b in zip(starts, ends, strict=True) for j in range(a, b)}
+
+
+def _refuse_causal_rows(pattern: Pattern, horizontal: bool) -> None:
+    if horizontal and pattern.causal:
+        raise ConfigError(
+            f"{type(pattern).__name__}: global rows that see everything need causal=False; drop horizontal or causal"
+        )
+
+
+PATTERNS: dict[str, type[Pattern]] = {
+    "causal": Causal,
+    "dense": Dense,
+    "local": Local,
+    "sliding-window": SlidingWindow,
+    "atrous": Atrous,
+    "strided": Strided,
+    "fixed": Fixed,
+    "variable": Variable,
+    "bigbird": BigBird,
+    "bslongformer": BSLongformer,
+}

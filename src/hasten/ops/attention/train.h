@@ -1,0 +1,246 @@
+// What the attention for training is made of: products of small tiles, and tiles of a tensor in the order they want.
+//
+// Everything is counted in 32-bit words: a word is two bf16 values or one float32, so both dtypes share one code. A
+// product contracts along words: `panel` holds lines of words (one a lane, side by side), `x` rows of words that are
+// broadcast. 64 × 64 scores of a head of 64 elements are one such product; nothing larger is ever in memory.
+#pragma once
+
+#include "native.h"
+
+namespace hasten {
+
+using Word = uint32_t;
+constexpr int64_t SIDE = 64;  // queries and keys of a tile
+constexpr int64_t CELL = 16;  // a tile is seen or hidden in cells of 16 × 16
+constexpr int32_t WHOLE = 0xffff;
+template <class T>
+constexpr int64_t PAIR = sizeof(Word) / sizeof(T);  // elements of a word
+
+template <class T>
+INLINE F32 dot(F32 acc, const Word* line, Word x) {
+  if constexpr (PAIR<T> == 2) return dot_bf16(acc, reinterpret_cast<const uint16_t*>(line), x);
+  F32 w = load(reinterpret_cast<const float*>(line));
+  float one;
+  std::memcpy(&one, &x, 4);
+#if defined(__AVX512F__)
+  return (F32)_mm512_fmadd_ps((__m512)w, _mm512_set1_ps(one), (__m512)acc);
+#else
+  return acc + w * one;
+#endif
+}
+
+template <class T, int M, int V, class End>
+INLINE void tile(const Word* panel, int64_t lanes, const Word* x, int64_t stride, int64_t steps, const End& end) {
+  F32 acc[M][V] = {};
+  for (int64_t s = 0; s < steps; s++)
+    for (int m = 0; m < M; m++) {
+      const Word word = x[m * stride + s];
+      for (int v = 0; v < V; v++) acc[m][v] = dot<T>(acc[m][v], panel + s * lanes + v * LANES, word);
+    }
+  for (int m = 0; m < M; m++)
+    for (int v = 0; v < V; v++) end(m, v, acc[m][v]);
+}
+
+// end(row, vector, sum) for `rows` (even) rows of x and `vectors` (even) vectors of lanes of the panel.
+template <class T, class End>
+void product(const Word* panel, int64_t lanes, int64_t vectors, const Word* x, int64_t stride, int64_t rows,
+             int64_t steps, const End& end) {
+  auto columns = [&]<int V>(int64_t first) {
+    int64_t row = 0;
+    auto take = [&]<int M>() {
+      tile<T, M, V>(panel + first * LANES, lanes, x + row * stride, stride, steps,
+                    [&](int m, int v, F32 sum) { end(row + m, first + v, sum); });
+      row += M;
+    };
+    while (row + TILE <= rows) take.template operator()<TILE>();
+    if constexpr (TILE > 4)
+      if (row + 4 <= rows) take.template operator()<4>();
+    if constexpr (TILE > 2)
+      if (row + 2 <= rows) take.template operator()<2>();
+  };
+  int64_t first = 0;
+  for (; first + SPAN <= vectors; first += SPAN) columns.template operator()<SPAN>(first);
+  if constexpr (SPAN > 2)
+    if (first < vectors) columns.template operator()<2>(first);
+}
+
+INLINE F32 larger(F32 a, F32 b) {  // b where either is NaN
+#if defined(__AVX512F__)
+  return (F32)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+  return a > b ? a : b;
+#endif
+}
+
+// 2^x, 0 below -127; a polynomial of least relative error on [-½, ½], 8e-8. NaN stays NaN.
+INLINE F32 exp2(F32 x) {
+  F32 p = F32{} + 1.327647198e-3f;
+#if defined(__AVX512F__)
+  F32 n = (F32)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#else
+  x = larger(splat(-127.0f), x);
+  F32 shifted = x + 12582912.0f;  // 1.5·2^23: the nearest integer stands in the low bits
+  F32 n = shifted - 12582912.0f;
+#endif
+  F32 r = x - n;
+  p = multiply_add(p, r, splat(9.675541334e-3f));
+  p = multiply_add(p, r, splat(5.550713274e-2f));
+  p = multiply_add(p, r, splat(2.402211972e-1f));
+  p = multiply_add(p, r, splat(6.931469671e-1f));
+  p = multiply_add(p, r, splat(1.0f));
+#if defined(__AVX512F__)
+  return (F32)_mm512_scalef_ps((__m512)p, (__m512)n);
+#else
+  return p * (F32)(((I32)shifted - 0x4b400000 + 127) << 23);
+#endif
+}
+
+// Words of two rows' values a (first) and b; for float32 there is nothing to pair.
+INLINE U32 pair_bf16(F32 a, F32 b) {
+#if defined(__AVX512BF16__)
+  const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22,
+                                                6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+  return (U32)_mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh((__m512)b, (__m512)a));
+#else
+  uint16_t low[LANES], high[LANES];
+  store_bf16(low, a);
+  store_bf16(high, b);
+  U16 l, h;
+  std::memcpy(&l, low, 32);
+  std::memcpy(&h, high, 32);
+  return __builtin_convertvector(l, U32) | (__builtin_convertvector(h, U32) << 16);
+#endif
+}
+
+// A tensor (B, T, H, D) with any strides (in elements) but 1 along D.
+struct View {
+  const void* data;
+  int64_t batch, row, head;
+  template <class T>
+  const T* at(int64_t b, int64_t r, int64_t h) const {
+    return static_cast<const T*>(data) + b * batch + r * row + h * head;
+  }
+};
+
+// Rows [first, first + 64) of a head as [64][padded] elements; rows outside [0, count) and elements past `size`: zeros.
+template <class T>
+void gather(const View& from, int64_t b, int64_t h, int64_t first, int64_t count, int64_t size, int64_t padded,
+            Word* out) {
+  for (int64_t i = 0; i < SIDE; i++) {
+    auto* to = reinterpret_cast<T*>(out) + i * padded;
+    const bool there = first + i >= 0 && first + i < count;
+    if (there) std::memcpy(to, from.at<T>(b, first + i, h), size * sizeof(T));
+    std::memset(to + (there ? size : 0), 0, (padded - (there ? size : 0)) * sizeof(T));
+  }
+}
+
+// out [columns][rows] = in [rows][columns] of words; both multiples of 16.
+inline void turn(const Word* in, int64_t rows, int64_t columns, Word* out) {
+  for (int64_t c = 0; c < columns; c += 16)
+    for (int64_t r = 0; r < rows; r += 16) {
+      const Word* from[16];
+      for (int i = 0; i < 16; i++) from[i] = in + (r + i) * columns + c;
+      transpose16(from, out + c * rows + r, rows);
+    }
+}
+
+// out [64 / PAIR][padded] words: the elements of PAIR rows side by side, from gathered rows.
+template <class T>
+void pair_rows(const Word* rows, int64_t padded, Word* out) {
+  if constexpr (PAIR<T> == 1) {
+    std::memcpy(out, rows, SIDE * padded * sizeof(Word));
+  } else {
+    const auto* in = reinterpret_cast<const uint16_t*>(rows);
+    for (int64_t j = 0; j < SIDE; j += 2)
+      for (int64_t d = 0; d < padded; d += LANES) {
+        U16 a, b;
+        std::memcpy(&a, in + j * padded + d, 32);
+        std::memcpy(&b, in + (j + 1) * padded + d, 32);
+        U32 both = __builtin_convertvector(a, U32) | (__builtin_convertvector(b, U32) << 16);
+        std::memcpy(out + j / 2 * padded + d, &both, 64);
+      }
+  }
+}
+
+// A row of `size` float32 values, times `factor`, into a tensor of T.
+template <class T>
+void put_row(const float* from, float factor, int64_t size, T* to) {
+  constexpr Type type = PAIR<T> == 1 ? Type::f32 : Type::bf16;
+  int64_t d = 0;
+  for (; d + LANES <= size; d += LANES) store_as(to, type, d, load(from + d) * factor);
+  for (; d < size; d++) store_one(to, type, d, from[d] * factor);
+}
+
+// Pieces of one thread's memory, handed out one after the other.
+struct Arena {
+  Word* next;
+  Word* words(int64_t count) {
+    Word* mine = next;
+    next += round_up(count, LANES);
+    return mine;
+  }
+  float* floats(int64_t count) { return reinterpret_cast<float*>(words(count)); }
+};
+
+// Which keys the queries see: an interval of keys a query, and, if there are any, the tiles of a block layout.
+struct Sight {
+  bool causal;
+  int64_t window;                 // keys up to the query's own; 0: all
+  const int32_t *low, *high;      // (B, T) or null: the first and last key of each query
+  const int32_t *starts, *columns, *cells;  // rows of tiles by position: starts [layouts][tiles + 1], or null
+  int64_t layouts;                // 1, or one a query head
+  int64_t queries, keys;
+  int64_t offset() const { return std::max<int64_t>(0, keys - queries); }  // position of the first query
+  int64_t tiles() const { return (keys + SIDE - 1) / SIDE; }
+  int64_t first_tile() const { return offset() / SIDE; }
+  int64_t last_tile() const { return (offset() + queries - 1) / SIDE; }
+};
+
+// The queries at positions [64·tile, 64·tile + 64): lanes [from, to) are there. `row`: of lane 0, may be negative.
+struct Queries {
+  int64_t tile, row, from, to;
+  alignas(64) int32_t low[SIDE], high[SIDE];
+  int32_t least, most, all_low, all_high;  // least … most: seen by any; all_low … all_high: by all of them
+
+  Queries(const Sight& sight, int64_t batch, int64_t tile) : tile(tile), row(tile * SIDE - sight.offset()) {
+    from = std::max<int64_t>(0, -row), to = std::min(SIDE, sight.queries - row);
+    least = all_low = INT32_MAX, most = all_high = -1;
+    bool first = true;
+    for (int64_t i = 0; i < SIDE; i++) {
+      if (i < from || i >= to) {
+        low[i] = 0, high[i] = INT32_MAX;  // lanes that nobody reads
+        continue;
+      }
+      const int64_t at = tile * SIDE + i;
+      int64_t l = 0, h = sight.keys - 1;
+      if (sight.causal) h = std::min(h, at);
+      if (sight.window) l = at - sight.window + 1;
+      if (sight.low) l = std::max<int64_t>(l, sight.low[batch * sight.queries + row + i]);
+      if (sight.high) h = std::min<int64_t>(h, sight.high[batch * sight.queries + row + i]);
+      l = std::max<int64_t>(l, 0);
+      if (l > h) l = INT32_MAX, h = -1;
+      low[i] = int32_t(l), high[i] = int32_t(h);
+      least = std::min(least, low[i]), most = std::max(most, high[i]);
+      all_low = first ? low[i] : std::max(all_low, low[i]), all_high = first ? high[i] : std::min(all_high, high[i]);
+      first = false;
+    }
+  }
+
+  // f(key tile, cells, whole) for every key tile of which a query of this one may see something, in order.
+  template <class F>
+  void for_keys(const Sight& sight, int64_t head, const F& f) const {
+    if (most < 0) return;
+    auto visit = [&](int64_t k, int32_t cells) {
+      const int64_t begin = k * SIDE, end = begin + SIDE - 1;
+      if (end >= least && begin <= most) f(k, cells, cells == WHOLE && begin >= all_low && end <= all_high);
+    };
+    if (!sight.starts) {
+      for (int64_t k = least / SIDE; k <= most / SIDE; k++) visit(k, WHOLE);
+      return;
+    }
+    const int32_t* row_starts = sight.starts + (sight.layouts > 1 ? head * (sight.tiles() + 1) : 0);
+    for (int32_t i = row_starts[tile]; i < row_starts[tile + 1]; i++) visit(sight.columns[i], sight.cells[i]);
+  }
+};
+
+}  // namespace hasten

@@ -1,0 +1,108 @@
+"""Native attention for training on a CPU: dense causal, windows, packed documents and block patterns, with gradients.
+
+FlashAttention-2 (arXiv 2307.08691) in C++, see train.cpp: what no query sees is skipped in forward and backward, and
+nothing larger than a tile of scores is ever in memory.
+"""
+
+import functools
+import os
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hasten.errors import ConfigError, ResourceError
+from hasten.ops.attention.block_mask import BlockMask, Tiles
+from hasten.ops.build import namespace
+from hasten.ops.native import choose_isa, library
+
+DTYPES = (torch.float32, torch.bfloat16)
+LARGEST_HEAD = 256
+
+_registering = threading.Lock()
+
+
+def native_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = True,
+    window: int | None = None,
+    scale: float | None = None,
+    low: Tensor | None = None,
+    high: Tensor | None = None,
+    block_mask: BlockMask | None = None,
+    isa: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention of q (B, T, H, D) over k, v (B, S, Hkv, D): the output (B, T, H, D) and the log-sum-exp (B, H, T).
+
+    float32 or bfloat16, on the CPU, D up to 256; both results have gradients. The T queries are the last of the S
+    positions. A query sees the keys that all of these allow: `causal`, the last `window` keys, its interval
+    low … high (int32 (B, T), both included), and the block mask, which brings its own causality. A query that sees
+    nothing gives zeros and a log-sum-exp of -inf. Sums run in an order that only the shapes decide: the same bits on
+    any number of threads.
+
+    Raises ConfigError for dtypes and lengths that do not fit, ResourceError where there are no native kernels.
+    """
+    if q.dtype not in DTYPES:
+        raise ConfigError(f"the native attention takes float32 and bfloat16; found {q.dtype}")
+    tiles: Tiles | None = None
+    if block_mask is not None:
+        block_mask.check(q.shape[1], k.shape[1])
+        if block_mask.heads not in (1, q.shape[2]):
+            raise ConfigError(f"the block mask has {block_mask.heads} heads; found {q.shape[2]} query heads")
+        tiles, causal = block_mask.tiles(), block_mask.causal
+    if q.shape[1] > k.shape[1] and (causal or window or tiles is not None):
+        raise ConfigError(f"{q.shape[1]} queries are the last ones of {k.shape[1]} keys: there are too few keys")
+    return getattr(torch.ops, _ready(isa)).train_attention.default(
+        q,
+        k,
+        v,
+        low,
+        high,
+        *((tiles.starts, tiles.columns, tiles.cells) if tiles is not None else (None, None, None)),
+        causal,
+        window or 0,
+        q.shape[3] ** -0.5 if scale is None else scale,
+    )
+
+
+@torch.compiler.assume_constant_result
+def _ready(isa: str | None) -> str:
+    """The namespace of one instruction set's operators, loaded, and with their gradient known to torch."""
+    with _registering:  # torch takes a gradient once
+        return _registered(isa or os.environ.get("HASTEN_ISA"))
+
+
+@functools.cache
+def _registered(asked: str | None) -> str:
+    return _with_gradient(choose_isa(asked))
+
+
+@functools.cache
+def _with_gradient(isa: str) -> str:
+    native = library(isa)
+    if native is None:
+        raise ResourceError("there are no native kernels here; a C++ compiler is needed, and HASTEN_ISA must allow one")
+    backward_operator = native.ops.train_attention_backward.default
+
+    def remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        q, k, v, low, high, starts, columns, cells, ctx.causal, ctx.window, ctx.scale = inputs
+        ctx.save_for_backward(q, k, v, *output, low, high, starts, columns, cells)
+        ctx.set_materialize_grads(False)
+
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse, *sight = ctx.saved_tensors
+        if dout is None:
+            dout = torch.zeros_like(out)
+        if dlse is not None:
+            dlse = dlse.contiguous()
+        gradients = backward_operator(
+            dout, q, k, v, out, lse, dlse, *sight, ctx.causal, ctx.window, ctx.scale
+        )
+        return (*gradients, *(None,) * 8)
+
+    torch.library.register_autograd(f"{namespace(isa)}::train_attention", backward, setup_context=remember)
+    return namespace(isa)
