@@ -46,7 +46,9 @@ def fixed(draw):
     causal = draw(causal_or_not)
     options = {"causal": causal, "horizontal": not causal and draw(st.booleans())}
     options |= {"local_blocks": local, "global_blocks": blocks}
-    return Fixed(global_patterns=draw(st.integers(1, local // blocks)), **options, **draw(st.fixed_dictionaries(shared)))
+    return Fixed(
+        global_patterns=draw(st.integers(1, local // blocks)), **options, **draw(st.fixed_dictionaries(shared))
+    )
 
 
 @st.composite
@@ -127,7 +129,7 @@ def test_causal_patterns_never_see_the_future_and_all_see_themselves(pattern, qu
         for place, row in enumerate(head, before):
             assert place in row
             assert list(row) == sorted(set(row))
-            assert 0 <= row[0]
+            assert row[0] >= 0
             assert row[-1] <= (place if pattern.causal else queries + before - 1)
 
 
@@ -222,7 +224,7 @@ def test_rendering():
     ],
 )
 def test_sizes_that_mean_nothing_are_refused(make):
-    with pytest.raises(ConfigError, match="found|drop|use|fit"):
+    with pytest.raises(ConfigError, match=r"found|drop|use|fit"):
         make()
 
 

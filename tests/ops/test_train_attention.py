@@ -48,9 +48,9 @@ def with_gradients(run, tensors, upstream):
 
 
 def errors(shape, heads, size, dtype, mask, options, draws):
-    """For output, log-sum-exp and the gradients of q, k, v: our errors and those of the explicit computation."""
+    """For output, log-sum-exp and the gradients of q, k, v: our errors, explicit attention's, the largest value."""
     batch, queries, keys = shape
-    found = [([], []) for _ in range(5)]
+    found = [([], [], []) for _ in range(5)]
     for seed in draws:
         generator = torch.Generator().manual_seed(seed)
 
@@ -64,17 +64,20 @@ def errors(shape, heads, size, dtype, mask, options, draws):
         exact = with_gradients(lambda *t: explicit(*t, mask, scale), [t.double() for t in tensors], upstream)  # noqa: B023
         plain = with_gradients(lambda *t: explicit(*t, mask, scale), tensors, upstream)  # noqa: B023
         ours = with_gradients(lambda *t: native_attention(*t, **options), tensors, upstream)
-        for (mine, theirs), a, b, c in zip(found, ours, plain, exact, strict=True):
+        for (mine, theirs, values), a, b, c in zip(found, ours, plain, exact, strict=True):
             mine.append((a.double() - c).flatten())
             theirs.append((b.double() - c).flatten())
-    return [(torch.cat(a).abs(), torch.cat(b).abs()) for a, b in found]
+            values.append(float(c.abs().max()))
+    return [(torch.cat(a).abs(), torch.cat(b).abs(), max(c)) for a, b, c in found]
 
 
 def assert_at_most_twice(found, dtype):
-    tiny = 1e-6 if dtype == torch.float32 else 1e-3
-    for mine, theirs in found:
-        assert mine.square().mean().sqrt() <= 2 * theirs.square().mean().sqrt() + tiny / 10
-        assert mine.max() <= 2 * theirs.max() + tiny
+    # Where explicit attention is exact (a query with one key), some units in the last place of the products remain:
+    # dout·v and dout·out, which cancel there, are sums of up to 128 terms each.
+    rms, largest = (1e-6, 16e-6) if dtype == torch.float32 else (1e-3, 4e-3)
+    for mine, theirs, size in found:
+        assert mine.square().mean().sqrt() <= 2 * theirs.square().mean().sqrt() + rms * max(1, size)
+        assert mine.max() <= 2 * theirs.max() + largest * max(1, size)
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -147,9 +150,7 @@ def test_intervals_hide_keys_and_queries_that_see_nothing_give_zeros(isa):
     found = with_gradients(
         lambda *t: native_attention(*t, causal=False, low=low, high=high, isa=isa), tensors, upstream
     )
-    exact = with_gradients(
-        lambda *t: explicit(*t, mask[:, None], 32**-0.5), [t.double() for t in tensors], upstream
-    )
+    exact = with_gradients(lambda *t: explicit(*t, mask[:, None], 32**-0.5), [t.double() for t in tensors], upstream)
     for a, b in zip(found, exact, strict=True):
         torch.testing.assert_close(a.double(), b, atol=2e-5, rtol=1e-4)
     empty = ~mask.any(-1)
@@ -287,5 +288,5 @@ def test_the_operator_refuses_layouts_that_lead_out_of_the_keys():
     operator = library().ops.train_attention
     for starts, columns in (([0, 1], [1]), ([0, 1], [-1]), ([0, 2], [0]), ([1, 0], [0])):
         layout = (torch.tensor(starts, dtype=torch.int32), torch.tensor(columns, dtype=torch.int32))
-        with pytest.raises(RuntimeError, match="column|starts"):
+        with pytest.raises(RuntimeError, match=r"column|starts"):
             operator(q, q, q, None, None, *layout, torch.tensor([0xFFFF], dtype=torch.int32), True, 0, 1.0)

@@ -48,7 +48,9 @@ class BlockMask:
             )
 
     @classmethod
-    def of(cls, pattern: Pattern, keys: int, *, queries: int | None = None, heads: int = 1, layer: int = 0) -> "BlockMask":
+    def of(
+        cls, pattern: Pattern, keys: int, *, queries: int | None = None, heads: int = 1, layer: int = 0
+    ) -> "BlockMask":
         """The mask of a pattern for `keys` positions, of which the last `queries` (default: all) ask."""
         queries = keys if queries is None else queries
         if not 1 <= queries <= keys:
@@ -127,7 +129,9 @@ def _tiles(layout: BlockLayout, keys: int) -> Tiles:
     if reason:
         raise ConfigError(f"no tiles can be made of the block layout: {reason}")
     tiles = -(-keys // TILE)
-    starts, columns, cells = [], [], []
+    starts: list[int] = []
+    columns: list[int] = []
+    cells: list[int] = []
     for rows in layout.heads:
         for tile in range(tiles):
             starts.append(len(columns))

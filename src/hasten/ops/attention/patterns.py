@@ -7,10 +7,10 @@ query: later blocks are left out, and in the block on the diagonal the kernels h
     print(BigBird(block=64).render(8))
 
 Sources: local, atrous and their union, Sparse Transformers (arXiv 1904.10509); Fixed, Variable, BigBird (arXiv
-2007.14062), BSLongformer (arXiv 2004.05150) as DeepSpeed lays them out in blocks. Different from there: a causal pattern
-never sees the future, whatever its random, global or rotating blocks; every row sees its own block; rows with fewer
-candidates than random blocks take all of them; and the random choice depends on (seed, layer, head, row) alone, so
-every process draws the same, and a causal row stays what it is when the sequence grows.
+2007.14062), BSLongformer (arXiv 2004.05150) as DeepSpeed lays them out in blocks. Different from there: a causal
+pattern never sees the future, whatever its random, global or rotating blocks; every row sees its own block; rows with
+fewer candidates than random blocks take all of them; and the random choice depends on (seed, layer, head, row) alone,
+so every process draws the same, and a causal row stays what it is when the sequence grows.
 """
 
 import random
@@ -49,10 +49,8 @@ class BlockLayout:
     @property
     def density(self) -> float:
         """Blocks that are seen over those that dense attention of the same kind (causal or not) would see."""
-        if not self.causal:
-            whole = self.blocks_q * self.blocks_k
-        else:
-            whole = sum(range(self.first_row + 1, self.blocks_k + 1))
+        rows = range(self.first_row + 1, self.blocks_k + 1)
+        whole = sum(rows) if self.causal else len(rows) * self.blocks_k
         return self.present / (whole * len(self.heads))
 
     def strings(self, head: int = 0) -> tuple[str, ...]:

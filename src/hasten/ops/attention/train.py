@@ -99,9 +99,7 @@ def _with_gradient(isa: str) -> str:
             dout = torch.zeros_like(out)
         if dlse is not None:
             dlse = dlse.contiguous()
-        gradients = backward_operator(
-            dout, q, k, v, out, lse, dlse, *sight, ctx.causal, ctx.window, ctx.scale
-        )
+        gradients = backward_operator(dout, q, k, v, out, lse, dlse, *sight, ctx.causal, ctx.window, ctx.scale)
         return (*gradients, *(None,) * 8)
 
     torch.library.register_autograd(f"{namespace(isa)}::train_attention", backward, setup_context=remember)
