@@ -11,7 +11,10 @@ from hasten.errors import ConfigError
 from hasten.model.binding import explain, kernels
 from hasten.model.context import TrainingContext
 from hasten.ops.attention import KERNELS
+from hasten.ops.native import library
 from references import make_reference
+
+DEFAULT = "sdpa" if library() is None else "native"
 
 
 def bound(model):
@@ -26,13 +29,13 @@ def logits(model):
 
 def test_within_the_block_the_named_kernel_runs_and_then_the_old_one():
     model = hasten.load(make_reference("llama"))
-    assert set(bound(model)) == {"sdpa"}
+    assert set(bound(model)) == {DEFAULT}
     before = logits(model)
     with hasten.kernels(model, attention="reference") as same:
         assert same is model
         assert set(bound(model)) == {"reference"}
         torch.testing.assert_close(logits(model), before, rtol=1e-5, atol=1e-5)
-    assert set(bound(model)) == {"sdpa"}
+    assert set(bound(model)) == {DEFAULT}
     assert torch.equal(logits(model), before)
 
 
@@ -40,7 +43,7 @@ def test_the_old_kernels_come_back_after_an_exception():
     model = hasten.load(make_reference("llama"))
     with pytest.raises(KeyError), kernels(model, attention="reference"):
         raise KeyError
-    assert set(bound(model)) == {"sdpa"}
+    assert set(bound(model)) == {DEFAULT}
 
 
 def test_blocks_can_be_nested_and_empty():
@@ -56,7 +59,7 @@ def test_blocks_can_be_nested_and_empty():
 @pytest.mark.parametrize(
     ("names", "words"),
     [
-        ({"attention": "warp"}, ["attention kernel 'warp'", "known: triton, flash"]),
+        ({"attention": "warp"}, ["attention kernel 'warp'", "known: triton, native"]),
         ({"linear": "int4"}, ["linear kernel 'int4'", "known: native"]),
         ({"linear": "reference"}, ["'reference'", "these are float32"]),
         ({"rope": "fast"}, ["no operator 'rope'", "known: block, attention, linear"]),
@@ -79,10 +82,10 @@ def test_explain_says_what_runs_and_why_the_others_do_not():
     row = next(row for row in found if row["operator"] == "attention")
     assert row["kernel"] == "reference"
     reasons = {other["kernel"]: other["reason"] for other in row["others"]}
-    assert reasons["native"] == "it belongs to the fused steps, which this model does not run"
+    assert reasons["fused"] == "it belongs to the fused steps, which this model does not run"
     assert reasons["triton"] == "it takes bfloat16 and float16, not float32"
     assert reasons["sdpa"] == "PyTorch's SDPA has no soft-capping of scores"
-    assert set(reasons) == {"native", *(kernel.name for kernel in KERNELS)} - {"reference"}
+    assert set(reasons) == {"fused", *(kernel.name for kernel in KERNELS)} - {"reference"}
     blocks = [row for row in found if row["operator"] == "block"]
     assert {row["kernel"] for row in blocks} == {"readable"}
     assert "bfloat16; the model is float32" in blocks[0]["others"][0]["reason"]
@@ -103,4 +106,8 @@ def test_explain_sees_a_forced_kernel():
         assert row.kernel == "reference"
         assert row.others[-1].reason == "reference was asked for by name"
     row = attention_row(model)
-    assert (row.kernel, row.others[-1].kernel, row.others[-1].reason) == ("sdpa", "reference", "sdpa comes first")
+    assert (row.kernel, row.others[-1].kernel, row.others[-1].reason) == (
+        DEFAULT,
+        "reference",
+        f"{DEFAULT} comes first",
+    )

@@ -23,7 +23,9 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-HERE = [kernel.name for kernel in KERNELS if kernel.name not in ("triton", "flash-triton", "cudnn", "memory-efficient")]
+# The native ones are tested in test_train_attention.py, flex in test_patterns.py.
+ELSEWHERE = ("triton", "flash-triton", "cudnn", "memory-efficient", "native", "native-sparse", "flex")
+HERE = [kernel.name for kernel in KERNELS if kernel.name not in ELSEWHERE]
 
 
 def served(options):
@@ -159,7 +161,7 @@ def test_shapes_that_do_not_fit_are_refused(q, k, v, words):
         ({"window": 0}, "window"),
         ({"softcap": 0.0}, "softcap"),
         ({"dropout": 1.5}, "dropout"),
-        ({"kernel": "warp"}, "known: triton, flash"),
+        ({"kernel": "warp"}, "known: triton, native"),
         ({"kernel": "sdpa", "softcap": 5.0}, "soft-capping"),
     ],
 )

@@ -7,11 +7,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hasten.errors import ConfigError
+from attention_cases import allowed, error, problems
+from attention_cases import explicit as explicit_problem
+from hasten.errors import ConfigError, HastenWarning
+from hasten.ops.attention import KERNELS, AttentionRequest, AttentionSpec, attention
 from hasten.ops.attention.block_mask import BlockMask
 from hasten.ops.attention.patterns import BigBird, Causal, Fixed, Local, Variable
 from hasten.ops.attention.train import native_attention
 from hasten.ops.native import available_isas, library
+from hasten.ops.picker import explain
 
 pytestmark = pytest.mark.skipif(library() is None, reason="the native kernels cannot be built here (no C++ compiler)")
 
@@ -290,3 +294,100 @@ def test_the_operator_refuses_layouts_that_lead_out_of_the_keys():
         layout = (torch.tensor(starts, dtype=torch.int32), torch.tensor(columns, dtype=torch.int32))
         with pytest.raises(RuntimeError, match=r"column|starts"):
             operator(q, q, q, None, None, *layout, torch.tensor([0xFFFF], dtype=torch.int32), True, 0, 1.0)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(problems(dtypes=[torch.float32, torch.bfloat16]))
+def test_the_operator_takes_it_for_causal_windowed_full_and_packed_attention(problem):
+    *inputs, options = problem
+    options = {name: value for name, value in options.items() if name in ("causal", "window", "scale")} | {
+        name: value for name, value in options.items() if name.startswith("cu_")
+    }
+    weights = torch.randn(inputs[0].shape, generator=torch.Generator().manual_seed(1))
+
+    def results(run, dtype, **more):
+        leaves = [x.detach().to(dtype, copy=True).requires_grad_() for x in inputs]
+        out = run(*leaves, **options, **more)
+        (out * weights.to(dtype)).sum().backward()
+        return [out.detach(), *(torch.zeros_like(x) if x.grad is None else x.grad for x in leaves)]
+
+    dtype = inputs[0].dtype
+    expected = results(explicit_problem, torch.float64)
+    plain = results(explicit_problem, dtype)
+    q, k, v = (x.abs().max().item() for x in inputs)
+    scale = options["scale"] or inputs[0].shape[3] ** -0.5
+    # As in test_attention.py: dO·V - D may cancel, and its rounding is as large as they are.
+    floor = torch.finfo(dtype).eps * weights.abs().sum(-1).max().item() * v * max(1, scale * max(q, k))
+    for index, (mine, theirs, true) in enumerate(
+        zip(results(attention, dtype, kernel="native"), plain, expected, strict=True)
+    ):
+        assert error(mine, true) <= allowed(theirs, true, dtype) + (floor if index else 0)
+
+
+def request(**options):
+    spec = {"heads": 4, "kv_heads": 2, "head_dim": 64, "scale": 0.125}
+    own = {name: options.pop(name) for name in ("softcap", "head_dim") if name in options}
+    given = {"device": CPU, "dtype": torch.bfloat16, "batch": 1, "queries": 8, "keys": 8} | options
+    return AttentionRequest(spec=AttentionSpec(**spec | own), **given)
+
+
+@pytest.mark.parametrize(
+    ("options", "kernel", "words"),
+    [
+        ({}, "native-sparse", "it is for block masks"),
+        ({"block_mask": True}, "native", "native-sparse does"),
+        ({"mask": True}, "native", "it has no explicit mask"),
+        ({"softcap": 5.0}, "native", "it has no soft-capping"),
+        ({"dtype": torch.float16}, "native", "float32 and bfloat16, not float16"),
+        ({"head_dim": 300}, "native", "head size is 300"),
+        ({"queries": 9}, "native", "9 are more than 8"),
+        ({"device": torch.device("cuda")}, "native", "the tensors are on cuda"),
+        ({"block_mask": True, "dtype": torch.float64}, "native-sparse", "not float64"),
+        ({"block_mask": True, "gradient": True}, "flex", "no backward pass on a CPU"),
+        ({"block_mask": True}, "flex", "on a CPU it has a forward pass only"),
+    ],
+)
+def test_what_it_refuses(options, kernel, words):
+    choice = explain(KERNELS, request(**options))
+    assert choice.kernel != kernel
+    assert words in dict(choice.others)[kernel]
+
+
+@pytest.mark.parametrize(
+    ("options", "kernel"),
+    [
+        ({}, "native"),
+        ({"batch": None, "queries": None, "keys": None}, "native"),
+        ({"block_mask": True}, "native-sparse"),
+    ],
+)
+def test_what_it_is_taken_for(options, kernel):
+    assert explain(KERNELS, request(**options)).kernel == kernel
+
+
+def test_sparse_attention_through_the_operator():
+    tensors = inputs(11, 1, 200, 4, 2, 32)
+    mask = BlockMask.of(BigBird(block=32, per_head=True), 200, heads=4)
+    upstream = torch.randn(1, 200, 4, 32, generator=torch.Generator().manual_seed(0))
+    found, expected = (
+        torch.autograd.grad((attention(*tensors, block_mask=mask, kernel=name) * upstream).sum(), tensors)
+        for name in (None, "reference")
+    )
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+
+
+def test_blocks_that_cannot_be_skipped_are_computed_with_a_warning():
+    tensors = inputs(12, 1, 20, 2, 2, 16)
+    mask = BlockMask.of(Local(block=3), 20)
+    with pytest.warns(HastenWarning, match="its blocks have 3 positions"):
+        found = attention(*tensors, block_mask=mask)
+    torch.testing.assert_close(found, attention(*tensors, block_mask=mask, kernel="reference"))
+
+
+def test_autocast_casts_as_for_pytorch():
+    q, k, v = inputs(13, 1, 70, 2, 2, 32)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = attention(q, k.bfloat16().float(), v)
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(found, attention(q.bfloat16(), k.bfloat16(), v.bfloat16()))

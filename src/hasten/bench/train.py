@@ -31,7 +31,7 @@ PROCESS_BYTES = 400 << 20
 # name -> what it adds
 RUNGS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "explicit-float32": ("float32, eager, explicit attention", {}),
-    "sdpa": ("SDPA", {"attention": None}),
+    "sdpa": ("SDPA", {"attention": "sdpa"}),
     "bf16": ("bf16 autocast", {"precision": "bfloat16"}),
     "compile": ("torch.compile per block", {"compile": True}),
     "padded-vocabulary": ("padded vocabulary", {"pad_vocabulary_to": PADDING}),

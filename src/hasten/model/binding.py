@@ -55,7 +55,7 @@ def explain(model: Transformer) -> list[Binding]:
             readable = Refusal("readable", "the fused steps come first")
             bindings.append(Binding(layer, "block", "fused", [readable]))
             others = [Refusal(k.name, "the fused steps bring their own attention") for k in attention_operator.KERNELS]
-            bindings.append(Binding(layer, "attention", "native", others))
+            bindings.append(Binding(layer, "attention", "fused", others))
         else:
             reason = against_fused or "the model was not fused (hasten.fuse)"
             bindings.append(Binding(layer, "block", "readable", [Refusal("fused", reason)]))
@@ -70,8 +70,8 @@ def _attention_binding(layer: int, attention: Attention) -> Binding:
     kernels = attention_operator.KERNELS
     forced = attention.kernel.name if picker.pick(kernels, request) is not attention.kernel else None
     choice = picker.explain(kernels, request, forced=forced)
-    native = Refusal("native", "it belongs to the fused steps, which this model does not run")
-    return Binding(layer, "attention", choice.kernel, [native, *(Refusal(*other) for other in choice.others)])
+    fused = Refusal("fused", "it belongs to the fused steps, which this model does not run")
+    return Binding(layer, "attention", choice.kernel, [fused, *(Refusal(*other) for other in choice.others)])
 
 
 def _linear_bindings(layer: int, part: nn.Module) -> list[Binding]:

@@ -206,6 +206,7 @@ class FusedBlock(nn.Module):
             else:
                 block.mlp.up = plain(self.inner)
             block.mlp.down = plain(self.down)
+        attention.bind()  # again, now that the weights are no longer on the meta device
         return block
 
 

@@ -1,13 +1,18 @@
 """A block layout in the forms that kernels take: tiles for the native one, flex_attention's, and a boolean matrix."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.nn.attention import flex_attention as flex
 
 from hasten.errors import ConfigError
 from hasten.ops.attention.patterns import BlockLayout, Pattern
+
+if TYPE_CHECKING:
+    from torch.nn.attention import flex_attention
 
 TILE = 64  # queries and keys of a tile of train.cpp
 CELL = 16  # the smallest piece of a tile that can be hidden
@@ -50,7 +55,7 @@ class BlockMask:
     @classmethod
     def of(
         cls, pattern: Pattern, keys: int, *, queries: int | None = None, heads: int = 1, layer: int = 0
-    ) -> "BlockMask":
+    ) -> BlockMask:
         """The mask of a pattern for `keys` positions, of which the last `queries` (default: all) ask."""
         queries = keys if queries is None else queries
         if not 1 <= queries <= keys:
@@ -103,7 +108,7 @@ class BlockMask:
         assert isinstance(found, Tiles)
         return found
 
-    def flex(self, queries: int, device: torch.device) -> flex.BlockMask:
+    def flex(self, queries: int, device: torch.device) -> flex_attention.BlockMask:
         """flex_attention's mask of the last `queries` positions, from block numbers; no n × n matrix is made.
 
         Raises ConfigError where the first query does not stand at the begin of a block.
@@ -112,9 +117,7 @@ class BlockMask:
         key = (queries, device)
         if key not in self._forms:
             self._forms[key] = _flex(self.layout, queries, self.keys, device)
-        found = self._forms[key]
-        assert isinstance(found, flex.BlockMask)
-        return found
+        return self._forms[key]  # type: ignore[return-value]
 
 
 def tiles_refusal(block: int) -> str | None:
@@ -164,7 +167,10 @@ def _tile_row(layout: BlockLayout, rows: tuple[tuple[int, ...], ...], tile: int)
     return seen
 
 
-def _flex(layout: BlockLayout, queries: int, keys: int, device: torch.device) -> flex.BlockMask:
+def _flex(layout: BlockLayout, queries: int, keys: int, device: torch.device) -> flex_attention.BlockMask:
+    # Imported here, because it brings the compiler's symbolic mathematics along.
+    from torch.nn.attention import flex_attention
+
     offset = keys - queries
     if offset % layout.block:
         raise ConfigError(
@@ -183,7 +189,7 @@ def _flex(layout: BlockLayout, queries: int, keys: int, device: torch.device) ->
     def earlier(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return query + offset >= key
 
-    return flex.BlockMask.from_kv_blocks(
+    return flex_attention.BlockMask.from_kv_blocks(
         *_counted(partial, layout.blocks_k, device),
         *_counted(whole, layout.blocks_k, device),
         BLOCK_SIZE=layout.block,

@@ -12,6 +12,15 @@ from hasten.ops.attention import sdpa_rules
 from hasten.ops.attention.checks import check, complete_mask, four_dimensions
 from hasten.ops.attention.chunked import chunked
 from hasten.ops.attention.masks import alibi_slopes
+from hasten.ops.attention.native_kernels import (
+    flex,
+    flex_refuses,
+    flex_waits,
+    native,
+    native_refuses,
+    native_sparse,
+    native_sparse_refuses,
+)
 from hasten.ops.attention.reference import reference
 from hasten.ops.attention.request import AttentionRequest, BlockMask, Documents
 from hasten.ops.attention.sdpa import memory_efficient, only, sdpa
@@ -104,6 +113,9 @@ def _chunked_waits(request: AttentionRequest) -> str | None:
 # where they are given: one that refuses them need not name them.
 KERNELS: tuple[Kernel[AttentionRequest], ...] = (
     Kernel("triton", _triton, _triton_refuses, _triton_waits),
+    Kernel("native", native, native_refuses),
+    Kernel("native-sparse", native_sparse, native_sparse_refuses),
+    Kernel("flex", flex, flex_refuses, flex_waits),
     Kernel("flash", only(SDPBackend.FLASH_ATTENTION), sdpa_rules.flash, sdpa_rules.flash_waits),
     Kernel("flash-triton", _flash_triton, _flash_triton_refuses, _flash_triton_waits),
     Kernel("memory-efficient", memory_efficient, sdpa_rules.memory_efficient, sdpa_rules.one_by_one),

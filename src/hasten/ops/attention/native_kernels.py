@@ -1,0 +1,178 @@
+"""The native attention for training as kernels of the operator: what they serve, and what they leave to PyTorch."""
+
+import warnings
+
+import torch
+from torch import Tensor
+
+from hasten.errors import ConfigError, HastenWarning
+from hasten.ops.attention.block_mask import BlockMask, tiles_refusal
+from hasten.ops.attention.request import AttentionRequest, Documents
+from hasten.ops.attention.request import BlockMask as AnyBlockMask
+from hasten.ops.attention.sdpa import sdpa
+from hasten.ops.attention.spec import AttentionSpec
+from hasten.ops.attention.train import DTYPES, LARGEST_HEAD, native_attention
+from hasten.ops.native import library
+
+
+def native(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    spec: AttentionSpec,
+    mask: Tensor | None = None,
+    dropout: float = 0.0,
+    documents: Documents | None = None,
+) -> Tensor:
+    """Causal, windowed or full attention, packed documents too. A layer's call with a mask or dropout goes to SDPA."""
+    q, k, v = _as_autocast(q, k, v)
+    if mask is not None or dropout or q.dtype not in DTYPES:
+        return sdpa(q, k, v, spec=spec, mask=mask, dropout=dropout)
+    if documents is None:
+        return native_attention(q, k, v, causal=spec.causal, window=spec.window, scale=spec.scale)[0]
+    low, high = intervals(documents, q.shape[1], spec)
+    return native_attention(q, k, v, causal=False, scale=spec.scale, low=low, high=high)[0]
+
+
+def native_sparse(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    spec: AttentionSpec,
+    block_mask: AnyBlockMask,
+    mask: Tensor | None = None,
+    dropout: float = 0.0,
+) -> Tensor:
+    """A block pattern: blocks that are absent are skipped in the forward and the backward pass."""
+    q, k, v = _as_autocast(q, k, v)
+    if not isinstance(block_mask, BlockMask):
+        reason: str | None = f"it takes hasten.ops.attention.block_mask.BlockMask, not {type(block_mask).__name__}"
+    else:
+        reason = tiles_refusal(block_mask.layout.block)
+    if reason is not None:
+        message = f"the native sparse attention cannot skip the blocks of this mask, all scores are computed: {reason}"
+        warnings.warn(message, HastenWarning, stacklevel=3)
+        return sdpa(q, k, v, spec=spec, block_mask=block_mask, dropout=dropout)
+    assert isinstance(block_mask, BlockMask)
+    return native_attention(q, k, v, scale=spec.scale, block_mask=block_mask)[0]
+
+
+def flex(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    spec: AttentionSpec,
+    block_mask: AnyBlockMask,
+    mask: Tensor | None = None,
+    dropout: float = 0.0,
+) -> Tensor:
+    """A block pattern through PyTorch's flex_attention, compiled: absent blocks are skipped. Not yet run on a GPU."""
+    if not isinstance(block_mask, BlockMask):
+        raise ConfigError(
+            f"flex takes a mask of hasten.ops.attention.block_mask; found {type(block_mask).__name__}; "
+            f"give kernel='reference', or make it a BlockMask"
+        )
+    # Imported here, because it brings the compiler's symbolic mathematics along.
+    from torch.nn.attention.flex_attention import flex_attention
+
+    run = flex_attention if torch.compiler.is_compiling() else torch.compile(flex_attention)
+    out = run(
+        q.transpose(1, 2),  # (B, H, T, D)
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        block_mask=block_mask.flex(q.shape[1], q.device),
+        scale=spec.scale,
+        enable_gqa=spec.groups > 1,
+    )
+    return out.transpose(1, 2)
+
+
+def intervals(documents: Documents, queries: int, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
+    """The first and the last key, int32 (1, T) each, that every query of packed documents sees."""
+    ends = documents.queries[1:].long()
+    places = torch.arange(queries)
+    of = torch.searchsorted(ends, places, right=True)  # (T,) document numbers
+    starts, key_ends = documents.keys.long()[of], documents.keys.long()[of + 1]
+    low, high = starts, key_ends - 1
+    if spec.causal:
+        high = high - (ends[of] - 1 - places)  # the last query of a document sees its last key
+        if spec.window is not None:
+            low = torch.maximum(low, high - spec.window + 1)
+    return low.int()[None], high.int()[None]
+
+
+def native_refuses(request: AttentionRequest) -> str | None:
+    """Why the native attention cannot serve a request of dense attention."""
+    if request.block_mask:
+        return "it takes no block mask; native-sparse does"
+    return _refuses(request)
+
+
+def native_sparse_refuses(request: AttentionRequest) -> str | None:
+    """Why the native attention cannot serve a request of a block pattern."""
+    return _refuses(request) if request.block_mask else "it is for block masks"
+
+
+def flex_refuses(request: AttentionRequest) -> str | None:
+    """Why flex_attention cannot serve a request of a block pattern."""
+    if not request.block_mask:
+        return "it is for block masks"
+    if request.device.type not in ("cuda", "cpu"):
+        return f"it runs on CUDA, the tensors are on {request.device}"
+    if request.device.type == "cpu" and request.gradient:
+        return "flex_attention has no backward pass on a CPU"
+    for given, name in (
+        (request.spec.softcap is not None, "soft-capping"),
+        (request.mask, "explicit mask"),
+        (request.key_padding, "key-padding mask"),
+        (request.bias, "bias"),
+        (request.alibi, "ALiBi"),
+        (request.dropout, "dropout"),
+    ):
+        if given:
+            return f"with a block mask it takes no {name}"
+    return None
+
+
+def flex_waits(request: AttentionRequest) -> str | None:
+    """Why flex waits to be asked for by name."""
+    return "on a CPU it has a forward pass only" if request.device.type == "cpu" else None
+
+
+def _refuses(request: AttentionRequest) -> str | None:
+    if request.device.type != "cpu":
+        return f"it runs on a CPU, the tensors are on {request.device}"
+    if request.dtype not in DTYPES:
+        return f"it takes float32 and bfloat16, not {request.dtype_name}"
+    if request.spec.head_dim > LARGEST_HEAD:
+        return f"the head size is {request.spec.head_dim}; it goes up to {LARGEST_HEAD}"
+    for given, name in (
+        (request.spec.softcap is not None, "soft-capping of scores"),
+        (request.mask, "explicit mask"),
+        (request.key_padding, "key-padding mask"),
+        (request.bias, "bias"),
+        (request.alibi, "ALiBi"),
+        (request.dropout, "dropout"),
+    ):
+        if given:
+            return f"it has no {name}"
+    if request.spec.causal and not request.layer and not request.documents and _more_queries(request):
+        return f"it has the queries as the last of the keys; {request.queries} are more than {request.keys}"
+    if library() is None:
+        return "the native library is not there (no compiler, or HASTEN_ISA=none)"
+    return None
+
+
+def _more_queries(request: AttentionRequest) -> bool:
+    return request.queries is not None and request.keys is not None and request.queries > request.keys
+
+
+def _as_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """In autocast's dtype, as PyTorch's own attention takes them."""
+    if not torch.is_autocast_enabled(q.device.type):
+        return q, k, v
+    half = torch.get_autocast_dtype(q.device.type)
+    return q.to(half), k.to(half), v.to(half)
