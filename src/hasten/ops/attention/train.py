@@ -69,11 +69,14 @@ def native_attention(
     )
 
 
-@torch.compiler.assume_constant_result
 def _ready(isa: str | None) -> str:
     """The namespace of one instruction set's operators, loaded, and with their gradient known to torch."""
     with _registering:  # torch takes a gradient once
         return _registered(isa or os.environ.get("HASTEN_ISA"))
+
+
+# A graph holds its result. This is torch.compiler.assume_constant_result without importing the compiler for it.
+_ready._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @functools.cache
