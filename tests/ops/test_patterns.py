@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -193,6 +194,9 @@ def test_density_is_counted_against_dense_attention_of_the_same_kind():
 
 def test_rendering():
     assert Local(block=16).render(3) == "Local(block=16), 83% of the blocks\n■ · ·\n■ ■ ·\n· ■ ■"
+    shown = BigBird(random_blocks=1, window=3, global_blocks=1).render(8).splitlines()
+    page = (Path(__file__).parents[2] / "docs" / "sparse-attention.md").read_text()
+    assert all(f"    {line}\n" in page for line in shown)
     assert Fixed(global_patterns=2).render(8, head=1).splitlines()[5] == "· · ■ · ■ · · ·"
     assert set(PATTERNS) == {
         *("causal", "dense", "local", "sliding-window", "atrous"),

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
 
 from attention_cases import allowed, error, problems
 from attention_cases import explicit as explicit_problem
@@ -13,7 +14,7 @@ from hasten.errors import ConfigError, HastenWarning
 from hasten.ops.attention import KERNELS, AttentionRequest, AttentionSpec, attention
 from hasten.ops.attention.block_mask import BlockMask
 from hasten.ops.attention.patterns import BigBird, Causal, Fixed, Local, Variable
-from hasten.ops.attention.train import native_attention
+from hasten.ops.attention.train import flop_formulas, native_attention
 from hasten.ops.native import available_isas, library
 from hasten.ops.picker import explain
 
@@ -391,3 +392,14 @@ def test_autocast_casts_as_for_pytorch():
         found = attention(q, k.bfloat16().float(), v)
     assert found.dtype == torch.bfloat16
     assert torch.equal(found, attention(q.bfloat16(), k.bfloat16(), v.bfloat16()))
+
+
+def test_flops_are_counted_where_something_is_seen():
+    q, k, v = inputs(14, 2, 128, 4, 2, 32)
+    mask = BlockMask.of(Local(block=64, radius=0), 128)
+    pairs = {"dense": 128 * 129 // 2, "window": 128 * 10 - 45, "everything": 128 * 128, "blocks": 2 * 64 * 64}
+    options = {"window": {"window": 10}, "everything": {"causal": False}, "blocks": {"block_mask": mask}}
+    for name, count in pairs.items():
+        with FlopCounterMode(display=False, custom_mapping=flop_formulas()) as counter:
+            native_attention(q, k, v, **options.get(name, {}))[0].sum().backward()
+        assert counter.get_total_flops() == 2 * 4 * count * 4 * 32 * 7 // 2, name

@@ -21,6 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from hasten.data import Batch
 from hasten.machine import measure_limits
 from hasten.machine.files import write_atomically
+from hasten.ops.attention.train import flop_formulas
 from hasten.training.meter import Meter, clock, metered
 from hasten.training.recipe import Recipe
 from hasten.training.setup import Setup, set_up
@@ -180,7 +181,7 @@ def _timed(setup: Setup, batches: list[Batch]) -> tuple[dict[str, float], dict[s
 
 def _counted(setup: Setup, batches: list[Batch]) -> dict[str, float]:
     """FLOPs by part, of a step."""
-    counter = FlopCounterMode(display=False, custom_mapping=_loss_flops())
+    counter = FlopCounterMode(display=False, custom_mapping=_loss_flops() | flop_formulas())
     meter = Meter(lambda: float(counter.get_total_flops()))
     with torch.compiler.set_stance("force_eager"), metered(setup.step, meter), counter:
         setup.step.run(batches, learning_rate=0.0)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hasten.errors import ConfigError, ResourceError
-from hasten.ops.attention.block_mask import BlockMask, Tiles
+from hasten.ops.attention.block_mask import TILE, BlockMask, Tiles
 from hasten.ops.build import namespace
 from hasten.ops.native import choose_isa, library
 
@@ -107,3 +107,45 @@ def _with_gradient(isa: str) -> str:
 
     torch.library.register_autograd(f"{namespace(isa)}::train_attention", backward, setup_context=remember)
     return namespace(isa)
+
+
+def flop_formulas() -> dict[Any, Any]:
+    """The `custom_mapping` with which torch.utils.flop_counter.FlopCounterMode counts the native attention.
+
+    Empty where there are no native kernels. (Registering them for every counter would import 80 MB of modules.)
+    """
+    native = library()
+    if native is None:
+        return {}
+    return {native.ops.train_attention: _forward_flops, native.ops.train_attention_backward: _backward_flops}
+
+
+def _forward_flops(
+    q: torch.Size,
+    k: torch.Size,
+    v: torch.Size,
+    low: torch.Size | None,
+    high: torch.Size | None,
+    starts: torch.Size | None,
+    columns: torch.Size | None,
+    cells: torch.Size | None,
+    causal: bool,
+    window: int,
+    scale: float,
+    **rest: Any,
+) -> int:
+    """Two products over the pairs of query and key that are seen."""
+    batch, queries, heads, size = q
+    keys = k[1]
+    if starts is not None and columns is not None:
+        pairs = heads * columns[0] // starts[0] * TILE * TILE
+    else:
+        first = keys - queries + 1  # keys that the first query sees
+        seen = [min(n if causal else keys, window or keys) for n in range(first, keys + 1)]
+        pairs = heads * sum(seen)
+    return batch * pairs * 4 * size
+
+
+def _backward_flops(dout: torch.Size, q: torch.Size, k: torch.Size, v: torch.Size, *rest: Any, **named: Any) -> int:
+    """Five products where the forward pass has two."""
+    return _forward_flops(q, k, v, *rest[3:], **named) * 5 // 2
