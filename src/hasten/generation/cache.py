@@ -9,6 +9,7 @@ from hasten.errors import ConfigError
 from hasten.model.config import ModelConfig
 from hasten.ops.attention.masks import visible
 from hasten.ops.attention.view import KVView
+from hasten.ops.pages import zeros_in_large_pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +70,8 @@ class StaticCache:
         self.windows = [layer.window for layer in config.layers]
         shape = (batch * capacity + 1, config.kv_heads, config.head_dim)
         # Zeros, not garbage: a masked row still takes part in a product with probability 0, and 0·NaN is NaN.
-        self.k = [torch.zeros(shape, dtype=dtype, device=device) for _ in config.layers]
-        self.v = [torch.zeros(shape, dtype=dtype, device=device) for _ in config.layers]
+        memory = zeros_in_large_pages((2 * len(config.layers), *shape), dtype=dtype, device=device)
+        self.k, self.v = list(memory[: len(config.layers)]), list(memory[len(config.layers) :])
         self.first_slots = torch.arange(batch, device=device)[:, None] * capacity  # (B, 1)
 
     @property

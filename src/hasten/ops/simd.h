@@ -72,19 +72,30 @@ INLINE F32 load_f16(const uint16_t* p) {
 #endif
 }
 
+// Lanes 8 … 15, 4 … 7, 2 … 3 or 1 in the place of the first ones.
+#define HASTEN_UPPER(v, n)                                                                                         \
+  __builtin_shufflevector(v, v, (n), (n) + 1, (n) + 2, (n) + 3, (n) + 4, (n) + 5, (n) + 6, (n) + 7, 8, 9, 10, 11, \
+                          12, 13, 14, 15)
+// A fixed tree, so that every instruction set and batch sums in the same order.
 INLINE float sum_lanes(F32 v) {
-  // A fixed tree, so that every instruction set and batch sums in the same order.
-  float x[LANES]; store(x, v);
-  for (int step = 8; step; step /= 2)
-    for (int i = 0; i < step; i++) x[i] += x[i + step];
-  return x[0];
+  v += HASTEN_UPPER(v, 8);
+  v += HASTEN_UPPER(v, 4);
+  v += HASTEN_UPPER(v, 2);
+  v += HASTEN_UPPER(v, 1);
+  return v[0];
 }
 INLINE float max_lanes(F32 v) {
-  float x[LANES]; store(x, v);
-  float m = x[0];
-  for (int i = 1; i < LANES; i++) m = x[i] > m ? x[i] : m;
-  return m;
+  F32 u = HASTEN_UPPER(v, 8);
+  v = v > u ? v : u;
+  u = HASTEN_UPPER(v, 4);
+  v = v > u ? v : u;
+  u = HASTEN_UPPER(v, 2);
+  v = v > u ? v : u;
+  u = HASTEN_UPPER(v, 1);
+  v = v > u ? v : u;
+  return v[0];
 }
+#undef HASTEN_UPPER
 INLINE F32 max(F32 a, F32 b) { return a > b ? a : b; }
 INLINE F32 abs(F32 v) { return (F32)((U32)v & 0x7fffffffu); }
 

@@ -78,15 +78,13 @@ inline void pack_tile(const KeyValues& kv, int64_t sequence, int64_t head, int64
     const int64_t at = there ? (kv.slot(sequence, begin + j) * kv.kv_heads + head) * kv.head_dim : 0;
     k[j] = there ? kv.k + at : zeros;
     v[j] = there ? kv.v + at : zeros;
-    // Rows of one head lie far apart; no prefetcher of the processor knows where the next tile's are.
-    if (begin + TILE_KEYS + j < end) {
-      const int64_t next = (kv.slot(sequence, begin + TILE_KEYS + j) * kv.kv_heads + head) * kv.head_dim;
-      for (int64_t d = 0; d < kv.head_dim; d += 32) {
-        __builtin_prefetch(kv.k + next + d, 0, 2);
-        __builtin_prefetch(kv.v + next + d, 0, 2);
-      }
-    }
   }
+  // Rows of one head lie far apart. Reading a word of each line first brings all of them in at once, where transposing
+  // waits for them 16 at a time; prefetching the next tile instead gained nothing (docs/negative-results.md).
+  U32 touched = {};
+  for (int64_t j = 0; j < TILE_KEYS; j++)
+    for (int64_t d = 0; d + 32 <= kv.head_dim; d += 32) touched += load_line(k[j] + d) | load_line(v[j] + d);
+  asm volatile("" ::"m"(touched));
   auto* words = reinterpret_cast<uint32_t*>(k_panel);
   for (int64_t d = 0; d < padded; d += 32)
     for (int64_t j = 0; j < TILE_KEYS; j += 16) {
