@@ -172,3 +172,24 @@ def test_compiled_blocks_compute_the_same():
     for number in range(3):
         data = batch(seed=number)
         torch.testing.assert_close(plain.run([data]).loss, compiled.run([data]).loss, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_fused_activations_compute_the_same(family, precision):
+    from hasten.training.build import compile_blocks, fuse_activations
+
+    shape = Shape(family=family, layers=2, hidden_size=32, heads=2, feed_forward=64)
+    config = shape_config(shape, vocab_size=50, positions=16)
+    plain, fused, compiled = (step_of(config, precision) for _ in range(3))
+    dtype = plain.precision.dtype
+    assert fuse_activations(fused.model, dtype)
+    assert fuse_activations(compiled.model, dtype)
+    compile_blocks(compiled.model)
+    tolerance = 1e-5 if precision == "float32" else 2e-2
+    for number in range(3):
+        one, two, three = (step.run([batch(seed=number)]) for step in (plain, fused, compiled))
+        for other in (two, three):
+            torch.testing.assert_close(other.loss, one.loss, atol=tolerance, rtol=tolerance)
+            torch.testing.assert_close(other.gradient_norm, one.gradient_norm, atol=tolerance, rtol=tolerance)
+    torch._dynamo.reset()

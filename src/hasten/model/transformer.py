@@ -20,6 +20,7 @@ from hasten.model.config import LayerConfig, ModelConfig
 from hasten.model.experts import Experts
 from hasten.model.formats.record import Quantization
 from hasten.model.rope import RotaryTable, rotate
+from hasten.ops.activation import Functions
 from hasten.ops.attention import KERNELS, AttentionRequest, AttentionSpec
 from hasten.ops.attention.view import KVView
 from hasten.ops.linear.modules import PackedLinear
@@ -28,6 +29,7 @@ from hasten.ops.picker import pick
 
 if TYPE_CHECKING:
     from hasten.model.tokenizer import Tokenizer
+
 
 def gelu_tanh(x: Tensor) -> Tensor:
     """x·Φ(x) with GPT-2's approximation of Φ by a hyperbolic tangent (arXiv 1606.08415).
@@ -113,6 +115,7 @@ class Attention(nn.Module):
         self.q_norm = _norm(config, size) if config.qk_norm else None
         self.k_norm = _norm(config, size) if config.qk_norm else None
         self.dropout = config.dropout
+        self.joined = False  # one product for queries, keys and values: training on a CPU
         self.spec = AttentionSpec(
             heads=config.heads,
             kv_heads=config.kv_heads,
@@ -133,9 +136,10 @@ class Attention(nn.Module):
         self.kernel = pick(KERNELS, self.request(), forced=kernel)
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, layer: LayerContext) -> Tensor:
-        q = self.q(x).unflatten(-1, (self.spec.heads, self.spec.head_dim))  # (B, T, H, D)
-        k = self.k(x).unflatten(-1, (self.spec.kv_heads, self.spec.head_dim))  # (B, T, Hkv, D)
-        v = self.v(x).unflatten(-1, (self.spec.kv_heads, self.spec.head_dim))
+        q, k, v = self.project(x)
+        q = q.unflatten(-1, (self.spec.heads, self.spec.head_dim))  # (B, T, H, D)
+        k = k.unflatten(-1, (self.spec.kv_heads, self.spec.head_dim))  # (B, T, Hkv, D)
+        v = v.unflatten(-1, (self.spec.kv_heads, self.spec.head_dim))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if rope is not None:
@@ -144,6 +148,17 @@ class Attention(nn.Module):
         dropout = self.dropout if self.training else 0.0
         attended = self.kernel.run(q, k, v, spec=self.spec, mask=mask, dropout=dropout)  # (B, T, H, D)
         return self.output(attended.flatten(-2))
+
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of x (B, T, C), the heads still side by side."""
+        layers = (self.q, self.k, self.v)
+        if not self.joined or not all(isinstance(layer, nn.Linear) for layer in layers):
+            return self.q(x), self.k(x), self.v(x)
+        weight = torch.cat([layer.weight for layer in layers])  # made anew each time: they stay three parameters
+        bias = None if self.q.bias is None else torch.cat([layer.bias for layer in layers])
+        q, k, v = F.linear(x, weight, bias).split([layer.out_features for layer in layers], dim=-1)
+        return q, k, v
 
 
 class MLP(nn.Module):
@@ -158,8 +173,19 @@ class MLP(nn.Module):
         self.down: Linear = nn.Linear(size, config.hidden_size, bias=config.mlp_bias)
         self.activation_name = config.activation
         self.activation = ACTIVATIONS[config.activation]
+        self.fused: Functions | None = None  # activation fused with its neighbours: training on a CPU
+
+    def fuse(self, functions: Functions) -> bool:
+        """Take bias and activation, or activation and gate, in one step from now on; whether there is such a pair."""
+        fits = (self.activation_name, self.gate is None) in (("gelu_tanh", True), ("silu", False))
+        self.fused = functions if fits and isinstance(self.up, nn.Linear) else None
+        return self.fused is not None
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.fused is not None and isinstance(self.up, nn.Linear):
+            if self.gate is None:
+                return self.down(self.fused.bias_gelu(F.linear(x, self.up.weight), self.up.bias))
+            return self.down(self.fused.silu_mul(self.gate(x), self.up(x)))
         if self.gate is None:
             return self.down(self.activation(self.up(x)))
         return self.down(self.activation(self.gate(x)) * self.up(x))

@@ -13,10 +13,12 @@ from hasten.model.config import ModelConfig
 from hasten.model.families import read_config
 from hasten.model.initialize import initialize
 from hasten.model.tokenizer import Tokenizer
-from hasten.model.transformer import Attention, Transformer
+from hasten.model.transformer import MLP, Attention, Transformer
+from hasten.ops.activation import ActivationRequest, bind
 from hasten.ops.loss import KERNELS as LOSS_KERNELS
 from hasten.training.activations import checkpoint_activations
 from hasten.training.allocator import keep_freed_memory
+from hasten.training.precision import PRECISIONS
 from hasten.training.recipe import Recipe, Shape
 
 
@@ -110,6 +112,8 @@ def apply_techniques(model: Transformer, recipe: Recipe) -> None:
         keep_freed_memory()
     choose_attention(model, attention_kernel(recipe, model.device))
     choose_loss(model, recipe.techniques.loss)
+    if recipe.techniques.fused_activation:
+        fuse_activations(model, PRECISIONS[recipe.techniques.precision])
     checkpoint_activations(model, recipe.techniques.checkpointing)
     if recipe.techniques.compile:
         compile_blocks(model)
@@ -138,6 +142,18 @@ def choose_loss(model: Transformer, kernel: str | None) -> None:
     if kernel is not None and kernel not in known:
         raise ConfigError(f"there is no loss kernel {kernel!r}; known: {', '.join(known)}")
     model.loss_kernel = kernel
+
+
+def fuse_activations(model: Transformer, dtype: torch.dtype) -> bool:
+    """On a CPU, one native pass for bias and GELU, or SiLU and gate, forward and backward; whether there is any.
+
+    dtype: of the matrix products.
+    """
+    if model.device.type != "cpu":  # a GPU's compiler does as well
+        return False
+    functions = bind(ActivationRequest(device=model.device, dtype=dtype))
+    fused = [module.fuse(functions) for module in model.modules() if isinstance(module, MLP)]
+    return any(fused)
 
 
 def compile_blocks(model: Transformer) -> None:

@@ -13,6 +13,11 @@ from torch import Tensor
 
 from hasten.training.recipe import PrecisionName
 
+PRECISIONS: dict[PrecisionName, torch.dtype] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
 START = 65_536.0  # the largest that float16 gradients near 1 survive; a small model's first steps halve it
 CLEAN_STEPS = 2000  # in a row, until it is doubled
 
@@ -23,7 +28,7 @@ class Precision:
     def __init__(self, name: PrecisionName, device: torch.device | str) -> None:
         self.name = name
         self.device = torch.device(device)
-        self.dtype: torch.dtype = getattr(torch, name)
+        self.dtype = PRECISIONS[name]
         self.scales = name == "float16"
         self.scaler = torch.amp.GradScaler(
             self.device.type, enabled=self.scales, init_scale=START, growth_interval=CLEAN_STEPS

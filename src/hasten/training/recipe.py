@@ -129,6 +129,8 @@ class Techniques:
     """bfloat16 or float16: matrix products in it, weights and loss in float32 (float16 scales the loss)."""
     attention: str | None = None
     """Force an attention kernel, for example reference or sdpa (none: the fastest that fits)."""
+    fused_activation: bool = True
+    """On a CPU, bias and GELU (or SiLU and gate) in one native pass, forward and backward."""
     loss: str | None = None
     """Force a loss kernel: torch, chunked or reference (none: the first that fits; no full logits in memory)."""
     layer_drop: float | None = None

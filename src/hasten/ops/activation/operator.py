@@ -1,0 +1,94 @@
+"""The activation operators: references, native kernels, and which of them serves."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hasten.errors import ConfigError
+from hasten.ops.activation import native
+from hasten.ops.native import library
+from hasten.ops.picker import Kernel, pick
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActivationRequest:
+    """What a kernel is asked to serve."""
+
+    device: torch.device
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Functions:
+    """One implementation of both functions."""
+
+    bias_gelu: Callable[[Tensor, Tensor | None], Tensor]
+    silu_mul: Callable[[Tensor, Tensor], Tensor]
+
+
+def reference_bias_gelu(z: Tensor, bias: Tensor | None) -> Tensor:
+    """gelu(z + bias) in its tanh form (arXiv 1606.08415), computed in float32 and rounded once."""
+    wide = z if z.dtype == torch.float64 else z.float()
+    return F.gelu(wide if bias is None else wide + bias.to(wide.dtype), approximate="tanh").to(z.dtype)
+
+
+def reference_silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) · up (arXiv 2002.05202), computed in float32 and rounded once."""
+    wide = gate if gate.dtype == torch.float64 else gate.float()
+    return (F.silu(wide) * up.to(wide.dtype)).to(gate.dtype)
+
+
+def _native_refuses(request: ActivationRequest) -> str | None:
+    if request.device.type != "cpu":
+        return f"it runs on a CPU, the tensors are on {request.device}"
+    if request.dtype not in native.DTYPES:
+        return f"it takes float32 and bfloat16, not {str(request.dtype).removeprefix('torch.')}"
+    if library() is None:
+        return "the native library is not there (no compiler, or HASTEN_ISA=none)"
+    return None
+
+
+def bind(request: ActivationRequest, *, kernel: str | None = None) -> Functions:
+    """Both functions of the first kernel that serves, or of the one named: for a layer, which chooses once."""
+    found: Functions = pick(KERNELS, request, forced=kernel).run()
+    return found
+
+
+def _run(functions: Functions) -> Callable[[], Functions]:
+    return lambda: functions
+
+
+KERNELS: tuple[Kernel[ActivationRequest], ...] = (
+    Kernel("native", _run(Functions(native.bias_gelu, native.silu_mul)), _native_refuses),
+    Kernel("reference", _run(Functions(reference_bias_gelu, reference_silu_mul)), lambda request: None),
+)
+
+
+def bias_gelu(z: Tensor, bias: Tensor | None = None, *, kernel: str | None = None) -> Tensor:
+    """gelu(z + bias), the tanh form: z (..., W), bias (W,). Its backward pass gives the bias's gradient on the way.
+
+    `kernel` forces one by name. Raises ConfigError for shapes that do not fit, and for a kernel that cannot serve.
+    """
+    if bias is not None and (bias.dim() != 1 or not z.dim() or bias.shape[0] != z.shape[-1]):
+        raise ConfigError(f"bias_gelu wants z (..., W) and bias (W,); found {tuple(z.shape)} and {tuple(bias.shape)}")
+    return _functions(z, kernel).bias_gelu(z, bias)
+
+
+def silu_mul(gate: Tensor, up: Tensor, *, kernel: str | None = None) -> Tensor:
+    """silu(gate) · up, of one shape (..., W) and dtype.
+
+    `kernel` forces one by name. Raises ConfigError for shapes that do not fit, and for a kernel that cannot serve.
+    """
+    if gate.shape != up.shape or gate.dtype != up.dtype:
+        raise ConfigError(
+            f"silu_mul wants two tensors of one shape and dtype; found {tuple(gate.shape)} {gate.dtype} and "
+            f"{tuple(up.shape)} {up.dtype}"
+        )
+    return _functions(gate, kernel).silu_mul(gate, up)
+
+
+def _functions(like: Tensor, kernel: str | None) -> Functions:
+    return bind(ActivationRequest(device=like.device, dtype=like.dtype), kernel=kernel)
