@@ -193,3 +193,20 @@ def test_fused_activations_compute_the_same(family, precision):
             torch.testing.assert_close(other.loss, one.loss, atol=tolerance, rtol=tolerance)
             torch.testing.assert_close(other.gradient_norm, one.gradient_norm, atol=tolerance, rtol=tolerance)
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_joined_projections_compute_the_same(family):
+    from hasten.training.build import join_projections
+
+    kv_heads = 1 if family == "llama" else None
+    shape = Shape(family=family, layers=2, hidden_size=32, heads=2, kv_heads=kv_heads, feed_forward=64)
+    config = shape_config(shape, vocab_size=50, positions=16)
+    apart, joined = step_of(config), step_of(config)
+    join_projections(joined.model)
+    names = [name for name, _ in apart.model.named_parameters()]
+    for number in range(3):
+        one, other = apart.run([batch(seed=number)]), joined.run([batch(seed=number)])
+        torch.testing.assert_close(other.loss, one.loss, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(other.gradient_norm, one.gradient_norm, atol=1e-5, rtol=1e-5)
+    assert [name for name, _ in joined.model.named_parameters()] == names

@@ -149,14 +149,14 @@ class Attention(nn.Module):
         attended = self.kernel.run(q, k, v, spec=self.spec, mask=mask, dropout=dropout)  # (B, T, H, D)
         return self.output(attended.flatten(-2))
 
-
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of x (B, T, C), the heads still side by side."""
-        layers = (self.q, self.k, self.v)
-        if not self.joined or not all(isinstance(layer, nn.Linear) for layer in layers):
+        layers = [layer for layer in (self.q, self.k, self.v) if isinstance(layer, nn.Linear)]
+        if not self.joined or len(layers) < 3:
             return self.q(x), self.k(x), self.v(x)
         weight = torch.cat([layer.weight for layer in layers])  # made anew each time: they stay three parameters
-        bias = None if self.q.bias is None else torch.cat([layer.bias for layer in layers])
+        biases = [layer.bias for layer in layers if layer.bias is not None]
+        bias = torch.cat(biases) if biases else None
         q, k, v = F.linear(x, weight, bias).split([layer.out_features for layer in layers], dim=-1)
         return q, k, v
 

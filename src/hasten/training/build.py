@@ -114,19 +114,23 @@ def apply_techniques(model: Transformer, recipe: Recipe) -> None:
     choose_loss(model, recipe.techniques.loss)
     if recipe.techniques.fused_activation:
         fuse_activations(model, PRECISIONS[recipe.techniques.precision])
+    if recipe.techniques.joined_projections and model.device.type == "cpu":
+        join_projections(model)
     checkpoint_activations(model, recipe.techniques.checkpointing)
     if recipe.techniques.compile:
         compile_blocks(model)
 
 
 def attention_kernel(recipe: Recipe, device: torch.device) -> str | None:
-    """The kernel to force: the recipe's, or on a CPU, compiled and with short rows, the explicit one.
+    """The kernel to force: the recipe's, or the explicit one where no native one serves: see below.
 
-    There PyTorch's fused CPU kernel, forward and backward, is slower than matrix products with a compiled softmax
-    between them; `hasten train demo --techniques.attention sdpa` shows it.
+    Dropout and packed documents kept apart need a mask or random numbers on a CPU. PyTorch's fused CPU kernel, forward
+    and backward, is slower there than matrix products with a compiled softmax between them, as long as rows are short.
     """
     techniques = recipe.techniques
-    if techniques.attention is None and device.type == "cpu" and techniques.compile and recipe.data.context <= 512:
+    slow = recipe.dropout > 0 or recipe.data.separate_documents
+    short = techniques.compile and recipe.data.context <= 512
+    if techniques.attention is None and device.type == "cpu" and slow and short:
         return "reference"
     return techniques.attention
 
@@ -154,6 +158,13 @@ def fuse_activations(model: Transformer, dtype: torch.dtype) -> bool:
     functions = bind(ActivationRequest(device=model.device, dtype=dtype))
     fused = [module.fuse(functions) for module in model.modules() if isinstance(module, MLP)]
     return any(fused)
+
+
+def join_projections(model: Transformer) -> None:
+    """One product for queries, keys and values, forward and backward: x is read once, by a wider product."""
+    for module in model.modules():
+        if isinstance(module, Attention):
+            module.joined = True
 
 
 def compile_blocks(model: Transformer) -> None:

@@ -131,6 +131,8 @@ class Techniques:
     """Force an attention kernel, for example reference or sdpa (none: the fastest that fits)."""
     fused_activation: bool = True
     """On a CPU, bias and GELU (or SiLU and gate) in one native pass, forward and backward."""
+    joined_projections: bool = True
+    """On a CPU, one product for queries, keys and values."""
     loss: str | None = None
     """Force a loss kernel: torch, chunked or reference (none: the first that fits; no full logits in memory)."""
     layer_drop: float | None = None
