@@ -12,7 +12,8 @@ from hasten.bench.generate_rung import GenerateRung
 from hasten.bench.heads import HeadsLadder, grouped
 from hasten.bench.measure import Rung
 from hasten.bench.shapes import SHAPES, Subject
-from hasten.bench.train import TrainLadder, TrainRung, switched_on
+from hasten.bench.train import TrainLadder, TrainRung
+from hasten.bench.train_rungs import switched_on, techniques
 from hasten.cli.main import main
 from hasten.errors import ConfigError, HastenError, ResourceError
 from hasten.planning.cost import kv_bytes_per_token, parameters
@@ -178,7 +179,7 @@ def test_training_ladder() -> None:
     for moment in ("first_loss", "last_loss"):
         assert first[moment] == pytest.approx(last[moment], rel=2e-3)
     assert first["techniques"] == ["float32, eager, explicit attention"]
-    assert last["techniques"] == ["SDPA", "bf16 autocast", "torch.compile per block", "padded vocabulary"]
+    assert last["techniques"] == ["flash attention", "torch.compile per block", "bf16 autocast", "padded vocabulary"]
 
 
 def test_training_rungs_differ_in_what_they_say() -> None:
@@ -186,14 +187,43 @@ def test_training_rungs_differ_in_what_they_say() -> None:
         from dataclasses import replace
 
         recipe, _ = train.subject(TrainLadder(shape="tiny", batch_size=1, sequence_length=8))
-        own = replace(recipe, techniques=train.techniques(name))
+        own = replace(recipe, techniques=techniques(name, "cpu"))
         return TrainRung(recipe=own.to_json(), shape="tiny", steps=1, device="cpu", compile_cache="")
 
-    explicit, sdpa = rung("explicit-float32"), rung("sdpa")
-    assert explicit.step.model.blocks[0].attention.kernel.name == "reference"
-    assert sdpa.step.model.blocks[0].attention.kernel.name == "sdpa"
-    assert explicit.measure()["loss"] == pytest.approx(sdpa.measure()["loss"], abs=1e-5)
-    assert switched_on("bf16") == ("SDPA", "bf16 autocast")
+    names = {"explicit-float32": "reference", "math": "math", "memory-efficient": "chunked", "flash": "flash"}
+    made = {name: rung(name) for name in names}
+    for name, kernel in names.items():
+        assert made[name].step.model.blocks[0].attention.kernel.name == kernel
+    losses = [one.measure()["loss"] for one in made.values()]
+    assert losses == pytest.approx([losses[0]] * 4, abs=1e-5)
+
+
+def test_techniques_of_a_rung_are_those_below_it_but_what_they_replace() -> None:
+    assert switched_on("explicit-float32", "cpu") == ("float32, eager, explicit attention",)
+    assert switched_on("bf16", "cpu") == ("flash attention", "torch.compile per block", "bf16 autocast")
+    native = switched_on("native-kernels", "cpu")
+    assert native[-1] == "native attention and activations, joined projections"
+    assert "flash attention" not in native
+    assert switched_on("checkpoint-full", "cpu") == (*native, "full checkpointing")
+    assert switched_on("layer-drop", "cpu") == (*native, "layer dropping, θ = 0.5")
+    assert "flash attention" in switched_on("checkpoint-full", "cuda")
+    assert techniques("checkpoint-full", "cuda").attention == "flash"
+    assert techniques("native-kernels", "cpu").attention is None
+    last = techniques("layer-drop", "cpu")
+    assert (last.checkpointing, last.layer_drop, last.loss) == ("none", 0.5, None)
+
+
+def test_layer_dropping_runs_some_blocks_only() -> None:
+    from dataclasses import replace
+
+    recipe, _ = train.subject(TrainLadder(shape="tiny", batch_size=1, sequence_length=8))
+    own = replace(recipe, techniques=replace(techniques("layer-drop", "cpu"), compile=False, keep_memory=False))
+    rung = TrainRung(recipe=own.to_json(), shape="tiny", steps=1, device="cpu", compile_cache="")
+    assert rung.gates is not None
+    drawn = [rung.gates(step)[0] for step in range(40)]
+    assert all(gates[0] == 1 for gates in drawn)
+    assert {gates[1] for gates in drawn} == {0.0, 1 / 0.75}
+    rung.measure()
 
 
 def test_heads_change_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,7 +264,11 @@ def test_heads_change_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
         (lambda: TrainLadder(shape="tiny", batch_size=0).run(), ConfigError, "found 0 and"),
         (lambda: TrainLadder(shape="tiny", sequence_length=4096).run(), ConfigError, "512 positions"),
         (lambda: TrainLadder(shape="llama-120m", rungs=("padded-vocabulary",)).run(), ConfigError, "multiple of 64"),
-        (lambda: TrainLadder(shape="tiny", rungs=("x",)).run(), ConfigError, "known: explicit-float32, sdpa, bf16"),
+        (
+            lambda: TrainLadder(shape="tiny", rungs=("x",)).run(),
+            ConfigError,
+            "known: explicit-float32, math, memory-efficient",
+        ),
     ],
 )
 def test_what_cannot_be_measured_is_refused(make: Any, kind: type[HastenError], text: str) -> None:

@@ -49,7 +49,8 @@ def test_it_errs_no_more_than_the_reference(case, rows, width, dtype, seed):
             continue
         assert ours.dtype == theirs.dtype
         error, allowed = (ours.double() - true).norm(), (theirs.double() - true).norm()
-        assert error <= 2 * allowed + 4e-6 * true.norm(), (error, allowed)
+        size = max(true.norm(), given[2].double().norm())  # the bias's gradient is a sum that may cancel
+        assert error <= 2 * allowed + 4e-6 * size, (error, allowed)
 
 
 @pytest.mark.parametrize("case", CASES)

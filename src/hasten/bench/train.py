@@ -1,12 +1,6 @@
 """The ladder of training: the same model, seed and batch for every rung, so that the losses can be compared.
 
-Cumulative rungs; their names never change:
-- explicit-float32: eager, attention that writes the whole score matrix, float32.
-- sdpa: PyTorch's fused attention.
-- bf16: matrix products in bfloat16 (autocast); weights, gradients and the loss stay in float32.
-- compile: torch.compile, block by block.
-- padded-vocabulary: rows of embedding and head rounded up to a multiple of 64 (50,257 -> 50,304).
-- keep-memory: freed memory stays in the process instead of being mapped and zeroed anew in each step (Linux, CPU).
+The rungs, cumulative: `hasten.bench.train_rungs`.
 """
 
 from __future__ import annotations
@@ -20,23 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 from hasten.bench.measure import Rung, run_ladder
 from hasten.bench.shapes import SHAPES, check_fits, choose_rungs, require_compiler
+from hasten.bench.train_rungs import possible, switched_on, techniques
 from hasten.errors import ConfigError
 
 if TYPE_CHECKING:
     from hasten.model.config import ModelConfig
-    from hasten.training.recipe import Recipe, Techniques
+    from hasten.training.recipe import Recipe
 
-PADDING = 64
 PROCESS_BYTES = 400 << 20
-# name -> what it adds
-RUNGS: Mapping[str, tuple[str, dict[str, Any]]] = {
-    "explicit-float32": ("float32, eager, explicit attention", {}),
-    "sdpa": ("SDPA", {"attention": "sdpa"}),
-    "bf16": ("bf16 autocast", {"precision": "bfloat16"}),
-    "compile": ("torch.compile per block", {"compile": True}),
-    "padded-vocabulary": ("padded vocabulary", {"pad_vocabulary_to": PADDING}),
-    "keep-memory": ("freed memory kept", {"keep_memory": True}),
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,8 +59,9 @@ class TrainLadder:
         rungs = []
         with tempfile.TemporaryDirectory(prefix="hasten-compile-") as cache:
             for name in choose_rungs(possible(config, device, self.rungs), self.rungs):
-                own = replace(recipe, techniques=techniques(name))
-                need = estimate(config, own)
+                own = replace(recipe, techniques=techniques(name, device))
+                explicit = own.techniques.attention == "reference"
+                need = estimate(config, own, explicit_attention=explicit)
                 parts = {
                     "weights, gradients and optimizer": need.state,
                     "activations": need.activations,
@@ -90,7 +76,7 @@ class TrainLadder:
                     "compile_cache": os.path.join(cache, name),
                 }
                 memory = check_fits(f"training {recipe.name} ({name})", parts, device)
-                rungs.append(Rung(name, switched_on(name), "hasten.bench.train:TrainRung", arguments, memory))
+                rungs.append(Rung(name, switched_on(name, device), "hasten.bench.train:TrainRung", arguments, memory))
             report = run_ladder(
                 rungs,
                 kind="train",
@@ -113,46 +99,6 @@ class TrainLadder:
             if row.get("rounds"):
                 row["first_loss"], row["last_loss"] = row["rounds"][0]["loss"], row["rounds"][-1]["loss"]
         return report
-
-
-def techniques(rung: str) -> Techniques:
-    """Everything that is switched on at a rung."""
-    from hasten.training.recipe import Techniques
-
-    found: dict[str, Any] = {
-        "pad_vocabulary_to": 1,
-        "precision": "float32",
-        "attention": "reference",
-        "compile": False,
-        "keep_memory": False,
-    }
-    for name, (_, adds) in RUNGS.items():
-        found |= adds
-        if name == rung:
-            break
-    return Techniques(**found)
-
-
-def switched_on(rung: str) -> tuple[str, ...]:
-    """The techniques of a rung in words; the first rung's are those that the later ones replace."""
-    names = list(RUNGS)
-    last = names.index(rung)
-    return tuple(RUNGS[name][0] for name in (names[1 : last + 1] or names[:1]))
-
-
-def possible(config: ModelConfig, device: str, wanted: tuple[str, ...]) -> dict[str, Any]:
-    """The rungs that differ from the one below them here. Raises ConfigError where a wanted one does not."""
-    found = dict(RUNGS)
-    reasons = {}
-    if config.padded_to(PADDING).padded_vocab_size == config.vocab_size:
-        reasons["padded-vocabulary"] = f"{config.vocab_size:,} tokens are a multiple of {PADDING} already"
-    if device != "cpu":
-        reasons["keep-memory"] = "it concerns training on a CPU"
-    for name, reason in reasons.items():
-        if name in wanted:
-            raise ConfigError(f"the rung {name!r} changes nothing here: {reason}")
-        del found[name]
-    return found
 
 
 def subject(ladder: TrainLadder) -> tuple[Recipe, ModelConfig]:
@@ -200,7 +146,8 @@ class TrainRung:
         from hasten.data import Batch
         from hasten.model.vocabulary import pad_vocabulary
         from hasten.training import build
-        from hasten.training.optimizers import adamw
+        from hasten.training.layer_drop import draw_gates, keep_probabilities
+        from hasten.training.optimizers import make_optimizer
         from hasten.training.precision import Precision
         from hasten.training.recipe import Recipe
         from hasten.training.step import TrainStep
@@ -218,7 +165,13 @@ class TrainRung:
         if chosen.pad_vocabulary_to > 1:
             pad_vocabulary(model, chosen.pad_vocabulary_to)
         build.apply_techniques(model, self.recipe)
-        self.step = TrainStep(model, adamw(model, self.recipe.optimizer), Precision(chosen.precision, device), clip=1.0)
+        optimizer = make_optimizer(model, self.recipe.optimizer, fused=chosen.fused_optimizer)
+        self.step = TrainStep(model, optimizer, Precision(chosen.precision, device), clip=1.0)
+        self.taken = 0
+        self.gates = None
+        if chosen.layer_drop is not None:  # as at the end of a run, when θ has come down
+            kept = keep_probabilities(len(model.blocks), theta=chosen.layer_drop)
+            self.gates = lambda step: [draw_gates(kept, seed=seed, step=step, micro_step=0)]
         generator = torch.Generator().manual_seed(seed)
         shaped = (data.batch_size, data.context + 1)
         tokens = torch.randint(self.config.vocab_size, shaped, generator=generator).to(device)
@@ -239,7 +192,9 @@ class TrainRung:
         """Whole optimizer steps, the last one's loss waited for."""
         start = time.perf_counter()
         for _ in range(self.steps):
-            result = self.step.run([self.batch])
+            gates = None if self.gates is None else self.gates(self.taken)
+            result = self.step.run([self.batch], gates=gates)
+            self.taken += 1
         assert result is not None
         loss = float(result.loss)
         seconds = time.perf_counter() - start

@@ -154,9 +154,9 @@ class Attention(nn.Module):
         layers = [layer for layer in (self.q, self.k, self.v) if isinstance(layer, nn.Linear)]
         if not self.joined or len(layers) < 3:
             return self.q(x), self.k(x), self.v(x)
-        weight = torch.cat([layer.weight for layer in layers])  # made anew each time: they stay three parameters
-        biases = [layer.bias for layer in layers if layer.bias is not None]
-        bias = torch.cat(biases) if biases else None
+        weights: list[Tensor] = [layer.weight for layer in layers]
+        biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
+        weight, bias = torch.cat(weights), torch.cat(biases) if biases else None  # each time: they stay parameters
         q, k, v = F.linear(x, weight, bias).split([layer.out_features for layer in layers], dim=-1)
         return q, k, v
 

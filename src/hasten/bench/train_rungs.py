@@ -1,0 +1,104 @@
+"""The rungs of the ladder of training; their names never change.
+
+- explicit-float32: eager, attention that writes the whole score matrix, float32.
+- math: PyTorch's unfused attention.
+- memory-efficient: attention in chunks; on a CPU, where PyTorch has none, ours.
+- flash: PyTorch's FlashAttention.
+- compile: torch.compile, block by block.
+- bf16: matrix products in bfloat16 (autocast); weights, gradients and the loss stay in float32.
+- padded-vocabulary: rows of embedding and head rounded up to a multiple of 64 (50,257 -> 50,304).
+- fused-optimizer-and-loss: one kernel updates many tensors; head and cross-entropy without all logits in memory.
+- keep-memory: freed memory stays in the process, in large pages (Linux, CPU).
+- native-kernels: attention, activations and joined projections of ours (CPU).
+- checkpoint-selective, checkpoint-full: activations computed again. They save memory, not time.
+- layer-drop: the share of blocks that progressive layer dropping leaves in the end (θ = 0.5), without checkpointing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from hasten.errors import ConfigError
+
+if TYPE_CHECKING:
+    from hasten.model.config import ModelConfig
+    from hasten.training.recipe import Techniques
+
+PADDING = 64
+LAYER_DROP = 0.5  # θ in the end, as in the paper
+FIRST: dict[str, Any] = {
+    "pad_vocabulary_to": 1,
+    "precision": "float32",
+    "attention": "reference",
+    "compile": False,
+    "keep_memory": False,
+    "fused_optimizer": False,
+    "fused_activation": False,
+    "joined_projections": False,
+    "loss": "reference",
+}
+# name -> what it adds
+RUNGS: Mapping[str, tuple[str, dict[str, Any]]] = {
+    "explicit-float32": ("float32, eager, explicit attention", {}),
+    "math": ("math attention", {"attention": "math"}),
+    "memory-efficient": ("memory-efficient attention", {"attention": "memory-efficient"}),
+    "flash": ("flash attention", {"attention": "flash"}),
+    "compile": ("torch.compile per block", {"compile": True}),
+    "bf16": ("bf16 autocast", {"precision": "bfloat16"}),
+    "padded-vocabulary": ("padded vocabulary", {"pad_vocabulary_to": PADDING}),
+    "fused-optimizer-and-loss": ("fused optimizer, chunked loss", {"fused_optimizer": True, "loss": None}),
+    "keep-memory": ("freed memory kept, in large pages", {"keep_memory": True}),
+    "native-kernels": (
+        "native attention and activations, joined projections",
+        {"attention": None, "fused_activation": True, "joined_projections": True},
+    ),
+    "checkpoint-selective": ("selective checkpointing", {"checkpointing": "selective"}),
+    "checkpoint-full": ("full checkpointing", {"checkpointing": "full"}),
+    "layer-drop": (f"layer dropping, θ = {LAYER_DROP}", {"checkpointing": "none", "layer_drop": LAYER_DROP}),
+}
+ATTENTIONS = ("math attention", "memory-efficient attention", "flash attention")
+CHECKPOINTS = ("selective checkpointing", "full checkpointing")
+
+
+def techniques(rung: str, device: str) -> Techniques:
+    """Everything that is switched on at a rung."""
+    from hasten.training.recipe import Techniques
+
+    found = dict(FIRST)
+    for name, (_, adds) in RUNGS.items():
+        if name == "native-kernels" and device != "cpu":
+            continue
+        found |= adds
+        if name == rung:
+            break
+    if device == "cpu" and found["attention"] == "memory-efficient":
+        found["attention"] = "chunked"
+    return Techniques(**found)
+
+
+def switched_on(rung: str, device: str) -> tuple[str, ...]:
+    """The techniques of a rung in words: of those that replace each other the last, of the first rung its own."""
+    names = [name for name in RUNGS if name != "native-kernels" or device == "cpu"]
+    words = [RUNGS[name][0] for name in names[1 : names.index(rung) + 1]] or [RUNGS[rung][0]]
+    for group in (ATTENTIONS, CHECKPOINTS):
+        last = [word for word in words if word in group][-1:]
+        over = group is ATTENTIONS and any(word.startswith("native attention") for word in words)
+        over = over or (group is CHECKPOINTS and rung == "layer-drop")
+        words = [word for word in words if word not in group or (word in last and not over)]
+    return tuple(words)
+
+
+def possible(config: ModelConfig, device: str, wanted: tuple[str, ...]) -> dict[str, Any]:
+    """The rungs that differ from the one below them here. Raises ConfigError where a wanted one does not."""
+    found = dict(RUNGS)
+    reasons = {}
+    if config.padded_to(PADDING).padded_vocab_size == config.vocab_size:
+        reasons["padded-vocabulary"] = f"{config.vocab_size:,} tokens are a multiple of {PADDING} already"
+    if device != "cpu":
+        reasons["keep-memory"] = reasons["native-kernels"] = "it concerns training on a CPU"
+    for name, reason in reasons.items():
+        if name in wanted:
+            raise ConfigError(f"the rung {name!r} changes nothing here: {reason}")
+        del found[name]
+    return found
