@@ -113,7 +113,9 @@ def combine(parts, peaks, sums, out, splits, D: tl.constexpr, D_SIDE: tl.constex
     s = tl.arange(0, SPLITS_SIDE)
     peak = tl.load(peaks + row * splits + s, mask=s < splits, other=float("-inf"))
     top = tl.max(peak, axis=0)
+    top = tl.where(top == float("-inf"), 0.0, top)  # a query that sees no key at all gets zeros
     total = tl.sum(tl.load(sums + row * splits + s, mask=s < splits, other=0.0) * tl.exp(peak - top), axis=0)
+    total = tl.where(total == 0.0, 1.0, total)
     acc = tl.zeros((D_SIDE,), dtype=tl.float32)
     for split in range(splits):
         weight = tl.exp(tl.load(peaks + row * splits + split) - top)
