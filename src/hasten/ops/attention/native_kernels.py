@@ -161,9 +161,17 @@ def _refuses(request: AttentionRequest) -> str | None:
             return f"it has no {name}"
     if request.spec.causal and not request.layer and not request.documents and _more_queries(request):
         return f"it has the queries as the last of the keys; {request.queries} are more than {request.keys}"
-    if library() is None:
+    if _missing():
         return "the native library is not there (no compiler, or HASTEN_ISA=none)"
     return None
+
+
+def _missing() -> bool:
+    return library() is None
+
+
+# A graph holds its result, as in train.py: a compiled function may choose its kernel inside.
+_missing._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _more_queries(request: AttentionRequest) -> bool:
