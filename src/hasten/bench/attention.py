@@ -251,10 +251,13 @@ class AttentionRung:
 
         found: dict[str, float] = {}
         for phase in PHASES if self.call.gradient else PHASES[:1]:
-            calls, start = 0, time.perf_counter()
-            while calls == 0 or time.perf_counter() - start < LEAST_SECONDS:
-                self._once(phase)
-                calls += 1
+            calls, start = 1, time.perf_counter()
+            self._once(phase)
+            if time.perf_counter() - start < LEAST_SECONDS:  # it was the warm-up
+                calls, start = 0, time.perf_counter()
+                while calls == 0 or time.perf_counter() - start < LEAST_SECONDS:
+                    self._once(phase)
+                    calls += 1
             found[f"{phase}_seconds"] = (time.perf_counter() - start) / calls
             found[f"{phase}_peak_bytes"] = max(0, peak_memory(self.call.device) - self.baseline)
         return found

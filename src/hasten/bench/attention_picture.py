@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from hasten.bench.draw import GRID, INK, SOFT
 from hasten.bench.table import format_value, machine_line
@@ -27,6 +27,8 @@ COLORS = {
     "flex": "#b5892c",
 }
 EXPLICIT = ("reference", "math")
+
+Curves = dict[str, tuple[list[int], list[float]]]  # kernel -> tokens, values
 
 
 def draw_growth(report: Mapping[str, Any], time_path: str | Path, memory_path: str | Path) -> None:
@@ -61,7 +63,7 @@ def _draw(report: Mapping[str, Any], path: str | Path, *, title: str, key: str, 
         ticks = [4**i for i in range(10, 25) if low <= 4**i <= high]
         axes.set_yticks(ticks, [format_value(tick, "bytes").replace(".00", "") for tick in ticks])
     axes.minorticks_off()
-    _labels(axes, curves)
+    _labels(axes, curves, {point["kernel"] for point in report["points"] if "are free" in point.get("skipped", "")})
     _guides(axes, curves)
     axes.grid(color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)
@@ -81,8 +83,8 @@ def _draw(report: Mapping[str, Any], path: str | Path, *, title: str, key: str, 
         raise ResourceError(f"cannot write picture {path}: {error.strerror}") from error
 
 
-def _curves(report: Mapping[str, Any], key: str) -> dict[str, tuple[list[int], list[float]]]:
-    curves: dict[str, tuple[list[int], list[float]]] = {}
+def _curves(report: Mapping[str, Any], key: str) -> Curves:
+    curves: Curves = {}
     for point in report["points"]:
         if point.get(key):
             tokens, values = curves.setdefault(point["kernel"], ([], []))
@@ -91,28 +93,34 @@ def _curves(report: Mapping[str, Any], key: str) -> dict[str, tuple[list[int], l
     return curves
 
 
-def _labels(axes: Axes, curves: Mapping[str, tuple[list[int], list[float]]]) -> None:
-    """Each curve's name at its right end; names that would overlap are moved apart."""
-    ends = sorted(((values[-1], tokens[-1], name) for name, (tokens, values) in curves.items()))
-    lowest = 0.0
+def _labels(axes: Axes, curves: Curves, full: set[str]) -> None:
+    """Each curve's name behind its end, or before it where others go on; names that would overlap are moved apart.
+
+    full: curves that end for want of memory.
+    """
     to_axes = axes.transData + axes.transAxes.inverted()
-    for value, tokens, name in ends:
-        _, height = to_axes.transform((tokens, value))
-        lowest = max(height, lowest + 0.045 if lowest else height)
-        axes.annotate(
-            name,
-            xy=(tokens, value),
-            xytext=(1.02, lowest),
-            textcoords="axes fraction",
-            fontsize=9,
-            color=COLORS.get(name, SOFT),
-            va="center",
-            annotation_clip=False,
-            arrowprops={"arrowstyle": "-", "color": GRID, "linewidth": 0.8},
-        )
+    ends = sorted((values[-1], tokens[-1], name) for name, (tokens, values) in curves.items())
+    longest = max((tokens for _, tokens, _ in ends), default=0)
+    placed = [(end, *to_axes.transform(end[1::-1])) for end in ends]  # with where they end, in the picture
+    lowest = 0.0
+    for (_, tokens, name), place, height in placed:
+        if tokens == longest:
+            lowest = max(height, lowest)
+            _name(axes, name, name, place + 0.02, lowest, "left")
+            lowest += 0.045
+    count = 0
+    for (_, tokens, name), place, height in reversed(placed):
+        if tokens != longest:
+            text = f"{name} (no memory for more)" if name in full else name
+            _name(axes, name, text, place - 0.02 - 0.05 * count, height - 0.045 * count, "right")
+            count += 1
 
 
-def _guides(axes: Axes, curves: Mapping[str, tuple[list[int], list[float]]]) -> None:
+def _name(axes: Axes, kernel: str, text: str, x: float, y: float, side: Literal["left", "right"]) -> None:
+    axes.text(x, y, text, transform=axes.transAxes, fontsize=9, color=COLORS.get(kernel, SOFT), ha=side, va="center")
+
+
+def _guides(axes: Axes, curves: Curves) -> None:
     """Thin lines of slope 1 and 2 from the first point of the lowest curve."""
     if not curves:
         return
