@@ -111,3 +111,21 @@ def test_explain_sees_a_forced_kernel():
         "reference",
         f"{DEFAULT} comes first",
     )
+
+
+@pytest.mark.parametrize("name", ["flash", "math", "chunked", "sdpa", "reference"])
+def test_every_kernel_that_is_forced_gives_a_model_the_same_logits_and_gradients(name):
+    model = hasten.load(make_reference("qwen3"))
+    wanted = logits(model)
+    tokens = torch.tensor([[1, 5, 9, 2, 7, 3]])
+    context = TrainingContext([None] * len(model.config.layers), torch.tensor([[0, 0, 0, 1, 1, 1]]))  # two documents
+
+    def gradient():
+        loss = model(tokens, torch.arange(6)[None], context, targets=tokens)
+        return torch.autograd.grad(loss, model.embedding.weight)[0]
+
+    expected = gradient()
+    with kernels(model, attention=name):
+        assert set(bound(model)) == {name}
+        torch.testing.assert_close(logits(model), wanted, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(gradient(), expected, rtol=1e-4, atol=1e-5)
