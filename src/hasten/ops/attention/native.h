@@ -101,23 +101,25 @@ inline void pack_tile(const KeyValues& kv, int64_t sequence, int64_t head, int64
       }
       transpose16(rows, words + d / 2 * TILE_KEYS + j, TILE_KEYS);
     }
-  for (int64_t d = 0; d < padded; d += LANES)
+  typedef uint16_t Row __attribute__((vector_size(64)));
+  for (int64_t d = 0; d < padded; d += 2 * LANES)
     for (int64_t j = 0; j < TILE_KEYS; j += 2) {
-      uint16_t even[16] = {}, odd[16] = {};
-      const int64_t count = std::min<int64_t>(LANES, kv.head_dim - d);
-      if (count == LANES) {
-        std::memcpy(even, v[j] + d, 32);
-        std::memcpy(odd, v[j + 1] + d, 32);
-      } else if (count > 0) {
-        std::memcpy(even, v[j] + d, count * 2);
-        std::memcpy(odd, v[j + 1] + d, count * 2);
+      Row a = {}, b = {};
+      const int64_t count = std::clamp<int64_t>(kv.head_dim - d, 0, 2 * LANES);
+      if (count == 2 * LANES) {
+        std::memcpy(&a, v[j] + d, 64);
+        std::memcpy(&b, v[j + 1] + d, 64);
+      } else {
+        std::memcpy(&a, v[j] + d, count * 2);
+        std::memcpy(&b, v[j + 1] + d, count * 2);
       }
-      U16 a, b;
-      std::memcpy(&a, even, 32);
-      std::memcpy(&b, odd, 32);
-      U32 both = __builtin_convertvector(a, U32) | (__builtin_convertvector(b, U32) << 16);
+      const Row first = __builtin_shufflevector(a, b, 0, 32, 1, 33, 2, 34, 3, 35, 4, 36, 5, 37, 6, 38, 7, 39, 8, 40, 9, 41,
+                                                10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47);
+      const Row second = __builtin_shufflevector(a, b, 16, 48, 17, 49, 18, 50, 19, 51, 20, 52, 21, 53, 22, 54, 23, 55, 24,
+                                                 56, 25, 57, 26, 58, 27, 59, 28, 60, 29, 61, 30, 62, 31, 63);
       uint16_t* to = v_panels + (d / PANEL * (TILE_KEYS / 2) * PANEL + j / 2 * PANEL + d % PANEL) * 2;
-      std::memcpy(to, &both, 64);
+      std::memcpy(to, &first, 64);
+      std::memcpy(to + 2 * LANES, &second, 64);
     }
 }
 
