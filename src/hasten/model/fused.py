@@ -18,7 +18,7 @@ from hasten.model.stacking import alternate, packed, plain, split_alternate, spl
 from hasten.model.transformer import MLP, Block, LayerContext, LayerNorm, RMSNorm, Transformer
 from hasten.ops.linear.modules import PackedLinear
 from hasten.ops.native import NativeLibrary, library
-from hasten.ops.pages import in_large_pages
+from hasten.ops.pages import in_large_pages, return_freed_memory
 
 ACTIVATION_ORDER = ("silu", "gelu", "gelu_tanh", "relu")  # in the order of block.cpp's enum
 LARGEST_HEAD = 256
@@ -50,6 +50,7 @@ def fuse(model: Transformer) -> Transformer:
     for i, block in enumerate(model.blocks):
         if isinstance(block, Block):
             model.blocks[i] = FusedBlock(block, native)
+            return_freed_memory()
     if isinstance(model.head, nn.Linear):
         tied = model.head.weight is model.embedding.weight
         head = PackedLinear.from_linear(model.head)
@@ -58,6 +59,7 @@ def fuse(model: Transformer) -> Transformer:
             model.embedding = PackedEmbedding(head)
     if isinstance(model.head, PackedLinear):
         _settled(model.head)
+        return_freed_memory()
     return model
 
 
