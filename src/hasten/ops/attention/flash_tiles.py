@@ -24,13 +24,13 @@ class Tiles:
 
 # By the largest head size (a power of two) that they serve.
 FORWARD = {
-    64: Tiles(queries=128, keys=64, warps=4, stages=3),
-    128: Tiles(queries=128, keys=64, warps=8, stages=3),
+    64: Tiles(queries=128, keys=64, warps=8, stages=3),  # so small that a multiprocessor holds two programs
+    128: Tiles(queries=128, keys=128, warps=8, stages=2),
     256: Tiles(queries=128, keys=64, warps=8, stages=2),
 }
 BACKWARD_QUERIES = {
     64: Tiles(queries=128, keys=64, warps=8, stages=3),
-    128: Tiles(queries=128, keys=64, warps=8, stages=2),
+    128: Tiles(queries=128, keys=64, warps=8, stages=3),
     256: Tiles(queries=64, keys=32, warps=8, stages=2),
 }
 BACKWARD_KEYS = {
