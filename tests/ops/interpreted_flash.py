@@ -1,7 +1,11 @@
 """FlashAttention in Triton's interpreter; run by test_flash_triton.py in a process of its own."""
 
+import random
+
 import pytest
 import torch
+import triton
+import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -11,6 +15,7 @@ from hasten.errors import ConfigError
 from hasten.ops.attention import attention
 from hasten.ops.attention.flash_tiles import BACKWARD_KEYS, BACKWARD_QUERIES, FORWARD, INTERPRETED
 from hasten.ops.attention.flash_triton import backward_operator, flash_attention, operator
+from hasten.ops.attention.flash_triton_kernels import keys_of_tile, queries_of_tile
 
 HEADS = [(1, 1), (1, 1), (2, 2), (2, 1), (4, 2)]
 OPTIONS = {"softcap": st.sampled_from([None, None, 5.0]), "scale": st.sampled_from([None, 0.05, 1.0])}
@@ -21,6 +26,59 @@ COUNTS = st.one_of(st.integers(1, 50), st.sampled_from([15, 16, 17, 31, 32, 33, 
 def masks(draw):
     causal = draw(st.sampled_from([True, True, False]))
     return {"causal": causal, "window": draw(st.none() | st.integers(1, 80)) if causal else None}
+
+
+@triton.jit
+def ranges(
+    out, cases, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    OF_KEYS: tl.constexpr,
+):  # fmt: skip
+    """The four numbers for each of the cases: first row of the tile, queries, keys, window."""
+    p = tl.program_id(0) * 4
+    first, queries, keys = tl.load(cases + p), tl.load(cases + p + 1), tl.load(cases + p + 2)
+    window = tl.load(cases + p + 3)
+    if OF_KEYS:
+        a, b, c, d = queries_of_tile(first, queries, keys, window, BLOCK_Q, BLOCK_K, CAUSAL, HAS_WINDOW)
+    else:
+        a, b, c, d = keys_of_tile(first, queries, keys, window, BLOCK_Q, BLOCK_K, CAUSAL, HAS_WINDOW)
+    tl.store(out + p, a)
+    tl.store(out + p + 1, b)
+    tl.store(out + p + 2, c)
+    tl.store(out + p + 3, d)
+
+
+@pytest.mark.parametrize("of_keys", [False, True])
+@pytest.mark.parametrize(("causal", "windowed"), [(True, False), (True, True), (False, False)])
+def test_which_tiles_are_visited_and_which_are_whole(causal, windowed, of_keys):
+    """Exactly those of which something is seen, and without a mask only those that are seen whole."""
+    block_q, block_k = (4, 8) if of_keys else (8, 4)
+    draw = random.Random(0)
+    own, other = (block_k, block_q) if of_keys else (block_q, block_k)
+    cases = []
+    for _ in range(250):
+        queries, keys = draw.randint(1, 40), draw.randint(1, 40)
+        first = draw.randrange(0, keys if of_keys else queries, own)
+        cases.append([first, queries, keys, draw.randint(1, 45)])
+    found = torch.zeros(len(cases), 4, dtype=torch.int32)
+    ranges[(len(cases),)](found, torch.tensor(cases).int(), block_q, block_k, causal, windowed, of_keys)
+    for case, (start, whole, until, stop) in zip(cases, found.tolist(), strict=True):
+        first, queries, keys, window = case
+        behind = torch.arange(queries)[:, None] + keys - queries - torch.arange(keys)
+        seen = torch.ones(queries, keys, dtype=torch.bool) if not causal else behind >= 0
+        seen = seen & (behind < window) if windowed else seen
+        seen = (seen.T if of_keys else seen)[first : first + own]  # (rows of the tile, what it meets)
+        masked = {*range(start, whole, other), *range(until, stop, other)}
+        unmasked = set(range(whole, until, other))
+        assert not masked & unmasked, case
+        for there in range(0, seen.shape[1], other):
+            part = seen[:, there : there + other]
+            assert (there in masked or there in unmasked) == bool(part.any()), (case, there)
+            if there in unmasked:
+                assert part.all(), (case, there)
+                assert part.shape[1] == other, (case, there)
+            elif there in masked and part.all() and part.shape == (own, other):
+                raise AssertionError((case, there, "is masked for nothing"))
+        assert max(masked | unmasked, default=0) < seen.shape[1], case
 
 
 @settings(max_examples=20, deadline=None, derandomize=True)
