@@ -93,7 +93,7 @@ def keys_of_tile(
     stop = keys
     if CAUSAL:
         until = tl.minimum(until, tl.maximum(position + 1, 0) // BLOCK_K * BLOCK_K)
-        stop = tl.minimum(stop, position + tl.minimum(BLOCK_Q, queries - first))
+        stop = tl.minimum(stop, position + BLOCK_Q)
     stop = tl.where(first < queries, tl.maximum(stop, 0), 0)
     if HAS_WINDOW:
         start = tl.maximum(position - window + 1, 0) // BLOCK_K * BLOCK_K
