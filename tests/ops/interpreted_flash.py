@@ -83,7 +83,7 @@ def test_which_tiles_are_visited_and_which_are_whole(causal, windowed, of_keys):
         assert max(masked | unmasked, default=0) < seen.shape[1], case
 
 
-@settings(QUICK, max_examples=20)
+@settings(QUICK, max_examples=14)
 @given(COUNTS, COUNTS, st.sampled_from(HEADS), st.sampled_from([1, 8, 16, 24]), masks(), st.fixed_dictionaries(OPTIONS))
 def test_in_float64_it_is_exact(queries, keys, heads, head_dim, mask, options):
     sizes = {"queries": queries, "keys": keys, "heads": heads[0], "kv_heads": heads[1], "head_dim": head_dim}
@@ -96,7 +96,7 @@ def magnitude(x):
     return max(1.0, x[x.isfinite()].abs().max().item() if x.isfinite().any() else 1.0)
 
 
-@settings(QUICK, max_examples=12)
+@settings(QUICK, max_examples=10)
 @given(
     queries=COUNTS,
     keys=COUNTS,
@@ -237,7 +237,7 @@ def test_strides_of_slices_and_transposes():
     flash_attention(q, k, v)[0].sum().backward()  # the gradient of a sum has strides of 0
 
 
-@settings(QUICK, max_examples=6)
+@settings(QUICK, max_examples=5)
 @given(
     st.lists(st.tuples(st.integers(0, 34), st.integers(0, 34)), min_size=1, max_size=4),
     masks(),
