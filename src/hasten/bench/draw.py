@@ -107,6 +107,39 @@ def draw_curves(
     _save(figure, path)
 
 
+def draw_bars(
+    values: Mapping[str, float], path: str | Path, *, title: str = "", subtitle: str = "", x_label: str = ""
+) -> None:
+    """Draws named values as horizontal bars into one PNG, the first one lighter, each with its ratio to the first.
+
+    Raises ResourceError if it cannot be written.
+    """
+    from matplotlib.figure import Figure
+
+    height = 1.35 + 0.52 * len(values)
+    figure = Figure(figsize=(8, height), dpi=150, facecolor="white")
+    left = 0.05 + 0.0106 * max(map(len, values))
+    axes = figure.add_axes((left, 0.5 / height, 0.97 - left, 1 - 1.25 / height))
+    first = next(iter(values.values()))
+    for position, value in enumerate(values.values()):
+        axes.barh(position, value, height=0.62, color=BAR if position else BAR_FIRST)
+        ratio = f"  ({format_value(value / first, 'times')})" if position and first else ""
+        _text(axes, value, position, f" {value:,.0f}{ratio}", INK, bold=True)
+    axes.set_xlim(0, max(values.values(), default=1.0) * 1.25 or 1.0)
+    axes.set_ylim(len(values) - 0.45, -0.55)
+    axes.set_yticks(range(len(values)), list(values), fontsize=10, color=INK)
+    axes.tick_params(axis="both", length=0)
+    axes.tick_params(axis="x", labelsize=8, labelcolor=SOFT)
+    axes.grid(axis="x", color=GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.set_xlabel(x_label, fontsize=9, color=SOFT, loc="left")
+    for side in ("top", "right", "bottom", "left"):
+        axes.spines[side].set_visible(False)
+    figure.text(0.03, 1 - 0.28 / height, title, fontsize=13, fontweight="bold", color=INK, va="center")
+    figure.text(0.03, 1 - 0.55 / height, subtitle, fontsize=9, color=SOFT, va="center")
+    _save(figure, path)
+
+
 def _bar(axes: Axes, position: int, row: Mapping[str, Any], speed: str, *, first: bool, cache: bool) -> None:
     value = row[speed]
     color = BAR_FIRST if first else BAR_FURTHER if "ratio_to" in row else BAR

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from hasten.cli.bench_attention import BenchAttention
+from hasten.cli.bench_train import BenchBatch, BenchRace
 from hasten.cli.options import Threads, thread_count
 from hasten.errors import ConfigError
 
@@ -142,7 +143,7 @@ def _numbers(option: str, text: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchTrain(LadderOptions):
-    """Training: float32 with explicit attention, then SDPA, bf16, compile, padded vocabulary, kept memory on top."""
+    """Training: from explicit attention in float32, one technique after the other; at the end what saves memory."""
 
     shape: str | None = None
     """A named shape: gpt2-124m, llama-120m, …; the batch is 4 x 256 unless said otherwise."""
@@ -169,7 +170,14 @@ class BenchTrain(LadderOptions):
         self.show(ladder.run(), "Training ladder")
 
 
-LADDERS = {"generate": BenchGenerate, "train": BenchTrain, "heads": BenchHeads, "attention": BenchAttention}
+LADDERS = {
+    "generate": BenchGenerate,
+    "train": BenchTrain,
+    "race": BenchRace,
+    "batch": BenchBatch,
+    "heads": BenchHeads,
+    "attention": BenchAttention,
+}
 
 
 class Bench:

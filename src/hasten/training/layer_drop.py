@@ -14,6 +14,8 @@ from collections.abc import Sequence
 
 import torch
 
+from hasten.training.recipe import Recipe
+
 
 def theta(step: int, *, total: int | None, floor: float, decay: float) -> float:
     """θ of step number `step` (from 0) of `total`; 1, nothing dropped, while the total is not known."""
@@ -33,3 +35,14 @@ def draw_gates(probabilities: Sequence[float], *, seed: int, step: int, micro_st
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
     draws = torch.rand(len(probabilities), generator=generator, dtype=torch.float64).tolist()
     return [1 / p if draw < p else 0.0 for p, draw in zip(probabilities, draws, strict=True)]
+
+
+def gates_of_step(recipe: Recipe, *, layers: int, step: int, total: int | None) -> list[list[float]] | None:
+    """Of a step of a model with so many blocks, for each of its micro-batches; None without layer dropping."""
+    techniques = recipe.techniques
+    if techniques.layer_drop is None:
+        return None
+    now = theta(step, total=total, floor=techniques.layer_drop, decay=techniques.layer_drop_decay)
+    kept = keep_probabilities(layers, theta=now)
+    micro = range(recipe.data.accumulation)
+    return [draw_gates(kept, seed=recipe.run.seed, step=step, micro_step=number) for number in micro]

@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from hasten.errors import TrainingError
-from hasten.training import budget, checkpoints, display, layer_drop
+from hasten.training import budget, checkpoints, display
 from hasten.training.journal import Journal
+from hasten.training.layer_drop import gates_of_step
 from hasten.training.random_state import RandomState
 from hasten.training.recipe import Recipe
 from hasten.training.schedules import factor, learning_rate
@@ -65,7 +66,8 @@ class Loop:
                     bend=state.bend,
                 )
                 batches = [next(source)[1] for _ in range(micro)]
-                gates = self._gates(micro)
+                layers = len(self.setup.model.blocks)
+                gates = gates_of_step(self.recipe, layers=layers, step=state.step, total=state.total)
                 result = self.setup.step.run(batches, learning_rate=rate, gates=gates)
                 if result is None:  # stopped inside the step: go on from its beginning
                     self._save(random)
@@ -88,18 +90,6 @@ class Loop:
             if board is not None:
                 board.close()
         return True
-
-    def _gates(self, micro: int) -> list[list[float]] | None:
-        """Which blocks the coming step leaves out, for each of its micro-batches; None without layer dropping."""
-        techniques, state = self.recipe.techniques, self.state
-        if techniques.layer_drop is None:
-            return None
-        now = layer_drop.theta(
-            state.step, total=state.total, floor=techniques.layer_drop, decay=techniques.layer_drop_decay
-        )
-        kept = layer_drop.keep_probabilities(len(self.setup.model.blocks), theta=now)
-        seed = self.recipe.run.seed
-        return [layer_drop.draw_gates(kept, seed=seed, step=state.step, micro_step=m) for m in range(micro)]
 
     def _account(
         self, result: StepResult, *, rate: float, started: float, gates: list[list[float]] | None

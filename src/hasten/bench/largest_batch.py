@@ -1,0 +1,155 @@
+"""The largest batch that a training step fits into a given memory, at different rungs of the ladder of training.
+
+Each try is a process of its own that may take so many bytes more than it has after importing torch; one that is refused
+memory does not fit. Doubled until it does not fit, then halved in between.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from hasten.bench.child import Child, ChildError
+from hasten.bench.race import first_and_last
+from hasten.bench.shapes import choose_rungs
+from hasten.bench.train import TrainLadder, TrainRung, subject
+from hasten.bench.train_rungs import RUNGS, switched_on, techniques
+from hasten.bench.worker import Task
+from hasten.errors import ConfigError
+
+# What a process says that was refused memory, wherever in torch, Python or the C library it noticed.
+REFUSALS = ("memory", "bad_alloc", "Resource temporarily", "SIGKILL", "SIGABRT", "SIGSEGV", "ended by itself")
+STEPS = 2  # the second one has the optimizer's state too
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LargestBatch:
+    """What is searched. memory: bytes. most: no batch above it is tried. The rest as in TrainLadder."""
+
+    shape: str | None = None
+    recipe: str | None = None
+    memory: int = 2 << 30
+    sequence_length: int | None = None
+    most: int = 1024
+    rungs: tuple[str, ...] = ()
+    device: str = "auto"
+    threads: int | None = None
+    seed: int = 0
+    timeout: float = 600.0
+
+    def run(self, *, tell: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
+        """Search and return the report. tell: called with a line about each try. Raises ConfigError."""
+        from hasten.machine import describe, resolve_device
+
+        if self.memory < 1 or self.most < 1:
+            raise ConfigError(f"--memory and --most must be at least 1; found {self.memory} and {self.most}")
+        device = str(resolve_device(self.device))
+        rows = []
+        for name in choose_rungs(RUNGS, self.rungs or first_and_last(device)):
+            tries: dict[int, bool] = {}
+            with tempfile.TemporaryDirectory(prefix="hasten-compile-") as cache:
+
+                def fits(size: int, name: str = name, cache: str = cache, tries: dict[int, bool] = tries) -> bool:
+                    tries[size] = self._fits(name, size, device, cache)
+                    tell(f"{name}: a batch of {size} {'fits' if tries[size] else 'does not fit'}")
+                    return tries[size]
+
+                largest = search(fits, self.most)
+            rows.append(
+                {
+                    "name": name,
+                    "techniques": list(switched_on(name, device)),
+                    "largest_batch": largest,
+                    "tries": {str(size): fit for size, fit in sorted(tries.items())},
+                }
+            )
+        recipe, _ = self._subject(1)
+        return {
+            "schema": 1,
+            "kind": "largest-batch",
+            "machine": describe().to_json(),
+            "settings": {
+                "model": f"{recipe.name} (random weights), rows of {recipe.data.context} tokens",
+                "memory_bytes": self.memory,
+                "sequence_length": recipe.data.context,
+                "most": self.most,
+                "device": device,
+                "seed": self.seed,
+            },
+            "rows": rows,
+        }
+
+    def _subject(self, size: int) -> Any:
+        ladder = TrainLadder(
+            shape=self.shape,
+            recipe=self.recipe,
+            batch_size=size,
+            sequence_length=self.sequence_length,
+            seed=self.seed,
+        )
+        return subject(ladder)
+
+    def _fits(self, name: str, size: int, device: str, cache: str) -> bool:
+        recipe, _ = self._subject(size)
+        arguments = {
+            "recipe": replace(recipe, techniques=techniques(name, device)).to_json(),
+            "shape": self.shape,
+            "steps": STEPS,
+            "device": device,
+            "compile_cache": os.path.join(cache, name),
+            "memory": self.memory,
+        }
+        task = Task("hasten.bench.largest_batch:LimitedRung", arguments, device, self.threads, self.seed)
+        try:
+            with Child(task, timeout=self.timeout) as child:
+                child.wait_ready()
+                child.measure()
+        except ChildError as error:
+            if any(word in error.message for word in REFUSALS):
+                return False
+            raise ConfigError(f"{name} with a batch of {size} failed: {error.message}") from None
+        return True
+
+
+def search(fits: Callable[[int], bool], most: int) -> int:
+    """The largest size up to `most` that fits, if every smaller one does; 0 where not even 1 does."""
+    good, size = 0, 1
+    while size <= most and fits(size):
+        good, size = size, size * 2
+    bad = min(size, most + 1)
+    while bad - good > 1:
+        middle = (good + bad) // 2
+        good, bad = (middle, bad) if fits(middle) else (good, middle)
+    return good
+
+
+class LimitedRung(TrainRung):
+    """A rung of training in a process that may take `memory` bytes more than it has."""
+
+    def __init__(self, *, memory: int, **rest: Any) -> None:
+        import hasten.training.profile  # noqa: F401 - the compiler's modules are no part of the model
+
+        limit(memory, rest["device"])
+        super().__init__(**rest)
+
+
+def limit(memory: int, device: str) -> None:
+    """Let this process take only so many bytes more on a device. Raises ConfigError where the system cannot."""
+    import torch
+
+    if device != "cpu":
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, memory / total), device)
+        return
+    try:
+        import resource
+    except ImportError:
+        raise ConfigError("this system has no limits for a process's memory (Linux has)") from None
+    torch.ones(1 << 20).sum()  # starts the threads, whose stacks count
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    taken = next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmData:"))
+    resource.setrlimit(resource.RLIMIT_DATA, (taken + memory, taken + memory))

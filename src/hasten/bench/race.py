@@ -1,0 +1,173 @@
+"""Validation loss against wall time: one model and text, trained with what different rungs of the ladder switch on.
+
+The contestants take turns, some seconds each in every round, so that all of them see the same weather; the clock of
+each one stops while it waits, and while it measures its validation loss.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from hasten.bench.measure import Rung, run_ladder
+from hasten.bench.shapes import choose_rungs
+from hasten.bench.train_rungs import RUNGS, switched_on, techniques
+from hasten.errors import ConfigError
+
+BEFORE, AFTER = "explicit-float32", "native-kernels"
+
+
+def first_and_last(device: str) -> tuple[str, str]:
+    """The lowest rung, and the highest one that is only faster."""
+    return BEFORE, AFTER if device == "cpu" else "fused-optimizer-and-loss"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Race:
+    """What is trained: a recipe's model on its text. seconds: of each contestant in each round.
+
+    rungs: the contestants, as on the ladder of training; by default before, after, and after with layer dropping.
+    steps: how many the run is taken to have, for the schedules of the learning rate and of layer dropping.
+    """
+
+    recipe: str
+    source: str | None = None
+    batch_size: int | None = None
+    sequence_length: int | None = None
+    seconds: float = 10.0
+    rounds: int = 6
+    steps: int = 200
+    rungs: tuple[str, ...] = ()
+    device: str = "auto"
+    threads: int | None = None
+    seed: int = 0
+
+    def run(self, *, show_progress: bool = True) -> dict[str, Any]:
+        """Train and return the report. Raises ConfigError for what does not exist, DataError for the text."""
+        from hasten.machine import resolve_device
+        from hasten.training.recipes import RECIPES
+
+        known = [name for name, recipe in RECIPES.items() if recipe.init is None]
+        if self.recipe not in known:
+            raise ConfigError(f"there is no recipe {self.recipe!r} to race with; known: {', '.join(known)}")
+        if self.seconds <= 0:
+            raise ConfigError(f"--seconds is {self.seconds}; it must be more than 0")
+        device = str(resolve_device(self.device))
+        recipe = RECIPES[self.recipe]
+        data = replace(
+            recipe.data,
+            source=recipe.data.source if self.source is None else self.source,
+            batch_size=self.batch_size or recipe.data.batch_size,
+            context=self.sequence_length or recipe.data.context,
+            accumulation=1,
+        )
+        recipe = replace(
+            recipe, data=data, dropout=0.0, run=replace(recipe.run, seed=self.seed, steps=self.steps, device=device)
+        )
+        wanted = self.rungs or (*first_and_last(device), "layer-drop")
+        with tempfile.TemporaryDirectory(prefix="hasten-compile-") as cache:
+            rungs = [
+                Rung(
+                    name,
+                    switched_on(name, device),
+                    "hasten.bench.race:RaceRung",
+                    {
+                        "recipe": replace(recipe, techniques=techniques(name, device)).to_json(),
+                        "seconds": self.seconds,
+                        "compile_cache": os.path.join(cache, name),
+                    },
+                )
+                for name in choose_rungs(RUNGS, wanted)
+            ]
+            return run_ladder(
+                rungs,
+                kind="train",
+                settings={
+                    "model": f"{recipe.name} on {_named(data.source)}, {data.batch_size} × {data.context} tokens",
+                    "batch_size": data.batch_size,
+                    "sequence_length": data.context,
+                    "seconds": self.seconds,
+                    "steps": self.steps,
+                },
+                device=device,
+                threads=self.threads,
+                seed=self.seed,
+                rounds=self.rounds,
+                warmup=0,
+                show_progress=show_progress,
+            )
+
+
+def _named(source: str) -> str:
+    """What a report calls a text; never a whole path."""
+    return Path(source).name if os.sep in source else source
+
+
+class RaceRung:
+    """One contestant: trains for some seconds whenever it is asked to, and says where it is."""
+
+    def __init__(self, *, recipe: Mapping[str, Any], seconds: float, compile_cache: str) -> None:
+        from hasten.training.recipe import Recipe
+        from hasten.training.setup import set_up
+        from hasten.training.stopping import StopRequest
+
+        self.recipe = Recipe.from_json(recipe)
+        self.seconds = seconds
+        if self.recipe.techniques.compile:
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = compile_cache
+        self.setup = set_up(self.recipe, progress=False, stop=StopRequest())
+        self.source = self.setup.batches.iterate(0)
+        self.step = self.tokens = 0
+        self.spent = 0.0
+        start = time.perf_counter()
+        self._one()  # compiles; what it learns counts, its time is told apart
+        self._one()
+        self.compile_seconds = time.perf_counter() - start
+        self._validate()
+
+    def describe(self) -> dict[str, Any]:
+        """What one token costs, all blocks counted, and how long the first two steps took."""
+        return {
+            "flops_per_token": self.setup.flops_per_token,
+            "matrix_dtype": self.recipe.techniques.precision,
+            "first_steps_seconds": self.compile_seconds,
+        }
+
+    def measure(self) -> dict[str, float]:
+        """Train for about `seconds`; then the validation loss. training_seconds and step: since the beginning."""
+        start, tokens = time.perf_counter(), self.tokens
+        while time.perf_counter() - start < self.seconds:
+            loss = self._one()
+        elapsed = time.perf_counter() - start
+        self.spent += elapsed
+        return {
+            "tokens_per_second": (self.tokens - tokens) / elapsed,
+            "training_seconds": self.spent,
+            "step": float(self.step),
+            "loss": loss,
+            "validation_loss": self._validate(),
+        }
+
+    def _one(self) -> float:
+        from hasten.training.layer_drop import gates_of_step
+        from hasten.training.schedules import learning_rate
+
+        rate = learning_rate(
+            self.recipe.schedule, peak=self.recipe.optimizer.learning_rate, step=self.step, total=self.recipe.run.steps
+        )
+        layers = len(self.setup.model.blocks)
+        gates = gates_of_step(self.recipe, layers=layers, step=self.step, total=self.recipe.run.steps)
+        result = self.setup.step.run([next(self.source)[1]], learning_rate=rate, gates=gates)
+        assert result is not None
+        self.step += 1
+        self.tokens += result.tokens
+        return float(result.loss)
+
+    def _validate(self) -> float:
+        assert self.setup.validation is not None
+        return self.setup.validation.loss(self.setup.step)

@@ -1,0 +1,94 @@
+"""Race and largest batch: the search, the limit, and both commands at a tiny size."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hasten.bench.largest_batch import LargestBatch, search
+from hasten.bench.race import Race
+from hasten.cli.main import main
+from hasten.errors import ConfigError
+from hasten.training.recipe import Data, Recipe, Run, Shape
+from hasten.training.recipes import RECIPES
+
+
+@given(st.integers(0, 300), st.integers(1, 300))
+def test_the_search_finds_the_largest_that_fits_with_few_tries(true, most):
+    asked = []
+
+    def fits(size):
+        asked.append(size)
+        return size <= true
+
+    assert search(fits, most) == min(true, most)
+    assert len(asked) == len(set(asked)) <= 2 * max(most, 2).bit_length() + 1
+    assert max(asked) <= most
+
+
+def test_a_process_that_may_take_too_little_does_not_fit():
+    told = []
+    found = {}
+    for memory in (1 << 20, 512 << 20):
+        report = LargestBatch(shape="tiny", memory=memory, rungs=("flash",), device="cpu", threads=1, most=1).run(
+            tell=told.append
+        )
+        found[memory] = report["rows"][0]["largest_batch"]
+    assert list(found.values()) == [0, 1]
+    assert told == ["flash: a batch of 1 does not fit", "flash: a batch of 1 fits"]
+    assert report["settings"]["memory_bytes"] == 512 << 20
+
+
+def test_what_cannot_be_searched_is_refused():
+    with pytest.raises(ConfigError, match="at least 1"):
+        LargestBatch(shape="tiny", memory=0).run()
+    with pytest.raises(ConfigError, match="no recipe 'x' to race with; known: demo"):
+        Race(recipe="x").run()
+    with pytest.raises(ConfigError, match="--seconds is 0"):
+        Race(recipe="demo", seconds=0).run()
+
+
+def test_a_race_through_the_command_line(tmp_path, monkeypatch, capfd):
+    text = tmp_path / "text"
+    text.mkdir()
+    for number in range(8):
+        (text / f"{number}.txt").write_text(Path(os.__file__).read_text(encoding="utf-8")[number * 2000 :][:4000])
+    small = Recipe(
+        name="demo",
+        model=Shape(layers=2, hidden_size=32, heads=2, feed_forward=64),
+        data=Data(vocab_size=300, context=16, batch_size=2, validation_fraction=0.3),
+        run=Run(steps=10, validation_batches=1, device="cpu"),
+    )
+    # The contestants are processes of their own: the recipe travels with them, the text's cache by the environment.
+    monkeypatch.setitem(RECIPES, "demo", small)
+    monkeypatch.setenv("HASTEN_CACHE", str(tmp_path / "cache"))
+    options = ["--recipe", "demo", "--source", str(text), "--seconds", "0.2", "--rounds", "2", "--threads", "1"]
+    picture = tmp_path / "race.png"
+    main(["bench", "race", *options, "--rungs", "explicit-float32,math", "--json", "-", "--picture", str(picture)])
+    out, err = capfd.readouterr()
+    report = json.loads(out)
+    assert [row["name"] for row in report["rows"]] == ["explicit-float32", "math"]
+    for row in report["rows"]:
+        first, last = row["rounds"]
+        assert last["training_seconds"] > first["training_seconds"] >= 0.2
+        assert last["step"] > first["step"] > 2
+        assert last["validation_loss"] < 6
+    assert "validation loss" in err
+    assert str(tmp_path) not in json.dumps(report["settings"])
+    assert picture.read_bytes()[:4] == b"\x89PNG"
+
+
+def test_the_batches_are_drawn(tmp_path):
+    from hasten.bench.train_pictures import draw_batches
+    from hasten.machine import describe
+
+    report = {
+        "machine": describe().to_json(),
+        "settings": {"model": "x", "memory_bytes": 1 << 30, "device": "cpu"},
+        "rows": [{"name": "before", "largest_batch": 4}, {"name": "after", "largest_batch": 9}],
+    }
+    draw_batches(report, tmp_path / "batch.png")
+    assert (tmp_path / "batch.png").read_bytes()[:4] == b"\x89PNG"
