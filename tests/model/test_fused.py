@@ -1,5 +1,8 @@
 """The fused steps: for every family no worse than plain bfloat16, the same bits in any company, and undone exactly."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -128,3 +131,63 @@ def test_a_fused_model_is_saved_as_a_readable_one(scheme, tmp_path):
     model.save(tmp_path)
     assert torch.equal(logits(model), fused), "it goes on fused"
     assert torch.equal(logits(hasten.load(tmp_path)), expected)
+
+
+SCHEMES = pytest.mark.parametrize("scheme", [None, hasten.Int8(), hasten.Int4(group_size=32)])
+
+
+def fused_of(scheme):
+    model = tiny_llama().to(torch.bfloat16)
+    return fuse(model if scheme is None else hasten.quantize(model, scheme))
+
+
+@SCHEMES
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_has_weights_of_its_own(scheme, again):
+    model = fused_of(scheme)
+    expected = logits(model)
+    other = again(model)
+    assert torch.equal(logits(other), expected)
+    other.blocks[0].output.data.zero_()
+    other.blocks[0].mlp_norm.weight.data.zero_()
+    assert not torch.equal(logits(other), expected)
+    assert torch.equal(logits(model), expected)
+    del model
+    hasten.unfuse(other)
+    logits(other)
+
+
+@SCHEMES
+def test_tensors_that_get_other_memory_or_values_are_what_is_computed_with(scheme):
+    model = fused_of(scheme)
+    expected = logits(model)
+    model.share_memory()
+    model.to("cpu", torch.bfloat16)
+    filler = [torch.full((64,), 7.0, dtype=torch.bfloat16) for _ in range(1000)]  # takes what was freed
+    assert torch.equal(logits(model), expected)
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    state["blocks.0.mlp_norm.weight"].zero_()
+    copied = copy.deepcopy(model)
+    copied.load_state_dict(state)
+    model.load_state_dict(state, assign=True)
+    assert torch.equal(logits(model), logits(copied))
+    assert not torch.equal(logits(model), expected)
+    del filler
+
+
+@pytest.mark.parametrize("move", [lambda m: m.half(), lambda m: m.float(), lambda m: m.to("meta")])
+def test_what_a_fused_block_cannot_become_is_refused(move):
+    model = fuse(tiny_llama().to(torch.bfloat16))
+    expected = logits(model)
+    with pytest.raises(ConfigError, match="unfuse"):
+        move(model.blocks)
+    assert torch.equal(logits(model), expected)
+    with pytest.raises(ConfigError, match="unfuse"):
+        move(model)
+
+
+def test_positions_may_be_strided():
+    context = TrainingContext([layer.window for layer in BATCHED.config.layers])
+    positions = torch.arange(TOKENS.shape[1]).expand(2, -1).t().contiguous().t()
+    with torch.no_grad():
+        assert torch.equal(BATCHED(TOKENS, positions, context), logits(BATCHED))

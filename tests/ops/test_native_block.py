@@ -153,3 +153,27 @@ def test_opcheck():
         (x, *none, *arguments(layer), 1, 8, None, None, None, None, *caches, torch.tensor([0, 1])),
         test_utils=checks,
     )
+
+
+def test_a_plan_is_the_tensor_that_was_made_and_no_other():
+    from hasten.model.fused import fuse
+    from references import tiny_llama
+
+    model = fuse(tiny_llama().to(torch.bfloat16))
+    plan, size = model.blocks[0]._bound.plan, model.config.head_dim
+    caches = [torch.zeros(3, model.config.kv_heads, size, dtype=torch.bfloat16) for _ in range(2)]
+    angles = [torch.zeros(2, size // 2)] * 2
+    numbers = [torch.tensor(values) for values in ([0, 1], [0, 2], [2], [0])]
+
+    def call(plan, angles=angles, numbers=numbers):
+        x = torch.randn(1, 2, model.config.hidden_size)
+        return library().ops.block(x, *angles, *caches, *numbers, None, 0, plan)
+
+    assert call(plan).shape == (1, 2, model.config.hidden_size)
+    for other in (plan.clone(), torch.zeros_like(plan), plan[8:], plan.view(torch.int64), torch.empty(0)):
+        with pytest.raises(RuntimeError, match="no plan"):
+            call(other)
+    with pytest.raises(RuntimeError, match="cos and sin"):
+        call(plan, angles=[a[:1] for a in angles])
+    with pytest.raises(RuntimeError, match="slot"):
+        call(plan, numbers=[numbers[0][:1], *numbers[1:]])

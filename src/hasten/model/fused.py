@@ -5,8 +5,9 @@ v + rotary turn + cache write; attention; output + residual; norm + gate, up + a
 stream is float32 between them.
 """
 
+from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from hasten.ops.linear.modules import PackedLinear
 from hasten.ops.native import NativeLibrary, library
 from hasten.ops.pages import in_large_pages, return_freed_memory
 
-ACTIVATION_ORDER = ("silu", "gelu", "gelu_tanh", "relu")  # in the order of block.cpp's enum
+ACTIVATION_ORDER = ("silu", "gelu", "gelu_tanh", "relu")  # in the order of the enum in ops/block/phases.h
 LARGEST_HEAD = 256
 
 
@@ -122,6 +123,7 @@ class FusedBlock(nn.Module):
             self.inner = _settled(packed(block.mlp.up) if gate is None else alternate(gate, block.mlp.up))
             self.down = _settled(packed(block.mlp.down))
         self.bind()
+        self.register_load_state_dict_post_hook(_bind_again)
 
     def bind(self) -> None:
         """Lay out the arguments of the calls once: looking them up in modules costs more than the calls."""
@@ -165,6 +167,18 @@ class FusedBlock(nn.Module):
         assert native is not None
         self.native = native
         self.bind()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        place = fn(torch.empty(0, dtype=torch.bfloat16))
+        if place.device.type != "cpu" or place.dtype != torch.bfloat16:
+            dtype = str(place.dtype).removeprefix("torch.")
+            raise ConfigError(
+                "a fused model runs on the CPU in bfloat16 only; call hasten.unfuse(model) first, then make it "
+                f"{dtype} on {place.device}"
+            )
+        super()._apply(fn, recurse)
+        self.bind()  # `fn` may have given the tensors other memory
+        return self
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, layer: LayerContext) -> Tensor:
         """x (B, T, C) -> (B, T, C) in float32."""
@@ -216,6 +230,10 @@ def _settled(linear: PackedLinear) -> PackedLinear:
     """The layer with its weight where a decode step streams it fastest."""
     linear.data = in_large_pages(linear.data)
     return linear
+
+
+def _bind_again(block: FusedBlock, _: object) -> None:
+    block.bind()
 
 
 def _norm_arguments(norm: nn.Module) -> tuple[Tensor | None, Tensor | None, float, float, bool]:

@@ -2,31 +2,17 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hasten.errors import ConfigError
 from hasten.model.transformer import Linear
 from hasten.ops.linear.layouts import PANEL
 from hasten.ops.linear.modules import PackedLinear
 from hasten.ops.linear.weights import QuantizedWeight
 
-HALF_PANEL = 32  # rows of gate, then rows of up, in a panel of 64 (ops/block/block.cpp)
-
-
-class StackedLinear(PackedLinear):
-    """Several layers as one. A fused block keeps the addresses of its tensors, so that it cannot leave the CPU."""
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        place = fn(torch.empty(0)).device
-        if place.type != "cpu":
-            raise ConfigError(
-                f"a fused model runs on the CPU only; call hasten.unfuse(model) first, then move it to {place}"
-            )
-        return self
+HALF_PANEL = 32  # rows of gate, then rows of up, in a panel of 64 (ops/block/phases.h)
 
 
 def packed(linear: Linear) -> PackedLinear:
@@ -38,7 +24,7 @@ def packed(linear: Linear) -> PackedLinear:
     return linear
 
 
-def stack(*linears: Linear) -> StackedLinear:
+def stack(*linears: Linear) -> PackedLinear:
     """One layer that computes several of the same input, their outputs after each other (q, k, v)."""
     parts = [packed(linear) for linear in linears]
     if any(part.out_features % PANEL for part in parts):
@@ -46,7 +32,7 @@ def stack(*linears: Linear) -> StackedLinear:
     return _combined(parts, sum(part.out_features for part in parts), lambda tensors: torch.cat(tensors))
 
 
-def alternate(gate: Linear, up: Linear) -> StackedLinear:
+def alternate(gate: Linear, up: Linear) -> PackedLinear:
     """One layer whose panels hold 32 rows of gate and 32 of up, so that both halves of a product meet in a panel."""
     parts = [packed(gate), packed(up)]
     halves = -(-parts[0].out_features // HALF_PANEL)
@@ -60,10 +46,10 @@ def alternate(gate: Linear, up: Linear) -> StackedLinear:
     return _combined(parts, halves * PANEL, interleave)
 
 
-def _combined(parts: list[PackedLinear], out_features: int, combine: Callable[[list[Tensor]], Tensor]) -> StackedLinear:
+def _combined(parts: list[PackedLinear], out_features: int, combine: Callable[[list[Tensor]], Tensor]) -> PackedLinear:
     """A layer of the combined buffers of several."""
     first = parts[0]
-    new = StackedLinear(
+    new = PackedLinear(
         first.in_features,
         1,  # the buffers are replaced: none of the real size is made in vain
         format=first.format,
@@ -92,12 +78,12 @@ def _numbers(linear: PackedLinear) -> QuantizedWeight | Tensor:
 
 def _from_rows(
     weights: list[QuantizedWeight | Tensor], parts: list[PackedLinear], biases: list[Tensor | None]
-) -> StackedLinear:
+) -> PackedLinear:
     """The slow way for sizes that are no multiple of a panel: unpack, put the rows together, pack again."""
     bias = None if biases[0] is None else torch.cat([b for b in biases if b is not None])
     if isinstance(weights[0], Tensor):
         rows = torch.cat([w for w in weights if isinstance(w, Tensor)])
-        return StackedLinear.from_linear(_plain_linear(rows, bias))
+        return PackedLinear.from_linear(_plain_linear(rows, bias))
     whole = [w for w in weights if isinstance(w, QuantizedWeight)]
     zeros = [w.zeros for w in whole if w.zeros is not None]
     merged = replace(
@@ -106,7 +92,7 @@ def _from_rows(
         scales=torch.cat([w.scales for w in whole]),
         zeros=torch.cat(zeros) if zeros else None,
     )
-    return StackedLinear.from_weight(merged, bias, activations=parts[0].activations)
+    return PackedLinear.from_weight(merged, bias, activations=parts[0].activations)
 
 
 def split_stack(linear: PackedLinear, sizes: list[int]) -> list[Linear]:

@@ -12,6 +12,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <memory>
+#include <stdexcept>
 #include <thread>
 #include <vector>
 
@@ -56,6 +57,7 @@ class Team {
   alignas(64) std::atomic<int64_t> next{0};
   alignas(64) std::atomic<int64_t> arrived{0};
   alignas(64) std::atomic<uint64_t> turn{0};
+  std::atomic<bool> failed{false};
 };
 
 // One thread of a team. All members call the same phases in the same order with the same number of items; each phase
@@ -119,10 +121,15 @@ class Member {
       return;
     }
     for (int64_t spins = 0; team_.turn.load(std::memory_order_acquire) == turn; spins++) {
+      if (team_.failed.load(std::memory_order_relaxed)) throw std::runtime_error("another thread failed");
       if (spins < 20000) pause();
       else std::this_thread::yield();  // somebody else has the core that we wait for
     }
   }
+  template <class Body>
+  friend void together(const Body& body);
+  // For a thread that will not come any more (memory ran out): nobody may wait for it.
+  void fail() { team_.failed.store(true, std::memory_order_relaxed); }
   Team& team_;
   const int64_t begin_, end_;
 };
@@ -142,7 +149,12 @@ void together(const Body& body) {
   }
   torch::stable::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
     Member member(team, begin, end);
-    body(member);
+    try {
+      body(member);
+    } catch (...) {
+      member.fail();
+      throw;
+    }
   });
 }
 

@@ -21,6 +21,10 @@ inline int64_t round_up(int64_t x, int64_t multiple) { return (x + multiple - 1)
 
 inline Tensor as_contiguous(const Tensor& t) { return t.is_contiguous() ? t : torch::stable::contiguous(t); }
 
+inline std::optional<Tensor> as_contiguous(const std::optional<Tensor>& t) {
+  return t ? std::optional<Tensor>(as_contiguous(*t)) : std::nullopt;
+}
+
 inline Tensor empty(std::vector<int64_t> size, ScalarType type) {
   return torch::stable::empty(size, type);
 }

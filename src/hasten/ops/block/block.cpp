@@ -14,6 +14,8 @@ namespace hasten {
 Tensor attention_input(Tensor x, HASTEN_NORM, HASTEN_WEIGHT, int64_t heads, int64_t head_dim, Maybe q_norm,
                        Maybe k_norm, Maybe cos, Maybe sin, Tensor k_cache, Tensor v_cache, Tensor slots) {
   x = as_contiguous(x);
+  cos = as_contiguous(cos);
+  sin = as_contiguous(sin);
   const int64_t c = x.size(-1), rows = x.numel() / c;
   Tensor q = empty({rows, heads, head_dim}, x.scalar_type());
   Memory memory;
@@ -55,8 +57,7 @@ Tensor mlp_input(Tensor x, HASTEN_NORM, HASTEN_WEIGHT, int64_t inner, bool gated
 
 // Everything of a dense block that stays the same from step to step.
 struct Plan {
-  static constexpr uint64_t MARK = 0x6e616c7020736168;
-  uint64_t mark = MARK;
+  const Plan* self;  // where it lies: a copy of its bytes would not hold what it points to, and is no plan
   int64_t c, heads, head_dim, window, inner;
   double scale, softcap;
   bool gated;
@@ -92,6 +93,7 @@ Tensor plan_block(int64_t c, int64_t kv_heads, HASTEN_NORM, HASTEN_WEIGHT, int64
                            o_norm_weight, o_norm_bias, m_norm_weight, m_norm_bias, m_scales, m_zeros, m_bias, d_scales,
                            d_zeros, d_bias, d_norm_weight, d_norm_bias})
     if (one) plan->held.push_back(*one);
+  plan->self = plan.get();
   const torch::stable::Device cpu(torch::headeronly::DeviceType::CPU);
   return torch::stable::from_blob(plan.release(), {int64_t(sizeof(Plan))}, {1}, cpu, ScalarType::Byte,
                                   [](void* p) { delete static_cast<Plan*>(p); });
@@ -102,9 +104,11 @@ Tensor plan_block(int64_t c, int64_t kv_heads, HASTEN_NORM, HASTEN_WEIGHT, int64
 Tensor block(Tensor x, Maybe cos, Maybe sin, Tensor k_cache, Tensor v_cache, Tensor slots, Tensor starts,
              Tensor lengths, Maybe first, Maybe table, int64_t block_size, Tensor plan) {
   x = as_contiguous(x);
-  STD_TORCH_CHECK(plan.numel() == sizeof(Plan), "that is no plan of a block");
+  cos = as_contiguous(cos);
+  sin = as_contiguous(sin);
+  STD_TORCH_CHECK(plan.scalar_type() == ScalarType::Byte && plan.numel() == sizeof(Plan), "that is no plan of a block");
   const Plan& p = *static_cast<const Plan*>(plan.const_data_ptr());
-  STD_TORCH_CHECK(p.mark == Plan::MARK, "that is no plan of a block");
+  STD_TORCH_CHECK(p.self == &p, "that is no plan of a block");
   STD_TORCH_CHECK(x.scalar_type() == ScalarType::Float && x.size(-1) == p.c, "the block wants x (…, ", p.c, ") float32");
   const int64_t rows = x.numel() / p.c, wide = p.heads * p.head_dim;
   const Type f32 = Type::f32;

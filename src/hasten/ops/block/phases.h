@@ -106,6 +106,13 @@ struct AttentionInput {
     STD_TORCH_CHECK(k_cache.scalar_type() == ScalarType::BFloat16 && k_cache.is_contiguous() && v_cache.is_contiguous(),
                     "the fused step writes a contiguous bfloat16 cache");
     STD_TORCH_CHECK(head_dim <= 256, "head sizes up to 256");
+    STD_TORCH_CHECK(slots.scalar_type() == ScalarType::Long && slots.is_contiguous() && slots.numel() == rows,
+                    "there must be one slot for each row of x, int64");
+    for (const Maybe& angles : {cos, sin})
+      STD_TORCH_CHECK(cos.has_value() == angles.has_value() &&
+                          (!angles || (angles->scalar_type() == ScalarType::Float && angles->is_contiguous() &&
+                                       angles->numel() == rows * half && 2 * half <= head_dim)),
+                      "cos and sin must be float32, with one row for each row of x");
     k_out = static_cast<uint16_t*>(k_cache.mutable_data_ptr());
     v_out = static_cast<uint16_t*>(v_cache.mutable_data_ptr());
     slot = static_cast<const int64_t*>(slots.const_data_ptr());

@@ -218,6 +218,14 @@ class PackedLinear(nn.Module):
             f"bias={self.bias is not None}, kernel={self.kernel}"
         )
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the bound function, which cannot be pickled."""
+        return {k: v for k, v in self.__dict__.items() if k != "_product"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.bind(self.kernel)
+
     @property
     def _shape(self) -> Shape:
         return Shape(self.out_features, self.in_features, self.format, self.group_size)
