@@ -92,7 +92,7 @@ void forward(const Problem& p, int64_t b, int64_t kv_head, int64_t first, int64_
       q.for_keys(p.sight, head, [&](int64_t k, int32_t cells, bool whole) {
         const Word *rows = keys.tile(k, spare, spare2), *values = rows + keys.part();
         product<T>(panel, SIDE, VECTORS, rows, words, SIDE, words,
-                   [&](int64_t key, int64_t v, F32 s) { store(scores + key * SIDE + v * LANES, s * factor); });
+                   [scores, factor](int64_t key, int64_t v, F32 s) { store(scores + key * SIDE + v * LANES, s * factor); });
         if (!whole)
           for (int64_t key = 0; key < SIDE; key++)
             for (int v = 0; v < VECTORS; v++) {
@@ -105,16 +105,15 @@ void forward(const Problem& p, int64_t b, int64_t kv_head, int64_t first, int64_
         for (int v = 0; v < VECTORS; v++) {
           F32 most = load(scores + v * LANES);
           for (int64_t key = 1; key < SIDE; key++) most = larger(most, load(scores + key * SIDE + v * LANES));
-          I32 above = most > top[v] + SLACK;
-          F32 next = above ? most : top[v];
+          const I32 above = most > top[v] + SLACK;
+          const F32 next = above ? most : top[v];
+          grown |= any(above);
           shrink[v] = exp2(top[v] - next);
-          grown |= max_lanes(most - top[v]) > SLACK;
-          total[v] *= shrink[v];
-          top[v] = next;
+          F32 even = {}, odd = {};
           for (int64_t key = 0; key < SIDE; key += 2) {
-            const F32 a = exp2(load(scores + key * SIDE + v * LANES) - top[v]);
-            const F32 c = exp2(load(scores + (key + 1) * SIDE + v * LANES) - top[v]);
-            total[v] += a + c;
+            const F32 a = exp2(load(scores + key * SIDE + v * LANES) - next);
+            const F32 c = exp2(load(scores + (key + 1) * SIDE + v * LANES) - next);
+            even += a, odd += c;
             Word* to = weights + key / PAIR<T> * SIDE + v * LANES;
             if constexpr (PAIR<T> == 2) {
               const U32 both = pair_bf16(a, c);
@@ -124,6 +123,8 @@ void forward(const Problem& p, int64_t b, int64_t kv_head, int64_t first, int64_
               std::memcpy(to + SIDE, &c, 64);
             }
           }
+          total[v] = total[v] * shrink[v] + (even + odd);
+          top[v] = next;
         }
         if (grown)
           for (int64_t d = 0; d < p.rows(); d++)
@@ -132,7 +133,7 @@ void forward(const Problem& p, int64_t b, int64_t kv_head, int64_t first, int64_
               store(s, load(s) * shrink[v]);
             }
         product<T>(weights, SIDE, VECTORS, values, SIDE / PAIR<T>, p.rows(), SIDE / PAIR<T>,
-                   [&](int64_t d, int64_t v, F32 s) {
+                   [sums](int64_t d, int64_t v, F32 s) {
                      float* to = sums + d * SIDE + v * LANES;
                      store(to, load(to) + s);
                    });

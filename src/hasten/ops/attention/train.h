@@ -72,6 +72,17 @@ INLINE F32 larger(F32 a, F32 b) {  // b where either is NaN
 #endif
 }
 
+INLINE bool any(I32 lanes) {
+#if defined(__AVX512F__)
+  return _mm512_test_epi32_mask((__m512i)lanes, (__m512i)lanes);
+#else
+  int32_t x[LANES], all = 0;
+  store(x, lanes);
+  for (int32_t one : x) all |= one;
+  return all;
+#endif
+}
+
 // 2^x, 0 below -127; a polynomial of least relative error on [-½, ½], 8e-8. NaN stays NaN.
 INLINE F32 exp2(F32 x) {
   F32 p = F32{} + 1.327647198e-3f;
