@@ -6,6 +6,9 @@
 //
 // bf16: products of bf16 with float32 sums; probabilities and score gradients are rounded to bf16 for the products
 // that take them, as FlashAttention does. float32: the same in float32 throughout.
+#include <memory>
+#include <tuple>
+
 #include "train.h"
 
 namespace hasten {
@@ -31,21 +34,32 @@ struct Problem {
   int64_t tile_words() const { return SIDE * padded(); }  // enough for a tile in any order, in either dtype
 };
 
-// Key tiles of one key/value head, packed when they are first wanted.
+// Key tiles of one key/value head, packed when they are first wanted, one after the other in memory.
 template <class T>
 struct Keys {
   const Problem& p;
   int64_t batch, head;
   bool backward;
-  Word* memory;   // [tiles][2 or 3][SIDE · padded / PAIR]
-  uint8_t* ready;
+  Word* memory;    // [tiles][2 or 3][SIDE · padded / PAIR]
+  int32_t* place;  // of each tile in memory, from 1 on; 0: not packed yet
+  int32_t packed = 0;
+  Keys(const Problem& p, int64_t batch, int64_t head, bool backward, Word* memory)
+      : p(p), batch(batch), head(head), backward(backward), memory(memory),
+        place(scratch<int32_t, 41>(p.sight.tiles())) {
+    std::memset(place, 0, p.sight.tiles() * sizeof(int32_t));
+  }
   int64_t part() const { return SIDE * p.padded() / PAIR<T>; }
   int64_t parts() const { return backward ? 3 : 2; }
+  void ask(int64_t index) const {
+    if (place[index]) return;
+    prefetch<T>(p.k, batch, head, index * SIDE, p.sight.keys, p.size);
+    prefetch<T>(p.v, batch, head, index * SIDE, p.sight.keys, p.size);
+  }
   // Forward: K as rows, V turned. Backward: K and V as panels, K as pairs.
   const Word* tile(int64_t index, Word* spare, Word* spare2) {
-    Word* at = memory + index * parts() * part();
-    if (ready[index]) return at;
-    ready[index] = 1;
+    if (place[index]) return memory + (place[index] - 1) * parts() * part();
+    Word* at = memory + packed * parts() * part();
+    place[index] = ++packed;
     const int64_t padded = p.padded(), words = padded / PAIR<T>, first = index * SIDE, count = p.sight.keys;
     if (!backward) {
       gather<T>(p.k, batch, head, first, count, p.size, padded, at);
@@ -74,8 +88,8 @@ void forward(const Problem& p, int64_t b, int64_t kv_head, int64_t first, int64_
   const int64_t padded = p.padded(), words = padded / PAIR<T>, tiles = p.sight.tiles(), queries = p.sight.queries;
   const int64_t half = p.tile_words();
   Arena arena{scratch<Word, 40>(tiles * 2 * SIDE * words + 4 * half + 3 * SIDE * SIDE + 256)};
-  Keys<T> keys{p, b, kv_head, false, arena.words(tiles * 2 * SIDE * words), scratch<uint8_t, 41>(tiles)};
-  std::memset(keys.ready, 0, tiles);
+  Keys<T> keys(p, b, kv_head, false, arena.words(tiles * 2 * SIDE * words));
+  Seen* seen = scratch<Seen, 44>(tiles);
   Word *spare = arena.words(half), *spare2 = arena.words(half), *panel = arena.words(half);
   float *sums = arena.floats(half), *scores = arena.floats(SIDE * SIDE);  // sums [padded][64], scores [keys][64]
   Word* weights = arena.words(SIDE * SIDE);
@@ -89,7 +103,11 @@ void forward(const Problem& p, int64_t b, int64_t kv_head, int64_t first, int64_
       std::memset(sums, 0, padded * SIDE * 4);
       F32 top[VECTORS], total[VECTORS] = {};
       for (int v = 0; v < VECTORS; v++) top[v] = splat(START);
-      q.for_keys(p.sight, head, [&](int64_t k, int32_t cells, bool whole) {
+      const int64_t count = q.list(p.sight, head, seen);
+      for (int64_t i = 0; i < count; i++) {
+        const auto [k, cells, whole] = seen[i];
+        if (i + 1 < count) keys.ask(seen[i + 1].tile);
+        else prefetch<T>(p.q, b, head, q.row + SIDE, queries, p.size);
         const Word *rows = keys.tile(k, spare, spare2), *values = rows + keys.part();
         product<T>(panel, SIDE, VECTORS, rows, words, SIDE, words,
                    [scores, factor](int64_t key, int64_t v, F32 s) { store(scores + key * SIDE + v * LANES, s * factor); });
@@ -137,7 +155,7 @@ void forward(const Problem& p, int64_t b, int64_t kv_head, int64_t first, int64_
                      float* to = sums + d * SIDE + v * LANES;
                      store(to, load(to) + s);
                    });
-      });
+      }
       turn(reinterpret_cast<Word*>(sums), padded, SIDE, spare);
       for (int64_t i = q.from; i < q.to; i++) {
         const float sum = total[i / LANES][i % LANES];
@@ -161,10 +179,11 @@ template <class T>
 void backward(const Problem& p, const Gradients& g, int64_t b, int64_t kv_head, int64_t part, int64_t parts, float* sums) {
   const int64_t padded = p.padded(), words = padded / PAIR<T>, tiles = p.sight.tiles(), queries = p.sight.queries;
   const int64_t half = p.tile_words(), deep = SIDE / PAIR<T>;
-  std::memset(sums, 0, tiles * 2 * half * 4);
   Arena arena{scratch<Word, 40>(tiles * 3 * SIDE * words + 7 * half + 5 * SIDE * SIDE + 512)};
-  Keys<T> keys{p, b, kv_head, true, arena.words(tiles * 3 * SIDE * words), scratch<uint8_t, 41>(tiles)};
-  std::memset(keys.ready, 0, tiles);
+  Keys<T> keys(p, b, kv_head, true, arena.words(tiles * 3 * SIDE * words));
+  Seen* seen = scratch<Seen, 44>(tiles);
+  uint8_t* touched = scratch<uint8_t, 45>(tiles);
+  std::memset(touched, 0, tiles);
   Word *spare = arena.words(half), *q_rows = arena.words(half), *q_turned = arena.words(half);
   Word *d_rows = arena.words(half), *d_turned = arena.words(half);
   float *dq = arena.floats(half), *weights = arena.floats(SIDE * SIDE), *slopes = arena.floats(SIDE * SIDE);
@@ -197,7 +216,12 @@ void backward(const Problem& p, const Gradients& g, int64_t b, int64_t kv_head, 
         if (g.dlse) delta[i] -= g.dlse[at];
       }
       std::memset(dq, 0, SIDE * padded * 4);
-      q.for_keys(p.sight, head, [&](int64_t k, int32_t cells, bool whole) {
+      const int64_t count = q.list(p.sight, head, seen);
+      for (int64_t n = 0; n < count; n++) {
+        const int64_t k = seen[n].tile;
+        const int32_t cells = seen[n].cells;
+        const bool whole = seen[n].whole;
+        if (n + 1 < count) keys.ask(seen[n + 1].tile);
         const Word *k_panel = keys.tile(k, spare, nullptr), *v_panel = k_panel + keys.part(), *k_pairs = v_panel + keys.part();
         const I32 lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
         product<T>(k_panel, SIDE, VECTORS, q_rows, words, SIDE, words, [&](int64_t i, int64_t v, F32 s) {
@@ -228,6 +252,8 @@ void backward(const Problem& p, const Gradients& g, int64_t b, int64_t kv_head, 
           w = weight_words, ds = slope_words, ds_rows = slope_rows;
         }
         float *dk = sums + k * 2 * half, *dv = dk + half;
+        if (!touched[k]) std::memset(dk, 0, 2 * half * 4);
+        touched[k] = 1;
         product<T>(w, SIDE, VECTORS, d_turned, deep, p.rows(), deep, [&](int64_t d, int64_t v, F32 s) {
           float* to = dv + d * SIDE + v * LANES;
           store(to, load(to) + s);
@@ -240,11 +266,13 @@ void backward(const Problem& p, const Gradients& g, int64_t b, int64_t kv_head, 
           float* to = dq + i * padded + v * LANES;
           store(to, load(to) + s);
         });
-      });
+      }
       for (int64_t i = q.from; i < q.to; i++)
         put_row<T>(dq + i * padded, p.scale, p.size,
                    static_cast<T*>(g.dq) + ((b * queries + q.row + i) * p.heads + head) * p.size);
     }
+  for (int64_t k = 0; k < tiles; k++)
+    if (!touched[k]) std::memset(sums + k * 2 * half, 0, 2 * half * 4);
 }
 
 // dk and dv of one key tile: the parts' sums [parts][…][2][padded][64], added in order.
@@ -282,8 +310,8 @@ void all_backward(const Problem& p, const Gradients& g) {
     });
     return;
   }
-  std::vector<float> memory(items * parts * each + LANES);
-  float* sums = memory.data();
+  const std::unique_ptr<float[]> memory(new float[items * parts * each]);
+  float* sums = memory.get();
   for_chunks(items * parts, [&](int64_t c) {
     const int64_t item = c / parts;
     backward<T>(p, g, item / p.kv_heads, item % p.kv_heads, c % parts, parts, sums + c * each);

@@ -137,12 +137,28 @@ struct View {
 template <class T>
 void gather(const View& from, int64_t b, int64_t h, int64_t first, int64_t count, int64_t size, int64_t padded,
             Word* out) {
-  for (int64_t i = 0; i < SIDE; i++) {
-    auto* to = reinterpret_cast<T*>(out) + i * padded;
+  const int64_t bytes = size * sizeof(T), room = padded * sizeof(T);  // room: whole vectors
+  auto* to = reinterpret_cast<char*>(out);
+  for (int64_t i = 0; i < SIDE; i++, to += room) {
     const bool there = first + i >= 0 && first + i < count;
-    if (there) std::memcpy(to, from.at<T>(b, first + i, h), size * sizeof(T));
-    std::memset(to + (there ? size : 0), 0, (padded - (there ? size : 0)) * sizeof(T));
+    const char* row = there ? reinterpret_cast<const char*>(from.at<T>(b, first + i, h)) : nullptr;
+    for (int64_t at = 0; at < room; at += 64) {
+      if (there && at + 64 <= bytes) {
+        const U32 line = load_line(row + at);
+        std::memcpy(to + at, &line, 64);
+        continue;
+      }
+      std::memset(to + at, 0, 64);
+      if (there && at < bytes) std::memcpy(to + at, row + at, bytes - at);
+    }
   }
+}
+
+// Asks for the rows that a gather will read.
+template <class T>
+void prefetch(const View& from, int64_t b, int64_t h, int64_t first, int64_t count, int64_t size) {
+  for (int64_t i = std::max<int64_t>(0, first); i < std::min(count, first + SIDE); i++)
+    for (int64_t d = 0; d < size; d += 64 / sizeof(T)) __builtin_prefetch(from.at<T>(b, i, h) + d);
 }
 
 // out [columns][rows] = in [rows][columns] of words; both multiples of 16.
@@ -207,6 +223,13 @@ struct Sight {
   int64_t last_tile() const { return (offset() + queries - 1) / SIDE; }
 };
 
+// A key tile that is seen: all of it (`whole`), or what the queries' intervals and the cells leave of it.
+struct Seen {
+  int64_t tile;
+  int32_t cells;
+  bool whole;
+};
+
 // The queries at positions [64·tile, 64·tile + 64): lanes [from, to) are there. `row`: of lane 0, may be negative.
 struct Queries {
   int64_t tile, row, from, to;
@@ -237,20 +260,22 @@ struct Queries {
     }
   }
 
-  // f(key tile, cells, whole) for every key tile of which a query of this one may see something, in order.
-  template <class F>
-  void for_keys(const Sight& sight, int64_t head, const F& f) const {
-    if (most < 0) return;
+  // The key tiles of which a query of this one may see something, in order. Returns how many.
+  int64_t list(const Sight& sight, int64_t head, Seen* out) const {
+    if (most < 0) return 0;
+    int64_t count = 0;
     auto visit = [&](int64_t k, int32_t cells) {
       const int64_t begin = k * SIDE, end = begin + SIDE - 1;
-      if (end >= least && begin <= most) f(k, cells, cells == WHOLE && begin >= all_low && end <= all_high);
+      if (end >= least && begin <= most)
+        out[count++] = {k, cells, cells == WHOLE && begin >= all_low && end <= all_high};
     };
     if (!sight.starts) {
       for (int64_t k = least / SIDE; k <= most / SIDE; k++) visit(k, WHOLE);
-      return;
+      return count;
     }
     const int32_t* row_starts = sight.starts + (sight.layouts > 1 ? head * (sight.tiles() + 1) : 0);
     for (int32_t i = row_starts[tile]; i < row_starts[tile + 1]; i++) visit(sight.columns[i], sight.cells[i]);
+    return count;
   }
 };
 
