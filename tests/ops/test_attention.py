@@ -6,12 +6,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn.attention import SDPBackend
 
 from attention_cases import allowed, error, exact, explicit, one_rounding, problems
 from hasten.errors import ConfigError
-from hasten.ops.attention import KERNELS, AttentionRequest, AttentionSpec, attention
+from hasten.ops.attention import KERNELS, AttentionRequest, AttentionSpec, attention, chunks, operator, sdpa
 from hasten.ops.attention.masks import causal, visible
-from hasten.ops.picker import explain
+from hasten.ops.picker import Kernel, explain
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -194,3 +195,88 @@ def test_masks(queries, more, window):
         place = more + t
         assert seen == list(range(max(0, place + 1 - (window or math.inf)) if window else 0, place + 1))
     assert torch.equal(visible(torch.arange(queries) + more, torch.arange(queries + more), window), mask)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(problems(dtypes=[torch.float64]), st.integers(4, 4000), st.integers(1, 8))
+def test_chunks_of_every_size_give_the_same_result_and_gradients(problem, scores_bytes, fewest_rows):
+    """The problems above fit into one chunk; here there are many, of queries, key heads and sequences."""
+    q, k, v, options = problem
+    bias = {"bias": options["bias"].clone().requires_grad_()} if "bias" in options else {}
+    inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+
+    def results(run, **more):
+        out = run(*inputs, **options | bias, **more)
+        leaves = [*inputs, *bias.values()]
+        found = torch.autograd.grad(out.square().sum(), leaves, allow_unused=True)
+        return [out, *(torch.zeros_like(x) if y is None else y for x, y in zip(leaves, found, strict=True))]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chunks, "CPU_SCORES", scores_bytes)
+        patch.setattr(chunks, "FEWEST_ROWS", fewest_rows)
+        found = results(attention, kernel="chunked")
+    for one, other in zip(found, results(explicit), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)  # ALiBi's slopes are float32
+
+
+def test_chunks_cover_every_query_once_and_keep_to_their_size(monkeypatch):
+    monkeypatch.setattr(chunks, "CPU_SCORES", 4 * 2 * 64 * 8)  # 8 queries of a group of 2 over 64 keys
+    monkeypatch.setattr(chunks, "FEWEST_ROWS", 8)  # 4 queries of it
+    q, k = torch.randn(3, 40, 6, 8), torch.randn(3, 64, 3, 8)
+    spec = AttentionSpec(heads=6, kv_heads=3, head_dim=8, scale=0.35, window=9)
+    work = chunks.plan(q, k, k, spec=spec, bias=None, mask=None, key_padding=None, alibi=None)
+    times = torch.zeros(3, 3, 2, 40)
+    for chunk in work.chunks():
+        times[chunk.rows] += 1
+        assert work.scores(chunk)[0].nbytes <= 4 * 2 * 64 * 8
+        assert chunk.seen.stop - chunk.seen.start <= 9 + chunk.queries.stop - chunk.queries.start - 1
+    assert (times == 1).all()
+
+
+def test_gradcheck_of_chunked():
+    inputs = [torch.randn(1, 5, heads, 3, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)]
+    bias = torch.randn(1, 4, 5, 5, dtype=torch.float64, requires_grad=True)
+
+    def run(q, k, v, bias):
+        return attention(q, k, v, bias=bias, softcap=3.0, window=3, alibi=True, kernel="chunked")
+
+    assert torch.autograd.gradcheck(run, (*inputs, bias))
+
+
+def test_dropout_of_chunked_is_repeated_in_its_backward_pass():
+    """With fixed draws the result is linear in v, so its gradient of v is known from the result itself."""
+    q, k, v = (torch.randn(1, 6, 2, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    torch.manual_seed(3)
+    out = attention(q, k, v, dropout=0.4, kernel="chunked")
+    weights = torch.randn_like(out)
+    (gradient,) = torch.autograd.grad((out * weights).sum(), v)
+    assert (gradient * v).sum().item() == pytest.approx((out * weights).sum().item())
+    torch.manual_seed(3)
+    assert torch.equal(attention(q, k, v, dropout=0.4, kernel="chunked"), out)
+
+    def run(q, k):
+        torch.manual_seed(3)
+        return attention(q, k, v.detach(), dropout=0.4, kernel="chunked")
+
+    assert torch.autograd.gradcheck(run, (q, k))
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(problems(dtypes=[torch.float64]))
+def test_one_call_a_group_of_heads_is_grouped_attention(problem):
+    """How memory-efficient, which runs on CUDA only, serves grouped heads; here with another backend in its place."""
+    q, k, v, options = problem
+    options = options | {"softcap": None}
+    backends = []
+
+    def instead(backend):
+        backends.append(backend)
+        return sdpa.sdpa
+
+    kernel = Kernel("here", sdpa.memory_efficient, lambda request: None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sdpa, "only", instead)
+        patch.setattr(operator, "KERNELS", (kernel,))
+        found = attention(q, k, v, **options)
+    assert backends == [SDPBackend.EFFICIENT_ATTENTION]
+    torch.testing.assert_close(found, exact(q, k, v, **options), rtol=1e-6, atol=1e-6)
