@@ -65,6 +65,13 @@ def test_reasons_on_cuda(capsys, arguments, name, words):
     assert words in explained(capsys, "--device", "cuda", *arguments)[1][name]
 
 
+def test_one_query_on_a_cpu_is_no_work_for_tiles(capsys):
+    one = ["--device", "cpu", "--dtype", "float32", "--shape", "1,1,8,64", "--keys", "900"]
+    kernel, others = explained(capsys, *one, "--no-gradient")
+    assert kernel == "flash"
+    assert "native" in others
+
+
 def test_for_people(capsys):
     main(["explain", "attention", "--device", "cpu", "--shape", "2,64,8,16", "--kv-heads", "2", "--dtype", "float32"])
     out = capsys.readouterr().out

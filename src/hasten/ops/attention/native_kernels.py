@@ -1,5 +1,7 @@
 """The native attention for training as kernels of the operator: what they serve, and what they leave to PyTorch."""
 
+import functools
+import os
 import warnings
 
 import torch
@@ -111,6 +113,13 @@ def native_refuses(request: AttentionRequest) -> str | None:
     return _refuses(request)
 
 
+def native_waits(request: AttentionRequest) -> str | None:
+    """Why the native attention waits to be asked for by name."""
+    if request.queries == 1:
+        return "for one query it brings the keys into tiles that are used only once"
+    return None
+
+
 def native_sparse_refuses(request: AttentionRequest) -> str | None:
     """Why the native attention cannot serve a request of a block pattern."""
     return _refuses(request) if request.block_mask else "it is for block masks"
@@ -167,6 +176,12 @@ def _refuses(request: AttentionRequest) -> str | None:
 
 
 def _missing() -> bool:
+    return _missing_for(os.environ.get("HASTEN_ISA"))
+
+
+@functools.cache
+def _missing_for(asked: str | None) -> bool:
+    """Asked once: looking at the processor takes longer than a small call."""
     return library() is None
 
 

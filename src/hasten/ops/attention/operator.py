@@ -20,6 +20,7 @@ from hasten.ops.attention.native_kernels import (
     native_refuses,
     native_sparse,
     native_sparse_refuses,
+    native_waits,
 )
 from hasten.ops.attention.reference import reference
 from hasten.ops.attention.request import AttentionRequest, BlockMask, Documents
@@ -113,7 +114,7 @@ def _chunked_waits(request: AttentionRequest) -> str | None:
 # where they are given: one that refuses them need not name them.
 KERNELS: tuple[Kernel[AttentionRequest], ...] = (
     Kernel("triton", _triton, _triton_refuses, _triton_waits),
-    Kernel("native", native, native_refuses),
+    Kernel("native", native, native_refuses, native_waits),
     Kernel("native-sparse", native_sparse, native_sparse_refuses),
     Kernel("flex", flex, flex_refuses, flex_waits),
     Kernel("flash", only(SDPBackend.FLASH_ATTENTION), sdpa_rules.flash, sdpa_rules.flash_waits),
