@@ -2,10 +2,13 @@
 
 import importlib.util
 import json
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from references import make_reference
 
 ROOT = Path(__file__).parents[2]
 # What loading needs besides the weights, whatever their size: our own modules, the tokenizers library, the skeleton.
@@ -29,6 +32,17 @@ def test_loading_takes_the_checkpoint_once(benchmark, tmp_path):
     result = benchmark.measure(tmp_path)
     assert size - 100_000 <= result["tensor_bytes"] <= size
     assert result["peak_bytes"] - result["baseline_bytes"] <= benchmark.LIMIT * size + CONSTANT_BYTES
+
+
+def test_loading_does_not_import_the_compiler(tmp_path):
+    """It takes seconds and 100 MB, and importing it is one careless decorator away."""
+    make_reference("llama").save_pretrained(tmp_path)
+    code = (
+        "import sys, hasten; model = hasten.load(sys.argv[1], dtype='bfloat16'); hasten.fuse(model);"
+        "sys.exit(' '.join(m for m in ('torch._dynamo', 'sympy', 'triton', 'transformers') if m in sys.modules) or None)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_published_measurement_is_of_the_stated_size_and_within_the_limit(benchmark):

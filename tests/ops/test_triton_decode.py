@@ -29,7 +29,7 @@ def request(*, head_dim=64, device="cuda", dtype=torch.bfloat16):
 def test_refuses_in_words(changes, reason, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     choice = explain(KERNELS, request(**changes))
-    assert choice.kernel == "sdpa"
+    assert choice.kernel != "triton"
     assert reason in dict(choice.others)["triton"]
 
 

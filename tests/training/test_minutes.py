@@ -69,7 +69,8 @@ def test_at_an_even_speed_the_total_is_set_once_and_the_rate_comes_down(minute, 
 def test_a_machine_that_becomes_four_times_slower_still_ends_in_time_with_a_low_rate(minute, monkeypatch, kind, share):
     clock = Clock(slower(60 * share))
     clock.put_in(monkeypatch)
-    result = train(minute(kind=kind, final_fraction=0.0, decay_fraction=0.4), progress=False)
+    schedule = Schedule(kind=kind, warmup_steps=8, final_fraction=0.0, decay_fraction=0.4)
+    result = train(minute(schedule=schedule), progress=False)
     assert clock.now <= 1.2 * 60
     assert result.steps == result.total_steps <= 115  # of 120
     found = rates(result)
@@ -91,7 +92,8 @@ def test_a_moment_in_which_the_machine_is_busy_does_not_shorten_the_run(minute, 
 
 
 def test_a_run_whose_total_was_lowered_goes_on_exactly(minute, monkeypatch):
-    hard = {"dropout": 0.1, "checkpoint_every": 1000, "validate_every": 1000, "kind": "wsd"}
+    hard = {"dropout": 0.1, "checkpoint_every": 1000, "validate_every": 1000}
+    hard["schedule"] = Schedule(kind="wsd", warmup_steps=8)
     with pytest.MonkeyPatch.context() as patch:
         Clock(slower(30)).put_in(patch)
         whole = train(minute(name="whole", **hard), progress=False)

@@ -198,7 +198,9 @@ class Recipe:
 
     def to_json(self) -> dict[str, Any]:
         """The fields as plain JSON values, nested."""
-        return dataclasses.asdict(self)
+        values = dataclasses.asdict(self)
+        values["optimizer"]["groups"] = list(self.optimizer.groups)  # JSON has lists only
+        return values
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "Recipe":
@@ -213,7 +215,7 @@ class Recipe:
         }
         try:
             recipe = cls(**{name: sections[name](**v) if name in sections else v for name, v in values.items()})
-            groups = tuple(recipe.optimizer.groups)  # JSON has lists only
+            groups = tuple(recipe.optimizer.groups)
             return dataclasses.replace(recipe, optimizer=dataclasses.replace(recipe.optimizer, groups=groups))
         except TypeError as error:
             raise ConfigError(f"this is not a recipe of this version of hasten: {error}") from None

@@ -29,11 +29,14 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     return out
 
 
-@torch.compiler.assume_constant_result
 def ready(isa: str | None) -> str:
     """The namespace of one instruction set's operators, with their gradients known to torch."""
     with _registering:  # torch takes a gradient once
         return _registered(isa or os.environ.get("HASTEN_ISA"))
+
+
+# A graph holds its result. This is torch.compiler.assume_constant_result without importing the compiler for it.
+ready._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @functools.cache
