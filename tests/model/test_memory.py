@@ -39,7 +39,8 @@ def test_loading_does_not_import_the_compiler(tmp_path):
     make_reference("llama").save_pretrained(tmp_path)
     code = (
         "import sys, hasten; model = hasten.load(sys.argv[1], dtype='bfloat16'); hasten.fuse(model);"
-        "sys.exit(' '.join(m for m in ('torch._dynamo', 'sympy', 'triton', 'transformers') if m in sys.modules) or None)"
+        "heavy = [m for m in ('torch._dynamo', 'sympy', 'triton', 'transformers') if m in sys.modules];"
+        "sys.exit(f'imported: {heavy}' if heavy else None)"
     )
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

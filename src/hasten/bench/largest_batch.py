@@ -21,8 +21,8 @@ from hasten.bench.train_rungs import RUNGS, switched_on, techniques
 from hasten.bench.worker import Task
 from hasten.errors import ConfigError
 
-# What a process says that was refused memory, wherever in torch, Python or the C library it noticed.
-REFUSALS = ("memory", "bad_alloc", "Resource temporarily", "SIGKILL", "SIGABRT", "SIGSEGV", "ended by itself")
+# What a process says that was refused memory (in lower case), wherever in torch, Python or the C library it noticed.
+REFUSALS = ("memory", "bad_alloc", "resource temporarily", "sigkill", "sigabrt", "sigsegv", "ended by itself")
 STEPS = 2  # the second one has the optimizer's state too
 
 
@@ -109,7 +109,7 @@ class LargestBatch:
                 child.wait_ready()
                 child.measure()
         except ChildError as error:
-            if any(word in error.message for word in REFUSALS):
+            if any(word in error.message.lower() for word in REFUSALS):
                 return False
             raise ConfigError(f"{name} with a batch of {size} failed: {error.message}") from None
         return True
