@@ -26,7 +26,7 @@ from hasten.machine import Compiler, cache_folder, find_compiler
 
 SOURCES = Path(__file__).parent
 STABLE_ABI = "0x020b000000000000"  # torch 2.11, the oldest we serve: one binary then serves every later torch
-KEPT_BUILDS = 3  # of one instruction set; more than one, because checkouts and environments share the cache
+KEPT_BUILDS = 8  # of one instruction set; more than one, because checkouts and environments share the cache
 COMPILE_SECONDS = 600
 
 ABI_FLAG = f"-DTORCH_TARGET_VERSION={STABLE_ABI}"
