@@ -1,0 +1,289 @@
+"""Who owns which block of the paged cache: tables, sharing, copy on write, and the cache of prefixes.
+
+The keys and values of a sequence lie in blocks of a fixed number of tokens, in any order; a table a sequence lists them
+(PagedAttention, arXiv 2309.06180). A fork shares every block of its parent; the first write to a block that several
+sequences refer to copies that block only. Full blocks stay findable by their tokens after everybody has left them, so
+that a later request with the same beginning adopts them, until their room is needed.
+
+Only numbers are kept here; the tensors are `hasten.generation.paged.PagedCache`. Every operation either succeeds or
+raises and changes nothing.
+"""
+
+import hashlib
+import secrets
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hasten.errors import ConfigError, ResourceError
+
+_KEY_BYTES = 16
+
+
+class OutOfBlocks(ResourceError):
+    """The cache has fewer free blocks than were asked for. Nothing was changed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockStats:
+    """hits of queries: prompt tokens found in the prefix cache, counted when their sequence is first written."""
+
+    hits: int  # tokens
+    queries: int  # tokens
+    evictions: int  # cached blocks whose room was needed
+    copies: int  # blocks copied at a write
+    used: int  # blocks that a table refers to now
+    shared: int  # of these, those that several tables refer to
+    saved: int  # further blocks that would be used now if nothing were shared
+
+
+@dataclass(slots=True)
+class _Sequence:
+    """Positions below `held` have (or get in this step) their keys; those up to `room` may be written."""
+
+    table: list[int]
+    chain: list[bytes]  # the key of the beginning, then of each full block so far
+    held: int
+    room: int
+    asked: int  # tokens of the prompt, until they are counted
+
+    @property
+    def offered(self) -> int:
+        """How many full blocks came from the prefix cache or were offered to it."""
+        return len(self.chain) - 1
+
+
+class BlockManager:
+    """Blocks 0 … blocks - 1 of `block_size` tokens each. Sequences are numbers of the caller's choice.
+
+    The order of calls for a step: `reserve` room for its tokens, make the copies it returns, tell by `written` which
+    tokens they are, run the step. What was told as written must be computed in that step, because others may have
+    adopted the blocks; after a step that failed, `release` its sequences and `forget`.
+    """
+
+    def __init__(self, *, blocks: int, block_size: int = 16, prefix_cache: bool = True) -> None:
+        """prefix_cache: whether full blocks can be found by their tokens. Raises ConfigError below 1 block or token."""
+        if blocks < 1 or block_size < 1:
+            raise ConfigError(f"a paged cache needs at least 1 block of 1 token; found {blocks} of {block_size}")
+        self.blocks, self.block_size, self.prefix_cache = blocks, block_size, prefix_cache
+        self._sequences: dict[int, _Sequence] = {}
+        self._references = [0] * blocks
+        self._keys: list[bytes | None] = [None] * blocks
+        self._cached: dict[bytes, int] = {}
+        # Taken from the front. A cached block leaves from the middle when it is adopted, which an ordered dict does in
+        # constant time; blocks without a key are put in front, so that they are used before any cached one.
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(blocks))
+        # Of this process only: nobody outside can make two texts whose keys collide.
+        self._secret = secrets.token_bytes(32)
+        self._hits = self._queries = self._evictions = self._copies = self._entries = self._shared = 0
+
+    @property
+    def free(self) -> int:
+        """Blocks that no sequence refers to; cached ones among them can be evicted at once."""
+        return len(self._free)
+
+    @property
+    def stats(self) -> BlockStats:
+        used = self.blocks - len(self._free)
+        return BlockStats(
+            hits=self._hits,
+            queries=self._queries,
+            evictions=self._evictions,
+            copies=self._copies,
+            used=used,
+            shared=self._shared,
+            saved=self._entries - used,
+        )
+
+    def begin(self, sequence: int, tokens: Sequence[int], *, salt: str = "") -> int:
+        """Start a sequence with the cached full blocks of its beginning; returns how many tokens they hold.
+
+        At least one of the tokens is left to compute, because its logits are wanted. Sequences of different salts
+        (tenants) share nothing through the cache, so that none can find out by timing what another has asked.
+        """
+        assert sequence not in self._sequences, f"sequence {sequence} exists"
+        chain, table = [self._hash(self._secret, salt.encode())], []
+        if self.prefix_cache:
+            for start in range(0, (len(tokens) - 1) // self.block_size * self.block_size, self.block_size):
+                key = self._hash(chain[-1], _bytes_of(tokens[start : start + self.block_size]))
+                block = self._cached.get(key)
+                if block is None:
+                    break
+                chain.append(key)
+                table.append(block)
+        for block in table:
+            self._refer(block)
+        held = len(table) * self.block_size
+        self._sequences[sequence] = _Sequence(table, chain, held, held, len(tokens))
+        return held
+
+    def needs(self, sequence: int, length: int) -> int:
+        """How many free blocks `reserve` would take."""
+        own = self._sequences[sequence]
+        return self._missing(own, length) + len(self._shared_tail(own, length))
+
+    def reserve(self, sequence: int, length: int) -> list[tuple[int, int]]:
+        """Make room for positions below `length`, to be written by this sequence alone.
+
+        Returns (source, target) block numbers whose contents the caller must copy, in this order, before the step
+        (copy on write). Raises OutOfBlocks.
+        """
+        own = self._sequences[sequence]
+        if length <= own.room:
+            return []
+        missing, shared = self._missing(own, length), self._shared_tail(own, length)
+        if missing + len(shared) > len(self._free):
+            raise OutOfBlocks(
+                f"{length} tokens of sequence {sequence} need {missing + len(shared)} more blocks of "
+                f"{self.block_size}; {len(self._free)} of {self.blocks} are free"
+            )
+        copies = []
+        for index in shared:
+            source, target = own.table[index], self._take()
+            self._leave(source)
+            own.table[index] = target
+            copies.append((source, target))
+        self._copies += len(copies)
+        for block in self._tail(own, length):
+            self._unregister(block)  # what is findable there changes now
+        own.table.extend(self._take() for _ in range(missing))
+        own.room = length
+        return copies
+
+    def written(self, sequence: int, tokens: Sequence[int]) -> None:
+        """All tokens of the sequence whose keys are in the cache, or will be after this step.
+
+        Full blocks can be found from now on, by sequences that are begun for the same step too. Where another block
+        with the same beginning is already known, both stay as they are: changing a table under a running sequence is a
+        risk that saves one block.
+        """
+        own = self._sequences[sequence]
+        assert own.held <= len(tokens) <= max(own.held, own.room), (
+            f"sequence {sequence} has {own.held} tokens and room for {own.room}; told of {len(tokens)}"
+        )
+        own.held = len(tokens)
+        self._queries += own.asked
+        self._hits += own.offered * self.block_size if own.asked else 0
+        own.asked = 0
+        if not self.prefix_cache:
+            return
+        for index in range(own.offered, len(tokens) // self.block_size):
+            start = index * self.block_size
+            key = self._hash(own.chain[index], _bytes_of(tokens[start : start + self.block_size]))
+            own.chain.append(key)
+            if key not in self._cached and self._keys[own.table[index]] is None:
+                self._cached[key] = own.table[index]
+                self._keys[own.table[index]] = key
+
+    def fork(self, parent: int, child: int) -> None:
+        """Start `child` as a copy of `parent` that shares all of its written blocks."""
+        assert child not in self._sequences, f"sequence {child} exists"
+        own = self._sequences[parent]
+        self._shorten(own, own.held)  # room that is not written yet belongs to neither
+        for block in own.table:
+            self._refer(block)
+        self._sequences[child] = _Sequence(own.table.copy(), own.chain.copy(), own.held, own.held, 0)
+
+    def truncate(self, sequence: int, length: int) -> None:
+        """Forget the positions from `length` on (rejected guesses) and give back the blocks behind them."""
+        own = self._sequences[sequence]
+        if length < own.room:
+            self._shorten(own, length)
+
+    def release(self, sequence: int) -> None:
+        """End a sequence. Its last blocks are reused first, so that beginnings stay in the cache longest."""
+        own = self._sequences.pop(sequence)
+        for block in reversed(own.table):
+            self._leave(block)
+
+    def table(self, sequence: int) -> list[int]:
+        """The sequence's blocks in order (a copy)."""
+        return self._sequences[sequence].table.copy()
+
+    def forget(self) -> None:
+        """Empty the prefix cache; running sequences keep their blocks."""
+        for block in self._cached.values():
+            self._keys[block] = None
+        self._cached.clear()
+
+    def check(self) -> None:
+        """Raise AssertionError where the books do not agree. Takes time in proportion to all tables."""
+        counted = [0] * self.blocks
+        for number, own in self._sequences.items():
+            assert own.held <= own.room <= len(own.table) * self.block_size, f"sequence {number} has too few blocks"
+            assert len(set(own.table)) == len(own.table), f"sequence {number} has a block twice"
+            assert own.offered <= own.held // self.block_size, f"sequence {number} has keys of blocks that are not full"
+            for block in own.table:
+                counted[block] += 1
+            for block in own.table[own.held // self.block_size : -(-own.room // self.block_size)]:
+                if own.held < own.room:
+                    assert self._references[block] == 1, f"sequence {number} may write to shared block {block}"
+                    assert self._keys[block] is None, f"sequence {number} may write to cached block {block}"
+        assert counted == self._references, "references are not the tables' entries"
+        assert all((count == 0) == (block in self._free) for block, count in enumerate(counted)), "free and used mix"
+        assert len(self._free) + sum(count > 0 for count in counted) == self.blocks, "blocks were lost"
+        assert self._entries == sum(counted), "entries were miscounted"
+        assert self._shared == sum(count > 1 for count in counted), "shared blocks were miscounted"
+        keys = {key: block for block, key in enumerate(self._keys) if key is not None}
+        assert keys == self._cached, "the prefix cache and the blocks' keys differ"
+
+    def _missing(self, own: _Sequence, length: int) -> int:
+        return max(0, -(-length // self.block_size) - len(own.table))
+
+    def _tail(self, own: _Sequence, length: int) -> list[int]:
+        """The blocks it has in which positions held … length - 1 lie."""
+        return own.table[own.held // self.block_size : -(-length // self.block_size)] if own.held < length else []
+
+    def _shared_tail(self, own: _Sequence, length: int) -> list[int]:
+        """Of these, the indices in its table of those that others refer to too."""
+        first = own.held // self.block_size
+        return [first + i for i, block in enumerate(self._tail(own, length)) if self._references[block] > 1]
+
+    def _shorten(self, own: _Sequence, length: int) -> None:
+        keep = -(-length // self.block_size)
+        for block in reversed(own.table[keep:]):
+            self._leave(block)
+        del own.table[keep:]
+        own.held, own.room = min(own.held, length), length
+        del own.chain[1 + own.held // self.block_size :]
+
+    def _take(self) -> int:
+        block, _ = self._free.popitem(last=False)
+        if self._keys[block] is not None:
+            self._evictions += 1
+            self._unregister(block)
+        self._references[block] = 1
+        self._entries += 1
+        return block
+
+    def _refer(self, block: int) -> None:
+        count = self._references[block]
+        if count == 0:
+            del self._free[block]
+        self._shared += count == 1
+        self._references[block] = count + 1
+        self._entries += 1
+
+    def _leave(self, block: int) -> None:
+        count = self._references[block] - 1
+        self._references[block] = count
+        self._entries -= 1
+        self._shared -= count == 1
+        if count == 0:
+            self._free[block] = None
+            if self._keys[block] is None:
+                self._free.move_to_end(block, last=False)
+
+    def _unregister(self, block: int) -> None:
+        key = self._keys[block]
+        if key is not None:
+            del self._cached[key]
+            self._keys[block] = None
+
+    def _hash(self, before: bytes, content: bytes) -> bytes:
+        return hashlib.blake2b(before + content, key=self._secret, digest_size=_KEY_BYTES).digest()
+
+
+def _bytes_of(tokens: Sequence[int]) -> bytes:
+    return array("q", tokens).tobytes()
