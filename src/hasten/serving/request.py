@@ -1,0 +1,140 @@
+"""What is asked of the engine and what it answers. Free of torch, so that a server can be described at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from hasten.errors import HastenError
+from hasten.generation.params import SamplingParams
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class RequestRefused(HastenError):
+    """A request that can never be served here (too long, or settings that exclude each other); the text says why."""
+
+
+class QueueFull(HastenError):
+    """Too many requests wait. retry_after: seconds after which one may try again."""
+
+    def __init__(self, message: str, *, retry_after: float) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class EngineFailed(HastenError):
+    """A step of the engine raised; every request in flight ended, and no new one is taken."""
+
+
+class DeadlineExceeded(HastenError):
+    """The request's `timeout` passed before its answer was complete."""
+
+
+class SlowReader(HastenError):
+    """More pieces than the limit lay unread; the request was aborted."""
+
+
+class Constraint(Protocol):
+    """What may be said next, decided token by token (structured output). One object belongs to one sample."""
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing more may come: the sample ends with reason "stop"."""
+        ...
+
+    def mask(self, row: Tensor) -> None:
+        """Set the logits (V,) float32 of tokens that may not come to -inf, in place."""
+        ...
+
+    def advance(self, token: int) -> None:
+        """Take the token that was drawn."""
+        ...
+
+    def fork(self) -> Constraint:
+        """An independent copy in the same state: for another sample, or another beam."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One prompt and how it is to be continued.
+
+    prompt: token ids. n: samples to give back; best_of (at least n): samples to draw, of which the n with the largest
+    mean log-probability are given back, all at the end. A seed gives sample i the seed plus i.
+    beam_width: above 0, beam search with so many beams; the n best are given back at the end, ranked by sum of
+    log-probabilities / length ** length_penalty; early_stopping: end as soon as `beam_width` texts are complete.
+    logprobs: alternatives wanted for each output token, 0 for the taken one's value alone; they are those of the
+    model, before bias, penalties and temperature. prompt_logprobs: the same of the prompt (which is then computed
+    whole, and shared with nobody).
+    priority: smaller is served first. salt: prompts share cached blocks only under the same salt.
+    timeout: seconds from arrival after which the request is given up.
+    """
+
+    id: str
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    n: int = 1
+    best_of: int | None = None
+    beam_width: int = 0
+    length_penalty: float = 1.0
+    early_stopping: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    priority: int = 0
+    salt: str = ""
+    timeout: float | None = None
+    constraint: Constraint | None = None
+    skip_special_tokens: bool = True
+
+    @property
+    def samples(self) -> int:
+        """How many texts are computed: n, best_of, or the beams."""
+        return self.beam_width or self.best_of or self.n
+
+
+@dataclass(frozen=True, slots=True)
+class TopLogprob:
+    """One of the most likely tokens at a position. text may hold U+FFFD where raw does not hold whole characters."""
+
+    token: int
+    text: str
+    raw: bytes
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A token that was taken (or stood in the prompt), its natural log-probability, and the most likely ones."""
+
+    token: int
+    text: str
+    raw: bytes
+    logprob: float
+    top: tuple[TopLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """What one step added to one of the samples of a request.
+
+    index: which sample, below `n`. text: often empty (a character, or a stop string, is not complete yet). tokens:
+    usually one; several where a sample is given at its end. stop_reason: the stop string or the id of
+    `stop_token_ids` that ended it, "timeout" after a deadline, or the error's text. cached_tokens: of the prompt, found
+    in the prefix cache. prompt_logprobs: with the request's first piece; None at the first position, which nothing
+    predicts.
+    """
+
+    request_id: str
+    index: int
+    text: str = ""
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
