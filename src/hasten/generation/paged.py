@@ -1,0 +1,153 @@
+"""The paged key/value cache: blocks of a fixed number of tokens in any order, a table a sequence (arXiv 2309.06180).
+
+The tensors only; which block belongs to whom is `hasten.serving.blocks.BlockManager`'s business. A step takes any
+number of tokens of any number of sequences, laid end to end in one row: chunks of prompts and decodes in the same call.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hasten.errors import ConfigError
+from hasten.model.config import ModelConfig
+from hasten.ops.attention import AttentionRequest, AttentionSpec
+from hasten.ops.attention.paged import PAGED_KERNELS, Group, groups_of
+from hasten.ops.attention.view import KVView
+from hasten.ops.pages import zeros_in_large_pages
+from hasten.ops.picker import pick
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """`count` tokens of one sequence, at positions start … start + count - 1; table: its blocks in order."""
+
+    table: Sequence[int]
+    start: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class PagedLayer:
+    """One layer's keys and values during one step; see `KVView`."""
+
+    held: KVView
+    kernel: Callable[..., Tensor]
+    groups: Callable[[], list[Group]]
+
+    def view(self, *, batch: int, tokens: int, kv_heads: int, head_dim: int) -> KVView:
+        """For a kernel that writes and reads the cache itself."""
+        return self.held
+
+    def extend(self, k: Tensor, v: Tensor) -> NoReturn:
+        """Keys of sequences of different lengths are no tensor (B, S, …): see `attend`."""
+        raise AssertionError("a paged cache attends by itself")
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, spec: AttentionSpec, dense: Callable[..., Tensor]) -> Tensor:
+        """Write the step's k, v (1, N, Hkv, D); attention of q (1, N, H, D) over all that its sequences hold."""
+        held = self.held
+        held.k[held.slots], held.v[held.slots] = k[0], v[0]
+        return self.kernel(q[0], held, spec=spec, groups=self.groups, dense=dense)[None]
+
+
+@dataclass(frozen=True, slots=True)
+class PagedStep:
+    """The context of a forward pass of N tokens: positions int64 (1, N), and `last`, each sequence's last row (B,)."""
+
+    layers: list[PagedLayer]
+    positions: Tensor
+    last: Tensor
+
+
+class PagedCache:
+    """Keys and values in `blocks` blocks of `block_size` tokens, (blocks·block_size + 1, Hkv, D) a layer."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        blocks: int,
+        block_size: int = 16,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        """dtype: of the model. Raises ConfigError for sizes below 1. `bytes_per_block` says what a block takes."""
+        if blocks < 1 or block_size < 1:
+            raise ConfigError(f"a paged cache needs at least 1 block of 1 token; found {blocks} of {block_size}")
+        self.blocks, self.block_size = blocks, block_size
+        self.device = torch.device(device)
+        layers = len(config.layers)
+        shape = (2 * layers, blocks * block_size + 1, config.kv_heads, config.head_dim)
+        # Zeros, not garbage: a masked row still takes part in a product with probability 0, and 0·NaN is NaN.
+        self._memory = zeros_in_large_pages(shape, dtype=dtype, device=device)
+        self.k, self.v = list(self._memory[:layers]), list(self._memory[layers:])
+        spec = AttentionSpec(heads=config.heads, kv_heads=config.kv_heads, head_dim=config.head_dim, scale=1.0)
+        self.kernel = pick(PAGED_KERNELS, AttentionRequest(spec=spec, device=self.device, dtype=dtype))
+
+    @staticmethod
+    def bytes_per_block(config: ModelConfig, *, block_size: int = 16, dtype: torch.dtype) -> int:
+        """Bytes that one block takes in all layers together."""
+        return 2 * len(config.layers) * block_size * config.kv_heads * config.head_dim * dtype.itemsize
+
+    @property
+    def bytes(self) -> int:
+        """Size of the cache in bytes."""
+        return self._memory.nbytes
+
+    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks (source, target), as if one after the other."""
+        blocks = self._memory[:, :-1].unflatten(1, (self.blocks, self.block_size))
+        for together in _independent(pairs):
+            sources, targets = torch.tensor(together, device=self.device).T
+            blocks[:, targets] = blocks[:, sources]
+
+    def step(self, rows: Sequence[Rows]) -> PagedStep:
+        """The context of a call model(tokens (1, N), step.positions, step): the rows' tokens end to end.
+
+        The tables must have room for their tokens; nobody else may be reading the blocks that are written.
+        """
+        size = self.block_size
+        start = np.array([row.start for row in rows], dtype=np.int64)
+        counts = np.array([row.count for row in rows], dtype=np.int64)
+        lengths = start + counts
+        needed = -(-lengths // size)
+        table = np.zeros((len(rows), needed.max()), dtype=np.int64)
+        for row, own, blocks in zip(table, rows, needed, strict=True):
+            assert own.count > 0, "a sequence without tokens has no part in a step"
+            assert len(own.table) >= blocks, f"{own.start + own.count} tokens in {len(own.table)} blocks of {size}"
+            row[:blocks] = own.table[:blocks]
+        starts = np.zeros(len(rows) + 1, dtype=np.int64)
+        np.cumsum(counts, out=starts[1:])
+        of = np.repeat(np.arange(len(rows)), counts)  # (N,) sequences
+        positions = np.arange(starts[-1]) - np.repeat(starts[:-1] - start, counts)
+        slots = table[of, positions // size] * size + positions % size
+
+        def there(numbers: np.ndarray) -> Tensor:
+            return torch.from_numpy(numbers).to(self.device)
+
+        @functools.cache  # for all layers, and only where a kernel asks for it
+        def groups() -> list[Group]:
+            return [Group(*(t.to(self.device) for t in group)) for group in groups_of(starts, lengths, table, size)]
+
+        shared = (there(slots), there(starts), there(lengths), None, there(table), size)
+        layers = [
+            PagedLayer(KVView(k, v, *shared), self.kernel.run, groups) for k, v in zip(self.k, self.v, strict=True)
+        ]
+        return PagedStep(layers, there(positions)[None], shared[1][1:] - 1)
+
+
+def _independent(pairs: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+    """The pairs in order, in runs in which nothing is read or written after it was written."""
+    runs: list[list[tuple[int, int]]] = []
+    targets: set[int] = set()
+    for source, target in pairs:
+        if not runs or source in targets or target in targets:
+            runs.append([])
+            targets = set()
+        runs[-1].append((source, target))
+        targets.add(target)
+    return runs

@@ -1,0 +1,121 @@
+"""Attention of a step in which every sequence has its own number of new tokens, over keys and values in blocks.
+
+Prefill chunks and decodes stand in one ragged row: q (N, H, D), tokens starts[b] … starts[b+1] - 1 being the last of
+sequence b's lengths[b] positions (`KVView`). Kernels are called as run(q, view, *, spec, groups, dense): `groups()`
+says where the keys of sequences of equally many tokens lie, and `dense` is the layer's own attention kernel, for
+kernels that bring keys side by side; the others read through the table.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hasten.ops import triton_support
+from hasten.ops.attention.masks import visible
+from hasten.ops.attention.request import AttentionRequest
+from hasten.ops.attention.spec import AttentionSpec
+from hasten.ops.attention.view import KVView
+from hasten.ops.native import library
+from hasten.ops.picker import Kernel
+
+_LARGEST_HEAD = 256
+
+
+class Group(NamedTuple):
+    """Sequences with T new tokens each, n·T of the step's rows: where their keys lie, and what each query sees.
+
+    rows int64 (n·T,) of q; slots int64 (n, S) of the cache, -1 past a sequence's end; positions int64 (n, T). A single
+    sequence has no slots past its end, and its queries are the last of its keys, as every kernel takes them.
+    """
+
+    rows: Tensor
+    slots: Tensor
+    positions: Tensor
+
+
+def groups_of(starts: np.ndarray, lengths: np.ndarray, table: np.ndarray, block_size: int) -> list[Group]:
+    """All decodes as one group, and each chunk of a prompt as one; arguments int64 as in KVView, on the host."""
+    counts = np.diff(starts)
+    chunks = [np.array([b]) for b in np.flatnonzero(counts > 1)]
+    decodes = np.flatnonzero(counts == 1)
+    found = []
+    for members in ([decodes] if len(decodes) else []) + chunks:
+        count, longest = int(counts[members[0]]), int(lengths[members].max())
+        places = np.arange(longest)
+        slots = table[members[:, None], places // block_size] * block_size + places % block_size  # (n, S)
+        slots[places >= lengths[members, None]] = -1
+        rows = (starts[members, None] + np.arange(count)).reshape(-1)
+        positions = lengths[members, None] - count + np.arange(count)
+        found.append(Group(*map(torch.from_numpy, (rows, slots, positions))))
+    return found
+
+
+def gathered(
+    q: Tensor,
+    view: KVView,
+    *,
+    spec: AttentionSpec,
+    groups: Callable[[], Sequence[Group]],
+    dense: Callable[..., Tensor],
+) -> Tensor:
+    """The reference: keys and values brought side by side, then plain attention of equally long rows."""
+    out = torch.empty_like(q)
+    for rows, slots, positions in groups():
+        keys, values = view.k[slots], view.v[slots]  # (n, S, Hkv, D)
+        queries = q[rows].unflatten(0, positions.shape)  # (n, T, H, D)
+        mask = None
+        if len(slots) > 1:
+            mask = visible(positions, torch.arange(slots.shape[1], device=q.device), spec.window)  # (n, T, S)
+        out[rows] = dense(queries, keys, values, spec=spec, mask=mask, dropout=0.0).flatten(0, 1)
+    return out
+
+
+def native(q: Tensor, view: KVView, *, spec: AttentionSpec, **unused: object) -> Tensor:
+    """The CPU's kernel: the same bits for a query in any company."""
+    found = library()
+    assert found is not None
+    return found.ops.attention(q, *_without_slots(view), spec.scale, spec.window or 0, spec.softcap or 0.0)
+
+
+def triton(q: Tensor, view: KVView, *, spec: AttentionSpec, **unused: object) -> Tensor:
+    """CUDA's decode kernel, for which every token of a chunk is a sequence of its own. Not yet run on a GPU."""
+    # Imported here, because it imports Triton: only where the kernel is taken.
+    from hasten.ops.attention.triton_decode import over_view
+
+    assert view.table is not None
+    of = torch.searchsorted(view.starts[1:], torch.arange(len(q), device=q.device), right=True)  # (N,) sequences
+    behind = view.starts[of + 1] - 1 - torch.arange(len(q), device=q.device)
+    rows = view._replace(lengths=view.lengths[of] - behind, table=view.table[of])
+    return over_view(q, rows, spec=spec, longest=view.table.shape[1] * view.block_size)
+
+
+def _without_slots(view: KVView) -> tuple[object, ...]:
+    return (view.k, view.v, *view[3:])
+
+
+def _native_refuses(request: AttentionRequest) -> str | None:
+    if request.device.type != "cpu":
+        return f"it runs on a CPU, the cache is on {request.device}"
+    if request.dtype != torch.bfloat16:
+        return f"it reads a bfloat16 cache, not {request.dtype_name}"
+    if request.spec.head_dim > _LARGEST_HEAD:
+        return f"the head size is {request.spec.head_dim}; it goes up to {_LARGEST_HEAD}"
+    return None if library() is not None else "the native library is not there (no compiler, or HASTEN_ISA=none)"
+
+
+def _triton_refuses(request: AttentionRequest) -> str | None:
+    if request.dtype not in (torch.bfloat16, torch.float16):
+        return f"it takes bfloat16 and float16, not {request.dtype_name}"
+    if request.spec.head_dim > _LARGEST_HEAD:
+        return f"the head size is {request.spec.head_dim}; it goes up to {_LARGEST_HEAD}"
+    return triton_support.refusal(request.device, request.compute_capability)
+
+
+PAGED_KERNELS: tuple[Kernel[AttentionRequest], ...] = (
+    Kernel("triton", triton, _triton_refuses),
+    Kernel("native", native, _native_refuses),
+    Kernel("gathered", gathered, lambda request: None),
+)
