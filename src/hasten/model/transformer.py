@@ -55,11 +55,7 @@ Linear = nn.Linear | PackedLinear  # a quantized or packed layer may stand in th
 
 
 class LayerContext(Protocol):
-    """What one layer's attention may look at besides the tokens at hand.
-
-    One whose sequences have different numbers of tokens (`generation.paged`) has, in place of `extend`,
-    `attend(q, k, v, *, spec, dense)`, which returns what attention gives (B, T, H, D); dense is the layer's kernel.
-    """
+    """What one layer's attention may look at besides the tokens at hand."""
 
     def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Take the new k, v (B, T, Hkv, D) in; return all keys and values (B, S, Hkv, D) and the mask (B, T, S)."""
@@ -148,8 +144,6 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if rope is not None:
             q, k = rotate(q, *rope), rotate(k, *rope)
-        if hasattr(layer, "attend"):
-            return self.output(layer.attend(q, k, v, spec=self.spec, dense=self.kernel.run).flatten(-2))
         k, v, mask = layer.extend(k, v)  # (B, S, Hkv, D) twice, (B, T, S) or None
         dropout = self.dropout if self.training else 0.0
         attended = self.kernel.run(q, k, v, spec=self.spec, mask=mask, dropout=dropout)  # (B, T, H, D)
