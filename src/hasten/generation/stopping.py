@@ -101,6 +101,7 @@ class StopStrings:
         self._matched = [0] * len(self._stop)  # characters of each that the text so far ends with
         self._held = ""
         self._stopped = False
+        self.found: str | None = None  # the stop string that came
 
     def push(self, piece: str) -> tuple[str, bool]:
         """Take more text; give what may be shown, and whether a stop string was found (then nothing more comes)."""
@@ -135,6 +136,7 @@ class StopStrings:
             self._matched[i] = k
             if k == len(text) and not complete:
                 complete = k
+                self.found = text
         return complete
 
 
@@ -161,19 +163,29 @@ class OutputText:
         tokenizer: Tokenizer | None,
         eos_ids: Collection[int],
         context: Sequence[int] = (),
+        skip_special_tokens: bool = True,
     ) -> None:
         self._params = params
         self._stop_ids = stop_ids(params, eos_ids=eos_ids)
-        self._stream = None if tokenizer is None else TextStream(tokenizer, context=context)
+        self._stream = None
+        if tokenizer is not None:
+            self._stream = TextStream(tokenizer, skip_special_tokens=skip_special_tokens, context=context)
         self._strings = StopStrings(params.stop)
         self.count = 0  # tokens taken
         self.finish_reason: FinishReason | None = None
+        self._ended_by: int | None = None
+
+    @property
+    def stop_reason(self) -> str | int | None:
+        """The stop string that ended the output, or the one of `stop_token_ids`; None for all other ends."""
+        return self._strings.found if self._ended_by is None else self._ended_by
 
     def push(self, token_id: int) -> Delta:
         """Take the next id. Nothing may be pushed after a finish reason was given."""
         assert self.finish_reason is None, "the output has ended"
         self.count += 1
         if token_id in self._stop_ids and self.count > self._params.min_new_tokens:
+            self._ended_by = token_id if token_id in self._params.stop_token_ids else None
             return self.finish("stop")
         text, stopped = self._strings.push("" if self._stream is None else self._stream.push(token_id))
         if stopped:

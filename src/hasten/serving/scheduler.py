@@ -1,0 +1,326 @@
+"""Which tokens of which sequences are computed in a step.
+
+There are no phases. Every sequence has tokens, of which the first `computed` lie in the cache; in each step it catches
+up towards its last token as far as the step's token budget reaches, and when it gets there, its next token is drawn. A
+decode is one token behind; a prompt is many behind and is read in chunks; a prefix found in the cache starts further
+on; a sequence whose blocks were taken away (preempted) starts from nothing again; guesses to be verified are tokens
+more. (The idea of one budget without phases is vLLM's; blocks are arXiv 2309.06180's.)
+
+Order: decodes first, so that a long prompt never stops them; then those that were begun; then the waiting, by priority
+and arrival. While others have to catch up too, one sequence gets half of what is left, so that a short prompt does not
+stand behind all chunks of a long one. When the cache is full, the least important, youngest sequence gives its blocks
+back and waits.
+
+Pure Python: sequences and numbers, no tensors.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+
+from hasten.errors import ConfigError
+from hasten.serving.blocks import BlockManager, OutOfBlocks
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Sequence:
+    """One text in the making: a sample, or a beam.
+
+    order: (priority, arrival of the request, number within it): smaller is served first and preempted last. slots:
+    how many sequences it will become (samples that still share their prompt). drafts: guessed tokens behind `tokens`,
+    to be verified in the next step.
+    """
+
+    number: int
+    request: int
+    order: tuple[int, int, int]
+    tokens: list[int]
+    salt: str = ""
+    slots: int = 1
+    drafts: list[int] = field(default_factory=list)
+    computed: int = 0
+    cached: int = 0  # tokens found in the prefix cache when it was first begun
+    running: bool = False
+    begun: bool = False
+
+    @property
+    def target(self) -> int:
+        return len(self.tokens) + len(self.drafts)
+
+
+@dataclass(slots=True, eq=False)
+class Scheduled:
+    """`count` tokens of one sequence from position `start` on."""
+
+    sequence: Sequence
+    start: int
+    count: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.count
+
+    @property
+    def complete(self) -> bool:
+        """Whether it gets to its last token, so that the next can be drawn."""
+        return self.end == self.sequence.target
+
+
+@dataclass(slots=True, eq=False)
+class Plan:
+    """A step. copies: (source, target) blocks to be copied before it, in this order."""
+
+    entries: list[Scheduled]
+    copies: list[tuple[int, int]]
+
+    @property
+    def tokens(self) -> int:
+        return sum(entry.count for entry in self.entries)
+
+
+class Scheduler:
+    """Owns the sequences and tells the block manager; see the module's text."""
+
+    def __init__(self, blocks: BlockManager, *, max_sequences: int, token_budget: int) -> None:
+        if token_budget < max_sequences:
+            raise ConfigError(f"a step of {token_budget} tokens has no room for one of each of {max_sequences} texts")
+        self.blocks, self.max_sequences, self.token_budget = blocks, max_sequences, token_budget
+        self.running: list[Sequence] = []  # by order
+        self.waiting: list[Sequence] = []  # by order
+        self.preemptions = 0
+        self._slots = 0  # of the running
+        self._numbers = 0
+        self._arrivals = 0
+        self._copies: dict[int, list[tuple[int, int]]] = {}  # of this step, by sequence
+        self._no_room: tuple[Sequence, int] | None = None  # the first that waits, and the free blocks it did not fit in
+
+    # -- sequences come and go ----------------------------------------------------------------------------------------
+
+    def arrival(self) -> int:
+        self._arrivals += 1
+        return self._arrivals
+
+    def add(
+        self, tokens: SequenceOf[int], *, request: int, arrival: int, priority: int = 0, salt: str = "", slots: int = 1
+    ) -> Sequence:
+        """A new sequence, which waits. slots: how many it will be forked into, itself included."""
+        self._numbers += 1
+        new = Sequence(
+            number=self._numbers,
+            request=request,
+            order=(priority, arrival, self._numbers),
+            tokens=list(tokens),
+            salt=salt,
+            slots=slots,
+        )
+        insort(self.waiting, new, key=_order)
+        return new
+
+    def fork(self, parent: Sequence) -> Sequence:
+        """Another sequence with the same tokens, sharing all blocks (or waiting, as its parent does)."""
+        self._numbers += 1
+        child = Sequence(
+            number=self._numbers,
+            request=parent.request,
+            order=(parent.order[0], parent.order[1], self._numbers),
+            tokens=list(parent.tokens),
+            salt=parent.salt,
+            computed=parent.computed,
+            cached=parent.cached,
+            running=parent.running,
+            begun=True,
+        )
+        parent.slots = max(1, parent.slots - 1)  # what was kept free for the child
+        if parent.running:
+            self.blocks.fork(parent.number, child.number)
+            insort(self.running, child, key=_order)
+            self._count()
+        else:
+            insort(self.waiting, child, key=_order)
+        return child
+
+    def accept(self, sequence: Sequence, tokens: SequenceOf[int]) -> None:
+        """Tokens that were drawn after a complete step: the drafts that were right, and one more."""
+        known = len(sequence.tokens)
+        sequence.tokens.extend(tokens)
+        if sequence.drafts:
+            sequence.drafts.clear()
+            if sequence.running:
+                sequence.computed = known + len(tokens) - 1
+                self.blocks.truncate(sequence.number, sequence.computed)
+
+    def finish(self, sequence: Sequence) -> None:
+        """The sequence ends; its blocks are free at once."""
+        if sequence.running:
+            self.blocks.release(sequence.number)
+            self.running.remove(sequence)
+            sequence.running = False
+            self._count()
+        elif sequence in self.waiting:
+            self.waiting.remove(sequence)
+
+    def _count(self) -> None:
+        self._slots = sum(sequence.slots for sequence in self.running)
+
+    # -- a step -------------------------------------------------------------------------------------------------------
+
+    def plan(self) -> Plan:
+        """What the next step computes; empty if there is nothing to do. Its blocks are reserved."""
+        self._copies.clear()
+        self._make_way()
+        entries: dict[Sequence, Scheduled] = {}
+        left = self._plan_running(entries)
+        left = self._admit(entries, left)
+        if not entries and self.waiting and self.running:
+            # Beams wait for a sibling that does not fit beside them and others: from the beginning, the oldest first.
+            for sequence in reversed(self.running.copy()):
+                self._preempt(sequence)
+            self._admit(entries, self.token_budget)
+        else:
+            self._top_up(entries, left)
+        copies = [pair for entry in entries.values() for pair in self._copies.get(entry.sequence.number, ())]
+        return Plan(list(entries.values()), copies)
+
+    def advance(self, plan: Plan) -> None:
+        """The step has been computed."""
+        for entry in plan.entries:
+            entry.sequence.computed = entry.end
+
+    def _make_way(self) -> None:
+        """A waiting sequence of a smaller priority number does not wait for the room of a larger one."""
+        while self.waiting and self.running and self.waiting[0].order[0] < self.running[-1].order[0]:
+            first = self.waiting[0]
+            enough = self.blocks.free >= self._blocks_of(first.target) + len(self.running)
+            if enough and self._slots + first.slots <= self.max_sequences:
+                return
+            self._preempt(self.running[-1])
+
+    def _plan_running(self, entries: dict[Sequence, Scheduled]) -> int:
+        left = self.token_budget
+        behind = []
+        for sequence in self.running.copy():
+            todo = sequence.target - sequence.computed
+            if todo > 1 + len(sequence.drafts):
+                behind.append(sequence)
+            elif todo and left and sequence.running:
+                count = min(todo, left)
+                del sequence.drafts[count - 1 :]
+                if self._reserve(sequence, sequence.computed + count, entries):
+                    entries[sequence] = Scheduled(sequence, sequence.computed, count)
+                    left -= count
+        for index, sequence in enumerate(behind):
+            if left and sequence.running:
+                others = index + 1 < len(behind) or bool(self.waiting)
+                count = self._chunk(sequence.target - sequence.computed, left, others=others)
+                if self._reserve(sequence, sequence.computed + count, entries):
+                    entries[sequence] = Scheduled(sequence, sequence.computed, count)
+                    left -= count
+        # Only now: nobody in the plan can be preempted any more, so what is offered to others will be computed.
+        for entry in entries.values():
+            self._tell(entry)
+        return self.token_budget - sum(entry.count for entry in entries.values())
+
+    def _admit(self, entries: dict[Sequence, Scheduled], left: int) -> int:
+        while left and self.waiting:
+            first = self.waiting[0]
+            if self._slots + first.slots > self.max_sequences:
+                break
+            if first.begun and any(s.request == first.request and s.computed < s.target for s in self.running):
+                break  # it finds the blocks it had in common with them once they are there
+            if not self._begin(first):
+                break
+            self.waiting.pop(0)
+            todo = first.target - first.computed
+            count = self._chunk(todo, left, others=bool(self.waiting))
+            self._copies[first.number] = self.blocks.reserve(first.number, first.computed + count)
+            first.running = first.begun = True
+            insort(self.running, first, key=_order)
+            self._count()
+            entries[first] = entry = Scheduled(first, first.computed, count)
+            self._tell(entry)
+            left -= count
+        return left
+
+    def _begin(self, sequence: Sequence) -> bool:
+        """Adopt its cached beginning, if all of it fits and everybody who runs can still take a block."""
+        free = self.blocks.free
+        if self.running and self._no_room is not None and self._no_room[0] is sequence and free <= self._no_room[1]:
+            return False
+        found = self.blocks.begin(sequence.number, sequence.tokens, salt=sequence.salt)
+        missing = self._blocks_of(sequence.target) - found // self.blocks.block_size
+        if self.running and missing + len(self.running) > self.blocks.free:
+            self.blocks.release(sequence.number)
+            self._no_room = (sequence, free)
+            return False
+        sequence.computed = found
+        if not sequence.begun:
+            sequence.cached = found
+        return True
+
+    def _top_up(self, entries: dict[Sequence, Scheduled], left: int) -> None:
+        """Give what others left of the budget to those that are still behind."""
+        for entry in list(entries.values()):
+            if not left:
+                return
+            sequence = entry.sequence
+            more = min(left, sequence.target - entry.end)
+            if more:
+                try:
+                    copies = self.blocks.reserve(sequence.number, entry.end + more)
+                except OutOfBlocks:
+                    continue
+                self._copies.setdefault(sequence.number, []).extend(copies)
+                entry.count += more
+                left -= more
+                self._tell(entry)
+
+    def _chunk(self, todo: int, left: int, *, others: bool) -> int:
+        return min(todo, max(-(-left // 2), min(left, self.blocks.block_size)) if others else left)
+
+    def _reserve(self, sequence: Sequence, length: int, entries: dict[Sequence, Scheduled]) -> bool:
+        """Room for its positions below `length`, taken from the last in order if need be; False if that is itself."""
+        while True:
+            try:
+                self._copies[sequence.number] = self.blocks.reserve(sequence.number, length)
+                return True
+            except OutOfBlocks:
+                victim = self.running[-1]
+                entries.pop(victim, None)
+                self._preempt(victim)
+                if victim is sequence:
+                    return False
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.blocks.release(sequence.number)
+        self.running.remove(sequence)
+        self._copies.pop(sequence.number, None)
+        sequence.running, sequence.computed = False, 0
+        sequence.drafts.clear()
+        insort(self.waiting, sequence, key=_order)
+        self.preemptions += 1
+        self._no_room = None
+        self._count()
+
+    def _tell(self, entry: Scheduled) -> None:
+        """Offer the blocks that this step fills; guesses are offered to nobody."""
+        tokens = entry.sequence.tokens
+        self.blocks.written(entry.sequence.number, tokens if entry.end >= len(tokens) else tokens[: entry.end])
+
+    def _blocks_of(self, tokens: int) -> int:
+        return -(-tokens // self.blocks.block_size)
+
+    def check(self) -> None:
+        """Raise AssertionError where the books do not agree."""
+        self.blocks.check()
+        assert self.running == sorted(self.running, key=_order)
+        assert self.waiting == sorted(self.waiting, key=_order)
+        assert all(s.running for s in self.running)
+        assert not any(s.running or s.computed for s in self.waiting)
+        assert self._slots == sum(s.slots for s in self.running) <= self.max_sequences
+        assert all(s.computed <= s.target for s in self.running)
+
+
+def _order(sequence: Sequence) -> tuple[int, int, int]:
+    return sequence.order
