@@ -38,11 +38,9 @@ class TextStream:
         self._tokenizer = tokenizer
         added = tokenizer.backend.get_added_tokens_decoder()
         self._skipped = {i for i, token in added.items() if token.special} if skip_special_tokens else set()
-        decoder = tokenizer.backend.decoder
-        state = {} if decoder is None else json.loads(decoder.__getstate__())
-        steps = state.get("decoders", [state])
-        self._bytes = codecs.getincrementaldecoder("utf-8")("replace") if _is_byte_level(steps) else None
-        self._byte_of = _byte_level_alphabet() if self._bytes is not None else {}
+        steps = decoder_steps(tokenizer)
+        self._bytes = codecs.getincrementaldecoder("utf-8")("replace") if is_byte_level(steps) else None
+        self._byte_of = byte_level_alphabet() if self._bytes is not None else {}
         self._has_fallback = any(step.get("type") == "ByteFallback" for step in steps)
         self._context = [i for i in context[-8 * _CONTEXT_TOKENS :] if self._token(i) is not None][-_CONTEXT_TOKENS:]
         self._held: list[int] = []  # a run of byte tokens that has not ended
@@ -55,7 +53,7 @@ class TextStream:
         if self._bytes is not None:
             return self._bytes.decode(self._token_bytes(token))
         self._held.append(token_id)
-        if self._has_fallback and _is_byte_token(token):
+        if self._has_fallback and is_byte_token(token):
             return ""
         return self._release()
 
@@ -208,17 +206,26 @@ def stop_ids(params: SamplingParams, *, eos_ids: Collection[int]) -> frozenset[i
     return frozenset(params.stop_token_ids).union(() if params.ignore_eos else eos_ids)
 
 
-def _is_byte_level(steps: Sequence[dict[str, object]]) -> bool:
+def decoder_steps(tokenizer: Tokenizer) -> list[dict[str, object]]:
+    """What the tokenizer's decoder does, as it writes itself to a file."""
+    decoder = tokenizer.backend.decoder
+    state = {} if decoder is None else json.loads(decoder.__getstate__())
+    return list(state.get("decoders", [state]))
+
+
+def is_byte_level(steps: Sequence[dict[str, object]]) -> bool:
+    """Whether every token is a string of bytes (GPT-2, Llama 3, Qwen)."""
     return len(steps) == 1 and steps[0].get("type") == "ByteLevel"
 
 
-def _is_byte_token(token: str) -> bool:
+def is_byte_token(token: str) -> bool:
+    """Whether a token stands for one byte, such as <0xE2>."""
     if len(token) != 6 or not (token.startswith("<0x") and token.endswith(">")):
         return False
     return all(character in "0123456789abcdefABCDEF" for character in token[3:5])
 
 
-def _byte_level_alphabet() -> dict[str, int]:
+def byte_level_alphabet() -> dict[str, int]:
     """Character -> byte of byte-level BPE (Radford et al. 2019): printable bytes stand for themselves."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]

@@ -1,0 +1,58 @@
+"""Log-probabilities of tokens, with their texts, as requests ask for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from hasten.generation.stopping import byte_level_alphabet, decoder_steps, is_byte_level, is_byte_token
+from hasten.model.tokenizer import Tokenizer
+from hasten.serving.request import TokenLogprob, TopLogprob
+
+_SPACE = "▁"  # how sentencepiece writes a space
+
+
+class TokenTexts:
+    """What single tokens stand for."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+        self._byte_of = byte_level_alphabet() if tokenizer and is_byte_level(decoder_steps(tokenizer)) else None
+        self._known: dict[int, tuple[str, bytes]] = {}
+
+    def __call__(self, token: int) -> tuple[str, bytes]:
+        """Text and bytes of one token; the text holds U+FFFD where the bytes are no whole characters."""
+        found = self._known.get(token)
+        if found is None:
+            raw = self._bytes(token)
+            found = self._known[token] = (raw.decode("utf-8", "replace"), raw)
+        return found
+
+    def _bytes(self, token: int) -> bytes:
+        own = None if self._tokenizer is None else self._tokenizer.backend.id_to_token(token)
+        if own is None:
+            return b""
+        if self._byte_of is not None and all(character in self._byte_of for character in own):
+            return bytes(self._byte_of[character] for character in own)
+        if self._byte_of is None and is_byte_token(own):
+            return bytes([int(own[3:5], 16)])
+        return own.replace(_SPACE, " ").encode() if self._byte_of is None else own.encode()
+
+
+def token_logprobs(
+    logits: Tensor, tokens: Sequence[int], *, tops: Sequence[int], texts: TokenTexts
+) -> list[TokenLogprob]:
+    """logits (R, V) float32 and the token that followed each row -> its log-probability and the most likely ones.
+
+    tops: how many of the most likely each row wants.
+    """
+    logprobs = logits.log_softmax(dim=-1)  # (R, V)
+    chosen = logprobs[range(len(tokens)), list(tokens)].tolist()
+    most = max(tops)
+    values, ids = logprobs.topk(most, dim=-1) if most else (logprobs[:, :0], logprobs[:, :0])
+    found = []
+    for token, logprob, top, row, numbers in zip(tokens, chosen, tops, values.tolist(), ids.tolist(), strict=True):
+        likely = tuple(TopLogprob(int(i), *texts(int(i)), x) for i, x in zip(numbers[:top], row[:top], strict=True))
+        found.append(TokenLogprob(token, *texts(token), logprob, likely))
+    return found
