@@ -89,13 +89,8 @@ class Engine:
         """
         if self.error is not None:
             raise EngineFailed(f"the engine stopped after an error and takes no requests: {self.error}")
-        if len(self.scheduler.waiting) >= self.settings.queue_limit:
-            raise QueueFull(
-                f"{len(self.scheduler.waiting)} requests wait already, the limit is {self.settings.queue_limit}; "
-                "try again later",
-                retry_after=self._retry_after(),
-            )
-        request = self._checked(request)
+        self.check_room(len(self.scheduler.waiting))
+        request = self.checked(request)
         arrival = self.scheduler.arrival()
         now = time.monotonic()
         deadline = None if request.timeout is None else now + request.timeout
@@ -115,6 +110,14 @@ class Engine:
             heapq.heappush(self._deadlines, (deadline, request.id))
         self._requests["requests"] += 1
         self._counts["prompt_tokens"] += len(request.prompt)
+
+    def check_room(self, waiting: int) -> None:
+        """Raise QueueFull if so many that wait are the limit."""
+        if waiting >= self.settings.queue_limit:
+            raise QueueFull(
+                f"{waiting} requests wait already, the limit is {self.settings.queue_limit}; try again later",
+                retry_after=self._retry_after(),
+            )
 
     def abort(self, request_id: str) -> None:
         """Give a request up: its blocks are free at once, and the next step says so. Unknown ids are ignored."""
@@ -481,7 +484,7 @@ class Engine:
 
     # -- checks -------------------------------------------------------------------------------------------------------
 
-    def _checked(self, request: Request) -> Request:
+    def checked(self, request: Request) -> Request:
         """The request with its length cut to the model's; raises RequestRefused."""
         import dataclasses
 

@@ -1,0 +1,151 @@
+"""Coroutines in front of the engine: pieces as they come, aborts, and every way to be refused."""
+
+import asyncio
+
+import pytest
+import torch
+
+import hasten
+from hasten.serving.async_engine import AsyncEngine
+from hasten.serving.request import DeadlineExceeded, EngineFailed, QueueFull, RequestRefused, SlowReader
+from references import tiny_llama
+from serving_cases import make_engine, request
+
+PROMPT = list(range(3, 20))
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_llama()
+
+
+def serve(model, main, **settings):
+    """Run `main(engine)` in an event loop; nothing is left afterwards."""
+
+    async def whole():
+        engine = AsyncEngine(make_engine(model, **settings))
+        try:
+            return await main(engine)
+        finally:
+            await engine.close()
+            assert engine.engine.blocks.free == engine.engine.blocks.blocks
+            assert not engine.healthy
+
+    return asyncio.run(whole())
+
+
+async def collect(engine, one):
+    return [piece async for piece in engine.generate(one)]
+
+
+def test_many_readers_get_their_own_texts(model):
+    prompts = [PROMPT[: 3 + i] for i in range(12)]
+
+    async def main(engine):
+        return await asyncio.gather(
+            *(collect(engine, request(str(i), prompt, max_new_tokens=8)) for i, prompt in enumerate(prompts))
+        )
+
+    for prompt, pieces in zip(prompts, serve(model, main), strict=True):
+        (alone,) = hasten.generate(model, prompt, temperature=0, ignore_eos=True, max_new_tokens=8)
+        assert [token for piece in pieces for token in piece.tokens] == alone.tokens
+
+
+def test_a_reader_that_leaves_frees_its_blocks(model):
+    async def main(engine):
+        reader = engine.generate(request("a", PROMPT, max_new_tokens=400))
+        await anext(reader)
+        await reader.aclose()
+        assert await engine.drain(5.0)
+        return engine.stats()
+
+    stats = serve(model, main)
+    assert (stats.aborted, stats.free_blocks) == (1, stats.blocks)
+
+
+def test_refusals_come_before_any_step(model):
+    async def main(engine):
+        with pytest.raises(RequestRefused):
+            await collect(engine, request("a", []))
+        engine.engine.step = None  # nothing may need one
+        readers = [engine.generate(request(name, PROMPT)) for name in "ab"]
+        engine.thread.call = lambda function: engine.thread._inbox.append(function)
+        waiting = [asyncio.create_task(anext(reader)) for reader in readers]
+        await asyncio.sleep(0)
+        with pytest.raises(QueueFull):
+            await collect(engine, request("c", PROMPT))
+        for task in waiting:
+            task.cancel()
+        engine.thread._inbox.clear()
+        del engine.engine.step
+
+    serve(model, main, queue_limit=2)
+
+
+def test_a_deadline_raises(model):
+    async def main(engine):
+        with pytest.raises(DeadlineExceeded, match="request a"):
+            await collect(engine, request("a", PROMPT, max_new_tokens=400, timeout=0.01))
+
+    serve(model, main)
+
+
+def test_a_failed_engine_tells_readers_and_newcomers(model, monkeypatch):
+    def fail(*args, **kwargs):
+        raise RuntimeError("a kernel gave up")
+
+    async def main(engine):
+        reader = engine.generate(request("a", PROMPT, max_new_tokens=400))
+        await anext(reader)
+        monkeypatch.setattr(model, "forward", fail)
+        with pytest.raises(EngineFailed, match="a kernel gave up"):
+            async for _ in reader:
+                pass
+        assert not engine.healthy
+        assert "a kernel gave up" in engine.error
+        with pytest.raises(EngineFailed):
+            await collect(engine, request("b", PROMPT))
+
+    serve(model, main)
+
+
+def test_a_slow_reader_is_dropped(model):
+    async def main(engine):
+        reader = engine.generate(request("a", PROMPT, max_new_tokens=300))
+        await anext(reader)
+        while not engine.engine.idle:
+            await asyncio.sleep(0.01)
+        with pytest.raises(SlowReader, match="4 pieces"):
+            async for _ in reader:
+                pass
+
+    serve(model, main, reader_limit=4)
+
+
+def test_draining_takes_nothing_new_and_closing_ends_everybody(model):
+    async def main(engine):
+        reader = engine.generate(request("a", PROMPT, max_new_tokens=450))
+        await anext(reader)
+        assert not await engine.drain(0.0)
+        with pytest.raises(EngineFailed, match="shutting down"):
+            await collect(engine, request("b", PROMPT))
+        closing = asyncio.create_task(engine.close())
+        pieces = [piece async for piece in reader]
+        await closing
+        assert pieces[-1].finish_reason == "abort"
+
+    serve(model, main, blocks=200)
+
+
+def test_embeddings_come_between_steps(model):
+    async def main(engine):
+        reading = asyncio.create_task(collect(engine, request("a", PROMPT, max_new_tokens=50)))
+        found = await engine.embed([PROMPT, PROMPT[:4]], pooling="last")
+        await reading
+        with pytest.raises(RequestRefused):
+            await engine.embed([[]])
+        return found
+
+    found = serve(model, main)
+    own = make_engine(model)
+    torch.testing.assert_close(found[1], own.embed(PROMPT[:4], pooling="last"))

@@ -1,0 +1,46 @@
+"""Engines and requests for the tests of serving."""
+
+from hasten.generation.params import SamplingParams
+from hasten.serving.engine import Engine
+from hasten.serving.request import Piece, Request
+from hasten.serving.settings import EngineSettings
+
+
+def make_engine(model, *, blocks: int = 200, block_size: int = 4, **settings) -> Engine:
+    """An engine with so many blocks exactly."""
+    config = model.config
+    size = 2 * len(config.layers) * block_size * config.kv_heads * config.head_dim * model.dtype.itemsize
+    values = {"max_sequences": 8, "token_budget": 16} | settings
+    return Engine(model, model.tokenizer, EngineSettings(cache_bytes=blocks * size, block_size=block_size, **values))
+
+
+def request(name: str, prompt, *, params: SamplingParams | None = None, **settings) -> Request:
+    """A request; sampling settings and request settings by keyword, greedy unless said otherwise."""
+    own = {key: settings.pop(key) for key in list(settings) if key in SamplingParams.__slots__}
+    params = params or SamplingParams(**{"temperature": 0, "ignore_eos": True, **own})
+    return Request(id=name, prompt=tuple(prompt), params=params, **settings)
+
+
+def run(engine: Engine, requests=(), *, check: bool = True) -> dict[str, list[Piece]]:
+    """Everything the engine says until it is idle, by request."""
+    for one in requests:
+        engine.add(one)
+    found: dict[str, list[Piece]] = {}
+    while not engine.idle:
+        for piece in engine.step():
+            found.setdefault(piece.request_id, []).append(piece)
+        if check:
+            engine.check()
+    return found
+
+
+def tokens_of(pieces: list[Piece], index: int = 0) -> list[int]:
+    return [token for piece in pieces if piece.index == index for token in piece.tokens]
+
+
+def text_of(pieces: list[Piece], index: int = 0) -> str:
+    return "".join(piece.text for piece in pieces if piece.index == index)
+
+
+def reason_of(pieces: list[Piece], index: int = 0) -> str | None:
+    return [piece.finish_reason for piece in pieces if piece.index == index][-1]
