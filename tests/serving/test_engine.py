@@ -5,6 +5,7 @@ import torch
 
 import hasten
 from hasten.generation.params import SamplingParams
+from hasten.model.context import TrainingContext
 from hasten.serving.request import EngineFailed, QueueFull, RequestRefused
 from references import tiny_llama
 from serving_cases import make_engine, reason_of, request, run, text_of, tokens_of
@@ -188,11 +189,10 @@ def test_stop_strings_and_ids_are_named(model):
 
 def test_embeddings_are_the_states_before_the_head(model):
     engine = make_engine(model)
-    states = model.states(
-        torch.tensor([PROMPTS[0]]), torch.arange(5)[None], hasten.model.context.TrainingContext([None] * 2)
-    )
-    torch.testing.assert_close(engine.embed(PROMPTS[0], pooling="mean"), states[0].mean(0))
-    torch.testing.assert_close(engine.embed(PROMPTS[0], pooling="last"), states[0, -1])
+    last, mean = (engine.embed(PROMPTS[0], pooling=pooling) for pooling in ("last", "mean"))
+    scores = model(torch.tensor([PROMPTS[0]]), torch.arange(5)[None], TrainingContext([None] * 2))[0]
+    torch.testing.assert_close(model.logits(last), scores[-1])
+    torch.testing.assert_close(model.logits(mean), scores.mean(0))
     with pytest.raises(RequestRefused, match="pooling is 'max'"):
         engine.embed(PROMPTS[0], pooling="max")
     with pytest.raises(RequestRefused, match="has 0 tokens"):

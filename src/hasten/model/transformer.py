@@ -270,23 +270,6 @@ class Transformer(nn.Module):
         the sum of the token losses (float32 scalar, nats), for the caller to divide by the tokens it counted.
         gates: one a block, 0 for a block that is left out (it costs nothing), else what it adds is multiplied with it.
         """
-        x = self.states(tokens, positions, context, rows=rows, gates=gates)
-        if targets is None:
-            return self.logits(x)
-        return self.loss(x, targets)
-
-    def states(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        context: Context,
-        *,
-        rows: Tensor | None = None,
-        gates: Sequence[float] | None = None,
-    ) -> Tensor:
-        """The normalised states (B, T, C), or (R, C) of `rows`, that the head scores; what `forward` says of the
-        arguments holds here.
-        """
         x = self.embedding(tokens)  # (B, T, C)
         if self.config.embedding_scale != 1.0:
             # Rounded to the weights' dtype first, as Gemma was trained.
@@ -305,7 +288,10 @@ class Transformer(nn.Module):
                 x = block(x, rope, own, x.new_full((), gate, dtype=torch.float32))
         if rows is not None:
             x = x.flatten(0, -2)[rows]  # (R, C)
-        return self.norm(x)
+        x = self.norm(x)
+        if targets is None:
+            return self.logits(x)
+        return self.loss(x, targets)
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
         """The sum of the token losses of normalised states x (..., C), without all logits in memory; see ops.loss."""

@@ -23,10 +23,9 @@ from hasten.generation.ids import check_ids
 from hasten.generation.paged import PagedCache, Rows
 from hasten.generation.stopping import OutputText, stop_ids
 from hasten.machine.memory import available_memory
-from hasten.model.context import TrainingContext
 from hasten.model.tokenizer import Tokenizer
 from hasten.model.transformer import Transformer
-from hasten.serving import scheduler
+from hasten.serving import embedding, scheduler
 from hasten.serving.beams import Beam, BeamSearch, candidates_of
 from hasten.serving.blocks import BlockManager
 from hasten.serving.logprobs import TokenTexts, token_logprobs
@@ -536,7 +535,6 @@ class Engine:
 
     # -- embeddings ---------------------------------------------------------------------------------------------------
 
-    @torch.inference_mode()
     def embed(self, prompt: Sequence[int], *, pooling: str = "mean") -> Tensor:
         """The model's last normalised states (C,) float32 of a prompt: their mean, or the last token's.
 
@@ -550,12 +548,7 @@ class Engine:
             raise RequestRefused(str(error)) from error
         if not 0 < len(prompt) <= self.max_length:
             raise RequestRefused(f"the text has {len(prompt)} tokens; it must have from 1 to {self.max_length}")
-        tokens = torch.tensor([list(prompt)], device=self.model.device)
-        context = TrainingContext([layer.window for layer in self.model.config.layers])
-        rows = torch.tensor([len(prompt) - 1], device=tokens.device) if pooling == "last" else None
-        positions = torch.arange(len(prompt), device=tokens.device)[None]
-        states = self.model.states(tokens, positions, context, rows=rows).float()
-        return states[0] if pooling == "last" else states[0].mean(dim=0)
+        return embedding.embed(self.model, prompt, pooling=pooling)
 
 
 def cache_blocks(model: Transformer, settings: EngineSettings, *, max_length: int) -> int:

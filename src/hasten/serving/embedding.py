@@ -1,0 +1,34 @@
+"""Embeddings of texts: the model's last normalised states, pooled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hasten.model.context import TrainingContext
+from hasten.model.transformer import Transformer
+
+
+@torch.inference_mode()
+def embed(model: Transformer, prompt: Sequence[int], *, pooling: str) -> Tensor:
+    """States (C,) float32: the mean over the prompt's tokens ("mean"), or the last one's ("last"). Not normalised."""
+    tokens = torch.tensor([list(prompt)], device=model.device)  # (1, T)
+    positions = torch.arange(len(prompt), device=tokens.device)[None]
+    x = states(model, tokens, positions).float()[0]  # (T, C)
+    return x[-1] if pooling == "last" else x.mean(dim=0)
+
+
+def states(model: Transformer, tokens: Tensor, positions: Tensor) -> Tensor:
+    """What the head would score, (B, T, C): `Transformer.forward` without its end."""
+    context = TrainingContext([layer.window for layer in model.config.layers])
+    x = model.embedding(tokens)
+    if model.config.embedding_scale != 1.0:
+        x = x * torch.tensor(model.config.embedding_scale, dtype=x.dtype)
+    if model.positions is not None:
+        x = x + model.positions(positions)
+    ropes = [table(positions) for table in model.ropes]
+    for block, layer, own in zip(model.blocks, model.config.layers, context.layers, strict=True):
+        x = block(x, ropes[layer.rope] if ropes else None, own)
+    return model.norm(x)
