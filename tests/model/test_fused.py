@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 import hasten
 from hasten.errors import ConfigError
+from hasten.generation.cache import StaticCache
 from hasten.generation.decoder import Decoder
 from hasten.model.binding import explain, kernels
 from hasten.model.context import TrainingContext
@@ -191,3 +192,29 @@ def test_positions_may_be_strided():
     positions = torch.arange(TOKENS.shape[1]).expand(2, -1).t().contiguous().t()
     with torch.no_grad():
         assert torch.equal(BATCHED(TOKENS, positions, context), logits(BATCHED))
+
+
+def test_all_layers_in_one_call_are_the_layers_one_after_the_other(case):
+    model = hasten.fuse(hasten.load(make_reference(case), dtype="bfloat16"))
+    tokens = torch.arange(3, 11).view(2, 4)
+    positions = torch.arange(4).expand(2, 4)
+
+    @torch.no_grad()
+    def two_steps():
+        cache = StaticCache(model.config, batch=2, capacity=8, dtype=torch.bfloat16, device="cpu")
+        first = model(tokens, positions, cache.step(positions, fresh=True, masks=False))
+        after = model(tokens, positions + 4, cache.step(positions + 4, masks=False))
+        return torch.stack([first, after])
+
+    together = two_steps()
+    if case in ("mixtral", "qwen3_moe"):
+        assert model.stack is None
+        return
+    assert model.stack is not None
+    seen = []
+    hook = model.blocks[1].register_forward_hook(lambda *arguments: seen.append(arguments))
+    assert torch.equal(two_steps(), together)
+    assert len(seen) == 2  # a hook on a block is called
+    hook.remove()
+    model.stack.apart = True
+    assert torch.equal(two_steps(), together)

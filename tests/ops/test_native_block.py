@@ -147,6 +147,7 @@ def test_opcheck():
     checks = ("test_schema", "test_faketensor")
     none = (None, None, 0.0, 0.0, False)
     torch.library.opcheck(ops.linear_add.default, (x, *arguments(layer), torch.randn(2, 24), *none), test_utils=checks)
+    torch.library.opcheck(ops.norm_linear.default, (x, *none, *arguments(layer), 24), test_utils=checks)
     torch.library.opcheck(ops.mlp_input.default, (x, *none, *arguments(layer), 24, False, 0), test_utils=checks)
     torch.library.opcheck(
         ops.attention_input.default,
@@ -167,7 +168,8 @@ def test_a_plan_is_the_tensor_that_was_made_and_no_other():
 
     def call(plan, angles=angles, numbers=numbers):
         x = torch.randn(1, 2, model.config.hidden_size)
-        return library().ops.block(x, *angles, *caches, *numbers, None, 0, plan)
+        turns = [[angles[0]], [angles[1]], [0]]
+        return library().ops.blocks(x, *turns, *([cache] for cache in caches), *numbers, None, 0, [plan])
 
     assert call(plan).shape == (1, 2, model.config.hidden_size)
     for other in (plan.clone(), torch.zeros_like(plan), plan[8:], plan.view(torch.int64), torch.empty(0)):
@@ -177,3 +179,8 @@ def test_a_plan_is_the_tensor_that_was_made_and_no_other():
         call(plan, angles=[a[:1] for a in angles])
     with pytest.raises(RuntimeError, match="slot"):
         call(plan, numbers=[numbers[0][:1], *numbers[1:]])
+    x = torch.randn(1, 2, model.config.hidden_size)
+    for turns, plans in (([1], [plan]), ([0, 0], [plan]), ([0], [])):
+        lists = ([angles[0]], [angles[1]], turns, *([cache] for cache in caches))
+        with pytest.raises(RuntimeError, match=r"turns|each block needs"):
+            library().ops.blocks(x, *lists, *numbers, None, 0, plans)

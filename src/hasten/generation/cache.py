@@ -8,7 +8,7 @@ from torch import Tensor
 from hasten.errors import ConfigError
 from hasten.model.config import ModelConfig
 from hasten.ops.attention.masks import visible
-from hasten.ops.attention.view import KVView
+from hasten.ops.attention.view import KVView, StackView
 from hasten.ops.pages import zeros_in_large_pages
 
 
@@ -49,9 +49,20 @@ class CachedLayer:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The context of one forward pass over a static cache."""
+    """The context of one forward pass over a static cache. together: all layers, for kernels that take them at once."""
 
-    layers: list[CachedLayer]
+    together: StackView
+    read: int
+    masks: list[Tensor | None]  # of each layer
+
+    @property
+    def layers(self) -> list[CachedLayer]:
+        k, v, slots, starts, lengths, first, *_ = self.together
+        assert first is not None
+        return [
+            CachedLayer(k, v, slots, mask, len(first), self.read, starts, lengths, first)
+            for k, v, mask in zip(k, v, self.masks, strict=True)
+        ]
 
 
 class StaticCache:
@@ -72,7 +83,9 @@ class StaticCache:
         # Zeros, not garbage: a masked row still takes part in a product with probability 0, and 0·NaN is NaN.
         memory = zeros_in_large_pages((2 * len(config.layers), *shape), dtype=dtype, device=device)
         self.k, self.v = list(memory[: len(config.layers)]), list(memory[len(config.layers) :])
-        self.first_slots = torch.arange(batch, device=device)[:, None] * capacity  # (B, 1)
+        self.first = torch.arange(batch, device=device) * capacity  # (B,)
+        self.first_slots = self.first[:, None]
+        self._starts: dict[int, Tensor] = {}  # by the tokens of a step: the same in all of them
 
     @property
     def bytes(self) -> int:
@@ -87,7 +100,8 @@ class StaticCache:
         for old, new in zip((*self.k, *self.v), (*larger.k, *larger.v), strict=True):
             rows = old[:-1].unflatten(0, (self.batch, -1))  # (B, S, Hkv, D)
             new[:-1].unflatten(0, (self.batch, -1))[:, : self.capacity] = rows
-        self.k, self.v, self.capacity, self.first_slots = larger.k, larger.v, larger.capacity, larger.first_slots
+        self.k, self.v, self.capacity = larger.k, larger.v, larger.capacity
+        self.first, self.first_slots = larger.first, larger.first_slots
 
     def step(
         self,
@@ -105,21 +119,17 @@ class StaticCache:
         first so many rows of each sequence only (all positions lie below it); the whole capacity by default, as a
         compiled step wants it. masks: False where all layers read the cache through `view` (a fused model).
         """
+        batch, tokens = positions.shape
+        if tokens not in self._starts:
+            self._starts[tokens] = torch.arange(0, (batch + 1) * tokens, tokens, device=positions.device)
         slots = self.first_slots + positions  # (B, T)
-        starts = torch.arange(0, (self.batch + 1) * positions.shape[1], positions.shape[1], device=positions.device)
-        lengths = positions[:, 0] + positions.shape[1]  # as if no token were padding: nobody looks at those
-        first = self.first_slots.flatten()
+        lengths = positions[:, 0] + tokens  # as if no token were padding: nobody looks at those
         if valid is not None:
             slots = slots.masked_fill(~valid, -1)
-        slots = slots.flatten()
         read = self.capacity if read is None else min(read, self.capacity)
         seen: dict[int | None, Tensor | None] = dict.fromkeys(self.windows)
         if masks and not fresh:
             rows = torch.arange(read, device=positions.device)
             seen = {window: visible(positions, rows, window) for window in seen}  # (B, T, S')
-        return Step(
-            [
-                CachedLayer(k, v, slots, seen[window], self.batch, read, starts, lengths, first)
-                for k, v, window in zip(self.k, self.v, self.windows, strict=True)
-            ]
-        )
+        together = StackView(self.k, self.v, slots.flatten(), self._starts[tokens], lengths, self.first)
+        return Step(together, read, [seen[window] for window in self.windows])

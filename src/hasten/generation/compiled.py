@@ -42,7 +42,12 @@ def compile_blocks(model: Transformer) -> None:
                 module.__class__ = OneRowLinear
     # Each cache size and batch size is a graph of its own; past the default of 8 a full graph would be refused.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
-    for part in (*model.blocks, model.head):
+    parts = [*model.blocks]
+    if model.stack is None:
+        parts.append(model.head)
+    else:
+        model.stack.apart = True
+    for part in parts:
         part.forward = _compiled_for_one_token(part.forward)
 
 

@@ -96,7 +96,7 @@ class Decoder:
             self._history = [[*h[:n], *t] for h, n, t in zip(self._history, self.lengths, new, strict=True)]
         grown = [n + on for n, on in zip(self.lengths, going, strict=True)]
         self._check_room(max(grown))
-        positions = torch.tensor([n - 1 for n in grown], device=tokens.device)[:, None]  # (B, 1)
+        positions = torch.tensor([[n - 1] for n in grown], device=tokens.device)  # (B, 1)
         valid = None if all(going) else torch.tensor(going, device=tokens.device)[:, None]
         self.lengths = grown
         read = None if self.static else -(-max(grown) // _READ_STEP) * _READ_STEP

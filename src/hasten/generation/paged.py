@@ -17,7 +17,7 @@ from hasten.model.config import ModelConfig
 from hasten.ops.attention import AttentionRequest, AttentionSpec
 from hasten.ops.attention.masks import visible
 from hasten.ops.attention.paged import PAGED_KERNELS, Group, groups_of
-from hasten.ops.attention.view import KVView
+from hasten.ops.attention.view import KVView, StackView
 from hasten.ops.pages import zeros_in_large_pages
 from hasten.ops.picker import pick
 
@@ -64,6 +64,7 @@ class PagedStep:
     """The context of a forward pass of N tokens: positions int64 (1, N), and `last`, each sequence's last row (B,)."""
 
     layers: list[PagedLayer]
+    together: StackView
     positions: Tensor
     last: Tensor
 
@@ -152,7 +153,7 @@ class PagedCache:
             PagedLayer(KVView(k, v, *shared), self.kernel.run, groups, everything, window)
             for k, v, window in zip(self.k, self.v, self.windows, strict=True)
         ]
-        return PagedStep(layers, there(positions)[None], shared[1][1:] - 1)
+        return PagedStep(layers, StackView(self.k, self.v, *shared), there(positions)[None], shared[1][1:] - 1)
 
 
 def _independent(pairs: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:

@@ -32,7 +32,12 @@ class PlainLayer:
 
 
 class TrainingContext:
-    """Stateless. documents (B, T), if given, numbers the document of each token; attention stays inside it."""
+    """Stateless; each layer makes its own view, so there is none of all `together`.
+
+    documents (B, T), if given, numbers the document of each token; attention stays inside it.
+    """
+
+    together = None
 
     def __init__(self, windows: Sequence[int | None], documents: Tensor | None = None) -> None:
         if documents is None:

@@ -1,11 +1,12 @@
 """Fusing: the readable block swapped for one of the same interface that calls the native fused steps.
 
-The readable `Block` stays its reference. One call a layer (with experts three, and the readable experts): norm + q, k,
-v + rotary turn + cache write; attention; output + residual; norm + gate, up + activation; down + residual. The residual
-stream is float32 between them.
+The readable `Block` stays its reference. The steps: norm + q, k, v + rotary turn + cache write; attention; output +
+residual; norm + gate, up + activation; down + residual. All layers are one call where they are dense and their caches
+have the same slots, else each is one (with experts three, and the readable experts). The residual stream is float32
+between them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, Self
 
@@ -16,7 +17,7 @@ from hasten.errors import ConfigError
 from hasten.model.config import LayerConfig, ModelConfig
 from hasten.model.experts import Experts
 from hasten.model.stacking import alternate, packed, plain, split_alternate, split_stack, stack
-from hasten.model.transformer import MLP, Block, LayerContext, LayerNorm, RMSNorm, Transformer
+from hasten.model.transformer import MLP, Block, Context, LayerContext, LayerNorm, RMSNorm, Transformer
 from hasten.ops.linear.modules import PackedLinear
 from hasten.ops.native import NativeLibrary, library
 from hasten.ops.pages import in_large_pages, return_freed_memory
@@ -52,7 +53,9 @@ def fuse(model: Transformer) -> Transformer:
         if isinstance(block, Block):
             model.blocks[i] = FusedBlock(block, native)
             return_freed_memory()
-    if isinstance(model.head, nn.Linear):
+    if isinstance(model.head, PackedLinear):
+        model.head = packed(model.head)
+    elif isinstance(model.head, nn.Linear):
         tied = model.head.weight is model.embedding.weight
         head = PackedLinear.from_linear(model.head)
         model.head = head
@@ -61,11 +64,14 @@ def fuse(model: Transformer) -> Transformer:
     if isinstance(model.head, PackedLinear):
         _settled(model.head)
         return_freed_memory()
+    if all(isinstance(block, FusedBlock) and block.experts is None for block in model.blocks):
+        model.stack = FusedStack(model)
     return model
 
 
 def unfuse(model: Transformer) -> Transformer:
     """Undo `fuse` in place: readable blocks again, of the same numbers (quantized layers stay packed)."""
+    model.stack = None
     for i, block in enumerate(model.blocks):
         if isinstance(block, FusedBlock):
             model.blocks[i] = block.readable(model.config, model.config.layers[i])
@@ -145,7 +151,7 @@ class FusedBlock(nn.Module):
                 *(*_norm_weights(self.mlp_norm), *mlp),
                 *(*_weight_arguments(self.down), *_norm_weights(self.mlp_post_norm)),
             )
-            self._bound = SimpleNamespace(block=ops.block.default, plan=plan)
+            self._bound = SimpleNamespace(blocks=ops.blocks.default, norm_linear=ops.norm_linear.default, plan=plan)
         else:
             self._bound = SimpleNamespace(
                 attention_input=ops.attention_input.default,
@@ -187,11 +193,12 @@ class FusedBlock(nn.Module):
             x = x.float()
         batch, tokens, _ = x.shape
         view = layer.view(batch=batch, tokens=tokens, kv_heads=spec.kv_heads, head_dim=spec.head_dim)
-        cos, sin = rope or (None, None)  # (B, T, dim/2)
-        if self.experts is None:
-            return self._bound.block(x, cos, sin, *view, self._bound.plan)
         bound = self._bound
         k, v, slots, *lengths = view
+        if self.experts is None:
+            turns = ([], [], [-1]) if rope is None else ([rope[0]], [rope[1]], [0])
+            return bound.blocks(x, *turns, [k], [v], slots, *lengths, [bound.plan])
+        cos, sin = rope or (None, None)  # (B, T, dim/2)
         q = bound.attention_input(x, *bound.input_arguments, cos, sin, k, v, slots)  # (B·T, H, D)
         attended = bound.attention(q, k, v, *lengths, *bound.scores)  # (B·T, H, D)
         x = bound.linear_add(attended, *bound.output, x, *bound.output_norm)
@@ -224,6 +231,37 @@ class FusedBlock(nn.Module):
             block.mlp.down = plain(self.down)
         attention.bind()  # again, now that the weights are no longer on the meta device
         return block
+
+
+class FusedStack:
+    """All blocks of a fused model in one native call, and its last norm and head in another.
+
+    Called in turn, each costs little; but between them the weights have swept the caches, Python's too.
+    """
+
+    def __init__(self, model: Transformer) -> None:
+        self.model = model
+        self.apart = False  # True: each block by itself, as a compiler wants it
+        self.turns = [layer.rope if model.config.ropes else -1 for layer in model.config.layers]
+
+    def __call__(self, x: Tensor, ropes: Sequence[tuple[Tensor, Tensor]], context: Context) -> Tensor:
+        """x (B, T, C) -> (B, T, C) in float32."""
+        blocks: list[FusedBlock] = list(self.model.blocks)  # type: ignore[arg-type]
+        together = context.together
+        if together is None or self.apart or any(block._forward_hooks or block._forward_pre_hooks for block in blocks):
+            for block, layer, turn in zip(blocks, context.layers, self.turns, strict=True):
+                x = block(x, ropes[turn] if turn >= 0 else None, layer)
+            return x
+        cos, sin = [table[0] for table in ropes], [table[1] for table in ropes]
+        plans = [block._bound.plan for block in blocks]
+        return blocks[0]._bound.blocks(x.float(), cos, sin, self.turns, *together, plans)
+
+    def scores(self, x: Tensor) -> Tensor:
+        """x (…, C) before the last norm -> logits (…, out features of the head) in float32."""
+        model = self.model
+        norm, head = _norm_arguments(model.norm), _weight_arguments(model.head)
+        first: FusedBlock = model.blocks[0]  # type: ignore[assignment]
+        return first._bound.norm_linear(x, *norm, *head, model.head.out_features)
 
 
 def _settled(linear: PackedLinear) -> PackedLinear:

@@ -22,7 +22,7 @@ from hasten.model.formats.record import Quantization
 from hasten.model.rope import RotaryTable, rotate
 from hasten.ops.activation import Functions
 from hasten.ops.attention import KERNELS, AttentionRequest, AttentionSpec
-from hasten.ops.attention.view import KVView
+from hasten.ops.attention.view import KVView, StackView
 from hasten.ops.linear.modules import PackedLinear
 from hasten.ops.loss import IGNORED, linear_cross_entropy
 from hasten.ops.picker import pick
@@ -71,6 +71,21 @@ class Context(Protocol):
 
     @property
     def layers(self) -> Sequence[LayerContext]: ...
+
+    @property
+    def together(self) -> StackView | None:
+        """All layers for a kernel that takes them at once, where they share all but k and v."""
+        ...
+
+
+class Stack(Protocol):
+    """All blocks at once (unless `apart`), and the last norm with the head."""
+
+    apart: bool
+
+    def __call__(self, x: Tensor, ropes: Sequence[tuple[Tensor, Tensor]], context: Context) -> Tensor: ...
+
+    def scores(self, x: Tensor) -> Tensor: ...
 
 
 class RMSNorm(nn.Module):
@@ -243,6 +258,7 @@ class Transformer(nn.Module):
         self.generation = {}
         self.quantization = None
         self.loss_kernel: str | None = None  # None: the first that fits
+        self.stack: Stack | None = None  # all blocks in one call, where the model is fused
         self.embedding = nn.Embedding(config.padded_vocab_size, config.hidden_size)
         self.positions = nn.Embedding(config.max_positions, config.hidden_size) if config.learned_positions else None
         self.ropes = nn.ModuleList(RotaryTable(rope) for rope in config.ropes)
@@ -278,7 +294,27 @@ class Transformer(nn.Module):
             x = x + self.positions(positions)
         x = self.dropout(x)
         ropes = [table(positions) for table in self.ropes]  # cos and sin, (B, T, dim/2) each
-        for index, (block, layer, own) in enumerate(zip(self.blocks, self.config.layers, context.layers, strict=True)):
+        if self.stack is not None and gates is None:
+            x = self.stack(x, ropes, context)
+        else:
+            x = self._blocks(x, ropes, context.layers, gates)
+        if rows is not None:
+            x = x.flatten(0, -2)[rows]  # (R, C)
+        if targets is None and self.stack is not None:
+            return self._finished(self.stack.scores(x))
+        x = self.norm(x)
+        if targets is None:
+            return self.logits(x)
+        return self.loss(x, targets)
+
+    def _blocks(
+        self,
+        x: Tensor,
+        ropes: Sequence[tuple[Tensor, Tensor]],
+        layers: Sequence[LayerContext],
+        gates: Sequence[float] | None,
+    ) -> Tensor:
+        for index, (block, layer, own) in enumerate(zip(self.blocks, self.config.layers, layers, strict=True)):
             rope = ropes[layer.rope] if ropes else None
             gate = 1.0 if gates is None else gates[index]
             if gates is None or (gate == 1.0 and not self.training):
@@ -286,12 +322,7 @@ class Transformer(nn.Module):
             elif gate:
                 # A tensor, because a compiled block would be compiled anew for every other number.
                 x = block(x, rope, own, x.new_full((), gate, dtype=torch.float32))
-        if rows is not None:
-            x = x.flatten(0, -2)[rows]  # (R, C)
-        x = self.norm(x)
-        if targets is None:
-            return self.logits(x)
-        return self.loss(x, targets)
+        return x
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
         """The sum of the token losses of normalised states x (..., C), without all logits in memory; see ops.loss."""
@@ -310,7 +341,10 @@ class Transformer(nn.Module):
 
     def logits(self, x: Tensor) -> Tensor:
         """Scores (..., V) in float32 of normalised states x (..., C); the padded rows of the vocabulary are cut off."""
-        logits = self.head(x)[..., : self.config.vocab_size].float()
+        return self._finished(self.head(x))
+
+    def _finished(self, scores: Tensor) -> Tensor:
+        logits = scores[..., : self.config.vocab_size].float()
         if self.config.logit_softcap is not None:
             logits = self.config.logit_softcap * torch.tanh(logits / self.config.logit_softcap)
         return logits

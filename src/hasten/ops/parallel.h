@@ -192,12 +192,22 @@ class Memory {
   T* take(int64_t count) {
     const size_t bytes = (size_t(count) * sizeof(T) + 127) & ~size_t(63);  // a line more: kernels may read whole vectors
     auto& kept = blocks();
-    if (kept.empty() || kept.back().used + bytes > kept.back().size)
-      kept.push_back(Block(std::max<size_t>(bytes, 1 << 20)));
-    Block& block = kept.back();
+    while (at_ < kept.size() && kept[at_].used + bytes > kept[at_].size) at_++;
+    if (at_ == kept.size()) kept.push_back(Block(std::max<size_t>(bytes, 1 << 20)));
+    Block& block = kept[at_];
     T* found = reinterpret_cast<T*>(block.data.get() + block.used);
     block.used += bytes;
     return found;
+  }
+  // What was taken since `mark` may be given out again.
+  struct Mark {
+    size_t block, used;
+  };
+  Mark mark() const { return {at_, at_ < blocks().size() ? blocks()[at_].used : 0}; }
+  void back_to(const Mark& mark) {
+    auto& kept = blocks();
+    for (size_t i = mark.block; i < kept.size(); i++) kept[i].used = i == mark.block ? mark.used : 0;
+    at_ = mark.block;
   }
 
  private:
@@ -215,6 +225,7 @@ class Memory {
     thread_local std::vector<Block> kept;
     return kept;
   }
+  size_t at_ = 0;  // the block that is being given out
 };
 
 }  // namespace hasten

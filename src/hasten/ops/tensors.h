@@ -29,11 +29,14 @@ inline Tensor empty(std::vector<int64_t> size, ScalarType type) {
   return torch::stable::empty(size, type);
 }
 
-inline Tensor empty_like_with_last(const Tensor& x, int64_t last) {
+inline Tensor empty_like_with_last(const Tensor& x, int64_t last, ScalarType type) {
   std::vector<int64_t> size;
   for (int64_t i = 0; i + 1 < x.dim(); i++) size.push_back(x.size(i));
   size.push_back(last);
-  return empty(size, x.scalar_type());
+  return empty(size, type);
+}
+inline Tensor empty_like_with_last(const Tensor& x, int64_t last) {
+  return empty_like_with_last(x, last, x.scalar_type());
 }
 
 inline Type type_of(const Tensor& t) {

@@ -21,3 +21,16 @@ class KVView(NamedTuple):
     first: Tensor | None
     table: Tensor | None = None
     block_size: int = 0
+
+
+class StackView(NamedTuple):
+    """KVView of many layers that have all but k and v in common."""
+
+    k: list[Tensor]
+    v: list[Tensor]
+    slots: Tensor
+    starts: Tensor
+    lengths: Tensor
+    first: Tensor | None
+    table: Tensor | None = None
+    block_size: int = 0

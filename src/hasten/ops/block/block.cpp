@@ -1,4 +1,4 @@
-// The steps of a decoder block as torch operators: one by one, and all of a dense block in one call.
+// The steps of a decoder block as torch operators: one by one, and all of a row of dense blocks in one call.
 #include "phases.h"
 
 #include "../attention/phases.h"
@@ -19,7 +19,7 @@ Tensor attention_input(Tensor x, HASTEN_NORM, HASTEN_WEIGHT, int64_t heads, int6
   const int64_t c = x.size(-1), rows = x.numel() / c;
   Tensor q = empty({rows, heads, head_dim}, x.scalar_type());
   Memory memory;
-  const AttentionInput step(memory, x, rows, q.mutable_data_ptr(), norm_of(HASTEN_NORM_ARGUMENTS),
+  const AttentionInput step(memory, x.const_data_ptr(), type_of(x), rows, q.mutable_data_ptr(), norm_of(HASTEN_NORM_ARGUMENTS),
                             PackedWeight((heads + 2 * k_cache.size(1)) * head_dim, c, HASTEN_WEIGHT_ARGUMENTS), heads,
                             head_dim, norm_of(q_norm, std::nullopt, eps, offset, centred),
                             norm_of(k_norm, std::nullopt, eps, offset, centred), cos, sin, k_cache, v_cache, slots);
@@ -52,6 +52,19 @@ Tensor mlp_input(Tensor x, HASTEN_NORM, HASTEN_WEIGHT, int64_t inner, bool gated
                       PackedWeight(MlpInput::weight_rows(inner, gated), c, HASTEN_WEIGHT_ARGUMENTS), inner, gated,
                       Activation(activation));
   together([&](Member& member) { step.run(member); });
+  return out;
+}
+
+// norm(x)·Wᵀ + b in float32, x (…, C) -> (…, N).
+Tensor norm_linear(Tensor x, HASTEN_NORM, HASTEN_WEIGHT, int64_t n) {
+  x = as_contiguous(x);
+  const int64_t c = x.size(-1), rows = x.numel() / c;
+  Tensor out = empty_like_with_last(x, n, ScalarType::Float);
+  Memory memory;
+  const Linear step(memory, x.const_data_ptr(), type_of(x), rows, norm_of(HASTEN_NORM_ARGUMENTS),
+                    PackedWeight(n, c, HASTEN_WEIGHT_ARGUMENTS));
+  float* to = static_cast<float*>(out.mutable_data_ptr());
+  together([&](Member& member) { step.run_into(member, to); });
   return out;
 }
 
@@ -99,36 +112,79 @@ Tensor plan_block(int64_t c, int64_t kv_heads, HASTEN_NORM, HASTEN_WEIGHT, int64
                                   [](void* p) { delete static_cast<Plan*>(p); });
 }
 
-// A whole dense block, x (…, C) float32 -> the same: attention_input, attention, linear_add, mlp_input and linear_add
-// after each other, the threads started once.
-Tensor block(Tensor x, Maybe cos, Maybe sin, Tensor k_cache, Tensor v_cache, Tensor slots, Tensor starts,
-             Tensor lengths, Maybe first, Maybe table, int64_t block_size, Tensor plan) {
-  x = as_contiguous(x);
-  cos = as_contiguous(cos);
-  sin = as_contiguous(sin);
-  STD_TORCH_CHECK(plan.scalar_type() == ScalarType::Byte && plan.numel() == sizeof(Plan), "that is no plan of a block");
-  const Plan& p = *static_cast<const Plan*>(plan.const_data_ptr());
-  STD_TORCH_CHECK(p.self == &p, "that is no plan of a block");
-  STD_TORCH_CHECK(x.scalar_type() == ScalarType::Float && x.size(-1) == p.c, "the block wants x (…, ", p.c, ") float32");
-  const int64_t rows = x.numel() / p.c, wide = p.heads * p.head_dim;
-  const Type f32 = Type::f32;
-  Tensor out = empty_like_with_last(x, p.c);
-  Memory memory;
-  float *q = memory.take<float>(rows * wide), *attended = memory.take<float>(rows * wide);
-  float *middle = memory.take<float>(rows * p.c), *act = memory.take<float>(rows * p.inner);
-  const AttentionInput input(memory, x, rows, q, p.attention_norm, p.qkv, p.heads, p.head_dim, p.q_norm, p.k_norm, cos,
-                             sin, k_cache, v_cache, slots);
-  const AttentionPhases attention(memory, q, attended, f32, rows, p.heads, p.head_dim, k_cache, v_cache, starts, lengths,
-                                  first, table, block_size, p.scale, p.window, p.softcap);
-  const LinearAdd output(memory, attended, f32, rows, p.output, x.const_data_ptr(), middle, f32, p.output_norm);
-  const MlpInput mlp(memory, middle, f32, rows, act, p.mlp_norm, p.mlp, p.inner, p.gated, p.kind);
-  const LinearAdd down(memory, act, f32, rows, p.down, middle, out.mutable_data_ptr(), f32, p.down_norm);
-  together([&](Member& member) {
+// One dense block of a stack: attention_input, attention, linear_add, mlp_input and linear_add after each other.
+struct BlockPhases {
+  // x and out (rows, C) float32.
+  BlockPhases(Memory& memory, const Plan& p, const float* x, float* out, int64_t rows, const Maybe& cos, const Maybe& sin,
+              const Tensor& k_cache, const Tensor& v_cache, const Tensor& slots, const Tensor& starts,
+              const Tensor& lengths, const Maybe& first, const Maybe& table, int64_t block_size)
+      : q(memory.take<float>(rows * p.heads * p.head_dim)), attended(memory.take<float>(rows * p.heads * p.head_dim)),
+        middle(memory.take<float>(rows * p.c)), act(memory.take<float>(rows * p.inner)),
+        input(memory, x, Type::f32, rows, q, p.attention_norm, p.qkv, p.heads, p.head_dim, p.q_norm, p.k_norm, cos, sin,
+              k_cache, v_cache, slots),
+        attention(memory, q, attended, Type::f32, rows, p.heads, p.head_dim, k_cache, v_cache, starts, lengths, first,
+                  table, block_size, p.scale, p.window, p.softcap),
+        output(memory, attended, Type::f32, rows, p.output, x, middle, Type::f32, p.output_norm),
+        mlp(memory, middle, Type::f32, rows, act, p.mlp_norm, p.mlp, p.inner, p.gated, p.kind),
+        down(memory, act, Type::f32, rows, p.down, middle, out, Type::f32, p.down_norm) {}
+
+  void run(Member& member) const {
     input.run(member);
     attention.run(member);
     output.run(member);
     mlp.run(member);
     down.run(member);
+  }
+
+  float *q, *attended, *middle, *act;
+  AttentionInput input;
+  AttentionPhases attention;
+  LinearAdd output;
+  MlpInput mlp;
+  LinearAdd down;
+};
+
+const Plan& plan_in(const Tensor& bytes) {
+  STD_TORCH_CHECK(bytes.scalar_type() == ScalarType::Byte && bytes.numel() == sizeof(Plan), "that is no plan of a block");
+  const Plan& p = *static_cast<const Plan*>(bytes.const_data_ptr());
+  STD_TORCH_CHECK(p.self == &p, "that is no plan of a block");
+  return p;
+}
+
+// Dense blocks after each other, x (…, C) float32 -> the same, the threads started once. turns[i]: which of the tables
+// of cosines and sines block i takes, -1 for none. All caches have the same slots.
+Tensor blocks(Tensor x, std::vector<Tensor> cos, std::vector<Tensor> sin, std::vector<int64_t> turns,
+              std::vector<Tensor> k_caches, std::vector<Tensor> v_caches, Tensor slots, Tensor starts, Tensor lengths,
+              Maybe first, Maybe table, int64_t block_size, std::vector<Tensor> plans) {
+  x = as_contiguous(x);
+  const int64_t count = int64_t(plans.size()), c = x.size(-1), rows = x.numel() / c;
+  STD_TORCH_CHECK(count && int64_t(turns.size()) == count && int64_t(k_caches.size()) == count &&
+                      int64_t(v_caches.size()) == count && cos.size() == sin.size(),
+                  "each block needs its plan, its cache and its turn");
+  STD_TORCH_CHECK(x.scalar_type() == ScalarType::Float, "the blocks want x in float32");
+  for (auto* tables : {&cos, &sin})
+    for (Tensor& one : *tables) one = as_contiguous(one);
+  Tensor out = empty_like_with_last(x, c);
+  Memory memory;
+  float* between[] = {memory.take<float>(rows * c), memory.take<float>(rows * c)};
+  const float* from = static_cast<const float*>(x.const_data_ptr());
+  const Memory::Mark mark = memory.mark();
+  std::vector<BlockPhases> phases;
+  phases.reserve(count);
+  for (int64_t i = 0; i < count; i++) {
+    const Plan& p = plan_in(plans[i]);
+    STD_TORCH_CHECK(p.c == c, "a block of size ", p.c, " cannot take x (…, ", c, ")");
+    STD_TORCH_CHECK(turns[i] < int64_t(cos.size()), "there is no table of turns ", turns[i]);
+    float* to = i + 1 < count ? between[i % 2] : static_cast<float*>(out.mutable_data_ptr());
+    const bool turned = turns[i] >= 0;
+    memory.back_to(mark);  // a block begins when the one before it has ended: they share their memory
+    phases.emplace_back(memory, p, from, to, rows, turned ? Maybe(cos[turns[i]]) : Maybe(),
+                        turned ? Maybe(sin[turns[i]]) : Maybe(), k_caches[i], v_caches[i], slots, starts, lengths, first,
+                        table, block_size);
+    from = to;
+  }
+  together([&](Member& member) {
+    for (const BlockPhases& block : phases) block.run(member);
   });
   return out;
 }
@@ -138,14 +194,16 @@ Tensor block(Tensor x, Maybe cos, Maybe sin, Tensor k_cache, Tensor v_cache, Ten
 STABLE_TORCH_LIBRARY_FRAGMENT(HASTEN_LIBRARY, m) {
   m.def("attention_input(Tensor x, Tensor? norm_weight, Tensor? norm_bias, float eps, float offset, bool centred, Tensor data, Tensor? scales, Tensor? zeros, Tensor? bias, int group_size, int digits, int heads, int head_dim, Tensor? q_norm, Tensor? k_norm, Tensor? cos, Tensor? sin, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slots) -> Tensor");
   m.def("plan_block(int c, int kv_heads, Tensor? norm_weight, Tensor? norm_bias, float eps, float offset, bool centred, Tensor data, Tensor? scales, Tensor? zeros, Tensor? bias, int group_size, int digits, int heads, int head_dim, Tensor? q_norm, Tensor? k_norm, float scale, int window, float softcap, Tensor o_data, Tensor? o_scales, Tensor? o_zeros, Tensor? o_bias, int o_group_size, int o_digits, Tensor? o_norm_weight, Tensor? o_norm_bias, Tensor? m_norm_weight, Tensor? m_norm_bias, Tensor m_data, Tensor? m_scales, Tensor? m_zeros, Tensor? m_bias, int m_group_size, int m_digits, int inner, bool gated, int activation, Tensor d_data, Tensor? d_scales, Tensor? d_zeros, Tensor? d_bias, int d_group_size, int d_digits, Tensor? d_norm_weight, Tensor? d_norm_bias) -> Tensor");
-  m.def("block(Tensor x, Tensor? cos, Tensor? sin, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slots, Tensor starts, Tensor lengths, Tensor? first, Tensor? table, int block_size, Tensor plan) -> Tensor");
+  m.def("blocks(Tensor x, Tensor[] cos, Tensor[] sin, int[] turns, Tensor(a!)[] k_caches, Tensor(b!)[] v_caches, Tensor slots, Tensor starts, Tensor lengths, Tensor? first, Tensor? table, int block_size, Tensor[] plans) -> Tensor");
   m.def("linear_add(Tensor x, Tensor data, Tensor? scales, Tensor? zeros, Tensor? bias, int group_size, int digits, Tensor residual, Tensor? norm_weight, Tensor? norm_bias, float eps, float offset, bool centred) -> Tensor");
+  m.def("norm_linear(Tensor x, Tensor? norm_weight, Tensor? norm_bias, float eps, float offset, bool centred, Tensor data, Tensor? scales, Tensor? zeros, Tensor? bias, int group_size, int digits, int out_features) -> Tensor");
   m.def("mlp_input(Tensor x, Tensor? norm_weight, Tensor? norm_bias, float eps, float offset, bool centred, Tensor data, Tensor? scales, Tensor? zeros, Tensor? bias, int group_size, int digits, int inner, bool gated, int activation) -> Tensor");
 }
 STABLE_TORCH_LIBRARY_IMPL(HASTEN_LIBRARY, CPU, m) {
   m.impl("attention_input", TORCH_BOX(&hasten::attention_input));
   m.impl("plan_block", TORCH_BOX(&hasten::plan_block));
-  m.impl("block", TORCH_BOX(&hasten::block));
+  m.impl("blocks", TORCH_BOX(&hasten::blocks));
   m.impl("linear_add", TORCH_BOX(&hasten::linear_add));
+  m.impl("norm_linear", TORCH_BOX(&hasten::norm_linear));
   m.impl("mlp_input", TORCH_BOX(&hasten::mlp_input));
 }

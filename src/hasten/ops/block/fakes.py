@@ -23,7 +23,12 @@ def mlp_input(x: Tensor, *rest: Any) -> Tensor:
     return x.new_empty((*x.shape[:-1], rest[11]))
 
 
-def block(x: Tensor, *rest: Any) -> Tensor:
+def norm_linear(x: Tensor, *rest: Any) -> Tensor:
+    """(…, N) in float32."""
+    return x.new_empty((*x.shape[:-1], rest[11]), dtype=torch.float32)
+
+
+def blocks(x: Tensor, *rest: Any) -> Tensor:
     """As x."""
     return x.new_empty(x.shape)
 
@@ -35,8 +40,9 @@ def plan_block(c: int, kv_heads: int, norm_weight: Any, norm_bias: Any, *rest: A
 
 FAKES = {
     "plan_block": plan_block,
-    "block": block,
+    "blocks": blocks,
     "attention_input": attention_input,
     "linear_add": linear_add,
     "mlp_input": mlp_input,
+    "norm_linear": norm_linear,
 }

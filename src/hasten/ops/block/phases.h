@@ -95,14 +95,14 @@ inline void finish_head(float* x, int64_t size, const Norm& norm, const float* c
 // norm + q, k, v + head norms + rotary turn + cache write. x (R, C), cos and sin (R, dim/2) -> q (R, H, D) in x's
 // dtype; k, v go into row slots[r] of the caches (slots, Hkv, D), -1 being the last row, which nobody reads.
 struct AttentionInput {
-  AttentionInput(Memory& memory, const Tensor& x, int64_t rows, void* q, const Norm& norm, const PackedWeight& weight,
-                 int64_t heads, int64_t head_dim, const Norm& q_norm, const Norm& k_norm, const Maybe& cos,
+  AttentionInput(Memory& memory, const void* x, Type type, int64_t rows, void* q, const Norm& norm,
+                 const PackedWeight& weight, int64_t heads, int64_t head_dim, const Norm& q_norm, const Norm& k_norm, const Maybe& cos,
                  const Maybe& sin, const Tensor& k_cache, const Tensor& v_cache, const Tensor& slots)
-      : heads(heads), kv_heads(k_cache.size(1)), head_dim(head_dim), q(q), type(type_of(x)), q_norm(q_norm),
-        k_norm(k_norm), linear(memory, x.const_data_ptr(), type, rows, norm, weight),
+      : heads(heads), kv_heads(k_cache.size(1)), head_dim(head_dim), q(q), type(type), q_norm(q_norm),
+        k_norm(k_norm), linear(memory, x, type, rows, norm, weight),
         values(memory.take<float>(rows * linear.w.n)), last(k_cache.size(0) - 1), half(cos ? cos->size(-1) : 0) {
-    STD_TORCH_CHECK(linear.w.n == (heads + 2 * kv_heads) * head_dim && linear.k == x.size(-1),
-                    "the weight of q, k and v does not fit x and the cache");
+    STD_TORCH_CHECK(linear.w.n == (heads + 2 * kv_heads) * head_dim,
+                    "the weight of q, k and v does not fit the cache");
     STD_TORCH_CHECK(k_cache.scalar_type() == ScalarType::BFloat16 && k_cache.is_contiguous() && v_cache.is_contiguous(),
                     "the fused step writes a contiguous bfloat16 cache");
     STD_TORCH_CHECK(head_dim <= 256, "head sizes up to 256");
