@@ -11,7 +11,7 @@ from hasten.model.context import TrainingContext
 from hasten.model.transformer import Transformer
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def embed(model: Transformer, prompt: Sequence[int], *, pooling: str) -> Tensor:
     """States (C,) float32: the mean over the prompt's tokens ("mean"), or the last one's ("last"). Not normalised."""
     tokens = torch.tensor([list(prompt)], device=model.device)  # (1, T)
