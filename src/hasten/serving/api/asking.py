@@ -1,0 +1,106 @@
+"""From a checked body to the engine's Request: limits of this server, the model's defaults, tokens of the prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hasten.errors import ConfigError
+from hasten.generation.params import SamplingParams
+from hasten.serving.api.errors import ApiError
+from hasten.serving.api.fields import SamplingBody
+from hasten.serving.api.service import Service, too_long
+from hasten.serving.api.settings import ServerSettings
+
+RECOMMENDED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
+def sampling_params(body: SamplingBody, service: Service, *, max_tokens: int, constrained: bool) -> SamplingParams:
+    """How the answer is drawn. Raises ApiError naming the field."""
+    settings = service.settings
+    chosen: dict[str, Any] = {name: _first(body, settings.defaults, name) for name in RECOMMENDED}
+    chosen = {name: value for name, value in chosen.items() if value is not None}
+    if chosen.get("top_k") == -1:  # vLLM's way to say all
+        chosen["top_k"] = 0
+    stop = [body.stop] if isinstance(body.stop, str) else list(body.stop or ())
+    _limit("stop", len(stop), settings.stops)
+    _limit("stop", max(map(len, stop), default=0), settings.stop_characters, what="characters in one text")
+    _limit("stop_token_ids", len(body.stop_token_ids or ()), settings.stop_tokens)
+    if constrained and (body.ignore_eos or body.min_tokens):
+        name = "ignore_eos" if body.ignore_eos else "min_tokens"
+        raise ApiError(f"{name} cannot be combined with structured output, which decides where it ends", param=name)
+    try:
+        return SamplingParams(
+            **chosen,
+            presence_penalty=body.presence_penalty or 0.0,
+            frequency_penalty=body.frequency_penalty or 0.0,
+            logit_bias=_biases(body.logit_bias or {}, service),
+            seed=None if body.seed is None else body.seed % 2**62,  # room to number the samples of one seed
+            max_new_tokens=max_tokens,
+            min_new_tokens=body.min_tokens or 0,
+            stop=tuple(stop),
+            stop_token_ids=tuple(body.stop_token_ids or ()),
+            ignore_eos=bool(body.ignore_eos),
+        )
+    except ConfigError as error:
+        raise ApiError(str(error), code="invalid_value") from None
+
+
+def samples(body: SamplingBody, settings: ServerSettings, *, prompts: int) -> tuple[int, int | None]:
+    """n and best_of, within the limits."""
+    n, best_of = body.n or 1, body.best_of
+    if best_of is not None and best_of < n:
+        raise ApiError(f"best_of is {best_of}, below n, which is {n}", param="best_of")
+    if best_of is not None and best_of > n and body.stream:
+        raise ApiError("best_of cannot be streamed: the best are known at the end", param="best_of")
+    drawn = best_of or n
+    _limit("n" if best_of is None else "best_of", drawn, settings.samples)
+    if drawn * prompts > settings.choices:
+        message = f"{prompts} prompts with {drawn} samples each are {drawn * prompts}; at most {settings.choices}"
+        raise ApiError(message, param="prompt")
+    return n, None if best_of == n else best_of
+
+
+def room(prompt: Sequence[int], wanted: int | None, service: Service, *, param: str, default: int | None) -> int:
+    """How many tokens may follow; 400 if the prompt and what was asked for do not fit together."""
+    left = service.max_length - len(prompt)
+    if left < 1:
+        raise too_long(len(prompt), service.max_length, param=param)
+    if wanted is None:
+        return left if default is None else min(default, left)
+    if wanted > left:
+        message = (
+            f"the prompt's {len(prompt):,} tokens and {wanted:,} to follow are {len(prompt) + wanted:,}; this server's "
+            f"limit is {service.max_length:,} together"
+        )
+        raise ApiError(message, param=param, code="context_length_exceeded")
+    return wanted
+
+
+def check_ids(prompt: Sequence[int], service: Service, *, param: str) -> tuple[int, ...]:
+    """Token ids from a request: not none, and all of them in the vocabulary."""
+    if not prompt:
+        raise ApiError("the prompt is empty: it needs at least one token", param=param)
+    if max(prompt) >= service.vocabulary:
+        raise ApiError(f"token id {max(prompt)}: the vocabulary has {service.vocabulary}", param=param)
+    return tuple(prompt)
+
+
+def _first(body: SamplingBody, defaults: Mapping[str, Any], name: str) -> Any:
+    given = getattr(body, name)
+    return defaults.get(name) if given is None else given
+
+
+def _biases(given: Mapping[str, float], service: Service) -> dict[int, float]:
+    _limit("logit_bias", len(given), service.settings.biases)
+    biases = {}
+    for key, value in given.items():
+        if not (key.isascii() and key.isdigit() and len(key) < 10 and int(key) < service.vocabulary):
+            raise ApiError(f"logit_bias: {key[:40]!r} is no token id below {service.vocabulary}", param="logit_bias")
+        biases[int(key)] = value
+    return biases
+
+
+def _limit(name: str, found: int, most: int, *, what: str = "") -> None:
+    if found > most:
+        raise ApiError(f"{name}: {found:,} {what}; this server's limit is {most:,}".replace("  ", " "), param=name)

@@ -1,0 +1,30 @@
+"""A request body from strangers: parsed strictly, within limits, before anything else sees it."""
+
+from typing import Any
+
+from pydantic_core import from_json
+
+from hasten.serving.api.errors import ApiError
+
+
+def check_json(data: bytes, *, nesting: int) -> None:
+    """Raises ApiError (400) unless the bytes are one JSON value within the depth.
+
+    No NaN or infinity, no number of more than 4,300 digits, no half surrogate pair, valid UTF-8 (RFC 8259). Python's
+    own parser accepts the first and the third, and recurses as deeply as it is told to.
+    """
+    try:
+        value = from_json(data, allow_inf_nan=False, cache_strings="none")
+    except ValueError as error:
+        code = "nesting" if "recursion" in str(error) else "invalid_json"
+        raise ApiError(f"the body is not JSON that can be read: {error}", code=code) from None
+    depth, level = 0, [value]
+    while level:
+        level = [item for items in level for item in _children(items) if isinstance(item, (dict, list))]
+        depth += 1
+        if depth > nesting and level:
+            raise ApiError(f"the body is nested deeper than {nesting} levels", code="nesting")
+
+
+def _children(value: Any) -> Any:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()

@@ -1,0 +1,105 @@
+"""/v1/chat/completions as OpenAI describes it: https://platform.openai.com/docs/api-reference/chat"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from hasten.serving.api.completions_schema import ResponseFormat
+from hasten.serving.api.fields import COMMON_NEUTRAL, Body, Count, SamplingBody, Text
+
+Name = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+class TextPart(Body):
+    """A part of a message. Images, audio and files are refused."""
+
+    type: Literal["text"]
+    text: Text
+
+
+class FunctionCall(Body):
+    """What an assistant called; the arguments are JSON in a string."""
+
+    name: Name
+    arguments: Text
+
+
+class ToolCall(Body):
+    """One call of an earlier turn."""
+
+    id: Annotated[str, Field(max_length=256)] | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCall
+    neutral = {"index": (0, 1, 2, 3)}  # left over from a stream that was put together
+
+
+class Message(Body):
+    """One turn. What an assistant's answer carried beside its text may be sent back with it."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Text | list[TextPart] | None = None
+    name: Name | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: Annotated[str, Field(max_length=256)] | None = None
+    reasoning_content: Text | None = None
+    neutral = {"refusal": (), "audio": (), "annotations": ([],), "function_call": ()}
+
+
+class Function(Body):
+    """A function that the model may call; `parameters` is the JSON schema of its arguments."""
+
+    name: Annotated[str, Field(pattern="^[A-Za-z0-9_.-]{1,128}$")]
+    description: Text | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Body):
+    """A tool; only functions there are."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(Body):
+    """The name in a forced choice."""
+
+    name: Name
+
+
+class ToolChoice(Body):
+    """This function must be called."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class ChatBody(SamplingBody):
+    """A conversation; the answer has n choices."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=1024)] | None = None
+    response_format: ResponseFormat | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    neutral = COMMON_NEUTRAL | {
+        "add_generation_prompt": (True,),
+        "audio": (),
+        "chat_template": (),  # nothing of a request reaches the template but its messages and tools
+        "chat_template_kwargs": ({},),
+        "continue_final_message": (False,),
+        "documents": ([],),
+        "echo": (False,),
+        "function_call": ("none",),
+        "functions": ([],),
+        "modalities": (["text"],),
+        "prediction": (),
+        "prompt_cache_key": (),
+        "reasoning_effort": ("none",),
+        "verbosity": ("medium",),
+        "web_search_options": (),
+    }

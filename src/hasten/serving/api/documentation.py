@@ -1,0 +1,143 @@
+"""The responses as the OpenAPI description shows them. They are documentation: responses are built as plain values."""
+
+from typing import Any, Literal
+
+from pydantic import BaseModel
+
+
+class ErrorFacts(BaseModel):
+    """What went wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorReply(BaseModel):
+    """Every error."""
+
+    error: ErrorFacts
+
+
+class Usage(BaseModel):
+    """Tokens."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: dict[str, int] | None = None
+
+
+class CompletionChoice(BaseModel):
+    """One answer to a prompt."""
+
+    index: int
+    text: str
+    logprobs: dict[str, Any] | None
+    finish_reason: Literal["stop", "length"] | None
+
+
+class Completion(BaseModel):
+    """Answers to /v1/completions."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage
+
+
+class ChatChoice(BaseModel):
+    """One answer to a conversation."""
+
+    index: int
+    message: dict[str, Any]
+    logprobs: dict[str, Any] | None
+    finish_reason: Literal["stop", "length", "tool_calls"] | None
+
+
+class ChatCompletion(BaseModel):
+    """Answers to /v1/chat/completions."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class Embedding(BaseModel):
+    """One vector: numbers, or their float32 bytes in base64."""
+
+    index: int
+    object: Literal["embedding"]
+    embedding: list[float] | str
+
+
+class Embeddings(BaseModel):
+    """Answers to /v1/embeddings."""
+
+    object: Literal["list"]
+    data: list[Embedding]
+    model: str
+    usage: dict[str, int]
+
+
+class Tokens(BaseModel):
+    """Answer to /tokenize."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class Detokenized(BaseModel):
+    """Answer to /detokenize."""
+
+    prompt: str
+
+
+class Model(BaseModel):
+    """The served model."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int
+
+
+class Models(BaseModel):
+    """Answer to /v1/models."""
+
+    object: Literal["list"]
+    data: list[Model]
+
+
+class Status(BaseModel):
+    """Answer to /health and /ready."""
+
+    status: str
+
+
+ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"model": ErrorReply, "description": text}
+    for status, text in {
+        400: "The request is not valid; the field is named.",
+        401: "No valid key.",
+        403: "The Host header is not allowed.",
+        404: "No such model.",
+        408: "The body did not arrive in time.",
+        413: "The body is too large.",
+        415: "The body is not application/json.",
+        429: "The queue is full; Retry-After says when to come again.",
+        500: "The server failed.",
+        503: "Overloaded, or shutting down; Retry-After says when to come again.",
+        504: "The deadline passed.",
+    }.items()
+}
+ERRORS[422] = {"description": "Never sent: what does not fit is a 400.", "model": ErrorReply}

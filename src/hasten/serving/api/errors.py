@@ -1,0 +1,84 @@
+"""Every error in OpenAI's shape: {"error": {"message", "type", "param", "code"}}.
+
+https://platform.openai.com/docs/guides/error-codes
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from starlette.responses import JSONResponse
+
+# status -> OpenAI's type
+TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+class ApiError(Exception):
+    """What a client is told: an HTTP status, a message, the field at fault, a code for programs, headers."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message, self.status, self.param, self.code = message, status, param, code
+        self.headers = dict(headers or {})
+
+    def body(self) -> dict[str, Any]:
+        """The JSON that says it."""
+        kind = TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> JSONResponse:
+        """The response that says it."""
+        return JSONResponse(self.body(), status_code=self.status, headers=self.headers)
+
+
+def overloaded(message: str, *, seconds: float = 1.0, status: int = 503) -> ApiError:
+    """Come again after so many seconds (OpenAI's clients do)."""
+    return ApiError(message, status=status, code="overloaded", headers={"Retry-After": str(max(1, round(seconds)))})
+
+
+def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
+    """The 400 of a body that does not fit its schema; it names the first field at fault."""
+    # Of a union every member complains; the complaint that came deepest is about the one that was meant.
+    first = max(errors[:64], key=lambda error: (error["type"] == "unsupported", len(_path(error))), default=None)
+    if first is None:
+        return ApiError("the request is not valid")
+    param = first.get("ctx", {}).get("field") or _name(_path(first))
+    if first["type"] == "json_invalid":
+        return ApiError("the body is not JSON", code="invalid_json")
+    if first["type"] == "extra_forbidden":
+        return ApiError(f"{param}: there is no such field", param=param, code="unknown_parameter")
+    code = "unsupported_parameter" if first["type"] == "unsupported" else "invalid_value"
+    if first["type"] == "missing":
+        code = "missing_required_parameter"
+    message = first["msg"] if first["type"] == "unsupported" else f"{param or 'body'}: {first['msg']}"
+    return ApiError(message, param=param, code=code)
+
+
+def _path(error: Mapping[str, Any]) -> list[str | int]:
+    return [part for part in error.get("loc", ()) if part not in ("body", "query", "header")]
+
+
+def _name(path: Sequence[str | int]) -> str | None:
+    """messages[0].content; the names of a union's members (`list[int]`, `str`) are pydantic's, not the request's."""
+    name = ""
+    for part in path:
+        if isinstance(part, int):
+            name += f"[{part}]"
+        elif part.isidentifier() and part not in ("str", "int", "float", "bool"):
+            name += f".{part}" if name else part
+    return name[:100] or None

@@ -1,0 +1,104 @@
+"""What all request bodies share: a field is honoured, neutral, or refused by name. Nothing is ignored.
+
+Neutral values of fields that we do not honour are accepted, since clients send their defaults; null is neutral
+everywhere. Any other value is a 400 that names the field, and so is a field that nobody knows.
+"""
+
+from typing import Annotated, Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+Probability = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
+Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
+TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
+Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
+Text = Annotated[str, Field(max_length=1 << 22)]
+
+
+class Body(BaseModel):
+    """A request body. `neutral`: fields that are not honoured, each with the values that ask for nothing."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=(), hide_input_in_errors=True)
+    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_what_is_not_honoured(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        kept = {}
+        for name, value in values.items():
+            if value is None:
+                continue
+            if name in cls.neutral:
+                accepted = cls.neutral[name]
+                if not any(type(value) is type(item) and value == item for item in accepted):
+                    only = f"; accepted: {', '.join(map(repr, accepted))}" if accepted else ""
+                    raise PydanticCustomError(
+                        "unsupported",
+                        "{field} is not supported by this server" + only.replace("{", "(").replace("}", ")"),
+                        {"field": name},
+                    )
+                continue
+            kept[name] = value
+        return kept
+
+
+class StreamOptions(Body):
+    """include_usage: a last chunk with the usage. continuous_usage_stats (vLLM's): the usage in every chunk."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    neutral = {"include_obfuscation": (False,)}
+
+
+class SamplingBody(Body):
+    """The fields of completions and chat completions alike. Defaults are the model folder's, else OpenAI's."""
+
+    model: Annotated[str, Field(max_length=512)]
+    n: Annotated[int, Field(ge=1, le=1024)] | None = None
+    best_of: Annotated[int, Field(ge=1, le=1024)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    stop: Text | list[Text] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] | None = None
+    top_p: Probability | None = None
+    top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)] | None = None
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]] | None = None
+    user: Annotated[str, Field(max_length=512)] | None = None  # in the log of the request
+    ignore_eos: bool | None = None
+    min_tokens: Count | None = None
+    stop_token_ids: list[TokenId] | None = None
+    skip_special_tokens: bool | None = None
+    add_special_tokens: bool | None = None
+    priority: Annotated[int, Field(ge=-(2**31), le=2**31 - 1)] | None = None
+    cache_salt: Annotated[str, Field(max_length=512)] | None = None  # requests of one salt share cached prefixes
+
+
+# What OpenAI's and vLLM's clients may send beside them, and the values that ask for nothing.
+COMMON_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "detokenize": (True,),
+    "include_stop_str_in_output": (False,),
+    "kv_transfer_params": (),
+    "length_penalty": (1.0, 1),
+    "logits_processors": (),
+    "metadata": ({},),
+    "prompt_logprobs": (),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "safety_identifier": (),
+    "service_tier": ("auto", "default"),
+    "spaces_between_special_tokens": (True,),
+    "store": (False,),
+    "structured_outputs": (),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+}

@@ -1,0 +1,131 @@
+"""Prometheus metrics under the names that vLLM's dashboards use, with the prefix `hasten:`.
+
+https://docs.vllm.ai/en/latest/usage/metrics.html. A registry of its own: nothing of the process leaks in, and two
+servers in one process do not meet. Gauges and the engine's counters are read when somebody asks; only the histograms
+are written by requests.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+if TYPE_CHECKING:
+    from hasten.serving.settings import Stats
+
+SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
+BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10, 20, 40)
+TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
+SAMPLES = (1, 2, 5, 10, 20)
+
+# metric -> (field of Stats, what it is)
+GAUGES = {
+    "num_requests_running": ("running", "Sequences that run in the engine."),
+    "num_requests_waiting": ("waiting", "Requests that wait for room."),
+    "kv_cache_usage_perc": ("cache_usage", "Share of the cache's blocks in use, 1 for all."),
+    "kv_cache_blocks_saved": ("blocks_saved", "Blocks that sharing saves at this moment."),
+    "kv_cache_blocks_shared": ("shared_blocks", "Blocks that more than one sequence refers to."),
+}
+COUNTERS = {
+    "prefix_cache_queries": ("prefix_queries", "Prompt tokens looked up in the prefix cache."),
+    "prefix_cache_hits": ("prefix_hits", "Prompt tokens found in the prefix cache."),
+    "num_preemptions": ("preemptions", "Sequences that were put back to wait because the cache was full."),
+    "prompt_tokens": ("prompt_tokens", "Prompt tokens taken in."),
+    "generation_tokens": ("generated_tokens", "Tokens generated."),
+    "kv_cache_block_copies": ("copied_blocks", "Blocks copied because a sequence wrote to a shared one."),
+}
+
+
+class Metrics:
+    """All metrics of one server."""
+
+    def __init__(self, model_name: str, stats: Callable[[], Stats]) -> None:
+        self.registry = CollectorRegistry(auto_describe=True)
+        self.registry.register(_EngineCollector(model_name, stats))
+        self._name = model_name
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            made = Histogram(f"hasten:{name}", text, ["model_name"], buckets=buckets, registry=self.registry)
+            return made.labels(model_name)
+
+        self.first = histogram("time_to_first_token_seconds", "From arrival to the first token.", SECONDS)
+        self.between = histogram("inter_token_latency_seconds", "Between two pieces of one answer.", BETWEEN)
+        self.each = histogram(
+            "request_time_per_output_token_seconds", "Mean time a token after the first, by request.", BETWEEN
+        )
+        self.whole = histogram("e2e_request_latency_seconds", "From arrival to the end of the answer.", SECONDS)
+        self.prompts = histogram("request_prompt_tokens", "Prompt tokens of a request.", TOKENS)
+        self.answers = histogram("request_generation_tokens", "Tokens of one answer.", TOKENS)
+        self.samples = histogram("request_params_n", "Samples asked for.", SAMPLES)
+        self.most = histogram("request_params_max_tokens", "Most tokens asked for.", TOKENS)
+        self.finished = Counter(
+            "hasten:request_success", "Answers by how they ended.", ["model_name", "finished_reason"], registry=self.registry
+        )
+        self.responses = Counter(
+            "hasten:http_requests", "Responses by path and status.", ["path", "status"], registry=self.registry
+        )
+
+    def end(self, reason: str) -> None:
+        """Count one answer that ended."""
+        self.finished.labels(self._name, reason).inc()
+
+    def text(self) -> bytes:
+        """What /metrics says."""
+        return generate_latest(self.registry)
+
+
+class Stopwatch:
+    """The times of one request, observed as they come. Samples of one prompt share the first token's."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._start = time.perf_counter()
+        self._first: dict[tuple[int, int], float] = {}
+        self._last: dict[tuple[int, int], float] = {}
+        self._tokens: dict[tuple[int, int], int] = {}
+
+    def piece(self, prompt: int, index: int, tokens: int, finish_reason: str | None) -> None:
+        """One piece came with so many tokens."""
+        now, key = time.perf_counter(), (prompt, index)
+        if tokens:
+            if not self._first:
+                self._metrics.first.observe(now - self._start)
+            if key in self._last:
+                self._metrics.between.observe(now - self._last[key])
+            self._first.setdefault(key, now)
+            self._last[key] = now
+            self._tokens[key] = self._tokens.get(key, 0) + tokens
+        if finish_reason is not None:
+            count = self._tokens.get(key, 0)
+            self._metrics.answers.observe(count)
+            self._metrics.end(finish_reason)
+            if count > 1:
+                self._metrics.each.observe((now - self._first[key]) / (count - 1))
+
+    def end(self) -> None:
+        """The last piece was sent."""
+        self._metrics.whole.observe(time.perf_counter() - self._start)
+
+
+class _EngineCollector(Collector):
+    def __init__(self, model_name: str, stats: Callable[[], Stats]) -> None:
+        self._name, self._stats = model_name, stats
+
+    def collect(self) -> Iterable[Metric]:
+        stats = self._stats()
+        for name, (field, text) in GAUGES.items():
+            gauge = GaugeMetricFamily(f"hasten:{name}", text, labels=["model_name"])
+            gauge.add_metric([self._name], float(getattr(stats, field)))
+            yield gauge
+        for name, (field, text) in COUNTERS.items():
+            counter = CounterMetricFamily(f"hasten:{name}", text, labels=["model_name"])
+            counter.add_metric([self._name], float(getattr(stats, field)))
+            yield counter
+
+    def describe(self) -> Iterable[Metric]:
+        return ()

@@ -1,0 +1,147 @@
+"""Running requests in the engine: several as one stream of pieces, every failure as what a client may be told."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
+
+from fastapi import Request as HttpRequest
+
+from hasten.errors import HastenError
+from hasten.serving.api.errors import ApiError, overloaded
+from hasten.serving.api.guard import ClientGone
+from hasten.serving.api.metrics import Stopwatch
+from hasten.serving.api.service import Service
+from hasten.serving.api.structured import Grammar
+from hasten.serving.request import DeadlineExceeded, EngineFailed, Piece, QueueFull, Request, RequestRefused, SlowReader
+
+
+class Run:
+    """The pieces of all engine requests of one HTTP request, in the order in which they come: (which, piece).
+
+    What is still running is aborted by `aclose`, which the guard calls whatever happened.
+    """
+
+    def __init__(self, service: Service, http: HttpRequest, requests: Sequence[Request]) -> None:
+        if not service.engine.healthy:
+            raise overloaded(f"the engine has failed: {service.engine.error}", seconds=30)
+        self.service, self.requests = service, requests
+        self.stopwatch = Stopwatch(service.metrics)
+        self.prompt_tokens = self.completion_tokens = self.cached_tokens = 0
+        self._counted: set[int] = set()
+        self._facts = http.state.facts
+        self._pieces = self._one(0) if len(requests) == 1 else self._several()
+        http.state.cleanup.append(self.aclose)
+        for request in requests:
+            service.metrics.samples.observe(request.n)
+            service.metrics.most.observe(request.params.max_new_tokens)
+
+    def __aiter__(self) -> AsyncIterator[tuple[int, Piece]]:
+        return self
+
+    async def __anext__(self) -> tuple[int, Piece]:
+        try:
+            which, piece = await anext(self._pieces)
+        except StopAsyncIteration:
+            self.stopwatch.end()
+            self._note()
+            raise
+        except SlowReader:
+            raise ClientGone from None
+        except HastenError as error:
+            raise told(error) from None
+        self._count(which, piece)
+        if piece.finish_reason in ("error", "abort"):
+            raise _ended(piece)
+        constraint = self.requests[which].constraint
+        if piece.finish_reason == "stop" and isinstance(constraint, Grammar) and constraint.error:
+            raise ApiError(f"structured output failed: {constraint.error}", status=500, code="structure_incomplete")
+        return which, piece
+
+    async def aclose(self) -> None:
+        """Abort whatever still runs."""
+        with suppress(RuntimeError):
+            await self._pieces.aclose()  # type: ignore[attr-defined]
+
+    def usage(self) -> dict[str, object]:
+        """OpenAI's account of the tokens so far."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+
+    def _count(self, which: int, piece: Piece) -> None:
+        if which not in self._counted:
+            self._counted.add(which)
+            self.prompt_tokens += len(self.requests[which].prompt)
+            self.cached_tokens += piece.cached_tokens
+            self.service.metrics.prompts.observe(len(self.requests[which].prompt))
+        self.completion_tokens += len(piece.tokens)
+        self.stopwatch.piece(which, piece.index, len(piece.tokens), piece.finish_reason)
+
+    def _note(self) -> None:
+        names = ("prompt_tokens", "completion_tokens", "cached_tokens")
+        self._facts.update({name: getattr(self, name) for name in names})
+
+    async def _one(self, which: int) -> AsyncIterator[tuple[int, Piece]]:
+        pieces = self.service.engine.generate(self.requests[which])
+        try:
+            async for piece in pieces:
+                yield which, piece
+        finally:
+            await pieces.aclose()  # type: ignore[attr-defined]
+
+    async def _several(self) -> AsyncIterator[tuple[int, Piece]]:
+        """All at once; the first failure ends them all."""
+        queue: asyncio.Queue[tuple[int, Piece] | BaseException | None] = asyncio.Queue(64)
+
+        async def feed(which: int) -> None:
+            pieces = self.service.engine.generate(self.requests[which])
+            try:
+                async for piece in pieces:
+                    await queue.put((which, piece))
+            except HastenError as error:
+                await queue.put(error)
+            finally:
+                await pieces.aclose()  # type: ignore[attr-defined]
+            await queue.put(None)
+
+        tasks = [asyncio.create_task(feed(which)) for which in range(len(self.requests))]
+        try:
+            left = len(tasks)
+            while left:
+                item = await queue.get()
+                if item is None:
+                    left -= 1
+                elif isinstance(item, BaseException):
+                    raise item
+                else:
+                    yield item
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def told(error: HastenError) -> ApiError:
+    """What a client is told of an error of the library."""
+    if isinstance(error, QueueFull):
+        return overloaded(str(error), seconds=error.retry_after, status=429)
+    if isinstance(error, RequestRefused):
+        return ApiError(str(error), code="request_refused")
+    if isinstance(error, DeadlineExceeded):
+        return ApiError(str(error), status=504, code="deadline_exceeded")
+    if isinstance(error, EngineFailed):
+        return ApiError(str(error), status=500, code="engine_failed")
+    return ApiError(str(error))
+
+
+def _ended(piece: Piece) -> ApiError:
+    if piece.finish_reason == "error":
+        return ApiError(f"the request failed: {piece.stop_reason}", status=500, code="engine_failed")
+    if piece.stop_reason == "timeout":
+        return ApiError("the request's deadline passed", status=504, code="deadline_exceeded")
+    return overloaded("the request was aborted: the server is shutting down", seconds=5)

@@ -1,0 +1,118 @@
+"""What the endpoints share: the engine, the model's facts, the threads that prepare requests."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from hasten.serving.api.errors import ApiError
+from hasten.serving.api.metrics import Metrics
+from hasten.serving.api.settings import ServerSettings
+from hasten.serving.api.structured import Grammars
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from hasten.model.tokenizer import Tokenizer
+    from hasten.serving.request import Piece, Request
+    from hasten.serving.settings import Stats
+
+Result = TypeVar("Result")
+
+# Shorter texts are encoded where they are: handing them to a thread takes longer.
+SHORT_TEXT = 2000
+
+
+class ServedEngine(Protocol):
+    """What the server needs of an engine; `hasten.serving.engine.AsyncEngine` is one."""
+
+    @property
+    def healthy(self) -> bool: ...
+    @property
+    def error(self) -> str | None: ...
+    def generate(self, request: Request) -> AsyncIterator[Piece]: ...
+    async def embed(self, prompts: Any, *, pooling: Any) -> Tensor: ...
+    def stats(self) -> Stats: ...
+    async def drain(self, timeout: float) -> Any: ...
+    async def close(self) -> Any: ...
+
+
+class Service:
+    """One served model. `max_length`: tokens of prompt and answer together; `vocabulary`: width of the logits."""
+
+    def __init__(
+        self,
+        engine: ServedEngine,
+        *,
+        model_name: str,
+        tokenizer: Tokenizer | None,
+        settings: ServerSettings,
+        max_length: int,
+        vocabulary: int,
+    ) -> None:
+        self.engine, self.model_name, self.settings = engine, model_name, settings
+        self._tokenizer = tokenizer
+        self.max_length, self.vocabulary = max_length, vocabulary
+        self.created = int(time.time())
+        self.ready = False
+        self.draining = False
+        self.metrics = Metrics(model_name, engine.stats)
+        self.grammars = Grammars(tokenizer, vocabulary=vocabulary, settings=settings)
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="prepare")
+        self._numbers = itertools.count()
+        self._longest = 0
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Raises ApiError (400) where the model's folder has none."""
+        if self._tokenizer is None:
+            raise ApiError("this model's folder has no tokenizer; send the prompt to /v1/completions as token ids")
+        return self._tokenizer
+
+    @property
+    def has_tokenizer(self) -> bool:
+        return self._tokenizer is not None
+
+    def check_model(self, name: str) -> None:
+        """Raises ApiError (404) unless it is exactly the served model's name."""
+        if name != self.model_name:
+            message = f"the model {name[:200]!r} does not exist here; served: {self.model_name!r}"
+            raise ApiError(message, status=404, param="model", code="model_not_found")
+
+    def number(self) -> int:
+        """A number that no other request of this process has."""
+        return next(self._numbers)
+
+    async def in_thread(self, work: Callable[[], Result]) -> Result:
+        """The result of work that would hold up everybody else if it ran here."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    async def encode(self, text: str, *, add_special_tokens: bool = True, param: str = "prompt") -> list[int]:
+        """Token ids of a text from a request; a text that cannot fit is refused before it is encoded."""
+        tokenizer = self.tokenizer
+        if not self._longest:
+            self._longest = max((len(token.encode()) for token in tokenizer.backend.get_vocab(True)), default=1)
+        least = -(-len(text) // self._longest)
+        if least > self.max_length:
+            raise too_long(f"at least {least:,}", self.max_length, param=param)
+
+        def work() -> list[int]:
+            return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+        return work() if len(text) < SHORT_TEXT else await self.in_thread(work)
+
+    def close(self) -> None:
+        """Let the threads end."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self.grammars.close()
+
+
+def too_long(tokens: int | str, most: int, *, param: str) -> ApiError:
+    """The 400 of a prompt that leaves no room, with the code that OpenAI's clients know."""
+    count = tokens if isinstance(tokens, str) else f"{tokens:,}"
+    message = f"the prompt has {count} tokens; this server's limit is {most:,} tokens of prompt and answer together"
+    return ApiError(message, param=param, code="context_length_exceeded")

@@ -1,0 +1,79 @@
+"""/tokenize and /detokenize, as vLLM has them."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Response
+from pydantic import Field
+
+from hasten.serving.api.chat_schema import Message, Tool
+from hasten.serving.api.conversation import encode_conversation
+from hasten.serving.api.documentation import ERRORS, Detokenized, Tokens
+from hasten.serving.api.errors import ApiError
+from hasten.serving.api.fields import Body, Text, TokenId
+from hasten.serving.api.replies import reply
+from hasten.serving.api.service import Service
+
+
+class TokenizeBody(Body):
+    """A text, or a conversation. return_token_strs: the tokens' own texts too."""
+
+    model: Annotated[str, Field(max_length=512)] | None = None
+    prompt: Text | None = None
+    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    tools: list[Tool] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    return_token_strs: bool | None = None
+    neutral = {"continue_final_message": (False,), "chat_template": (), "chat_template_kwargs": ({},)}
+
+
+class DetokenizeBody(Body):
+    """Token ids."""
+
+    model: Annotated[str, Field(max_length=512)] | None = None
+    tokens: list[TokenId]
+
+
+def tokens_router(service: Service) -> APIRouter:
+    """The routes."""
+    router = APIRouter()
+
+    @router.post("/tokenize", response_model=Tokens, responses=ERRORS)
+    async def tokenize(body: TokenizeBody) -> Response:
+        """Token ids of a text or a conversation."""
+        if body.model is not None:
+            service.check_model(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise ApiError("give one of prompt and messages", param="prompt")
+        if body.prompt is not None:
+            special = body.add_special_tokens is not False
+            ids = await service.encode(body.prompt, add_special_tokens=special)
+        else:
+            ids = await encode_conversation(
+                body.messages or [],
+                service,
+                tools=[tool.model_dump(exclude_none=True) for tool in body.tools] if body.tools else None,
+                add_special_tokens=body.add_special_tokens is True,
+                add_generation_prompt=body.add_generation_prompt is not False,
+            )
+        texts = None
+        if body.return_token_strs:
+            texts = [service.tokenizer.backend.id_to_token(i) or "" for i in ids]
+        found = {"count": len(ids), "max_model_len": service.max_length, "tokens": ids, "token_strs": texts}
+        return reply(found)
+
+    @router.post("/detokenize", response_model=Detokenized, responses=ERRORS)
+    async def detokenize(body: DetokenizeBody) -> Response:
+        """The text of token ids, special ones included."""
+        if body.model is not None:
+            service.check_model(body.model)
+        tokenizer = service.tokenizer
+        ids = body.tokens
+        if any(i >= service.vocabulary for i in ids):
+            raise ApiError(f"tokens: the vocabulary has {service.vocabulary}", param="tokens")
+        text = await service.in_thread(lambda: tokenizer.decode(ids, skip_special_tokens=False))
+        return reply({"prompt": text})
+
+    return router

@@ -1,0 +1,109 @@
+"""An engine that answers at once, fails on demand, and counts what was begun and ended: for tests of the server."""
+
+import asyncio
+import itertools
+
+import torch
+
+from hasten.serving.request import EngineFailed, Piece, TokenLogprob, TopLogprob
+from hasten.serving.settings import Stats
+
+
+class FakeEngine:
+    """Says `answer` token by token to every request, whatever the prompt; obeys constraints, stops and lengths."""
+
+    def __init__(self, tokenizer, *, answer="def add(a, b):\n    return a + b\n", vocabulary=None, delay=0.0):
+        self.tokenizer = tokenizer
+        self.answer = tokenizer.encode(answer, add_special_tokens=False)
+        self.vocabulary = vocabulary or tokenizer.vocab_size
+        self.delay = delay
+        self.error = None
+        self.refusal = None  # raised by the next requests
+        self.fails_after = None  # tokens after which a request fails
+        self.endless = False
+        self.running = {}  # id -> request
+        self.requests = []
+        self.aborted = []
+        self.closed = False
+
+    @property
+    def healthy(self):
+        return self.error is None
+
+    def stats(self):
+        return Stats(running=len(self.running), prefix_queries=10, prefix_hits=4, generated_tokens=7)
+
+    async def generate(self, request):
+        self.requests.append(request)
+        if self.refusal is not None:
+            raise self.refusal
+        self.running[request.id] = request
+        ended = False
+        try:
+            for index in range(request.n):
+                async for piece in self._sample(request, index):
+                    yield piece
+            ended = True
+        finally:
+            del self.running[request.id]
+            if not ended:
+                self.aborted.append(request.id)
+
+    async def _sample(self, request, index):
+        constraint = None if request.constraint is None else request.constraint.fork()
+        eos = set(self.tokenizer.eos_ids)
+        answer = itertools.cycle(self.answer) if self.endless or request.params.ignore_eos else iter(self.answer)
+        text, first = "", index == 0
+        for count in itertools.count(1):
+            await asyncio.sleep(self.delay)
+            if self.fails_after is not None and count > self.fails_after:
+                raise EngineFailed("the fake engine failed as it was told to")
+            token = next(answer, None)
+            ended = token is None
+            if constraint is not None:
+                row = torch.zeros(self.vocabulary)
+                constraint.mask(row)
+                allowed = torch.isfinite(row).nonzero().flatten().tolist()
+                token = allowed[(count * 7) % len(allowed)] if count < 60 else allowed[-1]
+                ended = token in eos
+                constraint.advance(token)
+            piece = "" if ended else self.tokenizer.decode([token], skip_special_tokens=request.skip_special_tokens)
+            reason = "stop" if ended or (constraint is not None and constraint.done) else None
+            text += piece
+            if any(stop in text for stop in request.params.stop):
+                reason, piece = "stop", ""
+            if reason is None and count >= request.params.max_new_tokens:
+                reason = "length"
+            yield Piece(
+                request_id=request.id,
+                index=index,
+                text=piece,
+                tokens=() if ended and constraint is None else (token,),
+                logprobs=None if request.logprobs is None or ended else (self._logprob(token, request.logprobs),),
+                finish_reason=reason,
+                prompt_tokens=len(request.prompt),
+                cached_tokens=1 if first else 0,
+                prompt_logprobs=self._of_prompt(request) if first and request.prompt_logprobs is not None else None,
+            )
+            first = False
+            if reason is not None:
+                return
+
+    def _logprob(self, token, top):
+        text = self.tokenizer.decode([token], skip_special_tokens=False)
+        others = tuple(TopLogprob(i, f"t{i}", b"t", -1.0 - i) for i in range(top))
+        return TokenLogprob(token, text, text.encode(), -0.5, others)
+
+    def _of_prompt(self, request):
+        return (None, *(self._logprob(token, request.prompt_logprobs) for token in request.prompt[1:]))
+
+    async def embed(self, prompts, *, pooling):
+        return torch.tensor([[float(len(prompt)), 1.0 if pooling == "mean" else 2.0, 0.5] for prompt in prompts])
+
+    async def drain(self, timeout):
+        while self.running and timeout > 0:
+            await asyncio.sleep(0.01)
+            timeout -= 0.01
+
+    async def close(self):
+        self.closed = True
