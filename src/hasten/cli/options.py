@@ -20,7 +20,7 @@ def thread_count(threads: Threads) -> int | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelOptions:
+class LoadOptions:
     """Which model, and how it is run."""
 
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
@@ -33,10 +33,6 @@ class ModelOptions:
     """CPU threads; auto is one for each physical core that this process may use."""
     pin: bool = False
     """Keep each thread on a core of its own (docs/kernels.md says when that helps)."""
-    seed: int | None = None
-    """Makes sampling reproducible."""
-    ignore_eos: bool = False
-    """Go on after the end-of-text token (for measuring)."""
     quantize: Literal["none", "int8", "int4"] = "none"
     """Round the weights after loading; `hasten quantize` does it once, has more settings and keeps the result."""
     fuse: bool = True
@@ -47,7 +43,7 @@ class ModelOptions:
         from hasten.machine import configure, resolve_device
         from hasten.model.load import load
 
-        configure(threads=thread_count(self.threads), seed=self.seed)
+        configure(threads=thread_count(self.threads), seed=getattr(self, "seed", None))
         model = load(
             self.model,
             dtype=None if self.dtype == "auto" else self.dtype,
@@ -63,6 +59,16 @@ class ModelOptions:
             if refusal(model) is None:
                 fuse(model)
         return model
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions(LoadOptions):
+    """The same for a command that generates by itself."""
+
+    seed: int | None = None
+    """Makes sampling reproducible."""
+    ignore_eos: bool = False
+    """Go on after the end-of-text token (for measuring)."""
 
 
 @dataclass(frozen=True, kw_only=True)

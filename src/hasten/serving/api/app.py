@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
@@ -33,10 +33,12 @@ def make_app(
     *,
     max_length: int,
     vocabulary: int,
+    eos_ids: Collection[int],
 ) -> FastAPI:
     """The app that serves one engine under one model name. `app.state.service` is what its endpoints share.
 
-    max_length: tokens of prompt and answer together. vocabulary: the number of logits. When the app's lifespan ends,
+    max_length: tokens of prompt and answer together. vocabulary: the number of logits. eos_ids: tokens
+    that end a text. When the app's lifespan ends,
     the engine is drained and closed.
     """
     service = Service(
@@ -46,6 +48,7 @@ def make_app(
         settings=settings,
         max_length=max_length,
         vocabulary=vocabulary,
+        eos_ids=eos_ids,
     )
 
     @asynccontextmanager

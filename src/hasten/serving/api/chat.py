@@ -10,7 +10,7 @@ from typing import Any
 from fastapi import APIRouter, Response
 from fastapi import Request as HttpRequest
 
-from hasten.serving.api.asking import check_ids, room, sampling_params, samples
+from hasten.serving.api.asking import check_ids, room, samples, sampling_params
 from hasten.serving.api.chat_schema import ChatBody
 from hasten.serving.api.conversation import encode_conversation
 from hasten.serving.api.documentation import ERRORS, ChatCompletion
@@ -183,7 +183,11 @@ class _Answer:
 
     def _call(self, call: Call) -> dict[str, Any]:
         function = {"name": call.name, "arguments": call.arguments}
-        return {"id": f"call_{self.id.rsplit('-', 1)[1]}_{self.service.number()}", "type": "function", "function": function}
+        return {
+            "id": f"call_{self.id.rsplit('-', 1)[1]}_{self.service.number()}",
+            "type": "function",
+            "function": function,
+        }
 
     def _envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {

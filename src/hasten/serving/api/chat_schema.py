@@ -1,11 +1,11 @@
 """/v1/chat/completions as OpenAI describes it: https://platform.openai.com/docs/api-reference/chat"""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from hasten.serving.api.completions_schema import ResponseFormat
-from hasten.serving.api.fields import COMMON_NEUTRAL, Body, Count, SamplingBody, Text
+from hasten.serving.api.fields import COMMON_NEUTRAL, Body, Count, Neutral, SamplingBody, Text
 
 Name = Annotated[str, Field(min_length=1, max_length=256)]
 
@@ -30,7 +30,7 @@ class ToolCall(Body):
     id: Annotated[str, Field(max_length=256)] | None = None
     type: Literal["function"] = "function"
     function: FunctionCall
-    neutral = {"index": (0, 1, 2, 3)}  # left over from a stream that was put together
+    neutral: ClassVar[Neutral] = {"index": (0, 1, 2, 3)}  # left over from a stream that was put together
 
 
 class Message(Body):
@@ -42,7 +42,7 @@ class Message(Body):
     tool_calls: list[ToolCall] | None = None
     tool_call_id: Annotated[str, Field(max_length=256)] | None = None
     reasoning_content: Text | None = None
-    neutral = {"refusal": (), "audio": (), "annotations": ([],), "function_call": ()}
+    neutral: ClassVar[Neutral] = {"refusal": (), "audio": (), "annotations": ([],), "function_call": ()}
 
 
 class Function(Body):
@@ -86,7 +86,7 @@ class ChatBody(SamplingBody):
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    neutral = COMMON_NEUTRAL | {
+    neutral: ClassVar[Neutral] = COMMON_NEUTRAL | {
         "add_generation_prompt": (True,),
         "audio": (),
         "chat_template": (),  # nothing of a request reaches the template but its messages and tools

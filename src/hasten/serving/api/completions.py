@@ -10,7 +10,7 @@ from typing import Any
 from fastapi import APIRouter, Response
 from fastapi import Request as HttpRequest
 
-from hasten.serving.api.asking import check_ids, room, sampling_params, samples
+from hasten.serving.api.asking import check_ids, room, samples, sampling_params
 from hasten.serving.api.completions_schema import CompletionBody
 from hasten.serving.api.documentation import ERRORS, Completion
 from hasten.serving.api.errors import ApiError

@@ -1,12 +1,10 @@
 """/v1/completions as OpenAI describes it: https://platform.openai.com/docs/api-reference/completions"""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
-from hasten.serving.api.fields import COMMON_NEUTRAL, Body, Count, SamplingBody, StreamOptions, Text, TokenId
-
-__all__ = ["CompletionBody", "ResponseFormat", "StreamOptions"]
+from hasten.serving.api.fields import COMMON_NEUTRAL, Body, Count, Neutral, SamplingBody, Text, TokenId
 
 
 class JsonSchema(Body):
@@ -33,4 +31,4 @@ class CompletionBody(SamplingBody):
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=1024)] | None = None
     response_format: ResponseFormat | None = None
-    neutral = COMMON_NEUTRAL | {"suffix": ("",), "prompt_embeds": ()}
+    neutral: ClassVar[Neutral] = COMMON_NEUTRAL | {"suffix": ("",), "prompt_embeds": ()}

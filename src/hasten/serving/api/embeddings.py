@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi import APIRouter, Response
 from fastapi import Request as HttpRequest
@@ -14,7 +14,7 @@ from hasten.serving.api.asking import check_ids
 from hasten.serving.api.documentation import ERRORS
 from hasten.serving.api.documentation import Embeddings as EmbeddingsReply
 from hasten.serving.api.errors import ApiError, overloaded
-from hasten.serving.api.fields import Body, Text, TokenId
+from hasten.serving.api.fields import Body, Neutral, Text, TokenId
 from hasten.serving.api.replies import reply
 from hasten.serving.api.running import told
 from hasten.serving.api.service import Service, too_long
@@ -30,7 +30,7 @@ class EmbeddingBody(Body):
     normalize: bool | None = None
     user: Annotated[str, Field(max_length=512)] | None = None
     add_special_tokens: bool | None = None
-    neutral = {"dimensions": (), "truncate_prompt_tokens": (), "priority": (0,)}
+    neutral: ClassVar[Neutral] = {"dimensions": (), "truncate_prompt_tokens": (), "priority": (0,)}
 
 
 def embeddings_router(service: Service) -> APIRouter:

@@ -14,13 +14,14 @@ Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Text = Annotated[str, Field(max_length=1 << 22)]
+Neutral = dict[str, tuple[Any, ...]]  # field -> the values that ask for nothing, beside null
 
 
 class Body(BaseModel):
     """A request body. `neutral`: fields that are not honoured, each with the values that ask for nothing."""
 
     model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=(), hide_input_in_errors=True)
-    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {}
+    neutral: ClassVar[Neutral] = {}
 
     @model_validator(mode="before")
     @classmethod
@@ -50,7 +51,7 @@ class StreamOptions(Body):
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    neutral = {"include_obfuscation": (False,)}
+    neutral: ClassVar[Neutral] = {"include_obfuscation": (False,)}
 
 
 class SamplingBody(Body):
@@ -82,7 +83,7 @@ class SamplingBody(Body):
 
 
 # What OpenAI's and vLLM's clients may send beside them, and the values that ask for nothing.
-COMMON_NEUTRAL: dict[str, tuple[Any, ...]] = {
+COMMON_NEUTRAL: Neutral = {
     "allowed_token_ids": (),
     "bad_words": ([],),
     "detokenize": (True,),

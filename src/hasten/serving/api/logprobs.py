@@ -12,7 +12,10 @@ LOWEST = -9999.0  # what stands for minus infinity, which JSON does not have (vL
 
 def chat_logprobs(tokens: Iterable[TokenLogprob]) -> dict[str, Any]:
     """The `logprobs` of a chat choice or chunk."""
-    return {"content": [{**_entry(token), "top_logprobs": [_entry(t) for t in token.top]} for token in tokens], "refusal": None}
+    return {
+        "content": [{**_entry(token), "top_logprobs": [_entry(t) for t in token.top]} for token in tokens],
+        "refusal": None,
+    }
 
 
 def completion_logprobs(tokens: Sequence[TokenLogprob | None], *, texts: Sequence[str], offset: int) -> dict[str, Any]:

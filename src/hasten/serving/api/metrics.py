@@ -64,7 +64,10 @@ class Metrics:
         self.samples = histogram("request_params_n", "Samples asked for.", SAMPLES)
         self.most = histogram("request_params_max_tokens", "Most tokens asked for.", TOKENS)
         self.finished = Counter(
-            "hasten:request_success", "Answers by how they ended.", ["model_name", "finished_reason"], registry=self.registry
+            "hasten:request_success",
+            "Answers by how they ended.",
+            ["model_name", "finished_reason"],
+            registry=self.registry,
         )
         self.responses = Counter(
             "hasten:http_requests", "Responses by path and status.", ["path", "status"], registry=self.registry

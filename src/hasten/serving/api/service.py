@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -53,6 +53,7 @@ class Service:
         settings: ServerSettings,
         max_length: int,
         vocabulary: int,
+        eos_ids: Collection[int],
     ) -> None:
         self.engine, self.model_name, self.settings = engine, model_name, settings
         self._tokenizer = tokenizer
@@ -61,7 +62,7 @@ class Service:
         self.ready = False
         self.draining = False
         self.metrics = Metrics(model_name, engine.stats)
-        self.grammars = Grammars(tokenizer, vocabulary=vocabulary, settings=settings)
+        self.grammars = Grammars(tokenizer, vocabulary=vocabulary, eos_ids=eos_ids, settings=settings)
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="prepare")
         self._numbers = itertools.count()
         self._longest = 0

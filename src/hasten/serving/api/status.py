@@ -33,7 +33,9 @@ def status_router(service: Service) -> APIRouter:
         return reply({"status": "ready"})
 
     @router.get(
-        "/metrics", responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}, response_class=Response
+        "/metrics",
+        responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
+        response_class=Response,
     )
     async def metrics() -> Response:
         """Prometheus' text format."""

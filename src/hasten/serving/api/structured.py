@@ -12,7 +12,7 @@ import asyncio
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -23,12 +23,13 @@ from hasten.serving.api.errors import ApiError, overloaded
 from hasten.serving.api.settings import ServerSettings
 
 if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
     from torch import Tensor
 
     from hasten.model.tokenizer import Tokenizer
 
 # Without a bound a model that is unsure writes blanks until its length is used up.
-JSON_OPTIONS = {"whitespace_flexible": True, "whitespace_pattern": r"\n? {0,32}", "lenient": False}
+JSON_OPTIONS: JsonCompileOptions = {"whitespace_flexible": True, "whitespace_pattern": r"\n? {0,32}", "lenient": False}
 KEPT = 64  # compiled grammars
 
 
@@ -95,8 +96,11 @@ class Grammar:
 class Grammars:
     """Compiles JSON schemas for one tokenizer, keeps the latest, and never on the caller's thread."""
 
-    def __init__(self, tokenizer: Tokenizer | None, *, vocabulary: int, settings: ServerSettings) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer | None, *, vocabulary: int, eos_ids: Collection[int], settings: ServerSettings
+    ) -> None:
         self._tokenizer, self._vocabulary, self._settings = tokenizer, vocabulary, settings
+        self._eos_ids = tuple(sorted(eos_ids))
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="grammar")
         self._lock = threading.Lock()
         self._tokens: LLTokenizer | None = None
@@ -111,6 +115,9 @@ class Grammars:
             raise ApiError(f"{param}: the JSON schema has {len(text):,} bytes; at most {most:,}", param=param)
         if self._tokenizer is None:
             raise ApiError("structured output needs a tokenizer, which this model's folder does not have", param=param)
+        if not self._eos_ids:
+            message = "structured output needs an end-of-text token, which this model does not have"
+            raise ApiError(message, param=param)
         if self._waiting >= 64:
             raise overloaded("too many JSON schemas wait to be compiled")
         self._waiting += 1
@@ -123,7 +130,7 @@ class Grammars:
             raise ApiError(f"{param}: the JSON schema was not compiled within {seconds:g} s", param=param) from None
         except ValueError as error:
             raise ApiError(f"{param}: the JSON schema is refused: {error}"[:500], param=param) from None
-        return Grammar(matcher, vocabulary=self._vocabulary, eos_ids=self._tokenizer.eos_ids, failures=[])
+        return Grammar(matcher, vocabulary=self._vocabulary, eos_ids=self._eos_ids, failures=[])
 
     def close(self) -> None:
         """Let the threads end."""
@@ -143,7 +150,7 @@ class Grammars:
             if self._tokens is None:
                 assert self._tokenizer is not None
                 backend = self._tokenizer.backend.to_str()
-                self._tokens = LLTokenizer(backend, n_vocab=self._vocabulary, eos_token=list(self._tokenizer.eos_ids))
+                self._tokens = LLTokenizer(backend, n_vocab=self._vocabulary, eos_token=list(self._eos_ids))
             tokens = self._tokens
         grammar = LLMatcher.grammar_from_json_schema(text, overrides=JSON_OPTIONS)
         limits = LLParserLimits(max_grammar_size=100_000, max_lexer_states=50_000)

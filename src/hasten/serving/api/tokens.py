@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from fastapi import APIRouter, Response
 from pydantic import Field
@@ -11,7 +11,7 @@ from hasten.serving.api.chat_schema import Message, Tool
 from hasten.serving.api.conversation import encode_conversation
 from hasten.serving.api.documentation import ERRORS, Detokenized, Tokens
 from hasten.serving.api.errors import ApiError
-from hasten.serving.api.fields import Body, Text, TokenId
+from hasten.serving.api.fields import Body, Neutral, Text, TokenId
 from hasten.serving.api.replies import reply
 from hasten.serving.api.service import Service
 
@@ -26,7 +26,7 @@ class TokenizeBody(Body):
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None
-    neutral = {"continue_final_message": (False,), "chat_template": (), "chat_template_kwargs": ({},)}
+    neutral: ClassVar[Neutral] = {"continue_final_message": (False,), "chat_template": (), "chat_template_kwargs": ({},)}
 
 
 class DetokenizeBody(Body):

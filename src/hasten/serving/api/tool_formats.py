@@ -4,7 +4,7 @@ Which of the common formats a model uses is seen in its chat template:
 - Hermes, Qwen: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`, one after the other
 - Mistral: `[TOOL_CALLS][{"name": …, "arguments": {…}}, …]`, or `[TOOL_CALLS]name[ARGS]{…}`
 - Llama 3: the whole answer is `{"name": …, "parameters": {…}}`, perhaps after `<|python_tag|>`, several divided by `;`
-What looks like a call and is none (no JSON, a name that nobody offered) stays text: nothing that the model said is lost.
+What looks like a call and is none (no JSON, a name that nobody offered) stays text: nothing that was said is lost.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ import itertools
 
 import torch
 
+from hasten.generation.stopping import TextStream
 from hasten.serving.request import EngineFailed, Piece, TokenLogprob, TopLogprob
 from hasten.serving.settings import Stats
 
@@ -54,6 +55,7 @@ class FakeEngine:
         eos = set(self.tokenizer.eos_ids)
         answer = itertools.cycle(self.answer) if self.endless or request.params.ignore_eos else iter(self.answer)
         text, first = "", index == 0
+        stream = TextStream(self.tokenizer, skip_special_tokens=request.skip_special_tokens)
         for count in itertools.count(1):
             await asyncio.sleep(self.delay)
             if self.fails_after is not None and count > self.fails_after:
@@ -64,16 +66,21 @@ class FakeEngine:
                 row = torch.zeros(self.vocabulary)
                 constraint.mask(row)
                 allowed = torch.isfinite(row).nonzero().flatten().tolist()
-                token = allowed[(count * 7) % len(allowed)] if count < 60 else allowed[-1]
+                token = allowed[(count * 7) % len(allowed)]
+                if count > 40:  # come to an end
+                    closing = [*eos, *map(self.tokenizer.backend.token_to_id, '"}]:1')]
+                    token = next((token for token in closing if token in allowed), token)
                 ended = token in eos
                 constraint.advance(token)
-            piece = "" if ended else self.tokenizer.decode([token], skip_special_tokens=request.skip_special_tokens)
+            piece = "" if ended else stream.push(token)
             reason = "stop" if ended or (constraint is not None and constraint.done) else None
             text += piece
             if any(stop in text for stop in request.params.stop):
                 reason, piece = "stop", ""
             if reason is None and count >= request.params.max_new_tokens:
                 reason = "length"
+            if ended or reason == "length":
+                piece += stream.flush()
             yield Piece(
                 request_id=request.id,
                 index=index,

@@ -1,0 +1,146 @@
+"""`hasten serve`: an OpenAI-compatible server."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from hasten.cli.options import LoadOptions
+from hasten.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from hasten.model.transformer import Transformer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Serve(LoadOptions):
+    """Serve a model over HTTP, as OpenAI's API does. SIGTERM or Ctrl-C drains; a second one ends at once."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on; the default is reached from this machine only, 0.0.0.0 from everywhere."""
+    port: int = 8000
+    """0 takes a free one."""
+    api_key: tuple[str, ...] = ()
+    """Keys, any of which a client must give; also read from HASTEN_API_KEY, which no list of processes shows."""
+    allowed_host: tuple[str, ...] = ()
+    """Further names that the Host header may carry; "*" allows all. Checked only without keys and on loopback."""
+    served_model_name: str | None = None
+    """The name that requests give; the hub id or the folder's own name by default."""
+    chat_template: Path | None = None
+    """A file with a chat template (Jinja), where the folder has none or another is wanted."""
+    max_sequences: int = 256
+    """Texts that are generated at the same time."""
+    token_budget: int = 512
+    """Tokens computed in one step, prompts and answers together."""
+    max_length: int | None = None
+    """Tokens of prompt and answer together; the model's positions by default."""
+    block_size: int = 16
+    """Tokens in a block of the cache."""
+    cache_gib: float | None = None
+    """Memory of the cache in GiB; by default half of what is free, and never more than can be used."""
+    cache: Literal["model", "int8"] = "model"
+    """Keys and values in the model's own precision, or in int8."""
+    prefix_cache: bool = True
+    """Share the blocks of prompts that begin alike."""
+    queue_limit: int = 1024
+    """Requests that may wait; further ones are told when to come again."""
+    request_timeout: float | None = None
+    """Seconds after which a request is given up; never by default."""
+    drain_timeout: float = 30.0
+    """Seconds that requests in flight have to end after SIGTERM."""
+    max_body_mib: float = 4.0
+    """Largest request body in MiB."""
+    log: Literal["debug", "info", "warning", "error"] = "info"
+    """JSON lines on standard error: info has one for each request."""
+
+    def run(self) -> None:
+        start = time.perf_counter()
+        from hasten.serving.api import require_packages
+
+        require_packages()
+        from hasten.serving.api.server import Server, bind, curl_line, url_of
+
+        settings, engine_settings = self._settings({}), self._engine_settings()
+        sock = bind(self.host, self.port)  # before the model: a port that is taken is told at once
+        try:
+            model = self.load()
+            app = self._app(model, engine_settings)
+        except BaseException:
+            sock.close()
+            raise
+        name, url = app.state.service.model_name, url_of(sock, self.host)
+
+        def listening() -> None:
+            line = curl_line(url, name, key=bool(settings.api_keys))
+            print(f"{name} is served at {url}/v1 after {time.perf_counter() - start:.1f} s; try:\n  {line}", flush=True)
+
+        Server(app, settings, listening=listening).run_on(sock)
+        print("drained and closed", file=sys.stderr)
+
+    def name(self) -> str:
+        """The name under which the model is served: never a path."""
+        return self.served_model_name or (Path(self.model).resolve().name if Path(self.model).is_dir() else self.model)
+
+    def _app(self, model: Transformer, engine_settings: Any) -> Any:
+        from hasten.serving.api.app import make_app
+        from hasten.serving.api.logs import configure_logs
+        from hasten.serving.async_engine import AsyncEngine
+        from hasten.serving.engine import Engine
+
+        configure_logs(self.log)
+        tokenizer = model.tokenizer
+        if self.chat_template is not None and tokenizer is not None:
+            try:
+                text = self.chat_template.read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise CheckpointError(f"{self.chat_template} cannot be read: {error}") from None
+            tokenizer = tokenizer.with_chat_template(text, origin=str(self.chat_template))
+        engine = AsyncEngine(Engine(model, tokenizer, engine_settings))
+        recommended = model.generation if model.generation.get("do_sample") else {}
+        return make_app(
+            engine,
+            self.name(),
+            tokenizer,
+            self._settings(recommended),
+            max_length=engine.engine.max_length,
+            vocabulary=model.config.vocab_size,
+            eos_ids=engine.engine.eos_ids,
+        )
+
+    def _settings(self, defaults: Any) -> Any:
+        from hasten.serving.api.settings import ServerSettings
+
+        keys = tuple(key for key in (*self.api_key, os.environ.get("HASTEN_API_KEY", "")) if key)
+        hosts: tuple[str, ...] = ()
+        from hasten.serving.api.server import LOOPBACK, is_loopback
+
+        if not keys and is_loopback(self.host):
+            hosts = (*LOOPBACK, self.host.lower(), *(host.lower() for host in self.allowed_host))
+        return ServerSettings(
+            api_keys=keys,
+            allowed_hosts=hosts,
+            defaults=defaults,
+            body_bytes=int(self.max_body_mib * 2**20),
+            request_timeout=self.request_timeout,
+            drain_timeout=self.drain_timeout,
+        )
+
+    def _engine_settings(self) -> Any:
+        from hasten.serving.settings import EngineSettings
+
+        if self.cache_gib is not None and self.cache_gib <= 0:
+            raise ConfigError(f"--cache-gib is {self.cache_gib}; it must be above 0")
+        return EngineSettings(
+            max_sequences=self.max_sequences,
+            token_budget=self.token_budget,
+            max_length=self.max_length,
+            block_size=self.block_size,
+            cache_bytes=None if self.cache_gib is None else int(self.cache_gib * 2**30),
+            prefix_cache=self.prefix_cache,
+            quantized_cache=self.cache == "int8",
+            queue_limit=self.queue_limit,
+        )

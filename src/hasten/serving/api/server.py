@@ -1,0 +1,155 @@
+"""Listening: a socket bound before anything slow happens, uvicorn with our limits on connections, an orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import h11
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from hasten.errors import ConfigError
+from hasten.serving.api.settings import ServerSettings
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+    from fastapi import FastAPI
+
+HEADER_BYTES = 32 << 10
+CONNECTIONS = 8192
+LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A bound TCP socket; 0 lets the system choose the port. Raises ConfigError, in one line, if it cannot be had."""
+    if not 0 <= port <= 65535:
+        raise ConfigError(f"--port {port} is not between 0 and 65535")
+    sock: socket.socket | None = None
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        sock = socket.socket(family, kind, protocol)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+    except (OSError, UnicodeError) as error:
+        if sock is not None:
+            sock.close()
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ConfigError(
+            f"cannot listen on {host} port {port}: {reason}; choose another with --host, --port"
+        ) from None
+    return sock
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach what listens there."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
+
+
+def url_of(sock: socket.socket, host: str) -> str:
+    """Where the server is reached: from this machine, if it listens everywhere."""
+    port = sock.getsockname()[1]
+    name = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "": "127.0.0.1"}.get(host, f"[{host}]" if ":" in host else host)
+    return f"http://{name}:{port}"
+
+
+class Server(uvicorn.Server):
+    """uvicorn's server that drains: the first signal refuses new requests and waits for the others, the second ends."""
+
+    def __init__(self, app: FastAPI, settings: ServerSettings, *, listening: Callable[[], None] | None = None) -> None:
+        config = uvicorn.Config(
+            app,
+            http=_Protocol,
+            ws="none",
+            lifespan="on",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            limit_concurrency=CONNECTIONS,
+            h11_max_incomplete_event_size=HEADER_BYTES,
+            timeout_graceful_shutdown=max(1, round(settings.drain_timeout)),
+        )
+        super().__init__(config)
+        self._service, self._listening = app.state.service, listening
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self._listening is not None:
+            self._listening()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self._service.draining = True
+        if self.should_exit:
+            self.force_exit = True
+        self.should_exit = True
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Ours in place of uvicorn's, which raises the signal again at the end: a drained server ends with status 0."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {sig: signal.signal(sig, self.handle_exit) for sig in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for sig, handler in before.items():
+                signal.signal(sig, handler)
+
+    def run_on(self, sock: socket.socket) -> None:
+        """Serve until a signal (or `should_exit`) ends it."""
+        asyncio.run(self.serve(sockets=[sock]))
+
+
+class _Protocol(H11Protocol):
+    """One connection: a request's headers must arrive in time, and whoever takes nothing can be dropped at once."""
+
+    header_timeout = 30.0
+    _timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.app_state = {**self.app_state, "drop": transport.abort}
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._stop()
+
+    def _watch(self) -> None:
+        waiting = self.conn.their_state is h11.IDLE and (self.cycle is None or bool(self.conn.trailing_data[0]))
+        if not waiting:
+            self._stop()
+        elif self._timer is None:
+            self._timer = self.loop.call_later(self.header_timeout, self.transport.abort)
+
+    def _stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+def curl_line(url: str, model_name: str, *, key: bool) -> str:
+    """A command that works as it stands, once the server listens."""
+    import json
+    import shlex
+
+    body: dict[str, Any] = {"model": model_name, "prompt": "Once upon a time", "max_tokens": 32}
+    secret = ' -H "Authorization: Bearer $HASTEN_API_KEY"' if key else ""
+    data = shlex.quote(json.dumps(body))
+    return f"curl {url}/v1/completions -H 'Content-Type: application/json'{secret} -d {data}"

@@ -1,0 +1,47 @@
+"""A server in a thread, for tests: uvicorn on a free port of the loopback interface, in front of any engine."""
+
+import threading
+import time
+from contextlib import contextmanager
+
+from hasten.serving.api.app import make_app
+from hasten.serving.api.server import Server, bind, url_of
+from hasten.serving.api.settings import ServerSettings
+
+TOOL_TEMPLATE = (
+    "{% if tools %}tools: {% for tool in tools %}{{ tool | tojson }}{% endfor %} answer with <tool_call>{% endif %}"
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
+    "{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def app_of(engine, tokenizer, *, vocabulary=None, max_length=4096, **settings):
+    return make_app(
+        engine,
+        "tiny",
+        tokenizer,
+        ServerSettings(**settings),
+        max_length=max_length,
+        vocabulary=vocabulary or tokenizer.vocab_size,
+        eos_ids=tokenizer.eos_ids,
+    )
+
+
+@contextmanager
+def serving(app):
+    """(url, server) of the app while it is served."""
+    sock = bind("127.0.0.1", 0)
+    server = Server(app, app.state.service.settings)
+    thread = threading.Thread(target=server.run_on, args=(sock,), daemon=True)
+    thread.start()
+    end = time.monotonic() + 20
+    while not server.started and time.monotonic() < end:
+        time.sleep(0.005)
+    assert server.started, "the server did not start"
+    try:
+        yield url_of(sock, "127.0.0.1"), server
+    finally:
+        server.should_exit = True
+        thread.join(20)
+        assert not thread.is_alive(), "the server did not end"

@@ -1,0 +1,156 @@
+"""Every field of a request is honoured, neutral, or refused by its name."""
+
+import pytest
+from starlette.testclient import TestClient
+
+from fake_engine import FakeEngine
+from server_case import app_of
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+PROMPT = {"model": "tiny", "prompt": "def", "max_tokens": 3}
+TALK = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
+
+
+@pytest.fixture(scope="module")
+def engine():
+    from references import tiny_llama
+
+    return FakeEngine(tiny_llama().tokenizer)
+
+
+@pytest.fixture(scope="module")
+def client(engine):
+    with TestClient(app_of(engine, engine.tokenizer), base_url="http://localhost") as client:
+        yield client
+
+
+def refused(client, path, body, param, status=400):
+    answer = client.post(path, json=body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (status, param), error
+    assert set(error) == {"message", "type", "param", "code"}
+    return error
+
+
+def test_what_is_asked_reaches_the_engine(client, engine):
+    body = PROMPT | {
+        "n": 2,
+        "best_of": 3,
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 7,
+        "min_p": 0.1,
+        "seed": -3,
+        "presence_penalty": 0.5,
+        "frequency_penalty": -0.5,
+        "repetition_penalty": 1.1,
+        "logit_bias": {"5": -100},
+        "stop": ["x"],
+        "stop_token_ids": [9],
+        "ignore_eos": True,
+        "min_tokens": 2,
+        "priority": 4,
+        "cache_salt": "s",
+        "skip_special_tokens": False,
+        "logprobs": 2,
+        "user": "me",
+    }
+    assert client.post(COMPLETIONS, json=body).status_code == 200
+    request = engine.requests[-1]
+    params = request.params
+    assert (request.n, request.best_of, request.logprobs, request.priority, request.salt) == (2, 3, 2, 4, "s")
+    assert request.skip_special_tokens is False
+    assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0.5, 0.9, 7, 0.1)
+    assert (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (0.5, -0.5, 1.1)
+    assert (params.stop, params.stop_token_ids, params.ignore_eos, params.min_new_tokens) == (("x",), (9,), True, 2)
+    assert params.logit_bias[5] == -100
+    assert params.max_new_tokens == 3
+    assert params.seed is not None
+    assert params.seed >= 0
+
+
+NEUTRAL = [
+    (COMPLETIONS, {"suffix": "", "best_of": 1, "logit_bias": {}, "stop": [], "use_beam_search": False, "top_k": -1}),
+    (COMPLETIONS, dict.fromkeys(("suffix", "prompt_logprobs", "seed", "logprobs", "temperature", "no_such_field"))),
+    (CHAT, {"store": False, "metadata": {}, "service_tier": "auto", "modalities": ["text"], "function_call": "none"}),
+    (CHAT, {"response_format": {"type": "text"}, "tool_choice": "none", "parallel_tool_calls": True, "tools": []}),
+    (CHAT, {"chat_template_kwargs": {}, "reasoning_effort": None, "stream_options": None, "max_completion_tokens": 3}),
+]
+
+
+@pytest.mark.parametrize(("path", "extra"), NEUTRAL)
+def test_neutral_values_are_accepted(client, path, extra):
+    answer = client.post(path, json=(PROMPT if path == COMPLETIONS else TALK) | extra)
+    assert answer.status_code == 200, answer.text
+
+
+REFUSED = [
+    (COMPLETIONS, {"suffix": "end"}, "suffix"),
+    (COMPLETIONS, {"no_such_field": 1}, "no_such_field"),
+    (COMPLETIONS, {"use_beam_search": True}, "use_beam_search"),
+    (COMPLETIONS, {"use_beam_search": 0}, "use_beam_search"),  # 0 is not False
+    (COMPLETIONS, {"temperature": -0.1}, "temperature"),
+    (COMPLETIONS, {"temperature": "0"}, "temperature"),
+    (COMPLETIONS, {"temperature": True}, "temperature"),
+    (COMPLETIONS, {"max_tokens": 1.5}, "max_tokens"),
+    (COMPLETIONS, {"n": 0}, "n"),
+    (COMPLETIONS, {"n": 200}, "n"),
+    (COMPLETIONS, {"n": 3, "best_of": 2}, "best_of"),
+    (COMPLETIONS, {"best_of": 2, "stream": True}, "best_of"),
+    (COMPLETIONS, {"logprobs": 21}, "logprobs"),
+    (COMPLETIONS, {"stop": ["x"] * 17}, "stop"),
+    (COMPLETIONS, {"stop": ["x" * 300]}, "stop"),
+    (COMPLETIONS, {"logit_bias": {"x": 1}}, "logit_bias"),
+    (COMPLETIONS, {"logit_bias": {"999999": 1}}, "logit_bias"),
+    (COMPLETIONS, {"max_tokens": 0}, "max_tokens"),
+    (COMPLETIONS, {"max_tokens": 100_000}, "prompt"),
+    (COMPLETIONS, {"prompt": []}, "prompt"),
+    (COMPLETIONS, {"prompt": ""}, "prompt"),
+    (COMPLETIONS, {"prompt": [1, 10**6]}, "prompt"),
+    (COMPLETIONS, {"prompt": ["x"] * 257}, "prompt"),
+    (COMPLETIONS, {"stream_options": {"include_usage": True}}, "stream_options"),
+    (COMPLETIONS, {"stream": True, "stream_options": {"include_obfuscation": True}}, "include_obfuscation"),
+    (COMPLETIONS, {"min_tokens": 9}, None),
+    (CHAT, {"messages": []}, "messages"),
+    (CHAT, {"messages": [{"role": "robot", "content": ""}]}, "messages[0].role"),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, ...),
+    (CHAT, {"audio": {}}, "audio"),
+    (CHAT, {"chat_template": "{{ 1 }}"}, "chat_template"),
+    (CHAT, {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+    (CHAT, {"top_logprobs": 3}, "top_logprobs"),
+    (CHAT, {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    (CHAT, {"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
+    (CHAT, {"max_tokens": 0}, "max_tokens"),
+    (CHAT, {"tool_choice": "required"}, "tool_choice"),
+    (CHAT, {"response_format": {"type": "xml"}}, "response_format.type"),
+    (CHAT, {"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+    (CHAT, {"response_format": {"type": "json_object"}, "ignore_eos": True}, "ignore_eos"),
+    (CHAT, {"functions": [{"name": "f"}]}, "functions"),
+]
+
+
+@pytest.mark.parametrize(("path", "extra", "param"), REFUSED)
+def test_anything_else_is_refused_by_name(client, path, extra, param):
+    body = (PROMPT if path == COMPLETIONS else TALK) | extra
+    if param is ...:
+        assert client.post(path, json=body).status_code == 400
+    else:
+        refused(client, path, body, param)
+
+
+def test_a_model_is_its_exact_name(client):
+    for name in ("Tiny", "tiny ", "../tiny", "/etc/passwd", ""):
+        assert refused(client, COMPLETIONS, PROMPT | {"model": name}, "model", 404)["code"] == "model_not_found"
+    assert client.get("/v1/models/tiny").json()["id"] == "tiny"
+    assert client.get("/v1/models/..%2F..%2Fetc%2Fpasswd").status_code == 404
+
+
+def test_a_folder_recommends_what_a_request_leaves_out(engine):
+    with TestClient(app_of(engine, engine.tokenizer, defaults={"temperature": 0.25, "top_k": 5})) as client:
+        assert client.post(COMPLETIONS, json=PROMPT | {"top_k": 9}).status_code == 200
+    assert (engine.requests[-1].params.temperature, engine.requests[-1].params.top_k) == (0.25, 9)
+
+
+def test_a_prompt_too_long_is_refused_before_it_is_encoded(client):
+    error = refused(client, COMPLETIONS, PROMPT | {"prompt": "x" * 2_000_000}, "prompt")
+    assert error["code"] == "context_length_exceeded"
