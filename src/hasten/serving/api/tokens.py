@@ -26,7 +26,11 @@ class TokenizeBody(Body):
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None
-    neutral: ClassVar[Neutral] = {"continue_final_message": (False,), "chat_template": (), "chat_template_kwargs": ({},)}
+    neutral: ClassVar[Neutral] = {
+        "continue_final_message": (False,),
+        "chat_template": (),
+        "chat_template_kwargs": ({},),
+    }
 
 
 class DetokenizeBody(Body):
