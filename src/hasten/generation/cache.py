@@ -1,12 +1,15 @@
 """The static key/value cache: allocated once, so that every decode step has the same shapes and addresses."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from hasten.errors import ConfigError
+from hasten.generation.sparse import SparseSight
 from hasten.model.config import ModelConfig
+from hasten.ops.attention.block_mask import BlockMask
 from hasten.ops.attention.masks import visible
 from hasten.ops.attention.view import KVView, StackView
 from hasten.ops.pages import zeros_in_large_pages
@@ -16,16 +19,17 @@ from hasten.ops.pages import zeros_in_large_pages
 class CachedLayer:
     """One layer's view of the cache during one step.
 
-    k, v (B·S + 1, Hkv, D): sequence b keeps its position p in row b·S + p; the last row takes the padding and is
-    never read. slots (B·T,): the rows for this step's tokens, -1 (the last row) for padding. mask (B, T, S'): which
-    rows each query sees; None in a prefill of empty sequences, where the tokens at hand are all there is. starts
+    k, v (B·S + 1, Hkv, D): sequence b keeps its position p in row b·S + p (a local pattern: p modulo S); the last row
+    takes the padding and is never read. slots (B·T,): the rows for this step's tokens, -1 (the last row) for padding.
+    seen: the mask (B, T, S') of the rows that each query sees, or (B, H, T, S'); in a prefill of empty sequences, where
+    the tokens at hand are all there is, None, or the blocks of a sparse pattern. starts
     (B + 1,), lengths (B,), first (B,): the same for kernels that read the cache themselves, see KVView.
     """
 
     k: Tensor
     v: Tensor
     slots: Tensor
-    mask: Tensor | None
+    seen: Tensor | BlockMask | None
     batch: int
     read: int  # S', how many of a sequence's S rows are read
     starts: Tensor
@@ -36,15 +40,15 @@ class CachedLayer:
         """For a kernel that writes and reads the cache itself."""
         return KVView(self.k, self.v, self.slots, self.starts, self.lengths, self.first)
 
-    def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor | BlockMask | None]:
         """Write the step's k, v (B, T, Hkv, D) and return what its queries may look at."""
         self.k[self.slots] = k.flatten(0, 1)
         self.v[self.slots] = v.flatten(0, 1)
-        if self.mask is None:
-            return k, v, None
+        if not isinstance(self.seen, Tensor):
+            return k, v, self.seen
         keys = self.k[:-1].unflatten(0, (self.batch, -1))[:, : self.read]  # (B, S', Hkv, D)
         values = self.v[:-1].unflatten(0, (self.batch, -1))[:, : self.read]
-        return keys, values, self.mask
+        return keys, values, self.seen
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,20 +57,24 @@ class Step:
 
     together: StackView
     read: int
-    masks: list[Tensor | None]  # of each layer
+    seen: Sequence[Tensor | BlockMask | None]  # of each layer
 
     @property
     def layers(self) -> list[CachedLayer]:
         k, v, slots, starts, lengths, first, *_ = self.together
         assert first is not None
         return [
-            CachedLayer(k, v, slots, mask, len(first), self.read, starts, lengths, first)
-            for k, v, mask in zip(k, v, self.masks, strict=True)
+            CachedLayer(k, v, slots, own, len(first), self.read, starts, lengths, first)
+            for k, v, own in zip(k, v, self.seen, strict=True)
         ]
 
 
 class StaticCache:
-    """Keys and values of B sequences of at most `capacity` tokens each, in (B·capacity + 1, Hkv, D) a layer."""
+    """Keys and values of B sequences of at most `capacity` tokens each, in (B·rows + 1, Hkv, D) a layer.
+
+    rows is the capacity; under a local attention pattern no more than twice what a query can look back, however long
+    the texts get: position p then stands in row p modulo rows.
+    """
 
     def __init__(
         self, config: ModelConfig, *, batch: int, capacity: int, dtype: torch.dtype, device: torch.device | str
@@ -77,13 +85,18 @@ class StaticCache:
                 "positions; shorten the prompt or max_new_tokens"
             )
         self.batch, self.capacity = batch, capacity
+        self.reach = config.attention_pattern.reach if config.attention_pattern is not None else None
+        self.rows = capacity if self.reach is None else min(capacity, 2 * self.reach)
         self.config = config
         self.windows = [layer.window for layer in config.layers]
-        shape = (batch * capacity + 1, config.kv_heads, config.head_dim)
+        self.sparse = None
+        if config.attention_pattern is not None:
+            self.sparse = SparseSight(config, positions=capacity, device=device)
+        shape = (batch * self.rows + 1, config.kv_heads, config.head_dim)
         # Zeros, not garbage: a masked row still takes part in a product with probability 0, and 0·NaN is NaN.
         memory = zeros_in_large_pages((2 * len(config.layers), *shape), dtype=dtype, device=device)
         self.k, self.v = list(memory[: len(config.layers)]), list(memory[len(config.layers) :])
-        self.first = torch.arange(batch, device=device) * capacity  # (B,)
+        self.first = torch.arange(batch, device=device) * self.rows  # (B,)
         self.first_slots = self.first[:, None]
         self._starts: dict[int, Tensor] = {}  # by the tokens of a step: the same in all of them
 
@@ -99,9 +112,14 @@ class StaticCache:
         )
         for old, new in zip((*self.k, *self.v), (*larger.k, *larger.v), strict=True):
             rows = old[:-1].unflatten(0, (self.batch, -1))  # (B, S, Hkv, D)
-            new[:-1].unflatten(0, (self.batch, -1))[:, : self.capacity] = rows
-        self.k, self.v, self.capacity = larger.k, larger.v, larger.capacity
-        self.first, self.first_slots = larger.first, larger.first_slots
+            new[:-1].unflatten(0, (self.batch, -1))[:, : self.rows] = rows
+        self.k, self.v, self.capacity, self.rows = larger.k, larger.v, larger.capacity, larger.rows
+        self.first, self.first_slots, self.sparse = larger.first, larger.first_slots, larger.sparse
+
+    @property
+    def longest_step(self) -> int | None:
+        """The most tokens that may be added to sequences that are not empty, None: as many as there is room for."""
+        return None if self.reach is None or self.rows == self.capacity else self.rows - self.reach + 1
 
     def step(
         self,
@@ -122,14 +140,26 @@ class StaticCache:
         batch, tokens = positions.shape
         if tokens not in self._starts:
             self._starts[tokens] = torch.arange(0, (batch + 1) * tokens, tokens, device=positions.device)
-        slots = self.first_slots + positions  # (B, T)
+        slots = self.first_slots + (positions if self.longest_step is None else positions % self.rows)  # (B, T)
         lengths = positions[:, 0] + tokens  # as if no token were padding: nobody looks at those
         if valid is not None:
             slots = slots.masked_fill(~valid, -1)
-        read = self.capacity if read is None else min(read, self.capacity)
-        seen: dict[int | None, Tensor | None] = dict.fromkeys(self.windows)
-        if masks and not fresh:
-            rows = torch.arange(read, device=positions.device)
-            seen = {window: visible(positions, rows, window) for window in seen}  # (B, T, S')
+        if self.rows < tokens:  # only the last ones find room
+            slots = slots.masked_fill(positions <= positions[:, -1:] - self.rows, -1)
+        read = self.rows if read is None else min(read, self.rows)
+        seen = self._seen(positions, read, fresh) if masks else [None] * len(self.windows)
         together = StackView(self.k, self.v, slots.flatten(), self._starts[tokens], lengths, self.first)
-        return Step(together, read, [seen[window] for window in self.windows])
+        return Step(together, read, seen)
+
+    def _seen(self, positions: Tensor, read: int, fresh: bool) -> Sequence[Tensor | BlockMask | None]:
+        """What each layer's queries see of the rows that are read, or of the tokens at hand."""
+        rows = torch.arange(read, device=positions.device)
+        if self.sparse is not None:
+            if fresh:
+                return self.sparse.block_masks(positions.shape[1])
+            last = positions[:, -1:]  # what stands in a row: the latest position that belongs there
+            return self.sparse.masks(positions, last - (last - rows) % self.rows)
+        if fresh:
+            return [None] * len(self.windows)
+        by_window = {window: visible(positions, rows, window) for window in set(self.windows)}  # (B, T, S')
+        return [by_window[window] for window in self.windows]

@@ -54,10 +54,15 @@ class Decoder:
             if any(0 < n <= self._rescale_at < after for n, after in zip(self.lengths, grown, strict=True)):
                 self.lengths, prompts = [0] * len(prompts), self._history
             longest = piece = max(len(prompt) for prompt in prompts)  # in one piece: its length decides
+        elif any(self.lengths) and self.cache.longest_step is not None:
+            piece = min(piece, self.cache.longest_step)
         logits: Tensor | None = None
-        for start in range(0, longest, piece):
+        start = 0
+        while start < longest:
             part = [list(prompt[start : start + piece]) for prompt in prompts]
             found = self._append(part)
+            start += piece
+            piece = min(piece, self.cache.longest_step or piece)  # nothing is empty any more
             if logits is None:
                 logits = found
             else:  # a row that ended in an earlier piece keeps the logits it got there
@@ -104,8 +109,21 @@ class Decoder:
         return self.model(tokens[:, None], positions, context)[:, 0]
 
     def truncate(self, length: int) -> None:
-        """Forget everything after the first `length` tokens of every row; what lies behind is overwritten later."""
+        """Forget everything after the first `length` tokens of every row; what lies behind is overwritten later.
+
+        Raises ConfigError where a cache bounded by a local attention pattern no longer holds what came before.
+        """
+        if any(self.forgets(n, length) for n in self.lengths):
+            raise ConfigError(
+                f"the cache of a local attention pattern keeps the last {self.cache.rows} tokens; it cannot go back to "
+                f"{length} of {max(self.lengths)}: make a new Decoder"
+            )
         self.lengths = [min(n, length) for n in self.lengths]
+
+    def forgets(self, grown: int, length: int) -> bool:
+        """Whether a row of `grown` tokens, going back to `length`, would miss keys that were overwritten since."""
+        most = self.cache.longest_step
+        return most is not None and grown > self.cache.rows and 0 < length < grown - most
 
     def _fused(self) -> bool:
         return all(isinstance(block, FusedBlock) for block in self.model.blocks)

@@ -8,7 +8,7 @@ import torch
 
 from hasten.errors import ConfigError
 from hasten.generation.ids import check_ids
-from hasten.model.context import TrainingContext
+from hasten.model.context import training_context
 from hasten.model.transformer import Transformer
 
 
@@ -128,5 +128,5 @@ def _score(model: Transformer, batch: list[Window]) -> float:
         targets[row, window.first - 1 : len(tokens) - 1] = tokens[window.first :]
     device = model.device
     positions = torch.arange(longest, device=device).expand(len(batch), -1)
-    context = TrainingContext([layer.window for layer in model.config.layers])
+    context = training_context(model, longest)
     return float(model(inputs.to(device), positions, context, targets=targets.to(device)))

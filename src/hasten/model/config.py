@@ -7,9 +7,12 @@ nothing else, so behaviour follows from these fields and never from a model's na
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from reprlib import Repr
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from hasten.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from hasten.ops.attention.patterns import Pattern
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +85,7 @@ class ModelConfig:
     expert_size: int = 0
     normalize_experts: bool = True  # the chosen experts' probabilities are made to sum to one
     initializer_range: float = 0.02  # standard deviation of random weights
+    attention_pattern: "Pattern | None" = None  # which blocks every layer sees; hasten's own field of config.json
     dropout: float = 0.0  # in training only; set by the recipe, never by a checkpoint
     source: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
 

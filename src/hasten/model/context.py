@@ -1,27 +1,32 @@
 """The context of a forward pass without a cache: training, evaluation, and scoring whole sequences."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from hasten.errors import ConfigError
+from hasten.model.transformer import Attention, Transformer
+from hasten.ops.attention.block_mask import BlockMask
 from hasten.ops.attention.masks import visible
+from hasten.ops.attention.packed import Intervals, document_intervals
 from hasten.ops.attention.view import KVView
 
 
 class PlainLayer:
-    """Attends only to the tokens at hand; with documents packed into a row, only to one's own document."""
+    """Attends only to the tokens at hand: all up to each one (None), or what `seen` says."""
 
-    def __init__(self, mask: Tensor | None = None) -> None:
-        self.mask = mask
+    def __init__(self, seen: Tensor | Intervals | BlockMask | None = None) -> None:
+        self.seen = seen
 
-    def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        return k, v, self.mask
+    def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor | Intervals | BlockMask | None]:
+        return k, v, self.seen
 
     def view(self, *, batch: int, tokens: int, kv_heads: int, head_dim: int) -> KVView:
         """A cache for just this call, for a kernel that writes and reads one itself (on the CPU, in bfloat16)."""
-        if self.mask is not None:
+        if self.seen is not None:
             raise ConfigError("the fused kernels know no packed documents; give each its own row, or load unfused")
         rows = batch * tokens
         k = torch.zeros(rows + 1, kv_heads, head_dim, dtype=torch.bfloat16)
@@ -35,15 +40,60 @@ class TrainingContext:
     """Stateless; each layer makes its own view, so there is none of all `together`.
 
     documents (B, T), if given, numbers the document of each token; attention stays inside it.
+
+    intervals: documents are handed to the kernels as the first and last key of each token, and not as a (B, T, T)
+    mask. blocks: the block mask of each layer, of as many tokens as the pass will have.
     """
 
     together = None
+    layers: Sequence[PlainLayer]
 
-    def __init__(self, windows: Sequence[int | None], documents: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        windows: Sequence[int | None],
+        documents: Tensor | None = None,
+        *,
+        intervals: bool = False,
+        blocks: Sequence[BlockMask] | None = None,
+    ) -> None:
+        if blocks is not None:
+            self.layers = [PlainLayer(mask) for mask in blocks]
+            return
         if documents is None:
             self.layers = [PlainLayer()] * len(windows)
             return
-        places = torch.arange(documents.shape[-1], device=documents.device)
-        same = documents.unsqueeze(-1) == documents.unsqueeze(-2)  # (B, T, T)
-        by_window = {window: PlainLayer(same & visible(places, places, window)) for window in set(windows)}
+        by_window: dict[int | None, PlainLayer] = {}
+        for window in set(windows):
+            if intervals:
+                by_window[window] = PlainLayer(document_intervals(documents, window))
+                continue
+            places = torch.arange(documents.shape[-1], device=documents.device)
+            same = documents.unsqueeze(-1) == documents.unsqueeze(-2)  # (B, T, T)
+            by_window[window] = PlainLayer(same & visible(places, places, window))
         self.layers = [by_window[window] for window in windows]
+
+
+def training_context(model: Transformer, tokens: int, documents: Tensor | None = None) -> TrainingContext:
+    """The context in which `model` sees rows of so many tokens at once, its sparse pattern included.
+
+    documents: int64 (B, T), as in `TrainingContext`; without a mask where every layer's kernel can do without one.
+    Raises ConfigError for documents in a model with a pattern.
+    """
+    config = model.config
+    windows = [layer.window for layer in config.layers]
+    if config.attention_pattern is None:
+        fits = all(isinstance(m.attention, Attention) and m.attention.takes_intervals for m in model.blocks)
+        return TrainingContext(windows, documents, intervals=documents is not None and fits)
+    if documents is not None:
+        raise ConfigError("a model with a sparse attention pattern cannot keep packed documents apart")
+    return TrainingContext(windows, blocks=block_masks(model, tokens))
+
+
+def block_masks(model: Transformer, tokens: int) -> list[BlockMask]:
+    """The mask of each layer of a model with a pattern, for rows of so many tokens, ready for its kernels."""
+    pattern, layers = model.config.attention_pattern, len(model.config.layers)
+    assert pattern is not None
+    masks = [BlockMask.of(pattern, tokens, heads=model.config.heads, layer=layer) for layer in range(layers)]
+    for mask in masks:
+        mask.prepare(model.device)
+    return masks

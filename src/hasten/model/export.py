@@ -30,6 +30,7 @@ from hasten.model.formats.record import LayerFormat
 from hasten.model.formats.stream import TensorSpec
 from hasten.model.formats.stream import write_file as save_file
 from hasten.model.transformer import Transformer
+from hasten.ops.attention.pattern_text import pattern_values
 from hasten.ops.linear import PackedLinear, QuantizedWeight
 
 SHARD_BYTES = 4_000_000_000  # large checkpoints are written in files of about this size
@@ -75,6 +76,9 @@ def save(
         folder.mkdir(parents=True, exist_ok=True)
         staging = Path(tempfile.mkdtemp(dir=folder, prefix=".saving-"))
         plan = _Plan(model, dtype, quantized)
+        if model.config.attention_pattern is not None:
+            text = f"hasten runs {folder} with its attention pattern; transformers does not know it and attends to all"
+            warnings.warn(text, HastenWarning, stacklevel=3)
         weights = _write_weights(plan, staging, shard_bytes)
         if model.tokenizer is not None:
             model.tokenizer.save(staging)
@@ -107,6 +111,8 @@ def exported_config(model: Transformer, dtype: torch.dtype, *, tied: bool | None
     }
     for gone in ("torch_dtype", "_name_or_path", "_attn_implementation_autoset", *QUANTIZATION_FIELDS):
         values.pop(gone, None)
+    if model.config.attention_pattern is not None:
+        values["hasten"] = {"attention_pattern": pattern_values(model.config.attention_pattern)}
     return values
 
 
@@ -205,7 +211,7 @@ class _Plan:
         ignored = routers if "head" in self.layers else [*routers, "lm_head"]
         self._warn([thing for thing in things.values() if thing.layer is not None])
         quantization = quantization_config(layers, ignored, packed8=self.packed8)
-        private = private_config(layers)
+        private = values.get("hasten", {}) | private_config(layers)
         return values | {"quantization_config": quantization} | ({"hasten": private} if private else {})
 
     def _warn(self, things: Sequence[_Published]) -> None:

@@ -34,6 +34,8 @@ def refusal(model: Transformer) -> str | None:
         return f"the fused steps compute in bfloat16; the model is {str(model.dtype).removeprefix('torch.')}"
     if model.config.head_dim > LARGEST_HEAD:
         return f"the head size is {model.config.head_dim}; the fused steps go up to {LARGEST_HEAD}"
+    if model.config.attention_pattern is not None:
+        return "the fused steps know no sparse attention pattern"
     if library() is None:
         return "the native kernels could not be built here (see the warning, and `hasten doctor`)"
     return None

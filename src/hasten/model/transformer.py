@@ -22,6 +22,8 @@ from hasten.model.formats.record import Quantization
 from hasten.model.rope import RotaryTable, rotate
 from hasten.ops.activation import Functions
 from hasten.ops.attention import KERNELS, AttentionRequest, AttentionSpec
+from hasten.ops.attention.block_mask import BlockMask
+from hasten.ops.attention.packed import Intervals
 from hasten.ops.attention.view import KVView, StackView
 from hasten.ops.linear.modules import PackedLinear
 from hasten.ops.loss import IGNORED, linear_cross_entropy
@@ -51,14 +53,18 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+# What the queries see of the keys: all up to their own place (None), a mask (B, T, S) or of each head (B, H, T, S), an
+# interval each, or the blocks of a sparse pattern.
+Seen = Tensor | Intervals | BlockMask | None
+
 Linear = nn.Linear | PackedLinear  # a quantized or packed layer may stand in the place of a plain one
 
 
 class LayerContext(Protocol):
     """What one layer's attention may look at besides the tokens at hand."""
 
-    def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Take the new k, v (B, T, Hkv, D) in; return all keys and values (B, S, Hkv, D) and the mask (B, T, S)."""
+    def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Seen]:
+        """Take the new k, v (B, T, Hkv, D) in; return all keys and values (B, S, Hkv, D), and what is seen of them."""
         ...
 
     def view(self, *, batch: int, tokens: int, kv_heads: int, head_dim: int) -> KVView:
@@ -129,6 +135,7 @@ class Attention(nn.Module):
         self.output: Linear = nn.Linear(config.heads * size, hidden, bias=config.output_bias)
         self.q_norm = _norm(config, size) if config.qk_norm else None
         self.k_norm = _norm(config, size) if config.qk_norm else None
+        self.sparse = config.attention_pattern is not None
         self.dropout = config.dropout
         self.joined = False  # one product for queries, keys and values: training on a CPU
         self.spec = AttentionSpec(
@@ -144,11 +151,16 @@ class Attention(nn.Module):
     def request(self) -> AttentionRequest:
         """What a kernel has to serve here."""
         like = self.q.request if isinstance(self.q, PackedLinear) else self.q.weight
-        return AttentionRequest(spec=self.spec, device=like.device, dtype=like.dtype)
+        return AttentionRequest(spec=self.spec, device=like.device, dtype=like.dtype, block_mask=self.sparse)
 
     def bind(self, kernel: str | None = None) -> None:
         """Choose the attention kernel for the weights' device and dtype, or the one named."""
         self.kernel = pick(KERNELS, self.request(), forced=kernel)
+
+    @property
+    def takes_intervals(self) -> bool:
+        """The kernel needs no mask for packed documents, only the first and last key of each query."""
+        return self.kernel.name == "native" and not self.dropout
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, layer: LayerContext) -> Tensor:
         q, k, v = self.project(x)
@@ -159,9 +171,14 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if rope is not None:
             q, k = rotate(q, *rope), rotate(k, *rope)
-        k, v, mask = layer.extend(k, v)  # (B, S, Hkv, D) twice, (B, T, S) or None
+        k, v, seen = layer.extend(k, v)  # (B, S, Hkv, D) twice
         dropout = self.dropout if self.training else 0.0
-        attended = self.kernel.run(q, k, v, spec=self.spec, mask=mask, dropout=dropout)  # (B, T, H, D)
+        options: dict[str, Any] = {"mask": seen}
+        if isinstance(seen, Intervals):
+            options = {"intervals": seen}
+        elif isinstance(seen, BlockMask):
+            options = {"block_mask": seen}
+        attended = self.kernel.run(q, k, v, spec=self.spec, dropout=dropout, **options)  # (B, T, H, D)
         return self.output(attended.flatten(-2))
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

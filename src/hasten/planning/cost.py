@@ -61,10 +61,22 @@ def _attended(layer: LayerConfig, length: int) -> float:
     return (window * (window + 1) / 2 + (length - window) * window) / length
 
 
+def _attended_by_pattern(config: ModelConfig, length: int) -> float:
+    """The same for a layer of a model with a sparse pattern: whole blocks, and half of the one on the diagonal."""
+    pattern = config.attention_pattern
+    assert pattern is not None
+    layout = pattern.layout(-(-length // pattern.block), heads=config.heads)
+    rows = layout.blocks_q * len(layout.heads)
+    return min(layout.present / rows * layout.block - (layout.block - 1) / 2, (length + 1) / 2)
+
+
 def forward_flops_per_token(config: ModelConfig, sequence_length: int) -> float:
     """FLOPs of a forward pass per token, averaged over a causal sequence: 2 per weight used, 4·H·D per key seen."""
-    scores = sum(4 * config.heads * config.head_dim * _attended(layer, sequence_length) for layer in config.layers)
-    return 2 * parameters(config).active + scores
+    if config.attention_pattern is None:
+        seen = sum(_attended(layer, sequence_length) for layer in config.layers)
+    else:
+        seen = len(config.layers) * _attended_by_pattern(config, sequence_length)
+    return 2 * parameters(config).active + 4 * config.heads * config.head_dim * seen
 
 
 def training_flops_per_token(config: ModelConfig, sequence_length: int) -> float:
@@ -89,7 +101,7 @@ def decode_bytes_per_token(
     Every weight used in a product once for the whole step, which makes one token a sequence (the embedding counts as
     the head; of the table only a row each is read), and every cached key and value that the sequence's own token sees.
     """
-    seen = sum(_keys_read(config.layers, context))
+    seen = sum(_keys_read(config, context))
     cache = 2 * config.kv_heads * config.head_dim * kv_bytes * seen
     return _weights_read(config, batch) * weight_bytes / batch + cache
 
@@ -109,6 +121,8 @@ def _weights_read(config: ModelConfig, tokens: int) -> float:
     return total
 
 
-def _keys_read(layers: tuple[LayerConfig, ...], context: int) -> Iterator[int]:
-    for layer in layers:
-        yield context if layer.window is None else min(layer.window, context)
+def _keys_read(config: ModelConfig, context: int) -> Iterator[int]:
+    reach = None if config.attention_pattern is None else config.attention_pattern.reach
+    for layer in config.layers:
+        window = reach if layer.window is None else layer.window
+        yield context if window is None else min(window, context)

@@ -15,6 +15,7 @@ from hasten.model.initialize import initialize
 from hasten.model.tokenizer import Tokenizer
 from hasten.model.transformer import MLP, Attention, Transformer
 from hasten.ops.activation import ActivationRequest, bind
+from hasten.ops.attention.pattern_text import parse_pattern, pattern_values
 from hasten.ops.loss import KERNELS as LOSS_KERNELS
 from hasten.training.activations import checkpoint_activations
 from hasten.training.allocator import keep_freed_memory
@@ -35,6 +36,8 @@ def shape_config(shape: Shape, *, vocab_size: int, positions: int, tokenizer: To
         raise ConfigError(f"model.heads ({shape.heads}) must be a multiple of model.kv_heads ({kv_heads})")
     values = _published(shape, kv_heads=kv_heads, positions=shape.max_positions or positions)
     values |= {"vocab_size": vocab_size, "tie_word_embeddings": shape.tie_embeddings}
+    if shape.attention_pattern is not None:
+        values["hasten"] = {"attention_pattern": pattern_values(parse_pattern(shape.attention_pattern))}
     if tokenizer is not None:
         values |= {"bos_token_id": tokenizer.bos_id, "eos_token_id": next(iter(tokenizer.eos_ids), None)}
     try:
@@ -124,11 +127,11 @@ def apply_techniques(model: Transformer, recipe: Recipe) -> None:
 def attention_kernel(recipe: Recipe, device: torch.device) -> str | None:
     """The kernel to force: the recipe's, or the explicit one where no native one serves: see below.
 
-    Dropout and packed documents kept apart need a mask or random numbers on a CPU. PyTorch's fused CPU kernel, forward
-    and backward, is slower there than matrix products with a compiled softmax between them, as long as rows are short.
+    The native kernel has no dropout and no float16. PyTorch's fused CPU kernel, forward and backward, is slower there
+    than matrix products with a compiled softmax between them, as long as rows are short.
     """
     techniques = recipe.techniques
-    slow = recipe.dropout > 0 or recipe.data.separate_documents
+    slow = recipe.dropout > 0 or (recipe.data.separate_documents and techniques.precision == "float16")
     short = techniques.compile and recipe.data.context <= 512
     if techniques.attention is None and device.type == "cpu" and slow and short:
         return "reference"

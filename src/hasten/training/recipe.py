@@ -49,6 +49,8 @@ class Shape:
     """Base of the rotary frequencies (llama)."""
     max_positions: int | None = None
     """Longest context the model declares (none: the training context)."""
+    attention_pattern: str | None = None
+    """Sparse attention, for example bigbird, local:radius=4 or bigbird:window=5,random-blocks=2 (none: dense)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +78,7 @@ class Data:
     accumulation: int = 1
     """Micro-batches whose gradients make one step."""
     separate_documents: bool = False
-    """Attention stays inside a document where several are packed into one row (slower: it needs a mask)."""
+    """Attention stays inside a document where several are packed into one row."""
     workers: int = 0
     """Threads that prepare batches ahead (0: made when they are needed)."""
 
@@ -267,6 +269,9 @@ def _wrong_values(recipe: Recipe) -> Iterator[str]:
     positions = recipe.model.max_positions
     if recipe.init is None and positions is not None and positions < data.context:
         yield f"model.max_positions is {positions} and data.context {data.context}: it must be at least as much"
+    sparse = recipe.model.attention_pattern is not None and recipe.init is None
+    if sparse and (recipe.dropout or data.separate_documents):
+        yield "with model.attention_pattern there can be no dropout and no data.separate_documents"
     shares = {
         "dropout": recipe.dropout,
         "optimizer.beta1": optimizer.beta1,

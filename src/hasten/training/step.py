@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hasten.data import Batch
-from hasten.model.context import TrainingContext
+from hasten.model.context import TrainingContext, training_context
 from hasten.model.transformer import Transformer
 from hasten.ops.loss import IGNORED
 from hasten.training.optimizers import set_learning_rate
@@ -57,7 +57,7 @@ class TrainStep:
         self.separate_documents = separate_documents
         self.should_stop = should_stop
         self.parameters = [p for p in model.parameters() if p.requires_grad]
-        self._plain = TrainingContext([layer.window for layer in model.config.layers])
+        self._plain: dict[int, TrainingContext] = {}  # by the number of tokens in a row
 
     def run(
         self,
@@ -105,10 +105,14 @@ class TrainStep:
 
     def loss(self, batch: Batch, *, gates: Sequence[float] | None = None) -> Tensor:
         """The sum of the token losses of a batch on the model's device: float32 scalar, nats."""
-        context = self._plain
+        tokens = batch.inputs.shape[1]
         if self.separate_documents and batch.documents is not None:
-            context = TrainingContext([layer.window for layer in self.model.config.layers], batch.documents)
+            context = training_context(self.model, tokens, batch.documents)
+        else:
+            if tokens not in self._plain:
+                self._plain[tokens] = training_context(self.model, tokens)
+            context = self._plain[tokens]
         # (1, T) instead of (B, T): the rotary table is the same for every row, and is made once.
-        positions = torch.arange(batch.inputs.shape[1], device=batch.inputs.device).unsqueeze(0)
+        positions = torch.arange(tokens, device=batch.inputs.device).unsqueeze(0)
         with self.precision.autocast():
             return self.model(batch.inputs, positions, context, targets=batch.targets, gates=gates)

@@ -1,8 +1,10 @@
 """The model families: for each, how a config.json is read and where every weight stands in the checkpoint."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
+from hasten.errors import CheckpointError, ConfigError
 from hasten.model.config import Fields, ModelConfig
 from hasten.model.families import (
     gemma2,
@@ -18,6 +20,9 @@ from hasten.model.families import (
     qwen3_moe,
 )
 from hasten.model.families.family import Family
+from hasten.ops.attention.block_mask import tiles_refusal
+from hasten.ops.attention.pattern_text import pattern_of
+from hasten.ops.attention.patterns import Pattern
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family
@@ -42,4 +47,30 @@ def read_config(values: Mapping[str, Any], where: str = "config.json") -> ModelC
     `where` is what errors call the file. Fields that are left out take the family's defaults.
     """
     family = family_of(values, where)
-    return family.config(Fields(values, where, family.defaults))
+    config = family.config(Fields(values, where, family.defaults))
+    pattern = _attention_pattern(values, where)
+    if pattern is None:
+        return config
+    if config.attention_softcap is not None or any(layer.window is not None for layer in config.layers):
+        raise CheckpointError(
+            f"{where}: a model with windows or soft-capped scores can have no hasten.attention_pattern"
+        )
+    return replace(config, attention_pattern=pattern)
+
+
+def _attention_pattern(values: Mapping[str, Any], where: str) -> Pattern | None:
+    """The sparse pattern that hasten wrote, under `hasten.attention_pattern`."""
+    own = values.get("hasten")
+    given = own.get("attention_pattern") if isinstance(own, dict) else None
+    if given is None:
+        return None
+    if not isinstance(given, dict):
+        raise CheckpointError(f"{where}: hasten.attention_pattern must be an object; found {given!r:.60}")
+    try:
+        pattern = pattern_of(given)
+    except ConfigError as error:
+        raise CheckpointError(f"{where}: hasten.attention_pattern: {error}") from None
+    reason = tiles_refusal(pattern.block)
+    if reason is not None:
+        raise CheckpointError(f"{where}: hasten.attention_pattern: {reason}")
+    return pattern

@@ -108,6 +108,13 @@ class BlockMask:
         assert isinstance(found, Tiles)
         return found
 
+    def prepare(self, device: torch.device) -> None:
+        """Make the form that the kernels of a device take now, and not inside a compiled step."""
+        if device.type == "cuda":
+            self.flex(self.keys, device)
+        elif tiles_refusal(self.layout.block) is None:
+            self.tiles()
+
     def flex(self, queries: int, device: torch.device) -> flex_attention.BlockMask:
         """flex_attention's mask of the last `queries` positions, from block numbers; no n × n matrix is made.
 

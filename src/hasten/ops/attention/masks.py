@@ -56,7 +56,7 @@ def visibility(
     """All that hides keys, as one mask that broadcasts to (B, H, T, S), or None where every query sees every key."""
     seen = None
     if mask is not None:
-        seen = mask if mask.dim() == 2 else mask.unsqueeze(1)  # (T, S) or (B, 1, T, S)
+        seen = mask.unsqueeze(1) if mask.dim() == 3 else mask  # (T, S), (B, 1, T, S), or of each head (B, H, T, S)
     elif block_mask is not None:
         seen = block_mask.dense(queries, keys, device)  # (1 or H, T, S)
     elif spec.causal or documents is not None:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hasten.errors import ConfigError, HastenWarning
 from hasten.ops.attention.block_mask import BlockMask, tiles_refusal
+from hasten.ops.attention.packed import Intervals
 from hasten.ops.attention.request import AttentionRequest, Documents
 from hasten.ops.attention.request import BlockMask as AnyBlockMask
 from hasten.ops.attention.sdpa import sdpa
@@ -26,14 +27,18 @@ def native(
     mask: Tensor | None = None,
     dropout: float = 0.0,
     documents: Documents | None = None,
+    intervals: Intervals | None = None,
 ) -> Tensor:
     """Causal, windowed or full attention, packed documents too. A layer's call with a mask or dropout goes to SDPA."""
     q, k, v = _as_autocast(q, k, v)
     if mask is not None or dropout or q.dtype not in DTYPES:
+        mask = intervals.mask(k.shape[1]) if intervals is not None else mask
         return sdpa(q, k, v, spec=spec, mask=mask, dropout=dropout)
+    if intervals is not None:
+        return native_attention(q, k, v, causal=False, scale=spec.scale, low=intervals.low, high=intervals.high)[0]
     if documents is None:
         return native_attention(q, k, v, causal=spec.causal, window=spec.window, scale=spec.scale)[0]
-    low, high = intervals(documents, q.shape[1], spec)
+    low, high = bounds(documents, q.shape[1], spec)
     return native_attention(q, k, v, causal=False, scale=spec.scale, low=low, high=high)[0]
 
 
@@ -43,14 +48,21 @@ def native_sparse(
     v: Tensor,
     *,
     spec: AttentionSpec,
-    block_mask: AnyBlockMask,
+    block_mask: AnyBlockMask | None = None,
     mask: Tensor | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """A block pattern: blocks that are absent are skipped in the forward and the backward pass."""
+    """A block pattern: blocks that are absent are skipped in the forward and the backward pass.
+
+    A layer's call over a cache has a mask instead and goes to SDPA.
+    """
     q, k, v = _as_autocast(q, k, v)
+    if block_mask is None:
+        return native(q, k, v, spec=spec, mask=mask, dropout=dropout)
     if not isinstance(block_mask, BlockMask):
         reason: str | None = f"it takes hasten.ops.attention.block_mask.BlockMask, not {type(block_mask).__name__}"
+    elif q.dtype not in DTYPES or dropout:
+        reason = "it has no dropout" if dropout else f"it takes float32 and bfloat16, not {q.dtype}"
     else:
         reason = tiles_refusal(block_mask.layout.block)
     if reason is not None:
@@ -67,11 +79,16 @@ def flex(
     v: Tensor,
     *,
     spec: AttentionSpec,
-    block_mask: AnyBlockMask,
+    block_mask: AnyBlockMask | None = None,
     mask: Tensor | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """A block pattern through PyTorch's flex_attention, compiled: absent blocks are skipped. Not yet run on a GPU."""
+    """A block pattern through PyTorch's flex_attention, compiled: absent blocks are skipped. Not yet run on a GPU.
+
+    A layer's call over a cache has a mask instead and goes to SDPA.
+    """
+    if block_mask is None:
+        return sdpa(q, k, v, spec=spec, mask=mask, dropout=dropout)
     if not isinstance(block_mask, BlockMask):
         raise ConfigError(
             f"flex takes a mask of hasten.ops.attention.block_mask; found {type(block_mask).__name__}; "
@@ -92,7 +109,7 @@ def flex(
     return out.transpose(1, 2)
 
 
-def intervals(documents: Documents, queries: int, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
+def bounds(documents: Documents, queries: int, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
     """The first and the last key, int32 (1, T) each, that every query of packed documents sees."""
     ends = documents.queries[1:].long()
     places = torch.arange(queries)

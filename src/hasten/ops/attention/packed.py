@@ -1,11 +1,35 @@
-"""Packed documents for kernels that know none: each document is a call of its own."""
+"""Packed documents: an interval of keys for every query, and documents one by one for kernels that know neither."""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from hasten.ops.attention.request import Documents
+
+
+class Intervals(NamedTuple):
+    """The first and the last key that each query sees, int32 (B, T) both, as positions in its row."""
+
+    low: Tensor
+    high: Tensor
+
+    def mask(self, keys: int) -> Tensor:
+        """bool (B, T, S), for kernels that take nothing smaller."""
+        places = torch.arange(keys, device=self.low.device)
+        return (places >= self.low.unsqueeze(-1)) & (places <= self.high.unsqueeze(-1))
+
+
+def document_intervals(documents: Tensor, window: int | None = None) -> Intervals:
+    """Causal attention inside documents: documents int64 (B, T), the same number from a document's begin to its end."""
+    places = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
+    begins = torch.zeros_like(documents)
+    begins[:, 1:] = places[:, 1:] * (documents[:, 1:] != documents[:, :-1])
+    low = begins.cummax(dim=1).values
+    if window is not None:
+        low = torch.maximum(low, places - window + 1)
+    return Intervals(low.int(), places.int().contiguous())
 
 
 def per_document(

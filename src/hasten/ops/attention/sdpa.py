@@ -102,6 +102,8 @@ def _one_query(q: Tensor, k: Tensor, v: Tensor, *, spec: AttentionSpec, mask: Te
     """
     groups = spec.groups
     rows = q[:, 0].unflatten(1, (spec.kv_heads, groups))  # (B, Hkv, G, D)
+    if mask is not None and mask.dim() == 4:  # of each head: (B, H, 1, S) -> (B, Hkv, G, S)
+        mask = mask[:, :, 0].unflatten(1, (-1 if mask.shape[1] > 1 else 1, groups if mask.shape[1] > 1 else 1))
     if groups == 1 and q.device.type == "cpu" and q.dtype != torch.float32:
         # One row of half precision takes the kernel's slow path; two equal ones do not.
         rows = rows.expand(-1, -1, 2, -1)

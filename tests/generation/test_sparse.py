@@ -1,0 +1,168 @@
+"""Generation by a model with a sparse pattern: what whole-sequence scoring sees, over a cache that stays small."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import hasten
+from hasten.errors import CheckpointError, ConfigError, HastenWarning
+from hasten.generation.cache import StaticCache
+from hasten.generation.decoder import Decoder
+from hasten.generation.perplexity import perplexity
+from hasten.model.context import training_context
+from hasten.model.families import read_config
+from hasten.model.initialize import initialize
+from hasten.ops.attention.pattern_text import parse_pattern, pattern_values
+
+LENGTH = 150
+VALUES = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 60,
+    "max_position_embeddings": 256,
+}
+PATTERNS = [
+    "bigbird:block=16,random-blocks=2",
+    "bigbird:block=16,per-head=true",
+    "fixed:block=16,local-blocks=3,global-patterns=2",
+    "strided:block=16,stride=3",
+    "local:block=16,radius=1",
+    "sliding-window:block=16,window=2",
+]
+
+
+def model_of(pattern, **changes):
+    values = VALUES | {"hasten": {"attention_pattern": pattern_values(parse_pattern(pattern))}}
+    model = initialize(read_config(values | changes), seed=1).eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith(("q.weight", "k.weight")):
+                weight *= 12  # so that it matters what is seen
+    return model
+
+
+def tokens_of(rows=1, length=LENGTH):
+    return torch.randint(60, (rows, length), generator=torch.Generator().manual_seed(3))
+
+
+@torch.inference_mode()
+def whole(model, tokens):
+    positions = torch.arange(tokens.shape[1])[None]
+    return model(tokens, positions, training_context(model, tokens.shape[1]))
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_prompts_pieces_and_steps_give_the_logits_of_the_whole_text(pattern):
+    model = model_of(pattern)
+    tokens = tokens_of()
+    wanted = whole(model, tokens)[0]
+    model.bind(attention="reference")
+    torch.testing.assert_close(whole(model, tokens)[0], wanted, rtol=1e-4, atol=1e-5)
+    model.bind()
+    row = tokens[0].tolist()
+    decoder = Decoder(model, batch=1, capacity=LENGTH)
+    found = [decoder.prefill([row[:70]])]  # past what a bounded cache holds
+    found.append(decoder.prefill([row[70:117]]))  # several tokens over a cache
+    found += [decoder.decode(torch.tensor([token])) for token in row[117:]]
+    places = [69, 116, *range(117, LENGTH)]
+    torch.testing.assert_close(torch.cat(found), wanted[places], rtol=1e-4, atol=1e-5)
+    dense = initialize(replace(model.config, attention_pattern=None), seed=1).eval()
+    dense.load_state_dict(model.state_dict())
+    assert (whole(dense, tokens)[0] - wanted).abs().max() > 1e-3, "the pattern hides something"
+
+
+@pytest.mark.parametrize("pattern", ["local:block=16,radius=1", "bigbird:block=16"])
+def test_rows_of_different_lengths_stay_apart(pattern):
+    model = model_of(pattern)
+    rows = [tokens_of(1, n)[0].tolist() for n in (100, 31)]
+    decoder = Decoder(model, batch=2, capacity=LENGTH)
+    found = decoder.prefill(rows)
+    steps = [decoder.decode(torch.tensor([5, 6]), active=[True, number < 2]) for number in range(20)]
+    for row, own in enumerate(rows):
+        torch.testing.assert_close(found[row], whole(model, torch.tensor([own]))[0, -1], rtol=1e-4, atol=1e-5)
+        grown = torch.tensor([own + [5 + row] * (20 if row == 0 else 2)])
+        last = steps[-1 if row == 0 else 1][row]
+        torch.testing.assert_close(last, whole(model, grown)[0, -1], rtol=1e-4, atol=1e-5)
+
+
+def test_a_local_pattern_bounds_the_cache():
+    local, far = model_of("local:block=16,radius=1"), model_of("bigbird:block=16")
+    make = {"batch": 2, "dtype": torch.float32, "device": "cpu"}
+    small, large = (StaticCache(local.config, capacity=n, **make) for n in (128, 128 * 1024))
+    assert small.rows == large.rows == 2 * 32  # a query sees 32 keys
+    assert StaticCache(far.config, capacity=200, **make).rows == 200
+    decoder = Decoder(local, batch=1, capacity=256)
+    decoder.prefill([tokens_of(1, 200)[0].tolist()])
+    assert [tuple(k.shape) for k in decoder.cache.k] == [(65, 2, 8)] * 3
+
+
+def test_going_back_is_exact_where_it_is_possible_and_refused_where_not():
+    model = model_of("local:block=16,radius=1")
+    row = tokens_of()[0].tolist()
+    decoder = Decoder(model, batch=1, capacity=LENGTH)
+    decoder.prefill([row[:120]])
+    decoder.truncate(120 - decoder.cache.longest_step)
+    n = decoder.lengths[0]
+    found = [decoder.decode(torch.tensor([7])) for _ in range(20)]
+    wanted = whole(model, torch.tensor([row[:n] + [7] * 20]))[0, n:]
+    torch.testing.assert_close(torch.cat(found), wanted, rtol=1e-4, atol=1e-5)
+    with pytest.raises(ConfigError, match="cannot go back to 5"):
+        decoder.truncate(5)
+    decoder.truncate(0)
+    torch.testing.assert_close(
+        decoder.prefill([row[:50]])[0], whole(model, torch.tensor([row[:50]]))[0, -1], rtol=1e-4, atol=1e-5
+    )
+
+
+def test_the_pattern_travels_with_the_folder(tmp_path):
+    model = model_of("bigbird:block=16,random-blocks=2")
+    with pytest.warns(HastenWarning, match="transformers does not know it"):
+        model.save(tmp_path)
+    again = hasten.load(tmp_path)
+    assert again.config.attention_pattern == model.config.attention_pattern
+    tokens = tokens_of()
+    torch.testing.assert_close(whole(again, tokens), whole(model, tokens))
+    loss = torch.nn.functional.cross_entropy(whole(model, tokens[:, :-1])[0], tokens[0, 1:])
+    assert perplexity(again, [tokens[0].tolist()]).perplexity == pytest.approx(loss.exp().item(), rel=1e-4)
+
+
+def dense_of(model):
+    dense = initialize(replace(model.config, attention_pattern=None), seed=1).eval()
+    dense.load_state_dict(model.state_dict())
+    return dense
+
+
+def test_transformers_reads_the_folder_and_attends_to_everything(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    model = model_of("local:block=16,radius=1")
+    with pytest.warns(HastenWarning):
+        model.save(tmp_path)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    tokens = tokens_of()
+    with torch.inference_mode():
+        logits = theirs(tokens).logits
+    torch.testing.assert_close(logits[:, :32], whole(model, tokens)[:, :32], rtol=1e-3, atol=1e-4)  # all is near there
+    torch.testing.assert_close(logits, whole(dense_of(model), tokens), rtol=1e-3, atol=1e-4)
+
+
+def test_a_model_with_a_pattern_is_not_fused_and_says_why():
+    with pytest.raises(ConfigError, match="sparse attention pattern"):
+        hasten.fuse(model_of("bigbird").to(torch.bfloat16))
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (3, "must be an object"),
+        ({"name": "bigbrid"}, "known: causal"),
+        ({"name": "local", "block": 7}, "multiples of 64"),
+    ],
+)
+def test_a_folder_with_another_pattern_is_refused(given, said):
+    with pytest.raises(CheckpointError, match=said):
+        read_config(VALUES | {"hasten": {"attention_pattern": given}})
