@@ -9,6 +9,7 @@ import hasten
 from hasten.errors import CheckpointError, ConfigError, HastenWarning
 from hasten.generation.cache import StaticCache
 from hasten.generation.decoder import Decoder
+from hasten.generation.paged import PagedCache
 from hasten.generation.perplexity import perplexity
 from hasten.model.context import training_context
 from hasten.model.families import read_config
@@ -153,6 +154,11 @@ def test_transformers_reads_the_folder_and_attends_to_everything(tmp_path):
 def test_a_model_with_a_pattern_is_not_fused_and_says_why():
     with pytest.raises(ConfigError, match="sparse attention pattern"):
         hasten.fuse(model_of("bigbird").to(torch.bfloat16))
+
+
+def test_a_paged_cache_refuses_it():
+    with pytest.raises(ConfigError, match="sparse attention pattern"):
+        PagedCache(model_of("bigbird").config, blocks=2, dtype=torch.float32, device="cpu")
 
 
 @pytest.mark.parametrize(

@@ -84,6 +84,8 @@ class PagedCache:
         """dtype: of the model. Raises ConfigError for sizes below 1. `bytes_per_block` says what a block takes."""
         if blocks < 1 or block_size < 1:
             raise ConfigError(f"a paged cache needs at least 1 block of 1 token; found {blocks} of {block_size}")
+        if config.attention_pattern is not None:
+            raise ConfigError("a paged cache serves no model with a sparse attention pattern; use hasten.generate")
         self.blocks, self.block_size = blocks, block_size
         self.device = torch.device(device)
         layers = len(config.layers)
