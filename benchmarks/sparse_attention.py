@@ -4,7 +4,7 @@
 
 Every pattern, our dense causal attention and PyTorch's flash are measured in turn in every round, forward, and forward
 with backward; a pattern's ratio is its time over density times the dense time of the same round, medians over the
-rounds. Then a training step over 16,384 tokens is taken in processes that may allocate no more than a stated memory.
+rounds. Target: the forward pass at most 1.5 times density times the time of PyTorch's flash. Then a training step over 16,384 tokens is taken in processes that may allocate no more than a stated memory.
 """
 
 import json
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from hasten.ops.attention.patterns import Pattern
 
 DENSE, FLASH = "dense (native)", "dense (PyTorch's flash)"
-LIMIT = 1.5  # times density times the dense time
+LIMIT = 1.5  # times density times the time of PyTorch's flash
 
 CHILD = """
 import json, resource, sys
@@ -110,6 +110,9 @@ class SparseAttention:
             "rows": measured(self),
         }
         print(table(result["rows"]))
+        worst = max(row["forward_over_share_of_flash"] for row in result["rows"] if "pattern" in row)
+        result["worst_over_share_of_flash"], result["met"] = worst, worst <= LIMIT
+        print(f"forward at most {worst:.2f} times density times flash; the target is {LIMIT}")
         if self.long_tokens:
             result["memory"] = in_little_memory(self)
             for row in result["memory"]["rows"]:
@@ -210,13 +213,14 @@ def in_little_memory(settings: SparseAttention) -> dict[str, Any]:
 def table(rows: list[dict[str, Any]]) -> str:
     """The rows as Markdown."""
     lines = [
-        "| pattern | density | forward | ÷ density × dense | with backward | ÷ density × dense |",
-        "|---|---|---|---|---|---|",
+        "| pattern | density | forward | ÷ d·flash | ÷ d·ours | with backward | ÷ d·flash | ÷ d·ours |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         cells = [row["name"], f"{row['density']:.1%}"]
         for phase in ("forward", "both"):
-            cells += [f"{row[f'{phase}_seconds'] * 1000:.0f} ms", f"{row[f'{phase}_over_share_of_dense']:.2f}"]
+            cells.append(f"{row[f'{phase}_seconds'] * 1000:.0f} ms")
+            cells += [f"{row[f'{phase}_over_share_of_{other}']:.2f}" for other in ("flash", "dense")]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
