@@ -4,7 +4,8 @@
 
 Every pattern, our dense causal attention and PyTorch's flash are measured in turn in every round, forward, and forward
 with backward; a pattern's ratio is its time over density times the dense time of the same round, medians over the
-rounds. Target: the forward pass at most 1.5 times density times the time of PyTorch's flash. Then a training step over 16,384 tokens is taken in processes that may allocate no more than a stated memory.
+rounds. Target: the forward pass at most 1.5 times density times the time of PyTorch's flash. Then
+a training step over 16,384 tokens is taken in processes that may allocate no more than a stated memory.
 """
 
 import json

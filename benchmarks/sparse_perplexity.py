@@ -2,10 +2,10 @@
 
     python benchmarks/sparse_perplexity.py --output benchmarks/results/sparse-perplexity.json
 
-The same small model (the recipe demo with other sizes) is trained on the same batches of 2,048 tokens with each pattern,
-to the same number of tokens; perplexity is that of the held-out text at the end. Interrupted, it goes on where it was.
-Then steps and forward passes of all models are timed in turn, in one process, in interleaved rounds; ratios to dense
-are formed within a round, medians are over the rounds.
+The same small model (the recipe demo with other sizes) is trained with each pattern on the same batches of 2,048
+tokens, to the same number of tokens; perplexity is that of the held-out text at the end. Interrupted, it goes on where
+it was. Then steps and forward passes of all models are timed in turn, in one process, in interleaved rounds; ratios to
+dense are formed within a round, medians are over the rounds.
 """
 
 import math
@@ -152,7 +152,10 @@ def timed(call: Callable[[], object]) -> float:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """The rows as Markdown."""
-    lines = ["| attention | blocks | perplexity | training | speed | forward | speed |", "|---|---|---|---|---|---|---|"]
+    lines = [
+        "| attention | blocks | perplexity | training | speed | forward | speed |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for row in rows:
         cells = [row["name"], f"{row['density']:.0%}", f"{row['perplexity']:.1f}"]
         for kind in ("step", "forward"):
