@@ -1,0 +1,126 @@
+"""Random operations on the block manager against a trivially right model, contents compared through attention.
+
+10,000 operations by default; HASTEN_BLOCK_STEPS=1000000 asks for as many.
+"""
+
+import os
+from collections import Counter
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from block_model import Checked
+
+STEPS = int(os.environ.get("HASTEN_BLOCK_STEPS", "10000"))
+AT_ONCE = 50
+TOTAL: Counter = Counter()
+
+TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=14)
+INDEX = st.integers(0, 30)
+
+
+class Machine(RuleBasedStateMachine):
+    """What an engine may do, in any order; a step is put together by several `schedule` and then run."""
+
+    @initialize(blocks=st.integers(3, 24), size=st.integers(1, 4))
+    def start(self, blocks, size):
+        self.checked = Checked(blocks, size)
+
+    def any(self):
+        return bool(self.checked.tokens)
+
+    def idle(self):
+        return self.checked.pick(0, idle=True) is not None
+
+    @rule(tokens=TOKENS, salt=st.sampled_from(["", "other"]))
+    def begin(self, tokens, salt):
+        self.checked.begin(tokens, salt)
+
+    @precondition(any)
+    @rule(index=INDEX, count=st.integers(1, 9), fresh=st.lists(st.integers(0, 1), min_size=1, max_size=5))
+    def schedule(self, index, count, fresh):
+        self.checked.schedule(self.checked.pick(index), count, fresh)
+
+    @precondition(any)
+    @rule()
+    def schedule_all_and_run(self):
+        """A decode step of everybody who finds room."""
+        for name in list(self.checked.tokens):
+            self.checked.schedule(name, 9, [0])
+        self.checked.run()
+
+    @precondition(any)
+    @rule()
+    def run(self):
+        self.checked.run()
+
+    @precondition(idle)
+    @rule(index=INDEX, more=st.integers(1, 6), preempted=st.booleans())
+    def reserve(self, index, more, preempted):
+        """Room that is not written in this step, or given back again while the step is put together."""
+        name = self.checked.pick(index, idle=True)
+        if self.checked.reserve(name, len(self.checked.tokens[name]) + more) and preempted:
+            self.checked.release(name)
+
+    @precondition(idle)
+    @rule(index=INDEX)
+    def fork(self, index):
+        self.checked.fork(self.checked.pick(index, idle=True))
+
+    @precondition(idle)
+    @rule(index=INDEX, length=INDEX)
+    def truncate(self, index, length):
+        self.checked.truncate(self.checked.pick(index, idle=True), length)
+
+    @precondition(idle)
+    @rule(index=INDEX)
+    def release(self, index):
+        self.checked.release(self.checked.pick(index, idle=True))
+
+    @precondition(any)
+    @rule()
+    def abort_all(self):
+        """What follows a step that failed."""
+        self.checked.pending, self.checked.copies = {}, []
+        for name in list(self.checked.tokens):
+            self.checked.release(name)
+        self.checked.manager.forget()
+        assert self.checked.manager.free == self.checked.blocks
+
+    @invariant()
+    def books_and_contents_agree(self):
+        if hasattr(self, "checked"):
+            TOTAL["steps"] += 1
+            self.checked.check()
+
+    def teardown(self):
+        if hasattr(self, "checked"):
+            TOTAL.update(self.checked.counts)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300 + STEPS // 100)
+def test_random_operations_agree_with_the_model():
+    TOTAL.clear()
+    while TOTAL["steps"] < STEPS:
+        run_state_machine_as_test(
+            Machine,
+            settings=settings(
+                max_examples=max(1, (STEPS - TOTAL["steps"]) // AT_ONCE),
+                stateful_step_count=AT_ONCE,
+                deadline=None,
+                database=None,
+                suppress_health_check=list(HealthCheck),
+            ),
+        )
+    for happened in ("adopted", "refused", "copied", "evicted"):
+        assert TOTAL[happened] > 0, f"it never came to pass that a block was {happened}"
