@@ -7,6 +7,7 @@ number of tokens of any number of sequences, laid end to end in one row: chunks 
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -15,7 +16,6 @@ from torch import Tensor
 from hasten.errors import ConfigError
 from hasten.model.config import ModelConfig
 from hasten.ops.attention import AttentionRequest, AttentionSpec
-from hasten.ops.attention.masks import visible
 from hasten.ops.attention.paged import PAGED_KERNELS, Group, groups_of
 from hasten.ops.attention.view import KVView, StackView
 from hasten.ops.pages import zeros_in_large_pages
@@ -38,19 +38,14 @@ class PagedLayer:
     held: KVView
     kernel: Callable[..., Tensor]
     groups: Callable[[], list[Group]]
-    everything: Callable[[int | None], tuple[Tensor, Tensor]]
-    window: int | None
 
     def view(self, *, batch: int, tokens: int, kv_heads: int, head_dim: int) -> KVView:
         """For a kernel that writes and reads the cache itself."""
         return self.held
 
-    def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Write the step's k, v (1, N, Hkv, D); all keys (1, S, Hkv, D) of the step's sequences, and the mask."""
-        held = self.held
-        held.k[held.slots], held.v[held.slots] = k[0], v[0]
-        slots, mask = self.everything(self.window)
-        return held.k[slots], held.v[slots], mask
+    def extend(self, k: Tensor, v: Tensor) -> NoReturn:
+        """Keys of sequences of different lengths are no tensor (B, S, …): see `attend`."""
+        raise AssertionError("a paged cache attends by itself")
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, *, spec: AttentionSpec, dense: Callable[..., Tensor]) -> Tensor:
         """Write the step's k, v (1, N, Hkv, D); attention of q (1, N, H, D) over all that its sequences hold."""
@@ -63,10 +58,21 @@ class PagedLayer:
 class PagedStep:
     """The context of a forward pass of N tokens: positions int64 (1, N), and `last`, each sequence's last row (B,)."""
 
-    layers: list[PagedLayer]
     together: StackView
     positions: Tensor
-    last: Tensor
+    kernel: Callable[..., Tensor]
+    groups: Callable[[], list[Group]]
+
+    @property
+    def last(self) -> Tensor:
+        return self.together.starts[1:] - 1
+
+    @property
+    def layers(self) -> list[PagedLayer]:
+        """For the blocks one by one."""
+        shared = self.together
+        views = [KVView(k, v, *shared[2:]) for k, v in zip(shared.k, shared.v, strict=True)]
+        return [PagedLayer(view, self.kernel, self.groups) for view in views]
 
 
 class PagedCache:
@@ -93,7 +99,6 @@ class PagedCache:
         # Zeros, not garbage: a masked row still takes part in a product with probability 0, and 0·NaN is NaN.
         self._memory = zeros_in_large_pages(shape, dtype=dtype, device=device)
         self.k, self.v = list(self._memory[:layers]), list(self._memory[layers:])
-        self.windows = [layer.window for layer in config.layers]
         spec = AttentionSpec(heads=config.heads, kv_heads=config.kv_heads, head_dim=config.head_dim, scale=1.0)
         self.kernel = pick(PAGED_KERNELS, AttentionRequest(spec=spec, device=self.device, dtype=dtype))
 
@@ -142,20 +147,8 @@ class PagedCache:
         def groups() -> list[Group]:
             return [Group(*(t.to(self.device) for t in group)) for group in groups_of(starts, lengths, table, size)]
 
-        @functools.cache
-        def everything(window: int | None) -> tuple[Tensor, Tensor]:
-            """The slots (1, S) of all sequences' keys, and which (1, N, S) of them each token sees."""
-            owner = np.repeat(np.arange(len(rows)), lengths)
-            place = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-            seen = visible(there(positions), there(place), window) & (there(of)[:, None] == there(owner))
-            return there(table[owner, place // size] * size + place % size)[None], seen[None]
-
-        shared = (there(slots), there(starts), there(lengths), None, there(table), size)
-        layers = [
-            PagedLayer(KVView(k, v, *shared), self.kernel.run, groups, everything, window)
-            for k, v, window in zip(self.k, self.v, self.windows, strict=True)
-        ]
-        return PagedStep(layers, StackView(self.k, self.v, *shared), there(positions)[None], shared[1][1:] - 1)
+        together = StackView(self.k, self.v, there(slots), there(starts), there(lengths), None, there(table), size)
+        return PagedStep(together, there(positions[None]), self.kernel.run, groups)
 
 
 def _independent(pairs: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:

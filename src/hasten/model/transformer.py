@@ -61,7 +61,11 @@ Linear = nn.Linear | PackedLinear  # a quantized or packed layer may stand in th
 
 
 class LayerContext(Protocol):
-    """What one layer's attention may look at besides the tokens at hand."""
+    """What one layer's attention may look at besides the tokens at hand.
+
+    One whose sequences have different numbers of tokens (`generation.paged`) has, in place of `extend`,
+    `attend(q, k, v, *, spec, dense)`, which returns what attention gives (B, T, H, D); dense is the layer's kernel.
+    """
 
     def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Seen]:
         """Take the new k, v (B, T, Hkv, D) in; return all keys and values (B, S, Hkv, D), and what is seen of them."""
@@ -171,6 +175,8 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if rope is not None:
             q, k = rotate(q, *rope), rotate(k, *rope)
+        if hasattr(layer, "attend"):
+            return self.output(layer.attend(q, k, v, spec=self.spec, dense=self.kernel.run).flatten(-2))
         k, v, seen = layer.extend(k, v)  # (B, S, Hkv, D) twice
         dropout = self.dropout if self.training else 0.0
         options: dict[str, Any] = {"mask": seen}
