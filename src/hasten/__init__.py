@@ -24,6 +24,8 @@ _HOMES = {
     "stream": "hasten.generation.generate",
     "Chat": "hasten.generation.chat",
     "SamplingParams": "hasten.generation.params",
+    "LLM": "hasten.serving.llm",
+    "EngineSettings": "hasten.serving.settings",
     "perplexity": "hasten.generation.perplexity",
     "prepare": "hasten.data",
     "train": "hasten.training",

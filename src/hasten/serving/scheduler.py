@@ -199,13 +199,13 @@ class Scheduler:
 
     def _plan_running(self, entries: dict[Sequence, Scheduled]) -> int:
         left = self.token_budget
-        behind = []
-        for sequence in self.running.copy():
-            todo = sequence.target - sequence.computed
-            if todo > 1 + len(sequence.drafts):
-                behind.append(sequence)
-            elif todo and left and sequence.running:
-                count = min(todo, left)
+        todo = [sequence for sequence in self.running if sequence.computed < sequence.target]
+        level = [sequence for sequence in todo if sequence.computed == len(sequence.tokens) - 1]
+        behind = [sequence for sequence in todo if sequence.computed < len(sequence.tokens) - 1]
+        for index, sequence in enumerate(level):
+            if sequence.running:
+                # Guesses take what is left when everybody else has a token.
+                count = min(sequence.target - sequence.computed, left - (len(level) - 1 - index))
                 del sequence.drafts[count - 1 :]
                 if self._reserve(sequence, sequence.computed + count, entries):
                     entries[sequence] = Scheduled(sequence, sequence.computed, count)

@@ -1,0 +1,178 @@
+"""What a request gets does not depend on who else is served, on chunks, cached prompts, preemption or forks."""
+
+import functools
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import hasten
+from hasten.generation.params import SamplingParams
+from hasten.model.fused import refusal
+from references import make_reference, tiny_llama
+from serving_cases import make_engine, reason_of, request, run, tokens_of
+
+TEXT = [7, 3, 90, 41, 12, 55, 8, 8, 23, 60, 71, 5, 33, 18, 99, 2, 64, 29, 77, 50] * 4
+
+
+@functools.cache
+def exact_model(name: str):
+    return hasten.load(make_reference(name))
+
+
+@functools.cache
+def alone(name: str, prompt: tuple[int, ...], length: int, seed: int | None) -> list[int]:
+    params = own_params(length, seed)
+    return hasten.generate(exact_model(name), list(prompt), params)[0].tokens
+
+
+def own_params(length: int, seed: int | None) -> SamplingParams:
+    drawn = {"temperature": 0} if seed is None else {"temperature": 0.9, "top_p": 0.95, "seed": seed}
+    return SamplingParams(max_new_tokens=length, ignore_eos=True, **drawn)
+
+
+ARRIVAL = st.fixed_dictionaries(
+    {
+        "shared": st.integers(0, 40),  # tokens of a common beginning
+        "own": st.integers(1, 20),
+        "length": st.integers(1, 16),
+        "n": st.sampled_from([1, 1, 1, 3]),
+        "seed": st.sampled_from([None, None, 5]),
+        "pause": st.integers(0, 4),
+        "abort_after": st.sampled_from([None, None, None, 0, 3]),
+        "priority": st.sampled_from([0, 0, 1]),
+        "guess": st.booleans(),
+    }
+)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    name=st.sampled_from(["llama", "mistral"]),
+    arrivals=st.lists(ARRIVAL, min_size=1, max_size=8),
+    blocks=st.integers(20, 60),
+    budget=st.integers(6, 48),
+    prefix_cache=st.booleans(),
+)
+def test_everybody_gets_what_they_get_alone(name, arrivals, blocks, budget, prefix_cache):
+    engine = make_engine(
+        exact_model(name), blocks=blocks, token_budget=budget, max_sequences=6, prefix_cache=prefix_cache
+    )
+    guesses = random.Random(0)
+    engine.propose = lambda sequence: [guesses.choice(TEXT) for _ in range(guesses.randrange(3))]
+    wanted, found, doomed = {}, {}, []
+    steps = 0
+
+    def step():
+        nonlocal steps
+        steps += 1
+        for name, when in doomed:
+            if steps == when:
+                engine.abort(name)
+                wanted.pop(name, None)
+        for piece in engine.step():
+            found.setdefault(piece.request_id, []).append(piece)
+        engine.check()
+
+    for number, a in enumerate(arrivals):
+        prompt = (*TEXT[: a["shared"]], *(1 + (7 * number + i) % 100 for i in range(a["own"])))
+        params = own_params(a["length"], a["seed"])
+        one = request(str(number), prompt, params=params, n=a["n"], priority=a["priority"])
+        engine.add(one)
+        wanted[one.id] = [
+            alone(name, prompt, a["length"], None if a["seed"] is None else a["seed"] + i) for i in range(a["n"])
+        ]
+        if a["abort_after"] is not None:
+            doomed.append((one.id, steps + 1 + a["abort_after"]))
+        for _ in range(a["pause"]):
+            step()
+    while not engine.idle:
+        step()
+    for name, texts in wanted.items():
+        assert [tokens_of(found[name], index) for index in range(len(texts))] == texts
+        assert {reason_of(found[name], index) for index in range(len(texts))} == {"length"}
+    assert engine.blocks.free == blocks
+
+
+def test_right_guesses_save_steps():
+    model = exact_model("llama")
+    prompt = tuple(TEXT[:11])
+    wanted = alone("llama", prompt, 16, None)
+    engine = make_engine(model, token_budget=32)
+    whole = list(prompt) + wanted
+    engine.propose = lambda sequence: whole[len(sequence.tokens) : len(sequence.tokens) + 3]
+    found = run(engine, [request("a", prompt, max_new_tokens=16)])["a"]
+    assert tokens_of(found) == wanted
+    assert engine.stats().steps == 1 + -(-15 // 4)
+    assert max(len(piece.tokens) for piece in found) == 4
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "int8"])
+def test_the_native_kernels_give_the_same_bits_beside_anybody(kind):
+    model = tiny_llama().bfloat16()
+    if kind == "int8":
+        hasten.quantize(model, hasten.Int8())
+    if reason := refusal(model):
+        pytest.skip(reason)
+    hasten.fuse(model)
+    chance = random.Random(1)
+    prompt = [chance.randrange(300) for _ in range(45)]
+    settings = [
+        {"temperature": 0},
+        {"temperature": 1.0, "seed": 11},
+        {"temperature": 0.8, "top_p": 0.9, "seed": 3, "repetition_penalty": 1.2},
+    ]
+
+    def probe(number):
+        params = SamplingParams(max_new_tokens=20, ignore_eos=True, **settings[number])
+        return request(f"probe {number}", prompt, params=params, logprobs=3)
+
+    def said(pieces):
+        return [(told.token, told.logprob, told.top) for piece in pieces for told in piece.logprobs]
+
+    wanted = [said(run(make_engine(model, token_budget=64), [probe(number)])[f"probe {number}"]) for number in range(3)]
+    for budget, blocks, warm in ((8, 60, False), (13, 40, True), (40, 200, True), (9, 24, False)):
+        engine = make_engine(model, token_budget=budget, blocks=blocks)
+        if warm:  # the prompt, or a part of it, lies in the cache
+            run(engine, [request("warm", prompt[: chance.randrange(20, 46)], max_new_tokens=3)])
+        found = {}
+        for number in range(9):
+            engine.add(
+                probe(number // 3)
+                if number % 3 == 1
+                else request(
+                    f"neighbour {number}",
+                    [chance.randrange(300) for _ in range(chance.randrange(1, 40))],
+                    max_new_tokens=chance.randrange(1, 20),
+                    temperature=1.0,
+                )
+            )
+            for _ in range(chance.randrange(4)):
+                for piece in engine.step():
+                    found.setdefault(piece.request_id, []).append(piece)
+        for name, pieces in run(engine).items():
+            found.setdefault(name, []).extend(pieces)
+        for number in range(3):
+            assert said(found[f"probe {number}"]) == wanted[number], (budget, number)
+
+
+def test_prompt_logprobs_are_the_models_own_however_it_is_read():
+    model = exact_model("llama")
+    prompt = TEXT[:30]
+    logits = model(torch.tensor([prompt]), torch.arange(30)[None], context_of(model))[0]
+    wanted = logits.log_softmax(-1)[range(29), prompt[1:]]
+    engine = make_engine(model, token_budget=8)
+    for name in "ab":  # the second would find its prompt in the cache
+        first = run(engine, [request(name, prompt, max_new_tokens=2, prompt_logprobs=1)])[name][0]
+        assert first.prompt_logprobs[0] is None
+        found = torch.tensor([told.logprob for told in first.prompt_logprobs[1:]])
+        torch.testing.assert_close(found, wanted, atol=1e-4, rtol=0)
+        assert [told.token for told in first.prompt_logprobs[1:]] == prompt[1:]
+
+
+def context_of(model):
+    from hasten.model.context import TrainingContext
+
+    return TrainingContext([layer.window for layer in model.config.layers])

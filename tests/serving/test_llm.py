@@ -1,0 +1,122 @@
+"""`hasten.LLM`: prompts in, answers out, by calls, iterators and coroutines."""
+
+import asyncio
+import warnings
+
+import pytest
+
+import hasten
+from hasten.errors import ConfigError
+from hasten.serving.request import EngineFailed, RequestRefused
+from references import tiny_llama
+
+PROMPTS = ["def add(a", "for name in", "    return", "x"]
+SETTINGS = {"max_sequences": 4, "token_budget": 16, "max_length": 128}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_llama()
+
+
+@pytest.fixture
+def llm(model):
+    own = hasten.LLM(model, **SETTINGS)
+    yield own
+    own.engine.check()
+    own.close()
+
+
+def test_answers_are_those_of_the_prompts_alone(model, llm):
+    params = hasten.SamplingParams(temperature=0, max_new_tokens=12)
+    for prompt, answer in zip(PROMPTS, llm.generate(PROMPTS, params), strict=True):
+        (alone,) = hasten.generate(model, prompt, params)
+        assert (answer.text, answer.tokens, answer.finish_reason) == (alone.text, alone.tokens, alone.finish_reason)
+        assert answer.prompt_tokens == alone.prompt_tokens
+
+
+def test_more_prompts_than_the_queue_takes(model):
+    llm = hasten.LLM(model, **SETTINGS, queue_limit=2)
+    params = hasten.SamplingParams(temperature=0, max_new_tokens=3)
+    answers = llm.generate(PROMPTS * 5, params)
+    assert [a.tokens for a in answers[:4]] == [a.tokens for a in answers[16:]]
+    llm.close()
+
+
+def test_streams_may_be_read_by_turns(model, llm):
+    params = hasten.SamplingParams(temperature=0, max_new_tokens=9, ignore_eos=True)
+    streams = [llm.stream(prompt, params) for prompt in PROMPTS[:2]]
+    texts = ["", ""]
+    for pieces in zip(*streams, strict=True):
+        for i, piece in enumerate(pieces):
+            texts[i] += piece.text
+    assert texts == [answer.text for answer in llm.generate(PROMPTS[:2], params)]
+
+
+def test_a_stream_that_is_left_gives_its_blocks_back(llm):
+    stream = llm.stream(PROMPTS[0], hasten.SamplingParams(max_new_tokens=50, ignore_eos=True))
+    next(stream)
+    stream.close()
+    assert llm.stats().free_blocks == llm.stats().blocks
+    assert len(llm.generate(PROMPTS[0], hasten.SamplingParams(max_new_tokens=5, ignore_eos=True))[0].tokens) == 5
+
+
+def test_several_completions_with_logprobs(llm):
+    params = hasten.SamplingParams(temperature=1.0, seed=3, max_new_tokens=5, ignore_eos=True)
+    (answer,) = llm.generate(PROMPTS[0], params, n=3, logprobs=2, prompt_logprobs=1)
+    assert len({tuple(one.tokens) for one in answer.completions}) == 3
+    for one in answer.completions:
+        assert [told.token for told in one.logprobs] == one.tokens
+        assert all(len(told.top) == 2 and told.top[0].logprob >= told.logprob for told in one.logprobs)
+    assert answer.prompt_logprobs[0] is None
+    assert len(answer.prompt_logprobs) == answer.prompt_tokens
+    assert b"".join(told.raw for told in answer.prompt_logprobs[1:]).decode() in PROMPTS[0]
+
+
+def test_coroutines_and_calls_use_the_same_engine(llm):
+    params = hasten.SamplingParams(temperature=0, max_new_tokens=8)
+    wanted = [answer.text for answer in llm.generate(PROMPTS, params)]
+
+    async def main():
+        answers = await asyncio.gather(*(llm.agenerate(prompt, params) for prompt in PROMPTS))
+        streamed = "".join([piece.text async for piece in llm.astream(PROMPTS[0], params)])
+        return [answer.text for answer in answers], streamed
+
+    assert asyncio.run(main()) == (wanted, wanted[0])
+    assert [answer.text for answer in llm.generate(PROMPTS, params)] == wanted  # through the thread
+
+
+def test_wrong_settings_are_named(model, llm):
+    with pytest.raises(ConfigError, match="max_sequence"):
+        hasten.LLM(model, max_sequence=3)
+    with pytest.raises(ConfigError, match="token_budget is 2"):
+        hasten.LLM(model, max_sequences=4, token_budget=2)
+    with pytest.raises(ConfigError, match="dtype"):
+        hasten.LLM(model, dtype="bfloat16")
+    with pytest.raises(ConfigError, match="beams"):
+        llm.generate("x", beams=3)
+    with pytest.raises(RequestRefused, match="best_of"):
+        llm.generate("x", n=2, best_of=1)
+
+
+def test_a_failed_step_raises(model, monkeypatch):
+    llm = hasten.LLM(model, **SETTINGS)
+
+    def fail(*args, **kwargs):
+        raise RuntimeError("a kernel gave up")
+
+    monkeypatch.setattr(model, "forward", fail)
+    with pytest.raises(EngineFailed, match="a kernel gave up"):
+        llm.generate("x")
+    with pytest.raises(EngineFailed):
+        llm.generate("x")
+
+
+def test_a_folder_is_loaded_and_fused(model, tmp_path):
+    model.save(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        llm = hasten.LLM(tmp_path, dtype="float32", **SETTINGS)
+    params = hasten.SamplingParams(temperature=0, max_new_tokens=6)
+    assert llm.generate(PROMPTS[0], params)[0].tokens == hasten.generate(model, PROMPTS[0], params)[0].tokens
+    llm.close()
