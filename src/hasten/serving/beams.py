@@ -108,9 +108,6 @@ class BeamSearch:
         self.done = not going or self._settled(going[0].score)
         return [] if self.done else going
 
-    def continued(self, beams: list[Beam]) -> None:
-        self.beams = beams
-
     def _settled(self, best: np.float32) -> bool:
         if len(self.complete) < self.width:
             return False
@@ -144,3 +141,23 @@ def candidates_of(logits: Tensor, searches: Sequence[BeamSearch]) -> list[Candid
         Candidates(row[: search.wanted].numpy(), ids[: search.wanted].tolist())
         for row, ids, search in zip(values.cpu(), tokens.cpu(), searches, strict=True)
     ]
+
+
+def continue_beams(search: BeamSearch, choices: Sequence[Choice], books: scheduler.Scheduler) -> None:
+    """Make the chosen beams of the next step: forks share every block of the beam they continue."""
+    unused = dict.fromkeys(beam.sequence for beam in search.beams)
+    chosen = {choice.parent.sequence for choice in choices}
+    for sequence in unused:
+        if sequence not in chosen:
+            books.finish(sequence)
+    beams = []
+    for choice in choices:
+        sequence = choice.parent.sequence
+        if sequence in unused:
+            del unused[sequence]
+        else:
+            sequence = books.fork(sequence)
+        beams.append(Beam(sequence, choice.score, (*choice.parent.logprobs, choice.logprob)))
+    for beam, choice in zip(beams, choices, strict=True):  # after all forks
+        books.accept(beam.sequence, [choice.token])
+    search.beams = beams

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection
+from collections.abc import Sequence as SequenceOf
 
-from hasten.errors import ConfigError
 from hasten.generation.params import SamplingParams
 from hasten.generation.stopping import OutputText
 from hasten.model.tokenizer import Tokenizer
@@ -32,7 +32,9 @@ class Sample:
         self.index = index
         self.sequence = sequence
         self.params: SamplingParams = dataclasses.replace(request.params, seed=(seed + index) % _SEEDS)
-        self.constraint: Constraint | None = None
+        self.constraint: Constraint | None = request.constraint
+        if request.constraint is not None and request.samples > 1:
+            self.constraint = request.constraint.fork()
         self.prompt_length = len(request.prompt)
         self.output = OutputText(
             self.params,
@@ -72,6 +74,12 @@ class Sample:
             self.stop_reason = self.output.stop_reason
         return text
 
+    def keep(self, text: str, logprobs: SequenceOf[TokenLogprob]) -> None:
+        """Hold what was said until the request's samples are ranked."""
+        self.text.append(text)
+        self.logprobs += logprobs
+        self.total_logprob += sum(told.logprob for told in logprobs)
+
     def end(self, reason: FinishReason, why: str | None) -> None:
         """End it from outside."""
         self.finish_reason, self.stop_reason = reason, why
@@ -84,9 +92,10 @@ class Sample:
 class Group:
     """A request in flight, with its samples; `held` until all are complete where the best of them are wanted."""
 
-    def __init__(self, request: Request, *, number: int, arrival: int, seed: int, deadline: float | None) -> None:
-        self.request, self.number, self.arrival, self.seed, self.deadline = request, number, arrival, seed, deadline
-        self.trunk: Sequence | None = None  # the prompt, until the samples are forked from it
+    def __init__(self, request: Request, trunk: Sequence, *, seed: int, deadline: float | None) -> None:
+        self.request, self.seed, self.deadline = request, seed, deadline
+        self.trunk: Sequence | None = trunk  # the prompt, until the samples are forked from it
+        self.number = trunk.request
         self.samples: list[Sample] = []
         self.search: BeamSearch | None = None
         self.held = request.beam_width > 0 or (request.best_of or request.n) > request.n
@@ -154,46 +163,3 @@ class Group:
             )
             for index, sample in enumerate(ranked)
         ]
-
-
-def check_request(request: Request, *, vocab_size: int, has_tokenizer: bool) -> None:
-    """Raise ConfigError for settings that exclude each other or mean nothing."""
-    for name in ("n", "best_of", "beam_width", "logprobs", "prompt_logprobs"):
-        value, low = getattr(request, name), 1 if name in ("n", "best_of") else 0
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < low):
-            raise ConfigError(f"{name} must be a whole number, at least {low}; found {value!r:.40}")
-        if name.endswith("logprobs") and value is not None and value > vocab_size:
-            raise ConfigError(f"{name} is {value}; the vocabulary has {vocab_size} tokens")
-    if request.best_of is not None and request.best_of < request.n:
-        raise ConfigError(f"best_of is {request.best_of}, below n, which is {request.n}")
-    if request.timeout is not None and not request.timeout > 0:
-        raise ConfigError(f"timeout is {request.timeout!r:.40}; it must be above 0 seconds, or None")
-    if request.params.stop and not has_tokenizer:
-        raise ConfigError("stop strings need text, and this model's folder has no tokenizer; use stop_token_ids")
-    if request.beam_width:
-        _check_beams(request)
-
-
-def _check_beams(request: Request) -> None:
-    neutral = SamplingParams(temperature=0)
-    if request.n > request.beam_width:
-        raise ConfigError(f"n is {request.n}, above beam_width, which is {request.beam_width}")
-    if request.best_of is not None:
-        raise ConfigError("beam search keeps the best beams by itself; leave best_of out")
-    if request.params.temperature not in (0, 1):
-        raise ConfigError("beam search draws nothing: temperature must be left out or 0")
-    for name in (
-        "top_k",
-        "top_p",
-        "min_p",
-        "repetition_penalty",
-        "presence_penalty",
-        "frequency_penalty",
-        "logit_bias",
-    ):
-        if getattr(request.params, name) != getattr(neutral, name):
-            raise ConfigError(f"beam search ranks by the model's own probabilities: leave {name} out")
-    if request.constraint is not None:
-        raise ConfigError("beam search and structured output cannot be combined; draw samples instead")
-    if request.params.stop:
-        raise ConfigError("beam search ends texts at token ids: leave stop out, or use stop_token_ids")

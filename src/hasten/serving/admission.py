@@ -1,0 +1,123 @@
+"""Which requests are taken: settings that make sense, a length that fits the model, and blocks that exist."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+
+from hasten.errors import ConfigError, HastenWarning, ResourceError
+from hasten.generation.generate import fit
+from hasten.generation.ids import check_ids
+from hasten.generation.paged import PagedCache
+from hasten.generation.params import SamplingParams
+from hasten.machine.memory import available_memory
+from hasten.model.transformer import Transformer
+from hasten.serving.request import Request, RequestRefused
+from hasten.serving.settings import EngineSettings
+
+
+def admitted(
+    request: Request, *, model: Transformer, settings: EngineSettings, max_length: int, blocks: int
+) -> Request:
+    """The request with its answer cut to the length there is; raises RequestRefused, with the numbers."""
+    has_tokenizer = model.tokenizer is not None
+    try:
+        check_request(request, vocab_size=model.config.vocab_size, has_tokenizer=has_tokenizer)
+        check_ids(model, request.prompt)
+        prompt = len(request.prompt)
+        if not prompt:
+            raise ConfigError("the prompt has no tokens; give at least one")
+        if request.samples > settings.max_sequences:
+            raise ConfigError(
+                f"{request.samples} samples or beams were asked for; the engine runs {settings.max_sequences} at most"
+            )
+        if prompt >= max_length:
+            raise ConfigError(f"the prompt has {prompt} tokens; prompt and answer may have {max_length} together")
+        params = fit(request.params, prompt, model)
+    except ConfigError as error:
+        raise RequestRefused(str(error)) from error
+    if prompt + params.max_new_tokens > max_length:
+        left = max_length - prompt
+        params = dataclasses.replace(params, max_new_tokens=left, min_new_tokens=min(params.min_new_tokens, left))
+    length = prompt + params.max_new_tokens - 1  # the last token's keys are never needed
+    needed = -(-length // settings.block_size)
+    if request.beam_width:  # beams need each other: all of them at once
+        common = prompt // settings.block_size if settings.prefix_cache else 0
+        needed = common + request.beam_width * (needed - common)
+    if needed > blocks:
+        raise RequestRefused(
+            f"{prompt} tokens of prompt and {params.max_new_tokens} of answer need {needed} blocks of "
+            f"{settings.block_size} tokens; the cache has {blocks}: ask for less, or enlarge the cache"
+        )
+    return request if params is request.params else dataclasses.replace(request, params=params)
+
+
+def check_request(request: Request, *, vocab_size: int, has_tokenizer: bool) -> None:
+    """Raise ConfigError for settings that exclude each other or mean nothing."""
+    for name in ("n", "best_of", "beam_width", "logprobs", "prompt_logprobs"):
+        value, low = getattr(request, name), 1 if name in ("n", "best_of") else 0
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < low):
+            raise ConfigError(f"{name} must be a whole number, at least {low}; found {value!r:.40}")
+        if name.endswith("logprobs") and value is not None and value > vocab_size:
+            raise ConfigError(f"{name} is {value}; the vocabulary has {vocab_size} tokens")
+    if request.best_of is not None and request.best_of < request.n:
+        raise ConfigError(f"best_of is {request.best_of}, below n, which is {request.n}")
+    if request.timeout is not None and not request.timeout > 0:
+        raise ConfigError(f"timeout is {request.timeout!r:.40}; it must be above 0 seconds, or None")
+    if request.params.stop and not has_tokenizer:
+        raise ConfigError("stop strings need text, and this model's folder has no tokenizer; use stop_token_ids")
+    highest = max((*request.params.logit_bias, *request.params.stop_token_ids), default=0)
+    if highest >= vocab_size:
+        raise ConfigError(f"logit_bias or stop_token_ids names token {highest}; the vocabulary has {vocab_size} tokens")
+    if sum(bias == float("-inf") for bias in request.params.logit_bias.values()) >= vocab_size:
+        raise ConfigError(f"logit_bias forbids (-inf) all {vocab_size} tokens of the vocabulary; leave one")
+    if request.beam_width:
+        _check_beams(request)
+
+
+def _check_beams(request: Request) -> None:
+    neutral = SamplingParams(temperature=0)
+    if request.n > request.beam_width:
+        raise ConfigError(f"n is {request.n}, above beam_width, which is {request.beam_width}")
+    if request.best_of is not None:
+        raise ConfigError("beam search keeps the best beams by itself; leave best_of out")
+    if request.params.temperature not in (0, 1):
+        raise ConfigError("beam search draws nothing: temperature must be left out or 0")
+    names = ("top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias")
+    for name in names:
+        if getattr(request.params, name) != getattr(neutral, name):
+            raise ConfigError(f"beam search ranks by the model's own probabilities: leave {name} out")
+    if request.constraint is not None:
+        raise ConfigError("beam search and structured output cannot be combined; draw samples instead")
+    if request.params.stop:
+        raise ConfigError("beam search ends texts at token ids: leave stop out, or use stop_token_ids")
+
+
+def cache_blocks(model: Transformer, settings: EngineSettings, *, max_length: int) -> int:
+    """How many blocks the cache gets: what all sequences could need, or as many as the memory allows."""
+    size = PagedCache.bytes_per_block(model.config, block_size=settings.block_size, dtype=model.dtype)
+    most = settings.max_sequences * -(-max_length // settings.block_size)
+    if settings.cache_bytes is not None:
+        allowed, whence = settings.cache_bytes, "cache_bytes"
+    else:
+        free = available_memory(model.device)
+        allowed, whence = int(free * settings.cache_share), f"{settings.cache_share:.0%} of the free memory"
+    if allowed < size:
+        raise ResourceError(f"{whence} is {allowed:,} bytes; one block of {settings.block_size} tokens takes {size:,}")
+    return min(most, allowed // size)
+
+
+def longest(model: Transformer, settings: EngineSettings) -> int:
+    """Tokens that prompt and answer may have together."""
+    positions = model.config.max_positions
+    stretched = [rope.original_positions for rope in model.config.ropes if rope.scaling == "longrope"]
+    if stretched and min(stretched) < min(positions, settings.max_length or positions):
+        # Beyond, all keys of a sequence would have to be computed anew with other frequencies.
+        positions = min(stretched)
+        warnings.warn(
+            f"this model changes its rotary frequencies at {positions} tokens, which the engine does not follow: "
+            f"prompt and answer may have {positions} tokens together (hasten.generate goes further)",
+            HastenWarning,
+            stacklevel=4,
+        )
+    return min(positions, settings.max_length or positions)
