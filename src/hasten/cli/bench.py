@@ -1,4 +1,4 @@
-"""`hasten bench generate|train|heads|attention`: the ladders, measured, as a table, JSON and a picture."""
+"""`hasten bench generate|train|heads|attention|serve`: the ladders, measured, as a table, JSON and a picture."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from hasten.cli.bench_attention import BenchAttention
+from hasten.cli.bench_serve import BenchServe
 from hasten.cli.bench_train import BenchBatch, BenchRace
 from hasten.cli.options import Threads, thread_count
 from hasten.errors import ConfigError
@@ -177,6 +178,7 @@ LADDERS = {
     "batch": BenchBatch,
     "heads": BenchHeads,
     "attention": BenchAttention,
+    "serve": BenchServe,
 }
 
 

@@ -41,14 +41,9 @@ class LoadOptions:
     def load(self) -> Transformer:
         """Load the model onto the device, with the threads and the seed set, quantized and fused as asked."""
         from hasten.machine import configure, resolve_device
-        from hasten.model.load import load
 
         configure(threads=thread_count(self.threads), seed=getattr(self, "seed", None))
-        model = load(
-            self.model,
-            dtype=None if self.dtype == "auto" else self.dtype,
-            device=str(resolve_device(self.device)),
-        )
+        model = self.read_model(str(resolve_device(self.device)))
         if self.quantize != "none":
             from hasten.quantization import Int4, Int8, quantize
 
@@ -59,6 +54,12 @@ class LoadOptions:
             if refusal(model) is None:
                 fuse(model)
         return model
+
+    def read_model(self, device: str) -> Transformer:
+        """The model as it lies in its folder."""
+        from hasten.model.load import load
+
+        return load(self.model, dtype=None if self.dtype == "auto" else self.dtype, device=device)
 
 
 @dataclass(frozen=True, kw_only=True)

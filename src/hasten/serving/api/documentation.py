@@ -109,6 +109,7 @@ class Model(BaseModel):
     created: int
     owned_by: str
     max_model_len: int
+    vocab_size: int
 
 
 class Models(BaseModel):

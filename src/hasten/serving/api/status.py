@@ -62,4 +62,5 @@ def _model(service: Service) -> dict[str, Any]:
         "created": service.created,
         "owned_by": "hasten",
         "max_model_len": service.max_length,
+        "vocab_size": service.vocabulary,
     }

@@ -1,0 +1,112 @@
+"""What is asked of a server under measurement: when requests arrive, how long they are, what they share.
+
+Arrivals are a renewal process: the time between two is drawn from a gamma distribution of mean 1 / rate and shape
+`burstiness`, as `vllm bench serve` does it: 1 is a Poisson process, below 1 comes in bursts, above 1 is more even.
+
+Lengths are fixed, or drawn from a lognormal distribution with the published means of ShareGPT's or Alpaca's
+conversations (arXiv 2309.06180, figure 11: prompts 161 and 19 tokens, answers 338 and 58). Only the means are
+published; the spread (sigma of the logarithm) is ours and is part of the report.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from hasten.errors import ConfigError
+
+Lengths = Literal["fixed", "sharegpt", "alpaca"]
+MEANS: dict[str, tuple[float, float]] = {"sharegpt": (161.31, 337.99), "alpaca": (19.31, 58.45)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """One load. Lengths in tokens, rate in requests a second (inf: all at once).
+
+    prompt_tokens, output_tokens: the lengths themselves where they are fixed; else the longest that may be drawn.
+    shared_prefix_tokens: so many tokens at the beginning of a prompt are those of its group, one of `prefix_groups`.
+    n: samples of each prompt. concurrency: requests in flight at most; a request that must wait for its turn arrives
+    when it has it, so that times are the server's and not the queue's of the client.
+    """
+
+    requests: int = 64
+    rate: float = math.inf
+    burstiness: float = 1.0
+    concurrency: int | None = None
+    lengths: Lengths = "fixed"
+    prompt_tokens: int = 128
+    output_tokens: int = 64
+    spread: float = 0.8
+    shared_prefix_tokens: int = 0
+    prefix_groups: int = 1
+    n: int = 1
+    temperature: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("requests", "prompt_tokens", "output_tokens", "prefix_groups", "n"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        for name in ("rate", "burstiness", "spread"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be above 0")
+        if self.concurrency is not None and self.concurrency < 1:
+            raise ConfigError(f"concurrency is {self.concurrency}; it must be at least 1")
+        if not 0 <= self.shared_prefix_tokens < self.prompt_tokens:
+            raise ConfigError("the shared prefix must be shorter than the prompt")
+
+    def to_json(self) -> dict[str, Any]:
+        """The settings as plain JSON values; an infinite rate is null."""
+        return asdict(self) | {"rate": None if math.isinf(self.rate) else self.rate}
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """One request: arrival in seconds after the start, the prompt's token ids, tokens wanted of each sample."""
+
+    at: float
+    prompt: tuple[int, ...]
+    output_tokens: int
+
+
+def plan(workload: Workload, *, vocabulary: int) -> list[Planned]:
+    """All requests of a load, in order of arrival; the same seed gives the same ones, whatever the rate."""
+    draw = random.Random(f"lengths {workload.seed}")
+    first, last = min(256, vocabulary // 2), vocabulary  # the lowest ids are often special tokens
+
+    def tokens(count: int) -> tuple[int, ...]:
+        return tuple(draw.randrange(first, last) for _ in range(count))
+
+    prefixes = [tokens(workload.shared_prefix_tokens) for _ in range(workload.prefix_groups)]
+    found = []
+    for at in _arrivals(workload):
+        prompt, output = _lengths(workload, draw)
+        prefix = draw.choice(prefixes)
+        own = max(1, prompt - len(prefix))
+        found.append(Planned(at, prefix + tokens(own), output))
+    return found
+
+
+def _arrivals(workload: Workload) -> list[float]:
+    if math.isinf(workload.rate):
+        return [0.0] * workload.requests
+    draw = random.Random(f"arrivals {workload.seed}")
+    shape, now, times = workload.burstiness, 0.0, []
+    for _ in range(workload.requests):
+        times.append(now)
+        now += draw.gammavariate(shape, 1 / (workload.rate * shape))
+    return times
+
+
+def _lengths(workload: Workload, draw: random.Random) -> tuple[int, int]:
+    if workload.lengths == "fixed":
+        return workload.prompt_tokens, workload.output_tokens
+    means = MEANS[workload.lengths]
+    limits = (workload.prompt_tokens, workload.output_tokens)
+    found = []
+    for mean, limit in zip(means, limits, strict=True):
+        mu = math.log(mean) - workload.spread**2 / 2  # so that exp(mu + sigma² / 2) is the mean
+        found.append(min(limit, max(1, round(draw.lognormvariate(mu, workload.spread)))))
+    return found[0], found[1]
