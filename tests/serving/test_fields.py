@@ -70,7 +70,18 @@ def test_what_is_asked_reaches_the_engine(client, engine):
 
 
 NEUTRAL = [
-    (COMPLETIONS, {"suffix": "", "best_of": 1, "logit_bias": {}, "stop": [], "use_beam_search": False, "top_k": -1}),
+    (
+        COMPLETIONS,
+        {
+            "suffix": "",
+            "best_of": 1,
+            "logit_bias": {},
+            "stop": [],
+            "use_beam_search": False,
+            "length_penalty": 1.0,
+            "top_k": -1,
+        },
+    ),
     (COMPLETIONS, dict.fromkeys(("suffix", "prompt_logprobs", "seed", "logprobs", "temperature", "no_such_field"))),
     (CHAT, {"store": False, "metadata": {}, "service_tier": "auto", "modalities": ["text"], "function_call": "none"}),
     (CHAT, {"response_format": {"type": "text"}, "tool_choice": "none", "parallel_tool_calls": True, "tools": []}),
@@ -87,8 +98,9 @@ def test_neutral_values_are_accepted(client, path, extra):
 REFUSED = [
     (COMPLETIONS, {"suffix": "end"}, "suffix"),
     (COMPLETIONS, {"no_such_field": 1}, "no_such_field"),
-    (COMPLETIONS, {"use_beam_search": True}, "use_beam_search"),
-    (COMPLETIONS, {"use_beam_search": 0}, "use_beam_search"),  # 0 is not False
+    (COMPLETIONS, {"length_penalty": 0.5}, "length_penalty"),
+    (COMPLETIONS, {"detokenize": False}, "detokenize"),
+    (COMPLETIONS, {"detokenize": 1}, "detokenize"),  # 1 is not True
     (COMPLETIONS, {"temperature": -0.1}, "temperature"),
     (COMPLETIONS, {"temperature": "0"}, "temperature"),
     (COMPLETIONS, {"temperature": True}, "temperature"),

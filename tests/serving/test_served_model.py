@@ -81,6 +81,16 @@ def test_seeds_and_samples(client):
     assert best.choices[0].text in texts
 
 
+def test_beam_search(client):
+    ask = {"model": "tiny", "prompt": "def", "max_tokens": 8, "n": 2, "best_of": 4}
+    answer = client.completions.create(**ask, extra_body={"use_beam_search": True, "ignore_eos": True})
+    texts = [choice.text for choice in answer.choices]
+    assert len(set(texts)) == 2
+    for wrong in ({"stop": ["x"]}, {"top_k": 3}, {"temperature": 0.5}):
+        with pytest.raises(openai.BadRequestError, match="beam search"):
+            client.completions.create(**ask, extra_body={"use_beam_search": True} | wrong)
+
+
 def test_logprobs_of_prompt_and_answer(client):
     answer = client.completions.create(
         model="tiny", prompt=PROMPTS[1], max_tokens=5, temperature=0, echo=True, logprobs=2
@@ -167,8 +177,11 @@ def test_a_model_that_fails_turns_health_red(model):
     with serving(app_of(engine, model.tokenizer, max_length=512)) as (url, _):
         body = {"model": "tiny", "prompt": "def", "max_tokens": 5}
         assert httpx.post(f"{url}/v1/completions", json=body).status_code == 200
-        engine.engine._forward = None  # the next step raises
-        answer = httpx.post(f"{url}/v1/completions", json=body)
+        hook = model.register_forward_pre_hook(lambda *_: 1 / 0)
+        try:
+            answer = httpx.post(f"{url}/v1/completions", json=body)
+        finally:
+            hook.remove()
         assert answer.status_code == 500
         assert answer.json()["error"]["code"] == "engine_failed"
         assert httpx.get(f"{url}/health").status_code == 503

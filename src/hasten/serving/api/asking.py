@@ -18,7 +18,9 @@ RECOMMENDED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 def sampling_params(body: SamplingBody, service: Service, *, max_tokens: int, constrained: bool) -> SamplingParams:
     """How the answer is drawn. Raises ApiError naming the field."""
     settings = service.settings
-    chosen: dict[str, Any] = {name: _first(body, settings.defaults, name) for name in RECOMMENDED}
+    # A beam search draws nothing: what the folder recommends for drawing is not meant.
+    defaults = {"temperature": 0.0} if body.use_beam_search else settings.defaults
+    chosen: dict[str, Any] = {name: _first(body, defaults, name) for name in RECOMMENDED}
     chosen = {name: value for name, value in chosen.items() if value is not None}
     if chosen.get("top_k") == -1:  # vLLM's way to say all
         chosen["top_k"] = 0
@@ -59,6 +61,21 @@ def samples(body: SamplingBody, settings: ServerSettings, *, prompts: int) -> tu
         message = f"{prompts} prompts with {drawn} samples each are {drawn * prompts}; at most {settings.choices}"
         raise ApiError(message, param="prompt")
     return n, None if best_of == n else best_of
+
+
+def beams(body: SamplingBody, n: int, best_of: int | None) -> dict[str, Any]:
+    """What a Request says of samples, or of beams where they are asked for."""
+    if not body.use_beam_search:
+        for name, neutral in (("length_penalty", 1.0), ("early_stopping", False)):
+            if getattr(body, name) not in (None, neutral):
+                raise ApiError(f"{name} needs use_beam_search", param=name)
+        return {"n": n, "best_of": best_of}
+    return {
+        "n": n,
+        "beam_width": best_of or n,
+        "length_penalty": 1.0 if body.length_penalty is None else body.length_penalty,
+        "early_stopping": bool(body.early_stopping),
+    }
 
 
 def room(prompt: Sequence[int], wanted: int | None, service: Service, *, param: str, default: int | None) -> int:

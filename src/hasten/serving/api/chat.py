@@ -10,7 +10,7 @@ from typing import Any
 from fastapi import APIRouter, Response
 from fastapi import Request as HttpRequest
 
-from hasten.serving.api.asking import check_ids, room, samples, sampling_params
+from hasten.serving.api.asking import beams, check_ids, room, samples, sampling_params
 from hasten.serving.api.chat_schema import ChatBody
 from hasten.serving.api.conversation import encode_conversation
 from hasten.serving.api.documentation import ERRORS, ChatCompletion
@@ -98,8 +98,7 @@ class _Answer:
             id=self.id,
             prompt=prompt,
             params=sampling_params(body, service, max_tokens=most, constrained=constraint is not None),
-            n=self.n,
-            best_of=self.best_of,
+            **beams(body, self.n, self.best_of),
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             priority=body.priority or 0,
             salt=body.cache_salt or "",

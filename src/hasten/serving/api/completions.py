@@ -10,7 +10,7 @@ from typing import Any
 from fastapi import APIRouter, Response
 from fastapi import Request as HttpRequest
 
-from hasten.serving.api.asking import check_ids, room, samples, sampling_params
+from hasten.serving.api.asking import beams, check_ids, room, samples, sampling_params
 from hasten.serving.api.completions_schema import CompletionBody
 from hasten.serving.api.documentation import ERRORS, Completion
 from hasten.serving.api.errors import ApiError
@@ -106,8 +106,7 @@ class _Answer:
                     id=f"{self.id}-{index}",
                     prompt=prompt,
                     params=sampling_params(body, service, max_tokens=most, constrained=constraint is not None),
-                    n=self.n,
-                    best_of=self.best_of,
+                    **beams(body, self.n, self.best_of),
                     logprobs=body.logprobs,
                     prompt_logprobs=body.logprobs if body.echo else None,
                     priority=body.priority or 0,

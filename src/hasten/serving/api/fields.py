@@ -79,6 +79,9 @@ class SamplingBody(Body):
     skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
     priority: Annotated[int, Field(ge=-(2**31), le=2**31 - 1)] | None = None
+    use_beam_search: bool | None = None  # best_of (else n) beams, of which the n best come back
+    length_penalty: Annotated[float, Field(ge=-10, le=10, allow_inf_nan=False)] | None = None
+    early_stopping: bool | None = None
     cache_salt: Annotated[str, Field(max_length=512)] | None = None  # requests of one salt share cached prefixes
 
 
@@ -89,7 +92,6 @@ COMMON_NEUTRAL: Neutral = {
     "detokenize": (True,),
     "include_stop_str_in_output": (False,),
     "kv_transfer_params": (),
-    "length_penalty": (1.0, 1),
     "logits_processors": (),
     "metadata": ({},),
     "prompt_logprobs": (),
@@ -101,5 +103,4 @@ COMMON_NEUTRAL: Neutral = {
     "store": (False,),
     "structured_outputs": (),
     "truncate_prompt_tokens": (),
-    "use_beam_search": (False,),
 }
