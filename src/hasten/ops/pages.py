@@ -28,10 +28,14 @@ def in_large_pages(tensor: Tensor) -> Tensor:
 
 
 def zeros_in_large_pages(shape: Sequence[int], *, dtype: torch.dtype, device: torch.device | str) -> Tensor:
-    """`torch.zeros`, in large pages where that means something (see `in_large_pages`)."""
+    """`torch.zeros`, in large pages where that means something (see `in_large_pages`).
+
+    The system hands out such memory as zeros when it is first touched: a cache that could hold many gigabytes is there
+    at once, and takes what is used of it.
+    """
     if torch.device(device).type != "cpu" or not _worthwhile(math.prod(shape) * dtype.itemsize):
         return torch.zeros(shape, dtype=dtype, device=device)
-    return _empty(shape, dtype).zero_()
+    return _empty(shape, dtype)
 
 
 def return_freed_memory() -> None:
