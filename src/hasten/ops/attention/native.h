@@ -68,44 +68,57 @@ inline void transpose16(const uint32_t* const* rows, uint32_t* out, int64_t out_
   for (int i = 0; i < 16; i++) std::memcpy(out + i * out_stride, &t[i], 64);
 }
 
-// Tile of keys [begin, end): K as [padded/2][64][2] and V as panels [padded/64][32][64][2]; missing keys are zeros.
-inline void pack_tile(const KeyValues& kv, int64_t sequence, int64_t head, int64_t begin, int64_t end, int64_t padded,
-                      uint16_t* k_panel, uint16_t* v_panels) {
-  alignas(64) static const uint16_t zeros[256] = {};
+// Where the keys and values [begin, begin + 64) of one head lie; those from `end` on are zeros.
+struct TileRows {
   const uint16_t *k[TILE_KEYS], *v[TILE_KEYS];
-  for (int64_t j = 0; j < TILE_KEYS; j++) {
-    const bool there = begin + j < end;
-    const int64_t at = there ? (kv.slot(sequence, begin + j) * kv.kv_heads + head) * kv.head_dim : 0;
-    k[j] = there ? kv.k + at : zeros;
-    v[j] = there ? kv.v + at : zeros;
+  int64_t head_dim;
+  void find(const KeyValues& kv, int64_t sequence, int64_t head, int64_t begin, int64_t end) {
+    alignas(64) static const uint16_t zeros[256] = {};
+    for (int64_t j = 0; j < TILE_KEYS; j++) {
+      const bool there = begin + j < end;
+      const int64_t at = there ? (kv.slot(sequence, begin + j) * kv.kv_heads + head) * kv.head_dim : 0;
+      k[j] = there ? kv.k + at : zeros;
+      v[j] = there ? kv.v + at : zeros;
+    }
+    head_dim = kv.head_dim;
   }
-  // Rows of one head lie far apart. Reading a word of each line first brings all of them in at once, where transposing
-  // waits for them 16 at a time; prefetching the next tile instead gained nothing (docs/negative-results.md).
-  U32 touched = {};
-  for (int64_t j = 0; j < TILE_KEYS; j++)
-    for (int64_t d = 0; d + 32 <= kv.head_dim; d += 32) touched += load_line(k[j] + d) | load_line(v[j] + d);
-  asm volatile("" ::"m"(touched));
+  // Asks for `count` rows of K or V.
+  void prefetch(const uint16_t* const* rows, int64_t count) const {
+    for (int64_t j = 0; j < count; j++)
+      for (int64_t d = 0; d < head_dim; d += 32) __builtin_prefetch(rows[j] + d, 0, 3);
+  }
+};
+
+// A tile: K as [padded/2][64][2] and V as panels [padded/64][32][64][2]. Rows of one head lie far apart, where the
+// processor does not look ahead by itself: those of the next tile are asked for on the way, K here and V while this tile
+// is attended, a few at a time, because a burst waits for its own first lines.
+inline void pack_tile(const TileRows& tile, const TileRows& next, int64_t padded, uint16_t* k_panel,
+                      uint16_t* v_panels) {
+  const auto& k = tile.k;
+  const auto& v = tile.v;
+  const int64_t head_dim = tile.head_dim;
   auto* words = reinterpret_cast<uint32_t*>(k_panel);
   for (int64_t d = 0; d < padded; d += 32)
     for (int64_t j = 0; j < TILE_KEYS; j += 16) {
       const uint32_t* rows[16];
       alignas(64) uint16_t tail[16][32];
       for (int i = 0; i < 16; i++) {
-        if (d + 32 <= kv.head_dim) {
+        if (d + 32 <= head_dim) {
           rows[i] = reinterpret_cast<const uint32_t*>(k[j + i] + d);
         } else {
           std::memset(tail[i], 0, 64);
-          if (d < kv.head_dim) std::memcpy(tail[i], k[j + i] + d, (kv.head_dim - d) * 2);
+          if (d < head_dim) std::memcpy(tail[i], k[j + i] + d, (head_dim - d) * 2);
           rows[i] = reinterpret_cast<const uint32_t*>(tail[i]);
         }
       }
       transpose16(rows, words + d / 2 * TILE_KEYS + j, TILE_KEYS);
+      if (d == 0) next.prefetch(next.k + j, 16);
     }
   typedef uint16_t Row __attribute__((vector_size(64)));
   for (int64_t d = 0; d < padded; d += 2 * LANES)
     for (int64_t j = 0; j < TILE_KEYS; j += 2) {
       Row a = {}, b = {};
-      const int64_t count = std::clamp<int64_t>(kv.head_dim - d, 0, 2 * LANES);
+      const int64_t count = std::clamp<int64_t>(head_dim - d, 0, 2 * LANES);
       if (count == 2 * LANES) {
         std::memcpy(&a, v[j] + d, 64);
         std::memcpy(&b, v[j + 1] + d, 64);
@@ -149,9 +162,9 @@ struct Lines {
   }
 };
 
-// One tile of keys for all lines. q: [lines][padded] bf16. position[line]: of its query.
+// One tile of keys for all lines. q: [lines][padded] bf16. position[line]: of its query. next: see pack_tile.
 inline void attend_tile(const Lines& lines, const uint16_t* q, const int64_t* position, int64_t begin,
-                        const uint16_t* k_panel, const uint16_t* v_panels, const Scores& how) {
+                        const uint16_t* k_panel, const uint16_t* v_panels, const Scores& how, const TileRows& next) {
   const float lowest = -std::numeric_limits<float>::infinity();
   alignas(64) float scores[6 * PANEL];
   alignas(64) uint16_t weights[6 * PANEL];
@@ -159,6 +172,7 @@ inline void attend_tile(const Lines& lines, const uint16_t* q, const int64_t* po
     const int64_t rows = std::min<int64_t>(6, lines.count - line);
     multiply(k_panel, q + line * lines.padded, lines.padded, lines.padded / 2, scores, rows, true);
     for (int64_t i = 0; i < rows; i++) {
+      if (line + i < TILE_KEYS / 8) next.prefetch(next.v + (line + i) * 8, 8);
       const int64_t at = position[line + i] - begin;  // the last key that this query sees, counted in the tile
       F32 s[VECTORS], largest = splat(lowest);
       for (int v = 0; v < VECTORS; v++) {

@@ -123,11 +123,17 @@ class AttentionPhases {
     const int64_t last = p.position + p.tokens;
     clear(lines);
     const int64_t from = std::max(index * SPAN_KEYS, first_key(p)), to = std::min((index + 1) * SPAN_KEYS, last);
+    const int64_t end = std::min(last, kv.room(p.sequence));
+    TileRows rows[2];
+    rows[0].find(kv, p.sequence, p.head, from, end);
     for (int64_t begin = from; begin < to; begin += TILE_KEYS) {
-      pack_tile(kv, p.sequence, p.head, begin, std::min(last, kv.room(p.sequence)), padded, k_panel, v_panels);
+      const int64_t now = (begin - from) / TILE_KEYS % 2;
+      rows[1 - now].find(kv, p.sequence, p.head, begin + TILE_KEYS, end);
+      pack_tile(rows[now], rows[1 - now], padded, k_panel, v_panels);
       // Queries before this tile see nothing of it; lines keep standing together in sixes.
       const int64_t skip = std::max<int64_t>(0, begin - p.position) * group / 6 * 6;
-      attend_tile(lines.from(skip), lines_q + skip * padded, position + skip, begin, k_panel, v_panels, how);
+      attend_tile(lines.from(skip), lines_q + skip * padded, position + skip, begin, k_panel, v_panels, how,
+                  rows[1 - now]);
     }
   }
   void finish(const Piece& p, const Lines& lines) const {
