@@ -35,6 +35,7 @@ class Compare:
     nanogpt: Path
     """A checkout of nanoGPT."""
     rounds: int = 6
+    """0: only the losses, of --total steps."""
     steps: int = 2
     """Steps of each in a round."""
     total: int = 0
@@ -109,16 +110,25 @@ def measure(options: Compare, work: Path) -> dict[str, Any]:
         ),
         "threads": options.threads,
         "flops_per_token": flops,
-        "ratio": median(r["ratio"] for r in rounds),
-        "medians": {
-            name: {key: median(r[name][key] for r in rounds) for key in ("tokens_per_second", "mfu")} for name in sides
-        },
+        **timing(rounds),
         "steps": taken,
+        "tokens": taken * BATCH * BLOCK,
         "loss_of_the_last_tenth": losses | {"difference": losses["hasten"] / losses["nanogpt"] - 1},
         "validation_loss": validation | {"difference": validation["hasten"] / validation["nanogpt"] - 1},
         "losses": {name: [round(float(np.float32(loss)), 5) for loss in end["losses"]] for name, end in ends.items()},
         "rounds": rounds,
     }
+
+
+def timing(rounds: list[dict[str, Any]]) -> dict[str, Any]:
+    """The medians over the rounds, where there were any."""
+    if not rounds:
+        return {}
+    names = ("nanogpt", "hasten")
+    medians = {
+        name: {key: median(r[name][key] for r in rounds) for key in ("tokens_per_second", "mfu")} for name in names
+    }
+    return {"ratio": median(r["ratio"] for r in rounds), "medians": medians}
 
 
 def write_batches(work: Path, steps: int) -> int:

@@ -32,7 +32,7 @@ PATTERNS: dict[str, str | None] = {
 class SparsePerplexity:
     """Train with each pattern, then measure."""
 
-    steps: int = 200
+    steps: int = 600
     """Optimizer steps of each, of 2 x 2,048 tokens."""
 
     rounds: int = 7
