@@ -10,6 +10,7 @@ from hasten.errors import ConfigError, HastenWarning
 from hasten.model.context import TrainingContext, training_context
 from hasten.model.initialize import initialize
 from hasten.planning.cost import training_flops_per_token
+from hasten.training.activations import checkpoint_activations
 from hasten.training.build import compile_blocks, shape_config
 from hasten.training.optimizers import adamw
 from hasten.training.precision import Precision
@@ -115,6 +116,18 @@ def test_intervals_are_the_mask(window):
     context = TrainingContext([window], documents, intervals=True)
     mask = TrainingContext([window], documents).layers[0].seen
     assert torch.equal(context.layers[0].seen.mask(LENGTH), mask)
+
+
+@pytest.mark.parametrize("kind", ["selective", "full"])
+@pytest.mark.parametrize("pattern", ["bigbird:block=16,random-blocks=2", None])
+def test_activations_that_are_computed_again_change_nothing(pattern, kind):
+    documents = None if pattern else documents_of([40, 1, 87], [100, 28])
+    plain, again = (step_of(pattern, separate_documents=pattern is None) for _ in range(2))
+    checkpoint_activations(again.model, kind)
+    for number in range(2):
+        one, other = (step.run([batch_of(number, documents)]) for step in (plain, again))
+        assert one.loss == other.loss
+        assert one.gradient_norm == other.gradient_norm
 
 
 class Largest(TorchDispatchMode):
