@@ -102,7 +102,8 @@ def measured(settings: SparsePerplexity, losses: dict[str, float]) -> list[dict[
     """One row a pattern."""
     import torch
 
-    from hasten.training import Batch, TrainStep
+    from hasten.data import Batch
+    from hasten.training import TrainStep
     from hasten.training.setup import set_up
     from hasten.training.stopping import StopRequest
 
