@@ -171,6 +171,20 @@ def test_blocks_are_free_at_once_when_a_client_goes(served, engine):
     assert engine.stats().steps - steps < 60  # of 400
 
 
+def test_a_deadline_ends_a_request(model):
+    settings = EngineSettings(max_sequences=8, token_budget=32, cache_bytes=1 << 20)
+    engine = AsyncEngine(Engine(model, model.tokenizer, settings))
+    with serving(app_of(engine, model.tokenizer, max_length=512, request_timeout=0.05)) as (url, _):
+        body = {"model": "tiny", "prompt": "def", "max_tokens": 450, "ignore_eos": True, "n": 4}
+        answer = httpx.post(f"{url}/v1/completions", json=body)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline_exceeded")
+        answer = httpx.post(f"{url}/v1/completions", json=body | {"stream": True})
+        *_, last, end = answer.text.strip().split("\n\n")
+        assert json.loads(last.removeprefix("data: "))["error"]["type"] == "timeout_error"
+        assert end == "data: [DONE]"
+        assert engine.stats().free_blocks == engine.stats().blocks
+
+
 def test_a_model_that_fails_turns_health_red(model):
     settings = EngineSettings(max_sequences=8, token_budget=32, cache_bytes=1 << 20)
     engine = AsyncEngine(Engine(model, model.tokenizer, settings))

@@ -75,7 +75,8 @@ class Serve(LoadOptions):
         name, url = app.state.service.model_name, url_of(sock, self.host)
 
         def listening() -> None:
-            line = curl_line(url, name, key=bool(settings.api_keys))
+            has_tokenizer = app.state.service.has_tokenizer
+            line = curl_line(url, name, key=bool(settings.api_keys), has_tokenizer=has_tokenizer)
             print(f"{name} is served at {url}/v1 after {time.perf_counter() - start:.1f} s; try:\n  {line}", flush=True)
 
         Server(app, settings, listening=listening).run_on(sock)

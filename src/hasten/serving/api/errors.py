@@ -46,6 +46,10 @@ class ApiError(Exception):
         return JSONResponse(self.body(), status_code=self.status, headers=self.headers)
 
 
+class ClientGone(Exception):
+    """The client closed, or took nothing for too long: there is nobody to tell."""
+
+
 def overloaded(message: str, *, seconds: float = 1.0, status: int = 503) -> ApiError:
     """Come again after so many seconds (OpenAI's clients do)."""
     return ApiError(message, status=status, code="overloaded", headers={"Retry-After": str(max(1, round(seconds)))})

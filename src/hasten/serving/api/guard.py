@@ -17,7 +17,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from hasten.serving.api.body import check_json
-from hasten.serving.api.errors import ApiError, overloaded
+from hasten.serving.api.errors import ApiError, ClientGone, overloaded
 from hasten.serving.api.logs import log_exception, log_request
 
 if TYPE_CHECKING:
@@ -26,12 +26,7 @@ if TYPE_CHECKING:
     from hasten.serving.api.service import Service
 
 OPEN = ("/health", "/ready")
-LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 _GOOD_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-
-
-class ClientGone(Exception):
-    """The client closed, or took nothing for too long."""
 
 
 class Guard:

@@ -26,10 +26,11 @@ def configure_logs(level: str = "info") -> None:
     """Let our log and uvicorn's go to standard error as JSON lines."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines())
-    for name in (LOGGER, "uvicorn.error"):
+    # asyncio warns of every write to a client that has gone: that is in the request's own line.
+    for name, least in ((LOGGER, level.upper()), ("uvicorn.error", "WARNING"), ("asyncio", "ERROR")):
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False
-        logger.setLevel(level.upper() if name == LOGGER else "WARNING")
+        logger.setLevel(least)
 
 
 def log_request(

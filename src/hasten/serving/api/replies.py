@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from fastapi import Response
 from pydantic_core import to_json
 
-from hasten.serving.api.errors import ApiError
+from hasten.serving.api.errors import ApiError, ClientGone
 from hasten.serving.api.logs import log_exception
 
 if TYPE_CHECKING:
@@ -40,9 +40,9 @@ class EventStream(Response):
                 await _event(send, to_json(chunk, inf_nan_mode="null"))
         except ApiError as error:
             await _event(send, to_json(error.body()))
+        except ClientGone:
+            raise
         except Exception as error:
-            if type(error).__name__ == "ClientGone":
-                raise
             log_exception(scope["state"]["request_id"], error)
             failed = ApiError("the server failed at this request", status=500, code="internal_error")
             await _event(send, to_json(failed.body()))

@@ -9,8 +9,7 @@ from contextlib import suppress
 from fastapi import Request as HttpRequest
 
 from hasten.errors import HastenError
-from hasten.serving.api.errors import ApiError, overloaded
-from hasten.serving.api.guard import ClientGone
+from hasten.serving.api.errors import ApiError, ClientGone, overloaded
 from hasten.serving.api.metrics import Stopwatch
 from hasten.serving.api.service import Service
 from hasten.serving.api.structured import Grammar

@@ -144,12 +144,13 @@ class _Protocol(H11Protocol):
             self._timer = None
 
 
-def curl_line(url: str, model_name: str, *, key: bool) -> str:
+def curl_line(url: str, model_name: str, *, key: bool, has_tokenizer: bool) -> str:
     """A command that works as it stands, once the server listens."""
     import json
     import shlex
 
-    body: dict[str, Any] = {"model": model_name, "prompt": "Once upon a time", "max_tokens": 32}
+    prompt: Any = "Once upon a time" if has_tokenizer else [1, 2, 3]
+    body: dict[str, Any] = {"model": model_name, "prompt": prompt, "max_tokens": 32}
     secret = ' -H "Authorization: Bearer $HASTEN_API_KEY"' if key else ""
     data = shlex.quote(json.dumps(body))
     return f"curl {url}/v1/completions -H 'Content-Type: application/json'{secret} -d {data}"
