@@ -69,7 +69,7 @@ class HttpTarget:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
         self.url = url.rstrip("/").removesuffix("/v1")
         self._client = httpx.AsyncClient(base_url=self.url, headers=headers, limits=limits, timeout=None)
-        self._model, self._vocabulary = model, vocabulary
+        self.model, self._vocabulary = model, vocabulary
         self.vocabulary = vocabulary or 0
 
     async def prepare(self) -> None:
@@ -82,10 +82,10 @@ class HttpTarget:
             known = {entry["id"]: entry for entry in answer.json()["data"]}
         except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{self.url}/v1/models does not answer as OpenAI's API does: {error}") from None
-        self._model = self._model or next(iter(known), None)
-        if self._model is None:
+        self.model = self.model or next(iter(known), None)
+        if self.model is None:
             raise ConfigError(f"{self.url} serves no model")
-        told = known.get(self._model, {}).get("vocab_size")
+        told = known.get(self.model, {}).get("vocab_size")
         self.vocabulary = self._vocabulary or (told if isinstance(told, int) else 1000)  # every real one has so many
 
     async def ask(self, planned: Planned, workload: Workload, *, seed: int) -> Outcome:
@@ -93,7 +93,7 @@ class HttpTarget:
 
         outcome = Outcome(planned)
         body = {
-            "model": self._model,
+            "model": self.model,
             "prompt": list(planned.prompt),
             "max_tokens": planned.output_tokens,
             "n": workload.n,

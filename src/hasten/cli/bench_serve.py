@@ -122,10 +122,11 @@ class BenchServe(LoadOptions):
         if self.url is not None:
             target = HttpTarget(self.url, model=self.model, key=self.api_key, vocabulary=self.vocabulary)
             await target.prepare()
-            facts: dict[str, Any] = {"in_process": False}
+            facts: dict[str, Any] = {"in_process": False, "model": target.model}
         else:
             target = EngineTarget(self._engine())
-            facts = {"in_process": True, "dtype": self.dtype, "quantize": self.quantize, "shape": self.shape}
+            facts = {"in_process": True, "dtype": self.dtype, "quantize": self.quantize}
+            facts["model"] = self.shape or str(self.model).rstrip("/").rsplit("/", 1)[-1]
             facts |= {"max_sequences": self.max_sequences, "token_budget": self.token_budget}
         try:
             summary, requests = await run_loads(
