@@ -5,15 +5,19 @@ from __future__ import annotations
 import os
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from hasten.cli.options import LoadOptions
 from hasten.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
+    from fastapi import FastAPI
+
     from hasten.model.transformer import Transformer
+    from hasten.serving.api.settings import ServerSettings
+    from hasten.serving.settings import EngineSettings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,11 +68,11 @@ class Serve(LoadOptions):
         require_packages()
         from hasten.serving.api.server import Server, bind, curl_line, url_of
 
-        settings, engine_settings = self._settings({}), self._engine_settings()
+        settings, engine_settings = self._settings(), self._engine_settings()
         sock = bind(self.host, self.port)  # before the model: a port that is taken is told at once
         try:
             model = self.load()
-            app = self._app(model, engine_settings)
+            app = self._app(model, settings, engine_settings)
         except BaseException:
             sock.close()
             raise
@@ -86,7 +90,7 @@ class Serve(LoadOptions):
         """The name under which the model is served: never a path."""
         return self.served_model_name or (Path(self.model).resolve().name if Path(self.model).is_dir() else self.model)
 
-    def _app(self, model: Transformer, engine_settings: Any) -> Any:
+    def _app(self, model: Transformer, settings: ServerSettings, engine_settings: EngineSettings) -> FastAPI:
         from hasten.serving.api.app import make_app
         from hasten.serving.api.logs import configure_logs
         from hasten.serving.async_engine import AsyncEngine
@@ -106,31 +110,29 @@ class Serve(LoadOptions):
             engine,
             self.name(),
             tokenizer,
-            self._settings(recommended),
+            replace(settings, defaults=recommended),
             max_length=engine.engine.max_length,
             vocabulary=model.config.vocab_size,
             eos_ids=engine.engine.eos_ids,
         )
 
-    def _settings(self, defaults: Any) -> Any:
+    def _settings(self) -> ServerSettings:
+        from hasten.serving.api.server import LOOPBACK, is_loopback
         from hasten.serving.api.settings import ServerSettings
 
         keys = tuple(key for key in (*self.api_key, os.environ.get("HASTEN_API_KEY", "")) if key)
         hosts: tuple[str, ...] = ()
-        from hasten.serving.api.server import LOOPBACK, is_loopback
-
         if not keys and is_loopback(self.host):
             hosts = (*LOOPBACK, self.host.lower(), *(host.lower() for host in self.allowed_host))
         return ServerSettings(
             api_keys=keys,
             allowed_hosts=hosts,
-            defaults=defaults,
             body_bytes=int(self.max_body_mib * 2**20),
             request_timeout=self.request_timeout,
             drain_timeout=self.drain_timeout,
         )
 
-    def _engine_settings(self) -> Any:
+    def _engine_settings(self) -> EngineSettings:
         from hasten.serving.settings import EngineSettings
 
         if self.cache_gib is not None and self.cache_gib <= 0:
