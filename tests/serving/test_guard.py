@@ -327,3 +327,33 @@ def test_no_task_is_left(engine, tokenizer):
 
     assert asyncio.run(storm()) == 1
     assert not engine.running
+
+
+MANY = {
+    "numbers": PROMPT | {"prompt": [1.5] * 500_000},
+    "mixed": PROMPT | {"prompt": ["a", 1] * 200_000},
+    "lists": PROMPT | {"prompt": [["a"]] * 300_000},
+    "keys": PROMPT | {f"k{i}": 1 for i in range(100_000)},
+    "biases": PROMPT | {"logit_bias": {str(i): "x" for i in range(100_000)}},
+    "messages": {"model": "tiny", "messages": [{}] * 500_000},
+    "parts": {"model": "tiny", "messages": [{"role": "user", "content": [{}] * 500_000}]},
+    "tools": {"model": "tiny", "messages": [{"role": "user", "content": ""}], "tools": [1] * 500_000},
+    "empty messages": {"model": "tiny", "messages": [{"role": "user", "content": ""}] * 50_000},
+}
+
+
+@pytest.mark.parametrize("name", list(MANY))
+def test_a_million_mistakes_are_one_mistake(client_for_all, name):
+    """Else one body of 4 MiB would hold up everybody for ten seconds and take gigabytes."""
+    from pydantic import ValidationError
+
+    from hasten.serving.api.chat_schema import ChatBody
+    from hasten.serving.api.completions_schema import CompletionBody
+
+    body, path = MANY[name], "/v1/chat/completions" if "messages" in MANY[name] else "/v1/completions"
+    assert client_for_all.post(path, json=body).status_code == 400
+    if name in ("keys", "biases", "empty messages"):  # refused before, or after, the schema
+        return
+    with pytest.raises(ValidationError) as refusal:
+        (ChatBody if "messages" in body else CompletionBody).model_validate(body)
+    assert refusal.value.error_count() < 20

@@ -7,8 +7,8 @@ from pydantic_core import from_json
 from hasten.serving.api.errors import ApiError
 
 
-def check_json(data: bytes, *, nesting: int) -> None:
-    """Raises ApiError (400) unless the bytes are one JSON value within the depth.
+def check_json(data: bytes, *, nesting: int, keys: int) -> None:
+    """Raises ApiError (400) unless the bytes are one JSON value within the depth, no object with more keys.
 
     No NaN or infinity, no number of more than 4,300 digits, no half surrogate pair, valid UTF-8 (RFC 8259). Python's
     own parser accepts the first and the third, and recurses as deeply as it is told to.
@@ -20,6 +20,8 @@ def check_json(data: bytes, *, nesting: int) -> None:
         raise ApiError(f"the body is not JSON that can be read: {error}", code=code) from None
     depth, level = 0, [value]
     while level:
+        if any(len(item) > keys for item in level if isinstance(item, dict)):
+            raise ApiError(f"an object in the body has more than {keys:,} keys", code="too_many_keys")
         level = [item for items in level for item in _children(items) if isinstance(item, (dict, list))]
         depth += 1
         if depth > nesting and level:

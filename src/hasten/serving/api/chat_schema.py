@@ -37,9 +37,9 @@ class Message(Body):
     """One turn. What an assistant's answer carried beside its text may be sent back with it."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text | list[TextPart] | None = None
+    content: Text | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
     name: Name | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: Annotated[str, Field(max_length=256)] | None = None
     reasoning_content: Text | None = None
     neutral: ClassVar[Neutral] = {"refusal": (), "audio": (), "annotations": ([],), "function_call": ()}
@@ -74,16 +74,20 @@ class ToolChoice(Body):
     function: NamedFunction
 
 
+Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+ToolList = Annotated[list[Tool], Field(fail_fast=True)]
+
+
 class ChatBody(SamplingBody):
     """A conversation; the answer has n choices."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Messages
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=1024)] | None = None
     response_format: ResponseFormat | None = None
-    tools: list[Tool] | None = None
+    tools: ToolList | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     neutral: ClassVar[Neutral] = COMMON_NEUTRAL | {

@@ -4,7 +4,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
-from hasten.serving.api.fields import COMMON_NEUTRAL, Body, Count, Neutral, SamplingBody, Text, TokenId
+from hasten.serving.api.fields import COMMON_NEUTRAL, Body, Count, Neutral, Prompts, SamplingBody, Text
 
 
 class JsonSchema(Body):
@@ -26,7 +26,7 @@ class ResponseFormat(Body):
 class CompletionBody(SamplingBody):
     """A prompt, several, or their token ids; each gives n choices."""
 
-    prompt: Text | list[Text] | list[TokenId] | list[list[TokenId]]
+    prompt: Prompts
     max_tokens: Count | None = None
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=1024)] | None = None

@@ -14,7 +14,7 @@ from hasten.serving.api.asking import check_ids
 from hasten.serving.api.documentation import ERRORS
 from hasten.serving.api.documentation import Embeddings as EmbeddingsReply
 from hasten.serving.api.errors import ApiError, overloaded
-from hasten.serving.api.fields import Body, Neutral, Text, TokenId
+from hasten.serving.api.fields import Body, Neutral, Prompts
 from hasten.serving.api.replies import reply
 from hasten.serving.api.running import told
 from hasten.serving.api.service import Service, too_long
@@ -24,7 +24,7 @@ class EmbeddingBody(Body):
     """A text, several, or their token ids. pooling and normalize are ours: mean and unit length by default."""
 
     model: Annotated[str, Field(max_length=512)]
-    input: Text | list[Text] | list[TokenId] | list[list[TokenId]]
+    input: Prompts
     encoding_format: Literal["float", "base64"] | None = None
     pooling: Literal["mean", "last"] | None = None
     normalize: bool | None = None

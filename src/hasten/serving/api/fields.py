@@ -14,6 +14,10 @@ Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Text = Annotated[str, Field(max_length=1 << 22)]
+# The first wrong item ends it: a complaint about each of a million would take minutes and gigabytes.
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
+Texts = Annotated[list[Text], Field(fail_fast=True)]
+Prompts = Text | Texts | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)]
 Neutral = dict[str, tuple[Any, ...]]  # field -> the values that ask for nothing, beside null
 
 
@@ -62,7 +66,7 @@ class SamplingBody(Body):
     best_of: Annotated[int, Field(ge=1, le=1024)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    stop: Text | list[Text] | None = None
+    stop: Text | Texts | None = None
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] | None = None
     top_p: Probability | None = None
@@ -75,7 +79,7 @@ class SamplingBody(Body):
     user: Annotated[str, Field(max_length=512)] | None = None  # in the log of the request
     ignore_eos: bool | None = None
     min_tokens: Count | None = None
-    stop_token_ids: list[TokenId] | None = None
+    stop_token_ids: TokenIds | None = None
     skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
     priority: Annotated[int, Field(ge=-(2**31), le=2**31 - 1)] | None = None

@@ -157,7 +157,7 @@ class _Exchange:
             kind = self.headers.get(b"content-type", b"").split(b";")[0].strip().lower()
             if kind != b"application/json":  # what a web page may send to a foreign server without being asked
                 raise ApiError("the Content-Type must be application/json", status=415, code="content_type")
-            check_json(body, nesting=settings.nesting)
+            check_json(body, nesting=settings.nesting, keys=settings.keys)
         return body
 
     async def _run_until_gone(self, body: bytes) -> None:

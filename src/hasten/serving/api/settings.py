@@ -26,6 +26,7 @@ class ServerSettings:
     bodies_bytes: int = 256 << 20
     requests: int = 4096  # in flight, queued ones included
     nesting: int = 64
+    keys: int = 4096  # of one object in a body
     prompts: int = 256
     samples: int = 128  # n or best_of
     choices: int = 256  # prompts × best_of: sequences that one request may ask for

@@ -7,11 +7,11 @@ from typing import Annotated, ClassVar
 from fastapi import APIRouter, Response
 from pydantic import Field
 
-from hasten.serving.api.chat_schema import Message, Tool
+from hasten.serving.api.chat_schema import Messages, ToolList
 from hasten.serving.api.conversation import encode_conversation
 from hasten.serving.api.documentation import ERRORS, Detokenized, Tokens
 from hasten.serving.api.errors import ApiError
-from hasten.serving.api.fields import Body, Neutral, Text, TokenId
+from hasten.serving.api.fields import Body, Neutral, Text, TokenIds
 from hasten.serving.api.replies import reply
 from hasten.serving.api.service import Service
 
@@ -21,8 +21,8 @@ class TokenizeBody(Body):
 
     model: Annotated[str, Field(max_length=512)] | None = None
     prompt: Text | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
-    tools: list[Tool] | None = None
+    messages: Messages | None = None
+    tools: ToolList | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None
@@ -37,7 +37,7 @@ class DetokenizeBody(Body):
     """Token ids."""
 
     model: Annotated[str, Field(max_length=512)] | None = None
-    tokens: list[TokenId]
+    tokens: TokenIds
 
 
 def tokens_router(service: Service) -> APIRouter:
