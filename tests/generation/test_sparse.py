@@ -15,6 +15,7 @@ from hasten.model.context import training_context
 from hasten.model.families import read_config
 from hasten.model.initialize import initialize
 from hasten.ops.attention.pattern_text import parse_pattern, pattern_values
+from hasten.quantization import Int8, quantize
 
 LENGTH = 150
 VALUES = {
@@ -130,6 +131,16 @@ def test_the_pattern_travels_with_the_folder(tmp_path):
     torch.testing.assert_close(whole(again, tokens), whole(model, tokens))
     loss = torch.nn.functional.cross_entropy(whole(model, tokens[:, :-1])[0], tokens[0, 1:])
     assert perplexity(again, [tokens[0].tolist()]).perplexity == pytest.approx(loss.exp().item(), rel=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:.*transformers")
+def test_a_quantized_folder_keeps_it(tmp_path):
+    model = model_of("local:block=16,radius=1").to(torch.bfloat16)
+    quantize(model, Int8())
+    model.save(tmp_path)
+    again = hasten.load(tmp_path)
+    assert again.config.attention_pattern == model.config.attention_pattern
+    assert again.quantization is not None
 
 
 def dense_of(model):
