@@ -274,3 +274,26 @@ def test_params_are_values() -> None:
     assert hash(a) == hash(b)
     assert pickle.loads(pickle.dumps(a)) == a
     assert a != SamplingParams()
+
+
+def test_noise_by_rows_is_the_noise_of_all_rows_at_once():
+    seeds, steps = torch.tensor([0, 5, 2**62, 7, 7]), torch.tensor([0, 1, 2, 3, 4])
+    for vocab_size in (50, 20_000, 70_000):  # several rows at a time, one, and one in pieces of its own
+        whole = exponential_noise(seeds, steps, vocab_size=vocab_size)
+        for row in range(5):
+            alone = exponential_noise(seeds[row : row + 1], steps[row : row + 1], vocab_size=vocab_size)
+            assert torch.equal(whole[row], alone[0])
+        compiled_path = exponential_noise(seeds.to("meta"), steps.to("meta"), vocab_size=vocab_size)
+        assert compiled_path.shape == whole.shape
+
+
+@pytest.mark.parametrize("scale", [0.5, 4.0])  # flat: all must be sorted; peaked: the first few are enough
+@pytest.mark.parametrize("top_k", [0, 40, 3000])
+def test_top_p_looks_at_few_tokens_without_changing_what_is_kept(scale, top_k, monkeypatch):
+    torch.manual_seed(0)
+    logits = torch.randn(4, 5000) * scale
+    params = [SamplingParams(top_p=p, top_k=top_k, seed=1) for p in (0.5, 0.9, 1.0, 0.97)]
+    rows = RowParams.stack(params, vocab_size=5000)
+    found = process(logits, rows)
+    monkeypatch.setattr("hasten.generation.sampling._FEW", 5000)  # sort all
+    assert torch.equal(found, process(logits, rows))

@@ -190,7 +190,7 @@ def keep_most_likely(x: Tensor, rows: RowParams) -> Tensor:
     if rows.top_p is None or rows.every_row_top_k:
         ordered = x.topk(rows.max_top_k, dim=-1).values  # (B, K), descending
     else:
-        ordered = x.sort(dim=-1, descending=True).values  # (B, V)
+        ordered = _most_likely(x, rows)  # (B, K or V), descending
     if rows.top_k is not None:
         last = ordered.gather(1, rows.top_k.clamp(max=ordered.shape[1]) - 1)  # (B, 1)
         last = torch.where(rows.top_k < rows.vocab_size, last, -math.inf)
@@ -203,6 +203,22 @@ def keep_most_likely(x: Tensor, rows: RowParams) -> Tensor:
         last = torch.where(rows.top_p < 1, ordered.gather(1, kept - 1), -math.inf)
         x = x.masked_fill(x < last, -math.inf)
     return x
+
+
+def _most_likely(x: Tensor, rows: RowParams) -> Tensor:
+    """As much of x (B, V), sorted, as top-p may keep. Sorting all of a large vocabulary is the last resort.
+
+    Where it can be looked at without waiting for a device: the first few hundred usually have the probability.
+    """
+    assert rows.top_p is not None
+    if x.device.type == "cpu" and x.shape[1] > 4 * _FEW and not torch.compiler.is_compiling():
+        ordered = x.topk(_FEW, dim=-1).values
+        mass = (ordered - x.logsumexp(dim=-1, keepdim=True)).exp().sum(dim=-1, keepdim=True)
+        enough = (mass * 0.999 > rows.top_p) | (rows.top_p >= 1)  # with room for the sums' rounding
+        short = enough if rows.top_k is None else enough & ((rows.top_k <= _FEW) | (rows.top_k == rows.vocab_size))
+        if bool(short.all()):
+            return ordered
+    return x.sort(dim=-1, descending=True).values
 
 
 def sample(logits: Tensor, rows: RowParams, *, noise: Tensor | None = None) -> Tensor:
@@ -232,9 +248,32 @@ def exponential_noise(seeds: Tensor, steps: Tensor, *, vocab_size: int) -> Tenso
 
     Values are within [2**-54, 16.7]: never 0 or inf, and with full relative precision near 0, where races are won.
     """
-    ids = torch.arange(1, vocab_size + 1, dtype=torch.int64, device=seeds.device)  # (V,)
-    key = _mix(_mix(seeds) + steps * _GOLDEN)  # (B,)
-    bits = _mix(key.unsqueeze(1) + ids * _GOLDEN)  # (B, V)
+    ids = torch.arange(1, vocab_size + 1, dtype=torch.int64, device=seeds.device) * _GOLDEN  # (V,)
+    key = _mix(_mix(seeds) + steps * _GOLDEN)[:, None]  # (B, 1)
+    if seeds.device.type != "cpu" or torch.compiler.is_compiling():
+        return _exponential(_mix(key + ids))
+    # A few rows at a time, in place: what is written is still in a core's own cache when the next operation reads it.
+    # (32 rows of 32,000 tokens at once took ten times as long.)
+    rows = max(1, _ROWS_ELEMENTS // vocab_size)
+    noise = torch.empty(len(seeds), vocab_size)
+    bits = torch.empty(rows, vocab_size, dtype=torch.int64)
+    spare = torch.empty_like(bits)
+    for start in range(0, len(seeds), rows):
+        part = key[start : start + rows]
+        own, other, target = bits[: len(part)], spare[: len(part)], noise[start : start + rows]
+        torch.add(part, ids, out=own)
+        for shift, factor in ((30, _FIRST), (27, _SECOND), (31, None)):
+            torch.bitwise_right_shift(own, shift, out=other).bitwise_and_((1 << (64 - shift)) - 1)
+            own.bitwise_xor_(other)
+            if factor is not None:
+                own.mul_(factor)
+        torch.bitwise_right_shift(own, 11, out=other).bitwise_and_((1 << 53) - 1)
+        target.copy_(other).mul_(2.0**-53).clamp_(2.0**-54, 1 - 2.0**-24).neg_().log1p_().neg_()
+    return noise
+
+
+def _exponential(bits: Tensor) -> Tensor:
+    """Random bits, int64 -> Exp(1), float32, by the inverse of its distribution."""
     uniform = _shift_right(bits, 11).float() * 2.0**-53
     return -torch.log1p(-uniform.clamp(2.0**-54, 1 - 2.0**-24))
 
@@ -247,6 +286,10 @@ def _signed(value: int) -> int:
 _GOLDEN = _signed(0x9E3779B97F4A7C15)
 _FIRST = _signed(0xBF58476D1CE4E5B9)
 _SECOND = _signed(0x94D049BB133111EB)
+
+
+_FEW = 512  # tokens that top-p is looked for in before all are sorted
+_ROWS_ELEMENTS = 1 << 15  # elements that are worked on at a time on a CPU: PyTorch starts no threads for fewer
 
 
 def _shift_right(z: Tensor, bits: int) -> Tensor:
