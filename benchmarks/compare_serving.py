@@ -6,6 +6,10 @@
 Every program is started once and loads its model; between its turns it is stopped (SIGSTOP), so that a program which
 waits busily takes nothing from the others. A turn is all requests at once: random prompts of 128 tokens, answers of 64,
 no end-of-text, greedy. The last turns of ours are 4 samples a prompt: shared, and as requests of their own.
+
+After each round the machine's limits are measured, and from them what no program could exceed at a turn: all prompts'
+products at the matrix rate, then a step for each token of an answer, at the matrix rate or at the memory's, whichever
+is slower (attention, norms and the cache cost nothing in this bound).
 """
 
 import argparse
@@ -21,6 +25,7 @@ from typing import Any
 
 PEERS = Path(__file__).parent / "peers"
 PROMPT, ANSWER = 128, 64
+PARAMETERS = 1_034_420_224  # of the 1.1 B shape's matrix products; its embedding is only looked up
 # name -> requests, samples of each, times that each prompt is sent
 TURNS = {"8": (8, 1, 1), "32": (32, 1, 1)}
 SAMPLES = {"8 prompts, 4 samples shared": (8, 4, 1), "8 prompts, 4 requests each": (8, 1, 4)}
@@ -77,6 +82,7 @@ def main() -> None:
     given = parser.parse_args()
     programs: list[Program] = []
     rounds: list[dict[str, dict[str, Any]]] = []
+    limits: list[dict[str, float]] = []
     try:
         if given.vllm:
             programs.append(Program("vllm", given.vllm[0], "serve_vllm.py", given.vllm[1], given.threads))
@@ -94,6 +100,7 @@ def main() -> None:
                     found.setdefault(turn, {})[program.name] = one
                     print(f"round {number + 1}, {turn}: {program.name} {one['tokens_per_second']:.1f}", file=sys.stderr)
             rounds.append(found)
+            limits.append(measured_limits(given.threads))
     finally:
         for program in programs:
             program.close()
@@ -109,10 +116,36 @@ def main() -> None:
         "start_seconds": {program.name: round(program.start_seconds, 1) for program in programs},
         "output_tokens_per_second": medians(rounds),
         "ratios": ratios(rounds),
+        "limits": limits,
+        "bounds": bounds(limits),
         "rounds": rounds,
     }
     write_json(given.output, report)
-    print(json.dumps({name: report[name] for name in ("output_tokens_per_second", "ratios")}, indent=2))
+    print(json.dumps({name: report[name] for name in ("output_tokens_per_second", "bounds", "ratios")}, indent=2))
+
+
+def measured_limits(threads: int) -> dict[str, float]:
+    """Bytes/s of memory, FLOP/s in bfloat16, OP/s in int8."""
+    from hasten.machine.measure import matrix_rate, read_bandwidth
+
+    return {
+        "bandwidth": read_bandwidth(threads=threads),
+        "bfloat16": matrix_rate("bfloat16"),
+        "int8": matrix_rate("int8"),
+    }
+
+
+def bounds(limits: list[dict[str, float]]) -> dict[str, dict[str, float]]:
+    """Output tokens/s that the largest limits of the rounds allow, of each turn without shared samples."""
+    best = {name: max(one[name] for one in limits) for name in limits[0]}
+    found = {}
+    for turn, (requests, _, _) in TURNS.items():
+        found[turn] = {}
+        for name, size in (("bfloat16", 2), ("int8", 1)):
+            prompts = requests * PROMPT * 2 * PARAMETERS / best[name]
+            step = max(requests * 2 * PARAMETERS / best[name], PARAMETERS * size / best["bandwidth"])
+            found[turn][name] = round(requests * ANSWER / (prompts + ANSWER * step), 1)
+    return found
 
 
 def medians(rounds: list[dict[str, dict[str, Any]]]) -> dict[str, dict[str, float]]:
