@@ -74,9 +74,17 @@ struct TileRows {
   int64_t head_dim;
   void find(const KeyValues& kv, int64_t sequence, int64_t head, int64_t begin, int64_t end) {
     alignas(64) static const uint16_t zeros[256] = {};
-    for (int64_t j = 0; j < TILE_KEYS; j++) {
+    // Slots run on until a block ends: a division for each key would cost a twentieth of the attention.
+    const int64_t row = kv.kv_heads * kv.head_dim, own = head * kv.head_dim;
+    int64_t block = kv.table ? begin / kv.block_size : 0;
+    int64_t left = kv.table ? (block + 1) * kv.block_size - begin : TILE_KEYS;
+    int64_t at = begin < end ? kv.slot(sequence, begin) * row + own : 0;
+    for (int64_t j = 0; j < TILE_KEYS; j++, at += row) {
       const bool there = begin + j < end;
-      const int64_t at = there ? (kv.slot(sequence, begin + j) * kv.kv_heads + head) * kv.head_dim : 0;
+      if (there && left-- == 0) {
+        at = kv.table[sequence * kv.blocks + ++block] * kv.block_size * row + own;
+        left = kv.block_size - 1;
+      }
       k[j] = there ? kv.k + at : zeros;
       v[j] = there ? kv.v + at : zeros;
     }

@@ -1,0 +1,137 @@
+"""What decoding over blocks costs more than over a contiguous cache: the attention alone, and a whole fused step.
+
+    python benchmarks/paged_decode.py --output benchmarks/results/paged-decode.json
+
+Both caches hold the same keys and values of sequences of `tokens` tokens; the blocks lie in a random order. Both are
+measured in turn, the first changing from round to round, and the ratio is formed within a round; the median counts.
+The attention goes through the caches of all layers after each other, as a decode step does, so that none is found in
+the processor's caches because of the round before.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import tyro
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PagedDecode:
+    """Measure, print, and write."""
+
+    shape: str = "llama-1.1b"
+
+    layers: int = 8
+    """Of the shape; fewer than it has, so that weights and caches fit a small machine."""
+
+    tokens: int = 2048
+
+    batches: tuple[int, ...] = (1, 8)
+
+    block_size: int = 16
+
+    rounds: int = 41
+
+    threads: int = 2
+
+    output: Path | None = None
+    """Where to write the JSON."""
+
+    def run(self) -> None:
+        import torch
+
+        from hasten.bench.report import write_json
+        from hasten.machine import describe
+
+        torch.set_num_threads(self.threads)
+        model = self.model()
+        rows = []
+        with torch.inference_mode():
+            for batch in self.batches:
+                rows += self.measure(model, batch)
+        print("| | batch | contiguous | blocks | ratio |\n|---|---|---|---|---|")
+        for row in rows:
+            times = " | ".join(f"{row[kind] * 1e3:.2f} ms" for kind in ("contiguous", "blocks"))
+            print(f"| {row['what']} | {row['batch']} | {times} | {row['ratio']:.3f} |")
+        if self.output:
+            settings = {
+                name: getattr(self, name) for name in ("shape", "layers", "tokens", "block_size", "rounds", "threads")
+            }
+            write_json(
+                self.output, {"schema": 1, "machine": describe().to_json(), "settings": settings, "rows": rows}
+            )
+
+    def model(self) -> Any:
+        import torch
+
+        import hasten
+        from hasten.bench.shapes import SHAPES
+        from hasten.model.families import read_config
+        from hasten.model.initialize import initialize
+
+        config = read_config(SHAPES[self.shape] | {"num_hidden_layers": self.layers})
+        return hasten.fuse(initialize(config, seed=0, dtype=torch.bfloat16).eval())
+
+    def measure(self, model: Any, batch: int) -> list[dict[str, Any]]:
+        import torch
+
+        from hasten.generation.decoder import Decoder
+        from hasten.generation.paged import PagedCache, Rows
+        from hasten.ops.native import library
+
+        native = library()
+        assert native is not None
+        size, room = self.block_size, -(-self.tokens // self.block_size)
+        config = model.config
+        decoder = Decoder(model, batch=batch, capacity=room * size)
+        paged = PagedCache(config, blocks=batch * room, block_size=size, dtype=model.dtype, device="cpu")
+        order = torch.randperm(batch * room, generator=torch.Generator().manual_seed(0))
+        for whole, blocks in zip((*decoder.cache.k, *decoder.cache.v), (*paged.k, *paged.v), strict=True):
+            whole.normal_()
+            blocks[:-1].unflatten(0, (-1, size))[order] = whole[:-1].unflatten(0, (-1, size))
+        rows = [Rows(table, self.tokens - 1, 1) for table in order.view(batch, room).tolist()]
+        tokens = torch.arange(batch) + 5
+        q = torch.randn(batch, config.heads, config.head_dim)
+        places = torch.full((batch, 1), self.tokens - 1)
+        views = {"contiguous": decoder.cache.step(places, masks=False).layers, "blocks": paged.step(rows).layers}
+
+        def attention(kind: str) -> list[Any]:
+            found = []
+            for layer in views[kind]:
+                view = layer.view(batch=batch, tokens=1, kv_heads=config.kv_heads, head_dim=config.head_dim)
+                found.append(native.ops.attention(q, view.k, view.v, *view[3:], config.head_dim**-0.5, 0, 0.0))
+            return found
+
+        def step(kind: str) -> Any:
+            if kind == "contiguous":
+                decoder.lengths = [self.tokens - 1] * batch
+                return decoder.decode(tokens)
+            context = paged.step(rows)
+            return model(tokens[None], context.positions, context)[0]
+
+        found = []
+        for what, run in (("attention", attention), ("step", step)):
+            first, second = run("contiguous"), run("blocks")
+            assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True)), "the caches are not the same"
+            times = [timed(run, odd=i % 2 == 1) for i in range(self.rounds)]
+            kinds = {kind: median(t[kind] for t in times) for kind in views}
+            ratio = median(t["blocks"] / t["contiguous"] for t in times)
+            found.append({"what": what, "batch": batch, **kinds, "ratio": ratio})
+        return found
+
+
+def timed(run: Callable[[str], Any], *, odd: bool) -> dict[str, float]:
+    """Seconds of each kind, one after the other."""
+    found = {}
+    for kind in ("blocks", "contiguous") if odd else ("contiguous", "blocks"):
+        start = time.perf_counter()
+        run(kind)
+        found[kind] = time.perf_counter() - start
+    return found
+
+
+if __name__ == "__main__":
+    tyro.cli(PagedDecode).run()
