@@ -60,9 +60,7 @@ class PagedDecode:
             settings = {
                 name: getattr(self, name) for name in ("shape", "layers", "tokens", "block_size", "rounds", "threads")
             }
-            write_json(
-                self.output, {"schema": 1, "machine": describe().to_json(), "settings": settings, "rows": rows}
-            )
+            write_json(self.output, {"schema": 1, "machine": describe().to_json(), "settings": settings, "rows": rows})
 
     def model(self) -> Any:
         import torch

@@ -1,0 +1,80 @@
+"""The page on paging: its program runs, its tables are those of the committed measurements, its picture is drawn."""
+
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "serving.md"
+BENCHMARKS = ROOT / "benchmarks"
+
+
+def script(name):
+    spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_program_prints_what_the_page_says():
+    program = next(p for p in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL) if "BlockManager" in p)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    first, second = re.search(r"It prints `(.*?)` and `(.*?)`", PAGE.read_text()).groups()
+    assert done.stdout.split("\n")[:2] == [first, second], done.stderr
+
+
+def sharing_rows():
+    rows = json.loads((BENCHMARKS / "results" / "sharing.json").read_text())["rows"]
+    for row in (row for row in rows if row["spread"] == 0.8):
+        same = [r["saved"] for r in rows if (r["lengths"], r["kind"]) == (row["lengths"], row["kind"])]
+        ends = f"{min(s['2'] for s in same)}-{max(s['2'] for s in same)} to {min(s['6'] for s in same)}-"
+        low, high = row["published"]
+        found = " | ".join(f"{value}%" for value in row["saved"].values())
+        yield f"| {row['lengths']} | {row['kind']} | {found} | {ends}{max(s['6'] for s in same)}% | {low}-{high}% |"
+
+
+def decode_rows():
+    for row in json.loads((BENCHMARKS / "results" / "paged-decode.json").read_text())["rows"]:
+        times = " | ".join(f"{row[kind] * 1e3:.2f} ms" for kind in ("contiguous", "blocks"))
+        yield f"| {row['what']} | {row['batch']} | {times} | {row['ratio']:.3f} |"
+
+
+@pytest.mark.parametrize("rows", [sharing_rows, decode_rows])
+def test_the_tables_are_those_of_the_measurements(rows):
+    for row in rows():
+        assert row in PAGE.read_text()
+
+
+def test_blocks_cost_at_most_five_percent():
+    for row in json.loads((BENCHMARKS / "results" / "paged-decode.json").read_text())["rows"]:
+        assert row["ratio"] <= 1.05
+
+
+def test_parallel_sampling_saves_what_arithmetic_says():
+    sharing = script("sharing")
+    prompts, answers, width = np.array([5, 40, 16]), np.array([30, 3, 1]), 3
+    spared = whole = 0
+    for prompt, answer in zip(prompts.tolist(), answers.tolist(), strict=True):
+        for length in range(prompt, prompt + answer):
+            shared = -(-prompt // 16) if length == prompt else prompt // 16
+            spared += (width - 1) * shared
+            whole += width * -(-length // 16)
+    assert sharing.saved("parallel", width, prompts, answers, None) == pytest.approx(100 * spared / whole)
+
+
+def test_beams_share_more_than_samples_and_leave_no_block_behind():
+    sharing = script("sharing")
+    lengths = np.array([20, 33]), np.array([40, 25])
+    beam, parallel = (sharing.saved(k, 4, *lengths, np.random.default_rng(0)) for k in ("beam", "parallel"))
+    assert parallel < beam < 75
+
+
+def test_the_picture_is_drawn(tmp_path):
+    script("draw_paging").draw(tmp_path / "x.png")
+    assert (tmp_path / "x.png").read_bytes()[:4] == b"\x89PNG"
