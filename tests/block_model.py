@@ -143,6 +143,17 @@ class Checked:
         self.todo[name] = []
         del self.tokens[name][length:]
 
+    def guess(self, name, tokens, right):
+        """Tokens that are computed without being offered to anybody, of which the first `right` stay."""
+        start = len(self.tokens[name])
+        if self.todo[name] or not self.reserve(name, start + len(tokens)):
+            return
+        self.run()
+        new = states([*self.tokens[name], *tokens], self.salts[name])[start:]
+        write(self.cache, [(self.manager.table(name), start, new)])
+        self.tokens[name] += tokens[:right]
+        self.manager.truncate(name, len(self.tokens[name]))
+
     def release(self, name):
         self.manager.release(name)
         for of in (self.tokens, self.todo, self.salts):

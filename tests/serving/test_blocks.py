@@ -171,6 +171,19 @@ def test_truncation_gives_back_what_lies_behind():
     manager.check()
 
 
+def test_guesses_that_were_right_are_shared_like_all_else():
+    manager = BlockManager(blocks=8, block_size=4)
+    grown(manager, 1, range(6))
+    manager.reserve(1, 12)  # four guesses, of which nobody is told
+    manager.truncate(1, 10)
+    manager.fork(1, 2)
+    assert len(manager.table(1)) == len(manager.table(2)) == 3
+    assert len(manager.reserve(2, 11)) == 1
+    manager.written(2, range(11))
+    assert manager.begin(3, range(9)) == 8
+    manager.check()
+
+
 def test_forgetting_empties_the_cache_but_no_tables():
     manager = BlockManager(blocks=8, block_size=4)
     grown(manager, 1, range(9))

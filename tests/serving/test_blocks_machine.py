@@ -82,6 +82,11 @@ class Machine(RuleBasedStateMachine):
         self.checked.truncate(self.checked.pick(index, idle=True), length)
 
     @precondition(idle)
+    @rule(index=INDEX, tokens=st.lists(st.integers(0, 1), min_size=1, max_size=5), right=st.integers(0, 5))
+    def guess(self, index, tokens, right):
+        self.checked.guess(self.checked.pick(index, idle=True), tokens, right)
+
+    @precondition(idle)
     @rule(index=INDEX)
     def release(self, index):
         self.checked.release(self.checked.pick(index, idle=True))

@@ -186,10 +186,14 @@ class BlockManager:
         self._sequences[child] = _Sequence(own.table.copy(), own.chain.copy(), own.held, own.held, 0)
 
     def truncate(self, sequence: int, length: int) -> None:
-        """Forget the positions from `length` on (rejected guesses) and give back the blocks behind them."""
+        """Forget the positions from `length` on (rejected guesses) and give back the blocks behind them.
+
+        Those before it stay, also the ones that `written` was not told of: guesses that a step found to be right.
+        """
         own = self._sequences[sequence]
-        if length < own.room:
+        if length <= own.room:
             self._shorten(own, length)
+            own.held = length
 
     def release(self, sequence: int) -> None:
         """End a sequence. Its last blocks are reused first, so that beginnings stay in the cache longest."""
