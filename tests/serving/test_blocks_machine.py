@@ -29,7 +29,7 @@ INDEX = st.integers(0, 30)
 
 
 class Machine(RuleBasedStateMachine):
-    """What an engine may do, in any order; a step is put together by several `schedule` and then run."""
+    """What an engine may do; a step is put together by several `schedule` and then run, forks stand between steps."""
 
     @initialize(blocks=st.integers(3, 24), size=st.integers(1, 4))
     def start(self, blocks, size):
@@ -40,6 +40,9 @@ class Machine(RuleBasedStateMachine):
 
     def idle(self):
         return self.checked.pick(0, idle=True) is not None
+
+    def between_steps(self):
+        return self.any() and not self.checked.pending
 
     @rule(tokens=TOKENS, salt=st.sampled_from(["", "other"]))
     def begin(self, tokens, salt):
@@ -71,17 +74,17 @@ class Machine(RuleBasedStateMachine):
         if self.checked.reserve(name, len(self.checked.tokens[name]) + more) and preempted:
             self.checked.release(name)
 
-    @precondition(idle)
+    @precondition(between_steps)
     @rule(index=INDEX)
     def fork(self, index):
         self.checked.fork(self.checked.pick(index, idle=True))
 
-    @precondition(idle)
+    @precondition(between_steps)
     @rule(index=INDEX, length=INDEX)
     def truncate(self, index, length):
         self.checked.truncate(self.checked.pick(index, idle=True), length)
 
-    @precondition(idle)
+    @precondition(between_steps)
     @rule(index=INDEX, tokens=st.lists(st.integers(0, 1), min_size=1, max_size=5), right=st.integers(0, 5))
     def guess(self, index, tokens, right):
         self.checked.guess(self.checked.pick(index, idle=True), tokens, right)

@@ -51,9 +51,9 @@ def test_the_tables_are_those_of_the_measurements(rows):
         assert row in PAGE.read_text()
 
 
-def test_blocks_cost_at_most_five_percent():
-    for row in json.loads((BENCHMARKS / "results" / "paged-decode.json").read_text())["rows"]:
-        assert row["ratio"] <= 1.05
+def test_a_step_over_blocks_costs_at_most_five_percent_more():
+    rows = json.loads((BENCHMARKS / "results" / "paged-decode.json").read_text())["rows"]
+    assert max(row["ratio"] for row in rows if row["what"] == "step") <= 1.05
 
 
 def test_parallel_sampling_saves_what_arithmetic_says():

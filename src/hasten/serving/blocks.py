@@ -60,6 +60,7 @@ class BlockManager:
     The order of calls for a step: `reserve` room for its tokens, make the copies it returns, tell by `written` which
     tokens they are, run the step. What was told as written must be computed in that step, because others may have
     adopted the blocks; after a step that failed, `release` its sequences and `forget`.
+    `fork` and `truncate` stand between steps: copies are made before a step, which cannot copy what it is yet to write.
     """
 
     def __init__(self, *, blocks: int, block_size: int = 16, prefix_cache: bool = True) -> None:
