@@ -3,11 +3,14 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
+import torch
 import tyro
 
 from hasten.cli.doctor import Doctor, examine
+from hasten.cli.main import main
 from hasten.errors import ResourceError
 from hasten.machine import Machine, cache_folder, describe
 from hasten.machine.checkup import check_machine, check_rates
@@ -111,3 +114,26 @@ def test_without_torch_the_error_says_how_to_get_it(monkeypatch: pytest.MonkeyPa
 
 def test_dtypes_as_fast_as_float32_need_no_word() -> None:
     assert check_rates({"float32": 1.0, "bfloat16": 2.0, "float16": 1.0, "int8": 4.0}) == []
+
+
+@pytest.mark.parametrize(
+    ("raised", "status"),
+    [
+        (MemoryError(), 2),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nmore"), 2),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"), 2),
+        (RuntimeError("something else"), None),
+    ],
+)
+def test_memory_that_ran_out_is_one_line(raised, status, monkeypatch, capsys):
+    monkeypatch.setattr(Doctor, "run", Mock(side_effect=raised))
+    if status is None:
+        with pytest.raises(RuntimeError, match="something else"):
+            main(["doctor"])
+        return
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor"])
+    assert ended.value.code == status
+    err = capsys.readouterr().err
+    assert err.startswith("error: memory ran out (")
+    assert err.count("\n") == 1

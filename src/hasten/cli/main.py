@@ -23,6 +23,8 @@ COMMANDS = {
     "doctor": ("hasten.cli.doctor", "Doctor", "what this machine offers and what is missing"),
 }
 
+OUT_OF_MEMORY = ("out of memory", "can't allocate memory")  # in the first line of what torch says
+
 
 def overview() -> str:
     """The text of `hasten --help`."""
@@ -74,6 +76,12 @@ def main(arguments: list[str] | None = None) -> None:
     except BrokenPipeError:  # the reader of our output has gone, as `| head` does
         sys.stderr.close()
         raise SystemExit(0) from None
+    except (MemoryError, RuntimeError) as error:
+        text = str(error).split("\n")[0]
+        if not isinstance(error, MemoryError) and not any(words in text for words in OUT_OF_MEMORY):
+            raise
+        print(f"error: memory ran out ({text or 'of this process'}); take a smaller batch or context", file=sys.stderr)
+        raise SystemExit(2) from None
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
