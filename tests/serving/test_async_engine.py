@@ -149,3 +149,32 @@ def test_embeddings_come_between_steps(model):
     found = serve(model, main)
     own = make_engine(model)
     torch.testing.assert_close(found[1], own.embed(PROMPT[:4], pooling="last"))
+
+
+def test_a_second_request_of_the_same_id_does_not_end_the_first(model):
+    async def main(engine):
+        first, second = (request("a", PROMPT, max_new_tokens=30, n=n) for n in (1, 2))
+        found = await asyncio.gather(collect(engine, first), collect(engine, second))
+        assert sum(len(piece.tokens) for piece in found[0]) == 30
+        assert [piece.finish_reason for piece in found[1]] == ["error", "error"]
+        assert "in flight" in found[1][0].stop_reason
+
+    serve(model, main)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_mistake_outside_a_step_leaves_nobody_waiting(model):
+    async def main(engine):
+        reader = engine.generate(request("a", PROMPT, max_new_tokens=400, n=2))
+        await anext(reader)
+
+        def wrong():
+            raise ValueError("a mistake of ours")
+
+        engine.thread.call(wrong)
+        with pytest.raises(EngineFailed, match="a mistake of ours"):
+            async for _ in reader:
+                pass
+        assert not engine.healthy
+
+    serve(model, main)

@@ -56,14 +56,18 @@ class EngineThread:
                 self.engine.add(request)
                 self._sinks[request.id] = sink
             except Exception as error:
-                sink(Piece(request_id=request.id, index=0, finish_reason="error", stop_reason=str(error)))
+                for index in range(request.n):
+                    sink(Piece(request_id=request.id, index=index, finish_reason="error", stop_reason=str(error)))
 
         self.call(add)
 
-    def abort(self, request_id: str) -> None:
+    def abort(self, request_id: str, sink: Sink | None = None) -> None:
+        """Give a request up; with `sink`, only if it is the one that reads it."""
+
         def abort() -> None:
-            self._sinks.pop(request_id, None)
-            self.engine.abort(request_id)
+            if sink is None or self._sinks.get(request_id) is sink:
+                self._sinks.pop(request_id, None)
+                self.engine.abort(request_id)
 
         self.call(abort)
 
@@ -81,6 +85,18 @@ class EngineThread:
             self._thread.join(timeout)
 
     def _run(self) -> None:
+        try:
+            self._serve()
+        except BaseException as error:  # a mistake of ours outside a step: nobody may wait for an answer for ever
+            self.engine.error = self.engine.error or f"{type(error).__name__}: {error}"
+            for request_id in list(self._sinks):
+                self.engine.abort(request_id)
+                self._sinks[request_id](Piece(request_id=request_id, index=0, finish_reason="error"))
+            for hook in self.after_step:
+                hook()
+            raise
+
+    def _serve(self) -> None:
         engine = self.engine
         while True:
             with self._wake:
@@ -176,7 +192,7 @@ class AsyncEngine:
                     )
         finally:
             self._open -= 1
-            self.thread.abort(request.id)  # nothing, if it is complete
+            self.thread.abort(request.id, sink)  # nothing, if it is complete
 
     async def embed(self, prompts: Sequence[Sequence[int]], *, pooling: str = "mean") -> Tensor:
         """States (P, C) float32 of the prompts, see `Engine.embed`; one prompt between two steps at a time."""
