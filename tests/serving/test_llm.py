@@ -91,8 +91,6 @@ def test_wrong_settings_are_named(model, llm):
         hasten.LLM(model, max_sequence=3)
     with pytest.raises(ConfigError, match="token_budget is 2"):
         hasten.LLM(model, max_sequences=4, token_budget=2)
-    with pytest.raises(ConfigError, match="not built yet"):
-        hasten.LLM(model, quantized_cache=True)
     with pytest.raises(ConfigError, match="dtype"):
         hasten.LLM(model, dtype="bfloat16")
     with pytest.raises(ConfigError, match="beams"):

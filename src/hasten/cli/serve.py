@@ -46,8 +46,6 @@ class Serve(LoadOptions):
     """Tokens in a block of the cache."""
     cache_gib: float | None = None
     """Memory of the cache in GiB; by default half of what is free, and never more than can be used."""
-    cache: Literal["model", "int8"] = "model"
-    """Keys and values in the model's own precision, or in int8."""
     prefix_cache: bool = True
     """Share the blocks of prompts that begin alike."""
     queue_limit: int = 1024
@@ -144,6 +142,5 @@ class Serve(LoadOptions):
             block_size=self.block_size,
             cache_bytes=None if self.cache_gib is None else int(self.cache_gib * 2**30),
             prefix_cache=self.prefix_cache,
-            quantized_cache=self.cache == "int8",
             queue_limit=self.queue_limit,
         )

@@ -15,8 +15,8 @@ class EngineSettings:
     answers together (at least max_sequences): the larger, the sooner prompts are read, the longer the others wait
     meanwhile. max_length: tokens of prompt and answer together; None: the model's positions. block_size: tokens a
     block of the cache. cache_bytes: memory of the cache; None takes `cache_share` of the memory that is free, never
-    more than max_sequences of max_length need. prefix_cache: share the blocks of equal beginnings. quantized_cache:
-    keys and values in int8. queue_limit: requests that may wait. reader_limit: pieces that may lie unread.
+    more than max_sequences of max_length need. prefix_cache: share the blocks of equal beginnings. queue_limit:
+    requests that may wait. reader_limit: pieces that may lie unread.
     """
 
     max_sequences: int = 256
@@ -26,7 +26,6 @@ class EngineSettings:
     cache_bytes: int | None = None
     cache_share: float = 0.5
     prefix_cache: bool = True
-    quantized_cache: bool = False
     queue_limit: int = 1024
     reader_limit: int = 1024
 
