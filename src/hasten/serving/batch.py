@@ -11,7 +11,7 @@ from torch import Tensor
 from hasten.generation.paged import PagedCache, Rows
 from hasten.model.transformer import Transformer
 from hasten.serving.blocks import BlockManager
-from hasten.serving.scheduler import Plan, Scheduled
+from hasten.serving.sequences import Plan, Scheduled
 
 
 @dataclass(frozen=True, slots=True)

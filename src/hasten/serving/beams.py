@@ -8,23 +8,25 @@ cannot beat the worst complete text any more (or, with early_stopping, when ther
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from hasten.serving import scheduler
 from hasten.serving.logprobs import TokenTexts
 from hasten.serving.request import FinishReason, Request, TokenLogprob, TopLogprob
+from hasten.serving.scheduler import Scheduler
+from hasten.serving.sequences import Sequence
 
 
 @dataclass(slots=True, eq=False)
 class Beam:
     """A text in the search. score: sum of log-probabilities of its answer, float32."""
 
-    sequence: scheduler.Sequence
+    sequence: Sequence
     score: np.float32
     logprobs: tuple[TokenLogprob, ...] = ()
 
@@ -60,14 +62,14 @@ class Complete:
 class BeamSearch:
     """The state of one search; it forks nothing itself, it says what is to be forked."""
 
-    def __init__(self, request: Request, first: scheduler.Sequence, *, end_ids: Collection[int]) -> None:
+    def __init__(self, request: Request, first: Sequence, *, end_ids: Collection[int]) -> None:
         self.request, self.end_ids = request, frozenset(end_ids)
         self.width = request.beam_width
         self.kept = max(2, 1 + len(self.end_ids)) * self.width
         self.beams = [Beam(first, np.float32(0.0))]
         self.complete: list[Complete] = []  # best first, at most `width`
         self.done = False
-        self._candidates: dict[scheduler.Sequence, Candidates] = {}
+        self._candidates: dict[Sequence, Candidates] = {}
         self.generated = 0  # tokens of every beam
 
     @property
@@ -75,7 +77,7 @@ class BeamSearch:
         """Continuations that must be known of each beam."""
         return max(self.kept, self.request.logprobs or 0)
 
-    def score(self, sequence: scheduler.Sequence, candidates: Candidates) -> None:
+    def score(self, sequence: Sequence, candidates: Candidates) -> None:
         self._candidates[sequence] = candidates
 
     @property
@@ -130,7 +132,38 @@ class BeamSearch:
         return TokenLogprob(token, *texts(token), float(own.logprobs[index]), likely)
 
 
-def candidates_of(logits: Tensor, searches: Sequence[BeamSearch]) -> list[Candidates]:
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """A beam that got to its last token in this step, and the row of its logits."""
+
+    search: BeamSearch
+    sequence: Sequence
+    row: int
+
+
+def advance(
+    logits: Tensor, scored: SequenceOf[Scored], *, texts: TokenTexts, books: Scheduler
+) -> tuple[int, list[BeamSearch]]:
+    """Continue the searches of which all beams are scored; tokens that were generated, and the searches that are done.
+
+    logits (R, V) float32.
+    """
+    rows = torch.tensor([one.row for one in scored], device=logits.device)
+    for one, candidates in zip(scored, candidates_of(logits[rows], [one.search for one in scored]), strict=True):
+        one.search.score(one.sequence, candidates)
+    generated, done = 0, []
+    for search in dict.fromkeys(one.search for one in scored):
+        if search.ready:
+            choices = search.choose(texts)
+            generated += len(choices)
+            if search.done:
+                done.append(search)
+            else:
+                continue_beams(search, choices, books)
+    return generated, done
+
+
+def candidates_of(logits: Tensor, searches: SequenceOf[BeamSearch]) -> list[Candidates]:
     """logits (R, V) float32, a row for a beam of each of the searches -> its most likely continuations."""
     logprobs = logits.log_softmax(dim=-1)
     for row, search in zip(logprobs, searches, strict=True):
@@ -143,7 +176,7 @@ def candidates_of(logits: Tensor, searches: Sequence[BeamSearch]) -> list[Candid
     ]
 
 
-def continue_beams(search: BeamSearch, choices: Sequence[Choice], books: scheduler.Scheduler) -> None:
+def continue_beams(search: BeamSearch, choices: SequenceOf[Choice], books: Scheduler) -> None:
     """Make the chosen beams of the next step: forks share every block of the beam they continue."""
     unused = dict.fromkeys(beam.sequence for beam in search.beams)
     chosen = {choice.parent.sequence for choice in choices}

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hasten.serving.groups import Group
 from hasten.serving.logprobs import TokenTexts, token_logprobs
 from hasten.serving.request import TokenLogprob
 from hasten.serving.sampler import Sampler
-from hasten.serving.samples import Group, Sample
+from hasten.serving.samples import Sample
 
 
 @dataclass(slots=True)
