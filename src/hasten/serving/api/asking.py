@@ -94,6 +94,27 @@ def room(prompt: Sequence[int], wanted: int | None, service: Service, *, param: 
     return wanted
 
 
+async def prompts_of(
+    given: Any, service: Service, *, param: str, add_special_tokens: bool | None
+) -> list[tuple[int, ...]]:
+    """Token ids of one prompt or several, each a text or its ids (`fields.Prompts`). Raises ApiError naming `param`."""
+    if isinstance(given, str) or (given and isinstance(given[0], int)):
+        given = [given]
+    if not given:
+        raise ApiError(f"{param} is empty", param=param)
+    if len(given) > service.settings.prompts:
+        raise ApiError(f"{param}: {len(given)} of them; this server's limit is {service.settings.prompts}", param=param)
+    found = []
+    for one in given:
+        ids = one
+        if isinstance(one, str):
+            ids = await service.encode(one, add_special_tokens=add_special_tokens is not False, param=param)
+        if len(ids) > service.max_length:
+            raise too_long(len(ids), service.max_length, param=param)
+        found.append(check_ids(ids, service, param=param))
+    return found
+
+
 def check_ids(prompt: Sequence[int], service: Service, *, param: str) -> tuple[int, ...]:
     """Token ids from a request: not none, and all of them in the vocabulary."""
     if not prompt:

@@ -10,7 +10,7 @@ from typing import Any
 from fastapi import APIRouter, Response
 from fastapi import Request as HttpRequest
 
-from hasten.serving.api.asking import beams, check_ids, room, samples, sampling_params
+from hasten.serving.api.asking import beams, prompts_of, room, samples, sampling_params
 from hasten.serving.api.completions_schema import CompletionBody
 from hasten.serving.api.documentation import ERRORS, Completion
 from hasten.serving.api.errors import ApiError
@@ -44,7 +44,8 @@ def completions_router(service: Service) -> APIRouter:
         """Continue a prompt."""
         service.check_model(body.model)
         http.state.facts.update({} if body.user is None else {"user": body.user})
-        answer = _Answer(service, body, await _prompts(body, service))
+        given = await prompts_of(body.prompt, service, param="prompt", add_special_tokens=body.add_special_tokens)
+        answer = _Answer(service, body, given)
         run = Run(service, http, await answer.requests(http.state.request_id))
         first = await anext(run)  # what cannot be served is told by its status, before anything is sent
         if body.stream:
@@ -55,23 +56,6 @@ def completions_router(service: Service) -> APIRouter:
         return reply(answer.whole(run))
 
     return router
-
-
-async def _prompts(body: CompletionBody, service: Service) -> list[tuple[int, ...]]:
-    given: Any = body.prompt
-    if isinstance(given, str) or (given and isinstance(given[0], int)):
-        given = [given]
-    if not given:
-        raise ApiError("prompt is empty", param="prompt")
-    most = service.settings.prompts
-    if len(given) > most:
-        raise ApiError(f"prompt: {len(given)} of them; this server's limit is {most}", param="prompt")
-    special = body.add_special_tokens is not False
-    found = []
-    for prompt in given:
-        ids = await service.encode(prompt, add_special_tokens=special) if isinstance(prompt, str) else prompt
-        found.append(check_ids(ids, service, param="prompt"))
-    return found
 
 
 class _Answer:

@@ -10,14 +10,14 @@ from fastapi import Request as HttpRequest
 from pydantic import Field
 
 from hasten.errors import HastenError
-from hasten.serving.api.asking import check_ids
+from hasten.serving.api.asking import prompts_of
 from hasten.serving.api.documentation import ERRORS
 from hasten.serving.api.documentation import Embeddings as EmbeddingsReply
-from hasten.serving.api.errors import ApiError, overloaded
+from hasten.serving.api.errors import overloaded
 from hasten.serving.api.fields import Body, Neutral, Prompts
 from hasten.serving.api.replies import reply
 from hasten.serving.api.running import told
-from hasten.serving.api.service import Service, too_long
+from hasten.serving.api.service import Service
 
 
 class EmbeddingBody(Body):
@@ -46,9 +46,9 @@ def embeddings_router(service: Service) -> APIRouter:
         http.state.facts.update({} if body.user is None else {"user": body.user})
         if not service.engine.healthy:
             raise overloaded(f"the engine has failed: {service.engine.error}", seconds=30)
-        prompts = await _prompts(body, service)
+        given = await prompts_of(body.input, service, param="input", add_special_tokens=body.add_special_tokens)
         try:
-            vectors = await service.engine.embed(prompts, pooling=body.pooling or "mean")  # (N, C)
+            vectors = await service.engine.embed(given, pooling=body.pooling or "mean")  # (N, C)
         except HastenError as error:
             raise told(error) from None
         vectors = vectors.float().cpu()
@@ -56,33 +56,12 @@ def embeddings_router(service: Service) -> APIRouter:
             vectors = torch.nn.functional.normalize(vectors, dim=-1)
         as_bytes = body.encoding_format == "base64"
         data = [{"index": i, "object": "embedding", "embedding": _told(v, as_bytes)} for i, v in enumerate(vectors)]
-        tokens = sum(map(len, prompts))
+        tokens = sum(map(len, given))
         http.state.facts["prompt_tokens"] = tokens
         usage = {"prompt_tokens": tokens, "total_tokens": tokens}
         return reply({"object": "list", "data": data, "model": service.model_name, "usage": usage})
 
     return router
-
-
-async def _prompts(body: EmbeddingBody, service: Service) -> list[tuple[int, ...]]:
-    given: Any = body.input
-    if isinstance(given, str) or (given and isinstance(given[0], int)):
-        given = [given]
-    if not given:
-        raise ApiError("input is empty", param="input")
-    most = service.settings.prompts
-    if len(given) > most:
-        raise ApiError(f"input: {len(given)} texts; this server's limit is {most}", param="input")
-    special = body.add_special_tokens is not False
-    prompts = []
-    for text in given:
-        ids = text
-        if isinstance(text, str):
-            ids = await service.encode(text, add_special_tokens=special, param="input")
-        if len(ids) > service.max_length:
-            raise too_long(len(ids), service.max_length, param="input")
-        prompts.append(check_ids(ids, service, param="input"))
-    return prompts
 
 
 def _told(vector: Any, as_bytes: bool) -> Any:
