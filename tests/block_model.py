@@ -12,6 +12,7 @@ import torch
 from hasten.generation.paged import PagedCache, Rows
 from hasten.model.config import LayerConfig, ModelConfig
 from hasten.ops.attention import AttentionSpec
+from hasten.ops.attention.int8_rows import quantize_rows
 from hasten.ops.attention.reference import reference
 from hasten.ops.native import library
 from hasten.serving.blocks import BlockManager, OutOfBlocks
@@ -25,7 +26,7 @@ QUERY = torch.randn(1, 1, HEAD, generator=_generator)
 KEYS, VALUES = torch.randn(2, STATES, 1, HEAD, generator=_generator).to(DTYPE).unbind()
 
 
-def new_cache(blocks, size):
+def new_cache(blocks, size, int8):
     config = ModelConfig(
         family="llama",
         vocab_size=8,
@@ -38,7 +39,7 @@ def new_cache(blocks, size):
         head_dim=HEAD,
         max_positions=1024,
     )
-    return PagedCache(config, blocks=blocks, block_size=size, dtype=DTYPE, device="cpu")
+    return PagedCache(config, blocks=blocks, block_size=size, dtype=DTYPE, device="cpu", int8=int8)
 
 
 def states(tokens, salt):
@@ -54,7 +55,10 @@ def write(cache, rows):
     """rows: [(table, start, the states of its new tokens)]."""
     view = cache.step([Rows(table, start, len(new)) for table, start, new in rows]).layers[0].held
     which = torch.tensor([state for _, _, new in rows for state in new])
-    view.k[view.slots], view.v[view.slots] = KEYS[which], VALUES[which]
+    keys, values = KEYS[which], VALUES[which]
+    if view.k.dtype == torch.int8:
+        keys, values = quantize_rows(keys), quantize_rows(values)
+    view.k[view.slots], view.v[view.slots] = keys, values
 
 
 def read(cache, rows):
@@ -67,10 +71,10 @@ def read(cache, rows):
 class Checked:
     """Every operation of the manager beside the model; `check` compares books and contents."""
 
-    def __init__(self, blocks, size):
+    def __init__(self, blocks, size, int8=False):
         self.manager = BlockManager(blocks=blocks, block_size=size)
-        self.blocks, self.size = blocks, size
-        self.cache, self.plain = new_cache(blocks, size), None
+        self.blocks, self.size, self.int8 = blocks, size, int8
+        self.cache, self.plain = new_cache(blocks, size, int8), None
         self.tokens = {}  # sequence -> tokens whose keys are in the cache, or will be after the step
         self.todo = {}  # sequence -> the rest of its prompt
         self.salts = {}
@@ -178,7 +182,7 @@ class Checked:
         needed = [-(-length // self.size) for length in rows.values()]
         ends = np.cumsum(needed).tolist()
         if self.plain is None or self.plain.blocks < ends[-1]:
-            self.plain = new_cache(2 * ends[-1], self.size)
+            self.plain = new_cache(2 * ends[-1], self.size, self.int8)
         own = [list(range(end - count, end)) for end, count in zip(ends, needed, strict=True)]
         write(self.plain, [(t, 0, states(self.tokens[n], self.salts[n])) for t, n in zip(own, rows, strict=True)])
         return read(self.plain, list(zip(own, rows.values(), strict=True)))

@@ -97,7 +97,7 @@ def test_dequantizing(compiled, bits, block_j, zeros):
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize("source", ["mask", "view", "table", "all keys"])
+@pytest.mark.parametrize("source", ["mask", "view", "table", "int8 table", "all keys"])
 @pytest.mark.parametrize(("group", "head_dim"), [(1, 128), (8, 64), (8, 256)])
 def test_decode_attention(compiled, dtype, source, group, head_dim):
     from hasten.ops.attention.triton_kernels import attend
@@ -105,7 +105,10 @@ def test_decode_attention(compiled, dtype, source, group, head_dim):
     integers = ("keys", "splits", "blocks", "block_size", "sequence_stride", "row_stride", "head_stride", "mask_stride")
     types = dict.fromkeys(("q", "k", "v"), f"*{dtype}") | dict.fromkeys(("parts", "peaks", "sums"), "*fp32")
     types |= dict.fromkeys((*integers, "window"), "i32") | {"scale": "fp32", "softcap": "fp32"}
-    given = {"mask": ["mask"], "view": ["first", "lengths"], "table": ["lengths", "table"], "all keys": []}[source]
+    int8, table = source == "int8 table", source.endswith("table")
+    if int8:
+        types |= {"k": "*i8", "v": "*i8", "k_scales": "*fp32", "v_scales": "*fp32"}
+    given = {"mask": ["mask"], "view": ["first", "lengths"], "all keys": []}.get(source, ["lengths", "table"])
     types |= {name: "*i1" if name == "mask" else "*i64" for name in given}
     constants = {
         "GROUP": group,
@@ -116,14 +119,16 @@ def test_decode_attention(compiled, dtype, source, group, head_dim):
         "BLOCK": 64 if head_dim <= 128 else 32,
         "HAS_MASK": source == "mask",
         "HAS_VIEW": "lengths" in given,
-        "HAS_TABLE": source == "table",
+        "HAS_TABLE": table,
         "HAS_WINDOW": source == "view",
         "HAS_SOFTCAP": source == "all keys",
+        "HAS_SCALES": int8,
         "WIDE": False,
     }
     result = compiled(attend, types, constants)
     assert "mma" in result.asm["ptx"]
-    assert re.search(r"cp\.async\.cg\.shared\.global|ld\.global\S*\.v4", result.asm["ptx"])
+    if not int8:  # rows of D + 4 bytes begin anywhere
+        assert re.search(r"cp\.async\.cg\.shared\.global|ld\.global\S*\.v4", result.asm["ptx"])
     assert result.metadata.shared <= 227 << 10  # bytes that a program of a Hopper GPU can have
 
 

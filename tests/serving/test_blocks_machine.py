@@ -31,9 +31,9 @@ INDEX = st.integers(0, 30)
 class Machine(RuleBasedStateMachine):
     """What an engine may do; a step is put together by several `schedule` and then run, forks stand between steps."""
 
-    @initialize(blocks=st.integers(3, 24), size=st.integers(1, 4))
-    def start(self, blocks, size):
-        self.checked = Checked(blocks, size)
+    @initialize(blocks=st.integers(3, 24), size=st.integers(1, 4), int8=st.booleans())
+    def start(self, blocks, size, int8):
+        self.checked = Checked(blocks, size, int8)
 
     def any(self):
         return bool(self.checked.tokens)

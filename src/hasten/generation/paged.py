@@ -16,6 +16,7 @@ from torch import Tensor
 from hasten.errors import ConfigError
 from hasten.model.config import ModelConfig
 from hasten.ops.attention import AttentionRequest, AttentionSpec
+from hasten.ops.attention.int8_rows import SCALE_BYTES, quantize_rows
 from hasten.ops.attention.paged import PAGED_KERNELS, Group, groups_of
 from hasten.ops.attention.view import KVView, StackView
 from hasten.ops.pages import zeros_in_large_pages
@@ -50,6 +51,7 @@ class PagedLayer:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, *, spec: AttentionSpec, dense: Callable[..., Tensor]) -> Tensor:
         """Write the step's k, v (1, N, Hkv, D); attention of q (1, N, H, D) over all that its sequences hold."""
         held = self.held
+        k, v = (quantize_rows(k), quantize_rows(v)) if held.k.dtype == torch.int8 else (k, v)
         held.k[held.slots], held.v[held.slots] = k[0], v[0]
         return self.kernel(q[0], held, spec=spec, groups=self.groups, dense=dense)[None]
 
@@ -76,7 +78,10 @@ class PagedStep:
 
 
 class PagedCache:
-    """Keys and values in `blocks` blocks of `block_size` tokens, (blocks·block_size + 1, Hkv, D) a layer."""
+    """Keys and values in `blocks` blocks of `block_size` tokens, (blocks·block_size + 1, Hkv, D) a layer.
+
+    int8: D + 4 bytes in the place of D values, see hasten.ops.attention.int8_rows.
+    """
 
     def __init__(
         self,
@@ -86,8 +91,12 @@ class PagedCache:
         block_size: int = 16,
         dtype: torch.dtype,
         device: torch.device | str,
+        int8: bool = False,
     ) -> None:
-        """dtype: of the model. Raises ConfigError for sizes below 1. `bytes_per_block` says what a block takes."""
+        """dtype: of the model, and without `int8` of the cache. `bytes_per_block` says what a block takes.
+
+        Raises ConfigError for sizes below 1.
+        """
         if blocks < 1 or block_size < 1:
             raise ConfigError(f"a paged cache needs at least 1 block of 1 token; found {blocks} of {block_size}")
         if config.attention_pattern is not None:
@@ -95,17 +104,19 @@ class PagedCache:
         self.blocks, self.block_size = blocks, block_size
         self.device = torch.device(device)
         layers = len(config.layers)
-        shape = (2 * layers, blocks * block_size + 1, config.kv_heads, config.head_dim)
+        row = (config.kv_heads, config.head_dim + SCALE_BYTES * int8)
+        shape = (2 * layers, blocks * block_size + 1, *row)
         # Zeros, not garbage: a masked row still takes part in a product with probability 0, and 0·NaN is NaN.
-        self._memory = zeros_in_large_pages(shape, dtype=dtype, device=device)
+        self._memory = zeros_in_large_pages(shape, dtype=torch.int8 if int8 else dtype, device=device)
         self.k, self.v = list(self._memory[:layers]), list(self._memory[layers:])
         spec = AttentionSpec(heads=config.heads, kv_heads=config.kv_heads, head_dim=config.head_dim, scale=1.0)
-        self.kernel = pick(PAGED_KERNELS, AttentionRequest(spec=spec, device=self.device, dtype=dtype))
+        self.kernel = pick(PAGED_KERNELS, AttentionRequest(spec=spec, device=self.device, dtype=dtype, int8_cache=int8))
 
     @staticmethod
-    def bytes_per_block(config: ModelConfig, *, block_size: int = 16, dtype: torch.dtype) -> int:
+    def bytes_per_block(config: ModelConfig, *, block_size: int = 16, dtype: torch.dtype, int8: bool = False) -> int:
         """Bytes that one block takes in all layers together."""
-        return 2 * len(config.layers) * block_size * config.kv_heads * config.head_dim * dtype.itemsize
+        row = config.head_dim + SCALE_BYTES if int8 else config.head_dim * dtype.itemsize
+        return 2 * len(config.layers) * block_size * config.kv_heads * row
 
     @property
     def bytes(self) -> int:

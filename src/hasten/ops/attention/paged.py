@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hasten.ops import triton_support
+from hasten.ops.attention.int8_rows import SCALE_BYTES, dequantize_rows
 from hasten.ops.attention.masks import visible
 from hasten.ops.attention.request import AttentionRequest
 from hasten.ops.attention.spec import AttentionSpec
@@ -65,6 +66,8 @@ def gathered(
     out = torch.empty_like(q)
     for rows, slots, positions in groups():
         keys, values = view.k[slots], view.v[slots]  # (n, S, Hkv, D)
+        if keys.dtype == torch.int8:
+            keys, values = dequantize_rows(keys, q.dtype), dequantize_rows(values, q.dtype)
         queries = q[rows].unflatten(0, positions.shape)  # (n, T, H, D)
         mask = None
         if len(slots) > 1:
@@ -100,7 +103,7 @@ def _native_refuses(request: AttentionRequest) -> str | None:
     if request.device.type != "cpu":
         return f"it runs on a CPU, the cache is on {request.device}"
     if request.dtype != torch.bfloat16:
-        return f"it reads a bfloat16 cache, not {request.dtype_name}"
+        return f"it computes in bfloat16, not in {request.dtype_name}"
     if request.spec.head_dim > _LARGEST_HEAD:
         return f"the head size is {request.spec.head_dim}; it goes up to {_LARGEST_HEAD}"
     return None if library() is not None else "the native library is not there (no compiler, or HASTEN_ISA=none)"
@@ -111,6 +114,8 @@ def _triton_refuses(request: AttentionRequest) -> str | None:
         return f"it takes bfloat16 and float16, not {request.dtype_name}"
     if request.spec.head_dim > _LARGEST_HEAD:
         return f"the head size is {request.spec.head_dim}; it goes up to {_LARGEST_HEAD}"
+    if request.int8_cache and request.spec.head_dim % SCALE_BYTES:
+        return f"the head size is {request.spec.head_dim}; over an int8 cache it must be a multiple of {SCALE_BYTES}"
     return triton_support.refusal(request.device, request.compute_capability)
 
 

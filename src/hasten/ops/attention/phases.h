@@ -20,22 +20,24 @@ inline int64_t lines_size(int64_t count, int64_t padded) { return 2 * round_up(c
 class AttentionPhases {
  public:
   // q (R, H, D) float32 or bf16, may be written until the phases begin; out as q. Rows starts[b] … starts[b+1] - 1 are
-  // the last ones of sequence b's lengths[b] positions. k, v (slots, Hkv, D) bf16. Contiguous: first (B,), the slot of
-  // each sequence's position 0. Paged: table (B, blocks) of block numbers.
+  // the last ones of sequence b's lengths[b] positions. k, v (slots, Hkv, D) bf16 or (slots, Hkv, D + 4) int8, see
+  // int8_rows.h. Contiguous: first (B,), the slot of each sequence's position 0. Paged: table (B, blocks) of block
+  // numbers.
   AttentionPhases(Memory& memory, const void* q, void* out, Type type, int64_t rows, int64_t heads, int64_t head_dim,
                   const Tensor& k, const Tensor& v, const Tensor& starts, const Tensor& lengths,
                   const std::optional<Tensor>& first, const std::optional<Tensor>& table, int64_t block_size,
                   double scale, int64_t window, double softcap)
       : q(q), out(out), type(type), heads(heads) {
-    STD_TORCH_CHECK(k.scalar_type() == ScalarType::BFloat16 && v.scalar_type() == ScalarType::BFloat16,
-                    "the native attention reads a bfloat16 cache");
+    int8 = holds_int8(k, head_dim);
+    STD_TORCH_CHECK(holds_int8(v, head_dim) == int8, "k and v must be of one dtype");
     STD_TORCH_CHECK(k.is_contiguous() && v.is_contiguous() && starts.is_contiguous() && lengths.is_contiguous(),
                     "the cache, starts and lengths must be contiguous");
     STD_TORCH_CHECK(first.has_value() != table.has_value(), "give either first slots or a block table");
-    kv = {static_cast<const uint16_t*>(k.const_data_ptr()), static_cast<const uint16_t*>(v.const_data_ptr()),
+    const int64_t row_bytes = int8 ? head_dim + SCALE_BYTES : 2 * head_dim;
+    kv = {static_cast<const uint8_t*>(k.const_data_ptr()), static_cast<const uint8_t*>(v.const_data_ptr()),
           first ? static_cast<const int64_t*>(first->const_data_ptr()) : nullptr,
           table ? static_cast<const int64_t*>(table->const_data_ptr()) : nullptr,
-          table ? table->size(1) : 0, block_size, k.size(1), head_dim, k.size(0)};
+          table ? table->size(1) : 0, block_size, k.size(1), head_dim, row_bytes, k.size(0)};
     how = {float(scale), float(softcap), window};
     group = heads / kv.kv_heads;
     padded = round_up(head_dim, PANEL);
@@ -118,8 +120,9 @@ class AttentionPhases {
     return first / TILE_KEYS * TILE_KEYS;
   }
   void span(const Piece& p, int64_t index, const uint16_t* lines_q, const int64_t* position, const Lines& lines) const {
-    uint16_t* k_panel = scratch<uint16_t, 8>(padded * TILE_KEYS);
-    uint16_t* v_panels = scratch<uint16_t, 9>(padded * TILE_KEYS);
+    float* scales = scratch<float, 13>(2 * TILE_KEYS);
+    const Tile tile{scratch<uint16_t, 8>(padded * TILE_KEYS), scratch<uint16_t, 9>(padded * TILE_KEYS), scales,
+                    scales + TILE_KEYS};
     const int64_t last = p.position + p.tokens;
     clear(lines);
     const int64_t from = std::max(index * SPAN_KEYS, first_key(p)), to = std::min((index + 1) * SPAN_KEYS, last);
@@ -129,11 +132,11 @@ class AttentionPhases {
     for (int64_t begin = from; begin < to; begin += TILE_KEYS) {
       const int64_t now = (begin - from) / TILE_KEYS % 2;
       rows[1 - now].find(kv, p.sequence, p.head, begin + TILE_KEYS, end);
-      pack_tile(rows[now], rows[1 - now], padded, k_panel, v_panels);
+      (int8 ? pack_int8_tile : pack_tile)(rows[now], rows[1 - now], padded, tile);
       // Queries before this tile see nothing of it; lines keep standing together in sixes.
       const int64_t skip = std::max<int64_t>(0, begin - p.position) * group / 6 * 6;
-      attend_tile(lines.from(skip), lines_q + skip * padded, position + skip, begin, k_panel, v_panels, how,
-                  rows[1 - now]);
+      (int8 ? attend_tile<true> : attend_tile<false>)(lines.from(skip), lines_q + skip * padded, position + skip, begin,
+                                                      tile, how, rows[1 - now]);
     }
   }
   void finish(const Piece& p, const Lines& lines) const {
@@ -152,7 +155,7 @@ class AttentionPhases {
   KeyValues kv;
   Scores how;
   int64_t heads, group, padded, spans = 1, most, size;
-  bool split;
+  bool int8, split;
   float* parts = nullptr;
   std::vector<Piece> pieces;
 };

@@ -41,7 +41,8 @@ class AttentionRequest:
 
     mask: an explicit bool (T, S) or (B, T, S) that replaces causality. key_padding: bool (B, S). bias: added to the
     scores, bias_gradient: and learned. documents: packed by cumulative lengths. gradient: q, k or v needs one (None:
-    unknown). capability: of a CUDA device, asked of the device itself where it is None.
+    unknown). int8_cache: keys and values lie in int8 rows (int8_rows.py). capability: of a CUDA device, asked of the
+    device itself where it is None.
     """
 
     spec: AttentionSpec
@@ -59,6 +60,7 @@ class AttentionRequest:
     block_mask: bool = False
     dropout: bool = False
     gradient: bool | None = None
+    int8_cache: bool = False
     capability: tuple[int, int] | None = None
 
     @property

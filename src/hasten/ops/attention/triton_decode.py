@@ -35,9 +35,13 @@ def operator(
     window: int,
     softcap: float,
 ) -> Tensor:
-    """q (B, H, D) -> (B, H, D). k, v (B, S, Hkv, D), or with `lengths` (slots, Hkv, D); window, softcap 0: none."""
+    """q (B, H, D) -> (B, H, D). k, v (B, S, Hkv, D), or with `lengths` (slots, Hkv, D); window, softcap 0: none.
+
+    k, v int8: rows of D + 4 bytes, D a multiple of 4 (int8_rows.py).
+    """
     batch, heads, size = q.shape
     kv_heads = k.shape[-2]
+    int8 = k.dtype == torch.int8
     splits = max(1, triton.cdiv(keys, SPLIT))
     side = max(LEAST_SIDE, triton.next_power_of_2(size))
     parts = q.new_empty((batch, heads, splits, size), dtype=torch.float32)
@@ -49,6 +53,8 @@ def operator(
             q.contiguous(),
             k,
             v,
+            k.view(torch.float32) if int8 else None,
+            v.view(torch.float32) if int8 else None,
             mask,
             first,
             lengths,
@@ -78,6 +84,7 @@ def operator(
             HAS_TABLE=table is not None,
             HAS_WINDOW=window > 0,
             HAS_SOFTCAP=softcap > 0,
+            HAS_SCALES=int8,
             WIDE=q.device.type == "cpu",
             num_warps=4,
             num_stages=2,

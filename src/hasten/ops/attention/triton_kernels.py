@@ -18,6 +18,8 @@ def attend(
     q,  # (B, H, D)
     k,  # rows of head_dim values, at strides below
     v,
+    k_scales,  # of int8 rows (int8_rows.py): the same memory as float32
+    v_scales,
     mask,  # (B, S) bool
     first,  # (B,)
     lengths,  # (B,)
@@ -47,6 +49,7 @@ def attend(
     HAS_TABLE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
     WIDE: tl.constexpr,
 ):
     split, head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -85,7 +88,11 @@ def attend(
         places = base + rows
         inside = seen[:, None] & (d < D)[None, :]
         key = tl.load(k + places[:, None] + d[None, :], mask=inside, other=0.0)  # (BLOCK, D)
+        if HAS_SCALES:
+            key = key.to(query.dtype)
         scores = dot(query, tl.trans(key), WIDE) * scale  # (GROUP, BLOCK)
+        if HAS_SCALES:
+            scores = scores * tl.load(k_scales + (places + D) // 4, mask=seen, other=0.0)[None, :]
         if HAS_SOFTCAP:
             scores = softcap * (2 * tl.sigmoid(2 * scores / softcap) - 1)  # c·tanh(s / c)
         scores = tl.where(seen[None, :], scores, float("-inf"))
@@ -95,6 +102,9 @@ def attend(
         p = tl.exp(scores - finite[:, None])
         total = total * shrink + tl.sum(p, axis=1)
         value = tl.load(v + places[:, None] + d[None, :], mask=inside, other=0.0)
+        if HAS_SCALES:
+            value = value.to(query.dtype)
+            p = p * tl.load(v_scales + (places + D) // 4, mask=seen, other=0.0)[None, :]
         if not WIDE:
             p = p.to(value.dtype)
         acc = acc * shrink[:, None] + dot(p, value, WIDE)

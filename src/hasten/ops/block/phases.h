@@ -3,7 +3,7 @@
 // twice. R rows of x, C: hidden size, H: query heads, D: head size.
 #pragma once
 
-#include "../tensors.h"
+#include "../attention/int8_rows.h"
 
 namespace hasten {
 
@@ -93,7 +93,8 @@ inline void finish_head(float* x, int64_t size, const Norm& norm, const float* c
 }
 
 // norm + q, k, v + head norms + rotary turn + cache write. x (R, C), cos and sin (R, dim/2) -> q (R, H, D) in x's
-// dtype; k, v go into row slots[r] of the caches (slots, Hkv, D), -1 being the last row, which nobody reads.
+// dtype; k, v go into row slots[r] of the caches, (slots, Hkv, D) bf16 or (slots, Hkv, D + 4) int8
+// (attention/int8_rows.h), -1 being the last row, which nobody reads.
 struct AttentionInput {
   AttentionInput(Memory& memory, const void* x, Type type, int64_t rows, void* q, const Norm& norm,
                  const PackedWeight& weight, int64_t heads, int64_t head_dim, const Norm& q_norm, const Norm& k_norm, const Maybe& cos,
@@ -103,9 +104,10 @@ struct AttentionInput {
         values(memory.take<float>(rows * linear.w.n)), last(k_cache.size(0) - 1), half(cos ? cos->size(-1) : 0) {
     STD_TORCH_CHECK(linear.w.n == (heads + 2 * kv_heads) * head_dim,
                     "the weight of q, k and v does not fit the cache");
-    STD_TORCH_CHECK(k_cache.scalar_type() == ScalarType::BFloat16 && k_cache.is_contiguous() && v_cache.is_contiguous(),
-                    "the fused step writes a contiguous bfloat16 cache");
     STD_TORCH_CHECK(head_dim <= 256, "head sizes up to 256");
+    int8 = holds_int8(k_cache, head_dim);
+    STD_TORCH_CHECK(holds_int8(v_cache, head_dim) == int8 && k_cache.is_contiguous() && v_cache.is_contiguous(),
+                    "the fused step writes contiguous caches of one dtype");
     STD_TORCH_CHECK(slots.scalar_type() == ScalarType::Long && slots.is_contiguous() && slots.numel() == rows,
                     "there must be one slot for each row of x, int64");
     for (const Maybe& angles : {cos, sin})
@@ -113,8 +115,8 @@ struct AttentionInput {
                           (!angles || (angles->scalar_type() == ScalarType::Float && angles->is_contiguous() &&
                                        angles->numel() == rows * half && 2 * half <= head_dim)),
                       "cos and sin must be float32, with one row for each row of x");
-    k_out = static_cast<uint16_t*>(k_cache.mutable_data_ptr());
-    v_out = static_cast<uint16_t*>(v_cache.mutable_data_ptr());
+    k_out = static_cast<uint8_t*>(k_cache.mutable_data_ptr());
+    v_out = static_cast<uint8_t*>(v_cache.mutable_data_ptr());
     slot = static_cast<const int64_t*>(slots.const_data_ptr());
     cosines = cos ? static_cast<const float*>(cos->const_data_ptr()) : nullptr;
     sines = sin ? static_cast<const float*>(sin->const_data_ptr()) : nullptr;
@@ -138,8 +140,10 @@ struct AttentionInput {
                   sines ? sines + r * half : nullptr, half);
     if (h < heads) return store_row(q, type, (r * heads + h) * head_dim, x, head_dim);
     const bool key = h < heads + kv_heads;
-    const int64_t to = ((slot[r] < 0 ? last : slot[r]) * kv_heads + h - heads - (key ? 0 : kv_heads)) * head_dim;
-    store_row(key ? k_out : v_out, Type::bf16, to, x, head_dim);
+    const int64_t to = (slot[r] < 0 ? last : slot[r]) * kv_heads + h - heads - (key ? 0 : kv_heads);
+    uint8_t* out = key ? k_out : v_out;
+    if (int8) quantize_row(x, head_dim, out + to * (head_dim + SCALE_BYTES));
+    else store_row(out, Type::bf16, to * head_dim, x, head_dim);
   }
 
   const int64_t heads, kv_heads, head_dim;
@@ -149,7 +153,8 @@ struct AttentionInput {
   const Linear linear;
   float* const values;
   const int64_t last, half;
-  uint16_t *k_out, *v_out;
+  uint8_t *k_out, *v_out;
+  bool int8;
   const int64_t* slot;
   const float *cosines, *sines;
 };

@@ -1,0 +1,189 @@
+// Cached keys and values brought into tiles of 64 keys, in the layout of the linear kernels: out of bf16 rows, or out of
+// rows of int8 values with a scale each (int8_rows.h).
+#pragma once
+
+#include "int8_rows.h"
+
+namespace hasten {
+
+constexpr int64_t TILE_KEYS = 64;
+
+struct KeyValues {
+  const uint8_t* k;       // (slots, Hkv) rows of row_bytes: D values in bf16, or in int8 and their scale
+  const uint8_t* v;
+  const int64_t* first;   // contiguous: the slot of position 0 of each sequence
+  const int64_t* table;   // paged: (B, blocks) block numbers, null if contiguous
+  int64_t blocks, block_size, kv_heads, head_dim, row_bytes, slots;
+  // Positions that a sequence has slots for: padding at the end of a batch may ask for more, and gets zeros.
+  int64_t room(int64_t sequence) const { return table ? blocks * block_size : slots - first[sequence]; }
+  int64_t slot(int64_t sequence, int64_t position) const {
+    return table ? table[sequence * blocks + position / block_size] * block_size + position % block_size
+                 : first[sequence] + position;
+  }
+};
+
+// out[word][key] = the word-th pair of elements of each key: 16 × 16 blocks of 32-bit words are transposed.
+inline void transpose16(const uint32_t* const* rows, uint32_t* out, int64_t out_stride) {
+  U32 r[16], t[16];
+  for (int i = 0; i < 16; i++) std::memcpy(&r[i], rows[i], 64);
+#define LOW(a, b) __builtin_shufflevector(a, b, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29)
+#define HIGH(a, b) __builtin_shufflevector(a, b, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31)
+#define LOW2(a, b) __builtin_shufflevector(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29)
+#define HIGH2(a, b) __builtin_shufflevector(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31)
+#define EVEN4(a, b) __builtin_shufflevector(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27)
+#define ODD4(a, b) __builtin_shufflevector(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31)
+  for (int i = 0; i < 16; i += 2) t[i] = LOW(r[i], r[i + 1]), t[i + 1] = HIGH(r[i], r[i + 1]);
+  for (int i = 0; i < 16; i += 4) {
+    r[i] = LOW2(t[i], t[i + 2]), r[i + 1] = HIGH2(t[i], t[i + 2]);
+    r[i + 2] = LOW2(t[i + 1], t[i + 3]), r[i + 3] = HIGH2(t[i + 1], t[i + 3]);
+  }
+  // r[4q + j]: for the four 128-bit quarters c, elements 4c + j of rows 4q … 4q + 3.
+  for (int j = 0; j < 4; j++) {
+    U32 a = EVEN4(r[j], r[4 + j]), b = EVEN4(r[8 + j], r[12 + j]);
+    U32 c = ODD4(r[j], r[4 + j]), d = ODD4(r[8 + j], r[12 + j]);
+    t[j] = EVEN4(a, b), t[8 + j] = ODD4(a, b);
+    t[4 + j] = EVEN4(c, d), t[12 + j] = ODD4(c, d);
+  }
+#undef LOW
+#undef HIGH
+#undef LOW2
+#undef HIGH2
+  // a holds quarters 0 and 2 of rows 0 … 7; its EVEN4 with b takes quarter 0 of rows 0 … 15 in order.
+  for (int i = 0; i < 16; i++) std::memcpy(out + i * out_stride, &t[i], 64);
+}
+
+// Where the keys and values [begin, begin + 64) of one head lie; those from `end` on are zeros.
+struct TileRows {
+  const uint8_t *k[TILE_KEYS], *v[TILE_KEYS];
+  int64_t head_dim, row_bytes;
+  void find(const KeyValues& kv, int64_t sequence, int64_t head, int64_t begin, int64_t end) {
+    alignas(64) static const uint8_t zeros[512] = {};
+    // Slots run on until a block ends: a division for each key would cost a twentieth of the attention.
+    const int64_t row = kv.kv_heads * kv.row_bytes, own = head * kv.row_bytes;
+    int64_t block = kv.table ? begin / kv.block_size : 0;
+    int64_t left = kv.table ? (block + 1) * kv.block_size - begin : TILE_KEYS;
+    int64_t at = begin < end ? kv.slot(sequence, begin) * row + own : 0;
+    for (int64_t j = 0; j < TILE_KEYS; j++, at += row) {
+      const bool there = begin + j < end;
+      if (there && left-- == 0) {
+        at = kv.table[sequence * kv.blocks + ++block] * kv.block_size * row + own;
+        left = kv.block_size - 1;
+      }
+      k[j] = there ? kv.k + at : zeros;
+      v[j] = there ? kv.v + at : zeros;
+    }
+    head_dim = kv.head_dim;
+    row_bytes = kv.row_bytes;
+  }
+  // Asks for `count` rows of K or V.
+  void prefetch(const uint8_t* const* rows, int64_t count) const {
+    for (int64_t j = 0; j < count; j++)
+      for (int64_t byte = 0; byte < row_bytes; byte += 64) __builtin_prefetch(rows[j] + byte, 0, 3);
+  }
+};
+
+// K as [padded/2][64][2] and V as panels [padded/64][32][64][2], bf16. Of int8 rows the values as they are, which bf16
+// holds exactly; their scales belong to the scores and to the weights of the keys.
+struct Tile {
+  uint16_t *k, *v;
+  float *k_scales, *v_scales;  // [64] of int8 rows
+};
+
+// Rows of bf16 as a tile. Rows of one head lie far apart, where the processor does not look ahead by itself: those of
+// the next tile are asked for on the way, K here and V while this tile is attended, a few at a time, because a burst
+// waits for its own first lines.
+inline void pack_tile(const TileRows& tile, const TileRows& next, int64_t padded, const Tile& out) {
+  const auto& k = tile.k;
+  const auto& v = tile.v;
+  const int64_t head_dim = tile.head_dim;
+  auto* words = reinterpret_cast<uint32_t*>(out.k);
+  for (int64_t d = 0; d < padded; d += 32)
+    for (int64_t j = 0; j < TILE_KEYS; j += 16) {
+      const uint32_t* rows[16];
+      alignas(64) uint16_t tail[16][32];
+      for (int i = 0; i < 16; i++) {
+        if (d + 32 <= head_dim) {
+          rows[i] = reinterpret_cast<const uint32_t*>(k[j + i] + 2 * d);
+        } else {
+          std::memset(tail[i], 0, 64);
+          if (d < head_dim) std::memcpy(tail[i], k[j + i] + 2 * d, (head_dim - d) * 2);
+          rows[i] = reinterpret_cast<const uint32_t*>(tail[i]);
+        }
+      }
+      transpose16(rows, words + d / 2 * TILE_KEYS + j, TILE_KEYS);
+      if (d == 0) next.prefetch(next.k + j, 16);
+    }
+  typedef uint16_t Row __attribute__((vector_size(64)));
+  for (int64_t d = 0; d < padded; d += 2 * LANES)
+    for (int64_t j = 0; j < TILE_KEYS; j += 2) {
+      Row a = {}, b = {};
+      const int64_t count = std::clamp<int64_t>(head_dim - d, 0, 2 * LANES);
+      if (count == 2 * LANES) {
+        std::memcpy(&a, v[j] + 2 * d, 64);
+        std::memcpy(&b, v[j + 1] + 2 * d, 64);
+      } else {
+        std::memcpy(&a, v[j] + 2 * d, count * 2);
+        std::memcpy(&b, v[j + 1] + 2 * d, count * 2);
+      }
+      const Row first = __builtin_shufflevector(a, b, 0, 32, 1, 33, 2, 34, 3, 35, 4, 36, 5, 37, 6, 38, 7, 39, 8, 40, 9, 41,
+                                                10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47);
+      const Row second = __builtin_shufflevector(a, b, 16, 48, 17, 49, 18, 50, 19, 51, 20, 52, 21, 53, 22, 54, 23, 55, 24,
+                                                 56, 25, 57, 26, 58, 27, 59, 28, 60, 29, 61, 30, 62, 31, 63);
+      uint16_t* to = out.v + (d / PANEL * (TILE_KEYS / 2) * PANEL + j / 2 * PANEL + d % PANEL) * 2;
+      std::memcpy(to, &first, 64);
+      std::memcpy(to + 2 * LANES, &second, 64);
+    }
+}
+
+// Rows of int8 as a tile. Keys are transposed four values at a time and made wider afterwards.
+inline void pack_int8_tile(const TileRows& tile, const TileRows& next, int64_t padded, const Tile& out) {
+  const auto& k = tile.k;
+  const auto& v = tile.v;
+  const int64_t head_dim = tile.head_dim;
+  auto* words = reinterpret_cast<uint32_t*>(out.k);
+  for (int64_t d = 0; d < padded; d += 64)
+    for (int64_t j = 0; j < TILE_KEYS; j += 16) {
+      const uint32_t* rows[16];
+      alignas(64) uint8_t tail[16][64];
+      alignas(64) uint32_t quads[16][16];  // [four values][key]
+      for (int i = 0; i < 16; i++) {
+        if (d + 64 <= head_dim) {
+          rows[i] = reinterpret_cast<const uint32_t*>(k[j + i] + d);
+        } else {
+          std::memset(tail[i], 0, 64);
+          if (d < head_dim) std::memcpy(tail[i], k[j + i] + d, head_dim - d);
+          rows[i] = reinterpret_cast<const uint32_t*>(tail[i]);
+        }
+      }
+      transpose16(rows, quads[0], 16);
+      for (int i = 0; i < 16; i++) {
+        const I32 quad = (I32)load_line(quads[i]);
+        const U32 first = pairs_of(quad << 24 >> 24, quad << 16 >> 24), second = pairs_of(quad << 8 >> 24, quad >> 24);
+        uint32_t* to = words + (d / 2 + 2 * i) * TILE_KEYS + j;
+        std::memcpy(to, &first, 64);
+        std::memcpy(to + TILE_KEYS, &second, 64);
+      }
+      if (d == 0) next.prefetch(next.k + j, 16);
+    }
+  for (int64_t j = 0; j < TILE_KEYS; j += 2) {
+    for (int64_t d = 0; d < padded; d += LANES) {
+      I8 a = {}, b = {};
+      const int64_t count = std::clamp<int64_t>(head_dim - d, 0, LANES);
+      if (count == LANES) {
+        std::memcpy(&a, v[j] + d, LANES);
+        std::memcpy(&b, v[j + 1] + d, LANES);
+      } else {
+        std::memcpy(&a, v[j] + d, count);
+        std::memcpy(&b, v[j + 1] + d, count);
+      }
+      const U32 both = pairs_of(__builtin_convertvector(a, I32), __builtin_convertvector(b, I32));
+      std::memcpy(out.v + (d / PANEL * (TILE_KEYS / 2) * PANEL + j / 2 * PANEL + d % PANEL) * 2, &both, 64);
+    }
+  }
+  for (int64_t j = 0; j < TILE_KEYS; j++) {
+    out.k_scales[j] = scale_of(k[j], head_dim);
+    out.v_scales[j] = scale_of(v[j], head_dim);
+  }
+}
+
+}  // namespace hasten

@@ -1,0 +1,200 @@
+"""Cached keys and values in int8: the bytes that are written, and attention over them, on every instruction set."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hasten.errors import ConfigError
+from hasten.model.stacking import packed
+from hasten.ops.attention import AttentionRequest, AttentionSpec
+from hasten.ops.attention.int8_rows import SCALE_BYTES, dequantize_rows, quantize_rows
+from hasten.ops.attention.paged import PAGED_KERNELS, gathered, groups_of
+from hasten.ops.attention.reference import reference
+from hasten.ops.attention.view import KVView
+from hasten.ops.native import available_isas, library
+from hasten.ops.picker import explain, pick
+
+native = pytest.mark.skipif(library() is None, reason="the native kernels cannot be built here (no C++ compiler)")
+
+ISAS = available_isas()
+SIZES = [64, 80, 96, 128, 256, 100, 20, 7]
+
+
+def draw(seed, *shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@settings(deadline=None)
+@given(st.integers(0, 999), st.integers(1, 256), st.floats(-30, 30))
+def test_what_is_read_is_within_half_a_step_of_what_was_written(seed, size, exponent):
+    x = draw(seed, 3, 2, size) * 10**exponent
+    rows = quantize_rows(x)
+    assert rows.dtype == torch.int8
+    assert rows.shape == (3, 2, size + SCALE_BYTES)
+    step = x.abs().amax(-1, keepdim=True) / 127
+    assert ((dequantize_rows(rows, torch.float64) - x).abs() <= 0.50001 * step).all()
+    assert (rows[..., :-SCALE_BYTES].int().abs().amax(-1) == 127).all()
+
+
+def test_zeros_and_what_is_no_number():
+    x = torch.zeros(4, 8)
+    x[1, 3], x[2, 4], x[3, 5] = 1e-36, torch.inf, torch.nan
+    found = dequantize_rows(quantize_rows(x), torch.float32)
+    assert not found[:2].any()
+    assert found[2:].isnan().all()
+
+
+@native
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("size", SIZES)
+def test_the_fused_step_writes_the_bytes_of_the_reference(isa, size):
+    """Without rotary turn and head norms its values are those of the product alone."""
+    kv_heads, rows, k = 2, 9, 40
+    layer = torch.nn.Linear(k, (1 + 2 * kv_heads) * size, bias=False).bfloat16()
+    with torch.no_grad():
+        layer.weight.copy_(draw(size, *layer.weight.shape))
+    x = draw(1, rows, k)
+    x[4], x[5], x[6, 0] = 0, 1e-30, torch.nan
+    p = packed(layer)
+    weight = (p.data, p.scales, p.zeros, p.bias, p.group_size, p.digits)
+    none = (None, None, 0.0, 0.0, False)
+    ops = library(isa).ops
+    caches = [torch.full((12, kv_heads, size + SCALE_BYTES), 99, dtype=torch.int8) for _ in range(2)]
+    slots = torch.tensor([3, 0, 8, 5, 7, -1, 9, 1, 2])
+    ops.attention_input(x, *none, *weight, 1, size, None, None, None, None, *caches, slots)
+    values = ops.norm_linear(x, *none, *weight, layer.out_features).unflatten(-1, (-1, size))
+    for cache, part in zip(caches, values.split([1, kv_heads, kv_heads], dim=1)[1:], strict=True):
+        expected = torch.full_like(cache, 99)
+        expected[slots] = quantize_rows(part)
+        assert torch.equal(cache, expected)
+
+
+def run(isa, q, view, spec):
+    scores = (spec.scale, spec.window or 0, spec.softcap or 0.0)
+    return library(isa).ops.attention(q, view.k, view.v, *view[3:], *scores)
+
+
+def case(seed, counts, *, heads, size, block, window=None, softcap=None):
+    """A ragged step: counts, [(tokens before, new tokens)]; blocks in random order, garbage where nobody may look."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = [before + new for before, new in counts]
+    needed = [-(-length // block) for length in lengths]
+    order = torch.randperm(sum(needed), generator=generator).tolist()
+    table = torch.zeros(len(counts), max(needed), dtype=torch.int64)
+    shape = (2, sum(needed) * block + 1, heads[1], size)
+    k, v = quantize_rows(torch.randn(shape, generator=generator) * torch.rand(*shape[:3], 1, generator=generator))
+    for row, length, count in zip(table, lengths, needed, strict=True):
+        for i in range(count):
+            row[i] = order.pop()
+        past = row[count - 1] * block + torch.arange((length - 1) % block + 1, block)
+        k[past] = v[past] = quantize_rows(torch.full((size,), torch.nan))
+    starts = torch.tensor([0, *(new for _, new in counts)]).cumsum(0)
+    view = KVView(k, v, starts, starts, torch.tensor(lengths), None, table, block)
+    q = torch.randn(int(starts[-1]), heads[0], size, generator=generator)
+    options = {"window": window, "softcap": softcap}
+    return q, view, AttentionSpec(heads=heads[0], kv_heads=heads[1], head_dim=size, scale=size**-0.5, **options)
+
+
+@native
+@pytest.mark.parametrize("isa", ISAS)
+@settings(deadline=None, max_examples=15)
+@given(
+    st.integers(0, 1000),
+    st.lists(st.tuples(st.integers(0, 600), st.sampled_from([1, 1, 2, 7, 40])), min_size=1, max_size=3),
+    st.sampled_from([(1, 1), (4, 4), (4, 2), (8, 1), (6, 2)]),
+    st.sampled_from(SIZES),
+    st.sampled_from([1, 4, 16, 64]),
+    st.sampled_from([None, 5, 100]),
+    st.sampled_from([None, 20.0]),
+)
+def test_error_is_at_most_twice_the_references(isa, seed, counts, heads, size, block, window, softcap):
+    errors, allowed = [], []
+    for draws in range(8):  # a single tiny draw can be lucky for either side
+        q, view, spec = case(
+            8 * seed + draws, counts, heads=heads, size=size, block=block, window=window, softcap=softcap
+        )
+        tables = (view.starts.numpy(), view.lengths.numpy(), view.table.numpy(), block)
+        groups = groups_of(*tables)
+        exact = gathered(q.double(), view, spec=spec, groups=lambda found=groups: found, dense=reference)
+        plain = gathered(q.bfloat16(), view, spec=spec, groups=lambda found=groups: found, dense=explicit_bfloat16)
+        errors.append((run(isa, q, view, spec).double() - exact).flatten())
+        allowed.append((plain.double() - exact).flatten())
+    error, limit = torch.cat(errors).abs(), torch.cat(allowed).abs()
+    assert error.square().mean().sqrt() <= 2 * limit.square().mean().sqrt() + 1e-7
+    assert error.max() <= 2 * limit.max() + 1e-6
+
+
+def explicit_bfloat16(q, k, v, *, spec, mask=None, dropout=0.0):
+    """softmax(q·kᵀ)·v of (B, T, H, D) and (B, S, Hkv, D) with every intermediate result in bfloat16."""
+    k, v = (t.repeat_interleave(spec.heads // spec.kv_heads, 2) for t in (k, v))
+    scores = torch.einsum("bthd,bshd->bhts", q, k) * spec.scale
+    if spec.softcap:
+        scores = spec.softcap * torch.tanh(scores / spec.softcap)
+    if mask is None:
+        distance = torch.arange(q.shape[1])[:, None] + k.shape[1] - q.shape[1] - torch.arange(k.shape[1])
+        mask = ((distance >= 0) & (distance < (spec.window or 1 << 30)))[None]
+    return torch.einsum("bhts,bshd->bthd", scores.masked_fill(~mask[:, None], -torch.inf).softmax(-1), v)
+
+
+@native
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("size", [64, 80])
+def test_a_query_gets_the_same_bits_alone_and_in_company(isa, size):
+    counts = [(613, 1), (100, 90), (0, 33), (5, 1)]
+    q, view, spec = case(1, counts, heads=(4, 2), size=size, block=16)
+    together = run(isa, q, view, spec)
+    for b, (before, new) in enumerate(counts):
+        for t in {0, new // 2, new - 1}:
+            row = int(view.starts[b]) + t
+            length = torch.tensor([before + t + 1])
+            alone = view._replace(starts=torch.tensor([0, 1]), lengths=length, table=view.table[b : b + 1])
+            assert torch.equal(run(isa, q[row : row + 1], alone, spec)[0], together[row])
+
+
+@native
+def test_caches_that_do_not_fit_are_refused():
+    q, view, spec = case(2, [(9, 1)], heads=(2, 1), size=16, block=4)
+    narrow, other = view.k[..., :-1].contiguous(), torch.zeros(view.k.shape[0], 1, 16, dtype=torch.bfloat16)
+    for changes, reason in (
+        ({"k": narrow, "v": narrow}, "does not fit heads of 16"),
+        ({"v": other}, "of one dtype"),
+        ({"k": other.float()}, "bfloat16 or int8"),
+    ):
+        with pytest.raises(RuntimeError, match=reason):
+            run(None, q, view._replace(**changes), spec)
+
+
+@native
+def test_opcheck():
+    q, view, spec = case(3, [(9, 1), (0, 3)], heads=(2, 1), size=16, block=4)
+    checks = ("test_schema", "test_faketensor")
+    arguments = (q, view.k, view.v, *view[3:], spec.scale, 0, 0.0)
+    torch.library.opcheck(library().ops.attention.default, arguments, test_utils=checks)
+    p = packed(torch.nn.Linear(8, 3 * 16).bfloat16())
+    weight = (p.data, p.scales, p.zeros, p.bias, p.group_size, p.digits)
+    caches = [torch.zeros(5, 1, 16 + SCALE_BYTES, dtype=torch.int8) for _ in range(2)]
+    arguments = (torch.randn(2, 8), None, None, 0.0, 0.0, False, *weight, 1, 16, None, None, None, None, *caches)
+    operator = library().ops.attention_input.default
+    torch.library.opcheck(operator, (*arguments, torch.tensor([0, 1])), test_utils=checks)
+
+
+def request(*, device="cpu", dtype=torch.bfloat16, head_dim=64):
+    spec = AttentionSpec(heads=8, kv_heads=2, head_dim=head_dim, scale=0.125)
+    return AttentionRequest(spec=spec, device=torch.device(device), dtype=dtype, int8_cache=True)
+
+
+@native
+def test_which_kernel_reads_them(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert pick(PAGED_KERNELS, request()).name == "native"
+    assert pick(PAGED_KERNELS, request(device="cuda")).name == "triton"
+    exact = explain(PAGED_KERNELS, request(dtype=torch.float32))
+    assert exact.kernel == "gathered"
+    assert dict(exact.others)["native"] == "it computes in bfloat16, not in float32"
+    odd = explain(PAGED_KERNELS, request(device="cuda", head_dim=70))
+    assert odd.kernel == "gathered"
+    assert "over an int8 cache it must be a multiple of 4" in dict(odd.others)["triton"]
+    with pytest.raises(ConfigError, match="multiple of 4"):
+        pick(PAGED_KERNELS, request(device="cuda", head_dim=70), forced="triton")
