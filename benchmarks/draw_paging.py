@@ -40,6 +40,7 @@ class Story:
             del block[place % SIZE :]
             block.append(word)
         self.manager.written(sequence, [hash(word) % 997 for word in self.said[sequence]])
+        self.manager.computed()
         return copies
 
     def tell(self) -> list[tuple[str, dict[int, list[int]], dict[int, list[str]], list[tuple[int, int]]]]:

@@ -71,6 +71,7 @@ class Group:
         for member in members:
             self.manager.reserve(member, self.length)
             self.manager.written(member, range(self.length))
+        self.manager.computed()
 
     def grow(self) -> None:
         """One token of every member."""

@@ -7,6 +7,7 @@ overwritten wrongly changes what attention reads. Used by test_blocks_machine.py
 from collections import Counter
 
 import numpy as np
+import pytest
 import torch
 
 from hasten.generation.paged import PagedCache, Rows
@@ -132,7 +133,17 @@ class Checked:
             rows.append((self.manager.table(name), len(self.tokens[name]) - count, new))
         if rows:
             write(self.cache, rows)
+        self.manager.computed()
         self.copies, self.pending = [], {}
+
+    def refused(self, name, length):
+        """What stands between steps changes nothing while one is put together."""
+        before = self.everything()
+        for call in (lambda: self.manager.fork(name, self.next), lambda: self.manager.truncate(name, length)):
+            with pytest.raises(AssertionError, match="between `written` and `computed`"):
+                call()
+        assert self.everything() == before
+        self.counts["forbidden"] += 1
 
     def fork(self, parent):
         child, self.next = self.next, self.next + 1

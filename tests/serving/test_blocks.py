@@ -12,6 +12,7 @@ def grown(manager, sequence, tokens, *, salt=""):
     assert manager.reserve(sequence, len(tokens)) == []
     manager.written(sequence, tokens)
     manager.check()
+    manager.computed()
     return cached
 
 
@@ -156,6 +157,27 @@ def test_a_shared_block_that_was_cut_is_copied_and_stays_findable():
     assert len(manager.reserve(2, 7)) == 1
     manager.check()
     assert manager.begin(3, range(9)) == 8
+
+
+def test_forks_and_cuts_are_refused_until_the_step_is_computed():
+    manager = BlockManager(blocks=8, block_size=4)
+    grown(manager, 1, range(6))
+    manager.begin(2, [9, 9])
+    manager.reserve(1, 7)
+    manager.written(1, range(7))
+    before = manager.table(1), manager.table(2), manager.free
+    for call in (manager.fork, manager.truncate):
+        for sequence in (1, 2):
+            with pytest.raises(AssertionError, match="between `written` and `computed`"):
+                call(sequence, 3)
+    assert (manager.table(1), manager.table(2), manager.free) == before
+    manager.computed()
+    manager.fork(1, 3)
+    assert len(manager.reserve(3, 8)) == 1  # the copy of a block that is whole now
+    manager.written(3, range(8))
+    manager.release(3)  # as after a step that failed
+    manager.truncate(1, 3)
+    manager.check()
 
 
 def test_truncation_gives_back_what_lies_behind():

@@ -58,9 +58,11 @@ class BlockManager:
     """Blocks 0 … blocks - 1 of `block_size` tokens each. Sequences are numbers of the caller's choice.
 
     The order of calls for a step: `reserve` room for its tokens, make the copies it returns, tell by `written` which
-    tokens they are, run the step. What was told as written must be computed in that step, because others may have
-    adopted the blocks; after a step that failed, `release` its sequences and `forget`.
-    `fork` and `truncate` stand between steps: copies are made before a step, which cannot copy what it is yet to write.
+    tokens they are, run the step, say `computed`. What was told as written must be computed in that step, because
+    others may have adopted the blocks; after a step that failed, `release` its sequences and `forget`.
+    `fork` and `truncate` stand between steps, and are refused (AssertionError) from the first `written` to `computed`:
+    they share a block that the step has yet to fill, the next write to it copies it, and copies are made before the
+    step. So the copy would be of something else.
     """
 
     def __init__(self, *, blocks: int, block_size: int = 16, prefix_cache: bool = True) -> None:
@@ -69,6 +71,7 @@ class BlockManager:
             raise ConfigError(f"a paged cache needs at least 1 block of 1 token; found {blocks} of {block_size}")
         self.blocks, self.block_size, self.prefix_cache = blocks, block_size, prefix_cache
         self._sequences: dict[int, _Sequence] = {}
+        self._step: set[int] = set()  # sequences that were told as written and are not computed yet
         self._references = [0] * blocks
         self._keys: list[bytes | None] = [None] * blocks
         self._cached: dict[bytes, int] = {}
@@ -164,6 +167,7 @@ class BlockManager:
             f"sequence {sequence} has {own.held} tokens and room for {own.room}; told of {len(tokens)}"
         )
         own.held = len(tokens)
+        self._step.add(sequence)
         self._queries += own.asked
         self._hits += own.offered * self.block_size if own.asked else 0
         own.asked = 0
@@ -177,9 +181,14 @@ class BlockManager:
                 self._cached[key] = own.table[index]
                 self._keys[own.table[index]] = key
 
+    def computed(self) -> None:
+        """The step has run: what was told as written is in the cache."""
+        self._step.clear()
+
     def fork(self, parent: int, child: int) -> None:
-        """Start `child` as a copy of `parent` that shares all of its written blocks."""
+        """Start `child` as a copy of `parent` that shares all of its written blocks. Between steps only."""
         assert child not in self._sequences, f"sequence {child} exists"
+        assert not self._step, f"a fork of sequence {parent} between `written` and `computed`"
         own = self._sequences[parent]
         self._shorten(own, own.held)  # room that is not written yet belongs to neither
         for block in own.table:
@@ -189,8 +198,10 @@ class BlockManager:
     def truncate(self, sequence: int, length: int) -> None:
         """Forget the positions from `length` on (rejected guesses) and give back the blocks behind them.
 
-        Those before it stay, also the ones that `written` was not told of: guesses that a step found to be right.
+        Between steps only. Those before it stay, also the ones that `written` was not told of: guesses that a step
+        found to be right.
         """
+        assert not self._step, f"a truncation of sequence {sequence} between `written` and `computed`"
         own = self._sequences[sequence]
         if length <= own.room:
             self._shorten(own, length)
@@ -199,6 +210,7 @@ class BlockManager:
     def release(self, sequence: int) -> None:
         """End a sequence. Its last blocks are reused first, so that beginnings stay in the cache longest."""
         own = self._sequences.pop(sequence)
+        self._step.discard(sequence)
         for block in reversed(own.table):
             self._leave(block)
 
@@ -225,6 +237,7 @@ class BlockManager:
                 if own.held < own.room:
                     assert self._references[block] == 1, f"sequence {number} may write to shared block {block}"
                     assert self._keys[block] is None, f"sequence {number} may write to cached block {block}"
+        assert self._step <= self._sequences.keys(), "a step has sequences that were released"
         assert counted == self._references, "references are not the tables' entries"
         assert all((count == 0) == (block in self._free) for block, count in enumerate(counted)), "free and used mix"
         assert len(self._free) + sum(count > 0 for count in counted) == self.blocks, "blocks were lost"

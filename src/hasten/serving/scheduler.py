@@ -129,6 +129,7 @@ class Scheduler:
 
     def advance(self, plan: Plan) -> None:
         """The step has been computed."""
+        self.blocks.computed()
         for entry in plan.entries:
             entry.sequence.computed = entry.end
 
