@@ -81,6 +81,16 @@ def test_seeds_and_samples(client):
     assert best.choices[0].text in texts
 
 
+def test_a_clients_own_timeout_is_the_requests_deadline(client, engine):
+    ask = {"model": "tiny", "prompt": "def", "max_tokens": 400, "n": 8, "extra_body": {"ignore_eos": True}}
+    with pytest.raises(openai.APITimeoutError):
+        client.with_options(timeout=0.1).completions.create(**ask)
+    end = time.monotonic() + 10
+    while not (engine.stats().requests and engine.engine.idle) and time.monotonic() < end:
+        time.sleep(0.01)
+    assert engine.stats().aborted == 1
+
+
 def test_beam_search(client):
     ask = {"model": "tiny", "prompt": "def", "max_tokens": 8, "n": 2, "best_of": 4}
     answer = client.completions.create(**ask, extra_body={"use_beam_search": True, "ignore_eos": True})
