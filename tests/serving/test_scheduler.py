@@ -117,6 +117,25 @@ def test_smaller_priority_numbers_go_first():
     assert all(len(sequence.tokens) == 34 for sequence in low)
 
 
+def test_samples_that_lost_their_blocks_come_back_together():
+    machine = Machine(sequences=3, budget=64)
+    first = machine.add(9, 40, slots=3)
+    machine.step()
+    samples = [first, machine.scheduler.fork(first), machine.scheduler.fork(first)]
+    machine.ends |= dict.fromkeys(samples, 49)
+    for _ in range(5):
+        machine.step()
+    urgent = machine.add(4, 2, seed=1000, priority=-1, slots=3)
+    machine.step()
+    assert machine.steps[-1] == {urgent: 4}
+    machine.step()
+    machine.step()
+    assert machine.steps[-1].keys() == set(samples), "none waits until another has ended"
+    assert machine.scheduler.blocks.stats.shared >= 2, "they share their prompt again"
+    machine.run()
+    assert [len(sample.tokens) for sample in samples] == [49] * 3
+
+
 def test_samples_are_counted_before_they_exist():
     machine = Machine(sequences=4)
     several = machine.add(4, 5, slots=3)

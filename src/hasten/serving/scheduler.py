@@ -172,8 +172,8 @@ class Scheduler:
             first = self.waiting[0]
             if self._slots + first.slots > self.max_sequences:
                 break
-            if first.begun and any(s.request == first.request and s.computed < s.target for s in self.running):
-                break  # it finds the blocks it had in common with them once they are there
+            if first.begun and self._sibling_reads(first, entries):
+                break  # it finds the blocks it had in common with it once they are there
             if not self._begin(first):
                 break
             self.waiting.pop(0)
@@ -187,6 +187,11 @@ class Scheduler:
             self._tell(entry)
             left -= count
         return left
+
+    def _sibling_reads(self, sequence: Sequence, entries: dict[Sequence, Scheduled]) -> bool:
+        """Whether another one of its request is being read anew, and will not be done in this step."""
+        siblings = (s for s in self.running if s.request == sequence.request and s.computed < len(s.tokens) - 1)
+        return any(s not in entries or not entries[s].complete for s in siblings)
 
     def _begin(self, sequence: Sequence) -> bool:
         """Adopt its cached beginning, if all of it fits and everybody who runs can still take a block."""
