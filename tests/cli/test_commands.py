@@ -85,13 +85,18 @@ def test_generate_several_prompts_and_ids(tiny_folder, tmp_path, capfd):
     main(["generate", str(tiny_folder), "--prompt-ids", "1", "2", "--max-new-tokens", "3", "--json", "-"])
 
 
-def test_eval_json(tiny_folder, tmp_path, capfd):
+@pytest.mark.parametrize(
+    "options",
+    [[], ["--dtype", "bfloat16"], ["--dtype", "bfloat16", "--no-fuse"], ["--quantize", "int8"]]
+    + [["--dtype", "bfloat16", "--quantize", scheme] for scheme in ("int8", "int4")],
+)
+def test_eval_json(tiny_folder, tmp_path, capfd, options):
     text = tmp_path / "text.txt"
     text.write_text("def add(a, b):\n    return a + b\n" * 5)
-    main(["eval", str(tiny_folder), "--text", str(text), "--context", "32", "--json", "-"])
+    main(["eval", str(tiny_folder), "--text", str(text), "--context", "32", "--json", "-", *options])
     result = json.loads(capfd.readouterr().out)
     assert set(result) == {"perplexity", "bits_per_byte", "tokens"}
-    assert result["perplexity"] > 1
+    assert result["perplexity"] == pytest.approx(458, rel=0.2)  # random weights; what the unfused float32 model says
 
 
 @pytest.mark.parametrize(

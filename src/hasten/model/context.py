@@ -82,8 +82,11 @@ def training_context(model: Transformer, tokens: int, documents: Tensor | None =
     config = model.config
     windows = [layer.window for layer in config.layers]
     if config.attention_pattern is None:
-        fits = all(isinstance(m.attention, Attention) and m.attention.takes_intervals for m in model.blocks)
-        return TrainingContext(windows, documents, intervals=documents is not None and fits)
+        if documents is None:
+            return TrainingContext(windows)
+        attentions = [getattr(block, "attention", None) for block in model.blocks]  # None: a fused block
+        fits = all(isinstance(attention, Attention) and attention.takes_intervals for attention in attentions)
+        return TrainingContext(windows, documents, intervals=fits)
     if documents is not None:
         raise ConfigError("a model with a sparse attention pattern cannot keep packed documents apart")
     return TrainingContext(windows, blocks=block_masks(model, tokens))
