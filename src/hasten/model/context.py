@@ -8,20 +8,21 @@ import torch
 from torch import Tensor
 
 from hasten.errors import ConfigError
+from hasten.model.interfaces import Seen
 from hasten.model.transformer import Attention, Transformer
 from hasten.ops.attention.block_mask import BlockMask
 from hasten.ops.attention.masks import visible
-from hasten.ops.attention.packed import Intervals, document_intervals
+from hasten.ops.attention.packed import document_intervals
 from hasten.ops.attention.view import KVView
 
 
 class PlainLayer:
     """Attends only to the tokens at hand: all up to each one (None), or what `seen` says."""
 
-    def __init__(self, seen: Tensor | Intervals | BlockMask | None = None) -> None:
+    def __init__(self, seen: Seen = None) -> None:
         self.seen = seen
 
-    def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor | Intervals | BlockMask | None]:
+    def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Seen]:
         return k, v, self.seen
 
     def view(self, *, batch: int, tokens: int, kv_heads: int, head_dim: int) -> KVView:

@@ -16,8 +16,10 @@ from torch import Tensor, nn
 from hasten.errors import ConfigError
 from hasten.model.config import LayerConfig, ModelConfig
 from hasten.model.experts import Experts
+from hasten.model.interfaces import Context, LayerContext
+from hasten.model.norms import LayerNorm, RMSNorm
 from hasten.model.stacking import alternate, packed, plain, split_alternate, split_stack, stack
-from hasten.model.transformer import MLP, Block, Context, LayerContext, LayerNorm, RMSNorm, Transformer
+from hasten.model.transformer import MLP, Block, Transformer
 from hasten.ops.linear.modules import PackedLinear
 from hasten.ops.native import NativeLibrary, library
 from hasten.ops.pages import in_large_pages, return_freed_memory

@@ -4,7 +4,8 @@ import torch
 from torch import nn
 
 from hasten.model.config import ModelConfig
-from hasten.model.transformer import LayerNorm, RMSNorm, Transformer
+from hasten.model.norms import LayerNorm, RMSNorm
+from hasten.model.transformer import Transformer
 
 
 def initialize(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -19,12 +19,13 @@ from hasten.errors import ConfigError
 from hasten.model.config import LayerConfig, ModelConfig
 from hasten.model.experts import Experts
 from hasten.model.formats.record import Quantization
+from hasten.model.interfaces import Context, LayerContext, Stack
+from hasten.model.norms import norm_of
 from hasten.model.rope import RotaryTable, rotate
 from hasten.ops.activation import Functions
 from hasten.ops.attention import KERNELS, AttentionRequest, AttentionSpec
 from hasten.ops.attention.block_mask import BlockMask
 from hasten.ops.attention.packed import Intervals
-from hasten.ops.attention.view import KVView, StackView
 from hasten.ops.linear.modules import PackedLinear
 from hasten.ops.loss import IGNORED, linear_cross_entropy
 from hasten.ops.picker import pick
@@ -52,79 +53,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
 }
 
-
-# What the queries see of the keys: all up to their own place (None), a mask (B, T, S) or of each head (B, H, T, S), an
-# interval each, or the blocks of a sparse pattern.
-Seen = Tensor | Intervals | BlockMask | None
-
 Linear = nn.Linear | PackedLinear  # a quantized or packed layer may stand in the place of a plain one
-
-
-class LayerContext(Protocol):
-    """What one layer's attention may look at besides the tokens at hand.
-
-    One whose sequences have different numbers of tokens (`generation.paged`) has, in place of `extend`,
-    `attend(q, k, v, *, spec, dense)`, which returns what attention gives (B, T, H, D); dense is the layer's kernel.
-    """
-
-    def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Seen]:
-        """Take the new k, v (B, T, Hkv, D) in; return all keys and values (B, S, Hkv, D), and what is seen of them."""
-        ...
-
-    def view(self, *, batch: int, tokens: int, kv_heads: int, head_dim: int) -> KVView:
-        """The cache's tensors, for a kernel that writes the new keys and values itself and reads all of them."""
-        ...
-
-
-class Context(Protocol):
-    """One object for each layer: its tensors, and no layer number, so that one compiled graph serves all layers."""
-
-    @property
-    def layers(self) -> Sequence[LayerContext]: ...
-
-    @property
-    def together(self) -> StackView | None:
-        """All layers for a kernel that takes them at once, where they share all but k and v."""
-        ...
-
-
-class Stack(Protocol):
-    """All blocks at once (unless `apart`), and the last norm with the head."""
-
-    apart: bool
-
-    def __call__(self, x: Tensor, ropes: Sequence[tuple[Tensor, Tensor]], context: Context) -> Tensor: ...
-
-    def scores(self, x: Tensor) -> Tensor: ...
-
-
-class RMSNorm(nn.Module):
-    """x / rms(x) · (weight + offset), in float32 (arXiv 1910.07467)."""
-
-    def __init__(self, size: int, eps: float, offset: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(size))
-        self.eps, self.offset = eps, offset
-
-    def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        normal = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return (normal * (self.weight.float() + self.offset)).to(x.dtype)
-
-
-class LayerNorm(nn.LayerNorm):
-    """PyTorch's layer norm, kept in float32 for half-precision weights."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.layer_norm(x.float(), self.normalized_shape, self.weight.float(), self.bias.float(), self.eps).to(
-            x.dtype
-        )
-
-
-def _norm(config: ModelConfig, size: int) -> nn.Module:
-    if config.norm == "rmsnorm":
-        return RMSNorm(size, config.norm_eps, config.norm_offset)
-    return LayerNorm(size, eps=config.norm_eps)
 
 
 class Attention(nn.Module):
@@ -137,8 +66,8 @@ class Attention(nn.Module):
         self.k: Linear = nn.Linear(hidden, config.kv_heads * size, bias=config.qkv_bias)
         self.v: Linear = nn.Linear(hidden, config.kv_heads * size, bias=config.qkv_bias)
         self.output: Linear = nn.Linear(config.heads * size, hidden, bias=config.output_bias)
-        self.q_norm = _norm(config, size) if config.qk_norm else None
-        self.k_norm = _norm(config, size) if config.qk_norm else None
+        self.q_norm = norm_of(config, size) if config.qk_norm else None
+        self.k_norm = norm_of(config, size) if config.qk_norm else None
         self.sparse = config.attention_pattern is not None
         self.dropout = config.dropout
         self.joined = False  # one product for queries, keys and values: training on a CPU
@@ -235,15 +164,15 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig, layer: LayerConfig) -> None:
         super().__init__()
         hidden = config.hidden_size
-        self.attention_norm = _norm(config, hidden)
+        self.attention_norm = norm_of(config, hidden)
         self.attention = Attention(config, layer)
-        self.attention_post_norm = _norm(config, hidden) if config.post_norms else nn.Identity()
-        self.mlp_norm = _norm(config, hidden)
+        self.attention_post_norm = norm_of(config, hidden) if config.post_norms else nn.Identity()
+        self.mlp_norm = norm_of(config, hidden)
         if layer.experts:
             self.mlp: nn.Module = Experts(config, lambda: MLP(config, config.expert_size))
         else:
             self.mlp = MLP(config, config.intermediate_size)
-        self.mlp_post_norm = _norm(config, hidden) if config.post_norms else nn.Identity()
+        self.mlp_post_norm = norm_of(config, hidden) if config.post_norms else nn.Identity()
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(
@@ -287,7 +216,7 @@ class Transformer(nn.Module):
         self.ropes = nn.ModuleList(RotaryTable(rope) for rope in config.ropes)
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in config.layers)
-        self.norm = _norm(config, config.hidden_size)
+        self.norm = norm_of(config, config.hidden_size)
         self.head = nn.Linear(config.hidden_size, config.padded_vocab_size, bias=config.head_bias)
         if config.tie_embeddings:
             self.head.weight = self.embedding.weight

@@ -1,0 +1,37 @@
+"""The two norms of the supported families, computed in float32 whatever the weights' dtype."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hasten.model.config import ModelConfig
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) · (weight + offset), in float32 (arXiv 1910.07467)."""
+
+    def __init__(self, size: int, eps: float, offset: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size))
+        self.eps, self.offset = eps, offset
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        normal = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return (normal * (self.weight.float() + self.offset)).to(x.dtype)
+
+
+class LayerNorm(nn.LayerNorm):
+    """PyTorch's layer norm, kept in float32 for half-precision weights."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x.float(), self.normalized_shape, self.weight.float(), self.bias.float(), self.eps).to(
+            x.dtype
+        )
+
+
+def norm_of(config: ModelConfig, size: int) -> nn.Module:
+    """A norm of the model's kind over `size` numbers, uninitialised."""
+    if config.norm == "rmsnorm":
+        return RMSNorm(size, config.norm_eps, config.norm_offset)
+    return LayerNorm(size, eps=config.norm_eps)
