@@ -11,6 +11,7 @@ import hasten
 from hasten.errors import ConfigError
 from hasten.generation.perplexity import windows
 from hasten.model.context import TrainingContext
+from hasten.ops.native import library
 from references import tiny_llama
 
 MODEL = tiny_llama()
@@ -59,6 +60,14 @@ def test_texts_have_bits_per_byte():
     assert found.tokens == sum(len(t) - 1 for t in tokens)
     size = sum(len(text.encode()) for text in texts)
     assert found.bits_per_byte == pytest.approx(math.log2(found.perplexity) * found.tokens / size)
+
+
+@pytest.mark.skipif(library() is None, reason="the native kernels cannot be built here (no C++ compiler)")
+def test_a_fused_model_is_scored_as_well():
+    plain, fused = (tiny_llama().to(torch.bfloat16) for _ in range(2))
+    document = [list(range(100))]
+    expected = hasten.perplexity(plain, document, context=64).perplexity
+    assert hasten.perplexity(hasten.fuse(fused), document, context=64).perplexity == pytest.approx(expected, rel=0.05)
 
 
 def test_smaller_strides_see_more_context():

@@ -238,6 +238,23 @@ class Transformer(nn.Module):
         the sum of the token losses (float32 scalar, nats), for the caller to divide by the tokens it counted.
         gates: one a block, 0 for a block that is left out (it costs nothing), else what it adds is multiplied with it.
         """
+        x = self.states(tokens, positions, context, gates=gates)
+        if rows is not None:
+            x = x.flatten(0, -2)[rows]  # (R, C)
+        if targets is None and self.stack is not None:
+            return self._finished(self.stack.scores(x))
+        x = self.norm(x)
+        if targets is None:
+            return self.logits(x)
+        return self.loss(x, targets)
+
+    def states(
+        self, tokens: Tensor, positions: Tensor, context: Context, *, gates: Sequence[float] | None = None
+    ) -> Tensor:
+        """What comes out of the last block (B, T, C), before the last norm; arguments as in `forward`.
+
+        In the model's dtype, or in float32 where the model is fused.
+        """
         x = self.embedding(tokens)  # (B, T, C)
         if self.config.embedding_scale != 1.0:
             # Rounded to the weights' dtype first, as Gemma was trained.
@@ -247,17 +264,8 @@ class Transformer(nn.Module):
         x = self.dropout(x)
         ropes = [table(positions) for table in self.ropes]  # cos and sin, (B, T, dim/2) each
         if self.stack is not None and gates is None:
-            x = self.stack(x, ropes, context)
-        else:
-            x = self._blocks(x, ropes, context.layers, gates)
-        if rows is not None:
-            x = x.flatten(0, -2)[rows]  # (R, C)
-        if targets is None and self.stack is not None:
-            return self._finished(self.stack.scores(x))
-        x = self.norm(x)
-        if targets is None:
-            return self.logits(x)
-        return self.loss(x, targets)
+            return self.stack(x, ropes, context)
+        return self._blocks(x, ropes, context.layers, gates)
 
     def _blocks(
         self,

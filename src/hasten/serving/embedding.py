@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hasten.errors import ConfigError
 from hasten.generation.ids import check_ids
-from hasten.model.context import TrainingContext
+from hasten.model.context import training_context
 from hasten.model.transformer import Transformer
 from hasten.serving.request import RequestRefused
 
@@ -30,19 +30,5 @@ def embed(model: Transformer, prompt: Sequence[int], *, pooling: str, max_length
         raise RequestRefused(f"the text has {len(prompt)} tokens; it must have from 1 to {max_length}")
     tokens = torch.tensor([list(prompt)], device=model.device)  # (1, T)
     positions = torch.arange(len(prompt), device=tokens.device)[None]
-    x = states(model, tokens, positions).float()[0]  # (T, C)
+    x = model.norm(model.states(tokens, positions, training_context(model, len(prompt)))).float()[0]  # (T, C)
     return x[-1] if pooling == "last" else x.mean(dim=0)
-
-
-def states(model: Transformer, tokens: Tensor, positions: Tensor) -> Tensor:
-    """What the head would score, (B, T, C): `Transformer.forward` without its end."""
-    context = TrainingContext([layer.window for layer in model.config.layers])
-    x = model.embedding(tokens)
-    if model.config.embedding_scale != 1.0:
-        x = x * torch.tensor(model.config.embedding_scale, dtype=x.dtype)
-    if model.positions is not None:
-        x = x + model.positions(positions)
-    ropes = [table(positions) for table in model.ropes]
-    for block, layer, own in zip(model.blocks, model.config.layers, context.layers, strict=True):
-        x = block(x, ropes[layer.rope] if ropes else None, own)
-    return model.norm(x)
