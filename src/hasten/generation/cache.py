@@ -1,6 +1,6 @@
 """The static key/value cache: allocated once, so that every decode step has the same shapes and addresses."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,8 +9,10 @@ from torch import Tensor
 from hasten.errors import ConfigError
 from hasten.generation.sparse import SparseSight
 from hasten.model.config import ModelConfig
+from hasten.ops.attention import AttentionSpec
 from hasten.ops.attention.block_mask import BlockMask
 from hasten.ops.attention.masks import visible
+from hasten.ops.attention.seen import over_seen
 from hasten.ops.attention.view import KVView, StackView
 from hasten.ops.pages import zeros_in_large_pages
 
@@ -40,15 +42,16 @@ class CachedLayer:
         """For a kernel that writes and reads the cache itself."""
         return KVView(self.k, self.v, self.slots, self.starts, self.lengths, self.first)
 
-    def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor | BlockMask | None]:
-        """Write the step's k, v (B, T, Hkv, D) and return what its queries may look at."""
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, *, spec: AttentionSpec, kernel: Callable[..., Tensor], dropout: float
+    ) -> Tensor:
+        """Write the step's k, v (B, T, Hkv, D); attention of q (B, T, H, D) over what its queries may look at."""
         self.k[self.slots] = k.flatten(0, 1)
         self.v[self.slots] = v.flatten(0, 1)
-        if not isinstance(self.seen, Tensor):
-            return k, v, self.seen
-        keys = self.k[:-1].unflatten(0, (self.batch, -1))[:, : self.read]  # (B, S', Hkv, D)
-        values = self.v[:-1].unflatten(0, (self.batch, -1))[:, : self.read]
-        return keys, values, self.seen
+        if isinstance(self.seen, Tensor):
+            k = self.k[:-1].unflatten(0, (self.batch, -1))[:, : self.read]  # (B, S', Hkv, D)
+            v = self.v[:-1].unflatten(0, (self.batch, -1))[:, : self.read]
+        return over_seen(kernel, q, k, v, self.seen, spec=spec, dropout=dropout)
 
 
 @dataclass(frozen=True, slots=True)

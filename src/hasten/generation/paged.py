@@ -7,7 +7,6 @@ number of tokens of any number of sequences, laid end to end in one row: chunks 
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
 
 import numpy as np
 import torch
@@ -44,16 +43,14 @@ class PagedLayer:
         """For a kernel that writes and reads the cache itself."""
         return self.held
 
-    def extend(self, k: Tensor, v: Tensor) -> NoReturn:
-        """Keys of sequences of different lengths are no tensor (B, S, …): see `attend`."""
-        raise AssertionError("a paged cache attends by itself")
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, spec: AttentionSpec, dense: Callable[..., Tensor]) -> Tensor:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, *, spec: AttentionSpec, kernel: Callable[..., Tensor], dropout: float
+    ) -> Tensor:
         """Write the step's k, v (1, N, Hkv, D); attention of q (1, N, H, D) over all that its sequences hold."""
         held = self.held
         k, v = (quantize_rows(k), quantize_rows(v)) if held.k.dtype == torch.int8 else (k, v)
         held.k[held.slots], held.v[held.slots] = k[0], v[0]
-        return self.kernel(q[0], held, spec=spec, groups=self.groups, dense=dense)[None]
+        return self.kernel(q[0], held, spec=spec, groups=self.groups, dense=kernel)[None]
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from hasten.errors import ConfigError
-from hasten.model.interfaces import Seen
 from hasten.model.transformer import Attention, Transformer
+from hasten.ops.attention import AttentionSpec
 from hasten.ops.attention.block_mask import BlockMask
 from hasten.ops.attention.masks import visible
 from hasten.ops.attention.packed import document_intervals
+from hasten.ops.attention.seen import Seen, over_seen
 from hasten.ops.attention.view import KVView
 
 
@@ -22,8 +23,10 @@ class PlainLayer:
     def __init__(self, seen: Seen = None) -> None:
         self.seen = seen
 
-    def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Seen]:
-        return k, v, self.seen
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, *, spec: AttentionSpec, kernel: Callable[..., Tensor], dropout: float
+    ) -> Tensor:
+        return over_seen(kernel, q, k, v, self.seen, spec=spec, dropout=dropout)
 
     def view(self, *, batch: int, tokens: int, kv_heads: int, head_dim: int) -> KVView:
         """A cache for just this call, for a kernel that writes and reads one itself (on the CPU, in bfloat16)."""

@@ -1,28 +1,24 @@
 """What the decoder asks of the objects it is called with: the contexts of its layers, and a stack of all blocks."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from torch import Tensor
 
-from hasten.ops.attention.block_mask import BlockMask
-from hasten.ops.attention.packed import Intervals
+from hasten.ops.attention import AttentionSpec
 from hasten.ops.attention.view import KVView, StackView
-
-# What the queries see of the keys: all up to their own place (None), a mask (B, T, S) or of each head (B, H, T, S), an
-# interval each, or the blocks of a sparse pattern.
-Seen = Tensor | Intervals | BlockMask | None
 
 
 class LayerContext(Protocol):
-    """What one layer's attention may look at besides the tokens at hand.
+    """What one layer's attention may look at besides the tokens at hand."""
 
-    One whose sequences have different numbers of tokens (`generation.paged`) has, in place of `extend`,
-    `attend(q, k, v, *, spec, dense)`, which returns what attention gives (B, T, H, D); dense is the layer's kernel.
-    """
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, *, spec: AttentionSpec, kernel: Callable[..., Tensor], dropout: float
+    ) -> Tensor:
+        """Take the new k, v (B, T, Hkv, D) in; attention of q (B, T, H, D) over all that is there now: (B, T, H, D).
 
-    def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Seen]:
-        """Take the new k, v (B, T, Hkv, D) in; return all keys and values (B, S, Hkv, D), and what is seen of them."""
+        kernel: the layer's own, for contexts whose keys stand side by side; see `ops.attention.seen`.
+        """
         ...
 
     def view(self, *, batch: int, tokens: int, kv_heads: int, head_dim: int) -> KVView:

@@ -24,8 +24,6 @@ from hasten.model.norms import norm_of
 from hasten.model.rope import RotaryTable, rotate
 from hasten.ops.activation import Functions
 from hasten.ops.attention import KERNELS, AttentionRequest, AttentionSpec
-from hasten.ops.attention.block_mask import BlockMask
-from hasten.ops.attention.packed import Intervals
 from hasten.ops.linear.modules import PackedLinear
 from hasten.ops.loss import IGNORED, linear_cross_entropy
 from hasten.ops.picker import pick
@@ -104,16 +102,8 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if rope is not None:
             q, k = rotate(q, *rope), rotate(k, *rope)
-        if hasattr(layer, "attend"):
-            return self.output(layer.attend(q, k, v, spec=self.spec, dense=self.kernel.run).flatten(-2))
-        k, v, seen = layer.extend(k, v)  # (B, S, Hkv, D) twice
         dropout = self.dropout if self.training else 0.0
-        options: dict[str, Any] = {"mask": seen}
-        if isinstance(seen, Intervals):
-            options = {"intervals": seen}
-        elif isinstance(seen, BlockMask):
-            options = {"block_mask": seen}
-        attended = self.kernel.run(q, k, v, spec=self.spec, dropout=dropout, **options)  # (B, T, H, D)
+        attended = layer.attend(q, k, v, spec=self.spec, kernel=self.kernel.run, dropout=dropout)  # (B, T, H, D)
         return self.output(attended.flatten(-2))
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
