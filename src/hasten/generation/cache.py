@@ -17,6 +17,19 @@ from hasten.ops.attention.view import KVView, StackView
 from hasten.ops.pages import zeros_in_large_pages
 
 
+def key_value_memory(
+    config: ModelConfig, *, slots: int, row: int, dtype: torch.dtype, device: torch.device | str
+) -> Tensor:
+    """Room for the keys of all layers, then their values: (2·layers, slots, Hkv, row).
+
+    In memory a head's rows follow each other, as attention reads them: between those of other heads, a processor does
+    not foresee what is read next.
+    """
+    shape = (2 * len(config.layers), config.kv_heads, slots, row)
+    # Zeros, not garbage: a masked row still takes part in a product with probability 0, and 0·NaN is NaN.
+    return zeros_in_large_pages(shape, dtype=dtype, device=device).transpose(1, 2)
+
+
 @dataclass(frozen=True, slots=True)
 class CachedLayer:
     """One layer's view of the cache during one step.
@@ -95,9 +108,8 @@ class StaticCache:
         self.sparse = None
         if config.attention_pattern is not None:
             self.sparse = SparseSight(config, positions=capacity, device=device)
-        shape = (batch * self.rows + 1, config.kv_heads, config.head_dim)
-        # Zeros, not garbage: a masked row still takes part in a product with probability 0, and 0·NaN is NaN.
-        memory = zeros_in_large_pages((2 * len(config.layers), *shape), dtype=dtype, device=device)
+        slots = batch * self.rows + 1
+        memory = key_value_memory(config, slots=slots, row=config.head_dim, dtype=dtype, device=device)
         self.k, self.v = list(memory[: len(config.layers)]), list(memory[len(config.layers) :])
         self.first = torch.arange(batch, device=device) * self.rows  # (B,)
         self.first_slots = self.first[:, None]

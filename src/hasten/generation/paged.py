@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from hasten.errors import ConfigError
+from hasten.generation.cache import key_value_memory
 from hasten.model.config import ModelConfig
 from hasten.ops.attention import AttentionRequest, AttentionSpec
 from hasten.ops.attention.int8_rows import SCALE_BYTES, quantize_rows
 from hasten.ops.attention.paged import PAGED_KERNELS, Group, groups_of
 from hasten.ops.attention.view import KVView, StackView
-from hasten.ops.pages import zeros_in_large_pages
 from hasten.ops.picker import pick
 
 
@@ -101,10 +101,9 @@ class PagedCache:
         self.blocks, self.block_size = blocks, block_size
         self.device = torch.device(device)
         layers = len(config.layers)
-        row = (config.kv_heads, config.head_dim + SCALE_BYTES * int8)
-        shape = (2 * layers, blocks * block_size + 1, *row)
-        # Zeros, not garbage: a masked row still takes part in a product with probability 0, and 0·NaN is NaN.
-        self._memory = zeros_in_large_pages(shape, dtype=torch.int8 if int8 else dtype, device=device)
+        row, held = (config.head_dim + SCALE_BYTES, torch.int8) if int8 else (config.head_dim, dtype)
+        slots = blocks * block_size + 1
+        self._memory = key_value_memory(config, slots=slots, row=row, dtype=held, device=device)
         self.k, self.v = list(self._memory[:layers]), list(self._memory[layers:])
         spec = AttentionSpec(heads=config.heads, kv_heads=config.kv_heads, head_dim=config.head_dim, scale=1.0)
         self.kernel = pick(PAGED_KERNELS, AttentionRequest(spec=spec, device=self.device, dtype=dtype, int8_cache=int8))

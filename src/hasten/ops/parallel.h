@@ -26,6 +26,15 @@ inline void pause() {
 #endif
 }
 
+// Memory that a thread will stream through soon, asked for a few lines at a time where it waits or computes: into the
+// second-level cache, which has room for the first of it.
+struct Ahead {
+  const char *at = nullptr, *end = nullptr;
+  void ask(int64_t lines) {
+    for (; lines > 0 && at < end; lines--, at += 64) __builtin_prefetch(at, 0, 2);
+  }
+};
+
 // What the threads of one `together` share.
 class Team {
  public:
@@ -78,15 +87,18 @@ class Member {
   // jumps waits at each jump for what its prefetcher does not foresee: taking turns, two cores reached 65 of 85 GB/s.
   // Who has finished takes items from the end of the others' parts. Each thread calls before() once, when all have come.
   template <class Before, class F>
-  void stream(int64_t items, const Before& before, const F& f) {
+  void stream(int64_t items, const Before& before, const F& f, Ahead ahead = {}) {
     if (alone()) {
       before();
       return by_torch(items, f);
     }
-    meet(items);
+    meet(items, ahead);
     before();
     walk(f);
   }
+
+  // The first of the items of a stream that this thread will take.
+  int64_t first_of(int64_t items) const { return items * begin_ / team_.size; }
 
  private:
   bool alone() const { return team_.size == 1; }
@@ -112,7 +124,7 @@ class Member {
     for (int64_t i = 0; i < items; i++) f(i);
   }
   // A thread that stands for several members (OpenMP may give fewer than asked for) counts as so many.
-  void meet(int64_t items) {
+  void meet(int64_t items, Ahead ahead = {}) {
     const uint64_t turn = team_.turn.load(std::memory_order_acquire);
     if (team_.arrived.fetch_add(end_ - begin_, std::memory_order_acq_rel) + end_ - begin_ == team_.size) {
       team_.arrived.store(0, std::memory_order_relaxed);
@@ -122,7 +134,8 @@ class Member {
     }
     for (int64_t spins = 0; team_.turn.load(std::memory_order_acquire) == turn; spins++) {
       if (team_.failed.load(std::memory_order_relaxed)) throw std::runtime_error("another thread failed");
-      if (spins < 20000) pause();
+      if (ahead.at < ahead.end) ahead.ask(4);
+      else if (spins < 20000) pause();
       else std::this_thread::yield();  // somebody else has the core that we wait for
     }
   }

@@ -16,6 +16,7 @@
 namespace hasten {
 
 constexpr int64_t SPAN_KEYS = 512;
+constexpr int64_t AHEAD_LINES = 32;  // of what is read next, asked for with each line of scores
 constexpr int64_t LINES = 252;  // query lines that share a packed tile: a multiple of 6
 
 struct Scores {
@@ -52,7 +53,7 @@ struct Lines {
 // One tile of keys for all lines. q: [lines][padded] bf16. position[line]: of its query. next: see pack_tile.
 template <bool INT8>
 void attend_tile(const Lines& lines, const uint16_t* q, const int64_t* position, int64_t begin, const Tile& tile,
-                 const Scores& how, const TileRows& next) {
+                 const Scores& how, const TileRows& next, Ahead& ahead) {
   const float lowest = -std::numeric_limits<float>::infinity();
   alignas(64) float scores[6 * PANEL];
   alignas(64) uint16_t weights[6 * PANEL];
@@ -61,6 +62,7 @@ void attend_tile(const Lines& lines, const uint16_t* q, const int64_t* position,
     multiply(tile.k, q + line * lines.padded, lines.padded, lines.padded / 2, scores, rows, true);
     for (int64_t i = 0; i < rows; i++) {
       if (line + i < TILE_KEYS / 8) next.prefetch(next.v + (line + i) * 8, 8);
+      ahead.ask(AHEAD_LINES);
       const int64_t at = position[line + i] - begin;  // the last key that this query sees, counted in the tile
       F32 s[VECTORS], largest = splat(lowest);
       for (int v = 0; v < VECTORS; v++) {

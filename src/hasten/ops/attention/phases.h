@@ -30,14 +30,15 @@ class AttentionPhases {
       : q(q), out(out), type(type), heads(heads) {
     int8 = holds_int8(k, head_dim);
     STD_TORCH_CHECK(holds_int8(v, head_dim) == int8, "k and v must be of one dtype");
-    STD_TORCH_CHECK(k.is_contiguous() && v.is_contiguous() && starts.is_contiguous() && lengths.is_contiguous(),
-                    "the cache, starts and lengths must be contiguous");
+    STD_TORCH_CHECK(lie_alike(k, v), "keys and values must lie alike, each head's in one piece");
+    STD_TORCH_CHECK(starts.is_contiguous() && lengths.is_contiguous(), "starts and lengths must be contiguous");
     STD_TORCH_CHECK(first.has_value() != table.has_value(), "give either first slots or a block table");
-    const int64_t row_bytes = int8 ? head_dim + SCALE_BYTES : 2 * head_dim;
+    const int64_t row_bytes = int8 ? head_dim + SCALE_BYTES : 2 * head_dim, value_bytes = int8 ? 1 : 2;
     kv = {static_cast<const uint8_t*>(k.const_data_ptr()), static_cast<const uint8_t*>(v.const_data_ptr()),
           first ? static_cast<const int64_t*>(first->const_data_ptr()) : nullptr,
           table ? static_cast<const int64_t*>(table->const_data_ptr()) : nullptr,
-          table ? table->size(1) : 0, block_size, k.size(1), head_dim, row_bytes, k.size(0)};
+          table ? table->size(1) : 0, block_size, k.size(1), head_dim, row_bytes, k.size(0),
+          k.stride(0) * value_bytes, k.stride(1) * value_bytes};
     how = {float(scale), float(softcap), window};
     group = heads / kv.kv_heads;
     padded = round_up(head_dim, PANEL);
@@ -61,20 +62,22 @@ class AttentionPhases {
     if (split) parts = memory.take<float>(int64_t(pieces.size()) * spans * size);
   }
 
-  void run(Member& member) const {
+  // ahead: what this thread will read next.
+  void run(Member& member, Ahead ahead = {}) const {
     const int64_t count = int64_t(pieces.size());
-    if (!split) return member.each(count, [&](int64_t c) { whole_piece(pieces[c]); });
+    if (!split) return member.each(count, [&](int64_t c) { whole_piece(pieces[c], ahead); });
     auto part = [&](int64_t c, int64_t s) {
       return lines_in(parts + (c * spans + s) * size, pieces[c].tokens * group, padded);
     };
-    member.each(count * spans, [&](int64_t chunk) {
+    // Each thread takes spans that follow each other: the last tile of one asks for the first of the next.
+    member.stream(count * spans, [] {}, [&](int64_t chunk) {
       const int64_t c = chunk / spans, s = chunk % spans;
       const Piece& p = pieces[c];
       if (s < first_key(p) / SPAN_KEYS || s >= spans_of(p)) return;
       uint16_t* lines_q = scratch<uint16_t, 10>(most * padded);
       int64_t* position = scratch<int64_t, 11>(most);
       gather(p, lines_q, position);
-      span(p, s, lines_q, position, part(c, s));
+      span(p, s, lines_q, position, part(c, s), ahead);
     });
     member.each(count, [&](int64_t c) {
       const Piece& p = pieces[c];
@@ -87,7 +90,7 @@ class AttentionPhases {
 
  private:
   static int64_t spans_of(const Piece& p) { return (p.position + p.tokens + SPAN_KEYS - 1) / SPAN_KEYS; }
-  void whole_piece(const Piece& p) const {
+  void whole_piece(const Piece& p, Ahead& ahead) const {
     uint16_t* lines_q = scratch<uint16_t, 10>(most * padded);
     int64_t* position = scratch<int64_t, 11>(most);
     float* memory = scratch<float, 12>(2 * size);
@@ -95,7 +98,7 @@ class AttentionPhases {
     Lines whole = lines_in(memory, p.tokens * group, padded), next = lines_in(memory + size, p.tokens * group, padded);
     const int64_t begin = first_key(p) / SPAN_KEYS;
     for (int64_t s = begin; s < spans_of(p); s++) {
-      span(p, s, lines_q, position, s == begin ? whole : next);
+      span(p, s, lines_q, position, s == begin ? whole : next, ahead);
       if (s != begin) merge(whole, next);
     }
     finish(p, whole);
@@ -119,7 +122,8 @@ class AttentionPhases {
     const int64_t first = how.window ? std::max<int64_t>(0, p.position - how.window + 1) : 0;
     return first / TILE_KEYS * TILE_KEYS;
   }
-  void span(const Piece& p, int64_t index, const uint16_t* lines_q, const int64_t* position, const Lines& lines) const {
+  void span(const Piece& p, int64_t index, const uint16_t* lines_q, const int64_t* position, const Lines& lines,
+            Ahead& ahead) const {
     float* scales = scratch<float, 13>(2 * TILE_KEYS);
     const Tile tile{scratch<uint16_t, 8>(padded * TILE_KEYS), scratch<uint16_t, 9>(padded * TILE_KEYS), scales,
                     scales + TILE_KEYS};
@@ -136,7 +140,7 @@ class AttentionPhases {
       // Queries before this tile see nothing of it; lines keep standing together in sixes.
       const int64_t skip = std::max<int64_t>(0, begin - p.position) * group / 6 * 6;
       (int8 ? attend_tile<true> : attend_tile<false>)(lines.from(skip), lines_q + skip * padded, position + skip, begin,
-                                                      tile, how, rows[1 - now]);
+                                                      tile, how, rows[1 - now], ahead);
     }
   }
   void finish(const Piece& p, const Lines& lines) const {
@@ -144,8 +148,10 @@ class AttentionPhases {
     for (int64_t line = 0; line < lines.count; line++) {
       const float share = 1.0f / lines.sum[line];
       const int64_t to = ((p.row + line / group) * heads + p.head * group + line % group) * d;
-      for (int64_t i = 0; i < d; i++)
-        store_one(out, type, to + i, lines.value(i / PANEL, line)[i % PANEL] * share);
+      int64_t i = 0;
+      for (; i + LANES <= d; i += LANES)
+        store_as(out, type, to + i, load(lines.value(i / PANEL, line) + i % PANEL) * share);
+      for (; i < d; i++) store_one(out, type, to + i, lines.value(i / PANEL, line)[i % PANEL] * share);
     }
   }
 

@@ -130,7 +130,7 @@ struct BlockPhases {
 
   void run(Member& member) const {
     input.run(member);
-    attention.run(member);
+    attention.run(member, output.beginning(member));
     output.run(member);
     mlp.run(member);
     down.run(member);

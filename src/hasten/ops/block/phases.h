@@ -101,13 +101,14 @@ struct AttentionInput {
                  const Maybe& sin, const Tensor& k_cache, const Tensor& v_cache, const Tensor& slots)
       : heads(heads), kv_heads(k_cache.size(1)), head_dim(head_dim), q(q), type(type), q_norm(q_norm),
         k_norm(k_norm), linear(memory, x, type, rows, norm, weight),
-        values(memory.take<float>(rows * linear.w.n)), last(k_cache.size(0) - 1), half(cos ? cos->size(-1) : 0) {
+        values(memory.take<float>(rows * linear.w.n)), last(k_cache.size(0) - 1),
+        slot_stride(k_cache.stride(0)), head_stride(k_cache.stride(1)), half(cos ? cos->size(-1) : 0) {
     STD_TORCH_CHECK(linear.w.n == (heads + 2 * kv_heads) * head_dim,
                     "the weight of q, k and v does not fit the cache");
     STD_TORCH_CHECK(head_dim <= 256, "head sizes up to 256");
     int8 = holds_int8(k_cache, head_dim);
-    STD_TORCH_CHECK(holds_int8(v_cache, head_dim) == int8 && k_cache.is_contiguous() && v_cache.is_contiguous(),
-                    "the fused step writes contiguous caches of one dtype");
+    STD_TORCH_CHECK(holds_int8(v_cache, head_dim) == int8 && lie_alike(k_cache, v_cache),
+                    "the fused step writes caches of one dtype that lie alike, each head's rows in one piece");
     STD_TORCH_CHECK(slots.scalar_type() == ScalarType::Long && slots.is_contiguous() && slots.numel() == rows,
                     "there must be one slot for each row of x, int64");
     for (const Maybe& angles : {cos, sin})
@@ -140,10 +141,11 @@ struct AttentionInput {
                   sines ? sines + r * half : nullptr, half);
     if (h < heads) return store_row(q, type, (r * heads + h) * head_dim, x, head_dim);
     const bool key = h < heads + kv_heads;
-    const int64_t to = (slot[r] < 0 ? last : slot[r]) * kv_heads + h - heads - (key ? 0 : kv_heads);
+    const int64_t own = h - heads - (key ? 0 : kv_heads);
+    const int64_t to = (slot[r] < 0 ? last : slot[r]) * slot_stride + own * head_stride;
     uint8_t* out = key ? k_out : v_out;
-    if (int8) quantize_row(x, head_dim, out + to * (head_dim + SCALE_BYTES));
-    else store_row(out, Type::bf16, to * head_dim, x, head_dim);
+    if (int8) quantize_row(x, head_dim, out + to);
+    else store_row(out, Type::bf16, to, x, head_dim);
   }
 
   const int64_t heads, kv_heads, head_dim;
@@ -152,7 +154,7 @@ struct AttentionInput {
   const Norm q_norm, k_norm;
   const Linear linear;
   float* const values;
-  const int64_t last, half;
+  const int64_t last, slot_stride, head_stride, half;
   uint8_t *k_out, *v_out;
   bool int8;
   const int64_t* slot;
@@ -166,6 +168,7 @@ struct LinearAdd {
       : linear(memory, x, x_type, rows, Norm{}, weight), norm(norm), residual(residual), out(out), type(type),
         values(norm.weight ? memory.take<float>(rows * linear.w.n) : nullptr) {}
 
+  Ahead beginning(const Member& member) const { return hasten::beginning(member, linear.w, linear.rows); }
   void run(Member& member) const {
     const int64_t n = linear.w.n;
     if (norm.weight) {

@@ -39,6 +39,8 @@ constexpr bool SPARE = false;
 constexpr int64_t ROW_BLOCK = 96;  // rows of x in a chunk of work: their sums stay in the first-level cache
 constexpr int64_t AHEAD = 8192;    // bytes that the first tile's stream is prefetched ahead
 
+constexpr int64_t BEGINNING = 256 << 10;  // bytes of a weight that may be asked for before its product begins
+
 enum class Format { bf16, int8, int4 };
 enum class ScaleType { f32, bf16, f16 };
 
@@ -51,6 +53,9 @@ struct Weight {
   int64_t n, k;            // k: padded to the layout
   int64_t group;           // int4: values that share a scale
   int64_t panels() const { return (n + PANEL - 1) / PANEL; }
+  int64_t panel_bytes() const {
+    return format == Format::bf16 ? k * PANEL * 2 : format == Format::int8 ? k * PANEL : k * PANEL / 2;
+  }
 };
 
 // Rows of x as the kernel wants them, `stride` values apart. bf16: rows of k values. int8: `digits` rows of k values for each row of x, with

@@ -185,6 +185,17 @@ class Preparation {
   Rows shared_;
 };
 
+// Where a thread begins to stream through w, if it does.
+inline Ahead beginning(const Member& member, const Weight& w, int64_t rows) {
+#if !HASTEN_OPENMP
+  return {};  // torch shares each phase out among threads that are not the member's
+#endif
+  if (rows > ROW_BLOCK) return {};
+  const int64_t size = w.panel_bytes(), first = member.first_of(w.panels());
+  const char* at = static_cast<const char*>(w.data) + first * size;
+  return {at, at + std::min<int64_t>((w.panels() - first) * size, BEGINNING)};
+}
+
 // The phases of a product of x with w: calls finish(panel, m0, m1, values [m1 - m0][64]) for every panel and block of
 // rows.
 template <class Finish>
@@ -198,7 +209,8 @@ void product(Member& member, const Weight& w, const Preparation& x, int64_t rows
   };
   x.share_out(member);
   if (blocks == 1)
-    return member.stream(w.panels(), [&] { ready = x.ready(); }, [&](int64_t panel) { one(panel, 0, rows); });
+    return member.stream(w.panels(), [&] { ready = x.ready(); }, [&](int64_t panel) { one(panel, 0, rows); },
+                         beginning(member, w, rows));
   ready = x.ready();
   member.each(w.panels() * blocks, [&](int64_t chunk) {
     const int64_t m0 = chunk % blocks * ROW_BLOCK;
