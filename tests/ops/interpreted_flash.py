@@ -287,7 +287,7 @@ def test_the_public_operator_takes_it_by_name():
         found = attention(q, k, v, **options, kernel="flash-triton")
         torch.testing.assert_close(found, attention(q, k, v, **options, kernel="reference"), atol=1e-13, rtol=0)
     for options in ({"dropout": 0.1}, {"mask": torch.ones(20, 20, dtype=torch.bool)}, {"alibi": True}):
-        with pytest.raises(ConfigError, match="'flash-triton' cannot be used here: it does not take"):
+        with pytest.raises(ConfigError, match="'flash-triton' cannot be used here: it takes no"):
             attention(q, k, v, **options, kernel="flash-triton")
 
 

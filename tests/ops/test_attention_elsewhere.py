@@ -7,7 +7,7 @@ from torch import nn
 
 from hasten.errors import ConfigError
 from hasten.ops import attention as operator
-from hasten.ops.attention import attention, replace_in
+from hasten.ops.attention import KERNELS, attention, replace_in
 from references import make_reference
 
 
@@ -32,6 +32,18 @@ def test_a_transformers_model_gives_the_same_logits_and_tokens(case, kernel):
     found = logits(model, tokens, attention_mask=padded)
     torch.testing.assert_close(found[padded.bool()], wanted_padded[padded.bool()], rtol=1e-4, atol=1e-5)
     assert torch.equal(model.generate(tokens, max_new_tokens=12, do_sample=False), continued)
+
+
+@pytest.mark.parametrize("kernel", [kernel.name for kernel in KERNELS])
+def test_a_transformers_model_takes_every_kernel_by_name(kernel):
+    model = make_reference("llama").eval()
+    assert replace_in(model, kernel=kernel) is model
+    tokens = torch.arange(3, 20)[None]
+    if kernel in ("flash", "sdpa", "native"):
+        assert logits(model, tokens).shape[:2] == tokens.shape
+    elif kernel in ("triton", "memory-efficient", "cudnn"):
+        with pytest.raises(ConfigError, match=f"kernel '{kernel}' cannot be used here"):
+            logits(model, tokens)
 
 
 def test_a_transformers_model_trains_to_the_same_gradients():

@@ -337,8 +337,8 @@ def request(**options):
     [
         ({}, "native-sparse", "it is for block masks"),
         ({"block_mask": True}, "native", "native-sparse does"),
-        ({"mask": True}, "native", "it has no explicit mask"),
-        ({"softcap": 5.0}, "native", "it has no soft-capping"),
+        ({"mask": True}, "native", "it takes no explicit mask"),
+        ({"softcap": 5.0}, "native", "it takes no soft-capping"),
         ({"dtype": torch.float16}, "native", "float32 and bfloat16, not float16"),
         ({"head_dim": 300}, "native", "head size is 300"),
         ({"queries": 9}, "native", "9 are more than 8"),

@@ -74,6 +74,8 @@ def bias_gelu(z: Tensor, bias: Tensor | None = None, *, kernel: str | None = Non
     """
     if bias is not None and (bias.dim() != 1 or not z.dim() or bias.shape[0] != z.shape[-1]):
         raise ConfigError(f"bias_gelu wants z (..., W) and bias (W,); found {tuple(z.shape)} and {tuple(bias.shape)}")
+    if bias is not None and bias.device != z.device:
+        raise ConfigError(f"bias_gelu wants z and bias on one device; found {z.device} and {bias.device}")
     return _functions(z, kernel).bias_gelu(z, bias)
 
 
@@ -87,6 +89,8 @@ def silu_mul(gate: Tensor, up: Tensor, *, kernel: str | None = None) -> Tensor:
             f"silu_mul wants two tensors of one shape and dtype; found {tuple(gate.shape)} {gate.dtype} and "
             f"{tuple(up.shape)} {up.dtype}"
         )
+    if gate.device != up.device:
+        raise ConfigError(f"silu_mul wants two tensors on one device; found {gate.device} and {up.device}")
     return _functions(gate, kernel).silu_mul(gate, up)
 
 

@@ -1,5 +1,7 @@
 """What `attention` refuses before any kernel is asked, each with what was found."""
 
+import math
+from collections.abc import Mapping
 from itertools import pairwise
 
 import torch
@@ -10,6 +12,7 @@ from hasten.ops.attention.masks import causal as causal_mask
 from hasten.ops.attention.request import BlockMask
 
 INTEGERS = (torch.int32, torch.int64)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def check(
@@ -24,13 +27,24 @@ def check(
     bias: Tensor | None,
     alibi: Tensor | bool | None,
     softcap: float | None,
+    scale: float | None,
     block_mask: BlockMask | None,
     cu_seqlens: Tensor | None,
     cu_seqlens_k: Tensor | None,
     dropout: float,
 ) -> None:
     """Raise ConfigError, naming what was found, where the arguments of `attention` do not fit each other."""
+    others = {
+        "mask": mask,
+        "key_padding_mask": key_padding_mask,
+        "bias": bias,
+        "alibi": None if isinstance(alibi, bool) else alibi,
+        "cu_seqlens": cu_seqlens,
+        "cu_seqlens_k": cu_seqlens_k,
+    }
+    _check_kinds({"q": q, "k": k, "v": v} | {name: x for name, x in others.items() if x is not None}, block_mask)
     _check_tensors(q, k, v)
+    check_numbers(window=window, softcap=softcap, scale=scale)
     rows = (q.shape[1], k.shape[1])  # (T, S)
     hides = mask is not None or block_mask is not None
     is_causal = (not hides) if causal is None else causal
@@ -47,18 +61,47 @@ def check(
                 f"key_padding_mask must be bool of shape {expected}, True for keys that exist; "
                 f"found {key_padding_mask.dtype}, {tuple(key_padding_mask.shape)}"
             )
-    if window is not None:
-        if window < 1:
-            raise ConfigError(f"window must be at least 1 (the query's own key), or None; found {window}")
-        if not is_causal:
-            raise ConfigError("a window belongs to causal attention; put the window into the mask, or give causal=True")
-    _check_scores(q, k, bias=bias, alibi=alibi, softcap=softcap, dropout=dropout)
+    if window is not None and not is_causal:
+        raise ConfigError("a window belongs to causal attention; put the window into the mask, or give causal=True")
+    _check_scores(q, k, bias=bias, alibi=alibi, dropout=dropout)
     if block_mask is not None:
+        heads = getattr(block_mask, "heads", 1)
+        if heads not in (1, q.shape[2]):
+            raise ConfigError(f"the block mask has {heads} heads; found {q.shape[2]} query heads: one for all, or each")
         if mask is not None:
             raise ConfigError("give a mask or a block mask, not both")
         if causal and not block_mask.causal:
             raise ConfigError("causal=True was given with a block mask that lets queries see later keys")
     _check_documents(q, k, cu_seqlens, cu_seqlens_k, others=(mask, key_padding_mask, bias, block_mask))
+
+
+def check_numbers(*, window: int | None, softcap: float | None, scale: float | None) -> None:
+    """Raise ConfigError for numbers that no attention has."""
+    if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
+        raise ConfigError(
+            f"window must be a whole number of at least 1 (the query's own key), or None; found {window!r}"
+        )
+    if softcap is not None and not (softcap > 0 and math.isfinite(softcap)):
+        raise ConfigError(f"softcap must be a finite number above 0, or None; found {softcap}")
+    if scale is not None and not math.isfinite(scale):
+        raise ConfigError(f"scale must be a finite number, or None; found {scale}")
+
+
+def _check_kinds(given: Mapping[str, object], block_mask: object) -> None:
+    """Tensors, of one device: a kernel reads another one's memory as if it were its own."""
+    place = None
+    for name, value in given.items():
+        if not isinstance(value, Tensor):
+            hint = "True, or a tensor of slopes" if name == "alibi" else "a torch.Tensor"
+            raise ConfigError(f"{name} must be {hint}; found {type(value).__name__}")
+        place = value.device if place is None else place
+        if value.device != place:
+            raise ConfigError(f"{name} is on {value.device} and q on {place}; move it there with .to(q.device)")
+    if block_mask is not None and not callable(getattr(block_mask, "dense", None)):
+        raise ConfigError(
+            f"block_mask must be a BlockMask, as BlockMask.of(pattern, keys) makes it; found "
+            f"{type(block_mask).__name__}"
+        )
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -72,13 +115,16 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
             f"batch, head size and a whole number of query heads per key head must match: "
             f"q is {tuple(q.shape)}, k is {tuple(k.shape)}"
         )
-    if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
-        raise ConfigError(f"q, k and v must have one floating dtype; found {q.dtype}, {k.dtype}, {v.dtype}")
+    if not q.shape[2] or not q.shape[3]:
+        raise ConfigError(f"there must be at least one head of size 1 or more; q is {tuple(q.shape)}")
+    if not q.dtype == k.dtype == v.dtype or q.dtype not in DTYPES:
+        raise ConfigError(
+            f"q, k and v must have one dtype of {', '.join(str(d).removeprefix('torch.') for d in DTYPES)}; found "
+            f"{q.dtype}, {k.dtype}, {v.dtype}"
+        )
 
 
-def _check_scores(
-    q: Tensor, k: Tensor, *, bias: Tensor | None, alibi: Tensor | bool | None, softcap: float | None, dropout: float
-) -> None:
+def _check_scores(q: Tensor, k: Tensor, *, bias: Tensor | None, alibi: Tensor | bool | None, dropout: float) -> None:
     whole = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])  # (B, H, T, S)
     if bias is not None:
         fits = bias.dim() in (2, 4) and all(
@@ -91,8 +137,6 @@ def _check_scores(
             )
     if isinstance(alibi, Tensor) and tuple(alibi.shape) != (q.shape[2],):
         raise ConfigError(f"alibi must be True or one slope a head, ({q.shape[2]},); found {tuple(alibi.shape)}")
-    if softcap is not None and not softcap > 0:
-        raise ConfigError(f"softcap must be positive, or None; found {softcap}")
     if not 0 <= dropout < 1:
         raise ConfigError(f"dropout must be at least 0 and below 1; found {dropout}")
 

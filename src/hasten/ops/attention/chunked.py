@@ -36,6 +36,8 @@ def chunked(
     """Same contract as `reference`, in memory that grows with T + S instead of T·S. Gradients of first order only."""
     if documents is not None:
         return per_document(chunked, q, k, v, documents=documents, spec=spec, dropout=dropout, alibi=alibi)
+    if not k.shape[1]:
+        return q * 0  # queries without any key
     if torch.is_autocast_enabled(q.device.type):
         # What autocast does before PyTorch's own attention; inside, the precisions are chosen with care.
         half = torch.get_autocast_dtype(q.device.type)

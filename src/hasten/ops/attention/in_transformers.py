@@ -23,7 +23,8 @@ def replace_in(model: Any, *, kernel: str | None = None) -> Any:
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-    name = "hasten" if kernel is None else f"hasten-{kernel}"
+    # transformers takes every name with "flash" in it for FlashAttention's own package, and wants it installed.
+    name = "hasten" if kernel is None else f"hasten-{kernel.replace('flash', 'fa')}"
 
     def forward(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any

@@ -17,6 +17,9 @@ from hasten.ops.attention.spec import AttentionSpec
 from hasten.ops.attention.train import DTYPES, LARGEST_HEAD, native_attention
 from hasten.ops.native import library
 
+# What neither the native attention nor flex takes, beside a block mask or without.
+BESIDE_BLOCKS = ("softcap", "mask", "key_padding", "bias", "alibi", "dropout")
+
 
 def native(
     q: Tensor,
@@ -139,7 +142,9 @@ def native_waits(request: AttentionRequest) -> str | None:
 
 def native_sparse_refuses(request: AttentionRequest) -> str | None:
     """Why the native attention cannot serve a request of a block pattern."""
-    return _refuses(request) if request.block_mask else "it is for block masks"
+    if not request.block_mask:
+        return "it is for block masks"
+    return _refuses(request) or (None if request.block_size is None else tiles_refusal(request.block_size))
 
 
 def flex_refuses(request: AttentionRequest) -> str | None:
@@ -150,16 +155,15 @@ def flex_refuses(request: AttentionRequest) -> str | None:
         return f"it runs on CUDA, the tensors are on {request.device}"
     if request.device.type == "cpu" and request.gradient:
         return "flex_attention has no backward pass on a CPU"
-    for given, name in (
-        (request.spec.softcap is not None, "soft-capping"),
-        (request.mask, "explicit mask"),
-        (request.key_padding, "key-padding mask"),
-        (request.bias, "bias"),
-        (request.alibi, "ALiBi"),
-        (request.dropout, "dropout"),
-    ):
-        if given:
-            return f"with a block mask it takes no {name}"
+    if (found := request.given(*BESIDE_BLOCKS)) is not None:
+        return f"with a block mask it takes no {found}"
+    if request.block_size is None or request.queries is None or request.keys is None:
+        return None
+    if (request.keys - request.queries) % request.block_size:
+        return (
+            f"it counts blocks from the first query, and {request.queries} queries over {request.keys} keys do not "
+            f"begin at one of the blocks of {request.block_size} positions"
+        )
     return None
 
 
@@ -175,16 +179,8 @@ def _refuses(request: AttentionRequest) -> str | None:
         return f"it takes float32 and bfloat16, not {request.dtype_name}"
     if request.spec.head_dim > LARGEST_HEAD:
         return f"the head size is {request.spec.head_dim}; it goes up to {LARGEST_HEAD}"
-    for given, name in (
-        (request.spec.softcap is not None, "soft-capping of scores"),
-        (request.mask, "explicit mask"),
-        (request.key_padding, "key-padding mask"),
-        (request.bias, "bias"),
-        (request.alibi, "ALiBi"),
-        (request.dropout, "dropout"),
-    ):
-        if given:
-            return f"it has no {name}"
+    if (found := request.given(*BESIDE_BLOCKS)) is not None:
+        return f"it takes no {found}"
     if request.spec.causal and not request.layer and not request.documents and _more_queries(request):
         return f"it has the queries as the last of the keys; {request.queries} are more than {request.keys}"
     if _missing():

@@ -1,5 +1,6 @@
 """The attention operator: its kernels in order of preference, and the public function."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -7,8 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
+from hasten.errors import HastenWarning
 from hasten.ops import triton_support
 from hasten.ops.attention import sdpa_rules
+from hasten.ops.attention.block_mask import BlockMask as OwnBlockMask
 from hasten.ops.attention.checks import check, complete_mask, four_dimensions
 from hasten.ops.attention.chunked import chunked
 from hasten.ops.attention.masks import alibi_slopes
@@ -36,15 +39,8 @@ def _triton_refuses(request: AttentionRequest) -> str | None:
         return f"it takes bfloat16 and float16, not {request.dtype_name}"
     if request.spec.head_dim > LARGEST_TRITON_HEAD:
         return f"the head size is {request.spec.head_dim}; it goes up to {LARGEST_TRITON_HEAD}"
-    for present, name in (
-        (request.key_padding, "a key-padding mask (give it as a mask)"),
-        (request.bias, "a bias"),
-        (request.alibi, "ALiBi"),
-        (request.documents, "packed documents"),
-        (request.block_mask, "a block mask"),
-    ):
-        if present:
-            return f"it does not take {name}"
+    if (found := request.given("key_padding", "bias", "alibi", "documents", "block_mask")) is not None:
+        return f"it takes no {found}"
     return triton_support.refusal(request.device, request.compute_capability)
 
 
@@ -76,16 +72,8 @@ def _flash_triton_refuses(request: AttentionRequest) -> str | None:
         return f"the head size is {request.spec.head_dim}; it goes up to {LARGEST_TRITON_HEAD}"
     if not request.spec.scale > 0:
         return f"it wants a scale above zero; this one is {request.spec.scale}"
-    for present, name in (
-        (request.mask, "a mask (only causality and a window)"),
-        (request.key_padding, "a key-padding mask"),
-        (request.bias, "a bias"),
-        (request.alibi, "ALiBi"),
-        (request.block_mask, "a block mask"),
-        (request.dropout, "dropout"),
-    ):
-        if present:
-            return f"it does not take {name}"
+    if (found := request.given("mask", "key_padding", "bias", "alibi", "block_mask", "dropout")) is not None:
+        return f"it takes no {found}, only causality and a window"
     return triton_support.refusal(request.device, request.compute_capability)
 
 
@@ -101,7 +89,9 @@ def _flash_triton(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
 
 
 def _chunked_refuses(request: AttentionRequest) -> str | None:
-    return "it does not take block masks" if request.block_mask else None
+    if request.device.type == "meta":
+        return "it computes chunk by chunk, and on meta there is nothing to compute"
+    return "it takes no block mask" if request.block_mask else None
 
 
 def _chunked_waits(request: AttentionRequest) -> str | None:
@@ -165,8 +155,9 @@ def attention(
     (T, S) or broadcasting to (B, H, T, S), and to ALiBi's -slope·distance (`alibi`: True, or slopes (H,)). Then the
     softmax, in float32, and dropout of probabilities.
 
-    kernel: one by name; by default the first that fits, see `hasten explain attention`. Raises ConfigError for shapes,
-    dtypes and options that do not fit, and for a kernel that cannot serve them.
+    All tensors are on one device. kernel: one by name; by default the first that fits, see `hasten explain attention`.
+    Raises ConfigError for shapes, dtypes, devices and options that do not fit, and for a kernel that cannot serve them.
+    Warns (HastenWarning) where no kernel that skips blocks serves a block mask, and all scores are computed.
     """
     check(
         q,
@@ -179,6 +170,7 @@ def attention(
         bias=bias,
         alibi=alibi,
         softcap=softcap,
+        scale=scale,
         block_mask=block_mask,
         cu_seqlens=cu_seqlens,
         cu_seqlens_k=cu_seqlens_k,
@@ -223,8 +215,14 @@ def attention(
         alibi="alibi" in options,
         documents=cu_seqlens is not None,
         block_mask=block_mask is not None,
+        block_size=block_mask.layout.block if isinstance(block_mask, OwnBlockMask) else None,
         dropout=dropout > 0,
         gradient=wants and (q.requires_grad or k.requires_grad or v.requires_grad),
     )
-    run: Callable[..., Tensor] = pick(KERNELS, request, forced=kernel).run
+    chosen = pick(KERNELS, request, forced=kernel)
+    if request.block_mask and kernel is None and chosen.name not in ("native-sparse", "flex"):
+        reason = (native_sparse_refuses if q.device.type == "cpu" else flex_refuses)(request)
+        message = f"the absent blocks of this block mask are not skipped, all scores are computed: {reason}"
+        warnings.warn(message, HastenWarning, stacklevel=2)
+    run: Callable[..., Tensor] = chosen.run
     return run(q, k, v, spec=spec, mask=mask, dropout=dropout, **options).reshape(shape)

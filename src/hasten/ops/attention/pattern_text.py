@@ -82,7 +82,3 @@ def _value(text: str) -> Any:
     except ValueError:
         raise ConfigError(f"attention pattern: {text!r} is no number, no list as 1+2, not true or false") from None
     return numbers[0] if len(numbers) == 1 else numbers
-
-
-def _listed(known: Mapping[str, Any]) -> str:
-    return ", ".join(known)

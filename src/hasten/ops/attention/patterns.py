@@ -171,7 +171,7 @@ class Local(Pattern):
         return (self.radius + 1) * self.block
 
     def columns(self, row: int, blocks: int, *, head: int, layer: int) -> Iterable[int]:
-        return range(row - self.radius, row + self.radius + 1)
+        return _within(row - self.radius, row + self.radius + 1, blocks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,7 +189,7 @@ class SlidingWindow(Pattern):
         return (self.window // 2 + 1) * self.block
 
     def columns(self, row: int, blocks: int, *, head: int, layer: int) -> Iterable[int]:
-        return _window(row, self.window)
+        return _window(row, self.window, blocks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,7 +219,7 @@ class Strided(Pattern):
         self._require("stride", self.stride, 1)
 
     def columns(self, row: int, blocks: int, *, head: int, layer: int) -> Iterable[int]:
-        near = range(row - self.radius, row + self.radius + 1)
+        near = _within(row - self.radius, row + self.radius + 1, blocks)
         return {*near, *range(row % self.stride, blocks, self.stride)}
 
 
@@ -257,11 +257,11 @@ class Fixed(Pattern):
         starts = [*range(first, whole, self.local_blocks)]
         if whole < blocks:  # a last window that is short keeps as many global blocks as there is room for
             starts.append(max(whole, min(whole + first, blocks - self.global_blocks)))
-        globals_ = {j for start in starts for j in range(start, start + self.global_blocks)}
+        globals_ = {j for start in starts for j in _within(start, start + self.global_blocks, blocks)}
         if self.horizontal and row in globals_:
             return range(blocks)
         own = row // self.local_blocks * self.local_blocks
-        return {*range(own, own + self.local_blocks), *globals_}
+        return {*_within(own, own + self.local_blocks, blocks), *globals_}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -280,12 +280,13 @@ class Variable(Pattern):
 
     def __post_init__(self) -> None:
         Pattern.__post_init__(self)
+        _require_several(self, "windows", self.windows)
         if not self.windows:
             raise ConfigError("Variable: windows must hold at least one size; found ()")
         for size in self.windows:
             self._require("windows", size, 1)
         self._require("random_blocks", self.random_blocks, 0)
-        _ranges(self, self.global_indices, self.global_ends)
+        _check_ranges(self, self.global_indices, self.global_ends)
         _refuse_causal_rows(self, self.horizontal)
 
     def columns(self, row: int, blocks: int, *, head: int, layer: int) -> Iterable[int]:
@@ -297,10 +298,10 @@ class Variable(Pattern):
         else:
             size = self.windows[-1]
             start += (row - start) // size * size
-        globals_ = _ranges(self, self.global_indices, self.global_ends)
+        globals_ = _globals(self.global_indices, self.global_ends, blocks)
         if self.horizontal and row in globals_:
             return range(blocks)
-        seen = {*range(start, start + size), *globals_}
+        seen = {*_within(start, start + size, blocks), *globals_}
         others = [j for j in range(blocks) if j not in seen]
         return seen.union(self._draw(others, self.random_blocks, head=head, layer=layer, row=row))
 
@@ -325,7 +326,7 @@ class BigBird(Pattern):
     def columns(self, row: int, blocks: int, *, head: int, layer: int) -> Iterable[int]:
         if row < self.global_blocks:
             return range(blocks)
-        seen = {*_window(row, self.window), *range(self.global_blocks)}
+        seen = {*_window(row, self.window, blocks), *_within(0, self.global_blocks, blocks)}
         others = [j for j in range(blocks) if j not in seen]
         return seen.union(self._draw(others, self.random_blocks, head=head, layer=layer, row=row))
 
@@ -344,21 +345,39 @@ class BSLongformer(Pattern):
     def __post_init__(self) -> None:
         Pattern.__post_init__(self)
         self._require("window", self.window, 1)
-        _ranges(self, self.global_indices, self.global_ends)
+        _check_ranges(self, self.global_indices, self.global_ends)
 
     def columns(self, row: int, blocks: int, *, head: int, layer: int) -> Iterable[int]:
-        globals_ = _ranges(self, self.global_indices, self.global_ends)
+        globals_ = _globals(self.global_indices, self.global_ends, blocks)
         if row in globals_:
             return range(blocks)
-        return {*_window(row, self.window), *globals_}
+        return {*_window(row, self.window, blocks), *globals_}
 
 
-def _window(row: int, size: int) -> range:
-    return range(row - size // 2, row + size // 2 + 1)
+def _within(start: int, stop: int, blocks: int) -> range:
+    """start … stop-1 as far as there are such blocks: a size may be any number, what is laid out has an end."""
+    return range(max(0, start), min(stop, blocks))
 
 
-def _ranges(pattern: Pattern, starts: tuple[int, ...], ends: tuple[int, ...] | None) -> set[int]:
+def _window(row: int, size: int, blocks: int) -> range:
+    return _within(row - size // 2, row + size // 2 + 1, blocks)
+
+
+def _globals(starts: tuple[int, ...], ends: tuple[int, ...] | None, blocks: int) -> set[int]:
+    ends = tuple(start + 1 for start in starts) if ends is None else ends
+    return {j for a, b in zip(starts, ends, strict=True) for j in _within(a, b, blocks)}
+
+
+def _require_several(pattern: Pattern, name: str, value: object) -> None:
+    if not isinstance(value, tuple | list):
+        raise ConfigError(f"{type(pattern).__name__}: {name} must be a tuple of integers; found {value!r}")
+
+
+def _check_ranges(pattern: Pattern, starts: tuple[int, ...], ends: tuple[int, ...] | None) -> None:
     name = type(pattern).__name__
+    _require_several(pattern, "global_indices", starts)
+    if ends is not None:
+        _require_several(pattern, "global_ends", ends)
     if any(isinstance(value, bool) or not isinstance(value, int) for value in (*starts, *(ends or ()))):
         raise ConfigError(f"{name}: global_indices and global_ends must hold integers; found {starts}, {ends}")
     ends = tuple(start + 1 for start in starts) if ends is None else ends
@@ -366,7 +385,6 @@ def _ranges(pattern: Pattern, starts: tuple[int, ...], ends: tuple[int, ...] | N
         raise ConfigError(
             f"{name}: each global range must begin at 0 or later and end past its begin; found {starts}, {ends}"
         )
-    return {j for a, b in zip(starts, ends, strict=True) for j in range(a, b)}
 
 
 def _refuse_causal_rows(pattern: Pattern, horizontal: bool) -> None:

@@ -8,6 +8,17 @@ from torch import Tensor
 
 from hasten.ops.attention.spec import AttentionSpec
 
+# The flags of a request in words, in the order in which a refusal names them.
+GIVEN = {
+    "softcap": "soft-capping of scores",
+    "mask": "explicit mask",
+    "key_padding": "key-padding mask",
+    "bias": "bias",
+    "alibi": "ALiBi",
+    "documents": "packed documents",
+    "block_mask": "block mask",
+    "dropout": "dropout",
+}
 ASSUMED_CAPABILITY = (9, 0)  # of a CUDA device that is asked about on a machine without one: Hopper
 
 
@@ -40,9 +51,9 @@ class AttentionRequest:
     """One call, or with `queries` None a layer, whose calls differ: with or without a mask, one query or many.
 
     mask: an explicit bool (T, S) or (B, T, S) that replaces causality. key_padding: bool (B, S). bias: added to the
-    scores, bias_gradient: and learned. documents: packed by cumulative lengths. gradient: q, k or v needs one (None:
-    unknown). int8_cache: keys and values lie in int8 rows (int8_rows.py). capability: of a CUDA device, asked of the
-    device itself where it is None.
+    scores, bias_gradient: and learned. documents: packed by cumulative lengths. block_size: positions of a block of the
+    block mask (None: unknown). gradient: q, k or v needs one (None: unknown). int8_cache: keys and values lie in int8
+    rows (int8_rows.py). capability: of a CUDA device, asked of the device itself where it is None.
     """
 
     spec: AttentionSpec
@@ -58,6 +69,7 @@ class AttentionRequest:
     alibi: bool = False
     documents: bool = False
     block_mask: bool = False
+    block_size: int | None = None
     dropout: bool = False
     gradient: bool | None = None
     int8_cache: bool = False
@@ -76,6 +88,14 @@ class AttentionRequest:
     def windowed(self) -> bool:
         """A window that hides something."""
         return self.spec.window is not None and (self.keys is None or self.spec.window < self.keys)
+
+    @property
+    def softcap(self) -> bool:
+        return self.spec.softcap is not None
+
+    def given(self, *flags: str) -> str | None:
+        """The first of these flags (of GIVEN, in its order) that is set, in words."""
+        return next((words for flag, words in GIVEN.items() if flag in flags and getattr(self, flag)), None)
 
     def compute_capability(self) -> tuple[int, int]:
         """Of the CUDA device: the one given, the device's own, or Hopper's where there is no device to ask."""

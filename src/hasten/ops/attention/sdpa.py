@@ -43,7 +43,8 @@ def sdpa(
     if queries == 1 and simple and (mask is not None or not windowed):
         return _one_query(q, k, v, spec=spec, mask=mask, dropout=dropout)
     # PyTorch aligns `is_causal` to the top left, so it is our causal attention only when the lengths are equal.
-    square = simple and mask is None and spec.causal and queries == keys and not windowed
+    # Its CPU kernel hides the later keys before it scales the scores: with a scale of zero or less that gives NaN.
+    square = simple and mask is None and spec.causal and queries == keys and not windowed and spec.scale > 0
     attn_mask: Tensor | None = None
     if simple and not square and (mask is not None or spec.causal):
         attn_mask = mask if mask is not None else causal(queries, keys, spec.window, q.device)

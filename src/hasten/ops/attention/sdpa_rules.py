@@ -39,7 +39,10 @@ def masked(request: AttentionRequest) -> str | None:
     ):
         if given:
             return name
-    return "window" if request.windowed else None
+    if request.windowed:
+        return "window"
+    # PyTorch's fused kernels hide later keys before they scale: -infinity times a scale below zero is no longer hidden.
+    return f"scale of {request.spec.scale:g}" if request.spec.causal and not request.spec.scale > 0 else None
 
 
 def unequal(request: AttentionRequest) -> bool:

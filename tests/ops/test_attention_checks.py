@@ -1,0 +1,164 @@
+"""What `attention` and its relatives refuse, in words; and numbers that once gave NaN or another tensor's memory."""
+
+import numpy as np
+import pytest
+import torch
+
+from hasten.errors import ConfigError, HastenWarning
+from hasten.ops.activation import bias_gelu, silu_mul
+from hasten.ops.attention import KERNELS, AttentionRequest, AttentionSpec, attention
+from hasten.ops.attention.block_mask import BlockMask
+from hasten.ops.attention.patterns import BigBird, BSLongformer, Fixed, Local, SlidingWindow, Strided, Variable
+from hasten.ops.picker import pick
+
+
+def tensors(queries=8, keys=8, heads=4, size=16, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((1, queries, heads, size), (1, keys, heads, size), (1, keys, heads, size))
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+
+
+ELSEWHERE = {
+    "mask": torch.ones(8, 8, dtype=torch.bool),
+    "key_padding_mask": torch.ones(1, 8, dtype=torch.bool),
+    "bias": torch.zeros(8, 8),
+    "alibi": torch.ones(4),
+    "cu_seqlens": torch.tensor([0, 8]),
+}
+
+
+@pytest.mark.parametrize("name", ["k", "v", *ELSEWHERE])
+def test_tensors_of_two_devices_are_refused(name):
+    given = dict(zip("qkv", tensors(), strict=True))
+    given[name] = (given | ELSEWHERE)[name].to("meta")
+    with pytest.raises(ConfigError, match=f"{name} is on meta and q on cpu"):
+        attention(given.pop("q"), given.pop("k"), given.pop("v"), **given)
+
+
+def test_activations_of_two_devices_are_refused():
+    z = torch.randn(3, 8)
+    with pytest.raises(ConfigError, match="cpu and meta"):
+        bias_gelu(z, torch.zeros(8, device="meta"))
+    with pytest.raises(ConfigError, match="cpu and meta"):
+        silu_mul(z, z.to("meta"))
+
+
+def test_on_meta_there_is_a_shape():
+    q, k, v = (x.to("meta") for x in tensors())
+    assert attention(q, k, v).shape == q.shape
+
+
+@pytest.mark.parametrize("scale", [-1.0, 0.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
+def test_no_scale_gives_nan(scale, dtype):
+    q, k, v = tensors(dtype=dtype)
+    expected = attention(q.double(), k.double(), v.double(), scale=scale, kernel="reference")
+    for kernel in (None, "flash", "sdpa", "math", "chunked"):
+        out = attention(q, k, v, scale=scale, kernel=kernel).double()
+        torch.testing.assert_close(out, expected, rtol=0, atol=5e-3 if dtype == torch.float16 else 1e-5)
+
+
+def test_flash_on_cuda_wants_no_mask_and_so_a_scale_above_zero():
+    spec = AttentionSpec(heads=4, kv_heads=4, head_dim=64, scale=-1.0)
+    request = AttentionRequest(spec=spec, device=torch.device("cuda"), dtype=torch.float16, batch=1, queries=8, keys=8)
+    with pytest.raises(ConfigError, match="scale of -1"):
+        pick(KERNELS, request, forced="flash")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"window": 2.5}, "window must be a whole number .* found 2.5"),
+        ({"window": True}, "window must be a whole number"),
+        ({"softcap": float("inf")}, "softcap must be a finite number above 0.* found inf"),
+        ({"softcap": float("nan")}, "softcap must be a finite"),
+        ({"scale": float("nan")}, "scale must be a finite number.* found nan"),
+        ({"mask": [[True]]}, "mask must be a torch.Tensor; found list"),
+        ({"key_padding_mask": np.ones((1, 8), dtype=bool)}, "key_padding_mask must be a torch.Tensor; found ndarray"),
+        ({"cu_seqlens": [0, 8]}, "cu_seqlens must be a torch.Tensor; found list"),
+        ({"alibi": [1.0]}, "alibi must be True, or a tensor of slopes; found list"),
+        ({"block_mask": Local(block=16)}, r"BlockMask.of\(pattern, keys\) makes it; found Local"),
+        (
+            {"block_mask": BlockMask.of(BigBird(block=16, per_head=True), 8, heads=3), "kernel": "reference"},
+            "3 heads; found 4 query heads",
+        ),
+    ],
+)
+def test_options_that_are_not_what_they_must_be(change, message):
+    with pytest.raises(ConfigError, match=message):
+        attention(*tensors(), **change)
+
+
+def test_inputs_that_are_not_what_they_must_be():
+    q, k, v = tensors()
+    with pytest.raises(ConfigError, match=r"q must be a torch.Tensor; found list"):
+        attention(q.tolist(), k, v)
+    with pytest.raises(ConfigError, match=r"one head of size 1 or more; q is \(1, 8, 4, 0\)"):
+        attention(q[..., :0], k[..., :0], v[..., :0])
+    with pytest.raises(ConfigError, match=r"one head of size 1 or more; q is \(1, 8, 0, 16\)"):
+        attention(q[:, :, :0], k, v, kernel="chunked")
+    eighth = [x.to(torch.float8_e4m3fn) for x in (q, k, v)]
+    with pytest.raises(ConfigError, match=r"found torch.float8_e4m3fn"):
+        attention(*eighth)
+
+
+@pytest.mark.parametrize("kernel", [None, "chunked", "math", "reference"])
+def test_queries_over_no_keys_are_zeros(kernel):
+    q, k, v = tensors(keys=0)
+    assert not attention(q, k, v, causal=False, kernel=kernel).any()
+
+
+def test_native_sparse_by_name_computes_no_absent_block_or_refuses():
+    q, k, v = tensors(queries=96, keys=96)
+    mask = BlockMask.of(Local(block=48), 96)
+    with pytest.raises(ConfigError, match="its blocks have 48 positions"):
+        attention(q, k, v, block_mask=mask, kernel="native-sparse")
+    with pytest.warns(HastenWarning, match="not skipped, all scores are computed: .*48 positions|native library"):
+        out = attention(q, k, v, block_mask=mask)
+    torch.testing.assert_close(out, attention(q, k, v, block_mask=mask, kernel="reference"), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("queries", "taken"), [(256, "flex"), (128, "flex"), (100, None), (1, None)])
+def test_on_cuda_flex_wants_queries_that_begin_at_a_block(queries, taken):
+    request = AttentionRequest(
+        spec=AttentionSpec(heads=4, kv_heads=4, head_dim=64, scale=0.125, causal=False),
+        device=torch.device("cuda"),
+        dtype=torch.bfloat16,
+        batch=1,
+        queries=queries,
+        keys=256,
+        block_mask=True,
+        block_size=64,
+    )
+    if taken is not None:
+        assert pick(KERNELS, request).name == taken
+        return
+    assert pick(KERNELS, request).name in ("flash", "memory-efficient", "sdpa", "math", "reference")
+    with pytest.raises(ConfigError, match=f"{queries} queries over 256 keys do not begin at one of the blocks of 64"):
+        pick(KERNELS, request, forced="flex")
+
+
+def test_sizes_of_a_pattern_may_be_any_number():
+    huge = 10**9
+    dense = Local(radius=8, block=16).layout(6).heads
+    assert Variable(global_ends=(huge,), block=16).layout(6).heads == dense
+    assert Variable(windows=(huge,), block=16).layout(6).heads == dense
+    assert BSLongformer(global_ends=(huge,), block=16).layout(6).heads == dense
+    assert BigBird(global_blocks=huge, block=16).layout(6).heads == dense
+    assert SlidingWindow(window=huge, block=16).layout(6).heads == dense
+    assert Strided(radius=huge, block=16).layout(6).heads == dense
+    assert Fixed(local_blocks=huge, global_blocks=huge, block=16).layout(6).heads == dense
+    assert Local(radius=huge, block=16).layout(6).heads == dense
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: BSLongformer(global_indices=3), "BSLongformer: global_indices must be a tuple of integers; found 3"),
+        (lambda: Variable(windows=4), "Variable: windows must be a tuple of integers; found 4"),
+        (lambda: Variable(global_ends=1), "Variable: global_ends must be a tuple of integers; found 1"),
+    ],
+)
+def test_lists_of_a_pattern_are_lists(make, message):
+    with pytest.raises(ConfigError, match=message):
+        make()
