@@ -6,8 +6,8 @@ from typing import Any
 
 from hasten.serving.api.completions_schema import ResponseFormat
 from hasten.serving.api.errors import ApiError
+from hasten.serving.api.grammar import Grammar
 from hasten.serving.api.service import Service
-from hasten.serving.api.structured import Grammar
 
 
 async def constraint_of(wanted: ResponseFormat | None, service: Service) -> Grammar | None:

@@ -10,9 +10,9 @@ from fastapi import Request as HttpRequest
 
 from hasten.errors import HastenError
 from hasten.serving.api.errors import ApiError, ClientGone, overloaded
+from hasten.serving.api.grammar import Grammar
 from hasten.serving.api.metrics import Stopwatch
 from hasten.serving.api.service import Service
-from hasten.serving.api.structured import Grammar
 from hasten.serving.request import DeadlineExceeded, EngineFailed, Piece, QueueFull, Request, RequestRefused, SlowReader
 
 
@@ -51,11 +51,14 @@ class Run:
         except HastenError as error:
             raise told(error) from None
         self._count(which, piece)
+        constraint = self.requests[which].constraint
+        if isinstance(constraint, Grammar) and piece.finish_reason in ("stop", "error"):
+            why = constraint.error or (piece.stop_reason if piece.finish_reason == "error" else None)
+            if why is not None:  # the client's grammar broke; an engine that failed has raised above
+                message = f"{constraint.param}: the JSON schema could not be followed to the end: {why}"
+                raise ApiError(message[:500], param=constraint.param, code="structure_failed")
         if piece.finish_reason in ("error", "abort"):
             raise _ended(piece)
-        constraint = self.requests[which].constraint
-        if piece.finish_reason == "stop" and isinstance(constraint, Grammar) and constraint.error:
-            raise ApiError(f"structured output failed: {constraint.error}", status=500, code="structure_incomplete")
         return which, piece
 
     async def aclose(self) -> None:

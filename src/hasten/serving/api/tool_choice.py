@@ -6,8 +6,8 @@ from typing import Any
 
 from hasten.serving.api.chat_schema import ChatBody, ToolChoice
 from hasten.serving.api.errors import ApiError
+from hasten.serving.api.grammar import Grammar
 from hasten.serving.api.service import Service
-from hasten.serving.api.structured import Grammar
 from hasten.serving.api.tool_formats import MARKERS, CallReader, Format, find_format
 
 

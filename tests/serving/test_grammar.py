@@ -1,0 +1,113 @@
+"""Grammars from strangers: what cannot work is refused before it runs, what breaks later ends alone."""
+
+import asyncio
+import itertools
+
+import openai
+import pytest
+import torch
+from starlette.testclient import TestClient
+
+from fake_engine import FakeEngine
+from hasten.serving.api import grammar
+from hasten.serving.api.settings import ServerSettings
+from hasten.serving.api.structured import Grammars
+from server_case import app_of, serving
+
+BOMB = {"type": "string", "pattern": "^((a{100}){100}){100}$"}
+HOPELESS = {
+    "an exploding pattern": BOMB,
+    "another": {"type": "string", "pattern": "^(a?){1000}a{1000}$"},
+    "one behind a field": {
+        "type": "object",
+        "properties": {"kind": {"enum": ["x"]}, "name": BOMB},
+        "required": ["name"],
+    },
+    "itself": {"$ref": "#"},
+    "a circle": {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"},
+    "too many choices": {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(2000)}},
+    "nothing": False,
+}
+
+
+@pytest.fixture(scope="module")
+def engine():
+    from references import tiny_llama
+
+    return FakeEngine(tiny_llama().tokenizer)
+
+
+@pytest.fixture(scope="module")
+def client(engine):
+    with TestClient(app_of(engine, engine.tokenizer), base_url="http://localhost") as client:
+        yield client
+
+
+def ask(client, schema, **extra):
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    return client.post(
+        "/v1/completions", json={"model": "tiny", "prompt": "def", "max_tokens": 200, "response_format": form} | extra
+    )
+
+
+@pytest.mark.parametrize("schema", HOPELESS.values(), ids=HOPELESS)
+def test_a_schema_that_cannot_be_followed_is_refused_before_the_engine_hears_of_it(client, engine, schema):
+    before = len(engine.requests)
+    answer = ask(client, schema)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "response_format"), answer.text
+    assert "\n" not in answer.json()["error"]["message"]
+    assert len(engine.requests) == before
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        True,
+        {"type": "string", "maxLength": 10_000},
+        {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(200)}},
+        {
+            "anyOf": [
+                {"type": "object", "properties": {f"p{i}": {"const": i}}, "required": [f"p{i}"]} for i in range(60)
+            ]
+        },
+        {"$defs": {"n": {"type": "array", "items": {"$ref": "#/$defs/n"}}}, "$ref": "#/$defs/n"},
+    ],
+)
+def test_a_large_schema_is_served(client, schema):
+    answer = ask(client, schema)
+    assert answer.status_code == 200, answer.text
+
+
+def test_a_grammar_that_breaks_half_way_ends_its_own_request_and_names_the_field(engine, monkeypatch):
+    monkeypatch.setattr("hasten.serving.api.structured.rehearse", lambda *_, **__: None)
+    with (
+        serving(app_of(engine, engine.tokenizer)) as (url, _),
+        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        form = {"type": "json_schema", "json_schema": {"name": "x", "schema": BOMB}}
+        ask = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "response_format": form}
+        with pytest.raises(openai.BadRequestError) as refusal:
+            client.chat.completions.create(**ask, max_tokens=99)
+        assert (refusal.value.param, refusal.value.code) == ("response_format", "structure_failed")
+        with pytest.raises(openai.APIError) as broken:
+            for _ in client.chat.completions.create(**ask, stream=True):
+                pass
+        assert broken.value.param == "response_format"
+        assert client.completions.create(model="tiny", prompt="def", max_tokens=2).choices[0].text
+
+
+def test_a_grammar_that_goes_on_being_slow_ends(engine, monkeypatch):
+    tokenizer = engine.tokenizer
+    grammars = Grammars(
+        tokenizer, vocabulary=tokenizer.vocab_size, eos_ids=tokenizer.eos_ids, settings=ServerSettings()
+    )
+    constraint = asyncio.run(grammars.constraint({"type": "array", "items": {"type": "integer"}}, param="tools"))
+    grammars.close()
+    clock = (count * grammar.ALLOWANCE * 0.9 for count in itertools.count())
+    monkeypatch.setattr(grammar.time, "thread_time", lambda: next(clock))
+    row = torch.zeros(tokenizer.vocab_size)
+    constraint.mask(row)
+    assert constraint.error is None  # once is forgiven
+    constraint.mask(row)
+    assert "ms of computing" in constraint.error
+    assert torch.isfinite(row).nonzero().flatten().tolist() == sorted(tokenizer.eos_ids)
