@@ -198,7 +198,7 @@ def _missing_for(asked: str | None) -> bool:
     return library() is None
 
 
-# A graph holds its result, as in train.py: a compiled function may choose its kernel inside.
+# A graph holds its result, as in ops/gradients.py: a compiled function may choose its kernel inside.
 _missing._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 

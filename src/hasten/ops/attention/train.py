@@ -4,23 +4,18 @@ FlashAttention-2 (arXiv 2307.08691) in C++, see train.cpp: what no query sees is
 nothing larger than a tile of scores is ever in memory.
 """
 
-import functools
-import os
-import threading
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hasten.errors import ConfigError, ResourceError
+from hasten.errors import ConfigError
 from hasten.ops.attention.block_mask import TILE, BlockMask, Tiles
-from hasten.ops.build import namespace
-from hasten.ops.native import choose_isa, library
+from hasten.ops.gradients import with_gradients
+from hasten.ops.native import NativeLibrary, library
 
 DTYPES = (torch.float32, torch.bfloat16)
 LARGEST_HEAD = 256
-
-_registering = threading.Lock()
 
 
 def native_attention(
@@ -69,26 +64,7 @@ def native_attention(
     )
 
 
-def _ready(isa: str | None) -> str:
-    """The namespace of one instruction set's operators, loaded, and with their gradient known to torch."""
-    with _registering:  # torch takes a gradient once
-        return _registered(isa or os.environ.get("HASTEN_ISA"))
-
-
-# A graph holds its result. This is torch.compiler.assume_constant_result without importing the compiler for it.
-_ready._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-@functools.cache
-def _registered(asked: str | None) -> str:
-    return _with_gradient(choose_isa(asked))
-
-
-@functools.cache
-def _with_gradient(isa: str) -> str:
-    native = library(isa)
-    if native is None:
-        raise ResourceError("there are no native kernels here; a C++ compiler is needed, and HASTEN_ISA must allow one")
+def _register(native: NativeLibrary, space: str) -> None:
     backward_operator = native.ops.train_attention_backward.default
 
     def remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -105,8 +81,10 @@ def _with_gradient(isa: str) -> str:
         gradients = backward_operator(dout, q, k, v, out, lse, dlse, *sight, ctx.causal, ctx.window, ctx.scale)
         return (*gradients, *(None,) * 8)
 
-    torch.library.register_autograd(f"{namespace(isa)}::train_attention", backward, setup_context=remember)
-    return namespace(isa)
+    torch.library.register_autograd(f"{space}::train_attention", backward, setup_context=remember)
+
+
+_ready = with_gradients(_register)  # the namespace of one instruction set's operators
 
 
 def flop_formulas() -> dict[Any, Any]:
