@@ -44,21 +44,13 @@ def draw_ladder(report: Mapping[str, Any], path: str | Path, *, title: str | Non
     widest = max((row["max"].get(speed, row[speed]) if "max" in row else row[speed] for row in worked), default=1.0)
     caches = len({row["cache_bytes_per_token"] for row in worked if "cache_bytes_per_token" in row})
     axes.set_xlim(0, widest * (1.75 if caches > 1 else 1.5))  # room for what is written behind the bars
-    axes.set_ylim(len(rows) - 0.45, -0.55)
     for position, row in enumerate(rows):
         if "error" in row or row.get(speed) is None:
             _text(axes, 0, position, f" {_shorten(str(row.get('error', 'no speed measured')))}", FAILED)
             continue
         _bar(axes, position, row, speed, first=row is worked[0], cache=caches > 1)
-    axes.set_yticks(range(len(rows)), [row["name"] for row in rows], fontsize=10, color=INK)
+    _style_bars(axes, [row["name"] for row in rows], unit)
     axes.set_xticks([tick for tick in axes.get_xticks() if 0 <= tick <= widest * 1.05])
-    axes.tick_params(axis="both", length=0)
-    axes.tick_params(axis="x", labelsize=8, labelcolor=SOFT)
-    axes.grid(axis="x", color=GRID, linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.set_xlabel(unit, fontsize=9, color=SOFT, loc="left")
-    for side in ("top", "right", "bottom", "left"):
-        axes.spines[side].set_visible(False)
     axes.axvline(0, color=SOFT, linewidth=1)
     _headings(figure, height, report, title or f"{heading} ladder")
     _save(figure, path)
@@ -126,18 +118,23 @@ def draw_bars(
         ratio = f"  ({format_value(value / first, 'times')})" if position and first else ""
         _text(axes, value, position, f" {value:,.0f}{ratio}", INK, bold=True)
     axes.set_xlim(0, max(values.values(), default=1.0) * 1.25 or 1.0)
-    axes.set_ylim(len(values) - 0.45, -0.55)
-    axes.set_yticks(range(len(values)), list(values), fontsize=10, color=INK)
+    _style_bars(axes, list(values), x_label)
+    figure.text(0.03, 1 - 0.28 / height, title, fontsize=13, fontweight="bold", color=INK, va="center")
+    figure.text(0.03, 1 - 0.55 / height, subtitle, fontsize=9, color=SOFT, va="center")
+    _save(figure, path)
+
+
+def _style_bars(axes: Axes, names: Sequence[str], unit: str) -> None:
+    """Axes of horizontal bars, the first one on top: their names, no frame, a faint grid of the values."""
+    axes.set_ylim(len(names) - 0.45, -0.55)
+    axes.set_yticks(range(len(names)), names, fontsize=10, color=INK)
     axes.tick_params(axis="both", length=0)
     axes.tick_params(axis="x", labelsize=8, labelcolor=SOFT)
     axes.grid(axis="x", color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)
-    axes.set_xlabel(x_label, fontsize=9, color=SOFT, loc="left")
+    axes.set_xlabel(unit, fontsize=9, color=SOFT, loc="left")
     for side in ("top", "right", "bottom", "left"):
         axes.spines[side].set_visible(False)
-    figure.text(0.03, 1 - 0.28 / height, title, fontsize=13, fontweight="bold", color=INK, va="center")
-    figure.text(0.03, 1 - 0.55 / height, subtitle, fontsize=9, color=SOFT, va="center")
-    _save(figure, path)
 
 
 def _bar(axes: Axes, position: int, row: Mapping[str, Any], speed: str, *, first: bool, cache: bool) -> None:
