@@ -11,12 +11,13 @@ a training step over 16,384 tokens is taken in processes that may allocate no mo
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
+
+from timing import timed
 
 if TYPE_CHECKING:
     from hasten.ops.attention.patterns import Pattern
@@ -188,12 +189,6 @@ def measured(settings: SparseAttention) -> list[dict[str, Any]]:
         row["rounds"] = seconds[name]
         rows.append(row)
     return rows
-
-
-def timed(call: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
 
 
 def in_little_memory(settings: SparseAttention) -> dict[str, Any]:

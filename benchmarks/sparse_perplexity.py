@@ -9,12 +9,12 @@ dense are formed within a round, medians are over the rounds.
 """
 
 import math
-import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
+
+from timing import timed
 
 if TYPE_CHECKING:
     from hasten.training import Recipe
@@ -142,12 +142,6 @@ def measured(settings: SparsePerplexity, losses: dict[str, float]) -> list[dict[
         row["rounds"] = seconds[name]
         rows.append(row)
     return rows
-
-
-def timed(call: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
 
 
 def table(rows: list[dict[str, Any]]) -> str:
