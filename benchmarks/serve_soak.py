@@ -17,22 +17,23 @@ import random
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
 
-from hasten.data import train_bpe
 from hasten.machine import configure, describe
 from hasten.machine.files import write_json
-from hasten.model.families import read_config
-from hasten.model.initialize import initialize
 from hasten.serving.api.app import make_app
 from hasten.serving.api.server import Server, bind, url_of
 from hasten.serving.api.settings import ServerSettings
 from hasten.serving.async_engine import AsyncEngine
 from hasten.serving.engine import Engine
 from hasten.serving.settings import EngineSettings
+
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+from tiny_model import tiny_llama
 
 TEMPLATE = (
     "{% if tools %}{{ tools | tojson }} <tool_call>{% endif %}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}\n"
@@ -47,34 +48,14 @@ SCHEMA = {
 TOOL = {"type": "function", "function": {"name": "pick", "parameters": SCHEMA}}
 
 
-def tiny_model() -> Any:
-    """A random Llama with a byte-level tokenizer."""
-    text = "def add(a, b):\n    return a + b\n\nfor name in names:\n    print(f'{name}: é ü 漢字 🙂')\n" * 20
-    tokenizer = train_bpe([text], vocab_size=300)
-    config = {
-        "model_type": "llama",
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": tokenizer.vocab_size,
-        "max_position_embeddings": 1024,
-        "tie_word_embeddings": False,
-        "initializer_range": 0.15,
-    }
-    model = initialize(read_config(config), seed=0)
-    model.tokenizer = tokenizer.with_chat_template(TEMPLATE)
-    return model.eval()
-
-
 class Soak:
     """The server in a thread, the clients in this one. The cache is so small that requests are preempted."""
 
     def __init__(self, *, requests: int, concurrency: int, seed: int) -> None:
         self.requests, self.concurrency = requests, concurrency
         self.random = random.Random(seed)
-        model = tiny_model()
+        model = tiny_llama(max_position_embeddings=1024)
+        model.tokenizer = model.tokenizer.with_chat_template(TEMPLATE)
         settings = EngineSettings(max_sequences=64, token_budget=128, cache_bytes=1 << 19, queue_limit=64)
         self.engine = AsyncEngine(Engine(model, model.tokenizer, settings))
         app = make_app(
