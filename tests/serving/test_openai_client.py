@@ -183,6 +183,47 @@ def test_a_schema_that_is_not_understood_is_refused(client, schema):
     assert refusal.value.param == "response_format"
 
 
+def test_forced_calls_keep_to_schemas_that_refer_to_parts_of_themselves(client):
+    import pydantic
+
+    class In(pydantic.BaseModel):
+        const: bool
+
+    class Out(pydantic.BaseModel):
+        inner: In
+        others: list[In] = []
+
+    class Tree(pydantic.BaseModel):
+        children: list["Tree"]
+
+    tools = [openai.pydantic_function_tool(model) for model in (Out, Tree)]
+    forced = ["required", *({"type": "function", "function": {"name": name}} for name in ("Out", "Tree"))]
+    for choice in forced:
+        for shown in (tools, tools[:1]) if choice == "required" else (tools,):
+            for parallel in (True, False):
+                answer = client.chat.completions.create(
+                    model="tiny",
+                    messages=TALK,
+                    tools=shown,
+                    tool_choice=choice,
+                    max_tokens=400,
+                    parallel_tool_calls=parallel,
+                )
+                for call in answer.choices[0].message.tool_calls:
+                    {"Out": Out, "Tree": Tree}[call.function.name].model_validate_json(call.function.arguments)
+
+
+def test_what_would_cut_a_structure_is_refused(client):
+    form = {"type": "json_schema", "json_schema": {"name": "thing", "schema": SCHEMA}}
+    for name, value in {"stop": ":", "stop_token_ids": [5], "min_tokens": 2, "ignore_eos": True}.items():
+        for extra in ({"response_format": form}, {"tools": [TOOL], "tool_choice": "required"}):
+            with pytest.raises(openai.BadRequestError) as refusal:
+                client.chat.completions.create(model="tiny", messages=TALK, extra_body={name: value} | extra)
+            assert refusal.value.param == name
+    answer = client.chat.completions.create(model="tiny", messages=TALK, response_format=form, max_tokens=400, stop=[])
+    assert json.loads(answer.choices[0].message.content)
+
+
 def test_a_tool_is_called_in_the_models_own_format(client, engine, says):
     says('I look. <tool_call>\n{"name": "weather", "arguments": {"name": "x", "kind": "a"}}\n</tool_call>')
     answer = client.chat.completions.create(model="tiny", messages=TALK, tools=[TOOL, OTHER], max_tokens=300)

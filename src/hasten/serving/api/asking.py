@@ -28,9 +28,11 @@ def sampling_params(body: SamplingBody, service: Service, *, max_tokens: int, co
     _limit("stop", len(stop), settings.stops)
     _limit("stop", max(map(len, stop), default=0), settings.stop_characters, what="characters in one text")
     _limit("stop_token_ids", len(body.stop_token_ids or ()), settings.stop_tokens)
-    if constrained and (body.ignore_eos or body.min_tokens):
-        name = "ignore_eos" if body.ignore_eos else "min_tokens"
-        raise ApiError(f"{name} cannot be combined with structured output, which decides where it ends", param=name)
+    if constrained:
+        for name in ("ignore_eos", "min_tokens", "stop", "stop_token_ids"):
+            if getattr(body, name):
+                message = f"{name} cannot be combined with structured output, which decides where it ends"
+                raise ApiError(message, param=name)
     try:
         return SamplingParams(
             **chosen,

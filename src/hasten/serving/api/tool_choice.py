@@ -10,6 +10,10 @@ from hasten.serving.api.grammar import Grammar
 from hasten.serving.api.service import Service
 from hasten.serving.api.tool_formats import MARKERS, CallReader, Format, find_format
 
+# Keywords of JSON schema whose values are schemas by name, and those whose values are no schemas.
+_NAMED = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
+_DATA = ("const", "enum", "default", "examples")
+
 
 class Tools:
     """The tools of one request.
@@ -59,9 +63,13 @@ class Tools:
         if not self._forced:
             return None
         names = [self.named] if self.named is not None else list(self._functions)
-        single = [self._schema(name) for name in names]
-        schema = single[0] if len(single) == 1 else {"anyOf": single}
-        if self.named is None and self.parallel:
+        several = self.named is None and self.parallel
+        at = "#/items" if several else "#"
+        if len(names) == 1:
+            schema = self._schema(names[0], at=at)
+        else:
+            schema = {"anyOf": [self._schema(name, at=f"{at}/anyOf/{i}") for i, name in enumerate(names)]}
+        if several:
             schema = {"type": "array", "items": schema, "minItems": 1}
         return await self._service.grammars.constraint(schema, param="tools")
 
@@ -79,8 +87,10 @@ class Tools:
         added = self._service.tokenizer.backend.get_added_tokens_decoder().values()
         return asked and not any(token.special and token.content == marker for token in added)
 
-    def _schema(self, name: str) -> dict[str, Any]:
-        arguments = self._functions[name].parameters or {"type": "object", "properties": {}}
+    def _schema(self, name: str, *, at: str) -> dict[str, Any]:
+        """The schema of one call, which stands at the pointer `at` of the whole."""
+        given = self._functions[name].parameters or {"type": "object", "properties": {}}
+        arguments = _moved(given, f"{at}/properties/arguments")
         properties = {"name": {"const": name}, "arguments": arguments}
         return {
             "type": "object",
@@ -88,6 +98,23 @@ class Tools:
             "required": ["name", "arguments"],
             "additionalProperties": False,
         }
+
+
+def _moved(schema: Any, at: str) -> Any:
+    """A JSON schema as part of another, at the pointer `at`: what it refers to within itself has moved with it."""
+    if isinstance(schema, list):
+        return [_moved(item, at) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    moved: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key == "$ref" and isinstance(value, str) and (value == "#" or value.startswith("#/")):
+            moved[key] = at + value[1:]
+        elif key in _NAMED and isinstance(value, dict):
+            moved[key] = {name: _moved(item, at) for name, item in value.items()}
+        elif key not in ("$id", "$schema"):  # of a document by itself
+            moved[key] = value if key in _DATA else _moved(value, at)
+    return moved
 
 
 def _template(service: Service) -> str:
