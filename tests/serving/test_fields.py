@@ -3,7 +3,10 @@
 import pytest
 from starlette.testclient import TestClient
 
+import hasten
 from fake_engine import FakeEngine
+from hasten.serving.api.running import told
+from hasten.serving.request import RequestRefused
 from server_case import app_of
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -85,6 +88,9 @@ NEUTRAL = [
     (COMPLETIONS, dict.fromkeys(("suffix", "prompt_logprobs", "seed", "logprobs", "temperature", "no_such_field"))),
     (CHAT, {"store": False, "metadata": {}, "service_tier": "auto", "modalities": ["text"], "function_call": "none"}),
     (CHAT, {"response_format": {"type": "text"}, "tool_choice": "none", "parallel_tool_calls": True, "tools": []}),
+    (CHAT, {"top_logprobs": 0, "stream_options": {"include_usage": False}}),
+    (CHAT, {"top_logprobs": 0, "logprobs": False, "stream_options": {}}),
+    (COMPLETIONS, {"stream_options": {"include_usage": False, "continuous_usage_stats": False}}),
     (CHAT, {"chat_template_kwargs": {}, "reasoning_effort": None, "stream_options": None, "max_completion_tokens": 3}),
 ]
 
@@ -115,14 +121,21 @@ REFUSED = [
     (COMPLETIONS, {"logit_bias": {"x": 1}}, "logit_bias"),
     (COMPLETIONS, {"logit_bias": {"999999": 1}}, "logit_bias"),
     (COMPLETIONS, {"max_tokens": 0}, "max_tokens"),
-    (COMPLETIONS, {"max_tokens": 100_000}, "prompt"),
+    (COMPLETIONS, {"max_tokens": 100_000}, "max_tokens"),
     (COMPLETIONS, {"prompt": []}, "prompt"),
     (COMPLETIONS, {"prompt": ""}, "prompt"),
     (COMPLETIONS, {"prompt": [1, 10**6]}, "prompt"),
     (COMPLETIONS, {"prompt": ["x"] * 257}, "prompt"),
     (COMPLETIONS, {"stream_options": {"include_usage": True}}, "stream_options"),
     (COMPLETIONS, {"stream": True, "stream_options": {"include_obfuscation": True}}, "include_obfuscation"),
-    (COMPLETIONS, {"min_tokens": 9}, None),
+    (COMPLETIONS, {"min_tokens": 9}, "min_tokens"),
+    (COMPLETIONS, {"stop_token_ids": [10**6]}, "stop_token_ids"),
+    (COMPLETIONS, {"stop": ""}, "stop"),
+    (COMPLETIONS, {"stop": ["a", ""]}, "stop"),
+    (COMPLETIONS, {"logit_bias": {"5": 1, "05": 2}}, "logit_bias"),
+    (CHAT, {"max_tokens": 100_000}, "max_tokens"),
+    (CHAT, {"max_tokens": None, "max_completion_tokens": 100_000}, "max_completion_tokens"),
+    (CHAT, {"max_tokens": None, "max_completion_tokens": 0}, "max_completion_tokens"),
     (CHAT, {"messages": []}, "messages"),
     (CHAT, {"messages": [{"role": "robot", "content": ""}]}, "messages[0].role"),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, ...),
@@ -148,6 +161,33 @@ def test_anything_else_is_refused_by_name(client, path, extra, param):
         assert client.post(path, json=body).status_code == 400
     else:
         refused(client, path, body, param)
+
+
+WORDS = [
+    ({"n": 129}, "n: 129; this server's limit is 128"),
+    ({"prompt": [-1]}, "prompt[0]: Input should be greater than or equal to 0"),
+    ({"prompt": [[1], [-1]]}, "prompt[1][0]: Input should be greater than or equal to 0"),
+    ({"prompt": ["a", 1]}, "prompt[1]: Input should be a valid string"),
+    ({"prompt": [1, "a"]}, "prompt[1]: Input should be a valid integer"),
+    ({"metadata": {"a": "b"}}, "metadata is not supported by this server; accepted: {}"),
+    ({"detokenize": False}, "detokenize is not supported by this server; accepted: true"),
+]
+
+
+@pytest.mark.parametrize(("extra", "words"), WORDS)
+def test_the_message_says_what_is_wrong_where(client, extra, words):
+    assert client.post(COMPLETIONS, json=PROMPT | extra).json()["error"]["message"] == words
+
+
+def test_more_samples_than_the_engine_runs_name_the_field():
+    from references import tiny_llama
+
+    llm = hasten.LLM(tiny_llama(), max_sequences=4, token_budget=32, cache_bytes=1 << 20)
+    for fields, name in (({"n": 5}, "n"), ({"n": 1, "best_of": 5}, "best_of")):
+        with pytest.raises(RequestRefused) as refusal:
+            llm.generate("def", hasten.SamplingParams(max_new_tokens=2), **fields)
+        assert told(refusal.value).param == name
+    llm.close()
 
 
 def test_a_model_is_its_exact_name(client):

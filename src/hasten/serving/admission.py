@@ -28,8 +28,9 @@ def admitted(
         if not prompt:
             raise ConfigError("the prompt has no tokens; give at least one")
         if request.samples > settings.max_sequences:
-            raise ConfigError(
-                f"{request.samples} samples or beams were asked for; the engine runs {settings.max_sequences} at most"
+            raise RequestRefused(
+                f"{request.samples} samples or beams were asked for; the engine runs {settings.max_sequences} at most",
+                field="n" if request.best_of is None else "best_of",
             )
         if prompt >= max_length:
             raise ConfigError(f"the prompt has {prompt} tokens; prompt and answer may have {max_length} together")

@@ -15,7 +15,14 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 class RequestRefused(HastenError):
-    """A request that can never be served here (too long, or settings that exclude each other); the text says why."""
+    """A request that can never be served here (too long, or settings that exclude each other); the text says why.
+
+    field: of the request, where it is one that asks for too much.
+    """
+
+    def __init__(self, message: str, *, field: str | None = None) -> None:
+        super().__init__(message)
+        self.field = field
 
 
 class QueueFull(HastenError):

@@ -27,7 +27,15 @@ def sampling_params(body: SamplingBody, service: Service, *, max_tokens: int, co
     stop = [body.stop] if isinstance(body.stop, str) else list(body.stop or ())
     _limit("stop", len(stop), settings.stops)
     _limit("stop", max(map(len, stop), default=0), settings.stop_characters, what="characters in one text")
+    if "" in stop:
+        raise ApiError("stop: an empty text would end every answer before it begins", param="stop")
     _limit("stop_token_ids", len(body.stop_token_ids or ()), settings.stop_tokens)
+    highest = max(body.stop_token_ids or (), default=0)
+    if highest >= service.vocabulary:
+        message = f"stop_token_ids: {highest} is no token id below {service.vocabulary}"
+        raise ApiError(message, param="stop_token_ids")
+    if (body.min_tokens or 0) > max_tokens:
+        raise ApiError(f"min_tokens is {body.min_tokens}, above the {max_tokens} that may come", param="min_tokens")
     if constrained:
         for name in ("ignore_eos", "min_tokens", "stop", "stop_token_ids"):
             if getattr(body, name):
@@ -80,8 +88,20 @@ def beams(body: SamplingBody, n: int, best_of: int | None) -> dict[str, Any]:
     }
 
 
-def room(prompt: Sequence[int], wanted: int | None, service: Service, *, param: str, default: int | None) -> int:
-    """How many tokens may follow; 400 if the prompt and what was asked for do not fit together."""
+def check_stream_options(body: SamplingBody) -> None:
+    """Raises ApiError for options that ask for something where nothing is streamed."""
+    options = body.stream_options
+    if options is not None and not body.stream and (options.include_usage or options.continuous_usage_stats):
+        raise ApiError("stream_options needs stream", param="stream_options")
+
+
+def room(
+    prompt: Sequence[int], wanted: int | None, service: Service, *, param: str, wanted_by: str, default: int | None
+) -> int:
+    """How many tokens may follow; 400 if the prompt, or what was asked for beside it, does not fit.
+
+    param, wanted_by: the fields of the prompt, and of `wanted`.
+    """
     left = service.max_length - len(prompt)
     if left < 1:
         raise too_long(len(prompt), service.max_length, param=param)
@@ -92,7 +112,7 @@ def room(prompt: Sequence[int], wanted: int | None, service: Service, *, param: 
             f"the prompt's {len(prompt):,} tokens and {wanted:,} to follow are {len(prompt) + wanted:,}; this server's "
             f"limit is {service.max_length:,} together"
         )
-        raise ApiError(message, param=param, code="context_length_exceeded")
+        raise ApiError(message, param=wanted_by, code="context_length_exceeded")
     return wanted
 
 
@@ -135,7 +155,10 @@ def _biases(given: Mapping[str, float], service: Service) -> dict[int, float]:
     _limit("logit_bias", len(given), service.settings.biases)
     biases = {}
     for key, value in given.items():
-        if not (key.isascii() and key.isdigit() and len(key) < 10 and int(key) < service.vocabulary):
+        # Written one way only: "05" beside "5" would be one of them unheard.
+        if not (key.isascii() and key.isdigit() and len(key) < 10 and str(int(key)) == key) or (
+            int(key) >= service.vocabulary
+        ):
             raise ApiError(f"logit_bias: {key[:40]!r} is no token id below {service.vocabulary}", param="logit_bias")
         biases[int(key)] = value
     return biases
@@ -143,4 +166,4 @@ def _biases(given: Mapping[str, float], service: Service) -> dict[int, float]:
 
 def _limit(name: str, found: int, most: int, *, what: str = "") -> None:
     if found > most:
-        raise ApiError(f"{name}: {found:,} {what}; this server's limit is {most:,}".replace("  ", " "), param=name)
+        raise ApiError(f"{name}: {found:,}{what and ' '}{what}; this server's limit is {most:,}", param=name)

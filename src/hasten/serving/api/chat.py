@@ -10,7 +10,7 @@ from typing import Any
 from fastapi import APIRouter, Response
 from fastapi import Request as HttpRequest
 
-from hasten.serving.api.asking import beams, check_ids, room, samples, sampling_params
+from hasten.serving.api.asking import beams, check_ids, check_stream_options, room, samples, sampling_params
 from hasten.serving.api.chat_schema import ChatBody
 from hasten.serving.api.conversation import encode_conversation
 from hasten.serving.api.documentation import ERRORS, ChatCompletion
@@ -70,12 +70,11 @@ class _Answer:
         self.choices = [_Choice(self.tools.reader()) for _ in range(self.n)]
         self.id = ""
         self.created = int(time.time())
-        if body.top_logprobs is not None and not body.logprobs:
+        if body.top_logprobs and not body.logprobs:
             raise ApiError("top_logprobs needs logprobs: true", param="top_logprobs")
         if (body.top_logprobs or 0) > settings.logprobs:
             raise ApiError(f"top_logprobs: at most {settings.logprobs}", param="top_logprobs")
-        if body.stream_options is not None and not body.stream:
-            raise ApiError("stream_options needs stream", param="stream_options")
+        check_stream_options(body)
         limits = (body.max_tokens, body.max_completion_tokens)
         if None not in limits and limits[0] != limits[1]:
             raise ApiError("max_tokens and max_completion_tokens differ; give one", param="max_tokens")
@@ -90,10 +89,11 @@ class _Answer:
         special = body.add_special_tokens is True  # the template writes them itself
         ids = await encode_conversation(body.messages, service, tools=self.tools.shown, add_special_tokens=special)
         prompt = check_ids(ids, service, param="messages")
-        wanted = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+        name_of = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+        wanted = getattr(body, name_of)
         if wanted == 0:
-            raise ApiError("max_tokens is 0: an answer has at least one token", param="max_tokens")
-        most = room(prompt, wanted, service, param="messages", default=None)
+            raise ApiError(f"{name_of} is 0: an answer has at least one token", param=name_of)
+        most = room(prompt, wanted, service, param="messages", wanted_by=name_of, default=None)
         return Request(
             id=self.id,
             prompt=prompt,

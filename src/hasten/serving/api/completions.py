@@ -10,7 +10,7 @@ from typing import Any
 from fastapi import APIRouter, Response
 from fastapi import Request as HttpRequest
 
-from hasten.serving.api.asking import beams, prompts_of, room, samples, sampling_params
+from hasten.serving.api.asking import beams, check_stream_options, prompts_of, room, samples, sampling_params
 from hasten.serving.api.completions_schema import CompletionBody
 from hasten.serving.api.documentation import ERRORS, Completion
 from hasten.serving.api.errors import ApiError
@@ -73,8 +73,7 @@ class _Answer:
             raise ApiError("max_tokens is 0: without echo nothing would come back", param="max_tokens")
         if body.logprobs is not None and body.logprobs > service.settings.logprobs:
             raise ApiError(f"logprobs: at most {service.settings.logprobs}", param="logprobs")
-        if body.stream_options is not None and not body.stream:
-            raise ApiError("stream_options needs stream", param="stream_options")
+        check_stream_options(body)
 
     async def requests(self, name: str) -> list[Request]:
         """What the engine is asked: one request for each prompt."""
@@ -84,7 +83,7 @@ class _Answer:
         wanted = max(1, body.max_tokens) if body.max_tokens is not None else None
         made = []
         for index, prompt in enumerate(self.prompts):
-            most = room(prompt, wanted, service, param="prompt", default=DEFAULT_TOKENS)
+            most = room(prompt, wanted, service, param="prompt", wanted_by="max_tokens", default=DEFAULT_TOKENS)
             made.append(
                 Request(
                     id=f"{self.id}-{index}",

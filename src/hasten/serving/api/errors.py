@@ -57,8 +57,7 @@ def overloaded(message: str, *, seconds: float = 1.0, status: int = 503) -> ApiE
 
 def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     """The 400 of a body that does not fit its schema; it names the first field at fault."""
-    # Of a union every member complains; the complaint that came deepest is about the one that was meant.
-    first = max(errors[:64], key=lambda error: (error["type"] == "unsupported", len(_path(error))), default=None)
+    first = max(errors[:64], key=_meant, default=None)
     if first is None:
         return ApiError("the request is not valid")
     param = first.get("ctx", {}).get("field") or _name(_path(first))
@@ -71,6 +70,13 @@ def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
         code = "missing_required_parameter"
     message = first["msg"] if first["type"] == "unsupported" else f"{param or 'body'}: {first['msg']}"
     return ApiError(message, param=param, code=code)
+
+
+def _meant(error: Mapping[str, Any]) -> tuple[bool, int, int, bool]:
+    """Of a union every member complains: the one that was meant came deepest, furthest, and to a value of its type."""
+    path = _path(error)
+    place = path[-1] if path and isinstance(path[-1], int) else -1
+    return error["type"] == "unsupported", len(path), place, not error["type"].endswith("_type")
 
 
 def _path(error: Mapping[str, Any]) -> list[str | int]:

@@ -4,6 +4,7 @@ Neutral values of fields that we do not honour are accepted, since clients send 
 everywhere. Any other value is a 400 that names the field, and so is a field that nobody knows.
 """
 
+import json
 from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -39,12 +40,9 @@ class Body(BaseModel):
             if name in cls.neutral:
                 accepted = cls.neutral[name]
                 if not any(type(value) is type(item) and value == item for item in accepted):
-                    only = f"; accepted: {', '.join(map(repr, accepted))}" if accepted else ""
-                    raise PydanticCustomError(
-                        "unsupported",
-                        "{field} is not supported by this server" + only.replace("{", "(").replace("}", ")"),
-                        {"field": name},
-                    )
+                    only = f"; accepted: {', '.join(map(json.dumps, accepted))}" if accepted else ""
+                    context = {"field": name, "only": only}
+                    raise PydanticCustomError("unsupported", "{field} is not supported by this server{only}", context)
                 continue
             kept[name] = value
         return kept

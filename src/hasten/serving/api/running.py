@@ -133,7 +133,7 @@ def told(error: HastenError) -> ApiError:
     if isinstance(error, QueueFull):
         return overloaded(str(error), seconds=error.retry_after, status=429)
     if isinstance(error, RequestRefused):
-        return ApiError(str(error), code="request_refused")
+        return ApiError(str(error), param=error.field, code="request_refused")
     if isinstance(error, DeadlineExceeded):
         return ApiError(str(error), status=504, code="deadline_exceeded")
     if isinstance(error, EngineFailed):
