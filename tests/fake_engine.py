@@ -104,13 +104,8 @@ class FakeEngine:
     def _of_prompt(self, request):
         return (None, *(self._logprob(token, request.prompt_logprobs) for token in request.prompt[1:]))
 
-    async def embed(self, prompts, *, pooling):
+    async def embed(self, prompts, *, pooling, timeout=None):
         return torch.tensor([[float(len(prompt)), 1.0 if pooling == "mean" else 2.0, 0.5] for prompt in prompts])
-
-    async def drain(self, timeout):
-        while self.running and timeout > 0:
-            await asyncio.sleep(0.01)
-            timeout -= 0.01
 
     async def close(self):
         self.closed = True

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
+import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from hasten.cli.options import LoadOptions
-from hasten.errors import CheckpointError, ConfigError
+from hasten.errors import CheckpointError, ConfigError, HastenWarning
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
+    from hasten.model.tokenizer import Tokenizer
     from hasten.model.transformer import Transformer
     from hasten.serving.api.settings import ServerSettings
     from hasten.serving.settings import EngineSettings
@@ -67,6 +70,9 @@ class Serve(LoadOptions):
         from hasten.serving.api.server import Server, bind, curl_line, url_of
 
         settings, engine_settings = self._settings(), self._engine_settings()
+        if self.served_model_name is not None and not self.served_model_name.strip():
+            raise ConfigError("--served-model-name is empty; leave it out for the folder's own name, or give one")
+        self._warn_of_strangers(settings)
         sock = bind(self.host, self.port)  # before the model: a port that is taken is told at once
         try:
             model = self.load()
@@ -95,13 +101,7 @@ class Serve(LoadOptions):
         from hasten.serving.engine import Engine
 
         configure_logs(self.log)
-        tokenizer = model.tokenizer
-        if self.chat_template is not None and tokenizer is not None:
-            try:
-                text = self.chat_template.read_text(encoding="utf-8")
-            except (OSError, UnicodeDecodeError) as error:
-                raise CheckpointError(f"{self.chat_template} cannot be read: {error}") from None
-            tokenizer = tokenizer.with_chat_template(text, origin=str(self.chat_template))
+        tokenizer = self._tokenizer(model)
         engine = AsyncEngine(Engine(model, tokenizer, engine_settings))
         recommended = model.generation if model.generation.get("do_sample") else {}
         return make_app(
@@ -114,11 +114,49 @@ class Serve(LoadOptions):
             eos_ids=engine.engine.eos_ids,
         )
 
+    def _tokenizer(self, model: Transformer) -> Tokenizer | None:
+        """The model's, with the chat template that was asked for."""
+        tokenizer, path = model.tokenizer, self.chat_template
+        if path is not None:
+            if tokenizer is None:
+                raise ConfigError(f"--chat-template {path}: the model's folder has no tokenizer, so there are no chats")
+            try:
+                text = path.read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise CheckpointError(f"--chat-template {path} cannot be read: {error}") from None
+            tokenizer = tokenizer.with_chat_template(text, origin=str(path))
+        template = None if tokenizer is None else tokenizer.templates.get("default")
+        try:
+            if template is not None:
+                template.check()
+        except CheckpointError as error:
+            if path is not None:
+                raise
+            warnings.warn(f"/v1/chat/completions will refuse everything: {error}", HastenWarning, stacklevel=2)
+        return tokenizer
+
+    def _warn_of_strangers(self, settings: ServerSettings) -> None:
+        from hasten.serving.api.server import is_loopback
+
+        if not settings.api_keys and not is_loopback(self.host):
+            warnings.warn(
+                f"whoever reaches {self.host} may use this server: it listens beyond this machine and has no --api-key "
+                "(or HASTEN_API_KEY)",
+                HastenWarning,
+                stacklevel=2,
+            )
+
     def _settings(self) -> ServerSettings:
         from hasten.serving.api.server import LOOPBACK, is_loopback
         from hasten.serving.api.settings import ServerSettings
 
-        keys = tuple(key for key in (*self.api_key, os.environ.get("HASTEN_API_KEY", "")) if key)
+        keys = self.api_key
+        if (key := os.environ.get("HASTEN_API_KEY")) is not None:
+            keys = (*keys, key)
+        if not all(keys):  # a variable that was not set, as likely as not: never a server that is open to all
+            raise ConfigError("an API key is empty (--api-key, or HASTEN_API_KEY); leave it out to serve without keys")
+        if not 0 < self.max_body_mib < math.inf:
+            raise ConfigError(f"--max-body-mib is {self.max_body_mib}; it must be above 0 and finite")
         hosts: tuple[str, ...] = ()
         if not keys and is_loopback(self.host):
             hosts = (*LOOPBACK, self.host.lower(), *(host.lower() for host in self.allowed_host))
@@ -133,8 +171,8 @@ class Serve(LoadOptions):
     def _engine_settings(self) -> EngineSettings:
         from hasten.serving.settings import EngineSettings
 
-        if self.cache_gib is not None and self.cache_gib <= 0:
-            raise ConfigError(f"--cache-gib is {self.cache_gib}; it must be above 0")
+        if self.cache_gib is not None and not 0 < self.cache_gib < math.inf:
+            raise ConfigError(f"--cache-gib is {self.cache_gib}; it must be above 0 and finite")
         return EngineSettings(
             max_sequences=self.max_sequences,
             token_budget=self.token_budget,

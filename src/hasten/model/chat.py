@@ -46,6 +46,10 @@ class ChatTemplate:
     def __reduce__(self) -> tuple[type["ChatTemplate"], tuple[str, str]]:
         return ChatTemplate, (self.source, self.origin)  # a compiled template cannot be sent to another process
 
+    def check(self) -> None:
+        """Raise CheckpointError for what is no Jinja: else the first conversation would find out."""
+        _ = self._compiled
+
     @cached_property
     def _compiled(self) -> Template:
         try:

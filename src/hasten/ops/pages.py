@@ -14,6 +14,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from hasten.errors import ResourceError
+from hasten.machine.memory import available_memory
+
 LARGE_PAGE = 2 << 20
 
 
@@ -56,7 +59,13 @@ def _empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     # A mapping of its own, which goes back to the system when the tensor dies, and not into a heap full of holes. What
     # lies before the first large page is never touched and takes no memory.
     size = count * dtype.itemsize + LARGE_PAGE
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError) as error:
+        raise ResourceError(
+            f"the system does not give {size:,} bytes of memory in one piece ({error}); {available_memory():,} bytes are "
+            "free: ask for less (a smaller cache, shorter texts, a smaller model)"
+        ) from error
     start = -torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr() % LARGE_PAGE
     with contextlib.suppress(OSError):  # a kernel without transparent large pages: the small ones do
         memory.madvise(mmap.MADV_HUGEPAGE, start, count * dtype.itemsize)

@@ -15,6 +15,8 @@ from hasten.model.transformer import Transformer
 from hasten.serving.request import Request, RequestRefused
 from hasten.serving.settings import EngineSettings
 
+MOST_LENGTH_PENALTY = 10  # length ** penalty must stay a float
+
 
 def admitted(
     request: Request, *, model: Transformer, settings: EngineSettings, max_length: int, blocks: int
@@ -54,7 +56,8 @@ def admitted(
 
 
 def check_request(request: Request, *, vocab_size: int, has_tokenizer: bool) -> None:
-    """Raise ConfigError for settings that exclude each other or mean nothing."""
+    """Raise ConfigError for settings of a wrong type, that exclude each other, or that mean nothing."""
+    _check_types(request)
     for name in ("n", "best_of", "beam_width", "logprobs", "prompt_logprobs"):
         value, low = getattr(request, name), 1 if name in ("n", "best_of") else 0
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < low):
@@ -63,8 +66,6 @@ def check_request(request: Request, *, vocab_size: int, has_tokenizer: bool) -> 
             raise ConfigError(f"{name} is {value}; the vocabulary has {vocab_size} tokens")
     if request.best_of is not None and request.best_of < request.n:
         raise ConfigError(f"best_of is {request.best_of}, below n, which is {request.n}")
-    if request.timeout is not None and not request.timeout > 0:
-        raise ConfigError(f"timeout is {request.timeout!r:.40}; it must be above 0 seconds, or None")
     if request.params.stop and not has_tokenizer:
         raise ConfigError("stop strings need text, and this model's folder has no tokenizer; use stop_token_ids")
     highest = max((*request.params.logit_bias, *request.params.stop_token_ids), default=0)
@@ -74,6 +75,35 @@ def check_request(request: Request, *, vocab_size: int, has_tokenizer: bool) -> 
         raise ConfigError(f"logit_bias forbids (-inf) all {vocab_size} tokens of the vocabulary; leave one")
     if request.beam_width:
         _check_beams(request)
+
+
+def _check_types(request: Request) -> None:
+    """What would be found out in a step is found out here: an exception there ends everybody's requests."""
+    kinds: dict[str, tuple[type, str]] = {
+        "priority": (int, "a whole number"),
+        "salt": (str, "text"),
+        "early_stopping": (bool, "True or False"),
+        "skip_special_tokens": (bool, "True or False"),
+    }
+    for name, (kind, words) in kinds.items():
+        value = getattr(request, name)
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+            raise ConfigError(f"{name} must be {words}; found {value!r:.40}")
+    penalty = request.length_penalty
+    if not _is_number(penalty) or not abs(penalty) <= MOST_LENGTH_PENALTY:
+        raise ConfigError(
+            f"length_penalty must be a number from -{MOST_LENGTH_PENALTY} to {MOST_LENGTH_PENALTY}; "
+            f"found {penalty!r:.40}"
+        )
+    if request.timeout is not None and (not _is_number(request.timeout) or not request.timeout > 0):
+        raise ConfigError(f"timeout is {request.timeout!r:.40}; it must be a number above 0 (seconds), or None")
+    lacking = [name for name in ("done", "mask", "advance", "fork") if not hasattr(request.constraint, name)]
+    if request.constraint is not None and lacking:
+        raise ConfigError(f"constraint has no {', '.join(lacking)}; found {request.constraint!r:.40}")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _check_beams(request: Request) -> None:

@@ -7,12 +7,13 @@ bounded list of pieces, delivered once a step. What can be refused is refused at
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from hasten.serving.engine_thread import EngineThread, Sink
 from hasten.serving.request import DeadlineExceeded, EngineFailed, Piece, Request, SlowReader
 from hasten.serving.settings import Stats
 
@@ -20,106 +21,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from hasten.serving.engine import Engine
-
-# A reader of one request gets its pieces through this; it is called in the engine's thread.
-Sink = Callable[[Piece], None]
-
-
-class EngineThread:
-    """Runs an engine's steps in a thread of its own while there is something to do."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-        self.after_step: list[Callable[[], None]] = []  # called in the thread when a step's pieces were given out
-        self._inbox: deque[Callable[[], None]] = deque()
-        self._wake = threading.Condition()
-        self._sinks: dict[str, Sink] = {}
-        self._closing = False
-        self._thread = threading.Thread(target=self._run, name="hasten-engine", daemon=True)
-        self._thread.start()
-
-    @property
-    def alive(self) -> bool:
-        return self._thread.is_alive() and not self._closing
-
-    def call(self, function: Callable[[], None]) -> None:
-        """Have it called by the engine's thread, between two steps."""
-        with self._wake:
-            self._inbox.append(function)
-            self._wake.notify()
-
-    def submit(self, request: Request, sink: Sink) -> None:
-        """Add a request; its pieces, an error's too, go to `sink`."""
-
-        def add() -> None:
-            try:
-                self.engine.add(request)
-                self._sinks[request.id] = sink
-            except Exception as error:
-                for index in range(request.n):
-                    sink(Piece(request_id=request.id, index=index, finish_reason="error", stop_reason=str(error)))
-
-        self.call(add)
-
-    def abort(self, request_id: str, sink: Sink | None = None) -> None:
-        """Give a request up; with `sink`, only if it is the one that reads it."""
-
-        def abort() -> None:
-            if sink is None or self._sinks.get(request_id) is sink:
-                self._sinks.pop(request_id, None)
-                self.engine.abort(request_id)
-
-        self.call(abort)
-
-    @property
-    def waiting(self) -> int:
-        """Requests that wait, those in the inbox included."""
-        return len(self.engine.scheduler.waiting) + len(self._inbox)
-
-    def close(self, timeout: float = 60.0) -> None:
-        """End the thread after the current step; whoever is still served gets an abort."""
-        with self._wake:
-            self._closing = True
-            self._wake.notify()
-        if threading.current_thread() is not self._thread:
-            self._thread.join(timeout)
-
-    def _run(self) -> None:
-        try:
-            self._serve()
-        except BaseException as error:  # a mistake of ours outside a step: nobody may wait for an answer for ever
-            self.engine.error = self.engine.error or f"{type(error).__name__}: {error}"
-            for request_id in list(self._sinks):
-                self.engine.abort(request_id)
-                self._sinks[request_id](Piece(request_id=request_id, index=0, finish_reason="error"))
-            for hook in self.after_step:
-                hook()
-            raise
-
-    def _serve(self) -> None:
-        engine = self.engine
-        while True:
-            with self._wake:
-                while engine.idle and not self._inbox and not self._closing:
-                    self._wake.wait()
-            while self._inbox:
-                self._inbox.popleft()()
-            if self._closing:
-                break
-            if not engine.idle:
-                self._give_out(engine.step())
-        for request_id in list(self._sinks):
-            engine.abort(request_id)
-        self._give_out(engine.step())
-
-    def _give_out(self, pieces: list[Piece]) -> None:
-        for piece in pieces:
-            sink = self._sinks.get(piece.request_id)
-            if sink is not None:
-                sink(piece)
-        for hook in self.after_step:
-            hook()
-
 
 class _Stream:
     """The unread pieces of one request, on the event loop's side."""
@@ -139,11 +40,11 @@ class _Stream:
 
 
 class AsyncEngine:
-    """An engine for coroutines. Make it in any thread; use it from event loops."""
+    """An engine for coroutines. Make it in any thread; use it from event loops. sinks: see `EngineThread`."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, *, sinks: Mapping[str, tuple[int, Sink]] | None = None) -> None:
         self.engine = engine
-        self.thread = EngineThread(engine)
+        self.thread = EngineThread(engine, sinks=sinks)
         self.thread.after_step.append(self._deliver)
         self._ready: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, Piece]]] = {}
         self._draining = False
@@ -167,15 +68,16 @@ class AsyncEngine:
         Raises RequestRefused or QueueFull before anything is computed, DeadlineExceeded after its timeout, EngineFailed
         when a step failed, SlowReader when too many pieces lay unread.
         """
-        self._admit(request)
+        self._check_open()
+        self.engine.checked(request)
         stream = _Stream(request, self.engine.settings.reader_limit)
         loop = asyncio.get_running_loop()
 
         def sink(piece: Piece) -> None:
             self._ready.setdefault(loop, []).append((stream, piece))
 
-        self._open += 1
         self.thread.submit(request, sink)
+        self._open += 1
         try:
             while stream.open:
                 await stream.news.wait()
@@ -192,13 +94,31 @@ class AsyncEngine:
                     )
         finally:
             self._open -= 1
-            self.thread.abort(request.id, sink)  # nothing, if it is complete
+            if stream.open:
+                self.thread.abort(request.id, sink)
 
-    async def embed(self, prompts: Sequence[Sequence[int]], *, pooling: str = "mean") -> Tensor:
-        """States (P, C) float32 of the prompts, see `Engine.embed`; one prompt between two steps at a time."""
+    async def embed(
+        self, prompts: Sequence[Sequence[int]], *, pooling: str = "mean", timeout: float | None = None
+    ) -> Tensor:
+        """States (P, C) float32 of the prompts, see `Engine.embed`; one prompt, read whole, between two steps.
+
+        They have one place in the queue, until the last is done. timeout: seconds for all of them. Raises
+        RequestRefused, QueueFull, EngineFailed, DeadlineExceeded.
+        """
         import torch
 
-        found = [await self._in_thread(partial(self.engine.embed, prompt, pooling=pooling)) for prompt in prompts]
+        self._check_open()
+        self.thread.enter()
+        self._open += 1
+        try:
+            async with asyncio.timeout(timeout):
+                found = [await self._in_thread(partial(self.engine.embed, one, pooling=pooling)) for one in prompts]
+        except TimeoutError:
+            message = f"the embeddings of {len(prompts)} texts were not complete after {timeout} seconds"
+            raise DeadlineExceeded(message) from None
+        finally:
+            self._open -= 1
+            self.thread.leave()
         return torch.stack(found)
 
     async def drain(self, timeout: float) -> bool:
@@ -216,13 +136,11 @@ class AsyncEngine:
         self._draining = True
         await asyncio.to_thread(self.thread.close)
 
-    def _admit(self, request: Request) -> None:
+    def _check_open(self) -> None:
         if not self.healthy:
             raise EngineFailed(f"the engine takes no requests: {self.error}")
         if self._draining:
             raise EngineFailed("the engine is shutting down and takes no requests")
-        self.engine.check_room(self.thread.waiting)
-        self.engine.checked(request)
 
     def _raise_for(self, piece: Piece, request: Request) -> None:
         if piece.finish_reason == "abort" and piece.stop_reason == "timeout":
@@ -231,8 +149,6 @@ class AsyncEngine:
             raise EngineFailed(f"the engine failed while request {request.id} was served: {self.engine.error}")
 
     async def _in_thread(self, function: Callable[[], Any]) -> Any:
-        if not self.healthy:
-            raise EngineFailed(f"the engine takes no requests: {self.error}")
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Any] = loop.create_future()
 
@@ -245,11 +161,16 @@ class AsyncEngine:
                 future.set_exception(error)
 
         def run() -> None:
+            if future.cancelled():  # whoever asked has gone
+                return
             try:
+                if self.thread.ended or self.engine.error is not None:
+                    raise EngineFailed(f"the engine takes no requests: {self.error}")
                 found, failed = function(), None
             except Exception as error:
                 found, failed = None, error
-            loop.call_soon_threadsafe(settle, found, failed)
+            with suppress(RuntimeError):  # the loop was closed
+                loop.call_soon_threadsafe(settle, found, failed)
 
         self.thread.call(run)
         return await future

@@ -71,14 +71,15 @@ class Engine:
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
-    def add(self, request: Request) -> None:
-        """Take a request into the queue.
+    def add(self, request: Request, *, room: bool = False) -> None:
+        """Take a request into the queue. room: whether it has its place already.
 
         Raises RequestRefused if it can never be served, QueueFull if too many wait, EngineFailed after a failure.
         """
         if self.error is not None:
             raise EngineFailed(f"the engine stopped after an error and takes no requests: {self.error}")
-        self.check_room(len(self.scheduler.waiting))
+        if not room:
+            self.check_room(self.waiting)
         request = self.checked(request)
         arrival = self.scheduler.arrival()
         trunk = self.scheduler.add(
@@ -95,6 +96,11 @@ class Engine:
         self._flight.add(Group(request, trunk, seed=seed, deadline=deadline))
         self._counts.requests += 1
         self._counts.prompt_tokens += len(request.prompt)
+
+    @property
+    def waiting(self) -> int:
+        """Requests that have not begun. (Samples that lost their blocks wait, too, but had their turn.)"""
+        return sum(not sequence.begun for sequence in self.scheduler.waiting.copy())  # other threads may ask
 
     def check_room(self, waiting: int) -> None:
         """Raise QueueFull if so many that wait are the limit."""
@@ -125,12 +131,13 @@ class Engine:
         return not self._flight.groups and not self._pending
 
     def close(self) -> None:
-        """Give up everything and let the cache go."""
+        """Give up everything and let the cache go. May be called again."""
         for request_id in list(self._flight.groups):
             self.abort(request_id)
         self._pending.clear()
         self.error = self.error or "it was closed"
-        del self.cache
+        if hasattr(self, "cache"):
+            del self.cache
 
     def check(self) -> None:
         """Raise AssertionError where the books do not agree."""

@@ -38,6 +38,9 @@ class InFlight:
         del self.groups[group.request.id], self._by_number[group.number]
         self.scoring -= group.prompt_logprobs is not None
         self._ends.append(time.monotonic())
+        if len(self._deadlines) > 2 * len(self.groups) + 64:  # most are of requests that have ended
+            self._deadlines = [(one.deadline, name) for name, one in self.groups.items() if one.deadline is not None]
+            heapq.heapify(self._deadlines)
 
     def expired(self) -> Iterator[Group]:
         """Those whose deadline has passed, each once."""

@@ -15,7 +15,8 @@ from hasten.generation.params import SamplingParams
 from hasten.model.transformer import Transformer
 from hasten.serving.async_engine import AsyncEngine
 from hasten.serving.engine import Engine
-from hasten.serving.request import EngineFailed, FinishReason, Piece, Request, TokenLogprob
+from hasten.serving.engine_thread import Sink
+from hasten.serving.request import EngineFailed, FinishReason, Piece, QueueFull, Request, TokenLogprob
 from hasten.serving.settings import EngineSettings, Stats
 
 
@@ -60,7 +61,8 @@ class LLM:
         answers = llm.generate(["Once upon", "In the end"], hasten.SamplingParams(temperature=0))
 
     The methods with an `a` in front are for event loops; the first use of one starts a thread that runs the engine from
-    then on, for the others, too.
+    then on, for the others, too. As many may be awaited at once as `queue_limit` allows; further ones raise QueueFull
+    (`generate` holds its prompts back by itself).
     """
 
     def __init__(
@@ -94,7 +96,7 @@ class LLM:
         self.engine = Engine(model, model.tokenizer, settings or EngineSettings())
         self._numbers = itertools.count()
         self._async: AsyncEngine | None = None
-        self._readers: dict[str, queue.SimpleQueue[Piece]] = {}
+        self._readers: dict[str, tuple[int, Sink]] = {}
 
     def generate(
         self,
@@ -144,14 +146,14 @@ class LLM:
         return self.engine.stats()
 
     def close(self) -> None:
-        """Let the cache (and the thread, if there is one) go."""
+        """Let the cache (and the thread, if there is one) go. May be called again."""
         if self._async is not None:
             self._async.thread.close()
         self.engine.close()
 
     def _started(self) -> AsyncEngine:
         if self._async is None:
-            self._async = AsyncEngine(self.engine)
+            self._async = AsyncEngine(self.engine, sinks=self._readers)  # also for streams that were begun without it
         return self._async
 
     def _requests(self, prompts: Any, params: Any, request: dict[str, Any]) -> list[Request]:
@@ -163,35 +165,35 @@ class LLM:
         if not all(isinstance(row, SamplingParams) for row in rows):
             raise ConfigError(f"params must be SamplingParams, or a list of them; found {params!r:.80}")
         try:
-            return [
-                self.engine.checked(Request(id=f"llm-{next(self._numbers)}", prompt=tuple(ids), params=row, **request))
+            requests = [
+                Request(id=f"llm-{next(self._numbers)}", prompt=tuple(ids), params=row, **request)
                 for ids, row in zip(encoded, rows, strict=True)
             ]
         except TypeError as error:
             raise ConfigError(f"unknown setting of a request: {error}") from None
+        return [self.engine.checked(one) for one in requests]
 
     def _run(self, requests: list[Request]) -> Iterator[Piece]:
         """The pieces of the requests as they come; what is left of them is given up when the caller stops."""
         waiting = list(reversed(requests))
         left = {one.id: set(range(one.n)) for one in requests}
         arrived: queue.SimpleQueue[Piece] = queue.SimpleQueue()
-        self._readers |= dict.fromkeys(left, arrived)
+        self._readers |= {one.id: (one.n, arrived.put) for one in requests}
         try:
             while left:
-                while waiting and len(self.engine.scheduler.waiting) < self.engine.settings.queue_limit:
-                    one = waiting.pop()
-                    if self._async is None:
-                        self.engine.add(one)
-                    else:
-                        self._async.thread.submit(one, arrived.put)
+                while waiting and self._taken(waiting[-1], arrived.put):
+                    waiting.pop()
                 if self._async is None and arrived.empty():
                     for piece in self.engine.step():  # also those of other streams that are read by turns
                         if (reader := self._readers.get(piece.request_id)) is not None:
-                            reader.put(piece)
+                            reader[1](piece)
                     continue
-                piece = arrived.get()
-                if piece.finish_reason == "error" and self.engine.error is not None:
-                    raise EngineFailed(f"the engine failed: {self.engine.error}")
+                try:  # where others fill the queue, no piece of ours may come before there is room
+                    piece = arrived.get(timeout=0.01 if waiting else None)
+                except queue.Empty:
+                    continue
+                if piece.finish_reason == "error" and (self.engine.error is not None or not piece.prompt_tokens):
+                    raise EngineFailed(f"the engine failed: {self.engine.error or piece.stop_reason}")
                 if piece.finish_reason is not None:
                     left[piece.request_id].discard(piece.index)
                     if not left[piece.request_id]:
@@ -200,8 +202,21 @@ class LLM:
         finally:
             for one in requests:
                 del self._readers[one.id]
-                if one.id in left:
-                    (self.engine if self._async is None else self._async.thread).abort(one.id)
+                if self._async is not None:
+                    self._async.thread.abort(one.id)  # nothing more than its reader, if it is complete
+                elif one.id in left:
+                    self.engine.abort(one.id)
+
+    def _taken(self, request: Request, sink: Sink) -> bool:
+        """Whether there was room for it."""
+        try:
+            if self._async is None:
+                self.engine.add(request)
+            else:
+                self._async.thread.submit(request, sink)
+        except QueueFull:
+            return False
+        return True
 
 
 class _Collector:

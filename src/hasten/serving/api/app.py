@@ -38,8 +38,8 @@ def make_app(
     """The app that serves one engine under one model name. `app.state.service` is what its endpoints share.
 
     max_length: tokens of prompt and answer together. vocabulary: the number of logits. eos_ids: tokens
-    that end a text. When the app's lifespan ends,
-    the engine is drained and closed.
+    that end a text. When the app's lifespan ends, the engine is closed; whoever serves the app waits before for what is
+    in flight (`Service.drain`, as `Server` does).
     """
     service = Service(
         engine,
@@ -57,7 +57,6 @@ def make_app(
         yield
         service.ready = False
         service.draining = True
-        await engine.drain(settings.drain_timeout)
         await engine.close()
         service.close()
 

@@ -48,7 +48,8 @@ def embeddings_router(service: Service) -> APIRouter:
             raise overloaded(f"the engine has failed: {service.engine.error}", seconds=30)
         given = await prompts_of(body.input, service, param="input", add_special_tokens=body.add_special_tokens)
         try:
-            vectors = await service.engine.embed(given, pooling=body.pooling or "mean")  # (N, C)
+            limit = service.settings.request_timeout
+            vectors = await service.engine.embed(given, pooling=body.pooling or "mean", timeout=limit)  # (N, C)
         except HastenError as error:
             raise told(error) from None
         vectors = vectors.float().cpu()

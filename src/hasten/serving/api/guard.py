@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
     from hasten.serving.api.service import Service
 
-OPEN = ("/health", "/ready")
+OPEN = ("/health", "/ready")  # without a key
+WATCHED = (*OPEN, "/metrics")  # answered under load and while the server drains
 _GOOD_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -49,6 +50,12 @@ class Guard:
     def check(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
         """Raises ApiError for a request that may not come in."""
         settings, path = self.service.settings, scope["path"]
+        # uvicorn's limit is for headers that are not complete yet; those that came in one piece are counted here.
+        size = len(scope.get("raw_path") or path.encode()) + len(scope.get("query_string", b""))
+        size += sum(len(name) + len(value) + 4 for name, value in scope["headers"])
+        if size > settings.header_bytes:
+            message = f"the request's line and headers have {size:,} bytes; at most {settings.header_bytes:,}"
+            raise ApiError(message, status=431, code="headers_too_large")
         if settings.allowed_hosts and "*" not in settings.allowed_hosts:
             host = headers.get(b"host", b"").decode("latin-1")
             name = host if host.endswith("]") else host.rsplit(":", 1)[0]
@@ -60,6 +67,8 @@ class Guard:
         if self._keys and not self._knows(headers.get(b"authorization", b"")):
             message = "give a key of this server: Authorization: Bearer KEY"
             raise ApiError(message, status=401, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+        if path in WATCHED:
+            return
         if self._requests > settings.requests:
             raise overloaded(f"{settings.requests} requests are already in flight")
         if self.service.draining:
@@ -86,6 +95,7 @@ class _Exchange:
         scope.setdefault("state", {}).update(request_id=self.id, facts=self.facts, cleanup=self.cleanup)
         self.status: int | None = None
         self.held = 0
+        self.counted = False
         self.ended = False
 
     async def run(self) -> None:
@@ -94,6 +104,9 @@ class _Exchange:
         outcome = "ok"
         try:
             guard.check(self.scope, self.headers)
+            if self.scope["path"] not in WATCHED:
+                guard.service.in_flight += 1
+                self.counted = True
             body = await self._read_body()
             await self._run_until_gone(body)
         except ApiError as error:
@@ -112,6 +125,7 @@ class _Exchange:
             await self._answer(ApiError("the server failed at this request", status=500, code="internal_error"))
         finally:
             guard._requests -= 1
+            guard.service.in_flight -= self.counted
             guard._bytes -= self.held
             path = getattr(self.scope.get("route"), "path", "unknown")
             guard.service.metrics.responses.labels(path, str(self.status or 499)).inc()
@@ -214,7 +228,7 @@ class _Exchange:
         if self.status is not None:
             return
         response = error.response()
-        if error.status in (408, 413):  # what is left of the body is not read
+        if error.status in (408, 413, 431):  # what is left of the body is not read
             response.headers["Connection"] = "close"
         with suppress(ClientGone):
             await response(self.scope, self.receive, self.send)

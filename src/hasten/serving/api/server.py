@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
     from fastapi import FastAPI
 
-HEADER_BYTES = 32 << 10
+    from hasten.serving.api.service import Service
+
 CONNECTIONS = 8192
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 
@@ -64,7 +65,11 @@ def url_of(sock: socket.socket, host: str) -> str:
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server that drains: the first signal refuses new requests and waits for the others, the second ends."""
+    """uvicorn's server that drains before it closes: the second signal ends it at once.
+
+    While it drains it still listens, so that /ready says 503 to a load balancer, /metrics can be read, and new requests
+    are told to go elsewhere; those in flight have `settings.drain_timeout` seconds, then they are aborted.
+    """
 
     def __init__(self, app: FastAPI, settings: ServerSettings, *, listening: Callable[[], None] | None = None) -> None:
         config = uvicorn.Config(
@@ -77,16 +82,23 @@ class Server(uvicorn.Server):
             server_header=False,
             proxy_headers=False,
             limit_concurrency=CONNECTIONS,
-            h11_max_incomplete_event_size=HEADER_BYTES,
-            timeout_graceful_shutdown=max(1, round(settings.drain_timeout)),
+            h11_max_incomplete_event_size=settings.header_bytes,
+            timeout_graceful_shutdown=1,  # everybody was waited for: what is left are last bytes
         )
         super().__init__(config)
-        self._service, self._listening = app.state.service, listening
+        self._service: Service = app.state.service
+        self._settings, self._listening = settings, listening
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self._listening is not None:
             self._listening()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        in_time = await self._service.drain(self._settings.drain_timeout, given_up=lambda: self.force_exit)
+        if not in_time and not self.force_exit:
+            await self._service.engine.close()  # who is still served hears that it was aborted, and why
+        await super().shutdown(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self._service.draining = True

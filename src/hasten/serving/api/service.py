@@ -28,16 +28,15 @@ SHORT_TEXT = 2000
 
 
 class ServedEngine(Protocol):
-    """What the server needs of an engine; `hasten.serving.engine.AsyncEngine` is one."""
+    """What the server needs of an engine; `hasten.serving.async_engine.AsyncEngine` is one."""
 
     @property
     def healthy(self) -> bool: ...
     @property
     def error(self) -> str | None: ...
     def generate(self, request: Request) -> AsyncIterator[Piece]: ...
-    async def embed(self, prompts: Any, *, pooling: Any) -> Tensor: ...
+    async def embed(self, prompts: Any, *, pooling: Any, timeout: float | None = None) -> Tensor: ...
     def stats(self) -> Stats: ...
-    async def drain(self, timeout: float) -> Any: ...
     async def close(self) -> Any: ...
 
 
@@ -61,6 +60,7 @@ class Service:
         self.created = int(time.time())
         self.ready = False
         self.draining = False
+        self.in_flight = 0  # requests that a shutdown waits for
         self.metrics = Metrics(model_name, engine.stats)
         self.grammars = Grammars(tokenizer, vocabulary=vocabulary, eos_ids=eos_ids, settings=settings)
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="prepare")
@@ -105,6 +105,16 @@ class Service:
             return tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
         return work() if len(text) < SHORT_TEXT else await self.in_thread(work)
+
+    async def drain(self, timeout: float, *, given_up: Callable[[], bool] = lambda: False) -> bool:
+        """Take no requests any more and wait until those in flight are answered; whether that was in time (seconds)."""
+        self.draining = True
+        end = asyncio.get_running_loop().time() + timeout
+        while self.in_flight and not given_up():
+            if asyncio.get_running_loop().time() >= end:
+                return False
+            await asyncio.sleep(0.02)
+        return not self.in_flight
 
     def close(self) -> None:
         """Let the threads end."""

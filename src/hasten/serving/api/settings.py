@@ -1,5 +1,6 @@
 """What the server allows. Free of every web package, so that the command line can show it at once."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,7 @@ class ServerSettings:
     allowed_hosts: names that the Host header may carry; empty allows all. A server on the loopback interface without a
         key needs them: a web page whose name was made to point at 127.0.0.1 must not reach it (DNS rebinding).
     defaults: sampling values of the model's generation_config.json, for what a request leaves out.
+    header_bytes: of a request's line and headers together.
     bodies_bytes: of all request bodies held at once. body_timeout: for a body to arrive. write_timeout: a client that
         takes nothing for so long is dropped. request_timeout: a request that has not ended by then is (None: never).
     """
@@ -22,6 +24,7 @@ class ServerSettings:
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     allowed_hosts: tuple[str, ...] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    header_bytes: int = 32 << 10
     body_bytes: int = 4 << 20
     bodies_bytes: int = 256 << 20
     requests: int = 4096  # in flight, queued ones included
@@ -47,7 +50,7 @@ class ServerSettings:
     def __post_init__(self) -> None:
         for name in self.__slots__:
             value = getattr(self, name)
-            if isinstance(value, (int, float)) and not isinstance(value, bool) and not value > 0:
-                raise ConfigError(f"{name} is {value}; a limit of the server must be above 0")
+            if isinstance(value, (int, float)) and not isinstance(value, bool) and not 0 < value < math.inf:
+                raise ConfigError(f"{name} is {value}; a limit of the server must be above 0 and finite")
         if any(not key or not key.isascii() or any(c.isspace() for c in key) for key in self.api_keys):
             raise ConfigError("an API key must be ASCII text without spaces, and not empty")
