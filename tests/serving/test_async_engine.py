@@ -1,6 +1,7 @@
 """Coroutines in front of the engine: pieces as they come, aborts, and every way to be refused."""
 
 import asyncio
+import threading
 
 import pytest
 import torch
@@ -176,5 +177,81 @@ def test_a_mistake_outside_a_step_leaves_nobody_waiting(model):
             async for _ in reader:
                 pass
         assert not engine.healthy
+
+    serve(model, main)
+
+
+def test_only_requests_take_places_in_the_queue(model):
+    async def main(engine):
+        for name in "abcdefgh":
+            reader = engine.generate(request(name, PROMPT, max_new_tokens=400))
+            await anext(reader)
+            await reader.aclose()  # an abort, in the inbox
+        for _ in range(8):
+            engine.thread.abort("nobody")
+        return await collect(engine, request("z", PROMPT, max_new_tokens=2))
+
+    assert serve(model, main, queue_limit=1)[-1].finish_reason == "length"
+
+
+def test_samples_that_lost_their_blocks_do_not_keep_others_out(model):
+    """They wait, too, but a request that was let in is not sent away for their sake (which was a 500)."""
+
+    async def main(engine):
+        one = request("a", PROMPT, max_new_tokens=60, n=8, params=None)
+        reading = asyncio.create_task(collect(engine, one))
+        while not engine.engine.scheduler.waiting or engine.engine.scheduler.preemptions == 0:
+            await asyncio.sleep(0.001)
+        assert len(engine.engine.scheduler.waiting) >= 1
+        assert engine.thread.waiting == 0
+        pieces = await collect(engine, request("b", PROMPT[:3], max_new_tokens=2))
+        await reading
+        return pieces
+
+    assert serve(model, main, queue_limit=1, blocks=60, max_sequences=8)[-1].finish_reason == "length"
+
+
+def test_embeddings_have_the_queues_limit_and_a_deadline(model, monkeypatch):
+    async def main(engine):
+        entered, go_on = threading.Event(), threading.Event()
+        own = engine.engine.embed
+        done = []
+
+        def slowly(prompt, **settings):
+            entered.set()
+            assert go_on.wait(20)
+            done.append(prompt)
+            return own(prompt, **settings)
+
+        monkeypatch.setattr(engine.engine, "embed", slowly)
+        first = asyncio.create_task(engine.embed([PROMPT, PROMPT[:2]]))
+        await asyncio.to_thread(entered.wait, 20)
+        second = asyncio.create_task(engine.embed([PROMPT[:5]], timeout=0.02))
+        with pytest.raises(DeadlineExceeded, match="1 texts"):
+            await second
+        third = asyncio.create_task(engine.embed([PROMPT[:5]]))
+        await asyncio.sleep(0)
+        with pytest.raises(QueueFull):
+            await engine.embed([PROMPT])
+        third.cancel()
+        go_on.set()
+        assert (await first).shape == (2, model.config.hidden_size)
+        assert done == [PROMPT, PROMPT[:2]]  # nothing is computed for those who went
+        assert engine.thread.waiting == 0
+        assert await engine.drain(5.0)
+        with pytest.raises(EngineFailed, match="shutting down"):
+            await engine.embed([PROMPT])
+
+    serve(model, main, queue_limit=2)
+
+
+def test_what_is_handed_in_too_late_is_told_so(model):
+    async def main(engine):
+        engine.thread.close()
+        pieces = []
+        with pytest.raises(EngineFailed, match="closed"):
+            engine.thread.submit(request("a", PROMPT), pieces.append)
+        engine.thread.abort("a")
+        assert (engine.thread.waiting, pieces) == (0, [])
 
     serve(model, main)

@@ -1,5 +1,7 @@
 """The engine against the same requests alone, and how requests end."""
 
+import time
+
 import pytest
 import torch
 
@@ -197,3 +199,16 @@ def test_embeddings_are_the_states_before_the_head(model):
         engine.embed(PROMPTS[0], pooling="max")
     with pytest.raises(RequestRefused, match="has 0 tokens"):
         engine.embed([])
+
+
+def test_deadlines_of_requests_that_ended_are_forgotten(model):
+    engine = make_engine(model)
+    for number in range(300):
+        run(engine, [request(str(number), [3, 4], max_new_tokens=1, timeout=3600.0)], check=False)
+    assert len(engine._flight._deadlines) <= 66
+    engine.add(request("late", [3, 4], max_new_tokens=400, timeout=0.001))
+    for number in range(300, 400):  # through a sweep, those that still run keep theirs
+        engine.add(request(str(number), [3, 4], max_new_tokens=1, timeout=3600.0))
+        engine.abort(str(number))
+    time.sleep(0.002)
+    assert {piece.stop_reason for piece in engine.step() if piece.request_id == "late"} == {"timeout"}

@@ -357,3 +357,51 @@ def test_a_million_mistakes_are_one_mistake(client_for_all, name):
     with pytest.raises(ValidationError) as refusal:
         (ChatBody if "messages" in body else CompletionBody).model_validate(body)
     assert refusal.value.error_count() < 20
+
+
+def test_headers_have_a_limit_however_they_arrive(engine, tokenizer):
+    """uvicorn's own limit holds only for headers that come in several pieces."""
+    with serving(app_of(engine, tokenizer)) as (url, _):
+        for headers, path in (({"X-Long": "y" * 33_000}, "/health"), ({f"X-{i}": "y" * 90 for i in range(350)}, "/v1")):
+            answer = httpx.get(f"{url}{path}", headers=headers)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (431, "headers_too_large")
+        assert httpx.get(f"{url}/{'a' * 40_000}").status_code == 431
+        assert httpx.get(f"{url}/health?{'a' * 40_000}").status_code == 431
+        assert httpx.get(f"{url}/health", headers={"X-Long": "y" * 30_000}).status_code == 200
+
+
+def test_while_it_drains_the_server_still_says_so(engine, tokenizer):
+    engine.delay = 0.05
+    results = {}
+    with serving(app_of(engine, tokenizer)) as (url, server):
+
+        def ask():
+            results["answer"] = httpx.post(f"{url}/v1/completions", json=PROMPT | {"max_tokens": 25}, timeout=30)
+
+        thread = threading.Thread(target=ask)
+        thread.start()
+        wait_until(lambda: engine.running)
+        server.handle_exit(15, None)
+        for path, status in (("/health", 200), ("/ready", 503), ("/metrics", 200), ("/v1/models", 503)):
+            assert httpx.get(f"{url}{path}").status_code == status, path  # each over a connection of its own
+        answer = httpx.post(f"{url}/v1/completions", json=PROMPT)
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
+        assert engine.running, "all that was while it drained"
+        thread.join(10)
+        assert results["answer"].status_code == 200
+        wait_until(lambda: engine.closed)
+
+
+def test_a_second_signal_ends_at_once(engine, tokenizer):
+    engine.endless, engine.delay = True, 0.01
+    with serving(app_of(engine, tokenizer, max_length=10**7, drain_timeout=3600.0)) as (url, server):
+        body = PROMPT | {"max_tokens": 10**6, "stream": True}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=10) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            server.handle_exit(15, None)
+            next(lines)
+            server.handle_exit(15, None)
+            with pytest.raises(httpx.HTTPError):
+                for _ in lines:
+                    pass

@@ -7,7 +7,7 @@ import pytest
 
 import hasten
 from hasten.errors import ConfigError
-from hasten.serving.request import EngineFailed, RequestRefused
+from hasten.serving.request import EngineFailed, QueueFull, RequestRefused
 from references import tiny_llama
 
 PROMPTS = ["def add(a", "for name in", "    return", "x"]
@@ -120,3 +120,76 @@ def test_a_folder_is_loaded_and_fused(model, tmp_path):
     params = hasten.SamplingParams(temperature=0, max_new_tokens=6)
     assert llm.generate(PROMPTS[0], params)[0].tokens == hasten.generate(model, PROMPTS[0], params)[0].tokens
     llm.close()
+
+
+def test_calls_after_coroutines_wait_for_room(model):
+    """The thread takes them then, and 36 of these 40 came back empty."""
+    llm = hasten.LLM(model, **SETTINGS, queue_limit=4)
+    params = hasten.SamplingParams(temperature=0, max_new_tokens=3, ignore_eos=True)
+    wanted = asyncio.run(llm.agenerate(PROMPTS[0], params)).tokens
+    answers = llm.generate([PROMPTS[0]] * 40, params)
+    assert [answer.tokens for answer in answers] == [wanted] * 40
+    llm.close()
+    assert llm._async.thread.readers == 0
+
+
+def test_places_in_the_queue_come_free(model):
+    llm = hasten.LLM(model, **SETTINGS, queue_limit=4)
+    params = hasten.SamplingParams(temperature=0, max_new_tokens=2, ignore_eos=True)
+
+    async def many():
+        return await asyncio.gather(*(llm.agenerate(PROMPTS[0], params) for _ in range(20)), return_exceptions=True)
+
+    for _ in range(3):  # what is over, or was never let in, takes no place
+        answers = asyncio.run(many())
+        served = [answer for answer in answers if not isinstance(answer, BaseException)]
+        assert len(served) >= 4
+        assert all(isinstance(answer, QueueFull) for answer in answers if answer not in served)
+    assert llm._async.thread.waiting == 0
+    llm.close()
+
+
+def test_a_stream_that_was_begun_goes_on_in_the_thread(llm):
+    params = hasten.SamplingParams(temperature=0, max_new_tokens=9, ignore_eos=True)
+    wanted = llm.generate(PROMPTS[0], params)[0].tokens
+    stream = llm.stream(PROMPTS[0], params)
+    tokens = [*next(stream).tokens]
+    assert asyncio.run(llm.agenerate(PROMPTS[0], params)).tokens == wanted
+    assert [*tokens, *(token for piece in stream for token in piece.tokens)] == wanted
+
+
+WRONG = {
+    "salt": 5,
+    "priority": "high",
+    "timeout": "5",
+    "early_stopping": "yes",
+    "skip_special_tokens": 3,
+    "constraint": 5,
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [*WRONG.items(), ("timeout", float("nan")), ("priority", True)])
+def test_a_setting_of_a_wrong_type_is_refused_before_a_step(llm, name, value):
+    with pytest.raises(RequestRefused, match=name):
+        llm.generate("x", **{name: value})
+    assert llm.engine.error is None
+
+
+@pytest.mark.parametrize("value", ["x", float("nan"), 1e9, True, None])
+def test_a_length_penalty_that_is_no_number_or_too_large(llm, value):
+    with pytest.raises(RequestRefused, match="length_penalty"):
+        llm.generate("x", beam_width=2, length_penalty=value)
+    assert llm.engine.error is None
+
+
+@pytest.mark.parametrize("threaded", [False, True])
+def test_closing_again_does_nothing_and_what_comes_later_is_told(model, threaded):
+    llm = hasten.LLM(model, **SETTINGS)
+    if threaded:
+        asyncio.run(llm.agenerate("x"))
+    llm.close()
+    llm.close()
+    with pytest.raises(EngineFailed, match="closed"):
+        llm.generate("x")
+    with pytest.raises(EngineFailed, match="closed"):
+        asyncio.run(llm.agenerate("x"))

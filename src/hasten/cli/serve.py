@@ -72,9 +72,9 @@ class Serve(LoadOptions):
         settings, engine_settings = self._settings(), self._engine_settings()
         if self.served_model_name is not None and not self.served_model_name.strip():
             raise ConfigError("--served-model-name is empty; leave it out for the folder's own name, or give one")
-        self._warn_of_strangers(settings)
         sock = bind(self.host, self.port)  # before the model: a port that is taken is told at once
         try:
+            self._warn_of_strangers(settings)
             model = self.load()
             app = self._app(model, settings, engine_settings)
         except BaseException:
@@ -100,8 +100,8 @@ class Serve(LoadOptions):
         from hasten.serving.async_engine import AsyncEngine
         from hasten.serving.engine import Engine
 
-        configure_logs(self.log)
         tokenizer = self._tokenizer(model)
+        configure_logs(self.log)
         engine = AsyncEngine(Engine(model, tokenizer, engine_settings))
         recommended = model.generation if model.generation.get("do_sample") else {}
         return make_app(

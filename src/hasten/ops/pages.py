@@ -63,8 +63,8 @@ def _empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError) as error:
         raise ResourceError(
-            f"the system does not give {size:,} bytes of memory in one piece ({error}); {available_memory():,} bytes are "
-            "free: ask for less (a smaller cache, shorter texts, a smaller model)"
+            f"the system does not give {size:,} bytes of memory in one piece ({error}); {available_memory():,} bytes "
+            "are free: ask for less (a smaller cache, shorter texts, a smaller model)"
         ) from error
     start = -torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr() % LARGE_PAGE
     with contextlib.suppress(OSError):  # a kernel without transparent large pages: the small ones do

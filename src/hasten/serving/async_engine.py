@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from hasten.serving.engine import Engine
 
+
 class _Stream:
     """The unread pieces of one request, on the event loop's side."""
 

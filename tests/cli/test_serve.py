@@ -1,0 +1,126 @@
+"""`hasten serve`: it starts, serves, drains; what it cannot serve is one line; nobody is let in by mistake."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import warnings
+
+import pytest
+
+from hasten.errors import ConfigError, HastenWarning, ResourceError
+from references import tiny_llama
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_llama()
+
+
+def test_the_command_serves_and_drains(tiny_folder):
+    command = [sys.executable, "-m", "hasten", "serve", str(tiny_folder), "--port", "0", "--cache-gib", "0.01"]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "HASTEN_API_KEY": "k"}
+    )
+    try:
+        line = process.stdout.readline()
+        assert "is served at http://127.0.0.1:" in line, process.stderr.read()
+        curl = process.stdout.readline().strip()
+        done = subprocess.run(
+            ["bash", "-c", curl.replace("curl ", "curl -s ")],
+            capture_output=True,
+            text=True,
+            env={**os.environ, "HASTEN_API_KEY": "k"},
+            timeout=30,
+        )
+        assert json.loads(done.stdout)["usage"]["completion_tokens"] > 0
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
+        log = [json.loads(line) for line in process.stderr.read().splitlines() if line.startswith("{")]
+        assert [entry["status"] for entry in log] == [200]
+    finally:
+        process.kill()
+
+
+def test_what_cannot_be_served_is_one_line(tiny_folder, tmp_path, capsys, monkeypatch):
+    from hasten.cli.main import main
+
+    monkeypatch.delenv("HASTEN_API_KEY", raising=False)
+    (broken := tmp_path / "broken.jinja").write_text("{% for")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        cases = [
+            (["--port", port], "in use"),
+            (["--port", "99999"], "65535"),
+            (["--host", "256.1.1.1"], "cannot listen"),
+            (["--cache-gib", "0"], "above 0"),
+            (["--api-key", "a b"], "API key"),
+            (["--api-key", ""], "API key is empty"),
+            (["--host", "0.0.0.0", "--api-key", "one", ""], "API key is empty"),
+            (["--served-model-name", ""], "--served-model-name"),
+            (["--chat-template", str(broken)], "syntax error"),
+            (["--chat-template", str(broken) + "x"], "cannot be read"),
+            (["--cache-gib", "nan"], "--cache-gib is nan"),
+            (["--cache-gib", "inf"], "--cache-gib is inf"),
+            (["--max-body-mib", "nan"], "--max-body-mib is nan"),
+            (["--max-body-mib", "inf"], "--max-body-mib is inf"),
+            (["--drain-timeout", "inf"], "drain_timeout is inf"),
+            (["--request-timeout", "nan"], "request_timeout is nan"),
+            (["--token-budget", "1"], "token_budget"),
+        ]
+        for options, text in cases:
+            with pytest.raises(SystemExit) as end:
+                main(["serve", str(tiny_folder), *(["--port", "0"] if "--port" not in options else []), *options])
+            error = capsys.readouterr().err
+            assert end.value.code == 2
+            assert error.startswith("error: ")
+            assert error.count("\n") == 1
+            assert text in error
+
+
+def test_an_empty_key_in_the_environment_is_refused(monkeypatch):
+    from hasten.cli.serve import Serve
+
+    monkeypatch.setenv("HASTEN_API_KEY", "")
+    with pytest.raises(ConfigError, match="HASTEN_API_KEY"):
+        Serve(model="x")._settings()
+    monkeypatch.setenv("HASTEN_API_KEY", "k")
+    assert Serve(model="x", api_key=("l",))._settings().api_keys == ("l", "k")
+
+
+def test_a_server_for_everybody_is_warned_of(monkeypatch):
+    from hasten.cli.serve import Serve
+
+    monkeypatch.delenv("HASTEN_API_KEY", raising=False)
+    for host, key, warned in (("0.0.0.0", (), True), ("0.0.0.0", ("k",), False), ("127.0.0.1", (), False)):
+        command = Serve(model="x", host=host, api_key=key)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            command._warn_of_strangers(command._settings())
+        assert [host in str(one.message) for one in told] == [True] * warned
+
+
+def test_a_broken_template_of_the_folder_is_warned_of(model):
+    from hasten.cli.serve import Serve
+
+    class Broken:
+        tokenizer = model.tokenizer.with_chat_template("{% for", origin="the folder")
+
+    with pytest.warns(HastenWarning, match="chat/completions"):
+        assert Serve(model="x")._tokenizer(Broken) is Broken.tokenizer
+
+
+def test_memory_that_the_system_refuses_is_named(model, monkeypatch):
+    import mmap
+
+    def refuse(*args, **kwargs):
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(mmap, "mmap", refuse)
+    from hasten.serving.engine import Engine
+    from hasten.serving.settings import EngineSettings
+
+    with pytest.raises(ResourceError, match=r"does not give [\d,]+ bytes .*Cannot allocate.* [\d,]+ bytes are free"):
+        Engine(model, model.tokenizer, EngineSettings(max_sequences=64, token_budget=64, cache_bytes=64 << 20))
