@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from timing import timed
 
 if TYPE_CHECKING:
-    from hasten.ops.attention.patterns import Pattern
+    from hasten.ops.attention.pattern_layout import Pattern
 
 DENSE, FLASH = "dense (native)", "dense (PyTorch's flash)"
 LIMIT = 1.5  # times density times the time of PyTorch's flash

@@ -8,7 +8,7 @@ from torch import Tensor
 from hasten.model.config import ModelConfig
 from hasten.ops.attention.block_mask import BlockMask
 from hasten.ops.attention.masks import visible
-from hasten.ops.attention.patterns import Pattern
+from hasten.ops.attention.pattern_layout import Pattern
 
 
 class SparseSight:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from hasten.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from hasten.ops.attention.patterns import Pattern
+    from hasten.ops.attention.pattern_layout import Pattern
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

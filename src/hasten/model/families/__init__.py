@@ -21,8 +21,8 @@ from hasten.model.families import (
 )
 from hasten.model.families.family import Family
 from hasten.ops.attention.block_mask import tiles_refusal
+from hasten.ops.attention.pattern_layout import Pattern
 from hasten.ops.attention.pattern_text import pattern_of
-from hasten.ops.attention.patterns import Pattern
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hasten.errors import ConfigError
-from hasten.ops.attention.patterns import BlockLayout, Pattern
+from hasten.ops.attention.pattern_layout import BlockLayout, Pattern
 
 if TYPE_CHECKING:
     from torch.nn.attention import flex_attention

@@ -9,7 +9,8 @@ from dataclasses import fields
 from typing import Any
 
 from hasten.errors import ConfigError
-from hasten.ops.attention.patterns import PATTERNS, Pattern
+from hasten.ops.attention.pattern_layout import Pattern
+from hasten.ops.attention.patterns import PATTERNS
 
 LARGEST = 1 << 20  # of any number, and of a file's lists: nothing absurd is laid out
 LONGEST_LIST = 4096

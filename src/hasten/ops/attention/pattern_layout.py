@@ -1,0 +1,123 @@
+"""What every sparse attention pattern is: a rule for the key blocks of a row, and the layout that comes of it.
+
+The patterns themselves are in patterns.py.
+"""
+
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+
+from hasten.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockLayout:
+    """The blocks that are seen. heads: one entry for all heads, or one a head; each holds the sorted columns of a row.
+
+    The rows are the last ones of `blocks_k` (aligned bottom right): row r stands at block blocks_k - blocks_q + r.
+    """
+
+    block: int  # positions of a block
+    causal: bool
+    blocks_k: int
+    heads: tuple[tuple[tuple[int, ...], ...], ...]
+
+    @property
+    def blocks_q(self) -> int:
+        return len(self.heads[0])
+
+    @property
+    def first_row(self) -> int:
+        """The block that row 0 stands at."""
+        return self.blocks_k - self.blocks_q
+
+    @property
+    def present(self) -> int:
+        """Blocks that are seen, of all heads that are laid out."""
+        return sum(len(row) for head in self.heads for row in head)
+
+    @property
+    def density(self) -> float:
+        """Blocks that are seen over those that dense attention of the same kind (causal or not) would see."""
+        rows = range(self.first_row + 1, self.blocks_k + 1)
+        whole = sum(rows) if self.causal else len(rows) * self.blocks_k
+        return self.present / (whole * len(self.heads))
+
+    def strings(self, head: int = 0) -> tuple[str, ...]:
+        """One string of 0 and 1 a row."""
+        own = self.heads[head if len(self.heads) > 1 else 0]
+        return tuple("".join("1" if j in row else "0" for j in range(self.blocks_k)) for row in map(set, own))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pattern:
+    """What all patterns have in common. Sizes are in blocks of `block` positions.
+
+    per_head: random choices differ from head to head; without it one layout serves all heads. Raises ConfigError for
+    sizes that mean nothing.
+    """
+
+    block: int = 64
+    causal: bool = True
+    seed: int = 0
+    per_head: bool = False
+
+    def __post_init__(self) -> None:
+        self._require("block", self.block, 1)
+
+    def _require(self, name: str, value: object, least: int) -> None:
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ConfigError(f"{type(self).__name__}: {name} must be an integer of at least {least}; found {value!r}")
+
+    @property
+    def differs_by_head(self) -> bool:
+        return self.per_head
+
+    @property
+    def reach(self) -> int | None:
+        """How many keys back a query of a causal pattern can see, its own included; None: all of them."""
+        return None
+
+    def columns(self, row: int, blocks: int, *, head: int, layer: int) -> Iterable[int]:
+        """The key blocks that block `row` sees, in any order. blocks: how many there are (causal: up to the row).
+
+        What lies outside of them is dropped by `layout`, and the row's own block is added.
+        """
+        raise NotImplementedError
+
+    def layout(self, blocks_q: int, blocks_k: int | None = None, *, heads: int = 1, layer: int = 0) -> BlockLayout:
+        """The blocks that the last `blocks_q` of `blocks_k` (default: as many) query blocks see."""
+        blocks_k = blocks_q if blocks_k is None else blocks_k
+        self._require("blocks_q", blocks_q, 1)
+        self._require("heads", heads, 1)
+        self._require("layer", layer, 0)
+        if not isinstance(blocks_k, int) or blocks_k < blocks_q:
+            raise ConfigError(f"{blocks_q} query blocks are the last of at least as many key blocks; found {blocks_k}")
+        laid = tuple(
+            tuple(self._row(row, blocks_k, head, layer) for row in range(blocks_k - blocks_q, blocks_k))
+            for head in range(heads if self.differs_by_head else 1)
+        )
+        return BlockLayout(block=self.block, causal=self.causal, blocks_k=blocks_k, heads=laid)
+
+    def _row(self, row: int, blocks: int, head: int, layer: int) -> tuple[int, ...]:
+        end = row + 1 if self.causal else blocks
+        seen = {j for j in self.columns(row, end, head=head, layer=layer) if 0 <= j < end}
+        return tuple(sorted(seen | {row}))
+
+    def render(self, blocks: int, *, head: int = 0, layer: int = 0) -> str:
+        """The pattern of `blocks` blocks for people: its parameters, then a line a row, ■ seen and · not."""
+        layout = self.layout(blocks, heads=head + 1, layer=layer)
+        given = ", ".join(
+            f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if getattr(self, f.name) != f.default
+        )
+        title = f"{type(self).__name__}({given}), {layout.density:.0%} of the blocks"
+        signs = str.maketrans("01", "·■")
+        return "\n".join([title, *(" ".join(row.translate(signs)) for row in layout.strings(head))])
+
+    def _draw(self, candidates: list[int], count: int, *, head: int, layer: int, row: int) -> list[int]:
+        """`count` of the candidates, or all where there are fewer; from a generator of its own."""
+        if count == 0 or len(candidates) <= count:
+            return candidates[:count]
+        # Only seeding by a string and random() are promised to stay what they are from one Python to the next.
+        generator = random.Random(f"{self.seed}/{layer}/{head if self.per_head else 0}/{row}")
+        return [j for _, j in sorted((generator.random(), j) for j in candidates)[:count]]
