@@ -119,6 +119,7 @@ def test_a_server_is_measured_over_http(engine):
 def test_the_command_in_process(tmp_path, capsys):
     report, picture = tmp_path / "r.json", tmp_path / "r.png"
     options = ["--shape", "tiny", "--dtype", "float32", "--cache-gib", "0.01", "--requests", "4", "--rates", "200,inf"]
+    options += ["--kv-cache-dtype", "int8"]
     options += ["--prompt-tokens", "20", "--output-tokens", "6", "--warmup", "1", "--shared-prefix-tokens", "16"]
     main(["bench", "serve", *options, "--json", str(report), "--picture", str(picture)])
     found = json.loads(report.read_text())

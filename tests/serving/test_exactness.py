@@ -143,7 +143,7 @@ def test_right_guesses_save_steps():
     assert max(len(piece.tokens) for piece in found) == 4
 
 
-@pytest.mark.parametrize("kind", ["bfloat16", "int8"])
+@pytest.mark.parametrize("kind", ["bfloat16", "int8", "int8 cache"])
 def test_the_native_kernels_give_the_same_bits_beside_anybody(kind):
     model = tiny_llama().bfloat16()
     if kind == "int8":
@@ -151,6 +151,7 @@ def test_the_native_kernels_give_the_same_bits_beside_anybody(kind):
     if reason := refusal(model):
         pytest.skip(reason)
     hasten.fuse(model)
+    cache = {"kv_cache_dtype": "int8" if kind == "int8 cache" else "auto"}
     chance = random.Random(1)
     prompt = [chance.randrange(300) for _ in range(45)]
     settings = [
@@ -166,9 +167,14 @@ def test_the_native_kernels_give_the_same_bits_beside_anybody(kind):
     def said(pieces):
         return [(told.token, told.logprob, told.top) for piece in pieces for told in piece.logprobs]
 
-    wanted = [said(run(make_engine(model, token_budget=64), [probe(number)])[f"probe {number}"]) for number in range(3)]
+    wanted = [
+        said(run(make_engine(model, token_budget=64, **cache), [probe(number)])[f"probe {number}"])
+        for number in range(3)
+    ]
+    if kind == "int8 cache":
+        assert wanted[0] != said(run(make_engine(model, token_budget=64), [probe(0)])["probe 0"])
     for budget, blocks, warm in ((8, 60, False), (13, 40, True), (40, 200, True), (9, 24, False)):
-        engine = make_engine(model, token_budget=budget, blocks=blocks)
+        engine = make_engine(model, token_budget=budget, blocks=blocks, **cache)
         if warm:  # the prompt, or a part of it, lies in the cache
             run(engine, [request("warm", prompt[: chance.randrange(20, 46)], max_new_tokens=3)])
         found = {}
@@ -190,6 +196,38 @@ def test_the_native_kernels_give_the_same_bits_beside_anybody(kind):
             found.setdefault(name, []).extend(pieces)
         for number in range(3):
             assert said(found[f"probe {number}"]) == wanted[number], (budget, number)
+
+
+def test_beams_and_samples_over_an_int8_cache_are_the_same_bits_beside_anybody():
+    """Forks, copies on write, preemption and adopted prompts, where every byte of a shared block counts."""
+    model = tiny_llama().bfloat16()
+    if reason := refusal(model):
+        pytest.skip(reason)
+    hasten.fuse(model)
+    chance = random.Random(2)
+    probes = [
+        request("beams", TEXT[:30], beam_width=4, n=4, max_new_tokens=12),
+        request("samples", TEXT[:27], temperature=1.0, seed=3, n=3, max_new_tokens=12, logprobs=1),
+    ]
+
+    def said(pieces):
+        return sorted((p.index, p.tokens, [told.logprob for told in p.logprobs or ()]) for p in pieces)
+
+    wanted = {one.id: said(run(make_engine(model, kv_cache_dtype="int8"), [one])[one.id]) for one in probes}
+    counts = [0, 0, 0]
+    for budget, blocks in ((30, 26), (16, 40), (32, 200)):
+        engine = make_engine(model, token_budget=budget, blocks=blocks, max_sequences=9, kv_cache_dtype="int8")
+        others = [
+            request(f"other {i}", [*TEXT[: 4 * i], *(chance.randrange(300) for _ in range(9))], max_new_tokens=24)
+            for i in range(5)
+        ]
+        found = run(engine, [*others[:3], *probes, *others[3:]])
+        assert {name: said(found[name]) for name in wanted} == wanted
+        stats = engine.stats()
+        counts = [
+            a + b for a, b in zip(counts, (stats.preemptions, stats.copied_blocks, stats.prefix_hits), strict=True)
+        ]
+    assert all(counts), counts
 
 
 def test_prompt_logprobs_are_the_models_own_however_it_is_read():

@@ -93,10 +93,24 @@ def test_wrong_settings_are_named(model, llm):
         hasten.LLM(model, max_sequences=4, token_budget=2)
     with pytest.raises(ConfigError, match="dtype"):
         hasten.LLM(model, dtype="bfloat16")
+    with pytest.raises(ConfigError, match=r"kv_cache_dtype must be .* found 'fp8'"):
+        hasten.LLM(model, kv_cache_dtype="fp8")
     with pytest.raises(ConfigError, match="beams"):
         llm.generate("x", beams=3)
     with pytest.raises(RequestRefused, match="best_of"):
         llm.generate("x", n=2, best_of=1)
+
+
+def test_twice_the_tokens_fit_in_int8(model):
+    """tiny_llama has heads of 16 values in float32: 20 bytes in the place of 64."""
+    wide, narrow = (hasten.LLM(model, **SETTINGS, cache_bytes=1 << 16, kv_cache_dtype=d) for d in ("auto", "int8"))
+    assert (wide.stats().blocks, narrow.stats().blocks) == ((1 << 16) // 8192, (1 << 16) // 2560)
+    assert narrow.stats().cache_bytes == 25 * 2560 + 160  # and a row of padding
+    params = hasten.SamplingParams(temperature=0, max_new_tokens=6)
+    assert all(len(answer.tokens) for answer in narrow.generate(PROMPTS, params))
+    for llm in (wide, narrow):
+        llm.engine.check()
+        llm.close()
 
 
 def test_a_failed_step_raises(model, monkeypatch):

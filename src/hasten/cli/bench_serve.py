@@ -65,6 +65,8 @@ class BenchServe(LoadOptions):
     """In process: tokens computed in one step."""
     cache_gib: float | None = None
     """In process: memory of the cache in GiB."""
+    kv_cache_dtype: Literal["auto", "int8"] = "auto"
+    """In process: keys and values in the model's own dtype, or in int8."""
     prefix_cache: bool = True
     """In process: share the blocks of prompts that begin alike."""
     vocabulary: int | None = None
@@ -145,6 +147,7 @@ class BenchServe(LoadOptions):
             max_sequences=self.max_sequences,
             token_budget=self.token_budget,
             cache_bytes=None if self.cache_gib is None else int(self.cache_gib * 2**30),
+            kv_cache_dtype=self.kv_cache_dtype,
             prefix_cache=self.prefix_cache,
         )
         model = self.load()

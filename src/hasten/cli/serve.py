@@ -49,6 +49,8 @@ class Serve(LoadOptions):
     """Tokens in a block of the cache."""
     cache_gib: float | None = None
     """Memory of the cache in GiB; by default half of what is free, and never more than can be used."""
+    kv_cache_dtype: Literal["auto", "int8"] = "auto"
+    """Keys and values in the model's own dtype, or in int8, where about twice the tokens fit."""
     prefix_cache: bool = True
     """Share the blocks of prompts that begin alike."""
     queue_limit: int = 1024
@@ -179,6 +181,7 @@ class Serve(LoadOptions):
             max_length=self.max_length,
             block_size=self.block_size,
             cache_bytes=None if self.cache_gib is None else int(self.cache_gib * 2**30),
+            kv_cache_dtype=self.kv_cache_dtype,
             prefix_cache=self.prefix_cache,
             queue_limit=self.queue_limit,
         )

@@ -52,6 +52,7 @@ class Engine:
             block_size=settings.block_size,
             dtype=model.dtype,
             device=model.device,
+            int8=settings.int8_cache,
         )
         self.cache_bytes = self.cache.bytes
         self.blocks = BlockManager(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from hasten.errors import ConfigError
 
@@ -11,12 +12,14 @@ from hasten.errors import ConfigError
 class EngineSettings:
     """Limits of the engine.
 
-    max_sequences: samples and beams that run at the same time. token_budget: tokens computed in one step, prompts and
-    answers together (at least max_sequences): the larger, the sooner prompts are read, the longer the others wait
-    meanwhile. max_length: tokens of prompt and answer together; None: the model's positions. block_size: tokens a
-    block of the cache. cache_bytes: memory of the cache; None takes `cache_share` of the memory that is free, never
-    more than max_sequences of max_length need. prefix_cache: share the blocks of equal beginnings. queue_limit:
-    requests that may wait. reader_limit: pieces that may lie unread.
+    max_sequences: samples and beams that run at the same time. token_budget: tokens computed in one step, prompts
+    and answers together (at least max_sequences): the larger, the sooner prompts are read, the longer the others
+    wait meanwhile. max_length: tokens of prompt and answer together; None: the model's positions. block_size:
+    tokens a block of the cache. cache_bytes: memory of the cache; None takes `cache_share` of the memory that is
+    free, never more than max_sequences of max_length need. kv_cache_dtype: "auto" keeps keys and values in the
+    model's dtype, "int8" in int8 with a scale for every token and head, about half the bytes of bfloat16.
+    prefix_cache: share the blocks of equal beginnings. queue_limit: requests that may wait. reader_limit: pieces
+    that may lie unread.
     """
 
     max_sequences: int = 256
@@ -25,9 +28,14 @@ class EngineSettings:
     block_size: int = 16
     cache_bytes: int | None = None
     cache_share: float = 0.5
+    kv_cache_dtype: Literal["auto", "int8"] = "auto"
     prefix_cache: bool = True
     queue_limit: int = 1024
     reader_limit: int = 1024
+
+    @property
+    def int8_cache(self) -> bool:
+        return self.kv_cache_dtype == "int8"
 
     def __post_init__(self) -> None:
         for name in ("max_sequences", "token_budget", "block_size", "queue_limit", "reader_limit"):
@@ -40,6 +48,10 @@ class EngineSettings:
                 raise ConfigError(f"{name} must be a whole number above 0, or None; found {value!r:.40}")
         if not 0 < self.cache_share <= 1:
             raise ConfigError(f"cache_share is {self.cache_share}; it is a share of the free memory, above 0, up to 1")
+        if self.kv_cache_dtype not in ("auto", "int8"):
+            raise ConfigError(
+                f"kv_cache_dtype must be 'auto' (the model's dtype) or 'int8', found {self.kv_cache_dtype!r:.40}"
+            )
         if self.token_budget < self.max_sequences:
             raise ConfigError(
                 f"token_budget is {self.token_budget}, below max_sequences, which is {self.max_sequences}: a step must "

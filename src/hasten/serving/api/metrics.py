@@ -29,6 +29,7 @@ GAUGES = {
     "num_requests_waiting": ("waiting", "Requests that wait for room."),
     "kv_cache_usage_perc": ("cache_usage", "Share of the cache's blocks in use, 1 for all."),
     "kv_cache_blocks": ("blocks", "Blocks of the cache."),
+    "kv_cache_bytes": ("cache_bytes", "Bytes of the cache, of all its blocks."),
     "kv_cache_blocks_saved": ("blocks_saved", "Blocks that sharing saves at this moment."),
     "kv_cache_blocks_shared": ("shared_blocks", "Blocks that more than one sequence refers to."),
 }
