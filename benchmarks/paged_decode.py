@@ -1,9 +1,10 @@
-"""What decoding over blocks costs more than over a contiguous cache: the attention alone, and a whole fused step.
+"""What decoding over blocks costs beside a contiguous cache, in bf16 and in int8: the attention, and a fused step.
 
     python benchmarks/paged_decode.py --output benchmarks/results/paged-decode.json
 
-Both caches hold the same keys and values of sequences of `tokens` tokens; the blocks lie in a random order. Both are
-measured in turn, the first changing from round to round, and the ratio is formed within a round; the median counts.
+All caches hold the same keys and values of sequences of `tokens` tokens; the blocks lie in a random order. They are
+measured in turn, the first changing from round to round, and the ratios to the contiguous one and of int8 to bf16
+blocks are formed within a round; the median counts.
 The attention goes through the caches of all layers after each other, as a decode step does, so that none is found in
 the processor's caches because of the round before.
 """
@@ -16,6 +17,8 @@ from statistics import median
 from typing import Any
 
 import tyro
+
+KINDS = ("contiguous", "blocks", "int8")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,15 +55,16 @@ class PagedDecode:
         with torch.inference_mode():
             for batch in self.batches:
                 rows += self.measure(model, batch)
-        print("| | batch | contiguous | blocks | ratio |\n|---|---|---|---|---|")
+        print("| | batch | contiguous | blocks | ratio | int8 blocks | to blocks |\n|---|---|---|---|---|---|---|")
         for row in rows:
-            times = " | ".join(f"{row[kind] * 1e3:.2f} ms" for kind in ("contiguous", "blocks"))
-            print(f"| {row['what']} | {row['batch']} | {times} | {row['ratio']:.3f} |")
+            contiguous, blocks, int8 = (f"{row[kind] * 1e3:.2f} ms" for kind in KINDS)
+            ratios = [f"{row[name]:.3f}" for name in ("ratio", "int8_ratio")]
+            print(f"| {row['what']} | {row['batch']} | {contiguous} | {blocks} | {ratios[0]} | {int8} | {ratios[1]} |")
         if self.output:
             settings = {
                 name: getattr(self, name) for name in ("shape", "layers", "tokens", "block_size", "rounds", "threads")
             }
-            write_json(self.output, {"schema": 1, "machine": describe().to_json(), "settings": settings, "rows": rows})
+            write_json(self.output, {"schema": 2, "machine": describe().to_json(), "settings": settings, "rows": rows})
 
     def model(self) -> Any:
         import torch
@@ -78,6 +82,7 @@ class PagedDecode:
 
         from hasten.generation.decoder import Decoder
         from hasten.generation.paged import PagedCache, Rows
+        from hasten.ops.attention.int8_rows import quantize_rows
         from hasten.ops.native import library
 
         native = library()
@@ -85,16 +90,23 @@ class PagedDecode:
         size, room = self.block_size, -(-self.tokens // self.block_size)
         config = model.config
         decoder = Decoder(model, batch=batch, capacity=room * size)
-        paged = PagedCache(config, blocks=batch * room, block_size=size, dtype=model.dtype, device="cpu")
+        make: dict[str, Any] = {"blocks": batch * room, "block_size": size, "dtype": model.dtype, "device": "cpu"}
+        paged, int8 = PagedCache(config, **make), PagedCache(config, **make, int8=True)
         order = torch.randperm(batch * room, generator=torch.Generator().manual_seed(0))
-        for whole, blocks in zip((*decoder.cache.k, *decoder.cache.v), (*paged.k, *paged.v), strict=True):
+        held = [(*cache.k, *cache.v) for cache in (decoder.cache, paged, int8)]
+        for whole, blocks, rows8 in zip(*held, strict=True):
             whole.normal_()
             blocks[:-1].unflatten(0, (-1, size))[order] = whole[:-1].unflatten(0, (-1, size))
+            rows8.copy_(quantize_rows(blocks))
         rows = [Rows(table, self.tokens - 1, 1) for table in order.view(batch, room).tolist()]
         tokens = torch.arange(batch) + 5
         q = torch.randn(batch, config.heads, config.head_dim)
         places = torch.full((batch, 1), self.tokens - 1)
-        views = {"contiguous": decoder.cache.step(places, masks=False).layers, "blocks": paged.step(rows).layers}
+        views = {
+            "contiguous": decoder.cache.step(places, masks=False).layers,
+            "blocks": paged.step(rows).layers,
+            "int8": int8.step(rows).layers,
+        }
 
         def attention(kind: str) -> list[Any]:
             found = []
@@ -107,24 +119,26 @@ class PagedDecode:
             if kind == "contiguous":
                 decoder.lengths = [self.tokens - 1] * batch
                 return decoder.decode(tokens)
-            context = paged.step(rows)
+            context = (int8 if kind == "int8" else paged).step(rows)
             return model(tokens[None], context.positions, context)[0]
 
         found = []
         for what, run in (("attention", attention), ("step", step)):
             first, second = run("contiguous"), run("blocks")
+            run("int8")
             assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True)), "the caches are not the same"
             times = [timed(run, odd=i % 2 == 1) for i in range(self.rounds)]
             kinds = {kind: median(t[kind] for t in times) for kind in views}
             ratio = median(t["blocks"] / t["contiguous"] for t in times)
-            found.append({"what": what, "batch": batch, **kinds, "ratio": ratio})
+            int8_ratio = median(t["int8"] / t["blocks"] for t in times)
+            found.append({"what": what, "batch": batch, **kinds, "ratio": ratio, "int8_ratio": int8_ratio})
         return found
 
 
 def timed(run: Callable[[str], Any], *, odd: bool) -> dict[str, float]:
     """Seconds of each kind, one after the other."""
     found = {}
-    for kind in ("blocks", "contiguous") if odd else ("contiguous", "blocks"):
+    for kind in reversed(KINDS) if odd else KINDS:
         start = time.perf_counter()
         run(kind)
         found[kind] = time.perf_counter() - start

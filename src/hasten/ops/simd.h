@@ -57,6 +57,22 @@ INLINE void store_bf16(uint16_t* p, F32 v) {
 #endif
 }
 
+// 16 signed bytes. (g++ 12 makes a conversion to four times the width value by value.)
+INLINE I32 load_int8(const void* p) {
+#if defined(__AVX512F__)
+  return (I32)_mm512_cvtepi8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(p)));
+#elif defined(__AVX2__)
+  const __m128i bytes = _mm_loadu_si128(static_cast<const __m128i*>(p));
+  __m256i wide[2] = {_mm256_cvtepi8_epi32(bytes), _mm256_cvtepi8_epi32(_mm_srli_si128(bytes, 8))};
+  I32 v; std::memcpy(&v, wide, 64);
+  return v;
+#else
+  typedef int8_t I8 __attribute__((vector_size(16)));
+  I8 v; std::memcpy(&v, p, 16);
+  return __builtin_convertvector(v, I32);
+#endif
+}
+
 // IEEE half precision, for the scales of published int4 checkpoints.
 INLINE F32 load_f16(const uint16_t* p) {
 #if defined(__AVX512F__)

@@ -171,21 +171,21 @@ inline void pack_int8_tile(const TileRows& tile, const TileRows& next, int64_t p
       }
       if (d == 0) next.prefetch(next.k + j, 16);
     }
-  for (int64_t j = 0; j < TILE_KEYS; j += 2) {
-    for (int64_t d = 0; d < padded; d += LANES) {
-      I8 a = {}, b = {};
-      const int64_t count = std::clamp<int64_t>(head_dim - d, 0, LANES);
-      if (count == LANES) {
-        std::memcpy(&a, v[j] + d, LANES);
-        std::memcpy(&b, v[j + 1] + d, LANES);
-      } else {
-        std::memcpy(&a, v[j] + d, count);
-        std::memcpy(&b, v[j + 1] + d, count);
+  for (int64_t d = 0; d < padded; d += PANEL)
+    for (int64_t j = 0; j < TILE_KEYS; j += 2) {
+      const uint8_t *a = v[j] + d, *b = v[j + 1] + d;
+      alignas(64) uint8_t tail[2][PANEL];
+      if (d + PANEL > head_dim) {
+        std::memset(tail, 0, sizeof tail);
+        for (int i = 0; i < 2 && d < head_dim; i++) std::memcpy(tail[i], v[j + i] + d, head_dim - d);
+        a = tail[0], b = tail[1];
       }
-      const U32 both = pairs_of(__builtin_convertvector(a, I32), __builtin_convertvector(b, I32));
-      std::memcpy(out.v + (d / PANEL * (TILE_KEYS / 2) * PANEL + j / 2 * PANEL + d % PANEL) * 2, &both, 64);
+      uint16_t* to = out.v + (d * (TILE_KEYS / 2) + j / 2 * PANEL) * 2;
+      for (int i = 0; i < VECTORS; i++) {
+        const U32 both = pairs_of(load_int8(a + i * LANES), load_int8(b + i * LANES));
+        std::memcpy(to + i * 2 * LANES, &both, 64);
+      }
     }
-  }
   for (int64_t j = 0; j < TILE_KEYS; j++) {
     out.k_scales[j] = scale_of(k[j], head_dim);
     out.v_scales[j] = scale_of(v[j], head_dim);
