@@ -26,10 +26,10 @@ class Int8Cache:
     model: Path = Path("runs/demo/model")
     """The demo's model (`hasten demo`), whose held-out files are read."""
 
-    kilobytes: int = 150
+    kilobytes: int = 60
     """Of held-out text."""
 
-    answers: int = 64
+    answers: int = 32
 
     answer_tokens: int = 64
 
