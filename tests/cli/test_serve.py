@@ -21,6 +21,7 @@ def model():
 
 def test_the_command_serves_and_drains(tiny_folder):
     command = [sys.executable, "-m", "hasten", "serve", str(tiny_folder), "--port", "0", "--cache-gib", "0.01"]
+    command += ["--kv-cache-dtype", "int8"]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "HASTEN_API_KEY": "k"}
     )
