@@ -1,0 +1,107 @@
+"""Attention over blocks: the native kernel against the gathered reference, chunks and decodes in one call."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hasten.ops.attention import AttentionSpec, paged
+from hasten.ops.attention.int8_rows import dequantize_rows, quantize_rows
+from hasten.ops.attention.reference import reference
+from hasten.ops.attention.sdpa import sdpa
+from hasten.ops.attention.view import KVView
+from hasten.ops.native import library
+
+native = pytest.mark.skipif(library() is None, reason="the native kernels cannot be built here (no C++ compiler)")
+
+
+def a_step(counts, *, kv_heads, head_dim, size, int8, seed, by_head=True):
+    """A view of sequences with (earlier, new) tokens, blocks in a random order, NaN where no token is."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = [before + new for before, new in counts]
+    needed = [-(-n // size) for n in lengths]
+    order = torch.randperm(sum(needed), generator=generator).tolist()
+    table = torch.zeros(len(counts), max(needed), dtype=torch.int64)
+    slots = sum(needed) * size + 1
+    shape = (2, kv_heads, slots, head_dim) if by_head else (2, slots, kv_heads, head_dim)
+    k, v = (
+        torch.randn(shape, generator=generator).bfloat16().transpose(1, 2)
+        if by_head
+        else torch.randn(shape, generator=generator).bfloat16()
+    ).unbind()
+    held = torch.zeros(slots, dtype=torch.bool)
+    for row, n, blocks in zip(table, lengths, needed, strict=True):
+        row[:blocks] = torch.tensor([order.pop() for _ in range(blocks)])
+        places = torch.arange(n)
+        held[row[places // size] * size + places % size] = True
+    k[~held], v[~held] = float("nan"), float("nan")
+    if int8:
+        k, v = quantize_rows(k), quantize_rows(v)
+    starts = torch.tensor([0, *(new for _, new in counts)]).cumsum(0)
+    return KVView(k, v, starts[:-1], starts, torch.tensor(lengths), None, table, size), generator
+
+
+def gathered(q, view, spec, dense):
+    side_by_side = paged.groups_of(view.starts.numpy(), view.lengths.numpy(), view.table.numpy(), view.block_size)
+    return paged.gathered(q, view, spec=spec, groups=lambda: side_by_side, dense=dense)
+
+
+def mean_square(x):
+    return x.double().square().mean()
+
+
+COUNTS = st.lists(st.tuples(st.integers(0, 150), st.one_of(st.just(1), st.integers(1, 40))), min_size=1, max_size=6)
+
+
+@native
+@settings(max_examples=60, deadline=None)
+@given(
+    counts=COUNTS,
+    heads=st.sampled_from([(4, 4), (8, 2), (6, 1)]),
+    head_dim=st.sampled_from([16, 64, 80, 128]),
+    window=st.sampled_from([None, 1, 5, 64]),
+    softcap=st.sampled_from([None, 5.0]),
+    size=st.sampled_from([1, 4, 16]),
+    int8=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_native_errs_at_most_twice_what_gathered_errs(counts, heads, head_dim, window, softcap, size, int8, seed):
+    view, generator = a_step(counts, kv_heads=heads[1], head_dim=head_dim, size=size, int8=int8, seed=seed)
+    spec = AttentionSpec(
+        heads=heads[0], kv_heads=heads[1], head_dim=head_dim, scale=head_dim**-0.5, window=window, softcap=softcap
+    )
+    q = torch.randn(int(view.starts[-1]), heads[0], head_dim, generator=generator).bfloat16()
+
+    def side(rows, dtype):
+        """What lies behind a sequence's end takes part in the reference, with weight 0: there it may not be NaN."""
+        return torch.nan_to_num(dequantize_rows(rows, dtype) if int8 else rows.to(dtype))
+
+    wide = view._replace(k=side(view.k, torch.float64), v=side(view.v, torch.float64))
+    narrow = view._replace(k=side(view.k, torch.bfloat16), v=side(view.v, torch.bfloat16))
+    exact = gathered(q.double(), wide, spec, reference)
+    plain = gathered(q, narrow, spec, sdpa if softcap is None else reference)
+    found = paged.native(q, view, spec=spec)
+    assert (found.dtype, found.shape) == (q.dtype, q.shape)
+    # One unit of the last place: with a handful of outputs the reference may err by chance not at all.
+    unit = torch.finfo(torch.bfloat16).eps * exact.abs().max()
+    assert mean_square(found - exact) <= 4 * mean_square(plain - exact) + unit**2 * max(0, 1 - found.numel() / 2000)
+
+
+@native
+@settings(max_examples=40, deadline=None)
+@given(counts=COUNTS, int8=st.booleans(), seed=st.integers(0, 99), by_head=st.booleans())
+def test_a_token_has_the_same_bits_in_any_company_and_chunk(counts, int8, seed, by_head):
+    view, generator = a_step(counts, kv_heads=2, head_dim=64, size=4, int8=int8, seed=seed, by_head=by_head)
+    spec = AttentionSpec(heads=4, kv_heads=2, head_dim=64, scale=0.125)
+    q = torch.randn(int(view.starts[-1]), 4, 64, generator=generator).bfloat16()
+    together = paged.native(q, view, spec=spec)
+    for b, (before, new) in enumerate(counts):
+        for place in {0, new - 1}:
+            row = int(view.starts[b]) + place
+            one = view._replace(
+                slots=view.slots[:1],
+                starts=torch.tensor([0, 1]),
+                lengths=torch.tensor([before + place + 1]),
+                table=view.table[b : b + 1],
+            )
+            assert torch.equal(paged.native(q[row : row + 1], one, spec=spec)[0], together[row])
