@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hasten.errors import ConfigError
+from hasten.errors import ConfigError, HastenWarning
 from hasten.machine import find_compiler
 from hasten.ops.linear import KERNELS, LinearRequest, PackedLinear, QuantizedWeight
 from hasten.ops.native import available_isas, library
@@ -458,3 +458,82 @@ def test_the_picker_gives_its_reasons(monkeypatch):
     assert "no compiler, or HASTEN_ISA=none" in reason()
     assert pick(KERNELS, request()).name == "pytorch"
     assert PackedLinear.from_weight(make_weight(8, 96, format="int4", group_size=32)).kernel == "pytorch"
+
+
+def int4_weight(**changes):
+    weight = make_weight(70, 65, format="int4", group_size=32, symmetric=False)
+    return replace(weight, **changes)
+
+
+@pytest.mark.parametrize("kernel", [*(["native"] if find_compiler() else []), "pytorch"])
+@pytest.mark.parametrize(
+    ("x", "words"),
+    [
+        (torch.tensor(1.0), "takes 65 features"),
+        (torch.ones(2, 65, dtype=torch.int32), "no int32 activations"),
+        (torch.ones(2, 65, dtype=torch.bool), "no bool activations"),
+    ],
+)
+def test_an_input_that_no_kernel_takes_is_refused_in_words(kernel, x, words):
+    layer = PackedLinear.from_weight(int4_weight(), kernel=kernel)
+    with torch.no_grad(), pytest.raises(ConfigError, match=words):
+        layer(x)
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_the_native_kernel_refuses_other_floats_until_the_layer_is_cast(dtype):
+    layer = PackedLinear.from_weight(int4_weight())
+    x = torch.randn(2, 65).to(dtype)
+    with torch.no_grad():
+        with pytest.raises(ConfigError, match=r"'native'.*no float\d\d.*convert x"):
+            layer(x)
+        assert layer.to(dtype)(x).dtype == dtype
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"values": torch.zeros(65, dtype=torch.uint8)}, r"values of a weight are \(N, K\)"),
+        ({"values": torch.full((70, 65), 200, dtype=torch.uint8)}, "0 to 15; found 200"),
+        ({"zeros": torch.full((70, 3), 16, dtype=torch.uint8)}, "zero points of an int4 weight are 0 to 15; found 16"),
+        ({"zeros": torch.zeros(70, 3, dtype=torch.int32)}, "torch.uint8; found .* in torch.int32"),
+        ({"zeros": torch.zeros(70, 2, dtype=torch.uint8)}, r"wants zero points \(70, 3\)"),
+        ({"scales": torch.ones(70, 3, dtype=torch.int32)}, "found torch.int32"),
+        ({"scales": torch.ones(70, 2)}, r"wants scales \(70, 3\)"),
+        ({"bits": 8}, "use 8 bits with a scale for each row"),
+    ],
+)
+def test_parts_that_do_not_fit_together_are_refused_before_anything_is_packed(changes, words):
+    with pytest.raises(ConfigError, match=words):
+        PackedLinear.from_weight(int4_weight(**changes))
+
+
+@pytest.mark.parametrize("changes", [{"zeros": torch.full((64, 1), 16, dtype=torch.uint8)}, {"words": torch.ones(8)}])
+def test_words_are_checked_as_values_are(changes):
+    parts = {"words": torch.zeros(64, 4, dtype=torch.int32), "scales": torch.ones(64, 1), "zeros": None} | changes
+    with pytest.raises(ConfigError, match=r"0 to 15; found 16|int32 words a row"):
+        PackedLinear.from_int4_words(**parts, in_features=32, group_size=32)
+
+
+@pytest.mark.parametrize("kernel", [*(["native"] if find_compiler() else []), "pytorch"])
+@pytest.mark.parametrize("ids", [[70], [127], [-1], [3, 5000]])
+def test_a_row_that_is_not_there_is_not_read_as_padding(kernel, ids):
+    layer = PackedLinear.from_weight(int4_weight(), kernel=kernel)
+    with pytest.raises(ConfigError, match="rows 0 to 69"):
+        layer.rows(torch.tensor(ids))
+    assert layer.rows(torch.tensor([[0, 69]])).shape == (1, 2, 65)
+    assert layer.rows(torch.empty(0, dtype=torch.int64)).shape == (0, 65)
+
+
+def test_only_a_linear_layer_is_packed():
+    with pytest.raises(ConfigError, match=r"made of an nn.Linear; found Conv1d"):
+        PackedLinear.from_linear(torch.nn.Conv1d(8, 3, 1))
+
+
+@needs_native
+def test_groups_that_the_native_kernel_lacks_are_slow_with_a_warning():
+    weight = replace(make_weight(70, 96, format="int4", group_size=48), zeros=None)
+    with pytest.warns(HastenWarning, match="'pytorch' is used: its int4 groups are multiples of 32, not 48"):
+        assert PackedLinear.from_weight(weight).kernel == "pytorch"
+    assert PackedLinear.from_weight(weight, kernel="pytorch").kernel == "pytorch", "asked for: no warning"

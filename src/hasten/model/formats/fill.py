@@ -81,14 +81,7 @@ class _Filler:
         if self._last is None or self._last[0] != module.name:
             self._last = module.name, self.folder.read(module, self.tensors)
         assert isinstance(self._last[1], QuantizedWeight)
-        weight = take_weight(self._last[1], piece)
-        weight = QuantizedWeight(
-            bits=weight.bits,
-            group_size=weight.group_size,
-            values=self._on_device(weight.values),
-            scales=self._on_device(weight.scales),
-            zeros=None if weight.zeros is None else self._on_device(weight.zeros),
-        )
+        weight = take_weight(self._last[1], piece).map(self._on_device)
         return PackedLinear.from_weight(weight, bias, activations=layer.activations, dtype=self.dtype)
 
     def _from_words(

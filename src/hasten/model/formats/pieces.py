@@ -37,22 +37,9 @@ def join(pieces: Sequence[Piece], tensors: Sequence[Tensor]) -> Tensor:
 
 def take_weight(weight: QuantizedWeight, piece: Piece) -> QuantizedWeight:
     """The part of a quantized weight that a piece names: scales and zeros belong to rows, so this is exact."""
-    return QuantizedWeight(
-        bits=weight.bits,
-        group_size=weight.group_size,
-        values=take(weight.values, piece),
-        scales=take(weight.scales, piece),
-        zeros=None if weight.zeros is None else take(weight.zeros, piece),
-    )
+    return weight.map(lambda tensor: take(tensor, piece))
 
 
 def join_weights(pieces: Sequence[Piece], weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
     """The quantized weight of a fused module, from those of its parts."""
-    first, zeros = weights[0], [w.zeros for w in weights if w.zeros is not None]
-    return QuantizedWeight(
-        bits=first.bits,
-        group_size=first.group_size,
-        values=join(pieces, [w.values for w in weights]),
-        scales=join(pieces, [w.scales for w in weights]),
-        zeros=join(pieces, zeros) if zeros else None,
-    )
+    return QuantizedWeight.joined(weights, lambda tensors: join(pieces, tensors))

@@ -5,8 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-PANEL = 64  # rows of W that stand interleaved: gemm.h
-PADDING = 32  # K is padded to a multiple of this where no group size says otherwise
+from hasten.ops.linear.layouts import PANELS, Shape
 
 
 def linear(
@@ -23,27 +22,20 @@ def linear(
 
 
 def pack_bf16(w: Tensor) -> Tensor:
-    n, k = w.shape
-    return w.new_empty((_steps(n, PANEL), _steps(k, PADDING) * PADDING // 2, PANEL, 2))
+    return w.new_empty(PANELS.data_size(Shape(*w.shape, "bfloat16")))
 
 
 def pack_int8(q: Tensor) -> Tensor:
-    n, k = q.shape
-    return q.new_empty((_steps(n, PANEL), _steps(k, PADDING) * PADDING // 4, PANEL, 4), dtype=torch.uint8)
+    return q.new_empty(PANELS.data_size(Shape(*q.shape, "int8")), dtype=torch.uint8)
 
 
 def pack_int4(q: Tensor, group_size: int) -> Tensor:
-    n, k = q.shape
-    return q.new_empty((_steps(n, PANEL), _steps(k, group_size) * group_size // 8, PANEL, 4), dtype=torch.uint8)
+    return q.new_empty(PANELS.data_size(Shape(*q.shape, "int4", group_size)), dtype=torch.uint8)
 
 
 def pack_int4_words(words: Tensor, group_size: int) -> Tensor:
     n, k = words.shape[0], words.shape[1] * 8
-    return words.new_empty((_steps(n, PANEL), _steps(k, group_size) * group_size // 8, PANEL, 4), dtype=torch.uint8)
-
-
-def _steps(size: int, step: int) -> int:
-    return (size + step - 1) // step
+    return words.new_empty(PANELS.data_size(Shape(n, k, "int4", group_size)), dtype=torch.uint8)
 
 
 FAKES: dict[str, Callable] = {

@@ -64,7 +64,7 @@ class Shape:
 
     @property
     def groups(self) -> int:
-        return _steps(self.in_features, self.group_size) if self.group_size else 1
+        return steps(self.in_features, self.group_size) if self.group_size else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,8 @@ class Layout:
     rows: Callable[[Packed, Shape, Tensor | None], Tensor | QuantizedWeight]
 
 
-def _steps(size: int, step: int) -> int:
+def steps(size: int, step: int) -> int:
+    """How many steps cover a size, the last one filled up."""
     return -(-size // step)
 
 
@@ -90,16 +91,16 @@ def _steps(size: int, step: int) -> int:
 
 
 def _panel_data_size(shape: Shape) -> tuple[int, ...]:
-    panels = _steps(shape.out_features, PANEL)
+    panels = steps(shape.out_features, PANEL)
     multiple = shape.group_size or PADDING
-    padded = _steps(shape.in_features, multiple) * multiple
+    padded = steps(shape.in_features, multiple) * multiple
     if shape.format == "bfloat16":
         return (panels, padded // 2, PANEL, 2)
     return (panels, padded // (4 if shape.format == "int8" else 8), PANEL, 4)
 
 
 def _panel_scale_size(shape: Shape) -> tuple[int, ...]:
-    panels = _steps(shape.out_features, PANEL)
+    panels = steps(shape.out_features, PANEL)
     return (panels, PANEL) if shape.format == "int8" else (panels, shape.groups, PANEL)
 
 
@@ -115,7 +116,7 @@ def _pack_panels(weight: Tensor | QuantizedWeight, ops: Any) -> Packed:
 def panel_scales(scales: Tensor) -> Tensor:
     """Scales or zeros (N, G) in the order of panels: (P, G, 64), filled up with zeros."""
     n, groups = scales.shape
-    filled = scales.new_zeros((_steps(n, PANEL) * PANEL, groups))
+    filled = scales.new_zeros((steps(n, PANEL) * PANEL, groups))
     filled[:n] = scales
     return filled.view(-1, PANEL, groups).transpose(1, 2).contiguous()
 
@@ -153,7 +154,7 @@ PANELS = Layout("panels", _panel_data_size, _panel_scale_size, _pack_panels, _pa
 
 def _row_data_size(shape: Shape) -> tuple[int, ...]:
     k = shape.in_features
-    return (shape.out_features, _steps(k, 2) if shape.format == "int4" else k)
+    return (shape.out_features, steps(k, 2) if shape.format == "int4" else k)
 
 
 def _row_scale_size(shape: Shape) -> tuple[int, ...]:
@@ -192,7 +193,7 @@ def _piece_data_size(shape: Shape) -> tuple[int, ...]:
     if shape.format == "int4":
         pieces = shape.groups * shape.group_size // (2 * PIECE)
     else:
-        pieces = _steps(shape.in_features, PIECE)
+        pieces = steps(shape.in_features, PIECE)
     return (pieces, shape.out_features, PIECE)
 
 
@@ -234,19 +235,44 @@ PIECES = Layout("pieces", _piece_data_size, _piece_scale_size, _pack_pieces, _pi
 
 
 def check_weight(weight: QuantizedWeight) -> str:
-    """Return the format's name; raise ConfigError for bits, sizes and dtypes that no layout holds."""
+    """Return the format's name; raise ConfigError for bits, sizes, dtypes and values that no layout holds."""
+    if weight.values.dim() != 2:
+        raise ConfigError(f"the values of a weight are (N, K); found shape {tuple(weight.values.shape)}")
     n, k = weight.shape
-    if weight.bits == 8:
-        expected, size, dtype = "int8", (n, 1), torch.int8
+    if weight.bits == 8 and weight.group_size == 0:
+        format, groups, dtype = "int8", 1, torch.int8
     elif weight.bits == 4 and weight.group_size > 0:
-        expected, size, dtype = "int4", (n, _steps(k, weight.group_size)), torch.uint8
+        format, groups, dtype = "int4", steps(k, weight.group_size), torch.uint8
     else:
-        raise ConfigError(f"no linear layer for {weight.bits} bits in groups of {weight.group_size}; use 8 or 4 bits")
-    if weight.values.dtype != dtype or tuple(weight.scales.shape) != size:
         raise ConfigError(
-            f"an {expected} weight {n}×{k} wants values {dtype} and scales {size}; "
-            f"found {weight.values.dtype} and {tuple(weight.scales.shape)}"
+            f"no linear layer for {weight.bits} bits in groups of {weight.group_size}; use 8 bits with a scale "
+            "for each row (group size 0) or 4 bits in groups"
         )
-    if weight.zeros is not None and (weight.bits == 8 or tuple(weight.zeros.shape) != size):
-        raise ConfigError(f"zero points {tuple(weight.zeros.shape)} do not belong to an {expected} weight {n}×{k}")
-    return expected
+    if weight.values.dtype != dtype:
+        raise ConfigError(f"an {format} weight holds its values as {dtype}; found {weight.values.dtype}")
+    if format == "int4":
+        check_nibbles("values", weight.values)
+    check_scales(format, (n, groups), weight.scales, weight.zeros)
+    return format
+
+
+def check_scales(format: str, size: tuple[int, int], scales: Tensor, zeros: Tensor | None) -> None:
+    """Raise ConfigError where scales, or zero points, are not what a weight of so many rows and groups has."""
+    kinds = (torch.float32, torch.bfloat16, torch.float16)
+    if scales.dtype not in kinds or tuple(scales.shape) != size:
+        raise ConfigError(
+            f"an {format} weight wants scales {size}; found {scales.dtype} {tuple(scales.shape)} "
+            "(float32, bfloat16 or float16)"
+        )
+    if zeros is None:
+        return
+    if format != "int4" or zeros.dtype != torch.uint8 or tuple(zeros.shape) != size:
+        wanted = f"{size} in torch.uint8" if format == "int4" else "none"
+        raise ConfigError(f"an {format} weight wants zero points {wanted}; found {tuple(zeros.shape)} in {zeros.dtype}")
+    check_nibbles("zero points", zeros)
+
+
+def check_nibbles(name: str, values: Tensor) -> None:
+    """Raise ConfigError for a number that does not fit 4 bits: packing would cut it off."""
+    if values.numel() and not values.is_meta and (largest := int(values.max())) > 15:
+        raise ConfigError(f"the {name} of an int4 weight are 0 to 15; found {largest}")

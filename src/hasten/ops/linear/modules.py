@@ -1,5 +1,6 @@
 """`PackedLinear`: a linear layer whose weight lies in memory as its kernel reads it, in bf16, int8 or int4."""
 
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Self
@@ -7,9 +8,27 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from hasten.errors import ConfigError
-from hasten.ops.linear.layouts import FORMATS, PANELS, Operands, Packed, Shape, check_weight, panel_scales
-from hasten.ops.linear.operator import KERNELS, LinearRequest, Product, layout_of, native_ops
+from hasten.errors import ConfigError, HastenWarning
+from hasten.ops.linear.layouts import (
+    FORMATS,
+    PANELS,
+    Operands,
+    Packed,
+    Shape,
+    check_scales,
+    check_weight,
+    panel_scales,
+    steps,
+)
+from hasten.ops.linear.operator import (
+    KERNELS,
+    LinearRequest,
+    Product,
+    layout_of,
+    native_ops,
+    slow_for_its_format,
+    takes,
+)
 from hasten.ops.linear.weights import QuantizedWeight
 from hasten.ops.picker import pick
 
@@ -72,6 +91,8 @@ class PackedLinear(nn.Module):
             device=device, dtype=dtype, format=format, in_features=in_features, group_size=group_size
         )
         chosen = pick(KERNELS, self.request, forced=kernel)
+        if kernel is None and (reason := slow_for_its_format(self.request)) is not None:
+            warnings.warn(f"the slower kernel {chosen.name!r} is used: {reason}", HastenWarning, stacklevel=3)
         self.kernel = chosen.name
         self._product: Product = chosen.run()
         layout, shape = layout_of(self.kernel), self._shape
@@ -98,6 +119,8 @@ class PackedLinear(nn.Module):
     @classmethod
     def from_linear(cls, linear: nn.Linear, *, kernel: str | None = None) -> Self:
         """The same layer in bfloat16; weights of another dtype are rounded to it."""
+        if not isinstance(linear, nn.Linear):
+            raise ConfigError(f"a packed layer is made of an nn.Linear; found {type(linear).__name__}")
         weight = linear.weight.detach()
         new = cls(weight.shape[1], weight.shape[0], format="bfloat16", kernel=kernel, device=weight.device)
         new._hold(layout_of(new.kernel).pack(weight.to(torch.bfloat16), new._ops))
@@ -146,6 +169,13 @@ class PackedLinear(nn.Module):
         """A layer from int32 words (N, ceil(K / 8)) as compressed-tensors stores them: nibble i of word j is value
         8j + i, 0 … 15. scales and zeros (uint8, or None for 8) are (N, groups). The values are never spread to bytes.
         """
+        if words.dtype != torch.int32 or words.dim() != 2 or words.shape[1] != steps(in_features, 8):
+            raise ConfigError(
+                f"{in_features} int4 values take {steps(in_features, 8)} int32 words a row; "
+                f"found {words.dtype} {tuple(words.shape)}"
+            )
+        if group_size > 0:  # else there are no groups, which is said below
+            check_scales("int4", (words.shape[0], steps(in_features, group_size)), scales, zeros)
         new = cls(
             in_features,
             words.shape[0],
@@ -156,15 +186,6 @@ class PackedLinear(nn.Module):
             kernel=kernel,
             device=words.device,
         )
-        if words.dtype != torch.int32 or words.shape[1] != -(-in_features // 8):
-            raise ConfigError(
-                f"{in_features} int4 values take {-(-in_features // 8)} int32 words a row; "
-                f"found {words.dtype} {tuple(words.shape)}"
-            )
-        groups = (words.shape[0], new._shape.groups)
-        for name, tensor in (("scales", scales), ("zeros", zeros)):
-            if tensor is not None and tuple(tensor.shape) != groups:
-                raise ConfigError(f"{name} of shape {tuple(tensor.shape)} do not fit; expected {groups}")
         if layout_of(new.kernel) is PANELS:
             data = new._ops.pack_int4_words(words, group_size)
             new._hold(Packed(data, panel_scales(scales), None if zeros is None else panel_scales(zeros)))
@@ -176,8 +197,13 @@ class PackedLinear(nn.Module):
         return new._with_bias(bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.shape[-1] != self.in_features:
+        if x.dim() == 0 or x.shape[-1] != self.in_features:
             raise ConfigError(f"this layer takes {self.in_features} features; found x of shape {tuple(x.shape)}")
+        if not takes(self.kernel, x.dtype):
+            raise ConfigError(
+                f"the kernel {self.kernel!r} of this layer takes no {str(x.dtype).removeprefix('torch.')} activations; "
+                "convert x, or the layer with .to(dtype), which picks another kernel"
+            )
         if x.requires_grad and torch.is_grad_enabled():
             raise ConfigError("packed layers have no gradient; call them under torch.no_grad()")
         packed = (self.data, self.scales, self.zeros, self.bias)
@@ -197,6 +223,11 @@ class PackedLinear(nn.Module):
 
     def rows(self, ids: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """Rows of the weight, as an embedding reads them: ids (…) -> (…, K)."""
+        # Panels are padded: without a look at the ids a row past the last would be read as zeros.
+        if ids.device.type == "cpu" and ids.numel():
+            least, most = (int(end) for end in ids.aminmax())
+            if least < 0 or most >= self.out_features:
+                raise ConfigError(f"this layer has the rows 0 to {self.out_features - 1}; found {least} to {most}")
         weight = self._rows(ids.flatten())
         rows = weight.dequantize(dtype) if isinstance(weight, QuantizedWeight) else weight.to(dtype)
         return rows.view(*ids.shape, self.in_features)

@@ -14,6 +14,8 @@ from hasten.ops.native import library
 from hasten.ops.picker import Kernel
 
 TRITON_GROUPS = (32, 64, 128, 256)
+NATIVE_DTYPES = (torch.bfloat16, torch.float32)  # of activations
+TRITON_DTYPES = (torch.bfloat16, torch.float16)
 LARGEST_INT8_ROW = 1 << 17  # products of more values with one scale could overflow the 32-bit sum
 
 Product = Callable[[Tensor, Operands], Tensor]  # x (…, K) -> y (…, N) in x's dtype
@@ -33,10 +35,11 @@ class LinearRequest:
     group_size: int = 0
 
 
-def _native_refuses(request: LinearRequest) -> str | None:
+def native_refuses(request: LinearRequest) -> str | None:
+    """Why the native kernel cannot serve a layer, or None."""
     if request.device.type not in ("cpu", "meta"):
         return f"it runs on a CPU, the layer is on {request.device}"
-    if request.dtype not in (torch.bfloat16, torch.float32):
+    if request.dtype not in NATIVE_DTYPES:
         return f"it takes bfloat16 and float32 activations, not {str(request.dtype).removeprefix('torch.')}"
     if request.format == "int4" and request.group_size % PADDING:
         return f"its int4 groups are multiples of {PADDING}, not {request.group_size}"
@@ -48,13 +51,15 @@ def _native_refuses(request: LinearRequest) -> str | None:
 
 
 def _triton_refuses(request: LinearRequest) -> str | None:
+    if (reason := triton_support.refusal(request.device)) is not None:
+        return reason
     if request.format == "bfloat16":
         return "PyTorch's own product is the best for bfloat16 weights on a GPU"
-    if request.dtype not in (torch.bfloat16, torch.float16):
+    if request.dtype not in TRITON_DTYPES:
         return f"it takes bfloat16 and float16 activations, not {str(request.dtype).removeprefix('torch.')}"
     if request.format == "int4" and request.group_size not in TRITON_GROUPS:
         return f"its int4 groups are {', '.join(map(str, TRITON_GROUPS))}, not {request.group_size}"
-    return triton_support.refusal(request.device)
+    return None
 
 
 def _native() -> Product:
@@ -71,11 +76,24 @@ def _triton() -> Product:
 
 # `run` is called once, when a layer is bound, and returns the product that the layer then calls.
 KERNELS: tuple[Kernel[LinearRequest], ...] = (
-    Kernel("native", _native, _native_refuses),
+    Kernel("native", _native, native_refuses),
     Kernel("triton", _triton, _triton_refuses),
     Kernel("pytorch", lambda: kernels.pytorch, lambda request: None),
     Kernel("reference", lambda: kernels.reference, lambda request: None),
 )
+
+
+def takes(kernel: str, dtype: torch.dtype) -> bool:
+    """Whether a kernel multiplies activations of a dtype."""
+    own = {"native": NATIVE_DTYPES, "triton": TRITON_DTYPES}.get(kernel)
+    return dtype.is_floating_point if own is None else dtype in own
+
+
+def slow_for_its_format(request: LinearRequest) -> str | None:
+    """Why a quantized layer on a CPU misses the native kernel, where that is for the weight's own sizes."""
+    if request.format == "bfloat16" or request.device.type != "cpu" or request.dtype not in NATIVE_DTYPES:
+        return None
+    return native_refuses(request) if library() is not None else None
 
 
 def layout_of(kernel: str) -> Layout:

@@ -1,6 +1,7 @@
 """A quantized weight as numbers: what quantization chooses, files hold, and kernels pack."""
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -25,6 +26,24 @@ class QuantizedWeight:
     def shape(self) -> tuple[int, int]:
         """(output features N, input features K)."""
         return self.values.shape[0], self.values.shape[1]
+
+    def map(self, fn: Callable[[Tensor], Tensor]) -> "QuantizedWeight":
+        """The weight of what `fn` makes of values, scales and zeros alike: some of the rows, or another device."""
+        zeros = None if self.zeros is None else fn(self.zeros)
+        return replace(self, values=fn(self.values), scales=fn(self.scales), zeros=zeros)
+
+    @staticmethod
+    def joined(
+        weights: Sequence["QuantizedWeight"], join: Callable[[list[Tensor]], Tensor] = torch.cat
+    ) -> "QuantizedWeight":
+        """One weight of the rows of several of the same bits and groups, put together by `join`."""
+        zeros = [weight.zeros for weight in weights if weight.zeros is not None]
+        return replace(
+            weights[0],
+            values=join([weight.values for weight in weights]),
+            scales=join([weight.scales for weight in weights]),
+            zeros=join(zeros) if zeros else None,
+        )
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The weight (N, K) that the integers stand for."""
