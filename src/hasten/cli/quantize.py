@@ -25,19 +25,21 @@ class Quantize:
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
     """A Hugging Face folder, or a hub id (owner/name)."""
     output: Path
-    """The folder to write."""
+    """The folder to write; another than the model's own."""
     scheme: Literal["int8", "int4"]
     """int8: one scale for each output row. int4: one for each group of input features of a row."""
-    group_size: Literal[32, 64, 128] = 128
-    """Input features that share a scale (int4): smaller is more exact and takes more bytes."""
+    overwrite: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Replace a model that stands in the output folder already."""
+    group_size: Literal[32, 64, 128] | None = None
+    """Input features that share a scale (int4; 128 by default): smaller is more exact and takes more bytes."""
     symmetric: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """No zero points (the default; int8 is always symmetric)."""
     asymmetric: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """A zero point for each group (int4)."""
     lm_head: Literal["int8", "same", "none"] = "int8"
     """The output matrix: in int8, like the other layers, or left as it is."""
-    search: Literal["mse", "minmax"] = "mse"
-    """How an int4 scale is found: least squared error, or the range of the group."""
+    search: Literal["mse", "minmax"] | None = None
+    """How an int4 scale is found: least squared error (the default), or the range of the group."""
     activations: Literal["int8", "float"] = "int8"
     """Whether hasten's products round activations to int8 too."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -57,14 +59,29 @@ class Quantize:
         if self.scheme == "int8":
             if self.asymmetric:
                 raise ConfigError("int8 is symmetric; --asymmetric goes with --scheme int4")
+            for option, value in (("--group-size", self.group_size), ("--search", self.search)):
+                if value is not None:
+                    raise ConfigError(f"int8 has one scale for each row; {option} goes with --scheme int4")
             return Int8(activations=self.activations, lm_head=self.lm_head)
         return Int4(
-            group_size=self.group_size,
+            group_size=self.group_size or 128,
             symmetric=not self.asymmetric,
             lm_head=self.lm_head,
-            search=self.search,
+            search=self.search or "mse",
             activations=self.activations,
         )
+
+    def check_output(self, source: Path) -> None:
+        """Raise ConfigError, before any work, for an output folder whose files would be lost, or that is a file."""
+        from hasten.errors import ConfigError
+
+        if self.output.exists() and not self.output.is_dir():
+            raise ConfigError(f"--output {self.output} is a file; name a folder")
+        if self.output.resolve() == source.resolve():
+            raise ConfigError(f"--output {self.output} is the model itself, which would be lost; name another folder")
+        stands = [name for name in ("config.json", "model.safetensors") if (self.output / name).exists()]
+        if stands and not self.overwrite:
+            raise ConfigError(f"--output {self.output} holds a model already ({stands[0]}); --overwrite replaces it")
 
     def run(self) -> None:
         from time import perf_counter
@@ -72,7 +89,7 @@ class Quantize:
         from hasten.cli.progress import counter
         from hasten.machine import configure, peak_memory
         from hasten.machine.files import require_writable, write_json
-        from hasten.model.load import load
+        from hasten.model.load import load, resolve_folder
         from hasten.quantization import quantize_to_folder
         from hasten.quantization.schemes import layer_formats
 
@@ -80,7 +97,9 @@ class Quantize:
         scheme = self.scheme_of()
         configure(threads=thread_count(self.threads))
         start = perf_counter()
-        model = load(self.model, dtype=None if self.dtype == "auto" else self.dtype)
+        folder = resolve_folder(self.model)
+        self.check_output(folder)
+        model = load(folder, dtype=None if self.dtype == "auto" else self.dtype)
         reports: list[LayerReport] = []
         with counter("quantized layers", len(layer_formats(model, scheme))) as advance:
 
