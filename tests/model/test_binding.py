@@ -1,6 +1,7 @@
 """hasten.kernels forces and restores; explain gives a reason for everything."""
 
 import json
+import os
 from dataclasses import asdict
 
 import pytest
@@ -62,6 +63,8 @@ def test_blocks_can_be_nested_and_empty():
         ({"attention": "warp"}, ["attention kernel 'warp'", "known: triton, native"]),
         ({"linear": "int4"}, ["linear kernel 'int4'", "known: native"]),
         ({"linear": "reference"}, ["'reference'", "these are float32"]),
+        ({"linear": "native", "block": "fused"}, ["leaves no place for linear='native'"]),
+        ({"attention": "reference", "block": "fused"}, ["leaves no place for attention='reference'"]),
         ({"rope": "fast"}, ["no operator 'rope'", "known: block, attention, linear"]),
         ({"attention": "sdpa"}, ["layer 0", "'sdpa'", "soft-capping"]),
     ],
@@ -129,3 +132,29 @@ def test_every_kernel_that_is_forced_gives_a_model_the_same_logits_and_gradients
         assert set(bound(model)) == {name}
         torch.testing.assert_close(logits(model), wanted, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(gradient(), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        hasten.fuse,
+        hasten.unfuse,
+        hasten.explain,
+        lambda model: hasten.quantize(model, hasten.Int8()),
+        lambda model: kernels(model, linear="reference").__enter__(),
+    ],
+)
+@pytest.mark.parametrize(("thing", "found"), [("tied", "found 'tied'"), (torch.nn.Linear(2, 2), "found Linear")])
+def test_what_is_no_model_is_said_to_be_none(call, thing, found):
+    with pytest.raises(ConfigError, match=r"takes a model, as hasten.load\(...\) returns one; " + found):
+        call(thing)
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="then it runs on a CPU")
+def test_the_reason_against_a_gpu_kernel_is_the_device_first():
+    model = hasten.load(make_reference("llama"), dtype="bfloat16")
+    for quantized in (False, True):
+        if quantized:
+            hasten.quantize(model, hasten.Int4(group_size=32))
+        with pytest.raises(ConfigError, match="it runs on CUDA, the layer is on cpu"):
+            kernels(model, linear="triton").__enter__()

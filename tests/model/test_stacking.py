@@ -5,12 +5,15 @@ import torch
 from torch import nn
 
 import hasten
-from hasten.errors import ConfigError
+from hasten.errors import ConfigError, HastenWarning
 from hasten.machine import find_compiler
+from hasten.model.fused import fuse_where_it_fits, refusal
 from hasten.model.stacking import alternate, split_alternate, split_stack, stack
-from hasten.ops.linear import PackedLinear
+from hasten.model.transformer import Block
+from hasten.ops.linear import PackedLinear, QuantizedWeight
 from hasten.quantization import Int4, quantize
-from references import make_reference
+from hasten.quantization.rounding import round_int4, round_int8
+from references import make_reference, tiny_llama
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler")
 
@@ -46,3 +49,74 @@ def test_a_fused_model_moves_only_after_it_was_taken_apart():
     assert all(torch.equal(model.get_submodule(name).to_weight().values, w) for name, w in weights.items())
     model.to("meta")
     assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
+
+
+def unlike(which):
+    """A quantized model of which one block has one layer of another kind: as some published folders are mixed."""
+    model = quantize(tiny_llama().to(torch.bfloat16), Int4(group_size=32))
+    attention, mlp = model.blocks[1].attention, model.blocks[1].mlp
+    owner, name = (mlp, "up") if which == "plain up" else (attention, "k")
+    layer = getattr(owner, name)
+    exact = layer.dequantize()
+    other = {
+        "plain k": lambda: plain_linear(exact),
+        "plain up": lambda: plain_linear(exact),
+        "int8 k": lambda: PackedLinear.from_weight(round_int8(exact)),
+        "k in groups of 64": lambda: PackedLinear.from_weight(round_int4(exact, group_size=64)),
+        "k with zero points": lambda: PackedLinear.from_weight(round_int4(exact, group_size=32, symmetric=False)),
+        "k of float activations": lambda: PackedLinear.from_weight(layer.to_weight(), activations="float"),
+        "k with a bias": lambda: PackedLinear.from_weight(layer.to_weight(), torch.ones(exact.shape[0])),
+        "k with float16 scales": lambda: PackedLinear.from_weight(
+            round_int4(exact, group_size=32, scale_dtype=torch.float16)
+        ),
+    }
+    setattr(owner, name, other[which]())
+    return model
+
+
+def plain_linear(weight):
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, dtype=torch.bfloat16)
+    linear.weight.data.copy_(weight)
+    return linear
+
+
+@pytest.mark.parametrize(
+    ("which", "words"),
+    [
+        ("plain k", "q, k and v are one product, and those of block 1 differ: format int4 and bfloat16"),
+        ("plain up", "gate and up are one product, and those of block 1 differ: format int4 and bfloat16"),
+        ("int8 k", "format int4 and int8"),
+        ("k in groups of 64", "group size 32 and 64"),
+        ("k with zero points", "zero points False and True"),
+        ("k of float activations", "activations int8 and float"),
+        ("k with a bias", "bias False and True"),
+        ("k with float16 scales", "scales bfloat16 and float16"),
+    ],
+)
+def test_what_cannot_become_one_product_is_not_fused_and_runs_all_the_same(which, words):
+    model = unlike(which)
+    expected = hasten.generate(model, "def", temperature=0.0, max_new_tokens=4)
+    assert words in refusal(model)
+    with pytest.raises(ConfigError, match="cannot be fused"):
+        hasten.fuse(model)
+    with pytest.warns(HastenWarning, match="runs without the fused steps"):
+        assert fuse_where_it_fits(model) is model
+    assert all(isinstance(block, Block) for block in model.blocks), "nothing was changed"
+    assert hasten.generate(model, "def", temperature=0.0, max_new_tokens=4)[0].tokens == expected[0].tokens
+    reasons = {o.reason for b in hasten.explain(model) if b.operator == "block" for o in b.others}
+    assert any(words in reason for reason in reasons)
+
+
+def test_a_layer_that_the_native_kernel_cannot_serve_is_a_reason_before_anything_is_changed():
+    model = tiny_llama().to(torch.bfloat16)
+    weight = QuantizedWeight(
+        bits=4,
+        group_size=48,
+        values=torch.zeros(64, 64, dtype=torch.uint8),
+        scales=torch.ones(64, 2, dtype=torch.bfloat16),
+    )
+    with pytest.warns(HastenWarning, match="multiples of 32"):
+        model.blocks[1].attention.output = PackedLinear.from_weight(weight)
+    with pytest.raises(ConfigError, match=r"blocks.1.attention.output: its int4 groups are multiples of 32, not 48"):
+        hasten.fuse(model)
+    assert all(isinstance(block, Block) for block in model.blocks)

@@ -3,6 +3,7 @@
 import copy
 import json
 import resource
+import shutil
 import weakref
 
 import pytest
@@ -14,6 +15,7 @@ from hasten.cli.main import main
 from hasten.cli.options import ModelOptions
 from hasten.errors import CheckpointError, ConfigError
 from hasten.model.context import TrainingContext
+from hasten.model.fused import refusal
 from hasten.ops.linear import PackedLinear
 from hasten.quantization import Int4, Int8, quantize, quantize_to_folder
 from references import make_reference, tiny_llama
@@ -239,6 +241,8 @@ def test_the_command_without_json_tells_the_errors(tiny_folder, tmp_path, capsys
     [
         (["--symmetric", "--asymmetric"], "one of"),
         (["--scheme", "int8", "--asymmetric"], "int8 is symmetric"),
+        (["--scheme", "int8", "--group-size", "32"], "--group-size goes with --scheme int4"),
+        (["--scheme", "int8", "--search", "minmax"], "--search goes with --scheme int4"),
         (["--json", "/no/such/folder/x.json"], "no folder"),
     ],
 )
@@ -249,8 +253,51 @@ def test_options_that_contradict_each_other(extra, word, tiny_folder, tmp_path, 
     assert word in capsys.readouterr().err
 
 
+def test_no_model_is_overwritten_unasked(tiny_folder, tmp_path, capsys):
+    own = shutil.copytree(tiny_folder, tmp_path / "own")
+    (tmp_path / "link").symlink_to(own)
+    (tmp_path / "file").write_text("x")
+    before = {path.name: path.read_bytes() for path in own.iterdir()}
+
+    def refused(output, *options):
+        with pytest.raises(SystemExit) as caught:
+            main(["quantize", str(own), "--scheme", "int8", "--output", str(output), *options])
+        assert caught.value.code == 2
+        return capsys.readouterr().err
+
+    assert "is the model itself" in refused(own)
+    assert "is the model itself" in refused(tmp_path / "link", "--overwrite")
+    assert "is a file" in refused(tmp_path / "file")
+    other = shutil.copytree(own, tmp_path / "other")
+    assert "holds a model already (config.json); --overwrite replaces it" in refused(other)
+    for folder in (own, other):
+        assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    main(["quantize", str(own), "--scheme", "int8", "--output", str(other), "--overwrite"])
+    assert hasten.load(other).quantization is not None
+
+
 @pytest.mark.parametrize(("name", "bits"), [("int8", 8), ("int4", 4)])
 def test_every_command_that_runs_a_model_can_quantize_it(name, bits, tiny_folder):
     options = ModelOptions(model=str(tiny_folder), quantize=name, threads=1, fuse=False)
     model = options.load()
     assert model.quantization.layers["blocks.0.attention.q"].bits == bits
+
+
+def test_a_fused_model_is_unfused_first():
+    model = tiny_llama().to(torch.bfloat16)
+    if refusal(model) is not None:
+        pytest.skip("the native kernels cannot be built here")
+    with pytest.raises(ConfigError, match=r"hasten.unfuse\(model\) first"):
+        quantize(hasten.fuse(model), Int8())
+    quantize(hasten.unfuse(model), Int8())
+    assert hasten.generate(hasten.fuse(model), "def", max_new_tokens=2)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"symmetric": "no"}, {"symmetric": None}, {"symmetric": 1}, {"group_size": 64.0}, {"group_size": True}],
+)
+def test_a_setting_of_another_type_is_refused(settings):
+    (name,) = settings
+    with pytest.raises(ConfigError, match=f"{name} must be one of"):
+        Int4(**settings)

@@ -49,10 +49,9 @@ class LoadOptions:
 
             quantize(model, Int8() if self.quantize == "int8" else Int4())
         if self.fuse:
-            from hasten.model.fused import fuse, refusal
+            from hasten.model.fused import fuse_where_it_fits
 
-            if refusal(model) is None:
-                fuse(model)
+            fuse_where_it_fits(model)
         return model
 
     def read_model(self, device: str) -> Transformer:

@@ -9,6 +9,7 @@ from torch import nn
 
 from hasten.errors import ConfigError
 from hasten.model.fused import FusedBlock, fuse, refusal, unfuse
+from hasten.model.require import require_model
 from hasten.model.stacking import packed, plain
 from hasten.model.transformer import Attention, Transformer
 from hasten.ops import attention as attention_operator
@@ -48,6 +49,7 @@ class Binding:
 
 def explain(model: Transformer) -> list[Binding]:
     """For each layer and operator the kernel that runs now, and for every other one the reason why it does not."""
+    require_model(model, "hasten.explain")
     against_fused = refusal(model)
     bindings = []
     for layer, block in enumerate(model.blocks):
@@ -112,15 +114,21 @@ def kernels(model: Transformer, **names: str) -> Iterator[Transformer]:
 
     Naming an attention or linear kernel takes a fused model apart for the while. What was bound before comes back at
     the end, also after an exception. A compiled model compiles again on both changes. Raises ConfigError, changing
-    nothing, for an operator or a kernel that does not exist (listing those that do) and for a kernel that cannot serve
-    one of the layers.
+    nothing, for an operator or a kernel that does not exist (listing those that do), for a kernel that cannot serve
+    one of the layers, and for the fused block together with another kernel.
     """
+    require_model(model, "hasten.kernels")
     unknown = sorted(set(names) - set(OPERATORS))
     if unknown:
         raise ConfigError(f"there is no operator {unknown[0]!r}; known: {', '.join(OPERATORS)}")
     for operator, name in names.items():
         if name not in OPERATORS[operator]:
             raise ConfigError(f"there is no {operator} kernel {name!r}; known: {', '.join(OPERATORS[operator])}")
+    if names.get("block") == "fused" and len(names) > 1:
+        others = ", ".join(f"{operator}={name!r}" for operator, name in names.items() if operator != "block")
+        raise ConfigError(
+            f"block='fused' brings its own attention and products, and leaves no place for {others}; leave one out"
+        )
     was_fused = any(isinstance(block, FusedBlock) for block in model.blocks)
     if was_fused and names and names != {"block": "fused"}:
         unfuse(model)

@@ -6,6 +6,7 @@ have the same slots, else each is one (with experts three, and the readable expe
 between them.
 """
 
+import warnings
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, Self
@@ -13,12 +14,13 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from hasten.errors import ConfigError
+from hasten.errors import ConfigError, HastenWarning
 from hasten.model.config import LayerConfig, ModelConfig
 from hasten.model.experts import Experts
 from hasten.model.interfaces import Context, LayerContext
 from hasten.model.norms import LayerNorm, RMSNorm
-from hasten.model.stacking import alternate, packed, plain, split_alternate, split_stack, stack
+from hasten.model.require import require_model
+from hasten.model.stacking import alternate, packed, plain, split_alternate, split_stack, stack, uneven
 from hasten.model.transformer import MLP, Block, Transformer
 from hasten.ops.linear.modules import PackedLinear
 from hasten.ops.native import NativeLibrary, library
@@ -40,7 +42,7 @@ def refusal(model: Transformer) -> str | None:
         return "the fused steps know no sparse attention pattern"
     if library() is None:
         return "the native kernels could not be built here (see the warning, and `hasten doctor`)"
-    return None
+    return uneven(model)
 
 
 def fuse(model: Transformer) -> Transformer:
@@ -48,6 +50,7 @@ def fuse(model: Transformer) -> Transformer:
 
     Weights are packed block by block and the originals let go, so there are never two copies of more than one block.
     """
+    require_model(model, "hasten.fuse")
     reason = refusal(model)
     if reason is not None:
         raise ConfigError(f"this model cannot be fused: {reason}")
@@ -73,8 +76,19 @@ def fuse(model: Transformer) -> Transformer:
     return model
 
 
+def fuse_where_it_fits(model: Transformer) -> Transformer:
+    """`fuse`, or the model as it is; a HastenWarning where only the mixture of its checkpoint's formats is against it."""
+    reason = refusal(model)
+    if reason is None:
+        return fuse(model)
+    if reason == uneven(model):
+        warnings.warn(f"the model runs without the fused steps, slower: {reason}", HastenWarning, stacklevel=2)
+    return model
+
+
 def unfuse(model: Transformer) -> Transformer:
     """Undo `fuse` in place: readable blocks again, of the same numbers (quantized layers stay packed)."""
+    require_model(model, "hasten.unfuse")
     model.stack = None
     for i, block in enumerate(model.blocks):
         if isinstance(block, FusedBlock):

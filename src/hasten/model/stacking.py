@@ -1,15 +1,15 @@
 """Several linear layers of one input as one packed layer, and back: what the fused steps multiply with."""
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hasten.model.transformer import Linear
+from hasten.model.transformer import MLP, Attention, Block, Linear, Transformer
 from hasten.ops.linear.layouts import PANEL
 from hasten.ops.linear.modules import PackedLinear
+from hasten.ops.linear.operator import native_refuses
 from hasten.ops.linear.weights import QuantizedWeight
 
 HALF_PANEL = 32  # rows of gate, then rows of up, in a panel of 64 (ops/block/phases.h)
@@ -24,8 +24,57 @@ def packed(linear: Linear) -> PackedLinear:
     return linear
 
 
+def uneven(model: Transformer) -> str | None:
+    """Which layers of a checkpoint of several formats the fused steps cannot compute, or None."""
+    for number, block in enumerate(model.blocks):
+        if not isinstance(block, Block):
+            continue
+        joined: dict[str, list[Linear]] = {}
+        if isinstance(block.attention, Attention):
+            joined["q, k and v"] = [block.attention.q, block.attention.k, block.attention.v]
+        if isinstance(block.mlp, MLP) and block.mlp.gate is not None:
+            joined["gate and up"] = [block.mlp.gate, block.mlp.up]
+        for names, linears in joined.items():
+            found = difference(*linears)
+            if found is not None:
+                return f"its {names} are one product, and those of block {number} differ: {found}"
+    for name, module in model.named_modules():
+        if isinstance(module, PackedLinear) and (reason := native_refuses(module.request)) is not None:
+            return f"{name}: {reason}"
+    return None
+
+
+def difference(*linears: Linear) -> str | None:
+    """In what these layers differ that one layer has only once, or None where they can become one."""
+    first, *others = [_kind(linear) for linear in linears]
+    for other in others:
+        for name, value in first.items():
+            if other[name] != value:
+                return f"{name} {value} and {other[name]}"
+    return None
+
+
+def _kind(linear: Linear) -> dict[str, object]:
+    if not isinstance(linear, PackedLinear):
+        linear_format = str(linear.weight.dtype).removeprefix("torch.")
+        return {"format": linear_format, "bias": linear.bias is not None}
+    common: dict[str, object] = {"format": linear.format, "bias": linear.bias is not None}
+    if linear.format == "bfloat16":
+        return common
+    assert linear.scales is not None
+    return common | {
+        "group size": linear.group_size,
+        "scales": str(linear.scales.dtype).removeprefix("torch."),
+        "zero points": linear.zeros is not None,
+        "activations": linear.activations,
+    }
+
+
 def stack(*linears: Linear) -> PackedLinear:
-    """One layer that computes several of the same input, their outputs after each other (q, k, v)."""
+    """One layer that computes several of the same input, their outputs after each other (q, k, v).
+
+    They must not differ (`difference`), here and in `alternate`.
+    """
     parts = [packed(linear) for linear in linears]
     if any(part.out_features % PANEL for part in parts):
         return _from_rows([_numbers(part) for part in parts], parts, [part.bias for part in parts])
@@ -84,14 +133,7 @@ def _from_rows(
     if isinstance(weights[0], Tensor):
         rows = torch.cat([w for w in weights if isinstance(w, Tensor)])
         return PackedLinear.from_linear(_plain_linear(rows, bias))
-    whole = [w for w in weights if isinstance(w, QuantizedWeight)]
-    zeros = [w.zeros for w in whole if w.zeros is not None]
-    merged = replace(
-        whole[0],
-        values=torch.cat([w.values for w in whole]),
-        scales=torch.cat([w.scales for w in whole]),
-        zeros=torch.cat(zeros) if zeros else None,
-    )
+    merged = QuantizedWeight.joined([w for w in weights if isinstance(w, QuantizedWeight)])
     return PackedLinear.from_weight(merged, bias, activations=parts[0].activations)
 
 
@@ -118,9 +160,7 @@ def _part(linear: PackedLinear, rows: Tensor) -> Linear:
     bias = None if linear.bias is None else linear.bias[rows]
     weight = _numbers(linear)
     if isinstance(weight, QuantizedWeight):
-        zeros = None if weight.zeros is None else weight.zeros[rows]
-        part = replace(weight, values=weight.values[rows], scales=weight.scales[rows], zeros=zeros)
-        return PackedLinear.from_weight(part, bias, activations=linear.activations)
+        return PackedLinear.from_weight(weight.map(lambda tensor: tensor[rows]), bias, activations=linear.activations)
     return _plain_linear(weight[rows], bias)
 
 

@@ -10,6 +10,8 @@ from torch.nn.functional import pad
 
 from hasten.errors import ConfigError
 from hasten.model.formats.record import LayerFormat, Quantization
+from hasten.model.fused import FusedBlock
+from hasten.model.require import require_model
 from hasten.model.transformer import Transformer
 from hasten.ops.linear.modules import PackedLinear
 from hasten.ops.linear.weights import QuantizedWeight
@@ -39,7 +41,7 @@ def quantize(model: Transformer, scheme: Scheme, *, report: Callable[[LayerRepor
     the model. An lm_head tied to the embedding becomes a matrix of its own; the embedding stays as it is. `report` is
     called after each layer (and costs a comparison of each).
 
-    Raises ConfigError for a model that is quantized already, or whose weights hold NaN or infinity.
+    Raises ConfigError for a model that is quantized or fused already, or whose weights hold NaN or infinity.
     """
     formats = check_quantizable(model, scheme)
     done: dict[str, LayerFormat] = {}
@@ -63,11 +65,14 @@ def quantize(model: Transformer, scheme: Scheme, *, report: Callable[[LayerRepor
 
 
 def check_quantizable(model: Transformer, scheme: Scheme) -> dict[str, LayerFormat]:
-    """The layers the scheme quantizes; ConfigError where the scheme is none or the model is quantized already."""
+    """The layers the scheme quantizes; ConfigError where the scheme is none or the model cannot be quantized."""
+    require_model(model, "hasten.quantize")
     if not isinstance(scheme, Int8 | Int4):
         raise ConfigError(f"a scheme is hasten.Int8(...) or hasten.Int4(...); found {type(scheme).__name__}")
     if model.quantization is not None:
         raise ConfigError("this model is quantized already; quantize the original checkpoint instead")
+    if any(isinstance(block, FusedBlock) for block in model.blocks):
+        raise ConfigError("this model is fused; call hasten.unfuse(model) first, and hasten.fuse(model) afterwards")
     return layer_formats(model, scheme)
 
 

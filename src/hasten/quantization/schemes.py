@@ -57,6 +57,7 @@ class Int4:
 
     def __post_init__(self) -> None:
         _check("group_size", self.group_size, GROUP_SIZES)
+        _check("symmetric", self.symmetric, (True, False))
         _check("lm_head", self.lm_head, ("same", "int8", "none"))
         _check("search", self.search, ("minmax", "mse"))
         _check("scale_dtype", self.scale_dtype, ("auto", "float16", "bfloat16"))
@@ -111,5 +112,5 @@ def _linears(blocks: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
 
 
 def _check(name: str, value: object, known: tuple[object, ...]) -> None:
-    if isinstance(value, bool) != isinstance(known[0], bool) or value not in known:
+    if type(value) is not type(known[0]) or value not in known:  # 64.0 and True equal numbers that they are not
         raise ConfigError(f"{name} must be one of {', '.join(map(str, known))}; found {value!r}")

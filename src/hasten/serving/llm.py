@@ -84,12 +84,10 @@ class LLM:
             except TypeError as error:
                 raise ConfigError(f"unknown setting of the engine: {error}") from None
         if isinstance(model, str | Path):
-            from hasten.model.fused import fuse, refusal
+            from hasten.model.fused import fuse_where_it_fits
             from hasten.model.load import load
 
-            model = load(model, dtype=dtype)
-            if refusal(model) is None:
-                fuse(model)
+            model = fuse_where_it_fits(load(model, dtype=dtype))
         elif dtype is not None:
             raise ConfigError("dtype is for a model that is loaded here; this one has its own")
         self.model = model
