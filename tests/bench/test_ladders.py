@@ -310,3 +310,33 @@ def test_an_unknown_ladder_lists_the_known_ones(capsys: pytest.CaptureFixture[st
     assert all(name in err for name in LADDERS)
     main(["bench", "--help"])
     assert "static cache + torch.compile" in capsys.readouterr().out
+
+
+@pytest.fixture(scope="module")
+def quantized_folder(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bench") / "q4"
+    options = ["--scheme", "int4", "--group-size", "32", "--dtype", "bfloat16"]
+    main(["quantize", str(tiny_folder), *options, "--output", str(folder)])
+    return folder
+
+
+def test_a_quantized_checkpoint_is_measured_as_it_is(
+    quantized_folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("def add(a, b):\n    return a + b\n" * 5)
+    options = ["--prompt-tokens", "12", "--new-tokens", "4", "--rounds", "1", "--threads", "1", "--json", "-"]
+    main(["bench", "generate", "--model", str(quantized_folder), "--text", str(text), *options])
+    rows = {row["name"]: row for row in json.loads(capfd.readouterr().out)["rows"]}
+    assert list(rows) == ["static-cache", "native-int4"]
+    for row in rows.values():
+        assert "error" not in row, row
+        assert row["perplexity"] > 1
+    assert rows["native-int4"]["bytes_per_token"] == rows["static-cache"]["bytes_per_token"] < 60_000, "0.6 bytes each"
+
+
+@pytest.mark.parametrize("name", ["native-int8", "native-bf16", "static-cache-compiled-int8"])
+def test_rungs_that_a_quantized_checkpoint_cannot_become(quantized_folder: Path, name: str) -> None:
+    ladder = GenerateLadder(subject=Subject(folder=str(quantized_folder)), rungs=(name,))
+    with pytest.raises(ConfigError, match=f"are int4 already, which cannot become the rung '{name}'"):
+        ladder.run(show_progress=False)

@@ -7,6 +7,8 @@ Cumulative rungs; their names never change:
 - native-bf16, native-int8, native-int4: the fused native steps instead, on bfloat16, int8 and int4 (groups of 128)
   weights, the head quantized like the rest; on a CPU.
 
+A checkpoint that is quantized already is measured as it is: by default static-cache and the native rung of its format.
+
 A rung with a cache may also be measured with several sequences at once (`-x8`) and after prompts of other lengths
 (`-c2048`): further rows, measured in the same process in the same rounds.
 """
@@ -89,7 +91,10 @@ class GenerateLadder:
         names = choose_rungs(RUNGS, self.rungs)
         if self.text is not None and self.subject.folder is None:
             raise ConfigError("random weights predict no text; give --text with --model")
-        if not self.rungs:
+        stored = self.subject.quantized()
+        if stored is not None:
+            names = _rungs_of_quantized(self, names, stored)
+        elif not self.rungs:
             others = COMPILED_QUANTIZED if resolve_device(self.device).type == "cpu" else NATIVE
             names = [name for name in names if name not in others]
         return measure(
@@ -97,6 +102,18 @@ class GenerateLadder:
             {name: (self.subject, name, RUNGS[name].techniques) for name in names},
             show_progress=show_progress,
         )
+
+
+def _rungs_of_quantized(ladder: GenerateLadder, names: list[str], stored: str) -> list[str]:
+    """Of a checkpoint that is quantized: only what runs it as it is; by default eager, and the native steps."""
+    possible = [name for name, way in RUNGS.items() if way.weights in (None, stored)]
+    refused = [name for name in names if name not in possible]
+    if ladder.rungs and refused:
+        raise ConfigError(
+            f"the weights of {ladder.subject.name} are {stored} already, which cannot become the rung {refused[0]!r}; "
+            f"possible: {', '.join(possible)}. The original checkpoint has them all"
+        )
+    return names if ladder.rungs else ["static-cache", f"native-{stored}"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,13 +161,15 @@ def measure(
                 "seed": ladder.seed,
                 "compile_cache": os.path.join(cache, name),
             }
-            memory = check_fits(
-                f"{subject.name} in {ladder.dtype}", _memory(subject.config(), ladder, list(rows.values())), device
-            )
+            parts = _memory(subject.config(), ladder, list(rows.values()))
+            if subject.quantized() is not None:
+                parts["weights"] = subject.stored_bytes()
+            memory = check_fits(f"{subject.name} in {ladder.dtype}", parts, device)
             shown = name if ladder.batches[0] == 1 else f"{name}-x{ladder.batches[0]}"
             setup = "hasten.bench.generate_rung:GenerateRung"
             made.append(Rung(shown, techniques, setup, arguments, memory, twice=how.compiled))
-        quantized = any(RUNGS[way].weights in ("int8", "int4") for _, way, _ in rungs.values())
+        quantized = ladder.subject.quantized() is not None
+        quantized = quantized or any(RUNGS[way].weights in ("int8", "int4") for _, way, _ in rungs.values())
         return run_ladder(
             made,
             kind="generate",

@@ -45,7 +45,7 @@ class GenerateRung:
         self.config = self.model.config
         self.weight_bytes: float = ELEMENT_BYTES[self.dtype]
         self.matrix_dtype = self.dtype
-        if self.way.weights is not None:
+        if self.way.weights is not None or self.model.quantization is not None:
             self.pack(self.way)
         self.perplexity = None if text is None else self.score(text)
         if self.way.compiled:
@@ -70,13 +70,18 @@ class GenerateRung:
         }
 
     def pack(self, way: Way) -> None:
-        """Quantize and fuse as the rung says, and count the bytes that a weight now takes, scales included."""
+        """Quantize, where the checkpoint is not, and fuse as the rung says; count the bytes that a weight now takes.
+
+        Scales are among them.
+        """
         from hasten.machine import reset_peak_memory
         from hasten.model.fused import fuse
         from hasten.ops.linear.modules import PackedLinear
         from hasten.quantization import Int4, Int8, quantize
 
-        if way.weights == "int8":
+        if self.model.quantization is not None:
+            pass  # by the checkpoint, in the format of this rung: the ladder has asked
+        elif way.weights == "int8":
             quantize(self.model, Int8(lm_head="same"))
         elif way.weights == "int4":
             # Which scales are chosen changes the error, not the speed.

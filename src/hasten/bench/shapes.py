@@ -109,6 +109,30 @@ class Subject:
         config = read_config(SHAPES[self.shape], f"shape {self.shape}")
         return config if self.kv_heads is None else replace(config, kv_heads=self.kv_heads)
 
+    def quantized(self) -> str | None:
+        """ "int8" or "int4" where the checkpoint's blocks are stored so: it is measured as it is, and as nothing else.
+
+        A head may be in another format than the blocks, whose lower number of bits it is that counts.
+        """
+        from pathlib import Path
+
+        from hasten.model.checkpoint import read_json
+        from hasten.model.formats.arguments import read_arguments
+        from hasten.model.load import resolve_folder
+
+        if self.folder is None:
+            return None
+        path = Path(resolve_folder(self.folder)) / "config.json"
+        groups = read_arguments(read_json(path), path)
+        return None if groups is None else f"int{min(group.bits for group in groups)}"
+
+    def stored_bytes(self) -> int:
+        """The size of the checkpoint's weights in their files."""
+        from hasten.model.load import resolve_folder
+
+        assert self.folder is not None
+        return sum(file.stat().st_size for file in resolve_folder(self.folder).glob("*.safetensors"))
+
     def build(self, *, dtype: torch.dtype, device: str, seed: int) -> Transformer:
         """The model, ready for inference: random weights made on the device, or the checkpoint's."""
         from hasten.model.initialize import initialize
