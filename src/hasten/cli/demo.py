@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import tempfile
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +17,7 @@ PROMPT = 'def read_lines(path):\n    """'
 # How the time after training is spent, chosen so that the whole demo with the default minutes stays below ten.
 EVALUATION_BYTES = 200_000
 LADDER_ROUNDS = 3
+LADDER_TEXT_BYTES = 40_000  # that each rung scores
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,13 +61,14 @@ class Demo:
         run = result.folder
         _say(2, "evaluate it on files it has not seen")
         model = _load(result.model_folder, thread_count(self.threads))
-        scores = _evaluate(model, recipe, run)
+        held_out = _held_out(recipe)
+        scores = _evaluate(model, held_out, run)
         print(f"  perplexity {scores['perplexity']:.2f}, {scores['bits_per_byte']:.3f} bits per byte")
         _say(3, "let it write Python")
         _write(model)
         if self.ladder:
             _say(4, "measure each technique of generation on it")
-            _measure(result.model_folder, run, threads=thread_count(self.threads))
+            _measure(result.model_folder, run, held_out, threads=thread_count(self.threads))
         _finish(run, time.perf_counter() - started)
 
 
@@ -81,13 +84,8 @@ def _load(folder: Path, threads: int | None) -> Any:
     return load(folder)
 
 
-def _evaluate(model: Any, recipe: Any, run: Path) -> dict[str, Any]:
-    """Score held-out files, at most EVALUATION_BYTES of them; also written to evaluation.json."""
-    from dataclasses import asdict
-
-    from hasten.cli.progress import counter
-    from hasten.generation.perplexity import perplexity
-    from hasten.machine.files import write_json
+def _held_out(recipe: Any) -> list[str]:
+    """Files that training has not seen, at most EVALUATION_BYTES of them."""
     from hasten.training.setup import prepare_data
 
     documents: list[str] = []
@@ -97,6 +95,17 @@ def _evaluate(model: Any, recipe: Any, run: Path) -> dict[str, Any]:
         size += len(text.encode())
         if size > EVALUATION_BYTES:
             break
+    return documents
+
+
+def _evaluate(model: Any, documents: list[str], run: Path) -> dict[str, Any]:
+    """Score held-out files; also written to evaluation.json."""
+    from dataclasses import asdict
+
+    from hasten.cli.progress import counter
+    from hasten.generation.perplexity import perplexity
+    from hasten.machine.files import write_json
+
     with counter("scored tokens") as advance:
         scores = asdict(perplexity(model, documents, advance=advance))
     write_json(run / "evaluation.json", scores | {"documents": len(documents)})
@@ -114,21 +123,26 @@ def _write(model: Any) -> None:
     print()
 
 
-def _measure(folder: Path, run: Path, *, threads: int | None) -> None:
+def _measure(folder: Path, run: Path, documents: list[str], *, threads: int | None) -> None:
+    """The ladder; each rung also scores the beginning of what was held out, so that speed has its price beside it."""
     from hasten.bench.draw import draw_ladder
     from hasten.bench.generate import GenerateLadder
     from hasten.bench.shapes import Subject
     from hasten.bench.table import print_ladder
     from hasten.machine.files import write_json
 
-    ladder = GenerateLadder(
-        subject=Subject(folder=str(folder)),
-        prompt_tokens=128,
-        new_tokens=64,
-        rounds=LADDER_ROUNDS,
-        threads=threads,
-    )
-    report = ladder.run()
+    with tempfile.TemporaryDirectory(prefix="hasten-demo-") as place:
+        text = Path(place) / "held-out.txt"
+        text.write_text("\n".join(documents).encode()[:LADDER_TEXT_BYTES].decode(errors="ignore"))
+        ladder = GenerateLadder(
+            subject=Subject(folder=str(folder)),
+            prompt_tokens=128,
+            new_tokens=64,
+            rounds=LADDER_ROUNDS,
+            threads=threads,
+            text=str(text),
+        )
+        report = ladder.run()
     write_json(run / "ladder.json", report)
     draw_ladder(report, run / "ladder.png", title="Generation ladder of the demo model")
     print_ladder(report)
