@@ -71,9 +71,32 @@ class LinearSpeed:
                 counts = [rows for rows in self.rows if (rows <= 16) == few]
                 if counts:
                     result["rows"] += measure(self, counts, few=few)
+        result["int4"] = int4_rates(result["rows"])
         print(table(result["rows"]))
+        for rate in result["int4"]:
+            print(
+                f"int4 at {rate['rows']:>4} rows: {rate['of_matrix_rate']:.2f} of the int8 matrix rate, "
+                f"{rate['of_int8_product']:.2f} of our int8 product's rate"
+            )
         if self.output:
             self.output.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def int4_rates(rows: list[dict[str, Any]]) -> list[dict[str, float]]:
+    """How int4 with int8 activations meets the int8 matrix rate from 8 rows on, and our int8 product of as many rows.
+
+    The aim is 0.75 of the matrix rate.
+    """
+    rates = {(row["rows"], row["format"]): row for row in rows if row["activations"] == "int8"}
+    return [
+        {
+            "rows": count,
+            "of_matrix_rate": row["matrix_rate_fraction"],
+            "of_int8_product": row["giga_operations_per_second"] / rates[count, "int8"]["giga_operations_per_second"],
+        }
+        for (count, format), row in rates.items()
+        if format == "int4" and count >= 8
+    ]
 
 
 def measure(settings: LinearSpeed, counts: list[int], *, few: bool) -> list[dict[str, Any]]:
