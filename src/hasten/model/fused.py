@@ -77,7 +77,7 @@ def fuse(model: Transformer) -> Transformer:
 
 
 def fuse_where_it_fits(model: Transformer) -> Transformer:
-    """`fuse`, or the model as it is; a HastenWarning where only the mixture of its checkpoint's formats is against it."""
+    """`fuse`, or the model as it is; with a HastenWarning where only its mixture of formats is against fusing it."""
     reason = refusal(model)
     if reason is None:
         return fuse(model)
