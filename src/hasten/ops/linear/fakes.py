@@ -22,15 +22,18 @@ def linear(
 
 
 def pack_bf16(w: Tensor) -> Tensor:
-    return w.new_empty(PANELS.data_size(Shape(*w.shape, "bfloat16")))
+    n, k = w.shape
+    return w.new_empty(PANELS.data_size(Shape(n, k, "bfloat16")))
 
 
 def pack_int8(q: Tensor) -> Tensor:
-    return q.new_empty(PANELS.data_size(Shape(*q.shape, "int8")), dtype=torch.uint8)
+    n, k = q.shape
+    return q.new_empty(PANELS.data_size(Shape(n, k, "int8")), dtype=torch.uint8)
 
 
 def pack_int4(q: Tensor, group_size: int) -> Tensor:
-    return q.new_empty(PANELS.data_size(Shape(*q.shape, "int4", group_size)), dtype=torch.uint8)
+    n, k = q.shape
+    return q.new_empty(PANELS.data_size(Shape(n, k, "int4", group_size)), dtype=torch.uint8)
 
 
 def pack_int4_words(words: Tensor, group_size: int) -> Tensor:
