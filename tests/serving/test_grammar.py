@@ -63,6 +63,7 @@ def test_a_schema_that_cannot_be_followed_is_refused_before_the_engine_hears_of_
     "schema",
     [
         True,
+        {"type": "integer", "no-such-word": 1},  # JSON schema ignores words that it does not have
         {"type": "string", "maxLength": 10_000},
         {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(200)}},
         {

@@ -164,10 +164,11 @@ def test_logs_say_how_it_ended_and_nothing_of_what_was_said(engine, tokenizer, c
     assert found["completion_tokens"] == 3
 
 
-def test_our_own_mistake_is_a_500_without_its_details(engine, tokenizer):
+@pytest.mark.parametrize("prompts", [1, 3])
+def test_our_own_mistake_is_a_500_without_its_details(engine, tokenizer, prompts):
     engine.refusal = RuntimeError("something private")
     with TestClient(app_of(engine, tokenizer), base_url="http://localhost") as client:
-        answer = client.post("/v1/completions", json=PROMPT)
+        answer = client.post("/v1/completions", json=PROMPT | {"prompt": ["def"] * prompts})
     assert answer.status_code == 500
     assert "private" not in answer.text
     assert answer.json()["error"]["code"] == "internal_error"
@@ -197,6 +198,23 @@ def test_metrics_have_vllms_names(engine, tokenizer):
         assert f"\nhasten:{name}{{" in text, name
     assert 'hasten:request_success_total{finished_reason="length",model_name="tiny"} 1.0' in text
     assert 'hasten:time_to_first_token_seconds_count{model_name="tiny"} 1.0' in text
+
+
+def test_times_are_counted_from_the_arrival(engine, tokenizer):
+    app = app_of(engine, tokenizer)
+    encode = app.state.service.encode
+
+    async def slowly(*args, **kwargs):
+        await asyncio.sleep(0.1)
+        return await encode(*args, **kwargs)
+
+    app.state.service.encode = slowly
+    with TestClient(app, base_url="http://localhost") as client:
+        client.post("/v1/completions", json=PROMPT)
+        text = client.get("/metrics").text
+    for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds"):
+        line = next(line for line in text.splitlines() if line.startswith(f"hasten:{name}_sum"))
+        assert float(line.split()[-1]) >= 0.1
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -340,6 +358,46 @@ MANY = {
     "tools": {"model": "tiny", "messages": [{"role": "user", "content": ""}], "tools": [1] * 500_000},
     "empty messages": {"model": "tiny", "messages": [{"role": "user", "content": ""}] * 50_000},
 }
+
+
+_PART = {"type": "text", "text": ""}
+TOO_MANY = {
+    "messages": {"messages": [{"role": "user", "content": ""}] * 5000},
+    "parts": {"messages": [{"role": "user", "content": [_PART] * 5000}]},
+    "parts of several": {"messages": [{"role": "user", "content": [_PART] * 2000}] * 3},
+    "calls": {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": ""}}] * 5000}]},
+    "tools": {
+        "messages": [{"role": "user", "content": ""}],
+        "tools": [{"type": "function", "function": {"name": "f"}}] * 5000,
+    },
+    "prompts": {"prompt": [""] * 5000},
+    "prompts as ids": {"prompt": [[1]] * 5000},
+    "stops": {"prompt": "", "stop": ["x"] * 5000},
+}
+
+
+@pytest.mark.parametrize("name", list(TOO_MANY))
+def test_too_many_are_refused_before_each_is_looked_at(client_for_all, name):
+    """What is checked after the schema has held the event loop while all of it became objects."""
+    from pydantic import ValidationError
+
+    from hasten.serving.api.chat_schema import ChatBody
+    from hasten.serving.api.completions_schema import CompletionBody
+
+    body = {"model": "tiny"} | TOO_MANY[name]
+    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+    answer = client_for_all.post(path, json=body)
+    field = next(field for field in ("stop", "prompt", "tools", "messages") if field in body)
+    assert (answer.status_code, answer.json()["error"]["param"].split("[")[0]) == (400, field)
+    with pytest.raises(ValidationError) as refusal:
+        (ChatBody if "messages" in body else CompletionBody).model_validate(body)
+    assert "too_long" in {error["type"] for error in refusal.value.errors()}
+
+
+def test_more_ids_than_any_text_has_are_not_decoded(client_for_all):
+    answer = client_for_all.post("/detokenize", json={"tokens": [1] * ((1 << 18) + 1)})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tokens")
+    assert client_for_all.post("/detokenize", json={"tokens": []}).status_code == 200
 
 
 @pytest.mark.parametrize("name", list(MANY))

@@ -88,11 +88,18 @@ def beams(body: SamplingBody, n: int, best_of: int | None) -> dict[str, Any]:
     }
 
 
-def check_stream_options(body: SamplingBody) -> None:
-    """Raises ApiError for options that ask for something where nothing is streamed."""
+def usage_wanted(body: SamplingBody) -> tuple[bool, bool]:
+    """Whether a stream tells the usage at its end, and in every chunk."""
     options = body.stream_options
-    if options is not None and not body.stream and (options.include_usage or options.continuous_usage_stats):
+    wanted = bool(options and options.include_usage), bool(options and options.continuous_usage_stats)
+    if any(wanted) and not body.stream:
         raise ApiError("stream_options needs stream", param="stream_options")
+    return wanted
+
+
+def check_logprobs(wanted: int | None, settings: ServerSettings, *, param: str) -> None:
+    """Raises ApiError for more log-probabilities than this server gives."""
+    _limit(param, wanted or 0, settings.logprobs)
 
 
 def room(

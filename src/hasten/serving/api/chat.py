@@ -10,7 +10,7 @@ from typing import Any
 from fastapi import APIRouter, Response
 from fastapi import Request as HttpRequest
 
-from hasten.serving.api.asking import beams, check_ids, check_stream_options, room, samples, sampling_params
+from hasten.serving.api.asking import beams, check_ids, check_logprobs, room, samples, sampling_params, usage_wanted
 from hasten.serving.api.chat_schema import ChatBody
 from hasten.serving.api.conversation import encode_conversation
 from hasten.serving.api.documentation import ERRORS, ChatCompletion
@@ -72,9 +72,8 @@ class _Answer:
         self.created = int(time.time())
         if body.top_logprobs and not body.logprobs:
             raise ApiError("top_logprobs needs logprobs: true", param="top_logprobs")
-        if (body.top_logprobs or 0) > settings.logprobs:
-            raise ApiError(f"top_logprobs: at most {settings.logprobs}", param="top_logprobs")
-        check_stream_options(body)
+        check_logprobs(body.top_logprobs, settings, param="top_logprobs")
+        self.usage, self.always = usage_wanted(body)
         limits = (body.max_tokens, body.max_completion_tokens)
         if None not in limits and limits[0] != limits[1]:
             raise ApiError("max_tokens and max_completion_tokens differ; give one", param="max_tokens")
@@ -142,14 +141,11 @@ class _Answer:
 
     async def chunks(self, first: Piece, run: Run) -> AsyncIterator[dict[str, Any]]:
         """The chunks of a stream; each choice begins with the role."""
-        options = self.body.stream_options
-        usage = bool(options and options.include_usage)
-        always = bool(options and options.continuous_usage_stats)
 
         def chunk(choices: list[dict[str, Any]]) -> dict[str, Any]:
             made = self._envelope("chat.completion.chunk", choices)
-            if usage or always:
-                made["usage"] = run.usage() if always else None
+            if self.usage or self.always:
+                made["usage"] = run.usage() if self.always else None
             return made
 
         piece: Piece | None = first
@@ -164,7 +160,7 @@ class _Answer:
                 yield chunk([told])
             following = await anext(run, None)
             piece = None if following is None else following[1]
-        if usage:
+        if self.usage:
             yield self._envelope("chat.completion.chunk", []) | {"usage": run.usage()}
 
     def whole(self, run: Run) -> dict[str, Any]:

@@ -2,10 +2,11 @@
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
+from pydantic_core import PydanticCustomError
 
-from hasten.serving.api.completions_schema import ResponseFormat
-from hasten.serving.api.fields import COMMON_NEUTRAL, Body, Count, Neutral, SamplingBody, Text
+from hasten.serving.api.fields import COMMON_NEUTRAL, MANY, Body, Count, Neutral, SamplingBody, Text
+from hasten.serving.api.response_schema import ResponseFormat
 
 Name = Annotated[str, Field(min_length=1, max_length=256)]
 
@@ -74,8 +75,18 @@ class ToolChoice(Body):
     function: NamedFunction
 
 
-Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True)]
-ToolList = Annotated[list[Tool], Field(fail_fast=True)]
+def _few_parts(messages: Any) -> Any:
+    """Refuses, before any is looked at, more parts and calls than `MANY` in all messages together."""
+    if isinstance(messages, list):
+        lists = (message.get(name) for message in messages if isinstance(message, dict) for name in _LISTS)
+        if sum(len(items) for items in lists if isinstance(items, list)) > MANY:
+            raise PydanticCustomError("too_long", "The messages have more than {most} parts and calls", {"most": MANY})
+    return messages
+
+
+_LISTS = ("content", "tool_calls")
+Messages = Annotated[list[Message], Field(min_length=1, max_length=MANY, fail_fast=True), BeforeValidator(_few_parts)]
+ToolList = Annotated[list[Tool], Field(max_length=MANY, fail_fast=True)]
 
 
 class ChatBody(SamplingBody):

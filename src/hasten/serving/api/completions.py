@@ -10,7 +10,7 @@ from typing import Any
 from fastapi import APIRouter, Response
 from fastapi import Request as HttpRequest
 
-from hasten.serving.api.asking import beams, check_stream_options, prompts_of, room, samples, sampling_params
+from hasten.serving.api.asking import beams, check_logprobs, prompts_of, room, samples, sampling_params, usage_wanted
 from hasten.serving.api.completions_schema import CompletionBody
 from hasten.serving.api.documentation import ERRORS, Completion
 from hasten.serving.api.errors import ApiError
@@ -71,9 +71,8 @@ class _Answer:
         self.nothing = body.max_tokens == 0  # only the prompt is wanted back
         if self.nothing and not body.echo:
             raise ApiError("max_tokens is 0: without echo nothing would come back", param="max_tokens")
-        if body.logprobs is not None and body.logprobs > service.settings.logprobs:
-            raise ApiError(f"logprobs: at most {service.settings.logprobs}", param="logprobs")
-        check_stream_options(body)
+        check_logprobs(body.logprobs, service.settings, param="logprobs")
+        self.usage, self.always = usage_wanted(body)
 
     async def requests(self, name: str) -> list[Request]:
         """What the engine is asked: one request for each prompt."""
@@ -132,20 +131,17 @@ class _Answer:
 
     async def chunks(self, first: tuple[int, Piece], run: Run) -> AsyncIterator[dict[str, Any]]:
         """The chunks of a stream."""
-        options = self.body.stream_options
-        usage = bool(options and options.include_usage)
-        always = bool(options and options.continuous_usage_stats)
         told = self.take(*first)
         while True:
             chunk = self._envelope([told])
-            if usage or always:
-                chunk["usage"] = run.usage() if always else None
+            if self.usage or self.always:
+                chunk["usage"] = run.usage() if self.always else None
             yield chunk
             try:
                 told = self.take(*await anext(run))
             except StopAsyncIteration:
                 break
-        if usage:
+        if self.usage:
             yield self._envelope([]) | {"usage": run.usage()}
 
     def whole(self, run: Run) -> dict[str, Any]:

@@ -15,10 +15,12 @@ Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Text = Annotated[str, Field(max_length=1 << 22)]
-# The first wrong item ends it: a complaint about each of a million would take minutes and gigabytes.
+# Bodies are checked on the event loop, where everybody waits: so the first wrong item ends it (a complaint about each
+# of a million would take minutes and gigabytes), and so does the first item too many. `ServerSettings` may allow fewer.
+MANY = 4096
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
-Texts = Annotated[list[Text], Field(fail_fast=True)]
-Prompts = Text | Texts | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)]
+Texts = Annotated[list[Text], Field(max_length=MANY, fail_fast=True)]
+Prompts = Text | Texts | TokenIds | Annotated[list[TokenIds], Field(max_length=MANY, fail_fast=True)]
 Neutral = dict[str, tuple[Any, ...]]  # field -> the values that ask for nothing, beside null
 
 

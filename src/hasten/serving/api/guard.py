@@ -92,14 +92,16 @@ class _Exchange:
         self.id = given if _GOOD_ID.fullmatch(given) else f"req-{secrets.token_hex(12)}"
         self.facts: dict[str, object] = {}
         self.cleanup: list[Callable[[], Awaitable[None]]] = []  # what the endpoint began, to be ended whatever happens
-        scope.setdefault("state", {}).update(request_id=self.id, facts=self.facts, cleanup=self.cleanup)
+        self.arrived = time.perf_counter()
+        state = scope.setdefault("state", {})
+        state.update(request_id=self.id, arrived=self.arrived, facts=self.facts, cleanup=self.cleanup)
         self.status: int | None = None
         self.held = 0
         self.counted = False
         self.ended = False
 
     async def run(self) -> None:
-        guard, start = self.guard, time.perf_counter()
+        guard = self.guard
         guard._requests += 1
         outcome = "ok"
         try:
@@ -134,7 +136,7 @@ class _Exchange:
                 method=self.scope["method"],
                 path=self.scope["path"],
                 status=self.status or 499,
-                seconds=time.perf_counter() - start,
+                seconds=time.perf_counter() - self.arrived,
                 outcome=outcome,
                 facts=self.facts,
             )

@@ -85,11 +85,14 @@ class Metrics:
 
 
 class Stopwatch:
-    """The times of one request, observed as they come. Samples of one prompt share the first token's."""
+    """The times of one request, observed as they come. Samples of one prompt share the first token's.
 
-    def __init__(self, metrics: Metrics) -> None:
+    start: when the request's headers had arrived, by time.perf_counter().
+    """
+
+    def __init__(self, metrics: Metrics, *, start: float) -> None:
         self._metrics = metrics
-        self._start = time.perf_counter()
+        self._start = start
         self._first: dict[tuple[int, int], float] = {}
         self._last: dict[tuple[int, int], float] = {}
         self._tokens: dict[tuple[int, int], int] = {}

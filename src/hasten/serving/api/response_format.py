@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from hasten.serving.api.completions_schema import ResponseFormat
 from hasten.serving.api.errors import ApiError
 from hasten.serving.api.grammar import Grammar
+from hasten.serving.api.response_schema import ResponseFormat
 from hasten.serving.api.service import Service
 
 

@@ -26,7 +26,7 @@ class Run:
         if not service.engine.healthy:
             raise overloaded(f"the engine has failed: {service.engine.error}", seconds=30)
         self.service, self.requests = service, requests
-        self.stopwatch = Stopwatch(service.metrics)
+        self.stopwatch = Stopwatch(service.metrics, start=http.state.arrived)
         self.prompt_tokens = self.completion_tokens = self.cached_tokens = 0
         self._counted: set[int] = set()
         self._facts = http.state.facts
@@ -98,18 +98,16 @@ class Run:
 
     async def _several(self) -> AsyncIterator[tuple[int, Piece]]:
         """All at once; the first failure ends them all."""
-        queue: asyncio.Queue[tuple[int, Piece] | BaseException | None] = asyncio.Queue(64)
+        queue: asyncio.Queue[tuple[int, Piece] | Exception | None] = asyncio.Queue(64)
 
         async def feed(which: int) -> None:
-            pieces = self.service.engine.generate(self.requests[which])
+            end: Exception | None = None
             try:
-                async for piece in pieces:
-                    await queue.put((which, piece))
-            except HastenError as error:
-                await queue.put(error)
-            finally:
-                await pieces.aclose()  # type: ignore[attr-defined]
-            await queue.put(None)
+                async for item in self._one(which):
+                    await queue.put(item)
+            except Exception as error:  # whatever it is: somebody waits to hear of it
+                end = error
+            await queue.put(end)
 
         tasks = [asyncio.create_task(feed(which)) for which in range(len(self.requests))]
         try:
@@ -118,7 +116,7 @@ class Run:
                 item = await queue.get()
                 if item is None:
                     left -= 1
-                elif isinstance(item, BaseException):
+                elif isinstance(item, Exception):
                     raise item
                 else:
                     yield item

@@ -11,7 +11,7 @@ from hasten.serving.api.chat_schema import Messages, ToolList
 from hasten.serving.api.conversation import encode_conversation
 from hasten.serving.api.documentation import ERRORS, Detokenized, Tokens
 from hasten.serving.api.errors import ApiError
-from hasten.serving.api.fields import Body, Neutral, Text, TokenIds
+from hasten.serving.api.fields import Body, Neutral, Text, TokenId
 from hasten.serving.api.replies import reply
 from hasten.serving.api.service import Service
 
@@ -37,7 +37,7 @@ class DetokenizeBody(Body):
     """Token ids."""
 
     model: Annotated[str, Field(max_length=512)] | None = None
-    tokens: TokenIds
+    tokens: Annotated[list[TokenId], Field(max_length=1 << 18, fail_fast=True)]
 
 
 def tokens_router(service: Service) -> APIRouter:
@@ -75,7 +75,7 @@ def tokens_router(service: Service) -> APIRouter:
             service.check_model(body.model)
         tokenizer = service.tokenizer
         ids = body.tokens
-        if any(i >= service.vocabulary for i in ids):
+        if max(ids, default=0) >= service.vocabulary:
             raise ApiError(f"tokens: the vocabulary has {service.vocabulary}", param="tokens")
         text = await service.in_thread(lambda: tokenizer.decode(ids, skip_special_tokens=False))
         return reply({"prompt": text})
