@@ -3,13 +3,14 @@
     python benchmarks/publish.py                     # everything, about half an hour on two cores
     python benchmarks/publish.py train-gpt2-124m     # only the steps named
     python benchmarks/publish.py --list
-    python benchmarks/publish.py --tables            # the results as the Markdown tables of docs/ladder.md
+    python benchmarks/publish.py --page docs/ladder.md     # puts the results' tables there in the place of the old ones
 
 Only through the command line, so that whoever runs the same command measures the same thing.
 """
 
 import argparse
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -23,6 +24,8 @@ STEPS = {
     "generate-llama-1.1b": "generate --shape llama-1.1b --dtype bfloat16 --prompt-tokens 512 --new-tokens 64",
     "batches-llama-1.1b": "generate --shape llama-1.1b --dtype bfloat16 --prompt-tokens 512 --new-tokens 64 "
     "--rungs native-bf16,native-int8,native-int4 --batches 1,8 --contexts 16,2048",
+    "compiled-llama-1.1b": "generate --shape llama-1.1b --dtype bfloat16 --prompt-tokens 512 --new-tokens 64 "
+    "--rungs static-cache-compiled,static-cache-compiled-int8,static-cache-compiled-int4",
     "train-gpt2-124m": "train --shape gpt2-124m --batch-size 2 --sequence-length 256 --steps 2",
     "heads-llama-120m": "heads --shape llama-120m --dtype bfloat16 --prompt-tokens 2048 --new-tokens 64",
 }
@@ -65,15 +68,25 @@ def table(name: str) -> str:
     return "\n".join(lines)
 
 
+def with_tables(page: str) -> str:
+    """The page with every result's table in the place of the one that begins with the same command, or at the end."""
+    for name in STEPS:
+        if not (RESULTS / f"{name}.json").exists():
+            continue
+        old = re.search(re.escape(f"`hasten bench {STEPS[name]}`") + r"\n.*?measured limits: [^\n]*", page, re.DOTALL)
+        page = page[: old.start()] + table(name) + page[old.end() :] if old else f"{page.rstrip()}\n\n{table(name)}\n"
+    return page
+
+
 def main() -> None:
     """Run the steps named on the command line, or all."""
     parser = argparse.ArgumentParser(description="Run the published benchmarks.")
     parser.add_argument("steps", nargs="*", metavar="STEP", help=f"one of {', '.join(STEPS)}; all by default")
     parser.add_argument("--list", action="store_true", help="show the steps with their commands and end")
-    parser.add_argument("--tables", action="store_true", help="print the results that are there as Markdown and end")
+    parser.add_argument("--page", type=Path, help="put the tables of the results into this Markdown page and end")
     given = parser.parse_args()
-    if given.tables:
-        print("\n\n".join(table(name) for name in STEPS if (RESULTS / f"{name}.json").exists()))
+    if given.page:
+        given.page.write_text(with_tables(given.page.read_text()))
         return
     if given.list:
         print("\n".join(f"{name}: hasten bench {arguments}" for name, arguments in STEPS.items()))
