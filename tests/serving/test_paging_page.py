@@ -42,10 +42,18 @@ def sharing_rows():
 def decode_rows():
     for row in json.loads((BENCHMARKS / "results" / "paged-decode.json").read_text())["rows"]:
         times = " | ".join(f"{row[kind] * 1e3:.2f} ms" for kind in ("contiguous", "blocks"))
-        yield f"| {row['what']} | {row['batch']} | {times} | {row['ratio']:.3f} |"
+        int8 = f"{row['int8'] * 1e3:.2f} ms | {row['int8_ratio']:.3f}"
+        yield f"| {row['what']} | {row['batch']} | {times} | {row['ratio']:.3f} | {int8} |"
 
 
-@pytest.mark.parametrize("rows", [sharing_rows, decode_rows])
+def int8_rows():
+    for row in json.loads((BENCHMARKS / "results" / "int8-cache.json").read_text())["rows"]:
+        cache = row["dtype"] if row["kv_cache_dtype"] == "auto" else row["kv_cache_dtype"]
+        shares = f"{row['same_answers']:.0%} | {row['same_tokens']:.1%}"
+        yield f"| {row['dtype']} | {cache} | {row['perplexity']:.4f} | {shares} |"
+
+
+@pytest.mark.parametrize("rows", [sharing_rows, decode_rows, int8_rows])
 def test_the_tables_are_those_of_the_measurements(rows):
     for row in rows():
         assert row in PAGE.read_text()
