@@ -72,6 +72,18 @@ def test_a_changed_header_or_another_instruction_set_is_another_build(tree):
 
 
 @needs_compiler
+def test_no_path_of_the_checkout_is_in_a_library(tree):
+    (tree / "src" / "common.h").write_text("#define X 7\nstatic const char* volatile where = __FILE__;\n")
+    (tree / "src" / "one" / "native.cpp").write_text(
+        '#include "../common.h"\n'
+        'extern "C" __attribute__((visibility("default"))) const char* one() { return where; }\n'
+    )
+    library = ctypes.CDLL(str(build("portable", sources=tree / "src", folder=tree / "cache")))
+    library.one.restype = ctypes.c_char_p
+    assert library.one() == b"one/../common.h"
+
+
+@needs_compiler
 def test_old_builds_are_pruned_and_the_used_ones_stay(tree):
     used = build("portable", sources=tree / "src", folder=tree / "cache")
     text = (tree / "src" / "common.h").read_text()

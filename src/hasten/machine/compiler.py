@@ -20,7 +20,7 @@ class Compiler:
 
 
 def find_compiler() -> Compiler | None:
-    """The first of $CXX, c++, g++, clang++ that runs and tells its version; None where there is none."""
+    """The first of $CXX, g++, clang++, c++ that runs and tells its version; None where there is none."""
     for name in (os.environ.get("CXX"), "g++", "clang++", "c++"):
         command = shutil.which(name) if name else None
         if command is None:

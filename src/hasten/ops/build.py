@@ -33,6 +33,7 @@ ABI_FLAG = f"-DTORCH_TARGET_VERSION={STABLE_ABI}"
 COMMON_FLAGS = ("-O3", "-std=c++20", "-fPIC", "-fvisibility=hidden", "-fwrapv", "-w", ABI_FLAG)
 # g++ takes F32 as a vector argument without AVX-512 as an ABI change and says so once a function.
 GNU_FLAGS = ("-fno-gnu-unique", "-Wno-psabi")
+SHORT_PATHS = "-ffile-prefix-map={folder}/="  # messages name "linear/gemm.h", whatever checkout it was compiled in
 AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c", "-mprefer-vector-width=512")
 
 
@@ -86,7 +87,7 @@ def build(isa: str, *, sources: Path = SOURCES, folder: Path | None = None) -> P
         )
     if compiler.kind == "g++":
         flags = (*flags, *GNU_FLAGS)
-    target = folder / f"{stem}-{_hash(str(compiler), *flags, *_rpath())}.so"
+    target = folder / f"{stem}-{_hash(str(compiler), *flags, SHORT_PATHS, *_rpath())}.so"
     if target.exists():
         return _used(target)
     with _locked(folder):
@@ -141,9 +142,11 @@ def _compile(compiler: Compiler, flags: Sequence[str], *, sources: Path, target:
     try:
         with console.status(message), ThreadPoolExecutor(max_workers=2) as pool:
             commands, objects = [], []
+            short = [SHORT_PATHS.format(folder=folder) for folder in (sources, include)]
+            compile_one = [compiler.command, *flags, *short, f"-I{include}", "-c"]
             for source in sorted(sources.rglob("*.cpp")):
                 objects.append(str(place / "-".join(source.relative_to(sources).with_suffix(".o").parts)))
-                commands.append([compiler.command, *flags, f"-I{include}", "-c", str(source), "-o", objects[-1]])
+                commands.append([*compile_one, str(source), "-o", objects[-1]])
             list(pool.map(lambda command: _call(command, log), commands))
             made = place / "library.so"
             libraries = (f"-L{_torch_folder() / 'lib'}", *_rpath(), "-ltorch_cpu", "-ltorch")
