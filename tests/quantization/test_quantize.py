@@ -276,6 +276,18 @@ def test_no_model_is_overwritten_unasked(tiny_folder, tmp_path, capsys):
     assert hasten.load(other).quantization is not None
 
 
+def test_ctrl_c_is_one_line_and_leaves_no_half_of_a_folder(tiny_folder, tmp_path, capsys, monkeypatch):
+    def interrupt(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("hasten.quantization.stream.compare", interrupt)
+    with pytest.raises(SystemExit) as caught:
+        main(["quantize", str(tiny_folder), "--scheme", "int8", "--output", str(tmp_path / "out")])
+    assert caught.value.code == 130
+    assert capsys.readouterr().err.strip().endswith("stopped by Ctrl-C")
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(("name", "bits"), [("int8", 8), ("int4", 4)])
 def test_every_command_that_runs_a_model_can_quantize_it(name, bits, tiny_folder):
     options = ModelOptions(model=str(tiny_folder), quantize=name, threads=1, fuse=False)

@@ -72,6 +72,7 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
     except KeyboardInterrupt:
+        print("stopped by Ctrl-C", file=sys.stderr)
         raise SystemExit(130) from None
     except BrokenPipeError:  # the reader of our output has gone, as `| head` does
         sys.stderr.close()
