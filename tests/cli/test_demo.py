@@ -90,3 +90,22 @@ def test_the_ladder_is_measured_on_the_trained_model_when_asked(run, monkeypatch
     monkeypatch.setattr(demo, "_measure", lambda folder, run, *, threads: measured.append((folder, run, threads)))
     folder = run(ladder=True)
     assert measured == [(folder / "model", folder, 1)]
+
+
+def test_the_ladder_scores_what_training_has_not_seen(run, monkeypatch):
+    scored = []
+
+    def ladder(self):
+        scored.append(Path(self.text).read_text())
+        return {"rows": []}
+
+    monkeypatch.setattr("hasten.bench.generate.GenerateLadder.run", ladder)
+    monkeypatch.setattr("hasten.bench.draw.draw_ladder", lambda *arguments, **options: None)
+    monkeypatch.setattr("hasten.bench.table.print_ladder", lambda report: None)
+    monkeypatch.setattr(demo, "LADDER_TEXT_BYTES", 3000)
+    folder = run(ladder=True)
+    assert (folder / "ladder.json").exists()
+    (text,) = scored
+    assert 0 < len(text.encode()) <= 3000
+    files = [path.read_text(encoding="utf-8") for path in (folder.parents[1] / "corpus").iterdir()]
+    assert any(text[:200] in file for file in files)
