@@ -59,7 +59,7 @@ class Fairness:
         for number in range(self.rounds):
             for budget in self.budgets:
                 found[budget].append(self.measure(model, budget, seed=number + 1))
-        rows = [
+        rows: list[dict[str, Any]] = [
             {"budget": budget, **{name: median(one[name] for one in runs) for name in runs[0]}, "rounds": runs}
             for budget, runs in found.items()
         ]

@@ -207,3 +207,21 @@ def test_a_model_that_fails_turns_health_red(model):
         assert httpx.get(f"{url}/health").status_code == 503
         assert httpx.post(f"{url}/v1/completions", json=body).status_code == 503
         assert engine.stats().free_blocks == engine.stats().blocks
+
+
+def test_who_is_not_done_when_the_drain_ends_hears_why(model, monkeypatch):
+    settings = EngineSettings(max_sequences=8, token_budget=32, cache_bytes=1 << 20)
+    engine = AsyncEngine(Engine(model, model.tokenizer, settings))
+    step = engine.engine.step
+    monkeypatch.setattr(engine.engine, "step", lambda: (time.sleep(0.02), step())[1])
+    with serving(app_of(engine, model.tokenizer, max_length=512, drain_timeout=0.2)) as (url, server):
+        body = {"model": "tiny", "prompt": "def", "max_tokens": 450, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=20) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            server.handle_exit(15, None)
+            *_, last, _, end, _ = lines
+        assert "shutting down" in json.loads(last.removeprefix("data: "))["error"]["message"]
+        assert end == "data: [DONE]"
+    assert engine.stats().free_blocks == engine.stats().blocks
+    assert engine.thread.readers == 0
