@@ -8,6 +8,7 @@ import textwrap
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from hasten.errors import CheckpointError, ResourceError
 from hasten.model.initialize import initialize
@@ -15,7 +16,8 @@ from hasten.training import checkpoints
 from hasten.training.build import shape_config
 from hasten.training.optimizers import adamw
 from hasten.training.random_state import RandomState
-from hasten.training.recipe import Optimizer, Shape
+from hasten.training.recipe import Optimizer, Recipe, Shape
+from hasten.training.stored import State
 
 CPU = torch.device("cpu")
 CONFIG = shape_config(Shape(layers=1, hidden_size=16, heads=2, feed_forward=32), vocab_size=30, positions=8)
@@ -33,7 +35,8 @@ def trained(seed=0, steps=2):
 
 
 def save(folder, model, optimizer, step=2):
-    values = {"progress": {"step": step}}
+    progress = State(step=step, tokens=100 * step).to_json()
+    values = {"progress": progress, "data": "tokens", "scaler": {}, "recipe": Recipe(name="small").to_json()}
     checkpoints.save(folder, model=model, optimizer=optimizer, random=RandomState.capture(CPU), values=values)
 
 
@@ -159,5 +162,81 @@ def test_a_damaged_one_is_told(tmp_path, damage):
     model, optimizer = trained()
     if damage == "other shape":
         model = initialize(CONFIG.padded_to(64), seed=0)
+    with pytest.raises(CheckpointError, match=str(tmp_path)):
+        checkpoints.load(checkpoints.find(tmp_path), model=model, optimizer=optimizer, device=CPU)
+
+
+def without(*path):
+    """Takes a field away."""
+
+    def change(values):
+        *owners, name = path
+        for owner in owners:
+            values = values[owner]
+        del values[name]
+
+    return change
+
+
+def with_(value, *path):
+    """Puts a value in."""
+
+    def change(values):
+        *owners, name = path
+        for owner in owners:
+            values = values[owner]
+        values[name] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (without("python_random"), "python_random is missing"),
+        (with_([3, [1, 2], None], "python_random"), "python_random is no state"),
+        (with_([3, [-1] * 625, None], "python_random"), "python_random is no state"),
+        (without("scaler"), "scaler is missing"),
+        (with_({"scale": "x"}, "scaler"), "scaler is {'scale': 'x'}"),
+        (without("recipe"), "recipe is missing"),
+        (with_("demo", "recipe"), "recipe is 'demo'"),
+        (with_({"nome": "demo"}, "recipe"), "not a recipe of this version"),
+        (with_("big", "recipe", "data"), "not a recipe of this version"),
+        (without("data"), "data is missing"),
+        (without("files", "weights"), "files.weights is missing"),
+        (without("files", "state"), "files.state is missing"),
+        (with_(3, "files", "state"), "files.state is 3"),
+        (with_("all", "progress", "total"), "progress.total is 'all'"),
+        (with_(-1, "progress", "step"), "progress.step is -1"),
+        (with_([1], "progress", "bend"), r"progress.bend is \[1\]"),
+        (with_(["x"], "progress", "recent_losses"), "progress.recent_losses is"),
+        (with_({"step": 3}, "progress"), "progress.total is missing"),
+        (with_(1, "progress", "more"), "progress.more is not known"),
+    ],
+)
+def test_what_its_json_lacks_or_has_wrong_is_named(tmp_path, change, named):
+    save(tmp_path, *trained())
+    index = tmp_path / "checkpoint.json"
+    values = json.loads(index.read_text())
+    change(values)
+    index.write_text(json.dumps(values))
+    with pytest.raises(CheckpointError, match=f"{index} is damaged: .*{named}"):
+        checkpoints.find(tmp_path)
+
+
+@pytest.mark.parametrize("damage", ["no random state", "short random state", "moments of another shape"])
+def test_damaged_states_are_told(tmp_path, damage):
+    model, optimizer = trained()
+    save(tmp_path, model, optimizer)
+    path = tmp_path / "state-00000002.safetensors"
+    tensors = load_file(path)
+    if damage == "moments of another shape":
+        name = next(name for name in tensors if name.endswith("exp_avg"))
+        tensors[name] = torch.zeros(3)
+    elif damage == "no random state":
+        del tensors["random.cpu"]
+    else:
+        tensors["random.cpu"] = tensors["random.cpu"][:10].clone()
+    save_file(tensors, path)
     with pytest.raises(CheckpointError, match=str(tmp_path)):
         checkpoints.load(checkpoints.find(tmp_path), model=model, optimizer=optimizer, device=CPU)

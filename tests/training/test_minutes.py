@@ -108,7 +108,7 @@ def test_a_run_whose_total_was_lowered_goes_on_exactly(minute, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         train(minute(name="killed", **hard), progress=False, on_step=kill)
     stored = checkpoints.find(whole.folder.parent / "killed/checkpoints/last")
-    assert stored.values["progress"]["total"] == whole.steps  # the decision, and nothing else, had it written
+    assert stored.progress.total == whole.steps  # the decision, and nothing else, had it written
     monkeypatch.setattr(loop.budget, "timed_steps", lambda *a, **o: pytest.fail("the total was set a second time"))
     resumed = train(minute(name="killed", **hard), progress=False)
     one, other = (read(r.folder / "train.jsonl") for r in (whole, resumed))

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hasten.data import TokenSplit
-from hasten.errors import DataError, ResourceError
+from hasten.errors import DataError, HastenWarning, ResourceError
 from hasten.model.initialize import initialize
 from hasten.training.budget import fixed_steps, timed_steps
 from hasten.training.build import attention_kernel, shape_config
@@ -43,6 +43,14 @@ def test_a_journal_is_cut_at_the_checkpoint_and_a_torn_line_is_dropped(tmp_path)
     assert [(line["step"], line["loss"]) for line in read(path)] == [(1, 1 / 3), (2, 1 / 3), (3, 1 / 3), (4, 2.0)]
     Journal(path, keep_steps=0).close()
     assert read(path) == []
+
+
+def test_a_journal_that_is_no_text_is_read_up_to_there(tmp_path):
+    path = tmp_path / "train.jsonl"
+    path.write_bytes(b'{"step": 1}\n{"step": 2, "name": "\xff"}\n{"step": 3}\n')
+    assert [line["step"] for line in read(path)] == [1]
+    with pytest.warns(HastenWarning, match="up to step 1 only; the lines from there to step 3 are lost"):
+        Journal(path, keep_steps=3).close()
 
 
 def test_a_journal_on_a_full_disk():

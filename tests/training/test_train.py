@@ -175,8 +175,10 @@ def test_a_loss_that_is_no_number_ends_the_run_and_names_the_last_good_checkpoin
 
 def test_a_loss_that_is_no_number_before_the_first_checkpoint(recipe, monkeypatch):
     poison(monkeypatch, at=1, value=float("inf"))
-    with pytest.raises(TrainingError, match=r"step 1: the loss is inf; there is no checkpoint yet"):
+    with pytest.raises(TrainingError, match=r"step 1: the loss is inf; there is no checkpoint yet") as told:
         train(recipe(), progress=False)
+    assert "--optimizer.clip" not in str(told.value)  # it is 1 already
+    assert "float32" not in str(told.value)
 
 
 def test_float16_may_skip_some_steps_but_not_a_hundred_in_a_row(recipe, monkeypatch):

@@ -10,7 +10,6 @@ import errno
 import json
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,23 +21,11 @@ from torch import Tensor, nn
 from hasten.errors import CheckpointError, HastenError, ResourceError
 from hasten.machine.files import replacing, write_atomically
 from hasten.training.random_state import RandomState
+from hasten.training.stored import FORMAT_VERSION, INDEX, REMEDY, Stored, find
 
-FORMAT_VERSION = 1
-INDEX = "checkpoint.json"
+__all__ = ["Stored", "find", "link", "load", "load_weights", "named_weights", "read_tensors", "save", "write_error"]
+
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stored:
-    """A checkpoint on disk: what its checkpoint.json says (`values`), and where its tensors are."""
-
-    folder: Path
-    values: dict[str, Any]
-
-    @property
-    def step(self) -> int:
-        """Steps that were taken."""
-        return int(self.values["progress"]["step"])
 
 
 def save(
@@ -49,7 +36,7 @@ def save(
     random: RandomState,
     values: Mapping[str, Any],
 ) -> None:
-    """Write a checkpoint over the one that is there. values: JSON values, with `progress` and its `step` among them.
+    """Write a checkpoint over the one that is there. values: `progress`, `recipe`, `data` and `scaler` of Stored.
 
     Raises ResourceError for a full disk and CheckpointError for another failure; the one that was there stays whole.
     """
@@ -85,28 +72,6 @@ def link(source: Path, target: Path) -> None:
         raise write_error(target, error) from None
 
 
-def find(folder: Path) -> Stored | None:
-    """The checkpoint in a folder, or None where there is none. Raises CheckpointError for a damaged one."""
-    index = folder / INDEX
-    try:
-        values = json.loads(index.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{index} cannot be read ({error}); {_REMEDY}") from None
-    version = values.get("version") if isinstance(values, dict) else None
-    if version != FORMAT_VERSION:
-        raise CheckpointError(f"{index} has version {version}, this hasten reads {FORMAT_VERSION}; {_REMEDY}")
-    try:
-        int(values["progress"]["step"])
-        missing = [name for name in values["files"].values() if not (folder / Path(name).name).is_file()]
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"{index} is damaged ({error!r}); {_REMEDY}") from None
-    if missing:
-        raise CheckpointError(f"{folder} lacks {missing[0]}, which {INDEX} names; {_REMEDY}")
-    return Stored(folder=folder, values=values)
-
-
 def load(stored: Stored, *, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
     """Put weights, optimizer state and random states back. Raises CheckpointError where they do not fit the model."""
     load_weights(stored, model)
@@ -118,14 +83,18 @@ def load(stored: Stored, *, model: nn.Module, optimizer: torch.optim.Optimizer, 
         if owner == "random":
             random[key] = tensor
         elif owner in parameters:
+            if tensor.dim() and tensor.shape != parameters[owner].shape:
+                raise CheckpointError(f"{stored.folder}: {name} is {_describe(tensor)}, unlike its weight; {REMEDY}")
             # AdamW keeps its step count on the device only because the kernel is fused.
             states.setdefault(owner, {})[key] = tensor.to(device)
         else:
-            raise CheckpointError(f"{stored.folder}: optimizer state for {owner!r}, which the model lacks; {_REMEDY}")
+            raise CheckpointError(f"{stored.folder}: optimizer state for {owner!r}, which the model lacks; {REMEDY}")
     for name, state in states.items():
         optimizer.state[parameters[name]] = state
-    python = stored.values["python_random"]
-    RandomState(cpu=random["cpu"], cuda=random.get("cuda"), python=tuple(python)).restore(device)
+    try:
+        RandomState(cpu=random["cpu"], cuda=random.get("cuda"), python=stored.python_random).restore(device)
+    except (KeyError, TypeError, RuntimeError) as error:
+        raise CheckpointError(f"{stored.folder}: the random state is damaged ({error}); {REMEDY}") from None
 
 
 def load_weights(stored: Stored, model: nn.Module) -> None:
@@ -137,7 +106,7 @@ def load_weights(stored: Stored, model: nn.Module) -> None:
         if ours is None or theirs is None or ours.shape != theirs.shape:
             raise CheckpointError(
                 f"{stored.folder}: {name} is {_describe(theirs)} in the checkpoint and {_describe(ours)} in the model; "
-                f"{_REMEDY}"
+                f"{REMEDY}"
             )
     with torch.no_grad():
         for name, tensor in wanted.items():
@@ -156,9 +125,6 @@ def write_error(place: Path, error: Exception) -> HastenError:
     if getattr(error, "errno", None) in _FULL or any(f"os error {n}" in text for n in _FULL):
         return ResourceError(f"{place} cannot be written: the disk is full ({text}); free some space and run again")
     return CheckpointError(f"{place} cannot be written: {text}")
-
-
-_REMEDY = "start over with --resume never, or remove this folder to go on from another checkpoint"
 
 
 def _named_moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
@@ -196,13 +162,13 @@ def _remove_others(folder: Path, kept: Any) -> None:
 
 def read_tensors(stored: Stored, kind: str) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a checkpoint by name. kind: "weights", or "state" (optimizer and random states)."""
-    path = stored.folder / Path(stored.values["files"][kind]).name
+    path = stored.folder / stored.files[kind]
     try:
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 (not a dict)
                 yield name, file.get_tensor(name).clone()
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} cannot be read ({error}); {_REMEDY}") from None
+        raise CheckpointError(f"{path} cannot be read ({error}); {REMEDY}") from None
 
 
 def _describe(tensor: Tensor | None) -> str:

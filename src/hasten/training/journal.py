@@ -1,9 +1,11 @@
 """`train.jsonl`: one line a step, and nothing twice when a run goes on from a checkpoint."""
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
+from hasten.errors import HastenWarning
 from hasten.machine.files import write_atomically
 from hasten.training.checkpoints import write_error
 
@@ -21,6 +23,12 @@ class Journal:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             kept = [line for line in read(path) if line["step"] <= keep_steps] if keep_steps else []
+            if keep_steps and (not kept or kept[-1]["step"] < keep_steps):
+                last = kept[-1]["step"] if kept else 0
+                message = (
+                    f"{path} can be read up to step {last} only; the lines from there to step {keep_steps} are lost"
+                )
+                warnings.warn(message, HastenWarning, stacklevel=2)
             write_atomically(path, "".join(json.dumps(line) + "\n" for line in kept))
             self._file = path.open("a", encoding="utf-8", buffering=1)
         except OSError as error:
@@ -41,13 +49,13 @@ class Journal:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The lines of a train.jsonl; a last line that was cut off by a kill is left out. [] where there is no file."""
+    """The lines of a train.jsonl up to the first that is none, as one cut off by a kill. [] where there is no file."""
     lines: list[dict[str, Any]] = []
     try:
-        text = path.read_text(encoding="utf-8")
+        found = path.read_bytes()
     except FileNotFoundError:
         return lines
-    for line in text.splitlines():
+    for line in found.split(b"\n"):
         try:
             value = json.loads(line)
         except ValueError:

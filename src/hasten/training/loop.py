@@ -14,9 +14,10 @@ from hasten.training.recipe import Recipe
 from hasten.training.schedules import factor, learning_rate
 from hasten.training.setup import Setup
 from hasten.training.spikes import SpikeDetector
-from hasten.training.state import RunFolder, State
+from hasten.training.state import RunFolder
 from hasten.training.step import StepResult
 from hasten.training.stopping import StopRequest
+from hasten.training.stored import State
 
 MOST_SKIPPED = 100  # float16 steps in a row whose gradients overflowed
 
@@ -141,9 +142,12 @@ class Loop:
                 "--techniques.precision bfloat16 or float32"
             )
         what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient's norm is {norm}"
+        clip = self.recipe.optimizer.clip
+        clipped = "" if clip is not None and clip <= 1 else "--optimizer.clip 1, "
+        exact = "" if self.recipe.techniques.precision == "float32" else ", or --techniques.precision float32"
         raise TrainingError(
-            f"step {step}: {what}; {self._last_good()}; try a lower --optimizer.learning-rate, a longer "
-            "--schedule.warmup-steps, --optimizer.clip 1, or --techniques.precision float32"
+            f"step {step}: {what}; {self._last_good()}; try a lower --optimizer.learning-rate, {clipped}or a longer "
+            f"--schedule.warmup-steps{exact}"
         )
 
     def _last_good(self) -> str:

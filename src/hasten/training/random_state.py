@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RandomState:
-    """torch's generators as uint8 tensors (cuda: of the model's device, or None), Python's as JSON values."""
+    """torch's generators as uint8 tensors (cuda: of the model's device, or None), Python's as `setstate` takes it."""
 
     cpu: Tensor
     cuda: Tensor | None
@@ -30,5 +30,4 @@ class RandomState:
         torch.set_rng_state(self.cpu)
         if self.cuda is not None and device.type == "cuda":
             torch.cuda.set_rng_state(self.cuda, device)
-        version, numbers, gauss = self.python
-        random.setstate((version, tuple(numbers), gauss))
+        random.setstate(self.python)

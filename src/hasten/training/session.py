@@ -17,8 +17,9 @@ from hasten.training.loop import Loop, OnStep
 from hasten.training.recipe import Recipe
 from hasten.training.recipes import INIT_MISSING, RECIPES
 from hasten.training.setup import Setup, set_up
-from hasten.training.state import Resume, RunFolder, State, find_start
+from hasten.training.state import Resume, RunFolder, find_start
 from hasten.training.stopping import StopRequest, stop_on_signals
+from hasten.training.stored import State
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,14 +156,14 @@ def _begin_folder(folder: RunFolder, recipe: Recipe, *, fresh: bool) -> None:
 
 
 def _restore(stored: checkpoints.Stored, setup: Setup, folder: RunFolder) -> State:
-    if stored.values.get("data") != setup.data.folder.name:
+    if stored.data != setup.data.folder.name:
         raise ConfigError(
             f"the text has changed since {stored.folder} was written (tokens {setup.data.folder.name}, then "
-            f"{stored.values.get('data')}): give back the old text, or start over with --resume never"
+            f"{stored.data}): give back the old text, or start over with --resume never"
         )
-    state = State.from_json(stored.values["progress"], stored.folder)
+    state = stored.progress
     checkpoints.load(stored, model=setup.model, optimizer=setup.step.optimizer, device=setup.model.device)
-    setup.step.precision.load(stored.values["scaler"])
+    setup.step.precision.load(stored.scaler)
     if state.best_step == state.step and stored.folder == folder.last:
         checkpoints.link(folder.last, folder.best)  # in case the run was killed between the two
     return state

@@ -1,53 +1,14 @@
-"""How far a run has come: the numbers that change from step to step and that a checkpoint keeps."""
+"""Where everything of a run lies, and which checkpoint it goes on from."""
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from hasten.errors import CheckpointError, ConfigError
-from hasten.training import checkpoints
+from hasten.errors import ConfigError
 from hasten.training.recipe import Recipe, differences
-from hasten.training.schedules import Bend
+from hasten.training.stored import Stored, find
 
 Resume = Literal["auto", "never", "must"]
-
-
-@dataclass(slots=True, kw_only=True)
-class State:
-    """step: optimizer steps taken. total: of the whole run, None until the speed is known. seconds: wall time used.
-
-    bend: (step, factor of the learning rate) where the total was last lowered because the machine became slower.
-    recent_losses and spikes belong to the spike detector, skipped_in_row to float16's skipped steps.
-    """
-
-    step: int = 0
-    total: int | None = None
-    bend: Bend | None = None
-    tokens: int = 0
-    seconds: float = 0.0
-    loss: float | None = None
-    validation_loss: float | None = None
-    best_loss: float | None = None
-    best_step: int | None = None
-    recent_losses: list[float] = field(default_factory=list)
-    spikes: int = 0
-    skipped_in_row: int = 0
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any], where: Path) -> "State":
-        try:
-            state = cls(**values)
-            state.bend = None if state.bend is None else (state.bend[0], state.bend[1])
-            return state
-        except TypeError as error:
-            raise CheckpointError(f"{where} is from another version of hasten ({error}); start over") from None
-
-    @property
-    def finished(self) -> bool:
-        return self.total is not None and self.step >= self.total
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,19 +50,19 @@ class RunFolder:
         return self.path / "tensorboard"
 
 
-def find_start(folder: RunFolder, recipe: Recipe, resume: Resume) -> checkpoints.Stored | None:
+def find_start(folder: RunFolder, recipe: Recipe, resume: Resume) -> Stored | None:
     """The checkpoint to go on from, or None to begin.
 
     Raises ConfigError where the run that is there has another recipe, or where one must be there and is not.
     """
     if resume == "never":
         return None
-    stored = checkpoints.find(folder.last) or checkpoints.find(folder.best)
+    stored = find(folder.last) or find(folder.best)
     if stored is None:
         if resume == "must":
             raise ConfigError(f"{folder.path} has no checkpoint to resume from; leave --resume must away to begin")
         return None
-    changed = differences(Recipe.from_json(stored.values["recipe"]), recipe)
+    changed = differences(stored.recipe, recipe)
     if changed:
         raise ConfigError(
             f"{folder.path} holds a run with another recipe, at step {stored.step} ({'; '.join(changed)}): give the "

@@ -1,0 +1,185 @@
+"""What a checkpoint.json says, as typed values: whatever it lacks or has wrong is one CheckpointError."""
+
+import json
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hasten.errors import CheckpointError, ConfigError
+from hasten.training.recipe import Recipe
+from hasten.training.schedules import Bend
+
+FORMAT_VERSION = 1
+INDEX = "checkpoint.json"
+REMEDY = "start over with --resume never, or remove this folder to go on from another checkpoint"
+KINDS = ("weights", "state")  # of its tensor files
+_SCALER = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")  # torch's GradScaler
+
+
+@dataclass(slots=True, kw_only=True)
+class State:
+    """How far a run has come: the numbers that change from step to step and that a checkpoint keeps.
+
+    step: optimizer steps taken. total: of the whole run, None until the speed is known. seconds: wall time used.
+    bend: (step, factor of the learning rate) where the total was last lowered because the machine became slower.
+    recent_losses and spikes belong to the spike detector, skipped_in_row to float16's skipped steps.
+    """
+
+    step: int = 0
+    total: int | None = None
+    bend: Bend | None = None
+    tokens: int = 0
+    seconds: float = 0.0
+    loss: float | None = None
+    validation_loss: float | None = None
+    best_loss: float | None = None
+    best_step: int | None = None
+    recent_losses: list[float] = field(default_factory=list)
+    spikes: int = 0
+    skipped_in_row: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @property
+    def finished(self) -> bool:
+        return self.total is not None and self.step >= self.total
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stored:
+    """A checkpoint on disk, its checkpoint.json checked.
+
+    data: the folder of the tokens. scaler: the state of float16's loss scaling. files: names by kind.
+    """
+
+    folder: Path
+    progress: State
+    recipe: Recipe
+    data: str
+    scaler: dict[str, Any]
+    python_random: tuple[Any, ...]
+    files: dict[str, str]
+
+    @property
+    def step(self) -> int:
+        """Steps that were taken."""
+        return self.progress.step
+
+
+def find(folder: Path) -> Stored | None:
+    """The checkpoint in a folder, or None where there is none. Raises CheckpointError for a damaged one."""
+    index = folder / INDEX
+    try:
+        values = json.loads(index.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{index} cannot be read ({error}); {REMEDY}") from None
+    version = values.get("version") if isinstance(values, dict) else None
+    if version != FORMAT_VERSION:
+        raise CheckpointError(f"{index} has version {version!r:.60}, this hasten reads {FORMAT_VERSION}; {REMEDY}")
+    try:
+        stored = _checked(folder, values)
+    except _Wrong as wrong:
+        raise CheckpointError(f"{index} is damaged: {wrong}; {REMEDY}") from None
+    missing = [name for name in stored.files.values() if not (folder / name).is_file()]
+    if missing:
+        raise CheckpointError(f"{folder} lacks {missing[0]}, which {INDEX} names; {REMEDY}")
+    return stored
+
+
+class _Wrong(Exception):
+    """What is wrong, in words."""
+
+
+def _whole(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _number(value: Any) -> bool:
+    return type(value) in (int, float)
+
+
+def _or_none(kind: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: value is None or kind(value)
+
+
+# What each field of `progress` must be.
+_PROGRESS: Mapping[str, Callable[[Any], bool]] = {
+    "step": _whole,
+    "total": _or_none(_whole),
+    "bend": _or_none(
+        lambda value: isinstance(value, list) and len(value) == 2 and _whole(value[0]) and _number(value[1])
+    ),
+    "tokens": _whole,
+    "seconds": _number,
+    "loss": _or_none(_number),
+    "validation_loss": _or_none(_number),
+    "best_loss": _or_none(_number),
+    "best_step": _or_none(_whole),
+    "recent_losses": lambda value: isinstance(value, list) and all(map(_number, value)),
+    "spikes": _whole,
+    "skipped_in_row": _whole,
+}
+
+
+def _checked(folder: Path, values: dict[str, Any]) -> Stored:
+    data = _field(values, "data", str)
+    files = _field(values, "files", dict)
+    return Stored(
+        folder=folder,
+        progress=_progress(_field(values, "progress", dict)),
+        recipe=_recipe(_field(values, "recipe", dict)),
+        data=data,
+        scaler=_scaler(_field(values, "scaler", dict)),
+        python_random=_python_random(_field(values, "python_random", list)),
+        # Only the names count: a checkpoint never reaches outside its folder.
+        files={kind: Path(_field(files, kind, str, "files.")).name for kind in KINDS},
+    )
+
+
+def _field(values: dict[str, Any], name: str, kind: type, owner: str = "") -> Any:
+    if name not in values:
+        raise _Wrong(f"{owner}{name} is missing")
+    if not isinstance(values[name], kind):
+        raise _Wrong(f"{owner}{name} is {values[name]!r:.60}")
+    return values[name]
+
+
+def _progress(values: dict[str, Any]) -> State:
+    for name, fits in _PROGRESS.items():
+        if name not in values:
+            raise _Wrong(f"progress.{name} is missing")
+        if not fits(values[name]):
+            raise _Wrong(f"progress.{name} is {values[name]!r:.60}")
+    unknown = values.keys() - _PROGRESS.keys()
+    if unknown:
+        raise _Wrong(f"progress.{min(unknown):.60} is not known to this version of hasten")
+    bend = values["bend"]
+    return State(**values | {"bend": None if bend is None else (bend[0], bend[1])})
+
+
+def _recipe(values: dict[str, Any]) -> Recipe:
+    try:
+        return Recipe.from_json(values)
+    except ConfigError as error:
+        raise _Wrong(str(error)) from None
+
+
+def _scaler(values: dict[str, Any]) -> dict[str, Any]:
+    if values and not all(_number(values.get(name)) for name in _SCALER):
+        raise _Wrong(f"scaler is {values!r:.60}")
+    return values
+
+
+def _python_random(values: list[Any]) -> tuple[Any, ...]:
+    try:
+        version, numbers, gauss = values
+        state = (version, tuple(numbers), gauss)
+        random.Random().setstate(state)
+    except (TypeError, ValueError, OverflowError):
+        raise _Wrong("python_random is no state of Python's generator") from None
+    return state
