@@ -1,6 +1,7 @@
 """The ladders themselves, on a tiny shape; each rung is a process that imports torch, so they are run once each."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from hasten.bench.heads import HeadsLadder, grouped
 from hasten.bench.measure import Rung
 from hasten.bench.shapes import SHAPES, Subject
 from hasten.bench.train import TrainLadder, TrainRung
-from hasten.bench.train_rungs import switched_on, techniques
+from hasten.bench.train_rungs import possible, switched_on, techniques
 from hasten.cli.bench import LADDERS
 from hasten.cli.main import main
 from hasten.errors import ConfigError, HastenError, ResourceError
@@ -188,7 +189,7 @@ def test_training_rungs_differ_in_what_they_say() -> None:
         from dataclasses import replace
 
         recipe, _ = train.subject(TrainLadder(shape="tiny", batch_size=1, sequence_length=8))
-        own = replace(recipe, techniques=techniques(name, "cpu"))
+        own = replace(recipe, techniques=techniques(name, CPU))
         return TrainRung(recipe=own.to_json(), shape="tiny", steps=1, device="cpu", compile_cache="")
 
     names = {"explicit-float32": "reference", "math": "math", "memory-efficient": "chunked", "flash": "flash"}
@@ -199,26 +200,50 @@ def test_training_rungs_differ_in_what_they_say() -> None:
     assert losses == pytest.approx([losses[0]] * 4, abs=1e-5)
 
 
+CPU, CUDA = (possible(device, vocab_size=None) for device in ("cpu", "cuda"))
+
+
+def test_rungs_that_change_nothing_are_on_no_list() -> None:
+    padded = possible("cpu", vocab_size=128)
+    assert techniques("keep-memory", padded).pad_vocabulary_to == 1
+    assert "padded vocabulary" not in switched_on("keep-memory", padded)
+    assert "padded vocabulary" in switched_on("keep-memory", possible("cpu", vocab_size=65))
+    assert not techniques("layer-drop", CUDA).keep_memory
+    assert not any("freed memory" in word or "native" in word for word in switched_on("layer-drop", CUDA))
+
+
+def test_a_model_of_characters_has_as_many_tokens_as_there_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    recipe, config = train.subject(TrainLadder(recipe="shakespeare-char"))
+    assert recipe.data.vocab_size == config.vocab_size == 65
+    Path("shakespeare.txt").write_text("abc" * 50)
+    recipe, config = train.subject(TrainLadder(recipe="shakespeare-char"))
+    assert config.vocab_size == 3 + 2  # and the end of a text, and unknown characters
+    small = replace(
+        recipe, techniques=techniques("explicit-float32", CPU), data=replace(recipe.data, batch_size=1, context=8)
+    )
+    rung = TrainRung(recipe=small.to_json(), shape=None, steps=1, device="cpu", compile_cache="")
+    assert rung.describe()["vocabulary_rows"] == 5
+
+
 def test_techniques_of_a_rung_are_those_below_it_but_what_they_replace() -> None:
-    assert switched_on("explicit-float32", "cpu") == ("float32, eager, explicit attention",)
-    assert switched_on("bf16", "cpu") == ("flash attention", "torch.compile per block", "bf16 autocast")
-    native = switched_on("native-kernels", "cpu")
+    assert switched_on("explicit-float32", CPU) == ("float32, eager, explicit attention",)
+    assert switched_on("bf16", CPU) == ("flash attention", "torch.compile per block", "bf16 autocast")
+    native = switched_on("native-kernels", CPU)
     assert native[-1] == "native attention and activations, joined projections"
     assert "flash attention" not in native
-    assert switched_on("checkpoint-full", "cpu") == (*native, "full checkpointing")
-    assert switched_on("layer-drop", "cpu") == (*native, "layer dropping, θ = 0.5")
-    assert "flash attention" in switched_on("checkpoint-full", "cuda")
-    assert techniques("checkpoint-full", "cuda").attention == "flash"
-    assert techniques("native-kernels", "cpu").attention is None
-    last = techniques("layer-drop", "cpu")
+    assert switched_on("checkpoint-full", CPU) == (*native, "full checkpointing")
+    assert switched_on("layer-drop", CPU) == (*native, "layer dropping, θ = 0.5")
+    assert "flash attention" in switched_on("checkpoint-full", CUDA)
+    assert techniques("checkpoint-full", CUDA).attention == "flash"
+    assert techniques("native-kernels", CPU).attention is None
+    last = techniques("layer-drop", CPU)
     assert (last.checkpointing, last.layer_drop, last.loss) == ("none", 0.5, None)
 
 
 def test_layer_dropping_runs_some_blocks_only() -> None:
-    from dataclasses import replace
-
     recipe, _ = train.subject(TrainLadder(shape="tiny", batch_size=1, sequence_length=8))
-    own = replace(recipe, techniques=replace(techniques("layer-drop", "cpu"), compile=False, keep_memory=False))
+    own = replace(recipe, techniques=replace(techniques("layer-drop", CPU), compile=False, keep_memory=False))
     rung = TrainRung(recipe=own.to_json(), shape="tiny", steps=1, device="cpu", compile_cache="")
     assert rung.gates is not None
     drawn = [rung.gates(step)[0] for step in range(40)]

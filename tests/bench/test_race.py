@@ -47,8 +47,54 @@ def test_what_cannot_be_searched_is_refused():
         LargestBatch(shape="tiny", memory=0).run()
     with pytest.raises(ConfigError, match="no recipe 'x' to race with; known: demo"):
         Race(recipe="x").run()
-    with pytest.raises(ConfigError, match="--seconds is 0"):
-        Race(recipe="demo", seconds=0).run()
+    for change, named in (
+        ({"seconds": 0}, "--seconds is 0"),
+        ({"seconds": float("nan")}, "--seconds is nan"),
+        ({"steps": 0}, "--steps is 0"),
+        ({"batch_size": 0}, "--batch-size is 0"),
+        ({"sequence_length": 1}, "--sequence-length is 1; it must be at least 2"),
+    ):
+        with pytest.raises(ConfigError, match=named):
+            Race(recipe="demo", **change).run()
+
+
+@pytest.mark.parametrize("memory", ["nan", "inf", "0"])
+def test_a_memory_that_is_none_is_one_line(memory, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "batch", "--shape", "tiny", "--memory", memory])
+    assert ended.value.code == 2
+    assert f"--memory is {memory} GiB" in capsys.readouterr().err
+
+
+def test_a_race_on_a_text_that_is_not_there_fails_at_once(tmp_path, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "race", "--source", str(tmp_path / "nofile.txt")])
+    assert ended.value.code == 2
+    assert "nofile.txt" in capsys.readouterr().err
+
+
+def test_commands_of_which_nothing_succeeded_say_so(monkeypatch):
+    monkeypatch.setattr(Race, "run", lambda race: {"rows": [{"name": "math", "error": "failed"}]})
+    monkeypatch.setattr("hasten.bench.table.print_ladder", lambda report: None)
+    monkeypatch.setattr(LargestBatch, "run", lambda search, tell: {"rows": [{"name": "math", "largest_batch": 0}]})
+    for command in (["race"], ["batch", "--shape", "tiny"]):
+        with pytest.raises(SystemExit) as ended:
+            main(["bench", *command])
+        assert ended.value.code == 1
+
+
+@pytest.mark.parametrize("command", [["bench", "race"], ["bench", "attention"], ["bench", "train", "--shape", "tiny"]])
+def test_threads_are_named_by_their_option(command, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main([*command, "--threads", "0"])
+    assert ended.value.code == 2
+    assert "--threads is 0" in capsys.readouterr().err
+
+
+def test_pictures_of_attention_are_pngs(capsys):
+    with pytest.raises(SystemExit):
+        main(["bench", "attention", "--picture", "a.pdf"])
+    assert "--picture is a.pdf" in capsys.readouterr().err
 
 
 def test_a_race_through_the_command_line(tmp_path, monkeypatch, capfd):

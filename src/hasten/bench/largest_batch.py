@@ -11,15 +11,18 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hasten.bench.child import Child, ChildError
 from hasten.bench.race import first_and_last
 from hasten.bench.shapes import choose_rungs
 from hasten.bench.train import TrainLadder, TrainRung, subject
-from hasten.bench.train_rungs import RUNGS, switched_on, techniques
+from hasten.bench.train_rungs import possible, switched_on, techniques
 from hasten.bench.worker import Task
 from hasten.errors import ConfigError
+
+if TYPE_CHECKING:
+    from hasten.training.recipe import Recipe
 
 # What a process says that was refused memory (in lower case), wherever in torch, Python or the C library it noticed.
 REFUSALS = ("memory", "bad_alloc", "resource temporarily", "sigkill", "sigabrt", "sigsegv", "ended by itself")
@@ -48,13 +51,19 @@ class LargestBatch:
         if self.memory < 1 or self.most < 1:
             raise ConfigError(f"--memory and --most must be at least 1; found {self.memory} and {self.most}")
         device = str(resolve_device(self.device))
+        recipe, config = self._subject(1)
+        wanted = self.rungs or first_and_last(device)
+        active = possible(device, vocab_size=config.vocab_size, wanted=wanted)
         rows = []
-        for name in choose_rungs(RUNGS, self.rungs or first_and_last(device)):
+        for name in choose_rungs(active, wanted):
             tries: dict[int, bool] = {}
             with tempfile.TemporaryDirectory(prefix="hasten-compile-") as cache:
+                own = replace(recipe, techniques=techniques(name, active))
 
-                def fits(size: int, name: str = name, cache: str = cache, tries: dict[int, bool] = tries) -> bool:
-                    tries[size] = self._fits(name, size, device, cache)
+                def fits(
+                    size: int, own: Recipe = own, name: str = name, cache: str = cache, tries: dict[int, bool] = tries
+                ) -> bool:
+                    tries[size] = self._fits(name, own, size, device, cache)
                     tell(f"{name}: a batch of {size} {'fits' if tries[size] else 'does not fit'}")
                     return tries[size]
 
@@ -62,12 +71,11 @@ class LargestBatch:
             rows.append(
                 {
                     "name": name,
-                    "techniques": list(switched_on(name, device)),
+                    "techniques": list(switched_on(name, active)),
                     "largest_batch": largest,
                     "tries": {str(size): fit for size, fit in sorted(tries.items())},
                 }
             )
-        recipe, _ = self._subject(1)
         return {
             "schema": 1,
             "kind": "largest-batch",
@@ -75,6 +83,7 @@ class LargestBatch:
             "settings": {
                 "model": f"{recipe.name} (random weights), rows of {recipe.data.context} tokens",
                 "memory_bytes": self.memory,
+                "vocabulary": config.vocab_size,
                 "sequence_length": recipe.data.context,
                 "most": self.most,
                 "device": device,
@@ -93,10 +102,9 @@ class LargestBatch:
         )
         return subject(ladder)
 
-    def _fits(self, name: str, size: int, device: str, cache: str) -> bool:
-        recipe, _ = self._subject(size)
+    def _fits(self, name: str, recipe: Recipe, size: int, device: str, cache: str) -> bool:
         arguments = {
-            "recipe": replace(recipe, techniques=techniques(name, device)).to_json(),
+            "recipe": replace(recipe, data=replace(recipe.data, batch_size=size)).to_json(),
             "shape": self.shape,
             "steps": STEPS,
             "device": device,

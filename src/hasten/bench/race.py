@@ -6,6 +6,7 @@ each one stops while it waits, and while it measures its validation loss.
 
 from __future__ import annotations
 
+import math
 import os
 import tempfile
 import time
@@ -16,7 +17,7 @@ from typing import Any
 
 from hasten.bench.measure import Rung, run_ladder
 from hasten.bench.shapes import choose_rungs
-from hasten.bench.train_rungs import RUNGS, switched_on, techniques
+from hasten.bench.train_rungs import possible, switched_on, techniques
 from hasten.errors import ConfigError
 
 BEFORE, AFTER = "explicit-float32", "native-kernels"
@@ -51,12 +52,21 @@ class Race:
         """Train and return the report. Raises ConfigError for what does not exist, DataError for the text."""
         from hasten.machine import resolve_device
         from hasten.training.recipes import RECIPES
+        from hasten.training.setup import prepare_data
 
         known = [name for name, recipe in RECIPES.items() if recipe.init is None]
         if self.recipe not in known:
             raise ConfigError(f"there is no recipe {self.recipe!r} to race with; known: {', '.join(known)}")
-        if self.seconds <= 0:
-            raise ConfigError(f"--seconds is {self.seconds}; it must be more than 0")
+        if not (self.seconds > 0 and math.isfinite(self.seconds)):
+            raise ConfigError(f"--seconds is {self.seconds}; it must be a finite number above 0")
+        for option, found, least in (
+            ("--steps", self.steps, 1),
+            ("--rounds", self.rounds, 1),
+            ("--batch-size", self.batch_size, 1),
+            ("--sequence-length", self.sequence_length, 2),
+        ):
+            if found is not None and found < least:
+                raise ConfigError(f"{option} is {found}; it must be at least {least}")
         device = str(resolve_device(self.device))
         recipe = RECIPES[self.recipe]
         data = replace(
@@ -69,26 +79,30 @@ class Race:
         recipe = replace(
             recipe, data=data, dropout=0.0, run=replace(recipe.run, seed=self.seed, steps=self.steps, device=device)
         )
+        # Before any process: a text that is not there is told at once, and its vocabulary says what padding changes.
+        vocab_size = prepare_data(recipe, init=None, progress=show_progress).tokenizer.vocab_size
         wanted = self.rungs or (*first_and_last(device), "layer-drop")
+        active = possible(device, vocab_size=vocab_size, wanted=wanted)
         with tempfile.TemporaryDirectory(prefix="hasten-compile-") as cache:
             rungs = [
                 Rung(
                     name,
-                    switched_on(name, device),
+                    switched_on(name, active),
                     "hasten.bench.race:RaceRung",
                     {
-                        "recipe": replace(recipe, techniques=techniques(name, device)).to_json(),
+                        "recipe": replace(recipe, techniques=techniques(name, active)).to_json(),
                         "seconds": self.seconds,
                         "compile_cache": os.path.join(cache, name),
                     },
                 )
-                for name in choose_rungs(RUNGS, wanted)
+                for name in choose_rungs(active, wanted)
             ]
             return run_ladder(
                 rungs,
                 kind="train",
                 settings={
                     "model": f"{recipe.name} on {_named(data.source)}, {data.batch_size} × {data.context} tokens",
+                    "vocabulary": vocab_size,
                     "batch_size": data.batch_size,
                     "sequence_length": data.context,
                     "seconds": self.seconds,

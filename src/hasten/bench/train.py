@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hasten.bench.measure import Rung, run_ladder
@@ -22,12 +23,14 @@ if TYPE_CHECKING:
     from hasten.training.recipe import Recipe
 
 PROCESS_BYTES = 400 << 20
+TINY_SHAKESPEARE = 65  # characters that occur in it: the vocabulary of nanoGPT's character model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainLadder:
     """What to measure: a shape of hasten.bench.shapes or a recipe's model, in batches of B x T random tokens.
 
+    A recipe of characters has as many tokens as its text where that is here, else tiny shakespeare's 65.
     batch_size and sequence_length: the recipe's own, or 4 and 256. steps: measured together in each round.
     """
 
@@ -58,8 +61,9 @@ class TrainLadder:
             raise ConfigError(f"{recipe.name} has {config.max_positions} positions; lower --sequence-length ({tokens})")
         rungs = []
         with tempfile.TemporaryDirectory(prefix="hasten-compile-") as cache:
-            for name in choose_rungs(possible(config, device, self.rungs), self.rungs):
-                own = replace(recipe, techniques=techniques(name, device))
+            active = possible(device, vocab_size=config.vocab_size, wanted=self.rungs)
+            for name in choose_rungs(active, self.rungs):
+                own = replace(recipe, techniques=techniques(name, active))
                 explicit = own.techniques.attention == "reference"
                 need = estimate(config, own, explicit_attention=explicit)
                 parts = {
@@ -76,13 +80,14 @@ class TrainLadder:
                     "compile_cache": os.path.join(cache, name),
                 }
                 memory = check_fits(f"training {recipe.name} ({name})", parts, device)
-                rungs.append(Rung(name, switched_on(name, device), "hasten.bench.train:TrainRung", arguments, memory))
+                rungs.append(Rung(name, switched_on(name, active), "hasten.bench.train:TrainRung", arguments, memory))
             report = run_ladder(
                 rungs,
                 kind="train",
                 settings={
                     "model": f"{recipe.name} (random weights), batches of {recipe.data.batch_size} × {tokens} tokens",
                     "weights": "random",
+                    "vocabulary": config.vocab_size,
                     "batch_size": recipe.data.batch_size,
                     "sequence_length": tokens,
                     "steps": self.steps,
@@ -104,7 +109,6 @@ class TrainLadder:
 def subject(ladder: TrainLadder) -> tuple[Recipe, ModelConfig]:
     """The recipe and the config of what is measured, the vocabulary unpadded."""
     from hasten.model.families import read_config
-    from hasten.training import build
     from hasten.training.recipe import Data, Recipe
     from hasten.training.recipes import RECIPES
 
@@ -120,8 +124,9 @@ def subject(ladder: TrainLadder) -> tuple[Recipe, ModelConfig]:
         if ladder.recipe not in known:
             raise ConfigError(f"there is no recipe {ladder.recipe!r} to measure; known: {', '.join(known)}")
         recipe = RECIPES[str(ladder.recipe)]
-        context = ladder.sequence_length or recipe.data.context
-        config = build.shape_config(recipe.model, vocab_size=recipe.data.vocab_size, positions=context)
+        if recipe.data.tokenizer_kind == "character":
+            recipe = replace(recipe, data=replace(recipe.data, vocab_size=characters(recipe.data.source)))
+        config = recipe_config(recipe, ladder.sequence_length or recipe.data.context)
     data = replace(
         recipe.data,
         batch_size=recipe.data.batch_size if ladder.batch_size is None else ladder.batch_size,
@@ -133,6 +138,23 @@ def subject(ladder: TrainLadder) -> tuple[Recipe, ModelConfig]:
             f"--batch-size and --sequence-length must be at least 1 and 2; found {data.batch_size} and {data.context}"
         )
     return replace(recipe, data=data, run=replace(recipe.run, seed=ladder.seed)), config
+
+
+def recipe_config(recipe: Recipe, context: int) -> ModelConfig:
+    """Of a recipe's model with as many tokens as its data says."""
+    from hasten.training import build
+
+    return build.shape_config(recipe.model, vocab_size=recipe.data.vocab_size, positions=context)
+
+
+def characters(source: str) -> int:
+    """Tokens of a vocabulary of characters: of the text where it is a file that is here, else tiny shakespeare's."""
+    from hasten.data import train_characters
+
+    path = Path(source).expanduser()
+    if not path.is_file():
+        return TINY_SHAKESPEARE
+    return train_characters([path.read_text(encoding="utf-8", errors="replace")]).vocab_size
 
 
 class TrainRung:
@@ -158,8 +180,10 @@ class TrainRung:
         if chosen.compile:
             require_compiler(device)
             os.environ["TORCHINDUCTOR_CACHE_DIR"] = compile_cache  # compiled for the first time, whatever ran before
-        named = None if shape else self.recipe.name
-        _, self.config = subject(TrainLadder(shape=shape, recipe=named, sequence_length=data.context))
+        if shape is None:
+            self.config = recipe_config(self.recipe, data.context)
+        else:
+            _, self.config = subject(TrainLadder(shape=shape, sequence_length=data.context))
         # Random weights before the padding, so that they are the same on every rung.
         model = build.new_model(self.config, seed=seed, device=torch.device(device))
         if chosen.pad_vocabulary_to > 1:

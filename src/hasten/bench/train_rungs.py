@@ -6,7 +6,7 @@
 - flash: PyTorch's FlashAttention.
 - compile: torch.compile, block by block.
 - bf16: matrix products in bfloat16 (autocast); weights, gradients and the loss stay in float32.
-- padded-vocabulary: rows of embedding and head rounded up to a multiple of 64 (50,257 -> 50,304).
+- padded-vocabulary: rows of embedding and head rounded up to a multiple of 64 (50,257 -> 50,304, 65 -> 128).
 - fused-optimizer-and-loss: one kernel updates many tensors; head and cross-entropy without all logits in memory.
 - keep-memory: freed memory stays in the process, in large pages (Linux, CPU).
 - native-kernels: attention, activations and joined projections of ours (CPU).
@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 from hasten.errors import ConfigError
 
 if TYPE_CHECKING:
-    from hasten.model.config import ModelConfig
     from hasten.training.recipe import Techniques
 
 PADDING = 64
@@ -61,44 +60,48 @@ ATTENTIONS = ("math attention", "memory-efficient attention", "flash attention")
 CHECKPOINTS = ("selective checkpointing", "full checkpointing")
 
 
-def techniques(rung: str, device: str) -> Techniques:
-    """Everything that is switched on at a rung."""
+Rungs = Mapping[str, tuple[str, dict[str, Any]]]
+
+
+def possible(device: str, *, vocab_size: int | None, wanted: tuple[str, ...] = ()) -> Rungs:
+    """The rungs that differ from the one below them here; of a vocabulary that is not known (None), also its padding.
+
+    Raises ConfigError where a wanted one does not.
+    """
+    found = dict(RUNGS)
+    reasons = {}
+    if vocab_size is not None and vocab_size % PADDING == 0:
+        reasons["padded-vocabulary"] = f"{vocab_size:,} tokens are a multiple of {PADDING} already"
+    if device != "cpu":
+        reasons["keep-memory"] = reasons["native-kernels"] = "it concerns training on a CPU"
+    else:  # PyTorch has no memory-efficient attention there
+        found["memory-efficient"] = (RUNGS["memory-efficient"][0], {"attention": "chunked"})
+    for name, reason in reasons.items():
+        if name in wanted:
+            raise ConfigError(f"the rung {name!r} changes nothing here: {reason}")
+        del found[name]
+    return found
+
+
+def techniques(rung: str, rungs: Rungs) -> Techniques:
+    """Everything that is switched on at a rung of these."""
     from hasten.training.recipe import Techniques
 
     found = dict(FIRST)
-    for name, (_, adds) in RUNGS.items():
-        if name == "native-kernels" and device != "cpu":
-            continue
+    for name, (_, adds) in rungs.items():
         found |= adds
         if name == rung:
             break
-    if device == "cpu" and found["attention"] == "memory-efficient":
-        found["attention"] = "chunked"
     return Techniques(**found)
 
 
-def switched_on(rung: str, device: str) -> tuple[str, ...]:
-    """The techniques of a rung in words: of those that replace each other the last, of the first rung its own."""
-    names = [name for name in RUNGS if name != "native-kernels" or device == "cpu"]
-    words = [RUNGS[name][0] for name in names[1 : names.index(rung) + 1]] or [RUNGS[rung][0]]
+def switched_on(rung: str, rungs: Rungs) -> tuple[str, ...]:
+    """The techniques of a rung of these in words: of those that replace each other the last, of the first its own."""
+    names = list(rungs)
+    words = [rungs[name][0] for name in names[1 : names.index(rung) + 1]] or [rungs[rung][0]]
     for group in (ATTENTIONS, CHECKPOINTS):
         last = [word for word in words if word in group][-1:]
         over = group is ATTENTIONS and any(word.startswith("native attention") for word in words)
         over = over or (group is CHECKPOINTS and rung == "layer-drop")
         words = [word for word in words if word not in group or (word in last and not over)]
     return tuple(words)
-
-
-def possible(config: ModelConfig, device: str, wanted: tuple[str, ...]) -> dict[str, Any]:
-    """The rungs that differ from the one below them here. Raises ConfigError where a wanted one does not."""
-    found = dict(RUNGS)
-    reasons = {}
-    if config.padded_to(PADDING).padded_vocab_size == config.vocab_size:
-        reasons["padded-vocabulary"] = f"{config.vocab_size:,} tokens are a multiple of {PADDING} already"
-    if device != "cpu":
-        reasons["keep-memory"] = reasons["native-kernels"] = "it concerns training on a CPU"
-    for name, reason in reasons.items():
-        if name in wanted:
-            raise ConfigError(f"the rung {name!r} changes nothing here: {reason}")
-        del found[name]
-    return found

@@ -61,8 +61,6 @@ class BenchAttention:
         if min(self.batch, self.heads, kv_heads, self.head_dim) < 1 or self.heads % kv_heads:
             raise ConfigError("--batch, --heads, --kv-heads and --head-dim start at 1, and heads are shared evenly")
         threads = thread_count(self.threads) or available_cores().physical
-        if threads < 1:
-            raise ConfigError(f"threads is {threads}; it must be at least 1")
         call = Call(
             batch=self.batch,
             heads=self.heads,
@@ -96,6 +94,10 @@ class BenchAttention:
         if self.picture is None:
             return ()
         path = Path(self.picture)
+        if path.suffix not in ("", ".png") and not path.suffix[1:].isdigit():
+            raise ConfigError(
+                f"--picture is {self.picture}; the pictures are PNG: give a name that ends so, or no ending"
+            )
         stem = path.with_suffix("") if path.suffix == ".png" else path
         return tuple(f"{stem}-{what}.png" for what in ("time", "memory"))
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from dataclasses import dataclass
 
 from hasten.cli.options import Threads, thread_count
+from hasten.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +84,8 @@ class BenchRace(TrainOptions):
                 last = row["rounds"][-1]
                 text = f"validation loss {last['validation_loss']:.4f} after {last['training_seconds']:.0f} s"
                 print(f"{row['name']}: {text}, {last['step']:.0f} steps", file=sys.stderr)
+        if all("error" in row for row in report["rows"]):
+            raise SystemExit(1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +106,8 @@ class BenchBatch(TrainOptions):
         from hasten.bench.report import write_json
         from hasten.bench.train_pictures import draw_batches
 
+        if not (math.isfinite(self.memory) and self.memory > 0):
+            raise ConfigError(f"--memory is {self.memory:g} GiB; it must be a finite number above 0")
         report = LargestBatch(
             rungs=self.names(),
             shape=self.shape,
@@ -119,3 +125,5 @@ class BenchBatch(TrainOptions):
             draw_batches(report, self.picture)
         for row in report["rows"]:
             print(f"{row['name']}: a batch of {row['largest_batch']} fits {self.memory:g} GiB", file=sys.stderr)
+        if not any(row["largest_batch"] for row in report["rows"]):
+            raise SystemExit(1)

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
+from hasten.errors import ConfigError
+
 if TYPE_CHECKING:
     from hasten.model.transformer import Transformer
 
@@ -15,7 +17,9 @@ Threads = int | Literal["auto"]
 
 
 def thread_count(threads: Threads) -> int | None:
-    """What `configure`, ladders and recipes take: None for one a physical core."""
+    """What `configure`, ladders and recipes take: None for one a physical core. Raises ConfigError below 1."""
+    if threads != "auto" and threads < 1:
+        raise ConfigError(f"--threads is {threads}; it must be at least 1, or auto")
     return None if threads == "auto" else threads
 
 
