@@ -174,3 +174,18 @@ def test_memory_grows_with_a_chunk_and_not_with_all_rows():
     assert plain[1] > 2 * logits
     assert ours[1] < 1.3 * logits  # one chunk, its exponentials and its bits
     assert ours[1] - ours[0] < 0.2 * logits
+
+
+@pytest.mark.parametrize("kernel", [None, "chunked", "reference"])
+@pytest.mark.parametrize("target", [-5, 21, 23, 24, 1000])
+def test_targets_that_are_no_tokens_are_refused_on_a_cpu(kernel, target):
+    (x, weight, _), targets = inputs(vocab=21, padding=3)
+    targets[4] = target
+    with pytest.raises(ConfigError, match=f"tokens from 0 to 20, or -100 .*; found {target}$"):
+        linear_cross_entropy(x, weight, targets, vocab_size=21, kernel=kernel)
+
+
+def test_a_loss_over_two_devices_is_refused():
+    (x, weight, _), targets = inputs()
+    with pytest.raises(ConfigError, match="found cpu, meta and cpu"):
+        linear_cross_entropy(x, weight.to("meta"), targets)

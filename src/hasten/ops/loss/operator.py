@@ -56,7 +56,9 @@ def linear_cross_entropy(
     x (..., C), targets int64 (...), -100 where nothing is to be predicted. weight (rows, C): the head, of whose rows
     the first `vocab_size` are tokens (None: all) and the others padding that gets no probability and no gradient.
     softcap: logits become softcap·tanh(logits / softcap). Under autocast the products are in its dtype, else in x's.
-    `kernel` forces one by name. Raises ConfigError for shapes and dtypes that do not fit.
+    `kernel` forces one by name. Raises ConfigError for shapes, dtypes and devices that do not fit, and on a CPU for
+    targets that are no tokens. On CUDA targets are not looked at, which would make every step wait for the device: one
+    below zero counts as token 0 there, one of the padding makes the loss infinite, one beyond the rows stops CUDA.
     """
     if targets.shape != x.shape[:-1] or weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
         raise ConfigError(
@@ -68,6 +70,17 @@ def linear_cross_entropy(
         raise ConfigError(f"vocab_size is {size} and the weight has {weight.shape[0]} rows; it must be from 1 to that")
     if targets.dtype != torch.int64 or not x.is_floating_point():
         raise ConfigError(f"x must be floating and targets int64; found {x.dtype} and {targets.dtype}")
+    if not x.device == weight.device == targets.device:
+        raise ConfigError(
+            f"x, weight and targets must be on one device; found {x.device}, {weight.device} and {targets.device}"
+        )
+    if targets.device.type == "cpu" and not torch.compiler.is_compiling():
+        wrong = ((targets < 0) & (targets != IGNORED)) | (targets >= size)
+        if wrong.any():
+            raise ConfigError(
+                f"targets must be tokens from 0 to {size - 1}, or {IGNORED} where nothing is to be predicted; found "
+                f"{int(targets[wrong][0])}"
+            )
     kind = x.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
     chosen = pick(KERNELS, LossRequest(device=x.device, dtype=dtype, softcap=softcap), forced=kernel)
