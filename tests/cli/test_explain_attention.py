@@ -72,6 +72,18 @@ def test_one_query_on_a_cpu_is_no_work_for_tiles(capsys):
     assert "native" in others
 
 
+def test_flex_wants_queries_that_begin_at_a_block(capsys):
+    blocks = ["--device", "cuda", "--block-mask", "--keys", "256"]
+    assert explained(capsys, *blocks, "--shape", "1,128,8,64")[0] == "flex"
+    kernel, others = explained(capsys, *blocks, "--shape", "1,100,8,64")
+    assert kernel != "flex"
+    assert "100 queries over 256 keys do not begin at one of the blocks of 64" in others["flex"]
+
+
+def test_float64_is_answered(capsys):
+    assert "float64" in explained(capsys, "--dtype", "float64", "--device", "cpu")[1]["native"]
+
+
 def test_for_people(capsys):
     main(["explain", "attention", "--device", "cpu", "--shape", "2,64,8,16", "--kv-heads", "2", "--dtype", "float32"])
     out = capsys.readouterr().out
@@ -94,9 +106,18 @@ def test_a_layer_leaves_the_choice_to_every_call(capsys):
     [
         (["--shape", "1,2,3"], "B,T,H,D"),
         (["--shape", "1,2,3,0"], "from 1 on"),
-        (["--kv-heads", "3"], "evenly"),
+        (["--shape", "1,2,3,0"], "found 1,2,3,0"),
+        (["--kv-heads", "3"], "16 heads over 3"),
+        (["--kv-heads", "0"], "--kv-heads is 0"),
+        (["--keys", "0"], "--keys is 0"),
+        (["--softcap", "0"], "found 0"),
+        (["--softcap", "-1"], "found -1"),
+        (["--layer", "--mask"], "--mask belongs to one call"),
+        (["--layer", "--no-gradient"], "--no-gradient belongs to one call"),
+        (["--layer", "--keys", "2048"], "--keys belongs to one call"),
+        (["--window", "8", "--no-causal"], "a window belongs to causal attention"),
         (["--keys", "8"], "would see nothing"),
-        (["--window", "0"], "--window"),
+        (["--window", "0"], "found 0"),
         (["--capability", "nine"], "nine"),
         (["--kernel", "warp"], "known: triton"),
         (["--device", "cpu", "--kernel", "cudnn"], "none on a CPU"),

@@ -93,9 +93,9 @@ def test_inputs_that_are_not_what_they_must_be():
     q, k, v = tensors()
     with pytest.raises(ConfigError, match=r"q must be a torch.Tensor; found list"):
         attention(q.tolist(), k, v)
-    with pytest.raises(ConfigError, match=r"one head of size 1 or more; q is \(1, 8, 4, 0\)"):
+    with pytest.raises(ConfigError, match="a head has a size of at least 1"):
         attention(q[..., :0], k[..., :0], v[..., :0])
-    with pytest.raises(ConfigError, match=r"one head of size 1 or more; q is \(1, 8, 0, 16\)"):
+    with pytest.raises(ConfigError, match="found 0 heads over 4"):
         attention(q[:, :, :0], k, v, kernel="chunked")
     eighth = [x.to(torch.float8_e4m3fn) for x in (q, k, v)]
     with pytest.raises(ConfigError, match=r"found torch.float8_e4m3fn"):

@@ -35,7 +35,7 @@ def test_json_and_back(name):
         ("local:radius", "field=value"),
         ("local:width=3", "it has block, seed, per_head, radius"),
         ("local:causal=false", "no field 'causal'"),
-        ("local:radius=much", "is no number"),
+        ("local:radius=much", "local: radius is .much.; it must be a number"),
         ("local:radius=-1", "at least 0"),
         ("local:radius=99999999999", "up to 1048576"),
         ("local:per-head=3", "true or false"),

@@ -45,6 +45,8 @@ class ExplainAttention:
     """Scores are soft-capped (Gemma 2)."""
     block_mask: bool = False
     """A block-sparse pattern."""
+    block_size: int = 64
+    """Positions of its blocks."""
     documents: bool = False
     """Documents packed by cumulative lengths."""
     dropout: bool = False
@@ -88,18 +90,19 @@ class ExplainAttention:
 
     def request(self) -> tuple[AttentionRequest, bool]:
         """What is asked for, and whether about a CUDA device that is not here. Raises ConfigError for nonsense."""
-        from hasten.machine import resolve_dtype
+        import torch
+
         from hasten.ops.attention import AttentionRequest, AttentionSpec
+        from hasten.ops.attention.checks import check_causal, check_heads, check_numbers
 
         batch, queries, heads, size = self._sizes()
-        kv_heads, keys = self.kv_heads or heads, self.keys or queries
-        if heads % kv_heads:
-            raise ConfigError(f"{heads} query heads do not share {kv_heads} key/value heads evenly; change --kv-heads")
+        kv_heads = heads if self.kv_heads is None else self.kv_heads
+        keys = queries if self.keys is None else self.keys
         causal = self.causal and not self.block_mask  # a block mask says by itself what is causal
-        if self.window is not None and (self.window < 1 or not causal):
-            raise ConfigError("--window wants at least 1 and causal attention")
-        if causal and not self.mask and not self.documents and queries > keys:
-            raise ConfigError(f"{queries} causal queries over {keys} keys: the first would see nothing; raise --keys")
+        check_heads(heads, kv_heads)
+        check_numbers(window=self.window, softcap=self.softcap, scale=None)
+        masked = self.mask or self.documents or self.block_mask
+        check_causal(queries=queries, keys=keys, window=self.window, causal=causal, masked=masked)
         device, absent = self._device()
         spec = AttentionSpec(
             heads=heads,
@@ -121,12 +124,14 @@ class ExplainAttention:
             "alibi": self.alibi,
             "documents": self.documents,
             "block_mask": self.block_mask,
+            "block_size": self.block_size if self.block_mask else None,
             "dropout": self.dropout,
             "gradient": self.gradient,
         }
-        dtype, capability = resolve_dtype(self.dtype), self._capability()
+        dtype, capability = getattr(torch, self.dtype), self._capability()
         if self.layer:
-            call = {}
+            self._refuse_of_a_call()
+            call = {"block_mask": self.block_mask}
         return AttentionRequest(spec=spec, device=device, dtype=dtype, capability=capability, **call), absent
 
     def words(self, request: AttentionRequest) -> str:
@@ -161,9 +166,21 @@ class ExplainAttention:
             batch, queries, heads, size = (int(part) for part in self.shape.split(","))
         except ValueError:
             raise ConfigError(f"--shape wants four whole numbers B,T,H,D; found {self.shape!r}") from None
-        if min(batch, queries, heads, size, self.kv_heads or 1, self.keys or 1) < 1:
-            raise ConfigError("--shape, --kv-heads and --keys want numbers from 1 on")
+        if min(batch, queries, heads, size) < 1:
+            raise ConfigError(f"--shape wants numbers from 1 on; found {self.shape}")
+        for option, found in (("--kv-heads", self.kv_heads), ("--keys", self.keys), ("--block-size", self.block_size)):
+            if found is not None and found < 1:
+                raise ConfigError(f"{option} is {found}; it must be at least 1")
         return batch, queries, heads, size
+
+    def _refuse_of_a_call(self) -> None:
+        """Raise ConfigError for what differs from call to call, and is not known of a layer."""
+        names = ("keys", "mask", "key_padding", "bias", "learned_bias", "alibi", "documents", "dropout")
+        given = [name.replace("_", "-") for name in names if getattr(self, name) not in (None, False)]
+        if not self.gradient:
+            given.append("no-gradient")
+        if given:
+            raise ConfigError(f"--{given[0]} belongs to one call, and --layer asks for all of a layer's")
 
     def _device(self) -> tuple[torch.device, bool]:
         import torch

@@ -48,8 +48,13 @@ def check(
     rows = (q.shape[1], k.shape[1])  # (T, S)
     hides = mask is not None or block_mask is not None
     is_causal = (not hides) if causal is None else causal
-    if is_causal and not hides and cu_seqlens is None and rows[0] > rows[1]:
-        raise ConfigError(f"{rows[0]} causal queries over {rows[1]} keys: the first queries would see nothing")
+    check_causal(
+        queries=rows[0],
+        keys=rows[1],
+        window=window,
+        causal=is_causal,
+        masked=hides or cu_seqlens is not None,
+    )
     if mask is not None and (mask.dtype != torch.bool or tuple(mask.shape) not in (rows, (q.shape[0], *rows))):
         raise ConfigError(
             f"mask must be bool of shape {rows} or {(q.shape[0], *rows)}; found {mask.dtype}, {tuple(mask.shape)}"
@@ -61,8 +66,6 @@ def check(
                 f"key_padding_mask must be bool of shape {expected}, True for keys that exist; "
                 f"found {key_padding_mask.dtype}, {tuple(key_padding_mask.shape)}"
             )
-    if window is not None and not is_causal:
-        raise ConfigError("a window belongs to causal attention; put the window into the mask, or give causal=True")
     _check_scores(q, k, bias=bias, alibi=alibi, dropout=dropout)
     if block_mask is not None:
         heads = getattr(block_mask, "heads", 1)
@@ -85,6 +88,23 @@ def check_numbers(*, window: int | None, softcap: float | None, scale: float | N
         raise ConfigError(f"softcap must be a finite number above 0, or None; found {softcap}")
     if scale is not None and not math.isfinite(scale):
         raise ConfigError(f"scale must be a finite number, or None; found {scale}")
+
+
+def check_heads(heads: int, kv_heads: int) -> None:
+    """Raise ConfigError unless a whole number of query heads reads each key head."""
+    if heads < 1 or kv_heads < 1 or heads % kv_heads:
+        raise ConfigError(f"a whole number of query heads shares each key head; found {heads} heads over {kv_heads}")
+
+
+def check_causal(*, queries: int, keys: int, window: int | None, causal: bool, masked: bool) -> None:
+    """Raise ConfigError for causal queries without keys, and for a window without causality.
+
+    masked: what is seen is said by something else, which may leave a query without keys.
+    """
+    if causal and not masked and queries > keys:
+        raise ConfigError(f"{queries} causal queries over {keys} keys: the first queries would see nothing")
+    if window is not None and not causal:
+        raise ConfigError("a window belongs to causal attention; put the window into the mask, or give causal=True")
 
 
 def _check_kinds(given: Mapping[str, object], block_mask: object) -> None:
@@ -110,13 +130,11 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
             f"attention wants q (B, T, H, D) and equal k, v (B, S, Hkv, D); "
             f"found {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
         )
-    if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3] or k.shape[2] == 0 or q.shape[2] % k.shape[2]:
-        raise ConfigError(
-            f"batch, head size and a whole number of query heads per key head must match: "
-            f"q is {tuple(q.shape)}, k is {tuple(k.shape)}"
-        )
-    if not q.shape[2] or not q.shape[3]:
-        raise ConfigError(f"there must be at least one head of size 1 or more; q is {tuple(q.shape)}")
+    if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        raise ConfigError(f"batch and head size must match: q is {tuple(q.shape)}, k is {tuple(k.shape)}")
+    check_heads(q.shape[2], k.shape[2])
+    if not q.shape[3]:
+        raise ConfigError(f"a head has a size of at least 1; q is {tuple(q.shape)}")
     if not q.dtype == k.dtype == v.dtype or q.dtype not in DTYPES:
         raise ConfigError(
             f"q, k and v must have one dtype of {', '.join(str(d).removeprefix('torch.') for d in DTYPES)}; found "

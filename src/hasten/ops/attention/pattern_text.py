@@ -26,7 +26,7 @@ def parse_pattern(text: str) -> Pattern:
         key, given, value = item.partition("=")
         if not given:
             raise ConfigError(f"attention pattern {text!r}: {item!r} is not of the form field=value")
-        values[key.strip().replace("-", "_")] = _value(value.strip())
+        values[key.strip().replace("-", "_")] = _value(f"attention pattern {name}: {key.strip()}", value.strip())
     return pattern_of({"name": name} | values)
 
 
@@ -75,11 +75,11 @@ def pattern_values(pattern: Pattern) -> dict[str, Any]:
     return values
 
 
-def _value(text: str) -> Any:
+def _value(what: str, text: str) -> Any:
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
     try:
         numbers = [int(part) for part in text.split("+")]
     except ValueError:
-        raise ConfigError(f"attention pattern: {text!r} is no number, no list as 1+2, not true or false") from None
+        raise ConfigError(f"{what} is {text!r:.60}; it must be a number, a list as 1+2, true or false") from None
     return numbers[0] if len(numbers) == 1 else numbers
