@@ -1,5 +1,6 @@
 """What `train` refuses before it does anything, and how it says so."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,31 @@ def test_finetune_without_a_model_says_what_to_give(tmp_path, monkeypatch):
 def test_a_text_too_short_names_the_option(recipe):
     with pytest.raises(DataError, match=r"shorter sequence_length \(hasten train: --data\.context\)"):
         train(recipe(context=50_000), progress=False)
+
+
+def test_a_split_too_short_is_named(recipe):
+    with pytest.raises(DataError, match=r"the validation split has .* a larger validation_fraction"):
+        train(recipe(validation_fraction=0.01, context=5000), progress=False)
+
+
+def test_an_empty_text_is_called_one(recipe, tmp_path):
+    (tmp_path / "empty.txt").touch()
+    with pytest.raises(DataError, match=r"empty.txt: there is no text in it"):
+        train(recipe(source=str(tmp_path / "empty.txt")), progress=False)
+
+
+@pytest.mark.parametrize("threads", [0, "all"])
+def test_threads_are_a_number_or_auto(recipe, threads):
+    with pytest.raises(ConfigError, match=f"run.threads is {threads!r}; it must be at least 1, or auto"):
+        recipe(threads=threads).check()
+    recipe(threads="auto").check()
+
+
+def test_threads_auto_on_the_command_line(monkeypatch, capsys):
+    main(["train", "demo", "--threads", "auto", "--print-config"])
+    assert json.loads(capsys.readouterr().out)["run"]["threads"] == "auto"
+    main(["train", "demo", "--threads", "2", "--print-config"])
+    assert json.loads(capsys.readouterr().out)["run"]["threads"] == 2
 
 
 @pytest.mark.parametrize("place", [".", "nowhere/result.json"])

@@ -144,10 +144,11 @@ def _check_sizes(split: TokenSplit, *, batch_size: int, sequence_length: int) ->
     if batch_size < 1 or sequence_length < 1:
         raise ConfigError(f"batch_size {batch_size} and sequence_length {sequence_length} must both be at least 1")
     if len(split) < sequence_length + 1:
+        larger = ", a larger validation_fraction (0: no validation)" if split.name == "validation" else ""
         raise DataError(
-            f"the split has {len(split):,} tokens ({split.documents:,} documents), and one window of sequence_length "
-            f"{sequence_length:,} takes {sequence_length + 1:,}; give more text or a shorter sequence_length "
-            "(hasten train: --data.context)"
+            f"the {split.name} split has {len(split):,} tokens ({split.documents:,} documents), and one window of "
+            f"sequence_length {sequence_length:,} takes {sequence_length + 1:,}; give more text{larger} or a shorter "
+            "sequence_length (hasten train: --data.context)"
         )
 
 

@@ -170,6 +170,8 @@ def _make(
     splits = {name: writer.close() for name, writer in encoder.writers.items()}
     if splits["train"]["tokens"] == 0 or (plan.fraction > 0 and splits["validation"]["tokens"] == 0):
         counts = {name: entry["documents"] for name, entry in splits.items()}
+        if not any(counts.values()):
+            raise DataError(f"{corpus.name}: there is no text in it; name a source that has some")
         raise DataError(
             f"{corpus.name}: too little text (documents with text: {counts['train']} for training, "
             f"{counts['validation']} held out); give more, or set validation_fraction to 0"

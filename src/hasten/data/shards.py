@@ -65,13 +65,14 @@ class TokenSplit:
 
     tokens: (N,) uint16 or uint32. document_starts: (D,) int64, rising, the first is 0 (empty for an empty split).
     weights: (N,) uint8 or None; 0 where a token is not to be learned (all but the assistant's words of a chat).
-    bytes: UTF-8 bytes of the text, without the separators.
+    bytes: UTF-8 bytes of the text, without the separators. name: train or validation.
     """
 
     tokens: MappedArray | npt.NDArray[Any]
     document_starts: npt.NDArray[np.int64]
     weights: MappedArray | npt.NDArray[np.uint8] | None = None
     bytes: int = 0
+    name: str = "given"
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -210,6 +211,7 @@ def open_split(folder: Path, *, split: str, entry: dict[str, Any], dtype: str) -
         document_starts=starts,
         weights=MappedArray(weights, dtype=np.uint8) if weights else None,
         bytes=entry["bytes"],
+        name=split,
     )
 
 

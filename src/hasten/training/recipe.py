@@ -173,12 +173,17 @@ class Run:
     """Which weights become runs/NAME/model: those with the best validation loss, or the last ones."""
     device: Annotated[str, arg(aliases=["--device"])] = "auto"
     """auto, cpu, cuda or cuda:<index>."""
-    threads: Annotated[int | None, arg(aliases=["--threads"])] = None
-    """CPU threads (none: as many as this process may use)."""
+    threads: Annotated[int | Literal["auto"] | None, arg(aliases=["--threads"])] = None
+    """CPU threads (auto or none: one for each physical core that this process may use)."""
     seed: Annotated[int, arg(aliases=["--seed"])] = 0
     """Decides weights, order of the data, and dropout."""
     tensorboard: bool = False
     """Also write TensorBoard files (needs the package tensorboard)."""
+
+    @property
+    def thread_count(self) -> int | None:
+        """As `hasten.machine.configure` takes it."""
+        return self.threads if isinstance(self.threads, int) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,6 +220,8 @@ class Recipe:
             "techniques": Techniques,
             "run": Run,
         }
+        if not isinstance(values, Mapping):
+            raise ConfigError(f"a recipe is an object with fields; found {values!r:.60}")
         try:
             recipe = cls(**{name: sections[name](**v) if name in sections else v for name, v in values.items()})
             groups = tuple(recipe.optimizer.groups)
@@ -292,6 +299,8 @@ def _wrong_values(recipe: Recipe) -> Iterator[str]:
         yield f"techniques.layer_drop is {recipe.techniques.layer_drop}; it must be at most 1"
     if optimizer.weight_decay < 0 or schedule.warmup_steps < 0 or data.workers < 0:
         yield "optimizer.weight_decay, schedule.warmup_steps and data.workers must not be negative"
+    if run.threads not in (None, "auto") and (type(run.threads) is not int or run.threads < 1):
+        yield f"run.threads is {run.threads!r}; it must be at least 1, or auto"
     if run.steps is None and run.epochs is None and run.minutes is None:
         yield "one of run.steps, run.epochs and run.minutes must say when it ends"
     if run.minutes is not None and schedule.warmup_steps < CALIBRATION_STEPS:
