@@ -1,16 +1,23 @@
 """Our training beside nanoGPT's, at nanoGPT's own configuration: the same batches, the same weights at the start.
 
     python benchmarks/compare_training.py --nanogpt FOLDER --output benchmarks/results/train-nanogpt.json
+    python benchmarks/compare_training.py --device cuda --shape gpt2-124m --nanogpt HEAD --others B3C17C6 77E7E04 \\
+        --steps 20 --output benchmarks/results/train-nanogpt-gpt2-124m.json          # not yet run on a GPU
 
-FOLDER is a checkout of github.com/karpathy/nanoGPT; only its model.py and what train.py does with it are used:
-compiled, float32 (its choice on a CPU), 6 layers, 384 wide, 6 heads, block 256, batch 64, character tokens (of Python's
-own library), dropout 0, no biases, AdamW with a rate of 1e-3 after 100 steps of warm-up, clipping at 1.
+Each folder is a checkout of github.com/karpathy/nanoGPT; only its model.py and what train.py does with it are used.
+On a CPU: compiled, float32 (its choice there), 6 layers, 384 wide, 6 heads, block 256, batch 64, character tokens (of
+Python's own library), dropout 0, no biases, AdamW with a rate of 1e-3 after 100 steps of warm-up, clipping at 1.
+
+The shape gpt2-124m: 12 layers, 768 wide, block 1024, batch 12, random tokens, each checkout's own vocabulary (50,257
+rows before 77e7e04, 50,304 from there), and on CUDA its own bfloat16 autocast, TF32 and fused AdamW. The checkouts
+under --others, such as the article's two commits, only have their speed measured.
 
 Each side trains in a process of its own that waits while the other one works. A round measures the machine's matrix
 rates, then --steps steps of each. Ratios and utilisations are formed within a round; medians are over the rounds. Then
 both go on, without being timed, until --total steps, and the losses of the last ones and on held-out text are compared.
 """
 
+import inspect
 import json
 import subprocess
 import sys
@@ -19,13 +26,32 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, median
-from typing import Any
+from typing import Any, Literal
 
 import tyro
 
-LAYERS, HEADS, WIDTH, BLOCK, BATCH = 6, 6, 384, 256, 64
 RATE, WARMUP = 1e-3, 100
 VALIDATION = 4  # batches
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """A model and its batch. vocab None: the characters of the text."""
+
+    recipe: str
+    layers: int
+    heads: int
+    width: int
+    block: int
+    batch: int
+    vocab: int | None = None
+
+
+SHAPES = {
+    "character": Sizes(recipe="shakespeare-char", layers=6, heads=6, width=384, block=256, batch=64),
+    "gpt2-124m": Sizes(recipe="gpt2-124m", layers=12, heads=12, width=768, block=1024, batch=12, vocab=50_257),
+    "tiny": Sizes(recipe="gpt2-124m", layers=2, heads=2, width=32, block=16, batch=4, vocab=250),  # a dry run
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +60,12 @@ class Compare:
 
     nanogpt: Path
     """A checkout of nanoGPT."""
+    others: tuple[Path, ...] = ()
+    """Further checkouts, named by their folders, whose speed is measured too."""
+    shape: Literal["character", "gpt2-124m", "tiny"] = "character"
+    """What is trained."""
+    device: str = "cpu"
+    """cpu, or cuda (not yet run there)."""
     rounds: int = 6
     """0: only the losses, of --total steps."""
     steps: int = 2
@@ -41,13 +73,17 @@ class Compare:
     total: int = 0
     """Go on to so many steps for the losses (0: stop after the rounds)."""
     micro_batch: int = 32
-    """Rows of a micro-batch of ours; the step has 64 whatever this is."""
+    """Rows of a micro-batch of ours at most; the step has the whole batch whatever this is."""
     threads: int = 2
     output: Path | None = None
     """Write the JSON here."""
     side: str | None = None
     """Be one of the two (what this program starts)."""
     work: Path | None = None
+
+    @property
+    def sizes(self) -> Sizes:
+        return SHAPES[self.shape]
 
     def run(self) -> None:
         if self.side is not None:
@@ -70,8 +106,15 @@ def measure(options: Compare, work: Path) -> dict[str, Any]:
     from hasten.machine import configure, describe, matrix_rate
 
     configure(threads=options.threads)
-    vocab = write_batches(work, max(options.total, options.rounds * options.steps + 1))
-    sides = {name: Side(options, name, work) for name in ("nanogpt", "hasten")}
+    sizes = options.sizes
+    vocab = write_batches(sizes, work, max(options.total, options.rounds * options.steps + 1))
+    others = {path.name: path for path in options.others}
+    if len(others) < len(options.others) or {"nanogpt", "hasten"} & set(others):
+        raise SystemExit(
+            f"the folders under --others need names of their own; found {sorted(map(str, options.others))}"
+        )
+    checkouts = {"nanogpt": options.nanogpt, **others, "hasten": options.nanogpt}
+    sides = {name: Side(options, name, checkout, work) for name, checkout in checkouts.items()}
     flops = 0.0
     rounds: list[dict[str, Any]] = []
     try:
@@ -80,21 +123,24 @@ def measure(options: Compare, work: Path) -> dict[str, Any]:
         for side in sides.values():  # compile, outside the rounds
             side.ask(1)
         for index in range(options.rounds):
-            rates = {name: matrix_rate(getattr(torch, name), seconds=0.5) for name in ("float32", "bfloat16")}
+            dtypes = ("float32", "bfloat16")
+            rates = {name: matrix_rate(getattr(torch, name), device=options.device, seconds=0.5) for name in dtypes}
             found: dict[str, Any] = {"rates": rates}
             for name, side in sides.items():
                 seconds = side.ask(options.steps)["seconds"]
-                speed = options.steps * BATCH * BLOCK / seconds
+                speed = options.steps * sizes.batch * sizes.block / seconds
                 found[name] = {"tokens_per_second": speed, "mfu": flops * speed / rates["bfloat16"]}
-            found["ratio"] = found["hasten"]["tokens_per_second"] / found["nanogpt"]["tokens_per_second"]
+            ours = found["hasten"]["tokens_per_second"]
+            found["ratio"] = ours / found["nanogpt"]["tokens_per_second"]
+            found["ratios"] = {name: ours / found[name]["tokens_per_second"] for name in others}
             rounds.append(found)
             print(f"round {index + 1}: {json.dumps(found)}", file=sys.stderr, flush=True)
         taken = 1 + options.rounds * options.steps
         if options.total > taken:
-            for side in sides.values():
-                side.ask(options.total - taken)
+            for name in ("nanogpt", "hasten"):
+                sides[name].ask(options.total - taken)
             taken = options.total
-        ends = {name: side.finish() for name, side in sides.items()}
+        ends = {name: sides[name].finish() for name in ("nanogpt", "hasten")}
     finally:
         for side in sides.values():
             side.close()
@@ -105,14 +151,17 @@ def measure(options: Compare, work: Path) -> dict[str, Any]:
         "schema": 1,
         "machine": describe().to_json(),
         "what": (
-            f"{LAYERS} layers, {WIDTH} wide, block {BLOCK}, batch {BATCH}, {vocab} character tokens; nanoGPT compiled "
-            f"in float32; ours in bfloat16, micro-batches of {options.micro_batch} rows"
+            f"{sizes.layers} layers, {sizes.width} wide, block {sizes.block}, batch {sizes.batch}, {vocab} "
+            f"{'character' if sizes.vocab is None else 'random'} tokens; nanoGPT compiled "
+            f"in {'float32' if options.device == 'cpu' else 'bfloat16'}; ours in bfloat16, micro-batches of "
+            f"{min(options.micro_batch, sizes.batch)} rows"
         ),
+        "device": options.device,
         "threads": options.threads,
         "flops_per_token": flops,
         **timing(rounds),
         "steps": taken,
-        "tokens": taken * BATCH * BLOCK,
+        "tokens": taken * sizes.batch * sizes.block,
         "loss_of_the_last_tenth": losses | {"difference": losses["hasten"] / losses["nanogpt"] - 1},
         "validation_loss": validation | {"difference": validation["hasten"] / validation["nanogpt"] - 1},
         "losses": {name: [round(float(np.float32(loss)), 5) for loss in end["losses"]] for name, end in ends.items()},
@@ -124,26 +173,34 @@ def timing(rounds: list[dict[str, Any]]) -> dict[str, Any]:
     """The medians over the rounds, where there were any."""
     if not rounds:
         return {}
-    names = ("nanogpt", "hasten")
+    others = tuple(rounds[0]["ratios"])
+    names = ("nanogpt", *others, "hasten")
     medians = {
         name: {key: median(r[name][key] for r in rounds) for key in ("tokens_per_second", "mfu")} for name in names
     }
-    return {"ratio": median(r["ratio"] for r in rounds), "medians": medians}
+    ratios = {name: median(r["ratios"][name] for r in rounds) for name in others}
+    return {"ratio": median(r["ratio"] for r in rounds), "ratios": ratios, "medians": medians}
 
 
-def write_batches(work: Path, steps: int) -> int:
-    """The batches that both train on, and held-out ones, as arrays in a folder; the size of the vocabulary."""
+def write_batches(sizes: Sizes, work: Path, steps: int) -> int:
+    """The batches that all train on, and held-out ones, as arrays in a folder; the size of the vocabulary."""
     import numpy as np
 
     from hasten.data import prepare
 
-    data = prepare("stdlib", tokenizer_kind="character", limit_bytes=4_000_000, validation_fraction=0.1, progress=False)
     generator = np.random.default_rng(0)
+    shape = (sizes.batch, sizes.block + 1)
+    if sizes.vocab is not None:
+        for name, count in (("train", steps), ("validation", VALIDATION)):
+            np.save(work / f"{name}.npy", generator.integers(0, sizes.vocab, (count, *shape), dtype=np.uint16))
+        (work / "vocab").write_text(str(sizes.vocab))
+        return sizes.vocab
+    data = prepare("stdlib", tokenizer_kind="character", limit_bytes=4_000_000, validation_fraction=0.1, progress=False)
     for name, split, count in (("train", data.train, steps), ("validation", data.validation, VALIDATION)):
         tokens = np.asarray(split.tokens)
-        starts = generator.integers(0, len(tokens) - BLOCK - 1, count * BATCH)
-        rows = np.stack([tokens[start : start + BLOCK + 1] for start in starts])
-        np.save(work / f"{name}.npy", rows.reshape(count, BATCH, BLOCK + 1))
+        starts = generator.integers(0, len(tokens) - sizes.block - 1, count * sizes.batch)
+        rows = np.stack([tokens[start : start + sizes.block + 1] for start in starts])
+        np.save(work / f"{name}.npy", rows.reshape(count, *shape))
     (work / "vocab").write_text(str(data.tokenizer.vocab_size))
     return data.tokenizer.vocab_size
 
@@ -151,9 +208,10 @@ def write_batches(work: Path, steps: int) -> int:
 class Side:
     """The parent's end of one process."""
 
-    def __init__(self, options: Compare, name: str, work: Path) -> None:
+    def __init__(self, options: Compare, name: str, checkout: Path, work: Path) -> None:
         self.name = name
-        own = ["--side", name, "--work", str(work), "--nanogpt", str(options.nanogpt)]
+        own = ["--side", name, "--work", str(work), "--nanogpt", str(checkout)]
+        own += ["--shape", options.shape, "--device", options.device]
         own += ["--threads", str(options.threads), "--micro-batch", str(options.micro_batch)]
         self.process = subprocess.Popen(
             [sys.executable, __file__, *own], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -192,7 +250,11 @@ def serve(options: Compare, name: str, work: Path) -> None:
     torch.manual_seed(1337)
     vocab = int((work / "vocab").read_text())
     batches = np.load(work / "train.npy", mmap_mode="r")
-    trainer = (NanoGPT if name == "nanogpt" else Hasten)(options, vocab, work)
+    if options.device != "cpu":  # as train.py does; ours takes it the same way
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    trainer = (
+        Hasten(options, vocab, work) if name == "hasten" else NanoGPT(options, vocab, work, first=name == "nanogpt")
+    )
     print(json.dumps({"flops_per_token": trainer.flops} if trainer.flops else {}), flush=True)
     losses: list[float] = []
     for line in sys.stdin:
@@ -200,12 +262,14 @@ def serve(options: Compare, name: str, work: Path) -> None:
         if not count:
             break
         start = time.perf_counter()
-        for _ in range(count):
-            rows = torch.from_numpy(batches[len(losses)].astype(np.int64))
-            rate = RATE * min(1.0, (len(losses) + 1) / (WARMUP + 1))
-            losses.append(trainer.step(rows[:, :-1].contiguous(), rows[:, 1:].contiguous(), rate))
+        found = []
+        for index in range(len(losses), len(losses) + count):
+            rows = torch.from_numpy(batches[index].astype(np.int64)).to(options.device)
+            rate = RATE * min(1.0, (index + 1) / (WARMUP + 1))
+            found.append(trainer.step(rows[:, :-1].contiguous(), rows[:, 1:].contiguous(), rate))
+        losses += [float(loss) for loss in found]  # waits for the device
         print(json.dumps({"seconds": time.perf_counter() - start}), flush=True)
-    held = torch.from_numpy(np.load(work / "validation.npy").astype(np.int64))
+    held = torch.from_numpy(np.load(work / "validation.npy").astype(np.int64)).to(options.device)
     validation = mean(trainer.evaluate(rows[:, :-1].contiguous(), rows[:, 1:].contiguous()) for rows in held)
     print(json.dumps({"losses": losses, "validation_loss": validation}), flush=True)
 
@@ -215,44 +279,51 @@ class NanoGPT:
 
     flops: float = 0.0
 
-    def __init__(self, options: Compare, vocab: int, work: Path) -> None:
+    def __init__(self, options: Compare, vocab: int, work: Path, *, first: bool) -> None:
         import torch
 
         sys.path.insert(0, str(options.nanogpt))
         from model import GPT, GPTConfig  # type: ignore[import-not-found]
 
-        self.plain = GPT(
-            GPTConfig(
-                block_size=BLOCK, vocab_size=vocab, n_layer=LAYERS, n_head=HEADS, n_embd=WIDTH, dropout=0.0, bias=False
-            )
-        )
-        torch.save(self.plain.state_dict(), work / "start.part")
-        (work / "start.part").rename(work / "start.pt")
-        self.optimizer = self.plain.configure_optimizers(0.1, RATE, (0.9, 0.99), "cpu")
+        sizes = options.sizes
+        own = {"block_size": sizes.block, "n_layer": sizes.layers, "n_head": sizes.heads, "n_embd": sizes.width}
+        if options.shape != "gpt2-124m":  # there the checkout's own default is what the article changed
+            own["vocab_size"] = vocab
+        self.plain = GPT(GPTConfig(**own, dropout=0.0, bias=False))
+        if first:
+            torch.save(self.plain.state_dict(), work / "start.part")
+            (work / "start.part").rename(work / "start.pt")
+        self.plain.to(options.device)
+        kind = options.device.partition(":")[0]
+        settings = [0.1, RATE, (0.9, 0.99), kind]
+        known = len(inspect.signature(self.plain.configure_optimizers).parameters)
+        self.optimizer = self.plain.configure_optimizers(*settings[:known])  # once without the device
+        self.autocast = torch.autocast(kind, dtype=torch.bfloat16, enabled=kind != "cpu")
         self.model = torch.compile(self.plain)
 
-    def step(self, inputs: Any, targets: Any, rate: float) -> float:
+    def step(self, inputs: Any, targets: Any, rate: float) -> Any:
         import torch
 
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        _, loss = self.model(inputs, targets)
+        with self.autocast:
+            _, loss = self.model(inputs, targets)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.plain.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return float(loss.item())
+        return loss.detach()
 
     def evaluate(self, inputs: Any, targets: Any) -> float:
         import torch
 
         self.plain.eval()
-        with torch.no_grad():
+        with torch.no_grad(), self.autocast:
             return float(self.plain(inputs, targets)[1].item())
 
 
 class Hasten:
-    """Ours: the recipe shakespeare-char without dropout, started from the same weights."""
+    """Ours: the shape's recipe without dropout, started from the same weights."""
 
     def __init__(self, options: Compare, vocab: int, work: Path) -> None:
         from dataclasses import replace
@@ -262,19 +333,23 @@ class Hasten:
         from hasten.planning.cost import training_flops_per_token
         from hasten.training import RECIPES, Precision, TrainStep, build, make_optimizer
 
-        recipe = replace(RECIPES["shakespeare-char"], dropout=0.0)
-        config = build.shape_config(recipe.model, vocab_size=vocab, positions=BLOCK)
-        self.flops = training_flops_per_token(config, BLOCK)
+        sizes = options.sizes
+        recipe = RECIPES[sizes.recipe]
+        shape = replace(recipe.model, layers=sizes.layers, hidden_size=sizes.width, heads=sizes.heads)
+        optimizer = replace(recipe.optimizer, learning_rate=RATE, beta2=0.99)
+        recipe = replace(recipe, dropout=0.0, model=shape, optimizer=optimizer)
+        config = build.shape_config(recipe.model, vocab_size=vocab, positions=sizes.block)
+        self.flops = training_flops_per_token(config, sizes.block)
         self.micro = options.micro_batch
-        model = build.new_model(build.training_config(recipe, config), seed=0, device=torch.device("cpu"))
+        model = build.new_model(build.training_config(recipe, config), seed=0, device=torch.device(options.device))
         while not (work / "start.pt").exists():
             time.sleep(0.1)
-        take_over(model, torch.load(work / "start.pt"), vocab)
+        take_over(model, torch.load(work / "start.pt", map_location=options.device), vocab)
         build.apply_techniques(model, recipe)
-        precision = Precision(recipe.techniques.precision, "cpu")
+        precision = Precision(recipe.techniques.precision, options.device)
         self.trainer = TrainStep(model, make_optimizer(model, recipe.optimizer), precision, clip=1.0)
 
-    def step(self, inputs: Any, targets: Any, rate: float) -> float:
+    def step(self, inputs: Any, targets: Any, rate: float) -> Any:
         from hasten.data import Batch
 
         batches = [
@@ -283,7 +358,7 @@ class Hasten:
         ]
         result = self.trainer.run(batches, learning_rate=rate)
         assert result is not None
-        return float(result.loss)
+        return result.loss
 
     def evaluate(self, inputs: Any, targets: Any) -> float:
         import torch
@@ -301,7 +376,7 @@ def take_over(model: Any, start: dict[str, Any], vocab: int) -> None:
     import torch
 
     with torch.no_grad():
-        model.embedding.weight[:vocab] = start["transformer.wte.weight"]
+        model.embedding.weight[:vocab] = start["transformer.wte.weight"][:vocab]  # theirs may be padded
         model.positions.weight.copy_(start["transformer.wpe.weight"])
         for index, block in enumerate(model.blocks):
             theirs = f"transformer.h.{index}."

@@ -5,7 +5,8 @@
     TRITON_INTERPRET=1 python benchmarks/gpu_session.py rungs --device cpu --shape tiny --output /tmp/x.json  # dry run
 
 Steps: tests (those marked gpu), kernels (products alone), flash (attention beside PyTorch's), rungs (llama-7b, one
-stream), large (llama-70b in int8).
+stream), large (llama-70b in int8), training (GPT-2 124M beside nanoGPT, where --nanogpt names its checkouts: the head
+first, then any others, such as b3c17c6 and 77e7e04).
 The JSON is written again after every step, so that a session that ends early keeps what it measured.
 """
 
@@ -14,6 +15,7 @@ import json
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -197,15 +199,33 @@ def run_tests() -> dict[str, Any]:
     return {"status": done.returncode, "output": done.stdout[-6000:] + done.stderr[-1000:]}
 
 
+def training(checkouts: list[Path], device: str) -> dict[str, Any]:
+    """GPT-2 124M beside nanoGPT's checkouts: what compare_training.py reports, in a process of its own."""
+    shape = "gpt2-124m" if device != "cpu" else "tiny"
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "training.json"
+        head, *others = map(str, checkouts)
+        command = [sys.executable, str(HERE / "compare_training.py"), "--nanogpt", head, "--shape", shape]
+        command += ["--device", device, "--rounds", "4", "--steps", "20", "--output", str(output)]
+        done = subprocess.run(
+            [*command, *(["--others", *others] if others else [])], capture_output=True, text=True, timeout=500
+        )
+        if done.returncode:
+            raise RuntimeError(f"status {done.returncode}: {done.stderr[-2000:]}")
+        found: dict[str, Any] = json.loads(output.read_text())
+        return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("steps", nargs="*", help="some of tests, kernels, flash, rungs, large; all by default")
+    parser.add_argument("steps", nargs="*", help="some of these; all by default")
+    parser.add_argument("--nanogpt", type=Path, nargs="*", default=[], help="training: checkouts, the head first")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--shape", default="llama-7b", help="of the rungs")
     parser.add_argument("--tune", action="store_true", help="kernels, flash: measure every candidate configuration")
     parser.add_argument("--output", type=Path, default=HERE / "results" / "gpu-session.json")
     options = parser.parse_args()
-    steps = options.steps or ["tests", "kernels", "flash", "rungs", "large"]
+    steps = options.steps or ["tests", "kernels", "flash", "training", "rungs", "large"]
     from hasten.machine import describe, read_bandwidth
 
     bandwidth = read_bandwidth(device=options.device)
@@ -241,6 +261,8 @@ def main() -> None:
         from gpu_flash import flash  # beside this script
 
         step("flash", lambda: flash(device=options.device, tune=options.tune))
+    if "training" in steps and options.nanogpt:
+        step("training", lambda: training(options.nanogpt, options.device))
     if "rungs" in steps:
         for name, (format, group_size, graph, compiled) in RUNGS.items():
             sizes = {"format": format, "group_size": group_size, "graph": graph, "compiled": compiled}
