@@ -73,7 +73,7 @@ def client(options: argparse.Namespace, url: str, name: str, backend: str) -> di
         found = json.loads((Path(folder) / "result.json").read_text())
     assert found["completed"] == options.requests, found
     arguments = [{url: "URL", folder: "FOLDER", options.model: "MODEL"}.get(word, word) for word in arguments]
-    return {"command": ["vllm", "bench", "serve", *arguments], "result": found}
+    return {"command": ["vllm", "bench", "serve", *arguments], "result": found | {"tokenizer_id": "MODEL"}}
 
 
 if __name__ == "__main__":

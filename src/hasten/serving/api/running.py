@@ -53,8 +53,8 @@ class Run:
         self._count(which, piece)
         constraint = self.requests[which].constraint
         if isinstance(constraint, Grammar) and piece.finish_reason in ("stop", "error"):
-            why = constraint.error or (piece.stop_reason if piece.finish_reason == "error" else None)
-            if why is not None:  # the client's grammar broke; an engine that failed has raised above
+            why = constraint.error or str(piece.stop_reason or "")
+            if constraint.error or why.startswith("the constraint"):  # the client's grammar broke, not the engine
                 message = f"{constraint.param}: the JSON schema could not be followed to the end: {why}"
                 raise ApiError(message[:500], param=constraint.param, code="structure_failed")
         if piece.finish_reason in ("error", "abort"):
