@@ -51,7 +51,7 @@ def native_refuses(request: LinearRequest) -> str | None:
 
 
 def _triton_refuses(request: LinearRequest) -> str | None:
-    if (reason := triton_support.refusal(request.device)) is not None:
+    if request.device.type == "cpu" and (reason := triton_support.refusal(request.device)) is not None:
         return reason
     if request.format == "bfloat16":
         return "PyTorch's own product is the best for bfloat16 weights on a GPU"
@@ -59,7 +59,7 @@ def _triton_refuses(request: LinearRequest) -> str | None:
         return f"it takes bfloat16 and float16 activations, not {str(request.dtype).removeprefix('torch.')}"
     if request.format == "int4" and request.group_size not in TRITON_GROUPS:
         return f"its int4 groups are {', '.join(map(str, TRITON_GROUPS))}, not {request.group_size}"
-    return None
+    return triton_support.refusal(request.device)
 
 
 def _native() -> Product:
