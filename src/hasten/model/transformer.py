@@ -66,7 +66,8 @@ class Attention(nn.Module):
         self.output: Linear = nn.Linear(config.heads * size, hidden, bias=config.output_bias)
         self.q_norm = norm_of(config, size) if config.qk_norm else None
         self.k_norm = norm_of(config, size) if config.qk_norm else None
-        self.sparse = config.attention_pattern is not None
+        pattern = config.attention_pattern
+        self.block_size = None if pattern is None else pattern.block  # of a sparse pattern
         self.dropout = config.dropout
         self.joined = False  # one product for queries, keys and values: training on a CPU
         self.spec = AttentionSpec(
@@ -82,7 +83,10 @@ class Attention(nn.Module):
     def request(self) -> AttentionRequest:
         """What a kernel has to serve here."""
         like = self.q.request if isinstance(self.q, PackedLinear) else self.q.weight
-        return AttentionRequest(spec=self.spec, device=like.device, dtype=like.dtype, block_mask=self.sparse)
+        sparse = self.block_size is not None
+        return AttentionRequest(
+            spec=self.spec, device=like.device, dtype=like.dtype, block_mask=sparse, block_size=self.block_size
+        )
 
     def bind(self, kernel: str | None = None) -> None:
         """Choose the attention kernel for the weights' device and dtype, or the one named."""
