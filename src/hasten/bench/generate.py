@@ -105,7 +105,9 @@ class GenerateLadder:
 
 
 def _rungs_of_quantized(ladder: GenerateLadder, names: list[str], stored: str) -> list[str]:
-    """Of a checkpoint that is quantized: only what runs it as it is; by default eager, and the native steps."""
+    """Of a checkpoint that is quantized: what runs it as it is; by default eager, and the native or compiled steps."""
+    from hasten.machine import resolve_device
+
     possible = [name for name, way in RUNGS.items() if way.weights in (None, stored)]
     refused = [name for name in names if name not in possible]
     if ladder.rungs and refused:
@@ -113,7 +115,8 @@ def _rungs_of_quantized(ladder: GenerateLadder, names: list[str], stored: str) -
             f"the weights of {ladder.subject.name} are {stored} already, which cannot become the rung {refused[0]!r}; "
             f"possible: {', '.join(possible)}. The original checkpoint has them all"
         )
-    return names if ladder.rungs else ["static-cache", f"native-{stored}"]
+    fast = "native" if resolve_device(ladder.device).type == "cpu" else "static-cache-compiled"
+    return names if ladder.rungs else ["static-cache", f"{fast}-{stored}"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

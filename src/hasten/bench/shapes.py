@@ -123,8 +123,10 @@ class Subject:
         if self.folder is None:
             return None
         path = Path(resolve_folder(self.folder)) / "config.json"
-        groups = read_arguments(read_json(path), path)
-        return None if groups is None else f"int{min(group.bits for group in groups)}"
+        groups = read_arguments(read_json(path), path) or ()
+        # int8 by group or with zero points is held as plain weights: no kernel takes it.
+        bits = [group.bits for group in groups if group.bits == 4 or (group.symmetric and not group.group_size)]
+        return f"int{min(bits)}" if bits else None
 
     def stored_bytes(self) -> int:
         """The size of the checkpoint's weights in their files."""

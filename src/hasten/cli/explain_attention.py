@@ -131,7 +131,7 @@ class ExplainAttention:
         dtype, capability = getattr(torch, self.dtype), self._capability()
         if self.layer:
             self._refuse_of_a_call()
-            call = {"block_mask": self.block_mask}
+            call = {name: call[name] for name in ("block_mask", "block_size")}
         return AttentionRequest(spec=spec, device=device, dtype=dtype, capability=capability, **call), absent
 
     def words(self, request: AttentionRequest) -> str:

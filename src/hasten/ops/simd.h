@@ -20,6 +20,7 @@ namespace hasten {
 constexpr int LANES = 16;
 typedef float F32 __attribute__((vector_size(64)));
 typedef int32_t I32 __attribute__((vector_size(64)));
+typedef int8_t I8 __attribute__((vector_size(16)));
 typedef uint32_t U32 __attribute__((vector_size(64)));
 typedef uint16_t U16 __attribute__((vector_size(32)));
 
@@ -67,7 +68,6 @@ INLINE I32 load_int8(const void* p) {
   I32 v; std::memcpy(&v, wide, 64);
   return v;
 #else
-  typedef int8_t I8 __attribute__((vector_size(16)));
   I8 v; std::memcpy(&v, p, 16);
   return __builtin_convertvector(v, I32);
 #endif

@@ -32,7 +32,7 @@ def admitted(
         if request.samples > settings.max_sequences:
             raise RequestRefused(
                 f"{request.samples} samples or beams were asked for; the engine runs {settings.max_sequences} at most",
-                field="n" if request.best_of is None else "best_of",
+                field="best_of" if request.samples > request.n else "n",
             )
         if prompt >= max_length:
             raise ConfigError(f"the prompt has {prompt} tokens; prompt and answer may have {max_length} together")

@@ -123,7 +123,10 @@ class AsyncEngine:
         return torch.stack(found)
 
     async def drain(self, timeout: float) -> bool:
-        """Take nothing new and wait until everybody is served; whether that was in time (in seconds)."""
+        """For users of the engine in their own process: take nothing new and wait until everybody is served.
+
+        Whether that was in time (in seconds).
+        """
         self._draining = True
         end = asyncio.get_running_loop().time() + timeout
         while not self.engine.idle or self._open:

@@ -8,8 +8,6 @@ namespace hasten {
 
 constexpr int64_t SCALE_BYTES = 4;
 
-typedef int8_t I8 __attribute__((vector_size(16)));
-
 // Whether a cache (slots, Hkv, …) of heads of `size` holds such rows; bf16 is the other thing it can hold.
 inline bool holds_int8(const torch::stable::Tensor& cache, int64_t size) {
   const bool int8 = cache.scalar_type() == ScalarType::Char;

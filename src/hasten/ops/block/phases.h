@@ -97,8 +97,8 @@ inline void finish_head(float* x, int64_t size, const Norm& norm, const float* c
 // (attention/int8_rows.h), -1 being the last row, which nobody reads.
 struct AttentionInput {
   AttentionInput(Memory& memory, const void* x, Type type, int64_t rows, void* q, const Norm& norm,
-                 const PackedWeight& weight, int64_t heads, int64_t head_dim, const Norm& q_norm, const Norm& k_norm, const Maybe& cos,
-                 const Maybe& sin, const Tensor& k_cache, const Tensor& v_cache, const Tensor& slots)
+                 const PackedWeight& weight, int64_t heads, int64_t head_dim, const Norm& q_norm, const Norm& k_norm,
+                 const Maybe& cos, const Maybe& sin, const Tensor& k_cache, const Tensor& v_cache, const Tensor& slots)
       : heads(heads), kv_heads(k_cache.size(1)), head_dim(head_dim), q(q), type(type), q_norm(q_norm),
         k_norm(k_norm), linear(memory, x, type, rows, norm, weight),
         values(memory.take<float>(rows * linear.w.n)), last(k_cache.size(0) - 1),

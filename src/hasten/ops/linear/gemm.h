@@ -58,8 +58,8 @@ struct Weight {
   }
 };
 
-// Rows of x as the kernel wants them, `stride` values apart. bf16: rows of k values. int8: `digits` rows of k values for each row of x, with
-// x = scale·(256·high + low) for two digits; one scale a row (int8 weights) or one a group (int4 weights).
+// Rows of x as the kernel wants them, `stride` values apart. bf16: rows of k values. int8: `digits` rows of k values for
+// each row of x, with x = scale·(256·high + low) for two digits; one scale a row (int8 weights) or one a group (int4).
 struct Rows {
   uint16_t* bf16 = nullptr;
   int8_t* q = nullptr;

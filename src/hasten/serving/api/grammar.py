@@ -163,6 +163,6 @@ class Grammar:
     def _pay(self, seconds: float) -> None:
         """Everybody waits for a mask: one that goes on being slow ends its own request."""
         self._left = min(ALLOWANCE, self._left - seconds)
-        if self._left < 0 and not self._ended:
+        if self._left < 0 and not self.done:
             self._failures.append(f"it takes more than {PER_TOKEN * 1000:g} ms of computing for a token")
             self._ended = True
