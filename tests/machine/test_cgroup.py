@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from hasten.machine.cgroup import CgroupLimits, read_cgroup_limits
@@ -68,6 +68,8 @@ def test_no_control_groups(tmp_path: Path) -> None:
     assert read_cgroup_limits(membership=tmp_path / "missing", root=tmp_path) == CgroupLimits()
 
 
+@example(membership="0::/", content="²")  # a digit, and no number
+@example(membership="0::/", content="--5")
 @given(membership=st.text(alphabet="0:/.abcpumemory,\n", max_size=60), content=st.text(max_size=20))
 def test_odd_files_never_break_the_reader(
     membership: str, content: str, tmp_path_factory: pytest.TempPathFactory

@@ -75,7 +75,7 @@ def _word(file: Path) -> str | None:
 
 def _number(file: Path) -> int | None:
     word = _word(file)
-    return int(word) if word is not None and word.lstrip("-").isdigit() else None
+    return int(word) if word is not None and word.removeprefix("-").isdecimal() else None
 
 
 def _memory(level: Path, *, limit_file: str, usage_file: str, reclaimable: tuple[str, str]) -> list[tuple[int, int]]:
@@ -86,7 +86,7 @@ def _memory(level: Path, *, limit_file: str, usage_file: str, reclaimable: tuple
     # Cached file pages count as used but are given back on demand, as in MemAvailable.
     for line in (_word(level / "memory.stat") or "").splitlines():
         key, _, value = line.partition(" ")
-        if key in reclaimable and value.isdigit():
+        if key in reclaimable and value.isdecimal():
             used -= int(value)
     return [(limit, max(0, limit - max(0, used)))]
 
@@ -103,7 +103,7 @@ def _memory_v1(level: Path) -> list[tuple[int, int]]:
 
 def _cpus_v2(level: Path) -> list[float]:
     quota, _, period = (_word(level / "cpu.max") or "max").partition(" ")
-    return [int(quota) / int(period)] if quota.isdigit() and period.isdigit() and int(period) else []
+    return [int(quota) / int(period)] if quota.isdecimal() and period.isdecimal() and int(period) else []
 
 
 def _cpus_v1(level: Path) -> list[float]:

@@ -71,7 +71,7 @@ def check_rates(rates: Mapping[str, float]) -> list[Finding]:
 
 def _torch(machine: Machine) -> Finding:
     version = machine.versions.get("torch", "unknown")
-    numbers = tuple(int(word) for word in version.split("+")[0].split(".")[:2] if word.isdigit())
+    numbers = tuple(int(word) for word in version.split("+")[0].split(".")[:2] if word.isdecimal())
     built = f"{version}, built for {'CUDA ' + machine.cuda if machine.cuda else 'CPU only'}"
     if numbers < OLDEST_TORCH:
         return Finding("torch", "missing", built, "hasten needs torch 2.11 or newer: pip install -U torch")
