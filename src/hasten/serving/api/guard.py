@@ -146,7 +146,7 @@ class _Exchange:
         settings, guard = self.guard.service.settings, self.guard
         most = settings.body_bytes
         length = self.headers.get(b"content-length", b"0")
-        if length.isdecimal() and (len(length) > 18 or int(length) > most):
+        if length.isdigit() and (len(length) > 18 or int(length) > most):
             raise ApiError(f"the body has {length[:24].decode()} bytes; at most {most:,}", status=413, code="too_large")
         chunks: list[bytes] = []
         try:
