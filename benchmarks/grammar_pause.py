@@ -11,12 +11,11 @@ import argparse
 import asyncio
 import itertools
 import statistics
-import subprocess
-import sys
 import time
 from typing import Any
 
 import httpx
+from serving_process import serving
 
 from hasten.machine import describe
 from hasten.machine.files import write_json
@@ -80,15 +79,8 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--json", help="write the report to this file")
     options = parser.parse_args()
-    command = [sys.executable, "-m", "hasten", "serve", options.model, "--port", "0", "--log", "error"]
-    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        assert server.stdout is not None
-        line = server.stdout.readline()
-        rows = asyncio.run(measure(next(word for word in line.split() if word.startswith("http")).removesuffix("/v1")))
-    finally:
-        server.terminate()
-        server.wait(60)
+    with serving(options.model) as url:
+        rows = asyncio.run(measure(url))
     if options.json:
         report = {"schema": 1, "kind": "grammar-pause", "machine": describe().to_json(), "seconds": rows}
         write_json(options.json, report)

@@ -15,6 +15,7 @@ import tempfile
 from pathlib import Path
 
 import httpx
+from serving_process import serving
 
 from hasten.machine import describe
 from hasten.machine.files import write_json
@@ -41,18 +42,10 @@ def main() -> None:
     parser.add_argument("--output-tokens", type=int, default=32)
     parser.add_argument("--json", help="write the report to this file")
     options = parser.parse_args()
-    command = [sys.executable, "-m", "hasten", "serve", options.model, "--port", "0", "--log", "error"]
-    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        assert server.stdout is not None
-        line = server.stdout.readline()
-        url = next(word for word in line.split() if word.startswith("http")).removesuffix("/v1")
+    with serving(options.model) as url:
         name = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
         rows = [client(options, url, name, backend) for backend in options.backend]
         metrics = httpx.get(f"{url}/metrics").text.splitlines()
-    finally:
-        server.terminate()
-        server.wait(30)
     told = [line for line in metrics if line.startswith(("hasten:request_success", "hasten:http_requests_total"))]
     if options.json:
         report = {"schema": 1, "kind": "vllm-client", "machine": describe().to_json(), "runs": rows}

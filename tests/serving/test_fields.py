@@ -4,7 +4,6 @@ import pytest
 from starlette.testclient import TestClient
 
 import hasten
-from fake_engine import FakeEngine
 from hasten.serving.api.running import told
 from hasten.serving.request import RequestRefused
 from server_case import app_of
@@ -12,19 +11,6 @@ from server_case import app_of
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 PROMPT = {"model": "tiny", "prompt": "def", "max_tokens": 3}
 TALK = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
-
-
-@pytest.fixture(scope="module")
-def engine():
-    from references import tiny_llama
-
-    return FakeEngine(tiny_llama().tokenizer)
-
-
-@pytest.fixture(scope="module")
-def client(engine):
-    with TestClient(app_of(engine, engine.tokenizer), base_url="http://localhost") as client:
-        yield client
 
 
 def refused(client, path, body, param, status=400):

@@ -6,9 +6,7 @@ import itertools
 import openai
 import pytest
 import torch
-from starlette.testclient import TestClient
 
-from fake_engine import FakeEngine
 from hasten.serving.api import grammar
 from hasten.serving.api.settings import ServerSettings
 from hasten.serving.api.structured import Grammars
@@ -28,19 +26,6 @@ HOPELESS = {
     "too many choices": {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(2000)}},
     "nothing": False,
 }
-
-
-@pytest.fixture(scope="module")
-def engine():
-    from references import tiny_llama
-
-    return FakeEngine(tiny_llama().tokenizer)
-
-
-@pytest.fixture(scope="module")
-def client(engine):
-    with TestClient(app_of(engine, engine.tokenizer), base_url="http://localhost") as client:
-        yield client
 
 
 def ask(client, schema, **extra):

@@ -144,7 +144,7 @@ def test_calls_after_coroutines_wait_for_room(model):
     answers = llm.generate([PROMPTS[0]] * 40, params)
     assert [answer.tokens for answer in answers] == [wanted] * 40
     llm.close()
-    assert llm._async.thread.readers == 0
+    assert not llm._async.thread._readers
 
 
 def test_places_in_the_queue_come_free(model):

@@ -30,7 +30,7 @@ class Machine:
     def step(self):
         plan = self.scheduler.plan()
         self.scheduler.check()
-        assert plan.tokens <= self.scheduler.token_budget
+        assert sum(entry.count for entry in plan.entries) <= self.scheduler.token_budget
         for entry in plan.entries:
             assert entry.count > 0
             assert entry.start == entry.sequence.computed

@@ -224,4 +224,4 @@ def test_who_is_not_done_when_the_drain_ends_hears_why(model, monkeypatch):
         assert "shutting down" in json.loads(last.removeprefix("data: "))["error"]["message"]
         assert end == "data: [DONE]"
     assert engine.stats().free_blocks == engine.stats().blocks
-    assert engine.thread.readers == 0
+    assert not engine.thread._readers

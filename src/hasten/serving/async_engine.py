@@ -13,9 +13,9 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from hasten.serving.counting import Stats
 from hasten.serving.engine_thread import EngineThread, Sink
 from hasten.serving.request import DeadlineExceeded, EngineFailed, Piece, Request, SlowReader
-from hasten.serving.settings import Stats
 
 if TYPE_CHECKING:
     from torch import Tensor

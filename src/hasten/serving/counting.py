@@ -6,12 +6,15 @@ import dataclasses
 from dataclasses import dataclass
 
 from hasten.serving.scheduler import Scheduler
-from hasten.serving.settings import Stats
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Counts:
-    """Fields as in `Stats`."""
+    """What an engine counted since it was made.
+
+    requests, finished, aborted, failed: requests by how they ended. busy_seconds: time in steps; model_seconds: of
+    it, in the model and the draw.
+    """
 
     steps: int = 0
     prompt_tokens: int = 0
@@ -43,3 +46,25 @@ class Counts:
             blocks_saved=books.saved,
             **dataclasses.asdict(self),
         )
+
+
+@dataclass(slots=True, kw_only=True)
+class Stats(Counts):
+    """The counts, and the engine at this moment.
+
+    running, waiting: sequences (samples, beams) and requests. cache_usage: share of blocks in use, 0 to 1.
+    prefix_queries, prefix_hits: prompt tokens looked up and found. blocks_saved: blocks that sharing saves just now.
+    """
+
+    running: int = 0
+    waiting: int = 0
+    blocks: int = 0
+    free_blocks: int = 0
+    cache_usage: float = 0.0
+    cache_bytes: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    preemptions: int = 0
+    copied_blocks: int = 0
+    shared_blocks: int = 0
+    blocks_saved: int = 0

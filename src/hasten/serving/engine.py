@@ -22,7 +22,7 @@ from hasten.serving import beams, embedding, prompt_scores, speculation
 from hasten.serving.admission import admitted, cache_blocks, longest
 from hasten.serving.batch import Batch
 from hasten.serving.blocks import BlockManager
-from hasten.serving.counting import Counts
+from hasten.serving.counting import Counts, Stats
 from hasten.serving.drawing import Drawn, draw
 from hasten.serving.groups import Group
 from hasten.serving.in_flight import InFlight
@@ -31,7 +31,7 @@ from hasten.serving.request import EngineFailed, FinishReason, Piece, Request, R
 from hasten.serving.sampler import Sampler
 from hasten.serving.scheduler import Scheduler
 from hasten.serving.sequences import Plan, Scheduled
-from hasten.serving.settings import EngineSettings, Stats
+from hasten.serving.settings import EngineSettings
 
 __all__ = ["Engine", "EngineSettings", "Stats"]
 

@@ -56,11 +56,6 @@ class EngineThread:
         """Requests that have not begun, those that the engine has not heard of included."""
         return self.engine.waiting + self._coming
 
-    @property
-    def readers(self) -> int:
-        """Requests whose pieces somebody still waits for."""
-        return len(self._readers)
-
     def call(self, function: Callable[[], None]) -> None:
         """Have it called by the engine's thread, between two steps. Raises EngineFailed when the thread has ended."""
         with self._wake:

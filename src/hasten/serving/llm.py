@@ -14,10 +14,11 @@ from hasten.generation.generate import Prompt, encode_prompts
 from hasten.generation.params import SamplingParams
 from hasten.model.transformer import Transformer
 from hasten.serving.async_engine import AsyncEngine
+from hasten.serving.counting import Stats
 from hasten.serving.engine import Engine
 from hasten.serving.engine_thread import Sink
 from hasten.serving.request import EngineFailed, FinishReason, Piece, QueueFull, Request, TokenLogprob
-from hasten.serving.settings import EngineSettings, Stats
+from hasten.serving.settings import EngineSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

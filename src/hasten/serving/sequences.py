@@ -55,7 +55,3 @@ class Plan:
 
     entries: list[Scheduled]
     copies: list[tuple[int, int]]
-
-    @property
-    def tokens(self) -> int:
-        return sum(entry.count for entry in self.entries)

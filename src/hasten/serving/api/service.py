@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from hasten.model.tokenizer import Tokenizer
+    from hasten.serving.counting import Stats
     from hasten.serving.request import Piece, Request
-    from hasten.serving.settings import Stats
 
 Result = TypeVar("Result")
 
