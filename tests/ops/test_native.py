@@ -176,7 +176,7 @@ def test_instruction_sets_are_chosen_forced_and_refused(monkeypatch):
     assert choose_isa("none") == "none"
     assert library("none") is None
     monkeypatch.setenv("HASTEN_ISA", "sse9")
-    with pytest.raises(ConfigError, match=r"HASTEN_ISA is 'sse9'; known: avx512_vnni, avx512, avx2, portable, none"):
+    with pytest.raises(ConfigError, match=r"HASTEN_ISA is 'sse9'; known: amx, avx512_vnni, avx512, avx2, portable, none"):
         library()
     monkeypatch.setattr("hasten.ops.native.instruction_sets", lambda: ("avx2", "fma"))
     assert available_isas() == ("avx2", "portable")

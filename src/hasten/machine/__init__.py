@@ -14,7 +14,14 @@ from hasten.machine.memory import (
     reset_peak_memory,
     total_memory,
 )
-from hasten.machine.processor import Cores, available_cores, instruction_sets, last_level_cache_bytes, processor_name
+from hasten.machine.processor import (
+    Cores,
+    amx_permitted,
+    available_cores,
+    instruction_sets,
+    last_level_cache_bytes,
+    processor_name,
+)
 
 __all__ = [
     "DTYPE_NAMES",
@@ -26,6 +33,7 @@ __all__ = [
     "Machine",
     "PeakMemory",
     "VendorLimits",
+    "amx_permitted",
     "available_cores",
     "available_memory",
     "cache_folder",

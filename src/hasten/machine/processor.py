@@ -1,5 +1,6 @@
 """The processor: its name, the cores this process may use, its caches and the instruction sets kernels ask for."""
 
+import ctypes
 import functools
 import math
 import os
@@ -76,6 +77,18 @@ def instruction_sets(cpuinfo: Path = CPUINFO) -> tuple[str, ...]:
     if "AVX512" in capability:
         return ("avx2", "fma", "avx512f", "avx512bw", "avx512vl")
     return ("avx2", "fma") if "AVX2" in capability else ()
+
+
+@functools.cache
+def amx_permitted() -> bool:
+    """Whether Linux lets this process use AMX's tiles: asked for once, for all threads, and inherited by children.
+
+    The system call and its numbers: Linux's Documentation/arch/x86/xstate.rst.
+    """
+    if not sys.platform.startswith("linux") or platform.machine() != "x86_64":
+        return False
+    arch_prctl, request_permission, tile_data = 158, 0x1023, 18
+    return ctypes.CDLL(None, use_errno=True).syscall(arch_prctl, request_permission, tile_data) == 0
 
 
 def available_cores() -> Cores:

@@ -35,6 +35,8 @@ COMMON_FLAGS = ("-O3", "-std=c++20", "-fPIC", "-fvisibility=hidden", "-fwrapv", 
 GNU_FLAGS = ("-fno-gnu-unique", "-Wno-psabi")
 SHORT_PATHS = "-ffile-prefix-map={folder}/="  # messages name "linear/gemm.h", whatever checkout it was compiled in
 AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c", "-mprefer-vector-width=512")
+VNNI = (*AVX512, "-mavx512vnni", "-mavx512bf16")
+VNNI_NEEDS = frozenset({"avx512f", "avx512bw", "avx512vl", "avx512_vnni", "avx512_bf16", "fma"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +53,9 @@ INSTRUCTION_SETS: dict[str, InstructionSet] = {
     one.name: one
     for one in (
         InstructionSet(
-            "avx512_vnni",
-            frozenset({"avx512f", "avx512bw", "avx512vl", "avx512_vnni", "avx512_bf16", "fma"}),
-            (*AVX512, "-mavx512vnni", "-mavx512bf16"),
+            "amx", VNNI_NEEDS | {"amx_tile", "amx_bf16", "amx_int8"}, (*VNNI, "-mamx-tile", "-mamx-bf16", "-mamx-int8")
         ),
+        InstructionSet("avx512_vnni", VNNI_NEEDS, VNNI),
         InstructionSet("avx512", frozenset({"avx512f", "avx512bw", "avx512vl", "fma"}), AVX512),
         InstructionSet("avx2", frozenset({"avx2", "fma"}), ("-mavx2", "-mfma", "-mf16c")),
         InstructionSet("portable", frozenset(), ()),

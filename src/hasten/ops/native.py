@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hasten.errors import ConfigError, HastenWarning, ResourceError
-from hasten.machine import instruction_sets
+from hasten.machine import amx_permitted, instruction_sets
 from hasten.ops.build import INSTRUCTION_SETS, SOURCES, build, namespace
 
 NONE = "none"  # HASTEN_ISA=none: PyTorch's kernels only
@@ -36,8 +36,13 @@ class NativeLibrary:
 
 def available_isas() -> tuple[str, ...]:
     """The instruction sets that this processor can execute, the fastest first; "portable" is always the last."""
-    have = frozenset(instruction_sets())
+    have = _usable()
     return tuple(name for name, isa in INSTRUCTION_SETS.items() if isa.needs <= have)
+
+
+def _usable() -> frozenset[str]:
+    have = frozenset(instruction_sets())
+    return have if amx_permitted() else frozenset(name for name in have if not name.startswith("amx"))
 
 
 def choose_isa(isa: str | None = None) -> str:
@@ -53,7 +58,7 @@ def choose_isa(isa: str | None = None) -> str:
     if asked not in INSTRUCTION_SETS:
         raise ConfigError(f"{origin} is {asked!r}; known: {', '.join((*INSTRUCTION_SETS, NONE))}")
     if asked not in available_isas():
-        missing = sorted(INSTRUCTION_SETS[asked].needs - frozenset(instruction_sets()))
+        missing = sorted(INSTRUCTION_SETS[asked].needs - _usable())
         raise ConfigError(
             f"{origin} is {asked!r}, but this processor has no {', '.join(missing)}; use {', '.join(available_isas())}"
         )

@@ -137,6 +137,38 @@ INLINE F32 exp(F32 x) {
   return underflow ? F32{} : result;
 }
 
+INLINE F32 larger(F32 a, F32 b) {  // b where either is NaN
+#if defined(__AVX512F__)
+  return (F32)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+  return a > b ? a : b;
+#endif
+}
+
+// a·b + c, rounded once where the instruction set can. Written out, so that no compiler decides it tile by tile.
+INLINE F32 multiply_add(F32 a, F32 b, F32 c) {
+#if defined(__AVX512F__)
+  return (F32)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#else
+  return a * b + c;
+#endif
+}
+
+// 2^x for x below 128, 0 below -126.5; a polynomial of least relative error on [-½, ½], 8e-8. NaN stays NaN. (AVX-512's
+// own scalef takes Intel's processors 60 ns where a lane underflows.)
+INLINE F32 exp2(F32 x) {
+  constexpr float magic = 12582912.0f + 127.0f;  // 1.5·2^23: the nearest integer, and the exponent's bias, in the low bits
+  x = larger(splat(-127.0f), x);
+  const F32 shifted = x + magic, r = x - (shifted - magic);
+  F32 p = splat(1.327647198e-3f);
+  p = multiply_add(p, r, splat(9.675541334e-3f));
+  p = multiply_add(p, r, splat(5.550713274e-2f));
+  p = multiply_add(p, r, splat(2.402211972e-1f));
+  p = multiply_add(p, r, splat(6.931469671e-1f));
+  p = multiply_add(p, r, splat(1.0f));
+  return p * (F32)((I32)shifted << 23);
+}
+
 // acc += w·x for 16 rows: a line holds, row by row, the two bf16 weights for x0 and x1 (packed in `pair`).
 INLINE F32 dot_bf16(F32 acc, const uint16_t* line, uint32_t pair) {
 #if defined(__AVX512BF16__)

@@ -11,114 +11,157 @@
 
 #include <limits>
 
+#include "../linear/amx.h"
 #include "tiles.h"
 
 namespace hasten {
 
 constexpr int64_t SPAN_KEYS = 512;
 constexpr int64_t AHEAD_LINES = 32;  // of what is read next, asked for with each line of scores
-constexpr int64_t LINES = 252;  // query lines that share a packed tile: a multiple of 6
+#if defined(__AMX_TILE__)
+constexpr int64_t TOGETHER = 2 * AMX_ROWS;  // query lines that are multiplied at a time
+#else
+constexpr int64_t TOGETHER = 6;
+#endif
+constexpr int64_t LINES = 256 / TOGETHER * TOGETHER;  // query lines that share a packed tile
+constexpr float LOG2E = 1.44269504088896341f;
+// Weights are 2^(score - top). A score may be this much above top before sums are rescaled: exact, as all is divided by
+// the same sum in the end, and seldom, so that processors foresee it.
+constexpr float SLACK = 8;
 
 struct Scores {
   float scale, softcap;  // softcap 0: none
   int64_t window;        // 0: none
 };
 
-// sums[line][64] (+)= panel · x for up to TILE lines of x.
-inline void multiply(const uint16_t* panel, const uint16_t* x, int64_t stride, int64_t steps, float* sums, int64_t lines,
-                     bool fresh) {
+// sums[line][64] (+)= panel · x for lines of x, `size` values long; of the panel's 64 rows only 32 with HALF.
+#if defined(__AMX_TILE__)
+using Multiplier = AmxTiles;
+template <bool HALF>
+inline void multiply(Multiplier& tiles, const uint16_t* panel, const uint16_t* x, int64_t stride, int64_t size,
+                     float* sums, int64_t lines, bool fresh) {
+  amx_product<Dot::bf16, false>(tiles, panel, x, stride * 2, lines, size * 2 / AMX_BYTES, sums, fresh, HALF);
+}
+#else
+struct Multiplier {};
+template <bool HALF>
+inline void multiply(Multiplier&, const uint16_t* panel, const uint16_t* x, int64_t stride, int64_t size, float* sums,
+                     int64_t lines, bool fresh) {
+  constexpr int vectors = HALF ? VECTORS / 2 : VECTORS, span = std::min(vectors, SPAN);
   for (int64_t m = 0; m < lines; m += TILE)
-    for (int64_t first = 0; first < VECTORS; first += SPAN) {
+    for (int64_t first = 0; first < vectors; first += span) {
       const uint16_t* from = x + m * stride;
       float* own = sums + m * PANEL + first * LANES;
 #define HASTEN_CALL(M) \
-  if constexpr (M <= TILE) tile_bf16<M>(panel + first * 32, from, stride, steps, own, fresh)
+  if constexpr (M <= TILE) tile_bf16<M, span>(panel + first * 32, from, stride, size / 2, own, fresh)
       HASTEN_TILES(std::min<int64_t>(TILE, lines - m), HASTEN_CALL)
 #undef HASTEN_CALL
     }
 }
+#endif
 
 INLINE F32 tanh(F32 x) { return 1.0f - 2.0f / (exp(x + x) + 1.0f); }
 
-// The state of a line's softmax over a span: maximum, sum, and the weighted values of `padded` elements.
+// The state of a line's softmax over a span: the score that weighs 1, the sum of weights lane by lane, and the weighted
+// values of `padded` elements.
 struct Lines {
-  float *top, *sum, *values;  // values: [padded/64][stride][64]
+  float *top, *sum, *values;  // top: [count]; sum: [count][16]; values: [padded/64][stride][64]
   int64_t count, padded, stride;
   float* value(int64_t panel, int64_t line) const { return values + (panel * stride + line) * PANEL; }
   Lines from(int64_t line) const {
-    return {top + line, sum + line, values + line * PANEL, count - line, padded, stride};
+    return {top + line, sum + line * LANES, values + line * PANEL, count - line, padded, stride};
+  }
+  void shrink(int64_t line, float by) const {
+    store(sum + line * LANES, load(sum + line * LANES) * by);
+    for (int64_t p = 0; p < padded / PANEL; p++)
+      for (int v = 0; v < VECTORS; v++) {
+        float* at = value(p, line) + v * LANES;
+        store(at, load(at) * by);
+      }
   }
 };
 
-// One tile of keys for all lines. q: [lines][padded] bf16. position[line]: of its query. next: see pack_tile.
+constexpr float LOWEST = -std::numeric_limits<float>::infinity();
+
+// Up to TOGETHER lines from `line` on with the keys of a tile, or with its first 32, which is all
+// that their queries see. See attend_tile.
+template <bool INT8, bool HALF>
+void attend_lines(Multiplier& multiplier, const Lines& lines, int64_t line, int64_t rows, const uint16_t* q,
+                  const int64_t* position, int64_t begin, const Tile& tile, const Scores& how, const TileRows& next,
+                  Ahead& ahead) {
+  constexpr int vectors = HALF ? VECTORS / 2 : VECTORS, keys = vectors * LANES;
+  alignas(64) float scores[TOGETHER * PANEL];
+  alignas(64) uint16_t weights[TOGETHER * PANEL];
+  // Scores in powers of 2: of a soft cap c, c·tanh(s/c).
+  const F32 factor = splat(how.softcap != 0 ? how.scale / how.softcap : how.scale * LOG2E);
+  const F32 cap = splat(how.softcap * LOG2E);
+  multiply<HALF>(multiplier, tile.k, q + line * lines.padded, lines.padded, lines.padded, scores, rows, true);
+  for (int64_t i = 0; i < rows; i++) {
+    if (line + i < TILE_KEYS / 8) next.prefetch(next.v + (line + i) * 8, 8);
+    ahead.ask(AHEAD_LINES);
+    const int64_t at = position[line + i] - begin;  // the last key that this query sees, counted in the tile
+    F32 s[vectors];
+    for (int v = 0; v < vectors; v++) {
+      s[v] = load(scores + i * PANEL + v * LANES) * factor;
+      if constexpr (INT8) s[v] *= load(tile.k_scales + v * LANES);
+      if (how.softcap != 0) s[v] = tanh(s[v]) * cap;
+    }
+    if (at < keys - 1 || (how.window && at >= how.window))
+      for (int v = 0; v < vectors; v++) {
+        I32 key = I32{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} + v * LANES;
+        I32 hidden = key > int32_t(std::min<int64_t>(at, TILE_KEYS));
+        if (how.window) hidden |= key <= int32_t(std::max<int64_t>(at - how.window, -1));
+        s[v] = hidden ? splat(LOWEST) : s[v];
+      }
+    F32 most = s[0];
+    for (int v = 1; v < vectors; v++) most = larger(most, s[v]);
+    const float largest = max_lanes(most);
+    float top = lines.top[line + i];
+    if (largest > top + SLACK) {
+      if (top != LOWEST) lines.shrink(line + i, exp2(splat(top - largest))[0]);
+      top = lines.top[line + i] = largest;
+    }
+    const float measure = top == LOWEST ? 0.0f : top;  // of a line that has seen nothing yet
+    F32 total = load(lines.sum + (line + i) * LANES);
+    for (int v = 0; v < vectors; v++) {
+      F32 p = exp2(s[v] - measure);
+      total += p;
+      if constexpr (INT8) p *= load(tile.v_scales + v * LANES);
+      store_bf16(weights + i * PANEL + v * LANES, p);
+    }
+    store(lines.sum + (line + i) * LANES, total);
+  }
+  for (int64_t p = 0; p < lines.padded / PANEL; p++)
+    multiply<false>(multiplier, tile.v + p * TILE_KEYS * PANEL, weights, PANEL, keys, lines.value(p, line), rows, false);
+}
+
+// One tile of keys for all lines. q: [lines][padded] bf16. position[line]: of its query, ascending. next: see pack_tile.
 template <bool INT8>
 void attend_tile(const Lines& lines, const uint16_t* q, const int64_t* position, int64_t begin, const Tile& tile,
                  const Scores& how, const TileRows& next, Ahead& ahead) {
-  const float lowest = -std::numeric_limits<float>::infinity();
-  alignas(64) float scores[6 * PANEL];
-  alignas(64) uint16_t weights[6 * PANEL];
-  for (int64_t line = 0; line < lines.count; line += 6) {
-    const int64_t rows = std::min<int64_t>(6, lines.count - line);
-    multiply(tile.k, q + line * lines.padded, lines.padded, lines.padded / 2, scores, rows, true);
-    for (int64_t i = 0; i < rows; i++) {
-      if (line + i < TILE_KEYS / 8) next.prefetch(next.v + (line + i) * 8, 8);
-      ahead.ask(AHEAD_LINES);
-      const int64_t at = position[line + i] - begin;  // the last key that this query sees, counted in the tile
-      F32 s[VECTORS], largest = splat(lowest);
-      for (int v = 0; v < VECTORS; v++) {
-        s[v] = load(scores + i * PANEL + v * LANES) * how.scale;
-        if constexpr (INT8) s[v] *= load(tile.k_scales + v * LANES);
-        if (how.softcap != 0) s[v] = tanh(s[v] / how.softcap) * how.softcap;
-        if (at < TILE_KEYS - 1 || (how.window && at >= how.window)) {
-          I32 key = I32{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} + v * LANES;
-          I32 hidden = key > int32_t(std::min<int64_t>(at, TILE_KEYS));
-          if (how.window) hidden |= key <= int32_t(std::max<int64_t>(at - how.window, -1));
-          s[v] = hidden ? splat(lowest) : s[v];
-        }
-        largest = max(largest, s[v]);
-      }
-      const float before = lines.top[line + i], top = std::max(before, max_lanes(largest));
-      F32 total = {};
-      for (int v = 0; v < VECTORS; v++) {
-        F32 p = top == lowest ? F32{} : exp(s[v] - top);
-        total += p;
-        if constexpr (INT8) p *= load(tile.v_scales + v * LANES);
-        store_bf16(weights + i * PANEL + v * LANES, p);
-      }
-      if (top != before) {  // rescale what was summed under the smaller maximum
-        const float shrink = before == lowest ? 0.0f : exp(splat(before - top))[0];
-        lines.sum[line + i] *= shrink;
-        for (int64_t p = 0; p < lines.padded / PANEL; p++)
-          for (int v = 0; v < VECTORS; v++) {
-            float* value = lines.value(p, line + i) + v * LANES;
-            store(value, load(value) * shrink);
-          }
-        lines.top[line + i] = top;
-      }
-      lines.sum[line + i] += sum_lanes(total);
-    }
-    for (int64_t p = 0; p < lines.padded / PANEL; p++)
-      multiply(tile.v + p * TILE_KEYS * PANEL, weights, PANEL, TILE_KEYS / 2,
-               lines.value(p, line), rows, false);
+  Multiplier multiplier;
+  for (int64_t line = 0; line < lines.count; line += TOGETHER) {
+    const int64_t rows = std::min(TOGETHER, lines.count - line);
+    const bool half = position[line + rows - 1] - begin < TILE_KEYS / 2;
+    (half ? attend_lines<INT8, true> : attend_lines<INT8, false>)(multiplier, lines, line, rows, q, position, begin, tile,
+                                                                  how, next, ahead);
   }
 }
 
 inline void clear(const Lines& lines) {
-  for (int64_t i = 0; i < lines.count; i++)
-    lines.top[i] = -std::numeric_limits<float>::infinity(), lines.sum[i] = 0;
+  for (int64_t i = 0; i < lines.count; i++) lines.top[i] = LOWEST;
+  std::memset(lines.sum, 0, lines.count * LANES * sizeof(float));
   std::memset(lines.values, 0, lines.count * lines.padded * sizeof(float));
 }
 
 // whole <- whole merged with the next span.
 inline void merge(const Lines& whole, const Lines& next) {
-  const float lowest = -std::numeric_limits<float>::infinity();
   for (int64_t i = 0; i < whole.count; i++) {
     const float top = std::max(whole.top[i], next.top[i]);
-    if (top == lowest) continue;
-    const float a = whole.top[i] == lowest ? 0.0f : exp(splat(whole.top[i] - top))[0];
-    const float b = next.top[i] == lowest ? 0.0f : exp(splat(next.top[i] - top))[0];
+    if (top == LOWEST) continue;
+    const float a = exp2(splat(whole.top[i] - top))[0], b = exp2(splat(next.top[i] - top))[0];
     whole.top[i] = top;
-    whole.sum[i] = whole.sum[i] * a + next.sum[i] * b;
+    store(whole.sum + i * LANES, load(whole.sum + i * LANES) * a + load(next.sum + i * LANES) * b);
     for (int64_t p = 0; p < whole.padded / PANEL; p++)
       for (int v = 0; v < VECTORS; v++) {
         float* to = whole.value(p, i) + v * LANES;

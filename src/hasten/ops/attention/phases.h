@@ -13,9 +13,12 @@ struct Piece {
 };
 
 inline Lines lines_in(float* memory, int64_t count, int64_t padded) {
-  return {memory, memory + round_up(count, LANES), memory + 2 * round_up(count, LANES), count, padded, count};
+  const int64_t tops = round_up(count, LANES);
+  return {memory, memory + tops, memory + tops + count * LANES, count, padded, count};
 }
-inline int64_t lines_size(int64_t count, int64_t padded) { return 2 * round_up(count, LANES) + count * padded; }
+inline int64_t lines_size(int64_t count, int64_t padded) {
+  return round_up(count, LANES) + count * (LANES + padded);
+}
 
 class AttentionPhases {
  public:
@@ -137,8 +140,8 @@ class AttentionPhases {
       const int64_t now = (begin - from) / TILE_KEYS % 2;
       rows[1 - now].find(kv, p.sequence, p.head, begin + TILE_KEYS, end);
       (int8 ? pack_int8_tile : pack_tile)(rows[now], rows[1 - now], padded, tile);
-      // Queries before this tile see nothing of it; lines keep standing together in sixes.
-      const int64_t skip = std::max<int64_t>(0, begin - p.position) * group / 6 * 6;
+      // Queries before this tile see nothing of it; lines keep standing together.
+      const int64_t skip = std::max<int64_t>(0, begin - p.position) * group / TOGETHER * TOGETHER;
       (int8 ? attend_tile<true> : attend_tile<false>)(lines.from(skip), lines_q + skip * padded, position + skip, begin,
                                                       tile, how, rows[1 - now], ahead);
     }
@@ -146,7 +149,7 @@ class AttentionPhases {
   void finish(const Piece& p, const Lines& lines) const {
     const int64_t d = kv.head_dim;
     for (int64_t line = 0; line < lines.count; line++) {
-      const float share = 1.0f / lines.sum[line];
+      const float share = 1.0f / sum_lanes(load(lines.sum + line * LANES));
       const int64_t to = ((p.row + line / group) * heads + p.head * group + line % group) * d;
       int64_t i = 0;
       for (; i + LANES <= d; i += LANES)

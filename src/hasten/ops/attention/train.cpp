@@ -15,11 +15,9 @@ namespace hasten {
 
 using torch::stable::Tensor;
 
-constexpr float LOG2E = 1.44269504088896341f, LN2 = 0.693147180559945309f;
+constexpr float LN2 = 0.693147180559945309f;
 constexpr float HIDDEN = -1e30f;   // the score of a hidden key; below START, so that it weighs nothing in any case
 constexpr float START = -1e29f;    // the maximum of no scores
-constexpr float SLACK = 8;         // a maximum may stay 2^8 behind before sums are rescaled: exact, as all is divided
-                                   // by the same sum in the end
 constexpr int64_t RUN = 8;         // query tiles of a chunk of work: they share packed keys
 constexpr int64_t ITEMS = 8;       // pieces of work that a backward pass has at least
 

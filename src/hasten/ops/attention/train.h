@@ -64,14 +64,6 @@ void product(const Word* panel, int64_t lanes, int64_t vectors, const Word* x, i
     if (first < vectors) columns.template operator()<2>(first);
 }
 
-INLINE F32 larger(F32 a, F32 b) {  // b where either is NaN
-#if defined(__AVX512F__)
-  return (F32)_mm512_max_ps((__m512)a, (__m512)b);
-#else
-  return a > b ? a : b;
-#endif
-}
-
 INLINE bool any(I32 lanes) {
 #if defined(__AVX512F__)
   return _mm512_test_epi32_mask((__m512i)lanes, (__m512i)lanes);
@@ -80,29 +72,6 @@ INLINE bool any(I32 lanes) {
   store(x, lanes);
   for (int32_t one : x) all |= one;
   return all;
-#endif
-}
-
-// 2^x, 0 below -127; a polynomial of least relative error on [-½, ½], 8e-8. NaN stays NaN.
-INLINE F32 exp2(F32 x) {
-  F32 p = F32{} + 1.327647198e-3f;
-#if defined(__AVX512F__)
-  F32 n = (F32)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-#else
-  x = larger(splat(-127.0f), x);
-  F32 shifted = x + 12582912.0f;  // 1.5·2^23: the nearest integer stands in the low bits
-  F32 n = shifted - 12582912.0f;
-#endif
-  F32 r = x - n;
-  p = multiply_add(p, r, splat(9.675541334e-3f));
-  p = multiply_add(p, r, splat(5.550713274e-2f));
-  p = multiply_add(p, r, splat(2.402211972e-1f));
-  p = multiply_add(p, r, splat(6.931469671e-1f));
-  p = multiply_add(p, r, splat(1.0f));
-#if defined(__AVX512F__)
-  return (F32)_mm512_scalef_ps((__m512)p, (__m512)n);
-#else
-  return p * (F32)(((I32)shifted - 0x4b400000 + 127) << 23);
 #endif
 }
 

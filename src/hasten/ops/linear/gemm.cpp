@@ -1,5 +1,5 @@
 // The tiles of the products: which rows and vectors are multiplied together, and the three inner loops.
-#include "gemm.h"
+#include "amx.h"
 
 namespace hasten {
 
@@ -139,8 +139,11 @@ static void tile_int4(const Weight& w, const uint8_t* lines, int64_t panel, int6
 }
 
 static void product_bf16(const Weight& w, const Rows& x, int64_t panel, int64_t m0, int64_t rows, float* out) {
-  const int64_t block = rows <= TILE ? w.k : rows <= 2 * WIDE ? WIDE_STEPS * 2 : 1024;
   const uint16_t* base = static_cast<const uint16_t*>(w.data) + panel * w.k * PANEL;
+#if defined(__AMX_TILE__)
+  amx_sums<Dot::bf16>(base, x.bf16 + m0 * x.stride, x.stride * 2, rows, w.k * 2, out);
+#else
+  const int64_t block = rows <= TILE ? w.k : rows <= 2 * WIDE ? WIDE_STEPS * 2 : 1024;
   for (int64_t k = 0; k < w.k; k += block) {
     const int64_t steps = std::min(block, w.k - k) / 2;
     for_tiles(rows, [&](int64_t m, auto count, auto span, auto stream) {
@@ -150,6 +153,7 @@ static void product_bf16(const Weight& w, const Rows& x, int64_t panel, int64_t 
                                        out + m * PANEL + first * LANES, k == 0, ahead_of(lines, first, steps));
     });
   }
+#endif
 }
 
 static void product_int8(const Weight& w, const Rows& x, int64_t panel, int64_t m0, int64_t rows, float* out) {
@@ -157,7 +161,14 @@ static void product_int8(const Weight& w, const Rows& x, int64_t panel, int64_t 
   const int64_t block = digit_rows <= TILE ? w.k : digit_rows <= 2 * WIDE ? WIDE_STEPS * 4 : 2048;
   int32_t* sums = scratch<int32_t, 0>(ROW_BLOCK * 2 * PANEL);
   const uint8_t* base = static_cast<const uint8_t*>(w.data) + panel * w.k * PANEL;
-  for (int64_t k = 0; k < w.k; k += block) {
+  int64_t k = 0;
+#if defined(__AMX_TILE__)
+  if (digit_rows >= AMX_INT8_ROWS) {
+    amx_sums<Dot::s8u8>(base, x.q + from_row * x.stride, x.stride, digit_rows, w.k, sums);
+    k = w.k / AMX_BYTES * AMX_BYTES;
+  }
+#endif
+  for (; k < w.k; k += block) {
     const int64_t steps = std::min(block, w.k - k) / 4;
     for_tiles(digit_rows, [&](int64_t m, auto count, auto span, auto stream) {
       const uint8_t* lines = base + k * PANEL;
@@ -185,13 +196,24 @@ static void product_int4(const Weight& w, const Rows& x, int64_t panel, int64_t 
   const int64_t steps = w.group / 8, size = steps * PANEL * 4;  // bytes of a packed group
   const uint8_t* base = static_cast<const uint8_t*>(w.data) + panel * x.groups * size;
   const int64_t block = digit_rows <= 2 * WIDE ? 1 : std::max<int64_t>(1, MANY_VALUES / w.group);
-  for (int64_t g0 = 0; g0 < x.groups; g0 += block)
-    for_tiles(digit_rows, [&](int64_t m, auto count, auto span, auto stream) {
-      for (int64_t g = g0; g < std::min(x.groups, g0 + block); g++)
-        for (int64_t first = 0; first < VECTORS; first += span)
-          tile_int4<count, span, stream>(w, base + g * size + first * 64, panel, first, g, x, from_row + m,
-                                         sums + m * PANEL + first * LANES, ahead_of(base + g * size, first, steps));
-    });
+  auto by_tiles = [&] {
+    for (int64_t g0 = 0; g0 < x.groups; g0 += block)
+      for_tiles(digit_rows, [&](int64_t m, auto count, auto span, auto stream) {
+        for (int64_t g = g0; g < std::min(x.groups, g0 + block); g++)
+          for (int64_t first = 0; first < VECTORS; first += span)
+            tile_int4<count, span, stream>(w, base + g * size + first * 64, panel, first, g, x, from_row + m,
+                                           sums + m * PANEL + first * LANES, ahead_of(base + g * size, first, steps));
+      });
+  };
+#if defined(__AMX_TILE__)
+  if (digit_rows >= AMX_INT4_ROWS) {
+    amx_int4(w, base, panel, x, from_row, digit_rows, sums);
+  } else {
+    by_tiles();
+  }
+#else
+  by_tiles();
+#endif
   if (x.digits == 2)
     for (int64_t m = 0; m < rows; m++)
       for (int v = 0; v < VECTORS; v++) {

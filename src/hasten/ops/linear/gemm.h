@@ -36,7 +36,11 @@ constexpr int WIDE = 4;
 constexpr int WIDE_SPAN = 1;
 constexpr bool SPARE = false;
 #endif
-constexpr int64_t ROW_BLOCK = 96;  // rows of x in a chunk of work: their sums stay in the first-level cache
+#if defined(__AMX_TILE__)
+constexpr int64_t ROW_BLOCK = 256; // most rows of x in a chunk of work: weights come from memory once for all of them
+#else
+constexpr int64_t ROW_BLOCK = 96;  // most rows of x in a chunk of work: their sums stay in the first-level cache
+#endif
 constexpr int64_t AHEAD = 8192;    // bytes that the first tile's stream is prefetched ahead
 
 constexpr int64_t BEGINNING = 256 << 10;  // bytes of a weight that may be asked for before its product begins
@@ -85,15 +89,6 @@ INLINE F32 load_scale(const void* base, ScaleType type, int64_t index) {
   }
 }
 
-// a·b + c, rounded once where the instruction set can. Written out, so that no compiler decides it tile by tile.
-INLINE F32 multiply_add(F32 a, F32 b, F32 c) {
-#if defined(__AVX512F__)
-  return (F32)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#else
-  return a * b + c;
-#endif
-}
-
 // sums[m][v] += w·x over `steps` pairs. w: line of the first of V vectors of the panel. STREAM: w comes from memory, and
 // at each step the next V lines from `ahead` on are asked for.
 template <int M, int V = SPAN, bool STREAM = false>
@@ -125,6 +120,16 @@ void tile_bf16(const uint16_t* w, const uint16_t* x, int64_t stride, int64_t ste
     case 5: CALL(5); break;       \
     default: CALL(6); break;      \
   }
+
+// Rows of x in a chunk of work with w. AMX multiplies faster than anything but the second-level cache brings x.
+inline int64_t row_block(const Weight& w) {
+#if defined(__AMX_TILE__)
+  const int64_t bytes = w.format == Format::bf16 ? w.k * 2 : w.k;
+  return std::clamp<int64_t>((3 << 19) / bytes / 32 * 32, 96, ROW_BLOCK);
+#else
+  return ROW_BLOCK;
+#endif
+}
 
 // The products of rows m0 … m1 with one panel: out [m1 - m0][64], scaled.
 void panel_product(const Weight& w, const Rows& x, int64_t panel, int64_t m0, int64_t m1, float* out);

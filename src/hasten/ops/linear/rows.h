@@ -190,7 +190,7 @@ inline Ahead beginning(const Member& member, const Weight& w, int64_t rows) {
 #if !HASTEN_OPENMP
   return {};  // torch shares each phase out among threads that are not the member's
 #endif
-  if (rows > ROW_BLOCK) return {};
+  if (rows > row_block(w)) return {};
   const int64_t size = w.panel_bytes(), first = member.first_of(w.panels());
   const char* at = static_cast<const char*>(w.data) + first * size;
   return {at, at + std::min<int64_t>((w.panels() - first) * size, BEGINNING)};
@@ -200,7 +200,7 @@ inline Ahead beginning(const Member& member, const Weight& w, int64_t rows) {
 // rows.
 template <class Finish>
 void product(Member& member, const Weight& w, const Preparation& x, int64_t rows, const Finish& finish) {
-  const int64_t blocks = (rows + ROW_BLOCK - 1) / ROW_BLOCK;
+  const int64_t block = row_block(w), blocks = (rows + block - 1) / block;
   Rows ready;
   auto one = [&](int64_t panel, int64_t m0, int64_t m1) {
     float* values = scratch<float, 2>(ROW_BLOCK * PANEL);
@@ -213,8 +213,12 @@ void product(Member& member, const Weight& w, const Preparation& x, int64_t rows
                          beginning(member, w, rows));
   ready = x.ready();
   member.each(w.panels() * blocks, [&](int64_t chunk) {
-    const int64_t m0 = chunk % blocks * ROW_BLOCK;
-    one(chunk / blocks, m0, std::min(rows, m0 + ROW_BLOCK));
+#if defined(__AMX_TILE__)
+    const int64_t panel = chunk % w.panels(), m0 = chunk / w.panels() * block;  // x stays in the second-level cache
+#else
+    const int64_t panel = chunk / blocks, m0 = chunk % blocks * block;  // the panel stays
+#endif
+    one(panel, m0, std::min(rows, m0 + block));
   });
 }
 
