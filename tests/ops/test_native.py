@@ -182,6 +182,14 @@ def test_instruction_sets_are_chosen_forced_and_refused(monkeypatch):
     assert available_isas() == ("avx2", "portable")
     with pytest.raises(ConfigError, match=r"'avx512', but this processor has no avx512bw.*use avx2, portable"):
         choose_isa("avx512")
+    everything = frozenset[str]().union(*(one.needs for one in INSTRUCTION_SETS.values()))
+    monkeypatch.setattr("hasten.ops.native.instruction_sets", lambda: tuple(everything))
+    monkeypatch.setattr("hasten.ops.native.amx_permitted", lambda: True)
+    assert available_isas() == tuple(INSTRUCTION_SETS)
+    monkeypatch.setattr("hasten.ops.native.amx_permitted", lambda: False)
+    assert available_isas()[0] == "avx512_vnni"
+    with pytest.raises(ConfigError, match=r"'amx', but this processor has no amx_bf16, amx_int8, amx_tile"):
+        choose_isa("amx")
 
 
 def test_portable_has_no_flags_of_one_processor():
