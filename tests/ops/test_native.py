@@ -176,7 +176,9 @@ def test_instruction_sets_are_chosen_forced_and_refused(monkeypatch):
     assert choose_isa("none") == "none"
     assert library("none") is None
     monkeypatch.setenv("HASTEN_ISA", "sse9")
-    with pytest.raises(ConfigError, match=r"HASTEN_ISA is 'sse9'; known: amx, avx512_vnni, avx512, avx2, portable, none"):
+    with pytest.raises(
+        ConfigError, match=r"HASTEN_ISA is 'sse9'; known: amx, avx512_vnni, avx512, avx2, portable, none"
+    ):
         library()
     monkeypatch.setattr("hasten.ops.native.instruction_sets", lambda: ("avx2", "fma"))
     assert available_isas() == ("avx2", "portable")
@@ -190,6 +192,25 @@ def test_instruction_sets_are_chosen_forced_and_refused(monkeypatch):
     assert available_isas()[0] == "avx512_vnni"
     with pytest.raises(ConfigError, match=r"'amx', but this processor has no amx_bf16, amx_int8, amx_tile"):
         choose_isa("amx")
+
+
+@needs_compiler
+def test_a_compiler_that_lacks_an_instruction_set_gets_the_next(tmp_path, monkeypatch):
+    old = tmp_path / "g++-old"
+    old.write_text(
+        f"""#!/bin/sh
+case "$*" in *-mamx*|*-mavx512bf16*) echo "unrecognized command-line option" >&2; exit 1;; esac
+exec {find_compiler().command} "$@"
+"""
+    )
+    old.chmod(0o755)
+    monkeypatch.delenv("HASTEN_ISA", raising=False)
+    monkeypatch.setenv("CXX", str(old))
+    everything = frozenset[str]().union(*(one.needs for one in INSTRUCTION_SETS.values()))
+    monkeypatch.setattr("hasten.ops.native.instruction_sets", lambda: tuple(everything))
+    monkeypatch.setattr("hasten.ops.native.amx_permitted", lambda: True)
+    assert choose_isa() == "avx512"
+    assert choose_isa("amx") == "amx"  # who asks for it is told what the compiler said
 
 
 def test_portable_has_no_flags_of_one_processor():

@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -17,6 +18,14 @@ class Compiler:
 
     def __str__(self) -> str:
         return f"{self.kind} {self.version}"
+
+    def takes(self, flags: Sequence[str]) -> bool:
+        """Whether it knows all of these flags: older ones lack those of newer instruction sets."""
+        command = [self.command, *flags, "-fsyntax-only", "-x", "c++", os.devnull]
+        try:
+            return subprocess.run(command, capture_output=True, timeout=20).returncode == 0
+        except (OSError, subprocess.SubprocessError):
+            return False
 
 
 def find_compiler() -> Compiler | None:

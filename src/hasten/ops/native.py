@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hasten.errors import ConfigError, HastenWarning, ResourceError
-from hasten.machine import amx_permitted, instruction_sets
+from hasten.machine import amx_permitted, find_compiler, instruction_sets
 from hasten.ops.build import INSTRUCTION_SETS, SOURCES, build, namespace
 
 NONE = "none"  # HASTEN_ISA=none: PyTorch's kernels only
@@ -46,13 +46,14 @@ def _usable() -> frozenset[str]:
 
 
 def choose_isa(isa: str | None = None) -> str:
-    """The instruction set to use: `isa`, else $HASTEN_ISA, else the fastest this processor has; "none" for no native.
+    """The instruction set to use: `isa`, else $HASTEN_ISA, else the fastest; "none" for no native.
 
+    The fastest of those that this processor has and the compiler knows (g++ has had AMX since version 11).
     Raises ConfigError for an unknown name and for one that this processor cannot execute.
     """
     asked, origin = isa or os.environ.get("HASTEN_ISA"), "isa" if isa else "HASTEN_ISA"
     if not asked:
-        return available_isas()[0]
+        return _fastest(available_isas(), os.environ.get("CXX"), os.environ.get("PATH"))
     if asked == NONE:
         return asked
     if asked not in INSTRUCTION_SETS:
@@ -63,6 +64,14 @@ def choose_isa(isa: str | None = None) -> str:
             f"{origin} is {asked!r}, but this processor has no {', '.join(missing)}; use {', '.join(available_isas())}"
         )
     return asked
+
+
+@functools.cache
+def _fastest(isas: tuple[str, ...], *_where_compilers_are: str | None) -> str:
+    compiler = find_compiler()
+    if compiler is None:  # there may be a library from before
+        return isas[0]
+    return next((isa for isa in isas if compiler.takes(INSTRUCTION_SETS[isa].flags)), isas[-1])
 
 
 def library(isa: str | None = None) -> NativeLibrary | None:

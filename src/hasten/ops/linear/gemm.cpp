@@ -196,7 +196,10 @@ static void product_int4(const Weight& w, const Rows& x, int64_t panel, int64_t 
   const int64_t steps = w.group / 8, size = steps * PANEL * 4;  // bytes of a packed group
   const uint8_t* base = static_cast<const uint8_t*>(w.data) + panel * x.groups * size;
   const int64_t block = digit_rows <= 2 * WIDE ? 1 : std::max<int64_t>(1, MANY_VALUES / w.group);
-  auto by_tiles = [&] {
+#if defined(__AMX_TILE__)
+  if (digit_rows >= AMX_INT4_ROWS) amx_int4(w, base, panel, x, from_row, digit_rows, sums);
+  else
+#endif
     for (int64_t g0 = 0; g0 < x.groups; g0 += block)
       for_tiles(digit_rows, [&](int64_t m, auto count, auto span, auto stream) {
         for (int64_t g = g0; g < std::min(x.groups, g0 + block); g++)
@@ -204,16 +207,6 @@ static void product_int4(const Weight& w, const Rows& x, int64_t panel, int64_t 
             tile_int4<count, span, stream>(w, base + g * size + first * 64, panel, first, g, x, from_row + m,
                                            sums + m * PANEL + first * LANES, ahead_of(base + g * size, first, steps));
       });
-  };
-#if defined(__AMX_TILE__)
-  if (digit_rows >= AMX_INT4_ROWS) {
-    amx_int4(w, base, panel, x, from_row, digit_rows, sums);
-  } else {
-    by_tiles();
-  }
-#else
-  by_tiles();
-#endif
   if (x.digits == 2)
     for (int64_t m = 0; m < rows; m++)
       for (int v = 0; v < VECTORS; v++) {
