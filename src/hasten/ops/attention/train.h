@@ -5,6 +5,7 @@
 // broadcast. 64 × 64 scores of a head of 64 elements are one such product; nothing larger is ever in memory.
 #pragma once
 
+#include "../linear/amx.h"
 #include "native.h"
 
 namespace hasten {
@@ -41,10 +42,53 @@ INLINE void tile(const Word* panel, int64_t lanes, const Word* x, int64_t stride
     for (int v = 0; v < V; v++) end(m, v, acc[m][v]);
 }
 
+#if defined(__AMX_TILE__)
+// 32 rows by 2 vectors at a time; steps: a multiple of 16.
+template <class End>
+void amx_product(const Word* panel, int64_t lanes, int64_t vectors, const Word* x, int64_t stride, int64_t rows,
+                 int64_t steps, const End& end) {
+  constexpr int64_t deep = AMX_BYTES / sizeof(Word), wide = 2 * LANES;
+  alignas(64) float sums[2 * AMX_ROWS * wide];
+  AmxTiles tiles;
+  asm volatile("" ::: "memory");
+  for (int64_t m = 0; m < rows; m += 2 * AMX_ROWS) {
+    const int64_t count = std::min(2 * AMX_ROWS, rows - m);
+    const bool lower = count > AMX_ROWS;
+    tiles.shape(count);
+    for (int64_t v = 0; v < vectors; v += 2) {
+      _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3);
+      for (int64_t s = 0; s < steps; s += deep) {
+        const Word *w = panel + s * lanes + v * LANES, *from = x + m * stride + s;
+        _tile_loadd(6, w, lanes * sizeof(Word));
+        _tile_loadd(7, w + LANES, lanes * sizeof(Word));
+        _tile_loadd(4, from, stride * sizeof(Word));
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        if (!lower) continue;
+        _tile_loadd(5, from + AMX_ROWS * stride, stride * sizeof(Word));
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+      }
+      _tile_stored(0, sums, wide * sizeof(float));
+      _tile_stored(1, sums + LANES, wide * sizeof(float));
+      if (lower) {
+        _tile_stored(2, sums + AMX_ROWS * wide, wide * sizeof(float));
+        _tile_stored(3, sums + AMX_ROWS * wide + LANES, wide * sizeof(float));
+      }
+      for (int64_t i = 0; i < count; i++)
+        for (int64_t u = 0; u < 2; u++) end(m + i, v + u, load(sums + i * wide + u * LANES));
+    }
+  }
+}
+#endif
+
 // end(row, vector, sum) for `rows` (even) rows of x and `vectors` (even) vectors of lanes of the panel.
 template <class T, class End>
 void product(const Word* panel, int64_t lanes, int64_t vectors, const Word* x, int64_t stride, int64_t rows,
              int64_t steps, const End& end) {
+#if defined(__AMX_TILE__)
+  if constexpr (PAIR<T> == 2) return amx_product(panel, lanes, vectors, x, stride, rows, steps, end);
+#endif
   auto columns = [&]<int V>(int64_t first) {
     int64_t row = 0;
     auto take = [&]<int M>() {
