@@ -3,6 +3,7 @@
     python benchmarks/publish.py                     # everything, about half an hour on two cores
     python benchmarks/publish.py train-gpt2-124m     # only the steps named
     python benchmarks/publish.py --list
+    python benchmarks/publish.py --suffix amx generate-llama-1.1b     # another machine's results beside them
     python benchmarks/publish.py --page docs/ladder.md     # puts the results' tables there in the place of the old ones
 
 Only through the command line, so that whoever runs the same command measures the same thing.
@@ -31,25 +32,30 @@ STEPS = {
 }
 
 
-def publish(name: str) -> int:
+def stem(name: str, suffix: str) -> Path:
+    """Where a step's JSON and picture stand, without their endings."""
+    return RESULTS / (f"{name}-{suffix}" if suffix else name)
+
+
+def publish(name: str, suffix: str = "") -> int:
     """Run one step; its exit status."""
     hasten = shutil.which("hasten", path=Path(sys.executable).parent) or "hasten"
     arguments = ["bench", *STEPS[name].split()]
     print(f"hasten {' '.join(arguments)}", file=sys.stderr, flush=True)
     start = time.monotonic()
     RESULTS.mkdir(exist_ok=True)
-    files = ["--json", str(RESULTS / f"{name}.json"), "--picture", str(RESULTS / f"{name}.png")]
+    files = ["--json", f"{stem(name, suffix)}.json", "--picture", f"{stem(name, suffix)}.png"]
     status = subprocess.run([hasten, *arguments, *files], check=False).returncode
     print(f"{name}: {time.monotonic() - start:.0f} s, exit status {status}\n", file=sys.stderr, flush=True)
     return status
 
 
-def table(name: str) -> str:
+def table(name: str, suffix: str = "") -> str:
     """One result as Markdown: the command, the table, and what the utilisation is measured against."""
     from hasten.bench.report import speed_metric
     from hasten.bench.table import COLUMNS, cell, format_value, limits_line, machine_line
 
-    report = json.loads((RESULTS / f"{name}.json").read_text())
+    report = json.loads(Path(f"{stem(name, suffix)}.json").read_text())
     rows, speed = report["rows"], speed_metric(report["kind"])
     columns = [column for column in COLUMNS[report["kind"]] if any(row.get(column[1]) is not None for row in rows)]
     lines = [f"`hasten bench {STEPS[name]}`", ""]
@@ -82,6 +88,7 @@ def main() -> None:
     """Run the steps named on the command line, or all."""
     parser = argparse.ArgumentParser(description="Run the published benchmarks.")
     parser.add_argument("steps", nargs="*", metavar="STEP", help=f"one of {', '.join(STEPS)}; all by default")
+    parser.add_argument("--suffix", default="", help="after the names of the files: another machine's results")
     parser.add_argument("--list", action="store_true", help="show the steps with their commands and end")
     parser.add_argument("--page", type=Path, help="put the tables of the results into this Markdown page and end")
     given = parser.parse_args()
@@ -94,7 +101,7 @@ def main() -> None:
     unknown = [name for name in given.steps if name not in STEPS]
     if unknown:
         parser.error(f"there is no step {unknown[0]!r}; known: {', '.join(STEPS)}")
-    failed = [name for name in given.steps or STEPS if publish(name)]
+    failed = [name for name in given.steps or STEPS if publish(name, given.suffix)]
     if failed:
         raise SystemExit(f"failed: {', '.join(failed)}")
 
