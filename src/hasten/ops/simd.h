@@ -58,6 +58,16 @@ INLINE void store_bf16(uint16_t* p, F32 v) {
 #endif
 }
 
+INLINE void store_bf16(uint16_t* p, F32 low, F32 high) {  // 32 values
+#if defined(__AVX512BF16__)
+  const __m512bh h = _mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
+  std::memcpy(p, &h, 64);
+#else
+  store_bf16(p, low);
+  store_bf16(p + LANES, high);
+#endif
+}
+
 // 16 signed bytes. (g++ 12 makes a conversion to four times the width value by value.)
 INLINE I32 load_int8(const void* p) {
 #if defined(__AVX512F__)
@@ -113,6 +123,17 @@ INLINE float max_lanes(F32 v) {
 }
 #undef HASTEN_UPPER
 INLINE F32 max(F32 a, F32 b) { return a > b ? a : b; }
+INLINE bool any_above(F32 a, F32 b) {  // whether a lane of a is larger than that of b
+#if defined(__AVX512F__)
+  return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_GT_OQ);
+#else
+  const I32 above = a > b;
+  int32_t x[LANES], all = 0;
+  store(x, above);
+  for (int32_t one : x) all |= one;
+  return all;
+#endif
+}
 INLINE F32 abs(F32 v) { return (F32)((U32)v & 0x7fffffffu); }
 
 // e^x by range reduction and a polynomial of degree 6; error below 2 units in the last place over the whole range.
@@ -154,17 +175,25 @@ INLINE F32 multiply_add(F32 a, F32 b, F32 c) {
 #endif
 }
 
-// 2^x for x below 128, 0 below -126.5; a polynomial of least relative error on [-½, ½], 8e-8. NaN stays NaN. (AVX-512's
-// own scalef takes Intel's processors 60 ns where a lane underflows.)
+// 2^x for x below 128, 0 below -126.5, by a polynomial of least relative error on [-½, ½]: 8e-8 of degree 5, 1e-4 of
+// degree 3, which is enough where the result is rounded to bf16. NaN stays NaN. (AVX-512's own scalef takes Intel's
+// processors 60 ns where a lane underflows.)
+template <int DEGREE = 5>
 INLINE F32 exp2(F32 x) {
+  static_assert(DEGREE == 5 || DEGREE == 3);
   constexpr float magic = 12582912.0f + 127.0f;  // 1.5·2^23: the nearest integer, and the exponent's bias, in the low bits
   x = larger(splat(-127.0f), x);
   const F32 shifted = x + magic, r = x - (shifted - magic);
-  F32 p = splat(1.327647198e-3f);
-  p = multiply_add(p, r, splat(9.675541334e-3f));
-  p = multiply_add(p, r, splat(5.550713274e-2f));
-  p = multiply_add(p, r, splat(2.402211972e-1f));
-  p = multiply_add(p, r, splat(6.931469671e-1f));
+  F32 p;
+  if constexpr (DEGREE == 5) {
+    p = multiply_add(splat(1.327647198e-3f), r, splat(9.675541334e-3f));
+    p = multiply_add(p, r, splat(5.550713274e-2f));
+    p = multiply_add(p, r, splat(2.402211972e-1f));
+    p = multiply_add(p, r, splat(6.931469671e-1f));
+  } else {
+    p = multiply_add(splat(5.500893e-2f), r, splat(2.4221097e-1f));
+    p = multiply_add(p, r, splat(6.9328293e-1f));
+  }
   p = multiply_add(p, r, splat(1.0f));
   return p * (F32)((I32)shifted << 23);
 }

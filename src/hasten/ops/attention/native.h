@@ -115,19 +115,22 @@ void attend_lines(Multiplier& multiplier, const Lines& lines, int64_t line, int6
       }
     F32 most = s[0];
     for (int v = 1; v < vectors; v++) most = larger(most, s[v]);
-    const float largest = max_lanes(most);
     float top = lines.top[line + i];
-    if (largest > top + SLACK) {
+    if (any_above(most, splat(top + SLACK))) {
+      const float largest = max_lanes(most);
       if (top != LOWEST) lines.shrink(line + i, exp2(splat(top - largest))[0]);
       top = lines.top[line + i] = largest;
     }
     const float measure = top == LOWEST ? 0.0f : top;  // of a line that has seen nothing yet
     F32 total = load(lines.sum + (line + i) * LANES);
-    for (int v = 0; v < vectors; v++) {
-      F32 p = exp2(s[v] - measure);
-      total += p;
-      if constexpr (INT8) p *= load(tile.v_scales + v * LANES);
-      store_bf16(weights + i * PANEL + v * LANES, p);
+    for (int v = 0; v < vectors; v += 2) {
+      F32 p[2];
+      for (int u = 0; u < 2; u++) {
+        p[u] = exp2<3>(s[v + u] - measure);
+        total += p[u];
+        if constexpr (INT8) p[u] *= load(tile.v_scales + (v + u) * LANES);
+      }
+      store_bf16(weights + i * PANEL + v * LANES, p[0], p[1]);
     }
     store(lines.sum + (line + i) * LANES, total);
   }

@@ -121,9 +121,8 @@ void forward(const Problem& p, int64_t b, int64_t kv_head, int64_t first, int64_
         for (int v = 0; v < VECTORS; v++) {
           F32 most = load(scores + v * LANES);
           for (int64_t key = 1; key < SIDE; key++) most = larger(most, load(scores + key * SIDE + v * LANES));
-          const I32 above = most > top[v] + SLACK;
-          const F32 next = above ? most : top[v];
-          grown |= any(above);
+          const F32 next = most > top[v] + SLACK ? most : top[v];
+          grown |= any_above(most, top[v] + SLACK);
           shrink[v] = exp2(top[v] - next);
           F32 even = {}, odd = {};
           for (int64_t key = 0; key < SIDE; key += 2) {

@@ -108,17 +108,6 @@ void product(const Word* panel, int64_t lanes, int64_t vectors, const Word* x, i
     if (first < vectors) columns.template operator()<2>(first);
 }
 
-INLINE bool any(I32 lanes) {
-#if defined(__AVX512F__)
-  return _mm512_test_epi32_mask((__m512i)lanes, (__m512i)lanes);
-#else
-  int32_t x[LANES], all = 0;
-  store(x, lanes);
-  for (int32_t one : x) all |= one;
-  return all;
-#endif
-}
-
 // Words of two rows' values a (first) and b; for float32 there is nothing to pair.
 INLINE U32 pair_bf16(F32 a, F32 b) {
 #if defined(__AVX512BF16__)
