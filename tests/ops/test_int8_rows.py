@@ -37,6 +37,11 @@ def test_what_is_read_is_within_half_a_step_of_what_was_written(seed, size, expo
     assert (rows[..., :-SCALE_BYTES].int().abs().amax(-1) == 127).all()
 
 
+def test_one_row_of_an_odd_size_is_read():
+    x = torch.randn(1, 65, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(dequantize_rows(quantize_rows(x), torch.float32), x, rtol=0, atol=0.02)
+
+
 def test_zeros_and_what_is_no_number():
     x = torch.zeros(4, 8)
     x[1, 3], x[2, 4], x[3, 5] = 1e-36, torch.inf, torch.nan

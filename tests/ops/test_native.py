@@ -12,7 +12,7 @@ import torch
 
 from hasten.errors import ConfigError, ResourceError
 from hasten.machine import find_compiler
-from hasten.ops.build import INSTRUCTION_SETS, KEPT_BUILDS, build
+from hasten.ops.build import INSTRUCTION_SETS, KEPT_BUILDS, build, is_built
 from hasten.ops.native import available_isas, choose_isa, fakes, library
 
 BUILD = "import sys; from pathlib import Path; from hasten.ops.build import build; "
@@ -190,8 +190,12 @@ def test_instruction_sets_are_chosen_forced_and_refused(monkeypatch):
     assert available_isas() == tuple(INSTRUCTION_SETS)
     monkeypatch.setattr("hasten.ops.native.amx_permitted", lambda: False)
     assert available_isas()[0] == "avx512_vnni"
-    with pytest.raises(ConfigError, match=r"'amx', but this processor has no amx_bf16, amx_int8, amx_tile"):
+    with pytest.raises(ConfigError, match=r"'amx', but the system does not let this process use AMX; use avx512_vnni"):
         choose_isa("amx")
+    asked = []
+    monkeypatch.setattr("hasten.ops.native.amx_permitted", lambda: asked.append(1))
+    assert choose_isa("avx2") == "avx2"
+    assert not asked  # nobody wanted it
 
 
 @needs_compiler
@@ -211,6 +215,27 @@ exec {find_compiler().command} "$@"
     monkeypatch.setattr("hasten.ops.native.amx_permitted", lambda: True)
     assert choose_isa() == "avx512"
     assert choose_isa("amx") == "amx"  # who asks for it is told what the compiler said
+
+
+def test_without_a_compiler_a_library_from_before_is_chosen(tmp_path, monkeypatch):
+    monkeypatch.delenv("HASTEN_ISA", raising=False)
+    monkeypatch.setenv("HASTEN_CACHE", str(tmp_path))
+    monkeypatch.setenv("CXX", "")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert choose_isa() == available_isas()[0]  # none is there: the message will name the fastest
+    monkeypatch.setenv("PATH", str(tmp_path / "elsewhere"))  # asked anew
+    monkeypatch.setattr("hasten.ops.native.is_built", lambda isa: isa == "portable")
+    assert choose_isa() == "portable"
+
+
+@needs_compiler
+def test_a_built_library_is_known_whatever_compiler_made_it(tree):
+    place = {"sources": tree / "src", "folder": tree / "cache"}
+    assert not is_built("portable", **place)
+    build("portable", **place)
+    assert is_built("portable", **place)
+    (tree / "src" / "common.h").write_text("constexpr int X = 9;\n")
+    assert not is_built("portable", **place)
 
 
 def test_portable_has_no_flags_of_one_processor():

@@ -154,3 +154,13 @@ def test_opcheck():
         0.0,
     )
     torch.library.opcheck(library().ops.attention.default, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("softcap", [None, 20.0])
+def test_a_nan_key_reaches_every_query_that_sees_it(isa, softcap):
+    q, k, v = case(3, 1, 4, 200, 2, 1, 64, torch.bfloat16)
+    k[:, 197] = float("nan")  # the second query's own
+    found = run(isa, q, k, v, [200], softcap=softcap)[0]
+    assert found[:1].isfinite().all()
+    assert found[1:].isnan().all()

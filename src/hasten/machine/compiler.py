@@ -19,13 +19,17 @@ class Compiler:
     def __str__(self) -> str:
         return f"{self.kind} {self.version}"
 
-    def takes(self, flags: Sequence[str]) -> bool:
-        """Whether it knows all of these flags: older ones lack those of newer instruction sets."""
-        command = [self.command, *flags, "-fsyntax-only", "-x", "c++", os.devnull]
+    def takes(self, flags: Sequence[str], instruction: str = "") -> bool:
+        """Whether it knows all of these flags, and its assembler the instruction: older ones lack newer sets.
+
+        Whoever cannot answer is thought to: then the build says what is wrong.
+        """
+        command = [self.command, *flags, "-x", "c++", "-c", "-", "-o", os.devnull]
+        source = f'void f() {{ asm("{instruction}"); }}'
         try:
-            return subprocess.run(command, capture_output=True, timeout=20).returncode == 0
+            return not subprocess.run(command, input=source, text=True, capture_output=True, timeout=20).returncode
         except (OSError, subprocess.SubprocessError):
-            return False
+            return True
 
 
 def find_compiler() -> Compiler | None:

@@ -41,11 +41,15 @@ VNNI_NEEDS = frozenset({"avx512f", "avx512bw", "avx512vl", "avx512_vnni", "avx51
 
 @dataclass(frozen=True, slots=True)
 class InstructionSet:
-    """A set of vector instructions: its name, what the processor must have, and the compiler's flags for it."""
+    """A set of vector instructions: its name, what the processor must have, and the compiler's flags for it.
+
+    probe: an instruction of it that older assemblers do not know.
+    """
 
     name: str
     needs: frozenset[str]
     flags: tuple[str, ...]
+    probe: str = ""
 
 
 # The fastest first. Portable has no flags at all, so that every compiler on every processor takes it.
@@ -53,9 +57,12 @@ INSTRUCTION_SETS: dict[str, InstructionSet] = {
     one.name: one
     for one in (
         InstructionSet(
-            "amx", VNNI_NEEDS | {"amx_tile", "amx_bf16", "amx_int8"}, (*VNNI, "-mamx-tile", "-mamx-bf16", "-mamx-int8")
+            "amx",
+            VNNI_NEEDS | {"amx_tile", "amx_bf16", "amx_int8"},
+            (*VNNI, "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
+            "tdpbf16ps %tmm2, %tmm1, %tmm0",
         ),
-        InstructionSet("avx512_vnni", VNNI_NEEDS, VNNI),
+        InstructionSet("avx512_vnni", VNNI_NEEDS, VNNI, "vdpbf16ps %zmm2, %zmm1, %zmm0"),
         InstructionSet("avx512", frozenset({"avx512f", "avx512bw", "avx512vl", "fma"}), AVX512),
         InstructionSet("avx2", frozenset({"avx2", "fma"}), ("-mavx2", "-mfma", "-mf16c")),
         InstructionSet("portable", frozenset(), ()),
@@ -75,9 +82,7 @@ def build(isa: str, *, sources: Path = SOURCES, folder: Path | None = None) -> P
     there is none, or when compiling fails (the whole output is then in a log file that the message names).
     """
     folder = folder or cache_folder("kernels")
-    flags = (*COMMON_FLAGS, *INSTRUCTION_SETS[isa].flags, f"-DHASTEN_LIBRARY={namespace(isa)}", _threads_flag())
-    content = _hash(*_contents(sources), *flags, sys.platform)
-    stem = f"{namespace(isa)}-{content}"
+    flags, stem = _flags_and_stem(isa, sources)
     compiler = find_compiler()
     if compiler is None:
         if ready := max(folder.glob(f"{stem}-*.so"), key=_modified, default=None):
@@ -97,6 +102,18 @@ def build(isa: str, *, sources: Path = SOURCES, folder: Path | None = None) -> P
             _compile(compiler, flags, sources=sources, target=target, log=folder / f"failed-{isa}.log")
             _prune(folder, isa, keep=target)
     return target
+
+
+def is_built(isa: str, *, sources: Path = SOURCES, folder: Path | None = None) -> bool:
+    """Whether the cache has a library of these sources, whatever compiler made it."""
+    _, stem = _flags_and_stem(isa, sources)
+    return any((folder or cache_folder("kernels")).glob(f"{stem}-*.so"))
+
+
+def _flags_and_stem(isa: str, sources: Path) -> tuple[tuple[str, ...], str]:
+    """The flags of any compiler, and the beginning of the names of what any compiler makes of the sources with them."""
+    flags = (*COMMON_FLAGS, *INSTRUCTION_SETS[isa].flags, f"-DHASTEN_LIBRARY={namespace(isa)}", _threads_flag())
+    return flags, f"{namespace(isa)}-{_hash(*_contents(sources), *flags, sys.platform)}"
 
 
 def _contents(sources: Path) -> list[str]:

@@ -18,7 +18,7 @@ from typing import Any
 
 from hasten.errors import ConfigError, HastenWarning, ResourceError
 from hasten.machine import amx_permitted, find_compiler, instruction_sets
-from hasten.ops.build import INSTRUCTION_SETS, SOURCES, build, namespace
+from hasten.ops.build import INSTRUCTION_SETS, SOURCES, build, is_built, namespace
 
 NONE = "none"  # HASTEN_ISA=none: PyTorch's kernels only
 
@@ -36,13 +36,18 @@ class NativeLibrary:
 
 def available_isas() -> tuple[str, ...]:
     """The instruction sets that this processor can execute, the fastest first; "portable" is always the last."""
-    have = _usable()
-    return tuple(name for name, isa in INSTRUCTION_SETS.items() if isa.needs <= have)
+    return tuple(isa for isa in INSTRUCTION_SETS if _why_not(isa) is None)
 
 
-def _usable() -> frozenset[str]:
-    have = frozenset(instruction_sets())
-    return have if amx_permitted() else frozenset(name for name in have if not name.startswith("amx"))
+def _why_not(isa: str) -> str | None:
+    """Why an instruction set cannot be used here; None: it can."""
+    needs = INSTRUCTION_SETS[isa].needs
+    if missing := sorted(needs - frozenset(instruction_sets())):
+        return f"this processor has no {', '.join(missing)}"
+    # Asked of the system only for kernels that want it: the permission makes all signal frames larger.
+    if "amx_tile" in needs and not amx_permitted():
+        return "the system does not let this process use AMX"
+    return None
 
 
 def choose_isa(isa: str | None = None) -> str:
@@ -58,20 +63,19 @@ def choose_isa(isa: str | None = None) -> str:
         return asked
     if asked not in INSTRUCTION_SETS:
         raise ConfigError(f"{origin} is {asked!r}; known: {', '.join((*INSTRUCTION_SETS, NONE))}")
-    if asked not in available_isas():
-        missing = sorted(INSTRUCTION_SETS[asked].needs - _usable())
-        raise ConfigError(
-            f"{origin} is {asked!r}, but this processor has no {', '.join(missing)}; use {', '.join(available_isas())}"
-        )
+    if reason := _why_not(asked):
+        raise ConfigError(f"{origin} is {asked!r}, but {reason}; use {', '.join(available_isas())}")
     return asked
 
 
 @functools.cache
 def _fastest(isas: tuple[str, ...], *_where_compilers_are: str | None) -> str:
     compiler = find_compiler()
-    if compiler is None:  # there may be a library from before
-        return isas[0]
-    return next((isa for isa in isas if compiler.takes(INSTRUCTION_SETS[isa].flags)), isas[-1])
+    if compiler is None:  # then a library from before has to do
+        return next((isa for isa in isas if is_built(isa)), isas[0])
+    return next(
+        (isa for isa in isas if compiler.takes(INSTRUCTION_SETS[isa].flags, INSTRUCTION_SETS[isa].probe)), isas[-1]
+    )
 
 
 def library(isa: str | None = None) -> NativeLibrary | None:

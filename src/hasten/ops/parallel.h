@@ -183,7 +183,8 @@ template <class T, int SLOT>
 T* scratch(int64_t count) {
   constexpr int64_t line = 64 / sizeof(T) ? 64 / sizeof(T) : 1;
   thread_local std::vector<T> memory;
-  if (int64_t(memory.size()) < count + line) memory.resize(count + line);
+  // A line to align with, and one more: kernels may read whole lines.
+  if (int64_t(memory.size()) < count + 2 * line) memory.resize(count + 2 * line);
   auto address = (reinterpret_cast<uintptr_t>(memory.data()) + 63) & ~uintptr_t(63);
   return reinterpret_cast<T*>(address);
 }

@@ -26,5 +26,6 @@ def quantize_rows(x: Tensor) -> Tensor:
 
 def dequantize_rows(rows: Tensor, dtype: torch.dtype) -> Tensor:
     """int8 (…, D + 4) -> (…, D) in `dtype`."""
-    values, scale = rows[..., :-SCALE_BYTES], rows[..., -SCALE_BYTES:].contiguous().view(torch.float32)
-    return (values.float() * scale).to(dtype)
+    values, scale = rows[..., :-SCALE_BYTES], rows[..., -SCALE_BYTES:]
+    aligned = scale.new_empty(scale.shape).copy_(scale)  # a view of another dtype has to start at a multiple of 4
+    return (values.float() * aligned.view(torch.float32)).to(dtype)

@@ -2,9 +2,10 @@
 //
 // Keys are taken in tiles of 64 at fixed positions. A tile of K and one of V are brought into the layout of the linear
 // kernels (keys, then value elements, side by side in lanes), so both products run at their speed; the score matrix
-// exists for 6 query lines and 64 keys at a time. The softmax is kept as a running maximum and sum (FlashAttention,
+// exists for 6 query lines (32 with AMX) and 64 keys at a time. The softmax is kept as a running maximum and sum (FlashAttention,
 // arXiv 2205.14135) within a span of 512 keys; spans are merged in order. Tiles and spans depend on positions only,
-// so a query gets the same bits alone, in a batch, in a prefill of any length, and on any number of threads.
+// so a query gets the same bits alone, in a batch, in a prefill of any length, and on any number of threads. (As long as
+// the values of the keys after it, of its own prompt and tile, are finite: they are multiplied with weights of 0.)
 //
 // All query heads that share a key/value head are lines of one piece of work: K and V are read once for them.
 #pragma once
@@ -25,8 +26,8 @@ constexpr int64_t TOGETHER = 6;
 #endif
 constexpr int64_t LINES = 256 / TOGETHER * TOGETHER;  // query lines that share a packed tile
 constexpr float LOG2E = 1.44269504088896341f;
-// Weights are 2^(score - top). A score may be this much above top before sums are rescaled: exact, as all is divided by
-// the same sum in the end, and seldom, so that processors foresee it.
+// Weights are 2^(score - top). A score may be this much above top before top follows it and sums are rescaled. Waiting
+// changes nothing, since values and sum carry the same factor; it makes the branch rare, hence predicted.
 constexpr float SLACK = 8;
 
 struct Scores {
@@ -83,8 +84,8 @@ struct Lines {
 
 constexpr float LOWEST = -std::numeric_limits<float>::infinity();
 
-// Up to TOGETHER lines from `line` on with the keys of a tile, or with its first 32, which is all
-// that their queries see. See attend_tile.
+// Up to TOGETHER lines from `line` on with the keys of a tile, or (HALF) with its first 32, where their queries see no
+// more: the same bits, as hidden keys add zeros. See attend_tile.
 template <bool INT8, bool HALF>
 void attend_lines(Multiplier& multiplier, const Lines& lines, int64_t line, int64_t rows, const uint16_t* q,
                   const int64_t* position, int64_t begin, const Tile& tile, const Scores& how, const TileRows& next,
@@ -138,7 +139,8 @@ void attend_lines(Multiplier& multiplier, const Lines& lines, int64_t line, int6
     multiply<false>(multiplier, tile.v + p * TILE_KEYS * PANEL, weights, PANEL, keys, lines.value(p, line), rows, false);
 }
 
-// One tile of keys for all lines. q: [lines][padded] bf16. position[line]: of its query, ascending. next: see pack_tile.
+// One tile of keys for all lines. q: [lines][padded] bf16. position[line]: of its query, ascending (the
+// last of some lines sees most). next: see pack_tile.
 template <bool INT8>
 void attend_tile(const Lines& lines, const uint16_t* q, const int64_t* position, int64_t begin, const Tile& tile,
                  const Scores& how, const TileRows& next, Ahead& ahead) {
@@ -161,7 +163,10 @@ inline void clear(const Lines& lines) {
 inline void merge(const Lines& whole, const Lines& next) {
   for (int64_t i = 0; i < whole.count; i++) {
     const float top = std::max(whole.top[i], next.top[i]);
-    if (top == LOWEST) continue;
+    if (top == LOWEST) {  // nothing seen, or only NaN
+      store(whole.sum + i * LANES, load(whole.sum + i * LANES) + load(next.sum + i * LANES));
+      continue;
+    }
     const float a = exp2(splat(whole.top[i] - top))[0], b = exp2(splat(next.top[i] - top))[0];
     whole.top[i] = top;
     store(whole.sum + i * LANES, load(whole.sum + i * LANES) * a + load(next.sum + i * LANES) * b);

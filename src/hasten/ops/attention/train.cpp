@@ -222,7 +222,7 @@ void backward(const Problem& p, const Gradients& g, int64_t b, int64_t kv_head, 
         const Word *k_panel = keys.tile(k, spare, nullptr), *v_panel = k_panel + keys.part(), *k_pairs = v_panel + keys.part();
         const I32 lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
         product<T>(k_panel, SIDE, VECTORS, q_rows, words, SIDE, words, [&](int64_t i, int64_t v, F32 s) {
-          F32 w = exp2(s * factor - lse[i]);
+          F32 w = exp2(s * factor - lse[i]);  // a weight, at most 1 but for rounding
           if (!whole) {
             const I32 key = lanes + int32_t(k * SIDE + v * LANES);
             I32 hidden = (I32)(key < q.low[i]) | (I32)(key > q.high[i]);

@@ -45,12 +45,12 @@ INLINE void tile(const Word* panel, int64_t lanes, const Word* x, int64_t stride
 #if defined(__AMX_TILE__)
 // 32 rows by 2 vectors at a time; steps: a multiple of 16.
 template <class End>
-void amx_product(const Word* panel, int64_t lanes, int64_t vectors, const Word* x, int64_t stride, int64_t rows,
+void amx_product_words(const Word* panel, int64_t lanes, int64_t vectors, const Word* x, int64_t stride, int64_t rows,
                  int64_t steps, const End& end) {
   constexpr int64_t deep = AMX_BYTES / sizeof(Word), wide = 2 * LANES;
   alignas(64) float sums[2 * AMX_ROWS * wide];
   AmxTiles tiles;
-  asm volatile("" ::: "memory");
+  before_tile_loads();
   for (int64_t m = 0; m < rows; m += 2 * AMX_ROWS) {
     const int64_t count = std::min(2 * AMX_ROWS, rows - m);
     const bool lower = count > AMX_ROWS;
@@ -87,7 +87,7 @@ template <class T, class End>
 void product(const Word* panel, int64_t lanes, int64_t vectors, const Word* x, int64_t stride, int64_t rows,
              int64_t steps, const End& end) {
 #if defined(__AMX_TILE__)
-  if constexpr (PAIR<T> == 2) return amx_product(panel, lanes, vectors, x, stride, rows, steps, end);
+  if constexpr (PAIR<T> == 2) return amx_product_words(panel, lanes, vectors, x, stride, rows, steps, end);
 #endif
   auto columns = [&]<int V>(int64_t first) {
     int64_t row = 0;

@@ -50,6 +50,10 @@ class AmxTiles {
   int64_t rows_ = 0;
 };
 
+// g++'s intrinsics that load tiles do not tell the compiler that they read memory, so what was written before must be
+// there. One barrier before the loads is enough: those that store tiles do tell.
+inline void before_tile_loads() { asm volatile("" ::: "memory"); }
+
 enum class Dot { bf16, s8u8, s8s8 };  // x signed bytes, w unsigned or signed ones
 
 #define HASTEN_AMX_DOT(sum, x, w)                               \
@@ -114,14 +118,14 @@ inline void amx_many(const char* w, const char* x, int64_t stride, int64_t steps
 }
 #undef HASTEN_AMX_DOT
 
-// sums [rows][64] (float32 of bf16, else int32) (+)= x·w over `steps` steps of 64 bytes of K. w: a panel's lines; x: rows `stride` bytes apart.
-// STREAM: w comes from memory, and the same number
-// of lines behind it is asked for: few rows wait for them, the products of many pass while they come. half: the first 32
-// of the panel's rows are enough.
+// sums [rows][64] (float32 of bf16, else int32) (+)= x·w over `steps` steps of 64 bytes of K. w: a panel's lines; x: rows
+// `stride` bytes apart. STREAM: w comes from memory, and as many lines behind it are asked for: few rows wait for them,
+// the products of many pass while they come. half: the first 32 of the panel's rows are enough (16 rows of x or fewer
+// take them all).
 template <Dot D, bool STREAM>
 inline void amx_product(AmxTiles& tiles, const void* w, const void* x, int64_t stride, int64_t rows, int64_t steps,
                         void* sums, bool fresh, bool half = false) {
-  asm volatile("" ::: "memory");  // the compiler does not know that loads of tiles read what was written before
+  before_tile_loads();
   constexpr int64_t both = 2 * AMX_ROWS;
   const char *lines = static_cast<const char*>(w), *from = static_cast<const char*>(x);
   char* to = static_cast<char*>(sums);
@@ -142,7 +146,8 @@ inline void amx_product(AmxTiles& tiles, const void* w, const void* x, int64_t s
   }
 }
 
-// Rows of digits from which AMX is quicker than AVX-512's dot products (bf16 products take it for any).
+// Rows of digits from which AMX is quicker than AVX-512's dot products: integer sums are exact, so both give the same
+// bits. (bf16 products take it for any number of rows.)
 constexpr int64_t AMX_INT8_ROWS = 3, AMX_INT4_ROWS = 6;
 
 // sums [rows][64] of x's rows, `bytes` long and `stride` bytes apart, with a panel; the last bytes % 64 are left out.

@@ -3,7 +3,8 @@
 // The layout. Output rows stand in panels of 64. Inside a panel, 64-byte lines follow each other along K; a line
 // belongs to 16 rows and holds, row by row, 4 bytes of each: 2 bf16, 4 int8 or 8 int4 values. So every lane of an
 // accumulator is its own output row: no horizontal sums, and scales are loaded as vectors. A decode step streams the
-// panel once; a product with many rows multiplies the same lines with 6 rows of x held in registers' reach.
+// panel once; a product with many rows multiplies the same lines with 6 rows of x held in registers' reach,
+// or with 32 in tiles (amx.h).
 //
 //   bf16   [N/64][K/2][64][2]
 //   int8   [N/64][K/4][64][4]   value + 128 (the dot product wants one unsigned operand)
