@@ -32,11 +32,6 @@ STEPS = {
 }
 
 
-def stem(name: str, suffix: str) -> Path:
-    """Where a step's JSON and picture stand, without their endings."""
-    return RESULTS / (f"{name}-{suffix}" if suffix else name)
-
-
 def publish(name: str, suffix: str = "") -> int:
     """Run one step; its exit status."""
     hasten = shutil.which("hasten", path=Path(sys.executable).parent) or "hasten"
@@ -44,18 +39,19 @@ def publish(name: str, suffix: str = "") -> int:
     print(f"hasten {' '.join(arguments)}", file=sys.stderr, flush=True)
     start = time.monotonic()
     RESULTS.mkdir(exist_ok=True)
-    files = ["--json", f"{stem(name, suffix)}.json", "--picture", f"{stem(name, suffix)}.png"]
+    place = RESULTS / (f"{name}-{suffix}" if suffix else name)
+    files = ["--json", f"{place}.json", "--picture", f"{place}.png"]
     status = subprocess.run([hasten, *arguments, *files], check=False).returncode
     print(f"{name}: {time.monotonic() - start:.0f} s, exit status {status}\n", file=sys.stderr, flush=True)
     return status
 
 
-def table(name: str, suffix: str = "") -> str:
+def table(name: str) -> str:
     """One result as Markdown: the command, the table, and what the utilisation is measured against."""
     from hasten.bench.report import speed_metric
     from hasten.bench.table import COLUMNS, cell, format_value, limits_line, machine_line
 
-    report = json.loads(Path(f"{stem(name, suffix)}.json").read_text())
+    report = json.loads((RESULTS / f"{name}.json").read_text())
     rows, speed = report["rows"], speed_metric(report["kind"])
     columns = [column for column in COLUMNS[report["kind"]] if any(row.get(column[1]) is not None for row in rows)]
     lines = [f"`hasten bench {STEPS[name]}`", ""]

@@ -83,6 +83,12 @@ def library(isa: str | None = None) -> NativeLibrary | None:
 
     None when they cannot be had: after one HastenWarning with the reason, or silently with HASTEN_ISA=none.
     """
+    # Asked in every call of an operator; the choice reads files of the system.
+    return _library(isa, *(os.environ.get(name) for name in ("HASTEN_ISA", "CXX", "PATH")))
+
+
+@functools.cache
+def _library(isa: str | None, *_environment: str | None) -> NativeLibrary | None:
     chosen = choose_isa(isa)
     if chosen == NONE:
         return None
@@ -101,7 +107,7 @@ def _load(isa: str) -> NativeLibrary | None:
         warnings.warn(
             f"no native kernels ({isa}), PyTorch's slower ones are used: {error} (HASTEN_ISA=none silences this)",
             HastenWarning,
-            stacklevel=4,
+            stacklevel=5,
         )
         return None
     for name, fake in fakes().items():

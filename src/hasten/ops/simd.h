@@ -1,8 +1,8 @@
 // Vectors of 16 lanes, the same on every machine: the compiler splits them into what the instruction set has. Only
 // the three dot products, where instruction sets really differ, are written for each.
 //
-// Compiled once for each instruction set, chosen by the flags that native.py passes: AMX (whose tiles
-// are in linear/amx.h), AVX-512 with VNNI and BF16, AVX-512, AVX2 with FMA, or none of them (portable; ARM takes that).
+// Compiled once for each instruction set, chosen by the flags that native.py passes: AMX (its tiles are in
+// linear/amx.h), AVX-512 with VNNI and BF16, AVX-512, AVX2 with FMA, or none of them (portable; ARM takes that).
 #pragma once
 
 #include <cmath>

@@ -2,8 +2,8 @@
 //
 // Keys are taken in tiles of 64 at fixed positions. A tile of K and one of V are brought into the layout of the linear
 // kernels (keys, then value elements, side by side in lanes), so both products run at their speed; the score matrix
-// exists for 6 query lines (32 with AMX) and 64 keys at a time. The softmax is kept as a running maximum and sum (FlashAttention,
-// arXiv 2205.14135) within a span of 512 keys; spans are merged in order. Tiles and spans depend on positions only,
+// exists for 6 query lines (32 with AMX) and 64 keys at a time. The softmax is kept as a running maximum and sum
+// (FlashAttention, arXiv 2205.14135) within a span of 512 keys; spans are merged in order. Tiles and spans depend on positions only,
 // so a query gets the same bits alone, in a batch, in a prefill of any length, and on any number of threads. (As long as
 // the values of the keys after it, of its own prompt and tile, are finite: they are multiplied with weights of 0.)
 //
