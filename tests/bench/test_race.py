@@ -42,6 +42,32 @@ def test_a_process_that_may_take_too_little_does_not_fit():
     assert report["settings"]["memory_bytes"] == 512 << 20
 
 
+def test_a_refusal_is_known_by_what_passes_without_the_limit(monkeypatch):
+    monkeypatch.setattr("hasten.bench.largest_batch.REFUSALS", ())
+    report = LargestBatch(shape="tiny", memory=1 << 20, rungs=("flash",), device="cpu", threads=1, most=1).run()
+    assert report["rows"][0]["largest_batch"] == 0
+
+
+@pytest.mark.parametrize("free", [None, "KeyError: 'flash'"])
+def test_an_unfamiliar_failure_is_the_limits_only_if_it_goes_away_without_one(free, monkeypatch):
+    # CPython has been seen to say this of a refused allocation; it could as well be a fault of ours.
+    limited = "SystemError: error return without exception set"
+    asked = []
+
+    def failure(search, arguments):
+        asked.append(arguments["memory"])
+        return limited if arguments["memory"] else free
+
+    monkeypatch.setattr(LargestBatch, "_failure", failure)
+    search = LargestBatch(shape="tiny", memory=1 << 20, rungs=("flash",), device="cpu", most=1)
+    if free is None:
+        assert search.run()["rows"][0]["largest_batch"] == 0
+    else:
+        with pytest.raises(ConfigError, match="flash with a batch of 1 failed, without a limit too: KeyError: 'flash'"):
+            search.run()
+    assert asked == [1 << 20, None]
+
+
 def test_what_cannot_be_searched_is_refused():
     with pytest.raises(ConfigError, match="at least 1"):
         LargestBatch(shape="tiny", memory=0).run()

@@ -24,7 +24,8 @@ from hasten.errors import ConfigError
 if TYPE_CHECKING:
     from hasten.training.recipe import Recipe
 
-# What a process says that was refused memory (in lower case), wherever in torch, Python or the C library it noticed.
+# What a process mostly says that was refused memory (in lower case), wherever in torch, Python or the C library it
+# noticed. Whatever else it says is put down to the limit only if the same batch passes without one.
 REFUSALS = ("memory", "bad_alloc", "resource temporarily", "sigkill", "sigabrt", "sigsegv", "ended by itself")
 STEPS = 2  # the second one has the optimizer's state too
 
@@ -109,18 +110,27 @@ class LargestBatch:
             "steps": STEPS,
             "device": device,
             "compile_cache": os.path.join(cache, name),
-            "memory": self.memory,
         }
-        task = Task("hasten.bench.largest_batch:LimitedRung", arguments, device, self.threads, self.seed)
+        failure = self._failure(arguments | {"memory": self.memory})
+        if failure is None:
+            return True
+        if any(word in failure.lower() for word in REFUSALS):
+            return False
+        failure = self._failure(arguments | {"memory": None})
+        if failure is not None:
+            raise ConfigError(f"{name} with a batch of {size} failed, without a limit too: {failure}")
+        return False
+
+    def _failure(self, arguments: dict[str, Any]) -> str | None:
+        """What a process of its own says that could not train with these arguments of LimitedRung, or None."""
+        task = Task("hasten.bench.largest_batch:LimitedRung", arguments, arguments["device"], self.threads, self.seed)
         try:
             with Child(task, timeout=self.timeout) as child:
                 child.wait_ready()
                 child.measure()
         except ChildError as error:
-            if any(word in error.message.lower() for word in REFUSALS):
-                return False
-            raise ConfigError(f"{name} with a batch of {size} failed: {error.message}") from None
-        return True
+            return error.message
+        return None
 
 
 def search(fits: Callable[[int], bool], most: int) -> int:
@@ -136,12 +146,13 @@ def search(fits: Callable[[int], bool], most: int) -> int:
 
 
 class LimitedRung(TrainRung):
-    """A rung of training in a process that may take `memory` bytes more than it has."""
+    """A rung of training in a process that may take `memory` bytes more than it has (None: what it wants)."""
 
-    def __init__(self, *, memory: int, **rest: Any) -> None:
+    def __init__(self, *, memory: int | None, **rest: Any) -> None:
         import hasten.training.profile  # noqa: F401 - the compiler's modules are no part of the model
 
-        limit(memory, rest["device"])
+        if memory is not None:
+            limit(memory, rest["device"])
         super().__init__(**rest)
 
 
