@@ -35,6 +35,20 @@ struct Ahead {
   }
 };
 
+// The same for rows that lie apart, which are read, or written, next.
+template <bool WRITTEN>
+struct RowsAhead {
+  const char* row = nullptr;
+  int64_t bytes = 0, stride = 0, rows = 0, at = 0;
+  void ask(int64_t lines) {
+    for (; lines > 0 && rows > 0; lines--) {
+      __builtin_prefetch(row + at, WRITTEN, 2);
+      if ((at += 64) < bytes) continue;
+      at = 0, rows--, row += stride;
+    }
+  }
+};
+
 // What the threads of one `together` share.
 class Team {
  public:

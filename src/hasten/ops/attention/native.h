@@ -18,7 +18,8 @@
 namespace hasten {
 
 constexpr int64_t SPAN_KEYS = 512;
-constexpr int64_t AHEAD_LINES = 32;  // of what is read next, asked for with each line of scores
+// Lines of the weights behind the attention, and of its next queries and its results, asked for with each line of scores.
+constexpr int64_t AHEAD_LINES = 32, AHEAD_ROWS = 2;
 #if defined(__AMX_TILE__)
 constexpr int64_t TOGETHER = 2 * AMX_ROWS;  // query lines that are multiplied at a time
 #else
@@ -29,6 +30,19 @@ constexpr float LOG2E = 1.44269504088896341f;
 // Weights are 2^(score - top). A score may be this much above top before top follows it and sums are rescaled. Waiting
 // changes nothing, since values and sum carry the same factor; it makes the branch rare, hence predicted.
 constexpr float SLACK = 8;
+
+// What will be read or written next, asked for while a tile is attended.
+struct Coming {
+  Ahead& weights;
+  RowsAhead<true> out;
+  RowsAhead<false> q;
+  bool any() const { return weights.at < weights.end || out.rows || q.rows; }
+  void ask(int64_t times) {
+    weights.ask(times * AHEAD_LINES);
+    if (out.rows) out.ask(times * AHEAD_ROWS);
+    else q.ask(times * AHEAD_ROWS);
+  }
+};
 
 struct Scores {
   float scale, softcap;  // softcap 0: none
@@ -84,79 +98,100 @@ struct Lines {
 
 constexpr float LOWEST = -std::numeric_limits<float>::infinity();
 
+// What one tile of keys is to all lines of a piece.
+struct Attended {
+  const uint16_t* q;        // [lines][padded] bf16
+  const int64_t* position;  // of each line's query, ascending: the last of some lines sees most
+  int64_t begin;            // the tile's first key
+  bool fresh;               // the first tile: the lines' values are not yet written
+  const Tile& tile;
+  const Scores& how;
+  const TileRows& next;  // see pack_tile
+};
+
 // Up to TOGETHER lines from `line` on with the keys of a tile, or (HALF) with its first 32, where their queries see no
-// more: the same bits, as hidden keys add zeros. See attend_tile.
-template <bool INT8, bool HALF>
-void attend_lines(Multiplier& multiplier, const Lines& lines, int64_t line, int64_t rows, const uint16_t* q,
-                  const int64_t* position, int64_t begin, const Tile& tile, const Scores& how, const TileRows& next,
-                  Ahead& ahead) {
+// more: the same bits, as hidden keys add zeros. PLAIN: no soft cap, and no key is hidden.
+template <bool INT8, bool HALF, bool PLAIN>
+void attend_lines(Multiplier& multiplier, const Attended& what, const Lines& lines, int64_t line, int64_t rows,
+                  Coming& coming) {
   constexpr int vectors = HALF ? VECTORS / 2 : VECTORS, keys = vectors * LANES;
   alignas(64) float scores[TOGETHER * PANEL];
   alignas(64) uint16_t weights[TOGETHER * PANEL];
+  const Scores how = what.how;
   // Scores in powers of 2: of a soft cap c, c·tanh(s/c).
   const F32 factor = splat(how.softcap != 0 ? how.scale / how.softcap : how.scale * LOG2E);
   const F32 cap = splat(how.softcap * LOG2E);
-  multiply<HALF>(multiplier, tile.k, q + line * lines.padded, lines.padded, lines.padded, scores, rows, true);
+  float *tops = lines.top + line, *sums = lines.sum + line * LANES;
+  const int64_t asks = std::max<int64_t>(0, TILE_KEYS / 8 - line);
+  const bool more = coming.any();
+  multiply<HALF>(multiplier, what.tile.k, what.q + line * lines.padded, lines.padded, lines.padded, scores, rows, true);
   for (int64_t i = 0; i < rows; i++) {
-    if (line + i < TILE_KEYS / 8) next.prefetch(next.v + (line + i) * 8, 8);
-    ahead.ask(AHEAD_LINES);
-    const int64_t at = position[line + i] - begin;  // the last key that this query sees, counted in the tile
+    if (i < asks) what.next.prefetch(what.next.v + (line + i) * 8, 8);
+    if (more && i % 4 == 0) coming.ask(std::min<int64_t>(4, rows - i));
     F32 s[vectors];
     for (int v = 0; v < vectors; v++) {
       s[v] = load(scores + i * PANEL + v * LANES) * factor;
-      if constexpr (INT8) s[v] *= load(tile.k_scales + v * LANES);
-      if (how.softcap != 0) s[v] = tanh(s[v]) * cap;
+      if constexpr (INT8) s[v] *= load(what.tile.k_scales + v * LANES);
     }
-    if (at < keys - 1 || (how.window && at >= how.window))
-      for (int v = 0; v < vectors; v++) {
-        I32 key = I32{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} + v * LANES;
-        I32 hidden = key > int32_t(std::min<int64_t>(at, TILE_KEYS));
-        if (how.window) hidden |= key <= int32_t(std::max<int64_t>(at - how.window, -1));
-        s[v] = hidden ? splat(LOWEST) : s[v];
-      }
+    if constexpr (!PLAIN) {
+      if (how.softcap != 0)
+        for (int v = 0; v < vectors; v++) s[v] = tanh(s[v]) * cap;
+      const int64_t at = what.position[line + i] - what.begin;  // the last key that this query sees, counted in the tile
+      if (at < keys - 1 || (how.window && at >= how.window))
+        for (int v = 0; v < vectors; v++) {
+          I32 key = I32{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} + v * LANES;
+          I32 hidden = key > int32_t(std::min<int64_t>(at, TILE_KEYS));
+          if (how.window) hidden |= key <= int32_t(std::max<int64_t>(at - how.window, -1));
+          s[v] = hidden ? splat(LOWEST) : s[v];
+        }
+    }
     F32 most = s[0];
     for (int v = 1; v < vectors; v++) most = larger(most, s[v]);
-    float top = lines.top[line + i];
+    float top = tops[i];
     if (any_above(most, splat(top + SLACK))) {
       const float largest = max_lanes(most);
       if (top != LOWEST) lines.shrink(line + i, exp2(splat(top - largest))[0]);
-      top = lines.top[line + i] = largest;
+      top = tops[i] = largest;
     }
     const float measure = top == LOWEST ? 0.0f : top;  // of a line that has seen nothing yet
-    F32 total = load(lines.sum + (line + i) * LANES);
+    F32 total = load(sums + i * LANES);
     for (int v = 0; v < vectors; v += 2) {
       F32 p[2];
       for (int u = 0; u < 2; u++) {
         p[u] = exp2<3>(s[v + u] - measure);
         total += p[u];
-        if constexpr (INT8) p[u] *= load(tile.v_scales + (v + u) * LANES);
+        if constexpr (INT8) p[u] *= load(what.tile.v_scales + (v + u) * LANES);
       }
       store_bf16(weights + i * PANEL + v * LANES, p[0], p[1]);
     }
-    store(lines.sum + (line + i) * LANES, total);
+    store(sums + i * LANES, total);
   }
   for (int64_t p = 0; p < lines.padded / PANEL; p++)
-    multiply<false>(multiplier, tile.v + p * TILE_KEYS * PANEL, weights, PANEL, keys, lines.value(p, line), rows, false);
+    multiply<false>(multiplier, what.tile.v + p * TILE_KEYS * PANEL, weights, PANEL, keys, lines.value(p, line), rows,
+                    what.fresh);
 }
 
-// One tile of keys for all lines. q: [lines][padded] bf16. position[line]: of its query, ascending (the
-// last of some lines sees most). next: see pack_tile.
+// One tile of keys for all lines.
 template <bool INT8>
-void attend_tile(const Lines& lines, const uint16_t* q, const int64_t* position, int64_t begin, const Tile& tile,
-                 const Scores& how, const TileRows& next, Ahead& ahead) {
+void attend_tile(const Attended& what, const Lines& lines, Coming& coming) {
   Multiplier multiplier;
+  const bool plain = what.how.softcap == 0 && !what.how.window;
   for (int64_t line = 0; line < lines.count; line += TOGETHER) {
     const int64_t rows = std::min(TOGETHER, lines.count - line);
-    const bool half = position[line + rows - 1] - begin < TILE_KEYS / 2;
-    (half ? attend_lines<INT8, true> : attend_lines<INT8, false>)(multiplier, lines, line, rows, q, position, begin, tile,
-                                                                  how, next, ahead);
+    const int64_t least = what.position[line] - what.begin, most = what.position[line + rows - 1] - what.begin;
+    auto attend = plain && least >= TILE_KEYS - 1 ? attend_lines<INT8, false, true>
+                  : most < TILE_KEYS / 2          ? attend_lines<INT8, true, false>
+                                                  : attend_lines<INT8, false, false>;
+    attend(multiplier, what, lines, line, rows, coming);
   }
 }
 
-inline void clear(const Lines& lines) {
+// Nothing seen yet. Values are cleared of the first `unseen` lines only, which will see nothing of this span.
+inline void clear(const Lines& lines, int64_t unseen) {
   for (int64_t i = 0; i < lines.count; i++) lines.top[i] = LOWEST;
   std::memset(lines.sum, 0, lines.count * LANES * sizeof(float));
-  std::memset(lines.values, 0, lines.count * lines.padded * sizeof(float));
+  for (int64_t p = 0; p < lines.padded / PANEL; p++)
+    std::memset(lines.value(p, 0), 0, unseen * PANEL * sizeof(float));
 }
 
 // whole <- whole merged with the next span.

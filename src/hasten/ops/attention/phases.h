@@ -68,7 +68,12 @@ class AttentionPhases {
   // ahead: what this thread will read next.
   void run(Member& member, Ahead ahead = {}) const {
     const int64_t count = int64_t(pieces.size());
-    if (!split) return member.each(count, [&](int64_t c) { whole_piece(pieces[c], ahead); });
+    if (!split) {
+      const int64_t threads = torch::stable::get_num_threads();
+      return member.each(count, [&](int64_t c) {
+        whole_piece(pieces[c], pieces[std::min(c + threads, count - 1)], ahead);
+      });
+    }
     auto part = [&](int64_t c, int64_t s) {
       return lines_in(parts + (c * spans + s) * size, pieces[c].tokens * group, padded);
     };
@@ -80,7 +85,8 @@ class AttentionPhases {
       uint16_t* lines_q = scratch<uint16_t, 10>(most * padded);
       int64_t* position = scratch<int64_t, 11>(most);
       gather(p, lines_q, position);
-      span(p, s, lines_q, position, part(c, s), ahead);
+      Coming coming{ahead};
+      span(p, s, lines_q, position, part(c, s), coming);
     });
     member.each(count, [&](int64_t c) {
       const Piece& p = pieces[c];
@@ -93,7 +99,9 @@ class AttentionPhases {
 
  private:
   static int64_t spans_of(const Piece& p) { return (p.position + p.tokens + SPAN_KEYS - 1) / SPAN_KEYS; }
-  void whole_piece(const Piece& p, Ahead& ahead) const {
+  // follower: the piece that this thread will most likely take next.
+  void whole_piece(const Piece& p, const Piece& follower, Ahead& ahead) const {
+    Coming coming{ahead};
     uint16_t* lines_q = scratch<uint16_t, 10>(most * padded);
     int64_t* position = scratch<int64_t, 11>(most);
     float* memory = scratch<float, 12>(2 * size);
@@ -101,7 +109,8 @@ class AttentionPhases {
     Lines whole = lines_in(memory, p.tokens * group, padded), next = lines_in(memory + size, p.tokens * group, padded);
     const int64_t begin = first_key(p) / SPAN_KEYS;
     for (int64_t s = begin; s < spans_of(p); s++) {
-      span(p, s, lines_q, position, s == begin ? whole : next, ahead);
+      if (s == spans_of(p) - 1 && p.tokens > 1) coming.out = rows_of<true>(p, out), coming.q = rows_of<false>(follower, q);
+      span(p, s, lines_q, position, s == begin ? whole : next, coming);
       if (s != begin) merge(whole, next);
     }
     finish(p, whole);
@@ -110,15 +119,27 @@ class AttentionPhases {
   // The queries of a piece as bf16 lines (token, then head of the group), and the position of each.
   void gather(const Piece& p, uint16_t* lines, int64_t* position) const {
     const int64_t d = kv.head_dim;
-    for (int64_t t = 0; t < p.tokens; t++)
-      for (int64_t g = 0; g < group; g++) {
-        const int64_t from = ((p.row + t) * heads + p.head * group + g) * d, line = t * group + g;
-        uint16_t* to = lines + line * padded;
+    for (int64_t t = 0; t < p.tokens; t++) {
+      int64_t from = first_value(p, t);
+      for (int64_t g = 0; g < group; g++, from += d, lines += padded) {
         int64_t i = 0;
-        for (; i + LANES <= d; i += LANES) store_bf16(to + i, load_as(q, type, from + i));
-        for (; i < padded; i++) to[i] = i < d ? to_bf16(load_one(q, type, from + i)) : 0;
-        position[line] = p.position + t;
+        if (type == Type::bf16)
+          for (; i + 2 * LANES <= d; i += 2 * LANES) std::memcpy(lines + i, static_cast<const uint16_t*>(q) + from + i, 64);
+        for (; i + LANES <= d; i += LANES) store_bf16(lines + i, load_as(q, type, from + i));
+        for (; i < padded; i++) lines[i] = i < d ? to_bf16(load_one(q, type, from + i)) : 0;
+        *position++ = p.position + t;
       }
+    }
+  }
+  // Where the values of a piece's token stand in q and out: those of its heads follow each other.
+  int64_t first_value(const Piece& p, int64_t token) const {
+    return ((p.row + token) * heads + p.head * group) * kv.head_dim;
+  }
+  // A piece's rows of q or out: a prompt's come from further away than the second-level cache.
+  template <bool WRITTEN>
+  RowsAhead<WRITTEN> rows_of(const Piece& p, const void* all) const {
+    const int64_t width = type == Type::f32 ? 4 : 2, row = kv.head_dim * width;
+    return {static_cast<const char*>(all) + first_value(p, 0) * width, group * row, heads * row, p.tokens};
   }
   // First key that any query of the piece sees, at a tile's border.
   int64_t first_key(const Piece& p) const {
@@ -126,35 +147,44 @@ class AttentionPhases {
     return first / TILE_KEYS * TILE_KEYS;
   }
   void span(const Piece& p, int64_t index, const uint16_t* lines_q, const int64_t* position, const Lines& lines,
-            Ahead& ahead) const {
+            Coming& coming) const {
     float* scales = scratch<float, 13>(2 * TILE_KEYS);
     const Tile tile{scratch<uint16_t, 8>(padded * TILE_KEYS), scratch<uint16_t, 9>(padded * TILE_KEYS), scales,
                     scales + TILE_KEYS};
     const int64_t last = p.position + p.tokens;
-    clear(lines);
     const int64_t from = std::max(index * SPAN_KEYS, first_key(p)), to = std::min((index + 1) * SPAN_KEYS, last);
     const int64_t end = std::min(last, kv.room(p.sequence));
+    // Queries before a tile see nothing of it; lines keep standing together.
+    auto unseen = [&](int64_t begin) { return std::max<int64_t>(0, begin - p.position) * group / TOGETHER * TOGETHER; };
+    clear(lines, unseen(from));
     TileRows rows[2];
     rows[0].find(kv, p.sequence, p.head, from, end);
     for (int64_t begin = from; begin < to; begin += TILE_KEYS) {
       const int64_t now = (begin - from) / TILE_KEYS % 2;
       rows[1 - now].find(kv, p.sequence, p.head, begin + TILE_KEYS, end);
       (int8 ? pack_int8_tile : pack_tile)(rows[now], rows[1 - now], padded, tile);
-      // Queries before this tile see nothing of it; lines keep standing together.
-      const int64_t skip = std::max<int64_t>(0, begin - p.position) * group / TOGETHER * TOGETHER;
-      (int8 ? attend_tile<true> : attend_tile<false>)(lines.from(skip), lines_q + skip * padded, position + skip, begin,
-                                                      tile, how, rows[1 - now], ahead);
+      const int64_t skip = unseen(begin);
+      const Attended what{lines_q + skip * padded, position + skip, begin, begin == from, tile, how, rows[1 - now]};
+      (int8 ? attend_tile<true> : attend_tile<false>)(what, lines.from(skip), coming);
     }
   }
   void finish(const Piece& p, const Lines& lines) const {
     const int64_t d = kv.head_dim;
-    for (int64_t line = 0; line < lines.count; line++) {
-      const float share = 1.0f / sum_lanes(load(lines.sum + line * LANES));
-      const int64_t to = ((p.row + line / group) * heads + p.head * group + line % group) * d;
-      int64_t i = 0;
-      for (; i + LANES <= d; i += LANES)
-        store_as(out, type, to + i, load(lines.value(i / PANEL, line) + i % PANEL) * share);
-      for (; i < d; i++) store_one(out, type, to + i, lines.value(i / PANEL, line)[i % PANEL] * share);
+    for (int64_t t = 0, line = 0; t < p.tokens; t++) {
+      int64_t to = first_value(p, t);
+      for (int64_t g = 0; g < group; g++, line++, to += d) {
+        const float share = 1.0f / sum_lanes(load(lines.sum + line * LANES));
+        for (int64_t begin = 0; begin < d; begin += PANEL) {
+          const float* own = lines.value(begin / PANEL, line);
+          const int64_t count = std::min<int64_t>(PANEL, d - begin);
+          int64_t i = 0;
+          if (type == Type::bf16)
+            for (; i + 2 * LANES <= count; i += 2 * LANES)
+              store_bf16(static_cast<uint16_t*>(out) + to + begin + i, load(own + i) * share, load(own + i + LANES) * share);
+          for (; i + LANES <= count; i += LANES) store_as(out, type, to + begin + i, load(own + i) * share);
+          for (; i < count; i++) store_one(out, type, to + begin + i, own[i] * share);
+        }
+      }
     }
   }
 
