@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hasten.ops.attention import attention
+from hasten.ops.attention.int8_rows import dequantize_rows, quantize_rows
 from hasten.ops.native import available_isas, library
 
 pytestmark = pytest.mark.skipif(library() is None, reason="the native kernels cannot be built here (no C++ compiler)")
@@ -106,6 +107,36 @@ def test_a_query_gets_the_same_bits_alone_and_in_company(isa, window):
                     isa, q[b : b + 1, t : t + 1], k[b : b + 1], v[b : b + 1], [lengths[b] - 89 + t], window=window
                 )
                 assert torch.equal(alone[0, 0], together[b, t])
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@settings(deadline=None, max_examples=6)
+@given(
+    st.integers(0, 1000),
+    st.sampled_from([130, 515, 640]),
+    st.sampled_from([0, 1, 500, 700]),
+    st.sampled_from([(8, 1), (16, 2), (6, 2), (4, 4)]),
+    st.sampled_from([64, 80, 128]),
+    st.sampled_from([None, 100, 513]),
+    st.booleans(),
+)
+def test_long_prompts_have_the_bits_of_single_queries(isa, seed, tokens, before, heads, size, window, int8):
+    """Pieces of many lines, several of them, over several spans: from 130 × 8 lines on with two threads."""
+    room = tokens + before
+    q, k, v = case(seed, 1, tokens, room, *heads, size, torch.bfloat16)
+    if int8:
+        rows = [quantize_rows(t.float()) for t in (k, v)]
+        exact_k, exact_v = (dequantize_rows(t, torch.float64) for t in rows)
+    else:
+        rows, exact_k, exact_v = [k, v], k.double(), v.double()
+    torch.set_num_threads(2)
+    found = run(isa, q, *rows, [room], window=window)
+    exact = attention(q.double(), exact_k, exact_v, window=window, kernel="reference")
+    # Weights and results in bf16; a wrong tile or line is off by far more.
+    torch.testing.assert_close(found.double(), exact, rtol=0.02, atol=0.02)
+    for t in {0, 31, 64, tokens // 2, tokens - 1}:
+        alone = run(isa, q[:, t : t + 1], *rows, [before + t + 1], window=window)
+        assert torch.equal(alone[0, 0], found[0, t]), t
 
 
 @pytest.mark.parametrize("isa", ISAS)

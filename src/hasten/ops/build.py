@@ -34,7 +34,10 @@ COMMON_FLAGS = ("-O3", "-std=c++20", "-fPIC", "-fvisibility=hidden", "-fwrapv", 
 # g++ takes F32 as a vector argument without AVX-512 as an ABI change and says so once a function.
 GNU_FLAGS = ("-fno-gnu-unique", "-Wno-psabi")
 SHORT_PATHS = "-ffile-prefix-map={folder}/="  # messages name "linear/gemm.h", whatever checkout it was compiled in
-AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c", "-mprfchw", "-mprefer-vector-width=512")
+AVX512 = (
+    *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c", "-mprfchw"),
+    "-mprefer-vector-width=512",
+)
 VNNI = (*AVX512, "-mavx512vnni", "-mavx512bf16")
 VNNI_NEEDS = frozenset({"avx512f", "avx512bw", "avx512vl", "avx512_vnni", "avx512_bf16", "fma"})
 

@@ -22,10 +22,14 @@ constexpr int64_t SPAN_KEYS = 512;
 constexpr int64_t AHEAD_LINES = 32, AHEAD_ROWS = 2;
 #if defined(__AMX_TILE__)
 constexpr int64_t TOGETHER = 2 * AMX_ROWS;  // query lines that are multiplied at a time
+// Tiles that the same lines take one after the other, while their values stay in the first-level cache. A few lines take
+// each tile by itself, while it stays there; so do all without AMX, where fewer are multiplied at a time.
+constexpr int64_t TILES = SPAN_KEYS / TILE_KEYS;
 #else
 constexpr int64_t TOGETHER = 6;
+constexpr int64_t TILES = 1;
 #endif
-constexpr int64_t LINES = 256 / TOGETHER * TOGETHER;  // query lines that share a packed tile
+constexpr int64_t LINES = 256 * (TILES > 1 ? 2 : 1) / TOGETHER * TOGETHER;  // query lines that share packed tiles
 constexpr float LOG2E = 1.44269504088896341f;
 // Weights are 2^(score - top). A score may be this much above top before top follows it and sums are rescaled. Waiting
 // changes nothing, since values and sum carry the same factor; it makes the branch rare, hence predicted.
@@ -98,45 +102,48 @@ struct Lines {
 
 constexpr float LOWEST = -std::numeric_limits<float>::infinity();
 
-// What one tile of keys is to all lines of a piece.
+// What some tiles of keys are to all lines of a piece.
 struct Attended {
   const uint16_t* q;        // [lines][padded] bf16
   const int64_t* position;  // of each line's query, ascending: the last of some lines sees most
-  int64_t begin;            // the tile's first key
-  bool fresh;               // the first tile: the lines' values are not yet written
-  const Tile& tile;
+  int64_t begin;            // the first tile's first key
+  bool fresh;               // the lines' values are not yet written
+  const Tile* tiles;
+  int64_t count;
   const Scores& how;
   const TileRows& next;  // see pack_tile
 };
 
-// Up to TOGETHER lines from `line` on with the keys of a tile, or (HALF) with its first 32, where their queries see no
+// Up to TOGETHER lines from `line` on with the keys of tile `which`, or (HALF) with its first 32, where their queries see no
 // more: the same bits, as hidden keys add zeros. PLAIN: no soft cap, and no key is hidden.
 template <bool INT8, bool HALF, bool PLAIN>
 void attend_lines(Multiplier& multiplier, const Attended& what, const Lines& lines, int64_t line, int64_t rows,
-                  Coming& coming) {
+                  int64_t which, Coming& coming) {
   constexpr int vectors = HALF ? VECTORS / 2 : VECTORS, keys = vectors * LANES;
   alignas(64) float scores[TOGETHER * PANEL];
   alignas(64) uint16_t weights[TOGETHER * PANEL];
   const Scores how = what.how;
+  const Tile tile = what.tiles[which];
+  const int64_t begin = what.begin + which * TILE_KEYS;
   // Scores in powers of 2: of a soft cap c, c·tanh(s/c).
   const F32 factor = splat(how.softcap != 0 ? how.scale / how.softcap : how.scale * LOG2E);
   const F32 cap = splat(how.softcap * LOG2E);
   float *tops = lines.top + line, *sums = lines.sum + line * LANES;
-  const int64_t asks = std::max<int64_t>(0, TILE_KEYS / 8 - line);
+  const int64_t asks = which ? 0 : std::max<int64_t>(0, TILE_KEYS / 8 - line);
   const bool more = coming.any();
-  multiply<HALF>(multiplier, what.tile.k, what.q + line * lines.padded, lines.padded, lines.padded, scores, rows, true);
+  multiply<HALF>(multiplier, tile.k, what.q + line * lines.padded, lines.padded, lines.padded, scores, rows, true);
   for (int64_t i = 0; i < rows; i++) {
     if (i < asks) what.next.prefetch(what.next.v + (line + i) * 8, 8);
     if (more && i % 4 == 0) coming.ask(std::min<int64_t>(4, rows - i));
     F32 s[vectors];
     for (int v = 0; v < vectors; v++) {
       s[v] = load(scores + i * PANEL + v * LANES) * factor;
-      if constexpr (INT8) s[v] *= load(what.tile.k_scales + v * LANES);
+      if constexpr (INT8) s[v] *= load(tile.k_scales + v * LANES);
     }
     if constexpr (!PLAIN) {
       if (how.softcap != 0)
         for (int v = 0; v < vectors; v++) s[v] = tanh(s[v]) * cap;
-      const int64_t at = what.position[line + i] - what.begin;  // the last key that this query sees, counted in the tile
+      const int64_t at = what.position[line + i] - begin;  // the last key that this query sees, counted in the tile
       if (at < keys - 1 || (how.window && at >= how.window))
         for (int v = 0; v < vectors; v++) {
           I32 key = I32{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} + v * LANES;
@@ -160,30 +167,32 @@ void attend_lines(Multiplier& multiplier, const Attended& what, const Lines& lin
       for (int u = 0; u < 2; u++) {
         p[u] = exp2<3>(s[v + u] - measure);
         total += p[u];
-        if constexpr (INT8) p[u] *= load(what.tile.v_scales + (v + u) * LANES);
+        if constexpr (INT8) p[u] *= load(tile.v_scales + (v + u) * LANES);
       }
       store_bf16(weights + i * PANEL + v * LANES, p[0], p[1]);
     }
     store(sums + i * LANES, total);
   }
   for (int64_t p = 0; p < lines.padded / PANEL; p++)
-    multiply<false>(multiplier, what.tile.v + p * TILE_KEYS * PANEL, weights, PANEL, keys, lines.value(p, line), rows,
-                    what.fresh);
+    multiply<false>(multiplier, tile.v + p * TILE_KEYS * PANEL, weights, PANEL, keys, lines.value(p, line), rows,
+                    what.fresh && which == 0);
 }
 
-// One tile of keys for all lines.
+// All tiles for some lines, then for the next.
 template <bool INT8>
-void attend_tile(const Attended& what, const Lines& lines, Coming& coming) {
+void attend_tiles(const Attended& what, const Lines& lines, Coming& coming) {
   Multiplier multiplier;
   const bool plain = what.how.softcap == 0 && !what.how.window;
-  for (int64_t line = 0; line < lines.count; line += TOGETHER) {
-    const int64_t rows = std::min(TOGETHER, lines.count - line);
-    const int64_t least = what.position[line] - what.begin, most = what.position[line + rows - 1] - what.begin;
-    auto attend = plain && least >= TILE_KEYS - 1 ? attend_lines<INT8, false, true>
-                  : most < TILE_KEYS / 2          ? attend_lines<INT8, true, false>
-                                                  : attend_lines<INT8, false, false>;
-    attend(multiplier, what, lines, line, rows, coming);
-  }
+  for (int64_t line = 0; line < lines.count; line += TOGETHER)
+    for (int64_t t = 0; t < what.count; t++) {
+      const int64_t rows = std::min(TOGETHER, lines.count - line), begin = what.begin + t * TILE_KEYS;
+      const int64_t least = what.position[line] - begin, most = what.position[line + rows - 1] - begin;
+      if (most < 0) break;  // they see nothing from here on
+      auto attend = plain && least >= TILE_KEYS - 1 ? attend_lines<INT8, false, true>
+                    : most < TILE_KEYS / 2          ? attend_lines<INT8, true, false>
+                                                    : attend_lines<INT8, false, false>;
+      attend(multiplier, what, lines, line, rows, t, coming);
+    }
 }
 
 // Nothing seen yet. Values are cleared of the first `unseen` lines only, which will see nothing of this span.

@@ -30,7 +30,7 @@ class AttentionPhases {
                   const Tensor& k, const Tensor& v, const Tensor& starts, const Tensor& lengths,
                   const std::optional<Tensor>& first, const std::optional<Tensor>& table, int64_t block_size,
                   double scale, int64_t window, double softcap)
-      : q(q), out(out), type(type), heads(heads) {
+      : q(q), out(out), type(type), heads(heads), threads(torch::stable::get_num_threads()) {
     int8 = holds_int8(k, head_dim);
     STD_TORCH_CHECK(holds_int8(v, head_dim) == int8, "k and v must be of one dtype");
     STD_TORCH_CHECK(lie_alike(k, v), "keys and values must lie alike, each head's in one piece");
@@ -48,7 +48,9 @@ class AttentionPhases {
     STD_TORCH_CHECK(padded <= 256, "head sizes up to 256");
     const int64_t* start = static_cast<const int64_t*>(starts.const_data_ptr());
     const int64_t* length = static_cast<const int64_t*>(lengths.const_data_ptr());
-    const int64_t tokens = std::max<int64_t>(1, LINES / group);
+    int64_t together = LINES;  // fewer where threads would have too few pieces
+    while (together > LINES / 8 && rows * heads < 4 * threads * together) together /= 2;
+    const int64_t tokens = std::max<int64_t>(1, together / group);
     for (int64_t b = 0; b < lengths.size(0); b++) {
       const int64_t own = start[b + 1] - start[b], before = length[b] - own;
       // The last tokens see most keys: begun first, they do not keep the others waiting at the end.
@@ -61,7 +63,7 @@ class AttentionPhases {
     most = std::min<int64_t>(tokens, rows) * group;
     size = round_up(lines_size(most, padded), LANES);
     // Few sequences and heads, long contexts: the spans are work of their own, merged afterwards in the same order.
-    split = spans > 1 && int64_t(pieces.size()) < 4 * int64_t(torch::stable::get_num_threads());
+    split = spans > 1 && int64_t(pieces.size()) < 4 * threads;
     if (split) parts = memory.take<float>(int64_t(pieces.size()) * spans * size);
   }
 
@@ -69,7 +71,6 @@ class AttentionPhases {
   void run(Member& member, Ahead ahead = {}) const {
     const int64_t count = int64_t(pieces.size());
     if (!split) {
-      const int64_t threads = torch::stable::get_num_threads();
       return member.each(count, [&](int64_t c) {
         whole_piece(pieces[c], pieces[std::min(c + threads, count - 1)], ahead);
       });
@@ -148,24 +149,30 @@ class AttentionPhases {
   }
   void span(const Piece& p, int64_t index, const uint16_t* lines_q, const int64_t* position, const Lines& lines,
             Coming& coming) const {
-    float* scales = scratch<float, 13>(2 * TILE_KEYS);
-    const Tile tile{scratch<uint16_t, 8>(padded * TILE_KEYS), scratch<uint16_t, 9>(padded * TILE_KEYS), scales,
-                    scales + TILE_KEYS};
+    const int64_t together = lines.count > 2 * TOGETHER ? TILES : 1, size = padded * TILE_KEYS;
+    float* scales = scratch<float, 13>(2 * together * TILE_KEYS);
+    uint16_t* packed = scratch<uint16_t, 8>(2 * together * size);
     const int64_t last = p.position + p.tokens;
     const int64_t from = std::max(index * SPAN_KEYS, first_key(p)), to = std::min((index + 1) * SPAN_KEYS, last);
     const int64_t end = std::min(last, kv.room(p.sequence));
     // Queries before a tile see nothing of it; lines keep standing together.
     auto unseen = [&](int64_t begin) { return std::max<int64_t>(0, begin - p.position) * group / TOGETHER * TOGETHER; };
     clear(lines, unseen(from));
+    Tile tiles[TILES];
     TileRows rows[2];
     rows[0].find(kv, p.sequence, p.head, from, end);
-    for (int64_t begin = from; begin < to; begin += TILE_KEYS) {
-      const int64_t now = (begin - from) / TILE_KEYS % 2;
-      rows[1 - now].find(kv, p.sequence, p.head, begin + TILE_KEYS, end);
-      (int8 ? pack_int8_tile : pack_tile)(rows[now], rows[1 - now], padded, tile);
-      const int64_t skip = unseen(begin);
-      const Attended what{lines_q + skip * padded, position + skip, begin, begin == from, tile, how, rows[1 - now]};
-      (int8 ? attend_tile<true> : attend_tile<false>)(what, lines.from(skip), coming);
+    for (int64_t begin = from, now = 0; begin < to;) {
+      const int64_t first = begin;
+      int64_t count = 0;
+      for (; count < together && begin < to; count++, begin += TILE_KEYS, now = 1 - now) {
+        tiles[count] = {packed + 2 * count * size, packed + (2 * count + 1) * size, scales + 2 * count * TILE_KEYS,
+                        scales + (2 * count + 1) * TILE_KEYS};
+        rows[1 - now].find(kv, p.sequence, p.head, begin + TILE_KEYS, end);
+        (int8 ? pack_int8_tile : pack_tile)(rows[now], rows[1 - now], padded, tiles[count]);
+      }
+      const int64_t skip = unseen(first);
+      const Attended what{lines_q + skip * padded, position + skip, first, first == from, tiles, count, how, rows[now]};
+      (int8 ? attend_tiles<true> : attend_tiles<false>)(what, lines.from(skip), coming);
     }
   }
   void finish(const Piece& p, const Lines& lines) const {
@@ -193,7 +200,7 @@ class AttentionPhases {
   Type type;
   KeyValues kv;
   Scores how;
-  int64_t heads, group, padded, spans = 1, most, size;
+  int64_t heads, threads, group, padded, spans = 1, most, size;
   bool int8, split;
   float* parts = nullptr;
   std::vector<Piece> pieces;
