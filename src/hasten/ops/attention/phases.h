@@ -48,8 +48,8 @@ class AttentionPhases {
     STD_TORCH_CHECK(padded <= 256, "head sizes up to 256");
     const int64_t* start = static_cast<const int64_t*>(starts.const_data_ptr());
     const int64_t* length = static_cast<const int64_t*>(lengths.const_data_ptr());
-    int64_t together = LINES;  // fewer where threads would have too few pieces
-    while (together > LINES / 8 && rows * heads < 4 * threads * together) together /= 2;
+    int64_t together = LINES;  // half of them where threads would have too few pieces
+    if (LINES > 256 && rows * heads < 4 * threads * LINES) together /= 2;
     const int64_t tokens = std::max<int64_t>(1, together / group);
     for (int64_t b = 0; b < lengths.size(0); b++) {
       const int64_t own = start[b + 1] - start[b], before = length[b] - own;
