@@ -102,12 +102,12 @@ def _evaluate(model: Any, documents: list[str], run: Path) -> dict[str, Any]:
     """Score held-out files; also written to evaluation.json."""
     from dataclasses import asdict
 
-    from hasten.cli.progress import counter
+    from hasten.cli.progress import share
     from hasten.generation.perplexity import perplexity
     from hasten.machine.files import write_json
 
-    with counter("scored tokens") as advance:
-        scores = asdict(perplexity(model, documents, advance=advance))
+    with share("scored tokens") as progress:
+        scores = asdict(perplexity(model, documents, progress=progress))
     write_json(run / "evaluation.json", scores | {"documents": len(documents)})
     return scores
 
