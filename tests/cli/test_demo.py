@@ -33,7 +33,7 @@ def run(tmp_path, monkeypatch):
         run=Run(steps=10, minutes=1, validate_every=5, validation_batches=2, device="cpu"),
     )
     monkeypatch.setitem(recipes.RECIPES, "demo", tiny)
-    size = Size(model=tiny.model, batch_size=2, learning_rate=tiny.optimizer.learning_rate, tokens=1)
+    size = Size(model=tiny.model, learning_rate=tiny.optimizer.learning_rate, tokens=1)
     monkeypatch.setattr(recipes, "DEMO_SIZES", (size,))
     monkeypatch.setattr(demo, "_precision", lambda device: "float32")
     monkeypatch.setattr("hasten.data.bigram.bigram_loss", lambda *arguments, **options: 99.0)  # ten steps beat that

@@ -8,9 +8,9 @@ from hasten.training.recipe import Recipe, Run, Shape
 from hasten.training.recipes import DEMO_SIZES, RECIPES, Size
 
 SIZES = (
-    Size(model=Shape(layers=3), batch_size=2, learning_rate=1e-3, tokens=900_000),
-    Size(model=Shape(layers=2), batch_size=4, learning_rate=2e-3, tokens=700_000),
-    Size(model=Shape(layers=1), batch_size=8, learning_rate=3e-3, tokens=500_000),
+    Size(model=Shape(layers=3), learning_rate=1e-3, tokens=900_000),
+    Size(model=Shape(layers=2), optimizer="muon", learning_rate=2e-3, tokens=700_000),
+    Size(model=Shape(layers=1), learning_rate=3e-3, tokens=500_000),
 )
 PLANNED = Recipe(name="demo", run=Run(minutes=4))
 
@@ -29,7 +29,7 @@ def test_a_fast_machine_trains_what_was_planned_and_says_nothing():
 def test_a_slower_one_trains_the_largest_that_learns_and_says_so_in_one_line():
     recipe, told = fit(PLANNED, SIZES, measure=measure({3: 100.0, 2: 5000.0, 1: 9000.0}))
     assert recipe == SIZES[1].of(PLANNED)
-    assert (recipe.data.batch_size, recipe.optimizer.learning_rate) == (4, 2e-3)
+    assert (recipe.optimizer.kind, recipe.optimizer.learning_rate) == ("muon", 2e-3)
     assert "3.0 M" in told
     assert "2.0 M" in told
     assert f"{100 * 240 * TRAINING_SHARE:,.0f}" in told
