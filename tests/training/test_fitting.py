@@ -36,10 +36,13 @@ def test_a_slower_one_trains_the_largest_that_learns_and_says_so_in_one_line():
     assert "\n" not in told
 
 
-def test_one_too_slow_for_all_trains_the_smallest_and_expects_little():
+def test_one_too_slow_for_all_trains_what_comes_nearest_and_expects_little():
     recipe, told = fit(PLANNED, SIZES, measure=measure({3: 1.0, 2: 3.0, 1: 6.0}))
     assert recipe == SIZES[2].of(PLANNED)
-    assert "little" in told
+    assert "expect little" in told
+    recipe, told = fit(PLANNED, SIZES, measure=measure({3: 1000.0, 2: 3.0, 1: 6.0}))  # small products may be slower
+    assert recipe == SIZES[0].of(PLANNED)
+    assert "expect little" in told
 
 
 def test_the_speed_is_that_of_steps_and_none_is_taken_where_the_matrix_rate_rules_it_out(recipe, monkeypatch):

@@ -52,27 +52,28 @@ def measured_speed(recipe: Recipe, *, needed: float = 0.0) -> Speed:
 def fit(
     recipe: Recipe, sizes: Sequence[Size], *, measure: Callable[..., Speed] = measured_speed
 ) -> tuple[Recipe, str | None]:
-    """The recipe with the first of `sizes`, largest first, that `run.minutes` can teach here, or else with the last.
+    """The recipe with the first of `sizes`, largest first, that `run.minutes` can teach here, or else the nearest.
 
     With it a line that says what was planned, what is trained and why, where that is not the same.
     """
     assert recipe.run.minutes is not None
     minutes = recipe.run.minutes
     seconds = minutes * 60 * TRAINING_SHARE
-    planned: Speed | None = None
+    speeds: list[Speed] = []
+    shares: list[float] = []  # of the tokens that a size needs, what it would see
     for size in sizes:
-        chosen = size.of(recipe)
-        speed = measure(chosen, needed=size.tokens / seconds)
-        planned = planned or speed
-        if speed.tokens * seconds >= size.tokens:
+        speeds.append(measure(size.of(recipe), needed=size.tokens / seconds))
+        shares.append(speeds[-1].tokens * seconds / size.tokens)
+        if shares[-1] >= 1:
             break
-    assert planned is not None
-    if size is sizes[0]:
+    best = shares.index(max(shares))
+    chosen, speed = sizes[best].of(recipe), speeds[best]
+    few = "" if shares[best] >= 1 else f", where {sizes[best].tokens:,} are needed: expect little"
+    if best == 0 and not few:
         return chosen, None
-    few = "" if speed.tokens * seconds >= size.tokens else ", which is little even for this one"
     return chosen, (
-        f"planned was a model of {_millions(planned)} parameters, which learns from about {sizes[0].tokens:,} tokens "
-        f"and would see {planned.tokens * seconds:,.0f} in {minutes:g} minutes here; trained is one of "
+        f"planned was a model of {_millions(speeds[0])} parameters, which learns from about {sizes[0].tokens:,} tokens "
+        f"and would see {speeds[0].tokens * seconds:,.0f} in {minutes:g} minutes here; trained is one of "
         f"{_millions(speed)}, which sees about {speed.tokens * seconds:,.0f}{few}"
     )
 
