@@ -12,7 +12,7 @@ from hasten.generation.ids import check_ids
 from hasten.model.context import training_context
 from hasten.model.transformer import Transformer
 
-BATCH_TOKENS = 4096  # enough for products at the machine's rate
+BATCH_TOKENS = 2048  # enough for products at the machine's rate; with more, activations leave the caches
 DEFAULT_CONTEXT = 2048  # of a window, where the model has more positions
 
 
