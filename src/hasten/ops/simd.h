@@ -47,6 +47,16 @@ INLINE F32 multiply_add(F32 a, F32 b, F32 c) {
 #endif
 }
 
+// acc += a·b, in the register that acc has: g++ moves accumulators about where a tile fills all 16 of AVX2's registers.
+INLINE void accumulate(F32& acc, F32 a, F32 b) {
+#if defined(__FMA__) && !HASTEN_512
+  asm("vfmadd231ps %2, %1, %0" : "+x"(acc.low) : "x"(a.low), "x"(b.low));
+  asm("vfmadd231ps %2, %1, %0" : "+x"(acc.high) : "x"(a.high), "x"(b.high));
+#else
+  acc = multiply_add(a, b, acc);
+#endif
+}
+
 // bfloat16 is the upper half of a float32; rounding is to the nearest, ties to even. NaN stays NaN.
 INLINE float from_bf16(uint16_t x) { uint32_t u = uint32_t(x) << 16; float f; std::memcpy(&f, &u, 4); return f; }
 INLINE uint16_t to_bf16(float f) {

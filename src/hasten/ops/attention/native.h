@@ -179,9 +179,11 @@ template <bool INT8>
 void attend_tiles(const Attended& what, const Lines& lines, Coming& coming) {
   Multiplier multiplier;
   const bool plain = what.how.softcap == 0 && !what.how.window;
-  for (int64_t line = 0; line < lines.count; line += TOGETHER)
+  // Equal numbers of lines: eight as four and four, not six and two.
+  const int64_t turns = (lines.count + TOGETHER - 1) / TOGETHER, together = (lines.count + turns - 1) / turns;
+  for (int64_t line = 0; line < lines.count; line += together)
     for (int64_t t = 0; t < what.count; t++) {
-      const int64_t rows = std::min(TOGETHER, lines.count - line), begin = what.begin + t * TILE_KEYS;
+      const int64_t rows = std::min(together, lines.count - line), begin = what.begin + t * TILE_KEYS;
       const int64_t least = what.position[line] - begin, most = what.position[line + rows - 1] - begin;
       if (most < 0) break;  // they see nothing from here on
       auto attend = plain && least >= TILE_KEYS - 1 ? attend_lines<INT8, false, true>

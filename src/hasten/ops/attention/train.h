@@ -17,24 +17,27 @@ constexpr int32_t WHOLE = 0xffff;
 template <class T>
 constexpr int64_t PAIR = sizeof(Word) / sizeof(T);  // elements of a word
 
+// acc += line · x, both words of T.
 template <class T>
-INLINE F32 dot(F32 acc, const Word* line, Word x) {
-  if constexpr (PAIR<T> == 2) return dot_bf16(acc, load_line(line), x);
-  float one;
-  std::memcpy(&one, &x, 4);
-  return multiply_add(as<F32>(load_line(line)), splat(one), acc);
+INLINE void add_product(F32& acc, const Word* line, Word x) {
+  if constexpr (PAIR<T> == 2) {
+    acc = dot_bf16(acc, load_line(line), x);
+  } else {
+    float one;
+    std::memcpy(&one, &x, 4);
+    accumulate(acc, as<F32>(load_line(line)), splat(one));
+  }
 }
 
 template <class T, int M, int V, class End>
 INLINE void tile(const Word* panel, int64_t lanes, const Word* x, int64_t stride, int64_t steps, const End& end) {
-  F32 acc[M][V] = {};
+  F32 acc[M][V];
+  EACH(m, M, EACH(v, V, acc[m][v] = F32{}));
   for (int64_t s = 0; s < steps; s++)
-    for (int m = 0; m < M; m++) {
-      const Word word = x[m * stride + s];
-      for (int v = 0; v < V; v++) acc[m][v] = dot<T>(acc[m][v], panel + s * lanes + v * LANES, word);
-    }
-  for (int m = 0; m < M; m++)
-    for (int v = 0; v < V; v++) end(m, v, acc[m][v]);
+    EACH(m, M,
+         const Word word = x[m * stride + s];
+         EACH(v, V, add_product<T>(acc[m][v], panel + s * lanes + v * LANES, word)));
+  EACH(m, M, EACH(v, V, end(m, v, acc[m][v])));
 }
 
 #if defined(__AMX_TILE__)
@@ -84,13 +87,19 @@ void product(const Word* panel, int64_t lanes, int64_t vectors, const Word* x, i
 #if defined(__AMX_TILE__)
   if constexpr (PAIR<T> == 2) return amx_product_words(panel, lanes, vectors, x, stride, rows, steps, end);
 #endif
-  constexpr int tall = BF16_TILE.tile, wide = BF16_TILE.span(tall);
+  constexpr int tall = BF16_TILE.tile & ~1, wide = BF16_TILE.span(tall);
   auto columns = [&]<int V>(int64_t first) {
-    for (int64_t row = 0; row < rows; row += tall)
-      with_count<tall>(rows - row, [&](auto m) {
-        tile<T, m, V>(panel + first * LANES, lanes, x + row * stride, stride, steps,
-                      [&](int i, int v, F32 sum) { end(row + i, first + v, sum); });
-      });
+    int64_t row = 0;
+    auto take = [&]<int M>() {
+      tile<T, M, V>(panel + first * LANES, lanes, x + row * stride, stride, steps,
+                    [&](int m, int v, F32 sum) { end(row + m, first + v, sum); });
+      row += M;
+    };
+    while (row + tall <= rows) take.template operator()<tall>();
+    if constexpr (tall > 4)
+      if (row + 4 <= rows) take.template operator()<4>();
+    if constexpr (tall > 2)
+      if (row + 2 <= rows) take.template operator()<2>();
   };
   int64_t first = 0;
   for (; first + wide <= vectors; first += wide) columns.template operator()<wide>(first);

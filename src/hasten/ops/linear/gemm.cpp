@@ -5,7 +5,7 @@ namespace hasten {
 
 // Steps along K between turning to the other vectors of a panel. Wide tiles take a line's neighbours soon after it, as
 // the memory brings them: with whole rows between them, 8 rows took twice as long.
-constexpr int64_t WIDE_STEPS = 64;
+constexpr int64_t WIDE_STEPS = HASTEN_512 ? 64 : 32;  // with AVX2 a block is what is prefetched: AHEAD
 constexpr int64_t MANY_VALUES = 512;  // of K that all tiles of many rows pass before the next: 16 KB of int4 lines
 
 constexpr int64_t SCALES_AHEAD = 8;     // groups
@@ -70,8 +70,7 @@ template <int M, int V, bool STREAM>
 __attribute__((noinline)) static void tile_int8(const uint8_t* w, const int8_t* x, int64_t stride, int64_t steps, int32_t* sums, bool fresh,
                       const char* ahead) {
   I32 acc[M][V];
-  for (int m = 0; m < M; m++)
-    for (int v = 0; v < V; v++) acc[m][v] = fresh ? I32{} : load(sums + m * PANEL + v * LANES);
+  EACH(m, M, EACH(v, V, acc[m][v] = fresh ? I32{} : load(sums + m * PANEL + v * LANES)));
   for (int64_t s = 0; s < steps; s++) {
     const uint8_t* line = w + s * PANEL * 4;
     if constexpr (STREAM)
@@ -84,14 +83,12 @@ __attribute__((noinline)) static void tile_int8(const uint8_t* w, const int8_t* 
         for (int v = 0; v < V; v++) acc[m][v] = ByteWeights(lines[v]).dot(acc[m][v], quad);
       }
     } else {
-      for (int v = 0; v < V; v++) {
-        const ByteWeights weights(load_line(line + v * 64));
-        for (int m = 0; m < M; m++) acc[m][v] = weights.dot(acc[m][v], quad_at(x + m * stride + 4 * s));
-      }
+      EACH(v, V,
+           const ByteWeights weights(load_line(line + v * 64));
+           EACH(m, M, acc[m][v] = weights.dot(acc[m][v], quad_at(x + m * stride + 4 * s))));
     }
   }
-  for (int m = 0; m < M; m++)
-    for (int v = 0; v < V; v++) store(sums + m * PANEL + v * LANES, acc[m][v]);
+  EACH(m, M, EACH(v, V, store(sums + m * PANEL + v * LANES, acc[m][v])));
 }
 
 // One group of int4 weights: sums[m][v] += scale · (w·q - zero · Σq), for M rows of digits from `row` on. lines: the
@@ -108,13 +105,11 @@ static void tile_int4(const Weight& w, const uint8_t* lines, int64_t panel, int6
   }
   I32 acc[M][V];
   // The sums start at what the weights' offset will have added.
-  for (int m = 0; m < M; m++)
-    for (int v = 0; v < V; v++) acc[m][v] = splat(-8 * x.sums[(row + m) * x.groups + g]);
-  if (w.zeros)
-    for (int v = 0; v < V; v++) {
-      const I32 zero = load_int8(w.zeros + at + v * LANES);  // 0 … 15
-      for (int m = 0; m < M; m++) acc[m][v] = zero * -x.sums[(row + m) * x.groups + g];
-    }
+  if (!w.zeros) EACH(m, M, EACH(v, V, acc[m][v] = splat(-8 * x.sums[(row + m) * x.groups + g])));
+  else
+    EACH(v, V,
+         const I32 zero = load_int8(w.zeros + at + v * LANES);  // 0 … 15
+         EACH(m, M, acc[m][v] = zero * -x.sums[(row + m) * x.groups + g]));
   constexpr uint32_t nibbles = 0x0f0f0f0fu;
 #if HASTEN_VNNI || !defined(__AVX2__)
   // With registers to spare, the high halves stay where they are, as 16 times their value, and have sums of their own:
@@ -154,30 +149,25 @@ static void tile_int4(const Weight& w, const uint8_t* lines, int64_t panel, int6
       const uint8_t* line = lines + t * PANEL * 4;
       if constexpr (STREAM)
         for (int v = 0; v < V; v++) __builtin_prefetch(ahead + (t * V + v) * 64);
-      for (int v = 0; v < V; v++) {
-        const U32 both = load_line(line + v * 64);
-        for (int half = 0; half < 2; half++) {
-          const U32 weights = (half ? both >> 4 : both) & nibbles;
-          for (int m = 0; m < M; m++)
-            pairs[m][v] = add_pairs(pairs[m][v], pairs_u8s8(weights, splat(quad_at(q + m * x.stride + 8 * t + 4 * half))));
-        }
-      }
+      const int8_t* from = q + 8 * t;
+      EACH(v, V,
+           const U32 low = load_line(line + v * 64) & nibbles;
+           EACH(m, M, pairs[m][v] = add_pairs(pairs[m][v], pairs_u8s8(low, splat(quad_at(from + m * x.stride)))));
+           const U32 high = (load_line(line + v * 64) >> 4) & nibbles;
+           EACH(m, M, pairs[m][v] = add_pairs(pairs[m][v], pairs_u8s8(high, splat(quad_at(from + m * x.stride + 4))))));
     }
-    for (int m = 0; m < M; m++)
-      for (int v = 0; v < V; v++) acc[m][v] += sum_pairs(pairs[m][v]);
+    EACH(m, M, EACH(v, V, acc[m][v] += sum_pairs(pairs[m][v])));
   }
 #endif
   F32 scale[V];
   for (int v = 0; v < V; v++) scale[v] = load_scale(w.scales, w.scale_type, at + v * LANES);
-  for (int m = 0; m < M; m++) {
-    const int64_t digit_row = row + m;
-    float own = x.scales[(digit_row >> (x.digits - 1)) * x.groups + g];
-    if (x.digits == 2 && digit_row % 2 == 0) own *= DIGIT;
-    for (int v = 0; v < V; v++) {
-      float* out = sums + m * PANEL + v * LANES;
-      store(out, multiply_add(to_float(acc[m][v]), scale[v] * own, g ? load(out) : F32{}));
-    }
-  }
+  EACH(m, M,
+       const int64_t digit_row = row + m;
+       float own = x.scales[(digit_row >> (x.digits - 1)) * x.groups + g];
+       if (x.digits == 2 && digit_row % 2 == 0) own *= DIGIT;
+       EACH(v, V,
+            float* out = sums + m * PANEL + v * LANES;
+            store(out, multiply_add(to_float(acc[m][v]), scale[v] * own, g ? load(out) : F32{}))));
 }
 
 static void product_bf16(const Weight& w, const Rows& x, int64_t panel, int64_t m0, int64_t rows, float* out) {

@@ -99,35 +99,38 @@ INLINE F32 load_scale(const void* base, ScaleType type, int64_t index) {
   }
 }
 
+// Statements for each i from 0 to N - 1, as constants: the accumulators of a tile then are registers from the first to the
+// last. (Loops are unrolled after g++ has decided that an array is memory.)
+template <int... I, class F>
+INLINE void each_of(std::integer_sequence<int, I...>, const F& f) { (f(std::integral_constant<int, I>{}), ...); }
+#define EACH(i, N, ...) \
+  each_of(std::make_integer_sequence<int, N>{}, [&](auto i) __attribute__((always_inline)) { __VA_ARGS__; })
+
 // sums[m][v] += w·x over `steps` pairs. w: line of the first of V vectors of the panel. STREAM: w comes from memory, and
 // at each step the next V lines from `ahead` on are asked for.
 template <int M, int V, bool STREAM = false>
 void tile_bf16(const uint16_t* w, const Operand* x, int64_t stride, int64_t steps, float* sums, bool fresh,
                const char* ahead = nullptr) {
   F32 acc[M][V];
-  for (int m = 0; m < M; m++)
-    for (int v = 0; v < V; v++) acc[m][v] = fresh ? F32{} : load(sums + m * PANEL + v * LANES);
+  EACH(m, M, EACH(v, V, acc[m][v] = fresh ? F32{} : load(sums + m * PANEL + v * LANES)));
   for (int64_t s = 0; s < steps; s++) {
     const uint16_t* line = w + s * PANEL * 2;
     if constexpr (STREAM)
       for (int v = 0; v < V; v++) __builtin_prefetch(ahead + (s * V + v) * 64);
     if constexpr (sizeof(Operand) == 2) {
-      for (int m = 0; m < M; m++) {
-        uint32_t pair;
-        std::memcpy(&pair, x + m * stride + 2 * s, 4);
-        for (int v = 0; v < V; v++) acc[m][v] = dot_bf16(acc[m][v], load_line(line + v * 32), pair);
-      }
+      EACH(m, M,
+           uint32_t pair;
+           std::memcpy(&pair, x + m * stride + 2 * s, 4);
+           EACH(v, V, acc[m][v] = dot_bf16(acc[m][v], load_line(line + v * 32), pair)));
     } else {
-      for (int v = 0; v < V; v++) {
-        const U32 both = load_line(line + v * 32);
-        const F32 even = as<F32>(both << 16), odd = as<F32>(both & 0xffff0000u);
-        for (int m = 0; m < M; m++) acc[m][v] = multiply_add(even, splat(float(x[m * stride + 2 * s])), acc[m][v]);
-        for (int m = 0; m < M; m++) acc[m][v] = multiply_add(odd, splat(float(x[m * stride + 2 * s + 1])), acc[m][v]);
-      }
+      EACH(v, V,
+           const F32 even = as<F32>(load_line(line + v * 32) << 16);
+           EACH(m, M, accumulate(acc[m][v], even, splat(float(x[m * stride + 2 * s]))));
+           const F32 odd = as<F32>(load_line(line + v * 32) & 0xffff0000u);
+           EACH(m, M, accumulate(acc[m][v], odd, splat(float(x[m * stride + 2 * s + 1])))));
     }
   }
-  for (int m = 0; m < M; m++)
-    for (int v = 0; v < V; v++) store(sums + m * PANEL + v * LANES, acc[m][v]);
+  EACH(m, M, EACH(v, V, store(sums + m * PANEL + v * LANES, acc[m][v])));
 }
 
 template <int M>
