@@ -22,7 +22,7 @@ if not model:
 params = ik.llama_context_default_params()
 params.n_ctx = params.n_batch = params.n_ubatch = 2 * given.work.prefill
 params.n_threads = params.n_threads_batch = given.threads
-params.flash_attn = "VNNI = 1" in system_info  # without VNNI prefill is faster when it is off
+params.flash_attn = "VNNI = 1" in system_info  # not measured both ways yet; the settings say which
 context = ik.llama_init_from_model(model, params)
 past = 0
 
