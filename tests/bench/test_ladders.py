@@ -18,7 +18,7 @@ from hasten.bench.train_rungs import possible, switched_on, techniques
 from hasten.cli.bench import LADDERS
 from hasten.cli.main import main
 from hasten.errors import ConfigError, HastenError, ResourceError
-from hasten.planning.cost import kv_bytes_per_token, parameters
+from hasten.planning.cost import forward_flops_per_token, kv_bytes_per_token, parameters
 
 TINY = Subject(shape="tiny")
 
@@ -102,6 +102,8 @@ def test_further_rows_of_a_rung() -> None:
     cache = 11 * token  # 9 + 4 / 2 tokens on average, in bfloat16
     assert many - cache == pytest.approx((own - cache) / 8), "weights are read once for all, every cache by itself"
     assert longer - own == pytest.approx((30 - 9) * token)
+    once = forward_flops_per_token(rung.config, 9, scored=1)
+    assert facts["prefill_flops_per_token"] == once, "the head is computed for a prompt's last token"
     found = rung.measure()
     assert found["x8|decode_tokens_per_second"] == pytest.approx(8 * found["x8|decode_tokens_per_second_per_sequence"])
     assert {name for name in found if "|" not in name} == {

@@ -121,7 +121,7 @@ class GenerateRung:
             "bytes_per_token": decode_bytes_per_token(
                 self.config, weight_bytes=self.weight_bytes, kv_bytes=size, context=context, batch=row["batch"]
             ),
-            "prefill_flops_per_token": forward_flops_per_token(self.config, row["prompt_tokens"]),
+            "prefill_flops_per_token": forward_flops_per_token(self.config, row["prompt_tokens"], scored=1),
             "matrix_dtype": self.matrix_dtype,
             "kv_heads": self.config.kv_heads,
             "context": context,
