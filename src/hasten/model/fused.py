@@ -22,6 +22,7 @@ from hasten.model.norms import LayerNorm, RMSNorm
 from hasten.model.require import require_model
 from hasten.model.stacking import alternate, packed, plain, split_alternate, split_stack, stack, uneven
 from hasten.model.transformer import MLP, Block, Transformer
+from hasten.model.wide import narrow
 from hasten.ops.linear.modules import PackedLinear
 from hasten.ops.native import NativeLibrary, library
 from hasten.ops.pages import in_large_pages, return_freed_memory
@@ -56,6 +57,7 @@ def fuse(model: Transformer) -> Transformer:
         raise ConfigError(f"this model cannot be fused: {reason}")
     native = library()
     assert native is not None
+    narrow(model)
     for i, block in enumerate(model.blocks):
         if isinstance(block, Block):
             model.blocks[i] = FusedBlock(block, native)
@@ -100,6 +102,7 @@ def unfuse(model: Transformer) -> Transformer:
             embedding = nn.Embedding(head.out_features, head.in_features, device="meta")
             embedding.weight = head.weight
             model.embedding = embedding
+    model.bind()
     return model
 
 

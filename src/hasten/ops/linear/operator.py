@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hasten.machine import emulated
 from hasten.ops import triton_support
 from hasten.ops.linear import kernels
 from hasten.ops.linear.layouts import PADDING, PANELS, PIECES, ROWS, Layout, Operands
@@ -62,6 +63,16 @@ def _triton_refuses(request: LinearRequest) -> str | None:
     return triton_support.refusal(request.device)
 
 
+def _float32_refuses(request: LinearRequest) -> str | None:
+    if request.device.type == "cpu" and emulated(request.dtype) is not None:
+        return None
+    return f"{str(request.dtype).removeprefix('torch.')} needs no detour: its products are not emulated here"
+
+
+def _pytorch_waits(request: LinearRequest) -> str | None:
+    return emulated(request.dtype) if request.device.type == "cpu" else None
+
+
 def _native() -> Product:
     operator = native_ops().linear.default
     return lambda x, weight: operator(x, *weight)
@@ -78,7 +89,8 @@ def _triton() -> Product:
 KERNELS: tuple[Kernel[LinearRequest], ...] = (
     Kernel("native", _native, native_refuses),
     Kernel("triton", _triton, _triton_refuses),
-    Kernel("pytorch", lambda: kernels.pytorch, lambda request: None),
+    Kernel("float32", lambda: kernels.float32, _float32_refuses),
+    Kernel("pytorch", lambda: kernels.pytorch, lambda request: None, _pytorch_waits),
     Kernel("reference", lambda: kernels.reference, lambda request: None),
 )
 
