@@ -6,6 +6,7 @@ torch and library, and kept on disk, so that the same command gives the same num
 out, and a training run goes on with those it began with (`known`, `adopt`).
 """
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -37,12 +38,10 @@ def compare(what: str, contenders: Callable[[], Mapping[str, Callable[[], object
 
     contenders: makes the calls, by name. library: the native library among them, which its hash belongs to.
     """
-    if os.environ.get(VARIABLE) == "0":
-        return {}
     key = _key(what, library)
     found = _store()
-    if key not in found:
-        found[key] = _read(key) or _measured(key, contenders)
+    if key not in found:  # what a resumed run brought along counts, switched off or not
+        found[key] = {} if os.environ.get(VARIABLE) == "0" else _read(key) or _measured(key, contenders)
     return found[key]
 
 
@@ -57,13 +56,13 @@ def slower(one: str, other: str, times: Times) -> str | None:
 
 
 def known() -> dict[str, dict[str, float]]:
-    """Every comparison that this process has asked for, for a checkpoint or a report."""
+    """Every comparison that this process has asked for, for a checkpoint or a report; {} where it was switched off."""
     return {key: dict(times) for key, times in _store().items()}
 
 
 def adopt(times: Mapping[str, Mapping[str, float]]) -> None:
     """Take comparisons of an earlier process as they are: what it computed goes on with the same kernels."""
-    _store().update({key: dict(found) for key, found in times.items() if _sound(found)})
+    _store().update({key: dict(found) for key, found in times.items() if not found or _sound(found)})
 
 
 @functools.cache
@@ -122,8 +121,6 @@ def _measured(key: str, contenders: Callable[[], Mapping[str, Callable[[], objec
                 start = CLOCK()
                 call()
                 best[name] = min(best[name], CLOCK() - start)
-    try:
+    with contextlib.suppress(OSError, ResourceError):  # then it holds for this process
         write_atomically(cache_folder("measured") / _file(key), json.dumps({"key": key, "seconds": best}) + "\n")
-    except (OSError, ResourceError):  # then it holds for this process
-        pass
     return best

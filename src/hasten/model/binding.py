@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from hasten.errors import ConfigError
-from hasten.model.fused import FusedBlock, fuse, refusal, unfuse
+from hasten.model.fused import FusedBlock, fuse, refusal, unfuse, waits
 from hasten.model.require import require_model
 from hasten.model.stacking import plain
 from hasten.model.transformer import Attention, Transformer
@@ -61,7 +61,7 @@ def explain(model: Transformer) -> list[Binding]:
             others = [Refusal(k.name, "the fused steps bring their own attention") for k in attention_operator.KERNELS]
             bindings.append(Binding(layer, "attention", "fused", others))
         else:
-            reason = against_fused or "the model was not fused (hasten.fuse)"
+            reason = against_fused or waits(model) or "the model was not fused (hasten.fuse)"
             bindings.append(Binding(layer, "block", "readable", [Refusal("fused", reason)]))
             assert isinstance(block.attention, Attention)
             bindings.append(_attention_binding(layer, block.attention))
