@@ -77,8 +77,10 @@ def _kind(device: str | torch.device) -> str:
 def _on_cuda(name: str, device: str | torch.device) -> str | None:
     import torch
 
+    if name == "float16" or not torch.cuda.is_available():  # asked about a GPU that is elsewhere
+        return None
     with torch.cuda.device(device):
-        fine = name == "float16" or torch.cuda.is_bf16_supported(including_emulation=False)
+        fine = torch.cuda.is_bf16_supported(including_emulation=False)
     return None if fine else f"{name} is emulated by this GPU"
 
 
