@@ -14,9 +14,10 @@ from hasten.model.families import read_config
 from hasten.model.initialize import initialize
 from hasten.model.tokenizer import Tokenizer
 from hasten.model.transformer import MLP, Attention, Transformer
-from hasten.ops.activation import ActivationRequest, bind
+from hasten.ops.activation import KERNELS, ActivationRequest, bind
 from hasten.ops.attention.pattern_text import parse_pattern, pattern_values
 from hasten.ops.loss import KERNELS as LOSS_KERNELS
+from hasten.ops.picker import explain
 from hasten.training.activations import checkpoint_activations
 from hasten.training.allocator import keep_freed_memory
 from hasten.training.precision import PRECISIONS
@@ -158,7 +159,10 @@ def fuse_activations(model: Transformer, dtype: torch.dtype) -> bool:
     """
     if model.device.type != "cpu":  # a GPU's compiler does as well
         return False
-    functions = bind(ActivationRequest(device=model.device, dtype=dtype))
+    request = ActivationRequest(device=model.device, dtype=dtype)
+    if explain(KERNELS, request).kernel != "native":  # a compiler does better with PyTorch's own functions
+        return False
+    functions = bind(request)
     fused = [module.fuse(functions) for module in model.modules() if isinstance(module, MLP)]
     return any(fused)
 

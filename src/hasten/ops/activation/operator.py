@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hasten.errors import ConfigError
+from hasten.machine.measured import compare, slower
 from hasten.ops.activation import native
 from hasten.ops.native import library
 from hasten.ops.picker import Kernel, pick
@@ -51,6 +52,24 @@ def _native_refuses(request: ActivationRequest) -> str | None:
     return None
 
 
+def _native_waits(request: ActivationRequest) -> str | None:
+    """Why PyTorch's functions are the better ones on this processor, by the time of a small layer, or None."""
+    ours, dtype = library(), str(request.dtype).removeprefix("torch.")
+    assert ours is not None, "what the library cannot serve is refused before"
+    what = f"silu_mul of 256 × 1024 {dtype}, and its gradients"
+    return slower("native", "PyTorch's", compare(what, lambda: _contenders(request.dtype), library=ours.path.stem))
+
+
+def _contenders(dtype: torch.dtype) -> dict[str, Callable[[], object]]:
+    values = torch.randn(3, 256, 1024, generator=torch.Generator().manual_seed(0)).to(dtype)
+    gate, up = (x.requires_grad_() for x in values[:2])
+
+    def run(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[], object]:
+        return lambda: torch.autograd.grad(function(gate, up), (gate, up), values[2])
+
+    return {"native": run(native.silu_mul), "PyTorch's": run(lambda gate, up: F.silu(gate) * up)}
+
+
 def bind(request: ActivationRequest, *, kernel: str | None = None) -> Functions:
     """Both functions of the first kernel that serves, or of the one named: for a layer, which chooses once."""
     found: Functions = pick(KERNELS, request, forced=kernel).run()
@@ -62,7 +81,7 @@ def _run(functions: Functions) -> Callable[[], Functions]:
 
 
 KERNELS: tuple[Kernel[ActivationRequest], ...] = (
-    Kernel("native", _run(Functions(native.bias_gelu, native.silu_mul)), _native_refuses),
+    Kernel("native", _run(Functions(native.bias_gelu, native.silu_mul)), _native_refuses, _native_waits),
     Kernel("reference", _run(Functions(reference_bias_gelu, reference_silu_mul)), lambda request: None),
 )
 
