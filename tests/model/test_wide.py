@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-from references import tiny_llama
 from safetensors import safe_open
 
 import hasten
@@ -15,6 +14,7 @@ from hasten.model.wide import precision_of
 from hasten.ops.linear import wide
 from hasten.ops.linear.modules import PackedLinear
 from hasten.ops.linear.wide import WideLinear, wide_linear
+from references import tiny_llama
 
 TOKENS = torch.arange(3, 15)[None]
 needs_native = pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler")
