@@ -94,8 +94,8 @@ __attribute__((noinline)) static void tile_int8(const uint8_t* w, const int8_t* 
 // One group of int4 weights: sums[m][v] += scale · (w·q - zero · Σq), for M rows of digits from `row` on. lines: the
 // group's first line of vector `first`.
 template <int M, int V, bool STREAM>
-static void tile_int4(const Weight& w, const uint8_t* lines, int64_t panel, int64_t first, int64_t g, const Rows& x,
-                      int64_t row, float* sums, const char* ahead) {
+INLINE void group_int4(const Weight& w, const uint8_t* lines, int64_t panel, int64_t first, int64_t g, const Rows& x,
+                       int64_t row, float* sums, const char* ahead) {
   const int64_t at = (panel * x.groups + g) * PANEL + first * LANES;
   const int8_t* q = x.q + row * x.stride + g * w.group;
   if constexpr (STREAM) {  // a stream of their own, too thin for the prefetcher of the processor to see in time
@@ -170,6 +170,16 @@ static void tile_int4(const Weight& w, const uint8_t* lines, int64_t panel, int6
             store(out, multiply_add(to_float(acc[m][v]), scale[v] * own, g ? load(out) : F32{}))));
 }
 
+// Groups g0 … g1 - 1 after each other. base: the panel's first line.
+template <int M, int V, bool STREAM>
+__attribute__((noinline)) static void tile_int4(const Weight& w, const uint8_t* base, int64_t panel, int64_t first,
+                                                int64_t g0, int64_t g1, const Rows& x, int64_t row, float* sums) {
+  const int64_t steps = w.group / 8, size = steps * PANEL * 4;  // bytes of a packed group
+  for (int64_t g = g0; g < g1; g++)
+    group_int4<M, V, STREAM>(w, base + g * size + first * 64, panel, first, g, x, row, sums,
+                             ahead_of(base + g * size, first, steps));
+}
+
 static void product_bf16(const Weight& w, const Rows& x, int64_t panel, int64_t m0, int64_t rows, float* out) {
   const uint16_t* base = static_cast<const uint16_t*>(w.data) + panel * w.k * PANEL;
 #if defined(__AMX_TILE__)
@@ -225,8 +235,7 @@ static void product_int8(const Weight& w, const Rows& x, int64_t panel, int64_t 
 static void product_int4(const Weight& w, const Rows& x, int64_t panel, int64_t m0, int64_t rows, float* out) {
   const int64_t digit_rows = rows * x.digits, from_row = m0 * x.digits;
   float* sums = x.digits == 1 ? out : scratch<float, 1>(ROW_BLOCK * 2 * PANEL);
-  const int64_t steps = w.group / 8, size = steps * PANEL * 4;  // bytes of a packed group
-  const uint8_t* base = static_cast<const uint8_t*>(w.data) + panel * x.groups * size;
+  const uint8_t* base = static_cast<const uint8_t*>(w.data) + panel * w.panel_bytes();
   const int64_t block = digit_rows <= 2 * INT4_TILE.most ? 1 : std::max<int64_t>(1, MANY_VALUES / w.group);
 #if defined(__AMX_TILE__)
   if (digit_rows >= AMX_INT4_ROWS) amx_int4(w, base, panel, x, from_row, digit_rows, sums);
@@ -234,10 +243,9 @@ static void product_int4(const Weight& w, const Rows& x, int64_t panel, int64_t 
 #endif
     for (int64_t g0 = 0; g0 < x.groups; g0 += block)
       for_tiles<INT4_TILE>(digit_rows, [&](int64_t m, auto count, auto span, auto stream) {
-        for (int64_t g = g0; g < std::min(x.groups, g0 + block); g++)
-          for (int64_t first = 0; first < VECTORS; first += span)
-            tile_int4<count, span, stream>(w, base + g * size + first * 64, panel, first, g, x, from_row + m,
-                                           sums + m * PANEL + first * LANES, ahead_of(base + g * size, first, steps));
+        for (int64_t first = 0; first < VECTORS; first += span)
+          tile_int4<count, span, stream>(w, base, panel, first, g0, std::min(x.groups, g0 + block), x, from_row + m,
+                                         sums + m * PANEL + first * LANES);
       });
   if (x.digits == 2)
     for (int64_t m = 0; m < rows; m++)
