@@ -57,6 +57,15 @@ INLINE void accumulate(F32& acc, F32 a, F32 b) {
 #endif
 }
 
+INLINE void accumulate(I32& acc, I32 v) {
+#if defined(__AVX2__) && !HASTEN_512
+  asm("vpaddd %1, %0, %0" : "+x"(acc.low) : "x"(v.low));
+  asm("vpaddd %1, %0, %0" : "+x"(acc.high) : "x"(v.high));
+#else
+  acc += v;
+#endif
+}
+
 // bfloat16 is the upper half of a float32; rounding is to the nearest, ties to even. NaN stays NaN.
 INLINE float from_bf16(uint16_t x) { uint32_t u = uint32_t(x) << 16; float f; std::memcpy(&f, &u, 4); return f; }
 INLINE uint16_t to_bf16(float f) {
@@ -222,7 +231,7 @@ INLINE I32 dot_u8s8(I32 acc, U32 w, int32_t quad) {
 // larger than 32767.
 #if HASTEN_512
 INLINE I32 pairs_u8s8(U32 w, I32 x) { return (I32)_mm512_maddubs_epi16((__m512i)w, (__m512i)x); }
-INLINE I32 add_pairs(I32 a, I32 b) { return (I32)_mm512_add_epi16((__m512i)a, (__m512i)b); }
+INLINE void add_pairs(I32& acc, I32 v) { acc = (I32)_mm512_add_epi16((__m512i)acc, (__m512i)v); }
 INLINE I32 sum_pairs(I32 v) { return (I32)_mm512_madd_epi16((__m512i)v, _mm512_set1_epi16(1)); }
 INLINE U32 magnitude_int8(I32 v) { return (U32)_mm512_abs_epi8((__m512i)v); }
 INLINE I32 with_sign_of(I32 x, I32 w) {
@@ -233,9 +242,9 @@ INLINE I32 pairs_u8s8(U32 w, I32 x) {
   return {(Native<int32_t>::type)_mm256_maddubs_epi16((__m256i)w.low, (__m256i)x.low),
           (Native<int32_t>::type)_mm256_maddubs_epi16((__m256i)w.high, (__m256i)x.high)};
 }
-INLINE I32 add_pairs(I32 a, I32 b) {
-  return {(Native<int32_t>::type)_mm256_add_epi16((__m256i)a.low, (__m256i)b.low),
-          (Native<int32_t>::type)_mm256_add_epi16((__m256i)a.high, (__m256i)b.high)};
+INLINE void add_pairs(I32& acc, I32 v) {  // in its place, as accumulate
+  asm("vpaddw %1, %0, %0" : "+x"(acc.low) : "x"(v.low));
+  asm("vpaddw %1, %0, %0" : "+x"(acc.high) : "x"(v.high));
 }
 INLINE I32 sum_pairs(I32 v) {
   return each_part<I32>(v, [](auto part) {

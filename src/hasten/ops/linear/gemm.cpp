@@ -53,15 +53,15 @@ struct ByteWeights {
   static constexpr int32_t surplus = 128;
   U32 w;
   INLINE explicit ByteWeights(U32 line) : w(line) {}
-  INLINE I32 dot(I32 acc, int32_t quad) const { return dot_u8s8(acc, w, quad); }
+  INLINE void add_to(I32& acc, int32_t quad) const { acc = dot_u8s8(acc, w, quad); }
 #else
   // |w| · (x with the sign of w): two products of at most 128·127 fit 16 bits.
   static constexpr int32_t surplus = 0;
   I32 w;
   U32 magnitude;
   INLINE explicit ByteWeights(U32 line) : w(as<I32>(line ^ 0x80808080u)), magnitude(magnitude_int8(w)) {}
-  INLINE I32 dot(I32 acc, int32_t quad) const {
-    return acc + sum_pairs(pairs_u8s8(magnitude, with_sign_of(splat(quad), w)));
+  INLINE void add_to(I32& acc, int32_t quad) const {
+    accumulate(acc, sum_pairs(pairs_u8s8(magnitude, with_sign_of(splat(quad), w))));
   }
 #endif
 };
@@ -80,12 +80,12 @@ __attribute__((noinline)) static void tile_int8(const uint8_t* w, const int8_t* 
       for (int v = 0; v < V; v++) lines[v] = load_line(line + v * 64);
       for (int m = 0; m < M; m++) {
         const int32_t quad = quad_at(x + m * stride + 4 * s);
-        for (int v = 0; v < V; v++) acc[m][v] = ByteWeights(lines[v]).dot(acc[m][v], quad);
+        for (int v = 0; v < V; v++) ByteWeights(lines[v]).add_to(acc[m][v], quad);
       }
     } else {
       EACH(v, V,
            const ByteWeights weights(load_line(line + v * 64));
-           EACH(m, M, acc[m][v] = weights.dot(acc[m][v], quad_at(x + m * stride + 4 * s))));
+           EACH(m, M, weights.add_to(acc[m][v], quad_at(x + m * stride + 4 * s))));
     }
   }
   EACH(m, M, EACH(v, V, store(sums + m * PANEL + v * LANES, acc[m][v])));
@@ -152,9 +152,9 @@ INLINE void group_int4(const Weight& w, const uint8_t* lines, int64_t panel, int
       const int8_t* from = q + 8 * t;
       EACH(v, V,
            const U32 low = load_line(line + v * 64) & nibbles;
-           EACH(m, M, pairs[m][v] = add_pairs(pairs[m][v], pairs_u8s8(low, splat(quad_at(from + m * x.stride)))));
+           EACH(m, M, add_pairs(pairs[m][v], pairs_u8s8(low, splat(quad_at(from + m * x.stride)))));
            const U32 high = (load_line(line + v * 64) >> 4) & nibbles;
-           EACH(m, M, pairs[m][v] = add_pairs(pairs[m][v], pairs_u8s8(high, splat(quad_at(from + m * x.stride + 4))))));
+           EACH(m, M, add_pairs(pairs[m][v], pairs_u8s8(high, splat(quad_at(from + m * x.stride + 4))))));
     }
     EACH(m, M, EACH(v, V, acc[m][v] += sum_pairs(pairs[m][v])));
   }
