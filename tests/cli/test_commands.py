@@ -174,3 +174,18 @@ def test_ctrl_c_stops_the_answer_and_not_the_chat(tiny_folder):
     assert b"[stopped]" in out
     assert err.count(b"from the cache") == 2, "the second turn was answered"
     assert b"Traceback" not in err
+
+
+def test_eval_without_overlap(tiny_folder, tmp_path, capfd):
+    text = tmp_path / "text.txt"
+    text.write_text("def add(a, b):\n    return a + b\n" * 20)
+    command = ["eval", str(tiny_folder), "--text", str(text), "--context", "32", "--json", "-"]
+    main(command)
+    overlapping = json.loads(capfd.readouterr().out)
+    main([*command, "--no-overlap"])
+    apart = json.loads(capfd.readouterr().out)
+    assert apart["tokens"] == overlapping["tokens"]
+    assert apart["perplexity"] != overlapping["perplexity"]
+    with pytest.raises(SystemExit):
+        main([*command, "--no-overlap", "--stride", "8"])
+    assert "not both" in capfd.readouterr().err

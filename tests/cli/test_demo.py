@@ -1,6 +1,8 @@
 """`hasten demo` with a model of a few thousand parameters: what it leaves, and what a second run does."""
 
+import json
 import sysconfig
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from hasten.errors import ConfigError
 from hasten.training import recipes, setup
 from hasten.training.journal import read
 from hasten.training.recipe import Data, Recipe, Run, Schedule, Shape, Techniques
+from hasten.training.recipes import Size
 
 
 @pytest.fixture
@@ -30,6 +33,10 @@ def run(tmp_path, monkeypatch):
         run=Run(steps=10, minutes=1, validate_every=5, validation_batches=2, device="cpu"),
     )
     monkeypatch.setitem(recipes.RECIPES, "demo", tiny)
+    size = Size(model=tiny.model, learning_rate=tiny.optimizer.learning_rate, tokens=1)
+    monkeypatch.setattr(recipes, "DEMO_SIZES", (size,))
+    monkeypatch.setattr(demo, "_precision", lambda device: "float32")
+    monkeypatch.setattr("hasten.data.bigram.bigram_loss", lambda *arguments, **options: 99.0)  # ten steps beat that
     monkeypatch.setattr(setup, "matrix_rate", lambda dtype, **options: 1e11)
     monkeypatch.setenv("HASTEN_CACHE", str(tmp_path / "cache"))
 
@@ -49,6 +56,7 @@ def test_it_leaves_what_it_says_and_a_second_run_keeps_a_finished_one(run, capsy
     assert "ladder.json" not in told
     assert demo.PROMPT in told
     assert "bits per byte" in told
+    assert "a bigram model of the same text has 99.000" in told
     lines = read(folder / "train.jsonl")
     assert len(lines) == 10
     run()
@@ -60,6 +68,32 @@ def test_it_leaves_what_it_says_and_a_second_run_keeps_a_finished_one(run, capsy
     fresh = read(folder / "train.jsonl")
     assert len(fresh) == 10
     assert fresh != lines
+
+
+def test_noise_is_called_noise_and_not_shown(run, monkeypatch, capsys):
+    monkeypatch.setattr("hasten.data.bigram.bigram_loss", lambda *arguments, **options: 4.0)
+    run()
+    told = capsys.readouterr().out
+    assert "learned nothing usable" in told
+    assert "10 steps were too few" in told
+    assert demo.PROMPT not in told
+
+
+def test_what_counts_as_noise():
+    assert demo.noise(4.5, 4.6, 4096, steps=2000) is None
+    assert "of a bigram model or worse" in demo.noise(4.7, 4.6, 4096, steps=900)
+    assert "guessing among 4,096 tokens (8.32)" in demo.noise(8.31, 4.6, 4096, steps=3)
+
+
+def test_a_slow_machine_trains_a_smaller_model_says_so_and_goes_on_with_it(run, monkeypatch, capsys):
+    large = recipes.DEMO_SIZES[0]
+    small = replace(large, model=replace(large.model, hidden_size=16))
+    monkeypatch.setattr(recipes, "DEMO_SIZES", (replace(large, tokens=10**9), replace(small, tokens=1)))
+    folder = run()
+    assert "planned was a model of 0.0 M parameters" in capsys.readouterr().out
+    assert json.loads((folder / "recipe.json").read_text())["model"]["hidden_size"] == 16
+    monkeypatch.setattr("hasten.training.fitting.fit", lambda *arguments: pytest.fail("measured a second time"))
+    run()
 
 
 def test_stopped_it_goes_on_from_there(run, monkeypatch, capsys):
@@ -77,6 +111,7 @@ def test_stopped_it_goes_on_from_there(run, monkeypatch, capsys):
         return original(self, *arguments, **options)
 
     monkeypatch.setattr(TrainStep, "run", stop_in_the_third)
+    monkeypatch.setattr("hasten.training.fitting.fit", lambda recipe, sizes: (recipe, None))  # it takes steps too
     with pytest.raises(SystemExit) as ended:
         run()
     assert ended.value.code == 130
@@ -87,9 +122,11 @@ def test_stopped_it_goes_on_from_there(run, monkeypatch, capsys):
 
 def test_the_ladder_is_measured_on_the_trained_model_when_asked(run, monkeypatch):
     measured = []
-    monkeypatch.setattr(demo, "_measure", lambda folder, run, text, *, threads: measured.append((folder, run, threads)))
+    monkeypatch.setattr(
+        demo, "_measure", lambda folder, run, text, *, threads, dtype: measured.append((folder, run, threads, dtype))
+    )
     folder = run(ladder=True)
-    assert measured == [(folder / "model", folder, 1)]
+    assert measured == [(folder / "model", folder, 1, "float32")]
 
 
 def test_the_ladder_scores_what_training_has_not_seen(run, monkeypatch):

@@ -32,15 +32,15 @@ def naive(model, documents):
 @given(st.integers(0, 200), st.integers(2, 50), st.data())
 def test_windows_score_every_token_after_the_first_once(length, context, data):
     stride = data.draw(st.integers(1, context - 1))
-    tokens = list(range(length))
+    tokens = torch.arange(length)
     scored = []
     for window in windows(tokens, context=context, stride=stride):
         assert len(window.tokens) <= context
         assert window.first >= 1
-        scored += window.tokens[window.first :]
+        scored += window.tokens[window.first :].tolist()
         if window.tokens[0] > 0:  # not the beginning: the promised context stands before the first scored token
             assert window.first >= context - stride
-    assert scored == tokens[1:]
+    assert scored == tokens[1:].tolist()
 
 
 @settings(deadline=None, max_examples=10)
@@ -77,7 +77,38 @@ def test_smaller_strides_see_more_context():
     assert many.perplexity != few.perplexity
 
 
-@pytest.mark.parametrize(("context", "stride"), [(1, None), (513, None), (64, 64), (64, 0)])
+def test_a_stride_of_the_whole_context_means_no_overlap_and_half_the_work(monkeypatch):
+    computed = []
+    forward = MODEL.forward
+    monkeypatch.setattr(
+        MODEL, "forward", lambda tokens, *a, **o: computed.append(tokens.numel()) or forward(tokens, *a, **o)
+    )
+    document = [list(range(250)) * 4]
+    overlapping = hasten.perplexity(MODEL, document, context=64)
+    work = sum(computed)
+    computed.clear()
+    apart = hasten.perplexity(MODEL, document, context=64, stride=64)
+    assert apart.tokens == overlapping.tokens == 999
+    assert apart == hasten.perplexity(MODEL, document, context=64, stride=63)
+    assert sum(computed) / 2 < 0.55 * work
+
+
+def test_documents_of_all_lengths_are_hardly_padded_and_progress_ends_at_the_whole(monkeypatch):
+    monkeypatch.setattr("hasten.generation.perplexity.BATCH_TOKENS", 256)
+    computed, told = [], []
+    forward = MODEL.forward
+    monkeypatch.setattr(
+        MODEL, "forward", lambda tokens, *a, **o: computed.append(tokens.numel()) or forward(tokens, *a, **o)
+    )
+    documents = [[i % 250] * (2 + 7 * i % 60) for i in range(60)]
+    found = hasten.perplexity(MODEL, documents, context=64, progress=lambda done, total: told.append((done, total)))
+    assert sum(computed) < 1.2 * found.tokens
+    assert max(computed) <= 256
+    assert told[-1] == (found.tokens, found.tokens)
+    assert told == sorted(told)
+
+
+@pytest.mark.parametrize(("context", "stride"), [(1, None), (513, None), (64, 65), (64, 0)])
 def test_bad_windows_are_refused(context, stride):
     with pytest.raises(ConfigError):
         hasten.perplexity(MODEL, [[1, 2, 3]], context=context, stride=stride)

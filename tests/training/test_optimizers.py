@@ -2,12 +2,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hasten.data import Batch
 from hasten.errors import ConfigError
 from hasten.model.initialize import initialize
 from hasten.training.build import shape_config
 from hasten.training.lamb import Lamb
+from hasten.training.muon import Muon
 from hasten.training.optimizers import adamw, make_optimizer, set_learning_rate
 from hasten.training.parameter_groups import Rule, parameter_groups, parse_rule
 from hasten.training.precision import Precision
@@ -125,6 +127,41 @@ def test_muon_takes_the_blocks_matrices_and_adamw_the_rest():
         assert "norm" not in name
     rest = {names[id(p)] for group in second.param_groups for p in group["params"]}
     assert {"embedding.weight", "positions.weight", "norm.weight", "blocks.0.mlp.up.bias"} <= rest
+
+
+@pytest.mark.parametrize("shape", [(8, 24), (24, 8), (16, 16)])
+def test_muon_is_pytorchs_within_its_rounding(shape, monkeypatch):
+    monkeypatch.setattr("hasten.training.muon.BATCH_ELEMENTS", 2 * shape[0] * shape[1])  # three matrices: two batches
+    generator = torch.Generator().manual_seed(0)
+    start = [torch.randn(shape, generator=generator) for _ in range(3)]
+    own, theirs = ([torch.nn.Parameter(weight.clone()) for weight in start] for _ in range(2))
+    options = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"}
+    optimizers = (Muon(own, **options), torch.optim.Muon(theirs, **options))
+    for _ in range(3):
+        for one, other in zip(own, theirs, strict=True):
+            one.grad = torch.randn(shape, generator=generator)
+            other.grad = one.grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    for one, other, before in zip(own, theirs, start, strict=True):
+        moved = (other - before).norm()
+        assert (one - other).norm() < 0.03 * moved  # theirs iterates in bfloat16
+
+
+def test_muon_multiplies_in_float32_on_a_cpu():
+    dtypes = set()
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            out = function(*args, **(kwargs or {}))
+            dtypes.update(value.dtype for value in (args[0], out) if isinstance(value, torch.Tensor))
+            return out
+
+    weight = torch.nn.Parameter(torch.ones(4, 6))
+    weight.grad = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+    with Watch():
+        Muon([weight], lr=0.1).step()
+    assert dtypes == {torch.float32}
 
 
 @pytest.mark.parametrize("kind", ["adamw", "lamb", "muon"])

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import tempfile
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from hasten.cli.options import Threads, thread_count
 from hasten.errors import ConfigError
+
+if TYPE_CHECKING:
+    from hasten.data import TokenData
+    from hasten.training.recipe import Recipe
 
 PROMPT = 'def read_lines(path):\n    """'
 # How the time after training is spent, chosen so that the whole demo with the default minutes stays below ten.
 EVALUATION_BYTES = 200_000
 LADDER_ROUNDS = 3
 LADDER_TEXT_BYTES = 40_000  # that each rung scores
+GUESSING = 0.9  # a loss above this share of log(vocabulary) is that of a model which has hardly begun
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +50,9 @@ class Demo:
             recipe,
             run=replace(recipe.run, minutes=self.minutes, folder=str(self.folder), threads=thread_count(self.threads)),
         )
-        _say(1, "train a model of about 10 M parameters on the standard library of this Python")
+        recipe.check()
+        _say(1, "train a small model on the standard library of this Python")
+        recipe = _chosen(recipe, resume=self.again == "resume")
         from hasten.training.session import train
 
         try:
@@ -61,19 +69,71 @@ class Demo:
         run = result.folder
         _say(2, "evaluate it on files it has not seen")
         model = _load(result.model_folder, thread_count(self.threads))
-        held_out = _held_out(recipe)
-        scores = _evaluate(model, held_out, run)
+        data = _data(recipe)
+        held_out = _held_out(data)
+        scores = _evaluate(model, held_out, data, run)
         print(f"  perplexity {scores['perplexity']:.2f}, {scores['bits_per_byte']:.3f} bits per byte")
-        _say(3, "let it write Python")
-        _write(model)
+        print(f"  loss {scores['loss']:.3f} a token; a bigram model of the same text has {scores['bigram_loss']:.3f}")
+        wrong = noise(scores["loss"], scores["bigram_loss"], recipe.data.vocab_size, steps=result.steps)
+        if wrong is None:
+            _say(3, "let it write Python")
+            _write(model)
+        else:
+            _say(3, f"no text is shown: {wrong}")
         if self.ladder:
             _say(4, "measure each technique of generation on it")
-            _measure(result.model_folder, run, held_out, threads=thread_count(self.threads))
+            dtype = recipe.techniques.precision
+            _measure(result.model_folder, run, held_out, threads=thread_count(self.threads), dtype=dtype)
         _finish(run, time.perf_counter() - started)
 
 
 def _say(step: int, text: str) -> None:
     print(f"\n[{step}] {text}", flush=True)
+
+
+def noise(loss: float, bigram: float, vocab_size: int, *, steps: int) -> str | None:
+    """Why a model of this loss (nats a token) is no use, or None where it knows more than a bigram model does."""
+    if loss < bigram:
+        return None
+    like = "that of a bigram model or worse"
+    if loss > GUESSING * math.log(vocab_size):
+        like = f"close to that of guessing among {vocab_size:,} tokens ({math.log(vocab_size):.2f})"
+    return (
+        f"the model has learned nothing usable, and what it would write is noise. Its loss is {like}, because "
+        f"{steps:,} steps were too few; give it more time (hasten demo --minutes 20 --again fresh)"
+    )
+
+
+def _chosen(recipe: Recipe, *, resume: bool) -> Recipe:
+    """The recipe in the precision, and with the size of model, that this machine is fast enough for."""
+    from hasten.machine import configure
+    from hasten.training.fitting import fit
+    from hasten.training.recipe import differences
+    from hasten.training.recipes import DEMO_SIZES
+    from hasten.training.state import RunFolder
+    from hasten.training.stored import find
+
+    configure(threads=recipe.run.thread_count)
+    stored = find(RunFolder(path=Path(recipe.run.folder).expanduser() / recipe.name).last) if resume else None
+    precision = _precision(recipe.run.device) if stored is None else stored.recipe.techniques.precision
+    recipe = replace(recipe, techniques=replace(recipe.techniques, precision=precision))
+    if stored is not None:  # what was chosen then
+        before = stored.recipe
+        return min((size.of(recipe) for size in DEMO_SIZES), key=lambda made: len(differences(before, made)))
+    recipe, told = fit(recipe, DEMO_SIZES)
+    if precision == "float32":
+        print("  in float32: bfloat16 products are slower on this machine")
+    if told is not None:
+        print(f"  {told}")
+    return recipe
+
+
+def _precision(device: str) -> Literal["float32", "bfloat16"]:
+    """The faster one in matrix products here: bfloat16 is emulated by processors without instructions for it."""
+    from hasten.machine import matrix_rate, resolve_device
+
+    rates = [matrix_rate(name, device=resolve_device(device), seconds=0.2) for name in ("float32", "bfloat16")]
+    return "bfloat16" if rates[1] > rates[0] else "float32"
 
 
 def _load(folder: Path, threads: int | None) -> Any:
@@ -84,13 +144,17 @@ def _load(folder: Path, threads: int | None) -> Any:
     return load(folder)
 
 
-def _held_out(recipe: Any) -> list[str]:
-    """Files that training has not seen, at most EVALUATION_BYTES of them."""
+def _data(recipe: Recipe) -> TokenData:
     from hasten.training.setup import prepare_data
 
+    return prepare_data(recipe, init=None, progress=False)
+
+
+def _held_out(data: TokenData) -> list[str]:
+    """Files that training has not seen, at most EVALUATION_BYTES of them."""
     documents: list[str] = []
     size = 0
-    for _, text in prepare_data(recipe, init=None, progress=False).validation_documents():
+    for _, text in data.validation_documents():
         documents.append(text)
         size += len(text.encode())
         if size > EVALUATION_BYTES:
@@ -98,16 +162,20 @@ def _held_out(recipe: Any) -> list[str]:
     return documents
 
 
-def _evaluate(model: Any, documents: list[str], run: Path) -> dict[str, Any]:
-    """Score held-out files; also written to evaluation.json."""
+def _evaluate(model: Any, documents: list[str], data: TokenData, run: Path) -> dict[str, Any]:
+    """Score held-out files, beside a bigram model of all the training text; also written to evaluation.json."""
     from dataclasses import asdict
 
-    from hasten.cli.progress import counter
+    from hasten.cli.progress import share
+    from hasten.data.bigram import bigram_loss
     from hasten.generation.perplexity import perplexity
     from hasten.machine.files import write_json
 
-    with counter("scored tokens") as advance:
-        scores = asdict(perplexity(model, documents, advance=advance))
+    with share("scored tokens") as progress:
+        scores = asdict(perplexity(model, documents, progress=progress))
+    tokens = [data.tokenizer.encode(text) for text in documents]
+    scores["loss"] = math.log(scores["perplexity"])
+    scores["bigram_loss"] = bigram_loss(data.train.tokens, tokens, vocab_size=data.tokenizer.vocab_size)
     write_json(run / "evaluation.json", scores | {"documents": len(documents)})
     return scores
 
@@ -123,19 +191,25 @@ def _write(model: Any) -> None:
     print()
 
 
-def _measure(folder: Path, run: Path, documents: list[str], *, threads: int | None) -> None:
-    """The ladder; each rung also scores the beginning of what was held out, so that speed has its price beside it."""
+def _measure(folder: Path, run: Path, documents: list[str], *, threads: int | None, dtype: str) -> None:
+    """The ladder; each rung also scores the beginning of what was held out, so that speed has its price beside it.
+
+    dtype: of the rungs that are PyTorch's products, which must not be emulated ones.
+    """
     from hasten.bench.draw import draw_ladder
     from hasten.bench.generate import GenerateLadder
     from hasten.bench.shapes import Subject
     from hasten.bench.table import print_ladder
     from hasten.machine.files import write_json
 
+    if dtype == "float32":
+        print("  the rungs before the native ones run in float32: bfloat16 products are slower on this machine")
     with tempfile.TemporaryDirectory(prefix="hasten-demo-") as place:
         text = Path(place) / "held-out.txt"
         text.write_text("\n".join(documents).encode()[:LADDER_TEXT_BYTES].decode(errors="ignore"))
         ladder = GenerateLadder(
             subject=Subject(folder=str(folder)),
+            dtype=dtype,
             prompt_tokens=128,
             new_tokens=64,
             rounds=LADDER_ROUNDS,
@@ -154,7 +228,7 @@ def _finish(run: Path, seconds: float) -> None:
         "model/": "a Hugging Face folder; transformers loads it too",
         "train.jsonl": f"{lines} lines, one a step",
         "loss.png": "the loss",
-        "evaluation.json": "perplexity on held-out files",
+        "evaluation.json": "perplexity on held-out files, and the loss of a bigram model on them",
         "ladder.json": "what each technique gave, with the machine and the limits measured beside it",
         "ladder.png": "the same as a picture",
     }

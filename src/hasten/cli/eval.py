@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 
 from hasten.cli.options import ModelOptions
+from hasten.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,6 +18,8 @@ class Eval(ModelOptions):
     """Tokens a window holds; the model's positions, at most 2048, by default."""
     stride: int | None = None
     """How far a window moves; half the context by default. Smaller is slower and gives each token more context."""
+    overlap: bool = True
+    """--no-overlap moves each window by its whole length: half the work, and less context for the first tokens."""
     limit_bytes: int | None = None
     """Stop after about so many bytes of text."""
     json: str | None = None
@@ -26,15 +29,19 @@ class Eval(ModelOptions):
         from hasten.machine.files import require_writable, write_json
 
         require_writable(self.json)
-        from hasten.cli.progress import counter
+        if not self.overlap and self.stride is not None:
+            raise ConfigError("--no-overlap is a stride of the whole context: give it or --stride, not both")
+        from hasten.cli.progress import share
         from hasten.data import read_documents
 
         documents = list(read_documents(self.text, limit_bytes=self.limit_bytes))
         model = self.load()
-        from hasten.generation.perplexity import perplexity
+        from hasten.generation.perplexity import DEFAULT_CONTEXT, perplexity
 
-        with counter("scored tokens") as advance:
-            found = perplexity(model, documents, context=self.context, stride=self.stride, advance=advance)
+        context = min(model.config.max_positions, DEFAULT_CONTEXT) if self.context is None else self.context
+        stride = self.stride if self.overlap else context
+        with share("scored tokens") as progress:
+            found = perplexity(model, documents, context=context, stride=stride, progress=progress)
         if self.json is not None:
             write_json(self.json, asdict(found))
         if self.json != "-":

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
+from hasten.cli.train_help import first_screen
 from hasten.training.recipe import Recipe
 from hasten.training.recipes import DESCRIPTIONS, RECIPES
 
@@ -72,11 +73,15 @@ class Train:
 
     @staticmethod
     def main(argv: list[str]) -> None:
-        """Parse the arguments after `hasten train` and run."""
+        """Parse the arguments after `hasten train` and run; a recipe's --help is one screen, --help-all everything."""
+        if argv and argv[0] in RECIPES and {"-h", "--help"} & set(argv):
+            print(first_screen(RECIPES[argv[0]]))
+            return
+        argv = ["--help" if argument == "--help-all" else argument for argument in argv]
         command: Train = tyro.cli(
             command_type(),
             prog="hasten train",
-            description="Train a recipe. `hasten train RECIPE --help` lists its fields; every one can be overridden.",
+            description="Train a recipe. `hasten train RECIPE --help` has what people use, `--help-all` every field.",
             args=argv,
         )
         command.run()

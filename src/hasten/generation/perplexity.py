@@ -5,11 +5,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from hasten.errors import ConfigError
 from hasten.generation.ids import check_ids
 from hasten.model.context import training_context
 from hasten.model.transformer import Transformer
+
+BATCH_TOKENS = 4096  # enough for products at the machine's rate
+DEFAULT_CONTEXT = 2048  # of a window, where the model has more positions
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +31,11 @@ class Perplexity:
 class Window:
     """A stretch of one document: its tokens, of which those from `first` on are scored."""
 
-    tokens: Sequence[int]
+    tokens: Tensor
     first: int
 
 
-def windows(tokens: Sequence[int], *, context: int, stride: int) -> Iterator[Window]:
+def windows(tokens: Tensor, *, context: int, stride: int) -> Iterator[Window]:
     """Overlapping windows in which every token after the first is scored exactly once, with at least
     context - stride tokens before it wherever the document has them.
     """
@@ -51,82 +55,83 @@ def perplexity(
     *,
     context: int | None = None,
     stride: int | None = None,
-    advance: Callable[[int], None] | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Perplexity:
     """Score documents (texts, or token ids where the model has no tokenizer), each on its own.
 
-    context: tokens a window holds, the model's positions or 2,048 by default. stride: how far a window moves, half
-    the context by default. advance is called with the number of tokens scored. Raises ConfigError if nothing can be
-    predicted.
+    context: tokens a window holds; the model's positions, at most 2,048, by default. stride: how far a window moves,
+    half the context by default; the context itself means windows that do not overlap, half the work. progress is
+    called with the number of tokens scored so far and that of all. Raises ConfigError if nothing can be predicted.
     """
     limit = model.config.max_positions
-    context = min(limit, 2048) if context is None else context
+    context = min(limit, DEFAULT_CONTEXT) if context is None else context
     if not isinstance(context, int) or not 2 <= context <= limit:
         raise ConfigError(f"context must be from 2 to the model's {limit} positions; found {context}")
     stride = max(1, context // 2) if stride is None else stride
-    # A window scores up to `stride` new tokens and must not skip any.
-    if not isinstance(stride, int) or not 1 <= stride < context:
-        raise ConfigError(f"stride must be from 1 to context - 1 ({context - 1}); found {stride}")
-    nats, count, size = 0.0, 0, 0
-    # Bounded by the logits, (tokens, V) in float32: about 256 MB.
-    room = max(context, min(4096, (1 << 26) // model.config.vocab_size))
-    for batch in _batches(_all_windows(model, documents, context, stride), room // context):
-        nats += _score(model, [window for window, _ in batch])
-        scored = sum(len(window.tokens) - window.first for window, _ in batch)
-        size += sum(extra for _, extra in batch)
-        count += scored
-        if advance is not None:
-            advance(scored)
-    if not count:
+    if not isinstance(stride, int) or not 1 <= stride <= context:
+        raise ConfigError(f"stride must be from 1 to the context ({context}); found {stride}")
+    # Without overlap a window still begins with the last token of the one before: the next is predicted from it.
+    stride = min(stride, context - 1)
+    encoded = [(_tokens(model, document), document) for document in _documents(documents)]
+    size = sum(len(document.encode()) for _, document in encoded if isinstance(document, str))
+    cut = [window for tokens, _ in encoded for window in windows(tokens, context=context, stride=stride)]
+    # By length, so that little is padding; the longest first, so that what does not fit into memory ends at once.
+    cut.sort(key=lambda window: -len(window.tokens))
+    total = sum(len(window.tokens) - window.first for window in cut)
+    if not total:
         raise ConfigError("the text is too short: no document has two tokens, so there is nothing to predict")
+    nats, count = 0.0, 0
+    for batch in _batches(cut, max(context, BATCH_TOKENS)):
+        nats += _score(model, batch)
+        count += sum(len(window.tokens) - window.first for window in batch)
+        if progress is not None:
+            progress(count, total)
     bits = nats / math.log(2) / size if size else None
     mean = nats / count
     return Perplexity(math.exp(mean) if mean < 700 else math.inf, bits, count)
 
 
-def _all_windows(
-    model: Transformer, documents: Iterable[str | Sequence[int]], context: int, stride: int
-) -> Iterator[tuple[Window, int]]:
-    """Windows of all documents, each with the bytes of text that it is the first to bring."""
+def _documents(documents: Iterable[str | Sequence[int]]) -> Iterable[str | Sequence[int]]:
     if isinstance(documents, str):
         raise ConfigError("perplexity takes a list of documents; put a single text into a list")
-    for document in documents:
-        if not isinstance(document, str) and (not hasattr(document, "__len__") or isinstance(document, bytes)):
-            raise ConfigError(f"a document is a text or a list of token ids; found {document!r:.60}")
-        if isinstance(document, str):
-            if model.tokenizer is None:
-                raise ConfigError("this model's folder has no tokenizer: give token ids")
-            tokens: Sequence[int] = model.tokenizer.encode(document)
-            size = len(document.encode())
-        else:
-            tokens, size = document, 0
-        check_ids(model, tokens)
-        for window in windows(tokens, context=context, stride=stride):
-            yield window, size
-            size = 0
+    return documents
 
 
-def _batches(items: Iterable[tuple[Window, int]], size: int) -> Iterator[list[tuple[Window, int]]]:
-    batch: list[tuple[Window, int]] = []
-    for item in items:
-        batch.append(item)
-        if len(batch) >= size:
-            yield batch
-            batch = []
-    if batch:
-        yield batch
+def _tokens(model: Transformer, document: str | Sequence[int]) -> Tensor:
+    """The ids of a document: int32 (T,), four bytes a token where a list has eight and more."""
+    if not isinstance(document, str) and (not hasattr(document, "__len__") or isinstance(document, bytes)):
+        raise ConfigError(f"a document is a text or a list of token ids; found {document!r:.60}")
+    if isinstance(document, str):
+        if model.tokenizer is None:
+            raise ConfigError("this model's folder has no tokenizer: give token ids")
+        document = model.tokenizer.encode(document)
+    check_ids(model, document)
+    return torch.tensor(document, dtype=torch.int32)
+
+
+def _batches(cut: Sequence[Window], room: int) -> Iterator[list[Window]]:
+    """As many windows as `room` tokens hold, padded to the first, which is the longest."""
+    start = 0
+    while start < len(cut):
+        count = room // len(cut[start].tokens)
+        yield list(cut[start : start + count])
+        start += count
 
 
 def _score(model: Transformer, batch: list[Window]) -> float:
-    """The sum of the losses, in nats, of the scored tokens of a batch of windows."""
-    longest = max(len(window.tokens) for window in batch) - 1
+    """The sum of the losses, in nats, of the scored tokens of a batch of windows, the longest first.
+
+    Only their rows reach the head: with windows that overlap by half, that is half of them.
+    """
+    longest = len(batch[0].tokens) - 1
     inputs = torch.zeros(len(batch), longest, dtype=torch.int64)
-    targets = torch.full((len(batch), longest), -100)
+    rows, targets = [], []
     for row, window in enumerate(batch):
-        tokens = torch.tensor(window.tokens)
-        inputs[row, : len(tokens) - 1] = tokens[:-1]
-        targets[row, window.first - 1 : len(tokens) - 1] = tokens[window.first :]
+        last = len(window.tokens) - 1
+        inputs[row, :last] = window.tokens[:-1]
+        rows.append(row * longest + torch.arange(window.first - 1, last))
+        targets.append(window.tokens[window.first :])
     device = model.device
     positions = torch.arange(longest, device=device).expand(len(batch), -1)
-    context = training_context(model, longest)
-    return float(model(inputs.to(device), positions, context, targets=targets.to(device)))
+    scored, wanted = torch.cat(rows).to(device), torch.cat(targets).to(device, torch.int64)
+    return float(model(inputs.to(device), positions, training_context(model, longest), rows=scored, targets=wanted))

@@ -27,7 +27,7 @@ from hasten.ops.activation import Functions
 from hasten.ops.attention import KERNELS, AttentionRequest, AttentionSpec
 from hasten.ops.linear.modules import PackedLinear
 from hasten.ops.linear.wide import WideEmbedding, WideLinear
-from hasten.ops.loss import IGNORED, linear_cross_entropy
+from hasten.ops.loss import IGNORED, linear_cross_entropy, rows_of_a_chunk
 from hasten.ops.picker import pick
 
 if TYPE_CHECKING:
@@ -231,8 +231,9 @@ class Transformer(nn.Module):
         """Logits, or with `targets` the loss.
 
         tokens and positions: int64 (B, T). rows: int64 (R,), which of the B·T flattened rows to score; logits are
-        then (R, V), else (B, T, V), in float32. targets: int64 (B, T), -100 where nothing is to be predicted; returns
-        the sum of the token losses (float32 scalar, nats), for the caller to divide by the tokens it counted.
+        then (R, V), else (B, T, V), in float32. targets: int64 (B, T), or (R,) with `rows`, -100 where nothing is
+        to be predicted; returns the sum of the token losses (float32 scalar, nats), for the caller to divide by the
+        tokens it counted.
         gates: one a block, 0 for a block that is left out (it costs nothing), else what it adds is multiplied with it.
         """
         x = self.states(tokens, positions, context, gates=gates)
@@ -284,8 +285,13 @@ class Transformer(nn.Module):
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
         """The sum of the token losses of normalised states x (..., C), without all logits in memory; see ops.loss."""
         if not isinstance(self.head, nn.Linear):  # a packed head has no weight to multiply with
-            logits = self.logits(x)
-            return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+            size = rows_of_a_chunk(self.config.padded_vocab_size)
+            parts = zip(x.flatten(0, -2).split(size), targets.flatten().split(size), strict=True)
+            losses = [
+                F.cross_entropy(self.logits(part), wanted, ignore_index=IGNORED, reduction="sum")
+                for part, wanted in parts
+            ]
+            return torch.stack(losses).sum()
         return linear_cross_entropy(
             x,
             self.head.weight.to(self.compute_dtype),

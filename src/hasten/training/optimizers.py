@@ -1,4 +1,4 @@
-"""The optimizers of a recipe: AdamW (arXiv 1711.05101), LAMB (arXiv 1904.00962) and Muon (PyTorch's own)."""
+"""The optimizers of a recipe: AdamW (arXiv 1711.05101), LAMB (arXiv 1904.00962) and Muon."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,6 +8,7 @@ from torch import nn
 
 from hasten.errors import ConfigError
 from hasten.training.lamb import Lamb
+from hasten.training.muon import Muon
 from hasten.training.parameter_groups import parameter_groups, parse_rule
 from hasten.training.recipe import Optimizer
 
@@ -53,9 +54,7 @@ def muon(model: nn.Module, settings: Optimizer, *, fused: bool = True) -> "Toget
             members = [p for p in group["params"] if (id(p) in own) == inside]
             if members:
                 target.append(group | {"params": members})
-    first = torch.optim.Muon(
-        matrices, lr=settings.learning_rate, momentum=settings.momentum, adjust_lr_fn="match_rms_adamw"
-    )
+    first = Muon(matrices, lr=settings.learning_rate, momentum=settings.momentum, adjust_lr_fn="match_rms_adamw")
     return Together([first, _adamw(others, settings, fused=fused)] if others else [first])
 
 

@@ -1,0 +1,48 @@
+"""The first screen of `hasten train RECIPE --help`: what people use, with this recipe's values; the rest by name."""
+
+import dataclasses
+import textwrap
+
+from hasten.training.recipe import Recipe, flat
+from hasten.training.recipes import DESCRIPTIONS
+
+# flag -> (the field it sets, None for one of the command's own, and what it does)
+USUAL: dict[str, tuple[str | None, str]] = {
+    "--minutes": ("run.minutes", "about how long training lasts"),
+    "--steps": ("run.steps", "the run ends at the first of both"),
+    "--name": ("name", "of the run: its folder is runs/NAME"),
+    "--init": ("init", "a model folder or hub id to go on from"),
+    "--data.source": ("data.source", "a file, folder, glob or hf:owner/name"),
+    "--data.context": ("data.context", "tokens in a row of a batch"),
+    "--data.batch-size": ("data.batch_size", "rows in memory at once"),
+    "--optimizer.learning-rate": ("optimizer.learning_rate", "at its peak"),
+    "--model.layers": ("model.layers", "decoder blocks"),
+    "--model.hidden-size": ("model.hidden_size", "width of the model"),
+    "--techniques.precision": ("techniques.precision", "of the matrix products"),
+    "--resume": (None, "or never, or must: from the last checkpoint"),
+}
+COMMANDS_OWN = {"--resume": "auto"}
+WIDTH = 80
+
+
+def first_screen(recipe: Recipe) -> str:
+    """The help of a recipe in one screen of 80 columns; `--help-all` explains every field."""
+    values = flat(recipe)
+    lines = [f"usage: hasten train {recipe.name} [--option value ...]"]
+    lines += [*textwrap.wrap(DESCRIPTIONS[recipe.name], WIDTH), ""]
+    for flag, (field, text) in USUAL.items():
+        value = COMMANDS_OWN[flag] if field is None else values[field]
+        lines.append(f"  {flag + ' ' + ('-' if value is None else str(value)):<33} {text}")
+    lines += ["", f"and more (hasten train {recipe.name} --help-all explains them all):"]
+    shown = {field for field, _ in USUAL.values()}
+    for group in (field.name for field in dataclasses.fields(recipe)):
+        rest = [name.partition(".")[2] for name in values if name.startswith(f"{group}.") and name not in shown]
+        if rest:
+            lines.append(f"  --{group + '.':<13}{_as_many_as_fit([name.replace('_', '-') for name in rest])}")
+    return "\n".join(lines)
+
+
+def _as_many_as_fit(names: list[str], room: int = WIDTH - 17) -> str:
+    """The names on one line, dots for those that it has no room for."""
+    text = ", ".join(names)
+    return text if len(text) <= room else f"{text[: text.rindex(', ', 0, room - 3)]}, ..."

@@ -1,0 +1,82 @@
+"""Which model some minutes can teach on this machine: the largest that sees enough tokens in them, by measured speed.
+
+A model that is too large for its minutes takes a few steps and learns nothing; a smaller one takes thousands. The loss
+after a number of tokens is the same on every machine, so `Size.tokens` was measured once and only the speed is here.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from hasten.planning.cost import parameters
+from hasten.training.recipe import Recipe
+from hasten.training.recipes import Size
+from hasten.training.setup import set_up
+from hasten.training.stopping import StopRequest
+
+TRAINING_SHARE = 0.7  # of the minutes; compiling and validation take the rest
+MOST_SECONDS, MOST_STEPS = 5.0, 5  # that are timed, after one that warms up
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """tokens: trained a second. parameters: of the model."""
+
+    tokens: float
+    parameters: int
+
+
+def measured_speed(recipe: Recipe, *, needed: float = 0.0) -> Speed:
+    """Training speed by a few steps, not compiled: the fastest counts, as others may use the machine.
+
+    Where the machine's matrix rate alone rules out `needed` tokens a second, no step is taken (one of emulated products
+    can take minutes), and the speed is that bound.
+    """
+    plain = replace(recipe, techniques=replace(recipe.techniques, compile=False))
+    setup = set_up(plain, progress=True, stop=StopRequest())
+    size = parameters(setup.model.config).total
+    bound = None if setup.rate is None else setup.rate / setup.flops_per_token
+    if bound is not None and bound < needed:
+        return Speed(bound, size)
+    batches = [setup.batches.batch(number) for number in range(recipe.data.accumulation)]
+    times: list[float] = []
+    while len(times) <= MOST_STEPS and (len(times) < 2 or sum(times) < MOST_SECONDS):
+        started = time.perf_counter()
+        result = setup.step.run(batches)
+        assert result is not None
+        result.loss.item()  # waits for the device
+        times.append(time.perf_counter() - started)
+    return Speed(sum(batch.inputs.numel() for batch in batches) / min(times[1:]), size)
+
+
+def fit(
+    recipe: Recipe, sizes: Sequence[Size], *, measure: Callable[..., Speed] = measured_speed
+) -> tuple[Recipe, str | None]:
+    """The recipe with the first of `sizes`, largest first, that `run.minutes` can teach here, or else the nearest.
+
+    With it a line that says what was planned, what is trained and why, where that is not the same.
+    """
+    assert recipe.run.minutes is not None
+    minutes = recipe.run.minutes
+    seconds = minutes * 60 * TRAINING_SHARE
+    speeds: list[Speed] = []
+    shares: list[float] = []  # of the tokens that a size needs, what it would see
+    for size in sizes:
+        speeds.append(measure(size.of(recipe), needed=size.tokens / seconds))
+        shares.append(speeds[-1].tokens * seconds / size.tokens)
+        if shares[-1] >= 1:
+            break
+    best = shares.index(max(shares))
+    chosen, speed = sizes[best].of(recipe), speeds[best]
+    few = "" if shares[best] >= 1 else f", where {sizes[best].tokens:,} are needed: expect little"
+    if best == 0 and not few:
+        return chosen, None
+    return chosen, (
+        f"planned was a model of {_millions(speeds[0])} parameters, which learns from about {sizes[0].tokens:,} tokens "
+        f"and would see {speeds[0].tokens * seconds:,.0f} in {minutes:g} minutes here; trained is one of "
+        f"{_millions(speed)}, which sees about {speed.tokens * seconds:,.0f}{few}"
+    )
+
+
+def _millions(speed: Speed) -> str:
+    return f"{speed.parameters / 1e6:.1f} M"

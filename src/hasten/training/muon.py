@@ -1,0 +1,62 @@
+"""Muon (Jordan et al. 2024): the step of a matrix is its momentum with all singular values brought near one.
+
+PyTorch's own iterates in bfloat16, matrix by matrix. Many processors emulate bfloat16, where that costs more than the
+rest of the training step; so on a CPU this is in float32, and matrices of one shape go through it together.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic a·s + b·s³ + c·s⁵, steep at zero
+ITERATIONS = 5
+ADAMW_LENGTH = 0.2  # root mean square of AdamW's step, in learning rates (arXiv 2502.16982)
+BATCH_ELEMENTS = 1 << 22  # of matrices that are stacked: 16 MiB in float32
+
+
+class Muon(torch.optim.Muon):
+    """PyTorch's Muon with `match_rms_adamw`, whose state and groups it has; only the step is another."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """One step of every matrix that has a gradient."""
+        assert closure is None
+        for group in self.param_groups:
+            by_shape: dict[torch.Size, list[Tensor]] = defaultdict(list)
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    by_shape[parameter.shape].append(parameter)
+            for shape, members in by_shape.items():
+                count = max(1, BATCH_ELEMENTS // shape.numel())
+                for start in range(0, len(members), count):
+                    self._update(members[start : start + count], group["lr"], group["weight_decay"], group["momentum"])
+
+    def _update(self, members: Sequence[Tensor], rate: float, decay: float, momentum: float) -> None:
+        directions = orthogonal(torch.stack([self._nesterov(parameter, momentum) for parameter in members]))
+        length = rate * ADAMW_LENGTH * math.sqrt(max(members[0].shape))
+        for parameter, direction in zip(members, directions, strict=True):
+            parameter.mul_(1 - rate * decay).add_(direction, alpha=-length)
+
+    def _nesterov(self, parameter: Tensor, momentum: float) -> Tensor:
+        assert parameter.grad is not None
+        state = self.state[parameter]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(parameter.grad)
+        mean: Tensor = state["momentum_buffer"].lerp_(parameter.grad, 1 - momentum)
+        return parameter.grad.lerp(mean, momentum)
+
+
+def orthogonal(matrices: Tensor) -> Tensor:
+    """Matrices (N, rows, columns) with singular values of about 0.7 to 1.2, by Newton-Schulz iteration."""
+    tall = matrices.shape[1] > matrices.shape[2]
+    x = matrices.mT if tall else matrices
+    x = x.float() if x.device.type == "cpu" else x.bfloat16()
+    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
+    a, b, c = COEFFICIENTS
+    for _ in range(ITERATIONS):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return (x.mT if tall else x).to(matrices.dtype)
