@@ -5,11 +5,12 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.made-from-constraints
 MINUTES ?= 4
 
-.PHONY: help setup demo test lint bench clean
+.PHONY: help setup demo test test-avx2 lint bench clean
 
 help:
 	@echo "make demo   set up, train a small model on this machine, generate, measure: runs/demo/ (MINUTES=$(MINUTES))"
 	@echo "make test   set up and run the tests"
+	@echo "make test-avx2  train and generate for half a minute and test the kernels as on a processor without AVX-512"
 	@echo "make lint   ruff, mypy, import contracts"
 	@echo "make bench  the published ladders into benchmarks/results/ (long)"
 	@echo "make clean  remove .venv and build leftovers (runs/ stays)"
@@ -32,6 +33,11 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 2
+
+test-avx2: $(STAMP)
+	benchmarks/as_avx2.sh --check
+	benchmarks/as_avx2.sh $(BIN)/hasten demo --minutes 0.5 --no-ladder --again fresh --folder runs/avx2
+	benchmarks/as_avx2.sh $(BIN)/python -m pytest -n 2 tests/ops tests/model/test_fused.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -14,6 +14,7 @@ from hasten.errors import ConfigError, ResourceError
 from hasten.machine import find_compiler
 from hasten.ops.build import INSTRUCTION_SETS, KEPT_BUILDS, build, is_built
 from hasten.ops.native import available_isas, choose_isa, fakes, library
+from instruction_sets import ISAS
 
 BUILD = "import sys; from pathlib import Path; from hasten.ops.build import build; "
 BUILD += "print(build('portable', sources=Path(sys.argv[1]), folder=Path(sys.argv[2])))"
@@ -176,9 +177,7 @@ def test_instruction_sets_are_chosen_forced_and_refused(monkeypatch):
     assert choose_isa("none") == "none"
     assert library("none") is None
     monkeypatch.setenv("HASTEN_ISA", "sse9")
-    with pytest.raises(
-        ConfigError, match=r"HASTEN_ISA is 'sse9'; known: amx, avx512_vnni, avx512, avx2, portable, none"
-    ):
+    with pytest.raises(ConfigError, match=f"HASTEN_ISA is 'sse9'; known: {', '.join(INSTRUCTION_SETS)}, none"):
         library()
     monkeypatch.setattr("hasten.ops.native.instruction_sets", lambda: ("avx2", "fma"))
     assert available_isas() == ("avx2", "portable")
@@ -243,7 +242,7 @@ def test_portable_has_no_flags_of_one_processor():
 
 
 @needs_compiler
-@pytest.mark.parametrize("isa", available_isas())
+@pytest.mark.parametrize("isa", ISAS)
 def test_every_operator_has_a_fake_and_every_fake_an_operator(isa):
     native = library(isa)
     assert library(isa) is native
