@@ -46,7 +46,7 @@ def _native_refuses(request: ActivationRequest) -> str | None:
         return f"it runs on a CPU, the tensors are on {request.device}"
     if request.dtype not in native.DTYPES:
         return f"it takes float32 and bfloat16, not {str(request.dtype).removeprefix('torch.')}"
-    if library() is None:
+    if library(part="training") is None:
         return "the native library is not there (no compiler, or HASTEN_ISA=none)"
     return None
 

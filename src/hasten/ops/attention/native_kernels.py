@@ -15,7 +15,7 @@ from hasten.ops.attention.request import BlockMask as AnyBlockMask
 from hasten.ops.attention.sdpa import sdpa
 from hasten.ops.attention.spec import AttentionSpec
 from hasten.ops.attention.train import DTYPES, LARGEST_HEAD, native_attention
-from hasten.ops.native import library
+from hasten.ops.native import obtainable
 
 # What neither the native attention nor flex takes, beside a block mask or without.
 BESIDE_BLOCKS = ("softcap", "mask", "key_padding", "bias", "alibi", "dropout")
@@ -195,7 +195,7 @@ def _missing() -> bool:
 @functools.cache
 def _missing_for(asked: str | None) -> bool:
     """Asked once: looking at the processor takes longer than a small call."""
-    return library() is None
+    return not obtainable("training")
 
 
 # A graph holds its result, as in ops/gradients.py: a compiled function may choose its kernel inside.
