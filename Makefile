@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.made-from-constraints
+PYTEST = $(BIN)/python -m pytest -n 2 --dist worksteal
 MINUTES ?= 4
 KERNEL_TESTS := tests/model/test_fused.py $(addprefix tests/ops/test_, activation.py attention.py int8_rows.py linear.py \
   native.py native_attention.py native_block.py paged.py train_attention.py)
@@ -34,14 +35,14 @@ demo: $(STAMP)
 	$(BIN)/hasten demo --minutes $(MINUTES)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 2
+	$(PYTEST)
 
 test-avx2: $(STAMP)
 	benchmarks/as_avx2.sh --check
 	benchmarks/as_avx2.sh $(BIN)/hasten demo --minutes 0.5 --no-ladder --again fresh --folder runs/avx2
 	benchmarks/as_avx2.sh $(BIN)/python benchmarks/check_speed.py runs/avx2/demo
 	benchmarks/as_avx2.sh $(BIN)/hasten generate runs/avx2/demo/model --prompt "import " --max-new-tokens 32
-	benchmarks/as_avx2.sh $(BIN)/python -m pytest -n 2 $(KERNEL_TESTS)
+	benchmarks/as_avx2.sh $(PYTEST) $(KERNEL_TESTS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

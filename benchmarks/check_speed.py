@@ -35,7 +35,10 @@ class CheckSpeed:
         configure()
         config = read_config(json.loads((self.run_folder / "model" / "config.json").read_text()))
         context = json.loads((self.run_folder / "recipe.json").read_text())["data"]["context"]
-        tokens = statistics.median(line["tokens_per_second"] for line in read(self.run_folder / "train.jsonl"))
+        lines = read(self.run_folder / "train.jsonl")
+        if not lines:
+            sys.exit(f"{self.run_folder} has no step in its train.jsonl")
+        tokens = statistics.median(line["tokens_per_second"] for line in lines)
         flops = tokens * training_flops_per_token(config, context)
         rate = matrix_rate("float32")
         print(f"trained at {flops / 1e9:.1f} GFLOP/s, {flops / rate:.0%} of float32's {rate / 1e9:.0f}")
