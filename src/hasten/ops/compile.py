@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 TIMEOUT = 600  # seconds for one source
-# What each source takes of one core (g++ 12, Zen 4, AVX2; `python benchmarks/compile_times.py`). Only an estimate hangs
-# on it, and the order.
+# What each source takes of one core (g++ 12, Zen 4, AVX2). Only an estimate hangs on it, and the order.
 COMPILE_SECONDS: Mapping[str, float] = {
     "block/block.cpp": 21.0,
     "attention/train.cpp": 14.0,
