@@ -179,12 +179,12 @@ def test_instruction_sets_are_chosen_forced_and_refused(monkeypatch):
     monkeypatch.setenv("HASTEN_ISA", "sse9")
     with pytest.raises(ConfigError, match=f"HASTEN_ISA is 'sse9'; known: {', '.join(INSTRUCTION_SETS)}, none"):
         library()
-    monkeypatch.setattr("hasten.ops.native.instruction_sets", lambda: ("avx2", "fma"))
+    monkeypatch.setattr("hasten.ops.build.instruction_sets", lambda: ("avx2", "fma", "f16c"))
     assert available_isas() == ("avx2", "portable")
     with pytest.raises(ConfigError, match=r"'avx512', but this processor has no avx512bw.*use avx2, portable"):
         choose_isa("avx512")
     everything = frozenset[str]().union(*(one.needs for one in INSTRUCTION_SETS.values()))
-    monkeypatch.setattr("hasten.ops.native.instruction_sets", lambda: tuple(everything))
+    monkeypatch.setattr("hasten.ops.build.instruction_sets", lambda: tuple(everything))
     monkeypatch.setattr("hasten.ops.native.amx_permitted", lambda: True)
     assert available_isas() == tuple(INSTRUCTION_SETS)
     monkeypatch.setattr("hasten.ops.native.amx_permitted", lambda: False)
@@ -210,7 +210,7 @@ exec {find_compiler().command} "$@"
     monkeypatch.delenv("HASTEN_ISA", raising=False)
     monkeypatch.setenv("CXX", str(old))
     everything = frozenset[str]().union(*(one.needs for one in INSTRUCTION_SETS.values()))
-    monkeypatch.setattr("hasten.ops.native.instruction_sets", lambda: tuple(everything))
+    monkeypatch.setattr("hasten.ops.build.instruction_sets", lambda: tuple(everything))
     monkeypatch.setattr("hasten.ops.native.amx_permitted", lambda: True)
     assert choose_isa() == "avx512"
     assert choose_isa("amx") == "amx"  # who asks for it is told what the compiler said

@@ -21,7 +21,7 @@ from typing import Literal
 from filelock import FileLock, Timeout
 
 from hasten.errors import ResourceError
-from hasten.machine import Compiler, cache_folder, find_compiler
+from hasten.machine import Compiler, cache_folder, find_compiler, instruction_sets
 from hasten.ops.compile import compile_library
 
 SOURCES = Path(__file__).parent
@@ -32,8 +32,11 @@ KEPT_BUILDS = 8  # of one library; more than one, because checkouts and environm
 ABI_FLAG = f"-DTORCH_TARGET_VERSION={STABLE_ABI}"
 COMMON_FLAGS = ("-O3", "-std=c++20", "-fPIC", "-fvisibility=hidden", "-fwrapv", "-w", ABI_FLAG)
 # g++ takes F32 as a vector argument without AVX-512 as an ABI change and says so once a function.
-GNU_FLAGS = ("-fno-gnu-unique", "-Wno-psabi")
+# Sums stay in the order that is written: turned into trees, they need more registers than there are.
+GNU_FLAGS = ("-fno-gnu-unique", "-Wno-psabi", "-fno-tree-reassoc")
 SHORT_PATHS = "-ffile-prefix-map={folder}/="  # messages name "linear/gemm.h", whatever checkout it was compiled in
+AVX2 = ("-mavx2", "-mfma", "-mf16c")
+AVX2_NEEDS = frozenset({"avx2", "fma", "f16c"})
 AVX512 = (
     *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c", "-mprfchw"),
     "-mprefer-vector-width=512",
@@ -46,13 +49,23 @@ VNNI_NEEDS = frozenset({"avx512f", "avx512bw", "avx512vl", "avx512_vnni", "avx51
 class InstructionSet:
     """A set of vector instructions: its name, what the processor must have, and the compiler's flags for it.
 
-    probe: an instruction of it that older assemblers do not know.
+    probe: an instruction of it that older assemblers do not know. instead: the same for processors that know the
+    instructions in another encoding only.
     """
 
     name: str
     needs: frozenset[str]
     flags: tuple[str, ...]
     probe: str = ""
+    instead: "InstructionSet | None" = None
+
+    def here(self) -> "InstructionSet":
+        """In the encoding that this processor has."""
+        return self.instead if self.instead is not None and self.missing() and not self.instead.missing() else self
+
+    def missing(self) -> list[str]:
+        """What this processor lacks."""
+        return sorted(self.needs - frozenset(instruction_sets()))
 
 
 # The fastest first. Portable has no flags at all, so that every compiler on every processor takes it.
@@ -67,7 +80,19 @@ INSTRUCTION_SETS: dict[str, InstructionSet] = {
         ),
         InstructionSet("avx512_vnni", VNNI_NEEDS, VNNI, "vdpbf16ps %zmm2, %zmm1, %zmm0"),
         InstructionSet("avx512", frozenset({"avx512f", "avx512bw", "avx512vl", "fma"}), AVX512),
-        InstructionSet("avx2", frozenset({"avx2", "fma"}), ("-mavx2", "-mfma", "-mf16c")),
+        InstructionSet(
+            "avx_vnni",
+            AVX2_NEEDS | {"avx_vnni"},
+            (*AVX2, "-mavxvnni"),
+            "{vex} vpdpbusd %ymm2, %ymm1, %ymm0",
+            # Zen 4 and Ice Lake: never the fastest there, but a place to test it.
+            instead=InstructionSet(
+                "avx_vnni",
+                AVX2_NEEDS | {"avx512f", "avx512vl", "avx512_vnni"},
+                (*AVX2, "-mavx512vl", "-mavx512vnni", "-DHASTEN_256"),
+            ),
+        ),
+        InstructionSet("avx2", AVX2_NEEDS, AVX2),
         InstructionSet("portable", frozenset(), ()),
     )
 }
@@ -119,7 +144,7 @@ def is_built(isa: str, part: Part = "inference", *, sources: Path = SOURCES, fol
 
 def can_build(isa: str) -> bool:
     """Whether `build` would work, as far as can be told in milliseconds: not where it failed the last time."""
-    compiler, kind = find_compiler(), INSTRUCTION_SETS[isa]
+    compiler, kind = find_compiler(), INSTRUCTION_SETS[isa].here()
     ready = compiler is not None and _header().is_file() and compiler.takes(kind.flags, kind.probe)
     return ready and not _log(cache_folder("kernels"), isa).exists()
 
@@ -138,7 +163,7 @@ def _library_name(isa: str, part: Part) -> str:
 
 def _flags_and_stem(isa: str, part: Part, sources: Path) -> tuple[tuple[str, ...], str]:
     """The flags of any compiler, and the beginning of the names of what any compiler makes of the sources with them."""
-    flags = (*COMMON_FLAGS, *INSTRUCTION_SETS[isa].flags, f"-DHASTEN_LIBRARY={namespace(isa)}", _threads_flag())
+    flags = (*COMMON_FLAGS, *INSTRUCTION_SETS[isa].here().flags, f"-DHASTEN_LIBRARY={namespace(isa)}", _threads_flag())
     contents = [text for name in _files(part, sources) for text in (name, (sources / name).read_text())]
     return flags, f"{_library_name(isa, part)}-{_hash(*contents, *flags, sys.platform)}"
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from hasten.errors import ConfigError, HastenWarning, ResourceError
-from hasten.machine import amx_permitted, find_compiler, instruction_sets
+from hasten.machine import amx_permitted, find_compiler
 from hasten.ops.build import INSTRUCTION_SETS, SOURCES, Part, build, can_build, is_built, namespace
 
 NONE = "none"  # HASTEN_ISA=none: PyTorch's kernels only
@@ -42,11 +42,11 @@ def available_isas() -> tuple[str, ...]:
 
 def _why_not(isa: str) -> str | None:
     """Why an instruction set cannot be used here; None: it can."""
-    needs = INSTRUCTION_SETS[isa].needs
-    if missing := sorted(needs - frozenset(instruction_sets())):
+    found = INSTRUCTION_SETS[isa].here()
+    if missing := found.missing():
         return f"this processor has no {', '.join(missing)}"
     # Asked of the system only for kernels that want it: the permission makes all signal frames larger.
-    if "amx_tile" in needs and not amx_permitted():
+    if "amx_tile" in found.needs and not amx_permitted():
         return "the system does not let this process use AMX"
     return None
 
@@ -74,9 +74,8 @@ def _fastest(isas: tuple[str, ...], *_where_compilers_are: str | None) -> str:
     compiler = find_compiler()
     if compiler is None:  # then a library from before has to do
         return next((isa for isa in isas if is_built(isa)), isas[0])
-    return next(
-        (isa for isa in isas if compiler.takes(INSTRUCTION_SETS[isa].flags, INSTRUCTION_SETS[isa].probe)), isas[-1]
-    )
+    sets = [INSTRUCTION_SETS[isa].here() for isa in isas]
+    return next((one.name for one in sets if compiler.takes(one.flags, one.probe)), isas[-1])
 
 
 def library(isa: str | None = None, part: Part = "inference") -> NativeLibrary | None:
