@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from hasten.errors import ConfigError, HastenWarning
 from hasten.machine import find_compiler
 from hasten.ops.linear import KERNELS, LinearRequest, PackedLinear, QuantizedWeight
-from hasten.ops.native import available_isas, library
+from hasten.ops.native import library
 from hasten.ops.picker import explain, pick
+from instruction_sets import ISAS
 from triton_cases import needs_gpu
 
 needs_native = pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler")
-ISAS = available_isas()
 SIZES = st.integers(1, 200)
 CASES = st.sampled_from(
     [

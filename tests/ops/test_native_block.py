@@ -8,11 +8,10 @@ from hypothesis import strategies as st
 
 from hasten.model.rope import rotate
 from hasten.ops.linear.modules import PackedLinear
-from hasten.ops.native import available_isas, library
+from hasten.ops.native import library
+from instruction_sets import ISAS
 
 pytestmark = pytest.mark.skipif(library() is None, reason="the native kernels cannot be built here (no C++ compiler)")
-
-ISAS = available_isas()
 
 
 def linear(n, k, *, bias, generator):

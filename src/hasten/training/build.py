@@ -17,6 +17,7 @@ from hasten.model.transformer import MLP, Attention, Transformer
 from hasten.ops.activation import KERNELS, ActivationRequest, bind
 from hasten.ops.attention.pattern_text import parse_pattern, pattern_values
 from hasten.ops.loss import KERNELS as LOSS_KERNELS
+from hasten.ops.native import library
 from hasten.ops.picker import explain
 from hasten.training.activations import checkpoint_activations
 from hasten.training.allocator import keep_freed_memory
@@ -140,8 +141,10 @@ def attention_kernel(recipe: Recipe, device: torch.device) -> str | None:
 
 
 def choose_attention(model: Transformer, kernel: str | None) -> None:
-    """The fastest attention kernel that fits, or the one named."""
+    """The fastest attention kernel that fits, or the one named. A native one is compiled now, not in the first step."""
     model.bind(attention=kernel)
+    if any(isinstance(module, Attention) and module.kernel.name == "native" for module in model.modules()):
+        library(part="training")
 
 
 def choose_loss(model: Transformer, kernel: str | None) -> None:

@@ -47,14 +47,14 @@ def _native_refuses(request: ActivationRequest) -> str | None:
         return f"it runs on a CPU, the tensors are on {request.device}"
     if request.dtype not in native.DTYPES:
         return f"it takes float32 and bfloat16, not {str(request.dtype).removeprefix('torch.')}"
-    if library() is None:
+    if library(part="training") is None:
         return "the native library is not there (no compiler, or HASTEN_ISA=none)"
     return None
 
 
 def _native_waits(request: ActivationRequest) -> str | None:
     """Why PyTorch's functions are the better ones on this processor, by the time of a small layer, or None."""
-    ours, dtype = library(), str(request.dtype).removeprefix("torch.")
+    ours, dtype = library(part="training"), str(request.dtype).removeprefix("torch.")
     assert ours is not None, "what the library cannot serve is refused before"
     what = f"silu_mul of 256 × 1024 {dtype}, and its gradients"
     return slower("native", "PyTorch's", compare(what, lambda: _contenders(request.dtype), library=ours.path.stem))

@@ -17,7 +17,8 @@ from hasten.ops.attention.request import BlockMask as AnyBlockMask
 from hasten.ops.attention.sdpa import sdpa
 from hasten.ops.attention.spec import AttentionSpec
 from hasten.ops.attention.train import DTYPES, LARGEST_HEAD, native_attention
-from hasten.ops.native import library
+from hasten.ops.build import is_built
+from hasten.ops.native import choose_isa, library, obtainable
 
 # What neither the native attention nor flex takes, beside a block mask or without.
 BESIDE_BLOCKS = ("softcap", "mask", "key_padding", "bias", "alibi", "dropout")
@@ -197,7 +198,7 @@ def _missing() -> bool:
 @functools.cache
 def _missing_for(asked: str | None) -> bool:
     """Asked once: looking at the processor takes longer than a small call."""
-    return library() is None
+    return not obtainable("training")
 
 
 # A graph holds its result, as in ops/gradients.py: a compiled function may choose its kernel inside.
@@ -205,13 +206,15 @@ _missing._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _slower(dtype: str, gradient: bool) -> str | None:
+    if not is_built(choose_isa(), "training"):  # who only loads a model need not wait for a compiler
+        return None
     return _slower_for(dtype, gradient, os.environ.get("HASTEN_ISA"))
 
 
 @functools.cache
 def _slower_for(dtype: str, gradient: bool, asked: str | None) -> str | None:
     """Why PyTorch's attention is the better one on this processor, by the time of a small layer, or None."""
-    ours = library()
+    ours = library(part="training")
     assert ours is not None, "what the library cannot serve is refused before"
     what = f"attention of 2 × 256 tokens, 4 heads of 64, {dtype}{', and its gradients' if gradient else ''}"
     times = compare(what, lambda: _contenders(getattr(torch, dtype), gradient), library=ours.path.stem)
