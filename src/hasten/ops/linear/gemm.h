@@ -16,8 +16,9 @@
 
 #include <algorithm>
 #include <type_traits>
+#include <utility>
 
-#include "../parallel.h"
+#include "../memory.h"
 #include "../simd.h"
 
 namespace hasten {

@@ -1,6 +1,7 @@
 // Rows of x made ready for a product: normalised if asked for, and rounded to bf16 or to int8 digits.
 #pragma once
 
+#include "../parallel.h"
 #include "gemm.h"
 
 namespace hasten {
