@@ -3,13 +3,17 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.made-from-constraints
+PYTEST = $(BIN)/python -m pytest -n 2 --dist worksteal
 MINUTES ?= 4
+KERNEL_TESTS := tests/model/test_fused.py $(addprefix tests/ops/test_, activation.py attention.py int8_rows.py linear.py \
+  native.py native_attention.py native_block.py paged.py train_attention.py)
 
-.PHONY: help setup demo test lint bench clean
+.PHONY: help setup demo test test-avx2 lint bench clean
 
 help:
 	@echo "make demo   set up, train a small model on this machine, generate, measure: runs/demo/ (MINUTES=$(MINUTES))"
 	@echo "make test   set up and run the tests"
+	@echo "make test-avx2  train and generate for half a minute and test the kernels as on a processor without AVX-512"
 	@echo "make lint   ruff, mypy, import contracts"
 	@echo "make bench  the published ladders into benchmarks/results/ (long)"
 	@echo "make clean  remove .venv and build leftovers (runs/ stays)"
@@ -31,7 +35,14 @@ demo: $(STAMP)
 	$(BIN)/hasten demo --minutes $(MINUTES)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 2
+	$(PYTEST)
+
+test-avx2: $(STAMP)
+	benchmarks/as_avx2.sh --check
+	benchmarks/as_avx2.sh $(BIN)/hasten demo --minutes 0.5 --no-ladder --again fresh --folder runs/avx2
+	benchmarks/as_avx2.sh $(BIN)/python benchmarks/check_speed.py runs/avx2/demo
+	benchmarks/as_avx2.sh $(BIN)/hasten generate runs/avx2/demo/model --prompt "import " --max-new-tokens 32
+	benchmarks/as_avx2.sh $(PYTEST) $(KERNEL_TESTS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

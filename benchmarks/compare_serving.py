@@ -26,6 +26,7 @@ from typing import Any
 PEERS = Path(__file__).parent / "peers"
 PROMPT, ANSWER = 128, 64
 PARAMETERS = 1_034_420_224  # of the 1.1 B shape's matrix products; its embedding is only looked up
+HEAD = 32_000 * 2048  # of them; a prompt needs it for its last token only
 # name -> requests, samples of each, times that each prompt is sent
 TURNS = {"8": (8, 1, 1), "32": (32, 1, 1)}
 SAMPLES = {"8 prompts, 4 samples shared": (8, 4, 1), "8 prompts, 4 requests each": (8, 1, 4)}
@@ -142,9 +143,10 @@ def bounds(limits: list[dict[str, float]]) -> dict[str, dict[str, float]]:
     for turn, (requests, _, _) in TURNS.items():
         found[turn] = {}
         for name, size in (("bfloat16", 2), ("int8", 1)):
-            prompts = requests * PROMPT * 2 * PARAMETERS / best[name]
+            prompts = requests * 2 * (PROMPT * (PARAMETERS - HEAD) + HEAD) / best[name]
             step = max(requests * 2 * PARAMETERS / best[name], PARAMETERS * size / best["bandwidth"])
-            found[turn][name] = round(requests * ANSWER / (prompts + ANSWER * step), 1)
+            # A prompt gives the first token of its answer.
+            found[turn][name] = round(requests * ANSWER / (prompts + (ANSWER - 1) * step), 1)
     return found
 
 

@@ -1,7 +1,12 @@
 """Fixtures shared by the rooms: a tiny Llama with a tokenizer and a chat template, in memory and as a folder."""
 
+import os
+
 import pytest
 import torch
+
+# Rules decide in tests, and never a time: the same test runs the same kernels on every machine. Children inherit it.
+os.environ["HASTEN_MEASURE"] = "0"
 
 
 @pytest.fixture(scope="session")

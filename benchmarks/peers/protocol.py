@@ -1,8 +1,8 @@
 """What every program is asked to do, and how it answers. Runs in each program's own environment: standard library only.
 
-Batch 1: the prefill of 512 random tokens, and the decode of 64 random tokens, one by one, after 8. Each three times,
-after one that is not counted; the median. A program answers with one line, `RESULT {"prefill": tokens/s, "decode":
-tokens/s, "versions": {…}, "settings": {…}}`.
+Batch 1: the prefill of 512 random tokens, and the decode of 64 random tokens, one by one, after 8; `--short`, for slow
+machines: 128, and 24 after 8. Each three times, after one that is not counted; the median. A program answers with one
+line, `RESULT {"prefill": tokens/s, "decode": tokens/s, "versions": {…}, "settings": {…}}`.
 """
 
 import argparse
@@ -10,23 +10,38 @@ import json
 import random
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
 from statistics import median
 from typing import Any
 
-PREFILL, BEFORE, DECODE, REPEATS = 512, 8, 64, 3
-WHAT = (
-    f"prefill of {PREFILL} random tokens; decode of {DECODE} after {BEFORE}; batch 1; medians of {REPEATS}; tokens/s; "
-    "each program in a process of its own"
-)
+
+@dataclass(frozen=True)
+class Work:
+    """How many tokens are taken in, how many are decoded after how many, and how often."""
+
+    prefill: int = 512
+    decode: int = 64
+    before: int = 8
+    repeats: int = 3
+
+    def __str__(self) -> str:
+        return (
+            f"prefill of {self.prefill} random tokens; decode of {self.decode} after {self.before}; batch 1; medians "
+            f"of {self.repeats}; tokens/s; each program in a process of its own"
+        )
+
+
+LONG, SHORT = Work(), Work(prefill=128, decode=24)
 
 
 def arguments() -> argparse.Namespace:
-    """model: a file or folder. threads. format: bf16, int8 or int4, where the model's files do not say it."""
+    """model: a file or folder. threads. format: bf16, int8 or int4, where the model's files do not say it. work."""
     parser = argparse.ArgumentParser()
     parser.add_argument("model")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--format", default="bf16")
+    parser.add_argument("--short", dest="work", action="store_const", const=SHORT, default=LONG)
     return parser.parse_args()
 
 
@@ -35,26 +50,28 @@ def tokens(count: int, vocabulary: int) -> list[int]:
     return [random.randrange(3, vocabulary - 1) for _ in range(count)]
 
 
-def measure_steps(reset: Callable[[], None], feed: Callable[[list[int]], None], *, vocabulary: int) -> dict[str, float]:
+def measure_steps(
+    work: Work, reset: Callable[[], None], feed: Callable[[list[int]], None], *, vocabulary: int
+) -> dict[str, float]:
     """A program that is fed tokens: reset() forgets the sequence, feed(tokens) appends to it and waits."""
     found = []
-    for _ in range(REPEATS + 1):
+    for _ in range(work.repeats + 1):
         reset()
-        prompt = tokens(PREFILL, vocabulary)
+        prompt = tokens(work.prefill, vocabulary)
         start = time.perf_counter()
         feed(prompt)
-        prefill = PREFILL / (time.perf_counter() - start)
+        prefill = work.prefill / (time.perf_counter() - start)
         reset()
-        feed(tokens(BEFORE, vocabulary))
-        answer = tokens(DECODE, vocabulary)
+        feed(tokens(work.before, vocabulary))
+        answer = tokens(work.decode, vocabulary)
         start = time.perf_counter()
         for token in answer:
             feed([token])
-        found.append((prefill, DECODE / (time.perf_counter() - start)))
+        found.append((prefill, work.decode / (time.perf_counter() - start)))
     return _medians(found)
 
 
-def measure_generate(generate: Callable[[list[int], int], None], *, vocabulary: int) -> dict[str, float]:
+def measure_generate(work: Work, generate: Callable[[list[int], int], None], *, vocabulary: int) -> dict[str, float]:
     """A program that is given a prompt and a number of tokens to answer: decode is the difference of two answers."""
 
     def seconds(prompt: int, answer: int) -> float:
@@ -64,10 +81,10 @@ def measure_generate(generate: Callable[[list[int], int], None], *, vocabulary: 
         return time.perf_counter() - start
 
     found = []
-    for _ in range(REPEATS + 1):
-        prefill = PREFILL / seconds(PREFILL, 1)
-        short = seconds(BEFORE, 1)
-        found.append((prefill, DECODE / (seconds(BEFORE, DECODE + 1) - short)))
+    for _ in range(work.repeats + 1):
+        prefill = work.prefill / seconds(work.prefill, 1)
+        first = seconds(work.before, 1)
+        found.append((prefill, work.decode / (seconds(work.before, work.decode + 1) - first)))
     return _medians(found)
 
 

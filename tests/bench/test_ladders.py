@@ -18,7 +18,8 @@ from hasten.bench.train_rungs import possible, switched_on, techniques
 from hasten.cli.bench import LADDERS
 from hasten.cli.main import main
 from hasten.errors import ConfigError, HastenError, ResourceError
-from hasten.planning.cost import kv_bytes_per_token, parameters
+from hasten.machine import emulated
+from hasten.planning.cost import forward_flops_per_token, kv_bytes_per_token, parameters
 
 TINY = Subject(shape="tiny")
 
@@ -54,14 +55,16 @@ def test_generation_ladder_from_the_command_line(tmp_path: Path, capfd: pytest.C
     sizes = [rows[name]["bytes_per_token"] for name in NATIVE]
     assert sizes == sorted(sizes, reverse=True), "fewer bits are fewer bytes"
     # 2 layers x k and v x 2 heads x 16 elements x 2 bytes, and 28 places of them with one to spare for padding
-    assert rows["static-cache"]["cache_bytes_per_token"] == 256
-    assert rows["static-cache"]["cache_bytes"] == 29 * 256
+    dtype, size = ("float32", 512) if emulated("bfloat16") else ("bfloat16", 256)
+    assert rows["static-cache"]["cache_bytes_per_token"] == size
+    assert rows["static-cache"]["cache_bytes"] == 29 * size
+    assert rows["static-cache"]["matrix_dtype"] == rows["static-cache"]["precision"]["dtype"] == dtype
     assert (rows["no-cache"]["decoded_tokens"], rows["static-cache"]["decoded_tokens"]) == (2, 4)
     compiled = rows["static-cache-compiled"]
     assert compiled["compile_seconds"] > compiled["warm_compile_seconds"] > compiled["time_to_first_token_seconds"]
     assert [name for name in rows if "warm_compile_seconds" in rows[name]] == ["static-cache-compiled"]
     assert rows["native-int4"]["matrix_dtype"] == "int8"
-    assert set(report["limits"]["matrix_rates"]) == {"bfloat16", "int8"}
+    assert set(report["limits"]["matrix_rates"]) == {dtype, "int8"}
     assert rows["native-int8"]["prefill_mfu"] > 0
 
 
@@ -102,6 +105,8 @@ def test_further_rows_of_a_rung() -> None:
     cache = 11 * token  # 9 + 4 / 2 tokens on average, in bfloat16
     assert many - cache == pytest.approx((own - cache) / 8), "weights are read once for all, every cache by itself"
     assert longer - own == pytest.approx((30 - 9) * token)
+    once = forward_flops_per_token(rung.config, 9, scored=1)
+    assert facts["prefill_flops_per_token"] == once, "the head is computed for a prompt's last token"
     found = rung.measure()
     assert found["x8|decode_tokens_per_second"] == pytest.approx(8 * found["x8|decode_tokens_per_second_per_sequence"])
     assert {name for name in found if "|" not in name} == {
@@ -174,7 +179,7 @@ def test_training_ladder() -> None:
         wanted = {"tokens_per_second", "mfu", "milliseconds_per_batch", "peak_memory_bytes", "speedup"}
         assert wanted <= set(row), row.get("error")
         assert row["tokens_per_second"] > 0
-    assert (first["matrix_dtype"], last["matrix_dtype"]) == ("float32", "bfloat16")
+    assert (first["matrix_dtype"], last["matrix_dtype"]) == ("float32", report["settings"]["precision"]["dtype"])
     assert (first["vocabulary_rows"], last["vocabulary_rows"]) == (250, 256)
     assert first["flops_per_token"] == last["flops_per_token"]
     assert first["first_loss"] > first["last_loss"], "the one batch is learned"
@@ -200,7 +205,7 @@ def test_training_rungs_differ_in_what_they_say() -> None:
     assert losses == pytest.approx([losses[0]] * 4, abs=1e-5)
 
 
-CPU, CUDA = (possible(device, vocab_size=None) for device in ("cpu", "cuda"))
+CPU, CUDA = (possible(device, vocab_size=None, wanted=("bf16",)) for device in ("cpu", "cuda"))
 
 
 def test_rungs_that_change_nothing_are_on_no_list() -> None:
@@ -239,6 +244,26 @@ def test_techniques_of_a_rung_are_those_below_it_but_what_they_replace() -> None
     assert techniques("native-kernels", CPU).attention is None
     last = techniques("layer-drop", CPU)
     assert (last.checkpointing, last.layer_drop, last.loss) == ("none", 0.5, None)
+
+
+def test_emulated_bfloat16_is_measured_only_when_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hasten.machine.precision._flags", lambda: ("avx2",))
+    here = possible("cpu", vocab_size=None)
+    assert "bf16" not in here
+    assert techniques("native-kernels", here).precision == "float32"
+    assert "bf16" in possible("cuda", vocab_size=None)
+    assert techniques("native-kernels", possible("cpu", vocab_size=None, wanted=("bf16",))).precision == "bfloat16"
+
+
+def test_auto_of_the_generation_ladder_is_bfloat16_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[dict] = []
+    monkeypatch.setattr(generate, "run_ladder", lambda made, **rest: found.append(rest | {"made": made}) or {})
+    for flags, dtype in ((("avx2",), "float32"), (("avx512_bf16",), "bfloat16")):
+        monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+        monkeypatch.setattr("hasten.machine.precision._flags", lambda flags=flags: flags)
+        GenerateLadder(subject=TINY, rungs=("static-cache",), prompt_tokens=8, new_tokens=2).run()
+        assert found[-1]["settings"]["dtype"] == found[-1]["made"][0].arguments["dtype"] == "bfloat16"
+        assert found[-1]["dtypes"] == (dtype,)
 
 
 def test_layer_dropping_runs_some_blocks_only() -> None:

@@ -41,6 +41,10 @@ def test_error_is_at_most_twice_that_of_plain_bfloat16(case):
 def test_unfused_is_what_it_was(case):
     model = hasten.load(make_reference(case), dtype="bfloat16")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    # GPT-2's files hold transposed matrices, and loading makes views of them. Where bfloat16 is emulated (AVX2),
+    # PyTorch sums a product with such a view in another order. Unfused weights are contiguous: compare with such.
+    for weight in model.parameters():
+        weight.data = weight.contiguous()
     expected = logits(model)
     assert unfuse(fuse(model)) is model
     after = model.state_dict()

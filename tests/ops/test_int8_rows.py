@@ -12,12 +12,12 @@ from hasten.ops.attention.int8_rows import SCALE_BYTES, dequantize_rows, quantiz
 from hasten.ops.attention.paged import PAGED_KERNELS, gathered, groups_of
 from hasten.ops.attention.reference import reference
 from hasten.ops.attention.view import KVView
-from hasten.ops.native import available_isas, library
+from hasten.ops.native import library
 from hasten.ops.picker import explain, pick
+from instruction_sets import ISAS
 
 native = pytest.mark.skipif(library() is None, reason="the native kernels cannot be built here (no C++ compiler)")
 
-ISAS = available_isas()
 SIZES = [64, 80, 96, 128, 256, 100, 20, 7]
 
 

@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from hasten.errors import ConfigError, HastenWarning
 from hasten.machine import find_compiler
 from hasten.ops.linear import KERNELS, LinearRequest, PackedLinear, QuantizedWeight
-from hasten.ops.native import available_isas, library
+from hasten.ops.native import library
 from hasten.ops.picker import explain, pick
+from instruction_sets import ISAS
 from triton_cases import needs_gpu
 
 needs_native = pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler")
-ISAS = available_isas()
 SIZES = st.integers(1, 200)
 CASES = st.sampled_from(
     [
@@ -322,6 +322,9 @@ def numbers(layer):
     return [None if part is None else part.cpu() for part in found]
 
 
+TORCHS = ("float32", "pytorch")  # whichever a processor multiplies faster
+
+
 def same(a, b):
     return all(x is y is None or (x.dtype == y.dtype and torch.equal(x, y)) for x, y in zip(a, b, strict=True))
 
@@ -338,7 +341,7 @@ def test_casts_pick_a_kernel_for_the_dtype_and_change_no_number(format, group_si
     model = torch.nn.Sequential(layer)
     for cast in (model.half, model.double, lambda: model.to(torch.float16)):
         cast()
-        assert layer.kernel == "pytorch"
+        assert layer.kernel in TORCHS
         assert layer.request.dtype in (torch.float16, torch.float64)
         assert same(numbers(layer), before)
     torch.testing.assert_close(model(x.half()).float(), y.float(), rtol=0.05, atol=0.05 * float(y.std()))
@@ -377,7 +380,7 @@ def test_moving_packs_for_the_kernel_of_the_new_device(format, group_size, activ
     layer.to_empty(device="cpu").bind("native")
     monkeypatch.setattr("hasten.ops.linear.modules.KERNELS", (*others, native))  # native is then the forced one
     layer.to("meta")
-    assert layer.kernel == "pytorch"
+    assert layer.kernel in TORCHS
 
 
 @needs_gpu
@@ -457,8 +460,8 @@ def test_the_picker_gives_its_reasons(monkeypatch):
     assert "not 200000" in reason(format="int8", in_features=200_000, group_size=0)
     monkeypatch.setenv("HASTEN_ISA", "none")
     assert "no compiler, or HASTEN_ISA=none" in reason()
-    assert pick(KERNELS, request()).name == "pytorch"
-    assert PackedLinear.from_weight(make_weight(8, 96, format="int4", group_size=32)).kernel == "pytorch"
+    assert pick(KERNELS, request()).name in TORCHS
+    assert PackedLinear.from_weight(make_weight(8, 96, format="int4", group_size=32)).kernel in TORCHS
 
 
 def int4_weight(**changes):
@@ -535,6 +538,6 @@ def test_only_a_linear_layer_is_packed():
 @needs_native
 def test_groups_that_the_native_kernel_lacks_are_slow_with_a_warning():
     weight = replace(make_weight(70, 96, format="int4", group_size=48), zeros=None)
-    with pytest.warns(HastenWarning, match="'pytorch' is used: its int4 groups are multiples of 32, not 48"):
-        assert PackedLinear.from_weight(weight).kernel == "pytorch"
+    with pytest.warns(HastenWarning, match=r"'\w+' is used: its int4 groups are multiples of 32, not 48"):
+        assert PackedLinear.from_weight(weight).kernel in TORCHS
     assert PackedLinear.from_weight(weight, kernel="pytorch").kernel == "pytorch", "asked for: no warning"

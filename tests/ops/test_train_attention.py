@@ -15,12 +15,12 @@ from hasten.ops.attention import KERNELS, AttentionRequest, AttentionSpec, atten
 from hasten.ops.attention.block_mask import BlockMask
 from hasten.ops.attention.patterns import BigBird, Causal, Fixed, Local, Variable
 from hasten.ops.attention.train import flop_formulas, native_attention
-from hasten.ops.native import available_isas, library
+from hasten.ops.native import library
 from hasten.ops.picker import explain
+from instruction_sets import ISAS
 
-pytestmark = pytest.mark.skipif(library() is None, reason="the native kernels cannot be built here (no C++ compiler)")
-
-ISAS = available_isas()
+NATIVE = library(part="training")
+pytestmark = pytest.mark.skipif(NATIVE is None, reason="the native kernels cannot be built here (no C++ compiler)")
 CPU = torch.device("cpu")
 
 
@@ -253,7 +253,7 @@ def test_opcheck(dtype):
     q, k, v = inputs(9, 1, 40, 4, 2, 16, dtype)
     tiles = BlockMask.of(BigBird(block=16), 40).tiles()
     native_attention(q, k, v)  # the gradient is registered with the first call
-    operator = library().ops.train_attention.default
+    operator = NATIVE.ops.train_attention.default
     for layout, causal in (((None, None, None), False), ((tiles.starts, tiles.columns, tiles.cells), True)):
         torch.library.opcheck(operator, (q, k, v, None, None, *layout, causal, 0, 0.25))
 
@@ -290,7 +290,7 @@ def test_what_does_not_fit_is_refused(change, message):
 
 def test_the_operator_refuses_layouts_that_lead_out_of_the_keys():
     q = torch.randn(1, 64, 1, 16)
-    operator = library().ops.train_attention
+    operator = NATIVE.ops.train_attention
     for starts, columns in (([0, 1], [1]), ([0, 1], [-1]), ([0, 2], [0]), ([1, 0], [0])):
         layout = (torch.tensor(starts, dtype=torch.int32), torch.tensor(columns, dtype=torch.int32))
         with pytest.raises(RuntimeError, match=r"column|starts"):

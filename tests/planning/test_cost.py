@@ -4,7 +4,13 @@ import pytest
 
 from hasten.model.config import ModelConfig
 from hasten.model.families import read_config
-from hasten.planning.cost import decode_bytes_per_token, kv_bytes_per_token, parameters
+from hasten.planning.cost import (
+    decode_bytes_per_token,
+    forward_flops_per_token,
+    kv_bytes_per_token,
+    parameters,
+    training_flops_per_token,
+)
 
 DENSE = {
     "model_type": "llama",
@@ -43,3 +49,14 @@ def test_several_tokens_choose_more_experts_than_one_but_not_all() -> None:
     assert step == pytest.approx(2 * (own + 3 * 1.5 * one_expert))
     assert bytes_read(model, batch=1000) * 1000 == pytest.approx(2 * parameters(all_experts).active)
     assert bytes_read(all_experts, batch=4) * 4 == pytest.approx(2 * parameters(all_experts).active)
+
+
+def test_a_prompt_pays_for_the_head_once_and_training_for_every_token() -> None:
+    model, length = config(DENSE), 10
+    blocks = 3 * (32 * (2 * 32 + 2 * 16) + 3 * 32 * 64 + 2 * 32)
+    head = model.padded_vocab_size * 32
+    attention = 4 * 32 * 3 * (length + 1) / 2
+    prompt = length * (2 * blocks + attention) + 2 * head
+    assert length * forward_flops_per_token(model, length, scored=1) == pytest.approx(prompt)
+    assert forward_flops_per_token(model, length) == pytest.approx(2 * (blocks + head) + attention)
+    assert training_flops_per_token(model, length) == 3 * forward_flops_per_token(model, length)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from hasten.bench.measure import Rung, run_ladder
@@ -64,13 +64,16 @@ LARGEST_PREFILL = 4096  # tokens that a prompt is taken in by
 class GenerateLadder:
     """What to measure. rungs: some of RUNGS, () for all that belong to the device.
 
+    dtype: of the weights; "auto" is bfloat16. Where the processor only emulates its products, readable rungs multiply
+    in float32, as a loaded model does, and every row says in which dtype (`matrix_dtype`, and why in `precision`).
+
     new_tokens: decoded by each sequence in each round (no-cache: at most 2). batches: numbers of sequences decoded at
     once. contexts: other lengths of the prompt after which decoding is measured too. text: a source (file, folder,
     glob, "stdlib") whose perplexity each rung reports, on its first TEXT_BYTES.
     """
 
     subject: Subject
-    dtype: str = "bfloat16"
+    dtype: str = "auto"
     prompt_tokens: int = 512
     new_tokens: int = 64
     batches: tuple[int, ...] = (1,)
@@ -141,10 +144,13 @@ def measure(
     ladder: GenerateLadder, rungs: Mapping[str, tuple[Subject, str, tuple[str, ...]]], *, show_progress: bool
 ) -> dict[str, Any]:
     """Run rungs given by name as (model, which of RUNGS it is measured as, its techniques)."""
-    from hasten.machine import resolve_device
+    from hasten.machine import emulated, resolve_device
 
+    if ladder.dtype == "auto":
+        ladder = replace(ladder, dtype="bfloat16")
     _check(ladder)
     device = str(resolve_device(ladder.device))
+    wide = emulated(ladder.dtype, device) is not None
     made = []
     with tempfile.TemporaryDirectory(prefix="hasten-compile-") as cache:
         for name, (subject, way, techniques) in rungs.items():
@@ -164,7 +170,7 @@ def measure(
                 "seed": ladder.seed,
                 "compile_cache": os.path.join(cache, name),
             }
-            parts = _memory(subject.config(), ladder, list(rows.values()))
+            parts = _memory(subject.config(), ladder, list(rows.values()), wide=wide)
             if subject.quantized() is not None:
                 parts["weights"] = subject.stored_bytes()
             memory = check_fits(f"{subject.name} in {ladder.dtype}", parts, device)
@@ -192,7 +198,7 @@ def measure(
             seed=ladder.seed,
             rounds=ladder.rounds,
             warmup=ladder.warmup,
-            dtypes=(ladder.dtype, "int8") if quantized else (ladder.dtype,),
+            dtypes=("float32" if wide else ladder.dtype, *(("int8",) if quantized else ())),
             limit_seconds=ladder.limit_seconds,
             show_progress=show_progress,
         )
@@ -220,17 +226,17 @@ def _check(ladder: GenerateLadder) -> None:
         )
 
 
-def _memory(config: ModelConfig, ladder: GenerateLadder, rows: Sequence[Point]) -> dict[str, int]:
-    """Bytes of one rung, by what needs them."""
+def _memory(config: ModelConfig, ladder: GenerateLadder, rows: Sequence[Point], *, wide: bool) -> dict[str, int]:
+    """Bytes of one rung, by what needs them. wide: readable blocks compute in float32, and keep their cache in it."""
     from hasten.planning.cost import kv_bytes_per_token, parameters
 
     size = ELEMENT_BYTES[ladder.dtype]
-    wide = 6 * config.hidden_size + 3 * config.intermediate_size + 4 * config.heads * config.head_dim
+    width = 6 * config.hidden_size + 3 * config.intermediate_size + 4 * config.heads * config.head_dim
     prompts = [(ladder.batches[0], ladder.prompt_tokens), *((row.batch, row.prompt_tokens) for row in rows)]
     tokens = sum(batch * (length + ladder.new_tokens) for batch, length in prompts)
     return {
         "weights": parameters(config).total * size,
-        "cache": tokens * kv_bytes_per_token(config, size),
-        "activations": min(max(batch * length for batch, length in prompts), LARGEST_PREFILL) * wide * 4,
+        "cache": tokens * kv_bytes_per_token(config, 4 if wide else size),
+        "activations": min(max(batch * length for batch, length in prompts), LARGEST_PREFILL) * width * 4,
         "the process": PROCESS_BYTES,
     }

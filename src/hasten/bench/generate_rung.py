@@ -33,7 +33,7 @@ class GenerateRung:
         text: str | None = None,
     ) -> None:
         from hasten.generation.compiled import compile_blocks
-        from hasten.machine import resolve_dtype
+        from hasten.machine import emulated, resolve_dtype
 
         self.way = RUNGS[way]
         if self.way.compiled:
@@ -44,7 +44,8 @@ class GenerateRung:
         self.model = Subject(**subject).build(dtype=resolve_dtype(self.dtype), device=device, seed=seed)
         self.config = self.model.config
         self.weight_bytes: float = ELEMENT_BYTES[self.dtype]
-        self.matrix_dtype = self.dtype
+        # Native kernels of a processor without such products compute in float32 too.
+        self.matrix_dtype = self.dtype if emulated(self.dtype, device) is None else "float32"
         if self.way.weights is not None or self.model.quantization is not None:
             self.pack(self.way)
         self.perplexity = None if text is None else self.score(text)
@@ -104,7 +105,10 @@ class GenerateRung:
 
     def describe(self) -> dict[str, Any]:
         """What one token costs and what the cache takes, and the same of each further row."""
+        from hasten.model.wide import precision_of
+
         facts = self._facts("")
+        facts["precision"] = precision_of(self.model).to_json()
         facts["rows"] = {ending: self._facts(ending) for ending in self.rows if ending}
         if self.perplexity is not None:
             facts["perplexity"] = self.perplexity
@@ -115,13 +119,13 @@ class GenerateRung:
     def _facts(self, ending: str) -> dict[str, Any]:
         from hasten.planning.cost import decode_bytes_per_token, forward_flops_per_token, kv_bytes_per_token
 
-        size, row, stream = ELEMENT_BYTES[self.dtype], self.rows[ending], self.streams[ending]
+        size, row, stream = self.model.compute_dtype.itemsize, self.rows[ending], self.streams[ending]
         context = row["prompt_tokens"] + self.new_tokens // 2  # the mean of the tokens decoded
         facts: dict[str, Any] = row | {
             "bytes_per_token": decode_bytes_per_token(
                 self.config, weight_bytes=self.weight_bytes, kv_bytes=size, context=context, batch=row["batch"]
             ),
-            "prefill_flops_per_token": forward_flops_per_token(self.config, row["prompt_tokens"]),
+            "prefill_flops_per_token": forward_flops_per_token(self.config, row["prompt_tokens"], scored=1),
             "matrix_dtype": self.matrix_dtype,
             "kv_heads": self.config.kv_heads,
             "context": context,

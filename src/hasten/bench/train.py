@@ -49,7 +49,7 @@ class TrainLadder:
 
     def run(self, *, show_progress: bool = True) -> dict[str, Any]:
         """Measure and return the report. Raises ConfigError or ResourceError before anything is allocated."""
-        from hasten.machine import resolve_device
+        from hasten.machine import resolve_device, training_precision
         from hasten.training.memory import estimate
 
         device = str(resolve_device(self.device))
@@ -87,6 +87,7 @@ class TrainLadder:
                 settings={
                     "model": f"{recipe.name} (random weights), batches of {recipe.data.batch_size} × {tokens} tokens",
                     "weights": "random",
+                    "precision": training_precision(device).to_json(),
                     "vocabulary": config.vocab_size,
                     "batch_size": recipe.data.batch_size,
                     "sequence_length": tokens,
@@ -208,7 +209,7 @@ class TrainRung:
 
         return {
             "flops_per_token": training_flops_per_token(self.config, self.recipe.data.context),
-            "matrix_dtype": self.recipe.techniques.precision,
+            "matrix_dtype": self.step.precision.name,
             "vocabulary_rows": self.step.model.embedding.weight.shape[0],
         }
 

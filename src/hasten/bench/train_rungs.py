@@ -5,7 +5,8 @@
 - memory-efficient: attention in chunks; on a CPU, where PyTorch has none, ours.
 - flash: PyTorch's FlashAttention.
 - compile: torch.compile, block by block.
-- bf16: matrix products in bfloat16 (autocast); weights, gradients and the loss stay in float32.
+- bf16: matrix products in bfloat16 (autocast); weights, gradients and the loss stay in float32. Left out, with all
+  that follows in float32, where the device only emulates bfloat16, unless it is asked for by name.
 - padded-vocabulary: rows of embedding and head rounded up to a multiple of 64 (50,257 -> 50,304, 65 -> 128).
 - fused-optimizer-and-loss: one kernel updates many tensors; head and cross-entropy without all logits in memory.
 - keep-memory: freed memory stays in the process, in large pages (Linux, CPU).
@@ -68,7 +69,11 @@ def possible(device: str, *, vocab_size: int | None, wanted: tuple[str, ...] = (
 
     Raises ConfigError where a wanted one does not.
     """
+    from hasten.machine import emulated
+
     found = dict(RUNGS)
+    if "bf16" not in wanted and emulated("bfloat16", device) is not None:
+        del found["bf16"]
     reasons = {}
     if vocab_size is not None and vocab_size % PADDING == 0:
         reasons["padded-vocabulary"] = f"{vocab_size:,} tokens are a multiple of {PADDING} already"

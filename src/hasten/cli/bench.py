@@ -12,7 +12,7 @@ from hasten.cli.bench_train import BenchBatch, BenchRace
 from hasten.cli.options import Threads, thread_count
 from hasten.errors import ConfigError
 
-DtypeName = Literal["float32", "bfloat16", "float16"]
+DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,8 +72,8 @@ class DecodeOptions(LadderOptions):
 
     shape: str | None = None
     """A named shape with random weights: llama-120m, llama-1.1b, gpt2-124m, qwen3-0.6b, llama-7b, llama-70b, tiny."""
-    dtype: DtypeName = "bfloat16"
-    """Of the weights and the arithmetic."""
+    dtype: DtypeName = "auto"
+    """Of the weights (auto: bfloat16); products are in it too, or in float32 where the processor only emulates it."""
     new_tokens: int = 64
     """Tokens that each sequence decodes in each round (2 at most without a cache, where each costs a whole prompt)."""
 

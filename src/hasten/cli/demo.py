@@ -108,6 +108,7 @@ def _chosen(recipe: Recipe, *, resume: bool) -> Recipe:
     """The recipe in the precision, and with the size of model, that this machine is fast enough for."""
     from hasten.machine import configure
     from hasten.training.fitting import fit
+    from hasten.training.precision import choose_precision
     from hasten.training.recipe import differences
     from hasten.training.recipes import DEMO_SIZES
     from hasten.training.state import RunFolder
@@ -115,25 +116,15 @@ def _chosen(recipe: Recipe, *, resume: bool) -> Recipe:
 
     configure(threads=recipe.run.thread_count)
     stored = find(RunFolder(path=Path(recipe.run.folder).expanduser() / recipe.name).last) if resume else None
-    precision = _precision(recipe.run.device) if stored is None else stored.recipe.techniques.precision
-    recipe = replace(recipe, techniques=replace(recipe.techniques, precision=precision))
+    recipe, precision = choose_precision(recipe, stored.recipe if stored is not None else None)
     if stored is not None:  # what was chosen then
         before = stored.recipe
         return min((size.of(recipe) for size in DEMO_SIZES), key=lambda made: len(differences(before, made)))
     recipe, told = fit(recipe, DEMO_SIZES)
-    if precision == "float32":
-        print("  in float32: bfloat16 products are slower on this machine")
+    print(f"  in {precision}")
     if told is not None:
         print(f"  {told}")
     return recipe
-
-
-def _precision(device: str) -> Literal["float32", "bfloat16"]:
-    """The faster one in matrix products here: bfloat16 is emulated by processors without instructions for it."""
-    from hasten.machine import matrix_rate, resolve_device
-
-    rates = [matrix_rate(name, device=resolve_device(device), seconds=0.2) for name in ("float32", "bfloat16")]
-    return "bfloat16" if rates[1] > rates[0] else "float32"
 
 
 def _load(folder: Path, threads: int | None) -> Any:

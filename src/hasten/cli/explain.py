@@ -31,19 +31,26 @@ class ExplainModel(ModelOptions):
     """List the kernel that each operator of a model runs here, and for every other kernel the reason against it."""
 
     json: str | None = None
-    """Write {"operators": [{layer, operator, kernel, others: [{kernel, reason}]}]} to this file; "-": to stdout."""
+    """Write {"precision": {dtype, reason}, "operators": [{layer, operator, kernel, others: [{kernel, reason}]}],
+    "measured": {comparison: {name: seconds}}} to this file; "-": to stdout."""
 
     def run(self) -> None:
         from hasten.machine.files import require_writable, write_json
 
         require_writable(self.json)
+        from hasten.machine.measured import known
         from hasten.model.binding import explain
+        from hasten.model.wide import precision_of
 
-        bindings = explain(self.load())
+        model = self.load()
+        bindings, precision = explain(model), precision_of(model)
         if self.json is not None:
-            write_json(self.json, {"operators": [asdict(binding) for binding in bindings]})
+            operators = [asdict(binding) for binding in bindings]
+            found = {"precision": precision.to_json(), "operators": operators, "measured": known()}
+            write_json(self.json, found)
         if self.json == "-":
             return
+        print(f"precision: {precision}")
         # Layers that are alike are told once.
         alike: dict[tuple, list[int]] = {}
         for b in bindings:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -30,7 +31,7 @@ class LoadOptions:
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
     """A Hugging Face folder, or a hub id such as owner/name."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Of the weights and the arithmetic; auto is the checkpoint's own."""
+    """Of the weights; auto is the checkpoint's own. Where a processor only emulates it, products are in float32."""
     device: str = "auto"
     """auto, cpu, cuda or cuda:INDEX."""
     threads: Threads = "auto"
@@ -56,13 +57,16 @@ class LoadOptions:
             from hasten.model.fused import fuse_where_it_fits
 
             fuse_where_it_fits(model)
+        from hasten.model.wide import precision_of
+
+        print(f"matrix products in {precision_of(model)}", file=sys.stderr)
         return model
 
     def read_model(self, device: str) -> Transformer:
         """The model as it lies in its folder."""
         from hasten.model.load import load
 
-        return load(self.model, dtype=None if self.dtype == "auto" else self.dtype, device=device)
+        return load(self.model, dtype=self.dtype, device=device)
 
 
 @dataclass(frozen=True, kw_only=True)

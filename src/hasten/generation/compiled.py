@@ -4,10 +4,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hasten.model.transformer import Transformer
+from hasten.ops.linear.wide import WideLinear, wide_linear
 
 
 class OneRowLinear(nn.Linear):
@@ -21,7 +21,7 @@ class OneRowLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         """x (..., in) -> (..., out)."""
         if x.dim() < 3 or x.numel() > self.in_features:  # the (R, in) rows scored after a prompt are not compiled
-            return F.linear(x, self.weight, self.bias)
+            return wide_linear(x, self.weight, self.bias)
         y = (self.weight.float() * x.flatten().float()).sum(-1)  # (out,)
         if self.bias is not None:
             y = y + self.bias.float()
@@ -38,7 +38,7 @@ def compile_blocks(model: Transformer) -> None:
     """
     if model.device.type == "cpu" and model.dtype != torch.float32:
         for module in model.modules():
-            if type(module) is nn.Linear:
+            if type(module) in (nn.Linear, WideLinear):
                 module.__class__ = OneRowLinear
     # Each cache size and batch size is a graph of its own; past the default of 8 a full graph would be refused.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)

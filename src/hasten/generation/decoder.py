@@ -29,7 +29,9 @@ class Decoder:
         if static:  # few different sizes, because each is compiled for
             rounded = -(-capacity // _STATIC_STEP) * _STATIC_STEP
             capacity = max(capacity, min(rounded, model.config.max_positions))
-        self.cache = StaticCache(model.config, batch=batch, capacity=capacity, dtype=model.dtype, device=model.device)
+        self.cache = StaticCache(
+            model.config, batch=batch, capacity=capacity, dtype=model.compute_dtype, device=model.device
+        )
         self.lengths = [0] * batch
         # longrope has one set of frequencies for sequences within the pretraining context and one for longer ones: a
         # sequence that grows past it is computed anew, for which its tokens must be known.

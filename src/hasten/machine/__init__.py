@@ -14,6 +14,7 @@ from hasten.machine.memory import (
     reset_peak_memory,
     total_memory,
 )
+from hasten.machine.precision import Precision, emulated, training_precision
 from hasten.machine.processor import (
     Cores,
     amx_permitted,
@@ -32,6 +33,7 @@ __all__ = [
     "Limits",
     "Machine",
     "PeakMemory",
+    "Precision",
     "VendorLimits",
     "amx_permitted",
     "available_cores",
@@ -41,6 +43,7 @@ __all__ = [
     "cache_sizes",
     "configure",
     "describe",
+    "emulated",
     "find_compiler",
     "installed_versions",
     "instruction_sets",
@@ -55,5 +58,6 @@ __all__ = [
     "resolve_device",
     "resolve_dtype",
     "total_memory",
+    "training_precision",
     "vendor_limits",
 ]

@@ -12,6 +12,8 @@ from pathlib import Path
 from hasten.errors import ResourceError
 from hasten.machine.caches import cache_folder
 from hasten.machine.describe import Machine, installed_versions
+from hasten.machine.measured import FACTOR
+from hasten.machine.precision import emulated, training_precision
 from hasten.machine.processor import available_cores
 
 GIB = 1 << 30
@@ -43,6 +45,7 @@ def check_machine(machine: Machine) -> list[Finding]:
         _torch(machine),
         *_compiler(machine),
         _instruction_sets(machine),
+        _precision(),
         _gpu(machine),
         *_cores(),
         _memory(machine),
@@ -59,14 +62,20 @@ def check_rates(rates: Mapping[str, float]) -> list[Finding]:
         rate = rates.get(name)
         if rate is None:
             text = "this torch cannot multiply it on the CPU"
-            found.append(Finding(f"{name} products", "note", text, "use float32 or bfloat16"))
+            found.append(Finding(f"{name} products", "note", text, "it is not used"))
         elif rate < base:
-            text = f"{rate / base:.1f} times the rate of float32: emulated by this processor or this torch"
-            mend = "prefer float32 for training and prefill here; decoding still reads half the bytes"
-            found.append(
-                Finding(f"{name} products", "note", text, mend if name != "int8" else "use it for its size only")
-            )
+            text = f"{rate / base:.2g} times the rate of float32"
+            found.append(Finding(f"{name} products", "note", text, _what_to_do(name)))
     return found
+
+
+def _what_to_do(name: str) -> str:
+    """What slow products in a dtype mean for a user: the commands see to it by themselves."""
+    if name == "int8":
+        return "PyTorch's; the native kernels have their own"
+    if emulated(name) is None:
+        return f"less than {FACTOR} times slower by the measurement that decides, so it is used"
+    return f"nothing: training takes another dtype by itself, and {name} weights are multiplied in float32"
 
 
 def _torch(machine: Machine) -> Finding:
@@ -102,6 +111,15 @@ def _instruction_sets(machine: Machine) -> Finding:
         mend = "int8 and bfloat16 products run at a part of the rate; a virtual machine may hide them from its guest"
         return Finding("instruction sets", "note", f"{listed}; not {', '.join(lacking)}", mend)
     return Finding("instruction sets", "ok", listed)
+
+
+def _precision() -> Finding:
+    """What `auto` takes on the CPU, by the same rule as the commands."""
+    choice = training_precision()
+    if choice.dtype == "bfloat16":
+        return Finding("precision", "ok", f"training in {choice}")
+    mend = "nothing: training and readable layers take float32 by themselves, stored weights keep their dtype"
+    return Finding("precision", "note", f"training in {choice}", mend)
 
 
 def _gpu(machine: Machine) -> Finding:

@@ -63,7 +63,7 @@ def read_bandwidth(*, device: str | torch.device = "cpu", threads: int | None = 
     if str(device) != "cpu":
         target = torch.empty_like(source)
         return 2 * size / median(_times(lambda: target.copy_(source), device=device, seconds=seconds))
-    with _threads(threads):
+    with limited_threads(threads):
         return size / median(_times(source.sum, device=device, seconds=seconds))
 
 
@@ -96,7 +96,7 @@ def matrix_rate(dtype: str | torch.dtype, *, device: str | torch.device = "cpu",
         if probing and on_cpu:
             # On one thread: where other programs run, a small product on several threads waits whole time slices for
             # its last thread and looks a hundred times as slow as a large one.
-            with _threads(1):
+            with limited_threads(1):
                 fastest = operations / min(_times(product, device=device, seconds=seconds / 20))
             best, expected = fastest, fastest * torch.get_num_threads()
             continue
@@ -164,7 +164,7 @@ def _times(call: Callable[[], object], *, device: str | torch.device, seconds: f
 
 
 @contextmanager
-def _threads(count: int | None) -> Iterator[None]:
+def limited_threads(count: int | None) -> Iterator[None]:
     import torch
 
     before = torch.get_num_threads()

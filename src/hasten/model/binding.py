@@ -8,15 +8,17 @@ import torch
 from torch import nn
 
 from hasten.errors import ConfigError
-from hasten.model.fused import FusedBlock, fuse, refusal, unfuse
+from hasten.model.fused import FusedBlock, fuse, refusal, unfuse, waits
 from hasten.model.require import require_model
-from hasten.model.stacking import packed, plain
+from hasten.model.stacking import plain
 from hasten.model.transformer import Attention, Transformer
+from hasten.model.wide import choose_width
 from hasten.ops import attention as attention_operator
 from hasten.ops import picker
 from hasten.ops.linear import operator as linear_operator
 from hasten.ops.linear.modules import PackedLinear
 from hasten.ops.linear.operator import LinearRequest
+from hasten.ops.linear.wide import WideLinear
 
 OPERATORS: dict[str, tuple[str, ...]] = {
     "block": ("fused", "readable"),
@@ -59,7 +61,7 @@ def explain(model: Transformer) -> list[Binding]:
             others = [Refusal(k.name, "the fused steps bring their own attention") for k in attention_operator.KERNELS]
             bindings.append(Binding(layer, "attention", "fused", others))
         else:
-            reason = against_fused or "the model was not fused (hasten.fuse)"
+            reason = against_fused or waits(model) or "the model was not fused (hasten.fuse)"
             bindings.append(Binding(layer, "block", "readable", [Refusal("fused", reason)]))
             assert isinstance(block.attention, Attention)
             bindings.append(_attention_binding(layer, block.attention))
@@ -87,7 +89,7 @@ def _linear_bindings(layer: int, part: nn.Module) -> list[Binding]:
             request = LinearRequest(
                 device=module.weight.device, dtype=module.weight.dtype, format=name, in_features=module.in_features
             )
-            current = "pytorch"
+            current = "float32" if isinstance(module, WideLinear) else "pytorch"
         else:
             continue
         kernels = linear_operator.KERNELS
@@ -103,6 +105,8 @@ def _linear_bindings(layer: int, part: nn.Module) -> list[Binding]:
 
 def _unpacked(other: Refusal, request: LinearRequest) -> str:
     """Why a layer that was never packed runs PyTorch's product."""
+    if other.kernel in ("float32", "pytorch"):
+        return other.reason
     if request.format not in ("bfloat16", "int8", "int4"):
         return f"it multiplies bfloat16, int8 or int4 weights; these are {request.format}"
     return other.reason if "asked for" not in other.reason else "the layer was not packed (hasten.fuse packs)"
@@ -206,6 +210,7 @@ def _linear_kernels(model: Transformer, name: str | None) -> Iterator[None]:
             if isinstance(child, PackedLinear):
                 child.bind(kernel)
             elif new is not None:
-                setattr(owner, leaf, plain(packed(new)))
+                setattr(owner, leaf, plain(new))
         if tied and isinstance(model.head, nn.Linear):
             model.head.weight = model.embedding.weight
+        choose_width(model)

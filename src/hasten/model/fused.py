@@ -22,7 +22,9 @@ from hasten.model.norms import LayerNorm, RMSNorm
 from hasten.model.require import require_model
 from hasten.model.stacking import alternate, packed, plain, split_alternate, split_stack, stack, uneven
 from hasten.model.transformer import MLP, Block, Transformer
+from hasten.model.wide import narrow
 from hasten.ops.linear.modules import PackedLinear
+from hasten.ops.linear.operator import LinearRequest, native_waits
 from hasten.ops.native import NativeLibrary, library
 from hasten.ops.pages import in_large_pages, return_freed_memory
 
@@ -56,6 +58,7 @@ def fuse(model: Transformer) -> Transformer:
         raise ConfigError(f"this model cannot be fused: {reason}")
     native = library()
     assert native is not None
+    narrow(model)
     for i, block in enumerate(model.blocks):
         if isinstance(block, Block):
             model.blocks[i] = FusedBlock(block, native)
@@ -64,7 +67,7 @@ def fuse(model: Transformer) -> Transformer:
         model.head = packed(model.head)
     elif isinstance(model.head, nn.Linear):
         tied = model.head.weight is model.embedding.weight
-        head = PackedLinear.from_linear(model.head)
+        head = PackedLinear.from_linear(model.head, kernel="native")
         model.head = head
         if tied:
             model.embedding = PackedEmbedding(head)
@@ -76,11 +79,21 @@ def fuse(model: Transformer) -> Transformer:
     return model
 
 
+def waits(model: Transformer) -> str | None:
+    """Why a model that could be fused is better left as it is on this processor, or None."""
+    if model.quantization is not None:
+        return None
+    return native_waits(LinearRequest(device=model.device, dtype=model.dtype, format="bfloat16", in_features=1))
+
+
 def fuse_where_it_fits(model: Transformer) -> Transformer:
-    """`fuse`, or the model as it is; with a HastenWarning where only its mixture of formats is against fusing it."""
+    """`fuse`, or the model as it is; with a HastenWarning where only its mixture of formats is against fusing it.
+
+    Where PyTorch's products are clearly faster than the native ones, it stays as it is, and `hasten explain` says so.
+    """
     reason = refusal(model)
     if reason is None:
-        return fuse(model)
+        return fuse(model) if waits(model) is None else model
     if reason == uneven(model):
         warnings.warn(f"the model runs without the fused steps, slower: {reason}", HastenWarning, stacklevel=2)
     return model
@@ -100,6 +113,7 @@ def unfuse(model: Transformer) -> Transformer:
             embedding = nn.Embedding(head.out_features, head.in_features, device="meta")
             embedding.weight = head.weight
             model.embedding = embedding
+    model.bind()
     return model
 
 

@@ -36,7 +36,7 @@ def load(source: str | Path | nn.Module, *, dtype: str | torch.dtype | None = No
 
     source: a folder with config.json and safetensors, a hub id such as "owner/name" (downloaded with
     huggingface_hub), or a transformers model, whose weights are taken over without a copy. dtype: "float32",
-    "bfloat16", "float16", or None for the checkpoint's own. device: "auto", "cpu", "cuda", "cuda:0", ….
+    "bfloat16", "float16", or None or "auto" for the checkpoint's own. device: "auto", "cpu", "cuda", "cuda:0", ….
 
     A folder's weights are memory-mapped: in their own dtype on the CPU they cost no second copy. The model carries
     the folder's tokenizer, or None where it has none: then prompts are token ids.
@@ -45,7 +45,7 @@ def load(source: str | Path | nn.Module, *, dtype: str | torch.dtype | None = No
     ResourceError if the device or the hub cannot be reached.
     """
     place = resolve_device(device)
-    wanted = resolve_dtype(dtype) if dtype is not None else None
+    wanted = None if dtype is None or dtype == "auto" else resolve_dtype(dtype)
     if isinstance(source, nn.Module):
         return _from_transformers(source, wanted, place)
     folder = resolve_folder(source)

@@ -18,7 +18,7 @@ HALF_PANEL = 32  # rows of gate, then rows of up, in a panel of 64 (ops/block/ph
 def packed(linear: Linear) -> PackedLinear:
     """A linear layer in the native layout; ConfigError where the native kernel cannot serve it."""
     if not isinstance(linear, PackedLinear):
-        return PackedLinear.from_linear(linear)
+        return PackedLinear.from_linear(linear, kernel="native")
     if linear.kernel != "native":
         linear.bind("native")
     return linear
@@ -132,7 +132,7 @@ def _from_rows(
     bias = None if biases[0] is None else torch.cat([b for b in biases if b is not None])
     if isinstance(weights[0], Tensor):
         rows = torch.cat([w for w in weights if isinstance(w, Tensor)])
-        return PackedLinear.from_linear(_plain_linear(rows, bias))
+        return PackedLinear.from_linear(_plain_linear(rows, bias), kernel="native")
     merged = QuantizedWeight.joined([w for w in weights if isinstance(w, QuantizedWeight)])
     return PackedLinear.from_weight(merged, bias, activations=parts[0].activations)
 

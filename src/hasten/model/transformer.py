@@ -22,9 +22,11 @@ from hasten.model.formats.record import Quantization
 from hasten.model.interfaces import Context, LayerContext, Stack
 from hasten.model.norms import norm_of
 from hasten.model.rope import RotaryTable, rotate
+from hasten.model.wide import choose_width
 from hasten.ops.activation import Functions
 from hasten.ops.attention import KERNELS, AttentionRequest, AttentionSpec
 from hasten.ops.linear.modules import PackedLinear
+from hasten.ops.linear.wide import WideEmbedding, WideLinear
 from hasten.ops.loss import IGNORED, linear_cross_entropy, rows_of_a_chunk
 from hasten.ops.picker import pick
 
@@ -83,9 +85,10 @@ class Attention(nn.Module):
     def request(self) -> AttentionRequest:
         """What a kernel has to serve here."""
         like = self.q.request if isinstance(self.q, PackedLinear) else self.q.weight
+        dtype = torch.float32 if isinstance(self.q, WideLinear) else like.dtype
         sparse = self.block_size is not None
         return AttentionRequest(
-            spec=self.spec, device=like.device, dtype=like.dtype, block_mask=sparse, block_size=self.block_size
+            spec=self.spec, device=like.device, dtype=dtype, block_mask=sparse, block_size=self.block_size
         )
 
     def bind(self, kernel: str | None = None) -> None:
@@ -248,12 +251,12 @@ class Transformer(nn.Module):
     ) -> Tensor:
         """What comes out of the last block (B, T, C), before the last norm; arguments as in `forward`.
 
-        In the model's dtype, or in float32 where the model is fused.
+        In `compute_dtype`, or in float32 where the model is fused.
         """
         x = self.embedding(tokens)  # (B, T, C)
         if self.config.embedding_scale != 1.0:
             # Rounded to the weights' dtype first, as Gemma was trained.
-            x = x * torch.tensor(self.config.embedding_scale, dtype=x.dtype)
+            x = x * torch.tensor(self.config.embedding_scale, dtype=self.dtype)
         if self.positions is not None:
             x = x + self.positions(positions)
         x = self.dropout(x)
@@ -291,7 +294,7 @@ class Transformer(nn.Module):
             return torch.stack(losses).sum()
         return linear_cross_entropy(
             x,
-            self.head.weight,
+            self.head.weight.to(self.compute_dtype),
             targets,
             vocab_size=self.config.vocab_size,
             bias=self.head.bias,
@@ -317,8 +320,19 @@ class Transformer(nn.Module):
     def dtype(self) -> torch.dtype:
         return self.embedding.weight.dtype
 
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """Of the activations of readable blocks, and of a cache's keys and values: see `hasten.model.wide`."""
+        return torch.float32 if isinstance(self.embedding, WideEmbedding) else self.dtype
+
+    @property
+    def readable(self) -> bool:
+        """The blocks are those of this file, and not fused ones."""
+        return all(isinstance(block, Block) for block in self.blocks)
+
     def bind(self, *, attention: str | None = None) -> None:
         """Choose every layer's kernels anew, or force one by name; needed after moving to another device or dtype."""
+        choose_width(self)
         for layer in self.modules():
             if isinstance(layer, Attention):
                 layer.bind(attention)

@@ -20,7 +20,7 @@ def with_gradients(register: Callable[[NativeLibrary, str], None]) -> Callable[[
 
     @functools.cache
     def registered(isa: str) -> str:
-        native = library(isa)
+        native = library(isa, "training")
         if native is None:
             raise ResourceError(
                 "there are no native kernels here; a C++ compiler is needed, and HASTEN_ISA must allow one"

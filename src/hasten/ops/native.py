@@ -1,6 +1,7 @@
 """The native operators: which instruction set, its library, and what torch.compile must know about each operator.
 
-Each instruction set's library registers its operators in a torch namespace of its own (`hasten_avx2::linear` …).
+Each instruction set's libraries register their operators in a torch namespace of its own (`hasten_avx2::linear` …):
+one for inference, one for what only training calls, each compiled and loaded when it is first asked for.
 An operator's output shapes are told to torch by its fake implementation: the folder of an operator holds a `fakes.py`
 beside its C++ with a dict `FAKES` from the operator's name to a function of the same arguments that returns empty
 tensors of the right shapes. `library()` finds those files by itself.
@@ -17,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from hasten.errors import ConfigError, HastenWarning, ResourceError
-from hasten.machine import amx_permitted, find_compiler, instruction_sets
-from hasten.ops.build import INSTRUCTION_SETS, SOURCES, build, is_built, namespace
+from hasten.machine import amx_permitted, find_compiler
+from hasten.ops.build import INSTRUCTION_SETS, SOURCES, Part, build, can_build, is_built, namespace
 
 NONE = "none"  # HASTEN_ISA=none: PyTorch's kernels only
 
@@ -27,7 +28,7 @@ _loading = threading.Lock()  # torch takes a fake implementation once; two threa
 
 @dataclass(frozen=True, slots=True)
 class NativeLibrary:
-    """A loaded library: its instruction set, its file, and `ops`, the torch.ops namespace of its operators."""
+    """A loaded library: its instruction set, its file, and `ops`, the torch.ops namespace its operators are in."""
 
     isa: str
     path: Path
@@ -41,11 +42,11 @@ def available_isas() -> tuple[str, ...]:
 
 def _why_not(isa: str) -> str | None:
     """Why an instruction set cannot be used here; None: it can."""
-    needs = INSTRUCTION_SETS[isa].needs
-    if missing := sorted(needs - frozenset(instruction_sets())):
+    found = INSTRUCTION_SETS[isa].here()
+    if missing := found.missing():
         return f"this processor has no {', '.join(missing)}"
     # Asked of the system only for kernels that want it: the permission makes all signal frames larger.
-    if "amx_tile" in needs and not amx_permitted():
+    if "amx_tile" in found.needs and not amx_permitted():
         return "the system does not let this process use AMX"
     return None
 
@@ -73,35 +74,46 @@ def _fastest(isas: tuple[str, ...], *_where_compilers_are: str | None) -> str:
     compiler = find_compiler()
     if compiler is None:  # then a library from before has to do
         return next((isa for isa in isas if is_built(isa)), isas[0])
-    return next(
-        (isa for isa in isas if compiler.takes(INSTRUCTION_SETS[isa].flags, INSTRUCTION_SETS[isa].probe)), isas[-1]
-    )
+    sets = [INSTRUCTION_SETS[isa].here() for isa in isas]
+    return next((one.name for one in sets if compiler.takes(one.flags, one.probe)), isas[-1])
 
 
-def library(isa: str | None = None) -> NativeLibrary | None:
+def library(isa: str | None = None, part: Part = "inference") -> NativeLibrary | None:
     """The native operators for `isa` (default: $HASTEN_ISA, else the fastest), compiled on first use, once a process.
 
     None when they cannot be had: after one HastenWarning with the reason, or silently with HASTEN_ISA=none.
     """
     # Asked in every call of an operator; the choice reads files of the system.
-    return _library(isa, *(os.environ.get(name) for name in ("HASTEN_ISA", "CXX", "PATH")))
+    return _library(isa, part, *(os.environ.get(name) for name in ("HASTEN_ISA", "CXX", "PATH")))
+
+
+def obtainable(part: Part) -> bool:
+    """Whether `library` will have it when it is called: to choose a kernel that may never run, without compiling it."""
+    chosen = choose_isa()
+    if chosen == NONE:
+        return False
+    if not is_built(chosen, part) and can_build(chosen):
+        return True
+    return library(part=part) is not None  # which says why not
 
 
 @functools.cache
-def _library(isa: str | None, *_environment: str | None) -> NativeLibrary | None:
+def _library(isa: str | None, part: Part, *_environment: str | None) -> NativeLibrary | None:
     chosen = choose_isa(isa)
     if chosen == NONE:
         return None
     with _loading:
-        return _load(chosen)
+        return _load(chosen, part)
 
 
 @functools.cache
-def _load(isa: str) -> NativeLibrary | None:
+def _load(isa: str, part: Part) -> NativeLibrary | None:
     import torch
 
+    ops = getattr(torch.ops, namespace(isa))
     try:
-        path = build(isa)
+        path = build(isa, part)
+        missing = [name for name in fakes() if not hasattr(ops, name)]
         torch.ops.load_library(str(path))
     except (ResourceError, OSError, RuntimeError) as error:
         warnings.warn(
@@ -110,11 +122,13 @@ def _load(isa: str) -> NativeLibrary | None:
             stacklevel=5,
         )
         return None
-    for name, fake in fakes().items():
-        torch.library.register_fake(f"{namespace(isa)}::{name}", fake)
-    return NativeLibrary(isa=isa, path=path, ops=getattr(torch.ops, namespace(isa)))
+    for name in missing:
+        if hasattr(ops, name):  # then it is this library's
+            torch.library.register_fake(f"{namespace(isa)}::{name}", fakes()[name])
+    return NativeLibrary(isa=isa, path=path, ops=ops)
 
 
+@functools.cache
 def fakes() -> dict[str, Callable]:
     """The fake implementation of every native operator, by its name, from the fakes.py beside the C++."""
     found: dict[str, Callable] = {}

@@ -1,37 +1,70 @@
-// Vectors of 16 lanes, the same on every machine: the compiler splits them into what the instruction set has. Only
-// the three dot products, where instruction sets really differ, are written for each.
+// What the kernels compute with 16 lanes (lanes.h): bfloat16, exponentials, and the dot products in which instruction
+// sets really differ.
 //
 // Compiled once for each instruction set, chosen by the flags that native.py passes: AMX (its tiles are in
-// linear/amx.h), AVX-512 with VNNI and BF16, AVX-512, AVX2 with FMA, or none of them (portable; ARM takes that).
+// linear/amx.h), AVX-512 with VNNI and BF16, AVX-512, AVX2 with VNNI, AVX2 with FMA, or none of them (portable; ARM
+// takes that).
 #pragma once
 
 #include <cmath>
-#include <cstdint>
-#include <cstring>
 
-#if defined(__AVX2__)
-#include <immintrin.h>
-#endif
-
-#define INLINE inline __attribute__((always_inline))
+#include "lanes.h"
 
 namespace hasten {
 
-constexpr int LANES = 16;
-typedef float F32 __attribute__((vector_size(64)));
-typedef int32_t I32 __attribute__((vector_size(64)));
-typedef int8_t I8 __attribute__((vector_size(16)));
-typedef uint32_t U32 __attribute__((vector_size(64)));
-typedef uint16_t U16 __attribute__((vector_size(32)));
+INLINE F32 max(F32 a, F32 b) { return select(a > b, a, b); }
+INLINE F32 abs(F32 v) { return as<F32>(as<U32>(v) & 0x7fffffffu); }
 
-INLINE F32 load(const float* p) { F32 v; std::memcpy(&v, p, 64); return v; }
-INLINE I32 load(const int32_t* p) { I32 v; std::memcpy(&v, p, 64); return v; }
-INLINE void store(float* p, F32 v) { std::memcpy(p, &v, 64); }
-INLINE void store(int32_t* p, I32 v) { std::memcpy(p, &v, 64); }
-INLINE U32 load_line(const void* p) { U32 v; std::memcpy(&v, p, 64); return v; }
-INLINE F32 splat(float x) { return F32{} + x; }
-INLINE F32 to_float(I32 v) { return __builtin_convertvector(v, F32); }
-INLINE I32 to_int(F32 v) { return __builtin_convertvector(v, I32); }
+INLINE F32 larger(F32 a, F32 b) {  // b where either is NaN
+#if HASTEN_512
+  return (F32)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+  return {_mm256_max_ps(a.low, b.low), _mm256_max_ps(a.high, b.high)};
+#else
+  return select(a > b, a, b);
+#endif
+}
+
+INLINE bool any_above(F32 a, F32 b) {  // whether a lane of a is larger than that of b
+#if HASTEN_512
+  return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_GT_OQ);
+#elif defined(__AVX2__)
+  const auto above = (a.low > b.low) | (a.high > b.high);
+  return !_mm256_testz_si256((__m256i)above, (__m256i)above);
+#else
+  return join_lanes(a > b, [](auto x, auto y) { return x | y; });
+#endif
+}
+
+// a·b + c, rounded once where the instruction set can. Written out, so that no compiler decides it tile by tile.
+INLINE F32 multiply_add(F32 a, F32 b, F32 c) {
+#if HASTEN_512
+  return (F32)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+  return {_mm256_fmadd_ps(a.low, b.low, c.low), _mm256_fmadd_ps(a.high, b.high, c.high)};
+#else
+  return a * b + c;
+#endif
+}
+
+// acc += a·b, in the register that acc has: g++ moves accumulators about where a tile fills all 16 of AVX2's registers.
+INLINE void accumulate(F32& acc, F32 a, F32 b) {
+#if defined(__FMA__) && !HASTEN_512
+  asm("vfmadd231ps %2, %1, %0" : "+x"(acc.low) : "x"(a.low), "x"(b.low));
+  asm("vfmadd231ps %2, %1, %0" : "+x"(acc.high) : "x"(a.high), "x"(b.high));
+#else
+  acc = multiply_add(a, b, acc);
+#endif
+}
+
+INLINE void accumulate(I32& acc, I32 v) {
+#if defined(__AVX2__) && !HASTEN_512
+  asm("vpaddd %1, %0, %0" : "+x"(acc.low) : "x"(v.low));
+  asm("vpaddd %1, %0, %0" : "+x"(acc.high) : "x"(v.high));
+#else
+  acc += v;
+#endif
+}
 
 // bfloat16 is the upper half of a float32; rounding is to the nearest, ties to even. NaN stays NaN.
 INLINE float from_bf16(uint16_t x) { uint32_t u = uint32_t(x) << 16; float f; std::memcpy(&f, &u, 4); return f; }
@@ -40,24 +73,20 @@ INLINE uint16_t to_bf16(float f) {
   if (f != f) return uint16_t((u >> 16) | 0x40);
   return uint16_t((u + 0x7fff + ((u >> 16) & 1)) >> 16);
 }
-INLINE F32 load_bf16(const uint16_t* p) {
-  U16 h; std::memcpy(&h, p, 32);
-  U32 u = __builtin_convertvector(h, U32) << 16;
-  return (F32)u;
+INLINE F32 load_bf16(const uint16_t* p) { return as<F32>(load_u16(p) << 16); }
+// The rounded value in the upper half of each lane.
+INLINE U32 round_bf16(F32 v) {
+  const U32 u = as<U32>(v);
+  return as<U32>(select(v != v, as<I32>(u | 0x400000u), as<I32>(u + 0x7fffu + ((u >> 16) & 1u))));
 }
 INLINE void store_bf16(uint16_t* p, F32 v) {
 #if defined(__AVX512BF16__)
   __m256bh h = _mm512_cvtneps_pbh((__m512)v);
   std::memcpy(p, &h, 32);
 #else
-  U32 u = (U32)v;
-  U32 rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
-  U32 nan = (U32)(v != v);  // all ones where NaN
-  U16 h = __builtin_convertvector((rounded & ~nan) | (((u >> 16) | 0x40) & nan), U16);
-  std::memcpy(p, &h, 32);
+  store_u16(p, round_bf16(v) >> 16);
 #endif
 }
-
 INLINE void store_bf16(uint16_t* p, F32 low, F32 high) {  // 32 values
 #if defined(__AVX512BF16__)
   const __m512bh h = _mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
@@ -67,81 +96,39 @@ INLINE void store_bf16(uint16_t* p, F32 low, F32 high) {  // 32 values
   store_bf16(p + LANES, high);
 #endif
 }
-
-// 16 signed bytes. (g++ 12 makes a conversion to four times the width value by value.)
-INLINE I32 load_int8(const void* p) {
-#if defined(__AVX512F__)
-  return (I32)_mm512_cvtepi8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(p)));
-#elif defined(__AVX2__)
-  const __m128i bytes = _mm_loadu_si128(static_cast<const __m128i*>(p));
-  __m256i wide[2] = {_mm256_cvtepi8_epi32(bytes), _mm256_cvtepi8_epi32(_mm_srli_si128(bytes, 8))};
-  I32 v; std::memcpy(&v, wide, 64);
-  return v;
+// Words of bf16 values of a (lower half) and b.
+INLINE U32 pair_bf16(F32 a, F32 b) {
+#if defined(__AVX512BF16__)
+  const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22,
+                                                6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+  return (U32)_mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh((__m512)b, (__m512)a));
 #else
-  I8 v; std::memcpy(&v, p, 16);
-  return __builtin_convertvector(v, I32);
+  return (round_bf16(a) >> 16) | (round_bf16(b) & 0xffff0000u);
 #endif
 }
 
 // IEEE half precision, for the scales of published int4 checkpoints.
 INLINE F32 load_f16(const uint16_t* p) {
-#if defined(__AVX512F__)
-  __m256i h; std::memcpy(&h, p, 32);
-  return (F32)_mm512_cvtph_ps(h);
+#if HASTEN_512
+  return (F32)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+#elif defined(__F16C__)
+  const auto* from = reinterpret_cast<const __m128i*>(p);
+  return {_mm256_cvtph_ps(_mm_loadu_si128(from)), _mm256_cvtph_ps(_mm_loadu_si128(from + 1))};
 #else
-  U16 h16; std::memcpy(&h16, p, 32);
-  U32 h = __builtin_convertvector(h16, U32);
+  const U32 h = load_u16(p);
   // Shift exponent and mantissa into place, then correct the bias by a product, which also handles subnormals.
-  F32 magnitude = (F32)((h & 0x7fff) << 13) * 0x1p112f;
-  U32 special = (U32)((I32)(h & 0x7c00) == 0x7c00) & 0x7f800000u;
-  return (F32)(((U32)magnitude | special) | ((h & 0x8000) << 16));
+  const F32 magnitude = as<F32>((h & 0x7fffu) << 13) * 0x1p112f;
+  const U32 special = as<U32>((h & 0x7c00u) == 0x7c00u) & 0x7f800000u;
+  return as<F32>(as<U32>(magnitude) | special | ((h & 0x8000u) << 16));
 #endif
 }
-
-// Lanes 8 … 15, 4 … 7, 2 … 3 or 1 in the place of the first ones.
-#define HASTEN_UPPER(v, n)                                                                                         \
-  __builtin_shufflevector(v, v, (n), (n) + 1, (n) + 2, (n) + 3, (n) + 4, (n) + 5, (n) + 6, (n) + 7, 8, 9, 10, 11, \
-                          12, 13, 14, 15)
-// A fixed tree, so that every instruction set and batch sums in the same order.
-INLINE float sum_lanes(F32 v) {
-  v += HASTEN_UPPER(v, 8);
-  v += HASTEN_UPPER(v, 4);
-  v += HASTEN_UPPER(v, 2);
-  v += HASTEN_UPPER(v, 1);
-  return v[0];
-}
-INLINE float max_lanes(F32 v) {
-  F32 u = HASTEN_UPPER(v, 8);
-  v = v > u ? v : u;
-  u = HASTEN_UPPER(v, 4);
-  v = v > u ? v : u;
-  u = HASTEN_UPPER(v, 2);
-  v = v > u ? v : u;
-  u = HASTEN_UPPER(v, 1);
-  v = v > u ? v : u;
-  return v[0];
-}
-#undef HASTEN_UPPER
-INLINE F32 max(F32 a, F32 b) { return a > b ? a : b; }
-INLINE bool any_above(F32 a, F32 b) {  // whether a lane of a is larger than that of b
-#if defined(__AVX512F__)
-  return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_GT_OQ);
-#else
-  const I32 above = a > b;
-  int32_t x[LANES], all = 0;
-  store(x, above);
-  for (int32_t one : x) all |= one;
-  return all;
-#endif
-}
-INLINE F32 abs(F32 v) { return (F32)((U32)v & 0x7fffffffu); }
 
 // e^x by range reduction and a polynomial of degree 6; error below 2 units in the last place over the whole range.
 INLINE F32 exp(F32 x) {
-  x = x > splat(88.3762626647949f) ? splat(88.3762626647949f) : x;  // NaN stays NaN
-  F32 low = splat(-87.3365478515625f);
-  I32 underflow = x < low;
-  x = underflow ? low : x;
+  x = select(x > splat(88.3762626647949f), splat(88.3762626647949f), x);  // NaN stays NaN
+  const F32 low = splat(-87.3365478515625f);
+  const I32 underflow = x < low;
+  x = select(underflow, low, x);
   F32 shifted = x * 1.44269504088896341f + 12582912.0f;  // 1.5·2^23: the nearest integer stands in the low bits
   F32 n = shifted - 12582912.0f;
   F32 r = x - n * 0.693359375f;
@@ -153,26 +140,9 @@ INLINE F32 exp(F32 x) {
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
   p = p * r * r + r + 1.0f;
-  I32 exponent = ((I32)shifted - 0x4b400000 + 127) << 23;
-  F32 result = p * (F32)exponent;
-  return underflow ? F32{} : result;
-}
-
-INLINE F32 larger(F32 a, F32 b) {  // b where either is NaN
-#if defined(__AVX512F__)
-  return (F32)_mm512_max_ps((__m512)a, (__m512)b);
-#else
-  return a > b ? a : b;
-#endif
-}
-
-// a·b + c, rounded once where the instruction set can. Written out, so that no compiler decides it tile by tile.
-INLINE F32 multiply_add(F32 a, F32 b, F32 c) {
-#if defined(__AVX512F__)
-  return (F32)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#else
-  return a * b + c;
-#endif
+  const I32 exponent = (as<I32>(shifted) - 0x4b400000 + 127) << 23;
+  const F32 result = p * as<F32>(exponent);
+  return select(underflow, F32{}, result);
 }
 
 // 2^x for x below 128, 0 below -126.5, by a polynomial of least relative error on [-½, ½]: 8e-8 of degree 5, 1e-4 of
@@ -195,46 +165,100 @@ INLINE F32 exp2(F32 x) {
     p = multiply_add(p, r, splat(6.9328293e-1f));
   }
   p = multiply_add(p, r, splat(1.0f));
-  return p * (F32)((I32)shifted << 23);
+  return p * as<F32>(as<I32>(shifted) << 23);
 }
 
-// acc += w·x for 16 rows: a line holds, row by row, the two bf16 weights for x0 and x1 (packed in `pair`).
-INLINE F32 dot_bf16(F32 acc, const uint16_t* line, uint32_t pair) {
+// What rows of x are, that bf16 weights are multiplied with: bf16 where an instruction multiplies pairs of them, else
+// float32, which costs no rounding and no conversion.
 #if defined(__AVX512BF16__)
-  return (F32)_mm512_dpbf16_ps((__m512)acc, (__m512bh)_mm512_loadu_si512(line), (__m512bh)_mm512_set1_epi32(pair));
+using Operand = uint16_t;
+INLINE void store_operand(Operand* p, F32 v) { store_bf16(p, v); }
+INLINE void store_operand(Operand* p, F32 low, F32 high) { store_bf16(p, low, high); }
+INLINE Operand to_operand(float x) { return to_bf16(x); }
 #else
-  U32 w = load_line(line);
-  acc += (F32)(w << 16) * from_bf16(uint16_t(pair));
-  acc += (F32)(w & 0xffff0000u) * from_bf16(uint16_t(pair >> 16));
-  return acc;
+using Operand = float;
+INLINE void store_operand(Operand* p, F32 v) { store(p, v); }
+INLINE void store_operand(Operand* p, F32 low, F32 high) { store(p, low), store(p + LANES, high); }
+INLINE Operand to_operand(float x) { return x; }
+#endif
+
+// acc += w·x for 16 rows: a line holds, row by row, the two bf16 weights for x[0] and x[1], which are bf16 too.
+INLINE F32 dot_bf16(F32 acc, U32 line, uint32_t x) {
+#if defined(__AVX512BF16__)
+  return (F32)_mm512_dpbf16_ps((__m512)acc, (__m512bh)line, (__m512bh)_mm512_set1_epi32(x));
+#else
+  const U32 both = splat(x);
+  acc = multiply_add(as<F32>(line << 16), as<F32>(both << 16), acc);
+  return multiply_add(as<F32>(line & 0xffff0000u), as<F32>(both & 0xffff0000u), acc);
 #endif
 }
 
+#if defined(__AVXVNNI__) || defined(__AVX512VNNI__)
+#define HASTEN_VNNI 1
+#else
+#define HASTEN_VNNI 0
+#endif
+
+#if HASTEN_VNNI || !defined(__AVX2__)
 // acc += w·x for 16 rows: each 32-bit lane holds four unsigned bytes of a row, `quad` the four signed bytes of x.
 INLINE I32 dot_u8s8(I32 acc, U32 w, int32_t quad) {
-#if defined(__AVX512VNNI__)
+#if HASTEN_512
   return (I32)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)w, _mm512_set1_epi32(quad));
-#elif defined(__AVX2__)
-  // Bytes 0, 2 and bytes 1, 3 as pairs of 16-bit integers: exact, where the 8-bit instruction would saturate.
-  int32_t even = int32_t(uint16_t(int8_t(quad))) | (int32_t(int8_t(quad >> 16)) << 16);
-  int32_t odd = int32_t(uint16_t(int8_t(quad >> 8))) | (int32_t(int8_t(quad >> 24)) << 16);
-  U32 we = w & 0x00ff00ffu, wo = (w >> 8) & 0x00ff00ffu;
-#if defined(__AVX512BW__)
-  acc += (I32)_mm512_madd_epi16((__m512i)we, _mm512_set1_epi32(even));
-  return acc + (I32)_mm512_madd_epi16((__m512i)wo, _mm512_set1_epi32(odd));
+#elif HASTEN_VNNI
+#if defined(__AVXVNNI__)
+#define HASTEN_DOT(acc, w) (Native<int32_t>::type)_mm256_dpbusd_avx_epi32((__m256i)acc, (__m256i)w, x)
 #else
-  __m256i e[2], o[2], r[2];
-  std::memcpy(e, &we, 64); std::memcpy(o, &wo, 64);
-  for (int i = 0; i < 2; i++)
-    r[i] = _mm256_add_epi32(_mm256_madd_epi16(e[i], _mm256_set1_epi32(even)),
-                            _mm256_madd_epi16(o[i], _mm256_set1_epi32(odd)));
-  I32 sum; std::memcpy(&sum, r, 64);
-  return acc + sum;
+#define HASTEN_DOT(acc, w) (Native<int32_t>::type)_mm256_dpbusd_epi32((__m256i)acc, (__m256i)w, x)
 #endif
+  const __m256i x = _mm256_set1_epi32(quad);
+  return {HASTEN_DOT(acc.low, w.low), HASTEN_DOT(acc.high, w.high)};
+#undef HASTEN_DOT
+#elif defined(__SSE2__)
+  // Bytes 0, 2 and bytes 1, 3 as pairs of 16-bit integers.
+  const __m128i x = _mm_set1_epi32(quad), even = _mm_srai_epi16(_mm_slli_epi16(x, 8), 8), odd = _mm_srai_epi16(x, 8);
+  const I32 sums = each_part<I32>(w, [=](auto part) {
+    const __m128i low = _mm_and_si128((__m128i)part, _mm_set1_epi16(0xff)), high = _mm_srli_epi16((__m128i)part, 8);
+    return (Native<int32_t>::type)_mm_add_epi32(_mm_madd_epi16(low, even), _mm_madd_epi16(high, odd));
+  });
+  return acc + sums;
 #else
-  for (int j = 0; j < 4; j++) acc += (I32)((w >> (8 * j)) & 0xffu) * int32_t(int8_t(quad >> (8 * j)));
+  for (int j = 0; j < 4; j++) acc += as<I32>((w >> (8 * j)) & 0xffu) * int32_t(int8_t(quad >> (8 * j)));
   return acc;
 #endif
 }
+#else
+// Without VNNI: products of bytes summed in pairs of 16 bits (vpmaddubsw), which has to be done where no pair can be
+// larger than 32767.
+#if HASTEN_512
+INLINE I32 pairs_u8s8(U32 w, I32 x) { return (I32)_mm512_maddubs_epi16((__m512i)w, (__m512i)x); }
+INLINE void add_pairs(I32& acc, I32 v) { acc = (I32)_mm512_add_epi16((__m512i)acc, (__m512i)v); }
+INLINE I32 sum_pairs(I32 v) { return (I32)_mm512_madd_epi16((__m512i)v, _mm512_set1_epi16(1)); }
+INLINE U32 magnitude_int8(I32 v) { return (U32)_mm512_abs_epi8((__m512i)v); }
+INLINE I32 with_sign_of(I32 x, I32 w) {
+  return (I32)_mm512_mask_sub_epi8((__m512i)x, _mm512_movepi8_mask((__m512i)w), _mm512_setzero_si512(), (__m512i)x);
+}
+#else
+INLINE I32 pairs_u8s8(U32 w, I32 x) {
+  return {(Native<int32_t>::type)_mm256_maddubs_epi16((__m256i)w.low, (__m256i)x.low),
+          (Native<int32_t>::type)_mm256_maddubs_epi16((__m256i)w.high, (__m256i)x.high)};
+}
+INLINE void add_pairs(I32& acc, I32 v) {  // in its place, as accumulate
+  asm("vpaddw %1, %0, %0" : "+x"(acc.low) : "x"(v.low));
+  asm("vpaddw %1, %0, %0" : "+x"(acc.high) : "x"(v.high));
+}
+INLINE I32 sum_pairs(I32 v) {
+  return each_part<I32>(v, [](auto part) {
+    return (Native<int32_t>::type)_mm256_madd_epi16((__m256i)part, _mm256_set1_epi16(1));
+  });
+}
+INLINE U32 magnitude_int8(I32 v) {
+  return each_part<U32>(v, [](auto part) { return (Native<uint32_t>::type)_mm256_abs_epi8((__m256i)part); });
+}
+INLINE I32 with_sign_of(I32 x, I32 w) {  // x where w is positive, -x where it is negative
+  return {(Native<int32_t>::type)_mm256_sign_epi8((__m256i)x.low, (__m256i)w.low),
+          (Native<int32_t>::type)_mm256_sign_epi8((__m256i)x.high, (__m256i)w.high)};
+}
+#endif
+#endif
 
 }  // namespace hasten

@@ -70,13 +70,18 @@ def _attended_by_pattern(config: ModelConfig, length: int) -> float:
     return min(layout.present / rows * layout.block - (layout.block - 1) / 2, (length + 1) / 2)
 
 
-def forward_flops_per_token(config: ModelConfig, sequence_length: int) -> float:
-    """FLOPs of a forward pass per token, averaged over a causal sequence: 2 per weight used, 4·H·D per key seen."""
+def forward_flops_per_token(config: ModelConfig, sequence_length: int, *, scored: int | None = None) -> float:
+    """FLOPs of a forward pass per token, averaged over a causal sequence: 2 per weight used, 4·H·D per key seen.
+
+    scored: how many of the tokens the head is computed for: all (None), as in training; 1, a prompt's last, in
+    generation.
+    """
     if config.attention_pattern is None:
         seen = sum(_attended(layer, sequence_length) for layer in config.layers)
     else:
         seen = len(config.layers) * _attended_by_pattern(config, sequence_length)
-    return 2 * parameters(config).active + 4 * config.heads * config.head_dim * seen
+    weights, unscored = parameters(config), 0.0 if scored is None else 1 - scored / sequence_length
+    return 2 * (weights.active - unscored * weights.embedding) + 4 * config.heads * config.head_dim * seen
 
 
 def training_flops_per_token(config: ModelConfig, sequence_length: int) -> float:

@@ -52,8 +52,9 @@ def quantize(model: Transformer, scheme: Scheme, *, report: Callable[[LayerRepor
         if report is not None:
             report(compare(name, linear.weight, weight, layer))
         owner, _, leaf = name.rpartition(".")
-        dtype = linear.weight.dtype
-        packed = PackedLinear.from_weight(weight, bias=linear.bias, activations=layer.activations, dtype=dtype)
+        packed = PackedLinear.from_weight(
+            weight, bias=linear.bias, activations=layer.activations, dtype=model.compute_dtype
+        )
         setattr(model.get_submodule(owner), leaf, packed)
         del linear, weight
         # Said layer by layer: after an interruption the model is half quantized, and says so.

@@ -127,7 +127,7 @@ def _check_beams(request: Request) -> None:
 def cache_blocks(model: Transformer, settings: EngineSettings, *, max_length: int) -> int:
     """How many blocks the cache gets: what all sequences could need, or as many as the memory allows."""
     size = PagedCache.bytes_per_block(
-        model.config, block_size=settings.block_size, dtype=model.dtype, int8=settings.int8_cache
+        model.config, block_size=settings.block_size, dtype=model.compute_dtype, int8=settings.int8_cache
     )
     most = settings.max_sequences * -(-max_length // settings.block_size)
     if settings.cache_bytes is not None:

@@ -50,7 +50,7 @@ class Engine:
             model.config,
             blocks=cache_blocks(model, settings, max_length=self.max_length),
             block_size=settings.block_size,
-            dtype=model.dtype,
+            dtype=model.compute_dtype,
             device=model.device,
             int8=settings.int8_cache,
         )

@@ -14,9 +14,11 @@ from hasten.model.families import read_config
 from hasten.model.initialize import initialize
 from hasten.model.tokenizer import Tokenizer
 from hasten.model.transformer import MLP, Attention, Transformer
-from hasten.ops.activation import ActivationRequest, bind
+from hasten.ops.activation import KERNELS, ActivationRequest, bind
 from hasten.ops.attention.pattern_text import parse_pattern, pattern_values
 from hasten.ops.loss import KERNELS as LOSS_KERNELS
+from hasten.ops.native import library
+from hasten.ops.picker import explain
 from hasten.training.activations import checkpoint_activations
 from hasten.training.allocator import keep_freed_memory
 from hasten.training.precision import PRECISIONS
@@ -139,8 +141,10 @@ def attention_kernel(recipe: Recipe, device: torch.device) -> str | None:
 
 
 def choose_attention(model: Transformer, kernel: str | None) -> None:
-    """The fastest attention kernel that fits, or the one named."""
+    """The fastest attention kernel that fits, or the one named. A native one is compiled now, not in the first step."""
     model.bind(attention=kernel)
+    if any(isinstance(module, Attention) and module.kernel.name == "native" for module in model.modules()):
+        library(part="training")
 
 
 def choose_loss(model: Transformer, kernel: str | None) -> None:
@@ -158,7 +162,10 @@ def fuse_activations(model: Transformer, dtype: torch.dtype) -> bool:
     """
     if model.device.type != "cpu":  # a GPU's compiler does as well
         return False
-    functions = bind(ActivationRequest(device=model.device, dtype=dtype))
+    request = ActivationRequest(device=model.device, dtype=dtype)
+    if explain(KERNELS, request).kernel != "native":  # a compiler does better with PyTorch's own functions
+        return False
+    functions = bind(request)
     fused = [module.fuse(functions) for module in model.modules() if isinstance(module, MLP)]
     return any(fused)
 

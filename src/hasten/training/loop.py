@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from hasten.errors import TrainingError
+from hasten.machine.measured import known
 from hasten.training import budget, checkpoints, display
 from hasten.training.journal import Journal
 from hasten.training.layer_drop import gates_of_step
@@ -226,6 +227,7 @@ class Loop:
             "data": self.setup.data.folder.name,
             "scaler": self.setup.step.precision.state(),
             "recipe": self.recipe.to_json(),
+            "measured": known(),
         }
         checkpoints.save(
             self.folder.last,

@@ -6,12 +6,15 @@ the factor halved, and doubled after many clean ones (arXiv 1710.03740). In both
 in float32.
 """
 
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from hasten.training.recipe import PrecisionName
+from hasten.machine import Precision as Choice
+from hasten.machine import resolve_device, training_precision
+from hasten.training.recipe import PrecisionName, Recipe
 
 PRECISIONS: dict[PrecisionName, torch.dtype] = {
     "float32": torch.float32,
@@ -22,10 +25,28 @@ START = 65_536.0  # the largest that float16 gradients near 1 survive; a small m
 CLEAN_STEPS = 2000  # in a row, until it is doubled
 
 
+def choose_precision(recipe: Recipe, begun: Recipe | None = None) -> tuple[Recipe, Choice]:
+    """The recipe with its precision decided, and the reason. begun: as the run that goes on began, which decides it."""
+    name = recipe.techniques.precision
+    if name != "auto":
+        return recipe, Choice(name, "as the recipe says")
+    if begun is not None:
+        choice = Choice(begun.techniques.precision, "as the run began")
+    else:
+        choice = training_precision(resolve_device(recipe.run.device))
+    decided = cast(PrecisionName, choice.dtype)
+    return replace(recipe, techniques=replace(recipe.techniques, precision=decided)), choice
+
+
 class Precision:
-    """Autocast and loss scaling behind one small object; for float32 and bfloat16 the scaling does nothing."""
+    """Autocast and loss scaling behind one small object; for float32 and bfloat16 the scaling does nothing.
+
+    name "auto": bfloat16 where the device multiplies it at speed, else float32.
+    """
 
     def __init__(self, name: PrecisionName, device: torch.device | str) -> None:
+        if name == "auto":
+            name = cast(PrecisionName, training_precision(device).dtype)
         self.name = name
         self.device = torch.device(device)
         self.dtype = PRECISIONS[name]

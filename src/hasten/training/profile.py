@@ -104,7 +104,7 @@ def profile(recipe: Recipe, folder: Path, *, progress: bool = True) -> StepProfi
         for _ in range(WARMING):
             setup.step.run(batches, learning_rate=0.0)
         limits = measure_limits(setup.model.device, (setup.step.precision.dtype,))
-        rate, bandwidth = limits.rates.get(recipe.techniques.precision, 0.0), limits.bandwidth
+        rate, bandwidth = limits.rates.get(setup.step.precision.name, 0.0), limits.bandwidth
         seconds, moved, total = _timed(setup, batches)
         flops = _counted(setup, batches)
         folder.mkdir(parents=True, exist_ok=True)

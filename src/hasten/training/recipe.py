@@ -14,7 +14,7 @@ from tyro.conf import arg
 
 from hasten.errors import ConfigError
 
-PrecisionName = Literal["float32", "bfloat16", "float16"]
+PrecisionName = Literal["auto", "float32", "bfloat16", "float16"]
 ScheduleName = Literal["cosine", "wsd", "constant"]
 OptimizerName = Literal["adamw", "lamb", "muon"]
 CheckpointingName = Literal["none", "selective", "full"]
@@ -127,8 +127,8 @@ class Techniques:
 
     pad_vocabulary_to: int = 64
     """Round the rows of embedding and head up to a multiple of this; an exported model has them cut off (1: do not)."""
-    precision: Annotated[PrecisionName, arg(aliases=["--dtype"])] = "bfloat16"
-    """bfloat16 or float16: matrix products in it, weights and loss in float32 (float16 scales the loss)."""
+    precision: Annotated[PrecisionName, arg(aliases=["--dtype"])] = "auto"
+    """Of matrix products; weights and loss stay float32. auto: bfloat16 where it is fast here, else float32."""
     attention: str | None = None
     """Force an attention kernel, for example reference or sdpa (none: the fastest that fits)."""
     fused_activation: bool = True
@@ -322,6 +322,11 @@ def flat(recipe: Recipe) -> dict[str, Any]:
 
 
 def differences(old: Recipe, new: Recipe) -> list[str]:
-    """What differs between two recipes in a way that changes the run, as lines "field: old -> new"."""
+    """What differs between two recipes in a way that changes the run, as lines "field: old -> new".
+
+    A run goes on in the precision that it began with: `auto` is no difference.
+    """
     before, after = flat(old), flat(new)
+    if new.techniques.precision == "auto":
+        after["techniques.precision"] = before["techniques.precision"]
     return [f"{n}: {before[n]} -> {after[n]}" for n in after if n not in FREE_FIELDS and before[n] != after[n]]

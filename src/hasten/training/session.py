@@ -10,10 +10,12 @@ from statistics import median
 from typing import Any, get_args
 
 from hasten.errors import ConfigError
+from hasten.machine import measured
 from hasten.machine.files import write_atomically
 from hasten.training import checkpoints, display
 from hasten.training.journal import read
 from hasten.training.loop import Loop, OnStep
+from hasten.training.precision import choose_precision
 from hasten.training.recipe import Recipe
 from hasten.training.recipes import INIT_MISSING, RECIPES
 from hasten.training.setup import Setup, set_up
@@ -28,6 +30,7 @@ class TrainResult:
 
     best_step: the step with the lowest validation loss. tokens_per_second, mfu: medians over the steps. stopped_by: the
     number of the signal that ended the run early, None for one that is finished; the model folder is then not written.
+    precision: {dtype, reason} of the matrix products. measured: the times that kernels were chosen by, if any were.
     """
 
     folder: Path
@@ -42,6 +45,8 @@ class TrainResult:
     tokens_per_second: float | None
     mfu: float | None
     seconds: float
+    precision: dict[str, str]
+    measured: dict[str, dict[str, float]]
     spikes: int
     stopped_by: int | None
 
@@ -111,6 +116,9 @@ def _alone(folder: RunFolder) -> Iterator[None]:
 
 def _train(recipe: Recipe, folder: RunFolder, *, progress: bool, resume: Resume, on_step: OnStep | None) -> TrainResult:
     stored = find_start(folder, recipe, resume)
+    if stored is not None:
+        measured.adopt(stored.measured)
+    recipe, precision = choose_precision(recipe, None if stored is None else stored.recipe)
     stop = StopRequest()
     # Until the first step there is nothing to save: Ctrl-C while text is being prepared ends at once.
     setup = set_up(recipe, progress=progress, stop=stop)
@@ -118,6 +126,7 @@ def _train(recipe: Recipe, folder: RunFolder, *, progress: bool, resume: Resume,
     _begin_folder(folder, recipe, fresh=stored is None)
     with stop_on_signals(stop):
         with display.progress_bar(recipe.name, shown=progress) as bar:
+            bar.note(f"matrix products in {precision}")
             loop = Loop(recipe, folder, setup, state, stop=stop, progress=bar, on_step=on_step)
             finished = loop.run()
         if finished:
@@ -138,6 +147,8 @@ def _train(recipe: Recipe, folder: RunFolder, *, progress: bool, resume: Resume,
         tokens_per_second=_median(lines, "tokens_per_second"),
         mfu=_median(lines, "mfu"),
         seconds=state.seconds,
+        precision=precision.to_json(),
+        measured=measured.known(),
         spikes=state.spikes,
         stopped_by=None if finished else stop.signal,
     )

@@ -19,7 +19,7 @@ from hasten.training import build
 from hasten.training.evaluate import Validation
 from hasten.training.memory import check_memory
 from hasten.training.optimizers import make_optimizer
-from hasten.training.precision import Precision
+from hasten.training.precision import Precision, choose_precision
 from hasten.training.recipe import Recipe
 from hasten.training.step import TrainStep
 from hasten.training.stopping import StopRequest
@@ -71,6 +71,7 @@ def prepare_data(recipe: Recipe, *, init: Path | None, progress: bool) -> TokenD
 
 def set_up(recipe: Recipe, *, progress: bool, stop: StopRequest) -> Setup:
     """Prepare the data, check that the run fits into memory, then build the model and its step."""
+    recipe, _ = choose_precision(recipe)
     device = resolve_device(recipe.run.device)
     configure(threads=recipe.run.thread_count)
     init = None if recipe.init is None else resolve_folder(recipe.init)

@@ -52,7 +52,8 @@ class State:
 class Stored:
     """A checkpoint on disk, its checkpoint.json checked.
 
-    data: the folder of the tokens. scaler: the state of float16's loss scaling. files: names by kind.
+    data: the folder of the tokens. scaler: the state of float16's loss scaling. measured: the times by which kernels
+    were chosen (hasten.machine.measured). files: names by kind.
     """
 
     folder: Path
@@ -60,6 +61,7 @@ class Stored:
     recipe: Recipe
     data: str
     scaler: dict[str, Any]
+    measured: dict[str, Any]
     python_random: tuple[Any, ...]
     files: dict[str, str]
 
@@ -135,6 +137,7 @@ def _checked(folder: Path, values: dict[str, Any]) -> Stored:
         recipe=_recipe(_field(values, "recipe", dict)),
         data=data,
         scaler=_scaler(_field(values, "scaler", dict)),
+        measured=_field({"measured": {}} | values, "measured", dict),  # older checkpoints have none
         python_random=_python_random(_field(values, "python_random", list)),
         # Only the names count: a checkpoint never reaches outside its folder.
         files={kind: Path(_field(files, kind, str, "files.")).name for kind in KINDS},

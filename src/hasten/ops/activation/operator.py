@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hasten.errors import ConfigError
+from hasten.machine.measured import compare, slower
 from hasten.ops.activation import native
 from hasten.ops.native import library
 from hasten.ops.picker import Kernel, pick
@@ -46,9 +47,27 @@ def _native_refuses(request: ActivationRequest) -> str | None:
         return f"it runs on a CPU, the tensors are on {request.device}"
     if request.dtype not in native.DTYPES:
         return f"it takes float32 and bfloat16, not {str(request.dtype).removeprefix('torch.')}"
-    if library() is None:
+    if library(part="training") is None:
         return "the native library is not there (no compiler, or HASTEN_ISA=none)"
     return None
+
+
+def _native_waits(request: ActivationRequest) -> str | None:
+    """Why PyTorch's functions are the better ones on this processor, by the time of a small layer, or None."""
+    ours, dtype = library(part="training"), str(request.dtype).removeprefix("torch.")
+    assert ours is not None, "what the library cannot serve is refused before"
+    what = f"silu_mul of 256 × 1024 {dtype}, and its gradients"
+    return slower("native", "PyTorch's", compare(what, lambda: _contenders(request.dtype), library=ours.path.stem))
+
+
+def _contenders(dtype: torch.dtype) -> dict[str, Callable[[], object]]:
+    values = torch.randn(3, 256, 1024, generator=torch.Generator().manual_seed(0)).to(dtype)
+    gate, up = (x.requires_grad_() for x in values[:2])
+
+    def run(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[], object]:
+        return lambda: torch.autograd.grad(function(gate, up), (gate, up), values[2])
+
+    return {"native": run(native.silu_mul), "PyTorch's": run(lambda gate, up: F.silu(gate) * up)}
 
 
 def bind(request: ActivationRequest, *, kernel: str | None = None) -> Functions:
@@ -62,7 +81,7 @@ def _run(functions: Functions) -> Callable[[], Functions]:
 
 
 KERNELS: tuple[Kernel[ActivationRequest], ...] = (
-    Kernel("native", _run(Functions(native.bias_gelu, native.silu_mul)), _native_refuses),
+    Kernel("native", _run(Functions(native.bias_gelu, native.silu_mul)), _native_refuses, _native_waits),
     Kernel("reference", _run(Functions(reference_bias_gelu, reference_silu_mul)), lambda request: None),
 )
 

@@ -36,26 +36,25 @@ inline void quantize_row(const float* x, int64_t size, uint8_t* row) {
   alignas(64) float padded[256] = {};
   alignas(16) int8_t values[256];
   std::memcpy(padded, x, size * sizeof(float));
-  // Magnitudes as integers order like the numbers, with infinity and then NaN above all finite ones.
-  I32 bits = {};
-  for (int64_t i = 0; i < size; i += LANES) {
-    const I32 own = (I32)abs(load(padded + i));
-    bits = own > bits ? own : bits;
-  }
-  int32_t largest = 0;
-  for (int i = 0; i < LANES; i++) largest = std::max<int32_t>(largest, bits[i]);
-  float top;
-  std::memcpy(&top, &largest, 4);
-  const bool finite = largest < 0x7f800000, any = finite && top > 1e-34f;
+  const float top = largest_magnitude(padded, round_up(size, LANES));
+  const bool finite = std::isfinite(top), any = finite && top > 1e-34f;
   const float scale = any ? top / 127.0f : finite ? 0.0f : __builtin_nanf("");
   const double up = any ? 127.0f / top : 0.0f;
   // In double the product is exact, so that it is rounded once, to even, whether or not a compiler fuses it with the
   // addition: the same bytes on every machine. Adding and taking away 1.5·2^52 rounds to the nearest integer.
-  typedef double F64 __attribute__((vector_size(128)));
+  constexpr int half = NATIVE / 2;
+  typedef double F64 __attribute__((vector_size(REGISTER)));
+  typedef float Floats __attribute__((vector_size(REGISTER / 2)));
+  typedef int32_t Ints __attribute__((vector_size(REGISTER / 2)));
+  alignas(64) int32_t nearest[LANES];
   for (int64_t i = 0; any && i < size; i += LANES) {
-    const F64 n = (__builtin_convertvector(load(padded + i), F64) * up + 0x1.8p52) - 0x1.8p52;
-    const I8 narrow = __builtin_convertvector(__builtin_convertvector(n, I32), I8);
-    std::memcpy(values + i, &narrow, LANES);
+    for (int j = 0; j < LANES; j += half) {
+      Floats x; std::memcpy(&x, padded + i + j, sizeof x);
+      const F64 n = (__builtin_convertvector(x, F64) * up + 0x1.8p52) - 0x1.8p52;
+      const Ints whole = __builtin_convertvector(n, Ints);
+      std::memcpy(nearest + j, &whole, sizeof whole);
+    }
+    store_int8(values + i, load(nearest));
   }
   if (any) std::memcpy(row, values, size);
   else std::memset(row, 0, size);
@@ -63,6 +62,6 @@ inline void quantize_row(const float* x, int64_t size, uint8_t* row) {
 }
 
 // Small integers as bf16 pairs, exactly: the lower half of each word from a, the upper from b.
-INLINE U32 pairs_of(I32 a, I32 b) { return (U32)to_float(a) >> 16 | (U32)to_float(b); }
+INLINE U32 pairs_of(I32 a, I32 b) { return (as<U32>(to_float(a)) >> 16) | as<U32>(to_float(b)); }
 
 }  // namespace hasten

@@ -2,7 +2,7 @@
 //
 // Keys are taken in tiles of 64 at fixed positions. A tile of K and one of V are brought into the layout of the linear
 // kernels (keys, then value elements, side by side in lanes), so both products run at their speed; the score matrix
-// exists for 6 query lines (32 with AMX) and 64 keys at a time. The softmax is kept as a running maximum and sum
+// exists for 6 query lines or fewer (32 with AMX) and 64 keys at a time. The softmax is kept as a running maximum and sum
 // (FlashAttention, arXiv 2205.14135) within a span of 512 keys; spans are merged in order. Tiles and spans depend on positions only,
 // so a query gets the same bits alone, in a batch, in a prefill of any length, and on any number of threads. (As long as
 // the values of the keys after it, of its own prompt and tile, are finite: they are multiplied with weights of 0.)
@@ -26,7 +26,7 @@ constexpr int64_t TOGETHER = 2 * AMX_ROWS;  // query lines that are multiplied a
 // each tile by itself, while it stays there; so do all without AMX, where fewer are multiplied at a time.
 constexpr int64_t TILES = SPAN_KEYS / TILE_KEYS;
 #else
-constexpr int64_t TOGETHER = 6;
+constexpr int64_t TOGETHER = BF16_TILE.tile;
 constexpr int64_t TILES = 1;
 #endif
 constexpr int64_t LINES = 256 * (TILES > 1 ? 2 : 1) / TOGETHER * TOGETHER;  // query lines that share packed tiles
@@ -64,18 +64,14 @@ inline void multiply(Multiplier& tiles, const uint16_t* panel, const uint16_t* x
 #else
 struct Multiplier {};
 template <bool HALF>
-inline void multiply(Multiplier&, const uint16_t* panel, const uint16_t* x, int64_t stride, int64_t size, float* sums,
+inline void multiply(Multiplier&, const uint16_t* panel, const Operand* x, int64_t stride, int64_t size, float* sums,
                      int64_t lines, bool fresh) {
-  constexpr int vectors = HALF ? VECTORS / 2 : VECTORS, span = std::min(vectors, SPAN);
-  for (int64_t m = 0; m < lines; m += TILE)
-    for (int64_t first = 0; first < vectors; first += span) {
-      const uint16_t* from = x + m * stride;
-      float* own = sums + m * PANEL + first * LANES;
-#define HASTEN_CALL(M) \
-  if constexpr (M <= TILE) tile_bf16<M, span>(panel + first * 32, from, stride, size / 2, own, fresh)
-      HASTEN_TILES(std::min<int64_t>(TILE, lines - m), HASTEN_CALL)
-#undef HASTEN_CALL
-    }
+  constexpr int vectors = HALF ? VECTORS / 2 : VECTORS;
+  with_count<TOGETHER>(lines, [&](auto rows) {
+    constexpr int span = std::min(vectors, BF16_TILE.span(rows));
+    for (int64_t first = 0; first < vectors; first += span)
+      tile_bf16<rows, span>(panel + first * 32, x, stride, size / 2, sums + first * LANES, fresh);
+  });
 }
 #endif
 
@@ -104,7 +100,7 @@ constexpr float LOWEST = -std::numeric_limits<float>::infinity();
 
 // What some tiles of keys are to all lines of a piece.
 struct Attended {
-  const uint16_t* q;        // [lines][padded] bf16
+  const Operand* q;         // [lines][padded]
   const int64_t* position;  // of each line's query, ascending: the last of some lines sees most
   int64_t begin;            // the first tile's first key
   bool fresh;               // the lines' values are not yet written
@@ -121,7 +117,7 @@ void attend_lines(Multiplier& multiplier, const Attended& what, const Lines& lin
                   int64_t which, Coming& coming) {
   constexpr int vectors = HALF ? VECTORS / 2 : VECTORS, keys = vectors * LANES;
   alignas(64) float scores[TOGETHER * PANEL];
-  alignas(64) uint16_t weights[TOGETHER * PANEL];
+  alignas(64) Operand weights[TOGETHER * PANEL];
   const Scores how = what.how;
   const Tile tile = what.tiles[which];
   const int64_t begin = what.begin + which * TILE_KEYS;
@@ -146,10 +142,10 @@ void attend_lines(Multiplier& multiplier, const Attended& what, const Lines& lin
       const int64_t at = what.position[line + i] - begin;  // the last key that this query sees, counted in the tile
       if (at < keys - 1 || (how.window && at >= how.window))
         for (int v = 0; v < vectors; v++) {
-          I32 key = I32{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} + v * LANES;
+          const I32 key = lane_numbers() + v * LANES;
           I32 hidden = key > int32_t(std::min<int64_t>(at, TILE_KEYS));
-          if (how.window) hidden |= key <= int32_t(std::max<int64_t>(at - how.window, -1));
-          s[v] = hidden ? splat(LOWEST) : s[v];
+          if (how.window) hidden |= key < int32_t(std::max<int64_t>(at - how.window, -1) + 1);
+          s[v] = select(hidden, splat(LOWEST), s[v]);
         }
     }
     F32 most = s[0];
@@ -169,7 +165,7 @@ void attend_lines(Multiplier& multiplier, const Attended& what, const Lines& lin
         total += p[u];
         if constexpr (INT8) p[u] *= load(tile.v_scales + (v + u) * LANES);
       }
-      store_bf16(weights + i * PANEL + v * LANES, p[0], p[1]);
+      store_operand(weights + i * PANEL + v * LANES, p[0], p[1]);
     }
     store(sums + i * LANES, total);
   }
@@ -183,9 +179,11 @@ template <bool INT8>
 void attend_tiles(const Attended& what, const Lines& lines, Coming& coming) {
   Multiplier multiplier;
   const bool plain = what.how.softcap == 0 && !what.how.window;
-  for (int64_t line = 0; line < lines.count; line += TOGETHER)
+  // Equal numbers of lines: eight as four and four, not six and two.
+  const int64_t turns = (lines.count + TOGETHER - 1) / TOGETHER, together = (lines.count + turns - 1) / turns;
+  for (int64_t line = 0; line < lines.count; line += together)
     for (int64_t t = 0; t < what.count; t++) {
-      const int64_t rows = std::min(TOGETHER, lines.count - line), begin = what.begin + t * TILE_KEYS;
+      const int64_t rows = std::min(together, lines.count - line), begin = what.begin + t * TILE_KEYS;
       const int64_t least = what.position[line] - begin, most = what.position[line + rows - 1] - begin;
       if (most < 0) break;  // they see nothing from here on
       auto attend = plain && least >= TILE_KEYS - 1 ? attend_lines<INT8, false, true>

@@ -3,11 +3,13 @@
 import functools
 import os
 import warnings
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from hasten.errors import ConfigError, HastenWarning
+from hasten.machine.measured import compare, slower
 from hasten.ops.attention.block_mask import BlockMask, tiles_refusal
 from hasten.ops.attention.packed import Intervals
 from hasten.ops.attention.request import AttentionRequest, Documents
@@ -15,7 +17,8 @@ from hasten.ops.attention.request import BlockMask as AnyBlockMask
 from hasten.ops.attention.sdpa import sdpa
 from hasten.ops.attention.spec import AttentionSpec
 from hasten.ops.attention.train import DTYPES, LARGEST_HEAD, native_attention
-from hasten.ops.native import library
+from hasten.ops.build import is_built
+from hasten.ops.native import choose_isa, library, obtainable
 
 # What neither the native attention nor flex takes, beside a block mask or without.
 BESIDE_BLOCKS = ("softcap", "mask", "key_padding", "bias", "alibi", "dropout")
@@ -137,7 +140,7 @@ def native_waits(request: AttentionRequest) -> str | None:
     """Why the native attention waits to be asked for by name."""
     if request.queries == 1:
         return "for one query it brings the keys into tiles that are used only once"
-    return None
+    return _slower(request.dtype_name, request.gradient is not False)
 
 
 def native_sparse_refuses(request: AttentionRequest) -> str | None:
@@ -195,11 +198,45 @@ def _missing() -> bool:
 @functools.cache
 def _missing_for(asked: str | None) -> bool:
     """Asked once: looking at the processor takes longer than a small call."""
-    return library() is None
+    return not obtainable("training")
 
 
 # A graph holds its result, as in ops/gradients.py: a compiled function may choose its kernel inside.
 _missing._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _slower(dtype: str, gradient: bool) -> str | None:
+    if not is_built(choose_isa(), "training"):  # who only loads a model need not wait for a compiler
+        return None
+    return _slower_for(dtype, gradient, os.environ.get("HASTEN_ISA"))
+
+
+@functools.cache
+def _slower_for(dtype: str, gradient: bool, asked: str | None) -> str | None:
+    """Why PyTorch's attention is the better one on this processor, by the time of a small layer, or None."""
+    ours = library(part="training")
+    assert ours is not None, "what the library cannot serve is refused before"
+    what = f"attention of 2 × 256 tokens, 4 heads of 64, {dtype}{', and its gradients' if gradient else ''}"
+    times = compare(what, lambda: _contenders(getattr(torch, dtype), gradient), library=ours.path.stem)
+    return slower("native", "PyTorch's", times)
+
+
+_slower._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _contenders(dtype: torch.dtype, gradient: bool) -> dict[str, Callable[[], object]]:
+    spec = AttentionSpec(heads=4, kv_heads=4, head_dim=64, scale=0.125)
+    values = torch.randn(4, 2, 256, 4, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
+    q, k, v = (x.requires_grad_(gradient) for x in values[:3])
+
+    def run(kernel: Callable[..., Tensor]) -> Callable[[], object]:
+        def call() -> object:
+            out = kernel(q, k, v, spec=spec)
+            return torch.autograd.grad(out, (q, k, v), values[3]) if gradient else out
+
+        return call
+
+    return {"native": run(native), "PyTorch's": run(sdpa)}
 
 
 def _more_queries(request: AttentionRequest) -> bool:

@@ -83,7 +83,7 @@ class AttentionPhases {
       const int64_t c = chunk / spans, s = chunk % spans;
       const Piece& p = pieces[c];
       if (s < first_key(p) / SPAN_KEYS || s >= spans_of(p)) return;
-      uint16_t* lines_q = scratch<uint16_t, 10>(most * padded);
+      Operand* lines_q = scratch<Operand, 10>(most * padded);
       int64_t* position = scratch<int64_t, 11>(most);
       gather(p, lines_q, position);
       Coming coming{ahead};
@@ -103,7 +103,7 @@ class AttentionPhases {
   // follower: the piece that this thread will most likely take next.
   void whole_piece(const Piece& p, const Piece& follower, Ahead& ahead) const {
     Coming coming{ahead};
-    uint16_t* lines_q = scratch<uint16_t, 10>(most * padded);
+    Operand* lines_q = scratch<Operand, 10>(most * padded);
     int64_t* position = scratch<int64_t, 11>(most);
     float* memory = scratch<float, 12>(2 * size);
     gather(p, lines_q, position);
@@ -117,17 +117,17 @@ class AttentionPhases {
     finish(p, whole);
   }
 
-  // The queries of a piece as bf16 lines (token, then head of the group), and the position of each.
-  void gather(const Piece& p, uint16_t* lines, int64_t* position) const {
+  // The queries of a piece as lines (token, then head of the group), and the position of each.
+  void gather(const Piece& p, Operand* lines, int64_t* position) const {
     const int64_t d = kv.head_dim;
     for (int64_t t = 0; t < p.tokens; t++) {
       int64_t from = first_value(p, t);
       for (int64_t g = 0; g < group; g++, from += d, lines += padded) {
         int64_t i = 0;
-        if (type == Type::bf16)
+        if (type == Type::bf16 && sizeof(Operand) == 2)
           for (; i + 2 * LANES <= d; i += 2 * LANES) std::memcpy(lines + i, static_cast<const uint16_t*>(q) + from + i, 64);
-        for (; i + LANES <= d; i += LANES) store_bf16(lines + i, load_as(q, type, from + i));
-        for (; i < padded; i++) lines[i] = i < d ? to_bf16(load_one(q, type, from + i)) : 0;
+        for (; i + LANES <= d; i += LANES) store_operand(lines + i, load_as(q, type, from + i));
+        for (; i < padded; i++) lines[i] = i < d ? to_operand(load_one(q, type, from + i)) : 0;
         *position++ = p.position + t;
       }
     }
@@ -147,7 +147,7 @@ class AttentionPhases {
     const int64_t first = how.window ? std::max<int64_t>(0, p.position - how.window + 1) : 0;
     return first / TILE_KEYS * TILE_KEYS;
   }
-  void span(const Piece& p, int64_t index, const uint16_t* lines_q, const int64_t* position, const Lines& lines,
+  void span(const Piece& p, int64_t index, const Operand* lines_q, const int64_t* position, const Lines& lines,
             Coming& coming) const {
     const int64_t together = lines.count > 2 * TOGETHER ? TILES : 1, size = padded * TILE_KEYS;
     float* scales = scratch<float, 13>(2 * together * TILE_KEYS);

@@ -23,7 +23,8 @@ struct KeyValues {
   }
 };
 
-// out[word][key] = the word-th pair of elements of each key: 16 × 16 blocks of 32-bit words are transposed.
+// out[j][i] = rows[i][j] of 16 rows of 16 words, in blocks as wide as a register.
+#if HASTEN_512
 inline void transpose16(const uint32_t* const* rows, uint32_t* out, int64_t out_stride) {
   U32 r[16], t[16];
   for (int i = 0; i < 16; i++) std::memcpy(&r[i], rows[i], 64);
@@ -51,6 +52,64 @@ inline void transpose16(const uint32_t* const* rows, uint32_t* out, int64_t out_
 #undef HIGH2
   // a holds quarters 0 and 2 of rows 0 … 7; its EVEN4 with b takes quarter 0 of rows 0 … 15 in order.
   for (int i = 0; i < 16; i++) std::memcpy(out + i * out_stride, &t[i], 64);
+}
+#else
+inline void transpose16(const uint32_t* const* rows, uint32_t* out, int64_t out_stride) {
+  typedef Native<uint32_t>::type Words;
+  for (int i0 = 0; i0 < 16; i0 += NATIVE)
+    for (int j0 = 0; j0 < 16; j0 += NATIVE) {
+      Words r[NATIVE], t[NATIVE];
+      for (int i = 0; i < NATIVE; i++) std::memcpy(&r[i], rows[i0 + i] + j0, REGISTER);
+#if defined(__AVX2__)
+#define LOW(a, b) __builtin_shufflevector(a, b, 0, 8, 1, 9, 4, 12, 5, 13)
+#define HIGH(a, b) __builtin_shufflevector(a, b, 2, 10, 3, 11, 6, 14, 7, 15)
+#define LOW2(a, b) __builtin_shufflevector(a, b, 0, 1, 8, 9, 4, 5, 12, 13)
+#define HIGH2(a, b) __builtin_shufflevector(a, b, 2, 3, 10, 11, 6, 7, 14, 15)
+#else
+#define LOW(a, b) __builtin_shufflevector(a, b, 0, 4, 1, 5)
+#define HIGH(a, b) __builtin_shufflevector(a, b, 2, 6, 3, 7)
+#define LOW2(a, b) __builtin_shufflevector(a, b, 0, 1, 4, 5)
+#define HIGH2(a, b) __builtin_shufflevector(a, b, 2, 3, 6, 7)
+#endif
+      for (int i = 0; i < NATIVE; i += 2) t[i] = LOW(r[i], r[i + 1]), t[i + 1] = HIGH(r[i], r[i + 1]);
+      // r[4q + j]: elements j, and with 8 lanes 4 + j, of rows 4q … 4q + 3.
+      for (int i = 0; i < NATIVE; i += 4) {
+        r[i] = LOW2(t[i], t[i + 2]), r[i + 1] = HIGH2(t[i], t[i + 2]);
+        r[i + 2] = LOW2(t[i + 1], t[i + 3]), r[i + 3] = HIGH2(t[i + 1], t[i + 3]);
+      }
+#undef LOW
+#undef HIGH
+#undef LOW2
+#undef HIGH2
+#if defined(__AVX2__)
+      for (int j = 0; j < 4; j++) {
+        t[j] = __builtin_shufflevector(r[j], r[4 + j], 0, 1, 2, 3, 8, 9, 10, 11);
+        t[4 + j] = __builtin_shufflevector(r[j], r[4 + j], 4, 5, 6, 7, 12, 13, 14, 15);
+      }
+#else
+      for (int j = 0; j < 4; j++) t[j] = r[j];
+#endif
+      for (int j = 0; j < NATIVE; j++) std::memcpy(out + (j0 + j) * out_stride + i0, &t[j], REGISTER);
+    }
+}
+#endif
+
+// 32 values of a and of b, one after the other: 32 words of a pair each.
+inline void interleave32(const uint16_t* a, const uint16_t* b, uint16_t* to) {
+#if HASTEN_512
+  typedef uint16_t Row __attribute__((vector_size(64)));
+  Row x, y;
+  std::memcpy(&x, a, 64);
+  std::memcpy(&y, b, 64);
+  const Row first = __builtin_shufflevector(x, y, 0, 32, 1, 33, 2, 34, 3, 35, 4, 36, 5, 37, 6, 38, 7, 39, 8, 40, 9, 41,
+                                            10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47);
+  const Row second = __builtin_shufflevector(x, y, 16, 48, 17, 49, 18, 50, 19, 51, 20, 52, 21, 53, 22, 54, 23, 55, 24,
+                                             56, 25, 57, 26, 58, 27, 59, 28, 60, 29, 61, 30, 62, 31, 63);
+  std::memcpy(to, &first, 64);
+  std::memcpy(to + 2 * LANES, &second, 64);
+#else
+  for (int i = 0; i < 2 * LANES; i += LANES) store_line(to + 2 * i, load_u16(a + i) | (load_u16(b + i) << 16));
+#endif
 }
 
 // Where the keys and values [begin, begin + 64) of one head lie; those from `end` on are zeros.
@@ -122,25 +181,17 @@ inline void pack_tile(const TileRows& tile, const TileRows& next, int64_t padded
       transpose16(rows, words + d / 2 * TILE_KEYS + j, TILE_KEYS);
       if (d == 0) next.prefetch(next.k + j, 16);
     }
-  typedef uint16_t Row __attribute__((vector_size(64)));
   for (int64_t d = 0; d < padded; d += 2 * LANES)
     for (int64_t j = 0; j < TILE_KEYS; j += 2) {
-      Row a = {}, b = {};
-      const int64_t count = std::clamp<int64_t>(head_dim - d, 0, 2 * LANES);
-      if (count == 2 * LANES) {
-        std::memcpy(&a, v[j] + 2 * d, 64);
-        std::memcpy(&b, v[j + 1] + 2 * d, 64);
-      } else {
-        std::memcpy(&a, v[j] + 2 * d, count * 2);
-        std::memcpy(&b, v[j + 1] + 2 * d, count * 2);
+      const uint8_t *a = v[j] + 2 * d, *b = v[j + 1] + 2 * d;
+      alignas(64) uint8_t tail[2][64];
+      if (d + 2 * LANES > head_dim) {
+        std::memset(tail, 0, sizeof tail);
+        for (int i = 0; i < 2 && d < head_dim; i++) std::memcpy(tail[i], v[j + i] + 2 * d, (head_dim - d) * 2);
+        a = tail[0], b = tail[1];
       }
-      const Row first = __builtin_shufflevector(a, b, 0, 32, 1, 33, 2, 34, 3, 35, 4, 36, 5, 37, 6, 38, 7, 39, 8, 40, 9, 41,
-                                                10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47);
-      const Row second = __builtin_shufflevector(a, b, 16, 48, 17, 49, 18, 50, 19, 51, 20, 52, 21, 53, 22, 54, 23, 55, 24,
-                                                 56, 25, 57, 26, 58, 27, 59, 28, 60, 29, 61, 30, 62, 31, 63);
-      uint16_t* to = out.v + (d / PANEL * (TILE_KEYS / 2) * PANEL + j / 2 * PANEL + d % PANEL) * 2;
-      std::memcpy(to, &first, 64);
-      std::memcpy(to + 2 * LANES, &second, 64);
+      interleave32(reinterpret_cast<const uint16_t*>(a), reinterpret_cast<const uint16_t*>(b),
+                   out.v + (d / PANEL * (TILE_KEYS / 2) * PANEL + j / 2 * PANEL + d % PANEL) * 2);
     }
 }
 
@@ -166,11 +217,10 @@ inline void pack_int8_tile(const TileRows& tile, const TileRows& next, int64_t p
       }
       transpose16(rows, quads[0], 16);
       for (int i = 0; i < 16; i++) {
-        const I32 quad = (I32)load_line(quads[i]);
-        const U32 first = pairs_of(quad << 24 >> 24, quad << 16 >> 24), second = pairs_of(quad << 8 >> 24, quad >> 24);
+        const I32 quad = as<I32>(load_line(quads[i]));
         uint32_t* to = words + (d / 2 + 2 * i) * TILE_KEYS + j;
-        std::memcpy(to, &first, 64);
-        std::memcpy(to + TILE_KEYS, &second, 64);
+        store_line(to, pairs_of(quad << 24 >> 24, quad << 16 >> 24));
+        store_line(to + TILE_KEYS, pairs_of(quad << 8 >> 24, quad >> 24));
       }
       if (d == 0) next.prefetch(next.k + j, 16);
     }
@@ -185,8 +235,7 @@ inline void pack_int8_tile(const TileRows& tile, const TileRows& next, int64_t p
       }
       uint16_t* to = out.v + (d * (TILE_KEYS / 2) + j / 2 * PANEL) * 2;
       for (int i = 0; i < VECTORS; i++) {
-        const U32 both = pairs_of(load_int8(a + i * LANES), load_int8(b + i * LANES));
-        std::memcpy(to + i * 2 * LANES, &both, 64);
+        store_line(to + i * 2 * LANES, pairs_of(load_int8(a + i * LANES), load_int8(b + i * LANES)));
       }
     }
   for (int64_t j = 0; j < TILE_KEYS; j++) {

@@ -76,7 +76,7 @@ struct Keys {
 };
 
 INLINE I32 hides(const Queries& q, int64_t key, int v) {  // lanes 16·v … of the queries that do not see the key
-  return (I32)(load(q.low + v * LANES) > int32_t(key)) | (I32)(load(q.high + v * LANES) < int32_t(key));
+  return (load(q.low + v * LANES) > int32_t(key)) | (load(q.high + v * LANES) < int32_t(key));
 }
 INLINE bool cell(int32_t cells, int64_t query, int64_t key) { return cells >> (key / CELL * 4 + query / CELL) & 1; }
 
@@ -113,15 +113,15 @@ void forward(const Problem& p, int64_t b, int64_t kv_head, int64_t first, int64_
           for (int64_t key = 0; key < SIDE; key++)
             for (int v = 0; v < VECTORS; v++) {
               float* s = scores + key * SIDE + v * LANES;
-              I32 hidden = cell(cells, v * LANES, key) ? hides(q, k * SIDE + key, v) : I32{} - 1;
-              store(s, hidden ? splat(HIDDEN) : load(s));
+              const I32 hidden = cell(cells, v * LANES, key) ? hides(q, k * SIDE + key, v) : splat(-1);
+              store(s, select(hidden, splat(HIDDEN), load(s)));
             }
         bool grown = false;
         F32 shrink[VECTORS];
         for (int v = 0; v < VECTORS; v++) {
           F32 most = load(scores + v * LANES);
           for (int64_t key = 1; key < SIDE; key++) most = larger(most, load(scores + key * SIDE + v * LANES));
-          const F32 next = most > top[v] + SLACK ? most : top[v];
+          const F32 next = select(most > top[v] + SLACK, most, top[v]);
           grown |= any_above(most, top[v] + SLACK);
           shrink[v] = exp2(top[v] - next);
           F32 even = {}, odd = {};
@@ -131,11 +131,10 @@ void forward(const Problem& p, int64_t b, int64_t kv_head, int64_t first, int64_
             even += a, odd += c;
             Word* to = weights + key / PAIR<T> * SIDE + v * LANES;
             if constexpr (PAIR<T> == 2) {
-              const U32 both = pair_bf16(a, c);
-              std::memcpy(to, &both, 64);
+              store_line(to, pair_bf16(a, c));
             } else {
-              std::memcpy(to, &a, 64);
-              std::memcpy(to + SIDE, &c, 64);
+              store_line(to, as<U32>(a));
+              store_line(to + SIDE, as<U32>(c));
             }
           }
           total[v] = total[v] * shrink[v] + (even + odd);
@@ -220,14 +219,14 @@ void backward(const Problem& p, const Gradients& g, int64_t b, int64_t kv_head, 
         const bool whole = seen[n].whole;
         if (n + 1 < count) keys.ask(seen[n + 1].tile);
         const Word *k_panel = keys.tile(k, spare, nullptr), *v_panel = k_panel + keys.part(), *k_pairs = v_panel + keys.part();
-        const I32 lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+        const I32 lanes = lane_numbers();
         product<T>(k_panel, SIDE, VECTORS, q_rows, words, SIDE, words, [&](int64_t i, int64_t v, F32 s) {
           F32 w = exp2(s * factor - lse[i]);  // a weight, at most 1 but for rounding
           if (!whole) {
             const I32 key = lanes + int32_t(k * SIDE + v * LANES);
-            I32 hidden = (I32)(key < q.low[i]) | (I32)(key > q.high[i]);
-            if (!cell(cells, i, v * LANES)) hidden = I32{} - 1;
-            w = hidden ? F32{} : w;
+            I32 hidden = (key < q.low[i]) | (key > q.high[i]);
+            if (!cell(cells, i, v * LANES)) hidden = splat(-1);
+            w = select(hidden, F32{}, w);
           }
           store(weights + i * SIDE + v * LANES, w);
         });
@@ -239,10 +238,9 @@ void backward(const Problem& p, const Gradients& g, int64_t b, int64_t kv_head, 
           for (int64_t i = 0; i < SIDE; i += 2)
             for (int64_t at = i * SIDE; at < (i + 1) * SIDE; at += LANES) {
               const F32 a = load(slopes + at), c = load(slopes + at + SIDE);
-              const U32 pair = pair_bf16(load(weights + at), load(weights + at + SIDE)), slope = pair_bf16(a, c);
               const int64_t to = i / 2 * SIDE + at % SIDE;
-              std::memcpy(weight_words + to, &pair, 64);
-              std::memcpy(slope_words + to, &slope, 64);
+              store_line(weight_words + to, pair_bf16(load(weights + at), load(weights + at + SIDE)));
+              store_line(slope_words + to, pair_bf16(a, c));
               store_bf16(reinterpret_cast<uint16_t*>(slope_rows) + at, a);
               store_bf16(reinterpret_cast<uint16_t*>(slope_rows) + at + SIDE, c);
             }

@@ -17,29 +17,27 @@ constexpr int32_t WHOLE = 0xffff;
 template <class T>
 constexpr int64_t PAIR = sizeof(Word) / sizeof(T);  // elements of a word
 
+// acc += line · x, both words of T.
 template <class T>
-INLINE F32 dot(F32 acc, const Word* line, Word x) {
-  if constexpr (PAIR<T> == 2) return dot_bf16(acc, reinterpret_cast<const uint16_t*>(line), x);
-  F32 w = load(reinterpret_cast<const float*>(line));
-  float one;
-  std::memcpy(&one, &x, 4);
-#if defined(__AVX512F__)
-  return (F32)_mm512_fmadd_ps((__m512)w, _mm512_set1_ps(one), (__m512)acc);
-#else
-  return acc + w * one;
-#endif
+INLINE void add_product(F32& acc, const Word* line, Word x) {
+  if constexpr (PAIR<T> == 2) {
+    acc = dot_bf16(acc, load_line(line), x);
+  } else {
+    float one;
+    std::memcpy(&one, &x, 4);
+    accumulate(acc, as<F32>(load_line(line)), splat(one));
+  }
 }
 
 template <class T, int M, int V, class End>
 INLINE void tile(const Word* panel, int64_t lanes, const Word* x, int64_t stride, int64_t steps, const End& end) {
-  F32 acc[M][V] = {};
+  F32 acc[M][V];
+  EACH(m, M, EACH(v, V, acc[m][v] = F32{}));
   for (int64_t s = 0; s < steps; s++)
-    for (int m = 0; m < M; m++) {
-      const Word word = x[m * stride + s];
-      for (int v = 0; v < V; v++) acc[m][v] = dot<T>(acc[m][v], panel + s * lanes + v * LANES, word);
-    }
-  for (int m = 0; m < M; m++)
-    for (int v = 0; v < V; v++) end(m, v, acc[m][v]);
+    EACH(m, M,
+         const Word word = x[m * stride + s];
+         EACH(v, V, add_product<T>(acc[m][v], panel + s * lanes + v * LANES, word)));
+  EACH(m, M, EACH(v, V, end(m, v, acc[m][v])));
 }
 
 #if defined(__AMX_TILE__)
@@ -89,6 +87,7 @@ void product(const Word* panel, int64_t lanes, int64_t vectors, const Word* x, i
 #if defined(__AMX_TILE__)
   if constexpr (PAIR<T> == 2) return amx_product_words(panel, lanes, vectors, x, stride, rows, steps, end);
 #endif
+  constexpr int tall = BF16_TILE.tile & ~1, wide = BF16_TILE.span(tall);
   auto columns = [&]<int V>(int64_t first) {
     int64_t row = 0;
     auto take = [&]<int M>() {
@@ -96,33 +95,16 @@ void product(const Word* panel, int64_t lanes, int64_t vectors, const Word* x, i
                     [&](int m, int v, F32 sum) { end(row + m, first + v, sum); });
       row += M;
     };
-    while (row + TILE <= rows) take.template operator()<TILE>();
-    if constexpr (TILE > 4)
+    while (row + tall <= rows) take.template operator()<tall>();
+    if constexpr (tall > 4)
       if (row + 4 <= rows) take.template operator()<4>();
-    if constexpr (TILE > 2)
+    if constexpr (tall > 2)
       if (row + 2 <= rows) take.template operator()<2>();
   };
   int64_t first = 0;
-  for (; first + SPAN <= vectors; first += SPAN) columns.template operator()<SPAN>(first);
-  if constexpr (SPAN > 2)
+  for (; first + wide <= vectors; first += wide) columns.template operator()<wide>(first);
+  if constexpr (wide > 2)
     if (first < vectors) columns.template operator()<2>(first);
-}
-
-// Words of two rows' values a (first) and b; for float32 there is nothing to pair.
-INLINE U32 pair_bf16(F32 a, F32 b) {
-#if defined(__AVX512BF16__)
-  const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22,
-                                                6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
-  return (U32)_mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh((__m512)b, (__m512)a));
-#else
-  uint16_t low[LANES], high[LANES];
-  store_bf16(low, a);
-  store_bf16(high, b);
-  U16 l, h;
-  std::memcpy(&l, low, 32);
-  std::memcpy(&h, high, 32);
-  return __builtin_convertvector(l, U32) | (__builtin_convertvector(h, U32) << 16);
-#endif
 }
 
 // A tensor (B, T, H, D) with any strides (in elements) but 1 along D.
@@ -146,8 +128,7 @@ void gather(const View& from, int64_t b, int64_t h, int64_t first, int64_t count
     const char* row = there ? reinterpret_cast<const char*>(from.at<T>(b, first + i, h)) : nullptr;
     for (int64_t at = 0; at < room; at += 64) {
       if (there && at + 64 <= bytes) {
-        const U32 line = load_line(row + at);
-        std::memcpy(to + at, &line, 64);
+        store_line(to + at, load_line(row + at));
         continue;
       }
       std::memset(to + at, 0, 64);
@@ -182,11 +163,8 @@ void pair_rows(const Word* rows, int64_t padded, Word* out) {
     const auto* in = reinterpret_cast<const uint16_t*>(rows);
     for (int64_t j = 0; j < SIDE; j += 2)
       for (int64_t d = 0; d < padded; d += LANES) {
-        U16 a, b;
-        std::memcpy(&a, in + j * padded + d, 32);
-        std::memcpy(&b, in + (j + 1) * padded + d, 32);
-        U32 both = __builtin_convertvector(a, U32) | (__builtin_convertvector(b, U32) << 16);
-        std::memcpy(out + j / 2 * padded + d, &both, 64);
+        const U32 both = load_u16(in + j * padded + d) | (load_u16(in + (j + 1) * padded + d) << 16);
+        store_line(out + j / 2 * padded + d, both);
       }
   }
 }

@@ -92,7 +92,7 @@ def flop_formulas() -> dict[Any, Any]:
 
     Empty where there are no native kernels. (Registering them for every counter would import 80 MB of modules.)
     """
-    native = library()
+    native = library(part="training")
     if native is None:
         return {}
     return {native.ops.train_attention: _forward_flops, native.ops.train_attention_backward: _backward_flops}

@@ -213,7 +213,7 @@ INLINE F32 erf(F32 x) {
   F32 a = abs(x), t = 1.0f / (1.0f + 0.3275911f * a);
   F32 p = ((((1.061405429f * t - 1.453152027f) * t + 1.421413741f) * t - 0.284496736f) * t + 0.254829592f) * t;
   F32 y = 1.0f - p * exp(-(a * a));
-  return (F32)((U32)y | ((U32)x & 0x80000000u));
+  return as<F32>(as<U32>(y) | (as<U32>(x) & 0x80000000u));
 }
 enum class Activation { silu, gelu, gelu_tanh, relu };
 INLINE F32 activate(F32 x, Activation kind) {

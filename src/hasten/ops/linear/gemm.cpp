@@ -5,44 +5,38 @@ namespace hasten {
 
 // Steps along K between turning to the other vectors of a panel. Wide tiles take a line's neighbours soon after it, as
 // the memory brings them: with whole rows between them, 8 rows took twice as long.
-constexpr int64_t WIDE_STEPS = 64;
+constexpr int64_t WIDE_STEPS = HASTEN_512 ? 64 : 32;  // with AVX2 a block is what is prefetched: AHEAD
 constexpr int64_t MANY_VALUES = 512;  // of K that all tiles of many rows pass before the next: 16 KB of int4 lines
 
 constexpr int64_t SCALES_AHEAD = 8;     // groups
 
 INLINE int64_t bytes_of(ScaleType type) { return type == ScaleType::f32 ? 4 : 2; }
 
-template <int M>
-using Count = std::integral_constant<int, M>;
-
-// f(Count<m>) for a number of rows m between 1 and M.
-template <int M, class F>
-INLINE void with_count(int64_t m, const F& f) {
-  if constexpr (M > 1)
-    if (m < M) return with_count<M - 1>(m, f);
-  f(Count<M>{});
-}
-
 // Cuts rows into tiles: f(row, Count<M>, Count<V>, STREAM) for M rows by V vectors; STREAM for the tile that takes the
 // weights from memory, the others find them in the cache. A few rows are one tile, and somewhat more are equal ones: a
 // pass over memory with two rows of work in it would leave the dot products idle.
-template <class F>
+template <TileShape SHAPE, class F>
 INLINE void for_tiles(int64_t rows, const F& f) {
-  if (rows <= TILE)
-    return with_count<TILE>(rows, [&](auto m) { f(0, m, Count<SPAN>{}, std::true_type{}); });
-  if (rows <= 2 * WIDE) {
-    const int64_t size = rows <= WIDE ? rows : (rows + 1) / 2;
-    with_count<WIDE>(size, [&](auto m) { f(0, m, Count<WIDE_SPAN>{}, std::true_type{}); });
-    if (rows > size)
-      with_count<WIDE>(rows - size, [&](auto m) { f(size, m, Count<WIDE_SPAN>{}, std::false_type{}); });
+  constexpr int tile = SHAPE.tile;
+  auto one = [&](int64_t row, auto m, auto stream) { f(row, m, Count<SHAPE.span(m)>{}, stream); };
+  if (rows <= 2 * SHAPE.most) {
+    const int64_t size = rows <= SHAPE.most ? rows : (rows + 1) / 2;
+    with_count<SHAPE.most>(size, [&](auto m) { one(0, m, std::true_type{}); });
+    if (rows > size) with_count<SHAPE.most>(rows - size, [&](auto m) { one(size, m, std::false_type{}); });
     return;
   }
-  f(0, Count<TILE>{}, Count<SPAN>{}, std::true_type{});
-  for (int64_t row = TILE; row < rows;) {
-    const int64_t left = rows - row, size = left >= 2 * TILE ? TILE : left > TILE ? (left + 1) / 2 : left;
-    with_count<TILE>(size, [&](auto m) { f(row, m, Count<SPAN>{}, std::false_type{}); });
+  one(0, Count<tile>{}, std::true_type{});
+  for (int64_t row = tile; row < rows;) {
+    const int64_t left = rows - row, size = left >= 2 * tile ? tile : left > tile ? (left + 1) / 2 : left;
+    with_count<tile>(size, [&](auto m) { one(row, m, std::false_type{}); });
     row += size;
   }
+}
+
+// Values of K that all tiles pass before the next: all of them where one tile takes whole lines, few where a line's
+// vectors are taken after each other, as the memory brings them, `many` where rows find the weights in the cache.
+INLINE int64_t values_of_block(const TileShape& shape, int64_t rows, int64_t all, int64_t few, int64_t many) {
+  return rows <= shape.most && shape.span(int(rows)) == VECTORS ? all : rows <= 2 * shape.most ? few : many;
 }
 
 // Where the prefetch of a block of `steps` starts while its vectors from `first` on are multiplied: the passes over a
@@ -51,33 +45,57 @@ INLINE const char* ahead_of(const void* block, int64_t first, int64_t steps) {
   return static_cast<const char*>(block) + AHEAD + first * steps * 64;
 }
 
+INLINE int32_t quad_at(const int8_t* x) { int32_t quad; std::memcpy(&quad, x, 4); return quad; }
+
+// Four int8 weights of each of 16 rows, as they are packed: 128 too large, and `surplus` of it is left in the sums.
+struct ByteWeights {
+#if HASTEN_VNNI || !defined(__AVX2__)
+  static constexpr int32_t surplus = 128;
+  U32 w;
+  INLINE explicit ByteWeights(U32 line) : w(line) {}
+  INLINE void add_to(I32& acc, int32_t quad) const { acc = dot_u8s8(acc, w, quad); }
+#else
+  // |w| · (x with the sign of w): two products of at most 128·127 fit 16 bits.
+  static constexpr int32_t surplus = 0;
+  I32 w;
+  U32 magnitude;
+  INLINE explicit ByteWeights(U32 line) : w(as<I32>(line ^ 0x80808080u)), magnitude(magnitude_int8(w)) {}
+  INLINE void add_to(I32& acc, int32_t quad) const {
+    accumulate(acc, sum_pairs(pairs_u8s8(magnitude, with_sign_of(splat(quad), w))));
+  }
+#endif
+};
+
 template <int M, int V, bool STREAM>
-static void tile_int8(const uint8_t* w, const int8_t* x, int64_t stride, int64_t steps, int32_t* sums, bool fresh,
+__attribute__((noinline)) static void tile_int8(const uint8_t* w, const int8_t* x, int64_t stride, int64_t steps, int32_t* sums, bool fresh,
                       const char* ahead) {
   I32 acc[M][V];
-  for (int m = 0; m < M; m++)
-    for (int v = 0; v < V; v++) acc[m][v] = fresh ? I32{} : load(sums + m * PANEL + v * LANES);
+  EACH(m, M, EACH(v, V, acc[m][v] = fresh ? I32{} : load(sums + m * PANEL + v * LANES)));
   for (int64_t s = 0; s < steps; s++) {
     const uint8_t* line = w + s * PANEL * 4;
     if constexpr (STREAM)
       for (int v = 0; v < V; v++) __builtin_prefetch(ahead + (s * V + v) * 64);
-    U32 wv[V];
-    for (int v = 0; v < V; v++) wv[v] = load_line(line + v * 64);
-    for (int m = 0; m < M; m++) {
-      int32_t quad;
-      std::memcpy(&quad, x + m * stride + 4 * s, 4);
-      for (int v = 0; v < V; v++) acc[m][v] = dot_u8s8(acc[m][v], wv[v], quad);
+    if constexpr (SPARE) {  // each value of x is broadcast once for all vectors
+      U32 lines[V];
+      for (int v = 0; v < V; v++) lines[v] = load_line(line + v * 64);
+      for (int m = 0; m < M; m++) {
+        const int32_t quad = quad_at(x + m * stride + 4 * s);
+        for (int v = 0; v < V; v++) ByteWeights(lines[v]).add_to(acc[m][v], quad);
+      }
+    } else {
+      EACH(v, V,
+           const ByteWeights weights(load_line(line + v * 64));
+           EACH(m, M, weights.add_to(acc[m][v], quad_at(x + m * stride + 4 * s))));
     }
   }
-  for (int m = 0; m < M; m++)
-    for (int v = 0; v < V; v++) store(sums + m * PANEL + v * LANES, acc[m][v]);
+  EACH(m, M, EACH(v, V, store(sums + m * PANEL + v * LANES, acc[m][v])));
 }
 
 // One group of int4 weights: sums[m][v] += scale · (w·q - zero · Σq), for M rows of digits from `row` on. lines: the
 // group's first line of vector `first`.
 template <int M, int V, bool STREAM>
-static void tile_int4(const Weight& w, const uint8_t* lines, int64_t panel, int64_t first, int64_t g, const Rows& x,
-                      int64_t row, float* sums, const char* ahead) {
+INLINE void group_int4(const Weight& w, const uint8_t* lines, int64_t panel, int64_t first, int64_t g, const Rows& x,
+                       int64_t row, float* sums, const char* ahead) {
   const int64_t at = (panel * x.groups + g) * PANEL + first * LANES;
   const int8_t* q = x.q + row * x.stride + g * w.group;
   if constexpr (STREAM) {  // a stream of their own, too thin for the prefetcher of the processor to see in time
@@ -87,14 +105,13 @@ static void tile_int4(const Weight& w, const uint8_t* lines, int64_t panel, int6
   }
   I32 acc[M][V];
   // The sums start at what the weights' offset will have added.
-  for (int m = 0; m < M; m++)
-    for (int v = 0; v < V; v++) acc[m][v] = I32{} - 8 * x.sums[(row + m) * x.groups + g];
-  if (w.zeros)
-    for (int v = 0; v < V; v++) {
-      typedef uint8_t U8 __attribute__((vector_size(16)));
-      U8 z; std::memcpy(&z, w.zeros + at + v * LANES, 16);
-      for (int m = 0; m < M; m++) acc[m][v] = __builtin_convertvector(z, I32) * -x.sums[(row + m) * x.groups + g];
-    }
+  if (!w.zeros) EACH(m, M, EACH(v, V, acc[m][v] = splat(-8 * x.sums[(row + m) * x.groups + g])));
+  else
+    EACH(v, V,
+         const I32 zero = load_int8(w.zeros + at + v * LANES);  // 0 … 15
+         EACH(m, M, acc[m][v] = zero * -x.sums[(row + m) * x.groups + g]));
+  constexpr uint32_t nibbles = 0x0f0f0f0fu;
+#if HASTEN_VNNI || !defined(__AVX2__)
   // With registers to spare, the high halves stay where they are, as 16 times their value, and have sums of their own:
   // no shifts, and twice as many dot products that do not wait for each other.
   constexpr bool APART = SPARE && M * V <= 8;
@@ -106,50 +123,75 @@ static void tile_int4(const Weight& w, const uint8_t* lines, int64_t panel, int6
     U32 low[V], high[V];
     for (int v = 0; v < V; v++) {
       U32 both = load_line(line + v * 64);
-      low[v] = both & 0x0f0f0f0fu;
-      high[v] = APART ? both & 0xf0f0f0f0u : (both >> 4) & 0x0f0f0f0fu;
+      low[v] = both & nibbles;
+      high[v] = APART ? both & ~nibbles : (both >> 4) & nibbles;
     }
     for (int m = 0; m < M; m++) {
       // Two loads of 4 bytes, each broadcast as it is read: 8 at once would pass through a general register, and
       // moving them from there to all lanes costs as much as a dot product.
-      int32_t quad, next;
-      std::memcpy(&quad, q + m * x.stride + 8 * s, 4);
-      for (int v = 0; v < V; v++) acc[m][v] = dot_u8s8(acc[m][v], low[v], quad);
-      std::memcpy(&next, q + m * x.stride + 8 * s + 4, 4);
+      const int8_t* from = q + m * x.stride + 8 * s;
+      for (int v = 0; v < V; v++) acc[m][v] = dot_u8s8(acc[m][v], low[v], quad_at(from));
       for (int v = 0; v < V; v++) {
         I32& sum = APART ? sixteenfold[m][v] : acc[m][v];
-        sum = dot_u8s8(sum, high[v], next);
+        sum = dot_u8s8(sum, high[v], quad_at(from + 4));
       }
     }
   }
   if constexpr (APART)
     for (int m = 0; m < M; m++)
       for (int v = 0; v < V; v++) acc[m][v] += sixteenfold[m][v] >> 4;
+#else
+  // Eight pairs of products of at most 15·127 are summed in 16 bits before they are made wider.
+  for (int64_t s = 0; s < w.group / 8; s += 4) {
+    I32 pairs[M][V] = {};
+#pragma GCC unroll 1  // or g++ sums in an order that spills
+    for (int64_t t = s; t < s + 4; t++) {
+      const uint8_t* line = lines + t * PANEL * 4;
+      if constexpr (STREAM)
+        for (int v = 0; v < V; v++) __builtin_prefetch(ahead + (t * V + v) * 64);
+      const int8_t* from = q + 8 * t;
+      EACH(v, V,
+           const U32 low = load_line(line + v * 64) & nibbles;
+           EACH(m, M, add_pairs(pairs[m][v], pairs_u8s8(low, splat(quad_at(from + m * x.stride)))));
+           const U32 high = (load_line(line + v * 64) >> 4) & nibbles;
+           EACH(m, M, add_pairs(pairs[m][v], pairs_u8s8(high, splat(quad_at(from + m * x.stride + 4))))));
+    }
+    EACH(m, M, EACH(v, V, acc[m][v] += sum_pairs(pairs[m][v])));
+  }
+#endif
   F32 scale[V];
   for (int v = 0; v < V; v++) scale[v] = load_scale(w.scales, w.scale_type, at + v * LANES);
-  for (int m = 0; m < M; m++) {
-    const int64_t digit_row = row + m;
-    float own = x.scales[(digit_row >> (x.digits - 1)) * x.groups + g];
-    if (x.digits == 2 && digit_row % 2 == 0) own *= 256.0f;
-    for (int v = 0; v < V; v++) {
-      float* out = sums + m * PANEL + v * LANES;
-      store(out, multiply_add(to_float(acc[m][v]), scale[v] * own, g ? load(out) : F32{}));
-    }
-  }
+  EACH(m, M,
+       const int64_t digit_row = row + m;
+       float own = x.scales[(digit_row >> (x.digits - 1)) * x.groups + g];
+       if (x.digits == 2 && digit_row % 2 == 0) own *= DIGIT;
+       EACH(v, V,
+            float* out = sums + m * PANEL + v * LANES;
+            store(out, multiply_add(to_float(acc[m][v]), scale[v] * own, g ? load(out) : F32{}))));
+}
+
+// Groups g0 … g1 - 1 after each other. base: the panel's first line.
+template <int M, int V, bool STREAM>
+__attribute__((noinline)) static void tile_int4(const Weight& w, const uint8_t* base, int64_t panel, int64_t first,
+                                                int64_t g0, int64_t g1, const Rows& x, int64_t row, float* sums) {
+  const int64_t steps = w.group / 8, size = steps * PANEL * 4;  // bytes of a packed group
+  for (int64_t g = g0; g < g1; g++)
+    group_int4<M, V, STREAM>(w, base + g * size + first * 64, panel, first, g, x, row, sums,
+                             ahead_of(base + g * size, first, steps));
 }
 
 static void product_bf16(const Weight& w, const Rows& x, int64_t panel, int64_t m0, int64_t rows, float* out) {
   const uint16_t* base = static_cast<const uint16_t*>(w.data) + panel * w.k * PANEL;
 #if defined(__AMX_TILE__)
-  amx_sums<Dot::bf16>(base, x.bf16 + m0 * x.stride, x.stride * 2, rows, w.k * 2, out);
+  amx_sums<Dot::bf16>(base, x.plain + m0 * x.stride, x.stride * 2, rows, w.k * 2, out);
 #else
-  const int64_t block = rows <= TILE ? w.k : rows <= 2 * WIDE ? WIDE_STEPS * 2 : 1024;
+  const int64_t block = values_of_block(BF16_TILE, rows, w.k, WIDE_STEPS * 2, 1024);
   for (int64_t k = 0; k < w.k; k += block) {
     const int64_t steps = std::min(block, w.k - k) / 2;
-    for_tiles(rows, [&](int64_t m, auto count, auto span, auto stream) {
+    for_tiles<BF16_TILE>(rows, [&](int64_t m, auto count, auto span, auto stream) {
       const uint16_t* lines = base + k * PANEL;
       for (int64_t first = 0; first < VECTORS; first += span)
-        tile_bf16<count, span, stream>(lines + first * 32, x.bf16 + (m0 + m) * x.stride + k, x.stride, steps,
+        tile_bf16<count, span, stream>(lines + first * 32, x.plain + (m0 + m) * x.stride + k, x.stride, steps,
                                        out + m * PANEL + first * LANES, k == 0, ahead_of(lines, first, steps));
     });
   }
@@ -158,7 +200,7 @@ static void product_bf16(const Weight& w, const Rows& x, int64_t panel, int64_t 
 
 static void product_int8(const Weight& w, const Rows& x, int64_t panel, int64_t m0, int64_t rows, float* out) {
   const int64_t digit_rows = rows * x.digits, from_row = m0 * x.digits;
-  const int64_t block = digit_rows <= TILE ? w.k : digit_rows <= 2 * WIDE ? WIDE_STEPS * 4 : 2048;
+  const int64_t block = values_of_block(INT8_TILE, digit_rows, w.k, WIDE_STEPS * 4, 2048);
   int32_t* sums = scratch<int32_t, 0>(ROW_BLOCK * 2 * PANEL);
   const uint8_t* base = static_cast<const uint8_t*>(w.data) + panel * w.k * PANEL;
   int64_t k = 0;
@@ -170,7 +212,7 @@ static void product_int8(const Weight& w, const Rows& x, int64_t panel, int64_t 
 #endif
   for (; k < w.k; k += block) {
     const int64_t steps = std::min(block, w.k - k) / 4;
-    for_tiles(digit_rows, [&](int64_t m, auto count, auto span, auto stream) {
+    for_tiles<INT8_TILE>(digit_rows, [&](int64_t m, auto count, auto span, auto stream) {
       const uint8_t* lines = base + k * PANEL;
       for (int64_t first = 0; first < VECTORS; first += span)
         tile_int8<count, span, stream>(lines + first * 64, x.q + (from_row + m) * x.stride + k, x.stride, steps,
@@ -182,8 +224,8 @@ static void product_int8(const Weight& w, const Rows& x, int64_t panel, int64_t 
       F32 total = {};
       for (int d = 0; d < x.digits; d++) {
         const int64_t row = m * x.digits + d;
-        F32 part = to_float(load(sums + row * PANEL + v * LANES) - 128 * x.sums[from_row + row]);
-        total = d + 1 < x.digits ? part * 256.0f : total + part;
+        F32 part = to_float(load(sums + row * PANEL + v * LANES) - ByteWeights::surplus * x.sums[from_row + row]);
+        total = d + 1 < x.digits ? part * float(DIGIT) : total + part;
       }
       F32 scale = load(static_cast<const float*>(w.scales) + panel * PANEL + v * LANES);
       store(out + m * PANEL + v * LANES, total * (scale * x.scales[m0 + m]));
@@ -193,19 +235,17 @@ static void product_int8(const Weight& w, const Rows& x, int64_t panel, int64_t 
 static void product_int4(const Weight& w, const Rows& x, int64_t panel, int64_t m0, int64_t rows, float* out) {
   const int64_t digit_rows = rows * x.digits, from_row = m0 * x.digits;
   float* sums = x.digits == 1 ? out : scratch<float, 1>(ROW_BLOCK * 2 * PANEL);
-  const int64_t steps = w.group / 8, size = steps * PANEL * 4;  // bytes of a packed group
-  const uint8_t* base = static_cast<const uint8_t*>(w.data) + panel * x.groups * size;
-  const int64_t block = digit_rows <= 2 * WIDE ? 1 : std::max<int64_t>(1, MANY_VALUES / w.group);
+  const uint8_t* base = static_cast<const uint8_t*>(w.data) + panel * w.panel_bytes();
+  const int64_t block = digit_rows <= 2 * INT4_TILE.most ? 1 : std::max<int64_t>(1, MANY_VALUES / w.group);
 #if defined(__AMX_TILE__)
   if (digit_rows >= AMX_INT4_ROWS) amx_int4(w, base, panel, x, from_row, digit_rows, sums);
   else
 #endif
     for (int64_t g0 = 0; g0 < x.groups; g0 += block)
-      for_tiles(digit_rows, [&](int64_t m, auto count, auto span, auto stream) {
-        for (int64_t g = g0; g < std::min(x.groups, g0 + block); g++)
-          for (int64_t first = 0; first < VECTORS; first += span)
-            tile_int4<count, span, stream>(w, base + g * size + first * 64, panel, first, g, x, from_row + m,
-                                           sums + m * PANEL + first * LANES, ahead_of(base + g * size, first, steps));
+      for_tiles<INT4_TILE>(digit_rows, [&](int64_t m, auto count, auto span, auto stream) {
+        for (int64_t first = 0; first < VECTORS; first += span)
+          tile_int4<count, span, stream>(w, base, panel, first, g0, std::min(x.groups, g0 + block), x, from_row + m,
+                                         sums + m * PANEL + first * LANES);
       });
   if (x.digits == 2)
     for (int64_t m = 0; m < rows; m++)

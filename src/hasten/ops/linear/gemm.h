@@ -3,7 +3,7 @@
 // The layout. Output rows stand in panels of 64. Inside a panel, 64-byte lines follow each other along K; a line
 // belongs to 16 rows and holds, row by row, 4 bytes of each: 2 bf16, 4 int8 or 8 int4 values. So every lane of an
 // accumulator is its own output row: no horizontal sums, and scales are loaded as vectors. A decode step streams the
-// panel once; a product with many rows multiplies the same lines with 6 rows of x held in registers' reach,
+// panel once; a product with many rows multiplies the same lines with 4 to 6 rows of x held in registers' reach,
 // or with 32 in tiles (amx.h).
 //
 //   bf16   [N/64][K/2][64][2]
@@ -16,25 +16,31 @@
 
 #include <algorithm>
 #include <type_traits>
+#include <utility>
 
-#include "../parallel.h"
+#include "../memory.h"
 #include "../simd.h"
 
 namespace hasten {
 
 constexpr int PANEL = 64;          // output rows of a panel
 constexpr int VECTORS = PANEL / LANES;
-#if defined(__AVX512F__)
-constexpr int TILE = 6;            // rows of x at a time: 6 × 4 accumulators of 32 registers
-constexpr int SPAN = VECTORS;      // vectors of the panel at a time
-constexpr int WIDE = 12;           // or more rows by fewer vectors, so that a few rows read each line once
-constexpr int WIDE_SPAN = 2;
+
+// How many rows of x are multiplied at a time (`most` in one pass over the weights, `tile` of many), and with how many
+// vectors of the panel. Accumulators, the weights and a value of x have to fit into the registers: 32 of 64 bytes with
+// AVX-512, 16 of 32 bytes with AVX2, where a vector is two of them.
+struct TileShape {
+  int most, tile, two, four;  // two, four: most rows that go with two vectors at a time, with all four
+  constexpr int span(int rows) const { return rows <= four ? VECTORS : rows <= two ? 2 : 1; }
+};
+#if HASTEN_512
+constexpr TileShape BF16_TILE{12, 6, 12, 6}, INT8_TILE = BF16_TILE, INT4_TILE = BF16_TILE;
 constexpr bool SPARE = true;       // registers for twice the accumulators of two rows
+#elif defined(__AVX2__)
+constexpr TileShape BF16_TILE{6, 6, 3, 1}, INT8_TILE{4, 4, 2, 1}, INT4_TILE{4, 4, 2, 1};
+constexpr bool SPARE = false;
 #else
-constexpr int TILE = 2;            // 2 × 2 vectors of 64 bytes are 8 of AVX2's 16 registers
-constexpr int SPAN = 2;
-constexpr int WIDE = 4;
-constexpr int WIDE_SPAN = 1;
+constexpr TileShape BF16_TILE{3, 3, 1, 0}, INT8_TILE = BF16_TILE, INT4_TILE = BF16_TILE;
 constexpr bool SPARE = false;
 #endif
 #if defined(__AMX_TILE__)
@@ -63,10 +69,14 @@ struct Weight {
   }
 };
 
-// Rows of x as the kernel wants them, `stride` values apart. bf16: rows of k values. int8: `digits` rows of k values for
-// each row of x, with x = scale·(256·high + low) for two digits; one scale a row (int8 weights) or one a group (int4).
+// Two digits of an activation: x = scale·(255·high + low), both from -127 to 127. (With 256 a digit could be -128, whose
+// magnitude is no signed byte.)
+constexpr int32_t DIGIT = 255;
+
+// Rows of x as the kernel wants them, `stride` values apart. bf16 weights: rows of k values. Others: `digits` rows of k
+// values for each row of x; one scale a row (int8 weights) or one a group (int4).
 struct Rows {
-  uint16_t* bf16 = nullptr;
+  Operand* plain = nullptr;  // of bf16 weights
   int8_t* q = nullptr;
   float* scales = nullptr;   // [rows][groups]
   int32_t* sums = nullptr;   // [rows·digits][groups]: sum of the q of a group, for the weights' offset
@@ -90,37 +100,50 @@ INLINE F32 load_scale(const void* base, ScaleType type, int64_t index) {
   }
 }
 
+// Statements for each i from 0 to N - 1, as constants: the accumulators of a tile then are registers from the first to the
+// last. (Loops are unrolled after g++ has decided that an array is memory.)
+template <int... I, class F>
+INLINE void each_of(std::integer_sequence<int, I...>, const F& f) { (f(std::integral_constant<int, I>{}), ...); }
+#define EACH(i, N, ...) \
+  each_of(std::make_integer_sequence<int, N>{}, [&](auto i) __attribute__((always_inline)) { __VA_ARGS__; })
+
 // sums[m][v] += w·x over `steps` pairs. w: line of the first of V vectors of the panel. STREAM: w comes from memory, and
 // at each step the next V lines from `ahead` on are asked for.
-template <int M, int V = SPAN, bool STREAM = false>
-void tile_bf16(const uint16_t* w, const uint16_t* x, int64_t stride, int64_t steps, float* sums, bool fresh,
+template <int M, int V, bool STREAM = false>
+void tile_bf16(const uint16_t* w, const Operand* x, int64_t stride, int64_t steps, float* sums, bool fresh,
                const char* ahead = nullptr) {
   F32 acc[M][V];
-  for (int m = 0; m < M; m++)
-    for (int v = 0; v < V; v++) acc[m][v] = fresh ? F32{} : load(sums + m * PANEL + v * LANES);
+  EACH(m, M, EACH(v, V, acc[m][v] = fresh ? F32{} : load(sums + m * PANEL + v * LANES)));
   for (int64_t s = 0; s < steps; s++) {
     const uint16_t* line = w + s * PANEL * 2;
     if constexpr (STREAM)
       for (int v = 0; v < V; v++) __builtin_prefetch(ahead + (s * V + v) * 64);
-    for (int m = 0; m < M; m++) {
-      uint32_t pair;
-      std::memcpy(&pair, x + m * stride + 2 * s, 4);
-      for (int v = 0; v < V; v++) acc[m][v] = dot_bf16(acc[m][v], line + v * 32, pair);
+    if constexpr (sizeof(Operand) == 2) {
+      EACH(m, M,
+           uint32_t pair;
+           std::memcpy(&pair, x + m * stride + 2 * s, 4);
+           EACH(v, V, acc[m][v] = dot_bf16(acc[m][v], load_line(line + v * 32), pair)));
+    } else {
+      EACH(v, V,
+           const F32 even = as<F32>(load_line(line + v * 32) << 16);
+           EACH(m, M, accumulate(acc[m][v], even, splat(float(x[m * stride + 2 * s]))));
+           const F32 odd = as<F32>(load_line(line + v * 32) & 0xffff0000u);
+           EACH(m, M, accumulate(acc[m][v], odd, splat(float(x[m * stride + 2 * s + 1])))));
     }
   }
-  for (int m = 0; m < M; m++)
-    for (int v = 0; v < V; v++) store(sums + m * PANEL + v * LANES, acc[m][v]);
+  EACH(m, M, EACH(v, V, store(sums + m * PANEL + v * LANES, acc[m][v])));
 }
 
-#define HASTEN_TILES(count, CALL) \
-  switch (count) {                \
-    case 1: CALL(1); break;       \
-    case 2: CALL(2); break;       \
-    case 3: CALL(3); break;       \
-    case 4: CALL(4); break;       \
-    case 5: CALL(5); break;       \
-    default: CALL(6); break;      \
-  }
+template <int M>
+using Count = std::integral_constant<int, M>;
+
+// f(Count<m>) for a number of rows m between 1 and M.
+template <int M, class F>
+INLINE void with_count(int64_t m, const F& f) {
+  if constexpr (M > 1)
+    if (m < M) return with_count<M - 1>(m, f);
+  f(Count<M>{});
+}
 
 // Rows of x in a chunk of work with w. AMX multiplies faster than anything but the second-level cache brings x.
 inline int64_t row_block(const Weight& w) {

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from hasten.ops.linear.layouts import ROWS, Operands, Packed, Shape
 from hasten.ops.linear.weights import QuantizedWeight
+from hasten.ops.linear.wide import wide_linear
 
 
 def reference(x: Tensor, weight: Operands) -> Tensor:
@@ -22,10 +23,17 @@ def pytorch(x: Tensor, weight: Operands) -> Tensor:
     """
     if weight.data.dtype == torch.int8:
         assert weight.scales is not None
-        y = F.linear(x, weight.data.to(x.dtype)) * weight.scales.flatten()
+        y = wide_linear(x, weight.data, None) * weight.scales.flatten()
         return (y if weight.bias is None else y + weight.bias).to(x.dtype)
+    if weight.data.dtype == torch.bfloat16 and x.dtype == torch.float32:
+        return wide_linear(x, weight.data, weight.bias)
     bias = None if weight.bias is None else weight.bias.to(x.dtype)
     return F.linear(x, _dequantized(x, weight, x.dtype), bias)
+
+
+def float32(x: Tensor, weight: Operands) -> Tensor:
+    """`pytorch` in float32, for a processor that only emulates products in x's dtype."""
+    return pytorch(x.float(), weight).to(x.dtype)
 
 
 def _dequantized(x: Tensor, weight: Operands, dtype: torch.dtype) -> Tensor:

@@ -72,6 +72,9 @@ static void interleave(int64_t n, int64_t steps, int64_t whole, uint32_t filler,
   });
 }
 
+// What is made at the end of rows only: not worth the seconds that it takes to compile it into the loop.
+#define SELDOM __attribute__((noinline, cold))
+
 INLINE uint32_t word_at(const uint8_t* p) { uint32_t w; std::memcpy(&w, p, 4); return w; }
 
 // w (N, K) bf16 -> panels with K padded to a multiple of 32.
@@ -83,7 +86,7 @@ Tensor pack_bf16(Tensor w) {
   interleave(
       n, steps, k / 2, 0, out.mutable_data_ptr(),
       [=](int64_t row, int64_t s) { return word_at(from + (row * k + 2 * s) * 2); },
-      [=](int64_t row, int64_t s) {
+      [=](int64_t row, int64_t s) SELDOM {
         uint16_t last = 0;
         if (2 * s < k) std::memcpy(&last, from + (row * k + 2 * s) * 2, 2);
         return uint32_t(last);
@@ -100,7 +103,7 @@ Tensor pack_int8(Tensor q) {
   interleave(
       n, steps, k / 4, 0x80808080u, out.mutable_data_ptr(),
       [=](int64_t row, int64_t s) { return word_at(from + row * k + 4 * s) ^ 0x80808080u; },
-      [=](int64_t row, int64_t s) {
+      [=](int64_t row, int64_t s) SELDOM {
         uint32_t word = 0;
         for (int64_t j = 0; 4 * s + j < k && j < 4; j++) word |= uint32_t(from[row * k + 4 * s + j]) << (8 * j);
         return word ^ 0x80808080u;
@@ -122,7 +125,7 @@ Tensor pack_int4(Tensor q, int64_t group_size) {
         const uint8_t* p = from + row * k + 8 * s;
         return (word_at(p) & 0x0f0f0f0fu) | (word_at(p + 4) & 0x0f0f0f0fu) << 4;
       },
-      [=](int64_t row, int64_t s) {
+      [=](int64_t row, int64_t s) SELDOM {
         uint32_t word = 0x88888888u;
         for (int64_t j = 0; 8 * s + j < k && j < 8; j++) {
           const int shift = int(j % 4 * 8 + j / 4 * 4);

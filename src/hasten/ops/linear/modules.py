@@ -40,7 +40,8 @@ class PackedLinear(nn.Module):
 
     format "bfloat16", "int8" (one scale a row) or "int4" (one scale, and a zero point unless symmetric, for each
     `group_size` values of a row). activations: "int8" rounds x to int8, by row (int8) or by group (int4), the fastest;
-    "float" keeps 16 bits of it. Only the native kernel rounds; it rounds a float32 x to bfloat16 for bfloat16 weights.
+    "float" keeps 16 bits of it. Only the native kernel rounds. With bfloat16 weights it rounds a float32 x to bfloat16
+    where the processor multiplies such pairs (AVX-512 BF16, AMX), and keeps float32 elsewhere.
 
     The buffers `data`, `scales` and `zeros` hold the only copy of the weight, in the layout of the kernel that was
     picked (`layouts.py`; `kernel` forces one by name). What belongs into files is `to_weight()` or `dequantize()`,

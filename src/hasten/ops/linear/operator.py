@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hasten.machine import emulated
+from hasten.machine.measured import compare, slower
 from hasten.ops import triton_support
 from hasten.ops.linear import kernels
 from hasten.ops.linear.layouts import PADDING, PANELS, PIECES, ROWS, Layout, Operands
@@ -50,6 +52,38 @@ def native_refuses(request: LinearRequest) -> str | None:
     return None
 
 
+def native_waits(request: LinearRequest) -> str | None:
+    """Why PyTorch's product of bfloat16 weights is the better one on this processor, or None.
+
+    By the time of a prompt of 64 rows and 16 single ones.
+    """
+    if request.format != "bfloat16" or request.device.type != "cpu":
+        return None
+    ours = library()
+    assert ours is not None, "what the library cannot serve is refused before"
+    what = "products of 64 rows and 16 times one by 4096 × 1024 bfloat16 weights"
+    return slower("native", "PyTorch's", compare(what, _contenders, library=ours.path.stem))
+
+
+def _contenders() -> dict[str, Callable[[], object]]:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(4096, 1024, generator=generator).bfloat16()
+    prompt = torch.randn(64, 1024, generator=generator).bfloat16()
+    row = prompt[:1]
+
+    def run(product: Product, layout: Layout) -> Callable[[], object]:
+        packed = Operands(*layout.pack(weight, native_ops()), None, 4096, 0, 1)
+
+        def call() -> object:
+            with torch.inference_mode():
+                return product(prompt, packed), [product(row, packed) for _ in range(16)]
+
+        return call
+
+    theirs = kernels.pytorch if emulated(torch.bfloat16) is None else kernels.float32
+    return {"native": run(_native(), PANELS), "PyTorch's": run(theirs, ROWS)}
+
+
 def _triton_refuses(request: LinearRequest) -> str | None:
     if request.device.type == "cpu" and (reason := triton_support.refusal(request.device)) is not None:
         return reason
@@ -60,6 +94,16 @@ def _triton_refuses(request: LinearRequest) -> str | None:
     if request.format == "int4" and request.group_size not in TRITON_GROUPS:
         return f"its int4 groups are {', '.join(map(str, TRITON_GROUPS))}, not {request.group_size}"
     return triton_support.refusal(request.device)
+
+
+def _float32_refuses(request: LinearRequest) -> str | None:
+    if request.device.type == "cpu" and emulated(request.dtype) is not None:
+        return None
+    return f"{str(request.dtype).removeprefix('torch.')} needs no detour: its products are not emulated here"
+
+
+def _pytorch_waits(request: LinearRequest) -> str | None:
+    return emulated(request.dtype) if request.device.type == "cpu" else None
 
 
 def _native() -> Product:
@@ -76,9 +120,10 @@ def _triton() -> Product:
 
 # `run` is called once, when a layer is bound, and returns the product that the layer then calls.
 KERNELS: tuple[Kernel[LinearRequest], ...] = (
-    Kernel("native", _native, native_refuses),
+    Kernel("native", _native, native_refuses, native_waits),
     Kernel("triton", _triton, _triton_refuses),
-    Kernel("pytorch", lambda: kernels.pytorch, lambda request: None),
+    Kernel("float32", lambda: kernels.float32, _float32_refuses),
+    Kernel("pytorch", lambda: kernels.pytorch, lambda request: None, _pytorch_waits),
     Kernel("reference", lambda: kernels.reference, lambda request: None),
 )
 

@@ -1,6 +1,7 @@
 // Rows of x made ready for a product: normalised if asked for, and rounded to bf16 or to int8 digits.
 #pragma once
 
+#include "../parallel.h"
 #include "gemm.h"
 
 namespace hasten {
@@ -69,48 +70,47 @@ inline void widen(const void* x, Type type, int64_t row, int64_t k, int64_t padd
   }
 }
 
-// k values (a multiple of 16) to int8 digits with one scale: x = scale·q, or scale·(256·high + low). With a NaN or an
+// Of k values (a multiple of 16); NaN or infinity if there is one among them.
+inline float largest_magnitude(const float* x, int64_t k) {
+  // As integers, magnitudes order like the numbers, with infinity and then NaN above all finite ones.
+  I32 bits = {};
+  for (int64_t i = 0; i < k; i += LANES) {
+    const I32 own = as<I32>(abs(load(x + i)));
+    bits = select(own > bits, own, bits);
+  }
+  const int32_t largest = max_lanes(bits);
+  float top; std::memcpy(&top, &largest, 4);
+  return top;
+}
+
+// k values (a multiple of 16) to int8 digits with one scale: x = scale·q, or scale·(255·high + low). With a NaN or an
 // infinity among them the scale is NaN, and so is every output that they reach. Values that are all below 1e-34 count
 // as zeros: the scale's inverse would overflow.
 inline void quantize(const float* x, int64_t k, int digits, int64_t digit_stride, int8_t* q, float* scale,
                      int32_t* sums, int64_t sum_stride) {
-  // Magnitudes as integers order like the numbers, with infinity and then NaN above all finite ones.
-  I32 bits = {};
-  for (int64_t i = 0; i < k; i += LANES) {
-    I32 own = (I32)abs(load(x + i));
-    bits = own > bits ? own : bits;
-  }
-  int32_t largest = 0;
-  for (int i = 0; i < LANES; i++) largest = bits[i] > largest ? bits[i] : largest;
-  float top; std::memcpy(&top, &largest, 4);
-  const bool finite = largest < 0x7f800000;
-  // 127·256 leaves room for the low digit's -128 … 127.
-  const float steps = digits == 1 ? 127.0f : 127.0f * 256.0f;
-  const bool any = finite && top > 1e-34f;
+  const float top = largest_magnitude(x, k);
+  const bool finite = std::isfinite(top), any = finite && top > 1e-34f;
+  const float steps = digits == 1 ? 127.0f : 127.0f * DIGIT + 127.0f;
   const float up = any ? steps / top : 0.0f;
   *scale = any ? top / steps : finite ? 0.0f : __builtin_nanf("");
-  typedef int8_t I8 __attribute__((vector_size(16)));
   const int32_t keep = finite ? -1 : 0;
+  // Adding and taking away 1.5·2^23 rounds to the nearest integer, ties to even.
+  auto nearest = [](F32 v) { return to_int((v + 12582912.0f) - 12582912.0f); };
   I32 high_sum = {}, low_sum = {};
   for (int64_t i = 0; i < k; i += LANES) {
-    // Adding and taking away 1.5·2^23 rounds to the nearest integer, ties to even.
-    I32 n = to_int((load(x + i) * up + 12582912.0f) - 12582912.0f) & keep;
+    const I32 n = nearest(load(x + i) * up) & keep;
     I32 high = n;
     if (digits == 2) {
-      high = (n + 128) >> 8;
-      I32 low = n - (high << 8);
+      high = nearest(to_float(n) * (1.0f / DIGIT));  // never near a tie: 255 is odd
+      const I32 low = n - high * DIGIT;
       low_sum += low;
-      I8 b = __builtin_convertvector(low, I8);
-      std::memcpy(q + digit_stride + i, &b, 16);
+      store_int8(q + digit_stride + i, low);
     }
     high_sum += high;
-    I8 b = __builtin_convertvector(high, I8);
-    std::memcpy(q + i, &b, 16);
+    store_int8(q + i, high);
   }
-  int32_t total = 0, total_low = 0;
-  for (int i = 0; i < LANES; i++) total += high_sum[i], total_low += low_sum[i];
-  sums[0] = total;
-  if (digits == 2) sums[sum_stride] = total_low;
+  sums[0] = sum_lanes(high_sum);
+  if (digits == 2) sums[sum_stride] = sum_lanes(low_sum);
 }
 
 // The rows of x made ready for a weight. A few rows are prepared by every thread for itself, which takes a microsecond or
@@ -149,12 +149,12 @@ class Preparation {
   template <class Take>
   Rows place(const Take& take) const {
     Rows out;
-    const bool narrow = w_.format == Format::bf16;
-    out.stride = narrow ? spread_rows<uint16_t>(w_.k) : spread_rows<int8_t>(w_.k);
+    const bool plain = w_.format == Format::bf16;
+    out.stride = plain ? spread_rows<Operand>(w_.k) : spread_rows<int8_t>(w_.k);
     out.digits = digits_;
     out.groups = w_.format == Format::int4 ? w_.k / w_.group : 1;
-    if (narrow) {
-      out.bf16 = take(rows_ * out.stride, Slot<uint16_t, 3>{});
+    if (plain) {
+      out.plain = take(rows_ * out.stride, Slot<Operand, 3>{});
       return out;
     }
     out.q = take(rows_ * digits_ * out.stride, Slot<int8_t, 4>{});
@@ -167,7 +167,7 @@ class Preparation {
     for (int64_t m = m0; m < m1; m++) {
       widen(x_, type_, m, k_, w_.k, norm_, wide);
       if (w_.format == Format::bf16) {
-        for (int64_t i = 0; i < w_.k; i += LANES) store_bf16(out.bf16 + m * out.stride + i, load(wide + i));
+        for (int64_t i = 0; i < w_.k; i += LANES) store_operand(out.plain + m * out.stride + i, load(wide + i));
         continue;
       }
       const int64_t size = w_.k / out.groups;

@@ -1,0 +1,126 @@
+"""Times of a few milliseconds that overrule a rule about this processor where they contradict it clearly.
+
+A rule (which instructions a processor has, which kernel comes first) decides. Where a small product or kernel then
+turns out slower than its alternative by more than FACTOR, the times decide. Each comparison is made once a processor,
+torch and library, and kept on disk, so that the same command gives the same numbers; HASTEN_MEASURE=0 leaves them all
+out, and a training run goes on with those it began with (`known`, `adopt`).
+"""
+
+import contextlib
+import functools
+import hashlib
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+
+from hasten.errors import ResourceError
+from hasten.machine.caches import cache_folder
+from hasten.machine.files import write_atomically
+from hasten.machine.processor import instruction_sets, processor_name
+
+FACTOR = 1.3
+VARIABLE = "HASTEN_MEASURE"
+SECONDS = 0.1  # of one comparison, where its calls are not slower than that
+# What changes torch's kernels besides its version.
+SETTINGS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS")
+
+# On one thread the time of the processor is the better clock: on a shared machine the other one counts the neighbours.
+CLOCK = time.thread_time if sys.platform == "linux" else time.perf_counter
+
+Times = Mapping[str, float]  # seconds of each contender, by its name
+
+
+def compare(what: str, contenders: Callable[[], Mapping[str, Callable[[], object]]], *, library: str = "") -> Times:
+    """The shortest time of each call on one thread; from the cache where it was measured before, {} if switched off.
+
+    contenders: makes the calls, by name. library: the native library among them, which its hash belongs to.
+    """
+    key = _key(what, library)
+    found = _store()
+    if key not in found:  # what a resumed run brought along counts, switched off or not
+        found[key] = {} if os.environ.get(VARIABLE) == "0" else _read(key) or _measured(key, contenders)
+    return found[key]
+
+
+def slower(one: str, other: str, times: Times) -> str | None:
+    """The two times in words where `one` is slower than `other` by more than FACTOR; None where it is not, or unknown.
+
+    Nothing here is judged by less than that: machines are shared, and their times swing.
+    """
+    if not times or times[one] <= FACTOR * times[other]:
+        return None
+    return f"measured here, {one} takes {1e3 * times[one]:.2f} ms where {other} takes {1e3 * times[other]:.2f} ms"
+
+
+def known() -> dict[str, dict[str, float]]:
+    """Every comparison that this process has asked for, for a checkpoint or a report; {} where it was switched off."""
+    return {key: dict(times) for key, times in _store().items()}
+
+
+def adopt(times: Mapping[str, Mapping[str, float]]) -> None:
+    """Take comparisons of an earlier process as they are: what it computed goes on with the same kernels."""
+    _store().update({key: dict(found) for key, found in times.items() if not found or _sound(found)})
+
+
+@functools.cache
+def _store() -> dict[str, dict[str, float]]:
+    return {}
+
+
+def _key(what: str, library: str) -> str:
+    import torch
+
+    settings = [f"{name}={os.environ[name]}" for name in SETTINGS if name in os.environ]
+    return "; ".join([what, _processor(), f"torch {torch.__version__}", *filter(None, [library]), *settings])
+
+
+@functools.cache
+def _processor() -> str:
+    return f"{processor_name()} ({' '.join(instruction_sets())})"  # a virtual machine may hide some of them
+
+
+def _file(key: str) -> str:
+    return f"{hashlib.sha256(key.encode()).hexdigest()[:20]}.json"
+
+
+def _read(key: str) -> dict[str, float] | None:
+    try:
+        times = json.loads((cache_folder("measured") / _file(key)).read_text(encoding="utf-8"))["seconds"]
+    except (OSError, ResourceError, ValueError, KeyError, TypeError):
+        return None
+    return times if _sound(times) else None
+
+
+def _sound(times: object) -> bool:
+    numbers = times.values() if isinstance(times, dict) else ()
+    return bool(numbers) and all(isinstance(n, float) and math.isfinite(n) and n > 0 for n in numbers)
+
+
+def _measured(key: str, contenders: Callable[[], Mapping[str, Callable[[], object]]]) -> dict[str, float]:
+    import torch
+
+    from hasten.machine.measure import limited_threads
+
+    # Wherever a kernel is picked: under a caller's autocast, without gradients, while a model is made on "meta".
+    with (
+        limited_threads(1),
+        torch.device("cpu"),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autocast("cpu", enabled=False),
+    ):
+        calls = contenders()
+        best = dict.fromkeys(calls, math.inf)
+        end, rounds = time.perf_counter() + SECONDS, 0
+        while rounds < 2 or time.perf_counter() < end:  # the first one warms up, and is never the shortest
+            rounds += 1
+            for name, call in calls.items():
+                start = CLOCK()
+                call()
+                best[name] = min(best[name], CLOCK() - start)
+    with contextlib.suppress(OSError, ResourceError):  # then it holds for this process
+        write_atomically(cache_folder("measured") / _file(key), json.dumps({"key": key, "seconds": best}) + "\n")
+    return best

@@ -1,0 +1,60 @@
+"""In which dtype a model computes: its weights' own, or float32 where the processor only emulates that one.
+
+weights                      where                                       matrix products
+float32                      anywhere                                    float32
+bfloat16, float16            their products are fast, or on a GPU        their own dtype
+bfloat16, float16            they are emulated, readable layers          float32, a piece of a weight at a time
+bfloat16, int8, int4         the native fused steps                      the kernels' own, see docs/kernels.md
+"""
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from hasten.machine import Precision, emulated
+from hasten.ops.linear.modules import PackedLinear
+from hasten.ops.linear.wide import WideEmbedding, WideLinear
+
+if TYPE_CHECKING:
+    from hasten.model.transformer import Transformer
+
+WIDE: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: WideLinear, nn.Embedding: WideEmbedding}
+NARROW = {wide: narrow for narrow, wide in WIDE.items()}
+
+
+def choose_width(model: "Transformer") -> None:
+    """Let the readable layers compute in float32 where products in the weights' dtype are emulated, else in that dtype.
+
+    The modules stay the same objects with the same parameters; a fused model's are left alone.
+    """
+    if not model.readable:
+        return
+    if model.device.type == "cpu" and emulated(model.dtype, model.device) is not None:
+        _swap(model, WIDE, torch.float32)
+    elif isinstance(model.embedding, WideEmbedding):
+        narrow(model)
+
+
+def narrow(model: "Transformer") -> None:
+    """Back to computing in the weights' dtype."""
+    _swap(model, NARROW, model.dtype)
+
+
+def precision_of(model: "Transformer") -> Precision:
+    """In which dtype a model's matrix products run as it is bound now, and why."""
+    own = str(model.dtype).removeprefix("torch.")
+    if not model.readable:
+        return Precision(own, "the native fused steps take its weights as they are")
+    if isinstance(model.embedding, WideEmbedding):
+        reason = emulated(model.dtype, model.device) or f"{own} is emulated where it was bound"
+        return Precision("float32", f"{reason}; the weights stay in {own}")
+    return Precision(own, "the dtype of its weights")
+
+
+def _swap(model: "Transformer", kinds: dict[type[nn.Module], type[nn.Module]], dtype: torch.dtype) -> None:
+    for module in model.modules():
+        if type(module) in kinds:
+            module.__class__ = kinds[type(module)]
+        elif isinstance(module, PackedLinear) and module.request.dtype != dtype:
+            module.to(dtype)  # it holds the same numbers, and picks its kernel for such activations

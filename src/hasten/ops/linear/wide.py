@@ -1,0 +1,54 @@
+"""Products of 16-bit weights in float32, where the processor only emulates 16-bit ones: `WideLinear`, `WideEmbedding`.
+
+The weights keep their dtype and their place; nothing else of them is ever in memory than a piece that stays in the
+caches. Activations are float32 from the embedding on.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+PIECE = 4 << 20  # bytes of a weight in float32 at a time; a whole one would be written to memory and read again
+
+
+def wide_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """y = x·Wᵀ + b in x's dtype for x (…, K) and a weight (N, K) of a shorter one, int8 too.
+
+    A single row goes through PyTorch's product of a matrix and a vector, which widens the weight in registers, and
+    rounds x and y to the weight's dtype: it reads 2 bytes a weight, where a piece is read, written and read again.
+    """
+    if x.dtype == weight.dtype:
+        return F.linear(x, weight, bias)
+    wide = None if bias is None else bias.to(x.dtype)
+    learns = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    if x.device.type != "cpu" or learns or torch.compiler.is_compiling():
+        return F.linear(x, weight.to(x.dtype), wide)
+    n, k = weight.shape
+    if x.numel() == k and weight.is_floating_point():
+        narrow = None if bias is None else bias.to(weight.dtype)
+        return F.linear(x.to(weight.dtype), weight, narrow).to(x.dtype)
+    step = max(1, PIECE // (k * x.element_size()))
+    if n <= step:
+        return F.linear(x, weight.to(x.dtype), wide)
+    y, piece = x.new_empty(*x.shape[:-1], n), x.new_empty(step, k)
+    for start in range(0, n, step):
+        rows = weight[start : start + step]
+        own = None if wide is None else wide[start : start + step]
+        y[..., start : start + step] = F.linear(x, piece[: len(rows)].copy_(rows), own)
+    return y
+
+
+class WideLinear(nn.Linear):
+    """nn.Linear that multiplies in the dtype of its activations, whatever the weight's is."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (…, in) -> (…, out) in x's dtype."""
+        return wide_linear(x, self.weight, self.bias)
+
+
+class WideEmbedding(nn.Embedding):
+    """nn.Embedding whose rows come out in float32."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """tokens (…) -> (…, C)."""
+        return super().forward(tokens).float()

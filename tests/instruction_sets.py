@@ -1,0 +1,15 @@
+"""The instruction sets that kernel tests run for."""
+
+from hasten.ops.native import available_isas, choose_isa
+
+
+def _tested() -> tuple[str, ...]:
+    """The one that everything takes here and all after it: under benchmarks/as_avx2.sh none that AVX2 lacks.
+
+    All that the processor has where HASTEN_ISA is not set and the compiler knows them.
+    """
+    isas, chosen = available_isas(), choose_isa()
+    return isas[isas.index(chosen) :] if chosen in isas else isas  # "none": then these tests are skipped
+
+
+ISAS = _tested()

@@ -1,0 +1,76 @@
+"""A native kernel that loses clearly to PyTorch's on this processor is not taken, and explain gives both times."""
+
+import pytest
+import torch
+
+import hasten
+from hasten.machine import find_compiler
+from hasten.model import fused
+from hasten.ops.activation import operator as activation
+from hasten.ops.attention import KERNELS, AttentionRequest, AttentionSpec, native_kernels
+from hasten.ops.linear import operator as linear
+from hasten.ops.picker import explain, pick
+
+pytestmark = pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler")
+CPU = torch.device("cpu")
+REQUESTS = {
+    "attention": (
+        native_kernels,
+        KERNELS,
+        AttentionRequest(
+            spec=AttentionSpec(heads=2, kv_heads=2, head_dim=16, scale=0.25), device=CPU, dtype=torch.float32
+        ),
+    ),
+    "activation": (activation, activation.KERNELS, activation.ActivationRequest(device=CPU, dtype=torch.float32)),
+    "linear": (
+        linear,
+        linear.KERNELS,
+        linear.LinearRequest(device=CPU, dtype=torch.bfloat16, format="bfloat16", in_features=64),
+    ),
+}
+
+
+@pytest.fixture
+def times(monkeypatch):
+    """`times(module, native, theirs)`: what a comparison finds, in seconds."""
+
+    def found(module, native, theirs):
+        native_kernels._slower_for.cache_clear()
+        monkeypatch.setattr(module, "compare", lambda *_, **__: {"native": native, "PyTorch's": theirs})
+
+    yield found
+    native_kernels._slower_for.cache_clear()
+
+
+@pytest.mark.parametrize("operator", REQUESTS)
+def test_only_a_kernel_that_is_clearly_slower_is_left(operator, times):
+    module, kernels, request = REQUESTS[operator]
+    times(module, 1.2e-3, 1e-3)
+    assert pick(kernels, request).name == "native"
+    times(module, 4e-3, 1e-3)
+    choice = explain(kernels, request)
+    assert choice.kernel != "native"
+    assert dict(choice.others)["native"] == "measured here, native takes 4.00 ms where PyTorch's takes 1.00 ms"
+    assert pick(kernels, request, forced="native").name == "native", "asked for by name it serves"
+
+
+@pytest.mark.parametrize("operator", REQUESTS)
+def test_the_contenders_compute_the_same(operator):
+    module, *_ = REQUESTS[operator]
+    arguments = {"attention": (torch.float32, True), "activation": (torch.float32,), "linear": ()}[operator]
+    found = [call() for call in module._contenders(*arguments).values()]
+    if operator == "linear":
+        found = [(prompt, *rows) for prompt, rows in found]
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours.float(), theirs.float(), rtol=0.02, atol=0.02 * float(theirs.float().std()))
+
+
+def test_a_model_stays_readable_where_native_products_lose(tiny, times):
+    model = tiny.bfloat16()
+    times(linear, 4e-3, 1e-3)
+    assert model is fused.fuse_where_it_fits(model)
+    assert model.readable
+    reasons = [other.reason for b in hasten.explain(model) if b.operator == "block" for other in b.others]
+    assert set(reasons) == {"measured here, native takes 4.00 ms where PyTorch's takes 1.00 ms"}
+    hasten.fuse(model)  # asked for
+    assert not model.readable

@@ -1,0 +1,63 @@
+"""`precision: auto`: what the machine multiplies at speed, decided once and kept by the run."""
+
+import json
+
+import pytest
+
+from hasten.errors import ConfigError
+from hasten.machine import measured, precision
+from hasten.training import Precision, train
+from hasten.training.precision import choose_precision
+from hasten.training.recipe import Recipe, differences
+
+
+@pytest.fixture
+def processor(monkeypatch):
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+
+    def is_one_of(*flags):
+        monkeypatch.setattr(precision, "_flags", lambda: flags)
+
+    return is_one_of
+
+
+def test_auto_is_the_default_and_follows_the_processor(processor):
+    recipe = Recipe(name="x")
+    assert recipe.techniques.precision == "auto"
+    processor("avx512_bf16")
+    assert choose_precision(recipe)[0].techniques.precision == Precision("auto", "cpu").name == "bfloat16"
+    processor("avx2")
+    chosen, why = choose_precision(recipe)
+    assert chosen.techniques.precision == Precision("auto", "cpu").name == "float32"
+    assert str(why) == "float32: bfloat16 is emulated by this processor"
+    assert choose_precision(chosen)[1].reason == "as the recipe says"
+    assert differences(chosen, recipe) == []
+
+
+def test_a_run_keeps_the_precision_it_began_with(recipe, processor, capsys):
+    processor("avx2")
+    whole = train(recipe(precision="auto", steps=2, name="whole"), progress=False)
+    assert whole.to_json()["precision"] == {
+        "dtype": "float32",
+        "reason": "bfloat16 is emulated by this processor",
+    }
+
+    class Stop(Exception):
+        pass
+
+    def stop(line):
+        raise Stop
+
+    with pytest.raises(Stop):
+        train(recipe(precision="auto", steps=2, checkpoint_every=1), progress=False, on_step=stop)
+    processor("avx512_bf16")  # another machine, or another measurement
+    measured._store.cache_clear()
+    resumed = train(recipe(precision="auto", steps=2, checkpoint_every=2), progress=True)
+    assert resumed.precision == {"dtype": "float32", "reason": "as the run began"}
+    assert "matrix products in float32: as the run began" in capsys.readouterr().err
+    assert resumed.loss == whole.loss
+    stored = json.loads((resumed.folder / "checkpoints" / "last" / "checkpoint.json").read_text())
+    assert stored["recipe"]["techniques"]["precision"] == "float32"
+    assert isinstance(stored["measured"], dict)
+    with pytest.raises(ConfigError, match=r"techniques.precision: float32 -> bfloat16"):
+        train(recipe(precision="bfloat16", steps=2), progress=False)
