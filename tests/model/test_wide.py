@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-from references import tiny_llama
 from safetensors import safe_open
 
 import hasten
@@ -15,6 +14,7 @@ from hasten.model.wide import precision_of
 from hasten.ops.linear import wide
 from hasten.ops.linear.modules import PackedLinear
 from hasten.ops.linear.wide import WideLinear, wide_linear
+from references import tiny_llama
 
 TOKENS = torch.arange(3, 15)[None]
 needs_native = pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler")
@@ -52,9 +52,7 @@ def test_a_16_bit_model_computes_as_its_weights_do_in_float32(dtype, tmp_path, s
     assert precision_of(model).dtype == "float32"
     assert "is emulated by this processor" in precision_of(model).reason
     torch.testing.assert_close(logits(model), logits(exact), rtol=1e-5, atol=1e-5)
-    loss = [
-        m(TOKENS, torch.arange(12)[None], training_context(m, 12), targets=TOKENS.roll(-1)) for m in (model, exact)
-    ]
+    loss = [m(TOKENS, torch.arange(12)[None], training_context(m, 12), targets=TOKENS.roll(-1)) for m in (model, exact)]
     torch.testing.assert_close(*loss)
     prompts = [[1, 2, 3], [4, 5]]
     found = [[o.tokens for o in hasten.generate(m, prompts, temperature=0, max_new_tokens=6)] for m in (model, exact)]

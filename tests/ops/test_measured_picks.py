@@ -1,4 +1,4 @@
-"""A native kernel that is clearly slower than PyTorch's on this processor is not taken, and explain gives both times."""
+"""A native kernel that clearly loses to PyTorch's on this processor is not taken, and explain gives both times."""
 
 import pytest
 import torch
