@@ -35,7 +35,6 @@ def run(tmp_path, monkeypatch):
     monkeypatch.setitem(recipes.RECIPES, "demo", tiny)
     size = Size(model=tiny.model, learning_rate=tiny.optimizer.learning_rate, tokens=1)
     monkeypatch.setattr(recipes, "DEMO_SIZES", (size,))
-    monkeypatch.setattr(demo, "_precision", lambda device: "float32")
     monkeypatch.setattr("hasten.data.bigram.bigram_loss", lambda *arguments, **options: 99.0)  # ten steps beat that
     monkeypatch.setattr(setup, "matrix_rate", lambda dtype, **options: 1e11)
     monkeypatch.setenv("HASTEN_CACHE", str(tmp_path / "cache"))

@@ -74,10 +74,12 @@ def test_what_cannot_be_served_is_one_line(tiny_folder, tmp_path, capsys, monkey
         for options, text in cases:
             with pytest.raises(SystemExit) as end:
                 main(["serve", str(tiny_folder), *(["--port", "0"] if "--port" not in options else []), *options])
-            error = capsys.readouterr().err
+            lines = capsys.readouterr().err.splitlines()
             assert end.value.code == 2
+            if lines[0].startswith("matrix products in "):  # where the model is loaded before it shows
+                lines = lines[1:]
+            (error,) = lines
             assert error.startswith("error: ")
-            assert error.count("\n") == 1
             assert text in error
 
 
