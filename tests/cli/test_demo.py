@@ -121,11 +121,9 @@ def test_stopped_it_goes_on_from_there(run, monkeypatch, capsys):
 
 def test_the_ladder_is_measured_on_the_trained_model_when_asked(run, monkeypatch):
     measured = []
-    monkeypatch.setattr(
-        demo, "_measure", lambda folder, run, text, *, threads, dtype: measured.append((folder, run, threads, dtype))
-    )
+    monkeypatch.setattr(demo, "_measure", lambda folder, run, text, *, threads: measured.append((folder, run, threads)))
     folder = run(ladder=True)
-    assert measured == [(folder / "model", folder, 1, "float32")]
+    assert measured == [(folder / "model", folder, 1)]
 
 
 def test_the_ladder_scores_what_training_has_not_seen(run, monkeypatch):

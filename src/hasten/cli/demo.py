@@ -82,8 +82,7 @@ class Demo:
             _say(3, f"no text is shown: {wrong}")
         if self.ladder:
             _say(4, "measure each technique of generation on it")
-            dtype = recipe.techniques.precision
-            _measure(result.model_folder, run, held_out, threads=thread_count(self.threads), dtype=dtype)
+            _measure(result.model_folder, run, held_out, threads=thread_count(self.threads))
         _finish(run, time.perf_counter() - started)
 
 
@@ -105,7 +104,7 @@ def noise(loss: float, bigram: float, vocab_size: int, *, steps: int) -> str | N
 
 
 def _chosen(recipe: Recipe, *, resume: bool) -> Recipe:
-    """The recipe in the precision, and with the size of model, that this machine is fast enough for."""
+    """The recipe with the size of model that this machine is fast enough for in the precision that it trains in."""
     from hasten.machine import configure
     from hasten.training.fitting import fit
     from hasten.training.precision import choose_precision
@@ -116,15 +115,13 @@ def _chosen(recipe: Recipe, *, resume: bool) -> Recipe:
 
     configure(threads=recipe.run.thread_count)
     stored = find(RunFolder(path=Path(recipe.run.folder).expanduser() / recipe.name).last) if resume else None
-    recipe, precision = choose_precision(recipe, stored.recipe if stored is not None else None)
     if stored is not None:  # what was chosen then
         before = stored.recipe
         return min((size.of(recipe) for size in DEMO_SIZES), key=lambda made: len(differences(before, made)))
-    recipe, told = fit(recipe, DEMO_SIZES)
-    print(f"  in {precision}")
+    chosen, told = fit(choose_precision(recipe)[0], DEMO_SIZES)
     if told is not None:
         print(f"  {told}")
-    return recipe
+    return replace(chosen, techniques=replace(chosen.techniques, precision=recipe.techniques.precision))
 
 
 def _load(folder: Path, threads: int | None) -> Any:
@@ -182,25 +179,19 @@ def _write(model: Any) -> None:
     print()
 
 
-def _measure(folder: Path, run: Path, documents: list[str], *, threads: int | None, dtype: str) -> None:
-    """The ladder; each rung also scores the beginning of what was held out, so that speed has its price beside it.
-
-    dtype: of the rungs that are PyTorch's products, which must not be emulated ones.
-    """
+def _measure(folder: Path, run: Path, documents: list[str], *, threads: int | None) -> None:
+    """The ladder; each rung also scores the beginning of what was held out, so that speed has its price beside it."""
     from hasten.bench.draw import draw_ladder
     from hasten.bench.generate import GenerateLadder
     from hasten.bench.shapes import Subject
     from hasten.bench.table import print_ladder
     from hasten.machine.files import write_json
 
-    if dtype == "float32":
-        print("  the rungs before the native ones run in float32: bfloat16 products are slower on this machine")
     with tempfile.TemporaryDirectory(prefix="hasten-demo-") as place:
         text = Path(place) / "held-out.txt"
         text.write_text("\n".join(documents).encode()[:LADDER_TEXT_BYTES].decode(errors="ignore"))
         ladder = GenerateLadder(
             subject=Subject(folder=str(folder)),
-            dtype=dtype,
             prompt_tokens=128,
             new_tokens=64,
             rounds=LADDER_ROUNDS,

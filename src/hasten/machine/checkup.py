@@ -12,7 +12,6 @@ from pathlib import Path
 from hasten.errors import ResourceError
 from hasten.machine.caches import cache_folder
 from hasten.machine.describe import Machine, installed_versions
-from hasten.machine.measured import FACTOR
 from hasten.machine.precision import emulated, training_precision
 from hasten.machine.processor import available_cores
 
@@ -74,7 +73,7 @@ def _what_to_do(name: str) -> str:
     if name == "int8":
         return "PyTorch's; the native kernels have their own"
     if emulated(name) is None:
-        return f"less than {FACTOR} times slower by the measurement that decides, so it is used"
+        return "nothing: the product that decides is not clearly slower, so it is used"
     return f"nothing: training takes another dtype by itself, and {name} weights are multiplied in float32"
 
 

@@ -50,7 +50,7 @@ def slower(one: str, other: str, times: Times) -> str | None:
 
     Nothing here is judged by less than that: machines are shared, and their times swing.
     """
-    if not times or times[one] <= FACTOR * times[other]:
+    if one not in times or other not in times or times[one] <= FACTOR * times[other]:
         return None
     return f"measured here, {one} takes {1e3 * times[one]:.2f} ms where {other} takes {1e3 * times[other]:.2f} ms"
 

@@ -7,6 +7,7 @@ starting at once build once, and a killed build leaves nothing that could be loa
 """
 
 import contextlib
+import functools
 import hashlib
 import importlib.util
 import os
@@ -164,8 +165,15 @@ def _library_name(isa: str, part: Part) -> str:
 def _flags_and_stem(isa: str, part: Part, sources: Path) -> tuple[tuple[str, ...], str]:
     """The flags of any compiler, and the beginning of the names of what any compiler makes of the sources with them."""
     flags = (*COMMON_FLAGS, *INSTRUCTION_SETS[isa].here().flags, f"-DHASTEN_LIBRARY={namespace(isa)}", _threads_flag())
-    contents = [text for name in _files(part, sources) for text in (name, (sources / name).read_text())]
-    return flags, f"{_library_name(isa, part)}-{_hash(*contents, *flags, sys.platform)}"
+    names = tuple(_files(part, sources))
+    times = tuple((sources / name).stat().st_mtime_ns for name in names)
+    return flags, f"{_library_name(isa, part)}-{_hash(_contents(sources, names, times), *flags, sys.platform)}"
+
+
+@functools.cache
+def _contents(sources: Path, names: tuple[str, ...], changed: tuple[int, ...]) -> str:
+    """A hash of the files, read once as long as none is changed: every layer that is bound asks."""
+    return _hash(*(text for name in names for text in (name, (sources / name).read_text())))
 
 
 def _files(part: Part, sources: Path) -> list[str]:

@@ -141,10 +141,13 @@ def attention_kernel(recipe: Recipe, device: torch.device) -> str | None:
 
 
 def choose_attention(model: Transformer, kernel: str | None) -> None:
-    """The fastest attention kernel that fits, or the one named. A native one is compiled now, not in the first step."""
-    model.bind(attention=kernel)
-    if any(isinstance(module, Attention) and module.kernel.name == "native" for module in model.modules()):
+    """The fastest attention kernel that fits, or the one named.
+
+    The native one is compiled before it is chosen: if that fails, or PyTorch's is faster, it is not taken.
+    """
+    if model.device.type == "cpu" and kernel in (None, "native", "native-sparse"):
         library(part="training")
+    model.bind(attention=kernel)
 
 
 def choose_loss(model: Transformer, kernel: str | None) -> None:

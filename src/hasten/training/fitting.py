@@ -20,10 +20,11 @@ MOST_SECONDS, MOST_STEPS = 5.0, 5  # that are timed, after one that warms up
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """tokens: trained a second. parameters: of the model."""
+    """tokens: trained a second. parameters: of the model. bound: no step was taken, it cannot be more than this."""
 
     tokens: float
     parameters: int
+    bound: bool = False
 
 
 def measured_speed(recipe: Recipe, *, needed: float = 0.0) -> Speed:
@@ -37,7 +38,7 @@ def measured_speed(recipe: Recipe, *, needed: float = 0.0) -> Speed:
     size = parameters(setup.model.config).total
     bound = None if setup.rate is None else setup.rate / setup.flops_per_token
     if bound is not None and bound < needed:
-        return Speed(bound, size)
+        return Speed(bound, size, bound=True)
     batches = [setup.batches.batch(number) for number in range(recipe.data.accumulation)]
     times: list[float] = []
     while len(times) <= MOST_STEPS and (len(times) < 2 or sum(times) < MOST_SECONDS):
@@ -66,14 +67,16 @@ def fit(
         shares.append(speeds[-1].tokens * seconds / size.tokens)
         if shares[-1] >= 1:
             break
-    best = shares.index(max(shares))
+    measured = [index for index, speed in enumerate(speeds) if not speed.bound] or [len(sizes) - 1]
+    best = max(measured, key=lambda index: shares[index])
     chosen, speed = sizes[best].of(recipe), speeds[best]
     few = "" if shares[best] >= 1 else f", where {sizes[best].tokens:,} are needed: expect little"
-    if best == 0 and not few:
-        return chosen, None
+    if best == 0:
+        return chosen, f"it will see about {speed.tokens * seconds:,.0f} tokens{few}" if few else None
+    most = "at most " if speeds[0].bound else ""
     return chosen, (
         f"planned was a model of {_millions(speeds[0])} parameters, which learns from about {sizes[0].tokens:,} tokens "
-        f"and would see {speeds[0].tokens * seconds:,.0f} in {minutes:g} minutes here; trained is one of "
+        f"and would see {most}{speeds[0].tokens * seconds:,.0f} in {minutes:g} minutes here; trained is one of "
         f"{_millions(speed)}, which sees about {speed.tokens * seconds:,.0f}{few}"
     )
 

@@ -179,8 +179,9 @@ template <bool INT8>
 void attend_tiles(const Attended& what, const Lines& lines, Coming& coming) {
   Multiplier multiplier;
   const bool plain = what.how.softcap == 0 && !what.how.window;
-  // Equal numbers of lines: eight as four and four, not six and two.
-  const int64_t turns = (lines.count + TOGETHER - 1) / TOGETHER, together = (lines.count + turns - 1) / turns;
+  // Equal numbers of lines: eight as four and four, not six and two. (AMX takes whole tiles.)
+  const int64_t turns = (lines.count + TOGETHER - 1) / TOGETHER;
+  const int64_t together = round_up((lines.count + turns - 1) / turns, TOGETHER > 16 ? 16 : 1);
   for (int64_t line = 0; line < lines.count; line += together)
     for (int64_t t = 0; t < what.count; t++) {
       const int64_t rows = std::min(together, lines.count - line), begin = what.begin + t * TILE_KEYS;

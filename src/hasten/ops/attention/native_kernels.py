@@ -1,7 +1,5 @@
 """The native attention for training as kernels of the operator: what they serve, and what they leave to PyTorch."""
 
-import functools
-import os
 import warnings
 from collections.abc import Callable
 
@@ -140,7 +138,7 @@ def native_waits(request: AttentionRequest) -> str | None:
     """Why the native attention waits to be asked for by name."""
     if request.queries == 1:
         return "for one query it brings the keys into tiles that are used only once"
-    return _slower(request.dtype_name, request.gradient is not False)
+    return _slower(request.dtype_name, request.gradient is not False, bool(request.layer))
 
 
 def native_sparse_refuses(request: AttentionRequest) -> str | None:
@@ -186,34 +184,24 @@ def _refuses(request: AttentionRequest) -> str | None:
         return f"it takes no {found}"
     if request.spec.causal and not request.layer and not request.documents and _more_queries(request):
         return f"it has the queries as the last of the keys; {request.queries} are more than {request.keys}"
-    if _missing():
+    if _missing(bool(request.layer)):
         return "the native library is not there (no compiler, or HASTEN_ISA=none)"
     return None
 
 
-def _missing() -> bool:
-    return _missing_for(os.environ.get("HASTEN_ISA"))
-
-
-@functools.cache
-def _missing_for(asked: str | None) -> bool:
-    """Asked once: looking at the processor takes longer than a small call."""
-    return not obtainable("training")
+def _missing(layer: bool) -> bool:
+    """A layer may never be called: what could be compiled is enough for it. Who calls now compiles it now."""
+    return not obtainable("training") if layer else library(part="training") is None
 
 
 # A graph holds its result, as in ops/gradients.py: a compiled function may choose its kernel inside.
 _missing._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _slower(dtype: str, gradient: bool) -> str | None:
-    if not is_built(choose_isa(), "training"):  # who only loads a model need not wait for a compiler
-        return None
-    return _slower_for(dtype, gradient, os.environ.get("HASTEN_ISA"))
-
-
-@functools.cache
-def _slower_for(dtype: str, gradient: bool, asked: str | None) -> str | None:
+def _slower(dtype: str, gradient: bool, layer: bool) -> str | None:
     """Why PyTorch's attention is the better one on this processor, by the time of a small layer, or None."""
+    if layer and not is_built(choose_isa(), "training"):  # who only loads a model need not wait for a compiler
+        return None
     ours = library(part="training")
     assert ours is not None, "what the library cannot serve is refused before"
     what = f"attention of 2 × 256 tokens, 4 heads of 64, {dtype}{', and its gradients' if gradient else ''}"

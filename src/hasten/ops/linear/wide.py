@@ -14,8 +14,8 @@ PIECE = 4 << 20  # bytes of a weight in float32 at a time; a whole one would be 
 def wide_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """y = x·Wᵀ + b in x's dtype for x (…, K) and a weight (N, K) of a shorter one, int8 too.
 
-    A single row goes through PyTorch's product of a matrix and a vector, which widens the weight in registers, and
-    rounds x and y to the weight's dtype: it reads 2 bytes a weight, where a piece is read, written and read again.
+    A single row with a bfloat16 weight goes through PyTorch's product of a matrix and a vector, which widens the weight
+    in registers, and rounds x and y to bfloat16: it reads 2 bytes a weight; a piece is read, written and read again.
     """
     if x.dtype == weight.dtype:
         return F.linear(x, weight, bias)
@@ -24,7 +24,7 @@ def wide_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if x.device.type != "cpu" or learns or torch.compiler.is_compiling():
         return F.linear(x, weight.to(x.dtype), wide)
     n, k = weight.shape
-    if x.numel() == k and weight.is_floating_point():
+    if x.numel() == k and weight.dtype == torch.bfloat16:  # float16 could not hold every x
         narrow = None if bias is None else bias.to(weight.dtype)
         return F.linear(x.to(weight.dtype), weight, narrow).to(x.dtype)
     step = max(1, PIECE // (k * x.element_size()))
