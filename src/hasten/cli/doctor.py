@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from hasten.errors import ResourceError
+from hasten.errors import ConfigError, ResourceError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -81,13 +81,26 @@ def examine(*, quick: bool = False) -> Examination:
 
     configure()  # as many threads as every other command would take
     machine = describe()
-    findings = check_machine(machine)
+    findings = [*check_machine(machine), _kernels()]
     limits: dict[str, dict[str, Any]] = {}
     if not quick:
         devices = ["cpu", *(["cuda:0"] if torch.cuda.is_available() else [])]
         limits = {device: _measure(device) for device in devices}
         findings += check_rates(limits["cpu"]["rates"])
     return Examination(machine=machine.to_json(), findings=findings, limits=limits, caches=cache_sizes())
+
+
+def _kernels() -> Finding:
+    from hasten.machine.checkup import Finding
+    from hasten.ops.native import NONE, choose_isa
+
+    try:
+        isa = choose_isa()
+    except ConfigError as error:
+        return Finding("native kernels", "missing", str(error), "unset HASTEN_ISA, or set one of these")
+    if isa == NONE:
+        return Finding("native kernels", "note", "HASTEN_ISA is none: PyTorch's slower ones", "unset HASTEN_ISA")
+    return Finding("native kernels", "ok", f"for {isa}")
 
 
 def _measure(device: str) -> dict[str, Any]:
