@@ -21,7 +21,7 @@ from hasten.ops.native import library
 from hasten.ops.picker import explain
 from hasten.training.activations import checkpoint_activations
 from hasten.training.allocator import keep_freed_memory
-from hasten.training.precision import PRECISIONS
+from hasten.training.precision import Precision
 from hasten.training.recipe import Recipe, Shape
 
 
@@ -118,7 +118,7 @@ def apply_techniques(model: Transformer, recipe: Recipe) -> None:
     choose_attention(model, attention_kernel(recipe, model.device))
     choose_loss(model, recipe.techniques.loss)
     if recipe.techniques.fused_activation:
-        fuse_activations(model, PRECISIONS[recipe.techniques.precision])
+        fuse_activations(model, Precision(recipe.techniques.precision, model.device).dtype)
     if recipe.techniques.joined_projections and model.device.type == "cpu":
         join_projections(model)
     checkpoint_activations(model, recipe.techniques.checkpointing)
