@@ -103,7 +103,7 @@ def measure(options: Compare, work: Path) -> dict[str, Any]:
     import numpy as np
     import torch
 
-    from hasten.machine import configure, describe, matrix_rate
+    from hasten.machine import configure, describe, matrix_rate, training_precision
 
     configure(threads=options.threads)
     sizes = options.sizes
@@ -115,7 +115,7 @@ def measure(options: Compare, work: Path) -> dict[str, Any]:
         )
     checkouts = {"nanogpt": options.nanogpt, **others, "hasten": options.nanogpt}
     sides = {name: Side(options, name, checkout, work) for name, checkout in checkouts.items()}
-    flops = 0.0
+    flops, dtype = 0.0, training_precision(options.device).dtype  # ours; utilisation is of its rate, for both
     rounds: list[dict[str, Any]] = []
     try:
         for side in sides.values():
@@ -129,7 +129,7 @@ def measure(options: Compare, work: Path) -> dict[str, Any]:
             for name, side in sides.items():
                 seconds = side.ask(options.steps)["seconds"]
                 speed = options.steps * sizes.batch * sizes.block / seconds
-                found[name] = {"tokens_per_second": speed, "mfu": flops * speed / rates["bfloat16"]}
+                found[name] = {"tokens_per_second": speed, "mfu": flops * speed / rates[dtype]}
             ours = found["hasten"]["tokens_per_second"]
             found["ratio"] = ours / found["nanogpt"]["tokens_per_second"]
             found["ratios"] = {name: ours / found[name]["tokens_per_second"] for name in others}
@@ -153,7 +153,7 @@ def measure(options: Compare, work: Path) -> dict[str, Any]:
         "what": (
             f"{sizes.layers} layers, {sizes.width} wide, block {sizes.block}, batch {sizes.batch}, {vocab} "
             f"{'character' if sizes.vocab is None else 'random'} tokens; nanoGPT compiled "
-            f"in {'float32' if options.device == 'cpu' else 'bfloat16'}; ours in bfloat16, micro-batches of "
+            f"in {'float32' if options.device == 'cpu' else 'bfloat16'}; ours in {dtype}, micro-batches of "
             f"{min(options.micro_batch, sizes.batch)} rows"
         ),
         "device": options.device,
