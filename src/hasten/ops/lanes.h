@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
+#include <utility>
 
 #if defined(__SSE2__)
 #include <immintrin.h>
@@ -16,6 +17,13 @@
 #define INLINE inline __attribute__((always_inline))
 
 namespace hasten {
+
+// Statements for each i from 0 to N - 1, as constants: the accumulators of a tile then are registers from the first to the
+// last. (Loops are unrolled after g++ has decided that an array is memory.)
+template <int... I, class F>
+INLINE void each_of(std::integer_sequence<int, I...>, const F& f) { (f(std::integral_constant<int, I>{}), ...); }
+#define EACH(i, N, ...) \
+  each_of(std::make_integer_sequence<int, N>{}, [&](auto i) __attribute__((always_inline)) { __VA_ARGS__; })
 
 // HASTEN_256: registers of 32 bytes, whatever else the flags allow (the 256-bit kernels with AVX-512's encoding).
 #if defined(__AVX512F__) && !defined(HASTEN_256)

@@ -107,7 +107,6 @@ struct Attended {
   const Tile* tiles;
   int64_t count;
   const Scores& how;
-  const TileRows& next;  // see pack_tile
 };
 
 // Up to TOGETHER lines from `line` on with the keys of tile `which`, or (HALF) with its first 32, where their queries see no
@@ -125,11 +124,9 @@ void attend_lines(Multiplier& multiplier, const Attended& what, const Lines& lin
   const F32 factor = splat(how.softcap != 0 ? how.scale / how.softcap : how.scale * LOG2E);
   const F32 cap = splat(how.softcap * LOG2E);
   float *tops = lines.top + line, *sums = lines.sum + line * LANES;
-  const int64_t asks = which ? 0 : std::max<int64_t>(0, TILE_KEYS / 8 - line);
   const bool more = coming.any();
   multiply<HALF>(multiplier, tile.k, what.q + line * lines.padded, lines.padded, lines.padded, scores, rows, true);
   for (int64_t i = 0; i < rows; i++) {
-    if (i < asks) what.next.prefetch(what.next.v + (line + i) * 8, 8);
     if (more && i % 4 == 0) coming.ask(std::min<int64_t>(4, rows - i));
     F32 s[vectors];
     for (int v = 0; v < vectors; v++) {

@@ -171,7 +171,7 @@ class AttentionPhases {
         (int8 ? pack_int8_tile : pack_tile)(rows[now], rows[1 - now], padded, tiles[count]);
       }
       const int64_t skip = unseen(first);
-      const Attended what{lines_q + skip * padded, position + skip, first, first == from, tiles, count, how, rows[now]};
+      const Attended what{lines_q + skip * padded, position + skip, first, first == from, tiles, count, how};
       (int8 ? attend_tiles<true> : attend_tiles<false>)(what, lines.from(skip), coming);
     }
   }

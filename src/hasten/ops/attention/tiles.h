@@ -54,12 +54,10 @@ inline void transpose16(const uint32_t* const* rows, uint32_t* out, int64_t out_
   for (int i = 0; i < 16; i++) std::memcpy(out + i * out_stride, &t[i], 64);
 }
 #else
-inline void transpose16(const uint32_t* const* rows, uint32_t* out, int64_t out_stride) {
+// One block: out[j][i] = rows[i][at + j].
+INLINE void transpose_block(const uint32_t* const* rows, int64_t at, uint32_t* out, int64_t out_stride) {
   typedef Native<uint32_t>::type Words;
-  for (int i0 = 0; i0 < 16; i0 += NATIVE)
-    for (int j0 = 0; j0 < 16; j0 += NATIVE) {
-      Words r[NATIVE], t[NATIVE];
-      for (int i = 0; i < NATIVE; i++) std::memcpy(&r[i], rows[i0 + i] + j0, REGISTER);
+  Words r[NATIVE], t[NATIVE];
 #if defined(__AVX2__)
 #define LOW(a, b) __builtin_shufflevector(a, b, 0, 8, 1, 9, 4, 12, 5, 13)
 #define HIGH(a, b) __builtin_shufflevector(a, b, 2, 10, 3, 11, 6, 14, 7, 15)
@@ -71,26 +69,27 @@ inline void transpose16(const uint32_t* const* rows, uint32_t* out, int64_t out_
 #define LOW2(a, b) __builtin_shufflevector(a, b, 0, 1, 4, 5)
 #define HIGH2(a, b) __builtin_shufflevector(a, b, 2, 3, 6, 7)
 #endif
-      for (int i = 0; i < NATIVE; i += 2) t[i] = LOW(r[i], r[i + 1]), t[i + 1] = HIGH(r[i], r[i + 1]);
-      // r[4q + j]: elements j, and with 8 lanes 4 + j, of rows 4q … 4q + 3.
-      for (int i = 0; i < NATIVE; i += 4) {
-        r[i] = LOW2(t[i], t[i + 2]), r[i + 1] = HIGH2(t[i], t[i + 2]);
-        r[i + 2] = LOW2(t[i + 1], t[i + 3]), r[i + 3] = HIGH2(t[i + 1], t[i + 3]);
-      }
+  EACH(i, NATIVE, std::memcpy(&r[i], rows[i] + at, REGISTER));
+  EACH(i, NATIVE / 2, t[2 * i] = LOW(r[2 * i], r[2 * i + 1]), t[2 * i + 1] = HIGH(r[2 * i], r[2 * i + 1]));
+  // r[4q + j]: elements j, and with 8 lanes 4 + j, of rows 4q … 4q + 3.
+  EACH(q, NATIVE / 4,
+       r[4 * q] = LOW2(t[4 * q], t[4 * q + 2]), r[4 * q + 1] = HIGH2(t[4 * q], t[4 * q + 2]),
+       r[4 * q + 2] = LOW2(t[4 * q + 1], t[4 * q + 3]), r[4 * q + 3] = HIGH2(t[4 * q + 1], t[4 * q + 3]));
 #undef LOW
 #undef HIGH
 #undef LOW2
 #undef HIGH2
 #if defined(__AVX2__)
-      for (int j = 0; j < 4; j++) {
-        t[j] = __builtin_shufflevector(r[j], r[4 + j], 0, 1, 2, 3, 8, 9, 10, 11);
-        t[4 + j] = __builtin_shufflevector(r[j], r[4 + j], 4, 5, 6, 7, 12, 13, 14, 15);
-      }
+  EACH(j, 4, t[j] = __builtin_shufflevector(r[j], r[4 + j], 0, 1, 2, 3, 8, 9, 10, 11),
+       t[4 + j] = __builtin_shufflevector(r[j], r[4 + j], 4, 5, 6, 7, 12, 13, 14, 15));
+  EACH(j, NATIVE, std::memcpy(out + j * out_stride, &t[j], REGISTER));
 #else
-      for (int j = 0; j < 4; j++) t[j] = r[j];
+  EACH(j, NATIVE, std::memcpy(out + j * out_stride, &r[j], REGISTER));
 #endif
-      for (int j = 0; j < NATIVE; j++) std::memcpy(out + (j0 + j) * out_stride + i0, &t[j], REGISTER);
-    }
+}
+inline void transpose16(const uint32_t* const* rows, uint32_t* out, int64_t out_stride) {
+  for (int i = 0; i < 16; i += NATIVE)
+    for (int j = 0; j < 16; j += NATIVE) transpose_block(rows + i, j, out + j * out_stride + i, out_stride);
 }
 #endif
 
@@ -107,6 +106,15 @@ inline void interleave32(const uint16_t* a, const uint16_t* b, uint16_t* to) {
                                              56, 25, 57, 26, 58, 27, 59, 28, 60, 29, 61, 30, 62, 31, 63);
   std::memcpy(to, &first, 64);
   std::memcpy(to + 2 * LANES, &second, 64);
+#elif defined(__AVX2__)
+  for (int i = 0; i < 2 * LANES; i += LANES) {
+    const __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(a + i));
+    const __m256i y = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(b + i));
+    const __m256i low = _mm256_unpacklo_epi16(x, y), high = _mm256_unpackhi_epi16(x, y);
+    auto* words = reinterpret_cast<__m256i*>(to + 2 * i);
+    _mm256_storeu_si256(words, _mm256_permute2x128_si256(low, high, 0x20));
+    _mm256_storeu_si256(words + 1, _mm256_permute2x128_si256(low, high, 0x31));
+  }
 #else
   for (int i = 0; i < 2 * LANES; i += LANES) store_line(to + 2 * i, load_u16(a + i) | (load_u16(b + i) << 16));
 #endif
@@ -144,11 +152,6 @@ struct TileRows {
       v[j] = there ? kv.v + at : zeros;
     }
   }
-  // Asks for `count` rows of K or V.
-  void prefetch(const uint8_t* const* rows, int64_t count) const {
-    for (int64_t j = 0; j < count; j++)
-      for (int64_t byte = 0; byte < row_bytes; byte += 64) __builtin_prefetch(rows[j] + byte, 0, 3);
-  }
 };
 
 // K as [padded/2][64][2] and V as panels [padded/64][32][64][2], bf16. Of int8 rows the values as they are, which bf16
@@ -158,8 +161,12 @@ struct Tile {
   float *k_scales, *v_scales;  // [64] of int8 rows
 };
 
-// Rows of bf16 as a tile. Those of the next tile are asked for on the way, K here and V while this tile is attended, a
-// few at a time, because a burst waits for its own first lines: a processor does not look far enough ahead by itself.
+// Asks for a line of the next tile: into the second-level cache, since the first has no room for two tiles, and its few
+// outstanding misses are wanted for this one.
+INLINE void ask(const uint8_t* line) { __builtin_prefetch(line, 0, 2); }
+
+// Rows of bf16 as a tile. With each line of them the same one of the next tile is asked for: a processor does not look
+// far enough ahead by itself, and a burst would wait for its own first lines.
 inline void pack_tile(const TileRows& tile, const TileRows& next, int64_t padded, const Tile& out) {
   const auto& k = tile.k;
   const auto& v = tile.v;
@@ -179,7 +186,8 @@ inline void pack_tile(const TileRows& tile, const TileRows& next, int64_t padded
         }
       }
       transpose16(rows, words + d / 2 * TILE_KEYS + j, TILE_KEYS);
-      if (d == 0) next.prefetch(next.k + j, 16);
+      if (d < head_dim)
+        for (int i = 0; i < 16; i++) ask(next.k[j + i] + 2 * d);
     }
   for (int64_t d = 0; d < padded; d += 2 * LANES)
     for (int64_t j = 0; j < TILE_KEYS; j += 2) {
@@ -190,6 +198,7 @@ inline void pack_tile(const TileRows& tile, const TileRows& next, int64_t padded
         for (int i = 0; i < 2 && d < head_dim; i++) std::memcpy(tail[i], v[j + i] + 2 * d, (head_dim - d) * 2);
         a = tail[0], b = tail[1];
       }
+      if (d < head_dim) ask(next.v[j] + 2 * d), ask(next.v[j + 1] + 2 * d);
       interleave32(reinterpret_cast<const uint16_t*>(a), reinterpret_cast<const uint16_t*>(b),
                    out.v + (d / PANEL * (TILE_KEYS / 2) * PANEL + j / 2 * PANEL + d % PANEL) * 2);
     }
@@ -222,7 +231,8 @@ inline void pack_int8_tile(const TileRows& tile, const TileRows& next, int64_t p
         store_line(to, pairs_of(quad << 24 >> 24, quad << 16 >> 24));
         store_line(to + TILE_KEYS, pairs_of(quad << 8 >> 24, quad >> 24));
       }
-      if (d == 0) next.prefetch(next.k + j, 16);
+      if (d < head_dim)
+        for (int i = 0; i < 16; i++) ask(next.k[j + i] + d);
     }
   for (int64_t d = 0; d < padded; d += PANEL)
     for (int64_t j = 0; j < TILE_KEYS; j += 2) {
@@ -233,6 +243,7 @@ inline void pack_int8_tile(const TileRows& tile, const TileRows& next, int64_t p
         for (int i = 0; i < 2 && d < head_dim; i++) std::memcpy(tail[i], v[j + i] + d, head_dim - d);
         a = tail[0], b = tail[1];
       }
+      if (d < head_dim) ask(next.v[j] + d), ask(next.v[j + 1] + d);
       uint16_t* to = out.v + (d * (TILE_KEYS / 2) + j / 2 * PANEL) * 2;
       for (int i = 0; i < VECTORS; i++) {
         store_line(to + i * 2 * LANES, pairs_of(load_int8(a + i * LANES), load_int8(b + i * LANES)));

@@ -74,7 +74,7 @@ __attribute__((noinline)) static void tile_int8(const uint8_t* w, const int8_t* 
   for (int64_t s = 0; s < steps; s++) {
     const uint8_t* line = w + s * PANEL * 4;
     if constexpr (STREAM)
-      for (int v = 0; v < V; v++) __builtin_prefetch(ahead + (s * V + v) * 64);
+      for (int v = 0; v < V; v++) ask_line<M>(ahead, s * V + v);
     if constexpr (SPARE) {  // each value of x is broadcast once for all vectors
       U32 lines[V];
       for (int v = 0; v < V; v++) lines[v] = load_line(line + v * 64);
@@ -119,7 +119,7 @@ INLINE void group_int4(const Weight& w, const uint8_t* lines, int64_t panel, int
   for (int64_t s = 0; s < w.group / 8; s++) {
     const uint8_t* line = lines + s * PANEL * 4;
     if constexpr (STREAM)
-      for (int v = 0; v < V; v++) __builtin_prefetch(ahead + (s * V + v) * 64);
+      for (int v = 0; v < V; v++) ask_line<M>(ahead, s * V + v);
     U32 low[V], high[V];
     for (int v = 0; v < V; v++) {
       U32 both = load_line(line + v * 64);
@@ -148,7 +148,7 @@ INLINE void group_int4(const Weight& w, const uint8_t* lines, int64_t panel, int
     for (int64_t t = s; t < s + 4; t++) {
       const uint8_t* line = lines + t * PANEL * 4;
       if constexpr (STREAM)
-        for (int v = 0; v < V; v++) __builtin_prefetch(ahead + (t * V + v) * 64);
+        for (int v = 0; v < V; v++) ask_line<M>(ahead, t * V + v);
       const int8_t* from = q + 8 * t;
       EACH(v, V,
            const U32 low = load_line(line + v * 64) & nibbles;

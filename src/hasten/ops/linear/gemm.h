@@ -100,12 +100,14 @@ INLINE F32 load_scale(const void* base, ScaleType type, int64_t index) {
   }
 }
 
-// Statements for each i from 0 to N - 1, as constants: the accumulators of a tile then are registers from the first to the
-// last. (Loops are unrolled after g++ has decided that an array is memory.)
-template <int... I, class F>
-INLINE void each_of(std::integer_sequence<int, I...>, const F& f) { (f(std::integral_constant<int, I>{}), ...); }
-#define EACH(i, N, ...) \
-  each_of(std::make_integer_sequence<int, N>{}, [&](auto i) __attribute__((always_inline)) { __VA_ARGS__; })
+// Asks for a line of a stream. Beside one row there is nothing to do but wait for it: it goes to the first-level cache.
+// More rows are multiplied meanwhile: to the second level and from further ahead, so that it takes none of the first
+// level's few outstanding misses (8 rows of bf16 run 1.3 times as fast on AVX2).
+template <int M>
+INLINE void ask_line(const char* ahead, int64_t line) {
+  if constexpr (M == 1) __builtin_prefetch(ahead + line * 64);
+  else __builtin_prefetch(ahead + AHEAD + line * 64, 0, 2);
+}
 
 // sums[m][v] += w·x over `steps` pairs. w: line of the first of V vectors of the panel. STREAM: w comes from memory, and
 // at each step the next V lines from `ahead` on are asked for.
@@ -117,7 +119,7 @@ void tile_bf16(const uint16_t* w, const Operand* x, int64_t stride, int64_t step
   for (int64_t s = 0; s < steps; s++) {
     const uint16_t* line = w + s * PANEL * 2;
     if constexpr (STREAM)
-      for (int v = 0; v < V; v++) __builtin_prefetch(ahead + (s * V + v) * 64);
+      for (int v = 0; v < V; v++) ask_line<M>(ahead, s * V + v);
     if constexpr (sizeof(Operand) == 2) {
       EACH(m, M,
            uint32_t pair;
