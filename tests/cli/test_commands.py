@@ -95,7 +95,7 @@ def test_eval_json(tiny_folder, tmp_path, capfd, options):
     text.write_text("def add(a, b):\n    return a + b\n" * 5)
     main(["eval", str(tiny_folder), "--text", str(text), "--context", "32", "--json", "-", *options])
     result = json.loads(capfd.readouterr().out)
-    assert set(result) == {"perplexity", "bits_per_byte", "tokens"}
+    assert set(result) == {"perplexity", "bits_per_byte", "tokens", "seconds"}
     assert result["perplexity"] == pytest.approx(458, rel=0.2)  # random weights; what the unfused float32 model says
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import asdict, dataclass
 
 from hasten.cli.options import ModelOptions
@@ -23,7 +24,7 @@ class Eval(ModelOptions):
     limit_bytes: int | None = None
     """Stop after about so many bytes of text."""
     json: str | None = None
-    """Write perplexity, bits_per_byte and tokens as JSON to this file; "-": to standard output."""
+    """Write perplexity, bits_per_byte, tokens and seconds as JSON to this file; "-": to standard output."""
 
     def run(self) -> None:
         from hasten.machine.files import require_writable, write_json
@@ -37,13 +38,18 @@ class Eval(ModelOptions):
         documents = list(read_documents(self.text, limit_bytes=self.limit_bytes))
         model = self.load()
         from hasten.generation.perplexity import DEFAULT_CONTEXT, perplexity
+        from hasten.training.build import fuse_activations
+
+        fuse_activations(model, model.embedding.weight.dtype)  # of float32 models, which have no fused blocks
 
         context = min(model.config.max_positions, DEFAULT_CONTEXT) if self.context is None else self.context
         stride = self.stride if self.overlap else context
+        start = time.perf_counter()
         with share("scored tokens") as progress:
             found = perplexity(model, documents, context=context, stride=stride, progress=progress)
+        seconds = time.perf_counter() - start
         if self.json is not None:
-            write_json(self.json, asdict(found))
+            write_json(self.json, asdict(found) | {"seconds": seconds})
         if self.json != "-":
             bits = "" if found.bits_per_byte is None else f"bits per byte {found.bits_per_byte:.4f}   "
-            print(f"perplexity {found.perplexity:.4f}   {bits}tokens {found.tokens:,}")
+            print(f"perplexity {found.perplexity:.4f}   {bits}tokens {found.tokens:,} in {seconds:.1f} s")
