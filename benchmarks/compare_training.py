@@ -5,8 +5,9 @@
         --steps 20 --output benchmarks/results/train-nanogpt-gpt2-124m.json          # not yet run on a GPU
 
 Each folder is a checkout of github.com/karpathy/nanoGPT; only its model.py and what train.py does with it are used.
-On a CPU: compiled, float32 (its choice there), 6 layers, 384 wide, 6 heads, block 256, batch 64, character tokens (of
-Python's own library), dropout 0, no biases, AdamW with a rate of 1e-3 after 100 steps of warm-up, clipping at 1.
+On a CPU: compiled, float32 (its choice there; --nanogpt-bf16 patches it to bfloat16 autocast), 6 layers, 384 wide, 6
+heads, block 256, batch 64, character tokens (of Python's own library), dropout 0, no biases, AdamW with a rate of 1e-3
+after 100 steps of warm-up, clipping at 1.
 
 The shape gpt2-124m: 12 layers, 768 wide, block 1024, batch 12, random tokens, each checkout's own vocabulary (50,257
 rows before 77e7e04, 50,304 from there), and on CUDA its own bfloat16 autocast, TF32 and fused AdamW. The checkouts
@@ -72,6 +73,8 @@ class Compare:
     """Steps of each in a round."""
     total: int = 0
     """Go on to so many steps for the losses (0: stop after the rounds)."""
+    nanogpt_bf16: bool = False
+    """On a CPU, where train.py ignores its dtype, patch nanoGPT to run its forward pass under bfloat16 autocast."""
     micro_batch: int = 32
     """Rows of a micro-batch of ours at most; the step has the whole batch whatever this is."""
     threads: int = 2
@@ -84,6 +87,10 @@ class Compare:
     @property
     def sizes(self) -> Sizes:
         return SHAPES[self.shape]
+
+    @property
+    def nanogpt_autocast(self) -> bool:
+        return self.nanogpt_bf16 or self.device != "cpu"
 
     def run(self) -> None:
         if self.side is not None:
@@ -153,7 +160,7 @@ def measure(options: Compare, work: Path) -> dict[str, Any]:
         "what": (
             f"{sizes.layers} layers, {sizes.width} wide, block {sizes.block}, batch {sizes.batch}, {vocab} "
             f"{'character' if sizes.vocab is None else 'random'} tokens; nanoGPT compiled "
-            f"in {'float32' if options.device == 'cpu' else 'bfloat16'}; ours in {dtype}, micro-batches of "
+            f"in {'bfloat16' if options.nanogpt_autocast else 'float32'}; ours in {dtype}, micro-batches of "
             f"{min(options.micro_batch, sizes.batch)} rows"
         ),
         "device": options.device,
@@ -213,6 +220,7 @@ class Side:
         own = ["--side", name, "--work", str(work), "--nanogpt", str(checkout)]
         own += ["--shape", options.shape, "--device", options.device]
         own += ["--threads", str(options.threads), "--micro-batch", str(options.micro_batch)]
+        own += ["--nanogpt-bf16"] * options.nanogpt_bf16
         self.process = subprocess.Popen(
             [sys.executable, __file__, *own], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -298,7 +306,7 @@ class NanoGPT:
         settings = [0.1, RATE, (0.9, 0.99), kind]
         known = len(inspect.signature(self.plain.configure_optimizers).parameters)
         self.optimizer = self.plain.configure_optimizers(*settings[:known])  # once without the device
-        self.autocast = torch.autocast(kind, dtype=torch.bfloat16, enabled=kind != "cpu")
+        self.autocast = torch.autocast(kind, dtype=torch.bfloat16, enabled=options.nanogpt_autocast)
         self.model = torch.compile(self.plain)
 
     def step(self, inputs: Any, targets: Any, rate: float) -> Any:

@@ -4,14 +4,12 @@
     python benchmarks/publish.py train-gpt2-124m     # only the steps named
     python benchmarks/publish.py --list
     python benchmarks/publish.py --suffix amx generate-llama-1.1b     # another machine's results beside them
-    python benchmarks/publish.py --page docs/ladder.md     # puts the results' tables there in the place of the old ones
 
-Only through the command line, so that whoever runs the same command measures the same thing.
+`benchmarks/tables.py` then puts them into the pages. Only through the command line, so that whoever runs the same
+command measures the same thing.
 """
 
 import argparse
-import json
-import re
 import shutil
 import subprocess
 import sys
@@ -46,51 +44,13 @@ def publish(name: str, suffix: str = "") -> int:
     return status
 
 
-def table(name: str) -> str:
-    """One result as Markdown: the command, the table, and what the utilisation is measured against."""
-    from hasten.bench.report import speed_metric
-    from hasten.bench.table import COLUMNS, cell, format_value, limits_line, machine_line
-
-    report = json.loads((RESULTS / f"{name}.json").read_text())
-    rows, speed = report["rows"], speed_metric(report["kind"])
-    columns = [column for column in COLUMNS[report["kind"]] if any(row.get(column[1]) is not None for row in rows)]
-    lines = [f"`hasten bench {STEPS[name]}`", ""]
-    lines.append("| rung | " + " | ".join(heading for heading, _, _ in columns) + " |")
-    lines.append("|---|" + "---:|" * len(columns))
-    for row in rows:
-        cells = []
-        for _, key, style in columns:
-            low, high = row.get("min", {}).get(key), row.get("max", {}).get(key)
-            spread = f" ({format_value(low, style)}-{format_value(high, style)})" if key == speed else ""
-            cells.append(cell(row, key, style) + spread)
-        lines.append(f"| {row['name']} | " + " | ".join(cells) + " |")
-    machine = machine_line(report["machine"], report["limits"]["device"])
-    settings = report["settings"]
-    lines += ["", f"{machine}, {settings['threads']} threads; {settings['rounds']} rounds; {limits_line(report)}."]
-    return "\n".join(lines)
-
-
-def with_tables(page: str) -> str:
-    """The page with every result's table in the place of the one that begins with the same command, or at the end."""
-    for name in STEPS:
-        if not (RESULTS / f"{name}.json").exists():
-            continue
-        old = re.search(re.escape(f"`hasten bench {STEPS[name]}`") + r"\n.*?measured limits: [^\n]*", page, re.DOTALL)
-        page = page[: old.start()] + table(name) + page[old.end() :] if old else f"{page.rstrip()}\n\n{table(name)}\n"
-    return page
-
-
 def main() -> None:
     """Run the steps named on the command line, or all."""
     parser = argparse.ArgumentParser(description="Run the published benchmarks.")
     parser.add_argument("steps", nargs="*", metavar="STEP", help=f"one of {', '.join(STEPS)}; all by default")
     parser.add_argument("--suffix", default="", help="after the names of the files: another machine's results")
     parser.add_argument("--list", action="store_true", help="show the steps with their commands and end")
-    parser.add_argument("--page", type=Path, help="put the tables of the results into this Markdown page and end")
     given = parser.parse_args()
-    if given.page:
-        given.page.write_text(with_tables(given.page.read_text()))
-        return
     if given.list:
         print("\n".join(f"{name}: hasten bench {arguments}" for name, arguments in STEPS.items()))
         return

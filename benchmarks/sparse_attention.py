@@ -5,7 +5,7 @@
 Every pattern, our dense causal attention and PyTorch's flash are measured in turn in every round, forward, and forward
 with backward; a pattern's ratio is its time over density times the dense time of the same round, medians over the
 rounds. Target: the forward pass at most 1.5 times density times the time of PyTorch's flash. Then
-a training step over 16,384 tokens is taken in processes that may allocate no more than a stated memory.
+one call over 16,384 tokens, forward and backward, is made in processes that may allocate no more than a stated memory.
 """
 
 import json
@@ -192,7 +192,7 @@ def measured(settings: SparseAttention) -> list[dict[str, Any]]:
 
 
 def in_little_memory(settings: SparseAttention) -> dict[str, Any]:
-    """Whether a training step over many tokens fits: sparse, and with explicit scores."""
+    """Whether a call over many tokens, forward and backward, fits: sparse, and with explicit scores."""
     limit = settings.memory_mb << 20
     rows = []
     for kernel in ("native-sparse", "reference"):

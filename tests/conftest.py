@@ -34,3 +34,12 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def processor(monkeypatch):
+    """A function that makes this processor one with the given flags, as far as fast dtypes are concerned."""
+    from hasten.machine import precision
+
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+    return lambda *flags: monkeypatch.setattr(precision, "_flags", lambda: flags)

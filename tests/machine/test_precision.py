@@ -3,20 +3,11 @@
 import pytest
 import torch
 
+from hasten.errors import ConfigError
 from hasten.machine import emulated, measured, precision, training_precision
 from hasten.machine.measured import adopt, compare, known, slower
 
 ZEN4, ZEN3, RAPIDS = ("avx2", "avx512f", "avx512_bf16"), ("avx2", "fma"), ("avx512_bf16", "amx_bf16", "avx512_fp16")
-
-
-@pytest.fixture
-def processor(monkeypatch):
-    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
-
-    def is_one_of(*flags):
-        monkeypatch.setattr(precision, "_flags", lambda: flags)
-
-    return is_one_of
 
 
 @pytest.fixture
@@ -105,6 +96,24 @@ def test_the_variable_switches_it_off_and_what_a_run_brings_along_counts(measuri
     adopt({key: {"one": 2.0, "two": 1.0}, "damaged": {"one": "x"}})
     assert slower("one", "two", compare("a thing", lambda: pytest.fail("measured"))) is not None
     assert set(known()) == {key}
+
+
+def test_two_processes_that_measure_at_once_keep_the_same_times(measuring):
+    key = measured._key("a thing", "")
+
+    def contenders():
+        measured.write_atomically(  # the other one is done first
+            measured.cache_folder("measured") / measured._file(key), '{"seconds": {"one": 1.0, "two": 2.0}}'
+        )
+        return {"one": lambda: None, "two": lambda: None}
+
+    assert compare("a thing", contenders) == {"one": 1.0, "two": 2.0}
+
+
+def test_the_variable_is_0_or_1(measuring, monkeypatch):
+    monkeypatch.setenv("HASTEN_MEASURE", "off")
+    with pytest.raises(ConfigError, match="HASTEN_MEASURE must be 0 or 1; found 'off'"):
+        compare("a thing", dict)
 
 
 def test_measuring_leaves_random_numbers_and_threads_alone(measuring, processor):

@@ -5,20 +5,10 @@ import json
 import pytest
 
 from hasten.errors import ConfigError
-from hasten.machine import measured, precision
+from hasten.machine import measured
 from hasten.training import Precision, train
 from hasten.training.precision import choose_precision
 from hasten.training.recipe import Recipe, differences
-
-
-@pytest.fixture
-def processor(monkeypatch):
-    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
-
-    def is_one_of(*flags):
-        monkeypatch.setattr(precision, "_flags", lambda: flags)
-
-    return is_one_of
 
 
 def test_auto_is_the_default_and_follows_the_processor(processor):

@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 
-from hasten.errors import ResourceError
+from hasten.errors import ConfigError, ResourceError
 from hasten.machine.caches import cache_folder
 from hasten.machine.files import write_atomically
 from hasten.machine.processor import instruction_sets, processor_name
@@ -36,13 +36,21 @@ Times = Mapping[str, float]  # seconds of each contender, by its name
 def compare(what: str, contenders: Callable[[], Mapping[str, Callable[[], object]]], *, library: str = "") -> Times:
     """The shortest time of each call on one thread; from the cache where it was measured before, {} if switched off.
 
-    contenders: makes the calls, by name. library: the native library among them, which its hash belongs to.
+    contenders: makes the calls, by name. library: the native library among them, which its hash belongs to. Raises
+    ConfigError where HASTEN_MEASURE is neither 0 nor 1.
     """
     key = _key(what, library)
     found = _store()
     if key not in found:  # what a resumed run brought along counts, switched off or not
-        found[key] = {} if os.environ.get(VARIABLE) == "0" else _read(key) or _measured(key, contenders)
+        found[key] = _read(key) or _measured(key, contenders) if _allowed() else {}
     return found[key]
+
+
+def _allowed() -> bool:
+    value = os.environ.get(VARIABLE, "1")
+    if value not in ("0", "1"):
+        raise ConfigError(f"{VARIABLE} must be 0 or 1; found {value!r}")
+    return value == "1"
 
 
 def slower(one: str, other: str, times: Times) -> str | None:
@@ -121,6 +129,8 @@ def _measured(key: str, contenders: Callable[[], Mapping[str, Callable[[], objec
                 start = CLOCK()
                 call()
                 best[name] = min(best[name], CLOCK() - start)
+    if (earlier := _read(key)) is not None:  # of a process that measured at the same time
+        return earlier
     with contextlib.suppress(OSError, ResourceError):  # then it holds for this process
         write_atomically(cache_folder("measured") / _file(key), json.dumps({"key": key, "seconds": best}) + "\n")
     return best

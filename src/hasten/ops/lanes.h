@@ -124,6 +124,19 @@ INLINE Pair<H> select(Pair<M> mask, Pair<H> yes, Pair<H> no) {
   return {select(mask.low, yes.low, no.low), select(mask.high, yes.high, no.high)};
 }
 
+// The lanes `I` of two registers, counted through both. (g++ knows clang's form of it since 12 only.)
+template <int... I, class V>
+INLINE V shuffle(V a, V b) {
+#if defined(__clang__)
+  return __builtin_shufflevector(a, b, I...);
+#else
+  using Lane = std::remove_cvref_t<decltype(a[0])>;
+  using Index = std::conditional_t<sizeof(Lane) == 1, int8_t, std::conditional_t<sizeof(Lane) == 2, int16_t, int32_t>>;
+  typedef Index Indices __attribute__((vector_size(sizeof(V))));
+  return __builtin_shuffle(a, b, Indices{I...});
+#endif
+}
+
 template <class V>
 INLINE V load_all(const void* p) {
   V v;
@@ -212,8 +225,8 @@ INLINE I32 load_int8(const void* p) {
   typedef Native<int32_t>::type Ints;
   Bytes b; std::memcpy(&b, p, 16);
   // Each byte to the top of a lane, then down with its sign.
-#define HASTEN_BYTES(i) ((Ints)__builtin_shufflevector(b, b, i, i, i, i, i + 1, i + 1, i + 1, i + 1, i + 2, i + 2, i + 2, \
-                                                       i + 2, i + 3, i + 3, i + 3, i + 3) >> 24)
+#define HASTEN_BYTES(i) ((Ints)shuffle<i, i, i, i, i + 1, i + 1, i + 1, i + 1, i + 2, i + 2, i + 2, i + 2, i + 3, i + 3, i + 3, \
+                                       i + 3>(b, b) >> 24)
   return {{HASTEN_BYTES(0), HASTEN_BYTES(4)}, {HASTEN_BYTES(8), HASTEN_BYTES(12)}};
 #undef HASTEN_BYTES
 #endif
@@ -246,8 +259,8 @@ INLINE auto join_lanes(V v, const F& f) {
     std::memcpy(q, &v, REGISTER);
     for (int n = NATIVE / 8; n > 0; n /= 2)
       for (int i = 0; i < n; i++) q[i] = f(q[i], q[i + n]);
-    q[0] = f(q[0], __builtin_shufflevector(q[0], q[0], 2, 3, 0, 1));
-    q[0] = f(q[0], __builtin_shufflevector(q[0], q[0], 1, 0, 3, 2));
+    q[0] = f(q[0], shuffle<2, 3, 0, 1>(q[0], q[0]));
+    q[0] = f(q[0], shuffle<1, 0, 3, 2>(q[0], q[0]));
     return q[0][0];
   }
 }

@@ -28,12 +28,12 @@ struct KeyValues {
 inline void transpose16(const uint32_t* const* rows, uint32_t* out, int64_t out_stride) {
   U32 r[16], t[16];
   for (int i = 0; i < 16; i++) std::memcpy(&r[i], rows[i], 64);
-#define LOW(a, b) __builtin_shufflevector(a, b, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29)
-#define HIGH(a, b) __builtin_shufflevector(a, b, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31)
-#define LOW2(a, b) __builtin_shufflevector(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29)
-#define HIGH2(a, b) __builtin_shufflevector(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31)
-#define EVEN4(a, b) __builtin_shufflevector(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27)
-#define ODD4(a, b) __builtin_shufflevector(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31)
+#define LOW(a, b) shuffle<0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29>(a, b)
+#define HIGH(a, b) shuffle<2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31>(a, b)
+#define LOW2(a, b) shuffle<0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29>(a, b)
+#define HIGH2(a, b) shuffle<2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31>(a, b)
+#define EVEN4(a, b) shuffle<0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27>(a, b)
+#define ODD4(a, b) shuffle<4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31>(a, b)
   for (int i = 0; i < 16; i += 2) t[i] = LOW(r[i], r[i + 1]), t[i + 1] = HIGH(r[i], r[i + 1]);
   for (int i = 0; i < 16; i += 4) {
     r[i] = LOW2(t[i], t[i + 2]), r[i + 1] = HIGH2(t[i], t[i + 2]);
@@ -59,15 +59,15 @@ INLINE void transpose_block(const uint32_t* const* rows, int64_t at, uint32_t* o
   typedef Native<uint32_t>::type Words;
   Words r[NATIVE], t[NATIVE];
 #if defined(__AVX2__)
-#define LOW(a, b) __builtin_shufflevector(a, b, 0, 8, 1, 9, 4, 12, 5, 13)
-#define HIGH(a, b) __builtin_shufflevector(a, b, 2, 10, 3, 11, 6, 14, 7, 15)
-#define LOW2(a, b) __builtin_shufflevector(a, b, 0, 1, 8, 9, 4, 5, 12, 13)
-#define HIGH2(a, b) __builtin_shufflevector(a, b, 2, 3, 10, 11, 6, 7, 14, 15)
+#define LOW(a, b) shuffle<0, 8, 1, 9, 4, 12, 5, 13>(a, b)
+#define HIGH(a, b) shuffle<2, 10, 3, 11, 6, 14, 7, 15>(a, b)
+#define LOW2(a, b) shuffle<0, 1, 8, 9, 4, 5, 12, 13>(a, b)
+#define HIGH2(a, b) shuffle<2, 3, 10, 11, 6, 7, 14, 15>(a, b)
 #else
-#define LOW(a, b) __builtin_shufflevector(a, b, 0, 4, 1, 5)
-#define HIGH(a, b) __builtin_shufflevector(a, b, 2, 6, 3, 7)
-#define LOW2(a, b) __builtin_shufflevector(a, b, 0, 1, 4, 5)
-#define HIGH2(a, b) __builtin_shufflevector(a, b, 2, 3, 6, 7)
+#define LOW(a, b) shuffle<0, 4, 1, 5>(a, b)
+#define HIGH(a, b) shuffle<2, 6, 3, 7>(a, b)
+#define LOW2(a, b) shuffle<0, 1, 4, 5>(a, b)
+#define HIGH2(a, b) shuffle<2, 3, 6, 7>(a, b)
 #endif
   EACH(i, NATIVE, std::memcpy(&r[i], rows[i] + at, REGISTER));
   EACH(i, NATIVE / 2, t[2 * i] = LOW(r[2 * i], r[2 * i + 1]), t[2 * i + 1] = HIGH(r[2 * i], r[2 * i + 1]));
@@ -80,8 +80,8 @@ INLINE void transpose_block(const uint32_t* const* rows, int64_t at, uint32_t* o
 #undef LOW2
 #undef HIGH2
 #if defined(__AVX2__)
-  EACH(j, 4, t[j] = __builtin_shufflevector(r[j], r[4 + j], 0, 1, 2, 3, 8, 9, 10, 11),
-       t[4 + j] = __builtin_shufflevector(r[j], r[4 + j], 4, 5, 6, 7, 12, 13, 14, 15));
+  EACH(j, 4, t[j] = shuffle<0, 1, 2, 3, 8, 9, 10, 11>(r[j], r[4 + j]),
+       t[4 + j] = shuffle<4, 5, 6, 7, 12, 13, 14, 15>(r[j], r[4 + j]));
   EACH(j, NATIVE, std::memcpy(out + j * out_stride, &t[j], REGISTER));
 #else
   EACH(j, NATIVE, std::memcpy(out + j * out_stride, &r[j], REGISTER));
@@ -100,10 +100,10 @@ inline void interleave32(const uint16_t* a, const uint16_t* b, uint16_t* to) {
   Row x, y;
   std::memcpy(&x, a, 64);
   std::memcpy(&y, b, 64);
-  const Row first = __builtin_shufflevector(x, y, 0, 32, 1, 33, 2, 34, 3, 35, 4, 36, 5, 37, 6, 38, 7, 39, 8, 40, 9, 41,
-                                            10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47);
-  const Row second = __builtin_shufflevector(x, y, 16, 48, 17, 49, 18, 50, 19, 51, 20, 52, 21, 53, 22, 54, 23, 55, 24,
-                                             56, 25, 57, 26, 58, 27, 59, 28, 60, 29, 61, 30, 62, 31, 63);
+  const Row first = shuffle<0, 32, 1, 33, 2, 34, 3, 35, 4, 36, 5, 37, 6, 38, 7, 39, 8, 40, 9, 41, 10, 42, 11, 43, 12, 44,
+                            13, 45, 14, 46, 15, 47>(x, y);
+  const Row second = shuffle<16, 48, 17, 49, 18, 50, 19, 51, 20, 52, 21, 53, 22, 54, 23, 55, 24, 56, 25, 57, 26, 58, 27,
+                             59, 28, 60, 29, 61, 30, 62, 31, 63>(x, y);
   std::memcpy(to, &first, 64);
   std::memcpy(to + 2 * LANES, &second, 64);
 #elif defined(__AVX2__)

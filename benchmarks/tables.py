@@ -1,0 +1,185 @@
+"""Writes the tables of the pages from the committed JSON, and says where a page and its JSON differ.
+
+    python benchmarks/tables.py             # every page
+    python benchmarks/tables.py --check     # change nothing; exit status 1 where a table is not its JSON's
+
+In a page a table stands between two marks, the first of which names a file of benchmarks/results and, if it can be
+shown in several ways, the way:
+
+    <!-- table: compare-avx2 -->
+    <!-- /table -->
+"""
+
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+TABLE = re.compile(r"(<!-- table: (\S+)(?: (\S+))? -->\n).*?(<!-- /table -->)", re.DOTALL)
+
+Report = dict[str, Any]
+
+
+def markdown(head: list[str], rows: list[list[str]], *, left: int = 1) -> str:
+    """A table whose first `left` columns are text and the others numbers."""
+    align = "|---" * left + "|---:" * (len(head) - left) + "|"
+    lines = [f"| {' | '.join(cells)} |" for cells in (head, *rows)]
+    return "\n".join([lines[0], align, *lines[1:]])
+
+
+def beside_others(report: Report) -> str:
+    """`compare.py`: ours and theirs, medians and the ratio of each round."""
+
+    def rounds(pair: Report, metric: str) -> str:
+        worked = [one for one in pair["rounds"] if "error" not in one["peer"] and "error" not in one["hasten"]]
+        return " ".join(f"{one['hasten'][metric] / one['peer'][metric]:.2f}" for one in worked)
+
+    head = ["ours / theirs", "decode, tokens/s", "ratio", "in each round", "share of the read bandwidth"]
+    head += ["prefill, tokens/s", "ratio", "in each round"]
+    rows = []
+    for pair in report["pairs"]:
+        ours, theirs, ratio = pair["median"]["hasten"], pair["median"]["peer"], pair["ratio"]
+        rows.append(
+            [
+                f"{pair['hasten']} / {pair['peer']} {their_format(pair['model'])}",
+                f"{ours['decode']:.1f} / {theirs['decode']:.1f}",
+                f"{ratio['decode']:.2f}×",
+                rounds(pair, "decode"),
+                f"{ours['share_of_bandwidth']:.0%} / {theirs['share_of_bandwidth']:.0%}",
+                f"{ours['prefill']:.0f} / {theirs['prefill']:.0f}",
+                f"{ratio['prefill']:.2f}×",
+                rounds(pair, "prefill"),
+            ]
+        )
+    return markdown(head, rows)
+
+
+def their_format(model: str) -> str:
+    """ "l-q8_0.gguf" -> "Q8_0", "ov-int8" -> "int8"."""
+    name = model.removesuffix(".gguf").rpartition("-")[2]
+    return name.upper() if model.endswith(".gguf") else name
+
+
+def ladder(report: Report) -> str:
+    """`hasten bench generate`, `train` and `heads`, as they print it."""
+    from hasten.bench.report import speed_metric
+    from hasten.bench.table import COLUMNS, cell, format_value, limits_line, machine_line
+
+    rows, speed = report["rows"], speed_metric(report["kind"])
+    columns = [column for column in COLUMNS[report["kind"]] if any(row.get(column[1]) is not None for row in rows)]
+    body = []
+    for row in rows:
+        cells = [row["name"]]
+        for _, key, style in columns:
+            low, high = row.get("min", {}).get(key), row.get("max", {}).get(key)
+            spread = f" ({format_value(low, style)}-{format_value(high, style)})" if key == speed else ""
+            cells.append(cell(row, key, style) + spread)
+        body.append(cells)
+    settings, machine = report["settings"], machine_line(report["machine"], report["limits"]["device"])
+    end = f"{machine}, {settings['threads']} threads; {settings['rounds']} rounds; {limits_line(report)}."
+    return f"{markdown(['rung', *(heading for heading, _, _ in columns)], body)}\n\n{end}"
+
+
+def limits(report: Report) -> str:
+    """A ladder with several sequences and contexts: what each format has of the machine's limits."""
+    rows = {row["name"]: row for row in report["rows"]}
+
+    def speed(name: str) -> float:
+        found: float = rows[name]["decode_tokens_per_second"]
+        return found
+
+    head = ["", "decode, tokens/s", "MBU", "prefill of 512, tokens/s", "of the matrix rate of"]
+    head += ["8 sequences cost", "attention at 2,048 tokens, of a step"]
+    body = []
+    for name in [row["name"] for row in report["rows"] if "mbu" in row and "ratio" not in row]:
+        # A step costs 1 / speed. What it costs more after 2,048 tokens than after 16 is the attention.
+        attention = 1 - speed(f"{name}-c2048") / speed(f"{name}-c16")
+        body.append(
+            [
+                name.removeprefix("native-"),
+                f"{speed(name):.1f}",
+                f"{rows[name]['mbu']:.0%}",
+                f"{rows[name]['prefill_tokens_per_second']:.0f}",
+                f"{rows[name]['prefill_mfu']:.0%} {rows[name]['matrix_dtype']}",
+                f"{8 * speed(name) / speed(f'{name}-x8'):.1f} steps of one",
+                f"{attention:.0%}",
+            ]
+        )
+    return f"{markdown(head, body)}\n\n{measured_limits(report)}"
+
+
+def measured_limits(report: Report) -> str:
+    """The bandwidth and the matrix rates that the utilisation is of."""
+    from hasten.bench.table import limits_line
+
+    line = limits_line(report)
+    return f"{line[0].upper()}{line[1:]}; {report['settings']['rounds']} rounds."
+
+
+def beside_nanogpt(report: Report) -> str:
+    """`compare_training.py`: the medians of both, the ratio of each round, the losses."""
+    ratios, loss = [one["ratio"] for one in report["rounds"]], report["loss_of_the_last_tenth"]["difference"]
+    rows = [
+        [name, f"{found['tokens_per_second']:,.0f}", f"{found['mfu']:.1%}"] for name, found in report["medians"].items()
+    ]
+    end = f"{report['ratio']:.2f} times as many ({min(ratios):.2f} to {max(ratios):.2f} in {len(ratios)} rounds). "
+    end += f"After {report['steps']} steps ({report['tokens']:,} tokens) the losses differ by {abs(loss):.2%} on the "
+    end += f"batch and {abs(report['validation_loss']['difference']):.2%} on held-out text."
+    return f"{markdown(['', 'tokens/s', 'of the matrix rate'], rows)}\n\n{end}"
+
+
+def evaluation(report: Report) -> str:
+    """`eval_rate.py`."""
+    found, shares = report["median"], " ".join(f"{one['share_of_rate']:.0%}" for one in report["rounds"])
+    speeds = f"{found['flops_per_second'] / 1e9:.0f} of {found['rate'] / 1e9:.0f} GFLOP/s"
+    return f"{found['tokens_per_second']:,.0f} scored tokens/s, {speeds}: {found['share_of_rate']:.0%} ({shares})."
+
+
+def render(name: str, way: str) -> str:
+    """One result of benchmarks/results as Markdown."""
+    report = json.loads((RESULTS / f"{name}.json").read_text())
+    ways: dict[str, Callable[[Report], str]] = {"limits": limits}
+    if way:
+        return ways[way](report)
+    if "pairs" in report:
+        return beside_others(report)
+    if "kind" in report:
+        return ladder(report)
+    return beside_nanogpt(report) if "losses" in report else evaluation(report)
+
+
+def with_tables(page: str) -> str:
+    """The page with each table made anew."""
+    return TABLE.sub(lambda found: f"{found[1]}\n{render(found[2], found[3] or '')}\n\n{found[4]}", page)
+
+
+def stale() -> Iterator[Path]:
+    """The pages in which a table is not its JSON's."""
+    for page in PAGES:
+        text = page.read_text()
+        if with_tables(text) != text:
+            yield page
+
+
+def main() -> None:
+    """Write all pages, or with --check name those that differ."""
+    pages = list(stale())
+    if sys.argv[1:] == ["--check"]:
+        if pages:
+            names = ", ".join(str(page.relative_to(ROOT)) for page in pages)
+            raise SystemExit(f"tables differ from benchmarks/results in {names}: run python benchmarks/tables.py")
+        return
+    if sys.argv[1:]:
+        raise SystemExit(__doc__)
+    for page in pages:
+        page.write_text(with_tables(page.read_text()))
+        print(page.relative_to(ROOT))
+
+
+if __name__ == "__main__":
+    main()
