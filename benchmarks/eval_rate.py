@@ -85,7 +85,7 @@ def make_model(recipe: str, folder: Path) -> None:
     import torch
 
     from hasten.data import prepare
-    from hasten.model.export import save
+    from hasten.model.save import save
     from hasten.training import RECIPES, build
 
     chosen = RECIPES[recipe]

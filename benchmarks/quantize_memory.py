@@ -107,9 +107,10 @@ def write_checkpoint(shape: str, folder: Path) -> tuple[int, int]:
     import torch
 
     from hasten.bench.shapes import Subject
+    from hasten.model.save import save
 
     model = Subject(shape=shape).build(dtype=torch.bfloat16, device="cpu", seed=0)
-    model.save(folder)
+    save(model, folder)
     linears = [m.weight.nbytes for m in model.modules() if isinstance(m, torch.nn.Linear)]
     return sum(path.stat().st_size for path in folder.glob("*.safetensors")), max(linears)
 

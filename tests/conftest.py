@@ -12,10 +12,11 @@ os.environ["HASTEN_MEASURE"] = "0"
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory):
     """A Hugging Face folder of a tiny random Llama with a byte-level tokenizer and a ChatML-like template."""
+    import hasten
     from references import tiny_llama
 
     folder = tmp_path_factory.mktemp("tiny") / "model"
-    tiny_llama().save(folder)
+    hasten.save(tiny_llama(), folder)
     return folder
 
 

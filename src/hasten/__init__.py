@@ -12,6 +12,7 @@ from typing import Any
 
 _HOMES = {
     "load": "hasten.model.load",
+    "save": "hasten.model.save",
     "initialize": "hasten.model.initialize",
     "pad_vocabulary": "hasten.model.vocabulary",
     "kernels": "hasten.model.binding",

@@ -124,7 +124,7 @@ def test_going_back_is_exact_where_it_is_possible_and_refused_where_not():
 def test_the_pattern_travels_with_the_folder(tmp_path):
     model = model_of("bigbird:block=16,random-blocks=2")
     with pytest.warns(HastenWarning, match="transformers does not know it"):
-        model.save(tmp_path)
+        hasten.save(model, tmp_path)
     again = hasten.load(tmp_path)
     assert again.config.attention_pattern == model.config.attention_pattern
     tokens = tokens_of()
@@ -137,7 +137,7 @@ def test_the_pattern_travels_with_the_folder(tmp_path):
 def test_a_quantized_folder_keeps_it(tmp_path):
     model = model_of("local:block=16,radius=1").to(torch.bfloat16)
     quantize(model, Int8())
-    model.save(tmp_path)
+    hasten.save(model, tmp_path)
     again = hasten.load(tmp_path)
     assert again.config.attention_pattern == model.config.attention_pattern
     assert again.quantization is not None
@@ -153,7 +153,7 @@ def test_transformers_reads_the_folder_and_attends_to_everything(tmp_path):
     transformers = pytest.importorskip("transformers")
     model = model_of("local:block=16,radius=1")
     with pytest.warns(HastenWarning):
-        model.save(tmp_path)
+        hasten.save(model, tmp_path)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
     tokens = tokens_of()
     with torch.inference_mode():

@@ -14,7 +14,7 @@ import hasten
 from checkpoint_folders import tensors, write_folder
 from hasten.errors import CheckpointError, ConfigError
 from hasten.model.context import TrainingContext
-from hasten.model.export import save
+from hasten.model.export import export_model
 from references import make_reference
 
 TOKENS = torch.tensor([[3, 7, 1, 9, 4, 4, 10, 2]])
@@ -47,7 +47,7 @@ def test_tied_weights_are_untied_where_one_of_the_two_was_changed(name, changed,
             module.weight = torch.nn.Parameter(module.weight * 1.5 + 0.01)
         elif changed == "both alike":
             model.head.weight = torch.nn.Parameter(model.head.weight.clone())
-    model.save(tmp_path)
+    hasten.save(model, tmp_path)
     tied = changed in ("nothing", "both alike")
     assert json.loads((tmp_path / "config.json").read_text())["tie_word_embeddings"] is tied
     assert ("lm_head.weight" in load_file(tmp_path / "model.safetensors")) is not tied
@@ -60,7 +60,7 @@ def test_tied_weights_are_untied_where_one_of_the_two_was_changed(name, changed,
 
 def test_bfloat16_stays_bfloat16_bit_for_bit(tmp_path):
     folder = write_folder(tmp_path / "model", weights=tensors(dtype=torch.bfloat16))
-    hasten.load(folder).save(tmp_path / "out")
+    hasten.save(hasten.load(folder), tmp_path / "out")
     written = load_file(tmp_path / "out" / "model.safetensors")
     assert written.keys() == tensors().keys()
     for name, tensor in tensors(dtype=torch.bfloat16).items():
@@ -72,12 +72,12 @@ def test_bfloat16_stays_bfloat16_bit_for_bit(tmp_path):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_dtype_conversion(tmp_path, dtype):
     model = hasten.load(write_folder(tmp_path / "model"))
-    save(model, tmp_path / "out", dtype=dtype)
+    export_model(model, tmp_path / "out", dtype=dtype)
     assert {t.dtype for t in load_file(tmp_path / "out" / "model.safetensors").values()} == {dtype}
     assert model.dtype == torch.float32
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == str(dtype).removeprefix("torch.")
     with pytest.raises(ConfigError, match="int8"):
-        save(model, tmp_path / "other", dtype=torch.int8)
+        export_model(model, tmp_path / "other", dtype=torch.int8)
     assert not (tmp_path / "other").exists()
 
 
@@ -85,7 +85,7 @@ def test_dtype_conversion(tmp_path, dtype):
 def test_large_models_are_split_into_files(name, tmp_path):
     reference = make_reference(name)
     model = hasten.load(reference)
-    save(model, tmp_path, shard_bytes=60_000)
+    export_model(model, tmp_path, shard_bytes=60_000)
     files = sorted(path.name for path in tmp_path.glob("*.safetensors"))
     assert len(files) > 2
     assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
@@ -104,7 +104,7 @@ def test_files_of_an_earlier_save_do_not_stay(tmp_path):
     out = tmp_path / "out"
     expected = logits(model)
     for shard_bytes in (1000, 1500, 10**9, 800):
-        save(model, out, shard_bytes=shard_bytes)
+        export_model(model, out, shard_bytes=shard_bytes)
         names = set(contents(out))
         index = out / "model.safetensors.index.json"
         weights = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else {"model.safetensors"}
@@ -116,7 +116,7 @@ def test_other_files_of_the_folder_stay(tmp_path):
     out = tmp_path / "out"
     out.mkdir()
     (out / "README.md").write_text("mine")
-    hasten.load(write_folder(tmp_path / "model")).save(out)
+    hasten.save(hasten.load(write_folder(tmp_path / "model")), out)
     assert set(contents(out)) == {"README.md", "config.json", "model.safetensors"}
 
 
@@ -128,7 +128,7 @@ def test_saving_over_the_folder_the_model_is_mapped_from(tmp_path, shards):
         model.head.weight *= 2
     expected = logits(model)
     for _ in range(2):
-        model.save(folder)
+        hasten.save(model, folder)
         assert torch.equal(logits(model), expected)  # the mapping still stands on the old file
         assert torch.equal(logits(hasten.load(folder)), expected)
 
@@ -143,7 +143,7 @@ def test_a_chat_template_and_tokenizer_are_written(tmp_path):
     backend = tokenizers.Tokenizer(models.BPE({"a": 0, "b": 1, "</s>": 2}, []))
     model.tokenizer = Tokenizer.from_tokenizers(backend, eos_token="</s>", chat_template="{{ messages }}")
     model.generation = {"temperature": 0.5}
-    model.save(tmp_path / "out")
+    hasten.save(model, tmp_path / "out")
     again = hasten.load(tmp_path / "out")
     assert again.tokenizer.encode("ab") == [0, 1]
     assert again.tokenizer.chat_template == "{{ messages }}"
@@ -163,7 +163,7 @@ with torch.no_grad():
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), int(sys.argv[2])))
 try:
-    model.save(sys.argv[1])
+    hasten.save(model, sys.argv[1])
 except CheckpointError as error:
     print(error)
     sys.exit(9)
@@ -198,7 +198,7 @@ def test_a_failure_in_the_middle_leaves_the_old_files_as_they_were(tmp_path, mon
     real = module.save_file
     monkeypatch.setattr(module, "save_file", fail)
     with pytest.raises(CheckpointError, match="No space left"):
-        save(model, folder, shard_bytes=1000)
+        export_model(model, folder, shard_bytes=1000)
     assert contents(folder) == before
 
 
@@ -208,7 +208,7 @@ def test_places_that_cannot_be_written(tmp_path):
     file.write_text("x")
     for place in (file, file / "below", Path("/proc/none"), Path("/dev/null")):
         with pytest.raises(CheckpointError, match="cannot be written"):
-            model.save(place)
+            hasten.save(model, place)
     assert file.read_text() == "x"
 
 

@@ -102,7 +102,7 @@ SCHEMES = [
 @pytest.mark.parametrize("name", [*FAMILIES, "gpt2", "gpt_bigcode", "mixtral", "qwen3_moe"])
 def test_file_to_memory_to_file_is_exact(name, scheme, tmp_path):
     model = quantize(hasten.load(make_reference(name)), scheme)
-    model.save(tmp_path / "first")
+    hasten.save(model, tmp_path / "first")
     again = hasten.load(tmp_path / "first")
     assert again.quantization == model.quantization
     for layer in model.quantization.layers:
@@ -111,16 +111,16 @@ def test_file_to_memory_to_file_is_exact(name, scheme, tmp_path):
         assert torch.equal(ours.scales, read.scales)
         assert (ours.zeros is None and read.zeros is None) or torch.equal(ours.zeros, read.zeros)
     assert torch.equal(logits(again), logits(model))
-    again.save(tmp_path / "second")
+    hasten.save(again, tmp_path / "second")
     for file in ("model.safetensors", "config.json"):
         assert (tmp_path / "first" / file).read_bytes() == (tmp_path / "second" / file).read_bytes()
 
 
 def test_shards_and_another_dtype(tmp_path):
-    from hasten.model.export import save
+    from hasten.model.export import export_model
 
     model = quantize(hasten.load(make_reference("phi3")), Int4(group_size=32))
-    save(model, tmp_path, shard_bytes=20_000, dtype=torch.bfloat16)
+    export_model(model, tmp_path, shard_bytes=20_000, dtype=torch.bfloat16)
     assert len(list(tmp_path.glob("*.safetensors"))) > 3
     again = hasten.load(tmp_path)
     assert again.dtype == torch.bfloat16
@@ -128,8 +128,8 @@ def test_shards_and_another_dtype(tmp_path):
 
 
 def test_a_model_is_no_longer_called_quantized_when_it_is_not(tmp_path):
-    quantize(hasten.load(make_reference("llama")), Int8()).save(tmp_path / "int8")
-    exact(hasten.load(tmp_path / "int8")).save(tmp_path / "plain")
+    hasten.save(quantize(hasten.load(make_reference("llama")), Int8()), tmp_path / "int8")
+    hasten.save(exact(hasten.load(tmp_path / "int8")), tmp_path / "plain")
     assert not {"quantization_config", "hasten"} & set(json.loads((tmp_path / "plain" / "config.json").read_text()))
     assert hasten.load(tmp_path / "plain").quantization is None
 
@@ -152,7 +152,7 @@ def test_transformers_reads_the_same_numbers(name, scheme, options, tmp_path):
     if name.startswith("gpt_bigcode") and scheme == Int4(group_size=32):
         pytest.skip("transformers' GPT-BigCode wants a plain weight when it is made (docs/quantization.md)")
     model = quantize(hasten.load(make_reference(name)), scheme)
-    model.save(tmp_path / "quantized")
+    hasten.save(model, tmp_path / "quantized")
     ours = logits(exact(hasten.load(tmp_path / "quantized")))
     # Dequantized on loading, their weights are rounded to the dtype of the scales, which is float16 here.
     tolerance = 5e-2 if scheme == Int4(group_size=32, symmetric=False, lm_head="same") else 1e-4
@@ -169,8 +169,8 @@ def test_transformers_reads_the_same_numbers(name, scheme, options, tmp_path):
 @pytest.mark.parametrize("name", ["llama-biases", "qwen3", "phi3"])
 def test_in_bfloat16_our_error_is_at_most_twice_that_of_transformers(name, scheme, tmp_path):
     plain = hasten.load(make_reference(name), dtype="bfloat16")
-    quantize(plain, scheme).save(tmp_path / "quantized")
-    exact(hasten.load(tmp_path / "quantized")).save(tmp_path / "exact")
+    hasten.save(quantize(plain, scheme), tmp_path / "quantized")
+    hasten.save(exact(hasten.load(tmp_path / "quantized")), tmp_path / "exact")
     expected = theirs(tmp_path / "exact", torch.float64)
     ours = (logits(hasten.load(tmp_path / "quantized")) - expected).square().mean().sqrt()
     reference = (theirs(tmp_path / "quantized", torch.bfloat16) - expected).square().mean().sqrt()
@@ -180,7 +180,7 @@ def test_in_bfloat16_our_error_is_at_most_twice_that_of_transformers(name, schem
 @pytest.mark.parametrize("scheme", [Int8(activations="float"), Int4(group_size=32)], ids=str)
 def test_transformers_reads_experts(scheme, tmp_path):
     model = quantize(hasten.load(make_reference("mixtral")), scheme)
-    model.save(tmp_path)
+    hasten.save(model, tmp_path)
     ours = logits(exact(hasten.load(tmp_path)))
     assert (theirs(tmp_path) - ours).abs().max() < 5e-3  # experts are dequantized in the dtype of their scales
 
@@ -197,7 +197,7 @@ def test_transformers_reads_experts(scheme, tmp_path):
 def test_what_transformers_will_not_read_is_said(name, scheme, word, tmp_path):
     model = quantize(hasten.load(make_reference(name)), scheme)
     with pytest.warns(HastenWarning, match=word):
-        model.save(tmp_path)
+        hasten.save(model, tmp_path)
 
 
 # -- folders of others ------------------------------------------------------------------------------------------------
@@ -207,7 +207,7 @@ Q = "model.layers.0.self_attn.q_proj"
 
 @pytest.fixture
 def int4_folder(tmp_path):
-    quantize(hasten.load(make_reference("llama")), Int4(group_size=32, lm_head="none")).save(tmp_path)
+    hasten.save(quantize(hasten.load(make_reference("llama")), Int4(group_size=32, lm_head="none")), tmp_path)
     return tmp_path
 
 
@@ -261,7 +261,7 @@ def test_int4_with_one_scale_a_row_and_wide_groups(int4_folder):
 
 def test_int8_packed_as_w8a16_is_published(tmp_path):
     model = quantize(hasten.load(make_reference("llama")), Int8(activations="float", lm_head="none"))
-    model.save(tmp_path)
+    hasten.save(model, tmp_path)
 
     def pack(tensors):
         for name in [name for name, tensor in tensors.items() if tensor.dtype == torch.int8]:
@@ -284,7 +284,7 @@ def publish(folder, *, bits, strategy, symmetric, packed, dtype, embedding=False
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 
     model = hasten.load(make_reference("phi3"), dtype=dtype)
-    model.save(folder)
+    hasten.save(model, folder)
     size = 32 if strategy == "group" else None
     args = QuantizationArgs(num_bits=bits, type="int", strategy=strategy, group_size=size, symmetric=symmetric)
     scheme = QuantizationScheme(targets=["Linear"], weights=args)

@@ -134,7 +134,7 @@ def test_a_fused_model_is_saved_as_a_readable_one(scheme, tmp_path):
         hasten.quantize(model, scheme)
     expected = logits(model)
     fused = logits(fuse(model))
-    model.save(tmp_path)
+    hasten.save(model, tmp_path)
     assert torch.equal(logits(model), fused), "it goes on fused"
     assert torch.equal(logits(hasten.load(tmp_path)), expected)
 

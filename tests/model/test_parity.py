@@ -88,7 +88,7 @@ def test_model_in_memory_is_taken_over_without_a_copy(case):
 
 def test_export_loads_in_transformers_and_here(case, tmp_path):
     reference = make_reference(case)
-    hasten.load(reference).save(tmp_path)
+    hasten.save(hasten.load(reference), tmp_path)
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
     model = hasten.load(tmp_path)
     for tokens in PROMPTS:

@@ -33,7 +33,7 @@ def fast_halves(monkeypatch):
 
 def folder_in(dtype, tmp_path):
     model = tiny_llama()
-    model.to(dtype).save(tmp_path / "model")
+    hasten.save(model.to(dtype), tmp_path / "model")
     return tmp_path / "model"
 
 
@@ -89,7 +89,7 @@ def test_binding_again_follows_the_dtype(tmp_path, slow_halves):
 
 def test_what_is_saved_is_what_was_stored(tmp_path, slow_halves):
     model = hasten.load(folder_in(torch.bfloat16, tmp_path))
-    model.save(tmp_path / "again")
+    hasten.save(model, tmp_path / "again")
     for one, two in zip(*(sorted((tmp_path / n).glob("*.safetensors")) for n in ("model", "again")), strict=True):
         with safe_open(one, framework="pt") as a, safe_open(two, framework="pt") as b:
             assert all(torch.equal(a.get_tensor(name), b.get_tensor(name)) for name in a.keys())  # noqa: SIM118
@@ -116,7 +116,7 @@ def test_quantized_layers_get_float32_activations(scheme, tmp_path, slow_halves)
     model = hasten.quantize(hasten.load(folder_in(torch.bfloat16, tmp_path)), scheme)
     packed = [module for module in model.modules() if isinstance(module, PackedLinear)]
     assert {layer.request.dtype for layer in packed} == {torch.float32}
-    model.save(tmp_path / "quantized")
+    hasten.save(model, tmp_path / "quantized")
     loaded = hasten.load(tmp_path / "quantized")
     torch.testing.assert_close(logits(loaded), logits(model))
 

@@ -64,7 +64,7 @@ def test_a_tied_head_is_untied_where_it_is_quantized(lm_head, tied, tmp_path):
     assert model.config.tie_embeddings is tied
     assert torch.equal(model.embedding.weight, embedding)
     assert model.embedding.weight.dtype == torch.float32
-    model.save(tmp_path)
+    hasten.save(model, tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["tie_word_embeddings"] is tied
     again = hasten.load(tmp_path)
     assert torch.equal(again.embedding.weight, embedding)
@@ -149,7 +149,7 @@ def test_streaming_writes_what_quantizing_in_memory_and_saving_writes(name, sche
     plain = logits(model)
     quantize_to_folder(model, scheme, tmp_path / "streamed")
     assert torch.equal(logits(model), plain)  # as it was
-    quantize(model, scheme).save(tmp_path / "saved")
+    hasten.save(quantize(model, scheme), tmp_path / "saved")
     for file in ("config.json", "model.safetensors"):
         assert (tmp_path / "streamed" / file).read_bytes() == (tmp_path / "saved" / file).read_bytes()
 

@@ -127,7 +127,7 @@ def test_a_failed_step_raises(model, monkeypatch):
 
 
 def test_a_folder_is_loaded_and_fused(model, tmp_path):
-    model.save(tmp_path)
+    hasten.save(model, tmp_path)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         llm = hasten.LLM(tmp_path, dtype="float32", **SETTINGS)

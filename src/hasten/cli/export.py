@@ -36,7 +36,7 @@ class Export:
         from rich.console import Console
 
         from hasten.machine import resolve_dtype
-        from hasten.model.export import save
+        from hasten.model.export import export_model
         from hasten.model.load import load
 
         console = Console(stderr=True)
@@ -44,7 +44,7 @@ class Export:
             model = load(self.model)
         dtype = resolve_dtype(self.dtype, auto=model.dtype)
         with console.status(f"writing {self.output}"):
-            save(model, self.output, dtype=dtype)
+            export_model(model, self.output, dtype=dtype)
         files = sorted(self.output.glob("model*.safetensors"))
         size = sum(path.stat().st_size for path in files)
         name = str(dtype).removeprefix("torch.")

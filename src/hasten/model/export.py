@@ -45,7 +45,7 @@ class Quantized:
     weight: Callable[[str], QuantizedWeight]
 
 
-def save(
+def export_model(
     model: Transformer,
     folder: Path,
     *,

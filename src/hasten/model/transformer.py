@@ -8,14 +8,12 @@ heads, D: head size, C: hidden size, V: vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hasten.errors import ConfigError
 from hasten.model.config import LayerConfig, ModelConfig
 from hasten.model.experts import Experts
 from hasten.model.formats.record import Quantization
@@ -343,22 +341,3 @@ class Transformer(nn.Module):
         for table in self.ropes.children():
             if isinstance(table, RotaryTable):
                 table.reset(device)
-
-    def save(self, folder: str | Path) -> None:
-        """Write a Hugging Face folder that transformers loads; see `hasten.model.export.save`.
-
-        A fused model is taken apart for the while, because files hold readable layers.
-        """
-        if not isinstance(folder, str | Path):
-            raise ConfigError(f"a model is saved into a folder; found {type(folder).__name__}")
-        from hasten.model.export import save
-        from hasten.model.fused import FusedBlock, fuse, unfuse
-
-        fused = any(isinstance(block, FusedBlock) for block in self.blocks)
-        if fused:
-            unfuse(self)
-        try:
-            save(self, Path(folder))
-        finally:
-            if fused:
-                fuse(self)

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from hasten.model.export import Quantized, save
+from hasten.model.export import Quantized, export_model
 from hasten.model.transformer import Transformer
 from hasten.ops.linear import QuantizedWeight
 from hasten.quantization.quantize import LayerReport, check_quantizable, compare, round_named
@@ -33,4 +33,4 @@ def quantize_to_folder(
             report(compare(name, linear.weight, quantized, formats[name]))
         return quantized
 
-    save(model, folder, quantized=Quantized(formats, weight))
+    export_model(model, folder, quantized=Quantized(formats, weight))

@@ -12,6 +12,7 @@ from typing import Any, get_args
 from hasten.errors import ConfigError
 from hasten.machine import measured
 from hasten.machine.files import write_atomically
+from hasten.model.save import save
 from hasten.training import checkpoints, display
 from hasten.training.journal import read
 from hasten.training.loop import Loop, OnStep
@@ -186,7 +187,7 @@ def _export(recipe: Recipe, folder: RunFolder, setup: Setup) -> None:
     if best is not None:
         checkpoints.load_weights(best, setup.model)
     setup.model.eval()
-    setup.model.save(folder.model)
+    save(setup.model, folder.model)
 
 
 def _median(lines: list[dict[str, Any]], name: str) -> float | None:

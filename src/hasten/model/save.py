@@ -1,0 +1,28 @@
+"""A model as a Hugging Face folder."""
+
+from pathlib import Path
+
+from hasten.errors import ConfigError
+from hasten.model.export import export_model
+from hasten.model.fused import FusedBlock, fuse, unfuse
+from hasten.model.require import require_model
+from hasten.model.transformer import Transformer
+
+
+def save(model: Transformer, folder: str | Path) -> None:
+    """Write a Hugging Face folder that transformers loads; see `hasten.model.export.export_model`.
+
+    A fused model is taken apart for the while, because files hold readable layers. Raises ConfigError for what is no
+    model or no path.
+    """
+    require_model(model, "save")
+    if not isinstance(folder, str | Path):
+        raise ConfigError(f"a model is saved into a folder; found {type(folder).__name__}")
+    fused = any(isinstance(block, FusedBlock) for block in model.blocks)
+    if fused:
+        unfuse(model)
+    try:
+        export_model(model, Path(folder))
+    finally:
+        if fused:
+            fuse(model)
