@@ -151,13 +151,13 @@ def products(*, device: str, tune: bool, bandwidth: float) -> list[dict[str, Any
     """The Triton products of llama-7b's matrices alone, from cold caches; with `tune`, each candidate configuration."""
     from triton.testing import do_bench
 
-    from hasten.ops.linear.layouts import PIECES, Operands, Shape
+    from hasten.ops.linear.layouts import PIECES, Operands, PackedShape
     from hasten.ops.linear.triton_linear import Config, choose, few_rows
 
     found = []
     for n, k in ((4096, 4096), (11_008, 4096), (4096, 11_008), (32_000, 4096)):
         for format, group_size in (("int8", 0), ("int4", 128), ("int4", 32)):
-            shape = Shape(n, k, format, group_size)
+            shape = PackedShape(n, k, format, group_size)
             kind = torch.int8 if format == "int8" else torch.uint8
             data = torch.empty(PIECES.data_size(shape), dtype=kind, device=device).random_()
             scales = torch.rand(PIECES.scale_size(shape), device=device) / 1000

@@ -7,7 +7,7 @@ import torch
 
 from hasten.generation.stopping import TextStream
 from hasten.serving.counting import Stats
-from hasten.serving.request import EngineFailed, Piece, TokenLogprob, TopLogprob
+from hasten.serving.request import EngineFailed, RequestOutput, TokenLogprob, TopLogprob
 
 
 class FakeEngine:
@@ -81,7 +81,7 @@ class FakeEngine:
                 reason = "length"
             if ended or reason == "length":
                 piece += stream.flush()
-            yield Piece(
+            yield RequestOutput(
                 request_id=request.id,
                 index=index,
                 text=piece,

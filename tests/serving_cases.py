@@ -3,7 +3,7 @@
 from hasten.generation.paged import PagedCache
 from hasten.generation.params import SamplingParams
 from hasten.serving.engine import Engine
-from hasten.serving.request import Piece, Request
+from hasten.serving.request import Request, RequestOutput
 from hasten.serving.settings import EngineSettings
 
 
@@ -22,11 +22,11 @@ def request(name: str, prompt, *, params: SamplingParams | None = None, **settin
     return Request(id=name, prompt=tuple(prompt), params=params, **settings)
 
 
-def run(engine: Engine, requests=(), *, check: bool = True) -> dict[str, list[Piece]]:
+def run(engine: Engine, requests=(), *, check: bool = True) -> dict[str, list[RequestOutput]]:
     """Everything the engine says until it is idle, by request."""
     for one in requests:
         engine.add(one)
-    found: dict[str, list[Piece]] = {}
+    found: dict[str, list[RequestOutput]] = {}
     while not engine.idle:
         for piece in engine.step():
             found.setdefault(piece.request_id, []).append(piece)
@@ -35,13 +35,13 @@ def run(engine: Engine, requests=(), *, check: bool = True) -> dict[str, list[Pi
     return found
 
 
-def tokens_of(pieces: list[Piece], index: int = 0) -> list[int]:
+def tokens_of(pieces: list[RequestOutput], index: int = 0) -> list[int]:
     return [token for piece in pieces if piece.index == index for token in piece.tokens]
 
 
-def text_of(pieces: list[Piece], index: int = 0) -> str:
+def text_of(pieces: list[RequestOutput], index: int = 0) -> str:
     return "".join(piece.text for piece in pieces if piece.index == index)
 
 
-def reason_of(pieces: list[Piece], index: int = 0) -> str | None:
+def reason_of(pieces: list[RequestOutput], index: int = 0) -> str | None:
     return [piece.finish_reason for piece in pieces if piece.index == index][-1]

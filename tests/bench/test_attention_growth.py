@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from hasten.bench.attention import AttentionGrowth, Call, growth
+from hasten.bench.attention import AttentionCall, AttentionGrowth, growth
 from hasten.cli.main import main
 from hasten.errors import ConfigError
 
-CALL = Call(heads=2, kv_heads=2, head_dim=128)
+CALL = AttentionCall(heads=2, kv_heads=2, head_dim=128)
 
 
 def peaks(kernel, lengths):

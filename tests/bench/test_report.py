@@ -12,17 +12,19 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from hasten.bench.draw import draw_curves, draw_ladder
-from hasten.bench.measure import Outcome
+from hasten.bench.measure import RungOutcome
 from hasten.bench.report import build_report, write_json
 from hasten.bench.table import cell, format_value, print_ladder
 from hasten.bench.worker import Ready
 from hasten.errors import ResourceError
 
 MACHINE = {"cpu": "Test CPU", "physical_cores": 2, "versions": {"torch": "2.13.0"}, "gpus": []}
-LIMITS = Outcome(rounds=[{"bandwidth": 50e9, "rate bfloat16": 400e9}, {"bandwidth": 25e9, "rate bfloat16": 200e9}] * 2)
+LIMITS = RungOutcome(
+    rounds=[{"bandwidth": 50e9, "rate bfloat16": 400e9}, {"bandwidth": 25e9, "rate bfloat16": 200e9}] * 2
+)
 
 
-def report(outcomes: dict[str, Outcome], *, kind: str = "generate", **options: Any) -> dict[str, Any]:
+def report(outcomes: dict[str, RungOutcome], *, kind: str = "generate", **options: Any) -> dict[str, Any]:
     return build_report(
         **{
             "kind": kind,
@@ -36,9 +38,9 @@ def report(outcomes: dict[str, Outcome], *, kind: str = "generate", **options: A
     )
 
 
-def decode(*speeds: float, **description: Any) -> Outcome:
+def decode(*speeds: float, **description: Any) -> RungOutcome:
     rounds = [{"decode_tokens_per_second": speed} for speed in speeds]
-    return Outcome(rounds=rounds, description=description, peak_memory_bytes=123)
+    return RungOutcome(rounds=rounds, description=description, peak_memory_bytes=123)
 
 
 def test_the_schema() -> None:
@@ -68,8 +70,8 @@ def test_a_rung_may_have_further_rows() -> None:
     speed, own = "decode_tokens_per_second", {"decode_tokens_per_second": 10.0}
     rounds = [{**own, f"x8|{speed}": 50.0, f"c9|{speed}": 8.0}, {**own, f"x8|{speed}": 60.0, f"c9|{speed}": 4.0}]
     further = {"x8": {"batch": 8, "bytes_per_token": 2e8}, "c9": {"ratio_to": "x8"}}
-    rung = Outcome(rounds=rounds, description={"bytes_per_token": 1e9, "rows": further}, peak_memory_bytes=5)
-    made = report({"plain": decode(1, 1), "one": rung, "lost": Outcome(error="x", description={"rows": further})})
+    rung = RungOutcome(rounds=rounds, description={"bytes_per_token": 1e9, "rows": further}, peak_memory_bytes=5)
+    made = report({"plain": decode(1, 1), "one": rung, "lost": RungOutcome(error="x", description={"rows": further})})
     assert [row["name"] for row in made["rows"]] == ["plain", "one", "one-x8", "one-c9", "lost"]
     one, many, other = made["rows"][1:4]
     assert (one["speedup"], one["peak_memory_bytes"], one["mbu"]) == (10, 5, pytest.approx(0.3))
@@ -95,12 +97,12 @@ def test_utilisation_is_formed_within_each_round() -> None:
     made = report({"plain": decode(20, 10, 20, 10, bytes_per_token=2e9)})
     row = made["rows"][0]
     assert row["mbu"] == row["min"]["mbu"] == row["max"]["mbu"] == pytest.approx(0.8)
-    train = Outcome(
+    train = RungOutcome(
         rounds=[{"tokens_per_second": 100}] * 4, description={"flops_per_token": 1e9, "matrix_dtype": "bfloat16"}
     )
     row = report({"plain": train}, kind="train")["rows"][0]
     assert [found["mfu"] for found in row["rounds"][:2]] == [pytest.approx(0.25), pytest.approx(0.5)]
-    prefill = Outcome(
+    prefill = RungOutcome(
         rounds=[{"decode_tokens_per_second": 1, "prefill_tokens_per_second": 100}],
         description={"flops_per_token": 2e9, "prefill_flops_per_token": 1e9, "matrix_dtype": "bfloat16"},
     )
@@ -117,7 +119,7 @@ def test_a_known_gpu_is_also_held_against_its_data_sheet() -> None:
 
 def test_errors_are_rows_and_the_next_rung_becomes_the_base() -> None:
     made = report(
-        {"broken": Outcome(error="no memory", traceback="trace"), "plain": decode(2, 2), "fast": decode(4, 4)}
+        {"broken": RungOutcome(error="no memory", traceback="trace"), "plain": decode(2, 2), "fast": decode(4, 4)}
     )
     assert made["rows"][0] == {
         "name": "broken",
@@ -126,7 +128,7 @@ def test_errors_are_rows_and_the_next_rung_becomes_the_base() -> None:
         "traceback": "trace",
     }
     assert [row.get("speedup") for row in made["rows"]] == [None, 1, 2]
-    all_broken = report({"a": Outcome(error="x")}, limits=Outcome(error="y"))
+    all_broken = report({"a": RungOutcome(error="x")}, limits=RungOutcome(error="y"))
     assert all_broken["limits"] == {"device": "cpu", "error": "y"}
 
 
@@ -170,7 +172,9 @@ def test_json_to_odd_targets(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 def test_the_table_shows_figures_and_errors() -> None:
     console = Console(record=True, width=120, file=open(os.devnull, "w"))  # noqa: SIM115
     fast = decode(40, 20, 44, 22, bytes_per_token=1e9)
-    print_ladder(report({"plain": decode(20, 10, 22, 11), "[fast]": fast, "gone": Outcome(error="no [x]")}), console)
+    print_ladder(
+        report({"plain": decode(20, 10, 22, 11), "[fast]": fast, "gone": RungOutcome(error="no [x]")}), console
+    )
     text = console.export_text()
     for wanted in ("31.0 (20.0-44.0)", "2.00×", "[fast]", "gone failed: no [x]", "37.5 GB/s", "Test CPU", "MBU"):
         assert wanted in text
@@ -209,10 +213,10 @@ def test_pictures_are_drawn_without_pyplot(tmp_path: Path) -> None:
 
     before = "matplotlib.pyplot" in sys.modules
     made = report(
-        {"plain": decode(20, 10, bytes_per_token=1e9), "fast": decode(40, 41), "gone": Outcome(error="x" * 300)}
+        {"plain": decode(20, 10, bytes_per_token=1e9), "fast": decode(40, 41), "gone": RungOutcome(error="x" * 300)}
     )
     draw_ladder(made, tmp_path / "ladder.png")
-    draw_ladder(report({"gone": Outcome(error="no")}, limits=Outcome(error="no")), tmp_path / "none.png")
+    draw_ladder(report({"gone": RungOutcome(error="no")}, limits=RungOutcome(error="no")), tmp_path / "none.png")
     draw_curves({"a": ([1, 2, 3], [3, 2, 1]), "b": ([1], [1])}, tmp_path / "c.png", log_x=True, log_y=True)
     ladder = imread(tmp_path / "ladder.png")
     assert ladder.shape[0] > imread(tmp_path / "none.png").shape[0] > 100, "taller with more rungs"

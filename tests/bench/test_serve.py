@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fake_engine import FakeEngine
-from hasten.bench.serve import Limits, Load, figures, measure
-from hasten.bench.serve_targets import HttpTarget, Outcome
+from hasten.bench.serve import LatencyLimits, Load, figures, measure
+from hasten.bench.serve_targets import HttpTarget, RequestOutcome
 from hasten.bench.serve_workload import MEANS, Planned, Workload, plan
 from hasten.cli.main import main
 from hasten.errors import ConfigError
@@ -64,7 +64,7 @@ def test_a_plan_is_decided_by_its_seed_and_keeps_to_its_limits(seed, shared, gro
 
 def test_figures_are_what_the_definitions_say():
     def outcome(sent, pieces, tokens, ended):
-        return Outcome(
+        return RequestOutcome(
             Planned(0, (1,), 3), sent=sent, ended=ended, pieces=pieces, prompt_tokens=4, output_tokens=tokens
         )
 
@@ -72,12 +72,12 @@ def test_figures_are_what_the_definitions_say():
     assert figures(first) == pytest.approx({"ttft_ms": 500, "tpot_ms": 400, "e2e_ms": 2000})
     second = outcome(2.0, {0: [5.0]}, 1, 5.0)
     assert figures(second)["tpot_ms"] is None
-    failed = Outcome(Planned(0, (1,), 3), sent=1.0, ended=1.5, error="no")
+    failed = RequestOutcome(Planned(0, (1,), 3), sent=1.0, ended=1.5, error="no")
     before = {"prefix_queries": 10.0, "prefix_hits": 5.0}
     after = {"prefix_queries": 30.0, "prefix_hits": 10.0}
     samples = [{"running": 1, "blocks": 10, "cache_usage": 0.3, "blocks_saved": 1}, {"running": 0, "cache_usage": 0.0}]
     load = Load(Workload(), 1.0, [first, second, failed], before, after, samples)
-    found = load.summary(Limits(ttft_ms=600))
+    found = load.summary(LatencyLimits(ttft_ms=600))
     assert (found["completed"], found["failed"]) == (2, 1)
     assert found["output_tokens_per_second"] == pytest.approx(7 / 4)
     assert found["goodput"] == pytest.approx(1 / 4)
@@ -107,13 +107,13 @@ def test_a_server_is_measured_over_http(engine):
                 await target.close()
 
         load = asyncio.run(run(Workload(requests=6, concurrency=2, prompt_tokens=9, output_tokens=5, n=2)))
-        found = load.summary(Limits())
+        found = load.summary(LatencyLimits())
         assert (found["completed"], found["output_tokens"], found["prompt_tokens"]) == (6, 60, 54)
         assert all(len(at) == 5 for outcome in load.outcomes for at in outcome.pieces.values())
         assert max(len(request.prompt) for request in engine.requests) == 9
         engine.fails_after = 1
         load = asyncio.run(run(Workload(requests=2, output_tokens=5)))
-        assert load.summary(Limits())["error"] == "the fake engine failed as it was told to"
+        assert load.summary(LatencyLimits())["error"] == "the fake engine failed as it was told to"
 
 
 def test_the_command_in_process(tmp_path, capsys):

@@ -360,7 +360,7 @@ def test_moving_packs_for_the_kernel_of_the_new_device(format, group_size, activ
     def refuses(request):
         return "it runs on a CPU" if request.device.type == "meta" else None
 
-    native = replace(KERNELS[0], refuse=refuses)
+    native = replace(KERNELS[0], unsupported_reason=refuses)
     others = tuple(kernel for kernel in KERNELS if kernel.name in ("pytorch", "reference"))
     monkeypatch.setattr("hasten.ops.linear.modules.KERNELS", (native, *others))
     layer = layer_of(make_weight(70, 100, format=format, group_size=group_size), activations=activations)
@@ -449,7 +449,7 @@ def test_the_picker_gives_its_reasons(monkeypatch):
         return LinearRequest(**{**base, "group_size": 128, **changed})
 
     def reason(**changed):
-        return next(kernel for kernel in KERNELS if kernel.name == "native").refuse(request(**changed))
+        return next(kernel for kernel in KERNELS if kernel.name == "native").unsupported_reason(request(**changed))
 
     if find_compiler():
         assert pick(KERNELS, request()).name == "native"

@@ -29,7 +29,7 @@ WARM_TOKENS = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
+class AttentionCall:
     """The call that is measured, but for its length. Pickles into child processes."""
 
     batch: int = 1
@@ -76,7 +76,7 @@ class AttentionGrowth:
     point_seconds: a kernel is not asked for a length that will take longer, judged by the length before.
     """
 
-    call: Call = Call()
+    call: AttentionCall = AttentionCall()
     lengths: tuple[int, ...] = LENGTHS
     kernels: tuple[str, ...] = ()
     rounds: int = 3
@@ -112,7 +112,7 @@ class AttentionGrowth:
         request = self.call.request(max(self.lengths))
         if self.kernels:
             return [pick(KERNELS, request, forced=name).name for name in self.kernels], {}
-        refused = {k.name: reason for k in KERNELS if (reason := k.refuse(request)) is not None}
+        refused = {k.name: reason for k in KERNELS if (reason := k.unsupported_reason(request)) is not None}
         # Two that only choose among the others.
         return [k.name for k in KERNELS if k.name not in (*refused, "sdpa", "triton")], refused
 
@@ -210,7 +210,7 @@ class AttentionRung:
         from hasten.ops.attention import KERNELS
         from hasten.ops.picker import pick
 
-        self.call, self.tokens = Call(**call), tokens
+        self.call, self.tokens = AttentionCall(**call), tokens
         self.device = torch.device(self.call.device)
         self.request = self.call.request(tokens)
         self.run = pick(KERNELS, self.request, forced=kernel).run

@@ -55,7 +55,7 @@ def scaling_orders(device: str = "cpu", *, seeds: int = 5, sizes: tuple[int, ...
                 request = AttentionRequest(
                     spec=spec, device=torch.device(device), dtype=dtype, batch=2, queries=128, keys=128
                 )
-                if kernel.refuse(request) is not None:
+                if kernel.unsupported_reason(request) is not None:
                     continue
                 for seed in range(seeds):
                     for causal in (False, True):
@@ -135,7 +135,8 @@ def _kernels(
     request = AttentionRequest(
         spec=spec, device=where, dtype=dtype, batch=2, queries=queries, keys=queries, gradient=True
     )
-    return {k.name: k.run for k in KERNELS if k.refuse(request) is None and k.name not in ("triton", "sdpa")}
+    fitting = [kernel for kernel in KERNELS if kernel.unsupported_reason(request) is None]
+    return {kernel.name: kernel.run for kernel in fitting if kernel.name not in ("triton", "sdpa")}
 
 
 def errors(

@@ -51,7 +51,7 @@ class Rung:
 
 
 @dataclass(slots=True)
-class Outcome:
+class RungOutcome:
     """What came of one rung: its rounds, or the error that ended it."""
 
     rounds: list[dict[str, float]] = field(default_factory=list)
@@ -172,8 +172,8 @@ class _Ladder:
         self.keep = keep
         self.twice = [False, *twice]
         self.children: dict[int, Child] = {}
-        self.limits_outcome = Outcome()
-        self.outcomes = [Outcome() for _ in rungs]
+        self.limits_outcome = RungOutcome()
+        self.outcomes = [RungOutcome() for _ in rungs]
 
     def run(self, *, rounds: int, warmup: int, progress: Progress) -> None:
         everyone = range(len(self.tasks))
@@ -199,7 +199,7 @@ class _Ladder:
         for child in self.children.values():
             child.close()
 
-    def _outcome(self, index: int) -> Outcome:
+    def _outcome(self, index: int) -> RungOutcome:
         return self.outcomes[index - 1] if index else self.limits_outcome
 
     def _start(self, index: int) -> None:

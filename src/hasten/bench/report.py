@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from hasten.machine.files import require_writable, write_json
 
 if TYPE_CHECKING:
-    from hasten.bench.measure import Outcome
+    from hasten.bench.measure import RungOutcome
     from hasten.machine import VendorLimits
 
 __all__ = ["build_report", "require_writable", "speed_metric", "write_json"]
@@ -51,8 +51,8 @@ def build_report(
     machine: Mapping[str, Any],
     settings: Mapping[str, Any],
     rungs: Sequence[tuple[str, Sequence[str]]],
-    outcomes: Sequence[Outcome],
-    limits: Outcome,
+    outcomes: Sequence[RungOutcome],
+    limits: RungOutcome,
     device: str = "cpu",
 ) -> dict[str, Any]:
     """The report of rungs (name, techniques) and their outcomes, in the same order. `limits` is the limits' outcome."""
@@ -146,7 +146,7 @@ def _utilisation(
     return found
 
 
-def _limits(limits: Outcome, vendor: VendorLimits | None, device: str) -> dict[str, Any]:
+def _limits(limits: RungOutcome, vendor: VendorLimits | None, device: str) -> dict[str, Any]:
     if limits.error is not None and not limits.rounds:
         return {"device": device, "error": limits.error}
     middle = _over_rounds(limits.rounds, median)

@@ -18,7 +18,7 @@ from itertools import pairwise
 from statistics import mean
 from typing import Any
 
-from hasten.bench.serve_targets import Outcome, Target
+from hasten.bench.serve_targets import RequestOutcome, Target
 from hasten.bench.serve_workload import Workload, plan
 
 SCHEMA = 1
@@ -36,7 +36,7 @@ PERCENTILES = (50, 90, 95, 99)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class LatencyLimits:
     """What a request must keep to for goodput, in milliseconds; None: no limit."""
 
     ttft_ms: float | None = None
@@ -59,7 +59,7 @@ async def measure(target: Target, workload: Workload, *, progress: Callable[[int
 
     start = time.perf_counter()
 
-    async def one(index: int) -> Outcome:
+    async def one(index: int) -> RequestOutcome:
         nonlocal done
         await asyncio.sleep(max(0.0, start + planned[index].at - time.perf_counter()))
         async with gate:
@@ -85,12 +85,12 @@ class Load:
 
     workload: Workload
     start: float
-    outcomes: Sequence[Outcome]
+    outcomes: Sequence[RequestOutcome]
     before: dict[str, float]
     after: dict[str, float]
     samples: Sequence[dict[str, float]]
 
-    def summary(self, limits: Limits) -> dict[str, Any]:
+    def summary(self, limits: LatencyLimits) -> dict[str, Any]:
         """Figures of the whole load; times in milliseconds."""
         good = [outcome for outcome in self.outcomes if outcome.error is None]
         if not good:
@@ -152,7 +152,7 @@ class Load:
         ]
 
 
-def figures(outcome: Outcome) -> dict[str, float | None]:
+def figures(outcome: RequestOutcome) -> dict[str, float | None]:
     """A request's times in milliseconds; tpot is None for answers of one token."""
     first = min(at[0] for at in outcome.pieces.values())
     tokens = outcome.output_tokens / len(outcome.pieces)
@@ -170,7 +170,7 @@ async def run_loads(
     *,
     rates: Sequence[float],
     warmup: int,
-    limits: Limits,
+    limits: LatencyLimits,
     show: Callable[[dict[str, Any]], None],
     progress: Callable[[float, int], None] = lambda _, __: None,
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -188,7 +188,7 @@ async def run_loads(
     return summaries, requests
 
 
-def _meets(entry: dict[str, float | None], limits: Limits) -> bool:
+def _meets(entry: dict[str, float | None], limits: LatencyLimits) -> bool:
     pairs = ((entry["ttft_ms"], limits.ttft_ms), (entry["tpot_ms"], limits.tpot_ms), (entry["e2e_ms"], limits.e2e_ms))
     return all(limit is None or value is None or value <= limit for value, limit in pairs)
 

@@ -30,7 +30,7 @@ _LINE = re.compile(r"^(?:hasten|vllm):(\w+)(?:\{[^}]*\})? ([0-9.eE+-]+|NaN)", re
 
 
 @dataclass(slots=True)
-class Outcome:
+class RequestOutcome:
     """What became of one request. Times in seconds on one clock; `pieces`: when something came, for each sample."""
 
     planned: Planned
@@ -48,7 +48,7 @@ class Target(Protocol):
 
     vocabulary: int
 
-    async def ask(self, planned: Planned, workload: Workload, *, seed: int) -> Outcome:
+    async def ask(self, planned: Planned, workload: Workload, *, seed: int) -> RequestOutcome:
         """Send one request and wait for its end; an error is in the outcome."""
         ...
 
@@ -88,10 +88,10 @@ class HttpTarget:
         told = known.get(self.model, {}).get("vocab_size")
         self.vocabulary = self._vocabulary or (told if isinstance(told, int) else 1000)  # every real one has so many
 
-    async def ask(self, planned: Planned, workload: Workload, *, seed: int) -> Outcome:
+    async def ask(self, planned: Planned, workload: Workload, *, seed: int) -> RequestOutcome:
         import httpx
 
-        outcome = Outcome(planned)
+        outcome = RequestOutcome(planned)
         body = {
             "model": self.model,
             "prompt": list(planned.prompt),
@@ -119,7 +119,7 @@ class HttpTarget:
             outcome.error = "nothing came"
         return outcome
 
-    async def _read(self, answer: Any, outcome: Outcome) -> None:
+    async def _read(self, answer: Any, outcome: RequestOutcome) -> None:
         rest = b""
         async for block in answer.aiter_raw():
             now = time.perf_counter()
@@ -159,12 +159,12 @@ class EngineTarget:
         self.vocabulary = engine.engine.model.config.vocab_size
         self._count = 0
 
-    async def ask(self, planned: Planned, workload: Workload, *, seed: int) -> Outcome:
+    async def ask(self, planned: Planned, workload: Workload, *, seed: int) -> RequestOutcome:
         from hasten.errors import HastenError
         from hasten.generation.params import SamplingParams
         from hasten.serving.request import Request
 
-        outcome = Outcome(planned, prompt_tokens=len(planned.prompt))
+        outcome = RequestOutcome(planned, prompt_tokens=len(planned.prompt))
         params = SamplingParams(
             temperature=workload.temperature, seed=seed, max_new_tokens=planned.output_tokens, ignore_eos=True
         )

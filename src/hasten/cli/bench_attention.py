@@ -49,7 +49,7 @@ class BenchAttention:
     """Draw two PNGs, NAME-time.png and NAME-memory.png, for this NAME (with or without .png)."""
 
     def run(self) -> None:
-        from hasten.bench.attention import AttentionGrowth, Call
+        from hasten.bench.attention import AttentionCall, AttentionGrowth
         from hasten.bench.report import require_writable, write_json
         from hasten.machine import available_cores, resolve_device
 
@@ -61,7 +61,7 @@ class BenchAttention:
         if min(self.batch, self.heads, kv_heads, self.head_dim) < 1 or self.heads % kv_heads:
             raise ConfigError("--batch, --heads, --kv-heads and --head-dim start at 1, and heads are shared evenly")
         threads = thread_count(self.threads) or available_cores().physical
-        call = Call(
+        call = AttentionCall(
             batch=self.batch,
             heads=self.heads,
             kv_heads=kv_heads,

@@ -116,10 +116,10 @@ class BenchServe(LoadOptions):
             raise SystemExit(1)
 
     async def _measure(self, workload: Any, rates: list[float]) -> Any:
-        from hasten.bench.serve import Limits, run_loads
+        from hasten.bench.serve import LatencyLimits, run_loads
         from hasten.bench.serve_targets import EngineTarget, HttpTarget
 
-        limits = Limits(ttft_ms=self.goodput_ttft_ms, tpot_ms=self.goodput_tpot_ms, e2e_ms=self.goodput_e2e_ms)
+        limits = LatencyLimits(ttft_ms=self.goodput_ttft_ms, tpot_ms=self.goodput_tpot_ms, e2e_ms=self.goodput_e2e_ms)
         target: EngineTarget | HttpTarget
         if self.url is not None:
             target = HttpTarget(self.url, model=self.model, key=self.api_key, vocabulary=self.vocabulary)

@@ -17,7 +17,7 @@ from hasten.generation.cache import key_value_memory
 from hasten.model.config import ModelConfig
 from hasten.ops.attention import AttentionRequest, AttentionSpec
 from hasten.ops.attention.int8_rows import SCALE_BYTES, quantize_rows
-from hasten.ops.attention.paged import PAGED_KERNELS, Group, groups_of
+from hasten.ops.attention.paged import PAGED_KERNELS, PagedGroup, groups_of
 from hasten.ops.attention.view import KVView, StackView
 from hasten.ops.picker import pick
 
@@ -37,7 +37,7 @@ class PagedLayer:
 
     held: KVView
     kernel: Callable[..., Tensor]
-    groups: Callable[[], list[Group]]
+    groups: Callable[[], list[PagedGroup]]
 
     def view(self, *, batch: int, tokens: int, kv_heads: int, head_dim: int) -> KVView:
         """For a kernel that writes and reads the cache itself."""
@@ -60,7 +60,7 @@ class PagedStep:
     together: StackView
     positions: Tensor
     kernel: Callable[..., Tensor]
-    groups: Callable[[], list[Group]]
+    groups: Callable[[], list[PagedGroup]]
 
     @property
     def last(self) -> Tensor:
@@ -151,8 +151,10 @@ class PagedCache:
             return torch.from_numpy(numbers).to(self.device)
 
         @functools.cache  # for all layers, and only where a kernel asks for it
-        def groups() -> list[Group]:
-            return [Group(*(t.to(self.device) for t in group)) for group in groups_of(starts, lengths, table, size)]
+        def groups() -> list[PagedGroup]:
+            return [
+                PagedGroup(*(t.to(self.device) for t in group)) for group in groups_of(starts, lengths, table, size)
+            ]
 
         together = StackView(self.k, self.v, there(slots), there(starts), there(lengths), None, there(table), size)
         return PagedStep(together, there(positions[None]), self.kernel.run, groups)

@@ -14,7 +14,7 @@ from hasten.machine.memory import (
     reset_peak_memory,
     total_memory,
 )
-from hasten.machine.precision import Precision, emulated, training_precision
+from hasten.machine.precision import ProductPrecision, emulated, training_precision
 from hasten.machine.processor import (
     Cores,
     amx_permitted,
@@ -33,7 +33,7 @@ __all__ = [
     "Limits",
     "Machine",
     "PeakMemory",
-    "Precision",
+    "ProductPrecision",
     "VendorLimits",
     "amx_permitted",
     "available_cores",

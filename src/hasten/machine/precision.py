@@ -34,7 +34,7 @@ SHAPE = (64, 1024, 1024)  # rows, outputs, inputs of the product that is measure
 
 
 @dataclass(frozen=True, slots=True)
-class Precision:
+class ProductPrecision:
     """The dtype of matrix products, and why it is this one."""
 
     dtype: str
@@ -48,12 +48,12 @@ class Precision:
         return asdict(self)
 
 
-def training_precision(device: str | torch.device = "cpu") -> Precision:
+def training_precision(device: str | torch.device = "cpu") -> ProductPrecision:
     """What `auto` means for training: bfloat16 where the device multiplies it at speed, else float32."""
     reason = emulated("bfloat16", device)
     if reason is not None:
-        return Precision("float32", reason)
-    return Precision("bfloat16", f"this {_kind(device)} multiplies it at full speed")
+        return ProductPrecision("float32", reason)
+    return ProductPrecision("bfloat16", f"this {_kind(device)} multiplies it at full speed")
 
 
 def emulated(dtype: str | torch.dtype, device: str | torch.device = "cpu") -> str | None:

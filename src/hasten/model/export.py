@@ -18,7 +18,7 @@ from torch import Tensor
 from hasten.errors import CheckpointError, ConfigError, HastenWarning
 from hasten.model.checkpoint import DTYPES
 from hasten.model.families import FAMILIES
-from hasten.model.families.family import Piece
+from hasten.model.families.family import TensorSlice
 from hasten.model.formats.compressed_tensors import (
     encode,
     private_config,
@@ -144,7 +144,7 @@ class _Published:
     """
 
     name: str
-    parts: tuple[tuple[Piece, str], ...]
+    parts: tuple[tuple[TensorSlice, str], ...]
     specs: Mapping[str, TensorSpec]
     layer: LayerFormat | None = None
 
@@ -161,13 +161,13 @@ class _Plan:
         self.layers = {} if quantized is None else quantized.layers
         self.packed8 = model.config.experts > 0  # transformers reads experts only where they are packed
         self.tied = "head" not in self.layers and is_tied(model)
-        parts: dict[str, list[tuple[Piece, str]]] = {}
+        parts: dict[str, list[tuple[TensorSlice, str]]] = {}
         for ours, piece in FAMILIES[model.config.family].places(model.config):
             if not (ours == "head.weight" and self.tied):
                 parts.setdefault(piece.name, []).append((piece, ours))
         self.things = [self._plan(name, tuple(pieces)) for name, pieces in parts.items()]
 
-    def _plan(self, name: str, parts: tuple[tuple[Piece, str], ...]) -> _Published:
+    def _plan(self, name: str, parts: tuple[tuple[TensorSlice, str], ...]) -> _Published:
         layer = self.layers.get(parts[0][1].removesuffix(".weight")) if parts[0][1].endswith(".weight") else None
         shapes = [self._shape(ours) for _, ours in parts]
         rows = sum(shape[0] for shape in shapes)
@@ -195,7 +195,7 @@ class _Plan:
         assert self.quantized is not None
         weights = [self.quantized.weight(ours.removesuffix(".weight")) for _, ours in planned.parts]
         if planned.parts[0][1] == "head.weight":
-            weights = [take_weight(weights[0], Piece("", 0, self.model.config.vocab_size))]
+            weights = [take_weight(weights[0], TensorSlice("", 0, self.model.config.vocab_size))]
         prefix = planned.name.removesuffix("weight")
         for key, tensor in encode(join_weights(pieces, weights), packed8=self.packed8).items():
             yield prefix + key, tensor.cpu().contiguous()

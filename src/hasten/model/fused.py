@@ -24,7 +24,7 @@ from hasten.model.stacking import alternate, packed, plain, split_alternate, spl
 from hasten.model.transformer import MLP, Block, Transformer
 from hasten.model.wide import narrow
 from hasten.ops.linear.modules import PackedLinear
-from hasten.ops.linear.operator import LinearRequest, native_waits
+from hasten.ops.linear.operator import LinearRequest, native_opt_in
 from hasten.ops.native import NativeLibrary, library
 from hasten.ops.pages import in_large_pages, return_freed_memory
 
@@ -83,7 +83,7 @@ def waits(model: Transformer) -> str | None:
     """Why a model that could be fused is better left as it is on this processor, or None."""
     if model.quantization is not None:
         return None
-    return native_waits(LinearRequest(device=model.device, dtype=model.dtype, format="bfloat16", in_features=1))
+    return native_opt_in(LinearRequest(device=model.device, dtype=model.dtype, format="bfloat16", in_features=1))
 
 
 def fuse_where_it_fits(model: Transformer) -> Transformer:

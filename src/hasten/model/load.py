@@ -15,7 +15,7 @@ from hasten.machine.device import resolve_device, resolve_dtype
 from hasten.model.checkpoint import DTYPES, MappedTensors, StoredTensor, check_finite, read_headers, read_json
 from hasten.model.config import ModelConfig
 from hasten.model.families import family_of, read_config
-from hasten.model.families.family import Family, Piece
+from hasten.model.families.family import Family, TensorSlice
 from hasten.model.formats.arguments import read_arguments
 from hasten.model.formats.fill import fill_quantized
 from hasten.model.formats.pieces import take
@@ -129,11 +129,11 @@ def _skeleton(config: ModelConfig) -> Transformer:
 
 def _locate(
     config: ModelConfig, family: Family, layouts: list, tensors: Mapping[str, Any], where: str
-) -> dict[str, Piece]:
+) -> dict[str, TensorSlice]:
     """Find every parameter's piece under one of the layouts, or say which tensor is missing."""
     missing = ""
     for layout in layouts:
-        pieces: dict[str, Piece] = {}
+        pieces: dict[str, TensorSlice] = {}
         for ours, piece in layout:
             name = piece.name
             if name not in tensors:
@@ -155,7 +155,7 @@ def _locate(
     )
 
 
-def _warn_of_unused(stored: Mapping[str, StoredTensor], pieces: Mapping[str, Piece], folder: Path) -> None:
+def _warn_of_unused(stored: Mapping[str, StoredTensor], pieces: Mapping[str, TensorSlice], folder: Path) -> None:
     used = {piece.name for piece in pieces.values()}
     unused = [name for name in stored if name not in used and not name.endswith(_LEFTOVERS)]
     if unused:
@@ -167,7 +167,7 @@ def _warn_of_unused(stored: Mapping[str, StoredTensor], pieces: Mapping[str, Pie
         )
 
 
-def _shape_after(shape: tuple[int, ...], piece: Piece) -> tuple[int, ...] | None:
+def _shape_after(shape: tuple[int, ...], piece: TensorSlice) -> tuple[int, ...] | None:
     """The shape that `take` would give, or None if the piece does not fit."""
     if piece.expert is not None:
         if len(shape) < 2 or piece.expert >= shape[0]:
@@ -185,7 +185,7 @@ def _shape_after(shape: tuple[int, ...], piece: Piece) -> tuple[int, ...] | None
     return shape
 
 
-def _check(pieces: Mapping[str, Piece], stored: Mapping[str, StoredTensor], model: Transformer) -> None:
+def _check(pieces: Mapping[str, TensorSlice], stored: Mapping[str, StoredTensor], model: Transformer) -> None:
     """Compare every tensor's dtype and shape with what the config asks for, before any is read."""
     used: dict[str, int] = {}  # rows of each fused tensor that a piece takes
     for ours, piece in pieces.items():
@@ -202,7 +202,7 @@ def _check(pieces: Mapping[str, Piece], stored: Mapping[str, StoredTensor], mode
                 )
 
 
-def _check_piece(ours: str, piece: Piece, stored: StoredTensor, model: Transformer) -> None:
+def _check_piece(ours: str, piece: TensorSlice, stored: StoredTensor, model: Transformer) -> None:
     if stored.dtype not in DTYPES:
         raise CheckpointError(
             f"{stored.file}: {stored.name} is stored as {stored.dtype!s:.20}; expected one of {', '.join(DTYPES)}: "
@@ -227,7 +227,7 @@ def _own_dtype(stored: Iterable[StoredTensor]) -> torch.dtype:
 
 def _fill(
     model: Transformer,
-    pieces: Mapping[str, Piece],
+    pieces: Mapping[str, TensorSlice],
     tensors: Mapping[str, Tensor],
     dtype: torch.dtype | None,
     device: torch.device | None,

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from hasten.model.transformer import MLP, Attention, Block, Linear, Transformer
 from hasten.ops.linear.layouts import PANEL
 from hasten.ops.linear.modules import PackedLinear
-from hasten.ops.linear.operator import native_refuses
+from hasten.ops.linear.operator import native_unsupported
 from hasten.ops.linear.weights import QuantizedWeight
 
 HALF_PANEL = 32  # rows of gate, then rows of up, in a panel of 64 (ops/block/phases.h)
@@ -39,7 +39,7 @@ def uneven(model: Transformer) -> str | None:
             if found is not None:
                 return f"its {names} are one product, and those of block {number} differ: {found}"
     for name, module in model.named_modules():
-        if isinstance(module, PackedLinear) and (reason := native_refuses(module.request)) is not None:
+        if isinstance(module, PackedLinear) and (reason := native_unsupported(module.request)) is not None:
             return f"{name}: {reason}"
     return None
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from hasten.machine import Precision, emulated
+from hasten.machine import ProductPrecision, emulated
 from hasten.ops.linear.modules import PackedLinear
 from hasten.ops.linear.wide import WideEmbedding, WideLinear
 
@@ -41,15 +41,15 @@ def narrow(model: "Transformer") -> None:
     _swap(model, NARROW, model.dtype)
 
 
-def precision_of(model: "Transformer") -> Precision:
+def precision_of(model: "Transformer") -> ProductPrecision:
     """In which dtype a model's matrix products run as it is bound now, and why."""
     own = str(model.dtype).removeprefix("torch.")
     if not model.readable:
-        return Precision(own, "the native fused steps take its weights as they are")
+        return ProductPrecision(own, "the native fused steps take its weights as they are")
     if isinstance(model.embedding, WideEmbedding):
         reason = emulated(model.dtype, model.device) or f"{own} is emulated where it was bound"
-        return Precision("float32", f"{reason}; the weights stay in {own}")
-    return Precision(own, "the dtype of its weights")
+        return ProductPrecision("float32", f"{reason}; the weights stay in {own}")
+    return ProductPrecision(own, "the dtype of its weights")
 
 
 def _swap(model: "Transformer", kinds: dict[type[nn.Module], type[nn.Module]], dtype: torch.dtype) -> None:

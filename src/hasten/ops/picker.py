@@ -21,15 +21,15 @@ def _always(request: Any) -> None:
 class Kernel(Generic[Request]):
     """One implementation of an operator.
 
-    `refuse(request)` returns None if the kernel can serve the request, else the reason it cannot, in plain words.
-    `defer(request)` returns why a kernel that could serve is only taken when it is asked for by name, or None.
+    `unsupported_reason(request)` returns None if the kernel can serve the request, else why it cannot, in plain words.
+    `opt_in_reason(request)` returns why a kernel that could serve is only taken when it is asked for by name, or None.
     Kernels stand in their operator's list in the order of preference: the fastest first, the reference last.
     """
 
     name: str
     run: Callable
-    refuse: Callable[[Request], str | None]
-    defer: Callable[[Request], str | None] = _always
+    unsupported_reason: Callable[[Request], str | None]
+    opt_in_reason: Callable[[Request], str | None] = _always
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +47,10 @@ def explain(kernels: Sequence[Kernel[Request]], request: Request, *, forced: str
     for kernel in kernels:
         if kernel is taken:
             continue
-        reason = kernel.refuse(request)
+        reason = kernel.unsupported_reason(request)
         if reason is None and forced:
             reason = f"{forced} was asked for by name"
-        others.append((kernel.name, reason or kernel.defer(request) or f"{taken.name} comes first"))
+        others.append((kernel.name, reason or kernel.opt_in_reason(request) or f"{taken.name} comes first"))
     return Choice(taken.name, tuple(others))
 
 
@@ -62,12 +62,12 @@ def pick(kernels: Sequence[Kernel[Request]], request: Request, *, forced: str | 
     if forced is not None:
         for kernel in kernels:
             if kernel.name == forced:
-                reason = kernel.refuse(request)
+                reason = kernel.unsupported_reason(request)
                 if reason:
                     raise ConfigError(f"kernel {forced!r} cannot be used here: {reason}")
                 return kernel
         raise ConfigError(f"there is no kernel {forced!r}; known: {', '.join(k.name for k in kernels)}")
     for kernel in kernels:
-        if kernel.refuse(request) is None and kernel.defer(request) is None:
+        if kernel.unsupported_reason(request) is None and kernel.opt_in_reason(request) is None:
             return kernel
     raise AssertionError("the reference kernel serves every request")

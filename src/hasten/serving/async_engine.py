@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from hasten.serving.counting import Stats
 from hasten.serving.engine_thread import EngineThread, Sink
-from hasten.serving.request import DeadlineExceeded, EngineFailed, Piece, Request, SlowReader
+from hasten.serving.request import DeadlineExceeded, EngineFailed, Request, RequestOutput, SlowReader
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,11 +28,11 @@ class _Stream:
 
     def __init__(self, request: Request, limit: int) -> None:
         self.open, self.limit = set(range(request.n)), limit
-        self.pieces: deque[Piece] = deque()
+        self.pieces: deque[RequestOutput] = deque()
         self.news = asyncio.Event()
         self.overrun = False
 
-    def put(self, piece: Piece) -> None:
+    def put(self, piece: RequestOutput) -> None:
         if len(self.pieces) >= self.limit:
             self.overrun = True
         else:
@@ -47,7 +47,7 @@ class AsyncEngine:
         self.engine = engine
         self.thread = EngineThread(engine, sinks=sinks)
         self.thread.after_step.append(self._deliver)
-        self._ready: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, Piece]]] = {}
+        self._ready: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, RequestOutput]]] = {}
         self._draining = False
         self._open = 0
 
@@ -63,7 +63,7 @@ class AsyncEngine:
     def stats(self) -> Stats:
         return self.engine.stats()
 
-    async def generate(self, request: Request) -> AsyncIterator[Piece]:
+    async def generate(self, request: Request) -> AsyncIterator[RequestOutput]:
         """The pieces of a request as they come. Closing the iterator aborts it: its blocks are free after the step.
 
         Raises RequestRefused or QueueFull before anything is computed, DeadlineExceeded after its timeout, EngineFailed
@@ -74,7 +74,7 @@ class AsyncEngine:
         stream = _Stream(request, self.engine.settings.reader_limit)
         loop = asyncio.get_running_loop()
 
-        def sink(piece: Piece) -> None:
+        def sink(piece: RequestOutput) -> None:
             self._ready.setdefault(loop, []).append((stream, piece))
 
         self.thread.submit(request, sink)
@@ -146,7 +146,7 @@ class AsyncEngine:
         if self._draining:
             raise EngineFailed("the engine is shutting down and takes no requests")
 
-    def _raise_for(self, piece: Piece, request: Request) -> None:
+    def _raise_for(self, piece: RequestOutput, request: Request) -> None:
         if piece.finish_reason == "abort" and piece.stop_reason == "timeout":
             raise DeadlineExceeded(f"request {request.id} was not complete after {request.timeout} seconds")
         if piece.finish_reason == "error" and self.engine.error is not None:
@@ -190,6 +190,6 @@ class AsyncEngine:
                     self.thread.abort(piece.request_id)
 
 
-def _put_all(news: list[tuple[_Stream, Piece]]) -> None:
+def _put_all(news: list[tuple[_Stream, RequestOutput]]) -> None:
     for stream, piece in news:
         stream.put(piece)

@@ -11,11 +11,11 @@ from torch import Tensor
 from hasten.generation.paged import PagedCache, Rows
 from hasten.model.transformer import Transformer
 from hasten.serving.blocks import BlockManager
-from hasten.serving.sequences import Plan, Scheduled
+from hasten.serving.sequences import Scheduled, StepPlan
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class ScheduledBatch:
     """tokens: N of them, in the plan's order. wanted: rows to score. first: for each entry, the first row of its logits
     (its prompt's rows come before those of its last token).
     """
@@ -26,7 +26,7 @@ class Batch:
     rows: list[Rows]
 
     @classmethod
-    def of(cls, plan: Plan, blocks: BlockManager, prompt_rows: Callable[[Scheduled], int] | None) -> Batch:
+    def of(cls, plan: StepPlan, blocks: BlockManager, prompt_rows: Callable[[Scheduled], int] | None) -> ScheduledBatch:
         """prompt_rows: how many of an entry's rows score the prompt itself; None where nobody wants that."""
         tokens: list[int] = []
         wanted: list[int] = []

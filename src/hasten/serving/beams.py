@@ -40,7 +40,7 @@ class Candidates:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Choice:
+class BeamStep:
     """A beam of the next step: `parent` and one token more."""
 
     parent: Beam
@@ -85,7 +85,7 @@ class BeamSearch:
         """Whether the continuations of all beams are known."""
         return all(beam.sequence in self._candidates for beam in self.beams)
 
-    def choose(self, texts: TokenTexts) -> list[Choice]:
+    def choose(self, texts: TokenTexts) -> list[BeamStep]:
         """The beams of the next step; empty when the search is done."""
         known = [self._candidates[beam.sequence] for beam in self.beams]
         totals = np.concatenate([own.logprobs + beam.score for own, beam in zip(known, self.beams, strict=True)])
@@ -93,12 +93,12 @@ class BeamSearch:
         best = [int(i) for i in np.argsort(-totals, kind="stable")[: self.kept] if totals[i] > -np.inf]
         self.generated += 1
         last = self.generated >= self.request.params.max_new_tokens
-        going: list[Choice] = []
+        going: list[BeamStep] = []
         full = len(self.complete) == self.width
         ended = list(self.complete)
         for rank, place in enumerate(best):
             b, i = origin[place]
-            choice = Choice(self.beams[b], known[b].tokens[i], totals[place], self._told(known[b], i, texts))
+            choice = BeamStep(self.beams[b], known[b].tokens[i], totals[place], self._told(known[b], i, texts))
             if not last and choice.token not in self.end_ids:
                 going.append(choice)
             elif rank < self.width and not (full and self.request.early_stopping):
@@ -116,7 +116,7 @@ class BeamSearch:
         possible = best / np.float32(self.generated**self.request.length_penalty)
         return self.request.early_stopping or not possible > self.complete[-1].score
 
-    def _ended(self, choice: Choice) -> Complete:
+    def _ended(self, choice: BeamStep) -> Complete:
         prompt = len(self.request.prompt)
         return Complete(
             score=choice.score / np.float32(self.generated**self.request.length_penalty),
@@ -176,7 +176,7 @@ def candidates_of(logits: Tensor, searches: SequenceOf[BeamSearch]) -> list[Cand
     ]
 
 
-def continue_beams(search: BeamSearch, choices: SequenceOf[Choice], books: Scheduler) -> None:
+def continue_beams(search: BeamSearch, choices: SequenceOf[BeamStep], books: Scheduler) -> None:
     """Make the chosen beams of the next step: forks share every block of the beam they continue."""
     unused = dict.fromkeys(beam.sequence for beam in search.beams)
     chosen = {choice.parent.sequence for choice in choices}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hasten.serving.groups import Group
+from hasten.serving.groups import SequenceGroup
 from hasten.serving.logprobs import TokenTexts, token_logprobs
 from hasten.serving.request import TokenLogprob
 from hasten.serving.sampler import Sampler
@@ -19,7 +19,7 @@ from hasten.serving.samples import Sample
 class Drawn:
     """What one sample takes in this step. failure: why its constraint allows nothing, if so."""
 
-    group: Group
+    group: SequenceGroup
     sample: Sample
     row: int
     tokens: Sequence[int] = ()

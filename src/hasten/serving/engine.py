@@ -1,8 +1,9 @@
 """The engine: requests in, one step of the model for all of them together, pieces of text out. One thread owns it.
 
 A step: the scheduler plans which tokens of which sequences are computed (`Scheduler`), blocks that are written are made
-private (`PagedCache.copy`), one call of the model over the ragged rows (`Batch`), one batched draw (`draw`), and each
-sample takes its token (`Sample`). Requests with several samples compute their prompt once and fork; a beam is a fork.
+private (`PagedCache.copy`), one call of the model over the ragged rows (`ScheduledBatch`), one batched draw (`draw`),
+and each sample takes its token (`Sample`). Requests with several samples compute their prompt once and fork; a beam is
+a fork.
 """
 
 from __future__ import annotations
@@ -20,17 +21,17 @@ from hasten.model.tokenizer import Tokenizer
 from hasten.model.transformer import Transformer
 from hasten.serving import beams, embedding, prompt_scores, speculation
 from hasten.serving.admission import admitted, cache_blocks, longest
-from hasten.serving.batch import Batch
+from hasten.serving.batch import ScheduledBatch
 from hasten.serving.blocks import BlockManager
 from hasten.serving.counting import Counts, Stats
 from hasten.serving.drawing import Drawn, draw
-from hasten.serving.groups import Group
+from hasten.serving.groups import SequenceGroup
 from hasten.serving.in_flight import InFlight
 from hasten.serving.logprobs import TokenTexts
-from hasten.serving.request import EngineFailed, FinishReason, Piece, Request, RequestRefused
+from hasten.serving.request import EngineFailed, FinishReason, Request, RequestOutput, RequestRefused
 from hasten.serving.sampler import Sampler
 from hasten.serving.scheduler import Scheduler
-from hasten.serving.sequences import Plan, Scheduled
+from hasten.serving.sequences import Scheduled, StepPlan
 from hasten.serving.settings import EngineSettings
 
 __all__ = ["Engine", "EngineSettings", "Stats"]
@@ -67,7 +68,7 @@ class Engine:
         self.propose: speculation.Proposer | None = None
         self.error: str | None = None  # why the engine stopped for good
         self._flight = InFlight()
-        self._pending: list[Piece] = []  # of aborted requests, for the next step
+        self._pending: list[RequestOutput] = []  # of aborted requests, for the next step
         self._counts = Counts()
 
     # -- requests -----------------------------------------------------------------------------------------------------
@@ -94,7 +95,7 @@ class Engine:
         )
         seed = secrets.randbits(62) if request.params.seed is None else request.params.seed
         deadline = None if request.timeout is None else time.monotonic() + request.timeout
-        self._flight.add(Group(request, trunk, seed=seed, deadline=deadline))
+        self._flight.add(SequenceGroup(request, trunk, seed=seed, deadline=deadline))
         self._counts.requests += 1
         self._counts.prompt_tokens += len(request.prompt)
 
@@ -159,7 +160,7 @@ class Engine:
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
-    def step(self) -> list[Piece]:
+    def step(self) -> list[RequestOutput]:
         """One step for everybody; what it added. A step that fails ends all requests with reason "error"."""
         started = time.perf_counter()
         pieces, self._pending = self._pending, []
@@ -174,7 +175,7 @@ class Engine:
         self._counts.busy_seconds += time.perf_counter() - started
         return pieces
 
-    def _step(self) -> list[Piece]:
+    def _step(self) -> list[RequestOutput]:
         """Plan, copy, compute, draw, take."""
         if self.propose is not None:
             drawing = self._flight.samples
@@ -184,11 +185,11 @@ class Engine:
             return []
         if plan.copies:
             self.cache.copy(plan.copies)
-        batch = Batch.of(plan, self.blocks, self._prompt_rows if self._flight.scoring else None)
+        batch = ScheduledBatch.of(plan, self.blocks, self._prompt_rows if self._flight.scoring else None)
         logits = self._compute(batch)
         self.scheduler.advance(plan)
         takers, scored = self._arrived(plan, batch, logits)
-        pieces: list[Piece] = []
+        pieces: list[RequestOutput] = []
         if takers:
             draw(logits, takers, self.sampler, self.texts)
             for taker in takers:
@@ -197,7 +198,7 @@ class Engine:
             pieces += self._search(logits, scored)
         return pieces
 
-    def _compute(self, batch: Batch) -> Tensor:
+    def _compute(self, batch: ScheduledBatch) -> Tensor:
         started = time.perf_counter()
         logits = batch.logits(self.model, self.cache)
         self._counts.model_seconds += time.perf_counter() - started
@@ -205,7 +206,7 @@ class Engine:
         self._counts.computed_tokens += len(batch.tokens)
         return logits
 
-    def _arrived(self, plan: Plan, batch: Batch, logits: Tensor) -> tuple[list[Drawn], list[beams.Scored]]:
+    def _arrived(self, plan: StepPlan, batch: ScheduledBatch, logits: Tensor) -> tuple[list[Drawn], list[beams.Scored]]:
         """The samples that draw a token now, and the beams that are scored. A prompt that was read becomes them."""
         takers: list[Drawn] = []
         scored: list[beams.Scored] = []
@@ -231,7 +232,7 @@ class Engine:
     def _prompt_rows(self, entry: Scheduled) -> int:
         return prompt_scores.scored_rows(self._flight.group_of(entry.sequence), entry)
 
-    def _take(self, taker: Drawn) -> list[Piece]:
+    def _take(self, taker: Drawn) -> list[RequestOutput]:
         """A sample takes what was drawn for it."""
         group, sample = taker.group, taker.sample
         text, count = sample.take(taker.tokens, failure=taker.failure)
@@ -246,11 +247,11 @@ class Engine:
             self._complete(group, failed=sample.finish_reason == "error")
         return pieces
 
-    def _search(self, logits: Tensor, scored: list[beams.Scored]) -> list[Piece]:
+    def _search(self, logits: Tensor, scored: list[beams.Scored]) -> list[RequestOutput]:
         """The beams of the next step; the best texts of searches that are done."""
         generated, done = beams.advance(logits, scored, texts=self.texts, books=self.scheduler)
         self._counts.generated_tokens += generated
-        pieces: list[Piece] = []
+        pieces: list[RequestOutput] = []
         for search in done:
             group = self._flight.group_of(search.beams[0].sequence)
             pieces += group.best_beams(tokenizer=self.tokenizer, eos_ids=self.eos_ids)
@@ -261,28 +262,28 @@ class Engine:
 
     # -- ends ---------------------------------------------------------------------------------------------------------
 
-    def _complete(self, group: Group, *, failed: bool = False) -> None:
+    def _complete(self, group: SequenceGroup, *, failed: bool = False) -> None:
         self._counts.failed += failed
         self._counts.finished += not failed
         self._flight.forget(group)
 
-    def _expire(self) -> list[Piece]:
-        pieces: list[Piece] = []
+    def _expire(self) -> list[RequestOutput]:
+        pieces: list[RequestOutput] = []
         for group in self._flight.expired():
             self._counts.aborted += 1
             pieces += self._end(group, "abort", "timeout")
         return pieces
 
-    def _fail(self, error: Exception) -> list[Piece]:
+    def _fail(self, error: Exception) -> list[RequestOutput]:
         self.error = f"{type(error).__name__}: {error}"
-        pieces: list[Piece] = []
+        pieces: list[RequestOutput] = []
         for group in list(self._flight.groups.values()):
             self._counts.failed += 1
             pieces += self._end(group, "error", self.error)
         self.blocks.forget()  # what was promised to be written in this step may not have been
         return pieces
 
-    def _end(self, group: Group, reason: FinishReason, why: str | None) -> list[Piece]:
+    def _end(self, group: SequenceGroup, reason: FinishReason, why: str | None) -> list[RequestOutput]:
         """Stop a request from outside: its blocks back, and a last word for each of its unfinished samples."""
         for sequence in group.sequences:
             self.scheduler.finish(sequence)

@@ -8,13 +8,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hasten.serving.request import EngineFailed, Piece, Request
+from hasten.serving.request import EngineFailed, Request, RequestOutput
 
 if TYPE_CHECKING:
     from hasten.serving.engine import Engine
 
 # A reader of one request gets its pieces through this; it is called in the engine's thread.
-Sink = Callable[[Piece], None]
+Sink = Callable[[RequestOutput], None]
 
 
 @dataclass(slots=True)
@@ -90,7 +90,9 @@ class EngineThread:
                 self._readers[request.id] = _Reader(sink, set(range(request.n)))
             except Exception as error:
                 for index in range(request.n):
-                    sink(Piece(request_id=request.id, index=index, finish_reason="error", stop_reason=str(error)))
+                    sink(
+                        RequestOutput(request_id=request.id, index=index, finish_reason="error", stop_reason=str(error))
+                    )
 
         self.enter()
         try:
@@ -128,7 +130,7 @@ class EngineThread:
             self.engine.error = self.engine.error or f"{type(error).__name__}: {error}"
             for request_id, reader in list(self._readers.items()):
                 self.engine.abort(request_id)
-                reader.sink(Piece(request_id=request_id, index=0, finish_reason="error"))
+                reader.sink(RequestOutput(request_id=request_id, index=0, finish_reason="error"))
             raise
         finally:
             with self._wake:
@@ -153,7 +155,7 @@ class EngineThread:
             engine.abort(request_id)
         self._give_out(engine.step())
 
-    def _give_out(self, pieces: list[Piece]) -> None:
+    def _give_out(self, pieces: list[RequestOutput]) -> None:
         for piece in pieces:
             reader = self._readers.get(piece.request_id)
             if reader is None:

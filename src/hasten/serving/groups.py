@@ -8,13 +8,13 @@ from collections.abc import Sequence as SequenceOf
 from hasten.generation.stopping import OutputText, stop_ids
 from hasten.model.tokenizer import Tokenizer
 from hasten.serving.beams import BeamSearch
-from hasten.serving.request import FinishReason, Piece, Request, TokenLogprob
+from hasten.serving.request import FinishReason, Request, RequestOutput, TokenLogprob
 from hasten.serving.samples import Sample
 from hasten.serving.scheduler import Scheduler
 from hasten.serving.sequences import Sequence
 
 
-class Group:
+class SequenceGroup:
     """A request in flight, with its samples; `held` until all are complete where the best of them are wanted."""
 
     def __init__(self, request: Request, trunk: Sequence, *, seed: int, deadline: float | None) -> None:
@@ -75,12 +75,12 @@ class Group:
         logprobs: tuple[TokenLogprob, ...] | None = None,
         finish_reason: FinishReason | None = None,
         stop_reason: str | int | None = None,
-    ) -> Piece:
+    ) -> RequestOutput:
         prompt = None
         if not self._told_prompt:
             self._told_prompt = True
             prompt = None if self.prompt_logprobs is None else tuple(self.prompt_logprobs)
-        return Piece(
+        return RequestOutput(
             request_id=self.request.id,
             index=index,
             text=text,
@@ -95,7 +95,7 @@ class Group:
 
     def told(
         self, sample: Sample, *, text: str, tokens: SequenceOf[int], logprobs: SequenceOf[TokenLogprob]
-    ) -> list[Piece]:
+    ) -> list[RequestOutput]:
         """What may be said now that a sample took tokens: that at once, or the best samples when all are complete."""
         if self.held:
             sample.keep(text, logprobs)
@@ -111,7 +111,7 @@ class Group:
             )
         ]
 
-    def best(self) -> list[Piece]:
+    def best(self) -> list[RequestOutput]:
         """The `n` best samples by mean log-probability, whole."""
         ranked = sorted(self.samples, key=lambda sample: -sample.mean_logprob)[: self.request.n]
         return [
@@ -126,7 +126,7 @@ class Group:
             for index, sample in enumerate(ranked)
         ]
 
-    def best_beams(self, *, tokenizer: Tokenizer | None, eos_ids: Collection[int]) -> list[Piece]:
+    def best_beams(self, *, tokenizer: Tokenizer | None, eos_ids: Collection[int]) -> list[RequestOutput]:
         """The `n` best texts of a search that is done, whole."""
         assert self.search is not None
         assert self.search.done
@@ -151,7 +151,7 @@ class Group:
             )
         return pieces
 
-    def ended(self, reason: FinishReason, why: str | None) -> list[Piece]:
+    def ended(self, reason: FinishReason, why: str | None) -> list[RequestOutput]:
         """A last word for each unfinished text of a request that is stopped from outside."""
         told = set() if self.held else {s.index for s in self.samples if s.finish_reason is not None}
         return [

@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 
-from hasten.serving.groups import Group
+from hasten.serving.groups import SequenceGroup
 from hasten.serving.request import QueueFull
 from hasten.serving.samples import Sample
 from hasten.serving.sequences import Sequence
@@ -17,23 +17,23 @@ class InFlight:
     """Every request from its arrival to its end."""
 
     def __init__(self) -> None:
-        self.groups: dict[str, Group] = {}
+        self.groups: dict[str, SequenceGroup] = {}
         self.samples: dict[Sequence, Sample] = {}  # by the sequence whose tokens they draw; prompts and beams have none
         self.scoring = 0  # those that want their prompt's log-probabilities
-        self._by_number: dict[int, Group] = {}
+        self._by_number: dict[int, SequenceGroup] = {}
         self._deadlines: list[tuple[float, str]] = []
         self._ends: deque[float] = deque(maxlen=32)
 
-    def add(self, group: Group) -> None:
+    def add(self, group: SequenceGroup) -> None:
         self.groups[group.request.id] = self._by_number[group.number] = group
         self.scoring += group.prompt_logprobs is not None
         if group.deadline is not None:
             heapq.heappush(self._deadlines, (group.deadline, group.request.id))
 
-    def group_of(self, sequence: Sequence) -> Group:
+    def group_of(self, sequence: Sequence) -> SequenceGroup:
         return self._by_number[sequence.request]
 
-    def forget(self, group: Group) -> None:
+    def forget(self, group: SequenceGroup) -> None:
         """The request is complete, or given up."""
         del self.groups[group.request.id], self._by_number[group.number]
         self.scoring -= group.prompt_logprobs is not None
@@ -42,7 +42,7 @@ class InFlight:
             self._deadlines = [(one.deadline, name) for name, one in self.groups.items() if one.deadline is not None]
             heapq.heapify(self._deadlines)
 
-    def expired(self) -> Iterator[Group]:
+    def expired(self) -> Iterator[SequenceGroup]:
         """Those whose deadline has passed, each once."""
         while self._deadlines and self._deadlines[0][0] <= time.monotonic():
             deadline, request_id = heapq.heappop(self._deadlines)

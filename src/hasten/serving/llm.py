@@ -17,7 +17,7 @@ from hasten.serving.async_engine import AsyncEngine
 from hasten.serving.counting import Stats
 from hasten.serving.engine import Engine
 from hasten.serving.engine_thread import Sink
-from hasten.serving.request import EngineFailed, FinishReason, Piece, QueueFull, Request, TokenLogprob
+from hasten.serving.request import EngineFailed, FinishReason, QueueFull, Request, RequestOutput, TokenLogprob
 from hasten.serving.settings import EngineSettings
 
 
@@ -114,7 +114,7 @@ class LLM:
             answers[piece.request_id].add(piece)
         return [answers[one.id].answer() for one in requests]
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None, **request: Any) -> Iterator[Piece]:
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None, **request: Any) -> Iterator[RequestOutput]:
         """The pieces of one prompt's texts as they come (`piece.text`, and `piece.index` where n > 1)."""
         requests = self._requests(prompt, params, request)
         if len(requests) != 1:
@@ -131,7 +131,7 @@ class LLM:
 
     async def astream(
         self, prompt: Prompt, params: SamplingParams | None = None, **request: Any
-    ) -> AsyncIterator[Piece]:
+    ) -> AsyncIterator[RequestOutput]:
         """`stream` for event loops; closing it gives the request up."""
         (one,) = self._requests(prompt, params, request)
         pieces = self._started().generate(one)
@@ -172,11 +172,11 @@ class LLM:
             raise ConfigError(f"unknown setting of a request: {error}") from None
         return [self.engine.checked(one) for one in requests]
 
-    def _run(self, requests: list[Request]) -> Iterator[Piece]:
+    def _run(self, requests: list[Request]) -> Iterator[RequestOutput]:
         """The pieces of the requests as they come; what is left of them is given up when the caller stops."""
         waiting = list(reversed(requests))
         left = {one.id: set(range(one.n)) for one in requests}
-        arrived: queue.SimpleQueue[Piece] = queue.SimpleQueue()
+        arrived: queue.SimpleQueue[RequestOutput] = queue.SimpleQueue()
         self._readers |= {one.id: (one.n, arrived.put) for one in requests}
         try:
             while left:
@@ -223,10 +223,10 @@ class _Collector:
 
     def __init__(self, request: Request) -> None:
         self.request = request
-        self.parts: list[list[Piece]] = [[] for _ in range(request.n)]
-        self.first: Piece | None = None
+        self.parts: list[list[RequestOutput]] = [[] for _ in range(request.n)]
+        self.first: RequestOutput | None = None
 
-    def add(self, piece: Piece) -> None:
+    def add(self, piece: RequestOutput) -> None:
         self.first = self.first or piece
         self.parts[piece.index].append(piece)
 
@@ -240,7 +240,7 @@ class _Collector:
             prompt_logprobs=None if first.prompt_logprobs is None else list(first.prompt_logprobs),
         )
 
-    def _completion(self, parts: list[Piece]) -> Completion:
+    def _completion(self, parts: list[RequestOutput]) -> Completion:
         wanted = self.request.logprobs is not None
         return Completion(
             text="".join(piece.text for piece in parts),

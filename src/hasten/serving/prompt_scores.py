@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from hasten.serving.groups import Group
+from hasten.serving.groups import SequenceGroup
 from hasten.serving.logprobs import TokenTexts, token_logprobs
 from hasten.serving.sequences import Scheduled
 
 
-def scored_rows(group: Group, entry: Scheduled) -> int:
+def scored_rows(group: SequenceGroup, entry: Scheduled) -> int:
     """How many rows of the entry predict a token of a prompt whose log-probabilities are wanted."""
     if group.prompt_logprobs is None or group.trunk is not entry.sequence:
         return 0
     return max(0, min(entry.end, len(group.request.prompt) - 1) - entry.start)
 
 
-def note(group: Group, entry: Scheduled, rows: Tensor, texts: TokenTexts) -> None:
+def note(group: SequenceGroup, entry: Scheduled, rows: Tensor, texts: TokenTexts) -> None:
     """Keep what an entry says of its prompt. rows (`scored_rows`, V) float32 logits."""
     count = len(rows)
     if count:

@@ -125,7 +125,7 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class RequestOutput:
     """What one step added to one of the samples of a request.
 
     index: which sample, below `n`. text: often empty (a character, or a stop string, is not complete yet). tokens:

@@ -21,7 +21,7 @@ from collections.abc import Sequence as SequenceOf
 
 from hasten.errors import ConfigError
 from hasten.serving.blocks import BlockManager, OutOfBlocks
-from hasten.serving.sequences import Plan, Scheduled, Sequence
+from hasten.serving.sequences import Scheduled, Sequence, StepPlan
 
 
 class Scheduler:
@@ -110,7 +110,7 @@ class Scheduler:
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
-    def plan(self) -> Plan:
+    def plan(self) -> StepPlan:
         """What the next step computes; empty if there is nothing to do. Its blocks are reserved."""
         self._copies.clear()
         self._make_way()
@@ -125,9 +125,9 @@ class Scheduler:
         else:
             self._top_up(entries, left)
         copies = [pair for entry in entries.values() for pair in self._copies.get(entry.sequence.number, ())]
-        return Plan(list(entries.values()), copies)
+        return StepPlan(list(entries.values()), copies)
 
-    def advance(self, plan: Plan) -> None:
+    def advance(self, plan: StepPlan) -> None:
         """The step has been computed."""
         self.blocks.computed()
         for entry in plan.entries:

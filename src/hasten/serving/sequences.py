@@ -50,7 +50,7 @@ class Scheduled:
 
 
 @dataclass(slots=True, eq=False)
-class Plan:
+class StepPlan:
     """A step. copies: (source, target) blocks to be copied before it, in this order."""
 
     entries: list[Scheduled]

@@ -12,8 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from hasten.machine import Precision as Choice
-from hasten.machine import resolve_device, training_precision
+from hasten.machine import ProductPrecision, resolve_device, training_precision
 from hasten.training.recipe import PrecisionName, Recipe
 
 PRECISIONS: dict[PrecisionName, torch.dtype] = {
@@ -25,13 +24,13 @@ START = 65_536.0  # the largest that float16 gradients near 1 survive; a small m
 CLEAN_STEPS = 2000  # in a row, until it is doubled
 
 
-def choose_precision(recipe: Recipe, begun: Recipe | None = None) -> tuple[Recipe, Choice]:
+def choose_precision(recipe: Recipe, begun: Recipe | None = None) -> tuple[Recipe, ProductPrecision]:
     """The recipe with its precision decided, and the reason. begun: as the run that goes on began, which decides it."""
     name = recipe.techniques.precision
     if name != "auto":
-        return recipe, Choice(name, "as the recipe says")
+        return recipe, ProductPrecision(name, "as the recipe says")
     if begun is not None:
-        choice = Choice(begun.techniques.precision, "as the run began")
+        choice = ProductPrecision(begun.techniques.precision, "as the run began")
     else:
         choice = training_precision(resolve_device(recipe.run.device))
     decided = cast(PrecisionName, choice.dtype)

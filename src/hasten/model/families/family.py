@@ -19,7 +19,7 @@ ACTIVATION_NAMES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TensorSlice:
     """Where one of our tensors stands in a checkpoint: the whole tensor `name`, or a part of it.
 
     expert: which matrix of a stacked (E, …) tensor. transposed: stored (in, out), as GPT-2's Conv1D does.
@@ -34,7 +34,7 @@ class Piece:
     interleaved: tuple[int, int, int] | None = None
 
 
-Places = Iterator[tuple[str, Piece]]
+Places = Iterator[tuple[str, TensorSlice]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,30 +202,30 @@ NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layern
 
 def llama_places(config: ModelConfig, norms: dict[str, str] = NORMS) -> Places:
     """Names of Llama and its descendants, without the MLP of expert layers."""
-    yield "embedding.weight", Piece("model.embed_tokens.weight")
-    yield "norm.weight", Piece("model.norm.weight")
-    yield "head.weight", Piece("lm_head.weight")
+    yield "embedding.weight", TensorSlice("model.embed_tokens.weight")
+    yield "norm.weight", TensorSlice("model.norm.weight")
+    yield "head.weight", TensorSlice("lm_head.weight")
     for i, layer in enumerate(config.layers):
         ours, theirs = f"blocks.{i}", f"model.layers.{i}"
         for our_norm, name in norms.items():
-            yield f"{ours}.{our_norm}.weight", Piece(f"{theirs}.{name}.weight")
+            yield f"{ours}.{our_norm}.weight", TensorSlice(f"{theirs}.{name}.weight")
         for our, name, bias in (
             ("q", "q_proj", config.qkv_bias),
             ("k", "k_proj", config.qkv_bias),
             ("v", "v_proj", config.qkv_bias),
             ("output", "o_proj", config.output_bias),
         ):
-            yield f"{ours}.attention.{our}.weight", Piece(f"{theirs}.self_attn.{name}.weight")
+            yield f"{ours}.attention.{our}.weight", TensorSlice(f"{theirs}.self_attn.{name}.weight")
             if bias:
-                yield f"{ours}.attention.{our}.bias", Piece(f"{theirs}.self_attn.{name}.bias")
+                yield f"{ours}.attention.{our}.bias", TensorSlice(f"{theirs}.self_attn.{name}.bias")
         if config.qk_norm:
-            yield f"{ours}.attention.q_norm.weight", Piece(f"{theirs}.self_attn.q_norm.weight")
-            yield f"{ours}.attention.k_norm.weight", Piece(f"{theirs}.self_attn.k_norm.weight")
+            yield f"{ours}.attention.q_norm.weight", TensorSlice(f"{theirs}.self_attn.q_norm.weight")
+            yield f"{ours}.attention.k_norm.weight", TensorSlice(f"{theirs}.self_attn.k_norm.weight")
         if not layer.experts:
             for our in ("gate", "up", "down"):
-                yield f"{ours}.mlp.{our}.weight", Piece(f"{theirs}.mlp.{our}_proj.weight")
+                yield f"{ours}.mlp.{our}.weight", TensorSlice(f"{theirs}.mlp.{our}_proj.weight")
                 if config.mlp_bias:
-                    yield f"{ours}.mlp.{our}.bias", Piece(f"{theirs}.mlp.{our}_proj.bias")
+                    yield f"{ours}.mlp.{our}.bias", TensorSlice(f"{theirs}.mlp.{our}_proj.bias")
 
 
 def separate_experts(config: ModelConfig, *, block: str, names: Mapping[str, str]) -> Places:
@@ -234,10 +234,10 @@ def separate_experts(config: ModelConfig, *, block: str, names: Mapping[str, str
         if not layer.experts:
             continue
         ours, theirs = f"blocks.{i}.mlp", f"model.layers.{i}.{block}"
-        yield f"{ours}.router.weight", Piece(f"{theirs}.gate.weight")
+        yield f"{ours}.router.weight", TensorSlice(f"{theirs}.gate.weight")
         for e in range(config.experts):
             for our, name in names.items():
-                yield f"{ours}.experts.{e}.{our}.weight", Piece(f"{theirs}.experts.{e}.{name}.weight")
+                yield f"{ours}.experts.{e}.{our}.weight", TensorSlice(f"{theirs}.experts.{e}.{name}.weight")
 
 
 def fused_experts(config: ModelConfig) -> Places:
@@ -247,9 +247,9 @@ def fused_experts(config: ModelConfig) -> Places:
             continue
         ours, theirs = f"blocks.{i}.mlp", f"model.layers.{i}.mlp"
         size = config.expert_size
-        yield f"{ours}.router.weight", Piece(f"{theirs}.gate.weight")
+        yield f"{ours}.router.weight", TensorSlice(f"{theirs}.gate.weight")
         for e in range(config.experts):
             fused, down = f"{theirs}.experts.gate_up_proj", f"{theirs}.experts.down_proj"
-            yield f"{ours}.experts.{e}.gate.weight", Piece(fused, 0, size, expert=e)
-            yield f"{ours}.experts.{e}.up.weight", Piece(fused, size, 2 * size, expert=e)
-            yield f"{ours}.experts.{e}.down.weight", Piece(down, expert=e)
+            yield f"{ours}.experts.{e}.gate.weight", TensorSlice(fused, 0, size, expert=e)
+            yield f"{ours}.experts.{e}.up.weight", TensorSlice(fused, size, 2 * size, expert=e)
+            yield f"{ours}.experts.{e}.down.weight", TensorSlice(down, expert=e)

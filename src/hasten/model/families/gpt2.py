@@ -4,7 +4,7 @@ from typing import Any
 
 from hasten.errors import CheckpointError
 from hasten.model.config import Fields, LayerConfig, ModelConfig
-from hasten.model.families.family import ACTIVATION_NAMES, Family, Piece, Places, layer_count
+from hasten.model.families.family import ACTIVATION_NAMES, Family, Places, TensorSlice, layer_count
 
 
 def gpt_config(fields: Fields, **changes: Any) -> ModelConfig:
@@ -50,19 +50,19 @@ def config(fields: Fields) -> ModelConfig:
 
 def gpt_places(config: ModelConfig, *, transposed: bool) -> Places:
     """Every weight but those of the fused q, k, v."""
-    yield "embedding.weight", Piece("transformer.wte.weight")
-    yield "positions.weight", Piece("transformer.wpe.weight")
-    yield "head.weight", Piece("lm_head.weight")
+    yield "embedding.weight", TensorSlice("transformer.wte.weight")
+    yield "positions.weight", TensorSlice("transformer.wpe.weight")
+    yield "head.weight", TensorSlice("lm_head.weight")
     for kind in ("weight", "bias"):
-        yield f"norm.{kind}", Piece(f"transformer.ln_f.{kind}")
+        yield f"norm.{kind}", TensorSlice(f"transformer.ln_f.{kind}")
         turned = transposed and kind == "weight"
         for i in range(len(config.layers)):
             ours, theirs = f"blocks.{i}", f"transformer.h.{i}"
-            yield f"{ours}.attention_norm.{kind}", Piece(f"{theirs}.ln_1.{kind}")
-            yield f"{ours}.mlp_norm.{kind}", Piece(f"{theirs}.ln_2.{kind}")
-            yield f"{ours}.attention.output.{kind}", Piece(f"{theirs}.attn.c_proj.{kind}", transposed=turned)
-            yield f"{ours}.mlp.up.{kind}", Piece(f"{theirs}.mlp.c_fc.{kind}", transposed=turned)
-            yield f"{ours}.mlp.down.{kind}", Piece(f"{theirs}.mlp.c_proj.{kind}", transposed=turned)
+            yield f"{ours}.attention_norm.{kind}", TensorSlice(f"{theirs}.ln_1.{kind}")
+            yield f"{ours}.mlp_norm.{kind}", TensorSlice(f"{theirs}.ln_2.{kind}")
+            yield f"{ours}.attention.output.{kind}", TensorSlice(f"{theirs}.attn.c_proj.{kind}", transposed=turned)
+            yield f"{ours}.mlp.up.{kind}", TensorSlice(f"{theirs}.mlp.c_fc.{kind}", transposed=turned)
+            yield f"{ours}.mlp.down.{kind}", TensorSlice(f"{theirs}.mlp.c_proj.{kind}", transposed=turned)
 
 
 def places(config: ModelConfig) -> Places:
@@ -73,7 +73,7 @@ def places(config: ModelConfig) -> Places:
             for kind in ("weight", "bias"):
                 yield (
                     f"blocks.{i}.attention.{our}.{kind}",
-                    Piece(
+                    TensorSlice(
                         f"transformer.h.{i}.attn.c_attn.{kind}",
                         part * hidden,
                         (part + 1) * hidden,

@@ -1,7 +1,7 @@
 """GPT-BigCode, StarCoder (arXiv 2305.06161): GPT-2 with one key/value head for all query heads (multi-query)."""
 
 from hasten.model.config import Fields, ModelConfig
-from hasten.model.families.family import Family, Piece, Places
+from hasten.model.families.family import Family, Places, TensorSlice
 from hasten.model.families.gpt2 import gpt_config, gpt_places
 
 
@@ -19,7 +19,11 @@ def places(config: ModelConfig) -> Places:
             for kind in ("weight", "bias"):
                 name = f"transformer.h.{i}.attn.c_attn.{kind}"
                 # Without multi-query the three parts alternate head by head.
-                piece = Piece(name, start, stop) if config.kv_heads == 1 else Piece(name, interleaved=(3, part, kv))
+                piece = (
+                    TensorSlice(name, start, stop)
+                    if config.kv_heads == 1
+                    else TensorSlice(name, interleaved=(3, part, kv))
+                )
                 yield f"blocks.{i}.attention.{our}.{kind}", piece
 
 

@@ -3,8 +3,8 @@
 from hasten.model.config import Fields, ModelConfig
 from hasten.model.families.family import (
     Family,
-    Piece,
     Places,
+    TensorSlice,
     llama_config,
     llama_places,
     rope,
@@ -35,7 +35,7 @@ def places(config: ModelConfig) -> Places:
         last = piece.name.split(".")[-2]
         if last in parts:
             fused, start, stop = parts[last]
-            piece = Piece(piece.name.replace(last, fused), start, stop)
+            piece = TensorSlice(piece.name.replace(last, fused), start, stop)
         yield ours, piece
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from hasten.errors import HastenWarning
-from hasten.model.families.family import Piece
+from hasten.model.families.family import TensorSlice
 from hasten.model.formats.pages import release_pages
 from hasten.model.formats.pieces import take, take_weight
 from hasten.model.formats.quantized_folder import QuantizedFolder, QuantizedModule
@@ -18,7 +18,7 @@ from hasten.ops.linear import PackedLinear, QuantizedWeight
 
 def fill_quantized(
     model: Transformer,
-    pieces: Mapping[str, Piece],
+    pieces: Mapping[str, TensorSlice],
     folder: QuantizedFolder,
     tensors: Mapping[str, Tensor],
     *,
@@ -68,14 +68,16 @@ class _Filler:
         self.folder, self.tensors, self.dtype, self.device = folder, tensors, dtype, device
         self._last: tuple[str, QuantizedWeight | Tensor] | None = None
 
-    def plain(self, module: QuantizedModule, piece: Piece) -> Tensor:
+    def plain(self, module: QuantizedModule, piece: TensorSlice) -> Tensor:
         """The part of a weight that belongs to one layer, (N, K)."""
         if self._last is None or self._last[0] != module.name:
             self._last = module.name, self.folder.dequantize(module, self.tensors, self.dtype)
         assert isinstance(self._last[1], Tensor)
         return self._on_device(take(self._last[1], piece))
 
-    def packed(self, module: QuantizedModule, layer: LayerFormat, piece: Piece, bias: Tensor | None) -> PackedLinear:
+    def packed(
+        self, module: QuantizedModule, layer: LayerFormat, piece: TensorSlice, bias: Tensor | None
+    ) -> PackedLinear:
         if module.packed and module.bits == 4 and piece.interleaved is None and piece.expert is None:
             return self._from_words(module, layer, piece, bias)
         if self._last is None or self._last[0] != module.name:
@@ -85,7 +87,7 @@ class _Filler:
         return PackedLinear.from_weight(weight, bias, activations=layer.activations, dtype=self.dtype)
 
     def _from_words(
-        self, module: QuantizedModule, layer: LayerFormat, piece: Piece, bias: Tensor | None
+        self, module: QuantizedModule, layer: LayerFormat, piece: TensorSlice, bias: Tensor | None
     ) -> PackedLinear:
         scales, zeros = self.folder.scales(module, self.tensors)
         return PackedLinear.from_int4_words(

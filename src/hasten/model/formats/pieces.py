@@ -5,11 +5,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hasten.model.families.family import Piece
+from hasten.model.families.family import TensorSlice
 from hasten.ops.linear import QuantizedWeight
 
 
-def take(tensor: Tensor, piece: Piece) -> Tensor:
+def take(tensor: Tensor, piece: TensorSlice) -> Tensor:
     """The part of a stored tensor that a piece names: a view, except for interleaved rows."""
     if piece.expert is not None:
         tensor = tensor[piece.expert]
@@ -23,7 +23,7 @@ def take(tensor: Tensor, piece: Piece) -> Tensor:
     return tensor
 
 
-def join(pieces: Sequence[Piece], tensors: Sequence[Tensor]) -> Tensor:
+def join(pieces: Sequence[TensorSlice], tensors: Sequence[Tensor]) -> Tensor:
     """The published tensor that the pieces were taken from (rows only: not turned back where it is transposed)."""
     first = pieces[0]
     if first.interleaved is not None:
@@ -35,11 +35,11 @@ def join(pieces: Sequence[Piece], tensors: Sequence[Tensor]) -> Tensor:
     return tensors[0]
 
 
-def take_weight(weight: QuantizedWeight, piece: Piece) -> QuantizedWeight:
+def take_weight(weight: QuantizedWeight, piece: TensorSlice) -> QuantizedWeight:
     """The part of a quantized weight that a piece names: scales and zeros belong to rows, so this is exact."""
     return weight.map(lambda tensor: take(tensor, piece))
 
 
-def join_weights(pieces: Sequence[Piece], weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
+def join_weights(pieces: Sequence[TensorSlice], weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
     """The quantized weight of a fused module, from those of its parts."""
     return QuantizedWeight.joined(weights, lambda tensors: join(pieces, tensors))

@@ -42,7 +42,7 @@ def reference_silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     return (F.silu(wide) * up.to(wide.dtype)).to(gate.dtype)
 
 
-def _native_refuses(request: ActivationRequest) -> str | None:
+def _native_unsupported(request: ActivationRequest) -> str | None:
     if request.device.type != "cpu":
         return f"it runs on a CPU, the tensors are on {request.device}"
     if request.dtype not in native.DTYPES:
@@ -52,7 +52,7 @@ def _native_refuses(request: ActivationRequest) -> str | None:
     return None
 
 
-def _native_waits(request: ActivationRequest) -> str | None:
+def _native_opt_in(request: ActivationRequest) -> str | None:
     """Why PyTorch's functions are the better ones on this processor, by the time of a small layer, or None."""
     ours, dtype = library(part="training"), str(request.dtype).removeprefix("torch.")
     assert ours is not None, "what the library cannot serve is refused before"
@@ -81,7 +81,7 @@ def _run(functions: Functions) -> Callable[[], Functions]:
 
 
 KERNELS: tuple[Kernel[ActivationRequest], ...] = (
-    Kernel("native", _run(Functions(native.bias_gelu, native.silu_mul)), _native_refuses, _native_waits),
+    Kernel("native", _run(Functions(native.bias_gelu, native.silu_mul)), _native_unsupported, _native_opt_in),
     Kernel("reference", _run(Functions(reference_bias_gelu, reference_silu_mul)), lambda request: None),
 )
 

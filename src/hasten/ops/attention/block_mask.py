@@ -20,7 +20,7 @@ WHOLE = 0xFFFF
 
 
 @dataclass(frozen=True, slots=True)
-class Tiles:
+class MaskTiles:
     """What train.cpp takes, int32, on the CPU: row r of layout h sees columns[starts[h, r] : starts[h, r + 1]].
 
     Rows and columns are tiles of 64 positions, counted from position 0. cells: bit 4·k + q of an entry says that the
@@ -100,12 +100,12 @@ class BlockMask:
             mask = mask & (own[:, None] >= places)
         return mask.to(device)
 
-    def tiles(self) -> Tiles:
+    def tiles(self) -> MaskTiles:
         """The layout in tiles of 64 positions. Raises ConfigError for blocks that do not consist of whole cells."""
         if "tiles" not in self._forms:
             self._forms["tiles"] = _tiles(self.layout, self.keys)
         found = self._forms["tiles"]
-        assert isinstance(found, Tiles)
+        assert isinstance(found, MaskTiles)
         return found
 
     def prepare(self, device: torch.device) -> None:
@@ -134,7 +134,7 @@ def tiles_refusal(block: int) -> str | None:
     return None
 
 
-def _tiles(layout: BlockLayout, keys: int) -> Tiles:
+def _tiles(layout: BlockLayout, keys: int) -> MaskTiles:
     reason = tiles_refusal(layout.block)
     if reason:
         raise ConfigError(f"no tiles can be made of the block layout: {reason}")
@@ -150,7 +150,7 @@ def _tiles(layout: BlockLayout, keys: int) -> Tiles:
             columns += kept
             cells += [seen[column] for column in kept]
         starts.append(len(columns))
-    return Tiles(
+    return MaskTiles(
         torch.tensor(starts, dtype=torch.int32).view(len(layout.heads), tiles + 1),
         torch.tensor(columns, dtype=torch.int32),
         torch.tensor(cells, dtype=torch.int32),

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hasten.errors import ConfigError
 from hasten.ops.attention.masks import causal as causal_mask
-from hasten.ops.attention.request import BlockMask
+from hasten.ops.attention.request import BlockMaskProtocol
 
 INTEGERS = (torch.int32, torch.int64)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -28,7 +28,7 @@ def check(
     alibi: Tensor | bool | None,
     softcap: float | None,
     scale: float | None,
-    block_mask: BlockMask | None,
+    block_mask: BlockMaskProtocol | None,
     cu_seqlens: Tensor | None,
     cu_seqlens_k: Tensor | None,
     dropout: float,

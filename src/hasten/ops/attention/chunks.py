@@ -42,7 +42,7 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ChunkPlan:
     """The tensors with heads outside, q (B, Hkv, G, T, D) and k, v (B, Hkv, S, D), and what happens to scores.
 
     q and k are multiplied by `root` already, and their product still wants `rest`: root² · rest = scale.
@@ -181,7 +181,7 @@ def plan(
     mask: Tensor | None,
     key_padding: Tensor | None,
     alibi: Tensor | None,
-) -> Plan:
+) -> ChunkPlan:
     """Bring the tensors (B, T, H, D) into the order the products want; keys and values are never repeated."""
     # Half of the scale goes into each factor, so that the products cannot overflow in half precision; as a power of
     # two, so that nothing is rounded. What is left of it, 1 to 4, multiplies the scores in float32.
@@ -190,4 +190,4 @@ def plan(
         q, k, v = q.float(), k.float(), v.float()  # CPUs rarely multiply float16; what does it for them is slower
     k, v = (k * root).transpose(1, 2).contiguous(), v.transpose(1, 2).contiguous()
     outside = (q * root).transpose(1, 2).unflatten(1, (spec.kv_heads, spec.groups))
-    return Plan(outside, k, v, root, spec.scale / root**2, spec, bias, mask, key_padding, alibi)
+    return ChunkPlan(outside, k, v, root, spec.scale / root**2, spec, bias, mask, key_padding, alibi)

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from hasten.ops.attention.request import BlockMask, Documents
+from hasten.ops.attention.request import BlockMaskProtocol, Documents
 from hasten.ops.attention.spec import AttentionSpec
 
 
@@ -51,7 +51,7 @@ def visibility(
     mask: Tensor | None = None,
     key_padding: Tensor | None = None,
     documents: Documents | None = None,
-    block_mask: BlockMask | None = None,
+    block_mask: BlockMaskProtocol | None = None,
 ) -> Tensor | None:
     """All that hides keys, as one mask that broadcasts to (B, H, T, S), or None where every query sees every key."""
     seen = None

@@ -10,8 +10,7 @@ from hasten.errors import ConfigError, HastenWarning
 from hasten.machine.measured import compare, slower
 from hasten.ops.attention.block_mask import BlockMask, tiles_refusal
 from hasten.ops.attention.packed import Intervals
-from hasten.ops.attention.request import AttentionRequest, Documents
-from hasten.ops.attention.request import BlockMask as AnyBlockMask
+from hasten.ops.attention.request import AttentionRequest, BlockMaskProtocol, Documents
 from hasten.ops.attention.sdpa import sdpa
 from hasten.ops.attention.spec import AttentionSpec
 from hasten.ops.attention.train import DTYPES, LARGEST_HEAD, native_attention
@@ -52,7 +51,7 @@ def native_sparse(
     v: Tensor,
     *,
     spec: AttentionSpec,
-    block_mask: AnyBlockMask | None = None,
+    block_mask: BlockMaskProtocol | None = None,
     mask: Tensor | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
@@ -83,7 +82,7 @@ def flex(
     v: Tensor,
     *,
     spec: AttentionSpec,
-    block_mask: AnyBlockMask | None = None,
+    block_mask: BlockMaskProtocol | None = None,
     mask: Tensor | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
@@ -127,28 +126,28 @@ def bounds(documents: Documents, queries: int, spec: AttentionSpec) -> tuple[Ten
     return low.int()[None], high.int()[None]
 
 
-def native_refuses(request: AttentionRequest) -> str | None:
+def native_unsupported(request: AttentionRequest) -> str | None:
     """Why the native attention cannot serve a request of dense attention."""
     if request.block_mask:
         return "it takes no block mask; native-sparse does"
-    return _refuses(request)
+    return _unsupported(request)
 
 
-def native_waits(request: AttentionRequest) -> str | None:
+def native_opt_in(request: AttentionRequest) -> str | None:
     """Why the native attention waits to be asked for by name."""
     if request.queries == 1:
         return "for one query it brings the keys into tiles that are used only once"
     return _slower(request.dtype_name, request.gradient is not False, bool(request.layer))
 
 
-def native_sparse_refuses(request: AttentionRequest) -> str | None:
+def native_sparse_unsupported(request: AttentionRequest) -> str | None:
     """Why the native attention cannot serve a request of a block pattern."""
     if not request.block_mask:
         return "it is for block masks"
-    return _refuses(request) or (None if request.block_size is None else tiles_refusal(request.block_size))
+    return _unsupported(request) or (None if request.block_size is None else tiles_refusal(request.block_size))
 
 
-def flex_refuses(request: AttentionRequest) -> str | None:
+def flex_unsupported(request: AttentionRequest) -> str | None:
     """Why flex_attention cannot serve a request of a block pattern."""
     if not request.block_mask:
         return "it is for block masks"
@@ -168,12 +167,12 @@ def flex_refuses(request: AttentionRequest) -> str | None:
     return None
 
 
-def flex_waits(request: AttentionRequest) -> str | None:
+def flex_opt_in(request: AttentionRequest) -> str | None:
     """Why flex waits to be asked for by name."""
     return "on a CPU it has a forward pass only" if request.device.type == "cpu" else None
 
 
-def _refuses(request: AttentionRequest) -> str | None:
+def _unsupported(request: AttentionRequest) -> str | None:
     if request.device.type != "cpu":
         return f"it runs on a CPU, the tensors are on {request.device}"
     if request.dtype not in DTYPES:

@@ -11,22 +11,22 @@ from torch.nn.attention import SDPBackend
 from hasten.errors import HastenWarning
 from hasten.ops import triton_support
 from hasten.ops.attention import sdpa_rules
-from hasten.ops.attention.block_mask import BlockMask as OwnBlockMask
+from hasten.ops.attention.block_mask import BlockMaskProtocol as OwnBlockMask
 from hasten.ops.attention.checks import check, complete_mask, four_dimensions
 from hasten.ops.attention.chunked import chunked
 from hasten.ops.attention.masks import alibi_slopes
 from hasten.ops.attention.native_kernels import (
     flex,
-    flex_refuses,
-    flex_waits,
+    flex_opt_in,
+    flex_unsupported,
     native,
-    native_refuses,
+    native_opt_in,
     native_sparse,
-    native_sparse_refuses,
-    native_waits,
+    native_sparse_unsupported,
+    native_unsupported,
 )
 from hasten.ops.attention.reference import reference
-from hasten.ops.attention.request import AttentionRequest, BlockMask, Documents
+from hasten.ops.attention.request import AttentionRequest, BlockMaskProtocol, Documents
 from hasten.ops.attention.sdpa import memory_efficient, only, sdpa
 from hasten.ops.attention.spec import AttentionSpec
 from hasten.ops.picker import Kernel, pick
@@ -34,7 +34,7 @@ from hasten.ops.picker import Kernel, pick
 LARGEST_TRITON_HEAD = 256
 
 
-def _triton_refuses(request: AttentionRequest) -> str | None:
+def _triton_unsupported(request: AttentionRequest) -> str | None:
     if request.dtype not in (torch.bfloat16, torch.float16):
         return f"it takes bfloat16 and float16, not {request.dtype_name}"
     if request.spec.head_dim > LARGEST_TRITON_HEAD:
@@ -44,7 +44,7 @@ def _triton_refuses(request: AttentionRequest) -> str | None:
     return triton_support.refusal(request.device, request.compute_capability)
 
 
-def _triton_waits(request: AttentionRequest) -> str | None:
+def _triton_opt_in(request: AttentionRequest) -> str | None:
     if request.layer:
         return None
     if request.queries != 1:
@@ -65,7 +65,7 @@ def _triton(
     return several(q, k, v, spec=spec, mask=mask, dropout=dropout)
 
 
-def _flash_triton_refuses(request: AttentionRequest) -> str | None:
+def _flash_triton_unsupported(request: AttentionRequest) -> str | None:
     if request.dtype not in (torch.bfloat16, torch.float16) and request.device.type != "cpu":
         return f"it takes bfloat16 and float16, not {request.dtype_name}"
     if request.spec.head_dim > LARGEST_TRITON_HEAD:
@@ -77,7 +77,7 @@ def _flash_triton_refuses(request: AttentionRequest) -> str | None:
     return triton_support.refusal(request.device, request.compute_capability)
 
 
-def _flash_triton_waits(request: AttentionRequest) -> str:
+def _flash_triton_opt_in(request: AttentionRequest) -> str:
     return "it has not run on a GPU yet: only by name"
 
 
@@ -88,31 +88,31 @@ def _flash_triton(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     return flash_triton(q, k, v, **options)
 
 
-def _chunked_refuses(request: AttentionRequest) -> str | None:
+def _chunked_unsupported(request: AttentionRequest) -> str | None:
     if request.device.type == "meta":
         return "it computes chunk by chunk, and on meta there is nothing to compute"
     return "it takes no block mask" if request.block_mask else None
 
 
-def _chunked_waits(request: AttentionRequest) -> str | None:
+def _chunked_opt_in(request: AttentionRequest) -> str | None:
     return "it is slower than explicit scores on the short steps of a layer" if request.layer else None
 
 
-# In order of preference: the first that fits is taken. `refuse` and `defer` are asked without touching a tensor or a
-# device, so that `hasten explain attention` can answer for a machine that is not here. Every kernel is called as
-# run(q, k, v, *, spec, mask=None, dropout=0.0) with key_padding, bias, alibi, documents and block_mask added only
-# where they are given: one that refuses them need not name them.
+# In order of preference: the first that fits is taken. `unsupported_reason` and `opt_in_reason` are asked without
+# touching a tensor or a device, so that `hasten explain attention` can answer for a machine that is not here. Every
+# kernel is called as run(q, k, v, *, spec, mask=None, dropout=0.0) with key_padding, bias, alibi, documents and
+# block_mask added only where they are given: one that does not support them need not name them.
 KERNELS: tuple[Kernel[AttentionRequest], ...] = (
-    Kernel("triton", _triton, _triton_refuses, _triton_waits),
-    Kernel("native", native, native_refuses, native_waits),
-    Kernel("native-sparse", native_sparse, native_sparse_refuses),
-    Kernel("flex", flex, flex_refuses, flex_waits),
-    Kernel("flash", only(SDPBackend.FLASH_ATTENTION), sdpa_rules.flash, sdpa_rules.flash_waits),
-    Kernel("flash-triton", _flash_triton, _flash_triton_refuses, _flash_triton_waits),
+    Kernel("triton", _triton, _triton_unsupported, _triton_opt_in),
+    Kernel("native", native, native_unsupported, native_opt_in),
+    Kernel("native-sparse", native_sparse, native_sparse_unsupported),
+    Kernel("flex", flex, flex_unsupported, flex_opt_in),
+    Kernel("flash", only(SDPBackend.FLASH_ATTENTION), sdpa_rules.flash, sdpa_rules.flash_opt_in),
+    Kernel("flash-triton", _flash_triton, _flash_triton_unsupported, _flash_triton_opt_in),
     Kernel("memory-efficient", memory_efficient, sdpa_rules.memory_efficient, sdpa_rules.one_by_one),
     Kernel("cudnn", only(SDPBackend.CUDNN_ATTENTION), sdpa_rules.cudnn, sdpa_rules.one_by_one),
     Kernel("sdpa", sdpa, sdpa_rules.any_backend, sdpa_rules.named_instead),
-    Kernel("chunked", chunked, _chunked_refuses, _chunked_waits),
+    Kernel("chunked", chunked, _chunked_unsupported, _chunked_opt_in),
     Kernel("math", only(SDPBackend.MATH), sdpa_rules.any_backend, sdpa_rules.never_first),
     Kernel("reference", reference, lambda request: None),
 )
@@ -131,7 +131,7 @@ def attention(
     alibi: Tensor | bool | None = None,
     softcap: float | None = None,
     scale: float | None = None,
-    block_mask: BlockMask | None = None,
+    block_mask: BlockMaskProtocol | None = None,
     cu_seqlens: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
     dropout: float = 0.0,
@@ -221,7 +221,7 @@ def attention(
     )
     chosen = pick(KERNELS, request, forced=kernel)
     if request.block_mask and kernel is None and chosen.name not in ("native-sparse", "flex"):
-        reason = (native_sparse_refuses if q.device.type == "cpu" else flex_refuses)(request)
+        reason = (native_sparse_unsupported if q.device.type == "cpu" else flex_unsupported)(request)
         message = f"the absent blocks of this block mask are not skipped, all scores are computed: {reason}"
         warnings.warn(message, HastenWarning, stacklevel=2)
     run: Callable[..., Tensor] = chosen.run

@@ -25,7 +25,7 @@ from hasten.ops.picker import Kernel
 _LARGEST_HEAD = 256
 
 
-class Group(NamedTuple):
+class PagedGroup(NamedTuple):
     """Sequences with T new tokens each, n·T of the step's rows: where their keys lie, and what each query sees.
 
     rows int64 (n·T,) of q; slots int64 (n, S) of the cache, -1 past a sequence's end; positions int64 (n, T). A single
@@ -37,7 +37,7 @@ class Group(NamedTuple):
     positions: Tensor
 
 
-def groups_of(starts: np.ndarray, lengths: np.ndarray, table: np.ndarray, block_size: int) -> list[Group]:
+def groups_of(starts: np.ndarray, lengths: np.ndarray, table: np.ndarray, block_size: int) -> list[PagedGroup]:
     """All decodes as one group, and each chunk of a prompt as one; arguments int64 as in KVView, on the host."""
     counts = np.diff(starts)
     chunks = [np.array([b]) for b in np.flatnonzero(counts > 1)]
@@ -50,7 +50,7 @@ def groups_of(starts: np.ndarray, lengths: np.ndarray, table: np.ndarray, block_
         slots[places >= lengths[members, None]] = -1
         rows = (starts[members, None] + np.arange(count)).reshape(-1)
         positions = lengths[members, None] - count + np.arange(count)
-        found.append(Group(*map(torch.from_numpy, (rows, slots, positions))))
+        found.append(PagedGroup(*map(torch.from_numpy, (rows, slots, positions))))
     return found
 
 
@@ -59,7 +59,7 @@ def gathered(
     view: KVView,
     *,
     spec: AttentionSpec,
-    groups: Callable[[], Sequence[Group]],
+    groups: Callable[[], Sequence[PagedGroup]],
     dense: Callable[..., Tensor],
 ) -> Tensor:
     """The reference: keys and values brought side by side, then plain attention of equally long rows."""
@@ -99,7 +99,7 @@ def _without_slots(view: KVView) -> tuple[object, ...]:
     return (view.k, view.v, *view[3:])
 
 
-def _native_refuses(request: AttentionRequest) -> str | None:
+def _native_unsupported(request: AttentionRequest) -> str | None:
     if request.device.type != "cpu":
         return f"it runs on a CPU, the cache is on {request.device}"
     if request.dtype != torch.bfloat16:
@@ -109,7 +109,7 @@ def _native_refuses(request: AttentionRequest) -> str | None:
     return None if library() is not None else "the native library is not there (no compiler, or HASTEN_ISA=none)"
 
 
-def _triton_refuses(request: AttentionRequest) -> str | None:
+def _triton_unsupported(request: AttentionRequest) -> str | None:
     if request.dtype not in (torch.bfloat16, torch.float16):
         return f"it takes bfloat16 and float16, not {request.dtype_name}"
     if request.spec.head_dim > _LARGEST_HEAD:
@@ -120,7 +120,7 @@ def _triton_refuses(request: AttentionRequest) -> str | None:
 
 
 PAGED_KERNELS: tuple[Kernel[AttentionRequest], ...] = (
-    Kernel("triton", triton, _triton_refuses),
-    Kernel("native", native, _native_refuses),
+    Kernel("triton", triton, _triton_unsupported),
+    Kernel("native", native, _native_unsupported),
     Kernel("gathered", gathered, lambda request: None),
 )

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hasten.ops.attention.masks import alibi_bias, positions, visibility
-from hasten.ops.attention.request import BlockMask, Documents
+from hasten.ops.attention.request import BlockMaskProtocol, Documents
 from hasten.ops.attention.spec import AttentionSpec
 
 
@@ -21,7 +21,7 @@ def reference(
     bias: Tensor | None = None,
     alibi: Tensor | None = None,
     documents: Documents | None = None,
-    block_mask: BlockMask | None = None,
+    block_mask: BlockMaskProtocol | None = None,
 ) -> Tensor:
     """Attention of q (B, T, H, D) over k, v (B, S, Hkv, D); returns (B, T, H, D) in q's dtype.
 

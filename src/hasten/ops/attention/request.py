@@ -33,7 +33,7 @@ class Documents(NamedTuple):
     keys: Tensor
 
 
-class BlockMask(Protocol):
+class BlockMaskProtocol(Protocol):
     """What a kernel needs of a block-sparse mask; it says by itself what is causal, and replaces causality."""
 
     @property

@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hasten.ops.attention.masks import alibi_bias, causal, positions, visibility
 from hasten.ops.attention.packed import per_document
-from hasten.ops.attention.request import BlockMask, Documents
+from hasten.ops.attention.request import BlockMaskProtocol, Documents
 from hasten.ops.attention.spec import AttentionSpec
 
 
@@ -31,7 +31,7 @@ def sdpa(
     bias: Tensor | None = None,
     alibi: Tensor | None = None,
     documents: Documents | None = None,
-    block_mask: BlockMask | None = None,
+    block_mask: BlockMaskProtocol | None = None,
 ) -> Tensor:
     """Same contract as `reference`, without soft-capping."""
     queries, keys = q.shape[1], k.shape[1]

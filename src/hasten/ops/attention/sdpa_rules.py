@@ -117,7 +117,7 @@ def one_by_one(request: AttentionRequest) -> str | None:
     return None
 
 
-def flash_waits(request: AttentionRequest) -> str | None:
+def flash_opt_in(request: AttentionRequest) -> str | None:
     if request.device.type == "cpu" and request.dtype == torch.float16 and request.gradient:
         return "on a CPU its backward pass is slow in float16"
     return one_by_one(request)

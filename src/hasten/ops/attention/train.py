@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hasten.errors import ConfigError
-from hasten.ops.attention.block_mask import TILE, BlockMask, Tiles
+from hasten.ops.attention.block_mask import TILE, BlockMask, MaskTiles
 from hasten.ops.gradients import with_gradients
 from hasten.ops.native import NativeLibrary, library
 
@@ -43,7 +43,7 @@ def native_attention(
     """
     if q.dtype not in DTYPES:
         raise ConfigError(f"the native attention takes float32 and bfloat16; found {q.dtype}")
-    tiles: Tiles | None = None
+    tiles: MaskTiles | None = None
     if block_mask is not None:
         block_mask.check(q.shape[1], k.shape[1])
         if block_mask.heads not in (1, q.shape[2]):

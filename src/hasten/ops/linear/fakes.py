@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from hasten.ops.linear.layouts import PANELS, Shape
+from hasten.ops.linear.layouts import PANELS, PackedShape
 
 
 def linear(
@@ -23,22 +23,22 @@ def linear(
 
 def pack_bf16(w: Tensor) -> Tensor:
     n, k = w.shape
-    return w.new_empty(PANELS.data_size(Shape(n, k, "bfloat16")))
+    return w.new_empty(PANELS.data_size(PackedShape(n, k, "bfloat16")))
 
 
 def pack_int8(q: Tensor) -> Tensor:
     n, k = q.shape
-    return q.new_empty(PANELS.data_size(Shape(n, k, "int8")), dtype=torch.uint8)
+    return q.new_empty(PANELS.data_size(PackedShape(n, k, "int8")), dtype=torch.uint8)
 
 
 def pack_int4(q: Tensor, group_size: int) -> Tensor:
     n, k = q.shape
-    return q.new_empty(PANELS.data_size(Shape(n, k, "int4", group_size)), dtype=torch.uint8)
+    return q.new_empty(PANELS.data_size(PackedShape(n, k, "int4", group_size)), dtype=torch.uint8)
 
 
 def pack_int4_words(words: Tensor, group_size: int) -> Tensor:
     n, k = words.shape[0], words.shape[1] * 8
-    return words.new_empty(PANELS.data_size(Shape(n, k, "int4", group_size)), dtype=torch.uint8)
+    return words.new_empty(PANELS.data_size(PackedShape(n, k, "int4", group_size)), dtype=torch.uint8)
 
 
 FAKES: dict[str, Callable] = {

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hasten.ops.linear.layouts import ROWS, Operands, Packed, Shape
+from hasten.ops.linear.layouts import ROWS, Operands, Packed, PackedShape
 from hasten.ops.linear.weights import QuantizedWeight
 from hasten.ops.linear.wide import wide_linear
 
@@ -39,6 +39,6 @@ def float32(x: Tensor, weight: Operands) -> Tensor:
 def _dequantized(x: Tensor, weight: Operands, dtype: torch.dtype) -> Tensor:
     """W (N, K)."""
     name = {torch.bfloat16: "bfloat16", torch.int8: "int8", torch.uint8: "int4"}[weight.data.dtype]
-    shape = Shape(weight.out_features, x.shape[-1], name, weight.group_size)
+    shape = PackedShape(weight.out_features, x.shape[-1], name, weight.group_size)
     rows = ROWS.rows(Packed(weight.data, weight.scales, weight.zeros), shape, None)
     return rows.dequantize(dtype) if isinstance(rows, QuantizedWeight) else rows.to(dtype)

@@ -54,7 +54,7 @@ class Operands(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class PackedShape:
     """Of a weight: N output features, K input features, and how its numbers are stored."""
 
     out_features: int
@@ -76,10 +76,10 @@ class Layout:
     """
 
     name: str
-    data_size: Callable[[Shape], tuple[int, ...]]
-    scale_size: Callable[[Shape], tuple[int, ...]]
+    data_size: Callable[[PackedShape], tuple[int, ...]]
+    scale_size: Callable[[PackedShape], tuple[int, ...]]
     pack: Callable[[Tensor | QuantizedWeight, Any], Packed]
-    rows: Callable[[Packed, Shape, Tensor | None], Tensor | QuantizedWeight]
+    rows: Callable[[Packed, PackedShape, Tensor | None], Tensor | QuantizedWeight]
 
 
 def steps(size: int, step: int) -> int:
@@ -90,7 +90,7 @@ def steps(size: int, step: int) -> int:
 # Panels
 
 
-def _panel_data_size(shape: Shape) -> tuple[int, ...]:
+def _panel_data_size(shape: PackedShape) -> tuple[int, ...]:
     panels = steps(shape.out_features, PANEL)
     multiple = shape.group_size or PADDING
     padded = steps(shape.in_features, multiple) * multiple
@@ -99,7 +99,7 @@ def _panel_data_size(shape: Shape) -> tuple[int, ...]:
     return (panels, padded // (4 if shape.format == "int8" else 8), PANEL, 4)
 
 
-def _panel_scale_size(shape: Shape) -> tuple[int, ...]:
+def _panel_scale_size(shape: PackedShape) -> tuple[int, ...]:
     panels = steps(shape.out_features, PANEL)
     return (panels, PANEL) if shape.format == "int8" else (panels, shape.groups, PANEL)
 
@@ -121,7 +121,7 @@ def panel_scales(scales: Tensor) -> Tensor:
     return filled.view(-1, PANEL, groups).transpose(1, 2).contiguous()
 
 
-def _panel_rows(packed: Packed, shape: Shape, ids: Tensor | None) -> Tensor | QuantizedWeight:
+def _panel_rows(packed: Packed, shape: PackedShape, ids: Tensor | None) -> Tensor | QuantizedWeight:
     if ids is None:
         ids = torch.arange(shape.out_features, device=packed.data.device)
 
@@ -152,12 +152,12 @@ PANELS = Layout("panels", _panel_data_size, _panel_scale_size, _pack_panels, _pa
 # Rows
 
 
-def _row_data_size(shape: Shape) -> tuple[int, ...]:
+def _row_data_size(shape: PackedShape) -> tuple[int, ...]:
     k = shape.in_features
     return (shape.out_features, steps(k, 2) if shape.format == "int4" else k)
 
 
-def _row_scale_size(shape: Shape) -> tuple[int, ...]:
+def _row_scale_size(shape: PackedShape) -> tuple[int, ...]:
     return (shape.out_features, shape.groups)
 
 
@@ -171,7 +171,7 @@ def _pack_rows(weight: Tensor | QuantizedWeight, ops: Any) -> Packed:
     return Packed(values[:, ::2] | values[:, 1::2] << 4, weight.scales.contiguous(), zeros)
 
 
-def _row_rows(packed: Packed, shape: Shape, ids: Tensor | None) -> Tensor | QuantizedWeight:
+def _row_rows(packed: Packed, shape: PackedShape, ids: Tensor | None) -> Tensor | QuantizedWeight:
     if ids is not None:
         packed = Packed(*(None if tensor is None else tensor[ids] for tensor in packed))  # type: ignore[arg-type]
     if shape.format == "bfloat16":
@@ -189,7 +189,7 @@ ROWS = Layout("rows", _row_data_size, _row_scale_size, _pack_rows, _row_rows)
 # Pieces
 
 
-def _piece_data_size(shape: Shape) -> tuple[int, ...]:
+def _piece_data_size(shape: PackedShape) -> tuple[int, ...]:
     if shape.format == "int4":
         pieces = shape.groups * shape.group_size // (2 * PIECE)
     else:
@@ -197,7 +197,7 @@ def _piece_data_size(shape: Shape) -> tuple[int, ...]:
     return (pieces, shape.out_features, PIECE)
 
 
-def _piece_scale_size(shape: Shape) -> tuple[int, ...]:
+def _piece_scale_size(shape: PackedShape) -> tuple[int, ...]:
     return (shape.groups, shape.out_features)
 
 
@@ -214,7 +214,7 @@ def _pack_pieces(weight: Tensor | QuantizedWeight, ops: Any) -> Packed:
     return Packed(data, scales.T.contiguous(), None if weight.zeros is None else weight.zeros.T.contiguous())
 
 
-def _piece_rows(packed: Packed, shape: Shape, ids: Tensor | None) -> QuantizedWeight:
+def _piece_rows(packed: Packed, shape: PackedShape, ids: Tensor | None) -> QuantizedWeight:
     if ids is not None:
         packed = Packed(*(None if tensor is None else tensor[:, ids] for tensor in packed))  # type: ignore[arg-type]
     assert packed.scales is not None

@@ -14,7 +14,7 @@ from hasten.ops.linear.layouts import (
     PANELS,
     Operands,
     Packed,
-    Shape,
+    PackedShape,
     check_scales,
     check_weight,
     panel_scales,
@@ -259,8 +259,8 @@ class PackedLinear(nn.Module):
         self.bind(self.kernel)
 
     @property
-    def _shape(self) -> Shape:
-        return Shape(self.out_features, self.in_features, self.format, self.group_size)
+    def _shape(self) -> PackedShape:
+        return PackedShape(self.out_features, self.in_features, self.format, self.group_size)
 
     @property
     def _ops(self) -> Any:
@@ -293,7 +293,7 @@ class PackedLinear(nn.Module):
         if request != self.request:
             forced = next((k for k in KERNELS if k.name == self.kernel != pick(KERNELS, self.request).name), None)
             self.request = request
-            self.bind(forced.name if forced is not None and forced.refuse(request) is None else None)
+            self.bind(forced.name if forced is not None and forced.unsupported_reason(request) is None else None)
         return self
 
 

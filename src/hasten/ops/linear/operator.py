@@ -37,7 +37,7 @@ class LinearRequest:
     group_size: int = 0
 
 
-def native_refuses(request: LinearRequest) -> str | None:
+def native_unsupported(request: LinearRequest) -> str | None:
     """Why the native kernel cannot serve a layer, or None."""
     if request.device.type not in ("cpu", "meta"):
         return f"it runs on a CPU, the layer is on {request.device}"
@@ -52,7 +52,7 @@ def native_refuses(request: LinearRequest) -> str | None:
     return None
 
 
-def native_waits(request: LinearRequest) -> str | None:
+def native_opt_in(request: LinearRequest) -> str | None:
     """Why PyTorch's product of bfloat16 weights is the better one on this processor, or None.
 
     By the time of a prompt of 64 rows and 16 single ones.
@@ -84,7 +84,7 @@ def _contenders() -> dict[str, Callable[[], object]]:
     return {"native": run(_native(), PANELS), "PyTorch's": run(theirs, ROWS)}
 
 
-def _triton_refuses(request: LinearRequest) -> str | None:
+def _triton_unsupported(request: LinearRequest) -> str | None:
     if request.device.type == "cpu" and (reason := triton_support.refusal(request.device)) is not None:
         return reason
     if request.format == "bfloat16":
@@ -96,13 +96,13 @@ def _triton_refuses(request: LinearRequest) -> str | None:
     return triton_support.refusal(request.device)
 
 
-def _float32_refuses(request: LinearRequest) -> str | None:
+def _float32_unsupported(request: LinearRequest) -> str | None:
     if request.device.type == "cpu" and emulated(request.dtype) is not None:
         return None
     return f"{str(request.dtype).removeprefix('torch.')} needs no detour: its products are not emulated here"
 
 
-def _pytorch_waits(request: LinearRequest) -> str | None:
+def _pytorch_opt_in(request: LinearRequest) -> str | None:
     return emulated(request.dtype) if request.device.type == "cpu" else None
 
 
@@ -120,10 +120,10 @@ def _triton() -> Product:
 
 # `run` is called once, when a layer is bound, and returns the product that the layer then calls.
 KERNELS: tuple[Kernel[LinearRequest], ...] = (
-    Kernel("native", _native, native_refuses, native_waits),
-    Kernel("triton", _triton, _triton_refuses),
-    Kernel("float32", lambda: kernels.float32, _float32_refuses),
-    Kernel("pytorch", lambda: kernels.pytorch, lambda request: None, _pytorch_waits),
+    Kernel("native", _native, native_unsupported, native_opt_in),
+    Kernel("triton", _triton, _triton_unsupported),
+    Kernel("float32", lambda: kernels.float32, _float32_unsupported),
+    Kernel("pytorch", lambda: kernels.pytorch, lambda request: None, _pytorch_opt_in),
     Kernel("reference", lambda: kernels.reference, lambda request: None),
 )
 
@@ -138,7 +138,7 @@ def slow_for_its_format(request: LinearRequest) -> str | None:
     """Why a quantized layer on a CPU misses the native kernel, where that is for the weight's own sizes."""
     if request.format == "bfloat16" or request.device.type != "cpu" or request.dtype not in NATIVE_DTYPES:
         return None
-    return native_refuses(request) if library() is not None else None
+    return native_unsupported(request) if library() is not None else None
 
 
 def layout_of(kernel: str) -> Layout:

@@ -24,7 +24,7 @@ class LossRequest:
     softcap: float | None = None
 
 
-def _torch_refuses(request: LossRequest) -> str | None:
+def _torch_unsupported(request: LossRequest) -> str | None:
     if not available():
         return f"torch {torch.__version__} has no linear_cross_entropy; it came with 2.13"
     if request.softcap is not None:
@@ -35,7 +35,7 @@ def _torch_refuses(request: LossRequest) -> str | None:
 
 
 KERNELS: tuple[Kernel[LossRequest], ...] = (
-    Kernel("torch", torch_loss, _torch_refuses),
+    Kernel("torch", torch_loss, _torch_unsupported),
     Kernel("chunked", chunked, lambda request: None),
     Kernel("reference", reference, lambda request: None),
 )

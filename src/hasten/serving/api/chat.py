@@ -18,11 +18,11 @@ from hasten.serving.api.errors import ApiError
 from hasten.serving.api.logprobs import chat_logprobs
 from hasten.serving.api.replies import EventStream, reply
 from hasten.serving.api.response_format import constraint_of
-from hasten.serving.api.running import Run
+from hasten.serving.api.running import RequestRun
 from hasten.serving.api.service import Service
 from hasten.serving.api.tool_choice import Tools
-from hasten.serving.api.tool_formats import Call, CallReader
-from hasten.serving.request import Piece, Request, TokenLogprob
+from hasten.serving.api.tool_formats import CallReader, ParsedCall
+from hasten.serving.request import Request, RequestOutput, TokenLogprob
 
 
 @dataclass(slots=True)
@@ -31,7 +31,7 @@ class _Choice:
 
     reader: CallReader | None
     content: str = ""
-    calls: list[Call] = field(default_factory=list)
+    calls: list[ParsedCall] = field(default_factory=list)
     tokens: list[TokenLogprob] = field(default_factory=list)
     finish_reason: str | None = None
     begun: bool = False
@@ -47,7 +47,7 @@ def chat_router(service: Service) -> APIRouter:
         service.check_model(body.model)
         http.state.facts.update({} if body.user is None else {"user": body.user})
         answer = _Answer(service, body)
-        run = Run(service, http, [await answer.request(http.state.request_id)])
+        run = RequestRun(service, http, [await answer.request(http.state.request_id)])
         first = await anext(run)  # what cannot be served is told by its status, before anything is sent
         if body.stream:
             return EventStream(answer.chunks(first[1], run))
@@ -106,10 +106,10 @@ class _Answer:
             skip_special_tokens=self.tools.skip_special_tokens(body.skip_special_tokens is not False),
         )
 
-    def take(self, piece: Piece) -> dict[str, Any] | None:
+    def take(self, piece: RequestOutput) -> dict[str, Any] | None:
         """Add a piece to its choice; what is new, as the choice of a chunk (None if nothing is)."""
         choice = self.choices[piece.index]
-        text, calls = piece.text, list[Call]()
+        text, calls = piece.text, list[ParsedCall]()
         if choice.reader is not None:
             text = choice.reader.push(text)
             if piece.finish_reason is not None:
@@ -139,7 +139,7 @@ class _Answer:
             told["stop_reason"] = piece.stop_reason
         return told
 
-    async def chunks(self, first: Piece, run: Run) -> AsyncIterator[dict[str, Any]]:
+    async def chunks(self, first: RequestOutput, run: RequestRun) -> AsyncIterator[dict[str, Any]]:
         """The chunks of a stream; each choice begins with the role."""
 
         def chunk(choices: list[dict[str, Any]]) -> dict[str, Any]:
@@ -148,7 +148,7 @@ class _Answer:
                 made["usage"] = run.usage() if self.always else None
             return made
 
-        piece: Piece | None = first
+        piece: RequestOutput | None = first
         while piece is not None:
             choice = self.choices[piece.index]
             told = self.take(piece)
@@ -163,7 +163,7 @@ class _Answer:
         if self.usage:
             yield self._envelope("chat.completion.chunk", []) | {"usage": run.usage()}
 
-    def whole(self, run: Run) -> dict[str, Any]:
+    def whole(self, run: RequestRun) -> dict[str, Any]:
         """The whole response."""
         told = []
         for index, choice in enumerate(self.choices):
@@ -176,7 +176,7 @@ class _Answer:
             told.append(entry)
         return self._envelope("chat.completion", told) | {"usage": run.usage()}
 
-    def _call(self, call: Call) -> dict[str, Any]:
+    def _call(self, call: ParsedCall) -> dict[str, Any]:
         function = {"name": call.name, "arguments": call.arguments}
         return {
             "id": f"call_{self.id.rsplit('-', 1)[1]}_{self.service.number()}",

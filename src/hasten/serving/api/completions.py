@@ -12,14 +12,14 @@ from fastapi import Request as HttpRequest
 
 from hasten.serving.api.asking import beams, check_logprobs, prompts_of, room, samples, sampling_params, usage_wanted
 from hasten.serving.api.completions_schema import CompletionBody
-from hasten.serving.api.documentation import ERRORS, Completion
+from hasten.serving.api.documentation import ERRORS, CompletionAnswer
 from hasten.serving.api.errors import ApiError
 from hasten.serving.api.logprobs import completion_logprobs
 from hasten.serving.api.replies import EventStream, reply
 from hasten.serving.api.response_format import constraint_of
-from hasten.serving.api.running import Run
+from hasten.serving.api.running import RequestRun
 from hasten.serving.api.service import Service
-from hasten.serving.request import Piece, Request, TokenLogprob
+from hasten.serving.request import Request, RequestOutput, TokenLogprob
 
 DEFAULT_TOKENS = 16  # OpenAI's
 
@@ -39,14 +39,14 @@ def completions_router(service: Service) -> APIRouter:
     """The route."""
     router = APIRouter()
 
-    @router.post("/v1/completions", response_model=Completion, responses=ERRORS)
+    @router.post("/v1/completions", response_model=CompletionAnswer, responses=ERRORS)
     async def completions(body: CompletionBody, http: HttpRequest) -> Response:
         """Continue a prompt."""
         service.check_model(body.model)
         http.state.facts.update({} if body.user is None else {"user": body.user})
         given = await prompts_of(body.prompt, service, param="prompt", add_special_tokens=body.add_special_tokens)
         answer = _Answer(service, body, given)
-        run = Run(service, http, await answer.requests(http.state.request_id))
+        run = RequestRun(service, http, await answer.requests(http.state.request_id))
         first = await anext(run)  # what cannot be served is told by its status, before anything is sent
         if body.stream:
             return EventStream(answer.chunks(first, run))
@@ -100,7 +100,7 @@ class _Answer:
             )
         return made
 
-    def take(self, which: int, piece: Piece) -> dict[str, Any]:
+    def take(self, which: int, piece: RequestOutput) -> dict[str, Any]:
         """Add a piece to its choice; what is new, as the choice of a chunk."""
         index = which * self.n + piece.index
         choice = self.choices[index]
@@ -129,7 +129,7 @@ class _Answer:
             told["stop_reason"] = piece.stop_reason
         return told
 
-    async def chunks(self, first: tuple[int, Piece], run: Run) -> AsyncIterator[dict[str, Any]]:
+    async def chunks(self, first: tuple[int, RequestOutput], run: RequestRun) -> AsyncIterator[dict[str, Any]]:
         """The chunks of a stream."""
         told = self.take(*first)
         while True:
@@ -144,7 +144,7 @@ class _Answer:
         if self.usage:
             yield self._envelope([]) | {"usage": run.usage()}
 
-    def whole(self, run: Run) -> dict[str, Any]:
+    def whole(self, run: RequestRun) -> dict[str, Any]:
         """The whole response."""
         told = []
         for index, choice in enumerate(self.choices):
@@ -156,7 +156,7 @@ class _Answer:
             told.append(entry | {"finish_reason": choice.finish_reason})
         return self._envelope(told) | {"usage": run.usage()}
 
-    def _prompt_logprobs(self, which: int, piece: Piece) -> None:
+    def _prompt_logprobs(self, which: int, piece: RequestOutput) -> None:
         self._scored[which] = piece.prompt_logprobs or ()
 
     def _prompt_text(self, which: int) -> str:

@@ -38,7 +38,7 @@ class CompletionChoice(BaseModel):
     finish_reason: Literal["stop", "length"] | None
 
 
-class Completion(BaseModel):
+class CompletionAnswer(BaseModel):
     """Answers to /v1/completions."""
 
     id: str

@@ -13,10 +13,18 @@ from hasten.serving.api.errors import ApiError, ClientGone, overloaded
 from hasten.serving.api.grammar import Grammar
 from hasten.serving.api.metrics import Stopwatch
 from hasten.serving.api.service import Service
-from hasten.serving.request import DeadlineExceeded, EngineFailed, Piece, QueueFull, Request, RequestRefused, SlowReader
+from hasten.serving.request import (
+    DeadlineExceeded,
+    EngineFailed,
+    QueueFull,
+    Request,
+    RequestOutput,
+    RequestRefused,
+    SlowReader,
+)
 
 
-class Run:
+class RequestRun:
     """The pieces of all engine requests of one HTTP request, in the order in which they come: (which, piece).
 
     What is still running is aborted by `aclose`, which the guard calls whatever happened.
@@ -36,10 +44,10 @@ class Run:
             service.metrics.samples.observe(request.n)
             service.metrics.most.observe(request.params.max_new_tokens)
 
-    def __aiter__(self) -> AsyncIterator[tuple[int, Piece]]:
+    def __aiter__(self) -> AsyncIterator[tuple[int, RequestOutput]]:
         return self
 
-    async def __anext__(self) -> tuple[int, Piece]:
+    async def __anext__(self) -> tuple[int, RequestOutput]:
         try:
             which, piece = await anext(self._pieces)
         except StopAsyncIteration:
@@ -75,7 +83,7 @@ class Run:
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
 
-    def _count(self, which: int, piece: Piece) -> None:
+    def _count(self, which: int, piece: RequestOutput) -> None:
         if which not in self._counted:
             self._counted.add(which)
             self.prompt_tokens += len(self.requests[which].prompt)
@@ -88,7 +96,7 @@ class Run:
         names = ("prompt_tokens", "completion_tokens", "cached_tokens")
         self._facts.update({name: getattr(self, name) for name in names})
 
-    async def _one(self, which: int) -> AsyncIterator[tuple[int, Piece]]:
+    async def _one(self, which: int) -> AsyncIterator[tuple[int, RequestOutput]]:
         pieces = self.service.engine.generate(self.requests[which])
         try:
             async for piece in pieces:
@@ -96,9 +104,9 @@ class Run:
         finally:
             await pieces.aclose()  # type: ignore[attr-defined]
 
-    async def _several(self) -> AsyncIterator[tuple[int, Piece]]:
+    async def _several(self) -> AsyncIterator[tuple[int, RequestOutput]]:
         """All at once; the first failure ends them all."""
-        queue: asyncio.Queue[tuple[int, Piece] | Exception | None] = asyncio.Queue(64)
+        queue: asyncio.Queue[tuple[int, RequestOutput] | Exception | None] = asyncio.Queue(64)
 
         async def feed(which: int) -> None:
             end: Exception | None = None
@@ -139,7 +147,7 @@ def told(error: HastenError) -> ApiError:
     return ApiError(str(error))
 
 
-def _ended(piece: Piece) -> ApiError:
+def _ended(piece: RequestOutput) -> ApiError:
     if piece.finish_reason == "error":
         return ApiError(f"the request failed: {piece.stop_reason}", status=500, code="engine_failed")
     if piece.stop_reason == "timeout":

@@ -21,7 +21,7 @@ _DECODER = json.JSONDecoder()
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ParsedCall:
     """One call: the function's name, and its arguments as JSON text."""
 
     name: str
@@ -67,7 +67,7 @@ class CallReader:
         self._begun = self._begun or bool(shown.strip())
         return shown
 
-    def finish(self) -> tuple[str, list[Call]]:
+    def finish(self) -> tuple[str, list[ParsedCall]]:
         """The answer has ended: the rest of the text, and the calls."""
         held, self._held = self._held, ""
         if not self._holding:
@@ -78,7 +78,7 @@ class CallReader:
             return held, []
         return ("", calls) if calls else (held, [])
 
-    def _read(self, text: str) -> list[Call]:
+    def _read(self, text: str) -> list[ParsedCall]:
         """Raises ValueError for what is not calls to the end."""
         if self._form is None:
             found = json.loads(text)
@@ -94,7 +94,7 @@ class CallReader:
             rest = rest[end:].lstrip().removeprefix(";").strip()
         return calls
 
-    def _read_hermes(self, text: str) -> list[Call]:
+    def _read_hermes(self, text: str) -> list[ParsedCall]:
         calls, rest = [], text.strip()
         while rest:
             if not rest.startswith(self._marker):
@@ -104,8 +104,8 @@ class CallReader:
             rest = rest.strip()
         return calls
 
-    def _read_mistral(self, text: str) -> list[Call]:
-        calls: list[Call] = []
+    def _read_mistral(self, text: str) -> list[ParsedCall]:
+        calls: list[ParsedCall] = []
         for part in text.split(self._marker)[1:]:
             part = part.strip()
             if part.startswith(("[{", "{")) or part == "[]":
@@ -120,7 +120,7 @@ class CallReader:
                 raise ValueError("text after a call")
         return calls
 
-    def _call(self, item: Any) -> Call:
+    def _call(self, item: Any) -> ParsedCall:
         if not isinstance(item, dict) or item.get("name") not in self._names:
             raise ValueError("no call of a function that was offered")
         arguments = item.get("arguments", item.get("parameters", {}))
@@ -128,4 +128,4 @@ class CallReader:
             arguments = json.loads(arguments)
         if not isinstance(arguments, dict):
             raise ValueError("the arguments are no object")
-        return Call(item["name"], json.dumps(arguments, ensure_ascii=False))
+        return ParsedCall(item["name"], json.dumps(arguments, ensure_ascii=False))

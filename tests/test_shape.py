@@ -1,0 +1,25 @@
+"""The shape of the house, beyond import-linter's layers: no circles inside a room, no two classes of one name."""
+
+import ast
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import grimp
+
+SOURCE = Path(__file__).parents[1] / "src" / "hasten"
+
+
+def test_no_modules_import_each_other():
+    graph = grimp.build_graph("hasten", exclude_type_checking_imports=True)
+    imported = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
+    TopologicalSorter(imported).prepare()  # CycleError names the circle
+
+
+def test_no_two_public_classes_have_one_name():
+    """But for the commands, whose classes are named as what they run."""
+    homes = {}
+    for file in SOURCE.rglob("*.py"):
+        for node in ast.parse(file.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_") and "cli" not in file.parts:
+                homes.setdefault(node.name, []).append(str(file.relative_to(SOURCE)))
+    assert {name: files for name, files in homes.items() if len(files) > 1} == {}
