@@ -1,6 +1,7 @@
 """The shape of the house, beyond import-linter's layers: no circles inside a room, no two classes of one name."""
 
 import ast
+import re
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -23,3 +24,15 @@ def test_no_two_public_classes_have_one_name():
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_") and "cli" not in file.parts:
                 homes.setdefault(node.name, []).append(str(file.relative_to(SOURCE)))
     assert {name: files for name, files in homes.items() if len(files) > 1} == {}
+
+
+def test_the_stops_of_the_architecture_page_exist():
+    page = (SOURCE.parents[1] / "docs" / "architecture.md").read_text()
+    stops = re.findall(r"`([\w/]+\.(?:py|cpp|h)):([\w.]+)`", page)
+    assert len(stops) > 30
+    missing = [
+        f"{file}:{name}"
+        for file, name in stops
+        if not all(re.search(rf"\b{part}\b", (SOURCE / file).read_text()) for part in name.split("."))
+    ]
+    assert missing == []
