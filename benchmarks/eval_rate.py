@@ -15,6 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
+import torch
 import tyro
 
 
@@ -24,9 +25,9 @@ class EvalRate:
 
     recipe: Literal["demo", "llama-120m"] = "demo"
     """Whose model."""
-    bytes: int = 300_000
+    bytes: int = 200_000
     """Of the text."""
-    rounds: int = 5
+    rounds: int = 7
     threads: int = 2
     output: Path | None = None
     """Write the JSON here."""
@@ -52,38 +53,50 @@ class EvalRate:
 
     def round(self, folder: Path, number: int) -> dict[str, Any]:
         """Round -1 makes the model and is not counted: it compiles."""
-        import torch
-
         from hasten.machine import matrix_rate
-        from hasten.model.load import load
-        from hasten.planning.cost import forward_flops_per_token
 
         if number < 0:
             make_model(self.recipe, folder / "model")
-        config = load(folder / "model").config
+        work = flops_of(folder / "model", self.bytes)
         rates = [matrix_rate(torch.float32)]
         options = ["--text", "stdlib", "--limit-bytes", str(self.bytes), "--threads", str(self.threads), "--json"]
         command = [sys.executable, "-m", "hasten", "eval", str(folder / "model"), *options, str(folder / "found.json")]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         found = json.loads((folder / "found.json").read_text())
         rates.append(matrix_rate(torch.float32))
-        context, rate = config.max_positions, sum(rates) / 2
-        # A window moves by half of its length: each token is computed twice and scored once.
-        flops = 2 * found["tokens"] * forward_flops_per_token(config, context, scored=context // 2)
-        share = flops / found["seconds"] / rate
+        speed, rate = work / found["seconds"], sum(rates) / 2
+        share = speed / rate
         print(f"round {number + 1}: {rate / 1e9:.0f} GFLOP/s, share {share:.0%}", file=sys.stderr, flush=True)
         return {
             "tokens_per_second": found["tokens"] / found["seconds"],
             "rate": rate,
-            "flops_per_second": flops / found["seconds"],
+            "flops_per_second": speed,
             "share_of_rate": share,
         }
 
 
+def flops_of(model_folder: Path, size: int) -> float:
+    """FLOPs of evaluating so many bytes with the default context and stride, window by window."""
+    from hasten.data import read_documents
+    from hasten.generation.perplexity import windows
+    from hasten.model.load import load
+    from hasten.planning.cost import forward_flops_per_token
+
+    model, flops = load(model_folder), 0.0
+    assert model.tokenizer is not None
+    context = model.config.max_positions
+    for document in read_documents("stdlib", limit_bytes=size):
+        assert isinstance(document, str)
+        tokens = torch.tensor(model.tokenizer.encode(document))
+        for window in windows(tokens, context=context, stride=context // 2):
+            count = len(window.tokens) - 1
+            scored = len(window.tokens) - window.first
+            flops += count * forward_flops_per_token(model.config, count, scored=scored)
+    return flops
+
+
 def make_model(recipe: str, folder: Path) -> None:
     """A folder with the recipe's model, untrained, and its tokenizer."""
-    import torch
-
     from hasten.data import prepare
     from hasten.model.save import save
     from hasten.training import RECIPES, build

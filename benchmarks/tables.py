@@ -89,25 +89,21 @@ def limits(report: Report) -> str:
     """A ladder with several sequences and contexts: what each format has of the machine's limits."""
     rows = {row["name"]: row for row in report["rows"]}
 
-    def speed(name: str) -> float:
-        found: float = rows[name]["decode_tokens_per_second"]
-        return found
-
     head = ["", "decode, tokens/s", "MBU", "prefill of 512, tokens/s", "of the matrix rate of"]
     head += ["8 sequences cost", "attention at 2,048 tokens, of a step"]
     body = []
     for name in [row["name"] for row in report["rows"] if "mbu" in row and "ratio" not in row]:
-        # A step costs 1 / speed. What it costs more after 2,048 tokens than after 16 is the attention.
-        attention = 1 - speed(f"{name}-c2048") / speed(f"{name}-c16")
+        # Ratios of speeds within a round. What a step costs more after 2,048 tokens than after 16 is the attention.
+        together, longer = rows[f"{name}-x8"]["ratio"], rows[f"{name}-c2048"]["ratio"]
         body.append(
             [
                 name.removeprefix("native-"),
-                f"{speed(name):.1f}",
+                f"{rows[name]['decode_tokens_per_second']:.1f}",
                 f"{rows[name]['mbu']:.0%}",
                 f"{rows[name]['prefill_tokens_per_second']:.0f}",
                 f"{rows[name]['prefill_mfu']:.0%} {rows[name]['matrix_dtype']}",
-                f"{8 * speed(name) / speed(f'{name}-x8'):.1f} steps of one",
-                f"{attention:.0%}",
+                f"{8 / together:.1f} steps of one",
+                f"{1 - longer:.0%}",
             ]
         )
     return f"{markdown(head, body)}\n\n{measured_limits(report)}"
@@ -124,9 +120,11 @@ def measured_limits(report: Report) -> str:
 def beside_nanogpt(report: Report) -> str:
     """`compare_training.py`: the medians of both, the ratio of each round, the losses."""
     ratios, loss = [one["ratio"] for one in report["rounds"]], report["loss_of_the_last_tenth"]["difference"]
-    rows = [
-        [name, f"{found['tokens_per_second']:,.0f}", f"{found['mfu']:.1%}"] for name, found in report["medians"].items()
-    ]
+    rows = []
+    for name, found in report["medians"].items():
+        shares = [one[name]["mfu"] for one in report["rounds"]]
+        spread = f"{found['mfu']:.0%} ({min(shares):.0%} to {max(shares):.0%})"
+        rows.append([name, f"{found['tokens_per_second']:,.0f}", spread])
     end = f"{report['ratio']:.2f} times as many ({min(ratios):.2f} to {max(ratios):.2f} in {len(ratios)} rounds). "
     end += f"After {report['steps']} steps ({report['tokens']:,} tokens) the losses differ by {abs(loss):.2%} on the "
     end += f"batch and {abs(report['validation_loss']['difference']):.2%} on held-out text."
@@ -136,8 +134,8 @@ def beside_nanogpt(report: Report) -> str:
 def evaluation(report: Report) -> str:
     """`eval_rate.py`."""
     found, shares = report["median"], " ".join(f"{one['share_of_rate']:.0%}" for one in report["rounds"])
-    speeds = f"{found['flops_per_second'] / 1e9:.0f} of {found['rate'] / 1e9:.0f} GFLOP/s"
-    return f"{found['tokens_per_second']:,.0f} scored tokens/s, {speeds}: {found['share_of_rate']:.0%} ({shares})."
+    speeds = f"{found['tokens_per_second']:,.0f} scored tokens/s, {found['flops_per_second'] / 1e9:.0f} GFLOP/s"
+    return f"{speeds}; of the rate of float32 products {found['share_of_rate']:.0%}, in each round {shares}."
 
 
 def render(name: str, way: str) -> str:
@@ -150,7 +148,11 @@ def render(name: str, way: str) -> str:
         return beside_others(report)
     if "kind" in report:
         return ladder(report)
-    return beside_nanogpt(report) if "losses" in report else evaluation(report)
+    if "losses" in report:
+        return beside_nanogpt(report)
+    if "share_of_rate" in report.get("median", {}):
+        return evaluation(report)
+    raise SystemExit(f"{name}.json is no report that there is a table for")
 
 
 def with_tables(page: str) -> str:

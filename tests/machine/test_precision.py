@@ -98,7 +98,7 @@ def test_the_variable_switches_it_off_and_what_a_run_brings_along_counts(measuri
     assert set(known()) == {key}
 
 
-def test_two_processes_that_measure_at_once_keep_the_same_times(measuring):
+def test_what_another_process_measured_meanwhile_is_taken(measuring):
     key = measured._key("a thing", "")
 
     def contenders():

@@ -37,10 +37,13 @@ class Eval(ModelOptions):
 
         documents = list(read_documents(self.text, limit_bytes=self.limit_bytes))
         model = self.load()
+        import torch
+
         from hasten.generation.perplexity import DEFAULT_CONTEXT, perplexity
         from hasten.training.build import fuse_activations
 
-        fuse_activations(model, model.embedding.weight.dtype)  # of float32 models, which have no fused blocks
+        if self.fuse and model.dtype == torch.float32:  # other dtypes have fused blocks
+            fuse_activations(model, torch.float32)
 
         context = min(model.config.max_positions, DEFAULT_CONTEXT) if self.context is None else self.context
         stride = self.stride if self.overlap else context

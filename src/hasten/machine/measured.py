@@ -47,7 +47,7 @@ def compare(what: str, contenders: Callable[[], Mapping[str, Callable[[], object
 
 
 def _allowed() -> bool:
-    value = os.environ.get(VARIABLE, "1")
+    value = os.environ.get(VARIABLE) or "1"
     if value not in ("0", "1"):
         raise ConfigError(f"{VARIABLE} must be 0 or 1; found {value!r}")
     return value == "1"

@@ -15,7 +15,7 @@ def save(model: Transformer, folder: str | Path) -> None:
     A fused model is taken apart for the while, because files hold readable layers. Raises ConfigError for what is no
     model or no path.
     """
-    require_model(model, "save")
+    require_model(model, "hasten.save")
     if not isinstance(folder, str | Path):
         raise ConfigError(f"a model is saved into a folder; found {type(folder).__name__}")
     fused = any(isinstance(block, FusedBlock) for block in model.blocks)

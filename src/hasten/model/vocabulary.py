@@ -1,7 +1,7 @@
 """Padding the vocabulary: matrix products are faster where the rows of the head are a multiple of the tile.
 
 nanoGPT's 50,257 -> 50,304 is the well-known case. The padded rows are zero, never looked up and cut off the logits, so
-the model computes what it did; `hasten.model.export.save` takes them off again.
+the model computes what it did; `hasten.save` takes them off again.
 """
 
 import torch

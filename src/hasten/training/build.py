@@ -163,13 +163,14 @@ def fuse_activations(model: Transformer, dtype: torch.dtype) -> bool:
 
     dtype: of the matrix products.
     """
-    if model.device.type != "cpu":  # a GPU's compiler does as well
+    layers = [module for module in model.modules() if isinstance(module, MLP)]
+    if not layers or model.device.type != "cpu":  # a GPU's compiler does as well
         return False
     request = ActivationRequest(device=model.device, dtype=dtype)
     if explain(KERNELS, request).kernel != "native":  # a compiler does better with PyTorch's own functions
         return False
     functions = bind(request)
-    fused = [module.fuse(functions) for module in model.modules() if isinstance(module, MLP)]
+    fused = [layer.fuse(functions) for layer in layers]
     return any(fused)
 
 

@@ -16,8 +16,8 @@ INLINE F32 load_as(const uint16_t* p) { return load_bf16(p); }
 INLINE void store_as(float* p, F32 v) { store(p, v); }
 INLINE void store_as(uint16_t* p, F32 v) { store_bf16(p, v); }
 
-// 1/(1 + e^-x), to about 2e-7. With AVX-512 it takes half the instructions of exp and a division: the scaling by 2^n
-// saturates by itself, and an estimate of the reciprocal is made exact by one step of Newton's.
+// 1/(1 + e^-x), within 2e-7. With AVX-512 the scaling by 2^n saturates by itself, and an estimate of the reciprocal is
+// made exact by one step of Newton's.
 INLINE F32 logistic(F32 x) {
   constexpr float LOG2E = 1.44269504088896341f;
 #if HASTEN_512

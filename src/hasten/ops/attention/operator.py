@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend
 from hasten.errors import HastenWarning
 from hasten.ops import triton_support
 from hasten.ops.attention import sdpa_rules
-from hasten.ops.attention.block_mask import BlockMaskProtocol as OwnBlockMask
+from hasten.ops.attention.block_mask import BlockMask
 from hasten.ops.attention.checks import check, complete_mask, four_dimensions
 from hasten.ops.attention.chunked import chunked
 from hasten.ops.attention.masks import alibi_slopes
@@ -215,7 +215,7 @@ def attention(
         alibi="alibi" in options,
         documents=cu_seqlens is not None,
         block_mask=block_mask is not None,
-        block_size=block_mask.layout.block if isinstance(block_mask, OwnBlockMask) else None,
+        block_size=block_mask.layout.block if isinstance(block_mask, BlockMask) else None,
         dropout=dropout > 0,
         gradient=wants and (q.requires_grad or k.requires_grad or v.requires_grad),
     )

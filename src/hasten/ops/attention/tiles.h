@@ -164,6 +164,10 @@ struct Tile {
 // Asks for a line of the next tile: into the second-level cache, since the first has no room for two tiles, and its few
 // outstanding misses are wanted for this one.
 INLINE void ask(const uint8_t* line) { __builtin_prefetch(line, 0, 2); }
+// A row of int8 values and their scale begins anywhere in a line.
+INLINE void ask_row(const uint8_t* row, int64_t bytes) {
+  for (int64_t at = 0; at < bytes; at += 64) ask(row + at);
+}
 
 // Rows of bf16 as a tile. With each line of them the same one of the next tile is asked for: a processor does not look
 // far enough ahead by itself, and a burst would wait for its own first lines.
@@ -231,8 +235,8 @@ inline void pack_int8_tile(const TileRows& tile, const TileRows& next, int64_t p
         store_line(to, pairs_of(quad << 24 >> 24, quad << 16 >> 24));
         store_line(to + TILE_KEYS, pairs_of(quad << 8 >> 24, quad >> 24));
       }
-      if (d < head_dim)
-        for (int i = 0; i < 16; i++) ask(next.k[j + i] + d);
+      if (d == 0)
+        for (int i = 0; i < 16; i++) ask_row(next.k[j + i], next.row_bytes);
     }
   for (int64_t d = 0; d < padded; d += PANEL)
     for (int64_t j = 0; j < TILE_KEYS; j += 2) {
@@ -243,7 +247,7 @@ inline void pack_int8_tile(const TileRows& tile, const TileRows& next, int64_t p
         for (int i = 0; i < 2 && d < head_dim; i++) std::memcpy(tail[i], v[j + i] + d, head_dim - d);
         a = tail[0], b = tail[1];
       }
-      if (d < head_dim) ask(next.v[j] + d), ask(next.v[j + 1] + d);
+      if (d == 0) ask_row(next.v[j], next.row_bytes), ask_row(next.v[j + 1], next.row_bytes);
       uint16_t* to = out.v + (d * (TILE_KEYS / 2) + j / 2 * PANEL) * 2;
       for (int i = 0; i < VECTORS; i++) {
         store_line(to + i * 2 * LANES, pairs_of(load_int8(a + i * LANES), load_int8(b + i * LANES)));

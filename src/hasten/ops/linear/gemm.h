@@ -48,7 +48,7 @@ constexpr int64_t ROW_BLOCK = 256; // most rows of x in a chunk of work: weights
 #else
 constexpr int64_t ROW_BLOCK = 96;  // most rows of x in a chunk of work: their sums stay in the first-level cache
 #endif
-constexpr int64_t AHEAD = 8192;    // bytes that the first tile's stream is prefetched ahead
+constexpr int64_t AHEAD = 8192;    // bytes that the first tile's stream is prefetched ahead: see ask_line
 
 constexpr int64_t BEGINNING = 256 << 10;  // bytes of a weight that may be asked for before its product begins
 

@@ -12,7 +12,7 @@ from fastapi import Request as HttpRequest
 
 from hasten.serving.api.asking import beams, check_logprobs, prompts_of, room, samples, sampling_params, usage_wanted
 from hasten.serving.api.completions_schema import CompletionBody
-from hasten.serving.api.documentation import ERRORS, CompletionAnswer
+from hasten.serving.api.documentation import ERRORS, Completion
 from hasten.serving.api.errors import ApiError
 from hasten.serving.api.logprobs import completion_logprobs
 from hasten.serving.api.replies import EventStream, reply
@@ -39,7 +39,7 @@ def completions_router(service: Service) -> APIRouter:
     """The route."""
     router = APIRouter()
 
-    @router.post("/v1/completions", response_model=CompletionAnswer, responses=ERRORS)
+    @router.post("/v1/completions", response_model=Completion, responses=ERRORS)
     async def completions(body: CompletionBody, http: HttpRequest) -> Response:
         """Continue a prompt."""
         service.check_model(body.model)

@@ -38,7 +38,7 @@ class CompletionChoice(BaseModel):
     finish_reason: Literal["stop", "length"] | None
 
 
-class CompletionAnswer(BaseModel):
+class Completion(BaseModel):
     """Answers to /v1/completions."""
 
     id: str
