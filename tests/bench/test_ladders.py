@@ -186,7 +186,8 @@ def test_training_ladder() -> None:
     for moment in ("first_loss", "last_loss"):
         assert first[moment] == pytest.approx(last[moment], rel=2e-3)
     assert first["techniques"] == ["float32, eager, explicit attention"]
-    assert last["techniques"] == ["flash attention", "torch.compile per block", "bf16 autocast", "padded vocabulary"]
+    narrow = ["bf16 autocast"] * (report["settings"]["precision"]["dtype"] == "bfloat16")
+    assert last["techniques"] == ["flash attention", "torch.compile per block", *narrow, "padded vocabulary"]
 
 
 def test_training_rungs_differ_in_what_they_say() -> None:
@@ -289,7 +290,8 @@ def test_heads_change_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
         assert made.measure()["decode_tokens_per_second"] > 0
         found.append(made.describe())
     assert [facts["kv_heads"] for facts in found] == [4, 2, 1]
-    assert [facts["cache_bytes_per_token"] for facts in found] == [512, 256, 128]
+    unit = 64 * (4 if emulated("bfloat16") else 2)  # 2 layers, keys and values of 16: float32 where bf16 is emulated
+    assert [facts["cache_bytes_per_token"] for facts in found] == [4 * unit, 2 * unit, unit]
     assert [grouped(12, 12), grouped(9, 9), grouped(32, 4)] == [3, 3, 4]
     with pytest.raises(ConfigError, match="cannot be grouped"):
         grouped(5, 5)
@@ -382,7 +384,7 @@ def test_a_quantized_checkpoint_is_measured_as_it_is(
     for row in rows.values():
         assert "error" not in row, row
         assert row["perplexity"] > 1
-    sizes = [row["bytes_per_token"] for row in rows.values()]
+    sizes = [row["bytes_per_token"] - row["context"] * row["cache_bytes_per_token"] for row in rows.values()]
     assert sizes[0] == pytest.approx(sizes[1], rel=0.1), "the same weights, but for the panels that fused layers share"
 
 

@@ -9,6 +9,12 @@ from hasten.ops.linear import PackedLinear
 from references import tiny_llama
 
 
+@pytest.fixture(autouse=True)
+def multiplies_bfloat16(processor):
+    """As the GPUs for which the interpreter stands do: elsewhere a model computes in float32, and Triton's kernels wait."""
+    processor("avx2", "avx512f", "avx512_bf16")
+
+
 def model_of(scheme):
     model = tiny_llama().to(torch.bfloat16)
     hasten.quantize(model, scheme)

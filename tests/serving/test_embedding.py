@@ -1,5 +1,7 @@
 """What comes out of the last block, and its embeddings: the same forward pass as scoring, sparse or fused."""
 
+import copy
+
 import pytest
 import torch
 
@@ -39,7 +41,8 @@ def test_a_pattern_changes_the_embedding():
 @pytest.mark.skipif(library() is None, reason="the native kernels cannot be built here (no C++ compiler)")
 def test_a_fused_model_has_the_states_of_a_plain_one():
     plain = tiny_llama().to(torch.bfloat16)
-    expected = both(plain)[1].float()
+    exact = both(copy.deepcopy(plain).float())[1]
+    allowed = 2 * (both(plain)[1].float() - exact).square().mean().sqrt()
     states = both(hasten.fuse(plain))[1]
-    assert (states.dtype, states.shape) == (torch.float32, expected.shape)
-    torch.testing.assert_close(states, expected, rtol=0.05, atol=0.05)
+    assert (states.dtype, states.shape) == (torch.float32, exact.shape)
+    assert (states - exact).square().mean().sqrt() <= allowed
