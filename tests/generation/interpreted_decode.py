@@ -11,7 +11,7 @@ from references import tiny_llama
 
 @pytest.fixture(autouse=True)
 def multiplies_bfloat16(processor):
-    """As the GPUs for which the interpreter stands do: elsewhere a model computes in float32, and Triton's kernels wait."""
+    """As the GPUs do, for which the interpreter stands: elsewhere a model computes in float32."""
     processor("avx2", "avx512f", "avx512_bf16")
 
 
