@@ -13,7 +13,7 @@ shown in several ways, the way:
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -141,9 +141,8 @@ def evaluation(report: Report) -> str:
 def render(name: str, way: str) -> str:
     """One result of benchmarks/results as Markdown."""
     report = json.loads((RESULTS / f"{name}.json").read_text())
-    ways: dict[str, Callable[[Report], str]] = {"limits": limits}
-    if way:
-        return ways[way](report)
+    if way == "limits":
+        return limits(report)
     if "pairs" in report:
         return beside_others(report)
     if "kind" in report:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from hasten.errors import ConfigError
 from hasten.model.export import export_model
-from hasten.model.fused import FusedBlock, fuse, unfuse
+from hasten.model.fused import fuse, unfuse
 from hasten.model.require import require_model
 from hasten.model.transformer import Transformer
 
@@ -18,7 +18,7 @@ def save(model: Transformer, folder: str | Path) -> None:
     require_model(model, "hasten.save")
     if not isinstance(folder, str | Path):
         raise ConfigError(f"a model is saved into a folder; found {type(folder).__name__}")
-    fused = any(isinstance(block, FusedBlock) for block in model.blocks)
+    fused = not model.readable
     if fused:
         unfuse(model)
     try:

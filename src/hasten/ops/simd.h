@@ -12,6 +12,8 @@
 
 namespace hasten {
 
+constexpr float LOG2E = 1.44269504088896341f;
+
 INLINE F32 max(F32 a, F32 b) { return select(a > b, a, b); }
 INLINE F32 abs(F32 v) { return as<F32>(as<U32>(v) & 0x7fffffffu); }
 
@@ -129,7 +131,7 @@ INLINE F32 exp(F32 x) {
   const F32 low = splat(-87.3365478515625f);
   const I32 underflow = x < low;
   x = select(underflow, low, x);
-  F32 shifted = x * 1.44269504088896341f + 12582912.0f;  // 1.5·2^23: the nearest integer stands in the low bits
+  F32 shifted = x * LOG2E + 12582912.0f;  // 1.5·2^23: the nearest integer stands in the low bits
   F32 n = shifted - 12582912.0f;
   F32 r = x - n * 0.693359375f;
   r = r + n * 2.12194440e-4f;

@@ -19,7 +19,6 @@ INLINE void store_as(uint16_t* p, F32 v) { store_bf16(p, v); }
 // 1/(1 + e^-x), within 2e-7. With AVX-512 the scaling by 2^n saturates by itself, and an estimate of the reciprocal is
 // made exact by one step of Newton's.
 INLINE F32 logistic(F32 x) {
-  constexpr float LOG2E = 1.44269504088896341f;
 #if HASTEN_512
   const __m512 y = _mm512_mul_ps((__m512)x, _mm512_set1_ps(-LOG2E));
   const __m512 n = _mm512_roundscale_ps(y, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);

@@ -30,7 +30,6 @@ constexpr int64_t TOGETHER = BF16_TILE.tile;
 constexpr int64_t TILES = 1;
 #endif
 constexpr int64_t LINES = 256 * (TILES > 1 ? 2 : 1) / TOGETHER * TOGETHER;  // query lines that share packed tiles
-constexpr float LOG2E = 1.44269504088896341f;
 // Weights are 2^(score - top). A score may be this much above top before top follows it and sums are rescaled. Waiting
 // changes nothing, since values and sum carry the same factor; it makes the branch rare, hence predicted.
 constexpr float SLACK = 8;
