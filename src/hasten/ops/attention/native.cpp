@@ -3,6 +3,189 @@
 
 namespace hasten {
 
+static int64_t spans_of(const Piece& p) { return (p.position + p.tokens + SPAN_KEYS - 1) / SPAN_KEYS; }
+
+static Lines lines_in(float* memory, int64_t count, int64_t padded) {
+  const int64_t tops = round_up(count, LANES);
+  return {memory, memory + tops, memory + tops + count * LANES, count, padded, count};
+}
+static int64_t lines_size(int64_t count, int64_t padded) {
+  return round_up(count, LANES) + count * (LANES + padded);
+}
+
+AttentionPhases::AttentionPhases(Memory& memory, const void* q, void* out, Type type, int64_t rows, int64_t heads,
+                                 int64_t head_dim, const Tensor& k, const Tensor& v, const Tensor& starts,
+                                 const Tensor& lengths, const std::optional<Tensor>& first,
+                                 const std::optional<Tensor>& table, int64_t block_size, double scale, int64_t window,
+                                 double softcap)
+    : q(q), out(out), type(type), heads(heads), threads(torch::stable::get_num_threads()) {
+  int8 = holds_int8(k, head_dim);
+  STD_TORCH_CHECK(holds_int8(v, head_dim) == int8, "k and v must be of one dtype");
+  STD_TORCH_CHECK(lie_alike(k, v), "keys and values must lie alike, each head's in one piece");
+  STD_TORCH_CHECK(starts.is_contiguous() && lengths.is_contiguous(), "starts and lengths must be contiguous");
+  STD_TORCH_CHECK(first.has_value() != table.has_value(), "give either first slots or a block table");
+  const int64_t row_bytes = int8 ? head_dim + SCALE_BYTES : 2 * head_dim, value_bytes = int8 ? 1 : 2;
+  kv = {static_cast<const uint8_t*>(k.const_data_ptr()), static_cast<const uint8_t*>(v.const_data_ptr()),
+        first ? static_cast<const int64_t*>(first->const_data_ptr()) : nullptr,
+        table ? static_cast<const int64_t*>(table->const_data_ptr()) : nullptr,
+        table ? table->size(1) : 0, block_size, k.size(1), head_dim, row_bytes, k.size(0),
+        k.stride(0) * value_bytes, k.stride(1) * value_bytes};
+  how = {float(scale), float(softcap), window};
+  group = heads / kv.kv_heads;
+  padded = round_up(head_dim, PANEL);
+  STD_TORCH_CHECK(padded <= 256, "head sizes up to 256");
+  const int64_t* start = static_cast<const int64_t*>(starts.const_data_ptr());
+  const int64_t* length = static_cast<const int64_t*>(lengths.const_data_ptr());
+  int64_t together = LINES;  // half of them where threads would have too few pieces
+  if (LINES > 256 && rows * heads < 4 * threads * LINES) together /= 2;
+  const int64_t tokens = std::max<int64_t>(1, together / group);
+  for (int64_t b = 0; b < lengths.size(0); b++) {
+    const int64_t own = start[b + 1] - start[b], before = length[b] - own;
+    // The last tokens see most keys: begun first, they do not keep the others waiting at the end.
+    for (int64_t t = (own - 1) / tokens * tokens; own > 0 && t >= 0; t -= tokens)
+      for (int64_t h = 0; h < kv.kv_heads; h++) {
+        pieces.push_back({b, h, start[b] + t, std::min(tokens, own - t), before + t});
+        spans = std::max(spans, spans_of(pieces.back()));
+      }
+  }
+  most = std::min<int64_t>(tokens, rows) * group;
+  size = round_up(lines_size(most, padded), LANES);
+  // Few sequences and heads, long contexts: the spans are work of their own, merged afterwards in the same order.
+  split = spans > 1 && int64_t(pieces.size()) < 4 * threads;
+  if (split) parts = memory.take<float>(int64_t(pieces.size()) * spans * size);
+}
+
+void AttentionPhases::run(Member& member, Ahead ahead) const {
+  const int64_t count = int64_t(pieces.size());
+  if (!split) {
+    return member.each(count, [&](int64_t c) {
+      whole_piece(pieces[c], pieces[std::min(c + threads, count - 1)], ahead);
+    });
+  }
+  auto part = [&](int64_t c, int64_t s) {
+    return lines_in(parts + (c * spans + s) * size, pieces[c].tokens * group, padded);
+  };
+  // Each thread takes spans that follow each other: the last tile of one asks for the first of the next.
+  member.stream(count * spans, [] {}, [&](int64_t chunk) {
+    const int64_t c = chunk / spans, s = chunk % spans;
+    const Piece& p = pieces[c];
+    if (s < first_key(p) / SPAN_KEYS || s >= spans_of(p)) return;
+    Operand* lines_q = scratch<Operand, 10>(most * padded);
+    int64_t* position = scratch<int64_t, 11>(most);
+    gather(p, lines_q, position);
+    Coming coming{ahead};
+    span(p, s, lines_q, position, part(c, s), coming);
+  });
+  member.each(count, [&](int64_t c) {
+    const Piece& p = pieces[c];
+    const int64_t begin = first_key(p) / SPAN_KEYS;
+    Lines whole = part(c, begin);
+    for (int64_t s = begin + 1; s < spans_of(p); s++) merge(whole, part(c, s));
+    finish(p, whole);
+  });
+}
+
+// follower: the piece that this thread will most likely take next.
+void AttentionPhases::whole_piece(const Piece& p, const Piece& follower, Ahead& ahead) const {
+  Coming coming{ahead};
+  Operand* lines_q = scratch<Operand, 10>(most * padded);
+  int64_t* position = scratch<int64_t, 11>(most);
+  float* memory = scratch<float, 12>(2 * size);
+  gather(p, lines_q, position);
+  Lines whole = lines_in(memory, p.tokens * group, padded), next = lines_in(memory + size, p.tokens * group, padded);
+  const int64_t begin = first_key(p) / SPAN_KEYS;
+  for (int64_t s = begin; s < spans_of(p); s++) {
+    if (s == spans_of(p) - 1 && p.tokens > 1) coming.out = rows_of<true>(p, out), coming.q = rows_of<false>(follower, q);
+    span(p, s, lines_q, position, s == begin ? whole : next, coming);
+    if (s != begin) merge(whole, next);
+  }
+  finish(p, whole);
+}
+
+// The queries of a piece as lines (token, then head of the group), and the position of each.
+void AttentionPhases::gather(const Piece& p, Operand* lines, int64_t* position) const {
+  const int64_t d = kv.head_dim;
+  for (int64_t t = 0; t < p.tokens; t++) {
+    int64_t from = first_value(p, t);
+    for (int64_t g = 0; g < group; g++, from += d, lines += padded) {
+      int64_t i = 0;
+      if (type == Type::bf16 && sizeof(Operand) == 2)
+        for (; i + 2 * LANES <= d; i += 2 * LANES) std::memcpy(lines + i, static_cast<const uint16_t*>(q) + from + i, 64);
+      for (; i + LANES <= d; i += LANES) store_operand(lines + i, load_as(q, type, from + i));
+      for (; i < padded; i++) lines[i] = i < d ? to_operand(load_one(q, type, from + i)) : 0;
+      *position++ = p.position + t;
+    }
+  }
+}
+
+// Where the values of a piece's token stand in q and out: those of its heads follow each other.
+int64_t AttentionPhases::first_value(const Piece& p, int64_t token) const {
+  return ((p.row + token) * heads + p.head * group) * kv.head_dim;
+}
+
+// A piece's rows of q or out: a prompt's come from further away than the second-level cache.
+template <bool WRITTEN>
+RowsAhead<WRITTEN> AttentionPhases::rows_of(const Piece& p, const void* all) const {
+  const int64_t width = type == Type::f32 ? 4 : 2, row = kv.head_dim * width;
+  return {static_cast<const char*>(all) + first_value(p, 0) * width, group * row, heads * row, p.tokens};
+}
+
+// First key that any query of the piece sees, at a tile's border.
+int64_t AttentionPhases::first_key(const Piece& p) const {
+  const int64_t first = how.window ? std::max<int64_t>(0, p.position - how.window + 1) : 0;
+  return first / TILE_KEYS * TILE_KEYS;
+}
+void AttentionPhases::span(const Piece& p, int64_t index, const Operand* lines_q, const int64_t* position, const Lines& lines,
+          Coming& coming) const {
+  const int64_t together = lines.count > 2 * TOGETHER ? TILES : 1, size = padded * TILE_KEYS;
+  float* scales = scratch<float, 13>(2 * together * TILE_KEYS);
+  uint16_t* packed = scratch<uint16_t, 8>(2 * together * size);
+  const int64_t last = p.position + p.tokens;
+  const int64_t from = std::max(index * SPAN_KEYS, first_key(p)), to = std::min((index + 1) * SPAN_KEYS, last);
+  const int64_t end = std::min(last, kv.room(p.sequence));
+  // Queries before a tile see nothing of it; lines keep standing together.
+  auto unseen = [&](int64_t begin) { return std::max<int64_t>(0, begin - p.position) * group / TOGETHER * TOGETHER; };
+  clear(lines, unseen(from));
+  Tile tiles[TILES];
+  const int64_t parts = parts_of(lines.count, padded);
+  TileRows rows[2];
+  rows[0].find(kv, p.sequence, p.head, from, end);
+  for (int64_t begin = from, now = 0; begin < to;) {
+    const int64_t first = begin;
+    int64_t count = 0;
+    for (; count < together && begin < to; count++, begin += TILE_KEYS, now = 1 - now) {
+      tiles[count] = {packed + 2 * count * size, packed + (2 * count + 1) * size, scales + 2 * count * TILE_KEYS,
+                      scales + (2 * count + 1) * TILE_KEYS};
+      rows[1 - now].find(kv, p.sequence, p.head, begin + TILE_KEYS, end);
+      coming.tile = {rows[1 - now], together > 1 ? 1 : parts};
+      if (together > 1) coming.tile.ask();  // packed before anything is multiplied
+      (int8 ? pack_int8_tile : pack_tile)(rows[now], padded, tiles[count]);
+    }
+    const int64_t skip = unseen(first);
+    const Attended what{lines_q + skip * padded, position + skip, first, first == from, tiles, count, how};
+    (int8 ? attend_tiles<true> : attend_tiles<false>)(what, lines.from(skip), coming);
+  }
+}
+void AttentionPhases::finish(const Piece& p, const Lines& lines) const {
+  const int64_t d = kv.head_dim;
+  for (int64_t t = 0, line = 0; t < p.tokens; t++) {
+    int64_t to = first_value(p, t);
+    for (int64_t g = 0; g < group; g++, line++, to += d) {
+      const float share = 1.0f / sum_lanes(load(lines.sum + line * LANES));
+      for (int64_t begin = 0; begin < d; begin += PANEL) {
+        const float* own = lines.value(begin / PANEL, line);
+        const int64_t count = std::min<int64_t>(PANEL, d - begin);
+        int64_t i = 0;
+        if (type == Type::bf16)
+          for (; i + 2 * LANES <= count; i += 2 * LANES)
+            store_bf16(static_cast<uint16_t*>(out) + to + begin + i, load(own + i) * share, load(own + i + LANES) * share);
+        for (; i + LANES <= count; i += LANES) store_as(out, type, to + begin + i, load(own + i) * share);
+        for (; i < count; i++) store_one(out, type, to + begin + i, own[i] * share);
+      }
+    }
+  }
+}
+
 // q (R, H, D) float32 or bf16 -> (R, H, D); see AttentionPhases.
 Tensor attention(Tensor q, Tensor k, Tensor v, Tensor starts, Tensor lengths, std::optional<Tensor> first,
                  std::optional<Tensor> table, int64_t block_size, double scale, int64_t window, double softcap) {

@@ -37,6 +37,7 @@ constexpr float SLACK = 8;
 // What will be read or written next, asked for while a tile is attended.
 struct Coming {
   Ahead& weights;
+  TileAhead tile;
   RowsAhead<true> out;
   RowsAhead<false> q;
   bool any() const { return weights.at < weights.end || out.rows || q.rows; }
@@ -52,24 +53,34 @@ struct Scores {
   int64_t window;        // 0: none
 };
 
-// sums[line][64] (+)= panel · x for lines of x, `size` values long; of the panel's 64 rows only 32 with HALF.
+// sums[line][64] (+)= panel · x for lines of x, `size` values long; of the panel's 64 rows only 32 with HALF. Between its
+// parts it asks for the next tile.
 #if defined(__AMX_TILE__)
 using Multiplier = AmxTiles;
+inline int64_t parts_of(int64_t lines, int64_t padded) { return (lines + TOGETHER - 1) / TOGETHER * (1 + padded / PANEL); }
 template <bool HALF>
 inline void multiply(Multiplier& tiles, const uint16_t* panel, const uint16_t* x, int64_t stride, int64_t size,
-                     float* sums, int64_t lines, bool fresh) {
+                     float* sums, int64_t lines, bool fresh, TileAhead& ahead) {
+  ahead.ask();
   amx_product<Dot::bf16, false>(tiles, panel, x, stride * 2, lines, size * 2 / AMX_BYTES, sums, fresh, HALF);
 }
 #else
 struct Multiplier {};
+// Calls of tile_bf16 for a tile of keys and its values, by a number of lines.
+inline int64_t parts_of(int64_t lines, int64_t padded) {
+  const int64_t turns = (lines + TOGETHER - 1) / TOGETHER, rows = (lines + turns - 1) / turns;
+  return turns * VECTORS / std::min<int64_t>(VECTORS, BF16_TILE.span(int(rows))) * (1 + padded / PANEL);
+}
 template <bool HALF>
 inline void multiply(Multiplier&, const uint16_t* panel, const Operand* x, int64_t stride, int64_t size, float* sums,
-                     int64_t lines, bool fresh) {
+                     int64_t lines, bool fresh, TileAhead& ahead) {
   constexpr int vectors = HALF ? VECTORS / 2 : VECTORS;
   with_count<TOGETHER>(lines, [&](auto rows) {
     constexpr int span = std::min(vectors, BF16_TILE.span(rows));
-    for (int64_t first = 0; first < vectors; first += span)
+    for (int64_t first = 0; first < vectors; first += span) {
+      ahead.ask();
       tile_bf16<rows, span>(panel + first * 32, x, stride, size / 2, sums + first * LANES, fresh);
+    }
   });
 }
 #endif
@@ -124,7 +135,8 @@ void attend_lines(Multiplier& multiplier, const Attended& what, const Lines& lin
   const F32 cap = splat(how.softcap * LOG2E);
   float *tops = lines.top + line, *sums = lines.sum + line * LANES;
   const bool more = coming.any();
-  multiply<HALF>(multiplier, tile.k, what.q + line * lines.padded, lines.padded, lines.padded, scores, rows, true);
+  multiply<HALF>(multiplier, tile.k, what.q + line * lines.padded, lines.padded, lines.padded, scores, rows, true,
+                 coming.tile);
   for (int64_t i = 0; i < rows; i++) {
     if (more && i % 4 == 0) coming.ask(std::min<int64_t>(4, rows - i));
     F32 s[vectors];
@@ -167,7 +179,7 @@ void attend_lines(Multiplier& multiplier, const Attended& what, const Lines& lin
   }
   for (int64_t p = 0; p < lines.padded / PANEL; p++)
     multiply<false>(multiplier, tile.v + p * TILE_KEYS * PANEL, weights, PANEL, keys, lines.value(p, line), rows,
-                    what.fresh && which == 0);
+                    what.fresh && which == 0, coming.tile);
 }
 
 // All tiles for some lines, then for the next.

@@ -161,17 +161,30 @@ struct Tile {
   float *k_scales, *v_scales;  // [64] of int8 rows
 };
 
-// Asks for a line of the next tile: into the second-level cache, since the first has no room for two tiles, and its few
-// outstanding misses are wanted for this one.
-INLINE void ask(const uint8_t* line) { __builtin_prefetch(line, 0, 2); }
-// A row of int8 values and their scale begins anywhere in a line.
-INLINE void ask_row(const uint8_t* row, int64_t bytes) {
-  for (int64_t at = 0; at < bytes; at += 64) ask(row + at);
-}
+// The rows of the next tile, asked for a few at a time while this one is multiplied: a core has a few buffers for lines
+// that are on their way, and packing would wait for them. Into the second-level cache, since the first has no room for two.
+class TileAhead {
+ public:
+  TileAhead() = default;
+  // In `calls` calls of ask().
+  TileAhead(const TileRows& rows, int64_t calls) : rows(&rows), share((TILE_KEYS + calls - 1) / calls), key(0) {}
+  INLINE void ask() {
+    for (const int64_t end = std::min(key + share, TILE_KEYS); key < end; key++) {
+      ask_row(rows->k[key]);
+      ask_row(rows->v[key]);
+    }
+  }
 
-// Rows of bf16 as a tile. With each line of them the same one of the next tile is asked for: a processor does not look
-// far enough ahead by itself, and a burst would wait for its own first lines.
-inline void pack_tile(const TileRows& tile, const TileRows& next, int64_t padded, const Tile& out) {
+ private:
+  INLINE void ask_row(const uint8_t* row) const {
+    for (int64_t at = 0; at < rows->row_bytes; at += 64) __builtin_prefetch(row + at, 0, 2);
+  }
+  const TileRows* rows = nullptr;
+  int64_t share = 0, key = TILE_KEYS;
+};
+
+// Rows of bf16 as a tile.
+inline void pack_tile(const TileRows& tile, int64_t padded, const Tile& out) {
   const auto& k = tile.k;
   const auto& v = tile.v;
   const int64_t head_dim = tile.head_dim;
@@ -190,8 +203,6 @@ inline void pack_tile(const TileRows& tile, const TileRows& next, int64_t padded
         }
       }
       transpose16(rows, words + d / 2 * TILE_KEYS + j, TILE_KEYS);
-      if (d < head_dim)
-        for (int i = 0; i < 16; i++) ask(next.k[j + i] + 2 * d);
     }
   for (int64_t d = 0; d < padded; d += 2 * LANES)
     for (int64_t j = 0; j < TILE_KEYS; j += 2) {
@@ -202,14 +213,13 @@ inline void pack_tile(const TileRows& tile, const TileRows& next, int64_t padded
         for (int i = 0; i < 2 && d < head_dim; i++) std::memcpy(tail[i], v[j + i] + 2 * d, (head_dim - d) * 2);
         a = tail[0], b = tail[1];
       }
-      if (d < head_dim) ask(next.v[j] + 2 * d), ask(next.v[j + 1] + 2 * d);
       interleave32(reinterpret_cast<const uint16_t*>(a), reinterpret_cast<const uint16_t*>(b),
                    out.v + (d / PANEL * (TILE_KEYS / 2) * PANEL + j / 2 * PANEL + d % PANEL) * 2);
     }
 }
 
 // Rows of int8 as a tile. Keys are transposed four values at a time and made wider afterwards.
-inline void pack_int8_tile(const TileRows& tile, const TileRows& next, int64_t padded, const Tile& out) {
+inline void pack_int8_tile(const TileRows& tile, int64_t padded, const Tile& out) {
   const auto& k = tile.k;
   const auto& v = tile.v;
   const int64_t head_dim = tile.head_dim;
@@ -235,8 +245,6 @@ inline void pack_int8_tile(const TileRows& tile, const TileRows& next, int64_t p
         store_line(to, pairs_of(quad << 24 >> 24, quad << 16 >> 24));
         store_line(to + TILE_KEYS, pairs_of(quad << 8 >> 24, quad >> 24));
       }
-      if (d == 0)
-        for (int i = 0; i < 16; i++) ask_row(next.k[j + i], next.row_bytes);
     }
   for (int64_t d = 0; d < padded; d += PANEL)
     for (int64_t j = 0; j < TILE_KEYS; j += 2) {
@@ -247,7 +255,6 @@ inline void pack_int8_tile(const TileRows& tile, const TileRows& next, int64_t p
         for (int i = 0; i < 2 && d < head_dim; i++) std::memcpy(tail[i], v[j + i] + d, head_dim - d);
         a = tail[0], b = tail[1];
       }
-      if (d == 0) ask_row(next.v[j], next.row_bytes), ask_row(next.v[j + 1], next.row_bytes);
       uint16_t* to = out.v + (d * (TILE_KEYS / 2) + j / 2 * PANEL) * 2;
       for (int i = 0; i < VECTORS; i++) {
         store_line(to + i * 2 * LANES, pairs_of(load_int8(a + i * LANES), load_int8(b + i * LANES)));
