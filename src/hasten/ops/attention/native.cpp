@@ -159,7 +159,7 @@ void AttentionPhases::span(const Piece& p, int64_t index, const Operand* lines_q
       rows[1 - now].find(kv, p.sequence, p.head, begin + TILE_KEYS, end);
       coming.tile = {rows[1 - now], together > 1 ? 1 : parts};
       if (together > 1) coming.tile.ask();  // packed before anything is multiplied
-      (int8 ? pack_int8_tile : pack_tile)(rows[now], padded, tiles[count]);
+      (int8 ? pack_int8_tile : pack_tile)(rows[now], padded, lines.count <= 2 * TOGETHER, tiles[count]);
     }
     const int64_t skip = unseen(first);
     const Attended what{lines_q + skip * padded, position + skip, first, first == from, tiles, count, how};
@@ -173,7 +173,8 @@ void AttentionPhases::finish(const Piece& p, const Lines& lines) const {
     for (int64_t g = 0; g < group; g++, line++, to += d) {
       const float share = 1.0f / sum_lanes(load(lines.sum + line * LANES));
       for (int64_t begin = 0; begin < d; begin += PANEL) {
-        const float* own = lines.value(begin / PANEL, line);
+        alignas(64) float ordered[PANEL];
+        const float* own = in_order(lines.value(begin / PANEL, line), ordered);
         const int64_t count = std::min<int64_t>(PANEL, d - begin);
         int64_t i = 0;
         if (type == Type::bf16)

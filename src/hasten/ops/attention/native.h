@@ -85,6 +85,44 @@ inline void multiply(Multiplier&, const uint16_t* panel, const Operand* x, int64
 }
 #endif
 
+#if HASTEN_512
+inline void multiply_values(Multiplier& tiles, const Tile& tile, int64_t panel, const Operand* weights,
+                            int64_t keys, float* sums, int64_t lines, bool fresh, TileAhead& ahead) {
+  multiply<false>(tiles, tile.v + panel * TILE_KEYS * PANEL, weights, PANEL, keys, sums, lines, fresh, ahead);
+}
+inline const float* in_order(const float* panel, float*) { return panel; }
+#else
+// sums[line][V · 16] (+)= weights · rows of bf16 values. Of 16 values the even ones come first: a word holds two of them,
+// and so no row has to be taken apart (see in_order). The sums are the ones of tile_bf16, bit by bit.
+template <int M, int V>
+void tile_rows(const uint8_t* const* rows, int64_t at, const Operand* x, int64_t keys, float* sums, bool fresh) {
+  using Words = decltype(U32::low);
+  F32 acc[M][V];
+  EACH(m, M, EACH(v, V, acc[m][v] = fresh ? F32{} : load(sums + m * PANEL + v * LANES)));
+  for (int64_t j = 0; j < keys; j++)
+    EACH(v, V,
+         const Words words = load_all<Words>(rows[j] + at + v * 2 * LANES);
+         const F32 values{as<decltype(F32::low)>(words << 16), as<decltype(F32::low)>(words & 0xffff0000u)};
+         EACH(m, M, accumulate(acc[m][v], values, splat(x[m * PANEL + j]))));
+  EACH(m, M, EACH(v, V, store(sums + m * PANEL + v * LANES, acc[m][v])));
+}
+inline void multiply_values(Multiplier&, const Tile& tile, int64_t panel, const Operand* weights, int64_t keys,
+                            float* sums, int64_t lines, bool fresh, TileAhead& ahead) {
+  with_count<TOGETHER>(lines, [&](auto rows) {
+    constexpr int span = BF16_TILE.span(rows);
+    for (int64_t first = 0; first < VECTORS; first += span) {
+      ahead.ask();
+      tile_rows<rows, span>(tile.v_rows, (panel * PANEL + first * LANES) * 2, weights, keys, sums + first * LANES, fresh);
+    }
+  });
+}
+// A panel of the sums with its values in their order.
+inline const float* in_order(const float* panel, float* to) {
+  for (int i = 0; i < PANEL; i++) to[i] = panel[i / LANES * LANES + i % 2 * (LANES / 2) + i % LANES / 2];
+  return to;
+}
+#endif
+
 INLINE F32 tanh(F32 x) { return 1.0f - 2.0f / (exp(x + x) + 1.0f); }
 
 // The state of a line's softmax over a span: the score that weighs 1, the sum of weights lane by lane, and the weighted
@@ -178,8 +216,7 @@ void attend_lines(Multiplier& multiplier, const Attended& what, const Lines& lin
     store(sums + i * LANES, total);
   }
   for (int64_t p = 0; p < lines.padded / PANEL; p++)
-    multiply<false>(multiplier, tile.v + p * TILE_KEYS * PANEL, weights, PANEL, keys, lines.value(p, line), rows,
-                    what.fresh && which == 0, coming.tile);
+    multiply_values(multiplier, tile, p, weights, keys, lines.value(p, line), rows, what.fresh && which == 0, coming.tile);
 }
 
 // All tiles for some lines, then for the next.

@@ -93,9 +93,9 @@ inline void transpose16(const uint32_t* const* rows, uint32_t* out, int64_t out_
 }
 #endif
 
+#if HASTEN_512
 // 32 values of a and of b, one after the other: 32 words of a pair each.
 inline void interleave32(const uint16_t* a, const uint16_t* b, uint16_t* to) {
-#if HASTEN_512
   typedef uint16_t Row __attribute__((vector_size(64)));
   Row x, y;
   std::memcpy(&x, a, 64);
@@ -106,19 +106,8 @@ inline void interleave32(const uint16_t* a, const uint16_t* b, uint16_t* to) {
                              59, 28, 60, 29, 61, 30, 62, 31, 63>(x, y);
   std::memcpy(to, &first, 64);
   std::memcpy(to + 2 * LANES, &second, 64);
-#elif defined(__AVX2__)
-  for (int i = 0; i < 2 * LANES; i += LANES) {
-    const __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(a + i));
-    const __m256i y = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(b + i));
-    const __m256i low = _mm256_unpacklo_epi16(x, y), high = _mm256_unpackhi_epi16(x, y);
-    auto* words = reinterpret_cast<__m256i*>(to + 2 * i);
-    _mm256_storeu_si256(words, _mm256_permute2x128_si256(low, high, 0x20));
-    _mm256_storeu_si256(words + 1, _mm256_permute2x128_si256(low, high, 0x31));
-  }
-#else
-  for (int i = 0; i < 2 * LANES; i += LANES) store_line(to + 2 * i, load_u16(a + i) | (load_u16(b + i) << 16));
-#endif
 }
+#endif
 
 // Where the keys and values [begin, begin + 64) of one head lie; those from `end` on are zeros.
 struct TileRows {
@@ -155,10 +144,12 @@ struct TileRows {
 };
 
 // K as [padded/2][64][2] and V as panels [padded/64][32][64][2], bf16. Of int8 rows the values as they are, which bf16
-// holds exactly; their scales belong to the scores and to the weights of the keys.
+// holds exactly; their scales belong to the scores and to the weights of the keys. Without AVX-512 nothing multiplies
+// pairs of values, and V is taken row by row as it lies: `v` are then [64][padded], where rows had to be copied.
 struct Tile {
   uint16_t *k, *v;
   float *k_scales, *v_scales;  // [64] of int8 rows
+  const uint8_t* const* v_rows = nullptr;
 };
 
 // The rows of the next tile, asked for a few at a time while this one is multiplied: a core has a few buffers for lines
@@ -183,10 +174,10 @@ class TileAhead {
   int64_t share = 0, key = TILE_KEYS;
 };
 
-// Rows of bf16 as a tile.
-inline void pack_tile(const TileRows& tile, int64_t padded, const Tile& out) {
+// Rows of bf16 as a tile, of which few query lines are multiplied, or many.
+inline void pack_tile(TileRows& tile, int64_t padded, bool few, Tile& out) {
   const auto& k = tile.k;
-  const auto& v = tile.v;
+  auto& v = tile.v;
   const int64_t head_dim = tile.head_dim;
   auto* words = reinterpret_cast<uint32_t*>(out.k);
   for (int64_t d = 0; d < padded; d += 32)
@@ -204,6 +195,7 @@ inline void pack_tile(const TileRows& tile, int64_t padded, const Tile& out) {
       }
       transpose16(rows, words + d / 2 * TILE_KEYS + j, TILE_KEYS);
     }
+#if HASTEN_512
   for (int64_t d = 0; d < padded; d += 2 * LANES)
     for (int64_t j = 0; j < TILE_KEYS; j += 2) {
       const uint8_t *a = v[j] + 2 * d, *b = v[j + 1] + 2 * d;
@@ -216,12 +208,23 @@ inline void pack_tile(const TileRows& tile, int64_t padded, const Tile& out) {
       interleave32(reinterpret_cast<const uint16_t*>(a), reinterpret_cast<const uint16_t*>(b),
                    out.v + (d / PANEL * (TILE_KEYS / 2) * PANEL + j / 2 * PANEL + d % PANEL) * 2);
     }
+#else
+  // Many lines would bring rows that lie apart into the first-level cache again and again.
+  if (!few || head_dim < padded)
+    for (int64_t j = 0; j < TILE_KEYS; j++) {
+      uint16_t* row = out.v + j * padded;
+      std::memcpy(row, v[j], 2 * head_dim);
+      std::memset(row + head_dim, 0, 2 * (padded - head_dim));
+      v[j] = reinterpret_cast<const uint8_t*>(row);
+    }
+  out.v_rows = v;
+#endif
 }
 
 // Rows of int8 as a tile. Keys are transposed four values at a time and made wider afterwards.
-inline void pack_int8_tile(const TileRows& tile, int64_t padded, const Tile& out) {
+inline void pack_int8_tile(TileRows& tile, int64_t padded, bool few, Tile& out) {
   const auto& k = tile.k;
-  const auto& v = tile.v;
+  auto& v = tile.v;
   const int64_t head_dim = tile.head_dim;
   auto* words = reinterpret_cast<uint32_t*>(out.k);
   for (int64_t d = 0; d < padded; d += 64)
@@ -246,6 +249,11 @@ inline void pack_int8_tile(const TileRows& tile, int64_t padded, const Tile& out
         store_line(to + TILE_KEYS, pairs_of(quad << 8 >> 24, quad >> 24));
       }
     }
+  for (int64_t j = 0; j < TILE_KEYS; j++) {
+    out.k_scales[j] = scale_of(k[j], head_dim);
+    out.v_scales[j] = scale_of(v[j], head_dim);
+  }
+#if HASTEN_512
   for (int64_t d = 0; d < padded; d += PANEL)
     for (int64_t j = 0; j < TILE_KEYS; j += 2) {
       const uint8_t *a = v[j] + d, *b = v[j + 1] + d;
@@ -260,10 +268,16 @@ inline void pack_int8_tile(const TileRows& tile, int64_t padded, const Tile& out
         store_line(to + i * 2 * LANES, pairs_of(load_int8(a + i * LANES), load_int8(b + i * LANES)));
       }
     }
+#else
   for (int64_t j = 0; j < TILE_KEYS; j++) {
-    out.k_scales[j] = scale_of(k[j], head_dim);
-    out.v_scales[j] = scale_of(v[j], head_dim);
+    uint16_t* row = out.v + j * padded;
+    int64_t d = 0;
+    for (; d + LANES <= head_dim; d += LANES) store_bf16(row + d, to_float(load_int8(v[j] + d)));
+    for (; d < padded; d++) row[d] = d < head_dim ? to_bf16(float(int8_t(v[j][d]))) : 0;
+    v[j] = reinterpret_cast<const uint8_t*>(row);
   }
+  out.v_rows = v;
+#endif
 }
 
 }  // namespace hasten
