@@ -138,6 +138,18 @@ def evaluation(report: Report) -> str:
     return f"{speeds}; of the rate of float32 products {found['share_of_rate']:.0%}, in each round {shares}."
 
 
+def versions(report: Report) -> str:
+    """`versions.py`: what the later version makes of the earlier one's speeds."""
+    rows = []
+    for row in report["rows"]:
+        for metric, ratio in row["ratio"].items():
+            what = "prefill" if "prefill" in metric else "decode" if "decode" in metric else "training"
+            each = row["ratios"][metric]
+            rows.append([row["rung"], what, f"{ratio:.2f}×", f"{min(each):.2f} to {max(each):.2f} in {len(each)} rounds"])
+    head = ["rung", "", f"{report['commits']['now']} / {report['commits']['before']}", "in each round"]
+    return markdown(head, rows, left=2)
+
+
 def render(name: str, way: str) -> str:
     """One result of benchmarks/results as Markdown."""
     report = json.loads((RESULTS / f"{name}.json").read_text())
@@ -147,6 +159,8 @@ def render(name: str, way: str) -> str:
         return beside_others(report)
     if "kind" in report:
         return ladder(report)
+    if "commits" in report:
+        return versions(report)
     if "losses" in report:
         return beside_nanogpt(report)
     if "share_of_rate" in report.get("median", {}):
