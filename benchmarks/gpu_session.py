@@ -58,7 +58,7 @@ def random_model(shape: str, *, format: str, group_size: int, device: str) -> An
     from hasten.bench.shapes import SHAPES
     from hasten.model.families import read_config
     from hasten.model.transformer import Transformer
-    from hasten.ops.linear import PackedLinear
+    from hasten.ops.linear import INT8, PackedLinear, int4_format
 
     with torch.device("meta"):
         model = Transformer(read_config(SHAPES[shape])).to(torch.bfloat16)
@@ -68,8 +68,8 @@ def random_model(shape: str, *, format: str, group_size: int, device: str) -> An
                 continue
             # The interpreter of a dry run has to be asked for by name: on a CPU the native kernel comes first.
             kernel = "triton" if device == "cpu" else None
-            sizes = {"format": format, "group_size": group_size, "device": device, "kernel": kernel}
-            layer = PackedLinear(child.in_features, child.out_features, **sizes)
+            stored = INT8 if format == "int8" else int4_format(group_size, scale_dtype=torch.float16)
+            layer = PackedLinear(child.in_features, child.out_features, stored, device=device, kernel=kernel)
             layer.data.random_(-128, 128) if format == "int8" else layer.data.random_(0, 256)
             layer.scales.fill_(0.2 / (16 if format == "int4" else 256) / child.in_features**0.5)
             setattr(owner, name, layer)
@@ -151,13 +151,14 @@ def products(*, device: str, tune: bool, bandwidth: float) -> list[dict[str, Any
     """The Triton products of llama-7b's matrices alone, from cold caches; with `tune`, each candidate configuration."""
     from triton.testing import do_bench
 
+    from hasten.ops.linear import INT8, int4_format
     from hasten.ops.linear.layouts import PIECES, Operands, PackedShape
     from hasten.ops.linear.triton_linear import Config, choose, few_rows
 
     found = []
     for n, k in ((4096, 4096), (11_008, 4096), (4096, 11_008), (32_000, 4096)):
         for format, group_size in (("int8", 0), ("int4", 128), ("int4", 32)):
-            shape = PackedShape(n, k, format, group_size)
+            shape = PackedShape(n, k, INT8 if format == "int8" else int4_format(group_size))
             kind = torch.int8 if format == "int8" else torch.uint8
             data = torch.empty(PIECES.data_size(shape), dtype=kind, device=device).random_()
             scales = torch.rand(PIECES.scale_size(shape), device=device) / 1000

@@ -159,16 +159,12 @@ def limit_calls(k: int, n: int) -> dict[str, Callable[[], object]]:
 def random_layer(format: str, activations: str, n: int, k: int, group_size: int) -> Any:
     """A native layer of random weights, made in its packed layout at once."""
 
-    from hasten.ops.linear import PackedLinear
+    import torch
 
-    layer = PackedLinear(
-        k,
-        n,
-        format=format,
-        group_size=group_size if format == "int4" else 0,
-        activations=activations,
-        kernel="native",
-    )
+    from hasten.ops.linear import BFLOAT16, INT8, PackedLinear, int4_format
+
+    known = {"bfloat16": BFLOAT16, "int8": INT8, "int4": int4_format(group_size, scale_dtype=torch.float16)}
+    layer = PackedLinear(k, n, known[format], activations=activations, kernel="native")
     if format == "bfloat16":
         layer.data.normal_()
     else:

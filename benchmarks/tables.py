@@ -145,7 +145,9 @@ def versions(report: Report) -> str:
         for metric, ratio in row["ratio"].items():
             what = "prefill" if "prefill" in metric else "decode" if "decode" in metric else "training"
             each = row["ratios"][metric]
-            rows.append([row["rung"], what, f"{ratio:.2f}×", f"{min(each):.2f} to {max(each):.2f} in {len(each)} rounds"])
+            rows.append(
+                [row["rung"], what, f"{ratio:.2f}×", f"{min(each):.2f} to {max(each):.2f} in {len(each)} rounds"]
+            )
     head = ["rung", "", f"{report['commits']['now']} / {report['commits']['before']}", "in each round"]
     return markdown(head, rows, left=2)
 

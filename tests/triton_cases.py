@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from hasten.ops.attention import AttentionSpec, attention
 from hasten.ops.attention.view import KVView
-from hasten.ops.linear import PackedLinear, QuantizedWeight
+from hasten.ops.linear import INT8, PackedLinear, QuantizedWeight, int4_format
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is here")
 
@@ -42,12 +42,11 @@ def make_weight(n, k, *, group_size=0, symmetric=True, scale_dtype=torch.float16
     generator = torch.Generator().manual_seed(seed)
     if not group_size:
         values = torch.randint(-128, 128, (n, k), generator=generator).to(torch.int8)
-        return QuantizedWeight(bits=8, group_size=0, values=values, scales=torch.rand(n, 1, generator=generator) + 0.1)
+        return QuantizedWeight(format=INT8, values=values, scales=torch.rand(n, 1, generator=generator) + 0.1)
     size = (n, -(-k // group_size))
     zeros = torch.randint(0, 16, size, generator=generator).to(torch.uint8)
     return QuantizedWeight(
-        bits=4,
-        group_size=group_size,
+        format=int4_format(group_size, symmetric=symmetric, scale_dtype=scale_dtype),
         values=torch.randint(0, 16, (n, k), generator=generator).to(torch.uint8),
         scales=(torch.rand(size, generator=generator) + 0.1).to(scale_dtype),
         zeros=None if symmetric else zeros,
@@ -58,8 +57,7 @@ def moved(weight, device):
     """The weight on a device."""
     zeros = None if weight.zeros is None else weight.zeros.to(device)
     return QuantizedWeight(
-        bits=weight.bits,
-        group_size=weight.group_size,
+        format=weight.format,
         values=weight.values.to(device),
         scales=weight.scales.to(device),
         zeros=zeros,

@@ -10,7 +10,7 @@ from hasten.machine import find_compiler
 from hasten.model.fused import fuse_where_it_fits, refusal
 from hasten.model.stacking import alternate, split_alternate, split_stack, stack
 from hasten.model.transformer import Block
-from hasten.ops.linear import PackedLinear, QuantizedWeight
+from hasten.ops.linear import PackedLinear, QuantizedWeight, int4_format
 from hasten.quantization import Int4, quantize
 from hasten.quantization.rounding import round_int4, round_int8
 from references import make_reference, tiny_llama
@@ -110,8 +110,7 @@ def test_what_cannot_become_one_product_is_not_fused_and_runs_all_the_same(which
 def test_a_layer_that_the_native_kernel_cannot_serve_is_a_reason_before_anything_is_changed():
     model = tiny_llama().to(torch.bfloat16)
     weight = QuantizedWeight(
-        bits=4,
-        group_size=48,
+        format=int4_format(48),
         values=torch.zeros(64, 64, dtype=torch.uint8),
         scales=torch.ones(64, 2, dtype=torch.bfloat16),
     )

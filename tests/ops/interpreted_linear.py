@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hasten.ops.linear import PackedLinear
+from hasten.ops.linear import INT8, PackedLinear, int4_format
 from hasten.ops.linear.layouts import PIECES, Operands, Packed, PackedShape
 from hasten.ops.linear.triton_linear import Config, choose, few_rows, linear_operator
 from triton_cases import check_linear, make_weight, rms
@@ -81,7 +81,7 @@ def test_rows_of_a_layer_and_another_kernel(group_size):
 def test_sizes_of_the_buffers_are_those_packed():
     for group_size in (0, 32, 128):
         packed = PIECES.pack(make_weight(10, 150, group_size=group_size, symmetric=not group_size), None)
-        shape = PackedShape(10, 150, "int4" if group_size else "int8", group_size)
+        shape = PackedShape(10, 150, int4_format(group_size) if group_size else INT8)
         assert isinstance(packed, Packed)
         assert tuple(packed.data.shape) == PIECES.data_size(shape)
         assert packed.scales is not None

@@ -62,7 +62,7 @@ def test_the_fused_step_writes_the_bytes_of_the_reference(isa, size):
     x = draw(1, rows, k)
     x[4], x[5], x[6, 0] = 0, 1e-30, torch.nan
     p = packed(layer)
-    weight = (p.data, p.scales, p.zeros, p.bias, p.group_size, p.digits)
+    weight = (p.data, p.scales, p.zeros, p.bias, p.format.group_size, p.digits)
     none = (None, None, 0.0, 0.0, False)
     ops = library(isa).ops
     caches = [torch.full((12, kv_heads, size + SCALE_BYTES), 99, dtype=torch.int8) for _ in range(2)]
@@ -177,7 +177,7 @@ def test_opcheck():
     arguments = (q, view.k, view.v, *view[3:], spec.scale, 0, 0.0)
     torch.library.opcheck(library().ops.attention.default, arguments, test_utils=checks)
     p = packed(torch.nn.Linear(8, 3 * 16).bfloat16())
-    weight = (p.data, p.scales, p.zeros, p.bias, p.group_size, p.digits)
+    weight = (p.data, p.scales, p.zeros, p.bias, p.format.group_size, p.digits)
     caches = [torch.zeros(5, 1, 16 + SCALE_BYTES, dtype=torch.int8) for _ in range(2)]
     arguments = (torch.randn(2, 8), None, None, 0.0, 0.0, False, *weight, 1, 16, None, None, None, None, *caches)
     operator = library().ops.attention_input.default

@@ -15,7 +15,16 @@ from hypothesis import strategies as st
 
 from hasten.errors import ConfigError, HastenWarning
 from hasten.machine import find_compiler
-from hasten.ops.linear import KERNELS, LinearRequest, PackedLinear, QuantizedWeight
+from hasten.ops.linear import (
+    BFLOAT16,
+    INT8,
+    KERNELS,
+    LinearRequest,
+    PackedLinear,
+    QuantizedWeight,
+    WeightFormat,
+    int4_format,
+)
 from hasten.ops.native import library
 from hasten.ops.picker import explain, pick
 from instruction_sets import ISAS
@@ -52,12 +61,11 @@ def make_weight(n, k, *, format, group_size=0, symmetric=True, scale_dtype=torch
         return torch.randn(n, k, generator=generator).bfloat16()
     if format == "int8":
         values = torch.randint(-128, 128, (n, k), generator=generator).to(torch.int8)
-        return QuantizedWeight(bits=8, group_size=0, values=values, scales=torch.rand(n, 1, generator=generator) + 0.1)
+        return QuantizedWeight(format=INT8, values=values, scales=torch.rand(n, 1, generator=generator) + 0.1)
     size = (n, -(-k // group_size))
     zeros = torch.randint(0, 16, size, generator=generator).to(torch.uint8)
     return QuantizedWeight(
-        bits=4,
-        group_size=group_size,
+        format=int4_format(group_size, symmetric=symmetric, scale_dtype=scale_dtype),
         values=torch.randint(0, 16, (n, k), generator=generator).to(torch.uint8),
         scales=(torch.rand(size, generator=generator) + 0.1).to(scale_dtype),
         zeros=None if symmetric else zeros,
@@ -87,10 +95,10 @@ def exact(weight, x, bias=None):
 def plain_error(weight, x, layer):
     """Root mean square error of plain PyTorch at the layer's precision."""
     full = layer.dequantize()
-    if layer.format == "bfloat16" or layer.activations == "float":
+    if layer.format == BFLOAT16 or layer.activations == "float":
         y = F.linear(x.bfloat16(), full.bfloat16())
     else:
-        size = layer.group_size or x.shape[-1]
+        size = layer.format.group_size or x.shape[-1]
         groups = F.pad(x.float(), (0, -x.shape[-1] % size)).unflatten(-1, (-1, size))
         step = groups.abs().amax(-1, keepdim=True) / 127
         rounded = torch.where(step > 0, (groups / step).round() * step, 0).flatten(-2)[..., : x.shape[-1]]
@@ -169,7 +177,7 @@ def test_unpacking_is_the_inverse_of_packing(kernel, case, n, k, scale_dtype):
         assert torch.equal(layer.dequantize(torch.bfloat16), weight)
         return
     back = layer.to_weight()
-    assert (back.bits, back.group_size) == (weight.bits, weight.group_size)
+    assert back.format == weight.format
     for name in ("values", "scales", "zeros"):
         one, other = getattr(back, name), getattr(weight, name)
         assert (one is None and other is None) or (one.dtype == other.dtype and torch.equal(one, other)), name
@@ -189,7 +197,7 @@ def test_int32_words_pack_as_their_values_do(isa, n, k, group_size, symmetric):
         patch.setenv("HASTEN_ISA", isa)
         for kernel in ("native", "reference"):
             layer = PackedLinear.from_int4_words(
-                words, weight.scales, weight.zeros, in_features=k, group_size=group_size, kernel=kernel
+                words, weight.scales, weight.zeros, in_features=k, format=weight.format, kernel=kernel
             )
             assert torch.equal(layer.to_weight().values, weight.values)
             assert torch.equal(layer.dequantize(), weight.dequantize())
@@ -285,9 +293,7 @@ def test_compiles_without_a_break_and_lives_in_state_dicts(format, group_size, a
     same = PackedLinear(
         100,
         70,
-        format=format,
-        group_size=group_size,
-        symmetric=layer.zeros is None,
+        layer.format,
         activations=activations,
         bias=True,
         dtype=torch.float32,
@@ -317,7 +323,7 @@ def test_binding_again_moves_the_weight_to_the_other_layout_and_back(format, gro
 
 def numbers(layer):
     """A layer's weight, wherever it is, as tensors to compare."""
-    weight = layer.dequantize() if layer.format == "bfloat16" else layer.to_weight()
+    weight = layer.dequantize() if layer.format == BFLOAT16 else layer.to_weight()
     found = (weight,) if isinstance(weight, torch.Tensor) else (weight.values, weight.scales, weight.zeros)
     return [None if part is None else part.cpu() for part in found]
 
@@ -427,26 +433,28 @@ def test_what_does_not_fit_is_refused_in_words():
         layer(torch.randn(2, 95))
     with pytest.raises(ConfigError, match="no gradient"):
         layer(torch.randn(2, 96, requires_grad=True))
-    with pytest.raises(ConfigError, match="format is 'int3'"):
-        PackedLinear(8, 8, format="int3")
-    with pytest.raises(ConfigError, match="groups of 0"):
-        PackedLinear(8, 8, format="int4")
+    with pytest.raises(ConfigError, match="weights of int3"):
+        PackedLinear(8, 8, WeightFormat(element="int3"))
+    with pytest.raises(ConfigError, match=r"weights of int4 \(4 bits, one scale a row"):
+        PackedLinear(8, 8, int4_format(0))
     weight = make_weight(8, 96, format="int4", group_size=32)
-    wrong = QuantizedWeight(bits=4, group_size=64, values=weight.values, scales=weight.scales)
-    with pytest.raises(ConfigError, match=r"scales \(8, 2\); found .*\(8, 3\)"):
+    wrong = replace(weight, format=int4_format(64, scale_dtype=weight.scales.dtype))
+    with pytest.raises(ConfigError, match=r"scales \(8, 2\) in torch.float16; found .*\(8, 3\)"):
         PackedLinear.from_weight(wrong)
     with pytest.raises(ConfigError, match="bias of shape"):
         PackedLinear.from_weight(weight, torch.zeros(9))
     with pytest.raises(ConfigError, match="int32 words"):
-        PackedLinear.from_int4_words(torch.zeros(8, 5, dtype=torch.int32), weight.scales, in_features=96, group_size=32)
+        PackedLinear.from_int4_words(
+            torch.zeros(8, 5, dtype=torch.int32), weight.scales, in_features=96, format=weight.format
+        )
     with pytest.raises(ConfigError, match="holds no quantized weight"):
         layer_of(torch.randn(8, 8).bfloat16()).to_weight()
 
 
 def test_the_picker_gives_its_reasons(monkeypatch):
     def request(**changed):
-        base = {"device": torch.device("cpu"), "dtype": torch.bfloat16, "format": "int4", "in_features": 128}
-        return LinearRequest(**{**base, "group_size": 128, **changed})
+        base = {"device": torch.device("cpu"), "dtype": torch.bfloat16, "format": int4_format(128), "in_features": 128}
+        return LinearRequest(**{**base, **changed})
 
     def reason(**changed):
         return next(kernel for kernel in KERNELS if kernel.name == "native").unsupported_reason(request(**changed))
@@ -456,8 +464,8 @@ def test_the_picker_gives_its_reasons(monkeypatch):
         assert ("native", "reference was asked for by name") in explain(KERNELS, request(), forced="reference").others
     assert "on cuda:0" in reason(device=torch.device("cuda:0"))
     assert "not float16" in reason(dtype=torch.float16)
-    assert "multiples of 32, not 48" in reason(group_size=48)
-    assert "not 200000" in reason(format="int8", in_features=200_000, group_size=0)
+    assert "multiples of 32, not 48" in reason(format=int4_format(48))
+    assert "not 200000" in reason(format=INT8, in_features=200_000)
     monkeypatch.setenv("HASTEN_ISA", "none")
     assert "no compiler, or HASTEN_ISA=none" in reason()
     assert pick(KERNELS, request()).name in TORCHS
@@ -505,7 +513,7 @@ def test_the_native_kernel_refuses_other_floats_until_the_layer_is_cast(dtype):
         ({"zeros": torch.zeros(70, 2, dtype=torch.uint8)}, r"wants zero points \(70, 3\)"),
         ({"scales": torch.ones(70, 3, dtype=torch.int32)}, "found torch.int32"),
         ({"scales": torch.ones(70, 2)}, r"wants scales \(70, 3\)"),
-        ({"bits": 8}, "use 8 bits with a scale for each row"),
+        ({"format": replace(INT8, zero="point")}, "8 bits with a scale for each row"),
     ],
 )
 def test_parts_that_do_not_fit_together_are_refused_before_anything_is_packed(changes, words):
@@ -515,9 +523,14 @@ def test_parts_that_do_not_fit_together_are_refused_before_anything_is_packed(ch
 
 @pytest.mark.parametrize("changes", [{"zeros": torch.full((64, 1), 16, dtype=torch.uint8)}, {"words": torch.ones(8)}])
 def test_words_are_checked_as_values_are(changes):
-    parts = {"words": torch.zeros(64, 4, dtype=torch.int32), "scales": torch.ones(64, 1), "zeros": None} | changes
+    parts = {
+        "words": torch.zeros(64, 4, dtype=torch.int32),
+        "scales": torch.ones(64, 1).half(),
+        "zeros": None,
+    } | changes
+    format = int4_format(32, symmetric=parts["zeros"] is None, scale_dtype=torch.float16)
     with pytest.raises(ConfigError, match=r"0 to 15; found 16|int32 words a row"):
-        PackedLinear.from_int4_words(**parts, in_features=32, group_size=32)
+        PackedLinear.from_int4_words(**parts, in_features=32, format=format)
 
 
 @pytest.mark.parametrize("kernel", [*(["native"] if find_compiler() else []), "pytorch"])
@@ -537,7 +550,7 @@ def test_only_a_linear_layer_is_packed():
 
 @needs_native
 def test_groups_that_the_native_kernel_lacks_are_slow_with_a_warning():
-    weight = replace(make_weight(70, 96, format="int4", group_size=48), zeros=None)
+    weight = make_weight(70, 96, format="int4", group_size=48)
     with pytest.warns(HastenWarning, match=r"'\w+' is used: its int4 groups are multiples of 32, not 48"):
         assert PackedLinear.from_weight(weight).kernel in TORCHS
     assert PackedLinear.from_weight(weight, kernel="pytorch").kernel == "pytorch", "asked for: no warning"

@@ -8,6 +8,7 @@ from hasten.machine import find_compiler
 from hasten.model import fused
 from hasten.ops.activation import operator as activation
 from hasten.ops.attention import KERNELS, AttentionRequest, AttentionSpec, native_kernels
+from hasten.ops.linear import BFLOAT16
 from hasten.ops.linear import operator as linear
 from hasten.ops.picker import explain, pick
 
@@ -25,7 +26,7 @@ REQUESTS = {
     "linear": (
         linear,
         linear.KERNELS,
-        linear.LinearRequest(device=CPU, dtype=torch.bfloat16, format="bfloat16", in_features=64),
+        linear.LinearRequest(device=CPU, dtype=torch.bfloat16, format=BFLOAT16, in_features=64),
     ),
 }
 

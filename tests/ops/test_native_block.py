@@ -24,7 +24,7 @@ def linear(n, k, *, bias, generator):
 
 def arguments(layer):
     packed = PackedLinear.from_linear(layer)
-    return packed.data, packed.scales, packed.zeros, packed.bias, packed.group_size, packed.digits
+    return packed.data, packed.scales, packed.zeros, packed.bias, packed.format.group_size, packed.digits
 
 
 def product(x, layer, isa):
@@ -96,7 +96,7 @@ def test_mlp_input(isa, seed, rows, inner, k, gated, bias, activation):
         together.scales,
         together.zeros,
         together.bias,
-        together.group_size,
+        together.format.group_size,
         together.digits,
     )
     found = library(isa).ops.mlp_input(

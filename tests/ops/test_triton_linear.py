@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hasten.ops import triton_support
-from hasten.ops.linear import KERNELS, LinearRequest
+from hasten.ops.linear import BFLOAT16, KERNELS, LinearRequest, int4_format
 from hasten.ops.picker import explain
 from triton_cases import check_linear, make_weight, needs_gpu, run_interpreted
 
@@ -17,8 +17,8 @@ def test_in_the_interpreter():
 
 
 def request(**changes):
-    values = {"device": torch.device("cuda"), "dtype": torch.bfloat16, "format": "int4", "in_features": 64}
-    return LinearRequest(**(values | {"group_size": 32} | changes))
+    values = {"device": torch.device("cuda"), "dtype": torch.bfloat16, "format": int4_format(32), "in_features": 64}
+    return LinearRequest(**(values | changes))
 
 
 @pytest.mark.parametrize(
@@ -26,8 +26,8 @@ def request(**changes):
     [
         ({"device": torch.device("cpu")}, "it runs on CUDA, the layer is on cpu"),
         ({"dtype": torch.float32}, "not float32"),
-        ({"group_size": 48}, "int4 groups are 32, 64, 128, 256, not 48"),
-        ({"format": "bfloat16", "group_size": 0}, "PyTorch's own product"),
+        ({"format": int4_format(48)}, "int4 groups are 32, 64, 128, 256, not 48"),
+        ({"format": BFLOAT16}, "PyTorch's own product"),
     ],
 )
 def test_refuses_in_words(changes, reason, monkeypatch):
@@ -53,8 +53,8 @@ def test_nothing_of_triton_is_imported_before_it_is_asked_for():
     import subprocess
 
     code = (
-        "import sys, torch, hasten\nfrom hasten.ops.linear import PackedLinear\nimport hasten.ops.attention\n"
-        "layer = PackedLinear(64, 8, format='int8', kernel='pytorch')\nassert 'triton' not in sys.modules"
+        "import sys, torch, hasten\nfrom hasten.ops.linear import INT8, PackedLinear\nimport hasten.ops.attention\n"
+        "layer = PackedLinear(64, 8, INT8, kernel='pytorch')\nassert 'triton' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 

@@ -30,7 +30,7 @@ def weights(draw):
 def half_steps(quantized: QuantizedWeight, weight: torch.Tensor) -> torch.Tensor:
     """The error of each element over half its step."""
     k = quantized.shape[1]
-    size = quantized.group_size or k
+    size = quantized.format.group_size or k
     step = quantized.scales.float().abs().repeat_interleave(size, dim=1)[:, :k]
     return (quantized.dequantize() - weight.float()).abs() / (step / 2)
 

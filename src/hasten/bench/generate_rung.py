@@ -92,7 +92,7 @@ class GenerateRung:
         layers = [module for module in self.model.modules() if isinstance(module, PackedLinear)]
         total = sum(buffer.nbytes for layer in layers for buffer in layer.buffers())
         self.weight_bytes = total / sum(layer.in_features * layer.out_features for layer in layers)
-        if all(layer.format != "bfloat16" and layer.kernel == "native" for layer in layers):
+        if all(layer.format.scales and layer.kernel == "native" for layer in layers):
             self.matrix_dtype = "int8"  # the native kernel rounds activations, and multiplies int8 by int8 or int4
         reset_peak_memory()  # what follows is the model's; making it from random bfloat16 weights is the ladder's
 

@@ -117,15 +117,17 @@ class Subject:
         from pathlib import Path
 
         from hasten.model.checkpoint import read_json
-        from hasten.model.formats.arguments import read_arguments
+        from hasten.model.formats.registry import read_quantization
         from hasten.model.load import resolve_folder
+        from hasten.ops.linear import INT8
 
         if self.folder is None:
             return None
         path = Path(resolve_folder(self.folder)) / "config.json"
-        groups = read_arguments(read_json(path), path) or ()
+        found = read_quantization(read_json(path), path)
+        formats = [] if found is None else found.weight_formats
         # int8 by group or with zero points is held as plain weights: no kernel takes it.
-        bits = [group.bits for group in groups if group.bits == 4 or (group.symmetric and not group.group_size)]
+        bits = [format.bits for format in formats if format.bits == 4 or format == INT8]
         return f"int{min(bits)}" if bits else None
 
     def stored_bytes(self) -> int:

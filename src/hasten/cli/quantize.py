@@ -126,8 +126,8 @@ class Quantize:
 def _row(report: LayerReport) -> dict[str, Any]:
     return {
         "name": report.name,
-        "bits": report.format.bits,
-        "group_size": report.format.group_size,
+        "bits": report.format.weight.bits,
+        "group_size": report.format.weight.group_size,
         "relative_error": report.relative_error,
         "bytes_before": report.bytes_before,
         "bytes": report.bytes_after,
@@ -144,7 +144,7 @@ def _summary(result: dict[str, Any], reports: list[LayerReport]) -> list[str]:
     for kind, found in kinds.items():
         errors = [report.relative_error for report in found]
         mean, most = sum(errors) / len(errors), max(errors)
-        lines.append(f"{kind:<24} {found[0].format.bits:>4} {len(found):>6} {mean:>22.4%} {most:>9.4%}")
+        lines.append(f"{kind:<24} {found[0].format.weight.bits:>4} {len(found):>6} {mean:>22.4%} {most:>9.4%}")
     before, after = result["bytes_before"], result["bytes"]
     lines.append(
         f"{result['output']}: {before / 1e9:.3f} GB -> {after / 1e9:.3f} GB in {result['seconds']:.1f} s, "

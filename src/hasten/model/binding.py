@@ -18,6 +18,7 @@ from hasten.ops import picker
 from hasten.ops.linear import operator as linear_operator
 from hasten.ops.linear.modules import PackedLinear
 from hasten.ops.linear.operator import LinearRequest
+from hasten.ops.linear.weights import WeightFormat
 from hasten.ops.linear.wide import WideLinear
 
 OPERATORS: dict[str, tuple[str, ...]] = {
@@ -85,9 +86,10 @@ def _linear_bindings(layer: int, part: nn.Module) -> list[Binding]:
         if isinstance(module, PackedLinear):
             request, current = module.request, module.kernel
         elif isinstance(module, nn.Linear):
-            name = str(module.weight.dtype).removeprefix("torch.")
+            weight = module.weight
+            format = WeightFormat(element=str(weight.dtype).removeprefix("torch."))
             request = LinearRequest(
-                device=module.weight.device, dtype=module.weight.dtype, format=name, in_features=module.in_features
+                device=weight.device, dtype=weight.dtype, format=format, in_features=module.in_features
             )
             current = "float32" if isinstance(module, WideLinear) else "pytorch"
         else:
@@ -99,7 +101,7 @@ def _linear_bindings(layer: int, part: nn.Module) -> list[Binding]:
         if isinstance(module, nn.Linear):
             others = [Refusal(o.kernel, _unpacked(o, request)) for o in others]
         key = (choice.kernel, request.format, tuple((o.kernel, o.reason) for o in others))
-        found.setdefault(key, Binding(layer, f"linear ({request.format})", choice.kernel, others))
+        found.setdefault(key, Binding(layer, f"linear ({request.format.element})", choice.kernel, others))
     return list(found.values())
 
 
@@ -107,8 +109,8 @@ def _unpacked(other: Refusal, request: LinearRequest) -> str:
     """Why a layer that was never packed runs PyTorch's product."""
     if other.kernel in ("float32", "pytorch"):
         return other.reason
-    if request.format not in ("bfloat16", "int8", "int4"):
-        return f"it multiplies bfloat16, int8 or int4 weights; these are {request.format}"
+    if request.format.element not in ("bfloat16", "int8", "int4"):
+        return f"it multiplies bfloat16, int8 or int4 weights; these are {request.format.element}"
     return other.reason if "asked for" not in other.reason else "the layer was not packed (hasten.fuse packs)"
 
 

@@ -19,12 +19,7 @@ from hasten.errors import CheckpointError, ConfigError, HastenWarning
 from hasten.model.checkpoint import DTYPES
 from hasten.model.families import FAMILIES
 from hasten.model.families.family import TensorSlice
-from hasten.model.formats.compressed_tensors import (
-    encode,
-    private_config,
-    quantization_config,
-    tensor_specs,
-)
+from hasten.model.formats.compressed_tensors import CompressedTensors
 from hasten.model.formats.pieces import join, join_weights, take_weight
 from hasten.model.formats.record import LayerFormat
 from hasten.model.formats.stream import TensorSpec
@@ -159,7 +154,8 @@ class _Plan:
     def __init__(self, model: Transformer, dtype: torch.dtype | None, quantized: Quantized | None) -> None:
         self.model, self.dtype, self.quantized = model, dtype, quantized
         self.layers = {} if quantized is None else quantized.layers
-        self.packed8 = model.config.experts > 0  # transformers reads experts only where they are packed
+        # transformers reads experts only where they are packed
+        self.format = CompressedTensors(pack_int8=model.config.experts > 0)
         self.tied = "head" not in self.layers and is_tied(model)
         parts: dict[str, list[tuple[TensorSlice, str]]] = {}
         for ours, piece in FAMILIES[model.config.family].places(model.config):
@@ -173,10 +169,7 @@ class _Plan:
         rows = sum(shape[0] for shape in shapes)
         if layer is not None:
             prefix = name.removesuffix("weight")
-            specs = {
-                prefix + key: spec
-                for key, spec in tensor_specs(layer, rows, shapes[0][1], packed8=self.packed8).items()
-            }
+            specs = {prefix + key: spec for key, spec in self.format.tensor_specs(layer, rows, shapes[0][1]).items()}
             return _Published(name, parts, specs, layer)
         shape = (rows, *shapes[0][1:])
         if parts[0][0].transposed:
@@ -197,7 +190,7 @@ class _Plan:
         if planned.parts[0][1] == "head.weight":
             weights = [take_weight(weights[0], TensorSlice("", 0, self.model.config.vocab_size))]
         prefix = planned.name.removesuffix("weight")
-        for key, tensor in encode(join_weights(pieces, weights), packed8=self.packed8).items():
+        for key, tensor in self.format.encode(join_weights(pieces, weights)).items():
             yield prefix + key, tensor.cpu().contiguous()
 
     def config(self, dtype: torch.dtype) -> dict[str, Any]:
@@ -210,23 +203,23 @@ class _Plan:
         routers = [name for name, thing in things.items() if thing.parts[0][1].endswith(".router.weight")]
         ignored = routers if "head" in self.layers else [*routers, "lm_head"]
         self._warn([thing for thing in things.values() if thing.layer is not None])
-        quantization = quantization_config(layers, ignored, packed8=self.packed8)
-        private = values.get("hasten", {}) | private_config(layers)
-        return values | {"quantization_config": quantization} | ({"hasten": private} if private else {})
+        written = self.format.write_config(layers, ignored)
+        private = values.get("hasten", {}) | written.pop("hasten", {})
+        return values | written | ({"hasten": private} if private else {})
 
     def _warn(self, things: Sequence[_Published]) -> None:
         """Say once what keeps transformers with compressed-tensors from reading what is written."""
         for thing in things:
             assert thing.layer is not None
-            k, size = self._shape(thing.parts[0][1])[1], thing.layer.group_size
+            k, size = self._shape(thing.parts[0][1])[1], thing.layer.weight.group_size
             reason = None
             if thing.parts[0][0].transposed:
                 reason = f"{thing.name} is no Linear there but a Conv1D, which compressed-tensors does not know"
             elif size and k % size:
                 reason = f"{thing.name} has {k} input features, no multiple of the group size {size}"
-            elif not thing.layer.symmetric and self.packed8:
+            elif not thing.layer.weight.symmetric and self.format.pack_int8:
                 reason = "it does not read the zero points of experts (use symmetric)"
-            elif not thing.layer.symmetric and len({other.layer for other in things}) > 1:
+            elif not thing.layer.weight.symmetric and len({other.layer for other in things}) > 1:
                 reason = "it reads zero points only where all layers are quantized alike (lm_head: same or none)"
             if reason is not None:
                 text = f"hasten reads this quantized model; transformers does not: {reason}"

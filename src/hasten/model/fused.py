@@ -25,6 +25,7 @@ from hasten.model.transformer import MLP, Block, Transformer
 from hasten.model.wide import narrow
 from hasten.ops.linear.modules import PackedLinear
 from hasten.ops.linear.operator import LinearRequest, native_opt_in
+from hasten.ops.linear.weights import BFLOAT16
 from hasten.ops.native import NativeLibrary, library
 from hasten.ops.pages import in_large_pages, return_freed_memory
 
@@ -83,7 +84,7 @@ def waits(model: Transformer) -> str | None:
     """Why a model that could be fused is better left as it is on this processor, or None."""
     if model.quantization is not None:
         return None
-    return native_opt_in(LinearRequest(device=model.device, dtype=model.dtype, format="bfloat16", in_features=1))
+    return native_opt_in(LinearRequest(device=model.device, dtype=model.dtype, format=BFLOAT16, in_features=1))
 
 
 def fuse_where_it_fits(model: Transformer) -> Transformer:
@@ -328,4 +329,4 @@ def _one_kind(*norms: nn.Module) -> tuple[float, float, bool]:
 
 def _weight_arguments(linear: PackedLinear) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, int, int]:
     """data, scales, zeros, bias, group size, digits of the activations."""
-    return linear.data, linear.scales, linear.zeros, linear.bias, linear.group_size, linear.digits
+    return linear.data, linear.scales, linear.zeros, linear.bias, linear.format.group_size, linear.digits

@@ -16,10 +16,9 @@ from hasten.model.checkpoint import DTYPES, MappedTensors, StoredTensor, check_f
 from hasten.model.config import ModelConfig
 from hasten.model.families import family_of, read_config
 from hasten.model.families.family import Family, TensorSlice
-from hasten.model.formats.arguments import read_arguments
 from hasten.model.formats.fill import fill_quantized
 from hasten.model.formats.pieces import take
-from hasten.model.formats.quantized_folder import open_quantized
+from hasten.model.formats.registry import open_quantized, read_quantization
 from hasten.model.hub import resolve_folder
 from hasten.model.rope import RotaryTable
 from hasten.model.tokenizer import Tokenizer
@@ -52,10 +51,10 @@ def load(source: str | Path | nn.Module, *, dtype: str | torch.dtype | None = No
     where = folder / "config.json"
     values = read_json(where)
     family, config = family_of(values, str(where)), read_config(values, str(where))
-    arguments = read_arguments(values, where)
+    found = read_quantization(values, where)
     stored = read_headers(folder)
     tensors = MappedTensors(stored)
-    quantized = open_quantized(stored, arguments, tensors)
+    quantized = open_quantized(stored, found, tensors)
     seen = stored if quantized is None else quantized.logical
     pieces = _locate(config, family, [family.places(config)], seen, str(folder))
     if quantized is not None:  # where others store a weight transposed, its quantized form is (out, in) all the same
@@ -72,7 +71,7 @@ def load(source: str | Path | nn.Module, *, dtype: str | torch.dtype | None = No
     _fill(model, plain, tensors, own, place, {name: str(t.file) for name, t in stored.items()})
     if quantized is not None:
         packed = {ours: piece for ours, piece in pieces.items() if ours not in plain}
-        fill_quantized(model, packed, quantized, tensors, dtype=own, device=place)
+        fill_quantized(model, packed, quantized, dtype=own, device=place)
     _finish(model, place)
     return model
 

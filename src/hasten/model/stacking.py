@@ -10,7 +10,7 @@ from hasten.model.transformer import MLP, Attention, Block, Linear, Transformer
 from hasten.ops.linear.layouts import PANEL
 from hasten.ops.linear.modules import PackedLinear
 from hasten.ops.linear.operator import native_unsupported
-from hasten.ops.linear.weights import QuantizedWeight
+from hasten.ops.linear.weights import BFLOAT16, QuantizedWeight
 
 HALF_PANEL = 32  # rows of gate, then rows of up, in a panel of 64 (ops/block/phases.h)
 
@@ -55,17 +55,18 @@ def difference(*linears: Linear) -> str | None:
 
 
 def _kind(linear: Linear) -> dict[str, object]:
+    common: dict[str, object] = {"bias": linear.bias is not None}
     if not isinstance(linear, PackedLinear):
-        linear_format = str(linear.weight.dtype).removeprefix("torch.")
-        return {"format": linear_format, "bias": linear.bias is not None}
-    common: dict[str, object] = {"format": linear.format, "bias": linear.bias is not None}
-    if linear.format == "bfloat16":
-        return common
-    assert linear.scales is not None
-    return common | {
-        "group size": linear.group_size,
-        "scales": str(linear.scales.dtype).removeprefix("torch."),
-        "zero points": linear.zeros is not None,
+        return {"format": str(linear.weight.dtype).removeprefix("torch.")} | common
+    format = linear.format
+    if format == BFLOAT16:
+        return {"format": format.element} | common
+    return {
+        "format": format.element,
+        **common,
+        "group size": format.group_size,
+        "scales": str(format.scale_dtype).removeprefix("torch."),
+        "zero points": not format.symmetric,
         "activations": linear.activations,
     }
 
@@ -101,8 +102,7 @@ def _combined(parts: list[PackedLinear], out_features: int, combine: Callable[[l
     new = PackedLinear(
         first.in_features,
         1,  # the buffers are replaced: none of the real size is made in vain
-        format=first.format,
-        group_size=first.group_size,
+        first.format,
         activations=first.activations,
         kernel="native",
     )
@@ -122,7 +122,7 @@ def _panel_bias(bias: Tensor | None, out_features: int) -> Tensor:
 
 
 def _numbers(linear: PackedLinear) -> QuantizedWeight | Tensor:
-    return linear.dequantize(torch.bfloat16) if linear.format == "bfloat16" else linear.to_weight()
+    return linear.dequantize(torch.bfloat16) if linear.format == BFLOAT16 else linear.to_weight()
 
 
 def _from_rows(
@@ -152,7 +152,7 @@ def split_alternate(linear: PackedLinear, size: int) -> list[Linear]:
 
 def plain(linear: PackedLinear) -> Linear:
     """A bfloat16 layer as nn.Linear again; a quantized one as it is."""
-    return linear if linear.format != "bfloat16" else _part(linear, torch.arange(linear.out_features))
+    return linear if linear.format != BFLOAT16 else _part(linear, torch.arange(linear.out_features))
 
 
 def _part(linear: PackedLinear, rows: Tensor) -> Linear:

@@ -80,7 +80,7 @@ def check_quantizable(model: Transformer, scheme: Scheme) -> dict[str, LayerForm
 def round_named(name: str, weight: Tensor, scheme: Scheme, layer: LayerFormat) -> QuantizedWeight:
     """Choose a layer's numbers; an error names the layer."""
     try:
-        return scheme.round(weight.detach(), layer)
+        return scheme.round(weight.detach(), layer.weight)
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}") from None
 
@@ -94,15 +94,14 @@ def compare(name: str, weight: Tensor, quantized: QuantizedWeight, layer: LayerF
         format=layer,
         relative_error=relative_error(weight.detach(), quantized),
         bytes_before=weight.nbytes,
-        bytes_after=n * k * quantized.bits // 8 + quantized.scales.nbytes + zeros,
+        bytes_after=n * k * quantized.format.bits // 8 + quantized.scales.nbytes + zeros,
     )
 
 
 def relative_error(weight: Tensor, quantized: QuantizedWeight) -> float:
     """Root mean square of the difference to a weight (N, K), over the weight's own; 0 for a weight of zeros."""
     n, k = quantized.shape
-    size = quantized.group_size or k
-    groups = -(-k // size)
+    size, groups = quantized.format.group_size or k, quantized.format.groups(k)
     sums: dict[int, tuple[float, float]] = {}
 
     def work(rows: slice) -> None:
@@ -110,7 +109,7 @@ def relative_error(weight: Tensor, quantized: QuantizedWeight) -> float:
         values = pad(quantized.values[rows].float(), (0, groups * size - k)).unflatten(1, (groups, size))
         if quantized.zeros is not None:
             values -= quantized.zeros[rows].unsqueeze(-1)
-        elif quantized.bits == 4:
+        elif quantized.format.element == "int4":
             values -= 8
         values *= quantized.scales[rows].float().unsqueeze(-1)
         wrong = torch.linalg.vector_norm(values.flatten(1)[:, :k] - exact)

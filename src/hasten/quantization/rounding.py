@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hasten.errors import ConfigError
-from hasten.ops.linear.weights import QuantizedWeight
+from hasten.ops.linear.weights import INT8, QuantizedWeight, int4_format
 from hasten.quantization.blocks import each_block
 
 Search = Literal["minmax", "mse"]
@@ -44,7 +44,7 @@ def round_int8(weight: Tensor) -> QuantizedWeight:
         values[rows] = (wide / scales[rows]).round_().clamp_(-127, 127).to(torch.int8)
 
     each_block(n, k, work)
-    return QuantizedWeight(bits=8, group_size=0, values=values, scales=scales)
+    return QuantizedWeight(format=INT8, values=values, scales=scales)
 
 
 def round_int4(
@@ -92,7 +92,8 @@ def round_int4(
             zeros[rows] = zero.squeeze(-1).to(torch.uint8)
 
     each_block(n, groups * group_size, work)
-    return QuantizedWeight(bits=4, group_size=group_size, values=values, scales=scales, zeros=zeros)
+    format = int4_format(group_size, symmetric=symmetric, scale_dtype=scale_dtype)
+    return QuantizedWeight(format=format, values=values, scales=scales, zeros=zeros)
 
 
 def _search(w: Tensor, *, search: Search, symmetric: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor | float]:

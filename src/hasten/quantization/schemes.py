@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from hasten.errors import ConfigError
 from hasten.model.formats.record import LayerFormat
 from hasten.model.transformer import Transformer
-from hasten.ops.linear.weights import QuantizedWeight
+from hasten.ops.linear.weights import INT8, QuantizedWeight, WeightFormat, int4_format
 from hasten.quantization.rounding import GROUP_SIZES, Search, round_int4, round_int8
 
 
@@ -31,10 +31,10 @@ class Int8:
 
     def formats(self, dtype: torch.dtype) -> tuple[LayerFormat, LayerFormat | None]:
         """How the blocks' layers and the lm_head of a model in `dtype` are stored; None: not quantized."""
-        layer = LayerFormat(bits=8, activations=self.activations)
+        layer = LayerFormat(INT8, self.activations)
         return layer, None if self.lm_head == "none" else layer
 
-    def round(self, weight: Tensor, layer: LayerFormat) -> QuantizedWeight:
+    def round(self, weight: Tensor, format: WeightFormat) -> QuantizedWeight:
         """Choose the numbers of one weight (N, K)."""
         return round_int8(weight)
 
@@ -68,26 +68,21 @@ class Int4:
         name = self.scale_dtype
         if name == "auto":
             name = "bfloat16" if dtype == torch.bfloat16 else "float16"
-        layer = LayerFormat(
-            bits=4,
-            group_size=self.group_size,
-            symmetric=self.symmetric,
-            scale_dtype=torch.bfloat16 if name == "bfloat16" else torch.float16,
-            activations=self.activations,
-        )
-        int8 = LayerFormat(bits=8, activations=self.activations)
+        scale_dtype = torch.bfloat16 if name == "bfloat16" else torch.float16
+        weight = int4_format(self.group_size, symmetric=self.symmetric, scale_dtype=scale_dtype)
+        layer, int8 = LayerFormat(weight, self.activations), LayerFormat(INT8, self.activations)
         return layer, {"same": layer, "int8": int8, "none": None}[self.lm_head]
 
-    def round(self, weight: Tensor, layer: LayerFormat) -> QuantizedWeight:
+    def round(self, weight: Tensor, format: WeightFormat) -> QuantizedWeight:
         """Choose the numbers of one weight (N, K)."""
-        if layer.bits == 8:
+        if format == INT8:
             return round_int8(weight)
         return round_int4(
             weight,
-            group_size=self.group_size,
-            symmetric=self.symmetric,
+            group_size=format.group_size,
+            symmetric=format.symmetric,
             search=self.search,
-            scale_dtype=layer.scale_dtype,
+            scale_dtype=format.scale_dtype,
         )
 
 

@@ -18,109 +18,118 @@ own key `hasten`.
 """
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hasten.model.checkpoint import StoredTensor
+from hasten.model.formats.compressed_config import MIXED, PACKED, W8A8, WEIGHT_ONLY, ConfigGroup, read_groups
+from hasten.model.formats.compressed_reader import open_folder
+from hasten.model.formats.file_format import QuantizedFolder
 from hasten.model.formats.packing import pack_bytes, pack_columns, pack_rows
 from hasten.model.formats.record import LayerFormat
 from hasten.model.formats.stream import TensorSpec
-from hasten.ops.linear import QuantizedWeight
-
-METHOD = "compressed-tensors"
-PACKED, W8A8, WEIGHT_ONLY, MIXED = "pack-quantized", "int-quantized", "naive-quantized", "mixed-precision"
+from hasten.ops.linear import INT8, QuantizedWeight, WeightFormat
 
 
-def tensor_specs(layer: LayerFormat, n: int, k: int, *, packed8: bool = False) -> dict[str, TensorSpec]:
-    """The tensors that stand for a weight (N, K), by what follows the module's name. packed8: int8 is packed too."""
-    if layer.bits == 8 and packed8:
-        return {
-            "weight_packed": TensorSpec(torch.int32, (n, -(-k // 4))),
-            "weight_scale": TensorSpec(torch.float32, (n, 1)),
+class CompressedTensors:
+    """The `FileFormat`. pack_int8: of what is written, int8 layers are packed too."""
+
+    method = "compressed-tensors"
+
+    def __init__(self, *, pack_int8: bool = False) -> None:
+        self.pack_int8 = pack_int8
+
+    def read_config(self, given: Any, values: Mapping[str, Any], where: Path) -> tuple[ConfigGroup, ...]:
+        """The config's groups."""
+        return read_groups(given, values, where)
+
+    def weight_formats(self, config: tuple[ConfigGroup, ...]) -> list[WeightFormat]:
+        """Those of the groups; the dtype of int4 scales is only known from their tensors."""
+        return [group.layer.weight for group in config]
+
+    def open(
+        self, config: tuple[ConfigGroup, ...], stored: Mapping[str, StoredTensor], tensors: Mapping[str, Tensor]
+    ) -> QuantizedFolder:
+        """The folder, its modules checked."""
+        return open_folder(config, stored, tensors)
+
+    def tensor_specs(self, layer: LayerFormat, n: int, k: int) -> dict[str, TensorSpec]:
+        """The tensors that stand for a weight (N, K), by what follows the module's name."""
+        weight = layer.weight
+        if weight.bits == 8 and not self.pack_int8:
+            return {"weight": TensorSpec(torch.int8, (n, k)), "weight_scale": TensorSpec(torch.float32, (n, 1))}
+        groups = weight.groups(k)
+        specs = {
+            "weight_packed": TensorSpec(torch.int32, (n, -(-k * weight.bits // 32))),
+            "weight_scale": TensorSpec(weight.scale_dtype, (n, groups)),
             "weight_shape": TensorSpec(torch.int64, (2,)),
         }
-    if layer.bits == 8:
-        return {"weight": TensorSpec(torch.int8, (n, k)), "weight_scale": TensorSpec(torch.float32, (n, 1))}
-    groups = -(-k // layer.group_size)
-    specs = {
-        "weight_packed": TensorSpec(torch.int32, (n, -(-k // 8))),
-        "weight_scale": TensorSpec(layer.scale_dtype, (n, groups)),
-        "weight_shape": TensorSpec(torch.int64, (2,)),
-    }
-    if not layer.symmetric:
-        specs["weight_zero_point"] = TensorSpec(torch.int32, (-(-n // 8), groups))
-    return specs
+        if not weight.symmetric:
+            specs["weight_zero_point"] = TensorSpec(torch.int32, (-(-n // 8), groups))
+        return specs
 
-
-def encode(weight: QuantizedWeight, *, packed8: bool = False) -> dict[str, Tensor]:
-    """The tensors of `tensor_specs` with the numbers of a weight."""
-    if weight.bits == 8 and not packed8:
-        return {"weight": weight.values, "weight_scale": weight.scales}
-    tensors = {
-        "weight_packed": pack_columns(weight.values) if weight.bits == 4 else pack_bytes(weight.values),
-        "weight_scale": weight.scales,
-        "weight_shape": torch.tensor(weight.shape),
-    }
-    if weight.zeros is not None:
-        tensors["weight_zero_point"] = pack_rows(weight.zeros)
-    return tensors
-
-
-def quantization_config(
-    layers: Mapping[str, LayerFormat], ignored: Sequence[str], *, packed8: bool = False
-) -> dict[str, Any]:
-    """config.json's `quantization_config`. layers: published module names; ignored: linear ones left as they are."""
-    kinds: dict[LayerFormat, list[str]] = {}
-    for name, layer in layers.items():
-        kinds.setdefault(layer, []).append(name)
-    rounded = _is_w8a8(layers)
-    most = max(kinds, key=lambda kind: len(kinds[kind]))
-    groups = {}
-    # The kind of most layers is the one of all modules of class Linear that no other group names.
-    for i, (kind, names) in enumerate(sorted(kinds.items(), key=lambda item: item[0] != most)):
-        groups[f"group_{i}"] = {
-            "targets": ["Linear"] if kind == most else names,
-            "weights": _weight_arguments(kind),
-            "input_activations": _ROUNDED_BY_TOKEN if rounded else None,
-            "output_activations": None,
-            "format": _format(kind, packed8, rounded),
+    def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
+        """The tensors of `tensor_specs` with the numbers of a weight."""
+        int4 = weight.format.bits == 4
+        if not int4 and not self.pack_int8:
+            return {"weight": weight.values, "weight_scale": weight.scales}
+        tensors = {
+            "weight_packed": pack_columns(weight.values) if int4 else pack_bytes(weight.values),
+            "weight_scale": weight.scales,
+            "weight_shape": torch.tensor(weight.shape),
         }
-    formats = {_format(kind, packed8, rounded) for kind in kinds}
-    return {
-        "quant_method": METHOD,
-        "format": formats.pop() if len(formats) == 1 else MIXED,
-        "quantization_status": "compressed",
-        "config_groups": groups,
-        "ignore": list(ignored),
-        "kv_cache_scheme": None,
-    }
+        if weight.zeros is not None:
+            tensors["weight_zero_point"] = pack_rows(weight.zeros)
+        return tensors
 
+    def write_config(self, layers: Mapping[str, LayerFormat], ignored: Sequence[str]) -> dict[str, Any]:
+        """config.json's `quantization_config`, and our own key `hasten` where it does not say it all."""
+        kinds: dict[LayerFormat, list[str]] = {}
+        for name, layer in layers.items():
+            kinds.setdefault(layer, []).append(name)
+        w8a8 = all(layer == LayerFormat(INT8, "int8") for layer in kinds)
+        most = max(kinds, key=lambda kind: len(kinds[kind]))
+        groups = {}
+        # The kind of most layers is the one of all modules of class Linear that no other group names.
+        for i, (kind, names) in enumerate(sorted(kinds.items(), key=lambda item: item[0] != most)):
+            groups[f"group_{i}"] = {
+                "targets": ["Linear"] if kind == most else names,
+                "weights": _weight_arguments(kind.weight),
+                "input_activations": _ROUNDED_BY_TOKEN if w8a8 else None,
+                "output_activations": None,
+                "format": self._format(kind.weight, w8a8=w8a8),
+            }
+        formats = {self._format(kind.weight, w8a8=w8a8) for kind in kinds}
+        config = {
+            "quant_method": self.method,
+            "format": formats.pop() if len(formats) == 1 else MIXED,
+            "quantization_status": "compressed",
+            "config_groups": groups,
+            "ignore": list(ignored),
+            "kv_cache_scheme": None,
+        }
+        # How products with weights that are all the file speaks of treat their activations.
+        private = {} if w8a8 else {"hasten": {"activations": next(iter(kinds)).activations}}
+        return {"quantization_config": config} | private
 
-def private_config(layers: Mapping[str, LayerFormat]) -> dict[str, Any]:
-    """config.json's `hasten`: how products with weights that are all the file speaks of treat their activations."""
-    return {} if _is_w8a8(layers) else {"activations": next(iter(layers.values())).activations}
-
-
-def _is_w8a8(layers: Mapping[str, LayerFormat]) -> bool:
-    return all(layer.bits == 8 and layer.activations == "int8" for layer in layers.values())
+    def _format(self, weight: WeightFormat, *, w8a8: bool) -> str:
+        if weight.bits == 4 or self.pack_int8:
+            return PACKED
+        return W8A8 if w8a8 else WEIGHT_ONLY
 
 
 _ROUNDED_BY_TOKEN = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
 
 
-def _format(layer: LayerFormat, packed8: bool, rounded: bool) -> str:
-    if layer.bits == 4 or packed8:
-        return PACKED
-    return W8A8 if rounded else WEIGHT_ONLY
-
-
-def _weight_arguments(layer: LayerFormat) -> dict[str, Any]:
+def _weight_arguments(weight: WeightFormat) -> dict[str, Any]:
     return {
-        "num_bits": layer.bits,
+        "num_bits": weight.bits,
         "type": "int",
-        "symmetric": layer.symmetric,
-        "strategy": "group" if layer.group_size else "channel",
-        "group_size": layer.group_size or None,
+        "symmetric": weight.symmetric,
+        "strategy": "group" if weight.group_size else "channel",
+        "group_size": weight.group_size or None,
         "dynamic": False,
     }

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from hasten.errors import HastenWarning
 from hasten.model.families.family import TensorSlice
+from hasten.model.formats.file_format import QuantizedFolder, QuantizedModule
 from hasten.model.formats.pages import release_pages
 from hasten.model.formats.pieces import take, take_weight
-from hasten.model.formats.quantized_folder import QuantizedFolder, QuantizedModule
 from hasten.model.formats.record import LayerFormat, Quantization
 from hasten.model.transformer import Transformer
 from hasten.ops.linear import PackedLinear, QuantizedWeight
@@ -20,7 +20,6 @@ def fill_quantized(
     model: Transformer,
     pieces: Mapping[str, TensorSlice],
     folder: QuantizedFolder,
-    tensors: Mapping[str, Tensor],
     *,
     dtype: torch.dtype,
     device: torch.device | None,
@@ -31,7 +30,7 @@ def fill_quantized(
     Its bias, where it has one, is in place already. dtype: of the activations to come. One module at a time is unpacked
     (none of int4 that is not fused: its words go to the kernel's layout as they are).
     """
-    filler = _Filler(folder, tensors, dtype, device)
+    filler = _Filler(folder, dtype, device)
     layers: dict[str, LayerFormat] = {}
     plain: list[str] = []
     for ours, piece in pieces.items():
@@ -40,7 +39,7 @@ def fill_quantized(
         place = model.get_submodule(name)
         if module.layer is None or not isinstance(place, nn.Linear):  # an embedding is read by row, not multiplied
             place.weight = nn.Parameter(filler.plain(module, piece))
-            plain.append(f"{module.name} ({module.bits} bits, {_scales(module)})")
+            plain.append(f"{module.name} ({module.stored})")
         else:
             packed = filler.packed(module, module.layer, piece, place.bias)
             owner, _, leaf = name.rpartition(".")
@@ -62,51 +61,45 @@ def fill_quantized(
 class _Filler:
     """Makes one layer after the other; keeps the last module's numbers, which several layers may share (Phi-3)."""
 
-    def __init__(
-        self, folder: QuantizedFolder, tensors: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device | None
-    ) -> None:
-        self.folder, self.tensors, self.dtype, self.device = folder, tensors, dtype, device
+    def __init__(self, folder: QuantizedFolder, dtype: torch.dtype, device: torch.device | None) -> None:
+        self.folder, self.dtype, self.device = folder, dtype, device
         self._last: tuple[str, QuantizedWeight | Tensor] | None = None
 
     def plain(self, module: QuantizedModule, piece: TensorSlice) -> Tensor:
         """The part of a weight that belongs to one layer, (N, K)."""
         if self._last is None or self._last[0] != module.name:
-            self._last = module.name, self.folder.dequantize(module, self.tensors, self.dtype)
+            self._last = module.name, self.folder.dequantize(module, self.dtype)
         assert isinstance(self._last[1], Tensor)
         return self._on_device(take(self._last[1], piece))
 
     def packed(
         self, module: QuantizedModule, layer: LayerFormat, piece: TensorSlice, bias: Tensor | None
     ) -> PackedLinear:
-        if module.packed and module.bits == 4 and piece.interleaved is None and piece.expert is None:
-            return self._from_words(module, layer, piece, bias)
+        words = self.folder.int4_words(module) if piece.interleaved is None and piece.expert is None else None
+        if words is not None:
+            own, scales, zeros = words
+            return PackedLinear.from_int4_words(
+                self._on_device(take(own, piece)),
+                self._on_device(take(scales, piece)),
+                None if zeros is None else self._on_device(take(zeros, piece)),
+                bias,
+                in_features=module.shape[1],
+                format=layer.weight,
+                activations=layer.activations,
+                dtype=self.dtype,
+            )
         if self._last is None or self._last[0] != module.name:
-            self._last = module.name, self.folder.read(module, self.tensors)
+            self._last = module.name, self.folder.read(module)
         assert isinstance(self._last[1], QuantizedWeight)
         weight = take_weight(self._last[1], piece).map(self._on_device)
         return PackedLinear.from_weight(weight, bias, activations=layer.activations, dtype=self.dtype)
-
-    def _from_words(
-        self, module: QuantizedModule, layer: LayerFormat, piece: TensorSlice, bias: Tensor | None
-    ) -> PackedLinear:
-        scales, zeros = self.folder.scales(module, self.tensors)
-        return PackedLinear.from_int4_words(
-            self._on_device(take(self.tensors[f"{module.name}.weight_packed"], piece)),
-            self._on_device(take(scales, piece)),
-            None if zeros is None else self._on_device(take(zeros, piece)),
-            bias,
-            in_features=module.shape[1],
-            group_size=layer.group_size,
-            activations=layer.activations,
-            dtype=self.dtype,
-        )
 
     def release(self, module: QuantizedModule, layer: nn.Module) -> None:
         """Let go of the file's pages, unless the layer's kernel reads rows as they stand in the file.
 
         (Read anew from the mapping: were it ever a copy instead, nobody else would hold it.)
         """
-        mapped = self.tensors[f"{module.name}.weight{'_packed' if module.packed else ''}"]
+        mapped = self.folder.values(module)
         data = layer.data if isinstance(layer, PackedLinear) else layer.weight
         assert isinstance(data, Tensor)
         if data.untyped_storage().data_ptr() != mapped.untyped_storage().data_ptr():
@@ -114,8 +107,3 @@ class _Filler:
 
     def _on_device(self, tensor: Tensor) -> Tensor:
         return tensor if self.device is None else tensor.to(self.device)
-
-
-def _scales(module: QuantizedModule) -> str:
-    scales = f"a scale for each {module.stored_group} input features" if module.stored_group else "one scale a row"
-    return scales if module.symmetric else f"{scales}, zero points"

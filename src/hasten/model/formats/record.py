@@ -4,23 +4,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-import torch
+from hasten.ops.linear.weights import WeightFormat
 
 Activations = Literal["int8", "float"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class LayerFormat:
-    """How one linear layer is stored and multiplied.
-
-    bits: 8 (group_size 0: one float32 scale a row, symmetric) or 4 (a scale for each group_size input features).
-    activations: "int8" rounds each input row to int8 before the product, "float" does not.
+    """How one linear layer is stored, and how it is multiplied: activations "int8" rounds each input row to int8 before
+    the product, "float" does not.
     """
 
-    bits: Literal[4, 8]
-    group_size: int = 0
-    symmetric: bool = True
-    scale_dtype: torch.dtype = torch.float32
+    weight: WeightFormat
     activations: Activations = "int8"
 
 

@@ -2,6 +2,15 @@
 
 from hasten.ops.linear.modules import PackedLinear
 from hasten.ops.linear.operator import KERNELS, LinearRequest
-from hasten.ops.linear.weights import QuantizedWeight
+from hasten.ops.linear.weights import BFLOAT16, INT8, QuantizedWeight, WeightFormat, int4_format
 
-__all__ = ["KERNELS", "LinearRequest", "PackedLinear", "QuantizedWeight"]
+__all__ = [
+    "BFLOAT16",
+    "INT8",
+    "KERNELS",
+    "LinearRequest",
+    "PackedLinear",
+    "QuantizedWeight",
+    "WeightFormat",
+    "int4_format",
+]

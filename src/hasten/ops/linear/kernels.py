@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hasten.ops.linear.layouts import ROWS, Operands, Packed, PackedShape
-from hasten.ops.linear.weights import QuantizedWeight
+from hasten.ops.linear.weights import BFLOAT16, INT8, QuantizedWeight, int4_format
 from hasten.ops.linear.wide import wide_linear
 
 
@@ -38,7 +38,10 @@ def float32(x: Tensor, weight: Operands) -> Tensor:
 
 def _dequantized(x: Tensor, weight: Operands, dtype: torch.dtype) -> Tensor:
     """W (N, K)."""
-    name = {torch.bfloat16: "bfloat16", torch.int8: "int8", torch.uint8: "int4"}[weight.data.dtype]
-    shape = PackedShape(weight.out_features, x.shape[-1], name, weight.group_size)
+    if weight.data.dtype == torch.uint8:
+        format = int4_format(weight.group_size, symmetric=weight.zeros is None)
+    else:
+        format = INT8 if weight.data.dtype == torch.int8 else BFLOAT16
+    shape = PackedShape(weight.out_features, x.shape[-1], format)
     rows = ROWS.rows(Packed(weight.data, weight.scales, weight.zeros), shape, None)
     return rows.dequantize(dtype) if isinstance(rows, QuantizedWeight) else rows.to(dtype)

@@ -21,9 +21,8 @@ import torch
 from torch import Tensor
 
 from hasten.errors import ConfigError
-from hasten.ops.linear.weights import QuantizedWeight
+from hasten.ops.linear.weights import INT8, QuantizedWeight, WeightFormat
 
-FORMATS = ("bfloat16", "int8", "int4")
 PANEL = 64  # output rows that stand interleaved
 PADDING = 32
 PIECE = 16  # bytes: the widest access of a GPU's thread
@@ -59,12 +58,11 @@ class PackedShape:
 
     out_features: int
     in_features: int
-    format: str
-    group_size: int = 0  # int4 only
+    format: WeightFormat
 
     @property
     def groups(self) -> int:
-        return steps(self.in_features, self.group_size) if self.group_size else 1
+        return self.format.groups(self.in_features)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,25 +90,25 @@ def steps(size: int, step: int) -> int:
 
 def _panel_data_size(shape: PackedShape) -> tuple[int, ...]:
     panels = steps(shape.out_features, PANEL)
-    multiple = shape.group_size or PADDING
+    multiple = shape.format.group_size or PADDING
     padded = steps(shape.in_features, multiple) * multiple
-    if shape.format == "bfloat16":
+    if shape.format.element == "bfloat16":
         return (panels, padded // 2, PANEL, 2)
-    return (panels, padded // (4 if shape.format == "int8" else 8), PANEL, 4)
+    return (panels, padded // (4 if shape.format.element == "int8" else 8), PANEL, 4)
 
 
 def _panel_scale_size(shape: PackedShape) -> tuple[int, ...]:
     panels = steps(shape.out_features, PANEL)
-    return (panels, PANEL) if shape.format == "int8" else (panels, shape.groups, PANEL)
+    return (panels, PANEL) if shape.format.element == "int8" else (panels, shape.groups, PANEL)
 
 
 def _pack_panels(weight: Tensor | QuantizedWeight, ops: Any) -> Packed:
     if isinstance(weight, Tensor):
         return Packed(ops.pack_bf16(weight))
-    if weight.bits == 8:
+    if weight.format.element == "int8":
         return Packed(ops.pack_int8(weight.values), panel_scales(weight.scales.float()).flatten(1))
     zeros = None if weight.zeros is None else panel_scales(weight.zeros)
-    return Packed(ops.pack_int4(weight.values, weight.group_size), panel_scales(weight.scales), zeros)
+    return Packed(ops.pack_int4(weight.values, weight.format.group_size), panel_scales(weight.scales), zeros)
 
 
 def panel_scales(scales: Tensor) -> Tensor:
@@ -129,17 +127,16 @@ def _panel_rows(packed: Packed, shape: PackedShape, ids: Tensor | None) -> Tenso
         return tensor[ids // PANEL, :, ids % PANEL]
 
     lanes = take(packed.data)  # (R, steps, 2 or 4)
-    if shape.format == "bfloat16":
+    if shape.format.element == "bfloat16":
         return lanes.flatten(1)[:, : shape.in_features].contiguous()
     assert packed.scales is not None
-    if shape.format == "int8":
+    if shape.format.element == "int8":
         values = (lanes ^ 0x80).view(torch.int8).flatten(1)
         scales = packed.scales[ids // PANEL, ids % PANEL].unsqueeze(1)
-        return QuantizedWeight(bits=8, group_size=0, values=values[:, : shape.in_features].contiguous(), scales=scales)
+        return QuantizedWeight(format=INT8, values=values[:, : shape.in_features].contiguous(), scales=scales)
     values = torch.cat((lanes & 15, lanes >> 4), dim=2).flatten(1)
     return QuantizedWeight(
-        bits=4,
-        group_size=shape.group_size,
+        format=shape.format,
         values=values[:, : shape.in_features].contiguous(),
         scales=take(packed.scales),
         zeros=None if packed.zeros is None else take(packed.zeros),
@@ -154,7 +151,7 @@ PANELS = Layout("panels", _panel_data_size, _panel_scale_size, _pack_panels, _pa
 
 def _row_data_size(shape: PackedShape) -> tuple[int, ...]:
     k = shape.in_features
-    return (shape.out_features, steps(k, 2) if shape.format == "int4" else k)
+    return (shape.out_features, steps(k, 2) if shape.format.element == "int4" else k)
 
 
 def _row_scale_size(shape: PackedShape) -> tuple[int, ...]:
@@ -164,7 +161,7 @@ def _row_scale_size(shape: PackedShape) -> tuple[int, ...]:
 def _pack_rows(weight: Tensor | QuantizedWeight, ops: Any) -> Packed:
     if isinstance(weight, Tensor):
         return Packed(weight.contiguous())
-    if weight.bits == 8:
+    if weight.format.element == "int8":
         return Packed(weight.values.contiguous(), weight.scales.float().contiguous())
     values = torch.nn.functional.pad(weight.values, (0, weight.values.shape[1] % 2))
     zeros = None if weight.zeros is None else weight.zeros.contiguous()
@@ -174,13 +171,13 @@ def _pack_rows(weight: Tensor | QuantizedWeight, ops: Any) -> Packed:
 def _row_rows(packed: Packed, shape: PackedShape, ids: Tensor | None) -> Tensor | QuantizedWeight:
     if ids is not None:
         packed = Packed(*(None if tensor is None else tensor[ids] for tensor in packed))  # type: ignore[arg-type]
-    if shape.format == "bfloat16":
+    if shape.format.element == "bfloat16":
         return packed.data
     assert packed.scales is not None
-    if shape.format == "int8":
-        return QuantizedWeight(bits=8, group_size=0, values=packed.data, scales=packed.scales)
+    if shape.format.element == "int8":
+        return QuantizedWeight(format=INT8, values=packed.data, scales=packed.scales)
     values = torch.stack((packed.data & 15, packed.data >> 4), dim=2).flatten(1)[:, : shape.in_features]
-    return QuantizedWeight(bits=4, group_size=shape.group_size, values=values, scales=packed.scales, zeros=packed.zeros)
+    return QuantizedWeight(format=shape.format, values=values, scales=packed.scales, zeros=packed.zeros)
 
 
 ROWS = Layout("rows", _row_data_size, _row_scale_size, _pack_rows, _row_rows)
@@ -190,8 +187,8 @@ ROWS = Layout("rows", _row_data_size, _row_scale_size, _pack_rows, _row_rows)
 
 
 def _piece_data_size(shape: PackedShape) -> tuple[int, ...]:
-    if shape.format == "int4":
-        pieces = shape.groups * shape.group_size // (2 * PIECE)
+    if shape.format.element == "int4":
+        pieces = shape.groups * shape.format.group_size // (2 * PIECE)
     else:
         pieces = steps(shape.in_features, PIECE)
     return (pieces, shape.out_features, PIECE)
@@ -204,13 +201,13 @@ def _piece_scale_size(shape: PackedShape) -> tuple[int, ...]:
 def _pack_pieces(weight: Tensor | QuantizedWeight, ops: Any) -> Packed:
     assert isinstance(weight, QuantizedWeight), "the pieces are bytes; bfloat16 weights stay in rows"
     n, k = weight.shape
-    multiple = weight.group_size or PIECE
+    multiple = weight.format.group_size or PIECE
     values = torch.nn.functional.pad(weight.values, (0, -k % multiple))
-    if weight.bits == 4:
+    if weight.format.element == "int4":
         halves = values.view(n, -1, 2, PIECE)  # (N, pieces, 2, 16)
         values = halves[:, :, 0] | halves[:, :, 1] << 4
     data = values.view(n, -1, PIECE).transpose(0, 1).contiguous()
-    scales = weight.scales.float() if weight.bits == 8 else weight.scales
+    scales = weight.scales.float() if weight.format.element == "int8" else weight.scales
     return Packed(data, scales.T.contiguous(), None if weight.zeros is None else weight.zeros.T.contiguous())
 
 
@@ -218,13 +215,11 @@ def _piece_rows(packed: Packed, shape: PackedShape, ids: Tensor | None) -> Quant
     if ids is not None:
         packed = Packed(*(None if tensor is None else tensor[:, ids] for tensor in packed))  # type: ignore[arg-type]
     assert packed.scales is not None
-    bits = 4 if shape.format == "int4" else 8
     values = packed.data.transpose(0, 1)  # (R, pieces, 16)
-    if bits == 4:
+    if shape.format.element == "int4":
         values = torch.stack((values & 15, values >> 4), dim=2)  # (R, pieces, 2, 16)
     return QuantizedWeight(
-        bits=bits,
-        group_size=shape.group_size,
+        format=shape.format,
         values=values.flatten(1)[:, : shape.in_features].contiguous(),
         scales=packed.scales.T.contiguous(),
         zeros=None if packed.zeros is None else packed.zeros.T.contiguous(),
@@ -234,41 +229,49 @@ def _piece_rows(packed: Packed, shape: PackedShape, ids: Tensor | None) -> Quant
 PIECES = Layout("pieces", _piece_data_size, _piece_scale_size, _pack_pieces, _piece_rows)
 
 
-def check_weight(weight: QuantizedWeight) -> str:
-    """Return the format's name; raise ConfigError for bits, sizes, dtypes and values that no layout holds."""
+def check_format(format: WeightFormat) -> None:
+    """Raise ConfigError for a format of which no layout holds weights."""
+    known = {"bfloat16": (0, 0), "int8": (1, 0), "int4": (1, 1)}.get(format.element)
+    if (
+        known != (len(format.scales), min(format.group_size, 1))
+        or any(scales.rows != 1 for scales in format.scales)
+        or format.zero not in (("middle", "point") if format.element == "int4" else ("middle",))
+        or format.permuted
+    ):
+        raise ConfigError(
+            f"no linear layer for weights of {format.element} ({format}); use bfloat16, 8 bits with a scale for each "
+            "row or 4 bits in groups"
+        )
+
+
+def check_weight(weight: QuantizedWeight) -> None:
+    """Raise ConfigError for a format, sizes, dtypes and values that no layout holds."""
+    check_format(weight.format)
     if weight.values.dim() != 2:
         raise ConfigError(f"the values of a weight are (N, K); found shape {tuple(weight.values.shape)}")
-    n, k = weight.shape
-    if weight.bits == 8 and weight.group_size == 0:
-        format, groups, dtype = "int8", 1, torch.int8
-    elif weight.bits == 4 and weight.group_size > 0:
-        format, groups, dtype = "int4", steps(k, weight.group_size), torch.uint8
-    else:
-        raise ConfigError(
-            f"no linear layer for {weight.bits} bits in groups of {weight.group_size}; use 8 bits with a scale "
-            "for each row (group size 0) or 4 bits in groups"
-        )
+    dtype = {"int8": torch.int8, "int4": torch.uint8}[weight.format.element]
     if weight.values.dtype != dtype:
-        raise ConfigError(f"an {format} weight holds its values as {dtype}; found {weight.values.dtype}")
-    if format == "int4":
+        raise ConfigError(f"an {weight.format.element} weight holds its values as {dtype}; found {weight.values.dtype}")
+    if weight.format.element == "int4":
         check_nibbles("values", weight.values)
-    check_scales(format, (n, groups), weight.scales, weight.zeros)
-    return format
+    n, k = weight.shape
+    check_scales(weight.format, (n, weight.format.groups(k)), weight.scales, weight.zeros)
 
 
-def check_scales(format: str, size: tuple[int, int], scales: Tensor, zeros: Tensor | None) -> None:
+def check_scales(format: WeightFormat, size: tuple[int, int], scales: Tensor, zeros: Tensor | None) -> None:
     """Raise ConfigError where scales, or zero points, are not what a weight of so many rows and groups has."""
-    kinds = (torch.float32, torch.bfloat16, torch.float16)
+    kinds = (format.scale_dtype,) if format.element == "int4" else (torch.float32, torch.bfloat16, torch.float16)
     if scales.dtype not in kinds or tuple(scales.shape) != size:
         raise ConfigError(
-            f"an {format} weight wants scales {size}; found {scales.dtype} {tuple(scales.shape)} "
-            "(float32, bfloat16 or float16)"
+            f"an {format.element} weight wants scales {size} in {' or '.join(map(str, kinds))}; "
+            f"found {scales.dtype} {tuple(scales.shape)}"
         )
-    if zeros is None:
+    if format.symmetric and zeros is None:
         return
-    if format != "int4" or zeros.dtype != torch.uint8 or tuple(zeros.shape) != size:
-        wanted = f"{size} in torch.uint8" if format == "int4" else "none"
-        raise ConfigError(f"an {format} weight wants zero points {wanted}; found {tuple(zeros.shape)} in {zeros.dtype}")
+    if format.symmetric or zeros is None or zeros.dtype != torch.uint8 or tuple(zeros.shape) != size:
+        wanted = "none" if format.symmetric else f"{size} in torch.uint8"
+        found = "none" if zeros is None else f"{tuple(zeros.shape)} in {zeros.dtype}"
+        raise ConfigError(f"an {format.element} weight ({format}) wants zero points {wanted}; found {found}")
     check_nibbles("zero points", zeros)
 
 

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from hasten.errors import ConfigError, HastenWarning
 from hasten.ops.linear.layouts import (
-    FORMATS,
     PANELS,
     Operands,
     Packed,
     PackedShape,
+    check_format,
     check_scales,
     check_weight,
     panel_scales,
@@ -29,7 +29,7 @@ from hasten.ops.linear.operator import (
     slow_for_its_format,
     takes,
 )
-from hasten.ops.linear.weights import QuantizedWeight
+from hasten.ops.linear.weights import BFLOAT16, QuantizedWeight, WeightFormat
 from hasten.ops.picker import pick
 
 ACTIVATION_DIGITS = {"int8": 1, "float": 2}
@@ -38,10 +38,10 @@ ACTIVATION_DIGITS = {"int8": 1, "float": 2}
 class PackedLinear(nn.Module):
     """y = x·Wᵀ + b for x (…, K), y (…, N) in x's dtype. For inference: it has no gradient.
 
-    format "bfloat16", "int8" (one scale a row) or "int4" (one scale, and a zero point unless symmetric, for each
-    `group_size` values of a row). activations: "int8" rounds x to int8, by row (int8) or by group (int4), the fastest;
-    "float" keeps 16 bits of it. Only the native kernel rounds. With bfloat16 weights it rounds a float32 x to bfloat16
-    where the processor multiplies such pairs (AVX-512 BF16, AMX), and keeps float32 elsewhere.
+    format: BFLOAT16, INT8 or an `int4_format` (weights.py). activations: "int8" rounds x to int8, by row (int8) or by
+    group (int4), the fastest; "float" keeps 16 bits of it. Only the native kernel rounds. With bfloat16 weights it
+    rounds a float32 x to bfloat16 where the processor multiplies such pairs (AVX-512 BF16, AMX), and keeps float32
+    elsewhere.
 
     The buffers `data`, `scales` and `zeros` hold the only copy of the weight, in the layout of the kernel that was
     picked (`layouts.py`; `kernel` forces one by name). What belongs into files is `to_weight()` or `dequantize()`,
@@ -62,55 +62,44 @@ class PackedLinear(nn.Module):
         self,
         in_features: int,
         out_features: int,
+        format: WeightFormat,
         *,
-        format: str,
-        group_size: int = 0,
-        symmetric: bool = True,
-        scale_dtype: torch.dtype = torch.float16,
         bias: bool = False,
         activations: str = "int8",
         dtype: torch.dtype = torch.bfloat16,
         kernel: str | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        """`scale_dtype`: of int4 scales. `dtype`: of the activations to come (for picking the kernel) and the bias."""
+        """`dtype`: of the activations to come (for picking the kernel) and the bias."""
         super().__init__()
-        if format not in FORMATS or activations not in ACTIVATION_DIGITS:
-            raise ConfigError(
-                f"format is {format!r} and activations {activations!r}; "
-                f"use {', '.join(FORMATS)} and {', '.join(ACTIVATION_DIGITS)}"
-            )
-        if in_features < 1 or out_features < 1 or (format == "int4") != (group_size > 0):
-            raise ConfigError(
-                f"a {format} layer cannot have {in_features} inputs, {out_features} outputs, groups of {group_size}"
-            )
+        check_format(format)
+        if activations not in ACTIVATION_DIGITS:
+            raise ConfigError(f"activations is {activations!r}; use {' or '.join(ACTIVATION_DIGITS)}")
+        if in_features < 1 or out_features < 1:
+            raise ConfigError(f"a linear layer cannot have {in_features} inputs and {out_features} outputs")
         device = torch.empty(0, device=device).device
         self.in_features, self.out_features = in_features, out_features
-        self.format, self.group_size, self.activations = format, group_size, activations
+        self.format, self.activations = format, activations
         self.digits = ACTIVATION_DIGITS[activations]
-        self.request = LinearRequest(
-            device=device, dtype=dtype, format=format, in_features=in_features, group_size=group_size
-        )
+        self.request = LinearRequest(device=device, dtype=dtype, format=format, in_features=in_features)
         chosen = pick(KERNELS, self.request, forced=kernel)
         if kernel is None and (reason := slow_for_its_format(self.request)) is not None:
             warnings.warn(f"the slower kernel {chosen.name!r} is used: {reason}", HastenWarning, stacklevel=3)
         self.kernel = chosen.name
         self._product: Product = chosen.run()
         layout, shape = layout_of(self.kernel), self._shape
-        kind = {"bfloat16": torch.bfloat16, "int8": torch.int8, "int4": torch.uint8}[format]
-        if layout is PANELS and format == "int8":
+        kind = {"bfloat16": torch.bfloat16, "int8": torch.int8, "int4": torch.uint8}[format.element]
+        if layout is PANELS and format.element == "int8":
             kind = torch.uint8
+
+        def empty(size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+            return torch.empty(size, dtype=dtype, device=device)
+
         self._hold(
             Packed(
-                torch.empty(layout.data_size(shape), dtype=kind, device=device),
-                None
-                if format == "bfloat16"
-                else torch.empty(
-                    layout.scale_size(shape), dtype=torch.float32 if format == "int8" else scale_dtype, device=device
-                ),
-                None
-                if symmetric or format != "int4"
-                else torch.empty(layout.scale_size(shape), dtype=torch.uint8, device=device),
+                empty(layout.data_size(shape), kind),
+                empty(layout.scale_size(shape), format.scale_dtype) if format.scales else None,
+                None if format.symmetric else empty(layout.scale_size(shape), torch.uint8),
             )
         )
         self.register_buffer(
@@ -123,7 +112,7 @@ class PackedLinear(nn.Module):
         if not isinstance(linear, nn.Linear):
             raise ConfigError(f"a packed layer is made of an nn.Linear; found {type(linear).__name__}")
         weight = linear.weight.detach()
-        new = cls(weight.shape[1], weight.shape[0], format="bfloat16", kernel=kernel, device=weight.device)
+        new = cls(weight.shape[1], weight.shape[0], BFLOAT16, kernel=kernel, device=weight.device)
         new._hold(layout_of(new.kernel).pack(weight.to(torch.bfloat16), new._ops))
         return new._with_bias(linear.bias)
 
@@ -138,13 +127,12 @@ class PackedLinear(nn.Module):
         kernel: str | None = None,
     ) -> Self:
         """A layer of a quantized weight. Raises ConfigError for a weight whose parts do not fit together."""
-        format = check_weight(weight)
+        check_weight(weight)
         n, k = weight.shape
         new = cls(
             k,
             n,
-            format=format,
-            group_size=weight.group_size if format == "int4" else 0,
+            weight.format,
             activations=activations,
             dtype=dtype,
             kernel=kernel,
@@ -162,7 +150,7 @@ class PackedLinear(nn.Module):
         bias: Tensor | None = None,
         *,
         in_features: int,
-        group_size: int,
+        format: WeightFormat,
         activations: str = "int8",
         dtype: torch.dtype = torch.bfloat16,
         kernel: str | None = None,
@@ -175,25 +163,24 @@ class PackedLinear(nn.Module):
                 f"{in_features} int4 values take {steps(in_features, 8)} int32 words a row; "
                 f"found {words.dtype} {tuple(words.shape)}"
             )
-        if group_size > 0:  # else there are no groups, which is said below
-            check_scales("int4", (words.shape[0], steps(in_features, group_size)), scales, zeros)
+        check_format(format)
+        check_scales(format, (words.shape[0], format.groups(in_features)), scales, zeros)
         new = cls(
             in_features,
             words.shape[0],
-            format="int4",
-            group_size=group_size,
+            format,
             activations=activations,
             dtype=dtype,
             kernel=kernel,
             device=words.device,
         )
         if layout_of(new.kernel) is PANELS:
-            data = new._ops.pack_int4_words(words, group_size)
+            data = new._ops.pack_int4_words(words, format.group_size)
             new._hold(Packed(data, panel_scales(scales), None if zeros is None else panel_scales(zeros)))
             return new._with_bias(bias)
         shifts = torch.arange(0, 32, 4, device=words.device, dtype=torch.int32)
         values = (words.unsqueeze(2) >> shifts & 15).to(torch.uint8).flatten(1)[:, :in_features]
-        weight = QuantizedWeight(bits=4, group_size=group_size, values=values, scales=scales, zeros=zeros)
+        weight = QuantizedWeight(format=format, values=values, scales=scales, zeros=zeros)
         new._hold(layout_of(new.kernel).pack(weight, new._ops))
         return new._with_bias(bias)
 
@@ -208,7 +195,7 @@ class PackedLinear(nn.Module):
         if x.requires_grad and torch.is_grad_enabled():
             raise ConfigError("packed layers have no gradient; call them under torch.no_grad()")
         packed = (self.data, self.scales, self.zeros, self.bias)
-        return self._product(x, Operands(*packed, self.out_features, self.group_size, self.digits))
+        return self._product(x, Operands(*packed, self.out_features, self.format.group_size, self.digits))
 
     def to_weight(self) -> QuantizedWeight:
         """The quantized weight as it was given, bit for bit."""
@@ -243,11 +230,10 @@ class PackedLinear(nn.Module):
         self.kernel, self._product = chosen.name, chosen.run()
 
     def extra_repr(self) -> str:
-        groups = f", group_size={self.group_size}" if self.group_size else ""
-        digits = f", activations={self.activations}" if self.format != "bfloat16" else ""
+        digits = f", activations={self.activations}" if self.format.scales else ""
         return (
-            f"in_features={self.in_features}, out_features={self.out_features}, format={self.format}{groups}{digits}, "
-            f"bias={self.bias is not None}, kernel={self.kernel}"
+            f"in_features={self.in_features}, out_features={self.out_features}, format={self.format.element}, "
+            f"group_size={self.format.group_size}{digits}, bias={self.bias is not None}, kernel={self.kernel}"
         )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -260,7 +246,7 @@ class PackedLinear(nn.Module):
 
     @property
     def _shape(self) -> PackedShape:
-        return PackedShape(self.out_features, self.in_features, self.format, self.group_size)
+        return PackedShape(self.out_features, self.in_features, self.format)
 
     @property
     def _ops(self) -> Any:

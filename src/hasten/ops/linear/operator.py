@@ -12,6 +12,7 @@ from hasten.machine.measured import compare, slower
 from hasten.ops import triton_support
 from hasten.ops.linear import kernels
 from hasten.ops.linear.layouts import PADDING, PANELS, PIECES, ROWS, Layout, Operands
+from hasten.ops.linear.weights import WeightFormat
 from hasten.ops.native import library
 from hasten.ops.picker import Kernel
 
@@ -27,14 +28,13 @@ Product = Callable[[Tensor, Operands], Tensor]  # x (…, K) -> y (…, N) in x'
 class LinearRequest:
     """What a kernel is asked to serve: decided once per layer, when it is made or bound again.
 
-    `dtype` is that of the activations; `format` one of layouts.FORMATS; `group_size` 0 unless the format is int4.
+    `dtype` is that of the activations, `format` the weight's.
     """
 
     device: torch.device
     dtype: torch.dtype
-    format: str
+    format: WeightFormat
     in_features: int
-    group_size: int = 0
 
 
 def native_unsupported(request: LinearRequest) -> str | None:
@@ -43,9 +43,9 @@ def native_unsupported(request: LinearRequest) -> str | None:
         return f"it runs on a CPU, the layer is on {request.device}"
     if request.dtype not in NATIVE_DTYPES:
         return f"it takes bfloat16 and float32 activations, not {str(request.dtype).removeprefix('torch.')}"
-    if request.format == "int4" and request.group_size % PADDING:
-        return f"its int4 groups are multiples of {PADDING}, not {request.group_size}"
-    if request.format == "int8" and request.in_features > LARGEST_INT8_ROW:
+    if request.format.element == "int4" and request.format.group_size % PADDING:
+        return f"its int4 groups are multiples of {PADDING}, not {request.format.group_size}"
+    if request.format.element == "int8" and request.in_features > LARGEST_INT8_ROW:
         return f"its int8 sums hold {LARGEST_INT8_ROW} products, not {request.in_features}"
     if library() is None:
         return "the native library is not there (no compiler, or HASTEN_ISA=none)"
@@ -57,7 +57,7 @@ def native_opt_in(request: LinearRequest) -> str | None:
 
     By the time of a prompt of 64 rows and 16 single ones.
     """
-    if request.format != "bfloat16" or request.device.type != "cpu":
+    if request.format.element != "bfloat16" or request.device.type != "cpu":
         return None
     ours = library()
     assert ours is not None, "what the library cannot serve is refused before"
@@ -87,12 +87,12 @@ def _contenders() -> dict[str, Callable[[], object]]:
 def _triton_unsupported(request: LinearRequest) -> str | None:
     if request.device.type == "cpu" and (reason := triton_support.refusal(request.device)) is not None:
         return reason
-    if request.format == "bfloat16":
+    if request.format.element == "bfloat16":
         return "PyTorch's own product is the best for bfloat16 weights on a GPU"
     if request.dtype not in TRITON_DTYPES:
         return f"it takes bfloat16 and float16 activations, not {str(request.dtype).removeprefix('torch.')}"
-    if request.format == "int4" and request.group_size not in TRITON_GROUPS:
-        return f"its int4 groups are {', '.join(map(str, TRITON_GROUPS))}, not {request.group_size}"
+    if request.format.element == "int4" and request.format.group_size not in TRITON_GROUPS:
+        return f"its int4 groups are {', '.join(map(str, TRITON_GROUPS))}, not {request.format.group_size}"
     return triton_support.refusal(request.device)
 
 
@@ -136,7 +136,7 @@ def takes(kernel: str, dtype: torch.dtype) -> bool:
 
 def slow_for_its_format(request: LinearRequest) -> str | None:
     """Why a quantized layer on a CPU misses the native kernel, where that is for the weight's own sizes."""
-    if request.format == "bfloat16" or request.device.type != "cpu" or request.dtype not in NATIVE_DTYPES:
+    if request.format.element == "bfloat16" or request.device.type != "cpu" or request.dtype not in NATIVE_DTYPES:
         return None
     return native_unsupported(request) if library() is not None else None
 

@@ -1,23 +1,92 @@
-"""A quantized weight as numbers: what quantization chooses, files hold, and kernels pack."""
+"""Quantized weights: the description of a format, which every part of hasten shares, and the numbers of one weight."""
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+Zero = Literal["middle", "point", "minimum"]
+
+
+@dataclass(frozen=True, slots=True)
+class Scales:
+    """One level of scales: each belongs to a block of `rows` output and `columns` input features; 0: to all of them."""
+
+    dtype: torch.dtype
+    columns: int = 0
+    rows: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightFormat:
+    """How a weight (N, K) is stored. How its activations are multiplied belongs to the operator, not to the format.
+
+    element: what a value is: "int8" (-128 … 127), "int4" (0 … 15), or the name of a float dtype. scales: their levels,
+    the finest first; each next one scales the scales before it; none: the values are the weight. zero: what stands for
+    0 is the "middle" of the integers (0 for int8, 8 for int4), a "point" for each scale, an integer too; or instead of
+    it each block has a "minimum", which is added. permuted: an index says to which group a column belongs (GPTQ's
+    `g_idx`).
+
+    Kernels say what of this they take. FP8 in blocks is `Scales(float32, 128, 128)`, MXFP4 `Scales(float8_e8m0fnu,
+    32)`, NVFP4 `Scales(float8_e4m3fn, 16), Scales(float32, 0, 0)`; GGUF's k-quants have two levels and a minimum.
+    """
+
+    element: str
+    scales: tuple[Scales, ...] = ()
+    zero: Zero = "middle"
+    permuted: bool = False
+
+    @property
+    def bits(self) -> int:
+        """Of a value."""
+        return int(re.findall(r"\d+", self.element)[0])
+
+    @property
+    def group_size(self) -> int:
+        """Input features that share a scale of the finest level; 0: all of a row do, or there are no scales."""
+        return self.scales[0].columns if self.scales else 0
+
+    @property
+    def symmetric(self) -> bool:
+        """Whether all zeros are the same, and none is stored."""
+        return self.zero == "middle"
+
+    @property
+    def scale_dtype(self) -> torch.dtype:
+        """Of the finest scales; float32 where there are none."""
+        return self.scales[0].dtype if self.scales else torch.float32
+
+    def groups(self, in_features: int) -> int:
+        """Scales of a row."""
+        return -(-in_features // self.group_size) if self.group_size else 1
+
+    def __str__(self) -> str:
+        groups = f"groups of {self.group_size}" if self.group_size else "one scale a row"
+        return f"{self.bits} bits, {groups}, {'symmetric' if self.symmetric else 'with zero points'}"
+
+
+BFLOAT16 = WeightFormat(element="bfloat16")
+INT8 = WeightFormat(element="int8", scales=(Scales(torch.float32),))
+
+
+def int4_format(group_size: int, *, symmetric: bool = True, scale_dtype: torch.dtype = torch.bfloat16) -> WeightFormat:
+    """4 bits with a scale, and unless symmetric a zero point, for each `group_size` input features of a row."""
+    zero: Zero = "middle" if symmetric else "point"
+    return WeightFormat(element="int4", scales=(Scales(scale_dtype, group_size),), zero=zero)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizedWeight:
-    """W[n, k] ≈ scales[n, g] · (values[n, k] - zeros[n, g]) with g = k // group_size.
+    """The numbers of a weight: W[n, k] ≈ scales[n, g] · (values[n, k] - zeros[n, g]) with g = k // group size.
 
-    bits 8: values int8 (N, K) in -128 … 127, scales float32 (N, 1), group_size 0 (one scale a row), zeros None.
-    bits 4: values uint8 (N, K) in 0 … 15, scales float16 or bfloat16 (N, ceil(K / group_size)), zeros uint8 of the same
-    shape for asymmetric quantization, or None: then the zero is 8 everywhere.
+    INT8: values int8 (N, K), scales float32 (N, 1), zeros None. int4: values uint8 (N, K) in 0 … 15, scales of the
+    format's dtype (N, ceil(K / group size)), zeros uint8 of the same shape, or None where the format is symmetric.
     """
 
-    bits: int
-    group_size: int
+    format: WeightFormat
     values: Tensor
     scales: Tensor
     zeros: Tensor | None = None
@@ -36,7 +105,7 @@ class QuantizedWeight:
     def joined(
         weights: Sequence["QuantizedWeight"], join: Callable[[list[Tensor]], Tensor] = torch.cat
     ) -> "QuantizedWeight":
-        """One weight of the rows of several of the same bits and groups, put together by `join`."""
+        """One weight of the rows of several of one format, put together by `join`."""
         zeros = [weight.zeros for weight in weights if weight.zeros is not None]
         return replace(
             weights[0],
@@ -48,10 +117,8 @@ class QuantizedWeight:
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The weight (N, K) that the integers stand for."""
         _, k = self.shape
-        size = self.group_size or k
-        group = torch.arange(k, device=self.values.device) // size  # (K,)
+        group = torch.arange(k, device=self.values.device) // (self.format.group_size or k)  # (K,)
+        zero: Tensor | float = 8.0 if self.format.element == "int4" else 0.0
         if self.zeros is not None:
             zero = self.zeros.float()[:, group]
-        else:
-            zero = torch.tensor(0.0 if self.bits == 8 else 8.0, device=self.values.device)
         return ((self.values.float() - zero) * self.scales.float()[:, group]).to(dtype)

@@ -1,49 +1,41 @@
-"""Reading `quantization_config`: what is understood, and one clear error that names the field for the rest."""
+"""Reading compressed-tensors' `quantization_config`: what is understood, and one clear error that names the field for
+the rest.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from hasten.errors import CheckpointError
-from hasten.model.formats.compressed_tensors import METHOD, MIXED, PACKED, W8A8, WEIGHT_ONLY
-from hasten.model.formats.record import Activations
+import torch
 
-FORMATS = (PACKED, W8A8, WEIGHT_ONLY, MIXED)
+from hasten.errors import CheckpointError
+from hasten.model.formats.record import Activations, LayerFormat
+from hasten.ops.linear.weights import Scales, WeightFormat, int4_format
+
+FORMATS = PACKED, W8A8, WEIGHT_ONLY, MIXED = "pack-quantized", "int-quantized", "naive-quantized", "mixed-precision"
 GROUP_SIZES = (32, 64, 128)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WeightArguments:
-    """One of the ways in which a checkpoint's layers are quantized. group_size 0: one scale for a whole row.
+@dataclass(frozen=True, slots=True)
+class ConfigGroup:
+    """One of the ways in which a checkpoint's layers are quantized; the dtype of int4 scales is that of their tensors.
 
     targets are the names that the group lists; a layer is matched by its tensors first, by name where that leaves a
     choice (patterns are not run: they come from the checkpoint).
     """
 
     targets: tuple[str, ...]
-    bits: int
-    group_size: int
-    symmetric: bool
-    activations: Activations
+    layer: LayerFormat
 
 
-def read_arguments(values: Mapping[str, Any], where: Path) -> tuple[WeightArguments, ...] | None:
-    """The ways of quantizing that a config.json names, or None where it names no quantization.
+def read_groups(given: Any, values: Mapping[str, Any], where: Path) -> tuple[ConfigGroup, ...]:
+    """The ways of quantizing that `given`, the quantization_config of a config.json's `values`, names.
 
-    Understood are compressed-tensors' int4 and int8 weights with scales by group or by row, with or without zero
-    points. CheckpointError names the field that asks for anything else.
+    Understood are int4 and int8 weights with scales by group or by row, with or without zero points. CheckpointError
+    names the field that asks for anything else.
     """
-    given = values.get("quantization_config", values.get("compression_config"))
-    if given is None:
-        return None
     fields = _Reader(where, given)
-    method = fields.value("quant_method")
-    if method != METHOD:
-        raise CheckpointError(
-            f"{where}: quantization_config says that the weights are quantized ({method!r:.40}), which hasten does not "
-            f"read; it reads {METHOD} (int4 and int8). Load the unquantized checkpoint and use `hasten quantize`"
-        )
     fields.one_of("format", (*FORMATS, None))
     for name in ("kv_cache_scheme", "transform_config", "sparsity_config"):
         section = fields.value(name)
@@ -83,7 +75,7 @@ class _Reader:
         )
 
 
-def _group(group: _Reader, own_activations: Any) -> WeightArguments:
+def _group(group: _Reader, own_activations: Any) -> ConfigGroup:
     group.one_of("format", (PACKED, W8A8, WEIGHT_ONLY, None))
     if group.value("output_activations") is not None:
         group.fail("output_activations", "absent", group.value("output_activations"))
@@ -119,6 +111,7 @@ def _group(group: _Reader, own_activations: Any) -> WeightArguments:
         ):
             inputs.one_of(name, known)
         activations = "int8"
-    return WeightArguments(
-        targets=tuple(targets), bits=bits, group_size=size, symmetric=symmetric, activations=activations
-    )
+    format = int4_format(size, symmetric=symmetric)
+    if bits == 8:
+        format = WeightFormat(element="int8", scales=(Scales(torch.float32, size),), zero=format.zero)
+    return ConfigGroup(tuple(targets), LayerFormat(format, activations))

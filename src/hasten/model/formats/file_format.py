@@ -1,0 +1,81 @@
+"""A published layout of quantized weights: what reads and writes it, and a folder in it as the loader sees it.
+
+The rest of the loader sees a folder in which every quantized module has a plain `weight` of its true shape; it locates
+and checks it as ever, and `fill.py` fills it.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from hasten.model.checkpoint import StoredTensor
+from hasten.model.formats.record import LayerFormat
+from hasten.model.formats.stream import TensorSpec
+from hasten.ops.linear import QuantizedWeight, WeightFormat
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedModule:
+    """One quantized linear module of a folder: its published name, its true shape (N, K), how the file stores it.
+
+    layer: how a packed layer holds it (its groups may be parts of the file's), or None where no kernel can: int8 with
+    scales by group, or with zero points. packed: several values stand in one word.
+    """
+
+    name: str
+    shape: tuple[int, int]
+    stored: WeightFormat
+    layer: LayerFormat | None
+    packed: bool
+
+
+class QuantizedFolder(Protocol):
+    """A folder's quantized modules by the name of the weight that each stands for, and what reads them.
+
+    logical: the folder's tensors as the loader sees them.
+    """
+
+    @property
+    def modules(self) -> Mapping[str, QuantizedModule]: ...
+    @property
+    def logical(self) -> Mapping[str, StoredTensor]: ...
+
+    def read(self, module: QuantizedModule) -> QuantizedWeight:
+        """The numbers as the module's layer holds them; `layer` is not None."""
+
+    def int4_words(self, module: QuantizedModule) -> tuple[Tensor, Tensor, Tensor | None] | None:
+        """Words, scales and zeros as PackedLinear.from_int4_words takes them; None where they are not stored so."""
+
+    def dequantize(self, module: QuantizedModule, dtype: torch.dtype) -> Tensor:
+        """The weight (N, K) that the module's integers stand for, each rounded once, to `dtype`."""
+
+    def values(self, module: QuantizedModule) -> Tensor:
+        """The mapped tensor of the module's values, as it stands in the file."""
+
+
+class FileFormat(Protocol):
+    """A published layout of quantized weights."""
+
+    method: str  # `quant_method` in config.json's quantization_config
+
+    def read_config(self, given: Any, values: Mapping[str, Any], where: Path) -> Any:
+        """What a quantization_config says, of a config.json with these values; CheckpointError names a field."""
+
+    def weight_formats(self, config: Any) -> list[WeightFormat]:
+        """The formats that such a config names."""
+
+    def open(self, config: Any, stored: Mapping[str, StoredTensor], tensors: Mapping[str, Tensor]) -> QuantizedFolder:
+        """The quantized modules of a folder, checked by their headers. CheckpointError for tensors that do not fit."""
+
+    def tensor_specs(self, layer: LayerFormat, n: int, k: int) -> dict[str, TensorSpec]:
+        """The tensors that stand for a weight (N, K), by what follows the module's name."""
+
+    def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
+        """The tensors of `tensor_specs` with the numbers of a weight."""
+
+    def write_config(self, layers: Mapping[str, LayerFormat], ignored: Sequence[str]) -> dict[str, Any]:
+        """What config.json says of layers, by published module names, and of linear ones that are left as they are."""

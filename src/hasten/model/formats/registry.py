@@ -1,0 +1,65 @@
+"""The published layouts of quantized weights that hasten reads, by the `quant_method` of config.json."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from hasten.errors import CheckpointError
+from hasten.model.checkpoint import StoredTensor
+from hasten.model.formats.compressed_tensors import CompressedTensors
+from hasten.model.formats.file_format import FileFormat, QuantizedFolder
+from hasten.ops.linear import WeightFormat
+
+FILE_FORMATS: Mapping[str, FileFormat] = {one.method: one for one in (CompressedTensors(),)}
+
+
+@dataclass(frozen=True, slots=True)
+class StoredQuantization:
+    """The layout of a checkpoint's quantized weights and what its config says of them."""
+
+    format: FileFormat
+    config: Any
+
+    @property
+    def weight_formats(self) -> list[WeightFormat]:
+        """The formats that the config names."""
+        return self.format.weight_formats(self.config)
+
+
+def read_quantization(values: Mapping[str, Any], where: Path) -> StoredQuantization | None:
+    """What a config.json says of quantized weights, None: nothing. CheckpointError names what hasten does not read."""
+    given = values.get("quantization_config", values.get("compression_config"))
+    if given is None:
+        return None
+    if not isinstance(given, dict):
+        raise CheckpointError(
+            f"{where}: quantization_config must be an object; found {given!r:.60}. "
+            "hasten reads int4 and int8 weights: take such a checkpoint, or the unquantized one and `hasten quantize`"
+        )
+    method = given.get("quant_method")
+    found = FILE_FORMATS.get(method) if isinstance(method, str) else None
+    if found is None:
+        raise CheckpointError(
+            f"{where}: quantization_config says that the weights are quantized ({method!r:.40}), which hasten does not "
+            f"read; it reads {', '.join(FILE_FORMATS)} (int4 and int8). Load the unquantized checkpoint and use "
+            "`hasten quantize`"
+        )
+    return StoredQuantization(found, found.read_config(given, values, where))
+
+
+def open_quantized(
+    stored: Mapping[str, StoredTensor], found: StoredQuantization | None, tensors: Mapping[str, Tensor]
+) -> QuantizedFolder | None:
+    """The quantized modules of a folder, or None where its config names none; CheckpointError where it should."""
+    if found is not None:
+        return found.format.open(found.config, stored, tensors)
+    for name, tensor in stored.items():
+        if name.endswith(".weight_packed"):
+            raise CheckpointError(
+                f"{tensor.file}: {name:.100} is quantized, and config.json has no quantization_config that says how; "
+                "download it again"
+            )
+    return None
