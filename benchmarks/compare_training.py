@@ -339,7 +339,7 @@ class Hasten:
         import torch
 
         from hasten.planning.cost import training_flops_per_token
-        from hasten.training import RECIPES, Precision, TrainStep, build, make_optimizer
+        from hasten.training import RECIPES, build
 
         sizes = options.sizes
         recipe = RECIPES[sizes.recipe]
@@ -353,9 +353,7 @@ class Hasten:
         while not (work / "start.pt").exists():
             time.sleep(0.1)
         take_over(model, torch.load(work / "start.pt", map_location=options.device), vocab)
-        build.apply_techniques(model, recipe)
-        precision = Precision(recipe.techniques.precision, options.device)
-        self.trainer = TrainStep(model, make_optimizer(model, recipe.optimizer), precision, clip=1.0)
+        self.trainer = build.training_step(model, recipe)
 
     def step(self, inputs: Any, targets: Any, rate: float) -> Any:
         from hasten.data import Batch

@@ -210,3 +210,29 @@ def test_joined_projections_compute_the_same(family):
         torch.testing.assert_close(other.loss, one.loss, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(other.gradient_norm, one.gradient_norm, atol=1e-5, rtol=1e-5)
     assert [name for name, _ in joined.model.named_parameters()] == names
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_layer_that_is_replaced_later_is_called(family):
+    """As LoRA or a fake-quantized layer would be: nothing reads the weight behind its back."""
+    from hasten.training.build import fuse_activations, join_projections
+    from hasten.training.swapped import FusedMLP, JoinedAttention, swap_back
+
+    class Doubled(torch.nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    shape = Shape(family=family, layers=1, hidden_size=32, heads=2, feed_forward=64)
+    config = shape_config(shape, vocab_size=50, positions=16)
+    plain, swapped = step_of(config), step_of(config)
+    assert fuse_activations(swapped.model, torch.float32)
+    join_projections(swapped.model)
+    for step in (plain, swapped):
+        block = step.model.blocks[0]
+        block.attention.k.__class__ = block.mlp.up.__class__ = Doubled
+    torch.testing.assert_close(swapped.run([batch()]).loss, plain.run([batch()]).loss, atol=1e-5, rtol=1e-5)
+    assert isinstance(swapped.model.blocks[0].attention, JoinedAttention)
+    swap_back(swapped.model)
+    kinds = {type(module) for module in swapped.model.modules()}
+    assert not kinds & {JoinedAttention, FusedMLP}
+    torch.testing.assert_close(swapped.run([batch()]).loss, plain.run([batch()]).loss, atol=1e-5, rtol=1e-5)

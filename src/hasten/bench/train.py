@@ -167,13 +167,9 @@ class TrainRung:
         import torch
 
         from hasten.data import Batch
-        from hasten.model.vocabulary import pad_vocabulary
         from hasten.training import build
         from hasten.training.layer_drop import draw_gates, keep_probabilities
-        from hasten.training.optimizers import make_optimizer
-        from hasten.training.precision import Precision
         from hasten.training.recipe import Recipe
-        from hasten.training.step import TrainStep
 
         self.recipe = Recipe.from_json(recipe)
         self.steps = steps
@@ -187,11 +183,7 @@ class TrainRung:
             _, self.config = subject(TrainLadder(shape=shape, sequence_length=data.context))
         # Random weights before the padding, so that they are the same on every rung.
         model = build.new_model(self.config, seed=seed, device=torch.device(device))
-        if chosen.pad_vocabulary_to > 1:
-            pad_vocabulary(model, chosen.pad_vocabulary_to)
-        build.apply_techniques(model, self.recipe)
-        optimizer = make_optimizer(model, self.recipe.optimizer, fused=chosen.fused_optimizer)
-        self.step = TrainStep(model, optimizer, Precision(chosen.precision, device), clip=1.0)
+        self.step = build.training_step(model, self.recipe)
         self.taken = 0
         self.gates = None
         if chosen.layer_drop is not None:  # as at the end of a run, when θ has come down

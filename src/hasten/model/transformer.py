@@ -21,7 +21,6 @@ from hasten.model.interfaces import Context, LayerContext, Stack
 from hasten.model.norms import norm_of
 from hasten.model.rope import RotaryTable, rotate
 from hasten.model.wide import choose_width
-from hasten.ops.activation import Functions
 from hasten.ops.attention import KERNELS, AttentionRequest, AttentionSpec
 from hasten.ops.linear.modules import PackedLinear
 from hasten.ops.linear.wide import WideEmbedding, WideLinear
@@ -69,7 +68,6 @@ class Attention(nn.Module):
         pattern = config.attention_pattern
         self.block_size = None if pattern is None else pattern.block  # of a sparse pattern
         self.dropout = config.dropout
-        self.joined = False  # one product for queries, keys and values: training on a CPU
         self.spec = AttentionSpec(
             heads=config.heads,
             kv_heads=config.kv_heads,
@@ -113,14 +111,7 @@ class Attention(nn.Module):
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of x (B, T, C), the heads still side by side."""
-        layers = [layer for layer in (self.q, self.k, self.v) if isinstance(layer, nn.Linear)]
-        if not self.joined or len(layers) < 3:
-            return self.q(x), self.k(x), self.v(x)
-        weights: list[Tensor] = [layer.weight for layer in layers]
-        biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
-        weight, bias = torch.cat(weights), torch.cat(biases) if biases else None  # each time: they stay parameters
-        q, k, v = F.linear(x, weight, bias).split([layer.out_features for layer in layers], dim=-1)
-        return q, k, v
+        return self.q(x), self.k(x), self.v(x)
 
 
 class MLP(nn.Module):
@@ -135,19 +126,8 @@ class MLP(nn.Module):
         self.down: Linear = nn.Linear(size, config.hidden_size, bias=config.mlp_bias)
         self.activation_name = config.activation
         self.activation = ACTIVATIONS[config.activation]
-        self.fused: Functions | None = None  # activation fused with its neighbours: training on a CPU
-
-    def fuse(self, functions: Functions) -> bool:
-        """Take bias and activation, or activation and gate, in one step from now on; whether there is such a pair."""
-        fits = (self.activation_name, self.gate is None) in (("gelu_tanh", True), ("silu", False))
-        self.fused = functions if fits and isinstance(self.up, nn.Linear) else None
-        return self.fused is not None
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.fused is not None and isinstance(self.up, nn.Linear):
-            if self.gate is None:
-                return self.down(self.fused.bias_gelu(F.linear(x, self.up.weight), self.up.bias))
-            return self.down(self.fused.silu_mul(self.gate(x), self.up(x)))
         if self.gate is None:
             return self.down(self.activation(self.up(x)))
         return self.down(self.activation(self.gate(x)) * self.up(x))

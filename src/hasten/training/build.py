@@ -1,6 +1,7 @@
 """From a recipe to a model that is ready to train: the shape, then the techniques, each a small function, in order."""
 
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from hasten.model.families import read_config
 from hasten.model.initialize import initialize
 from hasten.model.tokenizer import Tokenizer
 from hasten.model.transformer import MLP, Attention, Transformer
+from hasten.model.vocabulary import pad_vocabulary
 from hasten.ops.activation import KERNELS, ActivationRequest, bind
 from hasten.ops.attention.pattern_text import parse_pattern, pattern_values
 from hasten.ops.loss import KERNELS as LOSS_KERNELS
@@ -21,8 +23,11 @@ from hasten.ops.native import library
 from hasten.ops.picker import explain
 from hasten.training.activations import checkpoint_activations
 from hasten.training.allocator import keep_freed_memory
+from hasten.training.optimizers import make_optimizer
 from hasten.training.precision import Precision
 from hasten.training.recipe import Recipe, Shape
+from hasten.training.step import TrainStep
+from hasten.training.swapped import FusedMLP, JoinedAttention, replace_modules
 
 
 def shape_config(shape: Shape, *, vocab_size: int, positions: int, tokenizer: Tokenizer | None = None) -> ModelConfig:
@@ -90,13 +95,10 @@ def new_model(config: ModelConfig, *, seed: int, device: torch.device) -> Transf
 def pretrained_model(source: str, recipe: Recipe, *, device: torch.device) -> Transformer:
     """The weights of a folder or hub id in float32, copied, so that training does not write into the mapped file."""
     from hasten.model.load import load
-    from hasten.model.vocabulary import pad_vocabulary
 
     model = load(source, dtype="float32", device=str(device))
     for parameter in model.parameters():
         parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
-    if recipe.techniques.pad_vocabulary_to > 1:
-        pad_vocabulary(model, recipe.techniques.pad_vocabulary_to)
     set_dropout(model, recipe.dropout)
     return model
 
@@ -111,19 +113,36 @@ def set_dropout(model: Transformer, probability: float) -> None:
             module.dropout = probability
 
 
-def apply_techniques(model: Transformer, recipe: Recipe) -> None:
-    """The rest of the visible order: padded vocabulary and precision are in the config and the step already."""
-    if recipe.techniques.keep_memory and model.device.type == "cpu":
+def training_step(model: Transformer, recipe: Recipe, *, should_stop: Callable[[], bool] = lambda: False) -> TrainStep:
+    """From a model with weights in float32 to the step that trains it: every technique of a recipe, in their one order.
+
+    should_stop: asked between micro-batches.
+    """
+    techniques, on_cpu = recipe.techniques, model.device.type == "cpu"
+    if techniques.keep_memory and on_cpu:
         keep_freed_memory()
+    pad_vocabulary(model, techniques.pad_vocabulary_to)
+    precision = Precision(techniques.precision, model.device)
     choose_attention(model, attention_kernel(recipe, model.device))
-    choose_loss(model, recipe.techniques.loss)
-    if recipe.techniques.fused_activation:
-        fuse_activations(model, Precision(recipe.techniques.precision, model.device).dtype)
-    if recipe.techniques.joined_projections and model.device.type == "cpu":
+    choose_loss(model, techniques.loss)
+    if techniques.fused_activation:
+        fuse_activations(model, precision.dtype)
+    if techniques.joined_projections and on_cpu:
         join_projections(model)
-    checkpoint_activations(model, recipe.techniques.checkpointing)
-    if recipe.techniques.compile:
+    # Here will stand: LoRA and quantization-aware training, then tensor parallelism.
+    checkpoint_activations(model, techniques.checkpointing)
+    if techniques.compile:
         compile_blocks(model)
+    # Here will stand: sharding (FSDP2), before the optimizer takes the parameters.
+    optimizer = make_optimizer(model, recipe.optimizer, fused=techniques.fused_optimizer)
+    return TrainStep(
+        model,
+        optimizer,
+        precision,
+        clip=recipe.optimizer.clip,
+        separate_documents=recipe.data.separate_documents,
+        should_stop=should_stop,
+    )
 
 
 def attention_kernel(recipe: Recipe, device: torch.device) -> str | None:
@@ -170,15 +189,15 @@ def fuse_activations(model: Transformer, dtype: torch.dtype) -> bool:
     if explain(KERNELS, request).kernel != "native":  # a compiler does better with PyTorch's own functions
         return False
     functions = bind(request)
-    fused = [layer.fuse(functions) for layer in layers]
-    return any(fused)
+    fused = {layer: FusedMLP.of(layer, functions) for layer in layers}
+    replace_modules(model, {old: new for old, new in fused.items() if new is not None})
+    return any(fused.values())
 
 
 def join_projections(model: Transformer) -> None:
     """One product for queries, keys and values, forward and backward: x is read once, by a wider product."""
-    for module in model.modules():
-        if isinstance(module, Attention):
-            module.joined = True
+    layers = [module for module in model.modules() if isinstance(module, Attention)]
+    replace_modules(model, {layer: JoinedAttention.of(layer) for layer in layers})
 
 
 def compile_blocks(model: Transformer) -> None:

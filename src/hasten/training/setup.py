@@ -18,8 +18,7 @@ from hasten.planning.cost import training_flops_per_token
 from hasten.training import build
 from hasten.training.evaluate import Validation
 from hasten.training.memory import check_memory
-from hasten.training.optimizers import make_optimizer
-from hasten.training.precision import Precision, choose_precision
+from hasten.training.precision import choose_precision
 from hasten.training.recipe import Recipe
 from hasten.training.step import TrainStep
 from hasten.training.stopping import StopRequest
@@ -86,17 +85,8 @@ def set_up(recipe: Recipe, *, progress: bool, stop: StopRequest) -> Setup:
             data.validation, batch_size=rows, sequence_length=context, batches=recipe.run.validation_batches
         )
     model = _model(recipe, data, init=init, device=device)
-    build.apply_techniques(model, recipe)
-    precision = Precision(recipe.techniques.precision, device)
-    step = TrainStep(
-        model,
-        make_optimizer(model, recipe.optimizer, fused=recipe.techniques.fused_optimizer),
-        precision,
-        clip=recipe.optimizer.clip,
-        separate_documents=recipe.data.separate_documents,
-        should_stop=stop.asked,
-    )
-    rate = _rate(precision.dtype, device)
+    step = build.training_step(model, recipe, should_stop=stop.asked)
+    rate = _rate(step.precision.dtype, device)
     # Last: measuring draws random numbers, how many depends on the machine's mood, and dropout must not.
     configure(threads=recipe.run.thread_count, seed=recipe.run.seed)
     whole = training_flops_per_token(model.config, recipe.data.context)

@@ -1,0 +1,96 @@
+"""What takes the place of attention and MLP while a model trains on a CPU: the same parameters under the same names, in
+fewer passes over memory.
+
+They read the weights of plain linear layers. Where something else stands in a layer's place (LoRA, a quantized layer),
+they call it, as the module does whose place they take.
+"""
+
+from collections.abc import Mapping
+from typing import Self, TypeGuard, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hasten.model.transformer import MLP, Attention, Transformer
+from hasten.ops.activation import Functions
+
+Module = TypeVar("Module", bound=nn.Module)
+
+
+class JoinedAttention(Attention):
+    """Queries, keys and values as one product, forward and backward: x is read once, by a wider product."""
+
+    @classmethod
+    def of(cls, attention: Attention) -> Self:
+        """In the place of `attention`, whose layers it takes over."""
+        return _take_over(cls, attention)
+
+    def plain(self) -> Attention:
+        """The module whose place this one takes."""
+        return _take_over(Attention, self)
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of x (B, T, C), the heads still side by side."""
+        layers = [layer for layer in (self.q, self.k, self.v) if _is_plain(layer)]
+        if len(layers) < 3:
+            return super().project(x)
+        biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
+        # Joined anew each time: they stay parameters of their own.
+        weights: list[Tensor] = [layer.weight for layer in layers]
+        weight, bias = torch.cat(weights), torch.cat(biases) if biases else None
+        q, k, v = F.linear(x, weight, bias).split([layer.out_features for layer in layers], dim=-1)
+        return q, k, v
+
+
+class FusedMLP(MLP):
+    """Bias and GELU, or SiLU and gate, in one pass over memory, forward and backward."""
+
+    functions: Functions
+
+    @classmethod
+    def of(cls, mlp: MLP, functions: Functions) -> Self | None:
+        """In the place of `mlp`, whose layers it takes over; None where there is no such pair."""
+        if (mlp.activation_name, mlp.gate is None) not in (("gelu_tanh", True), ("silu", False)):
+            return None
+        new = _take_over(cls, mlp)
+        new.functions = functions
+        return new
+
+    def plain(self) -> MLP:
+        """The module whose place this one takes."""
+        return _take_over(MLP, self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (B, T, C) -> (B, T, C)."""
+        if self.gate is not None:
+            return self.down(self.functions.silu_mul(self.gate(x), self.up(x)))
+        up = self.up
+        if not _is_plain(up):
+            return super().forward(x)
+        return self.down(self.functions.bias_gelu(F.linear(x, up.weight), up.bias))
+
+
+def swap_back(model: Transformer) -> None:
+    """Put plain attention and MLP modules back."""
+    swapped = [module for module in model.modules() if isinstance(module, JoinedAttention | FusedMLP)]
+    replace_modules(model, {module: module.plain() for module in swapped})
+
+
+def replace_modules(model: nn.Module, new: Mapping[nn.Module, nn.Module]) -> None:
+    """Put modules in the place of others, wherever in a model they stand."""
+    for owner in list(model.modules()):
+        for name, child in list(owner.named_children()):
+            if child in new:
+                setattr(owner, name, new[child])
+
+
+def _is_plain(layer: nn.Module) -> TypeGuard[nn.Linear]:
+    return type(layer) is nn.Linear and not layer._forward_hooks and not layer._forward_pre_hooks
+
+
+def _take_over(kind: type[Module], other: nn.Module) -> Module:
+    new = kind.__new__(kind)
+    nn.Module.__init__(new)
+    new.__dict__.update(other.__dict__)  # layers, norms and settings; nothing is copied
+    return new
