@@ -168,31 +168,32 @@ class FusedBlock(nn.Module):
         """Lay out the arguments of the calls once: looking them up in modules costs more than the calls."""
         spec, ops = self.spec, self.native.ops
         norms = [None if norm is None else norm.weight for norm in (self.q_norm, self.k_norm)]
-        own = (*_weight_arguments(self.qkv), spec.heads, spec.head_dim, *norms)
+        sizes = (spec.heads, spec.head_dim, *norms)
         scores = (spec.scale, spec.window or 0, spec.softcap or 0.0)
-        output = _weight_arguments(self.output)
+
+        def weight(linear: PackedLinear) -> Tensor:
+            return ops.plan_weight.default(linear.out_features, linear.in_features, *_weight_arguments(linear))
+
         if self.experts is None:
             kind = _one_kind(self.attention_norm, self.attention_post_norm, self.mlp_norm, self.mlp_post_norm)
-            mlp = (*_weight_arguments(self.inner), self.inner_size, self.gated, self.activation)
             plan = ops.plan_block.default(
-                *(self.qkv.in_features, spec.kv_heads),
-                *_norm_weights(self.attention_norm),
-                *kind,
-                *own,
-                *scores,
-                *(*output, *_norm_weights(self.attention_post_norm)),
-                *(*_norm_weights(self.mlp_norm), *mlp),
-                *(*_weight_arguments(self.down), *_norm_weights(self.mlp_post_norm)),
+                spec.kv_heads,
+                *(*_norm_weights(self.attention_norm), *kind),
+                *(weight(self.qkv), *sizes, *scores),
+                *(weight(self.output), *_norm_weights(self.attention_post_norm)),
+                *_norm_weights(self.mlp_norm),
+                *(weight(self.inner), self.inner_size, self.gated, self.activation),
+                *(weight(self.down), *_norm_weights(self.mlp_post_norm)),
             )
             self._bound = SimpleNamespace(blocks=ops.blocks.default, norm_linear=ops.norm_linear.default, plan=plan)
         else:
             self._bound = SimpleNamespace(
                 attention_input=ops.attention_input.default,
-                input_arguments=(*_norm_arguments(self.attention_norm), *own),
+                input_arguments=(*_norm_arguments(self.attention_norm), *_weight_arguments(self.qkv), *sizes),
                 attention=ops.attention.default,
                 scores=scores,
                 linear_add=ops.linear_add.default,
-                output=output,
+                output=_weight_arguments(self.output),
                 output_norm=_norm_arguments(self.attention_post_norm),
             )
 

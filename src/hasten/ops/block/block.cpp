@@ -68,9 +68,41 @@ Tensor norm_linear(Tensor x, HASTEN_NORM, HASTEN_WEIGHT, int64_t n) {
   return out;
 }
 
-// Everything of a dense block that stays the same from step to step.
+// What stays the same from step to step is laid out once, as a tensor of bytes that owns it: handing over 50 arguments
+// takes longer than the sums of a small model, and several times longer still after a layer's weights have swept the caches.
+// `self` is where it lies: a copy of its bytes would not hold what it points to, and is refused.
+template <class T>
+Tensor as_bytes(std::unique_ptr<T> plan) {
+  plan->self = plan.get();
+  const torch::stable::Device cpu(torch::headeronly::DeviceType::CPU);
+  return torch::stable::from_blob(plan.release(), {int64_t(sizeof(T))}, {1}, cpu, ScalarType::Byte,
+                                  [](void* p) { delete static_cast<T*>(p); });
+}
+template <class T>
+const T& plan_in(const Tensor& bytes) {
+  STD_TORCH_CHECK(bytes.scalar_type() == ScalarType::Byte && bytes.numel() == sizeof(T), "that is no plan of ", T::name);
+  const T& p = *static_cast<const T*>(bytes.const_data_ptr());
+  STD_TORCH_CHECK(p.self == &p, "that is no plan of ", T::name);
+  return p;
+}
+
+struct WeightPlan {
+  static constexpr const char* name = "a weight";
+  const WeightPlan* self;
+  PackedWeight weight;
+  std::vector<Tensor> held;  // what the pointers point to
+};
+
+Tensor plan_weight(int64_t n, int64_t k, HASTEN_WEIGHT) {
+  auto plan = std::make_unique<WeightPlan>(WeightPlan{.weight = {n, k, HASTEN_WEIGHT_ARGUMENTS}, .held = {data}});
+  for (const Maybe& one : {scales, zeros, bias})
+    if (one) plan->held.push_back(*one);
+  return as_bytes(std::move(plan));
+}
+
 struct Plan {
-  const Plan* self;  // where it lies: a copy of its bytes would not hold what it points to, and is no plan
+  static constexpr const char* name = "a block";
+  const Plan* self;
   int64_t c, heads, head_dim, window, inner;
   double scale, softcap;
   bool gated;
@@ -80,36 +112,36 @@ struct Plan {
   std::vector<Tensor> held;  // what the pointers point to
 };
 
-// A plan as a tensor of bytes, which owns it: handing over 50 arguments takes longer than the sums of a small model, and
-// several times longer still after a layer's weights have swept the caches. All norms of a block are of one kind.
-Tensor plan_block(int64_t c, int64_t kv_heads, HASTEN_NORM, HASTEN_WEIGHT, int64_t heads, int64_t head_dim, Maybe q_norm,
-                  Maybe k_norm, double scale, int64_t window, double softcap,  //
-                  Tensor o_data, Maybe o_scales, Maybe o_zeros, Maybe o_bias, int64_t o_group_size, int64_t o_digits,
-                  Maybe o_norm_weight, Maybe o_norm_bias,  //
-                  Maybe m_norm_weight, Maybe m_norm_bias, Tensor m_data, Maybe m_scales, Maybe m_zeros, Maybe m_bias,
-                  int64_t m_group_size, int64_t m_digits, int64_t inner, bool gated, int64_t activation,  //
-                  Tensor d_data, Maybe d_scales, Maybe d_zeros, Maybe d_bias, int64_t d_group_size, int64_t d_digits,
-                  Maybe d_norm_weight, Maybe d_norm_bias) {
+// A dense block of weights from plan_weight. All its norms are of one kind.
+Tensor plan_block(int64_t kv_heads, HASTEN_NORM, Tensor qkv, int64_t heads, int64_t head_dim, Maybe q_norm, Maybe k_norm,
+                  double scale, int64_t window, double softcap,  //
+                  Tensor output, Maybe o_norm_weight, Maybe o_norm_bias,  //
+                  Maybe m_norm_weight, Maybe m_norm_bias, Tensor mlp, int64_t inner, bool gated, int64_t activation,  //
+                  Tensor down, Maybe d_norm_weight, Maybe d_norm_bias) {
   auto norm = [&](const Maybe& weight, const Maybe& bias) { return norm_of(weight, bias, eps, offset, centred); };
+  const int64_t c = plan_in<WeightPlan>(qkv).weight.k;
+  auto weight = [](const Tensor& bytes, int64_t n, int64_t k) {
+    PackedWeight found = plan_in<WeightPlan>(bytes).weight;
+    STD_TORCH_CHECK(round_up(found.w.n, PANEL) == round_up(n, PANEL) && found.k == k, "a weight ", found.w.n, "×", found.k,
+                    " stands where the block has ", n, "×", k);
+    found.w.n = n;  // whole panels
+    return found;
+  };
   auto plan = std::make_unique<Plan>(Plan{
       .c = c, .heads = heads, .head_dim = head_dim, .window = window, .inner = inner, .scale = scale,
       .softcap = softcap, .gated = gated, .kind = Activation(activation),
       .attention_norm = norm(norm_weight, norm_bias), .q_norm = norm(q_norm, std::nullopt),
       .k_norm = norm(k_norm, std::nullopt), .output_norm = norm(o_norm_weight, o_norm_bias),
       .mlp_norm = norm(m_norm_weight, m_norm_bias), .down_norm = norm(d_norm_weight, d_norm_bias),
-      .qkv = {(heads + 2 * kv_heads) * head_dim, c, HASTEN_WEIGHT_ARGUMENTS},
-      .output = {c, heads * head_dim, o_data, o_scales, o_zeros, o_bias, o_group_size, o_digits},
-      .mlp = {MlpInput::weight_rows(inner, gated), c, m_data, m_scales, m_zeros, m_bias, m_group_size, m_digits},
-      .down = {c, inner, d_data, d_scales, d_zeros, d_bias, d_group_size, d_digits},
-      .held = {data, o_data, m_data, d_data}});
-  for (const Maybe& one : {norm_weight, norm_bias, scales, zeros, bias, q_norm, k_norm, o_scales, o_zeros, o_bias,
-                           o_norm_weight, o_norm_bias, m_norm_weight, m_norm_bias, m_scales, m_zeros, m_bias, d_scales,
-                           d_zeros, d_bias, d_norm_weight, d_norm_bias})
+      .qkv = weight(qkv, (heads + 2 * kv_heads) * head_dim, c),
+      .output = weight(output, c, heads * head_dim),
+      .mlp = weight(mlp, MlpInput::weight_rows(inner, gated), c),
+      .down = weight(down, c, inner),
+      .held = {qkv, output, mlp, down}});
+  for (const Maybe& one : {norm_weight, norm_bias, q_norm, k_norm, o_norm_weight, o_norm_bias, m_norm_weight, m_norm_bias,
+                           d_norm_weight, d_norm_bias})
     if (one) plan->held.push_back(*one);
-  plan->self = plan.get();
-  const torch::stable::Device cpu(torch::headeronly::DeviceType::CPU);
-  return torch::stable::from_blob(plan.release(), {int64_t(sizeof(Plan))}, {1}, cpu, ScalarType::Byte,
-                                  [](void* p) { delete static_cast<Plan*>(p); });
+  return as_bytes(std::move(plan));
 }
 
 // One dense block of a stack: attention_input, attention, linear_add, mlp_input and linear_add after each other.
@@ -144,13 +176,6 @@ struct BlockPhases {
   LinearAdd down;
 };
 
-const Plan& plan_in(const Tensor& bytes) {
-  STD_TORCH_CHECK(bytes.scalar_type() == ScalarType::Byte && bytes.numel() == sizeof(Plan), "that is no plan of a block");
-  const Plan& p = *static_cast<const Plan*>(bytes.const_data_ptr());
-  STD_TORCH_CHECK(p.self == &p, "that is no plan of a block");
-  return p;
-}
-
 // Dense blocks after each other, x (…, C) float32 -> the same, the threads started once. turns[i]: which of the tables
 // of cosines and sines block i takes, -1 for none. All caches have the same slots.
 Tensor blocks(Tensor x, std::vector<Tensor> cos, std::vector<Tensor> sin, std::vector<int64_t> turns,
@@ -172,7 +197,7 @@ Tensor blocks(Tensor x, std::vector<Tensor> cos, std::vector<Tensor> sin, std::v
   std::vector<BlockPhases> phases;
   phases.reserve(count);
   for (int64_t i = 0; i < count; i++) {
-    const Plan& p = plan_in(plans[i]);
+    const Plan& p = plan_in<Plan>(plans[i]);
     STD_TORCH_CHECK(p.c == c, "a block of size ", p.c, " cannot take x (…, ", c, ")");
     STD_TORCH_CHECK(turns[i] < int64_t(cos.size()), "there is no table of turns ", turns[i]);
     float* to = i + 1 < count ? between[i % 2] : static_cast<float*>(out.mutable_data_ptr());
@@ -193,7 +218,8 @@ Tensor blocks(Tensor x, std::vector<Tensor> cos, std::vector<Tensor> sin, std::v
 
 STABLE_TORCH_LIBRARY_FRAGMENT(HASTEN_LIBRARY, m) {
   m.def("attention_input(Tensor x, Tensor? norm_weight, Tensor? norm_bias, float eps, float offset, bool centred, Tensor data, Tensor? scales, Tensor? zeros, Tensor? bias, int group_size, int digits, int heads, int head_dim, Tensor? q_norm, Tensor? k_norm, Tensor? cos, Tensor? sin, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slots) -> Tensor");
-  m.def("plan_block(int c, int kv_heads, Tensor? norm_weight, Tensor? norm_bias, float eps, float offset, bool centred, Tensor data, Tensor? scales, Tensor? zeros, Tensor? bias, int group_size, int digits, int heads, int head_dim, Tensor? q_norm, Tensor? k_norm, float scale, int window, float softcap, Tensor o_data, Tensor? o_scales, Tensor? o_zeros, Tensor? o_bias, int o_group_size, int o_digits, Tensor? o_norm_weight, Tensor? o_norm_bias, Tensor? m_norm_weight, Tensor? m_norm_bias, Tensor m_data, Tensor? m_scales, Tensor? m_zeros, Tensor? m_bias, int m_group_size, int m_digits, int inner, bool gated, int activation, Tensor d_data, Tensor? d_scales, Tensor? d_zeros, Tensor? d_bias, int d_group_size, int d_digits, Tensor? d_norm_weight, Tensor? d_norm_bias) -> Tensor");
+  m.def("plan_weight(int n, int k, Tensor data, Tensor? scales, Tensor? zeros, Tensor? bias, int group_size, int digits) -> Tensor");
+  m.def("plan_block(int kv_heads, Tensor? norm_weight, Tensor? norm_bias, float eps, float offset, bool centred, Tensor qkv, int heads, int head_dim, Tensor? q_norm, Tensor? k_norm, float scale, int window, float softcap, Tensor output, Tensor? o_norm_weight, Tensor? o_norm_bias, Tensor? m_norm_weight, Tensor? m_norm_bias, Tensor mlp, int inner, bool gated, int activation, Tensor down, Tensor? d_norm_weight, Tensor? d_norm_bias) -> Tensor");
   m.def("blocks(Tensor x, Tensor[] cos, Tensor[] sin, int[] turns, Tensor(a!)[] k_caches, Tensor(b!)[] v_caches, Tensor slots, Tensor starts, Tensor lengths, Tensor? first, Tensor? table, int block_size, Tensor[] plans) -> Tensor");
   m.def("linear_add(Tensor x, Tensor data, Tensor? scales, Tensor? zeros, Tensor? bias, int group_size, int digits, Tensor residual, Tensor? norm_weight, Tensor? norm_bias, float eps, float offset, bool centred) -> Tensor");
   m.def("norm_linear(Tensor x, Tensor? norm_weight, Tensor? norm_bias, float eps, float offset, bool centred, Tensor data, Tensor? scales, Tensor? zeros, Tensor? bias, int group_size, int digits, int out_features) -> Tensor");
@@ -201,6 +227,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(HASTEN_LIBRARY, m) {
 }
 STABLE_TORCH_LIBRARY_IMPL(HASTEN_LIBRARY, CPU, m) {
   m.impl("attention_input", TORCH_BOX(&hasten::attention_input));
+  m.impl("plan_weight", TORCH_BOX(&hasten::plan_weight));
   m.impl("plan_block", TORCH_BOX(&hasten::plan_block));
   m.impl("blocks", TORCH_BOX(&hasten::blocks));
   m.impl("linear_add", TORCH_BOX(&hasten::linear_add));

@@ -33,12 +33,20 @@ def blocks(x: Tensor, *rest: Any) -> Tensor:
     return x.new_empty(x.shape)
 
 
-def plan_block(c: int, kv_heads: int, norm_weight: Any, norm_bias: Any, *rest: Any) -> Tensor:
+def plan_weight(n: int, k: int, data: Tensor, *rest: Any) -> Tensor:
     """Bytes that only the native code can read; how many it alone knows."""
-    return rest[3].new_empty(0, dtype=torch.uint8)
+    return data.new_empty(0, dtype=torch.uint8)
+
+
+def plan_block(
+    kv_heads: int, norm_weight: Any, norm_bias: Any, eps: Any, offset: Any, centred: Any, *rest: Any
+) -> Tensor:
+    """As plan_weight."""
+    return rest[0].new_empty(0, dtype=torch.uint8)
 
 
 FAKES = {
+    "plan_weight": plan_weight,
     "plan_block": plan_block,
     "blocks": blocks,
     "attention_input": attention_input,
