@@ -116,6 +116,17 @@ def test_explain_sees_a_forced_kernel():
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_kernel_of_a_paged_cache_is_the_one_that_is_explained(dtype):
+    from hasten.generation.paged import PagedCache
+
+    model = hasten.load(make_reference("llama"), dtype=dtype)
+    cache = PagedCache(model.config, blocks=2, block_size=16, dtype=model.compute_dtype, device="cpu")
+    rows = [row for row in explain(model) if row.operator == "paged attention"]
+    assert [row.kernel for row in rows] == [cache.kernel.name] * len(model.blocks)
+    assert all(other.reason for row in rows for other in row.others)
+
+
 @pytest.mark.parametrize("name", ["flash", "math", "chunked", "sdpa", "reference"])
 def test_every_kernel_that_is_forced_gives_a_model_the_same_logits_and_gradients(name):
     model = hasten.load(make_reference("qwen3"))

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -15,6 +15,7 @@ from hasten.model.transformer import Attention, Transformer
 from hasten.model.wide import choose_width
 from hasten.ops import attention as attention_operator
 from hasten.ops import picker
+from hasten.ops.attention.paged import PAGED_KERNELS
 from hasten.ops.linear import operator as linear_operator
 from hasten.ops.linear.modules import PackedLinear
 from hasten.ops.linear.operator import LinearRequest
@@ -41,7 +42,8 @@ class Binding:
     """What one layer runs for one operator. `dataclasses.asdict` makes plain JSON values of it.
 
     layer: the number of the block, -1 for the head behind the last one. operator: "block" (the fused steps or the
-    readable block), "attention", or "linear" (all products of a block that run alike are one entry).
+    readable block), "attention", "paged attention" (of readable blocks, over a cache in blocks: serving and
+    hasten.LLM), or "linear" (all products of a block that run alike are one entry).
     """
 
     layer: int
@@ -66,6 +68,11 @@ def explain(model: Transformer) -> list[Binding]:
             bindings.append(Binding(layer, "block", "readable", [Refusal("fused", reason)]))
             assert isinstance(block.attention, Attention)
             bindings.append(_attention_binding(layer, block.attention))
+            if model.config.attention_pattern is None:  # which no paged cache serves
+                request = replace(block.attention.request(), dtype=model.compute_dtype)
+                choice = picker.explain(PAGED_KERNELS, request)
+                others = [Refusal(*other) for other in choice.others]
+                bindings.append(Binding(layer, "paged attention", choice.kernel, others))
         bindings += _linear_bindings(layer, block)
     return bindings + _linear_bindings(-1, model.head)
 
