@@ -15,21 +15,14 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+from renderers import RENDERERS, Report, markdown
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 TABLE = re.compile(r"(<!-- table: (\S+)(?: (\S+))? -->\n).*?(<!-- /table -->)", re.DOTALL)
-
-Report = dict[str, Any]
-
-
-def markdown(head: list[str], rows: list[list[str]], *, left: int = 1) -> str:
-    """A table whose first `left` columns are text and the others numbers."""
-    align = "|---" * left + "|---:" * (len(head) - left) + "|"
-    lines = [f"| {' | '.join(cells)} |" for cells in (head, *rows)]
-    return "\n".join([lines[0], align, *lines[1:]])
 
 
 def beside_others(report: Report) -> str:
@@ -155,6 +148,8 @@ def versions(report: Report) -> str:
 def render(name: str, way: str) -> str:
     """One result of benchmarks/results as Markdown."""
     report = json.loads((RESULTS / f"{name}.json").read_text())
+    if shown := RENDERERS.get(f"{name} {way}".strip()):
+        return shown(report)
     if way == "limits":
         return limits(report)
     if "pairs" in report:

@@ -1,0 +1,295 @@
+"""One small function for each measurement whose table stands in a page: its JSON in, Markdown out.
+
+`tables.py` calls them by the name of the JSON, and shows the ladders and comparisons itself.
+"""
+
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+Report = dict[str, Any]
+
+
+def markdown(head: list[str], rows: list[list[str]], *, left: int = 1) -> str:
+    """A table whose first `left` columns are text and the others numbers."""
+    align = "|---" * left + "|---:" * (len(head) - left) + "|"
+    lines = [f"| {' | '.join(cells)} |" for cells in (head, *rows)]
+    return "\n".join([lines[0], align, *lines[1:]])
+
+
+def attention_growth(report: Report) -> str:
+    """`hasten bench attention`: time and memory of each kernel at the two largest lengths."""
+    points = {(one["kernel"], one["tokens"]): one for one in report["points"]}
+    short, long = sorted(report["settings"]["lengths"])[-2:]
+
+    def memory(kernel: str, tokens: int) -> str:
+        found = points[kernel, tokens].get("forward_backward_peak_bytes")
+        if found is None:
+            return "does not fit"
+        return f"{found / 2**30:.1f} GiB" if found >= 2**30 else f"{found / 2**20:.0f} MiB"
+
+    flash = points["flash", short]["forward_backward_seconds"]
+    rows = []
+    for kernel in dict.fromkeys(kernel for kernel, _ in points):
+        found = points[kernel, short]
+        time = f"{found['forward_backward_seconds'] / flash:.2f}×"
+        speed = f"{found['forward_backward_gflops']:.0f}"
+        rows.append([f"`{kernel}`", time, speed, memory(kernel, short), memory(kernel, long)])
+    head = ["kernel", "time, of `flash`", "GFLOP/s", f"memory at {short:,} tokens", f"memory at {long:,}"]
+    return markdown(head, rows)
+
+
+def attention_speed(report: Report) -> str:
+    """`hasten bench attention --kernels native,flash`: GFLOP/s of both at each length."""
+    points = {(one["kernel"], one["tokens"]): one for one in report["points"]}
+    rows = []
+    for tokens in report["settings"]["lengths"]:
+        cells = [f"{tokens:,}"]
+        for part in ("forward", "forward_backward"):
+            ours, theirs = points["native", tokens], points["flash", tokens]
+            seconds, speed = f"{part}_seconds", f"{part}_gflops"
+            rounds = zip(ours["rounds"], theirs["rounds"], strict=True)  # a ratio is formed within a round
+            ratio = median(other[seconds] / one[seconds] for one, other in rounds)
+            cells += [f"{ours[speed]:.0f}", f"{theirs[speed]:.0f}", f"{ratio:.1f}×"]
+        rows.append(cells)
+    head = ["tokens", "forward: `native`", "`flash`", "ratio", "forward and backward: `native`", "`flash`", "ratio"]
+    return markdown(head, rows)
+
+
+def attention_errors(report: Report) -> str:
+    """`attention_errors.py`: each kernel's error against float64, and its largest ratio to plain PyTorch's."""
+    plain = {one["dtype"]: one["errors"] for one in report["errors"] if one["kernel"] == "plain"}
+    parts = ["forward", "dq", "dk", "dv"]
+    rows = []
+    for one in report["errors"]:
+        ratio = max(one["errors"][part] / plain[one["dtype"]][part] for part in parts)
+        name, worst = ("plain PyTorch", "") if one["kernel"] == "plain" else (f"`{one['kernel']}`", f"{ratio:.2f}")
+        rows.append([name, one["dtype"], *(f"{one['errors'][part]:.1e}" for part in parts), worst])
+    return markdown(["kernel", "dtype", *parts, "largest ratio to plain"], rows, left=2)
+
+
+def attention_scaling(report: Report) -> str:
+    """`attention_errors.py`: which order of scaling each backend equals in every case, bit for bit."""
+    ways = ["prescaled", "prescaled in float32", "post-scaled", "post-scaled in float32"]
+    rows = [
+        [f"`{one['kernel']}`", one["dtype"], *("equal" if one["equal"][way] == one["cases"] else "no" for way in ways)]
+        for one in report["scaling"]
+    ]
+    return markdown(["backend", "dtype", *ways], rows, left=2 + len(ways))
+
+
+def attention_overflow(report: Report) -> str:
+    """`attention_errors.py`: float16 scores past 65,504."""
+    rows = []
+    for one in report["overflow"]:
+        name = f"`{one['way']}`" if "scaled" not in one["way"] else f"{one['way']}, plain PyTorch"
+        rows.append([name, f"{one['error']:.1e}" if one["finite"] else "not finite"])
+    return markdown(["", "error"], rows)
+
+
+def linear_products(report: Report) -> str:
+    """`linear.py`: few rows as a share of the bandwidth, many as a share of PyTorch's rate."""
+    found = {(one["format"], one["activations"], one["rows"]): one for one in report["rows"]}
+    few, many = [1, 4, 8], [64, 512]
+    body = []
+    for name, activations in (("bfloat16", "float"), ("int8", "int8"), ("int4", "int8")):
+        shares = [found[name, activations, rows]["bandwidth_fraction"] for rows in few]
+        shares += [found[name, activations, rows]["matrix_rate_fraction"] for rows in many]
+        body.append([name, *(f"{share:.0%}" for share in shares)])
+    head = ["weights", *(f"{rows} row{'s' * (rows > 1)}: of the bandwidth" for rows in few)]
+    return markdown([*head, *(f"{rows} rows: of the rate" for rows in many)], body)
+
+
+def prefill_attention(report: Report) -> str:
+    """`prefill_attention.py`."""
+    rows = []
+    for one in report["rows"]:
+        heads = f"{one['heads']} of {one['head_dim']} values, {one['kv_heads']} key/value heads"
+        speed = f"{one['flops_per_second'] / 1e9:,.0f}"
+        rows.append([heads, f"{one['tokens']:,}", speed, f"{one['share']:.0%}", f"{one['flash_share']:.0%}"])
+    head = ["query heads", "tokens", "GFLOP/s", "of the matrix rate", "PyTorch's flash, of the same rate"]
+    return markdown(head, rows)
+
+
+def demo_ladder(report: Report) -> str:
+    """The ladder at the end of `hasten demo`: speed beside what it costs in perplexity."""
+    rows = []
+    for one in report["rows"]:
+        speed = f"{one['decode_tokens_per_second']:,.0f}"
+        rows.append([f"`{one['name']}`", speed, f"{one['speedup']:.1f}×", f"{one['perplexity']:.2f}"])
+    return markdown(["rung", "decode tokens/s", "speed-up", "perplexity"], rows)
+
+
+def quantize_perplexity(report: Report) -> str:
+    """`quantize_perplexity.py`."""
+    rows = []
+    for one in report["rows"]:
+        change = f"{one['change']:+.3%}" if one["change"] else ""
+        rows.append([one["name"], f"{one['perplexity']:.3f}", change])
+    return markdown(["weights, activations", "perplexity", "against bf16"], rows)
+
+
+def quantize_memory(report: Report) -> str:
+    """`quantize_memory.py`."""
+    rows = []
+    for one in report["rows"]:
+        error, over = one["relative_error"]["mean"], one["quantize"]["over_checkpoint_bytes"]
+        size, ratio = f"{one['bytes'] / 1e9:.3f} GB", f"{one['load']['ratio']:.2f}"
+        rows.append([one["name"], size, f"{one['seconds']:.0f}", f"{error:.2%}", f"{over / 1e6:.0f} MB", ratio])
+    head = ["", "size", "seconds", "relative error", "quantize: over the checkpoint", "load: peak / size"]
+    return markdown(head, rows)
+
+
+def sharing(report: Report) -> str:
+    """`sharing.py`: blocks saved by 2, 4 and 6 samples or beams, and the ends with other spreads of the lengths."""
+    rows = []
+    for one in (one for one in report["rows"] if one["scale"] == 1.0):
+        same = [r["saved"] for r in report["rows"] if (r["lengths"], r["kind"]) == (one["lengths"], one["kind"])]
+        two, six = ([saved[samples] for saved in same] for samples in ("2", "6"))
+        low, high = one["published"]
+        found = [f"{value}%" for value in one["saved"].values()]
+        ends = f"{min(two)}-{max(two)} to {min(six)}-{max(six)}%"
+        rows.append([one["lengths"], one["kind"], *found, ends, f"{low}-{high}%"])
+    head = ["lengths", "", "2", "4", "6", "half and 1.5 times the spread", "published, 2 to 6"]
+    return markdown(head, rows, left=2)
+
+
+def int8_cache(report: Report) -> str:
+    """`int8_cache.py`."""
+    rows = []
+    for one in report["rows"]:
+        cache = one["dtype"] if one["kv_cache_dtype"] == "auto" else one["kv_cache_dtype"]
+        same = [f"{one['same_answers']:.0%}", f"{one['same_tokens']:.1%}"]
+        rows.append([one["dtype"], cache, f"{one['perplexity']:.4f}", *same])
+    head = ["weights", "cache", "perplexity", "answers as with bf16", "tokens before they differ"]
+    return markdown(head, rows, left=2)
+
+
+def paged_decode(report: Report) -> str:
+    """`paged_decode.py`."""
+    rows = []
+    for one in report["rows"]:
+        contiguous, blocks, int8 = (f"{one[kind] * 1e3:.2f} ms" for kind in ("contiguous", "blocks", "int8"))
+        ratios = f"{one['ratio']:.3f}", f"{one['int8_ratio']:.3f}"
+        rows.append([one["what"], str(one["batch"]), contiguous, blocks, ratios[0], int8, ratios[1]])
+    head = ["", "sequences", "contiguous", "blocks", "blocks / contiguous", "int8 blocks", "int8 / bf16 blocks"]
+    return markdown(head, rows)
+
+
+def serve_fairness(report: Report) -> str:
+    """`serve_fairness.py`."""
+    rows = [
+        [f"{one['budget']:,}", *(f"{one[key] * 1e3:.0f} ms" for key in ("token", "pause", "first_token"))]
+        for one in report["rows"]
+    ]
+    head = ["`token_budget`", "between two tokens, before", "longest pause during the prompt", "prompt read after"]
+    return markdown(head, rows, left=0)
+
+
+def serve_latency(report: Report) -> str:
+    """`hasten bench serve --rates`."""
+    rows = []
+    for one in report["summary"]:
+        first, each = one["ttft_ms"], one["tpot_ms"]
+        rows.append(
+            [
+                "all at once" if one["rate"] is None else f"{one['rate']:g}",
+                f"{one['output_tokens_per_second']:.0f}",
+                f"{first['p50']:,.0f} ms ({first['p99']:,.0f})",
+                f"{each['p50']:.0f} ms ({each['p99']:.0f})",
+                f"{one['goodput_share']:.0%}",
+            ]
+        )
+    head = ["requests/s", "output tokens/s", "TTFT, median (p99)", "TPOT, median (p99)", "goodput"]
+    return markdown(head, rows, left=0)
+
+
+def beside_vllm(report: Report) -> str:
+    """`compare_serving.py`: all requests at once, beside vLLM and the bound of the machine."""
+    rows = []
+    for requests, bound in report["bounds"].items():
+        found = report["output_tokens_per_second"][requests]
+        cells = [f"{requests} requests", f"{found['vllm']:.1f}"]
+        for name, dtype in (("hasten bf16", "bfloat16"), ("hasten int8", "int8")):
+            ratio = report["ratios"][f"{name} / vllm at {requests}"]
+            cells += [f"{found[name]:.1f}", f"{ratio:.2f}×", f"{bound[dtype]:.0f}"]
+        rows.append(cells)
+    head = ["output tokens/s", "vLLM, bf16", "hasten, bf16", "ratio", "bound", "hasten, int8", "ratio", "bound"]
+    return markdown(head, rows)
+
+
+def shared_samples(report: Report) -> str:
+    """`compare_serving.py`: samples of one prompt that share its blocks, and the same as requests of their own."""
+    speeds, kinds = report["output_tokens_per_second"], ("bf16", "int8")
+    told = {
+        "8 prompts, 4 samples shared": "4 samples of each of 8 prompts",
+        "8 prompts, 4 requests each": "32 requests",
+    }
+    rows = [[text, *(f"{speeds[name][f'hasten {kind}']:.1f}" for kind in kinds)] for name, text in told.items()]
+    rows.append(["ratio", *(f"{report['ratios'][f'hasten {kind}: shared / each']:.2f}×" for kind in kinds)])
+    return markdown(["output tokens/s", *kinds], rows)
+
+
+def sparse_perplexity(report: Report) -> str:
+    """`sparse_perplexity.py`."""
+    rows = []
+    for one in report["rows"]:
+        cells = [one["name"], f"{one['density']:.0%}", f"{one['perplexity']:.1f}"]
+        for part in ("step", "forward"):
+            cells += [f"{one[f'{part}_tokens_per_second']:,.0f}", f"{one[f'{part}_speed_over_dense']:.2f}×"]
+        rows.append(cells)
+    head = ["attention", "blocks", "perplexity", "training, tokens/s", "of dense", "forward, tokens/s", "of dense"]
+    return markdown(head, rows)
+
+
+def sparse_attention(report: Report) -> str:
+    """`sparse_attention.py`."""
+    rows = []
+    for one in report["rows"]:
+        cells = [one["name"], f"{one['density']:.1%}"]
+        for part in ("forward", "both"):
+            cells.append(f"{one[f'{part}_seconds'] * 1e3:.0f} ms")
+            cells += [f"{one[f'{part}_over_share_of_{whole}']:.2f}" for whole in ("flash", "dense")]
+        rows.append(cells)
+    shares = ["÷ d·flash", "÷ d·native"]
+    return markdown(["pattern", "blocks, d", "forward", *shares, "with backward", *shares], rows)
+
+
+def race(report: Report) -> str:
+    """`hasten bench race`: where each contestant stands after the last round."""
+    per_step = report["settings"]["batch_size"] * report["settings"]["sequence_length"]
+    rows = []
+    for one in report["rows"]:
+        last = one["rounds"][-1]
+        step = f"{1e3 * per_step / last['tokens_per_second']:,.0f}"
+        seconds, loss = f"{last['training_seconds']:.0f}", f"{last['validation_loss']:.3f}"
+        rows.append([f"`{one['name']}`", f"{last['step']:.0f}", seconds, step, loss])
+    return markdown(["rung", "steps", "seconds", "ms a step", "validation loss"], rows)
+
+
+RENDERERS: dict[str, Callable[[Report], str]] = {
+    "attention-growth": attention_growth,
+    "attention-bfloat16": attention_speed,
+    "attention-bfloat16-amx": attention_speed,
+    "attention-errors": attention_errors,
+    "attention-errors scaling": attention_scaling,
+    "attention-errors overflow": attention_overflow,
+    "linear": linear_products,
+    "linear-amx": linear_products,
+    "prefill-attention": prefill_attention,
+    "prefill-attention-avx512": prefill_attention,
+    "prefill-attention-amx": prefill_attention,
+    "demo-ladder": demo_ladder,
+    "quantize-perplexity": quantize_perplexity,
+    "quantize-memory": quantize_memory,
+    "sharing": sharing,
+    "int8-cache": int8_cache,
+    "paged-decode": paged_decode,
+    "serve-fairness": serve_fairness,
+    "serve-latency-llama-1.1b-int8": serve_latency,
+    "compare-serving": beside_vllm,
+    "compare-serving samples": shared_samples,
+    "sparse-perplexity": sparse_perplexity,
+    "sparse-attention": sparse_attention,
+    "race-character": race,
+}
