@@ -267,6 +267,13 @@ def race(report: Report) -> str:
     return markdown(["rung", "steps", "seconds", "ms a step", "validation loss"], rows)
 
 
+def largest_batch(report: Report) -> str:
+    """`hasten bench batch`."""
+    memory, tokens = report["settings"]["memory_bytes"] / 2**30, report["settings"]["sequence_length"]
+    rows = [[f"`{one['name']}`", str(one["largest_batch"])] for one in report["rows"]]
+    return markdown(["rung", f"rows of {tokens:,} tokens in {memory:g} GiB"], rows)
+
+
 RENDERERS: dict[str, Callable[[Report], str]] = {
     "attention-growth": attention_growth,
     "attention-bfloat16": attention_speed,
@@ -292,4 +299,6 @@ RENDERERS: dict[str, Callable[[Report], str]] = {
     "sparse-perplexity": sparse_perplexity,
     "sparse-attention": sparse_attention,
     "race-character": race,
+    "largest-batch-character": largest_batch,
+    "largest-batch-gpt2-124m": largest_batch,
 }
