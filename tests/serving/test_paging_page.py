@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "serving.md"
+PAGE = ROOT / "docs" / "paged-cache.md"
 BENCHMARKS = ROOT / "benchmarks"
 
 
