@@ -100,6 +100,12 @@ def linear_products(report: Report) -> str:
     return markdown([*head, *(f"{rows} rows: of the rate" for rows in many)], body)
 
 
+def int4_products(report: Report) -> str:
+    """`linear.py`: int4 with many rows beside the rate of PyTorch's int8 product."""
+    head = ["rows", *(f"{one['rows']:,}" for one in report["int4"])]
+    return markdown(head, [["of the int8 rate", *(f"{one['of_matrix_rate']:.0%}" for one in report["int4"])]])
+
+
 def prefill_attention(report: Report) -> str:
     """`prefill_attention.py`."""
     rows = []
@@ -283,6 +289,8 @@ RENDERERS: dict[str, Callable[[Report], str]] = {
     "attention-errors overflow": attention_overflow,
     "linear": linear_products,
     "linear-amx": linear_products,
+    "linear int4": int4_products,
+    "linear-amx int4": int4_products,
     "prefill-attention": prefill_attention,
     "prefill-attention-avx512": prefill_attention,
     "prefill-attention-amx": prefill_attention,

@@ -52,6 +52,17 @@ def beside_others(report: Report) -> str:
     return markdown(head, rows)
 
 
+def ratios(report: Report) -> str:
+    """`compare.py` in short: the ratios of the medians."""
+    rows = []
+    for pair in report["pairs"]:
+        speed, ratio = pair["median"]["hasten"], pair["ratio"]
+        name = f"{pair['hasten']} / {pair['peer']} {their_format(pair['model'])}"
+        shown = [f"{speed['decode']:.1f}", f"{ratio['decode']:.2f}×", f"{speed['prefill']:.0f}"]
+        rows.append([name, *shown, f"{ratio['prefill']:.2f}×"])
+    return markdown(["ours / theirs", "ours, decode tokens/s", "ratio", "ours, prefill tokens/s", "ratio"], rows)
+
+
 def their_format(model: str) -> str:
     """ "l-q8_0.gguf" -> "Q8_0", "ov-int8" -> "int8"."""
     name = model.removesuffix(".gguf").rpartition("-")[2]
@@ -153,7 +164,7 @@ def render(name: str, way: str) -> str:
     if way == "limits":
         return limits(report)
     if "pairs" in report:
-        return beside_others(report)
+        return ratios(report) if way == "short" else beside_others(report)
     if "kind" in report:
         return ladder(report)
     if "commits" in report:
