@@ -146,6 +146,16 @@ def quantize_memory(report: Report) -> str:
     return markdown(head, rows)
 
 
+def load_memory(report: Report) -> str:
+    """`load_memory.py`."""
+    rows = []
+    for one in report["rows"]:
+        size, peak = one["checkpoint_bytes"], one["peak_bytes"] - one["baseline_bytes"]
+        cells = [f"{one['dtype']}, {one['shards']} shards", f"{size / 1e9:.2f} GB", f"{peak / 1e9:.2f} GB"]
+        rows.append([*cells, f"{one['ratio']:.2f}"])
+    return markdown(["checkpoint", "size", "peak above `import torch`", "peak / size"], rows)
+
+
 def sharing(report: Report) -> str:
     """`sharing.py`: blocks saved by 2, 4 and 6 samples or beams, and the ends with other spreads of the lengths."""
     rows = []
@@ -297,6 +307,7 @@ RENDERERS: dict[str, Callable[[Report], str]] = {
     "demo-ladder": demo_ladder,
     "quantize-perplexity": quantize_perplexity,
     "quantize-memory": quantize_memory,
+    "load-memory": load_memory,
     "sharing": sharing,
     "int8-cache": int8_cache,
     "paged-decode": paged_decode,
