@@ -1,4 +1,4 @@
-"""hasten takes a PyTorch language model to the limit of the machine it runs on, and shows what each technique gave.
+"""hasten makes PyTorch language models fast, and measures what each technique adds.
 
     model = hasten.load("folder-or-hub-id")
     for piece in hasten.stream(model, "Once upon"): print(piece, end="")

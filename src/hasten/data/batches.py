@@ -1,8 +1,8 @@
 """Batches for training and evaluation: packed windows of tokens, each a pure function of its position.
 
 A split is one long ring of tokens, documents back to back. An epoch cuts it into windows of `sequence_length` tokens,
-from an offset that changes with the epoch, and visits them in a shuffled order. Nothing is remembered from batch to
-batch: batch number 1,000 is computed without the 999 before it, so resuming is exact and workers cannot change it.
+from an offset that changes with the epoch, and visits them in a shuffled order. No state is carried from batch to
+batch: batch number 1,000 is computed without the 999 before it. So resuming is exact and workers cannot change it.
 """
 
 from collections import deque

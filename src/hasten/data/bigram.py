@@ -1,4 +1,4 @@
-"""The bigram model: what can be known of a token from the one before it alone. A trained model has to beat it."""
+"""A bigram model predicts a token from the one before it alone. A trained model has to beat it."""
 
 from collections.abc import Iterable
 

@@ -1,4 +1,4 @@
-"""Documents to shards: batches of text through the tokenizer's threads, in a memory that does not grow."""
+"""Documents to shards: batches of text through the tokenizer's threads, in bounded memory."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator
@@ -24,7 +24,7 @@ VALIDATION_FILE = "validation.jsonl"
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """What stands around a document's tokens: `before` (often nothing, or BOS) and the separator after it."""
+    """The tokens around a document: `before` (nothing, or BOS) and the separator after it."""
 
     before: tuple[int, ...]
     separator: int

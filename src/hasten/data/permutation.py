@@ -1,4 +1,4 @@
-"""A shuffled order of n things, any place of which can be asked for alone: no list of n numbers is ever made."""
+"""A random permutation of n items that is computed place by place: no list of n numbers is ever made."""
 
 from dataclasses import dataclass
 

@@ -177,7 +177,7 @@ class ShardWriter:
         self._tokens_file = self._weights_file = None
 
     def abort(self) -> None:
-        """Close the files without caring for what is in them."""
+        """Close the files; what is in them does not matter."""
         for file in (self._tokens_file, self._weights_file, self._starts_file):
             if file is not None:
                 try:

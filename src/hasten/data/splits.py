@@ -52,7 +52,7 @@ class SplitPlan:
 
 
 def place_of(name: str, *, seed: int) -> float:
-    """A number in [0, 1) that the name and the seed decide, evenly spread."""
+    """A uniform number in [0, 1), a hash of the name and the seed."""
     digest = hashlib.blake2b(f"{seed}\0{name}".encode("utf-8", "surrogateescape"), digest_size=8).digest()
     return int.from_bytes(digest, "little") / 2**64
 

@@ -1,4 +1,4 @@
-"""Activation checkpointing: what the backward pass needs is computed again instead of kept (arXiv 1604.06174).
+"""Activation checkpointing: recompute activations in the backward pass instead of keeping them (arXiv 1604.06174).
 
 - "full": of a block only its input is kept; its forward pass runs twice.
 - "selective": the results of matrix products and fused attention are kept, because they cost time; norms, activation

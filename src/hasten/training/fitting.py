@@ -1,4 +1,4 @@
-"""Which model some minutes can teach on this machine: the largest that sees enough tokens in them, by measured speed.
+"""The largest model that can be trained in the given minutes on this machine: it must see enough tokens in them.
 
 A model that is too large for its minutes takes a few steps and learns nothing; a smaller one takes thousands. The loss
 after a number of tokens is the same on every machine, so `Size.tokens` was measured once and only the speed is here.
@@ -53,9 +53,9 @@ def measured_speed(recipe: Recipe, *, needed: float = 0.0) -> Speed:
 def fit(
     recipe: Recipe, sizes: Sequence[Size], *, measure: Callable[..., Speed] = measured_speed
 ) -> tuple[Recipe, str | None]:
-    """The recipe with the first of `sizes`, largest first, that `run.minutes` can teach here, or else the nearest.
+    """The recipe with the first of `sizes` (largest first) that sees enough tokens in `run.minutes`, else the nearest.
 
-    With it a line that says what was planned, what is trained and why, where that is not the same.
+    Also returns a line that says what was planned, what is trained and why, if that is not the same.
     """
     assert recipe.run.minutes is not None
     minutes = recipe.run.minutes

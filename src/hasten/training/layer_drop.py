@@ -1,4 +1,4 @@
-"""Progressive layer dropping (arXiv 2010.13369): blocks are left out at random, the later the step and the deeper more.
+"""Progressive layer dropping (arXiv 2010.13369): skip blocks at random, more often in later steps and deeper blocks.
 
     θ(t) = (1 - θ̄)·exp(-γt) + θ̄          how much of the deepest block is kept, from 1 down to θ̄; γ = decay/T
     p_l  = 1 - l/L·(1 - θ(t))             with which probability block l of 0 … L-1 is kept
@@ -38,7 +38,7 @@ def draw_gates(probabilities: Sequence[float], *, seed: int, step: int, micro_st
 
 
 def gates_of_step(recipe: Recipe, *, layers: int, step: int, total: int | None) -> list[list[float]] | None:
-    """Of a step of a model with so many blocks, for each of its micro-batches; None without layer dropping."""
+    """The gates of one step, for each of its micro-batches; None without layer dropping."""
     techniques = recipe.techniques
     if techniques.layer_drop is None:
         return None

@@ -31,8 +31,8 @@ def estimate(config: ModelConfig, recipe: Recipe, *, explicit_attention: bool = 
 
     explicit_attention: the score matrices are kept too.
 
-    A lower figure is meant: it counts what has to be there (as arXiv 2205.05198 does), no temporaries of single
-    operations, so that a recipe that would fit is never refused.
+    A lower bound: it counts what has to be there (as arXiv 2205.05198 does) and no temporaries of single operations.
+    So a recipe that would fit is never refused.
     """
     count = parameters(config).total
     size = 4 if recipe.techniques.precision == "float32" else 2  # of an activation

@@ -1,7 +1,7 @@
 """Muon (Jordan et al. 2024): the step of a matrix is its momentum with all singular values brought near one.
 
-PyTorch's own iterates in bfloat16, matrix by matrix. Many processors emulate bfloat16, where that costs more than the
-rest of the training step; so on a CPU this is in float32, and matrices of one shape go through it together.
+PyTorch's own iterates in bfloat16, matrix by matrix. On processors that emulate bfloat16 this costs more than the rest
+of the training step. So on a CPU ours iterates in float32, with all matrices of one shape together.
 """
 
 import math

@@ -25,7 +25,7 @@ CLEAN_STEPS = 2000  # in a row, until it is doubled
 
 
 def choose_precision(recipe: Recipe, begun: Recipe | None = None) -> tuple[Recipe, ProductPrecision]:
-    """The recipe with its precision decided, and the reason. begun: as the run that goes on began, which decides it."""
+    """The recipe with `auto` decided, and the reason. begun: the precision of the run that is resumed; it is kept."""
     name = recipe.techniques.precision
     if name != "auto":
         return recipe, ProductPrecision(name, "as the recipe says")

@@ -16,8 +16,8 @@ def learning_rate(schedule: Schedule, *, peak: float, step: int, total: int | No
 def factor(schedule: Schedule, *, step: int, total: int | None, bend: Bend | None = None) -> float:
     """The share of the peak, in [0, 1]: rises to 1 in the warm-up, ends at final_fraction in the last step.
 
-    bend: where the last lowering of the total took place, after the warm-up. wsd's stable phase becomes shorter then,
-    and a decay or cosine that should have begun already begins there.
+    bend: where the total was last lowered, after the warm-up. That shortens the stable phase of wsd. A decay or cosine
+    that should have begun already begins there.
     """
     if step < schedule.warmup_steps:
         return (step + 1) / schedule.warmup_steps

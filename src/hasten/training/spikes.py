@@ -16,7 +16,7 @@ class SpikeDetector:
         self.count = count
 
     def see(self, loss: float) -> bool:
-        """Take the loss in; whether it is a spike. Spikes do not enter the mean, unless they go on for a window."""
+        """Record the loss; whether it is a spike. Spikes do not enter the mean, unless they last for a whole window."""
         spike = False
         if len(self.recent) >= FEWEST:
             mean = fmean(self.recent)

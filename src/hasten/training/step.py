@@ -1,7 +1,7 @@
 """One training step: forward and backward of every micro-batch, clipping, the update. Nothing here waits for a device.
 
 The losses of the micro-batches are summed and divided by the number of targets of the whole step, so that a step of
-4 x 8 rows is the step of 32 rows whatever is masked in each of them.
+4 x 8 rows equals a step of 32 rows, whatever is masked in each of them.
 """
 
 from collections.abc import Callable, Sequence
