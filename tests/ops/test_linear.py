@@ -25,6 +25,7 @@ from hasten.ops.linear import (
     WeightFormat,
     int4_format,
 )
+from hasten.ops.linear.weights import Scales
 from hasten.ops.native import library
 from hasten.ops.picker import explain, pick
 from instruction_sets import ISAS
@@ -433,10 +434,24 @@ def test_what_does_not_fit_is_refused_in_words():
         layer(torch.randn(2, 95))
     with pytest.raises(ConfigError, match="no gradient"):
         layer(torch.randn(2, 96, requires_grad=True))
-    with pytest.raises(ConfigError, match="weights of int3"):
+    with pytest.raises(ConfigError, match="element='int3'"):
         PackedLinear(8, 8, WeightFormat(element="int3"))
-    with pytest.raises(ConfigError, match=r"weights of int4 \(4 bits, one scale a row"):
+    with pytest.raises(ConfigError, match="int4 in groups"):
         PackedLinear(8, 8, int4_format(0))
+    for wrong in ("int8", None, WeightFormat(element="foo"), WeightFormat(element=""), int4_format(32.0)):
+        with pytest.raises(ConfigError, match=r"found 'int8'|found None|use bfloat16, int8"):
+            PackedLinear(64, 8, wrong)
+    for dtype in (torch.int32, torch.float64):
+        with pytest.raises(ConfigError, match="no linear layer"):
+            PackedLinear(64, 8, int4_format(32, scale_dtype=dtype))
+    with pytest.raises(ConfigError, match="no linear layer"):
+        PackedLinear(64, 8, replace(INT8, scales=(Scales(torch.float16),)))
+    with pytest.raises(ConfigError, match="use int4"):
+        PackedLinear.from_int4_words(
+            torch.zeros(8, 4, dtype=torch.int32), torch.ones(8, 1), in_features=32, format=INT8
+        )
+    with pytest.raises(ConfigError, match="use int8 or int4"):
+        PackedLinear.from_weight(replace(make_weight(8, 96, format="int8"), format=BFLOAT16))
     weight = make_weight(8, 96, format="int4", group_size=32)
     wrong = replace(weight, format=int4_format(64, scale_dtype=weight.scales.dtype))
     with pytest.raises(ConfigError, match=r"scales \(8, 2\) in torch.float16; found .*\(8, 3\)"):
@@ -513,7 +528,7 @@ def test_the_native_kernel_refuses_other_floats_until_the_layer_is_cast(dtype):
         ({"zeros": torch.zeros(70, 2, dtype=torch.uint8)}, r"wants zero points \(70, 3\)"),
         ({"scales": torch.ones(70, 3, dtype=torch.int32)}, "found torch.int32"),
         ({"scales": torch.ones(70, 2)}, r"wants scales \(70, 3\)"),
-        ({"format": replace(INT8, zero="point")}, "8 bits with a scale for each row"),
+        ({"format": replace(INT8, zero="point")}, "use int8 or int4"),
     ],
 )
 def test_parts_that_do_not_fit_together_are_refused_before_anything_is_packed(changes, words):

@@ -187,6 +187,19 @@ def test_opcheck():
 
 
 @pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("own", [2, 7, 9])
+def test_nothing_of_an_earlier_call_is_left_where_a_chunk_crosses_a_span(isa, own):
+    """Queries that see nothing of a span of 512 keys stand beside others that do."""
+    for heads, kv_heads in ((8, 8), (4, 2)):
+        q, k, v = case(5, 1, own, 900, heads, kv_heads, 64, torch.bfloat16)
+        expected = [run(isa, q, k, v, [length]) for length in range(513, 513 + own)]
+        for length, wanted in zip(range(513, 513 + own), expected, strict=True):
+            run(isa, q, k, torch.full_like(v, float("nan")), [814])
+            assert torch.equal(run(isa, q, k, v, [length]), wanted)
+            assert wanted.isfinite().all()
+
+
+@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("softcap", [None, 20.0])
 def test_a_nan_key_reaches_every_query_that_sees_it(isa, softcap):
     q, k, v = case(3, 1, 4, 200, 2, 1, 64, torch.bfloat16)

@@ -232,6 +232,13 @@ def test_a_layer_that_is_replaced_later_is_called(family):
         block.attention.k.__class__ = block.mlp.up.__class__ = Doubled
     torch.testing.assert_close(swapped.run([batch()]).loss, plain.run([batch()]).loss, atol=1e-5, rtol=1e-5)
     assert isinstance(swapped.model.blocks[0].attention, JoinedAttention)
+    called = []
+    for block in (step.model.blocks[0] for step in (plain, swapped)):
+        block.attention.q.register_full_backward_hook(lambda *_: called.append("q"))
+        block.mlp.down.register_full_backward_hook(lambda *_: called.append("down"))
+    for step in (plain, swapped):
+        step.run([batch()])
+    assert called == called[:2] * 2, "hooks are called as before"
     swap_back(swapped.model)
     kinds = {type(module) for module in swapped.model.modules()}
     assert not kinds & {JoinedAttention, FusedMLP}

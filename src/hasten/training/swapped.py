@@ -59,7 +59,9 @@ class FusedMLP(MLP):
 
     def plain(self) -> MLP:
         """The module whose place this one takes."""
-        return _take_over(MLP, self)
+        plain = _take_over(MLP, self)
+        del plain.functions
+        return plain
 
     def forward(self, x: Tensor) -> Tensor:
         """x (B, T, C) -> (B, T, C)."""
@@ -86,7 +88,9 @@ def replace_modules(model: nn.Module, new: Mapping[nn.Module, nn.Module]) -> Non
 
 
 def _is_plain(layer: nn.Module) -> TypeGuard[nn.Linear]:
-    return type(layer) is nn.Linear and not layer._forward_hooks and not layer._forward_pre_hooks
+    """Whether calling a layer is multiplying with its weight, and nothing else."""
+    hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
+    return type(layer) is nn.Linear and "forward" not in layer.__dict__ and not any(hooks)
 
 
 def _take_over(kind: type[Module], other: nn.Module) -> Module:

@@ -135,8 +135,9 @@ int64_t AttentionPhases::first_key(const Piece& p) const {
   const int64_t first = how.window ? std::max<int64_t>(0, p.position - how.window + 1) : 0;
   return first / TILE_KEYS * TILE_KEYS;
 }
-void AttentionPhases::span(const Piece& p, int64_t index, const Operand* lines_q, const int64_t* position, const Lines& lines,
-          Coming& coming) const {
+
+void AttentionPhases::span(const Piece& p, int64_t index, const Operand* lines_q, const int64_t* position,
+                           const Lines& lines, Coming& coming) const {
   const int64_t together = lines.count > 2 * TOGETHER ? TILES : 1, size = padded * TILE_KEYS;
   float* scales = scratch<float, 13>(2 * together * TILE_KEYS);
   uint16_t* packed = scratch<uint16_t, 8>(2 * together * size);
@@ -145,7 +146,8 @@ void AttentionPhases::span(const Piece& p, int64_t index, const Operand* lines_q
   const int64_t end = std::min(last, kv.room(p.sequence));
   // Queries before a tile see nothing of it; lines keep standing together.
   auto unseen = [&](int64_t begin) { return std::max<int64_t>(0, begin - p.position) * group / TOGETHER * TOGETHER; };
-  clear(lines, unseen(from));
+  // All that see nothing of the span: those that are left standing beside others are not written either.
+  clear(lines, std::max<int64_t>(0, from - p.position) * group);
   Tile tiles[TILES];
   const int64_t parts = parts_of(lines.count, padded);
   TileRows rows[2];
@@ -166,6 +168,7 @@ void AttentionPhases::span(const Piece& p, int64_t index, const Operand* lines_q
     (int8 ? attend_tiles<true> : attend_tiles<false>)(what, lines.from(skip), coming);
   }
 }
+
 void AttentionPhases::finish(const Piece& p, const Lines& lines) const {
   const int64_t d = kv.head_dim;
   for (int64_t t = 0, line = 0; t < p.tokens; t++) {

@@ -94,6 +94,7 @@ struct WeightPlan {
 };
 
 Tensor plan_weight(int64_t n, int64_t k, HASTEN_WEIGHT) {
+  STD_TORCH_CHECK(n > 0 && k > 0 && (!bias || bias->numel() >= n), "a weight ", n, "×", k, " has no such size, or bias");
   auto plan = std::make_unique<WeightPlan>(WeightPlan{.weight = {n, k, HASTEN_WEIGHT_ARGUMENTS}, .held = {data}});
   for (const Maybe& one : {scales, zeros, bias})
     if (one) plan->held.push_back(*one);
@@ -121,12 +122,14 @@ Tensor plan_block(int64_t kv_heads, HASTEN_NORM, Tensor qkv, int64_t heads, int6
   auto norm = [&](const Maybe& weight, const Maybe& bias) { return norm_of(weight, bias, eps, offset, centred); };
   const int64_t c = plan_in<WeightPlan>(qkv).weight.k;
   auto weight = [](const Tensor& bytes, int64_t n, int64_t k) {
-    PackedWeight found = plan_in<WeightPlan>(bytes).weight;
-    STD_TORCH_CHECK(round_up(found.w.n, PANEL) == round_up(n, PANEL) && found.k == k, "a weight ", found.w.n, "×", found.k,
-                    " stands where the block has ", n, "×", k);
-    found.w.n = n;  // whole panels
+    const PackedWeight& found = plan_in<WeightPlan>(bytes).weight;
+    STD_TORCH_CHECK(found.w.n == n && found.k == k, "a weight ", found.w.n, "×", found.k, " stands where the block has ", n,
+                    "×", k);
     return found;
   };
+  const int64_t whole_panels = MlpInput::weight_rows(inner, gated);
+  PackedWeight inner_weight = weight(mlp, gated ? whole_panels : inner, c);
+  inner_weight.w.n = whole_panels;
   auto plan = std::make_unique<Plan>(Plan{
       .c = c, .heads = heads, .head_dim = head_dim, .window = window, .inner = inner, .scale = scale,
       .softcap = softcap, .gated = gated, .kind = Activation(activation),
@@ -135,7 +138,7 @@ Tensor plan_block(int64_t kv_heads, HASTEN_NORM, Tensor qkv, int64_t heads, int6
       .mlp_norm = norm(m_norm_weight, m_norm_bias), .down_norm = norm(d_norm_weight, d_norm_bias),
       .qkv = weight(qkv, (heads + 2 * kv_heads) * head_dim, c),
       .output = weight(output, c, heads * head_dim),
-      .mlp = weight(mlp, MlpInput::weight_rows(inner, gated), c),
+      .mlp = inner_weight,
       .down = weight(down, c, inner),
       .held = {qkv, output, mlp, down}});
   for (const Maybe& one : {norm_weight, norm_bias, q_norm, k_norm, o_norm_weight, o_norm_bias, m_norm_weight, m_norm_bias,

@@ -21,11 +21,12 @@ import torch
 from torch import Tensor
 
 from hasten.errors import ConfigError
-from hasten.ops.linear.weights import INT8, QuantizedWeight, WeightFormat
+from hasten.ops.linear.weights import BFLOAT16, INT8, QuantizedWeight, WeightFormat, int4_format
 
 PANEL = 64  # output rows that stand interleaved
 PADDING = 32
 PIECE = 16  # bytes: the widest access of a GPU's thread
+SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Packed(NamedTuple):
@@ -229,24 +230,24 @@ def _piece_rows(packed: Packed, shape: PackedShape, ids: Tensor | None) -> Quant
 PIECES = Layout("pieces", _piece_data_size, _piece_scale_size, _pack_pieces, _piece_rows)
 
 
-def check_format(format: WeightFormat) -> None:
-    """Raise ConfigError for a format of which no layout holds weights."""
-    known = {"bfloat16": (0, 0), "int8": (1, 0), "int4": (1, 1)}.get(format.element)
-    if (
-        known != (len(format.scales), min(format.group_size, 1))
-        or any(scales.rows != 1 for scales in format.scales)
-        or format.zero not in (("middle", "point") if format.element == "int4" else ("middle",))
-        or format.permuted
-    ):
+def check_format(format: WeightFormat, *elements: str) -> None:
+    """Raise ConfigError for a format of which no layout holds weights, or not one of these elements."""
+    if not isinstance(format, WeightFormat):
         raise ConfigError(
-            f"no linear layer for weights of {format.element} ({format}); use bfloat16, 8 bits with a scale for each "
-            "row or 4 bits in groups"
+            f"a format is BFLOAT16, INT8 or an int4_format(...) of hasten.ops.linear; found {format!r:.40}"
         )
+    fits = format in (BFLOAT16, INT8)
+    if format.element == "int4" and format.scale_dtype in SCALE_DTYPES and type(format.group_size) is int:
+        same = int4_format(format.group_size, symmetric=format.symmetric, scale_dtype=format.scale_dtype)
+        fits = format.group_size > 0 and format == same
+    if not fits or (elements and format.element not in elements):
+        known = " or ".join(elements) or "bfloat16, int8 with a scale for each row, or int4 in groups"
+        raise ConfigError(f"no linear layer can be made of weights in {format!r}; use {known}")
 
 
 def check_weight(weight: QuantizedWeight) -> None:
     """Raise ConfigError for a format, sizes, dtypes and values that no layout holds."""
-    check_format(weight.format)
+    check_format(weight.format, "int8", "int4")
     if weight.values.dim() != 2:
         raise ConfigError(f"the values of a weight are (N, K); found shape {tuple(weight.values.shape)}")
     dtype = {"int8": torch.int8, "int4": torch.uint8}[weight.format.element]
@@ -260,7 +261,7 @@ def check_weight(weight: QuantizedWeight) -> None:
 
 def check_scales(format: WeightFormat, size: tuple[int, int], scales: Tensor, zeros: Tensor | None) -> None:
     """Raise ConfigError where scales, or zero points, are not what a weight of so many rows and groups has."""
-    kinds = (format.scale_dtype,) if format.element == "int4" else (torch.float32, torch.bfloat16, torch.float16)
+    kinds = (format.scale_dtype,) if format.element == "int4" else SCALE_DTYPES
     if scales.dtype not in kinds or tuple(scales.shape) != size:
         raise ConfigError(
             f"an {format.element} weight wants scales {size} in {' or '.join(map(str, kinds))}; "

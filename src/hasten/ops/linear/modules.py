@@ -163,7 +163,7 @@ class PackedLinear(nn.Module):
                 f"{in_features} int4 values take {steps(in_features, 8)} int32 words a row; "
                 f"found {words.dtype} {tuple(words.shape)}"
             )
-        check_format(format)
+        check_format(format, "int4")
         check_scales(format, (words.shape[0], format.groups(in_features)), scales, zeros)
         new = cls(
             in_features,
