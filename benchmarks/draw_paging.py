@@ -34,7 +34,7 @@ class Story:
         copies = self.manager.reserve(sequence, len(self.said[sequence]))
         for source, target in copies:
             self.words[target] = list(self.words[source])
-        table = self.manager.table(sequence)
+        table = self.manager.block_table(sequence)
         for place, word in enumerate(words, start):
             block = self.words.setdefault(table[place // SIZE], [])
             del block[place % SIZE :]
@@ -48,7 +48,7 @@ class Story:
         panels = []
 
         def panel(title: str, copies: list[tuple[int, int]]) -> None:
-            tables = {s: self.manager.table(s) for s in self.said}
+            tables = {s: self.manager.block_table(s) for s in self.said}
             self.manager.check()
             panels.append((title, tables, {b: list(w) for b, w in self.words.items()}, copies))
 

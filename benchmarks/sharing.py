@@ -33,8 +33,7 @@ import numpy as np
 import tyro
 
 from hasten.serving.blocks import BlockManager
-from hasten.serving.scheduler import Scheduler
-from hasten.serving.sequences import Sequence
+from hasten.serving.scheduler import ScheduledSequence, Scheduler
 
 BLOCK, SLOTS, SEQUENCES = 16, 15_700, 256
 LONGEST = 2048  # tokens of prompt and answer, not reached
@@ -95,9 +94,9 @@ class Group:
 
     prompt: int
     answer: int
-    members: list[Sequence]
+    members: list[ScheduledSequence]
     chosen: Iterator[list[int]] | None  # of beams: who goes on
-    ready: set[Sequence] = field(default_factory=set)  # those that can draw a token
+    ready: set[ScheduledSequence] = field(default_factory=set)  # those that can draw a token
 
 
 class Server:
@@ -132,10 +131,9 @@ class Server:
     def arrive(self) -> None:
         prompt, answer = next(self.pairs)
         tokens = list(itertools.islice(self.tokens, prompt))
-        number = self.books.arrival()
-        trunk = self.books.add(tokens, request=number, arrival=number, slots=self.width)
+        prompt_sequence = self.books.add(tokens, slots=self.width)
         chosen = survivors(self.random, self.width) if self.kind == "beam" else None
-        self.groups[number] = Group(prompt, answer, [trunk], chosen)
+        self.groups[prompt_sequence.request] = Group(prompt, answer, [prompt_sequence], chosen)
 
     def grow(self, group: Group) -> None:
         """A token for every sample that is ready; for beams when all are, because they are chosen together."""
@@ -154,7 +152,7 @@ class Server:
         """Member i goes on from what member parents[i] has; what nobody continues ends."""
         for index in set(range(len(group.members))) - set(parents):
             self.books.finish(group.members[index])
-        kept: list[Sequence] = []
+        kept: list[ScheduledSequence] = []
         for parent in (group.members[index] for index in parents):
             kept.append(self.books.fork(parent) if parent in kept else parent)
         group.members = kept

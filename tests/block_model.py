@@ -130,7 +130,7 @@ class Checked:
         rows = []
         for name, count in self.pending.items():
             new = states(self.tokens[name], self.salts[name])[-count:]
-            rows.append((self.manager.table(name), len(self.tokens[name]) - count, new))
+            rows.append((self.manager.block_table(name), len(self.tokens[name]) - count, new))
         if rows:
             write(self.cache, rows)
         self.manager.computed()
@@ -150,7 +150,7 @@ class Checked:
         self.manager.fork(parent, child)
         self.tokens[child], self.todo[child] = self.tokens[parent].copy(), self.todo[parent].copy()
         self.salts[child] = self.salts[parent]
-        assert self.manager.table(child) == self.manager.table(parent)
+        assert self.manager.block_table(child) == self.manager.block_table(parent)
 
     def truncate(self, name, length):
         length %= len(self.tokens[name]) + 1
@@ -165,7 +165,7 @@ class Checked:
             return
         self.run()
         new = states([*self.tokens[name], *tokens], self.salts[name])[start:]
-        write(self.cache, [(self.manager.table(name), start, new)])
+        write(self.cache, [(self.manager.block_table(name), start, new)])
         self.tokens[name] += tokens[:right]
         self.manager.truncate(name, len(self.tokens[name]))
 
@@ -175,11 +175,11 @@ class Checked:
             del of[name]
 
     def everything(self):
-        return [self.manager.table(s) for s in self.tokens], self.manager.free, self.manager.stats
+        return [self.manager.block_table(s) for s in self.tokens], self.manager.free, self.manager.stats
 
     def check(self):
         self.manager.check()
-        tables = {name: self.manager.table(name) for name in self.tokens}
+        tables = {name: self.manager.block_table(name) for name in self.tokens}
         assert self.blocks - self.manager.free == len({block for table in tables.values() for block in table})
         rows = {name: len(own) for name, own in self.tokens.items() if own}
         if self.pending or self.copies or not rows:

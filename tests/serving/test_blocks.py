@@ -19,7 +19,7 @@ def grown(manager, sequence, tokens, *, salt=""):
 def test_a_sequence_takes_blocks_as_it_grows_and_gives_them_back():
     manager = BlockManager(blocks=4, block_size=4)
     grown(manager, 1, range(5))
-    assert (manager.free, len(manager.table(1))) == (2, 2)
+    assert (manager.free, len(manager.block_table(1))) == (2, 2)
     assert manager.needs(1, 8) == 0
     assert manager.needs(1, 9) == 1
     assert manager.reserve(1, 8) == []
@@ -34,16 +34,16 @@ def test_the_first_write_to_a_shared_block_copies_it_and_the_last_owner_writes_i
     grown(manager, 1, range(6))
     for child in (2, 3):
         manager.fork(1, child)
-    assert manager.table(1) == manager.table(2) == manager.table(3)
+    assert manager.block_table(1) == manager.block_table(2) == manager.block_table(3)
     assert (manager.stats.used, manager.stats.shared, manager.stats.saved) == (2, 2, 4)
-    source = manager.table(1)[1]
+    source = manager.block_table(1)[1]
     for sequence in (1, 2):
         [(copied, target)] = manager.reserve(sequence, 7)
         assert copied == source
-        assert manager.table(sequence) == [manager.table(3)[0], target]
+        assert manager.block_table(sequence) == [manager.block_table(3)[0], target]
         manager.check()
     assert manager.reserve(3, 7) == []
-    assert manager.table(3)[1] == source
+    assert manager.block_table(3)[1] == source
     assert (manager.stats.copies, manager.stats.shared, manager.stats.saved) == (2, 1, 2)
 
 
@@ -60,7 +60,7 @@ def test_room_that_is_not_written_is_not_shared():
     grown(manager, 1, range(5))
     manager.reserve(1, 20)
     manager.fork(1, 2)
-    assert len(manager.table(1)) == len(manager.table(2)) == 2
+    assert len(manager.block_table(1)) == len(manager.block_table(2)) == 2
     manager.check()
 
 
@@ -68,11 +68,11 @@ def test_out_of_blocks_changes_nothing():
     manager = BlockManager(blocks=3, block_size=4)
     grown(manager, 1, range(6))
     manager.fork(1, 2)
-    before = (manager.table(1), manager.table(2), manager.free, manager.stats)
+    before = (manager.block_table(1), manager.block_table(2), manager.free, manager.stats)
     with pytest.raises(OutOfBlocks, match="2 more blocks of 4; 1 of 3 are free") as raised:
         manager.reserve(1, 9)
     assert isinstance(raised.value, HastenError)
-    assert (manager.table(1), manager.table(2), manager.free, manager.stats) == before
+    assert (manager.block_table(1), manager.block_table(2), manager.free, manager.stats) == before
     manager.check()
     assert len(manager.reserve(1, 8)) == 1
 
@@ -84,21 +84,21 @@ def test_full_blocks_of_the_beginning_are_adopted_but_never_all_tokens():
     assert grown(manager, 3, range(9)) == 8
     assert grown(manager, 4, [0, 1, 2, 3, 9, 9, 9, 9, 9]) == 4
     assert grown(manager, 5, [7, 1, 2, 3, 4, 5]) == 0
-    assert manager.table(3)[:2] == manager.table(1)
+    assert manager.block_table(3)[:2] == manager.block_table(1)
     assert (manager.stats.hits, manager.stats.queries) == (16, 8 + 8 + 9 + 9 + 6)
 
 
 def test_blocks_are_found_after_their_sequence_has_ended_and_its_beginning_stays_longest():
     manager = BlockManager(blocks=4, block_size=4)
     grown(manager, 1, range(13))
-    first = manager.table(1)
+    first = manager.block_table(1)
     manager.release(1)
     grown(manager, 2, [50, 51])  # takes the block that was not full
     assert manager.stats.evictions == 0
     manager.reserve(2, 5)  # takes the youngest full one
     assert manager.stats.evictions == 1
     assert manager.begin(3, range(13)) == 8
-    assert manager.table(3) == first[:2]
+    assert manager.block_table(3) == first[:2]
     manager.check()
 
 
@@ -122,9 +122,9 @@ def test_twins_of_one_step_share_and_duplicates_are_kept():
     for sequence in (1, 2):
         manager.reserve(sequence, 6)
         manager.written(sequence, range(6))
-    assert not set(manager.table(1)) & set(manager.table(2))
+    assert not set(manager.block_table(1)) & set(manager.block_table(2))
     assert manager.begin(3, range(6)) == 4
-    assert manager.table(3) == manager.table(1)[:1]
+    assert manager.block_table(3) == manager.block_table(1)[:1]
     manager.check()
 
 
@@ -165,12 +165,12 @@ def test_forks_and_cuts_are_refused_until_the_step_is_computed():
     manager.begin(2, [9, 9])
     manager.reserve(1, 7)
     manager.written(1, range(7))
-    before = manager.table(1), manager.table(2), manager.free
+    before = manager.block_table(1), manager.block_table(2), manager.free
     for call in (manager.fork, manager.truncate):
         for sequence in (1, 2):
             with pytest.raises(AssertionError, match="between `written` and `computed`"):
                 call(sequence, 3)
-    assert (manager.table(1), manager.table(2), manager.free) == before
+    assert (manager.block_table(1), manager.block_table(2), manager.free) == before
     manager.computed()
     manager.fork(1, 3)
     assert len(manager.reserve(3, 8)) == 1  # the copy of a block that is whole now
@@ -185,11 +185,11 @@ def test_truncation_gives_back_what_lies_behind():
     grown(manager, 1, range(4))
     manager.reserve(1, 20)
     manager.truncate(1, 5)
-    assert len(manager.table(1)) == 2
+    assert len(manager.block_table(1)) == 2
     manager.truncate(1, 50)
     manager.check()
     manager.truncate(1, 0)
-    assert manager.table(1) == []
+    assert manager.block_table(1) == []
     manager.check()
 
 
@@ -199,7 +199,7 @@ def test_guesses_that_were_right_are_shared_like_all_else():
     manager.reserve(1, 12)  # four guesses, of which nobody is told
     manager.truncate(1, 10)
     manager.fork(1, 2)
-    assert len(manager.table(1)) == len(manager.table(2)) == 3
+    assert len(manager.block_table(1)) == len(manager.block_table(2)) == 3
     assert len(manager.reserve(2, 11)) == 1
     manager.written(2, range(11))
     assert manager.begin(3, range(9)) == 8
@@ -209,10 +209,10 @@ def test_guesses_that_were_right_are_shared_like_all_else():
 def test_forgetting_empties_the_cache_but_no_tables():
     manager = BlockManager(blocks=8, block_size=4)
     grown(manager, 1, range(9))
-    table = manager.table(1)
+    table = manager.block_table(1)
     manager.forget()
     manager.check()
-    assert manager.table(1) == table
+    assert manager.block_table(1) == table
     assert manager.begin(2, range(9)) == 0
 
 
@@ -234,12 +234,12 @@ def test_the_check_finds_broken_books():
     manager = BlockManager(blocks=8, block_size=4)
     grown(manager, 1, range(6))
     manager.fork(1, 2)
-    manager._sequences[2].table.pop()
+    manager._sequences[2].block_table.pop()
     with pytest.raises(AssertionError, match="too few blocks"):
         manager.check()
-    manager._sequences[2].table.append(manager._sequences[2].table[0])
+    manager._sequences[2].block_table.append(manager._sequences[2].block_table[0])
     with pytest.raises(AssertionError, match="a block twice"):
         manager.check()
-    manager._sequences[2].table[-1] = 7
+    manager._sequences[2].block_table[-1] = 7
     with pytest.raises(AssertionError, match="references are not"):
         manager.check()

@@ -205,7 +205,7 @@ def test_deadlines_of_requests_that_ended_are_forgotten(model):
     engine = make_engine(model)
     for number in range(300):
         run(engine, [request(str(number), [3, 4], max_new_tokens=1, timeout=3600.0)], check=False)
-    assert len(engine._flight._deadlines) <= 66
+    assert len(engine._table._deadlines) <= 66
     engine.add(request("late", [3, 4], max_new_tokens=400, timeout=0.001))
     for number in range(300, 400):  # through a sweep, those that still run keep theirs
         engine.add(request(str(number), [3, 4], max_new_tokens=1, timeout=3600.0))

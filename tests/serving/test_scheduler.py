@@ -21,9 +21,8 @@ class Machine:
         self.computed = {}  # sequence -> the tokens that were computed last, by position
 
     def add(self, prompt: int, answer: int = 5, *, seed: int = 0, **settings):
-        arrival = self.scheduler.arrival()
         tokens = range(seed, seed + prompt)
-        sequence = self.scheduler.add(tokens, request=arrival, arrival=arrival, **settings)
+        sequence = self.scheduler.add(tokens, **settings)
         self.ends[sequence] = prompt + answer
         return sequence
 
@@ -34,7 +33,7 @@ class Machine:
         for entry in plan.entries:
             assert entry.count > 0
             assert entry.start == entry.sequence.computed
-            room = len(self.scheduler.blocks.table(entry.sequence.number)) * self.scheduler.blocks.block_size
+            room = len(self.scheduler.blocks.block_table(entry.sequence.number)) * self.scheduler.blocks.block_size
             assert entry.end <= room
         self.steps.append({entry.sequence: entry.count for entry in plan.entries})
         self.scheduler.advance(plan)
@@ -151,11 +150,11 @@ def test_guesses_are_verified_in_one_step_and_wrong_ones_taken_back():
     sequence.drafts = [50, 51, 52, 53]
     plan = machine.scheduler.plan()
     assert (plan.entries[0].start, plan.entries[0].count, plan.entries[0].complete) == (6, 5, True)
-    assert len(machine.scheduler.blocks.table(sequence.number)) == 3
+    assert len(machine.scheduler.blocks.block_table(sequence.number)) == 3
     machine.scheduler.advance(plan)
     machine.scheduler.accept(sequence, [50, 99])  # one was right
     assert (sequence.tokens[6:], sequence.computed, sequence.drafts) == ([6, 50, 99], 8, [])
-    assert len(machine.scheduler.blocks.table(sequence.number)) == 2
+    assert len(machine.scheduler.blocks.block_table(sequence.number)) == 2
     machine.scheduler.check()
     assert machine.scheduler.plan().entries[0].count == 1
 

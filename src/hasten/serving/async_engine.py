@@ -1,20 +1,18 @@
 """The engine behind asyncio: one thread runs its steps, any number of coroutines ask and read.
 
 The two sides meet in an inbox (requests, aborts and other calls, taken in before each step) and, for each request, a
-bounded list of pieces, delivered once a step. What can be refused is refused at once, without waiting for a step.
+bounded queue of outputs, delivered once a step. Whether there is room is told at once, without waiting for a step.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hasten.serving.counting import Stats
-from hasten.serving.engine_thread import EngineThread, Sink
+from hasten.serving.engine_thread import EngineThread
 from hasten.serving.request import DeadlineExceeded, EngineFailed, Request, RequestOutput, SlowReader
 
 if TYPE_CHECKING:
@@ -23,31 +21,26 @@ if TYPE_CHECKING:
     from hasten.serving.engine import Engine
 
 
-class _Stream:
-    """The unread pieces of one request, on the event loop's side."""
+class _Reader(asyncio.Queue[RequestOutput | Exception]):
+    """The unread outputs of one request, on the event loop's side."""
 
-    def __init__(self, request: Request, limit: int) -> None:
-        self.open, self.limit = set(range(request.n)), limit
-        self.pieces: deque[RequestOutput] = deque()
-        self.news = asyncio.Event()
-        self.overrun = False
+    overrun = False
 
-    def put(self, piece: RequestOutput) -> None:
-        if len(self.pieces) >= self.limit:
+    def push(self, output: RequestOutput | Exception) -> None:
+        if self.overrun or self.full():
             self.overrun = True
         else:
-            self.pieces.append(piece)
-        self.news.set()
+            self.put_nowait(output)
 
 
 class AsyncEngine:
-    """An engine for coroutines. Make it in any thread; use it from event loops. sinks: see `EngineThread`."""
+    """An engine for coroutines. Make it in any thread; use it from event loops."""
 
-    def __init__(self, engine: Engine, *, sinks: Mapping[str, tuple[int, Sink]] | None = None) -> None:
+    def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.thread = EngineThread(engine, sinks=sinks)
+        self.thread = EngineThread(engine)
         self.thread.after_step.append(self._deliver)
-        self._ready: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, RequestOutput]]] = {}
+        self._ready: dict[asyncio.AbstractEventLoop, list[tuple[_Reader, RequestOutput | Exception]]] = {}
         self._draining = False
         self._open = 0
 
@@ -64,38 +57,36 @@ class AsyncEngine:
         return self.engine.stats()
 
     async def generate(self, request: Request) -> AsyncIterator[RequestOutput]:
-        """The pieces of a request as they come. Closing the iterator aborts it: its blocks are free after the step.
+        """The outputs of a request as they come. Closing the iterator aborts it: its blocks are free after the step.
 
         Raises RequestRefused or QueueFull before anything is computed, DeadlineExceeded after its timeout, EngineFailed
-        when a step failed, SlowReader when too many pieces lay unread.
+        when a step failed, SlowReader when too many outputs lay unread.
         """
         self._check_open()
-        self.engine.checked(request)
-        stream = _Stream(request, self.engine.settings.reader_limit)
+        reader = _Reader(self.engine.settings.reader_limit)
         loop = asyncio.get_running_loop()
 
-        def sink(piece: RequestOutput) -> None:
-            self._ready.setdefault(loop, []).append((stream, piece))
+        def sink(output: RequestOutput | Exception) -> None:
+            self._ready.setdefault(loop, []).append((reader, output))
 
         self.thread.submit(request, sink)
         self._open += 1
+        finished = False
         try:
-            while stream.open:
-                await stream.news.wait()
-                stream.news.clear()
-                while stream.pieces:
-                    piece = stream.pieces.popleft()
-                    self._raise_for(piece, request)
-                    if piece.finish_reason is not None:
-                        stream.open.discard(piece.index)
-                    yield piece
-                if stream.overrun:
+            while not finished:
+                if reader.overrun and reader.empty():
                     raise SlowReader(
-                        f"{stream.limit} pieces of request {request.id} lay unread; the request was aborted"
+                        f"{reader.maxsize} pieces of request {request.id} lay unread; the request was aborted"
                     )
+                output = await reader.get()
+                if isinstance(output, Exception):
+                    raise output
+                self._raise_for(output, request)
+                finished = output.finished
+                yield output
         finally:
             self._open -= 1
-            if stream.open:
+            if not finished:
                 self.thread.abort(request.id, sink)
 
     async def embed(
@@ -113,7 +104,10 @@ class AsyncEngine:
         self._open += 1
         try:
             async with asyncio.timeout(timeout):
-                found = [await self._in_thread(partial(self.engine.embed, one, pooling=pooling)) for one in prompts]
+                found = [
+                    await asyncio.wrap_future(self.thread.ask(partial(self.engine.embed, prompt, pooling=pooling)))
+                    for prompt in prompts
+                ]
         except TimeoutError:
             message = f"the embeddings of {len(prompts)} texts were not complete after {timeout} seconds"
             raise DeadlineExceeded(message) from None
@@ -128,12 +122,7 @@ class AsyncEngine:
         Whether that was in time (in seconds).
         """
         self._draining = True
-        end = asyncio.get_running_loop().time() + timeout
-        while not self.engine.idle or self._open:
-            if asyncio.get_running_loop().time() >= end:
-                return False
-            await asyncio.sleep(0.01)
-        return True
+        return await wait_for(lambda: self.engine.idle and not self._open, timeout)
 
     async def close(self) -> None:
         """Abort what is left and end the thread."""
@@ -146,50 +135,34 @@ class AsyncEngine:
         if self._draining:
             raise EngineFailed("the engine is shutting down and takes no requests")
 
-    def _raise_for(self, piece: RequestOutput, request: Request) -> None:
-        if piece.finish_reason == "abort" and piece.stop_reason == "timeout":
+    def _raise_for(self, output: RequestOutput, request: Request) -> None:
+        if output.finish_reason == "abort" and output.stop_reason == "timeout":
             raise DeadlineExceeded(f"request {request.id} was not complete after {request.timeout} seconds")
-        if piece.finish_reason == "error" and self.engine.error is not None:
+        if output.finish_reason == "error" and self.engine.error is not None:
             raise EngineFailed(f"the engine failed while request {request.id} was served: {self.engine.error}")
 
-    async def _in_thread(self, function: Callable[[], Any]) -> Any:
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[Any] = loop.create_future()
-
-        def settle(result: Any, error: Exception | None) -> None:
-            if future.cancelled():
-                return
-            if error is None:
-                future.set_result(result)
-            else:
-                future.set_exception(error)
-
-        def run() -> None:
-            if future.cancelled():  # whoever asked has gone
-                return
-            try:
-                if self.thread.ended or self.engine.error is not None:
-                    raise EngineFailed(f"the engine takes no requests: {self.error}")
-                found, failed = function(), None
-            except Exception as error:
-                found, failed = None, error
-            with suppress(RuntimeError):  # the loop was closed
-                loop.call_soon_threadsafe(settle, found, failed)
-
-        self.thread.call(run)
-        return await future
-
     def _deliver(self) -> None:
-        """In the engine's thread: one call into each loop for all pieces of a step."""
+        """In the engine's thread: one call into each loop for all outputs of a step."""
         ready, self._ready = self._ready, {}
         for loop, news in ready.items():
             try:
-                loop.call_soon_threadsafe(_put_all, news)
+                loop.call_soon_threadsafe(_push_all, news)
             except RuntimeError:  # the loop was closed: nobody reads any more
-                for _, piece in news:
-                    self.thread.abort(piece.request_id)
+                for _, output in news:
+                    if isinstance(output, RequestOutput):
+                        self.thread.abort(output.request_id)
 
 
-def _put_all(news: list[tuple[_Stream, RequestOutput]]) -> None:
-    for stream, piece in news:
-        stream.put(piece)
+def _push_all(news: list[tuple[_Reader, RequestOutput | Exception]]) -> None:
+    for reader, output in news:
+        reader.push(output)
+
+
+async def wait_for(done: Callable[[], bool], timeout: float) -> bool:
+    """Wait until something is done; whether that was in time (in seconds)."""
+    end = asyncio.get_running_loop().time() + timeout
+    while not done():
+        if asyncio.get_running_loop().time() >= end:
+            return False
+        await asyncio.sleep(0.01)
+    return True

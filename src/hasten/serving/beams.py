@@ -8,8 +8,7 @@ cannot beat the worst complete text any more (or, with early_stopping, when ther
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,16 +16,15 @@ import torch
 from torch import Tensor
 
 from hasten.serving.logprobs import TokenTexts
-from hasten.serving.request import FinishReason, Request, TokenLogprob, TopLogprob
-from hasten.serving.scheduler import Scheduler
-from hasten.serving.sequences import Sequence
+from hasten.serving.request import Request, TokenLogprob, TopLogprob
+from hasten.serving.scheduler import ScheduledSequence, Scheduler
 
 
 @dataclass(slots=True, eq=False)
 class Beam:
     """A text in the search. score: sum of log-probabilities of its answer, float32."""
 
-    sequence: Sequence
+    sequence: ScheduledSequence
     score: np.float32
     logprobs: tuple[TokenLogprob, ...] = ()
 
@@ -56,20 +54,19 @@ class Complete:
     score: np.float32
     tokens: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...]
-    finish_reason: FinishReason
 
 
 class BeamSearch:
     """The state of one search; it forks nothing itself, it says what is to be forked."""
 
-    def __init__(self, request: Request, first: Sequence, *, end_ids: Collection[int]) -> None:
+    def __init__(self, request: Request, first: ScheduledSequence, *, end_ids: Collection[int]) -> None:
         self.request, self.end_ids = request, frozenset(end_ids)
         self.width = request.beam_width
         self.kept = max(2, 1 + len(self.end_ids)) * self.width
         self.beams = [Beam(first, np.float32(0.0))]
         self.complete: list[Complete] = []  # best first, at most `width`
         self.done = False
-        self._candidates: dict[Sequence, Candidates] = {}
+        self.candidates: dict[ScheduledSequence, Candidates] = {}  # of the beams that are scored
         self.generated = 0  # tokens of every beam
 
     @property
@@ -77,17 +74,14 @@ class BeamSearch:
         """Continuations that must be known of each beam."""
         return max(self.kept, self.request.logprobs or 0)
 
-    def score(self, sequence: Sequence, candidates: Candidates) -> None:
-        self._candidates[sequence] = candidates
-
     @property
     def ready(self) -> bool:
         """Whether the continuations of all beams are known."""
-        return all(beam.sequence in self._candidates for beam in self.beams)
+        return all(beam.sequence in self.candidates for beam in self.beams)
 
     def choose(self, texts: TokenTexts) -> list[BeamStep]:
         """The beams of the next step; empty when the search is done."""
-        known = [self._candidates[beam.sequence] for beam in self.beams]
+        known = [self.candidates[beam.sequence] for beam in self.beams]
         totals = np.concatenate([own.logprobs + beam.score for own, beam in zip(known, self.beams, strict=True)])
         origin = [(b, i) for b, own in enumerate(known) for i in range(len(own.tokens))]
         best = [int(i) for i in np.argsort(-totals, kind="stable")[: self.kept] if totals[i] > -np.inf]
@@ -98,14 +92,14 @@ class BeamSearch:
         ended = list(self.complete)
         for rank, place in enumerate(best):
             b, i = origin[place]
-            choice = BeamStep(self.beams[b], known[b].tokens[i], totals[place], self._told(known[b], i, texts))
+            choice = BeamStep(self.beams[b], known[b].tokens[i], totals[place], self._token_logprob(known[b], i, texts))
             if not last and choice.token not in self.end_ids:
                 going.append(choice)
             elif rank < self.width and not (full and self.request.early_stopping):
                 ended.append(self._ended(choice))
         ended.sort(key=lambda text: -text.score)
         self.complete = ended[: self.width]
-        self._candidates.clear()
+        self.candidates.clear()
         going = going[: self.width]
         self.done = not going or self._settled(going[0].score)
         return [] if self.done else going
@@ -122,48 +116,43 @@ class BeamSearch:
             score=choice.score / np.float32(self.generated**self.request.length_penalty),
             tokens=(*choice.parent.sequence.tokens[prompt:], choice.token),
             logprobs=(*choice.parent.logprobs, choice.logprob),
-            finish_reason="stop" if choice.token in self.end_ids else "length",
         )
 
-    def _told(self, own: Candidates, index: int, texts: TokenTexts) -> TokenLogprob:
+    def _token_logprob(self, own: Candidates, index: int, texts: TokenTexts) -> TokenLogprob:
         top = self.request.logprobs or 0
         likely = tuple(TopLogprob(t, *texts(t), float(x)) for t, x in zip(own.tokens[:top], own.logprobs, strict=False))
         token = own.tokens[index]
         return TokenLogprob(token, *texts(token), float(own.logprobs[index]), likely)
 
 
-@dataclass(frozen=True, slots=True)
-class Scored:
-    """A beam that got to its last token in this step, and the row of its logits."""
-
-    search: BeamSearch
-    sequence: Sequence
-    row: int
-
-
 def advance(
-    logits: Tensor, scored: SequenceOf[Scored], *, texts: TokenTexts, books: Scheduler
+    logits: Tensor,
+    scored: Sequence[tuple[BeamSearch, ScheduledSequence]],
+    rows: Sequence[int],
+    *,
+    texts: TokenTexts,
+    scheduler: Scheduler,
 ) -> tuple[int, list[BeamSearch]]:
     """Continue the searches of which all beams are scored; tokens that were generated, and the searches that are done.
 
-    logits (R, V) float32.
+    scored: the beams that got to their last token in this step; rows: of their logits (R, V) float32.
     """
-    rows = torch.tensor([one.row for one in scored], device=logits.device)
-    for one, candidates in zip(scored, candidates_of(logits[rows], [one.search for one in scored]), strict=True):
-        one.search.score(one.sequence, candidates)
+    own = logits[torch.tensor(rows, device=logits.device)]
+    for (search, sequence), candidates in zip(scored, candidates_of(own, [one for one, _ in scored]), strict=True):
+        search.candidates[sequence] = candidates
     generated, done = 0, []
-    for search in dict.fromkeys(one.search for one in scored):
+    for search in dict.fromkeys(search for search, _ in scored):
         if search.ready:
             choices = search.choose(texts)
             generated += len(choices)
             if search.done:
                 done.append(search)
             else:
-                continue_beams(search, choices, books)
+                continue_beams(search, choices, scheduler)
     return generated, done
 
 
-def candidates_of(logits: Tensor, searches: SequenceOf[BeamSearch]) -> list[Candidates]:
+def candidates_of(logits: Tensor, searches: Sequence[BeamSearch]) -> list[Candidates]:
     """logits (R, V) float32, a row for a beam of each of the searches -> its most likely continuations."""
     logprobs = logits.log_softmax(dim=-1)
     for row, search in zip(logprobs, searches, strict=True):
@@ -176,21 +165,21 @@ def candidates_of(logits: Tensor, searches: SequenceOf[BeamSearch]) -> list[Cand
     ]
 
 
-def continue_beams(search: BeamSearch, choices: SequenceOf[BeamStep], books: Scheduler) -> None:
+def continue_beams(search: BeamSearch, choices: Sequence[BeamStep], scheduler: Scheduler) -> None:
     """Make the chosen beams of the next step: forks share every block of the beam they continue."""
     unused = dict.fromkeys(beam.sequence for beam in search.beams)
     chosen = {choice.parent.sequence for choice in choices}
     for sequence in unused:
         if sequence not in chosen:
-            books.finish(sequence)
+            scheduler.finish(sequence)
     beams = []
     for choice in choices:
         sequence = choice.parent.sequence
         if sequence in unused:
             del unused[sequence]
         else:
-            sequence = books.fork(sequence)
+            sequence = scheduler.fork(sequence)
         beams.append(Beam(sequence, choice.score, (*choice.parent.logprobs, choice.logprob)))
     for beam, choice in zip(beams, choices, strict=True):  # after all forks
-        books.accept(beam.sequence, [choice.token])
+        scheduler.accept(beam.sequence, [choice.token])
     search.beams = beams

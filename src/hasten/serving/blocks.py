@@ -39,10 +39,10 @@ class BlockStats:
 
 
 @dataclass(slots=True)
-class _Sequence:
+class _SequenceBlocks:
     """Positions below `held` have (or get in this step) their keys; those up to `room` may be written."""
 
-    table: list[int]
+    block_table: list[int]
     chain: list[bytes]  # the key of the beginning, then of each full block so far
     held: int
     room: int
@@ -70,7 +70,7 @@ class BlockManager:
         if blocks < 1 or block_size < 1:
             raise ConfigError(f"a paged cache needs at least 1 block of 1 token; found {blocks} of {block_size}")
         self.blocks, self.block_size, self.prefix_cache = blocks, block_size, prefix_cache
-        self._sequences: dict[int, _Sequence] = {}
+        self._sequences: dict[int, _SequenceBlocks] = {}
         self._step: set[int] = set()  # sequences that were told as written and are not computed yet
         self._references = [0] * blocks
         self._keys: list[bytes | None] = [None] * blocks
@@ -119,7 +119,7 @@ class BlockManager:
         for block in table:
             self._refer(block)
         held = len(table) * self.block_size
-        self._sequences[sequence] = _Sequence(table, chain, held, held, len(tokens))
+        self._sequences[sequence] = _SequenceBlocks(table, chain, held, held, len(tokens))
         return held
 
     def needs(self, sequence: int, length: int) -> int:
@@ -144,14 +144,14 @@ class BlockManager:
             )
         copies = []
         for index in shared:
-            source, target = own.table[index], self._take()
+            source, target = own.block_table[index], self._take()
             self._leave(source)
-            own.table[index] = target
+            own.block_table[index] = target
             copies.append((source, target))
         self._copies += len(copies)
         for block in self._tail(own, length):
             self._unregister(block)  # what is findable there changes now
-        own.table.extend(self._take() for _ in range(missing))
+        own.block_table.extend(self._take() for _ in range(missing))
         own.room = length
         return copies
 
@@ -177,9 +177,9 @@ class BlockManager:
             start = index * self.block_size
             key = self._hash(own.chain[index], _bytes_of(tokens[start : start + self.block_size]))
             own.chain.append(key)
-            if key not in self._cached and self._keys[own.table[index]] is None:
-                self._cached[key] = own.table[index]
-                self._keys[own.table[index]] = key
+            if key not in self._cached and self._keys[own.block_table[index]] is None:
+                self._cached[key] = own.block_table[index]
+                self._keys[own.block_table[index]] = key
 
     def computed(self) -> None:
         """The step has run: what was told as written is in the cache."""
@@ -191,9 +191,9 @@ class BlockManager:
         assert not self._step, f"a fork of sequence {parent} between `written` and `computed`"
         own = self._sequences[parent]
         self._shorten(own, own.held)  # room that is not written yet belongs to neither
-        for block in own.table:
+        for block in own.block_table:
             self._refer(block)
-        self._sequences[child] = _Sequence(own.table.copy(), own.chain.copy(), own.held, own.held, 0)
+        self._sequences[child] = _SequenceBlocks(own.block_table.copy(), own.chain.copy(), own.held, own.held, 0)
 
     def truncate(self, sequence: int, length: int) -> None:
         """Forget the positions from `length` on (rejected guesses) and give back the blocks behind them.
@@ -211,12 +211,12 @@ class BlockManager:
         """End a sequence. Its last blocks are reused first, so that beginnings stay in the cache longest."""
         own = self._sequences.pop(sequence)
         self._step.discard(sequence)
-        for block in reversed(own.table):
+        for block in reversed(own.block_table):
             self._leave(block)
 
-    def table(self, sequence: int) -> list[int]:
+    def block_table(self, sequence: int) -> list[int]:
         """The sequence's blocks in order (a copy)."""
-        return self._sequences[sequence].table.copy()
+        return self._sequences[sequence].block_table.copy()
 
     def forget(self) -> None:
         """Empty the prefix cache; running sequences keep their blocks."""
@@ -228,12 +228,14 @@ class BlockManager:
         """Raise AssertionError where the books do not agree. Takes time in proportion to all tables."""
         counted = [0] * self.blocks
         for number, own in self._sequences.items():
-            assert own.held <= own.room <= len(own.table) * self.block_size, f"sequence {number} has too few blocks"
-            assert len(set(own.table)) == len(own.table), f"sequence {number} has a block twice"
+            assert own.held <= own.room <= len(own.block_table) * self.block_size, (
+                f"sequence {number} has too few blocks"
+            )
+            assert len(set(own.block_table)) == len(own.block_table), f"sequence {number} has a block twice"
             assert own.offered <= own.held // self.block_size, f"sequence {number} has keys of blocks that are not full"
-            for block in own.table:
+            for block in own.block_table:
                 counted[block] += 1
-            for block in own.table[own.held // self.block_size : -(-own.room // self.block_size)]:
+            for block in own.block_table[own.held // self.block_size : -(-own.room // self.block_size)]:
                 if own.held < own.room:
                     assert self._references[block] == 1, f"sequence {number} may write to shared block {block}"
                     assert self._keys[block] is None, f"sequence {number} may write to cached block {block}"
@@ -246,23 +248,23 @@ class BlockManager:
         keys = {key: block for block, key in enumerate(self._keys) if key is not None}
         assert keys == self._cached, "the prefix cache and the blocks' keys differ"
 
-    def _missing(self, own: _Sequence, length: int) -> int:
-        return max(0, -(-length // self.block_size) - len(own.table))
+    def _missing(self, own: _SequenceBlocks, length: int) -> int:
+        return max(0, -(-length // self.block_size) - len(own.block_table))
 
-    def _tail(self, own: _Sequence, length: int) -> list[int]:
+    def _tail(self, own: _SequenceBlocks, length: int) -> list[int]:
         """The blocks it has in which positions held … length - 1 lie."""
-        return own.table[own.held // self.block_size : -(-length // self.block_size)] if own.held < length else []
+        return own.block_table[own.held // self.block_size : -(-length // self.block_size)] if own.held < length else []
 
-    def _shared_tail(self, own: _Sequence, length: int) -> list[int]:
+    def _shared_tail(self, own: _SequenceBlocks, length: int) -> list[int]:
         """Of these, the indices in its table of those that others refer to too."""
         first = own.held // self.block_size
         return [first + i for i, block in enumerate(self._tail(own, length)) if self._references[block] > 1]
 
-    def _shorten(self, own: _Sequence, length: int) -> None:
+    def _shorten(self, own: _SequenceBlocks, length: int) -> None:
         keep = -(-length // self.block_size)
-        for block in reversed(own.table[keep:]):
+        for block in reversed(own.block_table[keep:]):
             self._leave(block)
-        del own.table[keep:]
+        del own.block_table[keep:]
         own.held, own.room = min(own.held, length), length
         del own.chain[1 + own.held // self.block_size :]
 

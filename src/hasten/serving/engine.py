@@ -1,9 +1,9 @@
 """The engine: requests in, one step of the model for all of them together, pieces of text out. One thread owns it.
 
 A step: the scheduler plans which tokens of which sequences are computed (`Scheduler`), blocks that are written are made
-private (`PagedCache.copy`), one call of the model over the ragged rows (`ScheduledBatch`), one batched draw (`draw`),
-and each sample takes its token (`Sample`). Requests with several samples compute their prompt once and fork; a beam is
-a fork.
+private (`PagedCache.copy`), one call of the model over the ragged rows (`forward.step_logits`), one batched draw
+(`Sampler.sample`), and each output sequence takes its tokens (`OutputSequence.append`). Requests with several samples
+compute their prompt once and fork; a beam is a fork.
 """
 
 from __future__ import annotations
@@ -19,19 +19,16 @@ from hasten.generation.generate import end_ids
 from hasten.generation.paged import PagedCache
 from hasten.model.tokenizer import Tokenizer
 from hasten.model.transformer import Transformer
-from hasten.serving import beams, embedding, prompt_scores, speculation
+from hasten.serving import beams, forward, speculation
 from hasten.serving.admission import admitted, cache_blocks, longest
-from hasten.serving.batch import ScheduledBatch
+from hasten.serving.beams import BeamSearch
 from hasten.serving.blocks import BlockManager
 from hasten.serving.counting import Counts, Stats
-from hasten.serving.drawing import Drawn, draw
-from hasten.serving.groups import SequenceGroup
-from hasten.serving.in_flight import InFlight
 from hasten.serving.logprobs import TokenTexts
 from hasten.serving.request import EngineFailed, FinishReason, Request, RequestOutput, RequestRefused
+from hasten.serving.request_state import OutputSequence, RequestState, RequestTable
 from hasten.serving.sampler import Sampler
-from hasten.serving.scheduler import Scheduler
-from hasten.serving.sequences import Scheduled, StepPlan
+from hasten.serving.scheduler import ScheduledSequence, ScheduledTokens, Scheduler, StepPlan
 from hasten.serving.settings import EngineSettings
 
 __all__ = ["Engine", "EngineSettings", "Stats"]
@@ -63,55 +60,47 @@ class Engine:
             self.blocks, max_sequences=settings.max_sequences, token_budget=settings.token_budget
         )
         self.eos_ids = end_ids(model)
-        self.sampler = Sampler(vocab_size=model.config.vocab_size, eos_ids=self.eos_ids, device=model.device)
         self.texts = TokenTexts(tokenizer)
+        self.sampler = Sampler(
+            vocab_size=model.config.vocab_size, eos_ids=self.eos_ids, texts=self.texts, device=model.device
+        )
         self.propose: speculation.Proposer | None = None
         self.error: str | None = None  # why the engine stopped for good
-        self._flight = InFlight()
+        self._table = RequestTable()
         self._pending: list[RequestOutput] = []  # of aborted requests, for the next step
         self._counts = Counts()
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
-    def add(self, request: Request, *, room: bool = False) -> None:
-        """Take a request into the queue. room: whether it has its place already.
+    def add(self, request: Request) -> None:
+        """Take a request into the queue.
 
         Raises RequestRefused if it can never be served, QueueFull if too many wait, EngineFailed after a failure.
         """
-        if self.error is not None:
-            raise EngineFailed(f"the engine stopped after an error and takes no requests: {self.error}")
-        if not room:
-            self.check_room(self.waiting)
-        request = self.checked(request)
-        arrival = self.scheduler.arrival()
-        trunk = self.scheduler.add(
-            request.prompt,
-            request=arrival,
-            arrival=arrival,
-            priority=request.priority,
-            # A cached token gives no logits: a prompt whose logits are wanted adopts nothing.
-            salt=request.salt if request.prompt_logprobs is None else f"{request.salt}\0{secrets.token_hex(8)}",
-            slots=request.samples,
-        )
-        seed = secrets.randbits(62) if request.params.seed is None else request.params.seed
-        deadline = None if request.timeout is None else time.monotonic() + request.timeout
-        self._flight.add(SequenceGroup(request, trunk, seed=seed, deadline=deadline))
-        self._counts.requests += 1
-        self._counts.prompt_tokens += len(request.prompt)
+        self.check_open()
+        self.check_room(self.waiting)
+        self.enqueue(self.admit(request))
 
     @property
     def waiting(self) -> int:
         """Requests that have not begun. (Samples that lost their blocks wait, too, but had their turn.)"""
         return sum(not sequence.begun for sequence in self.scheduler.waiting.copy())  # other threads may ask
 
+    def check_open(self) -> None:
+        """Raise EngineFailed after a failure."""
+        if self.error is not None:
+            raise EngineFailed(f"the engine stopped after an error and takes no requests: {self.error}")
+
     def check_room(self, waiting: int) -> None:
         """Raise QueueFull if so many that wait are the limit."""
-        self._flight.check_room(waiting, limit=self.settings.queue_limit)
+        self._table.check_room(waiting, limit=self.settings.queue_limit)
 
-    def checked(self, request: Request) -> Request:
-        """The request with its answer cut to the length there is; raises RequestRefused if it can never be served."""
-        if request.id in self._flight.groups:
-            raise RequestRefused(f"a request with the id {request.id!r} is in flight; ids must differ")
+    def admit(self, request: Request) -> Request:
+        """The request with its answer cut to the length there is.
+
+        Raises RequestRefused if it can never be served, EngineFailed after a failure.
+        """
+        self.check_open()
         return admitted(
             request,
             model=self.model,
@@ -120,21 +109,45 @@ class Engine:
             blocks=self.blocks.blocks,
         )
 
+    def enqueue(self, request: Request) -> None:
+        """Put an admitted request into the queue, however many wait. Raises RequestRefused, EngineFailed."""
+        self.check_open()
+        if request.id in self._table.states:
+            raise RequestRefused(f"a request with the id {request.id!r} is in flight; ids must differ")
+        prompt = self.scheduler.add(
+            request.prompt,
+            priority=request.priority,
+            # A cached token gives no logits: a prompt whose logits are wanted adopts nothing.
+            salt=request.salt if request.prompt_logprobs is None else f"{request.salt}\0{secrets.token_hex(8)}",
+            slots=request.samples,
+        )
+        state = RequestState(
+            request,
+            prompt,
+            seed=secrets.randbits(62) if request.params.seed is None else request.params.seed,
+            deadline=None if request.timeout is None else time.monotonic() + request.timeout,
+            tokenizer=self.tokenizer,
+            eos_ids=self.eos_ids,
+        )
+        self._table.add(state)
+        self._counts.requests += 1
+        self._counts.prompt_tokens += len(request.prompt)
+
     def abort(self, request_id: str) -> None:
         """Give a request up: its blocks are free at once, and the next step says so. Unknown ids are ignored."""
-        group = self._flight.groups.get(request_id)
-        if group is not None:
+        state = self._table.states.get(request_id)
+        if state is not None:
             self._counts.aborted += 1
-            self._pending += self._end(group, "abort", None)
+            self._pending += self._end(state, "abort", None)
 
     @property
     def idle(self) -> bool:
         """Whether a step would do nothing."""
-        return not self._flight.groups and not self._pending
+        return not self._table.states and not self._pending
 
     def close(self) -> None:
         """Give up everything and let the cache go. May be called again."""
-        for request_id in list(self._flight.groups):
+        for request_id in list(self._table.states):
             self.abort(request_id)
         self._pending.clear()
         self.error = self.error or "it was closed"
@@ -144,8 +157,8 @@ class Engine:
     def check(self) -> None:
         """Raise AssertionError where the books do not agree."""
         self.scheduler.check()
-        self._flight.check({*self.scheduler.running, *self.scheduler.waiting})
-        if not self._flight.groups:
+        self._table.check({*self.scheduler.running, *self.scheduler.waiting})
+        if not self._table.states:
             assert self.blocks.free == self.blocks.blocks, "blocks are held by nobody"
 
     def stats(self) -> Stats:
@@ -154,139 +167,131 @@ class Engine:
     def embed(self, prompt: Sequence[int], *, pooling: str = "mean") -> Tensor:
         """The model's last normalised states (C,) float32 of a prompt: their mean, or the last token's.
 
-        Not scaled to length 1. Raises RequestRefused.
+        Not scaled to length 1. Raises RequestRefused, EngineFailed.
         """
-        return embedding.embed(self.model, prompt, pooling=pooling, max_length=self.max_length)
+        self.check_open()
+        return forward.embed(self.model, prompt, pooling=pooling, max_length=self.max_length)
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
     def step(self) -> list[RequestOutput]:
         """One step for everybody; what it added. A step that fails ends all requests with reason "error"."""
         started = time.perf_counter()
-        pieces, self._pending = self._pending, []
-        pieces += self._expire()
+        outputs, self._pending = self._pending, []
+        for state in self._table.expired():
+            self._counts.aborted += 1
+            outputs += self._end(state, "abort", "timeout")
         try:
             with torch.inference_mode():
-                pieces += self._step()
-            if not self._flight.groups:
+                outputs += self._step()
+            if not self._table.states:
                 self.check()
         except Exception as error:  # whatever it was: nobody may wait for ever, and no block may be lost
-            pieces += self._fail(error)
+            outputs += self.fail(error)
         self._counts.busy_seconds += time.perf_counter() - started
-        return pieces
+        return outputs
 
     def _step(self) -> list[RequestOutput]:
-        """Plan, copy, compute, draw, take."""
+        """Plan, copy, compute, sample, emit."""
+        table = self._table
         if self.propose is not None:
-            drawing = self._flight.samples
-            speculation.guess(self.propose, [drawing[s] for s in self.scheduler.running if s in drawing])
+            speculation.guess(self.propose, [table.outputs[s] for s in self.scheduler.running if s in table.outputs])
         plan = self.scheduler.plan()
         if not plan.entries:
             return []
         if plan.copies:
             self.cache.copy(plan.copies)
-        batch = ScheduledBatch.of(plan, self.blocks, self._prompt_rows if self._flight.scoring else None)
-        logits = self._compute(batch)
+        logits, first = self._compute(plan)
         self.scheduler.advance(plan)
-        takers, scored = self._arrived(plan, batch, logits)
-        pieces: list[RequestOutput] = []
-        if takers:
-            draw(logits, takers, self.sampler, self.texts)
-            for taker in takers:
-                pieces += self._take(taker)
-        if scored:
-            pieces += self._search(logits, scored)
-        return pieces
-
-    def _compute(self, batch: ScheduledBatch) -> Tensor:
-        started = time.perf_counter()
-        logits = batch.logits(self.model, self.cache)
-        self._counts.model_seconds += time.perf_counter() - started
-        self._counts.steps += 1
-        self._counts.computed_tokens += len(batch.tokens)
-        return logits
-
-    def _arrived(self, plan: StepPlan, batch: ScheduledBatch, logits: Tensor) -> tuple[list[Drawn], list[beams.Scored]]:
-        """The samples that draw a token now, and the beams that are scored. A prompt that was read becomes them."""
-        takers: list[Drawn] = []
-        scored: list[beams.Scored] = []
-        for entry, row in zip(plan.entries, batch.first, strict=True):
-            sequence = entry.sequence
-            group = self._flight.group_of(sequence)
-            if self._flight.scoring:
-                count = prompt_scores.scored_rows(group, entry)
-                prompt_scores.note(group, entry, logits[row : row + count], self.texts)
+        growing: dict[OutputSequence, int] = {}  # those that take tokens now, and the first row of each
+        scored: dict[tuple[BeamSearch, ScheduledSequence], int] = {}
+        for entry, row in zip(plan.entries, first, strict=True):
+            sequence, state = entry.sequence, table.state_of(entry.sequence)
+            if table.scoring:
+                count = state.prompt_rows(entry)
+                state.score_prompt(entry.start, logits[row : row + count], self.texts)
                 row += count
             if not entry.complete:
                 continue
-            if group.trunk is sequence:
-                group.sprout(self.scheduler, tokenizer=self.tokenizer, eos_ids=self.eos_ids)
-                self._flight.samples |= {sample.sequence: sample for sample in group.samples}
-                takers += [Drawn(group, sample, row) for sample in group.samples]
-            elif group.search is None:
-                takers.append(Drawn(group, self._flight.samples[sequence], row))
-            if group.search is not None:
-                scored.append(beams.Scored(group.search, sequence, row))
-        return takers, scored
+            if state.prompt is sequence:
+                state.fork(self.scheduler)
+                table.outputs |= {output.sequence: output for output in state.outputs}
+                growing |= dict.fromkeys(state.outputs, row)
+            elif state.search is None:
+                growing[table.outputs[sequence]] = row
+            if state.search is not None:
+                scored[state.search, sequence] = row
+        return self._grow(logits, growing) + self._search(logits, scored)
 
-    def _prompt_rows(self, entry: Scheduled) -> int:
-        return prompt_scores.scored_rows(self._flight.group_of(entry.sequence), entry)
+    def _compute(self, plan: StepPlan) -> tuple[Tensor, list[int]]:
+        started = time.perf_counter()
+        rows = self._prompt_rows if self._table.scoring else None
+        computed = forward.step_logits(self.model, self.cache, plan, self.blocks, prompt_rows=rows)
+        self._counts.model_seconds += time.perf_counter() - started
+        self._counts.steps += 1
+        self._counts.computed_tokens += sum(entry.count for entry in plan.entries)
+        return computed
 
-    def _take(self, taker: Drawn) -> list[RequestOutput]:
-        """A sample takes what was drawn for it."""
-        group, sample = taker.group, taker.sample
-        text, count = sample.take(taker.tokens, failure=taker.failure)
-        tokens = taker.tokens[:count]
-        self._counts.generated_tokens += count
-        self.scheduler.accept(sample.sequence, tokens)
-        if sample.finish_reason is not None:
-            self.scheduler.finish(sample.sequence)
-            del self._flight.samples[sample.sequence]
-        pieces = group.told(sample, text=text, tokens=tokens, logprobs=taker.logprobs[:count])
-        if sample.finish_reason is not None and group.done:
-            self._complete(group, failed=sample.finish_reason == "error")
-        return pieces
+    def _prompt_rows(self, entry: ScheduledTokens) -> int:
+        return self._table.state_of(entry.sequence).prompt_rows(entry)
 
-    def _search(self, logits: Tensor, scored: list[beams.Scored]) -> list[RequestOutput]:
+    def _grow(self, logits: Tensor, growing: dict[OutputSequence, int]) -> list[RequestOutput]:
+        """Each output sequence takes what is sampled for it, from its row on."""
+        if not growing:
+            return []
+        found: list[RequestOutput] = []
+        owners = list(growing)
+        for output, sampled in zip(owners, self.sampler.sample(logits, owners, list(growing.values())), strict=True):
+            text, count = output.append(sampled.tokens, failure=sampled.failure)
+            self._counts.generated_tokens += count
+            self.scheduler.accept(output.sequence, sampled.tokens[:count])
+            if output.finish_reason is not None:
+                self.scheduler.finish(output.sequence)
+                del self._table.outputs[output.sequence]
+            found += output.state.emit(
+                output, text=text, tokens=sampled.tokens[:count], logprobs=sampled.logprobs[:count]
+            )
+            if not output.state.unfinished:
+                self._complete(output.state, failed=output.finish_reason == "error")
+        return found
+
+    def _search(self, logits: Tensor, scored: dict[tuple[BeamSearch, ScheduledSequence], int]) -> list[RequestOutput]:
         """The beams of the next step; the best texts of searches that are done."""
-        generated, done = beams.advance(logits, scored, texts=self.texts, books=self.scheduler)
+        if not scored:
+            return []
+        rows = list(scored.values())
+        generated, done = beams.advance(logits, list(scored), rows, texts=self.texts, scheduler=self.scheduler)
         self._counts.generated_tokens += generated
-        pieces: list[RequestOutput] = []
+        found: list[RequestOutput] = []
         for search in done:
-            group = self._flight.group_of(search.beams[0].sequence)
-            pieces += group.best_beams(tokenizer=self.tokenizer, eos_ids=self.eos_ids)
-            for sequence in group.sequences:
+            state = self._table.state_of(search.beams[0].sequence)
+            found += state.emit_beams()
+            for sequence in state.sequences:
                 self.scheduler.finish(sequence)
-            self._complete(group)
-        return pieces
+            self._complete(state)
+        return found
 
     # -- ends ---------------------------------------------------------------------------------------------------------
 
-    def _complete(self, group: SequenceGroup, *, failed: bool = False) -> None:
+    def fail(self, error: BaseException) -> list[RequestOutput]:
+        """The engine stops for good; the last words of all requests."""
+        self.error = f"{type(error).__name__}: {error}"
+        outputs: list[RequestOutput] = []
+        for state in list(self._table.states.values()):
+            self._counts.failed += 1
+            outputs += self._end(state, "error", self.error)
+        self.blocks.forget()  # what was promised to be written in this step may not have been
+        return outputs
+
+    def _complete(self, state: RequestState, *, failed: bool = False) -> None:
         self._counts.failed += failed
         self._counts.finished += not failed
-        self._flight.forget(group)
+        self._table.remove(state)
 
-    def _expire(self) -> list[RequestOutput]:
-        pieces: list[RequestOutput] = []
-        for group in self._flight.expired():
-            self._counts.aborted += 1
-            pieces += self._end(group, "abort", "timeout")
-        return pieces
-
-    def _fail(self, error: Exception) -> list[RequestOutput]:
-        self.error = f"{type(error).__name__}: {error}"
-        pieces: list[RequestOutput] = []
-        for group in list(self._flight.groups.values()):
-            self._counts.failed += 1
-            pieces += self._end(group, "error", self.error)
-        self.blocks.forget()  # what was promised to be written in this step may not have been
-        return pieces
-
-    def _end(self, group: SequenceGroup, reason: FinishReason, why: str | None) -> list[RequestOutput]:
-        """Stop a request from outside: its blocks back, and a last word for each of its unfinished samples."""
-        for sequence in group.sequences:
+    def _end(self, state: RequestState, reason: FinishReason, why: str | None) -> list[RequestOutput]:
+        """Stop a request from outside: its blocks back, and a last word for each of its unfinished texts."""
+        for sequence in state.sequences:
             self.scheduler.finish(sequence)
-            self._flight.samples.pop(sequence, None)
-        self._flight.forget(group)
-        return group.ended(reason, why)
+            self._table.outputs.pop(sequence, None)
+        self._table.remove(state)
+        return state.emit_end(reason, why)

@@ -4,39 +4,31 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import TYPE_CHECKING, TypeVar
 
 from hasten.serving.request import EngineFailed, Request, RequestOutput
 
 if TYPE_CHECKING:
     from hasten.serving.engine import Engine
 
-# A reader of one request gets its pieces through this; it is called in the engine's thread.
-Sink = Callable[[RequestOutput], None]
+Result = TypeVar("Result")
 
-
-@dataclass(slots=True)
-class _Reader:
-    """A request's sink, and the texts of it that have not ended."""
-
-    sink: Sink
-    open: set[int]
+# A reader of one request gets its outputs, or why it was not taken, through this; it is called in the engine's thread.
+Sink = Callable[[RequestOutput | Exception], None]
 
 
 class EngineThread:
-    """Runs an engine's steps in a thread of its own. What other threads ask lies in an inbox until the next step.
+    """Runs an engine's steps in a thread of its own. What other threads ask lies in an inbox until the next step."""
 
-    sinks: readers of requests that were added to the engine before: {id: (how many texts, sink)}.
-    """
-
-    def __init__(self, engine: Engine, *, sinks: Mapping[str, tuple[int, Sink]] | None = None) -> None:
+    def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.after_step: list[Callable[[], None]] = []  # called in the thread when a step's pieces were given out
+        self.after_step: list[Callable[[], None]] = []  # called in the thread when sinks were
         self._inbox: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
-        self._readers = {name: _Reader(sink, set(range(texts))) for name, (texts, sink) in (sinks or {}).items()}
+        self._readers: dict[str, Sink] = {}
         self._coming = 0  # places of the queue that are taken by what the engine does not know of
         self._closing = self._ended = False
         self._thread = threading.Thread(target=self._run, name="hasten-engine", daemon=True)
@@ -45,11 +37,6 @@ class EngineThread:
     @property
     def alive(self) -> bool:
         return self._thread.is_alive() and not self._closing
-
-    @property
-    def ended(self) -> bool:
-        """Whether nothing that is handed in now will be done."""
-        return self._ended
 
     @property
     def waiting(self) -> int:
@@ -63,6 +50,21 @@ class EngineThread:
                 raise EngineFailed("the engine was closed")
             self._inbox.append(function)
             self._wake.notify()
+
+    def ask(self, function: Callable[[], Result]) -> Future[Result]:
+        """`call` with a result. If the future is cancelled before, the function is not called. Raises EngineFailed."""
+        future: Future[Result] = Future()
+
+        def run() -> None:
+            if future.set_running_or_notify_cancel():
+                try:
+                    self._check_open()
+                    future.set_result(function())
+                except Exception as error:
+                    future.set_exception(error)
+
+        self.call(run)
+        return future
 
     def enter(self) -> None:
         """Take a place in the queue, to be given back by `leave`. Raises QueueFull.
@@ -78,21 +80,20 @@ class EngineThread:
         with self._wake:
             self._coming -= 1
 
-    def submit(self, request: Request, sink: Sink) -> None:
-        """Add a request; its pieces, an error's too, go to `sink`. Raises QueueFull, EngineFailed."""
+    def submit(self, request: Request, sink: Sink, *, admitted: bool = False) -> None:
+        """Add a request; `sink` gets its outputs, or the error for which it is not taken.
+
+        admitted: whether `Engine.admit` made it. Raises QueueFull, EngineFailed.
+        """
 
         def add() -> None:
             self.leave()
             try:
-                if self._ended:
-                    raise EngineFailed(self.engine.error or "the engine was closed")
-                self.engine.add(request, room=True)
-                self._readers[request.id] = _Reader(sink, set(range(request.n)))
+                self._check_open()
+                self.engine.enqueue(request if admitted else self.engine.admit(request))
+                self._readers[request.id] = sink
             except Exception as error:
-                for index in range(request.n):
-                    sink(
-                        RequestOutput(request_id=request.id, index=index, finish_reason="error", stop_reason=str(error))
-                    )
+                sink(error)
 
         self.enter()
         try:
@@ -105,15 +106,12 @@ class EngineThread:
         """Give a request up; with `sink`, only if it is the one that reads it."""
 
         def abort() -> None:
-            reader = self._readers.get(request_id)
-            if sink is None or (reader is not None and reader.sink is sink):
+            if sink is None or self._readers.get(request_id) is sink:
                 self._readers.pop(request_id, None)
                 self.engine.abort(request_id)
 
-        if not self._ended:
-            with self._wake:
-                self._inbox.append(abort)
-                self._wake.notify()
+        with suppress(EngineFailed):
+            self.call(abort)
 
     def close(self, timeout: float = 60.0) -> None:
         """End the thread after the current step; whoever is still served gets an abort. May be called again."""
@@ -123,14 +121,15 @@ class EngineThread:
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout)
 
+    def _check_open(self) -> None:
+        if self._ended:
+            raise EngineFailed(self.engine.error or "the engine was closed")
+
     def _run(self) -> None:
         try:
             self._serve()
         except BaseException as error:  # a mistake of ours outside a step: nobody may wait for an answer for ever
-            self.engine.error = self.engine.error or f"{type(error).__name__}: {error}"
-            for request_id, reader in list(self._readers.items()):
-                self.engine.abort(request_id)
-                reader.sink(RequestOutput(request_id=request_id, index=0, finish_reason="error"))
+            self._give_out(self.engine.fail(error))
             raise
         finally:
             with self._wake:
@@ -147,6 +146,7 @@ class EngineThread:
                     self._wake.wait()
             while self._inbox:
                 self._inbox.popleft()()
+            self._hooks()  # who was not taken need not wait for a step to hear of it
             if self._closing:
                 break
             if not engine.idle:
@@ -155,16 +155,13 @@ class EngineThread:
             engine.abort(request_id)
         self._give_out(engine.step())
 
-    def _give_out(self, pieces: list[RequestOutput]) -> None:
-        for piece in pieces:
-            reader = self._readers.get(piece.request_id)
-            if reader is None:
-                continue
-            reader.sink(piece)
-            if piece.finish_reason is not None:
-                reader.open.discard(piece.index)
-                if not reader.open:
-                    del self._readers[piece.request_id]
+    def _give_out(self, outputs: list[RequestOutput]) -> None:
+        for output in outputs:
+            sink = self._readers.get(output.request_id)
+            if sink is not None:
+                if output.finished:
+                    del self._readers[output.request_id]
+                sink(output)
         self._hooks()
 
     def _hooks(self) -> None:

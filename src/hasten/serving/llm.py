@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import queue
+import weakref
 from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from hasten.model.transformer import Transformer
 from hasten.serving.async_engine import AsyncEngine
 from hasten.serving.counting import Stats
 from hasten.serving.engine import Engine
-from hasten.serving.engine_thread import Sink
+from hasten.serving.engine_thread import EngineThread
 from hasten.serving.request import EngineFailed, FinishReason, QueueFull, Request, RequestOutput, TokenLogprob
 from hasten.serving.settings import EngineSettings
 
@@ -61,9 +63,9 @@ class LLM:
         llm = hasten.LLM("folder-or-hub-id")
         answers = llm.generate(["Once upon", "In the end"], hasten.SamplingParams(temperature=0))
 
-    The methods with an `a` in front are for event loops; the first use of one starts a thread that runs the engine from
-    then on, for the others, too. As many may be awaited at once as `queue_limit` allows; further ones raise QueueFull
-    (`generate` holds its prompts back by itself).
+    The first use starts a thread that runs the engine. The methods with an `a` in front are for event loops. As many
+    may be awaited at once as `queue_limit` allows; further ones raise QueueFull (`generate` holds its prompts back by
+    itself).
     """
 
     def __init__(
@@ -95,7 +97,6 @@ class LLM:
         self.engine = Engine(model, model.tokenizer, settings or EngineSettings())
         self._numbers = itertools.count()
         self._async: AsyncEngine | None = None
-        self._readers: dict[str, tuple[int, Sink]] = {}
 
     def generate(
         self,
@@ -109,13 +110,13 @@ class LLM:
         logprobs, …). Raises RequestRefused before anything is computed, EngineFailed when a step failed.
         """
         requests = self._requests(prompts, params, request)
-        answers = {one.id: _Collector(one) for one in requests}
-        for piece in self._run(requests):
-            answers[piece.request_id].add(piece)
-        return [answers[one.id].answer() for one in requests]
+        outputs: dict[str, list[RequestOutput]] = {one.id: [] for one in requests}
+        for output in self._run(requests):
+            outputs[output.request_id].append(output)
+        return [_answer(one, outputs[one.id]) for one in requests]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, **request: Any) -> Iterator[RequestOutput]:
-        """The pieces of one prompt's texts as they come (`piece.text`, and `piece.index` where n > 1)."""
+        """The parts of one prompt's texts as they come (`output.text`, and `output.index` where n > 1)."""
         requests = self._requests(prompt, params, request)
         if len(requests) != 1:
             raise ConfigError(f"stream takes one prompt, found {len(requests)}; use generate for several")
@@ -124,22 +125,16 @@ class LLM:
     async def agenerate(self, prompt: Prompt, params: SamplingParams | None = None, **request: Any) -> Answer:
         """`generate` of one prompt; many at once by asyncio.gather."""
         (one,) = self._requests(prompt, params, request)
-        collector = _Collector(one)
-        async for piece in self._started().generate(one):
-            collector.add(piece)
-        return collector.answer()
+        return _answer(one, [output async for output in self._started().generate(one)])
 
     async def astream(
         self, prompt: Prompt, params: SamplingParams | None = None, **request: Any
     ) -> AsyncIterator[RequestOutput]:
         """`stream` for event loops; closing it gives the request up."""
         (one,) = self._requests(prompt, params, request)
-        pieces = self._started().generate(one)
-        try:
-            async for piece in pieces:
-                yield piece
-        finally:
-            await pieces.aclose()  # type: ignore[attr-defined]
+        async with aclosing(self._started().generate(one)) as outputs:
+            async for output in outputs:
+                yield output
 
     def stats(self) -> Stats:
         return self.engine.stats()
@@ -152,7 +147,9 @@ class LLM:
 
     def _started(self) -> AsyncEngine:
         if self._async is None:
-            self._async = AsyncEngine(self.engine, sinks=self._readers)  # also for streams that were begun without it
+            self.engine.check_open()
+            self._async = AsyncEngine(self.engine)
+            weakref.finalize(self, _close, self._async.thread)  # the thread must not keep the cache of a forgotten LLM
         return self._async
 
     def _requests(self, prompts: Any, params: Any, request: dict[str, Any]) -> list[Request]:
@@ -164,88 +161,71 @@ class LLM:
         if not all(isinstance(row, SamplingParams) for row in rows):
             raise ConfigError(f"params must be SamplingParams, or a list of them; found {params!r:.80}")
         try:
-            requests = [
+            return [
                 Request(id=f"llm-{next(self._numbers)}", prompt=tuple(ids), params=row, **request)
                 for ids, row in zip(encoded, rows, strict=True)
             ]
         except TypeError as error:
             raise ConfigError(f"unknown setting of a request: {error}") from None
-        return [self.engine.checked(one) for one in requests]
 
     def _run(self, requests: list[Request]) -> Iterator[RequestOutput]:
-        """The pieces of the requests as they come; what is left of them is given up when the caller stops."""
-        waiting = list(reversed(requests))
-        left = {one.id: set(range(one.n)) for one in requests}
-        arrived: queue.SimpleQueue[RequestOutput] = queue.SimpleQueue()
-        self._readers |= {one.id: (one.n, arrived.put) for one in requests}
+        """The outputs of the requests as they come; what is left of them is given up when the caller stops."""
+        thread = self._started().thread
+        # All of them before any is computed; the order of the list is that of the prompts, the next at its end.
+        waiting = thread.ask(lambda: [self.engine.admit(one) for one in reversed(requests)]).result()
+        unfinished = {one.id for one in requests}
+        arrived: queue.SimpleQueue[RequestOutput | Exception] = queue.SimpleQueue()
+        sink = arrived.put
         try:
-            while left:
-                while waiting and self._taken(waiting[-1], arrived.put):
-                    waiting.pop()
-                if self._async is None and arrived.empty():
-                    for piece in self.engine.step():  # also those of other streams that are read by turns
-                        if (reader := self._readers.get(piece.request_id)) is not None:
-                            reader[1](piece)
-                    continue
-                try:  # where others fill the queue, no piece of ours may come before there is room
-                    piece = arrived.get(timeout=0.01 if waiting else None)
+            while unfinished:
+                with suppress(QueueFull):
+                    while waiting:
+                        thread.submit(waiting[-1], sink, admitted=True)
+                        waiting.pop()
+                try:  # where others fill the queue, nothing of ours may come before there is room
+                    output = arrived.get(timeout=0.01 if waiting else None)
                 except queue.Empty:
                     continue
-                if piece.finish_reason == "error" and (self.engine.error is not None or not piece.prompt_tokens):
-                    raise EngineFailed(f"the engine failed: {self.engine.error or piece.stop_reason}")
-                if piece.finish_reason is not None:
-                    left[piece.request_id].discard(piece.index)
-                    if not left[piece.request_id]:
-                        del left[piece.request_id]
-                yield piece
+                if isinstance(output, Exception):
+                    raise output
+                if output.finish_reason == "error" and self.engine.error is not None:
+                    raise EngineFailed(f"the engine failed: {self.engine.error}")
+                if output.finished:
+                    unfinished.remove(output.request_id)
+                yield output
         finally:
-            for one in requests:
-                del self._readers[one.id]
-                if self._async is not None:
-                    self._async.thread.abort(one.id)  # nothing more than its reader, if it is complete
-                elif one.id in left:
-                    self.engine.abort(one.id)
-
-    def _taken(self, request: Request, sink: Sink) -> bool:
-        """Whether there was room for it."""
-        try:
-            if self._async is None:
-                self.engine.add(request)
-            else:
-                self._async.thread.submit(request, sink)
-        except QueueFull:
-            return False
-        return True
+            if unfinished:
+                for request_id in unfinished:
+                    thread.abort(request_id, sink)
+                with suppress(EngineFailed):  # the blocks are free when this returns
+                    thread.ask(lambda: None).result()
 
 
-class _Collector:
-    """The pieces of one request put together."""
+def _close(thread: EngineThread) -> None:
+    thread.close()
+    thread.engine.close()
 
-    def __init__(self, request: Request) -> None:
-        self.request = request
-        self.parts: list[list[RequestOutput]] = [[] for _ in range(request.n)]
-        self.first: RequestOutput | None = None
 
-    def add(self, piece: RequestOutput) -> None:
-        self.first = self.first or piece
-        self.parts[piece.index].append(piece)
+def _answer(request: Request, outputs: Sequence[RequestOutput]) -> Answer:
+    """All outputs of a request put together."""
+    texts: list[list[RequestOutput]] = [[] for _ in range(request.n)]
+    for output in outputs:
+        texts[output.index].append(output)
+    scores = outputs[0].prompt_logprobs
+    return Answer(
+        completions=[_completion(request, own) for own in texts],
+        prompt_tokens=outputs[0].prompt_tokens,
+        cached_tokens=outputs[0].cached_tokens,
+        prompt_logprobs=None if scores is None else list(scores),
+    )
 
-    def answer(self) -> Answer:
-        first = self.first
-        assert first is not None
-        return Answer(
-            completions=[self._completion(parts) for parts in self.parts],
-            prompt_tokens=first.prompt_tokens,
-            cached_tokens=first.cached_tokens,
-            prompt_logprobs=None if first.prompt_logprobs is None else list(first.prompt_logprobs),
-        )
 
-    def _completion(self, parts: list[RequestOutput]) -> Completion:
-        wanted = self.request.logprobs is not None
-        return Completion(
-            text="".join(piece.text for piece in parts),
-            tokens=[token for piece in parts for token in piece.tokens],
-            finish_reason=parts[-1].finish_reason if parts else None,
-            stop_reason=parts[-1].stop_reason if parts else None,
-            logprobs=[told for piece in parts for told in piece.logprobs or ()] if wanted else None,
-        )
+def _completion(request: Request, outputs: Sequence[RequestOutput]) -> Completion:
+    logprobs = [token for output in outputs for token in output.logprobs or ()]
+    return Completion(
+        text="".join(output.text for output in outputs),
+        tokens=[token for output in outputs for token in output.tokens],
+        finish_reason=outputs[-1].finish_reason if outputs else None,
+        stop_reason=outputs[-1].stop_reason if outputs else None,
+        logprobs=None if request.logprobs is None else logprobs,
+    )

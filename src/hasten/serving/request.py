@@ -130,9 +130,9 @@ class RequestOutput:
 
     index: which sample, below `n`. text: often empty (a character, or a stop string, is not complete yet). tokens:
     usually one; several where a sample is given at its end. stop_reason: the stop string or the id of
-    `stop_token_ids` that ended it, "timeout" after a deadline, or the error's text. cached_tokens: of the prompt, found
-    in the prefix cache. prompt_logprobs: with the request's first piece; None at the first position, which nothing
-    predicts.
+    `stop_token_ids` that ended it, "timeout" after a deadline, or the error's text. finished: whether it is the
+    request's last. cached_tokens: of the prompt, found in the prefix cache. prompt_logprobs: with the request's first
+    output; None at the first position, which nothing predicts.
     """
 
     request_id: str
@@ -142,6 +142,7 @@ class RequestOutput:
     logprobs: tuple[TokenLogprob, ...] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
+    finished: bool = False
     prompt_tokens: int = 0
     cached_tokens: int = 0
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None

@@ -1,4 +1,4 @@
-"""The next tokens of all samples that got to their last token in this step: one batched draw.
+"""The next tokens of all output sequences that got to their last token in this step: one batched draw.
 
 A row's token depends on its own logits, settings, seed and step alone (see `hasten.generation.sampling`): it does not
 matter who else is drawn for. What is laid out for a set of rows is kept until the set changes.
@@ -8,46 +8,87 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from hasten.generation.sampling import History, RowParams, next_tokens
 from hasten.generation.stopping import stop_ids
-from hasten.serving.request import Constraint
-from hasten.serving.samples import Sample
+from hasten.serving.logprobs import TokenTexts, token_logprobs
+from hasten.serving.request import Constraint, TokenLogprob
+from hasten.serving.request_state import OutputSequence
+
+
+@dataclass(frozen=True, slots=True)
+class SampledTokens:
+    """What an output sequence takes in a step. failure: why its constraint allows nothing, if so."""
+
+    tokens: list[int]
+    logprobs: list[TokenLogprob]
+    failure: str | None
 
 
 class Sampler:
     """Draws for a changing set of rows."""
 
-    def __init__(self, *, vocab_size: int, eos_ids: Collection[int], device: torch.device) -> None:
-        self.vocab_size, self.eos_ids, self.device = vocab_size, frozenset(eos_ids), device
+    def __init__(self, *, vocab_size: int, eos_ids: Collection[int], texts: TokenTexts, device: torch.device) -> None:
+        self.vocab_size, self.eos_ids, self.texts, self.device = vocab_size, frozenset(eos_ids), texts, device
         self._key: tuple[int, ...] = ()
         self._drawn: list[int] = []  # indices of the rows that are more than an argmax
         self._rows: Tensor | None = None  # the same, where they are not all
         self._params: RowParams | None = None
         self._history: History | None = None
-        self.failures: dict[int, str] = {}  # of the last draw: rows whose constraint raised or left no token
+        self._failures: dict[int, str] = {}  # of the last draw: rows whose constraint raised or left no token
 
-    def draw(self, logits: Tensor, samples: Sequence[Sample], steps: Sequence[int]) -> list[int]:
-        """logits (R, V) float32, one row a sample (masked by its constraint in place) -> a token each.
+    def sample(self, logits: Tensor, outputs: Sequence[OutputSequence], first: Sequence[int]) -> list[SampledTokens]:
+        """What each output sequence takes. logits (R, V) float32; its first row, and one more for each guess behind it.
 
-        steps: how many tokens each sample has before this one. Rows with penalties or constraints stand for one step.
+        A guess is right if it is what is drawn at its place, from the same logits and noise as without guessing: so the
+        text is the same, and the more of them are right, the sooner.
         """
-        key = tuple(sample.sequence.number for sample in samples)
-        self.failures.clear()
+        guesses = [output.sequence.drafts for output in outputs]
+        rows = [row + i for row, drafts in zip(first, guesses, strict=True) for i in range(1 + len(drafts))]
+        owners = [output for output, drafts in zip(outputs, guesses, strict=True) for _ in range(1 + len(drafts))]
+        steps = [output.count + i for output in outputs for i in range(1 + len(output.sequence.drafts))]
+        if rows != list(range(len(logits))):  # several outputs of one row, or rows of a prompt's log-probabilities
+            logits = logits[torch.tensor(rows, device=logits.device)]
+        wanted = {i: owner.state.request.logprobs or 0 for i, owner in enumerate(owners) if owner.state.wants_logprobs}
+        raw = logits[torch.tensor(list(wanted), device=logits.device)] if wanted else None  # constraints mask in place
+        tokens = self._draw(logits, owners, steps)
+        logprobs: dict[int, TokenLogprob] = {}
+        if raw is not None:
+            chosen = [tokens[i] for i in wanted]
+            found = token_logprobs(raw, chosen, tops=list(wanted.values()), texts=self.texts)
+            logprobs = dict(zip(wanted, found, strict=True))
+        sampled, at = [], 0
+        for drafts in guesses:
+            end = at + 1
+            while end - at <= len(drafts) and drafts[end - at - 1] == tokens[end - 1]:
+                end += 1
+            taken = [logprobs[i] for i in range(at, end) if i in logprobs]
+            sampled.append(SampledTokens(tokens[at:end], taken, self._failures.get(at)))
+            at += 1 + len(drafts)
+        return sampled
+
+    def _draw(self, logits: Tensor, outputs: Sequence[OutputSequence], steps: Sequence[int]) -> list[int]:
+        """logits (R, V) float32 (masked by constraints in place) -> a token of each row, for its output sequence.
+
+        steps: tokens before it. Rows with penalties or constraints have no guesses.
+        """
+        key = tuple(output.sequence.number for output in outputs)
+        self._failures.clear()
         if key != self._key:
-            self._arrange(samples)
+            self._arrange(outputs)
             self._key = key
         if not self._drawn:
             return logits.argmax(dim=-1).tolist()
         assert self._params is not None
-        own, at = [samples[i] for i in self._drawn], [steps[i] for i in self._drawn]
+        own, at = [outputs[i] for i in self._drawn], [steps[i] for i in self._drawn]
         part = logits if self._rows is None else logits[self._rows]
-        for row, sample, place in zip(part, own, self._drawn, strict=True):
-            if sample.constraint is not None:
-                self._constrain(row, sample.constraint, place)
+        for row, output, place in zip(part, own, self._drawn, strict=True):
+            if output.constraint is not None:
+                self._constrain(row, output.constraint, place)
         tokens = next_tokens(
             part,
             self._params,
@@ -67,43 +108,40 @@ class Sampler:
         try:
             constraint.mask(row)
             if row.amax().item() == -math.inf:
-                self.failures[place] = "the constraint on the answer allows no token here"
+                self._failures[place] = "the constraint on the answer allows no token here"
         except Exception as error:  # of a grammar that came with a request: its own failure, not the engine's
-            self.failures[place] = f"the constraint on the answer failed: {error}"
+            self._failures[place] = f"the constraint on the answer failed: {error}"
 
-    def _arrange(self, samples: Sequence[Sample]) -> None:
-        self._drawn = [
-            i for i, sample in enumerate(samples) if not sample.plain or sample.count < sample.params.min_new_tokens
-        ]
-        own = [samples[i] for i in self._drawn]
+    def _arrange(self, outputs: Sequence[OutputSequence]) -> None:
+        self._drawn = [i for i, one in enumerate(outputs) if not one.plain or one.count < one.params.min_new_tokens]
+        own = [outputs[i] for i in self._drawn]
         self._rows = self._params = self._history = None
         if not own:
             return
-        if len(own) < len(samples):
+        if len(own) < len(outputs):
             self._rows = torch.tensor(self._drawn, device=self.device)
-        self._params = RowParams.stack(
-            [sample.params for sample in own], vocab_size=self.vocab_size, device=self.device
-        )
+        params = [output.params for output in own]
+        self._params = RowParams.stack(params, vocab_size=self.vocab_size, device=self.device)
         if self._params.needs_history:
             self._history = self._remember(own)
 
-    def _remember(self, samples: Sequence[Sample]) -> History:
-        seen = torch.zeros(len(samples), self.vocab_size, dtype=torch.bool)
-        counts = torch.zeros(len(samples), self.vocab_size, dtype=torch.int32)
-        for row, sample in enumerate(samples):
-            if sample.params.needs_history:
-                seen[row, torch.tensor(sample.sequence.tokens)] = True
-                if said := sample.generated:
-                    counts[row] = torch.bincount(torch.tensor(said), minlength=self.vocab_size)
+    def _remember(self, outputs: Sequence[OutputSequence]) -> History:
+        seen = torch.zeros(len(outputs), self.vocab_size, dtype=torch.bool)
+        counts = torch.zeros(len(outputs), self.vocab_size, dtype=torch.int32)
+        for row, output in enumerate(outputs):
+            if output.params.needs_history:
+                seen[row, torch.tensor(output.sequence.tokens)] = True
+                if generated := output.generated:
+                    counts[row] = torch.bincount(torch.tensor(generated), minlength=self.vocab_size)
         return History(counts=counts.to(self.device), seen=seen.to(self.device))
 
-    def _banned(self, samples: Sequence[Sample], steps: Sequence[int]) -> Tensor | None:
+    def _banned(self, outputs: Sequence[OutputSequence], steps: Sequence[int]) -> Tensor | None:
         """(R, V) bool: the ids that would end a text before its minimum; None if all are past theirs."""
-        early = [i for i, (s, step) in enumerate(zip(samples, steps, strict=True)) if step < s.params.min_new_tokens]
+        early = [i for i, (o, step) in enumerate(zip(outputs, steps, strict=True)) if step < o.params.min_new_tokens]
         if not early:
             return None
-        banned = torch.zeros(len(samples), self.vocab_size, dtype=torch.bool)
+        banned = torch.zeros(len(outputs), self.vocab_size, dtype=torch.bool)
         for row in early:
-            ends = stop_ids(samples[row].params, eos_ids=self.eos_ids)
+            ends = stop_ids(outputs[row].params, eos_ids=self.eos_ids)
             banned[row, [token for token in ends if token < self.vocab_size]] = True
         return banned.to(self.device)

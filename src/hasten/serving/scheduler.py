@@ -17,11 +17,70 @@ Pure Python: sequences and numbers, no tensors.
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from operator import attrgetter
 
 from hasten.errors import ConfigError
 from hasten.serving.blocks import BlockManager, OutOfBlocks
-from hasten.serving.sequences import Scheduled, Sequence, StepPlan
+
+_order = attrgetter("order")
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class ScheduledSequence:
+    """One text in the making: a sample, or a beam.
+
+    order: (priority, arrival of the request, number within it): smaller is served first and preempted last. slots:
+    how many sequences it will become (samples that still share their prompt). drafts: guessed tokens behind `tokens`,
+    to be verified in the next step.
+    """
+
+    number: int
+    order: tuple[int, int, int]
+    tokens: list[int]
+    salt: str = ""
+    slots: int = 1
+    drafts: list[int] = field(default_factory=list)
+    computed: int = 0
+    cached: int = 0  # tokens found in the prefix cache when it was first begun
+    running: bool = False
+    begun: bool = False
+
+    @property
+    def request(self) -> int:
+        """Its request's number, by arrival."""
+        return self.order[1]
+
+    @property
+    def target(self) -> int:
+        return len(self.tokens) + len(self.drafts)
+
+
+@dataclass(slots=True, eq=False)
+class ScheduledTokens:
+    """`count` tokens of one sequence from position `start` on."""
+
+    sequence: ScheduledSequence
+    start: int
+    count: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.count
+
+    @property
+    def complete(self) -> bool:
+        """Whether it gets to its last token, so that the next can be drawn."""
+        return self.end == self.sequence.target
+
+
+@dataclass(slots=True, eq=False)
+class StepPlan:
+    """A step. copies: (source, target) blocks to be copied before it, in this order."""
+
+    entries: list[ScheduledTokens]
+    copies: list[tuple[int, int]]
 
 
 class Scheduler:
@@ -31,30 +90,25 @@ class Scheduler:
         if token_budget < max_sequences:
             raise ConfigError(f"a step of {token_budget} tokens has no room for one of each of {max_sequences} texts")
         self.blocks, self.max_sequences, self.token_budget = blocks, max_sequences, token_budget
-        self.running: list[Sequence] = []  # by order
-        self.waiting: list[Sequence] = []  # by order
+        self.running: list[ScheduledSequence] = []  # by order
+        self.waiting: list[ScheduledSequence] = []  # by order
         self.preemptions = 0
         self._slots = 0  # of the running
         self._numbers = 0
-        self._arrivals = 0
+        self._requests = 0
         self._copies: dict[int, list[tuple[int, int]]] = {}  # of this step, by sequence
-        self._no_room: tuple[Sequence, int] | None = None  # the first that waits, and the free blocks it did not fit in
+        # The first that waits, and the free blocks it did not fit in.
+        self._no_room: tuple[ScheduledSequence, int] | None = None
 
     # -- sequences come and go ----------------------------------------------------------------------------------------
 
-    def arrival(self) -> int:
-        self._arrivals += 1
-        return self._arrivals
-
-    def add(
-        self, tokens: SequenceOf[int], *, request: int, arrival: int, priority: int = 0, salt: str = "", slots: int = 1
-    ) -> Sequence:
-        """A new sequence, which waits. slots: how many it will be forked into, itself included."""
+    def add(self, tokens: Sequence[int], *, priority: int = 0, salt: str = "", slots: int = 1) -> ScheduledSequence:
+        """The prompt of a new request, which waits. slots: how many it will be forked into, itself included."""
         self._numbers += 1
-        new = Sequence(
+        self._requests += 1
+        new = ScheduledSequence(
             number=self._numbers,
-            request=request,
-            order=(priority, arrival, self._numbers),
+            order=(priority, self._requests, self._numbers),
             tokens=list(tokens),
             salt=salt,
             slots=slots,
@@ -62,12 +116,11 @@ class Scheduler:
         insort(self.waiting, new, key=_order)
         return new
 
-    def fork(self, parent: Sequence) -> Sequence:
+    def fork(self, parent: ScheduledSequence) -> ScheduledSequence:
         """Another sequence with the same tokens, sharing all blocks (or waiting, as its parent does)."""
         self._numbers += 1
-        child = Sequence(
+        child = ScheduledSequence(
             number=self._numbers,
-            request=parent.request,
             order=(parent.order[0], parent.order[1], self._numbers),
             tokens=list(parent.tokens),
             salt=parent.salt,
@@ -85,7 +138,7 @@ class Scheduler:
             insort(self.waiting, child, key=_order)
         return child
 
-    def accept(self, sequence: Sequence, tokens: SequenceOf[int]) -> None:
+    def accept(self, sequence: ScheduledSequence, tokens: Sequence[int]) -> None:
         """Tokens that were drawn after a complete step: the drafts that were right, and one more."""
         known = len(sequence.tokens)
         sequence.tokens.extend(tokens)
@@ -95,7 +148,7 @@ class Scheduler:
                 sequence.computed = known + len(tokens) - 1
                 self.blocks.truncate(sequence.number, sequence.computed)
 
-    def finish(self, sequence: Sequence) -> None:
+    def finish(self, sequence: ScheduledSequence) -> None:
         """The sequence ends; its blocks are free at once."""
         if sequence.running:
             self.blocks.release(sequence.number)
@@ -114,7 +167,7 @@ class Scheduler:
         """What the next step computes; empty if there is nothing to do. Its blocks are reserved."""
         self._copies.clear()
         self._make_way()
-        entries: dict[Sequence, Scheduled] = {}
+        entries: dict[ScheduledSequence, ScheduledTokens] = {}
         left = self._plan_running(entries)
         left = self._admit(entries, left)
         if not entries and self.waiting and self.running:
@@ -142,7 +195,7 @@ class Scheduler:
                 return
             self._preempt(self.running[-1])
 
-    def _plan_running(self, entries: dict[Sequence, Scheduled]) -> int:
+    def _plan_running(self, entries: dict[ScheduledSequence, ScheduledTokens]) -> int:
         left = self.token_budget
         todo = [sequence for sequence in self.running if sequence.computed < sequence.target]
         level = [sequence for sequence in todo if sequence.computed == len(sequence.tokens) - 1]
@@ -153,21 +206,21 @@ class Scheduler:
                 count = min(sequence.target - sequence.computed, left - (len(level) - 1 - index))
                 del sequence.drafts[count - 1 :]
                 if self._reserve(sequence, sequence.computed + count, entries):
-                    entries[sequence] = Scheduled(sequence, sequence.computed, count)
+                    entries[sequence] = ScheduledTokens(sequence, sequence.computed, count)
                     left -= count
         for index, sequence in enumerate(behind):
             if left and sequence.running:
                 others = index + 1 < len(behind) or bool(self.waiting)
                 count = self._chunk(sequence.target - sequence.computed, left, others=others)
                 if self._reserve(sequence, sequence.computed + count, entries):
-                    entries[sequence] = Scheduled(sequence, sequence.computed, count)
+                    entries[sequence] = ScheduledTokens(sequence, sequence.computed, count)
                     left -= count
         # Only now: nobody in the plan can be preempted any more, so what is offered to others will be computed.
         for entry in entries.values():
-            self._tell(entry)
+            self._offer(entry)
         return self.token_budget - sum(entry.count for entry in entries.values())
 
-    def _admit(self, entries: dict[Sequence, Scheduled], left: int) -> int:
+    def _admit(self, entries: dict[ScheduledSequence, ScheduledTokens], left: int) -> int:
         while left and self.waiting:
             first = self.waiting[0]
             if self._slots + first.slots > self.max_sequences:
@@ -183,17 +236,17 @@ class Scheduler:
             first.running = first.begun = True
             insort(self.running, first, key=_order)
             self._count()
-            entries[first] = entry = Scheduled(first, first.computed, count)
-            self._tell(entry)
+            entries[first] = entry = ScheduledTokens(first, first.computed, count)
+            self._offer(entry)
             left -= count
         return left
 
-    def _sibling_reads(self, sequence: Sequence, entries: dict[Sequence, Scheduled]) -> bool:
+    def _sibling_reads(self, sequence: ScheduledSequence, entries: dict[ScheduledSequence, ScheduledTokens]) -> bool:
         """Whether another one of its request is being read anew, and will not be done in this step."""
         siblings = (s for s in self.running if s.request == sequence.request and s.computed < len(s.tokens) - 1)
         return any(s not in entries or not entries[s].complete for s in siblings)
 
-    def _begin(self, sequence: Sequence) -> bool:
+    def _begin(self, sequence: ScheduledSequence) -> bool:
         """Adopt its cached beginning, if all of it fits and everybody who runs can still take a block."""
         free = self.blocks.free
         if self.running and self._no_room is not None and self._no_room[0] is sequence and free <= self._no_room[1]:
@@ -209,7 +262,7 @@ class Scheduler:
             sequence.cached = found
         return True
 
-    def _top_up(self, entries: dict[Sequence, Scheduled], left: int) -> None:
+    def _top_up(self, entries: dict[ScheduledSequence, ScheduledTokens], left: int) -> None:
         """Give what others left of the budget to those that are still behind."""
         for entry in list(entries.values()):
             if not left:
@@ -224,12 +277,14 @@ class Scheduler:
                 self._copies.setdefault(sequence.number, []).extend(copies)
                 entry.count += more
                 left -= more
-                self._tell(entry)
+                self._offer(entry)
 
     def _chunk(self, todo: int, left: int, *, others: bool) -> int:
         return min(todo, max(-(-left // 2), min(left, self.blocks.block_size)) if others else left)
 
-    def _reserve(self, sequence: Sequence, length: int, entries: dict[Sequence, Scheduled]) -> bool:
+    def _reserve(
+        self, sequence: ScheduledSequence, length: int, entries: dict[ScheduledSequence, ScheduledTokens]
+    ) -> bool:
         """Room for its positions below `length`, taken from the last in order if need be; False if that is itself."""
         while True:
             try:
@@ -242,7 +297,7 @@ class Scheduler:
                 if victim is sequence:
                     return False
 
-    def _preempt(self, sequence: Sequence) -> None:
+    def _preempt(self, sequence: ScheduledSequence) -> None:
         self.blocks.release(sequence.number)
         self.running.remove(sequence)
         self._copies.pop(sequence.number, None)
@@ -253,7 +308,7 @@ class Scheduler:
         self._no_room = None
         self._count()
 
-    def _tell(self, entry: Scheduled) -> None:
+    def _offer(self, entry: ScheduledTokens) -> None:
         """Offer the blocks that this step fills; guesses are offered to nobody."""
         tokens = entry.sequence.tokens
         self.blocks.written(entry.sequence.number, tokens if entry.end >= len(tokens) else tokens[: entry.end])
@@ -270,7 +325,3 @@ class Scheduler:
         assert not any(s.running or s.computed for s in self.waiting)
         assert self._slots == sum(s.slots for s in self.running) <= self.max_sequences
         assert all(s.computed <= s.target for s in self.running)
-
-
-def _order(sequence: Sequence) -> tuple[int, int, int]:
-    return sequence.order

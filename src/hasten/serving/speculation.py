@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from hasten.serving import sequences
-from hasten.serving.samples import Sample
+from hasten.serving.request_state import OutputSequence
+from hasten.serving.scheduler import ScheduledSequence
 
 # A guess at the next tokens of a sequence that is about to draw one.
-Proposer = Callable[[sequences.Sequence], Sequence[int]]
+Proposer = Callable[[ScheduledSequence], Sequence[int]]
 
 
-def guess(propose: Proposer, samples: Iterable[Sample]) -> None:
-    """Have the next tokens guessed of samples that are one token behind, no more of them than they may still take."""
-    for sample in samples:
-        sequence = sample.sequence
+def guess(propose: Proposer, outputs: Iterable[OutputSequence]) -> None:
+    """Have the next tokens of output sequences that are one behind guessed, no more than they may still take."""
+    for output in outputs:
+        sequence = output.sequence
         if len(sequence.tokens) - sequence.computed != 1:
             continue
-        if sample.constraint is not None or sample.params.needs_history:
+        if output.constraint is not None or output.params.needs_history:
             continue  # each of their draws depends on the one before
-        room = sample.params.max_new_tokens - sample.count - 1
+        room = output.params.max_new_tokens - output.count - 1
         sequence.drafts = list(propose(sequence))[: max(0, room)]

@@ -13,6 +13,7 @@ from hasten.serving.api.errors import ApiError
 from hasten.serving.api.metrics import Metrics
 from hasten.serving.api.settings import ServerSettings
 from hasten.serving.api.structured import Grammars
+from hasten.serving.async_engine import wait_for
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -109,11 +110,7 @@ class Service:
     async def drain(self, timeout: float, *, given_up: Callable[[], bool] = lambda: False) -> bool:
         """Take no requests any more and wait until those in flight are answered; whether that was in time (seconds)."""
         self.draining = True
-        end = asyncio.get_running_loop().time() + timeout
-        while self.in_flight and not given_up():
-            if asyncio.get_running_loop().time() >= end:
-                return False
-            await asyncio.sleep(0.02)
+        await wait_for(lambda: not self.in_flight or given_up(), timeout)
         return not self.in_flight
 
     def close(self) -> None:

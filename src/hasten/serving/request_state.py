@@ -1,0 +1,285 @@
+"""Requests while they are served: the table of them, the state of each, and the texts that come of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import time
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from hasten.errors import ConfigError
+from hasten.generation.params import SamplingParams
+from hasten.generation.stopping import OutputText, stop_ids
+from hasten.model.tokenizer import Tokenizer
+from hasten.serving.beams import BeamSearch
+from hasten.serving.logprobs import TokenTexts, token_logprobs
+from hasten.serving.request import Constraint, FinishReason, QueueFull, Request, RequestOutput, TokenLogprob
+from hasten.serving.scheduler import ScheduledSequence, ScheduledTokens, Scheduler
+
+_SEEDS = 2**63
+
+
+class OutputSequence:
+    """One of the texts of a request: its tokens (in the scheduler's sequence), its text, and why it ended."""
+
+    def __init__(self, state: RequestState, *, index: int, sequence: ScheduledSequence) -> None:
+        request = state.request
+        self.state, self.index, self.sequence = state, index, sequence
+        self.params: SamplingParams = dataclasses.replace(request.params, seed=(state.seed + index) % _SEEDS)
+        self.constraint: Constraint | None = request.constraint
+        if request.constraint is not None and request.samples > 1:
+            self.constraint = request.constraint.fork()
+        # Sampled by an argmax of the logits as they are, unless the minimum is still ahead.
+        params = self.params
+        self.plain = params.greedy and not params.logit_bias and not params.needs_history and self.constraint is None
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: str | int | None = None
+        self.text: list[str] = []  # of all steps, where the texts are ranked at the end
+        self.logprobs: list[TokenLogprob] = []
+        self._output = state.output_text()
+
+    @property
+    def count(self) -> int:
+        """Tokens generated so far."""
+        return self._output.count
+
+    @property
+    def generated(self) -> list[int]:
+        return self.sequence.tokens[len(self.state.request.prompt) :]
+
+    @property
+    def mean_logprob(self) -> float:
+        return sum(token.logprob for token in self.logprobs) / max(1, self.count)
+
+    def append(self, tokens: Sequence[int], *, failure: str | None = None) -> tuple[str, int]:
+        """Take sampled tokens until one ends the text; the text that can be shown now, and how many were taken.
+
+        failure: why the constraint allows nothing, if so. A constraint that fails or raises ends this text alone.
+        """
+        text, count = "", 0
+        try:
+            if failure is not None:
+                raise ConfigError(failure)
+            for token in tokens:
+                count += 1
+                text += self._append(token)
+                if self.finish_reason is not None:
+                    break
+        except Exception as error:  # a constraint that came with the request: its failure, not the engine's
+            self.finish_reason, self.stop_reason = "error", str(error)
+        return text, count
+
+    def _append(self, token: int) -> str:
+        delta = self._output.push(token)
+        text, self.finish_reason = delta.text, delta.finish_reason
+        if self.constraint is not None and self.finish_reason is None:
+            self.constraint.advance(token)
+            if self.constraint.done:
+                rest = self._output.finish("stop")
+                text, self.finish_reason = text + rest.text, rest.finish_reason
+        if self.finish_reason is not None:
+            self.stop_reason = self._output.stop_reason
+        return text
+
+
+class RequestState:
+    """A request from its arrival to its end: its prompt, then its output sequences or its beams.
+
+    unfinished: the texts, by their index, that no RequestOutput has ended yet.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        prompt: ScheduledSequence,
+        *,
+        seed: int,
+        deadline: float | None,
+        tokenizer: Tokenizer | None,
+        eos_ids: Collection[int],
+    ) -> None:
+        self.request, self.seed, self.deadline = request, seed, deadline
+        self.prompt: ScheduledSequence | None = prompt  # until the output sequences are forked from it
+        self.number = prompt.request
+        self.outputs: list[OutputSequence] = []
+        self.search: BeamSearch | None = None
+        self.unfinished = set(range(request.n))
+        self.ranked = request.beam_width > 0 or (request.best_of or request.n) > request.n  # emitted at the end
+        self.wants_logprobs = request.logprobs is not None or (self.ranked and not request.beam_width)
+        self.prompt_logprobs: list[TokenLogprob | None] | None = None
+        if request.prompt_logprobs is not None:
+            self.prompt_logprobs = [None] * len(request.prompt)
+        self._tokenizer, self._eos_ids = tokenizer, eos_ids
+        self._cached_tokens = 0
+        self._emitted = False
+
+    def output_text(self) -> OutputText:
+        """What turns the tokens of one answer into text."""
+        return OutputText(
+            self.request.params,
+            tokenizer=self._tokenizer,
+            eos_ids=self._eos_ids,
+            context=self.request.prompt,
+            skip_special_tokens=self.request.skip_special_tokens,
+        )
+
+    @property
+    def sequences(self) -> list[ScheduledSequence]:
+        """Those that the scheduler still has."""
+        if self.search is not None:
+            return [beam.sequence for beam in self.search.beams]
+        alive = [output.sequence for output in self.outputs if output.finish_reason is None]
+        return alive if self.prompt is None else [self.prompt, *alive]
+
+    def fork(self, scheduler: Scheduler) -> None:
+        """The prompt is computed: its sequence becomes the first beam, or the output sequences by forks of it."""
+        prompt, request = self.prompt, self.request
+        assert prompt is not None
+        self.prompt, self._cached_tokens = None, prompt.cached
+        if request.beam_width:
+            self.search = BeamSearch(request, prompt, end_ids=stop_ids(request.params, eos_ids=self._eos_ids))
+            return
+        for index in range(request.samples):
+            sequence = scheduler.fork(prompt) if index else prompt
+            self.outputs.append(OutputSequence(self, index=index, sequence=sequence))
+
+    # -- the prompt's log-probabilities, gathered while it is read in chunks ------------------------------------------
+
+    def prompt_rows(self, scheduled: ScheduledTokens) -> int:
+        """How many of these tokens predict one of the prompt whose log-probability is wanted."""
+        if self.prompt_logprobs is None or self.prompt is not scheduled.sequence:
+            return 0
+        return max(0, min(scheduled.end, len(self.request.prompt) - 1) - scheduled.start)
+
+    def score_prompt(self, start: int, logits: Tensor, texts: TokenTexts) -> None:
+        """Keep what the logits (R, V) float32 of the prompt's tokens from `start` on say of those that follow."""
+        count = len(logits)
+        if count:
+            assert self.prompt_logprobs is not None
+            following = slice(start + 1, start + 1 + count)
+            tops = [self.request.prompt_logprobs or 0] * count
+            found = token_logprobs(logits, self.request.prompt[following], tops=tops, texts=texts)
+            self.prompt_logprobs[following] = found
+
+    # -- what is given out --------------------------------------------------------------------------------------------
+
+    def emit(
+        self, output: OutputSequence, *, text: str, tokens: Sequence[int], logprobs: Sequence[TokenLogprob]
+    ) -> list[RequestOutput]:
+        """What an output sequence took in a step; where texts are ranked, the best ones when all are complete."""
+        if not self.ranked:
+            return [self._emit(output.index, output, text=text, tokens=tokens, logprobs=logprobs)]
+        output.text.append(text)
+        output.logprobs += logprobs
+        if any(one.finish_reason is None for one in self.outputs):
+            return []
+        best = sorted(self.outputs, key=lambda one: -one.mean_logprob)[: self.request.n]
+        return [
+            self._emit(index, one, text="".join(one.text), tokens=one.generated, logprobs=one.logprobs)
+            for index, one in enumerate(best)
+        ]
+
+    def emit_beams(self) -> list[RequestOutput]:
+        """The `n` best texts of a search that is done, whole."""
+        assert self.search is not None
+        assert self.search.done
+        found = []
+        for index, beam in enumerate(self.search.complete[: self.request.n]):
+            output = self.output_text()
+            text = "".join(output.push(token).text for token in beam.tokens)
+            found.append(self._emit(index, output, text=text, tokens=beam.tokens, logprobs=beam.logprobs))
+        return found
+
+    def emit_end(self, reason: FinishReason, why: str | None) -> list[RequestOutput]:
+        """A last word for each unfinished text of a request that is stopped from outside."""
+        return [self._output(index, finish_reason=reason, stop_reason=why) for index in sorted(self.unfinished)]
+
+    def _emit(
+        self,
+        index: int,
+        ended: OutputSequence | OutputText,
+        *,
+        text: str,
+        tokens: Sequence[int],
+        logprobs: Sequence[TokenLogprob],
+    ) -> RequestOutput:
+        return self._output(
+            index,
+            text=text,
+            tokens=tuple(tokens),
+            logprobs=None if self.request.logprobs is None else tuple(logprobs),
+            finish_reason=ended.finish_reason,
+            stop_reason=ended.stop_reason,
+        )
+
+    def _output(self, index: int, *, finish_reason: FinishReason | None, **fields: Any) -> RequestOutput:
+        if finish_reason is not None:
+            self.unfinished.discard(index)
+        first, self._emitted = not self._emitted, True
+        return RequestOutput(
+            request_id=self.request.id,
+            index=index,
+            finish_reason=finish_reason,
+            finished=not self.unfinished,
+            prompt_tokens=len(self.request.prompt),
+            cached_tokens=self._cached_tokens,
+            prompt_logprobs=tuple(self.prompt_logprobs) if first and self.prompt_logprobs is not None else None,
+            **fields,
+        )
+
+
+class RequestTable:
+    """Every request from its arrival to its end: by id, by number, by sequence, and by deadline."""
+
+    def __init__(self) -> None:
+        self.states: dict[str, RequestState] = {}
+        self.outputs: dict[ScheduledSequence, OutputSequence] = {}  # that grow; prompts and beams have none
+        self.scoring = 0  # those that want their prompt's log-probabilities
+        self._by_number: dict[int, RequestState] = {}
+        self._deadlines: list[tuple[float, str]] = []
+        self._ends: deque[float] = deque(maxlen=32)
+
+    def add(self, state: RequestState) -> None:
+        self.states[state.request.id] = self._by_number[state.number] = state
+        self.scoring += state.prompt_logprobs is not None
+        if state.deadline is not None:
+            heapq.heappush(self._deadlines, (state.deadline, state.request.id))
+
+    def state_of(self, sequence: ScheduledSequence) -> RequestState:
+        return self._by_number[sequence.request]
+
+    def remove(self, state: RequestState) -> None:
+        """The request is complete, or given up."""
+        del self.states[state.request.id], self._by_number[state.number]
+        self.scoring -= state.prompt_logprobs is not None
+        self._ends.append(time.monotonic())
+        if len(self._deadlines) > 2 * len(self.states) + 64:  # most are of requests that have ended
+            self._deadlines = [(one.deadline, name) for name, one in self.states.items() if one.deadline is not None]
+            heapq.heapify(self._deadlines)
+
+    def expired(self) -> Iterator[RequestState]:
+        """Those whose deadline has passed, each once."""
+        while self._deadlines and self._deadlines[0][0] <= time.monotonic():
+            deadline, request_id = heapq.heappop(self._deadlines)
+            state = self.states.get(request_id)
+            if state is not None and state.deadline == deadline:
+                yield state
+
+    def check_room(self, waiting: int, *, limit: int) -> None:
+        """Raise QueueFull if so many that wait are the limit."""
+        if waiting >= limit:
+            pace = (time.monotonic() - self._ends[0]) / len(self._ends) if len(self._ends) > 1 else 1.0
+            raise QueueFull(
+                f"{waiting} requests wait already, the limit is {limit}; try again later",
+                retry_after=max(1.0, pace),  # when a place should get free, by how fast the last requests ended
+            )
+
+    def check(self, known: set[ScheduledSequence]) -> None:
+        """Raise AssertionError unless the sequences are those that the scheduler knows."""
+        sequences = {sequence for state in self.states.values() for sequence in state.sequences}
+        assert sequences == known, "sequences without a request"
+        assert set(self.outputs) <= sequences, "output sequences that have ended"
