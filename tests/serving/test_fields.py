@@ -4,7 +4,7 @@ import pytest
 from starlette.testclient import TestClient
 
 import hasten
-from hasten.serving.api.running import told
+from hasten.serving.api.errors import from_library
 from hasten.serving.request import RequestRefused
 from server_case import app_of
 
@@ -172,7 +172,7 @@ def test_more_samples_than_the_engine_runs_name_the_field():
     for fields, name in (({"n": 5}, "n"), ({"n": 1, "best_of": 5}, "best_of")):
         with pytest.raises(RequestRefused) as refusal:
             llm.generate("def", hasten.SamplingParams(max_new_tokens=2), **fields)
-        assert told(refusal.value).param == name
+        assert from_library(refusal.value).param == name
     llm.close()
 
 

@@ -382,7 +382,7 @@ def test_too_many_are_refused_before_each_is_looked_at(client_for_all, name):
     from pydantic import ValidationError
 
     from hasten.serving.api.chat_schema import ChatBody
-    from hasten.serving.api.completions_schema import CompletionBody
+    from hasten.serving.api.completions import CompletionBody
 
     body = {"model": "tiny"} | TOO_MANY[name]
     path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
@@ -406,7 +406,7 @@ def test_a_million_mistakes_are_one_mistake(client_for_all, name):
     from pydantic import ValidationError
 
     from hasten.serving.api.chat_schema import ChatBody
-    from hasten.serving.api.completions_schema import CompletionBody
+    from hasten.serving.api.completions import CompletionBody
 
     body, path = MANY[name], "/v1/chat/completions" if "messages" in MANY[name] else "/v1/completions"
     assert client_for_all.post(path, json=body).status_code == 400

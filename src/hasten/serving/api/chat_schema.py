@@ -6,7 +6,6 @@ from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from hasten.serving.api.fields import COMMON_NEUTRAL, MANY, Body, Count, Neutral, SamplingBody, Text
-from hasten.serving.api.response_schema import ResponseFormat
 
 Name = Annotated[str, Field(min_length=1, max_length=256)]
 
@@ -97,7 +96,6 @@ class ChatBody(SamplingBody):
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=1024)] | None = None
-    response_format: ResponseFormat | None = None
     tools: ToolList | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None

@@ -10,13 +10,12 @@ from fastapi import Request as HttpRequest
 from pydantic import Field
 
 from hasten.errors import HastenError
-from hasten.serving.api.asking import prompts_of
+from hasten.serving.api.build_request import prompts_of
 from hasten.serving.api.documentation import ERRORS
 from hasten.serving.api.documentation import Embeddings as EmbeddingsReply
-from hasten.serving.api.errors import overloaded
+from hasten.serving.api.errors import from_library, overloaded
 from hasten.serving.api.fields import Body, Neutral, Prompts
 from hasten.serving.api.replies import reply
-from hasten.serving.api.running import told
 from hasten.serving.api.service import Service
 
 
@@ -42,8 +41,7 @@ def embeddings_router(service: Service) -> APIRouter:
         """Vectors of texts."""
         import torch
 
-        service.check_model(body.model)
-        http.state.facts.update({} if body.user is None else {"user": body.user})
+        service.check_in(body, http)
         if not service.engine.healthy:
             raise overloaded(f"the engine has failed: {service.engine.error}", seconds=30)
         given = await prompts_of(body.input, service, param="input", add_special_tokens=body.add_special_tokens)
@@ -51,12 +49,12 @@ def embeddings_router(service: Service) -> APIRouter:
             limit = service.settings.request_timeout
             vectors = await service.engine.embed(given, pooling=body.pooling or "mean", timeout=limit)  # (N, C)
         except HastenError as error:
-            raise told(error) from None
+            raise from_library(error) from None
         vectors = vectors.float().cpu()
         if body.normalize is not False:
             vectors = torch.nn.functional.normalize(vectors, dim=-1)
         as_bytes = body.encoding_format == "base64"
-        data = [{"index": i, "object": "embedding", "embedding": _told(v, as_bytes)} for i, v in enumerate(vectors)]
+        data = [{"index": i, "object": "embedding", "embedding": _encoded(v, as_bytes)} for i, v in enumerate(vectors)]
         tokens = sum(map(len, given))
         http.state.facts["prompt_tokens"] = tokens
         usage = {"prompt_tokens": tokens, "total_tokens": tokens}
@@ -65,7 +63,7 @@ def embeddings_router(service: Service) -> APIRouter:
     return router
 
 
-def _told(vector: Any, as_bytes: bool) -> Any:
+def _encoded(vector: Any, as_bytes: bool) -> Any:
     """Numbers, or the bytes of little-endian float32 in base64, which OpenAI's client asks for."""
     if as_bytes:
         return base64.b64encode(vector.numpy().astype("<f4").tobytes()).decode()

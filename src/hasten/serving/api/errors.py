@@ -8,6 +8,9 @@ from typing import Any
 
 from starlette.responses import JSONResponse
 
+from hasten.errors import HastenError
+from hasten.serving.request import DeadlineExceeded, EngineFailed, QueueFull, RequestRefused
+
 # status -> OpenAI's type
 TYPES = {
     400: "invalid_request_error",
@@ -53,6 +56,19 @@ class ClientGone(Exception):
 def overloaded(message: str, *, seconds: float = 1.0, status: int = 503) -> ApiError:
     """Come again after so many seconds (OpenAI's clients do)."""
     return ApiError(message, status=status, code="overloaded", headers={"Retry-After": str(max(1, round(seconds)))})
+
+
+def from_library(error: HastenError) -> ApiError:
+    """What a client is told of an error of the library."""
+    if isinstance(error, QueueFull):
+        return overloaded(str(error), seconds=error.retry_after, status=429)
+    if isinstance(error, RequestRefused):
+        return ApiError(str(error), param=error.field, code="request_refused")
+    if isinstance(error, DeadlineExceeded):
+        return ApiError(str(error), status=504, code="deadline_exceeded")
+    if isinstance(error, EngineFailed):
+        return ApiError(str(error), status=500, code="engine_failed")
+    return ApiError(str(error))
 
 
 def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:

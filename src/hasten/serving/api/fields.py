@@ -58,6 +58,22 @@ class StreamOptions(Body):
     neutral: ClassVar[Neutral] = {"include_obfuscation": (False,)}
 
 
+class JsonSchema(Body):
+    """A named JSON schema. strict: it is always kept to."""
+
+    name: Annotated[str, Field(max_length=256)] | None = None
+    description: Text | None = None
+    json_schema: Annotated[dict[str, Any] | bool | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    """text, json_object (any JSON object), or json_schema."""
+
+    type: Annotated[str, Field(pattern="^(text|json_object|json_schema)$")]
+    json_schema: JsonSchema | None = None
+
+
 class SamplingBody(Body):
     """The fields of completions and chat completions alike. Defaults are the model folder's, else OpenAI's."""
 
@@ -86,6 +102,7 @@ class SamplingBody(Body):
     use_beam_search: bool | None = None  # best_of (else n) beams, of which the n best come back
     length_penalty: Annotated[float, Field(ge=-10, le=10, allow_inf_nan=False)] | None = None
     early_stopping: bool | None = None
+    response_format: ResponseFormat | None = None
     cache_salt: Annotated[str, Field(max_length=512)] | None = None  # requests of one salt share cached prefixes
 
 

@@ -16,6 +16,7 @@ from hasten.serving.api.structured import Grammars
 from hasten.serving.async_engine import wait_for
 
 if TYPE_CHECKING:
+    from fastapi import Request as HttpRequest
     from torch import Tensor
 
     from hasten.model.tokenizer import Tokenizer
@@ -84,6 +85,12 @@ class Service:
         if name != self.model_name:
             message = f"the model {name[:200]!r} does not exist here; served: {self.model_name!r}"
             raise ApiError(message, status=404, param="model", code="model_not_found")
+
+    def check_in(self, body: Any, http: HttpRequest) -> None:
+        """What every request for an answer begins with: its model is checked, its user noted for the log."""
+        self.check_model(body.model)
+        if body.user is not None:
+            http.state.facts["user"] = body.user
 
     def number(self) -> int:
         """A number that no other request of this process has."""

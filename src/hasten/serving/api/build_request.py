@@ -8,11 +8,35 @@ from typing import Any
 from hasten.errors import ConfigError
 from hasten.generation.params import SamplingParams
 from hasten.serving.api.errors import ApiError
-from hasten.serving.api.fields import SamplingBody
+from hasten.serving.api.fields import ResponseFormat, SamplingBody
+from hasten.serving.api.grammar import Grammar
 from hasten.serving.api.service import Service, too_long
 from hasten.serving.api.settings import ServerSettings
+from hasten.serving.request import Request
 
 RECOMMENDED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
+def build_request(
+    body: SamplingBody,
+    service: Service,
+    *,
+    max_tokens: int,
+    n: int,
+    best_of: int | None,
+    constraint: Grammar | None,
+    **fields: Any,
+) -> Request:
+    """The engine's request. fields: what chat and completions decide for themselves. Raises ApiError naming a field."""
+    return Request(
+        params=sampling_params(body, service, max_tokens=max_tokens, constrained=constraint is not None),
+        **beams(body, n, best_of),
+        priority=body.priority or 0,
+        salt=body.cache_salt or "",
+        timeout=service.settings.request_timeout,
+        constraint=constraint,
+        **fields,
+    )
 
 
 def sampling_params(body: SamplingBody, service: Service, *, max_tokens: int, constrained: bool) -> SamplingParams:
@@ -121,6 +145,26 @@ def room(
         )
         raise ApiError(message, param=wanted_by, code="context_length_exceeded")
     return wanted
+
+
+async def constraint_of(wanted: ResponseFormat | None, service: Service) -> Grammar | None:
+    """The constraint, or None for text. Raises ApiError (400) for a schema that is refused."""
+    if wanted is None or wanted.type == "text":
+        if wanted is not None and wanted.json_schema is not None:
+            raise ApiError("response_format: json_schema stands beside type text", param="response_format")
+        return None
+    schema: dict[str, Any] | bool | None
+    if wanted.type == "json_object":
+        if wanted.json_schema is not None:
+            message = "response_format: json_schema stands beside type json_object; say type json_schema"
+            raise ApiError(message, param="response_format")
+        schema = {"type": "object"}
+    else:
+        schema = None if wanted.json_schema is None else wanted.json_schema.json_schema
+        if schema is None:
+            message = "response_format of type json_schema needs json_schema.schema"
+            raise ApiError(message, param="response_format.json_schema")
+    return await service.grammars.constraint(schema, param="response_format")
 
 
 async def prompts_of(

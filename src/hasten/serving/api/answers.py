@@ -1,27 +1,94 @@
-"""Running requests in the engine: several as one stream of pieces, every failure as what a client may be told."""
+"""Answers: the engine's outputs of one HTTP request as OpenAI's chunks, and whole answers as chunks put together."""
 
 from __future__ import annotations
 
 import asyncio
+import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Sequence
-from contextlib import suppress
+from contextlib import aclosing, suppress
+from typing import Any, Generic, TypeVar
 
 from fastapi import Request as HttpRequest
+from fastapi import Response
 
 from hasten.errors import HastenError
-from hasten.serving.api.errors import ApiError, ClientGone, overloaded
+from hasten.serving.api.build_request import samples, usage_wanted
+from hasten.serving.api.errors import ApiError, ClientGone, from_library, overloaded
+from hasten.serving.api.fields import SamplingBody
 from hasten.serving.api.grammar import Grammar
 from hasten.serving.api.metrics import Stopwatch
+from hasten.serving.api.replies import EventStream, reply
 from hasten.serving.api.service import Service
-from hasten.serving.request import (
-    DeadlineExceeded,
-    EngineFailed,
-    QueueFull,
-    Request,
-    RequestOutput,
-    RequestRefused,
-    SlowReader,
-)
+from hasten.serving.request import Request, RequestOutput, SlowReader
+
+Body = TypeVar("Body", bound=SamplingBody)
+Json = dict[str, Any]
+
+
+class Answer(ABC, Generic[Body]):
+    """What becomes of one HTTP request. Its choices are told as those of chunks; a whole choice is its chunks joined.
+
+    kind, chunk_kind: the `object` of a whole answer and of a chunk.
+    """
+
+    kind: str
+    chunk_kind: str
+
+    def __init__(self, service: Service, body: Body, *, prompts: int) -> None:
+        self.service, self.body = service, body
+        self.n, self.best_of = samples(body, service.settings, prompts=prompts)
+        self.usage, self.always = usage_wanted(body)
+        self.created = int(time.time())
+        self.id = ""
+
+    @abstractmethod
+    async def requests(self, name: str) -> list[Request]:
+        """What the engine is asked; sets the answer's id, in which `name` occurs."""
+
+    @abstractmethod
+    def take(self, which: int, output: RequestOutput) -> list[Json]:
+        """What an output of one of the requests adds: choices of chunks, maybe none."""
+
+    @abstractmethod
+    def join(self, index: int, parts: list[Json]) -> Json:
+        """A whole choice, without its finish reason, of all choices of chunks with its index."""
+
+    async def respond(self, http: HttpRequest) -> Response:
+        """The response, streamed or whole. What cannot be served is told by its status, before anything is sent."""
+        run = RequestRun(self.service, http, await self.requests(http.state.request_id))
+        first = await anext(run)
+        if self.body.stream:
+            return EventStream(self._chunks(first, run))
+        parts: dict[int, list[Json]] = {index: [] for index in range(self.n * len(run.requests))}
+        for part in self.take(*first):
+            parts[part["index"]].append(part)
+        async for item in run:
+            for part in self.take(*item):
+                parts[part["index"]].append(part)
+        choices = [self.join(i, own) | {"finish_reason": own[-1]["finish_reason"]} for i, own in parts.items()]
+        return reply(self._envelope(self.kind, choices) | {"usage": run.usage()})
+
+    async def _chunks(self, first: tuple[int, RequestOutput], run: RequestRun) -> AsyncIterator[Json]:
+        item: tuple[int, RequestOutput] | None = first
+        while item is not None:
+            for part in self.take(*item):
+                chunk = self._envelope(self.chunk_kind, [part])
+                if self.usage or self.always:
+                    chunk["usage"] = run.usage() if self.always else None
+                yield chunk
+            item = await anext(run, None)
+        if self.usage:
+            yield self._envelope(self.chunk_kind, []) | {"usage": run.usage()}
+
+    def _envelope(self, kind: str, choices: list[Json]) -> Json:
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.service.model_name,
+            "choices": choices,
+        }
 
 
 class RequestRun:
@@ -52,12 +119,13 @@ class RequestRun:
             which, piece = await anext(self._pieces)
         except StopAsyncIteration:
             self.stopwatch.end()
-            self._note()
+            names = ("prompt_tokens", "completion_tokens", "cached_tokens")
+            self._facts.update({name: getattr(self, name) for name in names})
             raise
         except SlowReader:
             raise ClientGone from None
         except HastenError as error:
-            raise told(error) from None
+            raise from_library(error) from None
         self._count(which, piece)
         constraint = self.requests[which].constraint
         if isinstance(constraint, Grammar) and piece.finish_reason in ("stop", "error"):
@@ -92,17 +160,10 @@ class RequestRun:
         self.completion_tokens += len(piece.tokens)
         self.stopwatch.piece(which, piece.index, len(piece.tokens), piece.finish_reason)
 
-    def _note(self) -> None:
-        names = ("prompt_tokens", "completion_tokens", "cached_tokens")
-        self._facts.update({name: getattr(self, name) for name in names})
-
     async def _one(self, which: int) -> AsyncIterator[tuple[int, RequestOutput]]:
-        pieces = self.service.engine.generate(self.requests[which])
-        try:
+        async with aclosing(self.service.engine.generate(self.requests[which])) as pieces:
             async for piece in pieces:
                 yield which, piece
-        finally:
-            await pieces.aclose()  # type: ignore[attr-defined]
 
     async def _several(self) -> AsyncIterator[tuple[int, RequestOutput]]:
         """All at once; the first failure ends them all."""
@@ -132,19 +193,6 @@ class RequestRun:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def told(error: HastenError) -> ApiError:
-    """What a client is told of an error of the library."""
-    if isinstance(error, QueueFull):
-        return overloaded(str(error), seconds=error.retry_after, status=429)
-    if isinstance(error, RequestRefused):
-        return ApiError(str(error), param=error.field, code="request_refused")
-    if isinstance(error, DeadlineExceeded):
-        return ApiError(str(error), status=504, code="deadline_exceeded")
-    if isinstance(error, EngineFailed):
-        return ApiError(str(error), status=500, code="engine_failed")
-    return ApiError(str(error))
 
 
 def _ended(piece: RequestOutput) -> ApiError:
