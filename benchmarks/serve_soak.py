@@ -27,6 +27,7 @@ from hasten.machine import configure, describe
 from hasten.machine.files import write_json
 from hasten.serving.api.app import make_app
 from hasten.serving.api.server import Server, bind, url_of
+from hasten.serving.api.service import Service
 from hasten.serving.api.settings import ServerSettings
 from hasten.serving.async_engine import AsyncEngine
 from hasten.serving.engine import Engine
@@ -58,15 +59,16 @@ class Soak:
         model.tokenizer = model.tokenizer.with_chat_template(TEMPLATE)
         settings = EngineSettings(max_sequences=64, token_budget=128, cache_bytes=1 << 19, queue_limit=64)
         self.engine = AsyncEngine(Engine(model, model.tokenizer, settings))
-        app = make_app(
+        service = Service(
             self.engine,
-            "tiny",
-            model.tokenizer,
-            ServerSettings(write_timeout=2.0, body_timeout=2.0, request_timeout=60.0),
+            model_name="tiny",
+            tokenizer=model.tokenizer,
+            settings=ServerSettings(write_timeout=2.0, body_timeout=2.0, request_timeout=60.0),
             max_length=1024,
             vocabulary=model.config.vocab_size,
             eos_ids=model.tokenizer.eos_ids,
         )
+        app = make_app(service)
         self.sock = bind("127.0.0.1", 0)
         self.url = url_of(self.sock, "127.0.0.1")
         self.server = Server(app, ServerSettings(), listening=self._listening)

@@ -7,7 +7,7 @@ import torch
 
 from hasten.generation.stopping import TextStream
 from hasten.serving.counting import Stats
-from hasten.serving.request import EngineFailed, RequestOutput, TokenLogprob, TopLogprob
+from hasten.serving.request import EngineFailed, RequestOutput, TokenLogprob
 
 
 class FakeEngine:
@@ -98,7 +98,7 @@ class FakeEngine:
 
     def _logprob(self, token, top):
         text = self.tokenizer.decode([token], skip_special_tokens=False)
-        others = tuple(TopLogprob(i, f"t{i}", b"t", -1.0 - i) for i in range(top))
+        others = tuple(TokenLogprob(i, f"t{i}", b"t", -1.0 - i) for i in range(top))
         return TokenLogprob(token, text, text.encode(), -0.5, others)
 
     def _of_prompt(self, request):

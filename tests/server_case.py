@@ -6,6 +6,7 @@ from contextlib import contextmanager
 
 from hasten.serving.api.app import make_app
 from hasten.serving.api.server import Server, bind, url_of
+from hasten.serving.api.service import Service
 from hasten.serving.api.settings import ServerSettings
 
 TOOL_TEMPLATE = (
@@ -17,15 +18,16 @@ TOOL_TEMPLATE = (
 
 
 def app_of(engine, tokenizer, *, vocabulary=None, max_length=4096, **settings):
-    return make_app(
+    service = Service(
         engine,
-        "tiny",
-        tokenizer,
-        ServerSettings(**settings),
+        model_name="tiny",
+        tokenizer=tokenizer,
+        settings=ServerSettings(**settings),
         max_length=max_length,
         vocabulary=vocabulary or tokenizer.vocab_size,
         eos_ids=tokenizer.eos_ids,
     )
+    return make_app(service)
 
 
 @contextmanager

@@ -99,6 +99,7 @@ class Serve(LoadOptions):
     def _app(self, model: Transformer, settings: ServerSettings, engine_settings: EngineSettings) -> FastAPI:
         from hasten.serving.api.app import make_app
         from hasten.serving.api.logs import configure_logs
+        from hasten.serving.api.service import Service
         from hasten.serving.async_engine import AsyncEngine
         from hasten.serving.engine import Engine
 
@@ -106,15 +107,16 @@ class Serve(LoadOptions):
         configure_logs(self.log)
         engine = AsyncEngine(Engine(model, tokenizer, engine_settings))
         recommended = model.generation if model.generation.get("do_sample") else {}
-        return make_app(
+        service = Service(
             engine,
-            self.name(),
-            tokenizer,
-            replace(settings, defaults=recommended),
+            model_name=self.name(),
+            tokenizer=tokenizer,
+            settings=replace(settings, defaults=recommended),
             max_length=engine.engine.max_length,
             vocabulary=model.config.vocab_size,
             eos_ids=engine.engine.eos_ids,
         )
+        return make_app(service)
 
     def _tokenizer(self, model: Transformer) -> Tokenizer | None:
         """The model's, with the chat template that was asked for."""

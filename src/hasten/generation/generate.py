@@ -12,7 +12,7 @@ from hasten.generation.decoder import Decoder
 from hasten.generation.graphs import fastest_decoder
 from hasten.generation.ids import check_ids
 from hasten.generation.params import SamplingParams
-from hasten.generation.sampling import History, RowParams, next_tokens
+from hasten.generation.sampling import History, RowParams, banned_tokens, next_tokens
 from hasten.generation.stopping import Delta, FinishReason, OutputText, stop_ids
 from hasten.model.transformer import Transformer
 
@@ -180,11 +180,9 @@ class Generation:
 
     def _banned(self, step: int) -> torch.Tensor | None:
         """(B, V) bool: the ids that would end a row before its minimum."""
-        banned = torch.zeros(len(self.prompts), self.model.config.vocab_size, dtype=torch.bool)
-        for row, (params, stops) in enumerate(zip(self.params, self._stops, strict=True)):
-            if step < params.min_new_tokens:
-                banned[row, [token for token in stops if token < banned.shape[1]]] = True
-        return banned.to(self.model.device)
+        rows = zip(self.params, self._stops, strict=True)
+        ends = [stops if step < params.min_new_tokens else () for params, stops in rows]
+        return banned_tokens(ends, vocab_size=self.model.config.vocab_size, device=self.model.device)
 
 
 def encode_prompts(model: Transformer, prompts: Prompt | Sequence[Prompt]) -> list[list[int]]:

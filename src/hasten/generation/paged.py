@@ -24,9 +24,9 @@ from hasten.ops.picker import pick
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """`count` tokens of one sequence, at positions start … start + count - 1; table: its blocks in order."""
+    """`count` tokens of one sequence, at positions start … start + count - 1; block_table: its blocks in order."""
 
-    table: Sequence[int]
+    block_table: Sequence[int]
     start: int
     count: int
 
@@ -132,31 +132,40 @@ class PagedCache:
         The tables must have room for their tokens; nobody else may be reading the blocks that are written.
         """
         size = self.block_size
-        start = np.array([row.start for row in rows], dtype=np.int64)
-        counts = np.array([row.count for row in rows], dtype=np.int64)
-        lengths = start + counts
-        needed = -(-lengths // size)
-        table = np.zeros((len(rows), needed.max()), dtype=np.int64)
-        for row, own, blocks in zip(table, rows, needed, strict=True):
+        context_lens = np.array([row.start for row in rows], dtype=np.int64)
+        query_lens = np.array([row.count for row in rows], dtype=np.int64)
+        seq_lens = context_lens + query_lens
+        needed = -(-seq_lens // size)
+        block_table = np.zeros((len(rows), needed.max()), dtype=np.int64)
+        for row, own, blocks in zip(block_table, rows, needed, strict=True):
+            held = own.block_table
             assert own.count > 0, "a sequence without tokens has no part in a step"
-            assert len(own.table) >= blocks, f"{own.start + own.count} tokens in {len(own.table)} blocks of {size}"
-            row[:blocks] = own.table[:blocks]
-        starts = np.zeros(len(rows) + 1, dtype=np.int64)
-        np.cumsum(counts, out=starts[1:])
-        of = np.repeat(np.arange(len(rows)), counts)  # (N,) sequences
-        positions = np.arange(starts[-1]) - np.repeat(starts[:-1] - start, counts)
-        slots = table[of, positions // size] * size + positions % size
+            assert len(held) >= blocks, f"{own.start + own.count} tokens in {len(held)} blocks of {size}"
+            row[:blocks] = held[:blocks]
+        query_start_loc = np.zeros(len(rows) + 1, dtype=np.int64)
+        np.cumsum(query_lens, out=query_start_loc[1:])
+        of = np.repeat(np.arange(len(rows)), query_lens)  # (N,) sequences
+        positions = np.arange(query_start_loc[-1]) - np.repeat(query_start_loc[:-1] - context_lens, query_lens)
+        slot_mapping = block_table[of, positions // size] * size + positions % size
 
         def there(numbers: np.ndarray) -> Tensor:
             return torch.from_numpy(numbers).to(self.device)
 
         @functools.cache  # for all layers, and only where a kernel asks for it
         def groups() -> list[PagedGroup]:
-            return [
-                PagedGroup(*(t.to(self.device) for t in group)) for group in groups_of(starts, lengths, table, size)
-            ]
+            found = groups_of(query_start_loc, seq_lens, block_table, size)
+            return [PagedGroup(*(t.to(self.device) for t in group)) for group in found]
 
-        together = StackView(self.k, self.v, there(slots), there(starts), there(lengths), None, there(table), size)
+        together = StackView(
+            self.k,
+            self.v,
+            slots=there(slot_mapping),
+            starts=there(query_start_loc),
+            lengths=there(seq_lens),
+            first=None,
+            table=there(block_table),
+            block_size=size,
+        )
         return PagedStep(together, there(positions[None]), self.kernel.run, groups)
 
 

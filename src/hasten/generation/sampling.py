@@ -19,7 +19,7 @@ counter-based generator, in int64 tensor arithmetic, on whatever device the logi
 
 import math
 import secrets
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -137,6 +137,14 @@ class History:
         column = tokens.unsqueeze(1)  # (B, 1)
         self.counts.scatter_add_(1, column, torch.ones_like(column, dtype=torch.int32))
         self.seen.scatter_(1, column, True)
+
+
+def banned_tokens(banned: Sequence[Collection[int]], *, vocab_size: int, device: torch.device | str = "cpu") -> Tensor:
+    """Token ids that must not come in each of B rows -> (B, V) bool. Ids outside the vocabulary never come anyway."""
+    rows = torch.zeros(len(banned), vocab_size, dtype=torch.bool)
+    for row, tokens in enumerate(banned):
+        rows[row, [token for token in tokens if token < vocab_size]] = True
+    return rows.to(device)
 
 
 def process(logits: Tensor, rows: RowParams, *, history: History | None = None, banned: Tensor | None = None) -> Tensor:

@@ -19,12 +19,11 @@ MOST_LENGTH_PENALTY = 10  # length ** penalty must stay a float
 
 
 def admitted(
-    request: Request, *, model: Transformer, settings: EngineSettings, max_length: int, blocks: int
+    request: Request, model: Transformer, settings: EngineSettings, *, max_length: int, blocks: int
 ) -> Request:
     """The request with its answer cut to the length there is; raises RequestRefused, with the numbers."""
-    has_tokenizer = model.tokenizer is not None
     try:
-        check_request(request, vocab_size=model.config.vocab_size, has_tokenizer=has_tokenizer)
+        _check_request(request, vocab_size=model.config.vocab_size, has_tokenizer=model.tokenizer is not None)
         check_ids(model, request.prompt)
         prompt = len(request.prompt)
         if not prompt:
@@ -55,7 +54,7 @@ def admitted(
     return request if params is request.params else dataclasses.replace(request, params=params)
 
 
-def check_request(request: Request, *, vocab_size: int, has_tokenizer: bool) -> None:
+def _check_request(request: Request, *, vocab_size: int, has_tokenizer: bool) -> None:
     """Raise ConfigError for settings of a wrong type, that exclude each other, or that mean nothing."""
     _check_types(request)
     for name in ("n", "best_of", "beam_width", "logprobs", "prompt_logprobs"):

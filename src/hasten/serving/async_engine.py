@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -38,9 +39,8 @@ class AsyncEngine:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.thread = EngineThread(engine)
-        self.thread.after_step.append(self._deliver)
         self._ready: dict[asyncio.AbstractEventLoop, list[tuple[_Reader, RequestOutput | Exception]]] = {}
+        self.thread = EngineThread(engine, after_step=self._deliver)
         self._draining = False
         self._open = 0
 
@@ -104,10 +104,7 @@ class AsyncEngine:
         self._open += 1
         try:
             async with asyncio.timeout(timeout):
-                found = [
-                    await asyncio.wrap_future(self.thread.ask(partial(self.engine.embed, prompt, pooling=pooling)))
-                    for prompt in prompts
-                ]
+                found = [await self._ask(partial(self.engine.embed, prompt, pooling=pooling)) for prompt in prompts]
         except TimeoutError:
             message = f"the embeddings of {len(prompts)} texts were not complete after {timeout} seconds"
             raise DeadlineExceeded(message) from None
@@ -140,6 +137,13 @@ class AsyncEngine:
             raise DeadlineExceeded(f"request {request.id} was not complete after {request.timeout} seconds")
         if output.finish_reason == "error" and self.engine.error is not None:
             raise EngineFailed(f"the engine failed while request {request.id} was served: {self.engine.error}")
+
+    async def _ask(self, function: Callable[[], Tensor]) -> Tensor | None:
+        answer: Future[Tensor | None] = Future()
+        awaited = asyncio.wrap_future(answer)
+        # When a task is cancelled, `awaited` is at once, `answer` not before the loop goes on.
+        self.thread.ask(lambda: None if awaited.cancelled() else function(), answer)
+        return await awaited
 
     def _deliver(self) -> None:
         """In the engine's thread: one call into each loop for all outputs of a step."""

@@ -9,24 +9,31 @@ cannot beat the worst complete text any more (or, with early_stopping, when ther
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from hasten.serving.logprobs import TokenTexts
-from hasten.serving.request import Request, TokenLogprob, TopLogprob
+from hasten.serving.request import Request, TokenLogprob
 from hasten.serving.scheduler import ScheduledSequence, Scheduler
 
 
 @dataclass(slots=True, eq=False)
 class Beam:
-    """A text in the search. score: sum of log-probabilities of its answer, float32."""
+    """A text in the search: logprobs of the tokens of its answer, and score, their sum in float32.
+
+    A complete text's score is divided by length ** length_penalty: what texts are ranked by.
+    """
 
     sequence: ScheduledSequence
     score: np.float32
     logprobs: tuple[TokenLogprob, ...] = ()
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        return tuple(taken.token for taken in self.logprobs)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,25 +44,6 @@ class Candidates:
     tokens: list[int]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class BeamStep:
-    """A beam of the next step: `parent` and one token more."""
-
-    parent: Beam
-    token: int
-    score: np.float32
-    logprob: TokenLogprob
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Complete:
-    """A text that ended. score: what complete texts are ranked by."""
-
-    score: np.float32
-    tokens: tuple[int, ...]
-    logprobs: tuple[TokenLogprob, ...]
-
-
 class BeamSearch:
     """The state of one search; it forks nothing itself, it says what is to be forked."""
 
@@ -63,40 +51,32 @@ class BeamSearch:
         self.request, self.end_ids = request, frozenset(end_ids)
         self.width = request.beam_width
         self.kept = max(2, 1 + len(self.end_ids)) * self.width
+        self.wanted = max(self.kept, request.logprobs or 0)  # continuations that must be known of each beam
         self.beams = [Beam(first, np.float32(0.0))]
-        self.complete: list[Complete] = []  # best first, at most `width`
+        self.complete: list[Beam] = []  # best first, at most `width`
         self.done = False
         self.candidates: dict[ScheduledSequence, Candidates] = {}  # of the beams that are scored
         self.generated = 0  # tokens of every beam
 
-    @property
-    def wanted(self) -> int:
-        """Continuations that must be known of each beam."""
-        return max(self.kept, self.request.logprobs or 0)
-
-    @property
-    def ready(self) -> bool:
-        """Whether the continuations of all beams are known."""
-        return all(beam.sequence in self.candidates for beam in self.beams)
-
-    def choose(self, texts: TokenTexts) -> list[BeamStep]:
-        """The beams of the next step; empty when the search is done."""
+    def choose(self, texts: TokenTexts) -> list[Beam]:
+        """The next step's beams, still with the sequences of those they continue; none when the search is done."""
         known = [self.candidates[beam.sequence] for beam in self.beams]
         totals = np.concatenate([own.logprobs + beam.score for own, beam in zip(known, self.beams, strict=True)])
         origin = [(b, i) for b, own in enumerate(known) for i in range(len(own.tokens))]
         best = [int(i) for i in np.argsort(-totals, kind="stable")[: self.kept] if totals[i] > -np.inf]
         self.generated += 1
         last = self.generated >= self.request.params.max_new_tokens
-        going: list[BeamStep] = []
+        going: list[Beam] = []
         full = len(self.complete) == self.width
         ended = list(self.complete)
         for rank, place in enumerate(best):
             b, i = origin[place]
-            choice = BeamStep(self.beams[b], known[b].tokens[i], totals[place], self._token_logprob(known[b], i, texts))
-            if not last and choice.token not in self.end_ids:
-                going.append(choice)
+            parent, taken = self.beams[b], self._token_logprob(known[b], i, texts)
+            beam = Beam(parent.sequence, totals[place], (*parent.logprobs, taken))
+            if not last and taken.token not in self.end_ids:
+                going.append(beam)
             elif rank < self.width and not (full and self.request.early_stopping):
-                ended.append(self._ended(choice))
+                ended.append(replace(beam, score=self._normalized(beam.score)))
         ended.sort(key=lambda text: -text.score)
         self.complete = ended[: self.width]
         self.candidates.clear()
@@ -107,20 +87,16 @@ class BeamSearch:
     def _settled(self, best: np.float32) -> bool:
         if len(self.complete) < self.width:
             return False
-        possible = best / np.float32(self.generated**self.request.length_penalty)
-        return self.request.early_stopping or not possible > self.complete[-1].score
+        return self.request.early_stopping or not self._normalized(best) > self.complete[-1].score
 
-    def _ended(self, choice: BeamStep) -> Complete:
-        prompt = len(self.request.prompt)
-        return Complete(
-            score=choice.score / np.float32(self.generated**self.request.length_penalty),
-            tokens=(*choice.parent.sequence.tokens[prompt:], choice.token),
-            logprobs=(*choice.parent.logprobs, choice.logprob),
-        )
+    def _normalized(self, score: np.float32) -> np.float32:
+        return score / np.float32(self.generated**self.request.length_penalty)
 
     def _token_logprob(self, own: Candidates, index: int, texts: TokenTexts) -> TokenLogprob:
         top = self.request.logprobs or 0
-        likely = tuple(TopLogprob(t, *texts(t), float(x)) for t, x in zip(own.tokens[:top], own.logprobs, strict=False))
+        likely = tuple(
+            TokenLogprob(t, *texts(t), float(x)) for t, x in zip(own.tokens[:top], own.logprobs, strict=False)
+        )
         token = own.tokens[index]
         return TokenLogprob(token, *texts(token), float(own.logprobs[index]), likely)
 
@@ -142,7 +118,7 @@ def advance(
         search.candidates[sequence] = candidates
     generated, done = 0, []
     for search in dict.fromkeys(search for search, _ in scored):
-        if search.ready:
+        if all(beam.sequence in search.candidates for beam in search.beams):
             choices = search.choose(texts)
             generated += len(choices)
             if search.done:
@@ -165,21 +141,18 @@ def candidates_of(logits: Tensor, searches: Sequence[BeamSearch]) -> list[Candid
     ]
 
 
-def continue_beams(search: BeamSearch, choices: Sequence[BeamStep], scheduler: Scheduler) -> None:
-    """Make the chosen beams of the next step: forks share every block of the beam they continue."""
+def continue_beams(search: BeamSearch, beams: list[Beam], scheduler: Scheduler) -> None:
+    """Make the chosen beams those of the next step: forks share every block of the beam they continue."""
     unused = dict.fromkeys(beam.sequence for beam in search.beams)
-    chosen = {choice.parent.sequence for choice in choices}
+    chosen = {beam.sequence for beam in beams}
     for sequence in unused:
         if sequence not in chosen:
             scheduler.finish(sequence)
-    beams = []
-    for choice in choices:
-        sequence = choice.parent.sequence
-        if sequence in unused:
-            del unused[sequence]
+    for beam in beams:
+        if beam.sequence in unused:
+            del unused[beam.sequence]
         else:
-            sequence = scheduler.fork(sequence)
-        beams.append(Beam(sequence, choice.score, (*choice.parent.logprobs, choice.logprob)))
-    for beam, choice in zip(beams, choices, strict=True):  # after all forks
-        scheduler.accept(beam.sequence, [choice.token])
+            beam.sequence = scheduler.fork(beam.sequence)
+    for beam in beams:  # after all forks
+        scheduler.accept(beam.sequence, [beam.logprobs[-1].token])
     search.beams = beams

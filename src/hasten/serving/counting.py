@@ -1,19 +1,16 @@
 """What the engine counts from its start on, and its state as numbers."""
 
-from __future__ import annotations
-
-import dataclasses
 from dataclasses import dataclass
-
-from hasten.serving.scheduler import Scheduler
 
 
 @dataclass(slots=True, kw_only=True)
-class Counts:
-    """What an engine counted since it was made.
+class Stats:
+    """The engine at a moment.
 
-    requests, finished, aborted, failed: requests by how they ended. busy_seconds: time in steps; model_seconds: of
-    it, in the model and the draw.
+    Counted since it was made: steps, tokens, preemptions, copied_blocks; requests, and of them finished, aborted and
+    failed by how they ended; prefix_queries, prefix_hits: prompt tokens looked up and found; busy_seconds: time in
+    steps, and model_seconds of it in the model. Just now: running, waiting: sequences (samples, beams) and requests;
+    cache_usage: share of blocks in use, 0 to 1; blocks_saved: blocks that sharing saves.
     """
 
     steps: int = 0
@@ -26,36 +23,6 @@ class Counts:
     failed: int = 0
     busy_seconds: float = 0.0
     model_seconds: float = 0.0
-
-    def stats(self, scheduler: Scheduler, *, cache_bytes: int) -> Stats:
-        """The engine at this moment."""
-        blocks = scheduler.blocks
-        books = blocks.stats
-        return Stats(
-            running=len(scheduler.running),
-            waiting=len(scheduler.waiting),
-            blocks=blocks.blocks,
-            free_blocks=blocks.free,
-            cache_usage=1 - blocks.free / blocks.blocks,
-            cache_bytes=cache_bytes,
-            prefix_queries=books.queries,
-            prefix_hits=books.hits,
-            preemptions=scheduler.preemptions,
-            copied_blocks=books.copies,
-            shared_blocks=books.shared,
-            blocks_saved=books.saved,
-            **dataclasses.asdict(self),
-        )
-
-
-@dataclass(slots=True, kw_only=True)
-class Stats(Counts):
-    """The counts, and the engine at this moment.
-
-    running, waiting: sequences (samples, beams) and requests. cache_usage: share of blocks in use, 0 to 1.
-    prefix_queries, prefix_hits: prompt tokens looked up and found. blocks_saved: blocks that sharing saves just now.
-    """
-
     running: int = 0
     waiting: int = 0
     blocks: int = 0

@@ -8,6 +8,7 @@ compute their prompt once and fork; a beam is a fork.
 
 from __future__ import annotations
 
+import dataclasses
 import secrets
 import time
 from collections.abc import Sequence
@@ -23,7 +24,7 @@ from hasten.serving import beams, forward, speculation
 from hasten.serving.admission import admitted, cache_blocks, longest
 from hasten.serving.beams import BeamSearch
 from hasten.serving.blocks import BlockManager
-from hasten.serving.counting import Counts, Stats
+from hasten.serving.counting import Stats
 from hasten.serving.logprobs import TokenTexts
 from hasten.serving.request import EngineFailed, FinishReason, Request, RequestOutput, RequestRefused
 from hasten.serving.request_state import OutputSequence, RequestState, RequestTable
@@ -68,7 +69,7 @@ class Engine:
         self.error: str | None = None  # why the engine stopped for good
         self._table = RequestTable()
         self._pending: list[RequestOutput] = []  # of aborted requests, for the next step
-        self._counts = Counts()
+        self._counts = Stats()
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
@@ -101,13 +102,7 @@ class Engine:
         Raises RequestRefused if it can never be served, EngineFailed after a failure.
         """
         self.check_open()
-        return admitted(
-            request,
-            model=self.model,
-            settings=self.settings,
-            max_length=self.max_length,
-            blocks=self.blocks.blocks,
-        )
+        return admitted(request, self.model, self.settings, max_length=self.max_length, blocks=self.blocks.blocks)
 
     def enqueue(self, request: Request) -> None:
         """Put an admitted request into the queue, however many wait. Raises RequestRefused, EngineFailed."""
@@ -121,15 +116,7 @@ class Engine:
             salt=request.salt if request.prompt_logprobs is None else f"{request.salt}\0{secrets.token_hex(8)}",
             slots=request.samples,
         )
-        state = RequestState(
-            request,
-            prompt,
-            seed=secrets.randbits(62) if request.params.seed is None else request.params.seed,
-            deadline=None if request.timeout is None else time.monotonic() + request.timeout,
-            tokenizer=self.tokenizer,
-            eos_ids=self.eos_ids,
-        )
-        self._table.add(state)
+        self._table.add(RequestState(request, prompt, tokenizer=self.tokenizer, eos_ids=self.eos_ids))
         self._counts.requests += 1
         self._counts.prompt_tokens += len(request.prompt)
 
@@ -162,7 +149,23 @@ class Engine:
             assert self.blocks.free == self.blocks.blocks, "blocks are held by nobody"
 
     def stats(self) -> Stats:
-        return self._counts.stats(self.scheduler, cache_bytes=self.cache_bytes)
+        """What was counted, and the engine at this moment."""
+        books = self.blocks.stats
+        return dataclasses.replace(
+            self._counts,
+            running=len(self.scheduler.running),
+            waiting=len(self.scheduler.waiting),
+            blocks=self.blocks.blocks,
+            free_blocks=self.blocks.free,
+            cache_usage=1 - self.blocks.free / self.blocks.blocks,
+            cache_bytes=self.cache_bytes,
+            prefix_queries=books.queries,
+            prefix_hits=books.hits,
+            preemptions=self.scheduler.preemptions,
+            copied_blocks=books.copies,
+            shared_blocks=books.shared,
+            blocks_saved=books.saved,
+        )
 
     def embed(self, prompt: Sequence[int], *, pooling: str = "mean") -> Tensor:
         """The model's last normalised states (C,) float32 of a prompt: their mean, or the last token's.

@@ -21,11 +21,13 @@ Sink = Callable[[RequestOutput | Exception], None]
 
 
 class EngineThread:
-    """Runs an engine's steps in a thread of its own. What other threads ask lies in an inbox until the next step."""
+    """Runs an engine's steps in a thread of its own. What other threads ask lies in an inbox until the next step.
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-        self.after_step: list[Callable[[], None]] = []  # called in the thread when sinks were
+    after_step: called in the thread when sinks were.
+    """
+
+    def __init__(self, engine: Engine, *, after_step: Callable[[], None]) -> None:
+        self.engine, self._after_step = engine, after_step
         self._inbox: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
         self._readers: dict[str, Sink] = {}
@@ -51,9 +53,9 @@ class EngineThread:
             self._inbox.append(function)
             self._wake.notify()
 
-    def ask(self, function: Callable[[], Result]) -> Future[Result]:
-        """`call` with a result. If the future is cancelled before, the function is not called. Raises EngineFailed."""
-        future: Future[Result] = Future()
+    def ask(self, function: Callable[[], Result], answer: Future[Result] | None = None) -> Future[Result]:
+        """`call` with a result, in a new future or `answer`. Not called if that was cancelled. Raises EngineFailed."""
+        future: Future[Result] = Future() if answer is None else answer
 
         def run() -> None:
             if future.set_running_or_notify_cancel():
@@ -136,7 +138,7 @@ class EngineThread:
                 self._ended = True
             while self._inbox:  # those who came too late are told so
                 self._inbox.popleft()()
-            self._hooks()
+            self._after_step()
 
     def _serve(self) -> None:
         engine = self.engine
@@ -146,7 +148,7 @@ class EngineThread:
                     self._wake.wait()
             while self._inbox:
                 self._inbox.popleft()()
-            self._hooks()  # who was not taken need not wait for a step to hear of it
+            self._after_step()  # who was not taken need not wait for a step to hear of it
             if self._closing:
                 break
             if not engine.idle:
@@ -162,8 +164,4 @@ class EngineThread:
                 if output.finished:
                     del self._readers[output.request_id]
                 sink(output)
-        self._hooks()
-
-    def _hooks(self) -> None:
-        for hook in self.after_step:
-            hook()
+        self._after_step()

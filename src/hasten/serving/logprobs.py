@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hasten.generation.stopping import byte_level_alphabet, decoder_steps, is_byte_level, is_byte_token
 from hasten.model.tokenizer import Tokenizer
-from hasten.serving.request import TokenLogprob, TopLogprob
+from hasten.serving.request import TokenLogprob
 
 _SPACE = "▁"  # how sentencepiece writes a space
 
@@ -53,6 +53,6 @@ def token_logprobs(
     values, ids = logprobs.topk(most, dim=-1) if most else (logprobs[:, :0], logprobs[:, :0])
     found = []
     for token, logprob, top, row, numbers in zip(tokens, chosen, tops, values.tolist(), ids.tolist(), strict=True):
-        likely = tuple(TopLogprob(int(i), *texts(int(i)), x) for i, x in zip(numbers[:top], row[:top], strict=True))
+        likely = tuple(TokenLogprob(int(i), *texts(int(i)), x) for i, x in zip(numbers[:top], row[:top], strict=True))
         found.append(TokenLogprob(token, *texts(token), logprob, likely))
     return found

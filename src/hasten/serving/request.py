@@ -42,7 +42,7 @@ class DeadlineExceeded(HastenError):
 
 
 class SlowReader(HastenError):
-    """More pieces than the limit lay unread; the request was aborted."""
+    """More outputs than the limit lay unread; the request was aborted."""
 
 
 class Constraint(Protocol):
@@ -104,24 +104,17 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class TopLogprob:
-    """One of the most likely tokens at a position. text may hold U+FFFD where raw does not hold whole characters."""
-
-    token: int
-    text: str
-    raw: bytes
-    logprob: float
-
-
-@dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """A token that was taken (or stood in the prompt), its natural log-probability, and the most likely ones."""
+    """A token and its natural log-probability; with one that was taken, or stood in the prompt, the most likely ones.
+
+    text may hold U+FFFD where raw does not hold whole characters.
+    """
 
     token: int
     text: str
     raw: bytes
     logprob: float
-    top: tuple[TopLogprob, ...] = ()
+    top: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

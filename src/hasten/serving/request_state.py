@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
+import secrets
 import time
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -86,6 +87,13 @@ class OutputSequence:
         return text
 
 
+class _Ended(NamedTuple):
+    """Why a text was ended from outside."""
+
+    finish_reason: FinishReason
+    stop_reason: str | None
+
+
 class RequestState:
     """A request from its arrival to its end: its prompt, then its output sequences or its beams.
 
@@ -97,12 +105,12 @@ class RequestState:
         request: Request,
         prompt: ScheduledSequence,
         *,
-        seed: int,
-        deadline: float | None,
         tokenizer: Tokenizer | None,
         eos_ids: Collection[int],
     ) -> None:
-        self.request, self.seed, self.deadline = request, seed, deadline
+        self.request = request
+        self.seed = secrets.randbits(62) if request.params.seed is None else request.params.seed
+        self.deadline = None if request.timeout is None else time.monotonic() + request.timeout
         self.prompt: ScheduledSequence | None = prompt  # until the output sequences are forked from it
         self.number = prompt.request
         self.outputs: list[OutputSequence] = []
@@ -172,16 +180,13 @@ class RequestState:
     ) -> list[RequestOutput]:
         """What an output sequence took in a step; where texts are ranked, the best ones when all are complete."""
         if not self.ranked:
-            return [self._emit(output.index, output, text=text, tokens=tokens, logprobs=logprobs)]
+            return [self._emit(output.index, output, text, tokens, logprobs)]
         output.text.append(text)
         output.logprobs += logprobs
         if any(one.finish_reason is None for one in self.outputs):
             return []
         best = sorted(self.outputs, key=lambda one: -one.mean_logprob)[: self.request.n]
-        return [
-            self._emit(index, one, text="".join(one.text), tokens=one.generated, logprobs=one.logprobs)
-            for index, one in enumerate(best)
-        ]
+        return [self._emit(i, one, "".join(one.text), one.generated, one.logprobs) for i, one in enumerate(best)]
 
     def emit_beams(self) -> list[RequestOutput]:
         """The `n` best texts of a search that is done, whole."""
@@ -191,44 +196,36 @@ class RequestState:
         for index, beam in enumerate(self.search.complete[: self.request.n]):
             output = self.output_text()
             text = "".join(output.push(token).text for token in beam.tokens)
-            found.append(self._emit(index, output, text=text, tokens=beam.tokens, logprobs=beam.logprobs))
+            found.append(self._emit(index, output, text, beam.tokens, beam.logprobs))
         return found
 
     def emit_end(self, reason: FinishReason, why: str | None) -> list[RequestOutput]:
         """A last word for each unfinished text of a request that is stopped from outside."""
-        return [self._output(index, finish_reason=reason, stop_reason=why) for index in sorted(self.unfinished)]
+        return [self._emit(index, _Ended(reason, why)) for index in sorted(self.unfinished)]
 
     def _emit(
         self,
         index: int,
-        ended: OutputSequence | OutputText,
-        *,
-        text: str,
-        tokens: Sequence[int],
-        logprobs: Sequence[TokenLogprob],
+        end: OutputSequence | OutputText | _Ended,
+        text: str = "",
+        tokens: Sequence[int] = (),
+        logprobs: Sequence[TokenLogprob] | None = None,
     ) -> RequestOutput:
-        return self._output(
-            index,
-            text=text,
-            tokens=tuple(tokens),
-            logprobs=None if self.request.logprobs is None else tuple(logprobs),
-            finish_reason=ended.finish_reason,
-            stop_reason=ended.stop_reason,
-        )
-
-    def _output(self, index: int, *, finish_reason: FinishReason | None, **fields: Any) -> RequestOutput:
-        if finish_reason is not None:
+        if end.finish_reason is not None:
             self.unfinished.discard(index)
         first, self._emitted = not self._emitted, True
         return RequestOutput(
             request_id=self.request.id,
             index=index,
-            finish_reason=finish_reason,
+            text=text,
+            tokens=tuple(tokens),
+            logprobs=None if logprobs is None or self.request.logprobs is None else tuple(logprobs),
+            finish_reason=end.finish_reason,
+            stop_reason=end.stop_reason,
             finished=not self.unfinished,
             prompt_tokens=len(self.request.prompt),
             cached_tokens=self._cached_tokens,
             prompt_logprobs=tuple(self.prompt_logprobs) if first and self.prompt_logprobs is not None else None,
-            **fields,
         )
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hasten.generation.sampling import History, RowParams, next_tokens
+from hasten.generation.sampling import History, RowParams, banned_tokens, next_tokens
 from hasten.generation.stopping import stop_ids
 from hasten.serving.logprobs import TokenTexts, token_logprobs
 from hasten.serving.request import Constraint, TokenLogprob
@@ -137,11 +137,8 @@ class Sampler:
 
     def _banned(self, outputs: Sequence[OutputSequence], steps: Sequence[int]) -> Tensor | None:
         """(R, V) bool: the ids that would end a text before its minimum; None if all are past theirs."""
-        early = [i for i, (o, step) in enumerate(zip(outputs, steps, strict=True)) if step < o.params.min_new_tokens]
-        if not early:
+        early = [step < output.params.min_new_tokens for output, step in zip(outputs, steps, strict=True)]
+        if not any(early):
             return None
-        banned = torch.zeros(len(outputs), self.vocab_size, dtype=torch.bool)
-        for row in early:
-            ends = stop_ids(outputs[row].params, eos_ids=self.eos_ids)
-            banned[row, [token for token in ends if token < self.vocab_size]] = True
-        return banned.to(self.device)
+        ends = [stop_ids(o.params, eos_ids=self.eos_ids) if on else () for o, on in zip(outputs, early, strict=True)]
+        return banned_tokens(ends, vocab_size=self.vocab_size, device=self.device)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 
 from hasten.errors import ConfigError
@@ -75,6 +75,9 @@ class ScheduledTokens:
         return self.end == self.sequence.target
 
 
+Entries = dict[ScheduledSequence, ScheduledTokens]
+
+
 @dataclass(slots=True, eq=False)
 class StepPlan:
     """A step. copies: (source, target) blocks to be copied before it, in this order."""
@@ -119,16 +122,9 @@ class Scheduler:
     def fork(self, parent: ScheduledSequence) -> ScheduledSequence:
         """Another sequence with the same tokens, sharing all blocks (or waiting, as its parent does)."""
         self._numbers += 1
-        child = ScheduledSequence(
-            number=self._numbers,
-            order=(parent.order[0], parent.order[1], self._numbers),
-            tokens=list(parent.tokens),
-            salt=parent.salt,
-            computed=parent.computed,
-            cached=parent.cached,
-            running=parent.running,
-            begun=True,
-        )
+        order = (*parent.order[:2], self._numbers)
+        child = replace(parent, number=self._numbers, order=order, tokens=list(parent.tokens), drafts=[], slots=1)
+        child.begun = True
         parent.slots = max(1, parent.slots - 1)  # what was kept free for the child
         if parent.running:
             self.blocks.fork(parent.number, child.number)
@@ -167,7 +163,7 @@ class Scheduler:
         """What the next step computes; empty if there is nothing to do. Its blocks are reserved."""
         self._copies.clear()
         self._make_way()
-        entries: dict[ScheduledSequence, ScheduledTokens] = {}
+        entries: Entries = {}
         left = self._plan_running(entries)
         left = self._admit(entries, left)
         if not entries and self.waiting and self.running:
@@ -195,7 +191,7 @@ class Scheduler:
                 return
             self._preempt(self.running[-1])
 
-    def _plan_running(self, entries: dict[ScheduledSequence, ScheduledTokens]) -> int:
+    def _plan_running(self, entries: Entries) -> int:
         left = self.token_budget
         todo = [sequence for sequence in self.running if sequence.computed < sequence.target]
         level = [sequence for sequence in todo if sequence.computed == len(sequence.tokens) - 1]
@@ -205,22 +201,18 @@ class Scheduler:
                 # Guesses take what is left when everybody else has a token.
                 count = min(sequence.target - sequence.computed, left - (len(level) - 1 - index))
                 del sequence.drafts[count - 1 :]
-                if self._reserve(sequence, sequence.computed + count, entries):
-                    entries[sequence] = ScheduledTokens(sequence, sequence.computed, count)
-                    left -= count
+                left -= self._schedule(sequence, count, entries)
         for index, sequence in enumerate(behind):
             if left and sequence.running:
                 others = index + 1 < len(behind) or bool(self.waiting)
                 count = self._chunk(sequence.target - sequence.computed, left, others=others)
-                if self._reserve(sequence, sequence.computed + count, entries):
-                    entries[sequence] = ScheduledTokens(sequence, sequence.computed, count)
-                    left -= count
+                left -= self._schedule(sequence, count, entries)
         # Only now: nobody in the plan can be preempted any more, so what is offered to others will be computed.
         for entry in entries.values():
             self._offer(entry)
         return self.token_budget - sum(entry.count for entry in entries.values())
 
-    def _admit(self, entries: dict[ScheduledSequence, ScheduledTokens], left: int) -> int:
+    def _admit(self, entries: Entries, left: int) -> int:
         while left and self.waiting:
             first = self.waiting[0]
             if self._slots + first.slots > self.max_sequences:
@@ -241,7 +233,7 @@ class Scheduler:
             left -= count
         return left
 
-    def _sibling_reads(self, sequence: ScheduledSequence, entries: dict[ScheduledSequence, ScheduledTokens]) -> bool:
+    def _sibling_reads(self, sequence: ScheduledSequence, entries: Entries) -> bool:
         """Whether another one of its request is being read anew, and will not be done in this step."""
         siblings = (s for s in self.running if s.request == sequence.request and s.computed < len(s.tokens) - 1)
         return any(s not in entries or not entries[s].complete for s in siblings)
@@ -262,7 +254,7 @@ class Scheduler:
             sequence.cached = found
         return True
 
-    def _top_up(self, entries: dict[ScheduledSequence, ScheduledTokens], left: int) -> None:
+    def _top_up(self, entries: Entries, left: int) -> None:
         """Give what others left of the budget to those that are still behind."""
         for entry in list(entries.values()):
             if not left:
@@ -282,20 +274,21 @@ class Scheduler:
     def _chunk(self, todo: int, left: int, *, others: bool) -> int:
         return min(todo, max(-(-left // 2), min(left, self.blocks.block_size)) if others else left)
 
-    def _reserve(
-        self, sequence: ScheduledSequence, length: int, entries: dict[ScheduledSequence, ScheduledTokens]
-    ) -> bool:
-        """Room for its positions below `length`, taken from the last in order if need be; False if that is itself."""
+    def _schedule(self, sequence: ScheduledSequence, count: int, entries: Entries) -> int:
+        """Plan its next `count` tokens, with blocks of the last in order if need be; 0 if that is itself."""
         while True:
             try:
-                self._copies[sequence.number] = self.blocks.reserve(sequence.number, length)
-                return True
+                copies = self.blocks.reserve(sequence.number, sequence.computed + count)
             except OutOfBlocks:
                 victim = self.running[-1]
                 entries.pop(victim, None)
                 self._preempt(victim)
                 if victim is sequence:
-                    return False
+                    return 0
+            else:
+                self._copies[sequence.number] = copies
+                entries[sequence] = ScheduledTokens(sequence, sequence.computed, count)
+                return count
 
     def _preempt(self, sequence: ScheduledSequence) -> None:
         self.blocks.release(sequence.number)

@@ -61,23 +61,24 @@ class Answer(ABC, Generic[Body]):
         if self.body.stream:
             return EventStream(self._chunks(first, run))
         parts: dict[int, list[Json]] = {index: [] for index in range(self.n * len(run.requests))}
-        for part in self.take(*first):
+        async for part in self._parts(first, run):
             parts[part["index"]].append(part)
-        async for item in run:
-            for part in self.take(*item):
-                parts[part["index"]].append(part)
         choices = [self.join(i, own) | {"finish_reason": own[-1]["finish_reason"]} for i, own in parts.items()]
         return reply(self._envelope(self.kind, choices) | {"usage": run.usage()})
 
-    async def _chunks(self, first: tuple[int, RequestOutput], run: RequestRun) -> AsyncIterator[Json]:
-        item: tuple[int, RequestOutput] | None = first
-        while item is not None:
+    async def _parts(self, first: tuple[int, RequestOutput], run: RequestRun) -> AsyncIterator[Json]:
+        for part in self.take(*first):
+            yield part
+        async for item in run:
             for part in self.take(*item):
-                chunk = self._envelope(self.chunk_kind, [part])
-                if self.usage or self.always:
-                    chunk["usage"] = run.usage() if self.always else None
-                yield chunk
-            item = await anext(run, None)
+                yield part
+
+    async def _chunks(self, first: tuple[int, RequestOutput], run: RequestRun) -> AsyncIterator[Json]:
+        async for part in self._parts(first, run):
+            chunk = self._envelope(self.chunk_kind, [part])
+            if self.usage or self.always:
+                chunk["usage"] = run.usage() if self.always else None
+            yield chunk
         if self.usage:
             yield self._envelope(self.chunk_kind, []) | {"usage": run.usage()}
 
@@ -92,7 +93,7 @@ class Answer(ABC, Generic[Body]):
 
 
 class RequestRun:
-    """The pieces of all engine requests of one HTTP request, in the order in which they come: (which, piece).
+    """The outputs of all engine requests of one HTTP request, in the order in which they come: (which, output).
 
     What is still running is aborted by `aclose`, which the guard calls whatever happened.
     """
@@ -105,7 +106,7 @@ class RequestRun:
         self.prompt_tokens = self.completion_tokens = self.cached_tokens = 0
         self._counted: set[int] = set()
         self._facts = http.state.facts
-        self._pieces = self._one(0) if len(requests) == 1 else self._several()
+        self._outputs = self._one(0) if len(requests) == 1 else self._several()
         http.state.cleanup.append(self.aclose)
         for request in requests:
             service.metrics.samples.observe(request.n)
@@ -116,7 +117,7 @@ class RequestRun:
 
     async def __anext__(self) -> tuple[int, RequestOutput]:
         try:
-            which, piece = await anext(self._pieces)
+            which, output = await anext(self._outputs)
         except StopAsyncIteration:
             self.stopwatch.end()
             names = ("prompt_tokens", "completion_tokens", "cached_tokens")
@@ -126,21 +127,21 @@ class RequestRun:
             raise ClientGone from None
         except HastenError as error:
             raise from_library(error) from None
-        self._count(which, piece)
+        self._count(which, output)
         constraint = self.requests[which].constraint
-        if isinstance(constraint, Grammar) and piece.finish_reason in ("stop", "error"):
-            why = constraint.error or str(piece.stop_reason or "")
+        if isinstance(constraint, Grammar) and output.finish_reason in ("stop", "error"):
+            why = constraint.error or str(output.stop_reason or "")
             if constraint.error or why.startswith("the constraint"):  # the client's grammar broke, not the engine
                 message = f"{constraint.param}: the JSON schema could not be followed to the end: {why}"
                 raise ApiError(message[:500], param=constraint.param, code="structure_failed")
-        if piece.finish_reason in ("error", "abort"):
-            raise _ended(piece)
-        return which, piece
+        if output.finish_reason in ("error", "abort"):
+            raise _ended(output)
+        return which, output
 
     async def aclose(self) -> None:
         """Abort whatever still runs."""
         with suppress(RuntimeError):
-            await self._pieces.aclose()  # type: ignore[attr-defined]
+            await self._outputs.aclose()  # type: ignore[attr-defined]
 
     def usage(self) -> dict[str, object]:
         """OpenAI's account of the tokens so far."""
@@ -151,19 +152,19 @@ class RequestRun:
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
 
-    def _count(self, which: int, piece: RequestOutput) -> None:
+    def _count(self, which: int, output: RequestOutput) -> None:
         if which not in self._counted:
             self._counted.add(which)
             self.prompt_tokens += len(self.requests[which].prompt)
-            self.cached_tokens += piece.cached_tokens
+            self.cached_tokens += output.cached_tokens
             self.service.metrics.prompts.observe(len(self.requests[which].prompt))
-        self.completion_tokens += len(piece.tokens)
-        self.stopwatch.piece(which, piece.index, len(piece.tokens), piece.finish_reason)
+        self.completion_tokens += len(output.tokens)
+        self.stopwatch.observe(which, output.index, len(output.tokens), output.finish_reason)
 
     async def _one(self, which: int) -> AsyncIterator[tuple[int, RequestOutput]]:
-        async with aclosing(self.service.engine.generate(self.requests[which])) as pieces:
-            async for piece in pieces:
-                yield which, piece
+        async with aclosing(self.service.engine.generate(self.requests[which])) as outputs:
+            async for output in outputs:
+                yield which, output
 
     async def _several(self) -> AsyncIterator[tuple[int, RequestOutput]]:
         """All at once; the first failure ends them all."""
@@ -195,9 +196,9 @@ class RequestRun:
             await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _ended(piece: RequestOutput) -> ApiError:
-    if piece.finish_reason == "error":
-        return ApiError(f"the request failed: {piece.stop_reason}", status=500, code="engine_failed")
-    if piece.stop_reason == "timeout":
+def _ended(output: RequestOutput) -> ApiError:
+    if output.finish_reason == "error":
+        return ApiError(f"the request failed: {output.stop_reason}", status=500, code="engine_failed")
+    if output.stop_reason == "timeout":
         return ApiError("the request's deadline passed", status=504, code="deadline_exceeded")
     return overloaded("the request was aborted: the server is shutting down", seconds=5)

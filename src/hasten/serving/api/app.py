@@ -2,54 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
 
-from fastapi import FastAPI, Request, Response
+from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 from hasten import __version__
-from hasten.serving.api.chat import chat_router
-from hasten.serving.api.completions import completions_router
-from hasten.serving.api.embeddings import embeddings_router
+from hasten.serving.api.body import ParsedRoute
+from hasten.serving.api.chat import add_chat
+from hasten.serving.api.completions import add_completions
+from hasten.serving.api.embeddings import add_embeddings
 from hasten.serving.api.errors import ApiError, from_validation
 from hasten.serving.api.guard import Guard
-from hasten.serving.api.service import ServedEngine, Service
-from hasten.serving.api.settings import ServerSettings
-from hasten.serving.api.status import status_router
-from hasten.serving.api.tokens import tokens_router
-
-if TYPE_CHECKING:
-    from hasten.model.tokenizer import Tokenizer
+from hasten.serving.api.service import Service
+from hasten.serving.api.status import add_status
+from hasten.serving.api.tokens import add_tokens
 
 
-def make_app(
-    engine: ServedEngine,
-    model_name: str,
-    tokenizer: Tokenizer | None,
-    settings: ServerSettings,
-    *,
-    max_length: int,
-    vocabulary: int,
-    eos_ids: Collection[int],
-) -> FastAPI:
+def make_app(service: Service) -> FastAPI:
     """The app that serves one engine under one model name. `app.state.service` is what its endpoints share.
 
-    max_length: tokens of prompt and answer together. vocabulary: the number of logits. eos_ids: tokens
-    that end a text. When the app's lifespan ends, the engine is closed; whoever serves the app waits before for what is
-    in flight (`Service.drain`, as `Server` does).
+    When the app's lifespan ends, the engine is closed; whoever serves the app waits before for what is in flight
+    (`Service.drain`, as `Server` does).
     """
-    service = Service(
-        engine,
-        model_name=model_name,
-        tokenizer=tokenizer,
-        settings=settings,
-        max_length=max_length,
-        vocabulary=vocabulary,
-        eos_ids=eos_ids,
-    )
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -57,7 +34,7 @@ def make_app(
         yield
         service.ready = False
         service.draining = True
-        await engine.close()
+        await service.engine.close()
         service.close()
 
     # Its pages of documentation would fetch scripts from elsewhere; the description itself is at /openapi.json.
@@ -67,9 +44,10 @@ def make_app(
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_error)
-    makers = (status_router, completions_router, chat_router, embeddings_router, tokens_router)
-    for make in makers:
-        app.include_router(make(service))
+    router = APIRouter(route_class=ParsedRoute)
+    for add in (add_status, add_completions, add_chat, add_embeddings, add_tokens):
+        add(router, service)
+    app.include_router(router)
     return app
 
 

@@ -7,14 +7,14 @@ from typing import Any
 
 from hasten.errors import ConfigError
 from hasten.generation.params import SamplingParams
-from hasten.serving.api.errors import ApiError
+from hasten.serving.api.errors import ApiError, check_limit
 from hasten.serving.api.fields import ResponseFormat, SamplingBody
 from hasten.serving.api.grammar import Grammar
 from hasten.serving.api.service import Service, too_long
 from hasten.serving.api.settings import ServerSettings
 from hasten.serving.request import Request
 
-RECOMMENDED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+RECOMMENDED = {"temperature", "top_k", "top_p", "min_p", "repetition_penalty"}
 
 
 def build_request(
@@ -43,17 +43,17 @@ def sampling_params(body: SamplingBody, service: Service, *, max_tokens: int, co
     """How the answer is drawn. Raises ApiError naming the field."""
     settings = service.settings
     # A beam search draws nothing: what the folder recommends for drawing is not meant.
-    defaults = {"temperature": 0.0} if body.use_beam_search else settings.defaults
-    chosen: dict[str, Any] = {name: _first(body, defaults, name) for name in RECOMMENDED}
-    chosen = {name: value for name, value in chosen.items() if value is not None}
+    defaults: Mapping[str, Any] = {"temperature": 0.0} if body.use_beam_search else settings.defaults
+    chosen = {name: defaults[name] for name in RECOMMENDED if defaults.get(name) is not None}
+    chosen |= body.model_dump(include=RECOMMENDED, exclude_none=True)
     if chosen.get("top_k") == -1:  # vLLM's way to say all
         chosen["top_k"] = 0
     stop = [body.stop] if isinstance(body.stop, str) else list(body.stop or ())
-    _limit("stop", len(stop), settings.stops)
-    _limit("stop", max(map(len, stop), default=0), settings.stop_characters, what="characters in one text")
+    check_limit("stop", len(stop), settings.stops)
+    check_limit("stop", max(map(len, stop), default=0), settings.stop_characters, what="characters in one text")
     if "" in stop:
         raise ApiError("stop: an empty text would end every answer before it begins", param="stop")
-    _limit("stop_token_ids", len(body.stop_token_ids or ()), settings.stop_tokens)
+    check_limit("stop_token_ids", len(body.stop_token_ids or ()), settings.stop_tokens)
     highest = max(body.stop_token_ids or (), default=0)
     if highest >= service.vocabulary:
         message = f"stop_token_ids: {highest} is no token id below {service.vocabulary}"
@@ -90,7 +90,7 @@ def samples(body: SamplingBody, settings: ServerSettings, *, prompts: int) -> tu
     if best_of is not None and best_of > n and body.stream:
         raise ApiError("best_of cannot be streamed: the best are known at the end", param="best_of")
     drawn = best_of or n
-    _limit("n" if best_of is None else "best_of", drawn, settings.samples)
+    check_limit("n" if best_of is None else "best_of", drawn, settings.samples)
     if drawn * prompts > settings.choices:
         message = f"{prompts} prompts with {drawn} samples each are {drawn * prompts}; at most {settings.choices}"
         raise ApiError(message, param="prompt")
@@ -121,11 +121,6 @@ def usage_wanted(body: SamplingBody) -> tuple[bool, bool]:
     return wanted
 
 
-def check_logprobs(wanted: int | None, settings: ServerSettings, *, param: str) -> None:
-    """Raises ApiError for more log-probabilities than this server gives."""
-    _limit(param, wanted or 0, settings.logprobs)
-
-
 def room(
     prompt: Sequence[int], wanted: int | None, service: Service, *, param: str, wanted_by: str, default: int | None
 ) -> int:
@@ -149,21 +144,18 @@ def room(
 
 async def constraint_of(wanted: ResponseFormat | None, service: Service) -> Grammar | None:
     """The constraint, or None for text. Raises ApiError (400) for a schema that is refused."""
-    if wanted is None or wanted.type == "text":
-        if wanted is not None and wanted.json_schema is not None:
-            raise ApiError("response_format: json_schema stands beside type text", param="response_format")
+    if wanted is None:
         return None
-    schema: dict[str, Any] | bool | None
-    if wanted.type == "json_object":
-        if wanted.json_schema is not None:
-            message = "response_format: json_schema stands beside type json_object; say type json_schema"
-            raise ApiError(message, param="response_format")
-        schema = {"type": "object"}
-    else:
-        schema = None if wanted.json_schema is None else wanted.json_schema.json_schema
-        if schema is None:
-            message = "response_format of type json_schema needs json_schema.schema"
-            raise ApiError(message, param="response_format.json_schema")
+    given = wanted.json_schema
+    if given is not None and wanted.type != "json_schema":
+        message = f"response_format: json_schema stands beside type {wanted.type}; say type json_schema"
+        raise ApiError(message, param="response_format")
+    if wanted.type == "text":
+        return None
+    schema = {"type": "object"} if wanted.type == "json_object" else given and given.json_schema
+    if schema is None:
+        message = "response_format of type json_schema needs json_schema.schema"
+        raise ApiError(message, param="response_format.json_schema")
     return await service.grammars.constraint(schema, param="response_format")
 
 
@@ -175,8 +167,7 @@ async def prompts_of(
         given = [given]
     if not given:
         raise ApiError(f"{param} is empty", param=param)
-    if len(given) > service.settings.prompts:
-        raise ApiError(f"{param}: {len(given)} of them; this server's limit is {service.settings.prompts}", param=param)
+    check_limit(param, len(given), service.settings.prompts, what="of them")
     found = []
     for one in given:
         ids = one
@@ -197,13 +188,8 @@ def check_ids(prompt: Sequence[int], service: Service, *, param: str) -> tuple[i
     return tuple(prompt)
 
 
-def _first(body: SamplingBody, defaults: Mapping[str, Any], name: str) -> Any:
-    given = getattr(body, name)
-    return defaults.get(name) if given is None else given
-
-
 def _biases(given: Mapping[str, float], service: Service) -> dict[int, float]:
-    _limit("logit_bias", len(given), service.settings.biases)
+    check_limit("logit_bias", len(given), service.settings.biases)
     biases = {}
     for key, value in given.items():
         # Written one way only: "05" beside "5" would be one of them unheard.
@@ -213,8 +199,3 @@ def _biases(given: Mapping[str, float], service: Service) -> dict[int, float]:
             raise ApiError(f"logit_bias: {key[:40]!r} is no token id below {service.vocabulary}", param="logit_bias")
         biases[int(key)] = value
     return biases
-
-
-def _limit(name: str, found: int, most: int, *, what: str = "") -> None:
-    if found > most:
-        raise ApiError(f"{name}: {found:,}{what and ' '}{what}; this server's limit is {most:,}", param=name)

@@ -6,11 +6,11 @@ from fastapi import APIRouter, Response
 from fastapi import Request as HttpRequest
 
 from hasten.serving.api.answers import Answer, Json
-from hasten.serving.api.build_request import build_request, check_ids, check_logprobs, constraint_of, room
+from hasten.serving.api.build_request import build_request, check_ids, constraint_of, room
 from hasten.serving.api.chat_schema import ChatBody
 from hasten.serving.api.conversation import encode_conversation
 from hasten.serving.api.documentation import ERRORS, ChatCompletion
-from hasten.serving.api.errors import ApiError
+from hasten.serving.api.errors import ApiError, check_limit
 from hasten.serving.api.logprobs import chat_logprobs
 from hasten.serving.api.service import Service
 from hasten.serving.api.tool_choice import Tools
@@ -18,17 +18,13 @@ from hasten.serving.api.tool_formats import ParsedCall
 from hasten.serving.request import Request, RequestOutput
 
 
-def chat_router(service: Service) -> APIRouter:
-    """The route."""
-    router = APIRouter()
+def add_chat(router: APIRouter, service: Service) -> None:
 
     @router.post("/v1/chat/completions", response_model=ChatCompletion, responses=ERRORS)
     async def chat_completions(body: ChatBody, http: HttpRequest) -> Response:
         """Answer a conversation."""
         service.check_in(body, http)
         return await _ChatCompletion(service, body).respond(http)
-
-    return router
 
 
 class _ChatCompletion(Answer[ChatBody]):
@@ -44,7 +40,7 @@ class _ChatCompletion(Answer[ChatBody]):
         self._begun: set[int] = set()
         if body.top_logprobs and not body.logprobs:
             raise ApiError("top_logprobs needs logprobs: true", param="top_logprobs")
-        check_logprobs(body.top_logprobs, service.settings, param="top_logprobs")
+        check_limit("top_logprobs", body.top_logprobs or 0, service.settings.logprobs)
         limits = (body.max_tokens, body.max_completion_tokens)
         if None not in limits and limits[0] != limits[1]:
             raise ApiError("max_tokens and max_completion_tokens differ; give one", param="max_tokens")
@@ -122,9 +118,5 @@ class _ChatCompletion(Answer[ChatBody]):
         return {"index": index, "message": message, "logprobs": logprobs}
 
     def _call(self, call: ParsedCall) -> Json:
-        function = {"name": call.name, "arguments": call.arguments}
-        return {
-            "id": f"call_{self.id.rsplit('-', 1)[1]}_{self.service.number()}",
-            "type": "function",
-            "function": function,
-        }
+        number = f"call_{self.id.rsplit('-', 1)[1]}_{self.service.number()}"
+        return {"id": number, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}

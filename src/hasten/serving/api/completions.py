@@ -9,9 +9,9 @@ from fastapi import Request as HttpRequest
 from pydantic import Field
 
 from hasten.serving.api.answers import Answer, Json
-from hasten.serving.api.build_request import build_request, check_logprobs, constraint_of, prompts_of, room
+from hasten.serving.api.build_request import build_request, constraint_of, prompts_of, room
 from hasten.serving.api.documentation import ERRORS, Completion
-from hasten.serving.api.errors import ApiError
+from hasten.serving.api.errors import ApiError, check_limit
 from hasten.serving.api.fields import COMMON_NEUTRAL, Count, Neutral, Prompts, SamplingBody
 from hasten.serving.api.logprobs import completion_logprobs
 from hasten.serving.api.service import Service
@@ -30,9 +30,7 @@ class CompletionBody(SamplingBody):
     neutral: ClassVar[Neutral] = COMMON_NEUTRAL | {"suffix": ("",), "prompt_embeds": ()}
 
 
-def completions_router(service: Service) -> APIRouter:
-    """The route."""
-    router = APIRouter()
+def add_completions(router: APIRouter, service: Service) -> None:
 
     @router.post("/v1/completions", response_model=Completion, responses=ERRORS)
     async def completions(body: CompletionBody, http: HttpRequest) -> Response:
@@ -40,8 +38,6 @@ def completions_router(service: Service) -> APIRouter:
         service.check_in(body, http)
         given = await prompts_of(body.prompt, service, param="prompt", add_special_tokens=body.add_special_tokens)
         return await _Completions(service, body, given).respond(http)
-
-    return router
 
 
 class _Completions(Answer[CompletionBody]):
@@ -55,7 +51,7 @@ class _Completions(Answer[CompletionBody]):
         self.nothing = body.max_tokens == 0  # only the prompt is wanted back
         if self.nothing and not body.echo:
             raise ApiError("max_tokens is 0: without echo nothing would come back", param="max_tokens")
-        check_logprobs(body.logprobs, service.settings, param="logprobs")
+        check_limit("logprobs", body.logprobs or 0, service.settings.logprobs)
         self._offsets: dict[int, int] = {}  # by choice: characters given so far, where the next token's text begins
         self._scores: dict[int, tuple[TokenLogprob | None, ...]] = {}  # the prompts' log-probabilities
 
@@ -108,8 +104,8 @@ class _Completions(Answer[CompletionBody]):
         logprobs = None
         if self.body.logprobs is not None:
             logprobs = completion_logprobs([], texts=[], offset=0)
-            for told in (part["logprobs"] for part in parts if part["logprobs"] is not None):
-                for name, values in told.items():
+            for found in (part["logprobs"] for part in parts if part["logprobs"] is not None):
+                for name, values in found.items():
                     logprobs[name] += values
         return {"index": index, "text": "".join(part["text"] for part in parts), "logprobs": logprobs}
 

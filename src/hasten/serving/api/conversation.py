@@ -8,7 +8,7 @@ from typing import Any
 
 from hasten.errors import HastenError
 from hasten.serving.api.chat_schema import Message
-from hasten.serving.api.errors import ApiError
+from hasten.serving.api.errors import ApiError, check_limit
 from hasten.serving.api.service import Service
 
 
@@ -21,9 +21,7 @@ async def encode_conversation(
     add_generation_prompt: bool = True,
 ) -> list[int]:
     """Token ids of the conversation in the model's own template, up to where the answer begins."""
-    most = service.settings.messages
-    if len(messages) > most:
-        raise ApiError(f"messages: {len(messages)} of them; this server's limit is {most}", param="messages")
+    check_limit("messages", len(messages), service.settings.messages, what="of them")
     plain = [_plain(message) for message in messages]
     tokenizer = service.tokenizer
 

@@ -38,15 +38,20 @@ class CompletionChoice(BaseModel):
     finish_reason: Literal["stop", "length"] | None
 
 
-class Completion(BaseModel):
-    """Answers to /v1/completions."""
+class Answered(BaseModel):
+    """What both kinds of answers have."""
 
     id: str
-    object: Literal["text_completion"]
     created: int
     model: str
-    choices: list[CompletionChoice]
     usage: Usage
+
+
+class Completion(Answered):
+    """Answers to /v1/completions."""
+
+    object: Literal["text_completion"]
+    choices: list[CompletionChoice]
 
 
 class ChatChoice(BaseModel):
@@ -58,15 +63,11 @@ class ChatChoice(BaseModel):
     finish_reason: Literal["stop", "length", "tool_calls"] | None
 
 
-class ChatCompletion(BaseModel):
+class ChatCompletion(Answered):
     """Answers to /v1/chat/completions."""
 
-    id: str
     object: Literal["chat.completion"]
-    created: int
-    model: str
     choices: list[ChatChoice]
-    usage: Usage
 
 
 class Embedding(BaseModel):

@@ -32,9 +32,7 @@ class EmbeddingBody(Body):
     neutral: ClassVar[Neutral] = {"dimensions": (), "truncate_prompt_tokens": (), "priority": (0,)}
 
 
-def embeddings_router(service: Service) -> APIRouter:
-    """The route."""
-    router = APIRouter()
+def add_embeddings(router: APIRouter, service: Service) -> None:
 
     @router.post("/v1/embeddings", response_model=EmbeddingsReply, responses=ERRORS)
     async def embeddings(body: EmbeddingBody, http: HttpRequest) -> Response:
@@ -59,8 +57,6 @@ def embeddings_router(service: Service) -> APIRouter:
         http.state.facts["prompt_tokens"] = tokens
         usage = {"prompt_tokens": tokens, "total_tokens": tokens}
         return reply({"object": "list", "data": data, "model": service.model_name, "usage": usage})
-
-    return router
 
 
 def _encoded(vector: Any, as_bytes: bool) -> Any:

@@ -7,6 +7,7 @@ most of what cannot work fails (`rehearse`), and an allowance of computing time 
 
 from __future__ import annotations
 
+import copy
 import random
 import time
 from collections.abc import Sequence
@@ -55,29 +56,29 @@ def rehearse(matcher: LLMatcher, *, vocabulary: int, closing: Sequence[int], sec
     words = np.empty((vocabulary + 31) // 32, dtype=np.uint32)
     end, draw = time.monotonic() + seconds, random.Random(0)
 
-    def allowed(copy: LLMatcher) -> NDArray[np.uint8]:
-        copy.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
-        _check(copy)
+    def allowed(trial: LLMatcher) -> NDArray[np.uint8]:
+        trial.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        _check(trial)
         return np.unpackbits(words.view(np.uint8), bitorder="little", count=vocabulary)
 
-    def take(copy: LLMatcher, token: int) -> bool:
-        copy.consume_token(token)
-        _check(copy)
-        return not copy.is_stopped() and time.monotonic() < end
+    def take(trial: LLMatcher, token: int) -> bool:
+        trial.consume_token(token)
+        _check(trial)
+        return not trial.is_stopped() and time.monotonic() < end
 
     first = np.flatnonzero(allowed(matcher.deep_copy()))
     for token in first[:: max(1, len(first) // FIRST)]:
-        copy = matcher.deep_copy()
-        if take(copy, int(token)):
-            allowed(copy)
+        trial = matcher.deep_copy()
+        if take(trial, int(token)):
+            allowed(trial)
     for _ in range(WALKS):
-        copy = matcher.deep_copy()
+        trial = matcher.deep_copy()
         for _ in range(STEPS):
-            mask = allowed(copy)
+            mask = allowed(trial)
             tokens = np.array([token for token in closing if mask[token]])
             if not len(tokens) or draw.random() < 0.5:
                 tokens = np.flatnonzero(mask)
-            if not len(tokens) or not take(copy, int(tokens[draw.randrange(len(tokens))])):
+            if not len(tokens) or not take(trial, int(tokens[draw.randrange(len(tokens))])):
                 break
 
 
@@ -145,15 +146,9 @@ class Grammar:
 
     def fork(self) -> Grammar:
         """An independent copy in the same state."""
-        copy = Grammar(
-            self._matcher.deep_copy(),
-            vocabulary=self._vocabulary,
-            eos_ids=self._eos_ids,
-            param=self.param,
-            failures=self._failures,
-        )
-        copy._ended, copy._left = self._ended, self._left
-        return copy
+        fork = copy.copy(self)
+        fork._matcher, fork._words = self._matcher.deep_copy(), self._words.copy()
+        return fork
 
     def _note(self, otherwise: str | None = None) -> None:
         if self._matcher.is_error() or otherwise:

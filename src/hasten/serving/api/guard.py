@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from hasten.serving.api.body import check_json
+from hasten.serving.api.body import parse_json
 from hasten.serving.api.errors import ApiError, ClientGone, overloaded
 from hasten.serving.api.logs import log_exception, log_request
 
@@ -131,15 +131,9 @@ class _Exchange:
             guard._bytes -= self.held
             path = getattr(self.scope.get("route"), "path", "unknown")
             guard.service.metrics.responses.labels(path, str(self.status or 499)).inc()
-            log_request(
-                request_id=self.id,
-                method=self.scope["method"],
-                path=self.scope["path"],
-                status=self.status or 499,
-                seconds=time.perf_counter() - self.arrived,
-                outcome=outcome,
-                facts=self.facts,
-            )
+            fields = {"request_id": self.id, "method": self.scope["method"], "path": self.scope["path"][:200]}
+            fields |= {"status": self.status or 499, "seconds": round(time.perf_counter() - self.arrived, 4)}
+            log_request(fields | {"outcome": outcome, **self.facts}, quiet=self.scope["path"] in WATCHED)
 
     async def _read_body(self) -> bytes:
         """The whole body, checked. GET and HEAD bring none."""
@@ -173,7 +167,7 @@ class _Exchange:
             kind = self.headers.get(b"content-type", b"").split(b";")[0].strip().lower()
             if kind != b"application/json":  # what a web page may send to a foreign server without being asked
                 raise ApiError("the Content-Type must be application/json", status=415, code="content_type")
-            check_json(body, nesting=settings.nesting, keys=settings.keys)
+            self.scope["state"]["json"] = parse_json(body, nesting=settings.nesting, keys=settings.keys)
         return body
 
     async def _run_until_gone(self, body: bytes) -> None:
@@ -186,7 +180,7 @@ class _Exchange:
             given = True
             return {"type": "http.request", "body": body, "more_body": False}
 
-        work = asyncio.create_task(self._work(replay))
+        work = asyncio.ensure_future(self.guard.app(self.scope, replay, self.send))
         watch = asyncio.create_task(self._gone())
         try:
             await asyncio.wait({work, watch}, return_when=asyncio.FIRST_COMPLETED)
@@ -202,9 +196,6 @@ class _Exchange:
             for end in self.cleanup:
                 await end()
 
-    async def _work(self, replay: Receive) -> None:
-        await self.guard.app(self.scope, replay, self.send)
-
     async def _gone(self) -> None:
         while (await self.receive())["type"] != "http.disconnect":
             pass
@@ -218,9 +209,7 @@ class _Exchange:
         try:
             async with asyncio.timeout(self.guard.service.settings.write_timeout):
                 await self._send(message)
-        except TimeoutError:
-            raise ClientGone from None
-        except OSError:
+        except OSError:  # TimeoutError is one
             raise ClientGone from None
         if message["type"] == "http.response.body" and not message.get("more_body"):
             self.ended = True

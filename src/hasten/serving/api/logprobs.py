@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from hasten.serving.request import TokenLogprob, TopLogprob
+from hasten.serving.request import TokenLogprob
 
 LOWEST = -9999.0  # what stands for minus infinity, which JSON does not have (vLLM's value)
 
@@ -43,5 +43,5 @@ def _top(token: TokenLogprob) -> dict[str, float]:
     return found
 
 
-def _entry(token: TokenLogprob | TopLogprob) -> dict[str, Any]:
+def _entry(token: TokenLogprob) -> dict[str, Any]:
     return {"token": token.text, "logprob": max(token.logprob, LOWEST), "bytes": list(token.raw)}

@@ -33,20 +33,8 @@ def configure_logs(level: str = "info") -> None:
         logger.setLevel(least)
 
 
-def log_request(
-    *,
-    request_id: str,
-    method: str,
-    path: str,
-    status: int,
-    seconds: float,
-    outcome: str,
-    facts: Mapping[str, object],
-) -> None:
-    """The line of a request that ended."""
-    quiet = path in ("/health", "/ready", "/metrics")
-    fields = {"request_id": request_id, "method": method, "path": path[:200], "status": status}
-    fields |= {"seconds": round(seconds, 4), "outcome": outcome, **facts}
+def log_request(fields: Mapping[str, object], *, quiet: bool) -> None:
+    """The line of a request that ended; a quiet one is for debugging."""
     logging.getLogger(LOGGER).log(logging.DEBUG if quiet else logging.INFO, "request", extra={"fields": fields})
 
 

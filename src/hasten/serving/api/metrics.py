@@ -65,12 +65,8 @@ class Metrics:
         self.answers = histogram("request_generation_tokens", "Tokens of one answer.", TOKENS)
         self.samples = histogram("request_params_n", "Samples asked for.", SAMPLES)
         self.most = histogram("request_params_max_tokens", "Most tokens asked for.", TOKENS)
-        self.finished = Counter(
-            "hasten:request_success",
-            "Answers by how they ended.",
-            ["model_name", "finished_reason"],
-            registry=self.registry,
-        )
+        labels = ("model_name", "finished_reason")
+        self.finished = Counter("hasten:request_success", "Answers by how they ended.", labels, registry=self.registry)
         self.responses = Counter(
             "hasten:http_requests", "Responses by path and status.", ["path", "status"], registry=self.registry
         )
@@ -97,8 +93,8 @@ class Stopwatch:
         self._last: dict[tuple[int, int], float] = {}
         self._tokens: dict[tuple[int, int], int] = {}
 
-    def piece(self, prompt: int, index: int, tokens: int, finish_reason: str | None) -> None:
-        """One piece came with so many tokens."""
+    def observe(self, prompt: int, index: int, tokens: int, finish_reason: str | None) -> None:
+        """One output came with so many tokens."""
         now, key = time.perf_counter(), (prompt, index)
         if tokens:
             if not self._first:
@@ -116,7 +112,7 @@ class Stopwatch:
                 self._metrics.each.observe((now - self._first[key]) / (count - 1))
 
     def end(self) -> None:
-        """The last piece was sent."""
+        """The last output was sent."""
         self._metrics.whole.observe(time.perf_counter() - self._start)
 
 
@@ -126,14 +122,11 @@ class _EngineCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         stats = self._stats()
-        for name, (field, text) in GAUGES.items():
-            gauge = GaugeMetricFamily(f"hasten:{name}", text, labels=["model_name"])
-            gauge.add_metric([self._name], float(getattr(stats, field)))
-            yield gauge
-        for name, (field, text) in COUNTERS.items():
-            counter = CounterMetricFamily(f"hasten:{name}", text, labels=["model_name"])
-            counter.add_metric([self._name], float(getattr(stats, field)))
-            yield counter
+        for family, metrics in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS)):
+            for name, (field, text) in metrics.items():
+                metric = family(f"hasten:{name}", text, labels=["model_name"])
+                metric.add_metric([self._name], float(getattr(stats, field)))
+                yield metric
 
     def describe(self) -> Iterable[Metric]:
         return ()

@@ -43,7 +43,10 @@ class ServedEngine(Protocol):
 
 
 class Service:
-    """One served model. `max_length`: tokens of prompt and answer together; `vocabulary`: width of the logits."""
+    """One served model.
+
+    max_length: tokens of prompt and answer together. vocabulary: the number of logits. eos_ids: tokens that end a text.
+    """
 
     def __init__(
         self,

@@ -14,9 +14,7 @@ from hasten.serving.api.service import Service
 UNWELL: dict[int | str, dict[str, Any]] = {503: ERRORS[503]}
 
 
-def status_router(service: Service) -> APIRouter:
-    """The routes."""
-    router = APIRouter()
+def add_status(router: APIRouter, service: Service) -> None:
 
     @router.get("/health", response_model=Status, responses=UNWELL)
     async def health() -> Response:
@@ -51,8 +49,6 @@ def status_router(service: Service) -> APIRouter:
         """The served model, by its exact name."""
         service.check_model(model)
         return reply(_model(service))
-
-    return router
 
 
 def _model(service: Service) -> dict[str, Any]:

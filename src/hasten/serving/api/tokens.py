@@ -40,9 +40,7 @@ class DetokenizeBody(Body):
     tokens: Annotated[list[TokenId], Field(max_length=1 << 18, fail_fast=True)]
 
 
-def tokens_router(service: Service) -> APIRouter:
-    """The routes."""
-    router = APIRouter()
+def add_tokens(router: APIRouter, service: Service) -> None:
 
     @router.post("/tokenize", response_model=Tokens, responses=ERRORS)
     async def tokenize(body: TokenizeBody) -> Response:
@@ -62,11 +60,9 @@ def tokens_router(service: Service) -> APIRouter:
                 add_special_tokens=body.add_special_tokens is True,
                 add_generation_prompt=body.add_generation_prompt is not False,
             )
-        texts = None
-        if body.return_token_strs:
-            texts = [service.tokenizer.backend.id_to_token(i) or "" for i in ids]
-        found = {"count": len(ids), "max_model_len": service.max_length, "tokens": ids, "token_strs": texts}
-        return reply(found)
+        texts = [service.tokenizer.backend.id_to_token(i) or "" for i in ids] if body.return_token_strs else None
+        facts = {"count": len(ids), "max_model_len": service.max_length}
+        return reply(facts | {"tokens": ids, "token_strs": texts})
 
     @router.post("/detokenize", response_model=Detokenized, responses=ERRORS)
     async def detokenize(body: DetokenizeBody) -> Response:
@@ -79,5 +75,3 @@ def tokens_router(service: Service) -> APIRouter:
             raise ApiError(f"tokens: the vocabulary has {service.vocabulary}", param="tokens")
         text = await service.in_thread(lambda: tokenizer.decode(ids, skip_special_tokens=False))
         return reply({"prompt": text})
-
-    return router

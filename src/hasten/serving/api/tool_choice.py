@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hasten.serving.api.chat_schema import ChatBody, ToolChoice
-from hasten.serving.api.errors import ApiError
+from hasten.serving.api.errors import ApiError, check_limit
 from hasten.serving.api.grammar import Grammar
 from hasten.serving.api.service import Service
 from hasten.serving.api.tool_formats import MARKERS, CallReader, Format, find_format
@@ -26,9 +26,7 @@ class Tools:
     def __init__(self, body: ChatBody, service: Service) -> None:
         self._service = service
         tools = body.tools or []
-        most = service.settings.tools
-        if len(tools) > most:
-            raise ApiError(f"tools: {len(tools)} of them; this server's limit is {most}", param="tools")
+        check_limit("tools", len(tools), service.settings.tools, what="of them")
         choice = body.tool_choice or ("auto" if tools else "none")
         if choice != "none" and not tools:
             raise ApiError("tool_choice needs tools", param="tool_choice")
@@ -91,10 +89,9 @@ class Tools:
         """The schema of one call, which stands at the pointer `at` of the whole."""
         given = self._functions[name].parameters or {"type": "object", "properties": {}}
         arguments = _moved(given, f"{at}/properties/arguments")
-        properties = {"name": {"const": name}, "arguments": arguments}
         return {
             "type": "object",
-            "properties": properties,
+            "properties": {"name": {"const": name}, "arguments": arguments},
             "required": ["name", "arguments"],
             "additionalProperties": False,
         }
