@@ -26,7 +26,7 @@ Body = TypeVar("Body", bound=SamplingBody)
 Json = dict[str, Any]
 
 
-class Answer(ABC, Generic[Body]):
+class AnswerBuilder(ABC, Generic[Body]):
     """What becomes of one HTTP request. Its choices are told as those of chunks; a whole choice is its chunks joined.
 
     kind, chunk_kind: the `object` of a whole answer and of a chunk.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter, Response
 from fastapi import Request as HttpRequest
 
-from hasten.serving.api.answers import Answer, Json
+from hasten.serving.api.answers import AnswerBuilder, Json
 from hasten.serving.api.build_request import build_request, check_ids, constraint_of, room
 from hasten.serving.api.chat_schema import ChatBody
 from hasten.serving.api.conversation import encode_conversation
@@ -27,7 +27,7 @@ def add_chat(router: APIRouter, service: Service) -> None:
         return await _ChatCompletion(service, body).respond(http)
 
 
-class _ChatCompletion(Answer[ChatBody]):
+class _ChatCompletion(AnswerBuilder[ChatBody]):
     """n choices. Each begins with the role; its tool calls come at its end."""
 
     kind = "chat.completion"

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Response
 from fastapi import Request as HttpRequest
 from pydantic import Field
 
-from hasten.serving.api.answers import Answer, Json
+from hasten.serving.api.answers import AnswerBuilder, Json
 from hasten.serving.api.build_request import build_request, constraint_of, prompts_of, room
 from hasten.serving.api.documentation import ERRORS, Completion
 from hasten.serving.api.errors import ApiError, check_limit
@@ -40,7 +40,7 @@ def add_completions(router: APIRouter, service: Service) -> None:
         return await _Completions(service, body, given).respond(http)
 
 
-class _Completions(Answer[CompletionBody]):
+class _Completions(AnswerBuilder[CompletionBody]):
     """n choices for each prompt."""
 
     kind = chunk_kind = "text_completion"
