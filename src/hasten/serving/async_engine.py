@@ -7,10 +7,10 @@ bounded queue of outputs, delivered once a step. Whether there is room is told a
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hasten.serving.counting import Stats
 from hasten.serving.engine_thread import EngineThread
@@ -56,7 +56,7 @@ class AsyncEngine:
     def stats(self) -> Stats:
         return self.engine.stats()
 
-    async def generate(self, request: Request) -> AsyncIterator[RequestOutput]:
+    async def generate(self, request: Request) -> AsyncGenerator[RequestOutput]:
         """The outputs of a request as they come. Closing the iterator aborts it: its blocks are free after the step.
 
         Raises RequestRefused or QueueFull before anything is computed, DeadlineExceeded after its timeout, EngineFailed
@@ -138,8 +138,8 @@ class AsyncEngine:
         if output.finish_reason == "error" and self.engine.error is not None:
             raise EngineFailed(f"the engine failed while request {request.id} was served: {self.engine.error}")
 
-    async def _ask(self, function: Callable[[], Tensor]) -> Tensor | None:
-        answer: Future[Tensor | None] = Future()
+    async def _ask(self, function: Callable[[], Any]) -> Any:
+        answer: Future[Any] = Future()
         awaited = asyncio.wrap_future(answer)
         # When a task is cancelled, `awaited` is at once, `answer` not before the loop goes on.
         self.thread.ask(lambda: None if awaited.cancelled() else function(), answer)

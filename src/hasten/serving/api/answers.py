@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, suppress
 from typing import Any, Generic, TypeVar
 
@@ -141,7 +141,7 @@ class RequestRun:
     async def aclose(self) -> None:
         """Abort whatever still runs."""
         with suppress(RuntimeError):
-            await self._outputs.aclose()  # type: ignore[attr-defined]
+            await self._outputs.aclose()
 
     def usage(self) -> dict[str, object]:
         """OpenAI's account of the tokens so far."""
@@ -161,12 +161,12 @@ class RequestRun:
         self.completion_tokens += len(output.tokens)
         self.stopwatch.observe(which, output.index, len(output.tokens), output.finish_reason)
 
-    async def _one(self, which: int) -> AsyncIterator[tuple[int, RequestOutput]]:
+    async def _one(self, which: int) -> AsyncGenerator[tuple[int, RequestOutput]]:
         async with aclosing(self.service.engine.generate(self.requests[which])) as outputs:
             async for output in outputs:
                 yield which, output
 
-    async def _several(self) -> AsyncIterator[tuple[int, RequestOutput]]:
+    async def _several(self) -> AsyncGenerator[tuple[int, RequestOutput]]:
         """All at once; the first failure ends them all."""
         queue: asyncio.Queue[tuple[int, RequestOutput] | Exception | None] = asyncio.Queue(64)
 

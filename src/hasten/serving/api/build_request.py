@@ -152,7 +152,9 @@ async def constraint_of(wanted: ResponseFormat | None, service: Service) -> Gram
         raise ApiError(message, param="response_format")
     if wanted.type == "text":
         return None
-    schema = {"type": "object"} if wanted.type == "json_object" else given and given.json_schema
+    schema: dict[str, Any] | bool | None = {"type": "object"}
+    if wanted.type == "json_schema":
+        schema = None if given is None else given.json_schema
     if schema is None:
         message = "response_format of type json_schema needs json_schema.schema"
         raise ApiError(message, param="response_format.json_schema")
