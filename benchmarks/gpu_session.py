@@ -55,10 +55,10 @@ TESTS = (
 
 def random_model(shape: str, *, format: str, group_size: int, device: str) -> Any:
     """A model with random weights, made on the device in its format: one of 70 B never exists in 16 bits."""
-    from hasten.bench.shapes import SHAPES
     from hasten.model.families import read_config
     from hasten.model.transformer import Transformer
     from hasten.ops.linear import INT8, PackedLinear, int4_format
+    from hasten.planning.shapes import SHAPES
 
     with torch.device("meta"):
         model = Transformer(read_config(SHAPES[shape])).to(torch.bfloat16)

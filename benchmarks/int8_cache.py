@@ -98,9 +98,9 @@ def tokens_that_fit() -> dict[str, dict[str, float]]:
     """Tokens in one GiB of cache, by shape (Hugging Face's names of sizes) and dtype."""
     import torch
 
-    from hasten.bench.shapes import SHAPES
     from hasten.generation.paged import PagedCache
     from hasten.model.families import read_config
+    from hasten.planning.shapes import SHAPES
 
     found: dict[str, dict[str, float]] = {}
     for shape in ("llama-1.1b", "llama-7b"):

@@ -70,9 +70,9 @@ class PagedDecode:
         import torch
 
         import hasten
-        from hasten.bench.shapes import SHAPES
         from hasten.model.families import read_config
         from hasten.model.initialize import initialize
+        from hasten.planning.shapes import SHAPES
 
         config = read_config(SHAPES[self.shape] | {"num_hidden_layers": self.layers})
         return hasten.fuse(initialize(config, seed=0, dtype=torch.bfloat16).eval())

@@ -106,10 +106,10 @@ def write_checkpoint(shape: str, folder: Path) -> tuple[int, int]:
     """Write the shape with random bfloat16 weights; the bytes of its files, and of its largest linear layer."""
     import torch
 
-    from hasten.bench.shapes import Subject
+    from hasten.bench.models import BenchmarkModel
     from hasten.model.save import save
 
-    model = Subject(shape=shape).build(dtype=torch.bfloat16, device="cpu", seed=0)
+    model = BenchmarkModel(shape=shape).build(dtype=torch.bfloat16, device="cpu", seed=0)
     save(model, folder)
     linears = [m.weight.nbytes for m in model.modules() if isinstance(m, torch.nn.Linear)]
     return sum(path.stat().st_size for path in folder.glob("*.safetensors")), max(linears)

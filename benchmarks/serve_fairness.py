@@ -47,10 +47,10 @@ class Fairness:
 
         import hasten
         from hasten.bench.report import write_json
-        from hasten.bench.shapes import SHAPES
         from hasten.machine import describe
         from hasten.model.families import read_config
         from hasten.model.initialize import initialize
+        from hasten.planning.shapes import SHAPES
 
         torch.set_num_threads(self.threads)
         model = hasten.fuse(initialize(read_config(SHAPES[self.shape]), seed=0, dtype=torch.bfloat16).eval())

@@ -17,20 +17,21 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from hasten.bench.train import TrainLadder, TrainRung, subject
+from hasten.bench.train import TrainLadder, TrainRung, recipe_and_config
 from hasten.machine import describe
 
 NOW = Path(__file__).resolve().parents[1] / "src"
-WAYS = ("native-bf16", "native-int8", "native-int4")
+NATIVE = ("native-bf16", "native-int8", "native-int4")
 # What a version's process does: set up a rung, then measure it once for each line that it is sent.
 PROCESS = """
-import importlib, json, os, sys
+import importlib, inspect, json, os, sys
 answers = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)  # what else is printed is no answer
 import torch
 torch.set_num_threads(int(sys.argv[1]))
 module, name = sys.argv[2].split(":")
-rung = getattr(importlib.import_module(module), name)(**json.loads(sys.argv[3]))
+setup, arguments = getattr(importlib.import_module(module), name), json.loads(sys.argv[3])
+rung = setup(**{name: arguments[name] for name in inspect.signature(setup).parameters if name in arguments})
 for line in sys.stdin:
     rung.measure() if line.strip() == "warm" else None
     print(json.dumps(rung.measure()), file=answers, flush=True)
@@ -65,11 +66,12 @@ class Version:
 
 
 def rungs(shape: str, compiled: str) -> dict[str, tuple[str, dict[str, Any]]]:
-    """By name: what sets a rung up, and its arguments, which every version knows. compiled: torch.compile's folder."""
+    """By name: what sets a rung up, and its arguments by the names of every version. compiled: torch.compile's folder."""
     common = {"device": "cpu", "compile_cache": compiled, "seed": 0, "dtype": "bfloat16"}
-    of_shape = {"subject": {"shape": shape, "folder": None}, "prompt_tokens": 512, "new_tokens": 32}
-    found = {way: ("hasten.bench.generate_rung:GenerateRung", common | of_shape | {"way": way}) for way in WAYS}
-    recipe, _ = subject(TrainLadder(shape="gpt2-124m", batch_size=2, sequence_length=256))
+    model = {"model": {"shape": shape}, "subject": {"shape": shape, "folder": None}}  # its name now, and before
+    common |= model | {"prompt_tokens": 512, "new_tokens": 32}
+    found = {name: ("hasten.bench.generate_rung:GenerateRung", common | {"rung": name, "way": name}) for name in NATIVE}
+    recipe, _ = recipe_and_config(TrainLadder(shape="gpt2-124m", batch_size=2, sequence_length=256))
     recipe = replace(recipe, techniques=replace(recipe.techniques, precision="bfloat16"))
     training = {"recipe": asdict(recipe), "shape": "gpt2-124m", "steps": 2, "device": "cpu", "compile_cache": compiled}
     return found | {"train-gpt2-124m": (f"{TrainRung.__module__}:{TrainRung.__name__}", training)}

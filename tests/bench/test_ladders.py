@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from hasten.bench import generate, train
+from hasten.bench import measure, train
 from hasten.bench.generate import COMPILED_QUANTIZED, NATIVE, RUNGS, GenerateLadder
 from hasten.bench.generate_rung import GenerateRung
 from hasten.bench.heads import HeadsLadder, grouped
 from hasten.bench.measure import Rung
-from hasten.bench.shapes import SHAPES, Subject
+from hasten.bench.models import BenchmarkModel
 from hasten.bench.train import TrainLadder, TrainRung
 from hasten.bench.train_rungs import possible, switched_on, techniques
 from hasten.cli.bench import LADDERS
@@ -20,12 +20,11 @@ from hasten.cli.main import main
 from hasten.errors import ConfigError, HastenError, ResourceError
 from hasten.machine import emulated
 from hasten.planning.cost import forward_flops_per_token, kv_bytes_per_token, parameters
-
-TINY = Subject(shape="tiny")
+from hasten.planning.shapes import SHAPES, shape_config
 
 
 def test_published_shapes_have_their_published_size() -> None:
-    counts = {name: parameters(Subject(shape=name).config()).total / 1e6 for name in SHAPES}
+    counts = {name: parameters(shape_config(name)).total / 1e6 for name in SHAPES}
     wanted = {"gpt2-124m": 124.4, "qwen3-0.6b": 596.0, "llama-7b": 6738.4, "llama-70b": 68976.6, "llama-1.1b": 1100.0}
     for name, millions in wanted.items():
         assert counts[name] == pytest.approx(millions, rel=1e-3), name
@@ -68,10 +67,10 @@ def test_generation_ladder_from_the_command_line(tmp_path: Path, capfd: pytest.C
     assert rows["native-int8"]["prefill_mfu"] > 0
 
 
-def make_rung(way: str, **changes: Any) -> GenerateRung:
+def make_rung(name: str, **changes: Any) -> GenerateRung:
     arguments: dict[str, Any] = {
-        "subject": {"shape": "tiny"},
-        "way": way,
+        "model": {"shape": "tiny"},
+        "rung": name,
         "dtype": "float32",
         "device": "cpu",
         "prompt_tokens": 9,
@@ -85,12 +84,12 @@ def make_rung(way: str, **changes: Any) -> GenerateRung:
 @pytest.mark.parametrize("batch", [1, 3])
 def test_every_rung_of_generation_gives_the_same_tokens(batch: int) -> None:
     found = {}
-    for way in ("no-cache", "static-cache"):
-        rung = make_rung(way, batch=batch)
+    for name in ("no-cache", "static-cache"):
+        rung = make_rung(name, batch=batch)
         tokens = [rung.streams[""].first_tokens()]
         for _ in range(3):
             tokens.append(rung.streams[""].next_tokens(tokens[-1]))
-        found[way] = tokens
+        found[name] = tokens
         assert rung.measure()["decode_tokens_per_second"] > 0
     assert found["no-cache"] == found["static-cache"]
     assert [len(tokens) for tokens in found["no-cache"]] == [batch] * 4
@@ -101,7 +100,7 @@ def test_further_rows_of_a_rung() -> None:
     rung = make_rung("native-int8", rows=rows)
     facts = rung.describe()
     own, many, longer = (each["bytes_per_token"] for each in (facts, facts["rows"]["x8"], facts["rows"]["c30"]))
-    token = kv_bytes_per_token(TINY.config(), 2)
+    token = kv_bytes_per_token(shape_config("tiny"), 2)
     cache = 11 * token  # 9 + 4 / 2 tokens on average, in bfloat16
     assert many - cache == pytest.approx((own - cache) / 8), "weights are read once for all, every cache by itself"
     assert longer - own == pytest.approx((30 - 9) * token)
@@ -154,8 +153,8 @@ def test_batches_and_contexts_from_the_command_line(capfd: pytest.CaptureFixture
 
 def test_a_first_batch_other_than_one_is_in_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
     rungs: list[Rung] = []
-    monkeypatch.setattr(generate, "run_ladder", lambda made, **_: rungs.extend(made) or {})
-    GenerateLadder(subject=TINY, prompt_tokens=12, batches=(4,), rungs=("no-cache", "static-cache-compiled")).run()
+    monkeypatch.setattr(measure, "run_ladder", lambda made, **_: rungs.extend(made) or {})
+    GenerateLadder(shape="tiny", prompt_tokens=12, batches=(4,), rungs=("no-cache", "static-cache-compiled")).run()
     assert [(rung.name, rung.twice) for rung in rungs] == [("no-cache-x4", False), ("static-cache-compiled-x4", True)]
     assert rungs[1].arguments["batch"] == 4
 
@@ -194,7 +193,7 @@ def test_training_rungs_differ_in_what_they_say() -> None:
     def rung(name: str) -> TrainRung:
         from dataclasses import replace
 
-        recipe, _ = train.subject(TrainLadder(shape="tiny", batch_size=1, sequence_length=8))
+        recipe, _ = train.recipe_and_config(TrainLadder(shape="tiny", batch_size=1, sequence_length=8))
         own = replace(recipe, techniques=techniques(name, CPU))
         return TrainRung(recipe=own.to_json(), shape="tiny", steps=1, device="cpu", compile_cache="")
 
@@ -220,10 +219,10 @@ def test_rungs_that_change_nothing_are_on_no_list() -> None:
 
 def test_a_model_of_characters_has_as_many_tokens_as_there_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    recipe, config = train.subject(TrainLadder(recipe="shakespeare-char"))
+    recipe, config = train.recipe_and_config(TrainLadder(recipe="shakespeare-char"))
     assert recipe.data.vocab_size == config.vocab_size == 65
     Path("shakespeare.txt").write_text("abc" * 50)
-    recipe, config = train.subject(TrainLadder(recipe="shakespeare-char"))
+    recipe, config = train.recipe_and_config(TrainLadder(recipe="shakespeare-char"))
     assert config.vocab_size == 3 + 2  # and the end of a text, and unknown characters
     small = replace(
         recipe, techniques=techniques("explicit-float32", CPU), data=replace(recipe.data, batch_size=1, context=8)
@@ -258,17 +257,17 @@ def test_emulated_bfloat16_is_measured_only_when_it_is_asked_for(monkeypatch: py
 
 def test_auto_of_the_generation_ladder_is_bfloat16_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[dict] = []
-    monkeypatch.setattr(generate, "run_ladder", lambda made, **rest: found.append(rest | {"made": made}) or {})
+    monkeypatch.setattr(measure, "run_ladder", lambda made, **rest: found.append(rest | {"made": made}) or {})
     for flags, dtype in ((("avx2",), "float32"), (("avx512_bf16",), "bfloat16")):
         monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
         monkeypatch.setattr("hasten.machine.precision._flags", lambda flags=flags: flags)
-        GenerateLadder(subject=TINY, rungs=("static-cache",), prompt_tokens=8, new_tokens=2).run()
+        GenerateLadder(shape="tiny", rungs=("static-cache",), prompt_tokens=8, new_tokens=2).run()
         assert found[-1]["settings"]["dtype"] == found[-1]["made"][0].arguments["dtype"] == "bfloat16"
         assert found[-1]["dtypes"] == (dtype,)
 
 
 def test_layer_dropping_runs_some_blocks_only() -> None:
-    recipe, _ = train.subject(TrainLadder(shape="tiny", batch_size=1, sequence_length=8))
+    recipe, _ = train.recipe_and_config(TrainLadder(shape="tiny", batch_size=1, sequence_length=8))
     own = replace(recipe, techniques=replace(techniques("layer-drop", CPU), compile=False, keep_memory=False))
     rung = TrainRung(recipe=own.to_json(), shape="tiny", steps=1, device="cpu", compile_cache="")
     assert rung.gates is not None
@@ -280,8 +279,8 @@ def test_layer_dropping_runs_some_blocks_only() -> None:
 
 def test_heads_change_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     rungs: list[Rung] = []
-    monkeypatch.setattr(generate, "run_ladder", lambda made, **_: rungs.extend(made) or {})
-    HeadsLadder(subject=TINY, prompt_tokens=16, new_tokens=3, compiled=False).run()
+    monkeypatch.setattr(measure, "run_ladder", lambda made, **_: rungs.extend(made) or {})
+    HeadsLadder(shape="tiny", prompt_tokens=16, new_tokens=3, eager=True).run()
     assert [rung.name for rung in rungs] == ["heads-mha", "heads-gqa", "heads-mqa"]
     assert rungs[1].techniques == ("eager", "static cache", "grouped-query: 2 key/value heads")
     found = []
@@ -300,18 +299,18 @@ def test_heads_change_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("make", "kind", "text"),
     [
-        (lambda: Subject(shape="llama-2b"), ConfigError, "no shape 'llama-2b'; known: tiny, llama-120m"),
-        (lambda: Subject(), ConfigError, "--shape NAME and --model"),
-        (lambda: Subject(folder="x", kv_heads=1), ConfigError, "use --shape"),
-        (lambda: GenerateLadder(subject=TINY, rungs=("fast",)).run(), ConfigError, "known: no-cache, static-cache"),
-        (lambda: GenerateLadder(subject=TINY, dtype="int3").run(), ConfigError, "dtype 'int3' is not known"),
-        (lambda: GenerateLadder(subject=TINY, prompt_tokens=600).run(), ConfigError, "512 positions"),
-        (lambda: GenerateLadder(subject=TINY, new_tokens=0).run(), ConfigError, "2 new tokens are needed"),
-        (lambda: GenerateLadder(subject=TINY, contexts=(16, 600)).run(), ConfigError, "600 prompt .* 512 positions"),
-        (lambda: GenerateLadder(subject=TINY, batches=(1, 1)).run(), ConfigError, "--batches takes different .* 1, 1"),
-        (lambda: GenerateLadder(subject=TINY, batches=()).run(), ConfigError, "at least one"),
-        (lambda: GenerateLadder(subject=TINY, contexts=(0,)).run(), ConfigError, "--contexts takes .* found 0"),
-        (lambda: HeadsLadder(subject=Subject(folder="x")).run(), ConfigError, "use --shape"),
+        (lambda: BenchmarkModel(shape="llama-2b"), ConfigError, "no shape 'llama-2b'; known: tiny, llama-120m"),
+        (lambda: BenchmarkModel(), ConfigError, "--shape NAME and --model"),
+        (lambda: BenchmarkModel(model="x", kv_heads=1), ConfigError, "use --shape"),
+        (lambda: GenerateLadder(shape="tiny", rungs=("fast",)).run(), ConfigError, "known: no-cache, static-cache"),
+        (lambda: GenerateLadder(shape="tiny", dtype="int3").run(), ConfigError, "dtype 'int3' is not known"),
+        (lambda: GenerateLadder(shape="tiny", prompt_tokens=600).run(), ConfigError, "512 positions"),
+        (lambda: GenerateLadder(shape="tiny", new_tokens=0).run(), ConfigError, "2 new tokens are needed"),
+        (lambda: GenerateLadder(shape="tiny", contexts=(16, 600)).run(), ConfigError, "600 prompt .* 512 positions"),
+        (lambda: GenerateLadder(shape="tiny", batches=(1, 1)).run(), ConfigError, "--batches takes different .* 1, 1"),
+        (lambda: GenerateLadder(shape="tiny", batches=()).run(), ConfigError, "at least one"),
+        (lambda: GenerateLadder(shape="tiny", contexts=(0,)).run(), ConfigError, "--contexts takes .* found 0"),
+        (lambda: HeadsLadder(model="x").run(), ConfigError, "use --shape"),
         (lambda: TrainLadder(shape="tiny", recipe="demo").run(), ConfigError, "one of --shape NAME and --recipe"),
         (lambda: TrainLadder(recipe="finetune").run(), ConfigError, "known: demo"),
         (lambda: TrainLadder(shape="tiny", batch_size=0).run(), ConfigError, "found 0 and"),
@@ -334,10 +333,9 @@ def test_a_model_that_does_not_fit_is_refused_before_anything_is_allocated(monke
         raise AssertionError("a process was started")
 
     monkeypatch.setattr("hasten.machine.available_memory", lambda device: 20 << 30)
-    monkeypatch.setattr(generate, "run_ladder", never)
-    monkeypatch.setattr(train, "run_ladder", never)
+    monkeypatch.setattr(measure, "run_ladder", never)
     with pytest.raises(ResourceError, match=r"llama-70b .* needs about 1\d\d.\d GB on cpu \(138.0 GB weights"):
-        GenerateLadder(subject=Subject(shape="llama-70b"), device="cpu").run()
+        GenerateLadder(shape="llama-70b", device="cpu").run()
     with pytest.raises(ResourceError, match=r"training llama-7b .* 21.5 GB are free"):
         TrainLadder(shape="llama-7b", device="cpu").run()
 
@@ -346,8 +344,8 @@ def test_without_a_compiler_the_compiled_rung_says_so(monkeypatch: pytest.Monkey
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
     rungs: list[Rung] = []
-    monkeypatch.setattr(generate, "run_ladder", lambda made, **_: rungs.extend(made) or {})
-    GenerateLadder(subject=TINY, prompt_tokens=8, new_tokens=2, device="cpu").run()
+    monkeypatch.setattr(measure, "run_ladder", lambda made, **_: rungs.extend(made) or {})
+    GenerateLadder(shape="tiny", prompt_tokens=8, new_tokens=2, device="cpu").run()
     GenerateRung(**rungs[1].arguments)
     with pytest.raises(ResourceError, match="needs a C\\+\\+ compiler on a CPU and none is here"):  # an error row
         GenerateRung(**rungs[2].arguments)
@@ -390,6 +388,6 @@ def test_a_quantized_checkpoint_is_measured_as_it_is(
 
 @pytest.mark.parametrize("name", ["native-int8", "native-bf16", "static-cache-compiled-int8"])
 def test_rungs_that_a_quantized_checkpoint_cannot_become(quantized_folder: Path, name: str) -> None:
-    ladder = GenerateLadder(subject=Subject(folder=str(quantized_folder)), rungs=(name,))
+    ladder = GenerateLadder(model=str(quantized_folder), rungs=(name,))
     with pytest.raises(ConfigError, match=f"are int4 already, which cannot become the rung '{name}'"):
         ladder.run(show_progress=False)

@@ -32,7 +32,7 @@ def test_the_search_finds_the_largest_that_fits_with_few_tries(true, most):
 def test_a_process_that_may_take_too_little_does_not_fit():
     told = []
     found = {}
-    for memory in (1 << 20, 512 << 20):
+    for memory in (2**-10, 0.5):
         report = LargestBatch(shape="tiny", memory=memory, rungs=("flash",), device="cpu", threads=1, most=1).run(
             tell=told.append
         )
@@ -44,7 +44,7 @@ def test_a_process_that_may_take_too_little_does_not_fit():
 
 def test_a_refusal_is_known_by_what_passes_without_the_limit(monkeypatch):
     monkeypatch.setattr("hasten.bench.largest_batch.REFUSALS", ())
-    report = LargestBatch(shape="tiny", memory=1 << 20, rungs=("flash",), device="cpu", threads=1, most=1).run()
+    report = LargestBatch(shape="tiny", memory=2**-10, rungs=("flash",), device="cpu", threads=1, most=1).run()
     assert report["rows"][0]["largest_batch"] == 0
 
 
@@ -59,7 +59,7 @@ def test_an_unfamiliar_failure_is_the_limits_only_if_it_goes_away_without_one(fr
         return limited if arguments["memory"] else free
 
     monkeypatch.setattr(LargestBatch, "_failure", failure)
-    search = LargestBatch(shape="tiny", memory=1 << 20, rungs=("flash",), device="cpu", most=1)
+    search = LargestBatch(shape="tiny", memory=2**-10, rungs=("flash",), device="cpu", most=1)
     if free is None:
         assert search.run()["rows"][0]["largest_batch"] == 0
     else:
@@ -70,7 +70,7 @@ def test_an_unfamiliar_failure_is_the_limits_only_if_it_goes_away_without_one(fr
 
 def test_what_cannot_be_searched_is_refused():
     with pytest.raises(ConfigError, match="at least 1"):
-        LargestBatch(shape="tiny", memory=0).run()
+        LargestBatch(shape="tiny", most=0).run()
     with pytest.raises(ConfigError, match="no recipe 'x' to race with; known: demo"):
         Race(recipe="x").run()
     for change, named in (
@@ -102,7 +102,7 @@ def test_a_race_on_a_text_that_is_not_there_fails_at_once(tmp_path, capsys):
 def test_commands_of_which_nothing_succeeded_say_so(monkeypatch):
     monkeypatch.setattr(Race, "run", lambda race: {"rows": [{"name": "math", "error": "failed"}]})
     monkeypatch.setattr("hasten.bench.table.print_ladder", lambda report: None)
-    monkeypatch.setattr(LargestBatch, "run", lambda search, tell: {"rows": [{"name": "math", "largest_batch": 0}]})
+    monkeypatch.setattr(LargestBatch, "run", lambda search: {"rows": [{"name": "math", "largest_batch": 0}]})
     for command in (["race"], ["batch", "--shape", "tiny"]):
         with pytest.raises(SystemExit) as ended:
             main(["bench", *command])

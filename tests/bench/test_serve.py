@@ -77,7 +77,7 @@ def test_figures_are_what_the_definitions_say():
     after = {"prefix_queries": 30.0, "prefix_hits": 10.0}
     samples = [{"running": 1, "blocks": 10, "cache_usage": 0.3, "blocks_saved": 1}, {"running": 0, "cache_usage": 0.0}]
     load = Load(Workload(), 1.0, [first, second, failed], before, after, samples)
-    found = load.summary(LatencyLimits(ttft_ms=600))
+    found = load.summary(LatencyLimits(goodput_ttft_ms=600))
     assert (found["completed"], found["failed"]) == (2, 1)
     assert found["output_tokens_per_second"] == pytest.approx(7 / 4)
     assert found["goodput"] == pytest.approx(1 / 4)

@@ -8,11 +8,11 @@ import torch
 from torch._dynamo.utils import counters
 
 import hasten
-from hasten.bench.shapes import Subject
 from hasten.generation.compiled import compile_blocks
 from hasten.generation.decoder import Decoder
 from hasten.model.initialize import initialize
 from hasten.model.transformer import Transformer
+from hasten.planning.shapes import shape_config
 
 # how the model is made -> graphs: one for all blocks, one for the head; of fused blocks the first takes the
 # embedding's bfloat16, the others the float32 that flows between them
@@ -29,7 +29,7 @@ def fresh_compiler() -> Iterator[None]:
 
 def make(way: str) -> Transformer:
     dtype = torch.float32 if way == "float32" else torch.bfloat16
-    model = initialize(Subject(shape="tiny").config(), seed=0, dtype=dtype).eval()
+    model = initialize(shape_config("tiny"), seed=0, dtype=dtype).eval()
     if way.endswith("int8"):
         hasten.quantize(model, hasten.Int8(lm_head="same"))
     if way.endswith("int4"):

@@ -9,19 +9,21 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from hasten.bench.child import Child, ChildError
+from hasten.bench.measure import say
 from hasten.bench.worker import Task
 from hasten.errors import ConfigError
+from hasten.machine import Threads, thread_count
 
 if TYPE_CHECKING:
     from hasten.ops.attention import AttentionRequest
 
-LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 EXPLICIT = {"reference": 4, "math": 4}  # kernels that write all scores to memory, and how many copies a gradient needs
 LEAST_SECONDS = 0.2  # of one measurement: short calls are repeated
 PHASES = ("forward", "forward_backward")
@@ -33,13 +35,34 @@ class AttentionCall:
     """The call that is measured, but for its length. Pickles into child processes."""
 
     batch: int = 1
+    """Sequences."""
     heads: int = 8
-    kv_heads: int = 8
+    """Query heads."""
+    kv_heads: int | None = None
+    """Key/value heads; as many as query heads by default."""
     head_dim: int = 64
-    dtype: str = "float32"
+    """Head size."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Of q, k and v."""
     causal: bool = True
-    device: str = "cpu"
-    gradient: bool = True
+    """A query sees the keys up to its own position."""
+    backward: bool = True
+    """Also the backward pass."""
+    device: str = "auto"
+    """auto, cpu, cuda or cuda:INDEX."""
+
+    def resolved(self) -> AttentionCall:
+        """The same with its device and its key/value heads named. Raises ConfigError for heads that cannot be."""
+        from hasten.machine import resolve_device
+
+        kv_heads = self.heads if self.kv_heads is None else self.kv_heads
+        if min(self.batch, self.heads, kv_heads, self.head_dim) < 1 or self.heads % kv_heads:
+            raise ConfigError("--batch, --heads, --kv-heads and --head-dim start at 1, and heads are shared evenly")
+        return replace(self, kv_heads=kv_heads, device=str(resolve_device(self.device)))
+
+    @property
+    def phases(self) -> tuple[str, ...]:
+        return PHASES if self.backward else PHASES[:1]
 
     def request(self, tokens: int) -> AttentionRequest:
         import torch
@@ -49,7 +72,7 @@ class AttentionCall:
 
         spec = AttentionSpec(
             heads=self.heads,
-            kv_heads=self.kv_heads,
+            kv_heads=self.kv_heads or self.heads,
             head_dim=self.head_dim,
             scale=self.head_dim**-0.5,
             causal=self.causal,
@@ -61,7 +84,7 @@ class AttentionCall:
             batch=self.batch,
             queries=tokens,
             keys=tokens,
-            gradient=self.gradient,
+            gradient=self.backward,
         )
 
     def flops(self, tokens: int) -> float:
@@ -69,41 +92,72 @@ class AttentionCall:
         return 4 * self.batch * self.heads * self.head_dim * tokens**2 * (0.5 if self.causal else 1)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class AttentionGrowth:
-    """What to measure. kernels: () for all that serve the call.
+    """Attention: time and peak memory of every kernel against the length, as a table, JSON and two pictures."""
 
-    point_seconds: a kernel is not asked for a length that will take longer, judged by the length before.
-    """
-
-    call: AttentionCall = AttentionCall()
-    lengths: tuple[int, ...] = LENGTHS
+    call: AttentionCall = field(default_factory=AttentionCall)
+    """What is called."""
+    lengths: tuple[int, ...] = (512, 1024, 2048, 4096, 8192, 16384)
+    """Tokens (T = S)."""
     kernels: tuple[str, ...] = ()
+    """Only these, separated by commas; all that serve the call by default."""
     rounds: int = 3
-    threads: int | None = None
-    seed: int = 0
+    """Every kernel is measured once in each round; the median counts."""
     point_seconds: float = 60.0
+    """A kernel is not asked for a length that will take longer than this."""
+    threads: Threads = "auto"
+    """CPU threads; auto is one for each physical core that this process may use."""
+    seed: int = 0
+    """Decides the random inputs."""
 
-    def run(self, *, progress: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
+    def run(self, *, progress: Callable[[str], None] = say) -> dict[str, Any]:
         """Measure and return the report. Raises ConfigError for kernels that are unknown or cannot serve the call."""
-        from hasten.machine import describe
+        from hasten.machine import available_cores, describe
 
         if not self.lengths or min(self.lengths) < 1 or self.rounds < 1:
             raise ConfigError(f"lengths and rounds start at 1; found {self.lengths} and {self.rounds}")
+        threads = thread_count(self.threads) or available_cores().physical
+        return replace(self, call=self.call.resolved(), threads=threads)._run(progress, describe().to_json())
+
+    def _run(self, progress: Callable[[str], None], machine: dict[str, Any]) -> dict[str, Any]:
         points: list[dict[str, Any]] = []
         names, absent = self._kernels()
         for tokens in sorted(self.lengths):
             points += self._length(names, tokens, points, progress)
+        call = asdict(self.call)
+        call["gradient"] = call.pop("backward")
         return {
             "schema": 1,
             "kind": "attention",
-            "machine": describe().to_json(),
-            "settings": asdict(self.call)
+            "machine": machine,
+            "settings": call
             | {"lengths": sorted(self.lengths), "rounds": self.rounds, "threads": self.threads, "seed": self.seed},
             "points": points,
             "growth": growth(points),
             "absent": absent,
         }
+
+    def pictures(self, name: str) -> tuple[str, ...]:
+        """NAME-time.png and NAME-memory.png. Raises ConfigError for a name that ends as another kind of picture."""
+        path = Path(name)
+        if path.suffix not in ("", ".png") and not path.suffix[1:].isdigit():
+            raise ConfigError(f"--picture is {name}; the pictures are PNG: give a name that ends so, or no ending")
+        stem = path.with_suffix("") if path.suffix == ".png" else path
+        return tuple(f"{stem}-{what}.png" for what in ("time", "memory"))
+
+    def draw(self, report: Mapping[str, Any], *paths: str | Path) -> None:
+        """Time and memory against the length, as two PNGs."""
+        from hasten.bench.attention_picture import draw_growth
+
+        draw_growth(report, *paths)
+
+    def show(self, report: Mapping[str, Any]) -> bool:
+        """Print the table to standard error; whether any kernel could be measured."""
+        from hasten.bench.table import print_growth
+
+        print_growth(report)
+        return any("rounds" in point for point in report["points"])
 
     def _kernels(self) -> tuple[list[str], dict[str, str]]:
         from hasten.ops.attention import KERNELS
@@ -187,7 +241,7 @@ class AttentionGrowth:
         from hasten.machine import available_memory
 
         scores = 4 * self.call.batch * self.call.heads * tokens**2
-        need = EXPLICIT.get(name, 0) * scores * (2 if self.call.gradient else 1) // 2
+        need = EXPLICIT.get(name, 0) * scores * (2 if self.call.backward else 1) // 2
         free = available_memory(self.call.device)
         if need > 0.9 * free:
             return f"it needs about {format_value(need, 'bytes')}, {format_value(free, 'bytes')} are free"
@@ -215,7 +269,7 @@ class AttentionRung:
         self.request = self.call.request(tokens)
         self.run = pick(KERNELS, self.request, forced=kernel).run
         self.inputs = self._inputs(WARM_TOKENS)
-        for phase in PHASES if self.call.gradient else PHASES[:1]:
+        for phase in self.call.phases:
             self._once(phase)
         reset_peak_memory(self.call.device)
         self.baseline = process_memory() if self.call.device == "cpu" else 0
@@ -228,7 +282,7 @@ class AttentionRung:
         return [
             torch.randn(
                 call.batch, tokens, heads, call.head_dim, dtype=self.request.dtype, device=self.device
-            ).requires_grad_(call.gradient)
+            ).requires_grad_(call.backward)
             for heads in (call.heads, call.kv_heads, call.kv_heads)
         ]
 
@@ -250,7 +304,7 @@ class AttentionRung:
         from hasten.machine import peak_memory
 
         found: dict[str, float] = {}
-        for phase in PHASES if self.call.gradient else PHASES[:1]:
+        for phase in self.call.phases:
             calls, start = 1, time.perf_counter()
             self._once(phase)
             if time.perf_counter() - start < LEAST_SECONDS:  # it was the warm-up

@@ -19,10 +19,10 @@ import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from hasten.bench.measure import Rung, run_ladder
-from hasten.bench.shapes import ELEMENT_BYTES, Subject, check_fits, choose_rungs
+from hasten.bench.measure import Ladder, Rung
+from hasten.bench.models import ELEMENT_BYTES, BenchmarkModel, check_fits, choose_rungs
 from hasten.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
+class DecodeMode:
     """How a rung generates. weights: "bfloat16", "int8" or "int4" whatever the ladder's dtype is; None: that dtype."""
 
     techniques: tuple[str, ...]
@@ -42,80 +42,75 @@ class Way:
 
 COMPILED = ("static cache", "torch.compile")
 NATIVE_STEPS = ("static cache", "native fused steps")
-RUNGS: Mapping[str, Way] = {
-    "no-cache": Way(techniques=("eager",), cache=False),
-    "static-cache": Way(techniques=("eager", "static cache")),
-    "static-cache-compiled": Way(techniques=COMPILED, compiled=True),
-    "static-cache-compiled-int8": Way(techniques=(*COMPILED, "int8"), compiled=True, weights="int8"),
-    "static-cache-compiled-int4": Way(techniques=(*COMPILED, "int4"), compiled=True, weights="int4"),
-    "native-bf16": Way(techniques=NATIVE_STEPS, fused=True, weights="bfloat16"),
-    "native-int8": Way(techniques=(*NATIVE_STEPS, "int8"), fused=True, weights="int8"),
-    "native-int4": Way(techniques=(*NATIVE_STEPS, "int4"), fused=True, weights="int4"),
+RUNGS: Mapping[str, DecodeMode] = {
+    "no-cache": DecodeMode(techniques=("eager",), cache=False),
+    "static-cache": DecodeMode(techniques=("eager", "static cache")),
+    "static-cache-compiled": DecodeMode(techniques=COMPILED, compiled=True),
+    "static-cache-compiled-int8": DecodeMode(techniques=(*COMPILED, "int8"), compiled=True, weights="int8"),
+    "static-cache-compiled-int4": DecodeMode(techniques=(*COMPILED, "int4"), compiled=True, weights="int4"),
+    "native-bf16": DecodeMode(techniques=NATIVE_STEPS, fused=True, weights="bfloat16"),
+    "native-int8": DecodeMode(techniques=(*NATIVE_STEPS, "int8"), fused=True, weights="int8"),
+    "native-int4": DecodeMode(techniques=(*NATIVE_STEPS, "int4"), fused=True, weights="int4"),
 }
-NATIVE = tuple(name for name, way in RUNGS.items() if way.fused)
+NATIVE = tuple(name for name, mode in RUNGS.items() if mode.fused)
 # Where the native steps are, the compiler's rungs on quantized weights are measured only when they are asked for.
-COMPILED_QUANTIZED = tuple(name for name, way in RUNGS.items() if way.compiled and way.weights)
+COMPILED_QUANTIZED = tuple(name for name, mode in RUNGS.items() if mode.compiled and mode.weights)
 TEXT_BYTES = 200_000  # of a text that is scored
 PROCESS_BYTES = 400 << 20  # what a process keeps besides the model: libraries, the compiler's graphs, the logits
 LARGEST_PREFILL = 4096  # tokens that a prompt is taken in by
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerateLadder:
-    """What to measure. rungs: some of RUNGS, () for all that belong to the device.
+@dataclass(frozen=True, kw_only=True)
+class GenerateLadder(Ladder):
+    """Generation: no cache, static cache, static cache + torch.compile, native steps in bf16, int8, int4; greedy."""
 
-    dtype: of the weights; "auto" is bfloat16. Where the processor only emulates its products, readable rungs multiply
-    in float32, as a loaded model does, and every row says in which dtype (`matrix_dtype`, and why in `precision`).
-
-    new_tokens: decoded by each sequence in each round (no-cache: at most 2). batches: numbers of sequences decoded at
-    once. contexts: other lengths of the prompt after which decoding is measured too. text: a source (file, folder,
-    glob, "stdlib") whose perplexity each rung reports, on its first TEXT_BYTES.
-    """
-
-    subject: Subject
-    dtype: str = "auto"
+    title: ClassVar[str] = "Generation ladder"
+    shape: str | None = None
+    """A named shape with random weights: llama-120m, llama-1.1b, gpt2-124m, qwen3-0.6b, llama-7b, llama-70b, tiny."""
+    model: str | None = None
+    """A Hugging Face folder or hub id instead of a shape."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Of the weights (auto: bfloat16); products are in it too, or in float32 where the processor only emulates it."""
     prompt_tokens: int = 512
+    """The context after which every rung decodes."""
     new_tokens: int = 64
+    """Tokens that each sequence decodes in each round (2 at most without a cache, where each costs a whole prompt)."""
     batches: tuple[int, ...] = (1,)
+    """Numbers of sequences decoded at once, separated by commas: 1,8 also measures 8 rows, beside one."""
     contexts: tuple[int, ...] = ()
+    """Also decode after prompts of these lengths, separated by commas, each held against the first: 16,2048."""
     text: str | None = None
-    rounds: int = 5
-    warmup: int = 1
-    rungs: tuple[str, ...] = ()
-    device: str = "auto"
-    threads: int | None = None
-    seed: int = 0
-    limit_seconds: float = 0.3
+    """Also report each rung's perplexity on this text (a file, folder, glob or stdlib); needs --model."""
+
+    @property
+    def source(self) -> BenchmarkModel:
+        """The model. Raises ConfigError unless one of shape and model is given."""
+        return BenchmarkModel(shape=self.shape, model=self.model)
 
     def run(self, *, show_progress: bool = True) -> dict[str, Any]:
         """Measure and return the report. Raises ConfigError or ResourceError before anything is allocated."""
         from hasten.machine import resolve_device
 
         names = choose_rungs(RUNGS, self.rungs)
-        if self.text is not None and self.subject.folder is None:
-            raise ConfigError("random weights predict no text; give --text with --model")
-        stored = self.subject.quantized()
+        stored = self.source.quantized()
         if stored is not None:
             names = _rungs_of_quantized(self, names, stored)
         elif not self.rungs:
             others = COMPILED_QUANTIZED if resolve_device(self.device).type == "cpu" else NATIVE
             names = [name for name in names if name not in others]
-        return measure(
-            self,
-            {name: (self.subject, name, RUNGS[name].techniques) for name in names},
-            show_progress=show_progress,
-        )
+        rungs = {name: (self.source, name, RUNGS[name].techniques) for name in names}
+        return measure(self, rungs, show_progress=show_progress)
 
 
 def _rungs_of_quantized(ladder: GenerateLadder, names: list[str], stored: str) -> list[str]:
     """Of a checkpoint that is quantized: what runs it as it is; by default eager, and the native or compiled steps."""
     from hasten.machine import resolve_device
 
-    possible = [name for name, way in RUNGS.items() if way.weights in (None, stored)]
+    possible = [name for name, mode in RUNGS.items() if mode.weights in (None, stored)]
     refused = [name for name in names if name not in possible]
     if ladder.rungs and refused:
         raise ConfigError(
-            f"the weights of {ladder.subject.name} are {stored} already, which cannot become the rung {refused[0]!r}; "
+            f"the weights of {ladder.source.name} are {stored} already, which cannot become the rung {refused[0]!r}; "
             f"possible: {', '.join(possible)}. The original checkpoint has them all"
         )
     fast = "native" if resolve_device(ladder.device).type == "cpu" else "static-cache-compiled"
@@ -123,7 +118,7 @@ def _rungs_of_quantized(ladder: GenerateLadder, names: list[str], stored: str) -
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Point:
+class DecodeCase:
     """So many sequences at once after prompts of so many tokens."""
 
     batch: int
@@ -131,17 +126,17 @@ class Point:
     ratio_to: str = ""  # the ending of the row that this one is held against
 
 
-def further_rows(ladder: GenerateLadder) -> dict[str, Point]:
+def further_rows(ladder: GenerateLadder) -> dict[str, DecodeCase]:
     """The rows of a rung besides its own, by the ending of their names: each further batch, and each context, alone."""
     first, *more = ladder.batches
-    found = {f"x{batch}": Point(batch=batch, prompt_tokens=ladder.prompt_tokens) for batch in more}
+    found = {f"x{batch}": DecodeCase(batch=batch, prompt_tokens=ladder.prompt_tokens) for batch in more}
     for context in ladder.contexts:
-        found[f"c{context}"] = Point(batch=first, prompt_tokens=context, ratio_to=f"c{ladder.contexts[0]}")
+        found[f"c{context}"] = DecodeCase(batch=first, prompt_tokens=context, ratio_to=f"c{ladder.contexts[0]}")
     return found
 
 
 def measure(
-    ladder: GenerateLadder, rungs: Mapping[str, tuple[Subject, str, tuple[str, ...]]], *, show_progress: bool
+    ladder: GenerateLadder, rungs: Mapping[str, tuple[BenchmarkModel, str, tuple[str, ...]]], *, show_progress: bool
 ) -> dict[str, Any]:
     """Run rungs given by name as (model, which of RUNGS it is measured as, its techniques)."""
     from hasten.machine import emulated, resolve_device
@@ -153,13 +148,13 @@ def measure(
     wide = emulated(ladder.dtype, device) is not None
     made = []
     with tempfile.TemporaryDirectory(prefix="hasten-compile-") as cache:
-        for name, (subject, way, techniques) in rungs.items():
-            how = RUNGS[way]
+        for name, (model, rung, techniques) in rungs.items():
+            mode = RUNGS[rung]
             # Without a cache a token costs a whole prompt: eight of them, or a longer one, would show nothing new.
-            rows = further_rows(ladder) if how.cache else {}
+            rows = further_rows(ladder) if mode.cache else {}
             arguments = {
-                "subject": asdict(subject),
-                "way": way,
+                "model": asdict(model),
+                "rung": rung,
                 "dtype": ladder.dtype,
                 "device": device,
                 "batch": ladder.batches[0],
@@ -170,21 +165,21 @@ def measure(
                 "seed": ladder.seed,
                 "compile_cache": os.path.join(cache, name),
             }
-            parts = _memory(subject.config(), ladder, list(rows.values()), wide=wide)
-            if subject.quantized() is not None:
-                parts["weights"] = subject.stored_bytes()
-            memory = check_fits(f"{subject.name} in {ladder.dtype}", parts, device)
+            parts = _memory(model.config(), ladder, list(rows.values()), wide=wide)
+            if model.quantized() is not None:
+                parts["weights"] = model.stored_bytes()
+            memory = check_fits(f"{model.name} in {ladder.dtype}", parts, device)
             shown = name if ladder.batches[0] == 1 else f"{name}-x{ladder.batches[0]}"
             setup = "hasten.bench.generate_rung:GenerateRung"
-            made.append(Rung(shown, techniques, setup, arguments, memory, twice=how.compiled))
-        quantized = ladder.subject.quantized() is not None
-        quantized = quantized or any(RUNGS[way].weights in ("int8", "int4") for _, way, _ in rungs.values())
-        return run_ladder(
+            made.append(Rung(shown, techniques, setup, arguments, memory, twice=mode.compiled))
+        quantized = ladder.source.quantized() is not None
+        quantized = quantized or any(RUNGS[rung].weights in ("int8", "int4") for _, rung, _ in rungs.values())
+        return ladder.measure(
             made,
             kind="generate",
             settings={
-                "model": f"{ladder.subject.name}, {ladder.dtype}, {ladder.prompt_tokens} prompt tokens",
-                "weights": "checkpoint" if ladder.subject.folder else "random",
+                "model": f"{ladder.source.name}, {ladder.dtype}, {ladder.prompt_tokens} prompt tokens",
+                "weights": "checkpoint" if ladder.model else "random",
                 "dtype": ladder.dtype,
                 "batch": ladder.batches[0],
                 "batches": list(ladder.batches),
@@ -194,19 +189,16 @@ def measure(
                 "text_bytes": None if ladder.text is None else TEXT_BYTES,
             },
             device=device,
-            threads=ladder.threads,
-            seed=ladder.seed,
-            rounds=ladder.rounds,
-            warmup=ladder.warmup,
             dtypes=("float32" if wide else ladder.dtype, *(("int8",) if quantized else ())),
-            limit_seconds=ladder.limit_seconds,
             show_progress=show_progress,
         )
 
 
 def _check(ladder: GenerateLadder) -> None:
     """Raise ConfigError for what cannot be measured, before anything is allocated."""
-    config = ladder.subject.config()
+    config = ladder.source.config()
+    if ladder.text is not None and ladder.model is None:
+        raise ConfigError("random weights predict no text; give --text with --model")
     if ladder.dtype not in ELEMENT_BYTES:
         raise ConfigError(f"dtype {ladder.dtype!r} is not known; use one of {', '.join(ELEMENT_BYTES)}")
     for option, numbers in (("--batches", ladder.batches), ("--contexts", ladder.contexts)):
@@ -222,11 +214,11 @@ def _check(ladder: GenerateLadder) -> None:
     if longest + ladder.new_tokens > config.max_positions:
         raise ConfigError(
             f"{longest} prompt and {ladder.new_tokens} new tokens do not fit the {config.max_positions} positions of "
-            f"{ladder.subject.name}; lower --prompt-tokens, --contexts or --new-tokens"
+            f"{ladder.source.name}; lower --prompt-tokens, --contexts or --new-tokens"
         )
 
 
-def _memory(config: ModelConfig, ladder: GenerateLadder, rows: Sequence[Point], *, wide: bool) -> dict[str, int]:
+def _memory(config: ModelConfig, ladder: GenerateLadder, rows: Sequence[DecodeCase], *, wide: bool) -> dict[str, int]:
     """Bytes of one rung, by what needs them. wide: readable blocks compute in float32, and keep their cache in it."""
     from hasten.planning.cost import kv_bytes_per_token, parameters
 

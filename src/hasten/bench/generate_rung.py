@@ -6,8 +6,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from hasten.bench.generate import RUNGS, TEXT_BYTES, Way
-from hasten.bench.shapes import ELEMENT_BYTES, Subject, require_compiler
+from hasten.bench.generate import RUNGS, TEXT_BYTES, DecodeMode
+from hasten.bench.models import ELEMENT_BYTES, BenchmarkModel, require_compiler
 from hasten.bench.stream import Stream
 
 # A token without a cache costs as much as the whole prompt: few are enough for the same precision.
@@ -20,8 +20,8 @@ class GenerateRung:
     def __init__(
         self,
         *,
-        subject: Mapping[str, Any],
-        way: str,
+        model: Mapping[str, Any],
+        rung: str,
         dtype: str,
         device: str,
         prompt_tokens: int,
@@ -35,24 +35,24 @@ class GenerateRung:
         from hasten.generation.compiled import compile_blocks
         from hasten.machine import emulated, resolve_dtype
 
-        self.way = RUNGS[way]
-        if self.way.compiled:
+        self.mode = RUNGS[rung]
+        if self.mode.compiled:
             require_compiler(device)
             # A folder of the rung's own: compiled for the first time, as on a machine that has never run it.
             os.environ["TORCHINDUCTOR_CACHE_DIR"] = compile_cache
-        self.dtype = dtype if self.way.weights is None else "bfloat16"
-        self.model = Subject(**subject).build(dtype=resolve_dtype(self.dtype), device=device, seed=seed)
+        self.dtype = dtype if self.mode.weights is None else "bfloat16"
+        self.model = BenchmarkModel(**model).build(dtype=resolve_dtype(self.dtype), device=device, seed=seed)
         self.config = self.model.config
         self.weight_bytes: float = ELEMENT_BYTES[self.dtype]
         # Native kernels of a processor without such products compute in float32 too.
         self.matrix_dtype = self.dtype if emulated(self.dtype, device) is None else "float32"
-        if self.way.weights is not None or self.model.quantization is not None:
-            self.pack(self.way)
+        if self.mode.weights is not None or self.model.quantization is not None:
+            self.pack(self.mode)
         self.perplexity = None if text is None else self.score(text)
-        if self.way.compiled:
+        if self.mode.compiled:
             compile_blocks(self.model)
         self.new_tokens = new_tokens  # the same for all rungs, where the bytes of a mean token are counted
-        decoded = new_tokens if self.way.cache else min(new_tokens, NO_CACHE_TOKENS)
+        decoded = new_tokens if self.mode.cache else min(new_tokens, NO_CACHE_TOKENS)
         self.rows = {"": {"batch": batch, "prompt_tokens": prompt_tokens}} | {
             k: dict(v) for k, v in (rows or {}).items()
         }
@@ -63,14 +63,14 @@ class GenerateRung:
                 prompt_tokens=row["prompt_tokens"],
                 new_tokens=decoded,
                 seed=seed,
-                cache=self.way.cache,
-                compiled=self.way.compiled,
+                cache=self.mode.cache,
+                compiled=self.mode.compiled,
                 keep_prompt=bool(ending),
             )
             for ending, row in self.rows.items()
         }
 
-    def pack(self, way: Way) -> None:
+    def pack(self, mode: DecodeMode) -> None:
         """Quantize, where the checkpoint is not, and fuse as the rung says; count the bytes that a weight now takes.
 
         Scales are among them.
@@ -82,12 +82,12 @@ class GenerateRung:
 
         if self.model.quantization is not None:
             pass  # by the checkpoint, in the format of this rung: the ladder has asked
-        elif way.weights == "int8":
+        elif mode.weights == "int8":
             quantize(self.model, Int8(lm_head="same"))
-        elif way.weights == "int4":
+        elif mode.weights == "int4":
             # Which scales are chosen changes the error, not the speed.
             quantize(self.model, Int4(lm_head="same", search="minmax"))
-        if way.fused:
+        if mode.fused:
             fuse(self.model)
         layers = [module for module in self.model.modules() if isinstance(module, PackedLinear)]
         total = sum(buffer.nbytes for layer in layers for buffer in layer.buffers())

@@ -11,34 +11,36 @@ Each is a model of its own: with fewer key/value heads the k and v projections a
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from hasten.bench.generate import GenerateLadder, measure
-from hasten.bench.shapes import choose_rungs
+from hasten.bench.models import choose_rungs
 from hasten.errors import ConfigError
 
 NAMES = {"heads-mha": "multi-head", "heads-gqa": "grouped-query", "heads-mqa": "multi-query"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class HeadsLadder(GenerateLadder):
-    """A generation ladder whose rungs differ in the number of key/value heads. compiled: the decode step is."""
+    """Attention heads: one shape with all, grouped and one key/value head; bytes of cache per token, and speed."""
 
+    title: ClassVar[str] = "Attention heads"
     prompt_tokens: int = 2048
-    compiled: bool = True
+    """The context after which every rung decodes."""
+    eager: bool = False
+    """Do not compile."""
 
     def run(self, *, show_progress: bool = True) -> dict[str, Any]:
         """Measure and return the report. Raises ConfigError or ResourceError before anything is allocated."""
-        if self.subject.folder is not None:
+        if self.model is not None:
             raise ConfigError("the heads ladder builds the same model three times with other heads: use --shape")
-        config = self.subject.config()
+        config = self.source.config()
         counts = dict(zip(NAMES, (config.heads, grouped(config.heads, config.kv_heads), 1), strict=True))
-        way = "static-cache-compiled" if self.compiled else "static-cache"
-        how = "torch.compile" if self.compiled else "eager"
+        rung, how = ("static-cache", "eager") if self.eager else ("static-cache-compiled", "torch.compile")
         rungs = {
             name: (
-                replace(self.subject, kv_heads=counts[name]),
-                way,
+                replace(self.source, kv_heads=counts[name]),
+                rung,
                 (how, "static cache", f"{NAMES[name]}: {counts[name]} key/value head{'s' * (counts[name] > 1)}"),
             )
             for name in choose_rungs(NAMES, self.rungs)

@@ -6,17 +6,19 @@ memory does not fit. Doubled until it does not fit, then halved in between.
 
 from __future__ import annotations
 
+import math
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hasten.bench.child import Child, ChildError
+from hasten.bench.measure import Benchmark, say
+from hasten.bench.models import choose_rungs
 from hasten.bench.race import first_and_last
-from hasten.bench.shapes import choose_rungs
-from hasten.bench.train import TrainLadder, TrainRung, subject
+from hasten.bench.train import TrainLadder, TrainRung, recipe_and_config
 from hasten.bench.train_rungs import possible, switched_on, techniques
 from hasten.bench.worker import Task
 from hasten.errors import ConfigError
@@ -30,29 +32,38 @@ REFUSALS = ("memory", "bad_alloc", "resource temporarily", "sigkill", "sigabrt",
 STEPS = 2  # the second one has the optimizer's state too
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LargestBatch:
-    """What is searched. memory: bytes. most: no batch above it is tried. The rest as in TrainLadder."""
+@dataclass(frozen=True, kw_only=True)
+class LargestBatch(Benchmark):
+    """Training: the largest batch that fits a given memory, before and after all techniques."""
 
-    shape: str | None = None
-    recipe: str | None = None
-    memory: int = 2 << 30
-    sequence_length: int | None = None
-    most: int = 1024
     rungs: tuple[str, ...] = ()
-    device: str = "auto"
-    threads: int | None = None
-    seed: int = 0
+    """Rungs of bench train, separated by commas; the first and the fastest by default."""
+    shape: str | None = None
+    """A named shape, as for bench train."""
+    recipe: str | None = None
+    """The model of a recipe instead."""
+    memory: float = 2.0
+    """GiB that a process may take, above what it has with torch imported."""
+    sequence_length: int | None = None
+    """Tokens in a row (T)."""
+    most: int = 1024
+    """Try no larger batch."""
     timeout: float = 600.0
+    """Seconds that one try may take."""
 
-    def run(self, *, tell: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
+    def run(self, *, tell: Callable[[str], None] = say) -> dict[str, Any]:
         """Search and return the report. tell: called with a line about each try. Raises ConfigError."""
         from hasten.machine import describe, resolve_device
 
-        if self.memory < 1 or self.most < 1:
-            raise ConfigError(f"--memory and --most must be at least 1; found {self.memory} and {self.most}")
+        if not (math.isfinite(self.memory) and self.memory > 0):
+            raise ConfigError(f"--memory is {self.memory:g} GiB; it must be a finite number above 0")
+        if self.most < 1:
+            raise ConfigError(f"--most is {self.most}; it must be at least 1")
         device = str(resolve_device(self.device))
-        recipe, config = self._subject(1)
+        ladder = TrainLadder(
+            shape=self.shape, recipe=self.recipe, batch_size=1, sequence_length=self.sequence_length, seed=self.seed
+        )
+        recipe, config = recipe_and_config(ladder)
         wanted = self.rungs or first_and_last(device)
         active = possible(device, vocab_size=config.vocab_size, wanted=wanted)
         rows = []
@@ -83,7 +94,7 @@ class LargestBatch:
             "machine": describe().to_json(),
             "settings": {
                 "model": f"{recipe.name} (random weights), rows of {recipe.data.context} tokens",
-                "memory_bytes": self.memory,
+                "memory_bytes": self.memory_bytes,
                 "vocabulary": config.vocab_size,
                 "sequence_length": recipe.data.context,
                 "most": self.most,
@@ -93,15 +104,21 @@ class LargestBatch:
             "rows": rows,
         }
 
-    def _subject(self, size: int) -> Any:
-        ladder = TrainLadder(
-            shape=self.shape,
-            recipe=self.recipe,
-            batch_size=size,
-            sequence_length=self.sequence_length,
-            seed=self.seed,
-        )
-        return subject(ladder)
+    @property
+    def memory_bytes(self) -> int:
+        return int(self.memory * (1 << 30))
+
+    def draw(self, report: Mapping[str, Any], path: str | Path) -> None:
+        """The largest batch of each rung, as a PNG."""
+        from hasten.bench.train_pictures import draw_batches
+
+        draw_batches(report, path)
+
+    def show(self, report: Mapping[str, Any]) -> bool:
+        """Print a line for each rung; whether any batch fits."""
+        for row in report["rows"]:
+            say(f"{row['name']}: a batch of {row['largest_batch']} fits {self.memory:g} GiB")
+        return any(row["largest_batch"] for row in report["rows"])
 
     def _fits(self, name: str, recipe: Recipe, size: int, device: str, cache: str) -> bool:
         arguments = {
@@ -111,7 +128,7 @@ class LargestBatch:
             "device": device,
             "compile_cache": os.path.join(cache, name),
         }
-        failure = self._failure(arguments | {"memory": self.memory})
+        failure = self._failure(arguments | {"memory": self.memory_bytes})
         if failure is None:
             return True
         if any(word in failure.lower() for word in REFUSALS):

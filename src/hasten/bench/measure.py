@@ -9,21 +9,87 @@ weather; ratios and utilisation are formed within a round and only then is the m
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from hasten.bench.child import Child, ChildError
 from hasten.bench.report import build_report
 from hasten.bench.worker import Measured, Ready, Task
 from hasten.errors import ConfigError
+from hasten.machine import Threads, thread_count
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
 LIMITS_SETUP = "hasten.bench.worker:LimitsProbe"
 LIMITS_MEMORY = 1 << 30  # bytes the limits' own process needs at most for its buffer and matrices
+
+
+def say(text: str) -> None:
+    """To standard error: standard output may be carrying the report."""
+    print(text, file=sys.stderr, flush=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Benchmark:
+    """What every benchmark of training and generation takes. The text below a field is its help on the command line."""
+
+    title: ClassVar[str]
+    rungs: tuple[str, ...] = ()
+    """Only these rungs, separated by commas; all by default."""
+    device: str = "auto"
+    """auto, cpu, cuda or cuda:INDEX."""
+    threads: Threads = "auto"
+    """CPU threads; auto is one for each physical core that this process may use."""
+    seed: int = 0
+    """Decides the random weights and tokens."""
+
+    def __post_init__(self) -> None:
+        thread_count(self.threads)  # refused now, not after the text is prepared
+
+    def pictures(self, name: str) -> tuple[str, ...]:
+        """The files that `draw` writes for --picture NAME."""
+        return (name,)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ladder(Benchmark):
+    """Rungs that are measured in interleaved rounds."""
+
+    rounds: int = 5
+    """Every rung is measured once in each round; medians are taken over the rounds."""
+    warmup: int = 1
+    """Rounds before them that are not counted."""
+    limit_seconds: float = 0.3
+    """How long each of the machine's limits is measured in each round."""
+
+    def measure(self, rungs: Sequence[Rung], **options: Any) -> dict[str, Any]:
+        """`run_ladder` with this ladder's own settings."""
+        return run_ladder(
+            rungs,
+            threads=thread_count(self.threads),
+            seed=self.seed,
+            rounds=self.rounds,
+            **{"warmup": self.warmup, "limit_seconds": self.limit_seconds} | options,
+        )
+
+    def draw(self, report: Mapping[str, Any], path: str | Path) -> None:
+        """The report as a PNG."""
+        from hasten.bench.draw import draw_ladder
+
+        draw_ladder(report, path, title=self.title)
+
+    def show(self, report: Mapping[str, Any]) -> bool:
+        """Print the table to standard error; whether any rung could be measured."""
+        from hasten.bench.table import print_ladder
+
+        say(f"{self.title}: {report['settings']['model']}")
+        print_ladder(report)
+        return any("error" not in row for row in report["rows"])
 
 
 @dataclass(frozen=True, slots=True)

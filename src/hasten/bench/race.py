@@ -13,10 +13,10 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from hasten.bench.measure import Rung, run_ladder
-from hasten.bench.shapes import choose_rungs
+from hasten.bench.measure import Ladder, Rung, say
+from hasten.bench.models import choose_rungs
 from hasten.bench.train_rungs import possible, switched_on, techniques
 from hasten.errors import ConfigError
 
@@ -28,25 +28,29 @@ def first_and_last(device: str) -> tuple[str, str]:
     return BEFORE, AFTER if device == "cpu" else "fused-optimizer-and-loss"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Race:
-    """What is trained: a recipe's model on its text. seconds: of each contestant in each round.
+@dataclass(frozen=True, kw_only=True)
+class Race(Ladder):
+    """Training: validation loss against wall time, before and after all techniques, and with layer dropping."""
 
-    rungs: the contestants, as on the ladder of training; by default before, after, and after with layer dropping.
-    steps: how many the run is taken to have, for the schedules of the learning rate and of layer dropping.
-    """
-
-    recipe: str
-    source: str | None = None
-    batch_size: int | None = None
-    sequence_length: int | None = None
-    seconds: float = 10.0
-    rounds: int = 6
-    steps: int = 200
+    title: ClassVar[str] = "Race"
     rungs: tuple[str, ...] = ()
-    device: str = "auto"
-    threads: int | None = None
-    seed: int = 0
+    """Rungs of bench train, separated by commas; the first, the fastest and layer dropping by default."""
+    recipe: str = "shakespeare-char"
+    """Whose model is trained: demo, gpt2-124m, llama-120m, shakespeare-char."""
+    source: str | None = "stdlib"
+    """The text, as --data.source of hasten train."""
+    batch_size: int | None = None
+    """Rows in a batch (B)."""
+    sequence_length: int | None = None
+    """Tokens in a row (T)."""
+    rounds: int = 6
+    """Turns of each contestant."""
+    warmup: int = 0
+    """Turns before them that are not counted, although the contestants learn in them."""
+    seconds: float = 10.0
+    """Each one trains so long in a turn."""
+    steps: int = 200
+    """How long the run is taken to be, for the schedules of the learning rate and of layer dropping."""
 
     def run(self, *, show_progress: bool = True) -> dict[str, Any]:
         """Train and return the report. Raises ConfigError for what does not exist, DataError for the text."""
@@ -97,7 +101,7 @@ class Race:
                 )
                 for name in choose_rungs(active, wanted)
             ]
-            return run_ladder(
+            return self.measure(
                 rungs,
                 kind="train",
                 settings={
@@ -109,12 +113,26 @@ class Race:
                     "steps": self.steps,
                 },
                 device=device,
-                threads=self.threads,
-                seed=self.seed,
-                rounds=self.rounds,
-                warmup=0,
                 show_progress=show_progress,
             )
+
+    def draw(self, report: Mapping[str, Any], path: str | Path) -> None:
+        """Validation loss against the seconds of training, as a PNG."""
+        from hasten.bench.train_pictures import draw_race
+
+        draw_race(report, path)
+
+    def show(self, report: Mapping[str, Any]) -> bool:
+        """Print the table and where each contestant came to; whether any could be measured."""
+        from hasten.bench.table import print_ladder
+
+        print_ladder(report)
+        for row in report["rows"]:
+            if row.get("rounds"):
+                last = row["rounds"][-1]
+                text = f"validation loss {last['validation_loss']:.4f} after {last['training_seconds']:.0f} s"
+                say(f"{row['name']}: {text}, {last['step']:.0f} steps")
+        return any("error" not in row for row in report["rows"])
 
 
 def _named(source: str) -> str:

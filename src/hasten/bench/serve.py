@@ -12,11 +12,13 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import pairwise
 from statistics import mean
 from typing import Any
+
+import numpy
 
 from hasten.bench.serve_targets import RequestOutcome, Target
 from hasten.bench.serve_workload import Workload, plan
@@ -39,9 +41,12 @@ PERCENTILES = (50, 90, 95, 99)
 class LatencyLimits:
     """What a request must keep to for goodput, in milliseconds; None: no limit."""
 
-    ttft_ms: float | None = None
-    tpot_ms: float | None = None
-    e2e_ms: float | None = None
+    goodput_ttft_ms: float | None = None
+    """Limit of the time to the first token that a good request keeps."""
+    goodput_tpot_ms: float | None = None
+    """Limit of the time per output token."""
+    goodput_e2e_ms: float | None = None
+    """Limit of the whole time."""
 
 
 async def measure(target: Target, workload: Workload, *, progress: Callable[[int], None] = lambda _: None) -> Load:
@@ -189,7 +194,7 @@ async def run_loads(
 
 
 def _meets(entry: dict[str, float | None], limits: LatencyLimits) -> bool:
-    pairs = ((entry["ttft_ms"], limits.ttft_ms), (entry["tpot_ms"], limits.tpot_ms), (entry["e2e_ms"], limits.e2e_ms))
+    pairs = ((entry[name.removeprefix("goodput_")], limit) for name, limit in asdict(limits).items())
     return all(limit is None or value is None or value <= limit for value, limit in pairs)
 
 
@@ -197,11 +202,5 @@ def _spread(values: Sequence[float]) -> dict[str, float]:
     """Mean and percentiles (linear between ranks)."""
     if not values:
         return {}
-    ordered = sorted(values)
-    found = {"mean": mean(ordered)}
-    for percent in PERCENTILES:
-        place = (len(ordered) - 1) * percent / 100
-        low = math.floor(place)
-        high = min(low + 1, len(ordered) - 1)
-        found[f"p{percent}"] = ordered[low] + (ordered[high] - ordered[low]) * (place - low)
-    return found
+    found = numpy.percentile(values, PERCENTILES).tolist()
+    return {"mean": mean(values)} | {f"p{percent}": value for percent, value in zip(PERCENTILES, found, strict=True)}

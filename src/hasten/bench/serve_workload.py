@@ -13,7 +13,9 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from tyro.conf import Suppress
 
 from hasten.errors import ConfigError
 
@@ -23,27 +25,35 @@ MEANS: dict[str, tuple[float, float]] = {"sharegpt": (161.31, 337.99), "alpaca":
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """One load. Lengths in tokens, rate in requests a second (inf: all at once).
-
-    prompt_tokens, output_tokens: the lengths themselves where they are fixed; else the longest that may be drawn.
-    shared_prefix_tokens: so many tokens at the beginning of a prompt are those of its group, one of `prefix_groups`.
-    n: samples of each prompt. concurrency: requests in flight at most; a request that must wait for its turn arrives
-    when it has it, so that times are the server's and not the queue's of the client.
-    """
+    """One load."""
 
     requests: int = 64
-    rate: float = math.inf
+    """How many are sent at each rate."""
+    rate: Annotated[float, Suppress] = math.inf  # the command line takes several: --rates
+    """Requests a second; inf sends all at once."""
     burstiness: float = 1.0
+    """Shape of the gamma distribution between arrivals: 1 is Poisson, below comes in bursts."""
     concurrency: int | None = None
+    """Requests in flight at most: one that has to wait for its turn arrives when it has it, so that times are the
+    server's and not the queue's of the client."""
     lengths: Lengths = "fixed"
+    """Fixed, or drawn around the means of these data sets, up to the next two."""
     prompt_tokens: int = 128
+    """Length of prompts, or their longest."""
     output_tokens: int = 64
+    """Length of answers, or their longest."""
     spread: float = 0.8
+    """Sigma of the lognormal distribution of lengths."""
     shared_prefix_tokens: int = 0
+    """Tokens at the beginning that a prompt shares with its group."""
     prefix_groups: int = 1
+    """Groups that share a prefix."""
     n: int = 1
+    """Samples of each prompt."""
     temperature: float = 0.0
+    """Of sampling; with n above 1 at 0 all samples are the same."""
     seed: int = 0
+    """Decides arrivals, lengths, prompts and random weights."""
 
     def __post_init__(self) -> None:
         for name in ("requests", "prompt_tokens", "output_tokens", "prefix_groups", "n"):

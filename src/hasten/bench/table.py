@@ -120,14 +120,17 @@ def machine_line(machine: Mapping[str, Any], device: str = "cpu") -> str:
     return f"{machine['cpu']}, {machine['physical_cores']} cores, {torch}"
 
 
-def print_ladder(report: Mapping[str, Any], console: Console | None = None) -> None:
-    """Prints the table, the limits and the machine; to standard error unless a console is given."""
+def standard_error(*, width: int) -> Console:
+    """A console there. width: of a file or a pipe, which has none of its own, and where rich would take 80."""
     from rich.console import Console
 
-    if console is None:
-        console = Console(stderr=True)
-        if not console.is_terminal:  # a file or a pipe has no width of its own, and rich would take 80
-            console = Console(stderr=True, width=170)
+    console = Console(stderr=True)
+    return console if console.is_terminal else Console(stderr=True, width=width)
+
+
+def print_ladder(report: Mapping[str, Any], console: Console | None = None) -> None:
+    """Prints the table, the limits and the machine; to standard error unless a console is given."""
+    console = console or standard_error(width=170)
     console.print(ladder_table(report))
     for row in report["rows"]:
         if "error" in row:
@@ -138,14 +141,10 @@ def print_ladder(report: Mapping[str, Any], console: Console | None = None) -> N
 
 def print_profile(profile: StepProfile, console: Console | None = None) -> None:
     """Prints what `hasten train --profile` found; to standard error unless a console is given."""
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    if console is None:
-        console = Console(stderr=True)
-        if not console.is_terminal:
-            console = Console(stderr=True, width=140)
+    console = console or standard_error(width=140)
     parts = Table(title=None)
     for heading in (
         "part",
@@ -186,3 +185,37 @@ def print_profile(profile: StepProfile, console: Console | None = None) -> None:
     )
     console.print(f"next gain: {profile.next_gain()}", highlight=False, style="bold")
     console.print(f"trace (chrome://tracing, ui.perfetto.dev): {profile.trace}", highlight=False)
+
+
+def print_growth(report: Mapping[str, Any]) -> None:
+    """The table, to standard error: one line a kernel and length, and how time and memory grow at the end."""
+    from rich.table import Table
+
+    console = standard_error(width=150)
+    table = Table()
+    phases = ("forward", "forward_backward") if report["settings"]["gradient"] else ("forward",)
+    for heading in ("kernel", "tokens"):
+        table.add_column(heading, justify="left" if heading == "kernel" else "right")
+    for phase in phases:
+        name = phase.replace("_", " + ")
+        for heading in (f"{name}, ms", "GFLOP/s", "peak"):
+            table.add_column(heading, justify="right")
+    for point in sorted(report["points"], key=lambda point: point["kernel"]):
+        cells = [point["kernel"], f"{point['tokens']:,}"]
+        if "rounds" not in point:
+            table.add_row(*cells, f"[dim]{point.get('skipped') or point['error']}[/dim]")
+            continue
+        for phase in phases:
+            seconds, rate = point[f"{phase}_seconds"], point[f"{phase}_gflops"]
+            cells += [f"{1000 * seconds:,.1f}", f"{rate:,.0f}", format_value(point[f"{phase}_peak_bytes"], "bytes")]
+        table.add_row(*cells)
+    console.print(table)
+    for name, found in report["growth"].items():
+        console.print(
+            f"{name}: time ~ T^{found['time']:.2f}, memory ~ T^{found['memory']:.2f} "
+            f"from {found['from']:,} to {found['to']:,} tokens",
+            highlight=False,
+        )
+    for name, reason in report["absent"].items():
+        console.print(f"not {name}: {reason}", style="dim", highlight=False, markup=False)
+    console.print(machine_line(report["machine"], report["settings"]["device"]), style="dim", highlight=False)

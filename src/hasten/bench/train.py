@@ -11,12 +11,13 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from hasten.bench.measure import Rung, run_ladder
-from hasten.bench.shapes import SHAPES, check_fits, choose_rungs, require_compiler
+from hasten.bench.measure import Ladder, Rung
+from hasten.bench.models import check_fits, choose_rungs, require_compiler
 from hasten.bench.train_rungs import possible, switched_on, techniques
 from hasten.errors import ConfigError
+from hasten.planning.shapes import shape_config
 
 if TYPE_CHECKING:
     from hasten.model.config import ModelConfig
@@ -26,26 +27,22 @@ PROCESS_BYTES = 400 << 20
 TINY_SHAKESPEARE = 65  # characters that occur in it: the vocabulary of nanoGPT's character model
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainLadder:
-    """What to measure: a shape of hasten.bench.shapes or a recipe's model, in batches of B x T random tokens.
+@dataclass(frozen=True, kw_only=True)
+class TrainLadder(Ladder):
+    """Training: from explicit attention in float32, one technique after the other; at the end what saves memory."""
 
-    A recipe of characters has as many tokens as its text where that is here, else tiny shakespeare's 65.
-    batch_size and sequence_length: the recipe's own, or 4 and 256. steps: measured together in each round.
-    """
-
+    title: ClassVar[str] = "Training ladder"
     shape: str | None = None
+    """A named shape: gpt2-124m, llama-120m, …; the batch is 4 x 256 unless said otherwise."""
     recipe: str | None = None
+    """The model and batch of a recipe instead: demo, gpt2-124m, llama-120m, shakespeare-char (of as many characters
+    as occur in its text where that is here, else 65)."""
     batch_size: int | None = None
+    """Rows in a batch (B)."""
     sequence_length: int | None = None
+    """Tokens in a row (T)."""
     steps: int = 2
-    rounds: int = 5
-    warmup: int = 1
-    rungs: tuple[str, ...] = ()
-    device: str = "auto"
-    threads: int | None = None
-    seed: int = 0
-    limit_seconds: float = 0.3
+    """Optimizer steps measured in each round."""
 
     def run(self, *, show_progress: bool = True) -> dict[str, Any]:
         """Measure and return the report. Raises ConfigError or ResourceError before anything is allocated."""
@@ -53,7 +50,7 @@ class TrainLadder:
         from hasten.training.memory import estimate
 
         device = str(resolve_device(self.device))
-        recipe, config = subject(self)
+        recipe, config = recipe_and_config(self)
         if self.steps < 1:
             raise ConfigError(f"--steps is {self.steps}; it must be at least 1")
         tokens = recipe.data.context
@@ -81,7 +78,7 @@ class TrainLadder:
                 }
                 memory = check_fits(f"training {recipe.name} ({name})", parts, device)
                 rungs.append(Rung(name, switched_on(name, active), "hasten.bench.train:TrainRung", arguments, memory))
-            report = run_ladder(
+            report = self.measure(
                 rungs,
                 kind="train",
                 settings={
@@ -94,11 +91,6 @@ class TrainLadder:
                     "steps": self.steps,
                 },
                 device=device,
-                threads=self.threads,
-                seed=self.seed,
-                rounds=self.rounds,
-                warmup=self.warmup,
-                limit_seconds=self.limit_seconds,
                 show_progress=show_progress,
             )
         for row in report["rows"]:
@@ -107,18 +99,15 @@ class TrainLadder:
         return report
 
 
-def subject(ladder: TrainLadder) -> tuple[Recipe, ModelConfig]:
+def recipe_and_config(ladder: TrainLadder) -> tuple[Recipe, ModelConfig]:
     """The recipe and the config of what is measured, the vocabulary unpadded."""
-    from hasten.model.families import read_config
     from hasten.training.recipe import Data, Recipe
     from hasten.training.recipes import RECIPES
 
     if (ladder.shape is None) == (ladder.recipe is None):
         raise ConfigError("give one of --shape NAME and --recipe NAME")
     if ladder.shape is not None:
-        if ladder.shape not in SHAPES:
-            raise ConfigError(f"there is no shape {ladder.shape!r}; known: {', '.join(SHAPES)}")
-        config = read_config(SHAPES[ladder.shape], f"shape {ladder.shape}")
+        config = shape_config(ladder.shape)
         recipe = Recipe(name=ladder.shape, data=Data(batch_size=4, context=256))
     else:
         known = [name for name, recipe in RECIPES.items() if recipe.init is None]
@@ -180,7 +169,7 @@ class TrainRung:
         if shape is None:
             self.config = recipe_config(self.recipe, data.context)
         else:
-            _, self.config = subject(TrainLadder(shape=shape, sequence_length=data.context))
+            self.config = shape_config(shape)
         # Random weights before the padding, so that they are the same on every rung.
         model = build.new_model(self.config, seed=seed, device=torch.device(device))
         self.step = build.training_step(model, self.recipe)

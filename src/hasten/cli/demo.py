@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from hasten.cli.options import Threads, thread_count
 from hasten.errors import ConfigError
+from hasten.machine.threads import Threads
 
 if TYPE_CHECKING:
     from hasten.data import TokenData
@@ -48,7 +48,7 @@ class Demo:
         recipe = RECIPES["demo"]
         recipe = replace(
             recipe,
-            run=replace(recipe.run, minutes=self.minutes, folder=str(self.folder), threads=thread_count(self.threads)),
+            run=replace(recipe.run, minutes=self.minutes, folder=str(self.folder), threads=self.threads),
         )
         recipe.check()
         _say(1, "train a small model on the standard library of this Python")
@@ -68,7 +68,7 @@ class Demo:
             print(f"  {result.steps} steps, {result.tokens:,} tokens, validation loss {result.validation_loss:.3f}")
         run = result.folder
         _say(2, "evaluate it on files it has not seen")
-        model = _load(result.model_folder, thread_count(self.threads))
+        model = _load(result.model_folder, self.threads)
         data = _data(recipe)
         held_out = _held_out(data)
         scores = _evaluate(model, held_out, data, run)
@@ -82,7 +82,7 @@ class Demo:
             _say(3, f"no text is shown: {wrong}")
         if self.ladder:
             _say(4, "measure each technique of generation on it")
-            _measure(result.model_folder, run, held_out, threads=thread_count(self.threads))
+            _measure(result.model_folder, run, held_out, threads=self.threads)
         _finish(run, time.perf_counter() - started)
 
 
@@ -113,7 +113,7 @@ def _chosen(recipe: Recipe, *, resume: bool) -> Recipe:
     from hasten.training.state import RunFolder
     from hasten.training.stored import find
 
-    configure(threads=recipe.run.thread_count)
+    configure(threads=recipe.run.threads)
     stored = find(RunFolder(path=Path(recipe.run.folder).expanduser() / recipe.name).last) if resume else None
     if stored is not None:  # what was chosen then
         before = stored.recipe
@@ -124,7 +124,7 @@ def _chosen(recipe: Recipe, *, resume: bool) -> Recipe:
     return replace(chosen, techniques=replace(chosen.techniques, precision=recipe.techniques.precision))
 
 
-def _load(folder: Path, threads: int | None) -> Any:
+def _load(folder: Path, threads: Threads) -> Any:
     from hasten.machine import configure
     from hasten.model.load import load
 
@@ -179,11 +179,10 @@ def _write(model: Any) -> None:
     print()
 
 
-def _measure(folder: Path, run: Path, documents: list[str], *, threads: int | None) -> None:
+def _measure(folder: Path, run: Path, documents: list[str], *, threads: Threads) -> None:
     """The ladder; each rung also scores the beginning of what was held out, so that speed has its price beside it."""
     from hasten.bench.draw import draw_ladder
     from hasten.bench.generate import GenerateLadder
-    from hasten.bench.shapes import Subject
     from hasten.bench.table import print_ladder
     from hasten.machine.files import write_json
 
@@ -191,7 +190,7 @@ def _measure(folder: Path, run: Path, documents: list[str], *, threads: int | No
         text = Path(place) / "held-out.txt"
         text.write_text("\n".join(documents).encode()[:LADDER_TEXT_BYTES].decode(errors="ignore"))
         ladder = GenerateLadder(
-            subject=Subject(folder=str(folder)),
+            model=str(folder),
             prompt_tokens=128,
             new_tokens=64,
             rounds=LADDER_ROUNDS,

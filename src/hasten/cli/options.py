@@ -2,26 +2,57 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
 from hasten.errors import ConfigError
+from hasten.machine.threads import Threads
 
 if TYPE_CHECKING:
     from hasten.model.transformer import Transformer
+    from hasten.serving.settings import EngineSettings
 
 
-Threads = int | Literal["auto"]
+def parse(command: Any, arguments: list[str], *, prog: str, description: str | None = None) -> Any:
+    """Make a command of its arguments. What it holds of the library's dataclasses are options of their own names."""
+    registry = tyro.constructors.ConstructorRegistry()
+    registry.primitive_rule(_several)
+    config = (tyro.conf.OmitArgPrefixes,)
+    return tyro.cli(command, args=arguments, prog=prog, description=description, config=config, registry=registry)
 
 
-def thread_count(threads: Threads) -> int | None:
-    """What `configure`, ladders and recipes take: None for one a physical core. Raises ConfigError below 1."""
-    if threads != "auto" and threads < 1:
-        raise ConfigError(f"--threads is {threads}; it must be at least 1, or auto")
-    return None if threads == "auto" else threads
+def same_fields(options: Any, kind: type) -> dict[str, Any]:
+    """The options that stand among a dataclass's fields, as its arguments; those that are None are left out."""
+    values = {field.name: getattr(options, field.name, None) for field in dataclasses.fields(kind)}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _several(wanted: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.PrimitiveConstructorSpec[Any] | None:
+    """Tuples of names and of whole numbers: one word with commas, or several."""
+    kinds = {tuple[str, ...]: (str, "NAME,..."), tuple[int, ...]: (int, "INT,...")}
+    if wanted.type not in kinds:
+        return None
+    kind, metavar = kinds[wanted.type]
+
+    def read(words: list[str]) -> tuple[Any, ...]:
+        parts = [part.strip() for word in words for part in word.split(",") if part.strip()]
+        try:
+            return tuple(kind(part) for part in parts)
+        except ValueError:
+            raise ValueError(f"whole numbers separated by commas are wanted, such as 1,8; found {words}") from None
+
+    return tyro.constructors.PrimitiveConstructorSpec(
+        nargs="*",
+        metavar=metavar,
+        instance_from_str=read,
+        is_instance=lambda value: isinstance(value, tuple),
+        str_from_instance=lambda value: [",".join(map(str, value))],
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +78,7 @@ class LoadOptions:
         """Load the model onto the device, with the threads and the seed set, quantized and fused as asked."""
         from hasten.machine import configure, resolve_device
 
-        configure(threads=thread_count(self.threads), seed=getattr(self, "seed", None))
+        configure(threads=self.threads, seed=getattr(self, "seed", None))
         model = self.read_model(str(resolve_device(self.device)))
         if self.quantize != "none":
             from hasten.quantization import Int4, Int8, quantize
@@ -67,6 +98,31 @@ class LoadOptions:
         from hasten.model.load import load
 
         return load(self.model, dtype=self.dtype, device=device)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """The engine of a server, here or in `hasten bench serve`."""
+
+    max_sequences: int = 256
+    """Texts that are generated at the same time."""
+    token_budget: int = 512
+    """Tokens computed in one step, prompts and answers together."""
+    cache_gib: float | None = None
+    """Memory of the cache in GiB; by default half of what is free, and never more than can be used."""
+    kv_cache_dtype: Literal["auto", "int8"] = "auto"
+    """Keys and values in the model's own dtype, or in int8, where about twice the tokens fit."""
+    prefix_cache: bool = True
+    """Share the blocks of prompts that begin alike."""
+
+    def engine_settings(self) -> EngineSettings:
+        """Raises ConfigError for values that cannot work."""
+        from hasten.serving.settings import EngineSettings
+
+        if self.cache_gib is not None and not 0 < self.cache_gib < math.inf:
+            raise ConfigError(f"--cache-gib is {self.cache_gib}; it must be above 0 and finite")
+        cache_bytes = None if self.cache_gib is None else int(self.cache_gib * 2**30)
+        return EngineSettings(**same_fields(self, EngineSettings), cache_bytes=cache_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from hasten.cli.options import Threads, thread_count
+from hasten.machine.threads import Threads
 
 if TYPE_CHECKING:
     from hasten.quantization import LayerReport, Scheme
@@ -95,7 +95,7 @@ class Quantize:
 
         require_writable(self.json)
         scheme = self.scheme_of()
-        configure(threads=thread_count(self.threads))
+        configure(threads=self.threads)
         start = perf_counter()
         folder = resolve_folder(self.model)
         self.check_output(folder)

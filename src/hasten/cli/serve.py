@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from hasten.cli.options import LoadOptions
+from hasten.cli.options import EngineOptions, LoadOptions
 from hasten.errors import CheckpointError, ConfigError, HastenWarning
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Serve(LoadOptions):
+class Serve(EngineOptions, LoadOptions):
     """Serve a model over HTTP, as OpenAI's API does. SIGTERM or Ctrl-C drains; a second one ends at once."""
 
     host: str = "127.0.0.1"
@@ -39,20 +39,10 @@ class Serve(LoadOptions):
     """The name that requests give; the hub id or the folder's own name by default."""
     chat_template: Path | None = None
     """A file with a chat template (Jinja), where the folder has none or another is wanted."""
-    max_sequences: int = 256
-    """Texts that are generated at the same time."""
-    token_budget: int = 512
-    """Tokens computed in one step, prompts and answers together."""
     max_length: int | None = None
     """Tokens of prompt and answer together; the model's positions by default."""
     block_size: int = 16
     """Tokens in a block of the cache."""
-    cache_gib: float | None = None
-    """Memory of the cache in GiB; by default half of what is free, and never more than can be used."""
-    kv_cache_dtype: Literal["auto", "int8"] = "auto"
-    """Keys and values in the model's own dtype, or in int8, where about twice the tokens fit."""
-    prefix_cache: bool = True
-    """Share the blocks of prompts that begin alike."""
     queue_limit: int = 1024
     """Requests that may wait; further ones are told when to come again."""
     request_timeout: float | None = None
@@ -71,7 +61,7 @@ class Serve(LoadOptions):
         require_packages()
         from hasten.serving.api.server import Server, bind, curl_line, url_of
 
-        settings, engine_settings = self._settings(), self._engine_settings()
+        settings, engine_settings = self._settings(), self.engine_settings()
         if self.served_model_name is not None and not self.served_model_name.strip():
             raise ConfigError("--served-model-name is empty; leave it out for the folder's own name, or give one")
         sock = bind(self.host, self.port)  # before the model: a port that is taken is told at once
@@ -170,20 +160,4 @@ class Serve(LoadOptions):
             body_bytes=int(self.max_body_mib * 2**20),
             request_timeout=self.request_timeout,
             drain_timeout=self.drain_timeout,
-        )
-
-    def _engine_settings(self) -> EngineSettings:
-        from hasten.serving.settings import EngineSettings
-
-        if self.cache_gib is not None and not 0 < self.cache_gib < math.inf:
-            raise ConfigError(f"--cache-gib is {self.cache_gib}; it must be above 0 and finite")
-        return EngineSettings(
-            max_sequences=self.max_sequences,
-            token_budget=self.token_budget,
-            max_length=self.max_length,
-            block_size=self.block_size,
-            cache_bytes=None if self.cache_gib is None else int(self.cache_gib * 2**30),
-            kv_cache_dtype=self.kv_cache_dtype,
-            prefix_cache=self.prefix_cache,
-            queue_limit=self.queue_limit,
         )

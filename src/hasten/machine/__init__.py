@@ -23,6 +23,7 @@ from hasten.machine.processor import (
     last_level_cache_bytes,
     processor_name,
 )
+from hasten.machine.threads import Threads, thread_count
 
 __all__ = [
     "DTYPE_NAMES",
@@ -34,6 +35,7 @@ __all__ = [
     "Machine",
     "PeakMemory",
     "ProductPrecision",
+    "Threads",
     "VendorLimits",
     "amx_permitted",
     "available_cores",
@@ -57,6 +59,7 @@ __all__ = [
     "reset_peak_memory",
     "resolve_device",
     "resolve_dtype",
+    "thread_count",
     "total_memory",
     "training_precision",
     "vendor_limits",

@@ -6,6 +6,7 @@ import random
 from typing import TYPE_CHECKING
 
 from hasten.errors import ConfigError, ResourceError
+from hasten.machine.threads import Threads, thread_count
 
 if TYPE_CHECKING:
     import torch
@@ -63,19 +64,18 @@ def resolve_dtype(name: str | torch.dtype, *, auto: torch.dtype | None = None) -
     return dtype
 
 
-def configure(*, threads: int | None = None, seed: int | None = None) -> None:
+def configure(*, threads: Threads | None = None, seed: int | None = None) -> None:
     """Sets torch's thread count and the seeds of torch and `random` for this process.
 
-    `threads=None` keeps torch's own count, cut to the physical cores of this process and to what the control group
-    allows: more threads share a core's arithmetic or stall at every barrier. `seed=None` seeds nothing. Raises
+    `threads` None or "auto" keeps torch's own count, cut to the physical cores of this process and to what the control
+    group allows: more threads share a core's arithmetic or stall at every barrier. `seed=None` seeds nothing. Raises
     ConfigError for threads < 1 or a negative seed.
     """
     import torch
 
     from hasten.machine.processor import available_cores
 
-    if threads is not None and threads < 1:
-        raise ConfigError(f"threads is {threads}; it must be at least 1")
+    threads = thread_count(threads)
     most = max(64, 4 * available_cores().logical)
     if threads is not None and threads > most:
         raise ConfigError(f"threads is {threads}; more than {most} only wait for each other on this machine")

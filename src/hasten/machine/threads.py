@@ -3,12 +3,24 @@
 import os
 import sys
 import warnings
+from typing import Literal
 
-from hasten.errors import HastenWarning
+from hasten.errors import ConfigError, HastenWarning
+
+Threads = int | Literal["auto"]  # what an option takes
 
 # One thread a core, each kept there. A user's own settings of the same kind come first.
 PINNING = {"OMP_PROC_BIND": "true", "OMP_PLACES": "cores"}
 OTHERS = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY")
+
+
+def thread_count(threads: Threads | None) -> int | None:
+    """The number that was asked for, None for auto. Raises ConfigError below 1."""
+    if threads == "auto" or threads is None:
+        return None
+    if threads < 1:
+        raise ConfigError(f"--threads is {threads}; it must be at least 1, or auto")
+    return threads
 
 
 def pin_threads() -> None:

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 from tyro.conf import arg
 
 from hasten.errors import ConfigError
+from hasten.machine.threads import Threads
 
 PrecisionName = Literal["auto", "float32", "bfloat16", "float16"]
 ScheduleName = Literal["cosine", "wsd", "constant"]
@@ -173,17 +174,12 @@ class Run:
     """Which weights become runs/NAME/model: those with the best validation loss, or the last ones."""
     device: Annotated[str, arg(aliases=["--device"])] = "auto"
     """auto, cpu, cuda or cuda:<index>."""
-    threads: Annotated[int | Literal["auto"] | None, arg(aliases=["--threads"])] = None
+    threads: Annotated[Threads | None, arg(aliases=["--threads"])] = None
     """CPU threads (auto or none: one for each physical core that this process may use)."""
     seed: Annotated[int, arg(aliases=["--seed"])] = 0
     """Decides weights, order of the data, and dropout."""
     tensorboard: bool = False
     """Also write TensorBoard files (needs the package tensorboard)."""
-
-    @property
-    def thread_count(self) -> int | None:
-        """As `hasten.machine.configure` takes it."""
-        return self.threads if isinstance(self.threads, int) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -72,7 +72,7 @@ def set_up(recipe: Recipe, *, progress: bool, stop: StopRequest) -> Setup:
     """Prepare the data, check that the run fits into memory, then build the model and its step."""
     recipe, _ = choose_precision(recipe)
     device = resolve_device(recipe.run.device)
-    configure(threads=recipe.run.thread_count)
+    configure(threads=recipe.run.threads)
     init = None if recipe.init is None else resolve_folder(recipe.init)
     data = prepare_data(recipe, init=init, progress=progress)
     rows, context = recipe.data.batch_size, recipe.data.context
@@ -88,7 +88,7 @@ def set_up(recipe: Recipe, *, progress: bool, stop: StopRequest) -> Setup:
     step = build.training_step(model, recipe, should_stop=stop.asked)
     rate = _rate(step.precision.dtype, device)
     # Last: measuring draws random numbers, how many depends on the machine's mood, and dropout must not.
-    configure(threads=recipe.run.thread_count, seed=recipe.run.seed)
+    configure(threads=recipe.run.threads, seed=recipe.run.seed)
     whole = training_flops_per_token(model.config, recipe.data.context)
     return Setup(
         data=data,

@@ -1,0 +1,71 @@
+"""Named shapes of published models: what a plan or a benchmark without a checkpoint is about. Importing it is cheap."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from hasten.errors import ConfigError
+
+if TYPE_CHECKING:
+    from hasten.model.config import ModelConfig
+
+
+def _llama(hidden: int, inner: int, layers: int, heads: int, kv_heads: int, **changes: Any) -> dict[str, Any]:
+    return {
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "vocab_size": 32_000,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10_000.0,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+    } | changes
+
+
+# name -> config.json; llama-7b and llama-70b are Llama 2's (arXiv 2307.09288), qwen3-0.6b is arXiv 2505.09388's.
+SHAPES: Mapping[str, dict[str, Any]] = {
+    "tiny": _llama(64, 128, 2, 4, 2, vocab_size=250, max_position_embeddings=512),
+    "llama-120m": _llama(768, 2048, 12, 12, 4),
+    "llama-1.1b": _llama(2048, 5632, 22, 32, 4),
+    "llama-7b": _llama(4096, 11_008, 32, 32, 32),
+    "llama-70b": _llama(8192, 28_672, 80, 64, 8),
+    "gpt2-124m": {
+        "model_type": "gpt2",
+        "n_embd": 768,
+        "n_layer": 12,
+        "n_head": 12,
+        "n_positions": 1024,
+        "vocab_size": 50_257,
+        "activation_function": "gelu_new",
+    },
+    "qwen3-0.6b": _llama(1024, 3072, 28, 16, 8)
+    | {
+        "model_type": "qwen3",
+        "head_dim": 128,
+        "vocab_size": 151_936,
+        "max_position_embeddings": 40_960,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1_000_000.0,
+        "tie_word_embeddings": True,
+    },
+}
+
+
+def check_shape(name: str) -> None:
+    """Raise ConfigError for a name that is not known."""
+    if name not in SHAPES:
+        raise ConfigError(f"there is no shape {name!r}; known: {', '.join(SHAPES)}")
+
+
+def shape_config(name: str) -> ModelConfig:
+    """The config of a named shape. Raises ConfigError for a name that is not known."""
+    from hasten.model.families import read_config
+
+    check_shape(name)
+    return read_config(SHAPES[name], f"shape {name}")
