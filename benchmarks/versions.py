@@ -66,7 +66,7 @@ class Version:
 
 
 def rungs(shape: str, compiled: str) -> dict[str, tuple[str, dict[str, Any]]]:
-    """By name: what sets a rung up, and its arguments by the names of every version. compiled: torch.compile's folder."""
+    """By name: what sets a rung up, and its arguments, named as in every version. compiled: torch's folder."""
     common = {"device": "cpu", "compile_cache": compiled, "seed": 0, "dtype": "bfloat16"}
     model = {"model": {"shape": shape}, "subject": {"shape": shape, "folder": None}}  # its name now, and before
     common |= model | {"prompt_tokens": 512, "new_tokens": 32}
