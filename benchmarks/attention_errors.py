@@ -23,7 +23,8 @@ class AttentionErrors:
     """Where to write the JSON."""
 
     def run(self) -> None:
-        from hasten.bench.attention_numerics import errors, overflow, scaling_orders
+        from attention_numerics import errors, overflow, scaling_orders
+
         from hasten.bench.report import write_json
         from hasten.machine import describe
 

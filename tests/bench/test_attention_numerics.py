@@ -1,8 +1,13 @@
 """The appendix of PyTorch's article on nanoGPT as a test, and every kernel's error against float64."""
 
+import sys
+from pathlib import Path
+
 import torch
 
-from hasten.bench.attention_numerics import errors, overflow, post_scaled, prescaled, scaling_orders
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+
+from attention_numerics import errors, overflow, post_scaled, prescaled, scaling_orders
 
 
 def test_math_is_prescaled_bit_for_bit_and_in_half_precision_computed_in_float32():

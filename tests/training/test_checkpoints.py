@@ -85,7 +85,7 @@ def test_a_save_that_dies_half_way_leaves_the_old_one(tmp_path, monkeypatch):
     def die(*arguments, **options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(checkpoints, "write_atomically", die)
+    monkeypatch.setattr(checkpoints, "save_json", die)
     with pytest.raises(KeyboardInterrupt):
         save(tmp_path, *trained(seed=1), step=7)
     monkeypatch.undo()

@@ -18,7 +18,7 @@ from hasten.training.budget import fixed_steps, timed_steps
 from hasten.training.build import attention_kernel, shape_config
 from hasten.training.evaluate import Validation
 from hasten.training.journal import Journal, read
-from hasten.training.memory import check_memory, estimate
+from hasten.training.memory import check_memory, step_memory
 from hasten.training.optimizers import adamw
 from hasten.training.precision import Precision
 from hasten.training.recipe import Data, Optimizer, Recipe, Run, Shape, Techniques
@@ -124,7 +124,7 @@ def test_the_memory_estimate_is_near_what_a_run_takes():
         from hasten.machine import PeakMemory
         from hasten.model.initialize import initialize
         from hasten.training.build import shape_config
-        from hasten.training.memory import estimate
+        from hasten.training.memory import step_memory
         from hasten.training.optimizers import adamw
         from hasten.training.precision import Precision
         from hasten.training.recipe import Data, Optimizer, Recipe, Shape, Techniques
@@ -138,7 +138,7 @@ def test_the_memory_estimate_is_near_what_a_run_takes():
             step = TrainStep(model, adamw(model, Optimizer()), Precision("bfloat16", "cpu"))
             for _ in range(2):
                 step.run([Batch(inputs=tokens, targets=tokens, documents=None)])
-        print(estimate(config, recipe).total, peak.bytes)
+        print(step_memory(config, recipe, torch.device("cpu")).total, peak.bytes)
     """)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     estimated, measured = map(int, done.stdout.split())
@@ -147,7 +147,7 @@ def test_the_memory_estimate_is_near_what_a_run_takes():
 
 def test_the_memory_error_names_the_field_that_helps(monkeypatch):
     recipe = Recipe(name="x", techniques=Techniques(attention="sdpa"))
-    need = estimate(CONFIG, recipe)
+    need = step_memory(CONFIG, recipe, torch.device("cpu"))
     monkeypatch.setattr("hasten.training.memory.available_memory", lambda device: need.total)
     assert check_memory(CONFIG, recipe, torch.device("cpu")) == need
     monkeypatch.setattr("hasten.training.memory.available_memory", lambda device: need.total - 1)

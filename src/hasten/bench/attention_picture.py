@@ -6,10 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from hasten.bench.draw import GRID, INK, SOFT
+from hasten.bench.draw import GRID, INK, SOFT, save
 from hasten.bench.table import format_value, machine_line
-from hasten.errors import ResourceError
-from hasten.machine.files import replacing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -44,7 +42,6 @@ def draw_growth(report: Mapping[str, Any], time_path: str | Path, memory_path: s
 
 
 def _draw(report: Mapping[str, Any], path: str | Path, *, title: str, key: str, unit: str) -> None:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5), dpi=150, facecolor="white")
@@ -76,11 +73,7 @@ def _draw(report: Mapping[str, Any], path: str | Path, *, title: str, key: str, 
         axes.spines[side].set_color(GRID)
     figure.text(0.03, 0.94, title, fontsize=13, fontweight="bold", color=INK, va="center")
     figure.text(0.03, 0.885, _subtitle(report), fontsize=9, color=SOFT, va="center")
-    try:
-        with replacing(Path(path)) as part:
-            FigureCanvasAgg(figure).print_png(part)
-    except OSError as error:
-        raise ResourceError(f"cannot write picture {path}: {error.strerror}") from error
+    save(figure, path)
 
 
 def _curves(report: Mapping[str, Any], key: str) -> Curves:

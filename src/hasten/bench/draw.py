@@ -53,7 +53,7 @@ def draw_ladder(report: Mapping[str, Any], path: str | Path, *, title: str | Non
     axes.set_xticks([tick for tick in axes.get_xticks() if 0 <= tick <= widest * 1.05])
     axes.axvline(0, color=SOFT, linewidth=1)
     _headings(figure, height, report, title or f"{heading} ladder")
-    _save(figure, path)
+    save(figure, path)
 
 
 def draw_curves(
@@ -96,7 +96,7 @@ def draw_curves(
         axes.legend(frameon=False, fontsize=9, labelcolor=INK)
     figure.text(0.03, 0.94, title, fontsize=13, fontweight="bold", color=INK, va="center")
     figure.text(0.03, 0.885, subtitle, fontsize=9, color=SOFT, va="center")
-    _save(figure, path)
+    save(figure, path)
 
 
 def draw_bars(
@@ -121,7 +121,7 @@ def draw_bars(
     _style_bars(axes, list(values), x_label)
     figure.text(0.03, 1 - 0.28 / height, title, fontsize=13, fontweight="bold", color=INK, va="center")
     figure.text(0.03, 1 - 0.55 / height, subtitle, fontsize=9, color=SOFT, va="center")
-    _save(figure, path)
+    save(figure, path)
 
 
 def _style_bars(axes: Axes, names: Sequence[str], unit: str) -> None:
@@ -195,7 +195,8 @@ def _shorten(text: str, length: int = 95) -> str:
     return text if len(text) <= length else text[: length - 1] + "…"
 
 
-def _save(figure: Figure, path: str | Path) -> None:
+def save(figure: Figure, path: str | Path) -> None:
+    """Write a PNG; its folder is made if need be. Raises ResourceError where it cannot be written."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     path = Path(path)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -21,6 +20,7 @@ from hasten.bench.report import build_report
 from hasten.bench.worker import Measured, Ready, Task
 from hasten.errors import ConfigError
 from hasten.machine import Threads, thread_count
+from hasten.machine.progress import bars
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -198,7 +198,7 @@ def run_ladder(
         twice=[rung.twice for rung in rungs],
     )
     machine = describe().to_json()
-    with _progress(show=show_progress) as progress:
+    with bars("count", "elapsed", shown=show_progress) as progress:
         ladder.run(rounds=rounds, warmup=warmup, progress=progress)
     return build_report(
         kind=kind,
@@ -300,11 +300,3 @@ class _Ladder:
     def _drop(self, index: int, error: ChildError) -> None:
         self._outcome(index).fail(error)
         self.children.pop(index).abort()
-
-
-def _progress(*, show: bool) -> AbstractContextManager[Progress]:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=Console(stderr=True), transient=True, disable=not show)

@@ -46,8 +46,10 @@ class TrainLadder(Ladder):
 
     def run(self, *, show_progress: bool = True) -> dict[str, Any]:
         """Measure and return the report. Raises ConfigError or ResourceError before anything is allocated."""
+        import torch
+
         from hasten.machine import resolve_device, training_precision
-        from hasten.training.memory import estimate
+        from hasten.training.memory import step_memory
 
         device = str(resolve_device(self.device))
         recipe, config = recipe_and_config(self)
@@ -61,8 +63,7 @@ class TrainLadder(Ladder):
             active = possible(device, vocab_size=config.vocab_size, wanted=self.rungs)
             for name in choose_rungs(active, self.rungs):
                 own = replace(recipe, techniques=techniques(name, active))
-                explicit = own.techniques.attention == "reference"
-                need = estimate(config, own, explicit_attention=explicit)
+                need = step_memory(config, own, torch.device(device))
                 parts = {
                     "weights, gradients and optimizer": need.state,
                     "activations": need.activations,

@@ -23,7 +23,6 @@ class Chat(SamplingOptions, ModelOptions):
 
     def run(self) -> None:
         model = self.load()
-        from hasten.cli.sampling import sampling_params
         from hasten.generation.chat import Chat as Conversation
         from hasten.generation.generate import Timing
 
@@ -33,7 +32,7 @@ class Chat(SamplingOptions, ModelOptions):
             except (OSError, UnicodeDecodeError) as error:
                 raise CheckpointError(f"{self.template} cannot be read: {error}") from None
             model.tokenizer = model.tokenizer.with_chat_template(text, origin=str(self.template))
-        params = sampling_params(self, seed=self.seed, ignore_eos=self.ignore_eos, folder=model.generation)
+        params = self.params(model.generation)
         chat = Conversation(model, system=self.system)
         print(HELP, file=sys.stderr)
         while True:

@@ -154,10 +154,10 @@ def _evaluate(model: Any, documents: list[str], data: TokenData, run: Path) -> d
     """Score held-out files, beside a bigram model of all the training text; also written to evaluation.json."""
     from dataclasses import asdict
 
-    from hasten.cli.progress import share
     from hasten.data.bigram import bigram_loss
     from hasten.generation.perplexity import perplexity
     from hasten.machine.files import write_json
+    from hasten.machine.progress import share
 
     with share("scored tokens") as progress:
         scores = asdict(perplexity(model, documents, progress=progress))

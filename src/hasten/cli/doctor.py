@@ -106,13 +106,12 @@ def _kernels() -> Finding:
 def _measure(device: str) -> dict[str, Any]:
     """Limits of one device, with the data sheet's where the device is known; a bar on standard error meanwhile."""
     import torch
-    from rich.console import Console
-    from rich.progress import Progress
 
     from hasten.machine import MATRIX_DTYPES, matrix_rate, read_bandwidth, vendor_limits
+    from hasten.machine.progress import bars
 
     found: dict[str, Any] = {"rates": {}, "threads": torch.get_num_threads() if device == "cpu" else None}
-    with Progress(console=Console(stderr=True), transient=True) as progress:
+    with bars("count", "remaining") as progress:
         bar = progress.add_task(f"measuring {device}: memory bandwidth", total=1 + len(MATRIX_DTYPES))
         found["bandwidth"] = read_bandwidth(device=device, seconds=SECONDS)
         for dtype in MATRIX_DTYPES:

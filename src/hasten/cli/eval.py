@@ -32,8 +32,8 @@ class Eval(ModelOptions):
         require_writable(self.json)
         if not self.overlap and self.stride is not None:
             raise ConfigError("--no-overlap is a stride of the whole context: give it or --stride, not both")
-        from hasten.cli.progress import share
         from hasten.data import read_documents
+        from hasten.machine.progress import share
 
         documents = list(read_documents(self.text, limit_bytes=self.limit_bytes))
         model = self.load()

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from hasten.cli.options import same_fields
 from hasten.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -104,35 +105,16 @@ class ExplainAttention:
         masked = self.mask or self.documents or self.block_mask
         check_causal(queries=queries, keys=keys, window=self.window, causal=causal, masked=masked)
         device, absent = self._device()
-        spec = AttentionSpec(
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=size,
-            scale=size**-0.5,
-            window=self.window,
-            softcap=self.softcap,
-            causal=causal,
-        )
-        call: dict[str, Any] = {
-            "batch": batch,
-            "queries": queries,
-            "keys": keys,
-            "mask": self.mask,
-            "key_padding": self.key_padding,
-            "bias": self.bias or self.learned_bias,
-            "bias_gradient": self.learned_bias,
-            "alibi": self.alibi,
-            "documents": self.documents,
-            "block_mask": self.block_mask,
-            "block_size": self.block_size if self.block_mask else None,
-            "dropout": self.dropout,
-            "gradient": self.gradient,
-        }
-        dtype, capability = getattr(torch, self.dtype), self._capability()
+        sizes: dict[str, Any] = {"heads": heads, "kv_heads": kv_heads, "head_dim": size, "scale": size**-0.5}
+        spec = AttentionSpec(**same_fields(self, AttentionSpec) | sizes | {"causal": causal})
+        call = same_fields(self, AttentionRequest) | {"batch": batch, "queries": queries, "keys": keys}
+        call |= {"bias": self.bias or self.learned_bias, "bias_gradient": self.learned_bias}
+        call["block_size"] = self.block_size if self.block_mask else None
         if self.layer:
             self._refuse_of_a_call()
             call = {name: call[name] for name in ("block_mask", "block_size")}
-        return AttentionRequest(spec=spec, device=device, dtype=dtype, capability=capability, **call), absent
+        call |= {"device": device, "dtype": getattr(torch, self.dtype), "capability": self._capability()}
+        return AttentionRequest(spec=spec, **call), absent
 
     def words(self, request: AttentionRequest) -> str:
         """The request in one line."""

@@ -35,10 +35,9 @@ class Generate(SamplingOptions, ModelOptions):
         prompts: list[Any] = [list(self.prompt_ids)] if self.prompt_ids else [_text(text) for text in self.prompt]
         # Compiled blocks are PyTorch's path; the fused ones are the other.
         model = (replace(self, fuse=False) if self.compile else self).load()
-        from hasten.cli.sampling import sampling_params
         from hasten.generation.generate import Generation, Timing
 
-        params = sampling_params(self, seed=self.seed, ignore_eos=self.ignore_eos, folder=model.generation)
+        params = self.params(model.generation)
         if self.compile:
             from hasten.generation.compiled import compile_blocks
 

@@ -14,6 +14,9 @@ from hasten.errors import ConfigError
 from hasten.machine.threads import Threads
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from hasten.generation.params import SamplingParams
     from hasten.model.transformer import Transformer
     from hasten.serving.settings import EngineSettings
 
@@ -153,3 +156,15 @@ class SamplingOptions:
     stop: tuple[str, ...] = ()
     """Texts that end the answer and are not shown."""
     min_new_tokens: int = 0
+
+    def params(self, folder: Mapping[str, Any]) -> SamplingParams:
+        """What was given on the command line, else what generation_config.json recommends, else plain sampling.
+
+        A folder that says `do_sample: false`, or says nothing, is sampled at temperature 1: to be greedy is one option
+        away, and a text that loops is nobody's wish. Raises ConfigError for values that make no sense.
+        """
+        from hasten.generation.params import SamplingParams
+
+        names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty") if folder.get("do_sample") else ()
+        recommended = {name: folder[name] for name in names if folder.get(name) is not None}
+        return SamplingParams(**recommended | same_fields(self, SamplingParams))

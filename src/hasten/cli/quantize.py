@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from hasten.cli.options import same_fields
 from hasten.machine.threads import Threads
 
 if TYPE_CHECKING:
@@ -62,14 +63,8 @@ class Quantize:
             for option, value in (("--group-size", self.group_size), ("--search", self.search)):
                 if value is not None:
                     raise ConfigError(f"int8 has one scale for each row; {option} goes with --scheme int4")
-            return Int8(activations=self.activations, lm_head=self.lm_head)
-        return Int4(
-            group_size=self.group_size or 128,
-            symmetric=not self.asymmetric,
-            lm_head=self.lm_head,
-            search=self.search or "mse",
-            activations=self.activations,
-        )
+            return Int8(**same_fields(self, Int8))
+        return Int4(**same_fields(self, Int4) | {"symmetric": not self.asymmetric})
 
     def check_output(self, source: Path) -> None:
         """Raise ConfigError, before any work, for an output folder whose files would be lost, or that is a file."""
@@ -86,9 +81,9 @@ class Quantize:
     def run(self) -> None:
         from time import perf_counter
 
-        from hasten.cli.progress import counter
         from hasten.machine import configure, peak_memory
         from hasten.machine.files import require_writable, write_json
+        from hasten.machine.progress import counter
         from hasten.model.load import load, resolve_folder
         from hasten.quantization import quantize_to_folder
         from hasten.quantization.schemes import layer_formats

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from hasten.cli.options import EngineOptions, LoadOptions
+from hasten.cli.options import EngineOptions, LoadOptions, same_fields
 from hasten.errors import CheckpointError, ConfigError, HastenWarning
 
 if TYPE_CHECKING:
@@ -158,6 +158,5 @@ class Serve(EngineOptions, LoadOptions):
             api_keys=keys,
             allowed_hosts=hosts,
             body_bytes=int(self.max_body_mib * 2**20),
-            request_timeout=self.request_timeout,
-            drain_timeout=self.drain_timeout,
+            **same_fields(self, ServerSettings),
         )

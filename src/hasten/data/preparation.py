@@ -5,21 +5,21 @@ import json
 import operator
 import os
 import shutil
-import sys
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from hasten.data.encode import Encoder, training_texts
-from hasten.data.progress import byte_progress
 from hasten.data.sources import Source, open_source
 from hasten.data.splits import SplitPlan, plan_split
 from hasten.data.token_data import FORMAT_VERSION, MANIFEST_FILE, TOKENIZER_FOLDER, TokenData
 from hasten.data.tokenizers import train_bpe, train_characters
 from hasten.errors import ConfigError, DataError, ResourceError
+from hasten.machine.files import locked, save_json
+from hasten.machine.progress import byte_counter
 from hasten.model.tokenizer import Tokenizer
 
 TokenizerKind = Literal["bpe", "character"]
@@ -164,7 +164,7 @@ def _make(
     for name in _MODEL_FILES if given_folder is not None else ():
         if (Path(given_folder or "") / name).is_file():
             shutil.copyfile(Path(given_folder or "") / name, work / TOKENIZER_FOLDER / name)
-    with byte_progress("tokenizing", total=corpus.size, shown=progress) as advance:
+    with byte_counter("tokenizing", total=corpus.size, shown=progress) as advance:
         encoder = Encoder(folder=work, tokenizer=tokenizer, plan=plan, advance=advance)
         encoder.run(corpus)
     splits = {name: writer.close() for name, writer in encoder.writers.items()}
@@ -191,15 +191,12 @@ def _make(
         "before": list(encoder.frame.before),
         "splits": splits,
     }
-    with (work / MANIFEST_FILE).open("w", encoding="utf-8") as file:
-        json.dump(manifest, file, indent=2)
-        file.flush()
-        os.fsync(file.fileno())
+    save_json(work / MANIFEST_FILE, manifest)
 
 
 def _train(corpus: Source, plan: SplitPlan, *, kind: TokenizerKind, vocab_size: int, progress: bool) -> Tokenizer:
     size = corpus.size
-    with byte_progress(f"learning the {kind} tokenizer", total=size, shown=progress) as advance:
+    with byte_counter(f"learning the {kind} tokenizer", total=size, shown=progress) as advance:
 
         def texts(limit: int) -> Iterator[str]:
             for text in training_texts(corpus, plan, limit=limit):
@@ -221,26 +218,13 @@ def _is_there(target: Path) -> bool:
 @contextmanager
 def _alone(target: Path, *, told: bool) -> Iterator[bool]:
     """Let one process at a time prepare `target`; the others wait and find it done. Gives whether the lock works."""
-    from filelock import FileLock, Timeout
-
-    lock = FileLock(target.with_name(f".{target.name}.lock"))
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
+    waiting = "another process is preparing the same data: waiting for it" if told else ""
+    with ExitStack() as stack:
         try:
-            lock.acquire(timeout=1)
-        except Timeout:
-            if told:
-                print("another process is preparing the same data: waiting for it", file=sys.stderr)
-            lock.acquire()
-    except NotImplementedError:  # some network file systems: then both do the work, and one renames first
-        yield False
-        return
-    except OSError as error:
-        raise ResourceError(f"{target.parent}: cannot be written ({error.strerror}); use another folder") from error
-    try:
-        yield True
-    finally:
-        lock.release()
+            found = stack.enter_context(locked(target.with_name(f".{target.name}.lock"), waiting=waiting))
+        except OSError as error:
+            raise ResourceError(f"{target.parent}: cannot be written ({error.strerror}); use another folder") from error
+        yield found  # where it does not, both do the work, and one renames first
 
 
 @contextmanager

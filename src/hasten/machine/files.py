@@ -36,6 +36,40 @@ def write_atomically(path: Path, data: str | bytes) -> None:
         temporary.write_bytes(data.encode() if isinstance(data, str) else data)
 
 
+def save_json(path: Path, value: object, *, indent: int = 2, sort_keys: bool = False) -> None:
+    """Write `value` as JSON. Raises OSError as open() does."""
+    write_atomically(path, json.dumps(value, indent=indent, sort_keys=sort_keys) + "\n")
+
+
+@contextmanager
+def locked(path: Path, *, waiting: str | None) -> Iterator[bool]:
+    """Hold a lock file; gives whether its file system has locks, which some on networks have not.
+
+    The system lets go of it when a process ends, however it ends. While another process holds it, standard error says
+    `waiting` (unless it is empty) and we wait. Raises filelock.Timeout instead where `waiting` is None, and OSError
+    where the file cannot be made.
+    """
+    from filelock import FileLock, Timeout
+
+    lock = FileLock(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        lock.acquire(timeout=0 if waiting is None else 0.5)
+    except NotImplementedError:
+        yield False
+        return
+    except Timeout:
+        if waiting is None:
+            raise
+        if waiting:
+            print(waiting, file=sys.stderr)
+        lock.acquire()
+    try:
+        yield True
+    finally:
+        lock.release()
+
+
 def require_writable(target: str | None) -> None:
     """Raise ResourceError now, not after minutes of work, if a --json target cannot be written. None and "-" can."""
     if target is None or target == "-":

@@ -1,7 +1,6 @@
 """Writing a model as a Hugging Face folder that transformers, and hasten, load again."""
 
 import errno
-import json
 import os
 import shutil
 import tempfile
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hasten.errors import CheckpointError, ConfigError, HastenWarning
+from hasten.machine.files import save_json
 from hasten.model.checkpoint import DTYPES
 from hasten.model.families import FAMILIES
 from hasten.model.families.family import TensorSlice
@@ -78,8 +78,8 @@ def export_model(
         if model.tokenizer is not None:
             model.tokenizer.save(staging)
         if model.generation:
-            _write_json(staging / "generation_config.json", model.generation)
-        _write_json(staging / "config.json", plan.config(dtype or model.dtype))
+            save_json(staging / "generation_config.json", model.generation, sort_keys=True)
+        save_json(staging / "config.json", plan.config(dtype or model.dtype), sort_keys=True)
         _move(staging, folder, weights)
     except OSError as error:
         reason = error.strerror or error
@@ -266,16 +266,9 @@ def _write_weights(plan: _Plan, folder: Path, shard_bytes: int) -> set[str]:
     if count > 1:
         total = sum(thing.bytes for thing in plan.things)
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        _write_json(folder / "model.safetensors.index.json", index)
+        save_json(folder / "model.safetensors.index.json", index, sort_keys=True)
         names.append("model.safetensors.index.json")
     return set(names)
-
-
-def _write_json(path: Path, value: dict[str, Any]) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        file.write(json.dumps(value, indent=2, sort_keys=True) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _move(staging: Path, folder: Path, weights: set[str]) -> None:

@@ -23,6 +23,7 @@ from hasten.model.require import require_model
 from hasten.model.stacking import alternate, packed, plain, split_alternate, split_stack, stack, uneven
 from hasten.model.transformer import MLP, Block, Transformer
 from hasten.model.wide import narrow
+from hasten.ops.attention.spec import LARGEST_HEAD
 from hasten.ops.linear.modules import PackedLinear
 from hasten.ops.linear.operator import LinearRequest, native_opt_in
 from hasten.ops.linear.weights import BFLOAT16
@@ -30,7 +31,6 @@ from hasten.ops.native import NativeLibrary, library
 from hasten.ops.pages import in_large_pages, return_freed_memory
 
 ACTIVATION_ORDER = ("silu", "gelu", "gelu_tanh", "relu")  # in the order of the enum in ops/block/phases.h
-LARGEST_HEAD = 256
 
 
 def refusal(model: Transformer) -> str | None:

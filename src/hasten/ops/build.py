@@ -19,10 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from filelock import FileLock, Timeout
-
 from hasten.errors import ResourceError
 from hasten.machine import Compiler, cache_folder, find_compiler, instruction_sets
+from hasten.machine.files import locked
 from hasten.ops.compile import compile_library
 
 SOURCES = Path(__file__).parent
@@ -128,7 +127,7 @@ def build(isa: str, part: Part = "inference", *, sources: Path = SOURCES, folder
     target = folder / f"{stem}-{_hash(str(compiler), *flags, SHORT_PATHS, *_rpath())}.so"
     if target.exists():
         return _used(target)
-    with _locked(folder):
+    with locked(folder / ".lock", waiting="waiting for another process that compiles the kernels"):
         if not target.exists():  # else another process made it while we waited
             _remove_leftovers(folder)
             names = [name for name in _files(part, sources) if name.endswith(".cpp")]
@@ -228,23 +227,6 @@ def _compile(
         log.unlink(missing_ok=True)
     finally:
         shutil.rmtree(place, ignore_errors=True)
-
-
-class _locked:
-    """The cache's lock; says so when another process holds it, because its build takes some seconds."""
-
-    def __init__(self, folder: Path) -> None:
-        self.lock = FileLock(folder / ".lock")
-
-    def __enter__(self) -> None:
-        try:
-            self.lock.acquire(timeout=0.5)
-        except Timeout:
-            print("waiting for another process that compiles the kernels", file=sys.stderr)
-            self.lock.acquire()
-
-    def __exit__(self, *error: object) -> None:
-        self.lock.release()
 
 
 def _remove_leftovers(folder: Path) -> None:

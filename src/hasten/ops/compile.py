@@ -16,13 +16,10 @@ from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from hasten.errors import ResourceError
 from hasten.machine import available_cores
-
-if TYPE_CHECKING:
-    from rich.console import Console
+from hasten.machine.progress import bars
 
 TIMEOUT = 600  # seconds for one source
 # What each source takes of one core (g++ 12, Zen 4, AVX2). Only an estimate hangs on it, and the order.
@@ -139,31 +136,26 @@ def call(command: Sequence[str], log: Path) -> None:
 @contextmanager
 def _shown(title: str, estimate: Estimate) -> Iterator[Callable[[], None]]:
     """Says what is compiled and how long it takes; yields what brings that up to date."""
-    from rich.console import Console
     from rich.errors import LiveError
 
-    console = Console(stderr=True)
     with ExitStack() as stack:
         show = None
-        if console.is_terminal:
+        if sys.stderr.isatty():
             with suppress(LiveError):  # somebody else's bar is on the screen
-                show = stack.enter_context(_bar(console, title, estimate))
+                show = stack.enter_context(_bar(title, estimate))
         yield show or stack.enter_context(_lines(title, estimate))
 
 
 @contextmanager
-def _bar(console: "Console", title: str, estimate: Estimate) -> Iterator[Callable[[], None]]:
-    from rich.progress import BarColumn, Progress, TextColumn
-
+def _bar(title: str, estimate: Estimate) -> Iterator[Callable[[], None]]:
     start = time.monotonic()
-    columns = TextColumn("{task.description}"), BarColumn(), TextColumn("about {task.fields[left]} left, once")
-    with Progress(*columns, console=console, transient=True) as bars:
-        task = bars.add_task(f"compiling {title}", total=1.0, left=_seconds(estimate.left(start)))
+    with bars("about {task.fields[left]} left, once") as display:
+        task = display.add_task(f"compiling {title}", total=1.0, left=_seconds(estimate.left(start)))
 
         def show() -> None:
             now = time.monotonic()
             left = estimate.left(now)
-            bars.update(task, completed=(now - start) / (now - start + left + 1e-9), left=_seconds(left))
+            display.update(task, completed=(now - start) / (now - start + left + 1e-9), left=_seconds(left))
 
         yield show
 

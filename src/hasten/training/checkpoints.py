@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from hasten.errors import CheckpointError, HastenError, ResourceError
-from hasten.machine.files import replacing, write_atomically
+from hasten.machine.files import replacing, save_json, write_atomically
 from hasten.training.random_state import RandomState
 from hasten.training.stored import FORMAT_VERSION, INDEX, REMEDY, Stored, find
 
@@ -52,7 +52,7 @@ def save(
             files[kind] = f"{kind}-{step:08d}.safetensors"
             _write(folder / files[kind], tensors)
         document = {"version": FORMAT_VERSION, **values, "python_random": random.python, "files": files}
-        write_atomically(folder / INDEX, json.dumps(document, indent=1) + "\n")
+        save_json(folder / INDEX, document, indent=1)
         _remove_others(folder, files.values())
     except (OSError, SafetensorError) as error:
         raise write_error(folder, error) from None
@@ -139,18 +139,14 @@ def _write(path: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def _link_file(source: Path, target: Path) -> None:
-    temporary = target.with_name(f".{target.name}.partial")
-    temporary.unlink(missing_ok=True)
-    try:
+    with replacing(target) as temporary:
+        temporary.unlink(missing_ok=True)
         try:
             os.link(source, temporary)
         except OSError:  # a file system without hard links
             import shutil
 
             shutil.copyfile(source, temporary)
-        os.replace(temporary, target)
-    finally:
-        temporary.unlink(missing_ok=True)  # renaming onto a link to the same file leaves both names
 
 
 def _remove_others(folder: Path, kept: Any) -> None:

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hasten.errors import ResourceError
+from hasten.machine.files import replacing
+from hasten.machine.progress import bars
 
 PLAIN_SECONDS = 30  # from one line to the next where standard error is not a terminal
 
@@ -65,32 +67,18 @@ def progress_bar(title: str, *, shown: bool) -> Iterator[Progress]:
     if not shown:
         yield _Silent()
         return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-    from rich.progress import Progress as Bars
-
-    console = Console(stderr=True)
-    if not console.is_terminal:
+    if not sys.stderr.isatty():
         yield PlainLines(title)
         return
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=24),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[numbers]}"),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-    )
-    with Bars(*columns, console=console) as bars:
-        task = bars.add_task(title, total=None, numbers="compiling and measuring the speed")
+    with bars("count", "{task.fields[numbers]}", "elapsed", "left", "remaining", transient=False) as display:
+        task = display.add_task(title, total=None, numbers="compiling and measuring the speed")
 
         class Bar:
             def show(self, line: Mapping[str, Any], *, total: int | None, validation: float | None) -> None:
-                bars.update(task, completed=line["step"], total=total, numbers=numbers(line, validation))
+                display.update(task, completed=line["step"], total=total, numbers=numbers(line, validation))
 
             def note(self, text: str) -> None:
-                bars.console.print(text, highlight=False, markup=False)
+                display.console.print(text, highlight=False, markup=False)
 
         yield Bar()
 
@@ -138,12 +126,8 @@ def draw_losses(lines: Sequence[Mapping[str, Any]], path: Path, *, title: str) -
     axes.set(xlabel="tokens", ylabel="loss (nats per token)", title=title)
     axes.grid(alpha=0.3)
     axes.legend()
-    temporary = path.with_name(f".{path.name}.partial")
-    try:
+    with replacing(path) as temporary:
         figure.savefig(temporary, dpi=120, format="png")
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 class TensorBoard:

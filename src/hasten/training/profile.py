@@ -6,7 +6,6 @@ for chrome://tracing or ui.perfetto.dev), and its FLOPs (torch's FlopCounterMode
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -20,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hasten.data import Batch
 from hasten.machine import measure_limits
-from hasten.machine.files import write_atomically
+from hasten.machine.files import save_json
 from hasten.ops.attention.train import flop_formulas
 from hasten.training.meter import Meter, clock, metered
 from hasten.training.recipe import Recipe
@@ -129,7 +128,7 @@ def profile(recipe: Recipe, folder: Path, *, progress: bool = True) -> StepProfi
         operators=operators,
         trace=folder / "trace.json",
     )
-    write_atomically(folder / "profile.json", json.dumps(found.to_json(), indent=2) + "\n")
+    save_json(folder / "profile.json", found.to_json())
     return found
 
 

@@ -1,9 +1,8 @@
 """`train`: a run from a recipe to a model folder, resumed where an earlier one stopped."""
 
-import json
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -11,7 +10,7 @@ from typing import Any, get_args
 
 from hasten.errors import ConfigError
 from hasten.machine import measured
-from hasten.machine.files import write_atomically
+from hasten.machine.files import locked, save_json
 from hasten.model.save import save
 from hasten.training import checkpoints, display
 from hasten.training.journal import read
@@ -93,26 +92,20 @@ def _check(recipe: Recipe, resume: Resume) -> None:
 
 @contextmanager
 def _alone(folder: RunFolder) -> Iterator[None]:
-    """Hold the folder's lock. The system lets go of it when a process ends, however it ends."""
-    from filelock import FileLock, Timeout
+    """Hold the folder's lock. Raises ConfigError where another process does."""
+    from filelock import Timeout
 
-    lock = FileLock(folder.lock)
-    try:
-        folder.path.mkdir(parents=True, exist_ok=True)
-        lock.acquire(timeout=0)
-    except Timeout:
-        raise ConfigError(
-            f"another process is training in {folder.path}; wait until it has ended, or give this run another --name"
-        ) from None
-    except NotImplementedError:  # some network file systems have no locks
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(locked(folder.lock, waiting=None))
+        except Timeout:
+            raise ConfigError(
+                f"another process is training in {folder.path}; wait until it has ended, or give this run another "
+                "--name"
+            ) from None
+        except OSError as error:
+            raise checkpoints.write_error(folder.path, error) from None
         yield
-        return
-    except OSError as error:
-        raise checkpoints.write_error(folder.path, error) from None
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def _train(recipe: Recipe, folder: RunFolder, *, progress: bool, resume: Resume, on_step: OnStep | None) -> TrainResult:
@@ -162,7 +155,7 @@ def _begin_folder(folder: RunFolder, recipe: Recipe, *, fresh: bool) -> None:
             for old in (folder.path / "checkpoints", folder.tensorboard):
                 if old.exists():
                     shutil.rmtree(old)
-        write_atomically(folder.recipe, json.dumps(recipe.to_json(), indent=2) + "\n")
+        save_json(folder.recipe, recipe.to_json())
     except OSError as error:
         raise checkpoints.write_error(folder.path, error) from None
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-LARGEST_HEAD = 256
 LEAST_SIDE = 16  # of a tensor core's tile
 
 

@@ -16,9 +16,8 @@ from torch import Tensor
 
 from hasten.errors import ConfigError
 from hasten.ops.attention.flash_launch import Problem, backward, forward, wide
-from hasten.ops.attention.flash_tiles import LARGEST_HEAD
 from hasten.ops.attention.request import Documents
-from hasten.ops.attention.spec import AttentionSpec
+from hasten.ops.attention.spec import LARGEST_HEAD, AttentionSpec
 
 
 def flash_attention(

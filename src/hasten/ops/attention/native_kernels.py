@@ -12,8 +12,8 @@ from hasten.ops.attention.block_mask import BlockMask, tiles_refusal
 from hasten.ops.attention.packed import Intervals
 from hasten.ops.attention.request import AttentionRequest, BlockMaskProtocol, Documents
 from hasten.ops.attention.sdpa import sdpa
-from hasten.ops.attention.spec import AttentionSpec
-from hasten.ops.attention.train import DTYPES, LARGEST_HEAD, native_attention
+from hasten.ops.attention.spec import LARGEST_HEAD, AttentionSpec
+from hasten.ops.attention.train import DTYPES, native_attention
 from hasten.ops.build import is_built
 from hasten.ops.native import choose_isa, library, obtainable
 

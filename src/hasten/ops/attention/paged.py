@@ -17,12 +17,10 @@ from hasten.ops import triton_support
 from hasten.ops.attention.int8_rows import SCALE_BYTES, dequantize_rows
 from hasten.ops.attention.masks import visible
 from hasten.ops.attention.request import AttentionRequest
-from hasten.ops.attention.spec import AttentionSpec
+from hasten.ops.attention.spec import LARGEST_HEAD, AttentionSpec
 from hasten.ops.attention.view import KVView
 from hasten.ops.native import library
 from hasten.ops.picker import Kernel
-
-_LARGEST_HEAD = 256
 
 
 class PagedGroup(NamedTuple):
@@ -104,16 +102,16 @@ def _native_unsupported(request: AttentionRequest) -> str | None:
         return f"it runs on a CPU, the cache is on {request.device}"
     if request.dtype != torch.bfloat16:
         return f"it computes in bfloat16, not in {request.dtype_name}"
-    if request.spec.head_dim > _LARGEST_HEAD:
-        return f"the head size is {request.spec.head_dim}; it goes up to {_LARGEST_HEAD}"
+    if request.spec.head_dim > LARGEST_HEAD:
+        return f"the head size is {request.spec.head_dim}; it goes up to {LARGEST_HEAD}"
     return None if library() is not None else "the native library is not there (no compiler, or HASTEN_ISA=none)"
 
 
 def _triton_unsupported(request: AttentionRequest) -> str | None:
     if request.dtype not in (torch.bfloat16, torch.float16):
         return f"it takes bfloat16 and float16, not {request.dtype_name}"
-    if request.spec.head_dim > _LARGEST_HEAD:
-        return f"the head size is {request.spec.head_dim}; it goes up to {_LARGEST_HEAD}"
+    if request.spec.head_dim > LARGEST_HEAD:
+        return f"the head size is {request.spec.head_dim}; it goes up to {LARGEST_HEAD}"
     if request.int8_cache and request.spec.head_dim % SCALE_BYTES:
         return f"the head size is {request.spec.head_dim}; over an int8 cache it must be a multiple of {SCALE_BYTES}"
     return triton_support.refusal(request.device, request.compute_capability)

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+LARGEST_HEAD = 256  # elements, of every kernel that has a limit
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:

@@ -15,7 +15,6 @@ from hasten.ops.gradients import with_gradients
 from hasten.ops.native import NativeLibrary, library
 
 DTYPES = (torch.float32, torch.bfloat16)
-LARGEST_HEAD = 256
 
 
 def native_attention(

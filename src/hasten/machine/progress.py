@@ -1,0 +1,64 @@
+"""Progress on standard error, so that standard output stays clean for results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+
+def bars(*columns: str, shown: bool = True, transient: bool = True) -> Progress:
+    """rich's progress display, to be entered: each task's description, its bar, and these columns behind it.
+
+    columns: "count" (3/8), "bytes" and "speed" of what is counted in bytes, "elapsed" and "remaining" time; anything
+    else is a text with rich's fields, such as "{task.fields[loss]}". transient: gone when done.
+    """
+    from rich import progress
+    from rich.console import Console
+
+    known: dict[str, type[progress.ProgressColumn]] = {
+        "count": progress.MofNCompleteColumn,
+        "bytes": progress.DownloadColumn,
+        "speed": progress.TransferSpeedColumn,
+        "elapsed": progress.TimeElapsedColumn,
+        "remaining": progress.TimeRemainingColumn,
+    }
+    behind = [known[name]() if name in known else progress.TextColumn(name) for name in columns]
+    description, bar = progress.TextColumn("{task.description}"), progress.BarColumn(bar_width=24)
+    return progress.Progress(
+        description, bar, *behind, console=Console(stderr=True), transient=transient, disable=not shown
+    )
+
+
+@contextmanager
+def counter(description: str, total: int | None = None) -> Iterator[Callable[[int], None]]:
+    """A bar that counts up; yields the function that advances it. Gone when done."""
+    done = 0
+
+    def advance(count: int) -> None:
+        nonlocal done
+        done += count
+        update(done, total)
+
+    with share(description, total) as update:
+        yield advance
+
+
+@contextmanager
+def share(description: str, total: int | None = None) -> Iterator[Callable[[int, int | None], None]]:
+    """A bar with the time left; yields the function that is told how much is done, and of how much. Gone when done."""
+    with bars("count", "elapsed", "left", "remaining") as progress:
+        task = progress.add_task(description, total=total)
+        yield lambda done, whole: progress.update(task, completed=done, total=whole)
+
+
+@contextmanager
+def byte_counter(description: str, *, total: int | None, shown: bool) -> Iterator[Callable[[int], None]]:
+    """A bar that counts bytes of text; yields the function that advances it. total: None where it is not known."""
+    with bars("bytes", "speed", "remaining", shown=shown, transient=False) as progress:
+        task = progress.add_task(description, total=total)
+        yield lambda count: progress.advance(task, count)
+        progress.update(task, total=progress.tasks[0].completed)  # byte-order marks make the total an estimate
