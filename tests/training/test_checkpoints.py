@@ -14,10 +14,10 @@ from hasten.errors import CheckpointError, ResourceError
 from hasten.model.initialize import initialize
 from hasten.training import checkpoints
 from hasten.training.build import shape_config
+from hasten.training.checkpoint_state import TrainingState
 from hasten.training.optimizers import adamw
 from hasten.training.random_state import RandomState
 from hasten.training.recipe import Optimizer, Recipe, Shape
-from hasten.training.stored import State
 
 CPU = torch.device("cpu")
 CONFIG = shape_config(Shape(layers=1, hidden_size=16, heads=2, feed_forward=32), vocab_size=30, positions=8)
@@ -35,7 +35,7 @@ def trained(seed=0, steps=2):
 
 
 def save(folder, model, optimizer, step=2):
-    progress = State(step=step, tokens=100 * step).to_json()
+    progress = TrainingState(step=step, tokens=100 * step).to_json()
     values = {"progress": progress, "data": "tokens", "scaler": {}, "recipe": Recipe(name="small").to_json()}
     checkpoints.save(folder, model=model, optimizer=optimizer, random=RandomState.capture(CPU), values=values)
 

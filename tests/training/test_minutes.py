@@ -133,7 +133,7 @@ def test_a_bend_continues_without_a_jump_and_ends_at_the_end():
     for kind in ("wsd", "cosine"):
         schedule = Schedule(kind=kind, warmup_steps=10, final_fraction=0.1, decay_fraction=0.4)
         before = factor(schedule, step=70, total=100)
-        bend = (70, before)
+        lowered = (70, before)
         assert before < 1
-        assert factor(schedule, step=70, total=80, bend=bend) == pytest.approx(before)
-        assert factor(schedule, step=79, total=80, bend=bend) == pytest.approx(0.1)
+        assert factor(schedule, step=70, total=80, decay_start=lowered) == pytest.approx(before)
+        assert factor(schedule, step=79, total=80, decay_start=lowered) == pytest.approx(0.1)

@@ -106,12 +106,12 @@ def noise(loss: float, bigram: float, vocab_size: int, *, steps: int) -> str | N
 def _chosen(recipe: Recipe, *, resume: bool) -> Recipe:
     """The recipe with the size of model that this machine is fast enough for in the precision that it trains in."""
     from hasten.machine import configure
+    from hasten.training.checkpoint_state import find
     from hasten.training.fitting import fit
     from hasten.training.precision import choose_precision
     from hasten.training.recipe import differences
     from hasten.training.recipes import DEMO_SIZES
-    from hasten.training.state import RunFolder
-    from hasten.training.stored import find
+    from hasten.training.run_folder import RunFolder
 
     configure(threads=recipe.run.threads)
     stored = find(RunFolder(path=Path(recipe.run.folder).expanduser() / recipe.name).last) if resume else None

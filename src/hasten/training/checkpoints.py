@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 from hasten.errors import CheckpointError, HastenError, ResourceError
 from hasten.machine.files import replacing, save_json, write_atomically
+from hasten.training.checkpoint_state import FORMAT_VERSION, INDEX, REMEDY, Checkpoint, find
 from hasten.training.random_state import RandomState
-from hasten.training.stored import FORMAT_VERSION, INDEX, REMEDY, Stored, find
 
-__all__ = ["Stored", "find", "link", "load", "load_weights", "named_weights", "read_tensors", "save", "write_error"]
+__all__ = ["Checkpoint", "find", "link", "load", "load_weights", "named_weights", "read_tensors", "save", "write_error"]
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -36,7 +36,7 @@ def save(
     random: RandomState,
     values: Mapping[str, Any],
 ) -> None:
-    """Write a checkpoint over the one that is there. values: `progress`, `recipe`, `data` and `scaler` of Stored.
+    """Write a checkpoint over the one that is there. values: `progress`, `recipe`, `data` and `scaler` of Checkpoint.
 
     Raises ResourceError for a full disk and CheckpointError for another failure; the one that was there stays whole.
     """
@@ -72,7 +72,7 @@ def link(source: Path, target: Path) -> None:
         raise write_error(target, error) from None
 
 
-def load(stored: Stored, *, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+def load(stored: Checkpoint, *, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
     """Put weights, optimizer state and random states back. Raises CheckpointError where they do not fit the model."""
     load_weights(stored, model)
     parameters = dict(model.named_parameters())
@@ -97,7 +97,7 @@ def load(stored: Stored, *, model: nn.Module, optimizer: torch.optim.Optimizer, 
         raise CheckpointError(f"{stored.folder}: the random state is damaged ({error}); {REMEDY}") from None
 
 
-def load_weights(stored: Stored, model: nn.Module) -> None:
+def load_weights(stored: Checkpoint, model: nn.Module) -> None:
     """Put the weights back, in place. Raises CheckpointError where they do not fit the model."""
     wanted = dict(named_weights(model))
     found = dict(read_tensors(stored, "weights"))
@@ -156,7 +156,7 @@ def _remove_others(folder: Path, kept: Any) -> None:
             path.unlink(missing_ok=True)
 
 
-def read_tensors(stored: Stored, kind: str) -> Iterator[tuple[str, Tensor]]:
+def read_tensors(stored: Checkpoint, kind: str) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a checkpoint by name. kind: "weights", or "state" (optimizer and random states)."""
     path = stored.folder / stored.files[kind]
     try:

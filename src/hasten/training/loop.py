@@ -8,17 +8,17 @@ from typing import Any
 from hasten.errors import TrainingError
 from hasten.machine.measured import known
 from hasten.training import budget, checkpoints, display
+from hasten.training.checkpoint_state import TrainingState
 from hasten.training.journal import Journal
 from hasten.training.layer_drop import gates_of_step
 from hasten.training.random_state import RandomState
 from hasten.training.recipe import Recipe
+from hasten.training.run_folder import RunFolder
 from hasten.training.schedules import factor, learning_rate
 from hasten.training.setup import Setup
 from hasten.training.spikes import SpikeDetector
-from hasten.training.state import RunFolder
 from hasten.training.step import StepResult
 from hasten.training.stopping import StopRequest
-from hasten.training.stored import State
 
 MOST_SKIPPED = 100  # float16 steps in a row whose gradients overflowed
 
@@ -33,7 +33,7 @@ class Loop:
         recipe: Recipe,
         folder: RunFolder,
         setup: Setup,
-        state: State,
+        state: TrainingState,
         *,
         stop: StopRequest,
         progress: display.Progress,
@@ -65,7 +65,7 @@ class Loop:
                     peak=self.recipe.optimizer.learning_rate,
                     step=state.step,
                     total=state.total,
-                    bend=state.bend,
+                    decay_start=state.decay_start,
                 )
                 batches = [next(source)[1] for _ in range(micro)]
                 layers = len(self.setup.model.blocks)
@@ -192,8 +192,8 @@ class Loop:
         if total == state.total:
             return
         if state.step >= self.recipe.schedule.warmup_steps:
-            now = factor(self.recipe.schedule, step=state.step, total=state.total, bend=state.bend)
-            state.bend = (state.step, now)
+            now = factor(self.recipe.schedule, step=state.step, total=state.total, decay_start=state.decay_start)
+            state.decay_start = (state.step, now)
         self.progress.note(
             f"the machine has become slower: {total:,} steps instead of {state.total:,}, to end in about "
             f"{self.recipe.run.minutes:g} minutes"

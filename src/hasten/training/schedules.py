@@ -5,26 +5,28 @@ import math
 from hasten.training.recipe import Schedule
 
 # (step, factor) where the total was lowered: from there the rate goes down to its end without a jump.
-Bend = tuple[int, float]
+DecayStart = tuple[int, float]
 
 
-def learning_rate(schedule: Schedule, *, peak: float, step: int, total: int | None, bend: Bend | None = None) -> float:
+def learning_rate(
+    schedule: Schedule, *, peak: float, step: int, total: int | None, decay_start: DecayStart | None = None
+) -> float:
     """The rate of step number `step` (from 0) of `total`; None while the total is not known yet, in the warm-up."""
-    return peak * factor(schedule, step=step, total=total, bend=bend)
+    return peak * factor(schedule, step=step, total=total, decay_start=decay_start)
 
 
-def factor(schedule: Schedule, *, step: int, total: int | None, bend: Bend | None = None) -> float:
+def factor(schedule: Schedule, *, step: int, total: int | None, decay_start: DecayStart | None = None) -> float:
     """The share of the peak, in [0, 1]: rises to 1 in the warm-up, ends at final_fraction in the last step.
 
-    bend: where the total was last lowered, after the warm-up. That shortens the stable phase of wsd. A decay or cosine
-    that should have begun already begins there.
+    decay_start: where the total was last lowered, after the warm-up. That shortens the stable phase of wsd. A decay or
+    cosine that should have begun already begins there.
     """
     if step < schedule.warmup_steps:
         return (step + 1) / schedule.warmup_steps
     if total is None or schedule.kind == "constant":
         return 1.0
     last, final = total - 1, schedule.final_fraction
-    start, top = (schedule.warmup_steps, 1.0) if bend is None else bend
+    start, top = (schedule.warmup_steps, 1.0) if decay_start is None else decay_start
     if schedule.kind == "wsd":
         if top == 1.0:
             start = max(start, total - decay_steps(schedule, total))

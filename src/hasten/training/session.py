@@ -13,15 +13,15 @@ from hasten.machine import measured
 from hasten.machine.files import locked, save_json
 from hasten.model.save import save
 from hasten.training import checkpoints, display
+from hasten.training.checkpoint_state import TrainingState
 from hasten.training.journal import read
 from hasten.training.loop import Loop, OnStep
 from hasten.training.precision import choose_precision
 from hasten.training.recipe import Recipe
 from hasten.training.recipes import INIT_MISSING, RECIPES
+from hasten.training.run_folder import Resume, RunFolder, find_start
 from hasten.training.setup import Setup, set_up
-from hasten.training.state import Resume, RunFolder, find_start
 from hasten.training.stopping import StopRequest, stop_on_signals
-from hasten.training.stored import State
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +116,7 @@ def _train(recipe: Recipe, folder: RunFolder, *, progress: bool, resume: Resume,
     stop = StopRequest()
     # Until the first step there is nothing to save: Ctrl-C while text is being prepared ends at once.
     setup = set_up(recipe, progress=progress, stop=stop)
-    state = State() if stored is None else _restore(stored, setup, folder)
+    state = TrainingState() if stored is None else _restore(stored, setup, folder)
     _begin_folder(folder, recipe, fresh=stored is None)
     with stop_on_signals(stop):
         with display.progress_bar(recipe.name, shown=progress) as bar:
@@ -160,7 +160,7 @@ def _begin_folder(folder: RunFolder, recipe: Recipe, *, fresh: bool) -> None:
         raise checkpoints.write_error(folder.path, error) from None
 
 
-def _restore(stored: checkpoints.Stored, setup: Setup, folder: RunFolder) -> State:
+def _restore(stored: checkpoints.Checkpoint, setup: Setup, folder: RunFolder) -> TrainingState:
     if stored.data != setup.data.folder.name:
         raise ConfigError(
             f"the text has changed since {stored.folder} was written (tokens {setup.data.folder.name}, then "

@@ -9,7 +9,7 @@ from typing import Any
 
 from hasten.errors import CheckpointError, ConfigError
 from hasten.training.recipe import Recipe
-from hasten.training.schedules import Bend
+from hasten.training.schedules import DecayStart
 
 FORMAT_VERSION = 1
 INDEX = "checkpoint.json"
@@ -19,17 +19,17 @@ _SCALER = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_grow
 
 
 @dataclass(slots=True, kw_only=True)
-class State:
+class TrainingState:
     """How far a run has come: the numbers that change from step to step and that a checkpoint keeps.
 
     step: optimizer steps taken. total: of the whole run, None until the speed is known. seconds: wall time used.
-    bend: (step, factor of the learning rate) where the total was last lowered because the machine became slower.
+    decay_start: (step, factor of the learning rate) where the total was last lowered because the machine became slower.
     recent_losses and spikes belong to the spike detector, skipped_in_row to float16's skipped steps.
     """
 
     step: int = 0
     total: int | None = None
-    bend: Bend | None = None
+    decay_start: DecayStart | None = None
     tokens: int = 0
     seconds: float = 0.0
     loss: float | None = None
@@ -41,7 +41,9 @@ class State:
     skipped_in_row: int = 0
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        values = asdict(self)
+        values["bend"] = values.pop("decay_start")  # its name in the file
+        return values
 
     @property
     def finished(self) -> bool:
@@ -49,7 +51,7 @@ class State:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stored:
+class Checkpoint:
     """A checkpoint on disk, its checkpoint.json checked.
 
     data: the folder of the tokens. scaler: the state of float16's loss scaling. measured: the times by which kernels
@@ -57,7 +59,7 @@ class Stored:
     """
 
     folder: Path
-    progress: State
+    progress: TrainingState
     recipe: Recipe
     data: str
     scaler: dict[str, Any]
@@ -71,7 +73,7 @@ class Stored:
         return self.progress.step
 
 
-def find(folder: Path) -> Stored | None:
+def find(folder: Path) -> Checkpoint | None:
     """The checkpoint in a folder, or None where there is none. Raises CheckpointError for a damaged one."""
     index = folder / INDEX
     try:
@@ -128,10 +130,10 @@ _PROGRESS: Mapping[str, Callable[[Any], bool]] = {
 }
 
 
-def _checked(folder: Path, values: dict[str, Any]) -> Stored:
+def _checked(folder: Path, values: dict[str, Any]) -> Checkpoint:
     data = _field(values, "data", str)
     files = _field(values, "files", dict)
-    return Stored(
+    return Checkpoint(
         folder=folder,
         progress=_progress(_field(values, "progress", dict)),
         recipe=_recipe(_field(values, "recipe", dict)),
@@ -152,7 +154,7 @@ def _field(values: dict[str, Any], name: str, kind: type, owner: str = "") -> An
     return values[name]
 
 
-def _progress(values: dict[str, Any]) -> State:
+def _progress(values: dict[str, Any]) -> TrainingState:
     for name, fits in _PROGRESS.items():
         if name not in values:
             raise _Wrong(f"progress.{name} is missing")
@@ -161,8 +163,8 @@ def _progress(values: dict[str, Any]) -> State:
     unknown = values.keys() - _PROGRESS.keys()
     if unknown:
         raise _Wrong(f"progress.{min(unknown):.60} is not known to this version of hasten")
-    bend = values["bend"]
-    return State(**values | {"bend": None if bend is None else (bend[0], bend[1])})
+    start = values.pop("bend")
+    return TrainingState(**values, decay_start=None if start is None else (start[0], start[1]))
 
 
 def _recipe(values: dict[str, Any]) -> Recipe:

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Literal
 
 from hasten.errors import ConfigError
+from hasten.training.checkpoint_state import Checkpoint, find
 from hasten.training.recipe import Recipe, differences
-from hasten.training.stored import Stored, find
 
 Resume = Literal["auto", "never", "must"]
 
@@ -50,7 +50,7 @@ class RunFolder:
         return self.path / "tensorboard"
 
 
-def find_start(folder: RunFolder, recipe: Recipe, resume: Resume) -> Stored | None:
+def find_start(folder: RunFolder, recipe: Recipe, resume: Resume) -> Checkpoint | None:
     """The checkpoint to go on from, or None to begin.
 
     Raises ConfigError where the run that is there has another recipe, or where one must be there and is not.
