@@ -25,8 +25,8 @@ class AttentionErrors:
     def run(self) -> None:
         from attention_numerics import errors, overflow, scaling_orders
 
-        from hasten.bench.report import write_json
         from hasten.machine import describe
+        from hasten.machine.files import write_json
 
         result = {
             "schema": 1,

@@ -41,8 +41,8 @@ class Int8Cache:
     def run(self) -> None:
         import torch
 
-        from hasten.bench.report import write_json
         from hasten.machine import describe
+        from hasten.machine.files import write_json
 
         torch.set_num_threads(self.threads)
         texts = held_out(self.kilobytes * 1000)

@@ -46,8 +46,8 @@ class PagedDecode:
     def run(self) -> None:
         import torch
 
-        from hasten.bench.report import write_json
         from hasten.machine import describe
+        from hasten.machine.files import write_json
 
         torch.set_num_threads(self.threads)
         model = self.model()

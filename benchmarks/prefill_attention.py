@@ -35,8 +35,8 @@ class PrefillAttention:
     """Where to write the JSON."""
 
     def run(self) -> None:
-        from hasten.bench.report import write_json
         from hasten.machine import configure, describe
+        from hasten.machine.files import write_json
         from hasten.ops.native import choose_isa
 
         configure(threads=self.threads)

@@ -46,8 +46,8 @@ class Fairness:
         import torch
 
         import hasten
-        from hasten.bench.report import write_json
         from hasten.machine import describe
+        from hasten.machine.files import write_json
         from hasten.model.families import read_config
         from hasten.model.initialize import initialize
         from hasten.planning.shapes import SHAPES

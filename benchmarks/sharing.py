@@ -192,7 +192,7 @@ class Sharing:
     """Where to write the JSON."""
 
     def run(self) -> None:
-        from hasten.bench.report import write_json
+        from hasten.machine.files import write_json
 
         rows = [row(data, kind, scale) for data, kind in PUBLISHED for scale in SCALES]
         print("| lengths | | 2 | 4 | 6 | published, 2 to 6 |\n|---|---|---|---|---|---|")

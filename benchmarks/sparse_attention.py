@@ -91,8 +91,8 @@ class SparseAttention:
     def run(self) -> None:
         import torch
 
-        from hasten.bench.report import write_json
         from hasten.machine import describe
+        from hasten.machine.files import write_json
 
         torch.set_num_threads(self.threads)
         torch.manual_seed(0)

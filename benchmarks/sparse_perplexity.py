@@ -58,8 +58,8 @@ class SparsePerplexity:
                 losses[name] = train(recipe_of(self, number, pattern), progress=True).validation_loss
         if self.only is not None:
             return
-        from hasten.bench.report import write_json
         from hasten.machine import describe
+        from hasten.machine.files import write_json
 
         result = {
             "schema": 1,

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from hasten.bench.draw import draw_curves, draw_ladder
-from hasten.bench.measure import RungOutcome
-from hasten.bench.report import build_report, write_json
+from hasten.bench.report import build_report
+from hasten.bench.rounds import RungOutcome
 from hasten.bench.table import cell, format_value, print_ladder
 from hasten.bench.worker import Ready
 from hasten.errors import ResourceError
+from hasten.machine.files import write_json
 
 MACHINE = {"cpu": "Test CPU", "physical_cores": 2, "versions": {"torch": "2.13.0"}, "gpus": []}
 LIMITS = RungOutcome(

@@ -15,8 +15,8 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, Literal
 
-from hasten.bench.child import Child, ChildError
 from hasten.bench.measure import say
+from hasten.bench.rounds import InterleavedRounds
 from hasten.bench.worker import Task
 from hasten.errors import ConfigError
 from hasten.machine import Threads, thread_count
@@ -175,54 +175,23 @@ class AttentionGrowth:
     ) -> list[dict[str, Any]]:
         """One length: all kernels that fit, in interleaved rounds."""
         points: list[dict[str, Any]] = []
-        children: dict[str, Child] = {}
-        rounds: dict[str, list[dict[str, float]]] = {}
-        try:
-            for name in names:
-                point: dict[str, Any] = {"kernel": name, "tokens": tokens}
-                points.append(point)
-                reason = self._too_much(name, tokens, before)
-                if reason is not None:
-                    point["skipped"] = reason
-                    continue
-                progress(f"{tokens} tokens: setting up {name}")
-                arguments = {"kernel": name, "tokens": tokens, "call": asdict(self.call)}
-                task = Task(
-                    "hasten.bench.attention:AttentionRung", arguments, self.call.device, self.threads, self.seed
-                )
-                children[name] = Child(task, timeout=600 + 4 * self.point_seconds)
-            for point in points:  # all of them, before any is measured: importing torch takes the cores
-                self._ask(point, children, lambda child: child.wait_ready())
-            for number in range(self.rounds):
-                for point in points:
-                    name = point["kernel"]
-                    progress(f"{tokens} tokens, round {number + 1} of {self.rounds}: {name}")
-                    measured = self._ask(point, children, lambda child: child.measure())
-                    if measured is not None:
-                        rounds.setdefault(name, []).append(measured.metrics)
-        except BaseException:
-            for child in children.values():
-                child.abort()
-            raise
-        for child in children.values():
-            child.close()
+        tasks: dict[str, Task] = {}
+        for name in names:
+            points.append({"kernel": name, "tokens": tokens})
+            reason = self._too_much(name, tokens, before)
+            if reason is not None:
+                points[-1]["skipped"] = reason
+                continue
+            arguments = {"kernel": name, "tokens": tokens, "call": asdict(self.call)}
+            setup = "hasten.bench.attention:AttentionRung"
+            tasks[name] = Task(setup, arguments, self.call.device, self.threads, self.seed)
+        turns = InterleavedRounds(tasks, timeout=600 + 4 * self.point_seconds)
+        outcomes = turns.run(rounds=self.rounds, tell=lambda text: progress(f"{tokens} tokens, {text}"))
         for point in points:
-            if point["kernel"] in children:
-                point |= self._summary(rounds[point["kernel"]], tokens)
+            if (outcome := outcomes.get(point["kernel"])) is not None:
+                failed = outcome.error is not None
+                point |= {"error": outcome.error} if failed else self._summary(outcome.rounds, tokens)
         return points
-
-    @staticmethod
-    def _ask(point: dict[str, Any], children: dict[str, Child], question: Callable[[Child], Any]) -> Any:
-        """The child's answer, or None where it has failed, now or before; the point then holds its error."""
-        child = children.get(point["kernel"])
-        if child is None:
-            return None
-        try:
-            return question(child)
-        except ChildError as error:
-            point["error"] = error.message
-            children.pop(point["kernel"]).abort()
-            return None
 
     def _summary(self, rounds: list[dict[str, float]], tokens: int) -> dict[str, Any]:
         found: dict[str, Any] = {}
@@ -283,7 +252,7 @@ class AttentionRung:
             torch.randn(
                 call.batch, tokens, heads, call.head_dim, dtype=self.request.dtype, device=self.device
             ).requires_grad_(call.backward)
-            for heads in (call.heads, call.kv_heads, call.kv_heads)
+            for heads in (call.heads, *2 * [call.kv_heads or call.heads])
         ]
 
     def _once(self, phase: str) -> None:

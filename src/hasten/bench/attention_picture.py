@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from hasten.bench.draw import GRID, INK, SOFT, save
+from hasten.bench.draw import SOFT, save, style_curves
 from hasten.bench.table import format_value, machine_line
 
 if TYPE_CHECKING:
@@ -62,17 +62,8 @@ def _draw(report: Mapping[str, Any], path: str | Path, *, title: str, key: str, 
     axes.minorticks_off()
     _labels(axes, curves, {point["kernel"] for point in report["points"] if "are free" in point.get("skipped", "")})
     _guides(axes, curves)
-    axes.grid(color=GRID, linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.tick_params(labelsize=8.5, labelcolor=SOFT, length=0)
-    axes.set_xlabel("tokens", fontsize=9.5, color=SOFT)
-    axes.set_ylabel("seconds" if unit == "seconds" else "above the process's own", fontsize=9.5, color=SOFT)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    for side in ("bottom", "left"):
-        axes.spines[side].set_color(GRID)
-    figure.text(0.03, 0.94, title, fontsize=13, fontweight="bold", color=INK, va="center")
-    figure.text(0.03, 0.885, _subtitle(report), fontsize=9, color=SOFT, va="center")
+    y_label = "seconds" if unit == "seconds" else "above the process's own"
+    style_curves(axes, title=title, subtitle=_subtitle(report), x_label="tokens", y_label=y_label)
     save(figure, path)
 
 

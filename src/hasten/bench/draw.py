@@ -83,6 +83,14 @@ def draw_curves(
         axes.set_xscale("log")
     if log_y:
         axes.set_yscale("log")
+    if len(series) > 1:
+        axes.legend(frameon=False, fontsize=9, labelcolor=INK)
+    style_curves(axes, title=title, subtitle=subtitle, x_label=x_label, y_label=y_label)
+    save(figure, path)
+
+
+def style_curves(axes: Axes, *, title: str, subtitle: str, x_label: str, y_label: str) -> None:
+    """What all pictures of curves share: two thin axes, a faint grid, title and subtitle above."""
     axes.grid(color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)
     axes.tick_params(labelsize=8.5, labelcolor=SOFT, length=0)
@@ -92,11 +100,10 @@ def draw_curves(
         axes.spines[side].set_visible(False)
     for side in ("bottom", "left"):
         axes.spines[side].set_color(GRID)
-    if len(series) > 1:
-        axes.legend(frameon=False, fontsize=9, labelcolor=INK)
+    figure = axes.get_figure(root=True)
+    assert figure is not None
     figure.text(0.03, 0.94, title, fontsize=13, fontweight="bold", color=INK, va="center")
     figure.text(0.03, 0.885, subtitle, fontsize=9, color=SOFT, va="center")
-    save(figure, path)
 
 
 def draw_bars(

@@ -15,16 +15,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from hasten.bench.child import Child, ChildError
 from hasten.bench.report import build_report
-from hasten.bench.worker import Measured, Ready, Task
+from hasten.bench.rounds import InterleavedRounds
+from hasten.bench.worker import Task
 from hasten.errors import ConfigError
 from hasten.machine import Threads, thread_count
 from hasten.machine.progress import bars
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
+    pass
 
+LIMITS = "limits"  # their name among the rungs
 LIMITS_SETUP = "hasten.bench.worker:LimitsProbe"
 LIMITS_MEMORY = 1 << 30  # bytes the limits' own process needs at most for its buffer and matrices
 
@@ -116,33 +117,6 @@ class Rung:
     twice: bool = False
 
 
-@dataclass(slots=True)
-class RungOutcome:
-    """What came of one rung: its rounds, or the error that ended it."""
-
-    rounds: list[dict[str, float]] = field(default_factory=list)
-    description: dict[str, Any] = field(default_factory=dict)
-    setup_seconds: float = 0.0
-    again: Ready | None = None  # the second set-up
-    peak_memory_bytes: int = 0
-    error: str | None = None
-    traceback: str = ""
-
-    def fail(self, error: ChildError) -> None:
-        self.error, self.traceback = error.message, error.child_traceback
-
-    def take(self, measured: Measured, *, counts: bool) -> None:
-        if counts:
-            self.rounds.append(measured.metrics)
-        self.peak_memory_bytes = max(self.peak_memory_bytes, measured.peak_memory_bytes)
-
-    def ready(self, ready: Ready) -> None:
-        if not self.description:  # a restarted process finds what the first one compiled and cached
-            self.description, self.setup_seconds = ready.description, ready.seconds
-        elif self.again is None:
-            self.again = ready
-
-
 def run_ladder(
     rungs: Sequence[Rung],
     *,
@@ -183,23 +157,22 @@ def run_ladder(
     if threads is None:  # settled here, so that the report says it and every child has the same
         threads = min(torch.get_num_threads(), available_cores().physical)
     needed = sum(rung.memory_bytes or 0 for rung in rungs) + LIMITS_MEMORY
-    ladder = _Ladder(
-        rungs=rungs,
-        tasks=[Task(rung.setup, rung.arguments, device, threads, seed) for rung in rungs],
-        limits=Task(
-            LIMITS_SETUP,
-            {"device": device, "dtypes": tuple(dtypes), "seconds": limit_seconds},
-            device,
-            threads,
-            seed,
-        ),
+    limits = {"device": device, "dtypes": tuple(dtypes), "seconds": limit_seconds}
+    tasks = {LIMITS: Task(LIMITS_SETUP, limits, device, threads, seed)}
+    tasks |= {rung.name: Task(rung.setup, rung.arguments, device, threads, seed) for rung in rungs}
+    turns = InterleavedRounds(
+        tasks,
         timeout=timeout,
         keep=needed <= available_memory(device),
-        twice=[rung.twice for rung in rungs],
+        twice=[rung.name for rung in rungs if rung.twice],
+        warm=[LIMITS],
     )
     machine = describe().to_json()
     with bars("count", "elapsed", shown=show_progress) as progress:
-        ladder.run(rounds=rounds, warmup=warmup, progress=progress)
+        bar = progress.add_task("", total=len(tasks) * (rounds + (1 + warmup) * turns.keep))
+        outcomes = turns.run(
+            rounds=rounds, warmup=warmup, tell=lambda text: progress.update(bar, description=text, advance=1)
+        )
     return build_report(
         kind=kind,
         machine=machine,
@@ -210,93 +183,10 @@ def run_ladder(
             "seed": seed,
             "rounds": rounds,
             "warmup": warmup,
-            "interleaving": "processes kept" if ladder.keep else "processes restarted",
+            "interleaving": "processes kept" if turns.keep else "processes restarted",
         },
         rungs=[(rung.name, rung.techniques) for rung in rungs],
-        outcomes=ladder.outcomes,
-        limits=ladder.limits_outcome,
+        limits=outcomes.pop(LIMITS),
+        outcomes=list(outcomes.values()),
         device=device,
     )
-
-
-class _Ladder:
-    """The children of one run and what came of them."""
-
-    def __init__(
-        self,
-        *,
-        rungs: Sequence[Rung],
-        tasks: Sequence[Task],
-        limits: Task,
-        timeout: float,
-        keep: bool,
-        twice: Sequence[bool],
-    ) -> None:
-        self.names = ["limits", *(rung.name for rung in rungs)]
-        self.tasks = [limits, *tasks]
-        self.timeout = timeout
-        self.keep = keep
-        self.twice = [False, *twice]
-        self.children: dict[int, Child] = {}
-        self.limits_outcome = RungOutcome()
-        self.outcomes = [RungOutcome() for _ in rungs]
-
-    def run(self, *, rounds: int, warmup: int, progress: Progress) -> None:
-        everyone = range(len(self.tasks))
-        steps = (1 if self.keep else 0) + rounds + (warmup if self.keep else 0)
-        bar = progress.add_task("setting up", total=steps * len(self.tasks))
-        try:
-            if self.keep:
-                for index in everyone:
-                    progress.update(bar, description=f"setting up: {self.names[index]}")
-                    self._start(index)
-                    progress.advance(bar)
-            first = 1 - warmup if self.keep else 1  # rounds 0, -1, … are the warm-up
-            for number in range(first, rounds + 1):
-                for index in everyone:
-                    title = f"round {number} of {rounds}" if number > 0 else "warm-up"
-                    progress.update(bar, description=f"{title}: {self.names[index]}")
-                    self._measure(index, number, warmup)
-                    progress.advance(bar)
-        except BaseException:
-            for child in self.children.values():
-                child.abort()
-            raise
-        for child in self.children.values():
-            child.close()
-
-    def _outcome(self, index: int) -> RungOutcome:
-        return self.outcomes[index - 1] if index else self.limits_outcome
-
-    def _start(self, index: int) -> None:
-        outcome = self._outcome(index)
-        try:
-            for last in (False, True) if self.twice[index] and outcome.again is None else (True,):
-                child = self.children[index] = Child(self.tasks[index], timeout=self.timeout)
-                outcome.ready(child.wait_ready())
-                if not last:
-                    child.close()
-        except ChildError as error:
-            self._drop(index, error)
-
-    def _measure(self, index: int, number: int, warmup: int) -> None:
-        outcome = self._outcome(index)
-        if outcome.error is not None or (index == 0 and number < 1):  # the limits warm themselves up
-            return
-        if not self.keep:
-            self._start(index)
-        try:
-            if not self.keep and index:
-                for _ in range(warmup):
-                    if index in self.children:
-                        outcome.take(self.children[index].measure(), counts=False)
-            if index in self.children:
-                outcome.take(self.children[index].measure(), counts=number > 0)
-        except ChildError as error:
-            self._drop(index, error)
-        if not self.keep and index in self.children:
-            self.children.pop(index).close()
-
-    def _drop(self, index: int, error: ChildError) -> None:
-        self._outcome(index).fail(error)
-        self.children.pop(index).abort()

@@ -22,13 +22,9 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from hasten.machine.files import require_writable, write_json
-
 if TYPE_CHECKING:
-    from hasten.bench.measure import RungOutcome
+    from hasten.bench.rounds import RungOutcome
     from hasten.machine import VendorLimits
-
-__all__ = ["build_report", "require_writable", "speed_metric", "write_json"]
 
 SCHEMA = 1
 SPEED_METRICS = {"generate": "decode_tokens_per_second", "train": "tokens_per_second"}

@@ -16,6 +16,7 @@ from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
 from hasten.errors import HastenError
+from hasten.machine.threads import Threads
 
 
 class Measurable(Protocol):
@@ -31,7 +32,7 @@ class Task:
     setup: str
     arguments: dict[str, Any]
     device: str = "cpu"
-    threads: int | None = None
+    threads: Threads | None = None
     seed: int | None = None
 
 

@@ -88,4 +88,5 @@ class Bench:
         from hasten.cli.options import parse
 
         kind = LADDERS[name]
-        parse(Measure[kind], arguments[1:], prog=f"hasten bench {name}", description=kind.__doc__).run()
+        command: Any = Measure
+        parse(command[kind], arguments[1:], prog=f"hasten bench {name}", description=kind.__doc__).run()

@@ -66,7 +66,7 @@ class ExplainAttention:
     """Write {"operator", "request", "kernel", "others": [{kernel, reason}], "score_bytes"} to a file; "-": stdout."""
 
     def run(self) -> None:
-        from hasten.bench.report import require_writable, write_json
+        from hasten.machine.files import require_writable, write_json
         from hasten.ops.attention import KERNELS
         from hasten.ops.picker import explain
 

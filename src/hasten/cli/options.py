@@ -37,7 +37,7 @@ def same_fields(options: Any, kind: type) -> dict[str, Any]:
 
 def _several(wanted: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.PrimitiveConstructorSpec[Any] | None:
     """Tuples of names and of whole numbers: one word with commas, or several."""
-    kinds = {tuple[str, ...]: (str, "NAME,..."), tuple[int, ...]: (int, "INT,...")}
+    kinds: dict[Any, tuple[type, str]] = {tuple[str, ...]: (str, "NAME,..."), tuple[int, ...]: (int, "INT,...")}
     if wanted.type not in kinds:
         return None
     kind, metavar = kinds[wanted.type]

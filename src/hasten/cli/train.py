@@ -61,8 +61,8 @@ class Train:
         """Measure some steps and print the tables."""
         from pathlib import Path
 
-        from hasten.bench.report import write_json
         from hasten.bench.table import print_profile
+        from hasten.machine.files import write_json
         from hasten.training.profile import profile
 
         folder = Path(self.recipe.run.folder).expanduser() / self.recipe.name / "profile"
