@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hasten.bench.child import Child, ChildError
-from hasten.bench.measure import Benchmark, say
+from hasten.bench.measure import BenchmarkOptions, say
 from hasten.bench.models import choose_rungs
 from hasten.bench.race import first_and_last
 from hasten.bench.train import TrainLadder, TrainRung, recipe_and_config
@@ -33,7 +33,7 @@ STEPS = 2  # the second one has the optimizer's state too
 
 
 @dataclass(frozen=True, kw_only=True)
-class LargestBatch(Benchmark):
+class LargestBatch(BenchmarkOptions):
     """Training: the largest batch that fits a given memory, before and after all techniques."""
 
     rungs: tuple[str, ...] = ()

@@ -36,7 +36,7 @@ def say(text: str) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Benchmark:
+class BenchmarkOptions:
     """What every benchmark of training and generation takes. The text below a field is its help on the command line."""
 
     title: ClassVar[str]
@@ -58,7 +58,7 @@ class Benchmark:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ladder(Benchmark):
+class Ladder(BenchmarkOptions):
     """Rungs that are measured in interleaved rounds."""
 
     rounds: int = 5

@@ -73,18 +73,25 @@ def format_value(value: float | None, style: str) -> str:
     return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
+def _table(*headings: str) -> Table:
+    """A table with its first column to the left, and figures in the others."""
+    from rich.table import Table
+
+    table = Table()
+    for heading in headings:
+        table.add_column(heading, justify="right" if table.columns else "left")
+    return table
+
+
 def ladder_table(report: Mapping[str, Any]) -> Table:
     """One line a rung. The spread of the speed over the rounds stands behind it."""
-    from rich.table import Table
     from rich.text import Text
 
     rows = report["rows"]
     columns = [column for column in COLUMNS[report["kind"]] if any(row.get(column[1]) is not None for row in rows)]
     speed = speed_metric(report["kind"])
-    table = Table(title=None, show_lines=False)
-    table.add_column("rung", no_wrap=True)
-    for heading, _, _ in columns:
-        table.add_column(heading, justify="right")
+    table = _table("rung", *(heading for heading, _, _ in columns))
+    table.columns[0].no_wrap = True
     for row in rows:
         if "error" in row:
             table.add_row(Text(row["name"]), "[red]failed[/red]" if columns else None)
@@ -141,22 +148,10 @@ def print_ladder(report: Mapping[str, Any], console: Console | None = None) -> N
 
 def print_profile(profile: StepProfile, console: Console | None = None) -> None:
     """Prints what `hasten train --profile` found; to standard error unless a console is given."""
-    from rich.table import Table
     from rich.text import Text
 
     console = console or standard_error(width=140)
-    parts = Table(title=None)
-    for heading in (
-        "part",
-        "ms",
-        "of the step",
-        "GFLOP",
-        "GFLOP/s",
-        "MB moved at least",
-        "of its limit",
-        "ms above it",
-    ):
-        parts.add_column(heading, justify="left" if heading == "part" else "right")
+    parts = _table("part", "ms", "of the step", "GFLOP", "GFLOP/s", "MB moved at least", "of its limit", "ms above it")
     for part in profile.parts:
         known = part.limit > 0
         parts.add_row(
@@ -169,9 +164,7 @@ def print_profile(profile: StepProfile, console: Console | None = None) -> None:
             f"{part.share:.0%}" if known else "",
             f"{1000 * part.lost:.1f}",
         )
-    operators = Table(title=None)
-    for heading in ("operator", "calls", "ms", "of the step"):
-        operators.add_column(heading, justify="left" if heading == "operator" else "right")
+    operators = _table("operator", "calls", "ms", "of the step")
     for operator in profile.operators:
         share = f"{operator.seconds / profile.seconds:.0%}"
         name = operator.name if len(operator.name) <= 80 else operator.name[:79] + "…"
@@ -189,17 +182,10 @@ def print_profile(profile: StepProfile, console: Console | None = None) -> None:
 
 def print_growth(report: Mapping[str, Any]) -> None:
     """The table, to standard error: one line a kernel and length, and how time and memory grow at the end."""
-    from rich.table import Table
-
     console = standard_error(width=150)
-    table = Table()
     phases = ("forward", "forward_backward") if report["settings"]["gradient"] else ("forward",)
-    for heading in ("kernel", "tokens"):
-        table.add_column(heading, justify="left" if heading == "kernel" else "right")
-    for phase in phases:
-        name = phase.replace("_", " + ")
-        for heading in (f"{name}, ms", "GFLOP/s", "peak"):
-            table.add_column(heading, justify="right")
+    named = [phase.replace("_", " + ") for phase in phases]
+    table = _table("kernel", "tokens", *(heading for name in named for heading in (f"{name}, ms", "GFLOP/s", "peak")))
     for point in sorted(report["points"], key=lambda point: point["kernel"]):
         cells = [point["kernel"], f"{point['tokens']:,}"]
         if "rounds" not in point:

@@ -16,7 +16,7 @@ from hasten.errors import ConfigError
 from hasten.machine.files import require_writable, write_json
 
 
-class Measurable(Protocol):
+class Benchmark(Protocol):
     """What all benchmarks can do."""
 
     def run(self) -> dict[str, Any]:
@@ -34,7 +34,7 @@ class Measurable(Protocol):
         ...
 
 
-Kind = TypeVar("Kind", bound=Measurable)
+Kind = TypeVar("Kind", bound=Benchmark)
 
 
 @dataclass(frozen=True, kw_only=True)

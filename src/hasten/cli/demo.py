@@ -53,6 +53,8 @@ class Demo:
         recipe.check()
         _say(1, "train a small model on the standard library of this Python")
         recipe = _chosen(recipe, resume=self.again == "resume")
+        from hasten.machine import configure
+        from hasten.model.load import load
         from hasten.training.session import train
 
         try:
@@ -68,7 +70,8 @@ class Demo:
             print(f"  {result.steps} steps, {result.tokens:,} tokens, validation loss {result.validation_loss:.3f}")
         run = result.folder
         _say(2, "evaluate it on files it has not seen")
-        model = _load(result.model_folder, self.threads)
+        configure(threads=self.threads)
+        model = load(result.model_folder)
         data = _data(recipe)
         held_out = _held_out(data)
         scores = _evaluate(model, held_out, data, run)
@@ -122,14 +125,6 @@ def _chosen(recipe: Recipe, *, resume: bool) -> Recipe:
     if told is not None:
         print(f"  {told}")
     return replace(chosen, techniques=replace(chosen.techniques, precision=recipe.techniques.precision))
-
-
-def _load(folder: Path, threads: Threads) -> Any:
-    from hasten.machine import configure
-    from hasten.model.load import load
-
-    configure(threads=threads)
-    return load(folder)
 
 
 def _data(recipe: Recipe) -> TokenData:

@@ -76,7 +76,8 @@ class ExplainAttention:
         score_bytes = self.score_bytes(request)
         if self.json is not None:
             others = [{"kernel": name, "reason": reason} for name, reason in choice.others]
-            facts = {"operator": "attention", "request": _plain(request), "kernel": choice.kernel, "others": others}
+            asked = asdict(request) | {"device": str(request.device), "dtype": request.dtype_name}
+            facts = {"operator": "attention", "request": asked, "kernel": choice.kernel, "others": others}
             write_json(self.json, facts | {"score_bytes": score_bytes})
         if self.json == "-":
             return
@@ -182,8 +183,3 @@ class ExplainAttention:
         except ValueError:
             raise ConfigError(f"--capability wants a number such as 8.0; found {self.capability!r}") from None
         return major, minor
-
-
-def _plain(request: AttentionRequest) -> dict[str, Any]:
-    """As JSON values."""
-    return asdict(request) | {"device": str(request.device), "dtype": request.dtype_name}

@@ -25,11 +25,10 @@ class Progress(Protocol):
 
 
 class _Silent:
-    def show(self, line: Mapping[str, Any], *, total: int | None, validation: float | None) -> None:
+    def show(self, *line: Any, **known: Any) -> None:
         pass
 
-    def note(self, text: str) -> None:
-        pass
+    note = show
 
 
 class PlainLines:

@@ -26,6 +26,14 @@ CALIBRATION_STEPS = 8
 FREE_FIELDS = frozenset(
     {"run.folder", "run.checkpoint_every", "run.tensorboard", "run.threads", "data.workers", "run.export"}
 )
+# Fields that must be above 0, by their section.
+POSITIVE = {
+    "model": ("layers", "hidden_size", "heads", "kv_heads", "feed_forward", "rope_theta", "max_positions"),
+    "data": ("vocab_size", "limit_bytes", "context", "batch_size", "accumulation"),
+    "optimizer": ("learning_rate", "epsilon", "clip"),
+    "techniques": ("pad_vocabulary_to", "layer_drop", "layer_drop_decay"),
+    "run": ("steps", "epochs", "minutes", "validate_every", "validation_batches", "checkpoint_every"),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,38 +241,14 @@ class Recipe:
 
 def _wrong_values(recipe: Recipe) -> Iterator[str]:
     data, optimizer, schedule, run = recipe.data, recipe.optimizer, recipe.schedule, recipe.run
+    values = flat(recipe)
     if not recipe.name or recipe.name in (".", "..") or any(c in recipe.name for c in "/\\\0"):
         yield "name must be one folder name"
-    for name, value in flat(recipe).items():
+    for name, value in values.items():
         if isinstance(value, float) and not math.isfinite(value):
             yield f"{name} is {value}; it must be a finite number"
-    positive = {
-        "model.layers": recipe.model.layers,
-        "model.hidden_size": recipe.model.hidden_size,
-        "model.heads": recipe.model.heads,
-        "model.kv_heads": recipe.model.kv_heads,
-        "model.feed_forward": recipe.model.feed_forward,
-        "model.rope_theta": recipe.model.rope_theta,
-        "model.max_positions": recipe.model.max_positions,
-        "data.vocab_size": data.vocab_size,
-        "data.limit_bytes": data.limit_bytes,
-        "data.context": data.context,
-        "data.batch_size": data.batch_size,
-        "data.accumulation": data.accumulation,
-        "optimizer.learning_rate": optimizer.learning_rate,
-        "optimizer.epsilon": optimizer.epsilon,
-        "optimizer.clip": optimizer.clip,
-        "techniques.pad_vocabulary_to": recipe.techniques.pad_vocabulary_to,
-        "techniques.layer_drop": recipe.techniques.layer_drop,
-        "techniques.layer_drop_decay": recipe.techniques.layer_drop_decay,
-        "run.steps": run.steps,
-        "run.epochs": run.epochs,
-        "run.minutes": run.minutes,
-        "run.validate_every": run.validate_every,
-        "run.validation_batches": run.validation_batches,
-        "run.checkpoint_every": run.checkpoint_every,
-    }
-    for name, number in positive.items():
+    for name in (f"{section}.{key}" for section, keys in POSITIVE.items() for key in keys):
+        number = values[name]
         if number is not None and (isinstance(number, bool) or not isinstance(number, int | float)):
             yield f"{name} is {number!r} ({type(number).__name__}); it must be a number"
         elif number is not None and number <= 0:
