@@ -149,3 +149,11 @@ def problems(draw, dtypes=DTYPES, sizes=(1, 3, 8, 16, 40)):
             shape = [draw(st.sampled_from([1, n])) for n in (batch, heads, queries, keys)]
             options["bias"] = torch.randn(shape, generator=generator).to(dtype)
     return q, k, v, options
+
+
+def inputs(seed, batch, tokens, heads, kv_heads, size, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        torch.randn(batch, tokens, h, size, generator=generator).to(dtype).requires_grad_()
+        for h in (heads, kv_heads, kv_heads)
+    ]

@@ -1,88 +1,27 @@
 """Tokenizer folders and chat templates give what transformers' AutoTokenizer gives; bad ones one clear error."""
 
-import itertools
 import json
 import pickle
 from pathlib import Path
 
 import pytest
-import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from hasten.errors import CheckpointError, ConfigError, DataError
 from hasten.model.tokenizer import Tokenizer
-
-transformers = pytest.importorskip("transformers")
-
-LINES = ["the cat sat on the mat, didn't it?", "naïve café — 東京 🙂", "  def f(x):\n\treturn x + 12345\n\n"]
-TEXTS = [*LINES, "", " ", "a<|end|>b", "<s>hi</s>there</s> x", "the\x00cat\r\n", "e\u0301 ﬁ \u00a0 x"]
-
-
-def byte_level(*, special: list[str] | None = None) -> tokenizers.Tokenizer:
-    backend = tokenizers.Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    names = special or ["<|begin|>", "<|end|>", "<|im_start|>", "<|im_end|>"]
-    trainer = trainers.BpeTrainer(vocab_size=340, special_tokens=names, initial_alphabet=alphabet)
-    backend.train_from_iterator(LINES * 4, trainer)
-    return backend
-
-
-def llama_like() -> tokenizers.Tokenizer:
-    """As Llama 2's own tokenizer.json: prepending normalizer, byte fallback, BOS by the post-processor."""
-    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
-    words = ["▁", *"acdehinostfx", "▁t", "▁c", "he", "▁the", "at", "▁cat", "é"]
-    merges = [("▁", "t"), ("▁", "c"), ("h", "e"), ("▁t", "he"), ("a", "t"), ("▁c", "at")]
-    vocabulary = {piece: i for i, piece in enumerate([*pieces, *words])}
-    backend = tokenizers.Tokenizer(
-        models.BPE(vocab=vocabulary, merges=merges, byte_fallback=True, unk_token="<unk>", fuse_unk=True)
-    )
-    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    strip = decoders.Strip(" ", 1, 0)
-    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), strip]
-    backend.decoder = decoders.Sequence(steps)
-    backend.post_processor = processors.TemplateProcessing(
-        single="<s> $A", pair="<s> $A <s>:1 $B:1", special_tokens=[("<s>", 1)]
-    )
-    backend.add_special_tokens(["<unk>", "<s>", "</s>"])
-    return backend
-
-
-def write(folder: Path, backend: tokenizers.Tokenizer | None, **files: object) -> Path:
-    folder.mkdir(exist_ok=True)
-    if backend is not None:
-        backend.save(str(folder / "tokenizer.json"))
-    for name, content in files.items():
-        (folder / f"{name}.json").write_text(json.dumps(content))
-    return folder
-
-
-def load(folder: Path) -> Tokenizer:
-    tokenizer = Tokenizer.from_folder(folder)
-    assert tokenizer is not None
-    return tokenizer
-
-
-def assert_as_transformers(folder: Path) -> Tokenizer:
-    ours, theirs = load(folder), transformers.AutoTokenizer.from_pretrained(folder)
-    for text in TEXTS:
-        for special in (True, False):
-            ids = theirs.encode(text, add_special_tokens=special)
-            assert ours.encode(text, add_special_tokens=special) == ids
-            assert ours.decode(ids, skip_special_tokens=special) == theirs.decode(ids, skip_special_tokens=special)
-    assert ours.encode_batch(TEXTS) == [theirs.encode(text) for text in TEXTS]
-    assert ours.vocab_size == max(theirs.get_vocab().values()) + 1
-    assert ours.bos_id == theirs.bos_token_id
-    assert (ours.eos_ids[:1] or (None,))[0] == theirs.eos_token_id
-    assert ours.pad_id == theirs.pad_token_id
-    return ours
-
-
-FAST = {"tokenizer_class": "PreTrainedTokenizerFast"}
-LLAMA = {"bos_token": "<s>", "eos_token": {"__type": "AddedToken", "content": "</s>"}, "unk_token": "<unk>"}
+from tokenizer_folders import (
+    FAST,
+    LINES,
+    LLAMA,
+    TRAINED,
+    assert_as_transformers,
+    byte_level,
+    llama_like,
+    load,
+    transformers,
+    write,
+)
 
 
 @pytest.mark.parametrize(
@@ -167,9 +106,6 @@ def test_end_ids_of_every_file_are_put_together(tmp_path: Path) -> None:
 @given(text=st.text(max_size=60))
 def test_byte_level_text_survives(text: str) -> None:
     assert TRAINED.decode(TRAINED.encode(text)) == text
-
-
-TRAINED = Tokenizer.from_tokenizers(byte_level(), bos_token="<|begin|>", eos_token="<|end|>")
 
 
 @pytest.mark.parametrize("model_type", ["gpt2", "llama", "mistral", "qwen3", "gemma2", "phi3"])
@@ -297,153 +233,3 @@ def test_a_huge_file_is_refused_before_it_is_read(tmp_path: Path) -> None:
         file.truncate(2**40)  # sparse
     with pytest.raises(CheckpointError, match="too large"):
         Tokenizer.from_folder(tmp_path)
-
-
-# -- chat templates ---------------------------------------------------------------------------------------------------
-
-TEMPLATES = {
-    "chatml": """{%- if tools %}{{- '<|im_start|>system\\n# Tools\\n' }}{%- for tool in tools %}{{- tool | tojson }}
-{%- endfor %}{{- '<|im_end|>\\n' }}{%- endif %}
-{%- for message in messages %}
-    {%- if loop.first and message.role != 'system' %}{{- '<|im_start|>system\\nYou help.<|im_end|>\\n' }}{%- endif %}
-    {{- '<|im_start|>' + message['role'] + '\\n' }}
-    {%- if message.role == 'assistant' %}{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}
-    {%- else %}{{- message['content'] + '<|im_end|>' }}{%- endif %}{{- '\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}""",
-    "llama-2": """{% if messages[0]['role'] == 'system' %}{% set loop_messages = messages[1:] %}
-{% set system = '<<SYS>>\\n' + messages[0]['content'] + '\\n<</SYS>>\\n\\n' %}
-{% else %}{% set loop_messages = messages %}{% set system = '' %}{% endif %}
-{% for message in loop_messages %}
-{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
-{{ raise_exception('roles must alternate user/assistant/...') }}
-{% endif %}
-{% if message['role'] == 'user' %}
-{{ bos_token + '[INST] ' + (system if loop.first else '') + message['content'].strip() + ' [/INST]' }}
-{% else %}{{ ' ' + message['content'].strip() + ' ' + eos_token }}{% endif %}
-{% endfor %}""",
-    "llama-3": """{{- bos_token }}{%- set ns = namespace(turns=0) %}
-{%- for message in messages %}
-{%- set ns.turns = ns.turns + 1 %}
-{{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' + message['content'] | trim + '<|eot_id|>' }}
-{%- if ns.turns >= 50 %}{%- break %}{%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}""",
-    "gemma": """{{ bos_token }}{% if messages[0]['role'] == 'system' %}
-{{ raise_exception('System role not supported') }}{% endif %}
-{% for message in messages %}
-{% if (message['role'] == 'assistant') %}{% set role = 'model' %}{% else %}{% set role = message['role'] %}{% endif %}
-{{ '<start_of_turn>' + role + '\\n' + message['content'] | trim + '<end_of_turn>\\n' }}{% endfor %}
-{% if add_generation_prompt %}{{'<start_of_turn>model\\n'}}{% endif %}""",
-    "mistral": """{%- if messages[0]["role"] == "system" %}{%- set system = messages[0]["content"] %}
-{%- set rest = messages[1:] %}{%- else %}{%- set rest = messages %}{%- endif %}
-{{- bos_token }}{%- for message in rest %}
-{%- if (message["role"] == "user") != (loop.index0 % 2 == 0) %}
-{{- raise_exception("conversation roles must alternate user and assistant roles") }}{%- endif %}
-{%- if message["role"] == "user" %}
-{%- if loop.last and system is defined %}{{- "[INST] " + system + "\\n\\n" + message["content"] + "[/INST]" }}
-{%- else %}{{- "[INST] " + message["content"] + "[/INST]" }}{%- endif %}
-{%- elif message.tool_calls is defined %}{{- message.tool_calls | map(attribute="name") | list | tojson(indent=1) }}
-{%- else %}{{- " " + message["content"] + eos_token }}{%- endif %}{%- endfor %}""",
-}
-
-SYSTEM, USER, ANSWER = (
-    {"role": role, "content": content}
-    for role, content in (("system", "Be <b>brief</b> & kind. "), ("user", " hi \n"), ("assistant", "héllo 🙂"))
-)
-CALL = {"role": "assistant", "content": None, "tool_calls": [{"name": "clock", "arguments": {"zone": "é<"}}]}
-THOUGHT = {"role": "assistant", "content": "so", "thinking": "hm"}
-TOOL = {"type": "function", "function": {"name": "clock", "description": "time & <zone>", "parameters": {}}}
-CHATS = [[USER], [SYSTEM, USER], [USER, ANSWER, USER], [SYSTEM, USER, ANSWER], [USER, USER], [USER, CALL, USER]]
-
-
-@pytest.mark.parametrize("name", sorted(TEMPLATES))
-def test_templates_render_as_transformers_does(tmp_path: Path, name: str) -> None:
-    config = FAST | {"bos_token": "<|begin|>", "eos_token": "<|end|>", "chat_template": TEMPLATES[name]}
-    write(tmp_path, byte_level(), tokenizer_config=config)
-    ours, theirs = load(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path)
-    rendered = 0
-    for chat, prompt, tools in itertools.product([*CHATS, [USER, THOUGHT]], (True, False), (None, [TOOL])):
-        options = {"add_generation_prompt": prompt, "tools": tools}
-        try:
-            expected = theirs.apply_chat_template(chat, tokenize=False, **options)
-        except Exception:
-            with pytest.raises(ConfigError, match="chat template"):
-                ours.render_chat(chat, **options)
-            continue
-        rendered += 1
-        assert ours.render_chat(chat, **options) == expected
-        assert ours.encode_chat(chat, **options) == theirs.apply_chat_template(chat, return_dict=False, **options)
-    assert rendered >= 12
-
-
-def test_a_template_that_refuses_says_why() -> None:
-    tokenizer = TRAINED.with_chat_template(TEMPLATES["mistral"])
-    with pytest.raises(ConfigError, match="refuses these messages: conversation roles must alternate"):
-        tokenizer.render_chat([USER, USER])
-
-
-def test_without_a_template_it_says_what_to_do() -> None:
-    with pytest.raises(ConfigError, match=r"hasten generate.*template file"):
-        TRAINED.render_chat([USER])
-
-
-def test_named_templates_and_the_file_that_wins(tmp_path: Path) -> None:
-    both = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "{{ tools[0].function.name }}"}]
-    write(tmp_path, byte_level(), tokenizer_config=FAST | {"chat_template": both})
-    tokenizer = load(tmp_path)
-    assert tokenizer.render_chat([USER]) == "plain"
-    assert tokenizer.render_chat([USER], tools=[TOOL]) == "clock"
-    (tmp_path / "chat_template.jinja").write_text("from the file")
-    assert load(tmp_path).render_chat([USER], tools=[TOOL]) == "from the file"
-    (tmp_path / "chat_template.jinja").unlink()
-    write(tmp_path, None, tokenizer_config=FAST | {"chat_template": both[1:]})
-    with pytest.raises(ConfigError, match="named tool_use"):
-        load(tmp_path).render_chat([USER])
-
-
-@pytest.mark.parametrize(
-    ("template", "message"),
-    [
-        ("{{ messages.__class__ }}{{ ''.__class__.__mro__[1].__subclasses__() }}", "sandbox"),
-        ("{{ cycler.__init__.__globals__.os.system('id') }}", "sandbox"),
-        ("{{ dict.mro() }}", "Undefined|sandbox|no attribute"),
-        ("{% set ns = namespace(__class__=1) %}", "sandbox"),
-        ("{{ messages.append(1) }}", "sandbox"),
-        ("{% for i in range(1000000000) %}x{% endfor %}", "1,000,000 loop steps"),
-        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "1,000,000 loop steps"),
-        ("{{ 'a' * 1000000000000 }}", "repeating"),
-        ("{{ [1] * 1000000000000 }}", "repeating"),
-        ("{{ 10 ** 10000000000 }}", "power"),
-        ("{{ 1 // 0 }}", "ZeroDivisionError"),
-        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
-        ("{% for m in messages %}", "line 1"),
-        ("{% include 'other' %}", "failed with TypeError"),
-    ],
-)
-def test_a_hostile_template_gives_one_error(template: str, message: str) -> None:
-    with pytest.raises((CheckpointError, ConfigError), match=message):
-        TRAINED.with_chat_template(template).render_chat([USER])
-
-
-@pytest.mark.parametrize(
-    ("messages", "message"),
-    [
-        ([], "empty"),
-        ("hi", "found str"),
-        (USER, "found dict"),
-        (["hi"], r"messages\[0\]"),
-        ([{1: 2}], "keys must be strings"),
-        ([USER, {"role": "user", "content": object()}], r"messages\[1\]\['content'\] is a object"),
-        ([{"role": "user"}], "needs something these messages do not have"),
-    ],
-)
-def test_bad_messages_are_named(messages: object, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        TRAINED.with_chat_template(TEMPLATES["chatml"]).render_chat(messages)  # type: ignore[arg-type]
-
-
-def test_strftime_now() -> None:
-    text = TRAINED.with_chat_template("{{ strftime_now('%Y') }}").render_chat([USER])
-    assert len(text) == 4
-    assert text.isdigit()

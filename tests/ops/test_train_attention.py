@@ -6,17 +6,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.flop_counter import FlopCounterMode
 
-from attention_cases import allowed, error, problems
+from attention_cases import allowed, error, inputs, problems
 from attention_cases import explicit as explicit_problem
-from hasten.errors import ConfigError, HastenWarning
-from hasten.ops.attention import KERNELS, AttentionRequest, AttentionSpec, attention
+from hasten.errors import ConfigError
+from hasten.ops.attention import attention
 from hasten.ops.attention.block_mask import BlockMask
 from hasten.ops.attention.patterns import BigBird, Causal, Fixed, Local, Variable
-from hasten.ops.attention.train import flop_formulas, native_attention
+from hasten.ops.attention.train import native_attention
 from hasten.ops.native import library
-from hasten.ops.picker import explain
 from instruction_sets import ISAS
 
 NATIVE = library(part="training")
@@ -132,14 +130,6 @@ def test_sparse_errs_at_most_twice_as_much_as_the_dense_mask(isa, seed, queries,
     mask = block_mask.dense(queries, keys, CPU)
     options = {"block_mask": block_mask, "isa": isa}
     assert_at_most_twice(errors((1, queries, keys), heads, 24, dtype, mask, options, range(seed, seed + 2)), dtype)
-
-
-def inputs(seed, batch, tokens, heads, kv_heads, size, dtype=torch.float32):
-    generator = torch.Generator().manual_seed(seed)
-    return [
-        torch.randn(batch, tokens, h, size, generator=generator).to(dtype).requires_grad_()
-        for h in (heads, kv_heads, kv_heads)
-    ]
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -323,83 +313,3 @@ def test_the_operator_takes_it_for_causal_windowed_full_and_packed_attention(pro
         zip(results(attention, dtype, kernel="native"), plain, expected, strict=True)
     ):
         assert error(mine, true) <= allowed(theirs, true, dtype) + (floor if index else 0)
-
-
-def request(**options):
-    spec = {"heads": 4, "kv_heads": 2, "head_dim": 64, "scale": 0.125}
-    own = {name: options.pop(name) for name in ("softcap", "head_dim") if name in options}
-    given = {"device": CPU, "dtype": torch.bfloat16, "batch": 1, "queries": 8, "keys": 8} | options
-    return AttentionRequest(spec=AttentionSpec(**spec | own), **given)
-
-
-@pytest.mark.parametrize(
-    ("options", "kernel", "words"),
-    [
-        ({}, "native-sparse", "it is for block masks"),
-        ({"block_mask": True}, "native", "native-sparse does"),
-        ({"mask": True}, "native", "it takes no explicit mask"),
-        ({"softcap": 5.0}, "native", "it takes no soft-capping"),
-        ({"dtype": torch.float16}, "native", "float32 and bfloat16, not float16"),
-        ({"head_dim": 300}, "native", "head size is 300"),
-        ({"queries": 9}, "native", "9 are more than 8"),
-        ({"device": torch.device("cuda")}, "native", "the tensors are on cuda"),
-        ({"block_mask": True, "dtype": torch.float64}, "native-sparse", "not float64"),
-        ({"block_mask": True, "gradient": True}, "flex", "no backward pass on a CPU"),
-        ({"block_mask": True}, "flex", "on a CPU it has a forward pass only"),
-    ],
-)
-def test_what_it_refuses(options, kernel, words):
-    choice = explain(KERNELS, request(**options))
-    assert choice.kernel != kernel
-    assert words in dict(choice.others)[kernel]
-
-
-@pytest.mark.parametrize(
-    ("options", "kernel"),
-    [
-        ({}, "native"),
-        ({"batch": None, "queries": None, "keys": None}, "native"),
-        ({"block_mask": True}, "native-sparse"),
-    ],
-)
-def test_what_it_is_taken_for(options, kernel):
-    assert explain(KERNELS, request(**options)).kernel == kernel
-
-
-def test_sparse_attention_through_the_operator():
-    tensors = inputs(11, 1, 200, 4, 2, 32)
-    mask = BlockMask.of(BigBird(block=32, per_head=True), 200, heads=4)
-    upstream = torch.randn(1, 200, 4, 32, generator=torch.Generator().manual_seed(0))
-    found, expected = (
-        torch.autograd.grad((attention(*tensors, block_mask=mask, kernel=name) * upstream).sum(), tensors)
-        for name in (None, "reference")
-    )
-    for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
-
-
-def test_blocks_that_cannot_be_skipped_are_computed_with_a_warning():
-    tensors = inputs(12, 1, 20, 2, 2, 16)
-    mask = BlockMask.of(Local(block=3), 20)
-    with pytest.warns(HastenWarning, match="its blocks have 3 positions"):
-        found = attention(*tensors, block_mask=mask)
-    torch.testing.assert_close(found, attention(*tensors, block_mask=mask, kernel="reference"))
-
-
-def test_autocast_casts_as_for_pytorch():
-    q, k, v = inputs(13, 1, 70, 2, 2, 32)
-    with torch.autocast("cpu", torch.bfloat16):
-        found = attention(q, k.bfloat16().float(), v)
-    assert found.dtype == torch.bfloat16
-    assert torch.equal(found, attention(q.bfloat16(), k.bfloat16(), v.bfloat16()))
-
-
-def test_flops_are_counted_where_something_is_seen():
-    q, k, v = inputs(14, 2, 128, 4, 2, 32)
-    mask = BlockMask.of(Local(block=64, radius=0), 128)
-    pairs = {"dense": 128 * 129 // 2, "window": 128 * 10 - 45, "everything": 128 * 128, "blocks": 2 * 64 * 64}
-    options = {"window": {"window": 10}, "everything": {"causal": False}, "blocks": {"block_mask": mask}}
-    for name, count in pairs.items():
-        with FlopCounterMode(display=False, custom_mapping=flop_formulas()) as counter:
-            native_attention(q, k, v, **options.get(name, {}))[0].sum().backward()
-        assert counter.get_total_flops() == 2 * 4 * count * 4 * 32 * 7 // 2, name

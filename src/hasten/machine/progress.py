@@ -33,6 +33,13 @@ def bars(*columns: str, shown: bool = True, transient: bool = True) -> Progress:
     )
 
 
+def on_terminal() -> bool:
+    """Whether bars can be seen: standard error is a terminal, or FORCE_COLOR says so."""
+    from rich.console import Console
+
+    return Console(stderr=True).is_terminal
+
+
 @contextmanager
 def counter(description: str, total: int | None = None) -> Iterator[Callable[[int], None]]:
     """A bar that counts up; yields the function that advances it. Gone when done."""

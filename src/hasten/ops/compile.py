@@ -19,7 +19,7 @@ from pathlib import Path
 
 from hasten.errors import ResourceError
 from hasten.machine import available_cores
-from hasten.machine.progress import bars
+from hasten.machine.progress import bars, on_terminal
 
 TIMEOUT = 600  # seconds for one source
 # What each source takes of one core (g++ 12, Zen 4, AVX2). Only an estimate hangs on it, and the order.
@@ -140,7 +140,7 @@ def _shown(title: str, estimate: Estimate) -> Iterator[Callable[[], None]]:
 
     with ExitStack() as stack:
         show = None
-        if sys.stderr.isatty():
+        if on_terminal():
             with suppress(LiveError):  # somebody else's bar is on the screen
                 show = stack.enter_context(_bar(title, estimate))
         yield show or stack.enter_context(_lines(title, estimate))

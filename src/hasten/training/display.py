@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from hasten.errors import ResourceError
 from hasten.machine.files import replacing
-from hasten.machine.progress import bars
+from hasten.machine.progress import bars, on_terminal
 
 PLAIN_SECONDS = 30  # from one line to the next where standard error is not a terminal
 
@@ -66,7 +66,7 @@ def progress_bar(title: str, *, shown: bool) -> Iterator[Progress]:
     if not shown:
         yield _Silent()
         return
-    if not sys.stderr.isatty():
+    if not on_terminal():
         yield PlainLines(title)
         return
     with bars("count", "{task.fields[numbers]}", "elapsed", "left", "remaining", transient=False) as display:

@@ -1,0 +1,117 @@
+"""The ladder of training on a tiny shape: its rungs, what each switches on, and what they say."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hasten.bench import train
+from hasten.bench.train import TrainLadder, TrainRung
+from hasten.bench.train_rungs import possible, switched_on, techniques
+
+
+def test_training_ladder() -> None:
+    ladder = TrainLadder(
+        shape="tiny",
+        batch_size=2,
+        sequence_length=16,
+        steps=1,
+        rounds=2,
+        warmup=0,
+        threads=1,
+        rungs=("explicit-float32", "padded-vocabulary"),
+        limit_seconds=0.05,
+    )
+    report = ladder.run(show_progress=False)
+    first, last = report["rows"]
+    assert [first["name"], last["name"]] == ["explicit-float32", "padded-vocabulary"]
+    for row in (first, last):
+        wanted = {"tokens_per_second", "mfu", "milliseconds_per_batch", "peak_memory_bytes", "speedup"}
+        assert wanted <= set(row), row.get("error")
+        assert row["tokens_per_second"] > 0
+    assert (first["matrix_dtype"], last["matrix_dtype"]) == ("float32", report["settings"]["precision"]["dtype"])
+    assert (first["vocabulary_rows"], last["vocabulary_rows"]) == (250, 256)
+    assert first["flops_per_token"] == last["flops_per_token"]
+    assert first["first_loss"] > first["last_loss"], "the one batch is learned"
+    for moment in ("first_loss", "last_loss"):
+        assert first[moment] == pytest.approx(last[moment], rel=2e-3)
+    assert first["techniques"] == ["float32, eager, explicit attention"]
+    narrow = ["bf16 autocast"] * (report["settings"]["precision"]["dtype"] == "bfloat16")
+    assert last["techniques"] == ["flash attention", "torch.compile per block", *narrow, "padded vocabulary"]
+
+
+def test_training_rungs_differ_in_what_they_say() -> None:
+    def rung(name: str) -> TrainRung:
+        from dataclasses import replace
+
+        recipe, _ = train.recipe_and_config(TrainLadder(shape="tiny", batch_size=1, sequence_length=8))
+        own = replace(recipe, techniques=techniques(name, CPU))
+        return TrainRung(recipe=own.to_json(), shape="tiny", steps=1, device="cpu", compile_cache="")
+
+    names = {"explicit-float32": "reference", "math": "math", "memory-efficient": "chunked", "flash": "flash"}
+    made = {name: rung(name) for name in names}
+    for name, kernel in names.items():
+        assert made[name].step.model.blocks[0].attention.kernel.name == kernel
+    losses = [one.measure()["loss"] for one in made.values()]
+    assert losses == pytest.approx([losses[0]] * 4, abs=1e-5)
+
+
+CPU, CUDA = (possible(device, vocab_size=None, wanted=("bf16",)) for device in ("cpu", "cuda"))
+
+
+def test_rungs_that_change_nothing_are_on_no_list() -> None:
+    padded = possible("cpu", vocab_size=128)
+    assert techniques("keep-memory", padded).pad_vocabulary_to == 1
+    assert "padded vocabulary" not in switched_on("keep-memory", padded)
+    assert "padded vocabulary" in switched_on("keep-memory", possible("cpu", vocab_size=65))
+    assert not techniques("layer-drop", CUDA).keep_memory
+    assert not any("freed memory" in word or "native" in word for word in switched_on("layer-drop", CUDA))
+
+
+def test_a_model_of_characters_has_as_many_tokens_as_there_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    recipe, config = train.recipe_and_config(TrainLadder(recipe="shakespeare-char"))
+    assert recipe.data.vocab_size == config.vocab_size == 65
+    Path("shakespeare.txt").write_text("abc" * 50)
+    recipe, config = train.recipe_and_config(TrainLadder(recipe="shakespeare-char"))
+    assert config.vocab_size == 3 + 2  # and the end of a text, and unknown characters
+    small = replace(
+        recipe, techniques=techniques("explicit-float32", CPU), data=replace(recipe.data, batch_size=1, context=8)
+    )
+    rung = TrainRung(recipe=small.to_json(), shape=None, steps=1, device="cpu", compile_cache="")
+    assert rung.describe()["vocabulary_rows"] == 5
+
+
+def test_techniques_of_a_rung_are_those_below_it_but_what_they_replace() -> None:
+    assert switched_on("explicit-float32", CPU) == ("float32, eager, explicit attention",)
+    assert switched_on("bf16", CPU) == ("flash attention", "torch.compile per block", "bf16 autocast")
+    native = switched_on("native-kernels", CPU)
+    assert native[-1] == "native attention and activations, joined projections"
+    assert "flash attention" not in native
+    assert switched_on("checkpoint-full", CPU) == (*native, "full checkpointing")
+    assert switched_on("layer-drop", CPU) == (*native, "layer dropping, θ = 0.5")
+    assert "flash attention" in switched_on("checkpoint-full", CUDA)
+    assert techniques("checkpoint-full", CUDA).attention == "flash"
+    assert techniques("native-kernels", CPU).attention is None
+    last = techniques("layer-drop", CPU)
+    assert (last.checkpointing, last.layer_drop, last.loss) == ("none", 0.5, None)
+
+
+def test_emulated_bfloat16_is_measured_only_when_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hasten.machine.precision._flags", lambda: ("avx2",))
+    here = possible("cpu", vocab_size=None)
+    assert "bf16" not in here
+    assert techniques("native-kernels", here).precision == "float32"
+    assert "bf16" in possible("cuda", vocab_size=None)
+    assert techniques("native-kernels", possible("cpu", vocab_size=None, wanted=("bf16",))).precision == "bfloat16"
+
+
+def test_layer_dropping_runs_some_blocks_only() -> None:
+    recipe, _ = train.recipe_and_config(TrainLadder(shape="tiny", batch_size=1, sequence_length=8))
+    own = replace(recipe, techniques=replace(techniques("layer-drop", CPU), compile=False, keep_memory=False))
+    rung = TrainRung(recipe=own.to_json(), shape="tiny", steps=1, device="cpu", compile_cache="")
+    assert rung.gates is not None
+    drawn = [rung.gates(step)[0] for step in range(40)]
+    assert all(gates[0] == 1 for gates in drawn)
+    assert {gates[1] for gates in drawn} == {0.0, 1 / 0.75}
+    rung.measure()

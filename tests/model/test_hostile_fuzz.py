@@ -1,0 +1,101 @@
+"""Any damage of a checkpoint loads or is refused by our own error."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import hasten
+from checkpoint_folders import CONFIG, write_folder
+from hasten.errors import HastenError
+
+# -- anything at all --------------------------------------------------------------------------------------------------
+
+
+def load_or_refuse(folder: Path) -> None:
+    """Loading works, or raises our own error: never another."""
+    try:
+        hasten.load(folder)
+    except HastenError as error:
+        message = str(error)
+        assert message
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory):
+    folder = write_folder(tmp_path_factory.mktemp("fuzz"))
+    return folder, (folder / "model.safetensors").read_bytes(), (folder / "config.json").read_bytes()
+
+
+FUZZ = settings(
+    max_examples=150, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+
+
+@FUZZ
+@given(changes=st.lists(st.tuples(st.integers(0, 2500), st.integers(0, 255)), min_size=1, max_size=6))
+@pytest.mark.filterwarnings("ignore::hasten.errors.HastenWarning")
+def test_any_change_of_header_bytes_loads_or_is_refused(sound, changes):
+    folder, weights, config = sound
+    raw = bytearray(weights)
+    for place, value in changes:
+        raw[place] = value
+    (folder / "model.safetensors").write_bytes(raw)
+    (folder / "config.json").write_bytes(config)
+    load_or_refuse(folder)
+
+
+@FUZZ
+@given(changes=st.lists(st.tuples(st.integers(0, 330), st.integers(0, 127)), min_size=1, max_size=4))
+@pytest.mark.filterwarnings("ignore::hasten.errors.HastenWarning")
+def test_any_change_of_config_bytes_loads_or_is_refused(sound, changes):
+    folder, weights, config = sound
+    raw = bytearray(config)
+    for place, value in changes:
+        raw[place % len(raw)] = value
+    (folder / "model.safetensors").write_bytes(weights)
+    (folder / "config.json").write_bytes(raw)
+    load_or_refuse(folder)
+
+
+ROPE_FIELDS = ["rope_type", "type", "factor", "rope_theta", "low_freq_factor", "high_freq_factor", "attention_factor"]
+ROPE_FIELDS += ["beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate", "short_factor", "long_factor"]
+ROPE_FIELDS += ["original_max_position_embeddings", "partial_rotary_factor", "full_attention", "sliding_attention"]
+json_values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(10**30), 10**30)
+    | st.floats()
+    | st.text(max_size=8)
+    | st.sampled_from(["linear", "llama3", "yarn", "longrope", "su", "default", "relu", 1, 2, 4, 8]),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(
+            st.sampled_from(ROPE_FIELDS),
+            inner,
+            max_size=6,
+        )
+    ),
+    max_leaves=12,
+)
+FIELDS = [*CONFIG, "rope_scaling", "rope_parameters", "layer_types", "sliding_window", "use_sliding_window"]
+FIELDS += ["max_window_layers", "num_experts", "num_experts_per_tok", "moe_intermediate_size", "mlp_only_layers"]
+FIELDS += ["decoder_sparse_step", "n_embd", "n_head", "n_layer", "n_positions", "n_inner", "multi_query", "rope_theta"]
+FIELDS += ["query_pre_attn_scalar", "attn_logit_softcapping", "original_max_position_embeddings", "hidden_activation"]
+FAMILY_NAMES = ["llama", "gpt2", "gpt_bigcode", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "mixtral"]
+FAMILY_NAMES += ["qwen3_moe"]
+
+
+@settings(FUZZ, max_examples=400)
+@given(
+    family=st.sampled_from(FAMILY_NAMES),
+    changes=st.dictionaries(st.sampled_from(FIELDS), json_values, max_size=4),
+)
+@pytest.mark.filterwarnings("ignore::hasten.errors.HastenWarning")
+def test_any_values_of_config_fields_load_or_are_refused(sound, family, changes):
+    folder, weights, _ = sound
+    (folder / "model.safetensors").write_bytes(weights)
+    (folder / "config.json").write_text(json.dumps(CONFIG | changes | {"model_type": family}))
+    load_or_refuse(folder)
