@@ -48,3 +48,14 @@ def corpus(tmp_path: Path) -> Path:
         text = f"# Text {number}\n\ndef f{number}(x):\n    return x + {number}\n" * (1 + number % 4) + "ende é 漢字\n"
         (place / f"{number:02d}{suffix}").write_text(text, encoding="utf-8")
     return folder
+
+
+@pytest.fixture
+def cache(tmp_path):
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def quick(cache):
+    """Settings for a small corpus."""
+    return {"vocab_size": 300, "validation_fraction": 0.2, "folder": cache, "progress": False}
