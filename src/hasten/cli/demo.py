@@ -56,6 +56,7 @@ class Demo:
         from hasten.machine import configure
         from hasten.model.load import load
         from hasten.training.session import train
+        from hasten.training.setup import prepare_data
 
         try:
             result = train(recipe, resume="auto" if self.again == "resume" else "never")
@@ -72,7 +73,7 @@ class Demo:
         _say(2, "evaluate it on files it has not seen")
         configure(threads=self.threads)
         model = load(result.model_folder)
-        data = _data(recipe)
+        data = prepare_data(recipe, init=None, progress=False)
         held_out = _held_out(data)
         scores = _evaluate(model, held_out, data, run)
         print(f"  perplexity {scores['perplexity']:.2f}, {scores['bits_per_byte']:.3f} bits per byte")
@@ -125,12 +126,6 @@ def _chosen(recipe: Recipe, *, resume: bool) -> Recipe:
     if told is not None:
         print(f"  {told}")
     return replace(chosen, techniques=replace(chosen.techniques, precision=recipe.techniques.precision))
-
-
-def _data(recipe: Recipe) -> TokenData:
-    from hasten.training.setup import prepare_data
-
-    return prepare_data(recipe, init=None, progress=False)
 
 
 def _held_out(data: TokenData) -> list[str]:
