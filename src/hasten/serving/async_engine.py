@@ -66,8 +66,8 @@ class AsyncEngine:
         reader = _Reader(self.engine.settings.reader_limit)
         loop = asyncio.get_running_loop()
 
-        def sink(output: RequestOutput | Exception) -> None:
-            self._ready.setdefault(loop, []).append((reader, output))
+        def sink(outputs: list[RequestOutput | Exception]) -> None:
+            self._ready.setdefault(loop, []).extend((reader, output) for output in outputs)
 
         self.thread.submit(request, sink)
         self._open += 1

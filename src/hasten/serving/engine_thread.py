@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 
-# A reader of one request gets its outputs, or why it was not taken, through this; it is called in the engine's thread.
-Sink = Callable[[RequestOutput | Exception], None]
+# Called in the engine's thread with a reader's outputs of a step, or with the reason why its request was not taken: once
+# a step for all requests that share it, because waking a reader for each output takes the interpreter from the engine.
+Sink = Callable[[list[RequestOutput | Exception]], None]
 
 
 class EngineThread:
@@ -95,7 +96,7 @@ class EngineThread:
                 self.engine.enqueue(request if admitted else self.engine.admit(request))
                 self._readers[request.id] = sink
             except Exception as error:
-                sink(error)
+                sink([error])
 
         self.enter()
         try:
@@ -158,10 +159,13 @@ class EngineThread:
         self._give_out(engine.step())
 
     def _give_out(self, outputs: list[RequestOutput]) -> None:
+        news: dict[Sink, list[RequestOutput | Exception]] = {}
         for output in outputs:
             sink = self._readers.get(output.request_id)
             if sink is not None:
                 if output.finished:
                     del self._readers[output.request_id]
-                sink(output)
+                news.setdefault(sink, []).append(output)
+        for sink, own in news.items():
+            sink(own)
         self._after_step()

@@ -174,7 +174,7 @@ class LLM:
         # All of them before any is computed; the order of the list is that of the prompts, the next at its end.
         waiting = thread.ask(lambda: [self.engine.admit(one) for one in reversed(requests)]).result()
         unfinished = {one.id for one in requests}
-        arrived: queue.SimpleQueue[RequestOutput | Exception] = queue.SimpleQueue()
+        arrived: queue.SimpleQueue[list[RequestOutput | Exception]] = queue.SimpleQueue()
         sink = arrived.put
         try:
             while unfinished:
@@ -183,16 +183,17 @@ class LLM:
                         thread.submit(waiting[-1], sink, admitted=True)
                         waiting.pop()
                 try:  # where others fill the queue, nothing of ours may come before there is room
-                    output = arrived.get(timeout=0.01 if waiting else None)
+                    outputs = arrived.get(timeout=0.01 if waiting else None)
                 except queue.Empty:
                     continue
-                if isinstance(output, Exception):
-                    raise output
-                if output.finish_reason == "error" and self.engine.error is not None:
-                    raise EngineFailed(f"the engine failed: {self.engine.error}")
-                if output.finished:
-                    unfinished.remove(output.request_id)
-                yield output
+                for output in outputs:
+                    if isinstance(output, Exception):
+                        raise output
+                    if output.finish_reason == "error" and self.engine.error is not None:
+                        raise EngineFailed(f"the engine failed: {self.engine.error}")
+                    if output.finished:
+                        unfinished.remove(output.request_id)
+                    yield output
         finally:
             if unfinished:
                 for request_id in unfinished:
