@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 
-# Called in the engine's thread with a reader's outputs of a step, or with the reason why its request was not taken: once
-# a step for all requests that share it, because waking a reader for each output takes the interpreter from the engine.
+# Called in the engine's thread with a reader's outputs of a step, or with the reason why its request was not taken.
+# Once a step for all requests that share it: waking a reader for each output takes the interpreter from the engine.
 Sink = Callable[[list[RequestOutput | Exception]], None]
 
 
