@@ -43,6 +43,7 @@ class Version:
 
     def __init__(self, source: Path, threads: int, setup: str, arguments: dict[str, Any]) -> None:
         environment = os.environ | {"PYTHONPATH": str(source), "HASTEN_MEASURE": "0"}
+        environment["TORCHINDUCTOR_CACHE_DIR"] = arguments["compile_cache"]
         command = [sys.executable, "-c", PROCESS, str(threads), setup, json.dumps(arguments)]
         self.process = subprocess.Popen(
             command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from hasten.bench import measure
 from hasten.bench.generate import COMPILED_QUANTIZED, NATIVE, RUNGS, GenerateLadder
 from hasten.bench.generate_rung import GenerateRung
 from hasten.bench.heads import HeadsLadder, grouped
-from hasten.bench.measure import Rung
+from hasten.bench.measure import Ladder
 from hasten.bench.models import BenchmarkModel
+from hasten.bench.process import Rung
 from hasten.bench.train import TrainLadder
 from hasten.cli.bench import LADDERS
 from hasten.cli.main import main
@@ -74,7 +74,6 @@ def make_rung(name: str, **changes: Any) -> GenerateRung:
         "prompt_tokens": 9,
         "new_tokens": 4,
         "seed": 3,
-        "compile_cache": "",
     }
     return GenerateRung(**(arguments | changes))
 
@@ -151,7 +150,7 @@ def test_batches_and_contexts_from_the_command_line(capfd: pytest.CaptureFixture
 
 def test_a_first_batch_other_than_one_is_in_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
     rungs: list[Rung] = []
-    monkeypatch.setattr(measure, "run_ladder", lambda made, **_: rungs.extend(made) or {})
+    monkeypatch.setattr(Ladder, "measure", lambda ladder, made, **_: rungs.extend(made) or {})
     GenerateLadder(shape="tiny", prompt_tokens=12, batches=(4,), rungs=("no-cache", "static-cache-compiled")).run()
     assert [(rung.name, rung.twice) for rung in rungs] == [("no-cache-x4", False), ("static-cache-compiled-x4", True)]
     assert rungs[1].arguments["batch"] == 4
@@ -159,7 +158,7 @@ def test_a_first_batch_other_than_one_is_in_the_name(monkeypatch: pytest.MonkeyP
 
 def test_auto_of_the_generation_ladder_is_bfloat16_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[dict] = []
-    monkeypatch.setattr(measure, "run_ladder", lambda made, **rest: found.append(rest | {"made": made}) or {})
+    monkeypatch.setattr(Ladder, "measure", lambda ladder, made, **rest: found.append(rest | {"made": made}) or {})
     for flags, dtype in ((("avx2",), "float32"), (("avx512_bf16",), "bfloat16")):
         monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
         monkeypatch.setattr("hasten.machine.precision._flags", lambda flags=flags: flags)
@@ -170,7 +169,7 @@ def test_auto_of_the_generation_ladder_is_bfloat16_weights(monkeypatch: pytest.M
 
 def test_heads_change_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     rungs: list[Rung] = []
-    monkeypatch.setattr(measure, "run_ladder", lambda made, **_: rungs.extend(made) or {})
+    monkeypatch.setattr(Ladder, "measure", lambda ladder, made, **_: rungs.extend(made) or {})
     HeadsLadder(shape="tiny", prompt_tokens=16, new_tokens=3, eager=True).run()
     assert [rung.name for rung in rungs] == ["heads-mha", "heads-gqa", "heads-mqa"]
     assert rungs[1].techniques == ("eager", "static cache", "grouped-query: 2 key/value heads")
@@ -224,7 +223,7 @@ def test_a_model_that_does_not_fit_is_refused_before_anything_is_allocated(monke
         raise AssertionError("a process was started")
 
     monkeypatch.setattr("hasten.machine.available_memory", lambda device: 20 << 30)
-    monkeypatch.setattr(measure, "run_ladder", never)
+    monkeypatch.setattr(Ladder, "measure", never)
     with pytest.raises(ResourceError, match=r"llama-70b .* needs about 1\d\d.\d GB on cpu \(138.0 GB weights"):
         GenerateLadder(shape="llama-70b", device="cpu").run()
     with pytest.raises(ResourceError, match=r"training llama-7b .* 21.5 GB are free"):
@@ -235,7 +234,7 @@ def test_without_a_compiler_the_compiled_rung_says_so(monkeypatch: pytest.Monkey
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
     rungs: list[Rung] = []
-    monkeypatch.setattr(measure, "run_ladder", lambda made, **_: rungs.extend(made) or {})
+    monkeypatch.setattr(Ladder, "measure", lambda ladder, made, **_: rungs.extend(made) or {})
     GenerateLadder(shape="tiny", prompt_tokens=8, new_tokens=2, device="cpu").run()
     GenerateRung(**rungs[1].arguments)
     with pytest.raises(ResourceError, match="needs a C\\+\\+ compiler on a CPU and none is here"):  # an error row

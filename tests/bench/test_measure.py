@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from hasten.bench.child import Child, ChildError
-from hasten.bench.measure import Rung, run_ladder
-from hasten.bench.worker import Task
+from hasten.bench.measure import Ladder
+from hasten.bench.process import Child, ChildError, Rung
 from hasten.errors import ConfigError
 
 RUNGS = '''
@@ -72,7 +71,7 @@ def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "log"
 
 
-def rung(log: Path, name: str, *, memory_bytes: int | None = None, **arguments: object) -> Rung:
+def rung(log: Path, name: str, *, memory_bytes: int = 0, **arguments: object) -> Rung:
     arguments = {"log": str(log), "name": name, **arguments}
     return Rung(name, ("t",), "ladder_test_rungs:make", arguments, memory_bytes)
 
@@ -91,9 +90,8 @@ def gone(process_id: int) -> bool:
 
 def test_rounds_interleave_and_memory_is_the_rungs_own(log: Path, capfd: pytest.CaptureFixture[str]) -> None:
     rungs = [rung(log, "a", speed=10, megabytes=150), rung(log, "b", speed=30)]
-    report = run_ladder(
-        rungs, kind="generate", rounds=3, warmup=1, limit_seconds=0.01, dtypes=(), threads=1, show_progress=False
-    )
+    ladder = Ladder(rounds=3, warmup=1, limit_seconds=0.01, threads=1, device="cpu")
+    report = ladder.measure(rungs, kind="generate", dtypes=(), show_progress=False)
     assert events(log) == ["a set-up", "b set-up", *["a measure", "b measure"] * 4]
     first, second = report["rows"]
     speeds = [found["decode_tokens_per_second"] for found in first["rounds"]]
@@ -118,7 +116,7 @@ def test_a_rung_that_fails_becomes_a_row_and_the_others_go_on(log: Path, monkeyp
         rung(log, "kill", fail="kill", at=1),
         rung(log, "fine", speed=5),
     ]
-    report = run_ladder(rungs, kind="generate", rounds=2, warmup=0, show_progress=False)
+    report = Ladder(rounds=2, warmup=0, device="cpu").measure(rungs, kind="generate", show_progress=False)
     rows = {row["name"]: row for row in report["rows"]}
     assert rows["user"]["error"] == "no such thing here"
     assert "traceback" not in rows["user"]
@@ -133,7 +131,7 @@ def test_a_rung_that_fails_becomes_a_row_and_the_others_go_on(log: Path, monkeyp
 def test_rungs_that_do_not_fit_together_are_restarted(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hasten.bench.measure.LIMITS_SETUP", "ladder_test_rungs:FakeLimits")
     rungs = [rung(log, "a", memory_bytes=1 << 50), rung(log, "b", speed=2)]
-    report = run_ladder(rungs, kind="generate", rounds=1, warmup=1, show_progress=False)
+    report = Ladder(rounds=1, warmup=1, device="cpu").measure(rungs, kind="generate", show_progress=False)
     assert events(log) == ["a set-up", "a measure", "a measure", "b set-up", "b measure", "b measure"]
     assert report["settings"]["interleaving"] == "processes restarted"
     assert [row["decode_tokens_per_second"] for row in report["rows"]] == [2, 4]
@@ -141,12 +139,12 @@ def test_rungs_that_do_not_fit_together_are_restarted(log: Path, monkeypatch: py
 
 def test_a_child_that_hangs_is_given_up(log: Path) -> None:
     arguments = {"log": str(log), "name": "slow", "fail": "hang", "at": 1}
-    with Child(Task("ladder_test_rungs:make", arguments), timeout=60) as child:
+    with Child(Rung("slow", (), "ladder_test_rungs:make", arguments), timeout=60) as child:
         child.wait_ready()
         child.timeout = 0.2
         with pytest.raises(ChildError, match="no answer within"):
             child.measure()
-        child.abort()
+        child.close(at_once=True)
     assert gone(int(log.read_text().split()[-1]))
 
 
@@ -156,11 +154,12 @@ def test_ctrl_c_ends_the_children(log: Path, tmp_path: Path) -> None:
         textwrap.dedent(
             f"""
             import signal
-            from hasten.bench.measure import Rung, run_ladder
+            from hasten.bench.measure import Ladder
+            from hasten.bench.process import Rung
             if __name__ == "__main__":
                 signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs ignore it
                 arguments = dict(log={str(log)!r}, name="slow", fail="hang", at=1)
-                run_ladder([Rung("slow", (), "ladder_test_rungs:make", arguments)], kind="generate", dtypes=())
+                Ladder().measure([Rung("slow", (), "ladder_test_rungs:make", arguments)], kind="generate", dtypes=())
             """
         )
     )
@@ -178,7 +177,8 @@ def test_ctrl_c_ends_the_children(log: Path, tmp_path: Path) -> None:
 
 def test_what_leaves_something_behind_is_set_up_twice(log: Path) -> None:
     twice = Rung("a", (), "ladder_test_rungs:make", {"log": str(log), "name": "a"}, twice=True)
-    report = run_ladder([twice], kind="generate", rounds=2, warmup=0, limit_seconds=0.01, dtypes=(), threads=1)
+    ladder = Ladder(rounds=2, warmup=0, limit_seconds=0.01, threads=1, device="cpu")
+    report = ladder.measure([twice], kind="generate", dtypes=())
     assert events(log) == ["a set-up", "a set-up", "a measure", "a measure"]
     assert len({line.split()[-1] for line in log.read_text().splitlines()}) == 2, "two processes"
     assert report["rows"][0]["warm_setup_seconds"] > 0
@@ -187,8 +187,8 @@ def test_what_leaves_something_behind_is_set_up_twice(log: Path) -> None:
 def test_a_ladder_without_sense_is_refused() -> None:
     one = Rung("a", (), "x:y")
     with pytest.raises(ConfigError, match="names of their own"):
-        run_ladder([one, one], kind="generate")
+        Ladder().measure([one, one], kind="generate")
     with pytest.raises(ConfigError, match="at least 1 round"):
-        run_ladder([one], kind="generate", rounds=0)
+        Ladder(rounds=0).measure([one], kind="generate")
     with pytest.raises(ConfigError, match="threads is 0"):
-        run_ladder([one], kind="generate", threads=0)
+        Ladder(threads=0)

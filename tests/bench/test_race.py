@@ -54,9 +54,9 @@ def test_an_unfamiliar_failure_is_the_limits_only_if_it_goes_away_without_one(fr
     limited = "SystemError: error return without exception set"
     asked = []
 
-    def failure(search, arguments):
-        asked.append(arguments["memory"])
-        return limited if arguments["memory"] else free
+    def failure(search, rung, memory):
+        asked.append(memory)
+        return limited if memory else free
 
     monkeypatch.setattr(LargestBatch, "_failure", failure)
     search = LargestBatch(shape="tiny", memory=2**-10, rungs=("flash",), device="cpu", most=1)
@@ -101,7 +101,7 @@ def test_a_race_on_a_text_that_is_not_there_fails_at_once(tmp_path, capsys):
 
 def test_commands_of_which_nothing_succeeded_say_so(monkeypatch):
     monkeypatch.setattr(Race, "run", lambda race: {"rows": [{"name": "math", "error": "failed"}]})
-    monkeypatch.setattr("hasten.bench.table.print_ladder", lambda report: None)
+    monkeypatch.setattr("hasten.bench.race.print_ladder", lambda report: None)
     monkeypatch.setattr(LargestBatch, "run", lambda search: {"rows": [{"name": "math", "largest_batch": 0}]})
     for command in (["race"], ["batch", "--shape", "tiny"]):
         with pytest.raises(SystemExit) as ended:
@@ -154,7 +154,6 @@ def test_a_race_through_the_command_line(tmp_path, monkeypatch, capfd):
 
 
 def test_the_batches_are_drawn(tmp_path):
-    from hasten.bench.train_pictures import draw_batches
     from hasten.machine import describe
 
     report = {
@@ -162,5 +161,5 @@ def test_the_batches_are_drawn(tmp_path):
         "settings": {"model": "x", "memory_bytes": 1 << 30, "device": "cpu"},
         "rows": [{"name": "before", "largest_batch": 4}, {"name": "after", "largest_batch": 9}],
     }
-    draw_batches(report, tmp_path / "batch.png")
+    LargestBatch(shape="tiny").draw(report, tmp_path / "batch.png")
     assert (tmp_path / "batch.png").read_bytes()[:4] == b"\x89PNG"

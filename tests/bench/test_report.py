@@ -12,36 +12,38 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from hasten.bench.draw import draw_curves, draw_ladder
+from hasten.bench.process import Rung
 from hasten.bench.report import build_report
-from hasten.bench.rounds import RungOutcome
+from hasten.bench.rounds import RungRun
 from hasten.bench.table import cell, format_value, print_ladder
-from hasten.bench.worker import Ready
 from hasten.errors import ResourceError
 from hasten.machine.files import write_json
 
 MACHINE = {"cpu": "Test CPU", "physical_cores": 2, "versions": {"torch": "2.13.0"}, "gpus": []}
-LIMITS = RungOutcome(
-    rounds=[{"bandwidth": 50e9, "rate bfloat16": 400e9}, {"bandwidth": 25e9, "rate bfloat16": 200e9}] * 2
+NAMELESS = Rung("", (), "")
+LIMITS = RungRun(
+    NAMELESS, rounds=[{"bandwidth": 50e9, "rate bfloat16": 400e9}, {"bandwidth": 25e9, "rate bfloat16": 200e9}] * 2
 )
 
 
-def report(outcomes: dict[str, RungOutcome], *, kind: str = "generate", **options: Any) -> dict[str, Any]:
+def report(runs: dict[str, RungRun], *, kind: str = "generate", **options: Any) -> dict[str, Any]:
+    for name, run in runs.items():
+        run.rung = Rung(name, ("one", "two"), "")
     return build_report(
         **{
             "kind": kind,
             "machine": MACHINE,
             "settings": {"rounds": 4, "threads": 2},
-            "rungs": [(name, ("one", "two")) for name in outcomes],
-            "outcomes": list(outcomes.values()),
+            "runs": list(runs.values()),
             "limits": LIMITS,
             **options,
         }
     )
 
 
-def decode(*speeds: float, **description: Any) -> RungOutcome:
+def decode(*speeds: float, **description: Any) -> RungRun:
     rounds = [{"decode_tokens_per_second": speed} for speed in speeds]
-    return RungOutcome(rounds=rounds, description=description, peak_memory_bytes=123)
+    return RungRun(NAMELESS, rounds=rounds, description=description, peak_memory_bytes=123)
 
 
 def test_the_schema() -> None:
@@ -71,8 +73,10 @@ def test_a_rung_may_have_further_rows() -> None:
     speed, own = "decode_tokens_per_second", {"decode_tokens_per_second": 10.0}
     rounds = [{**own, f"x8|{speed}": 50.0, f"c9|{speed}": 8.0}, {**own, f"x8|{speed}": 60.0, f"c9|{speed}": 4.0}]
     further = {"x8": {"batch": 8, "bytes_per_token": 2e8}, "c9": {"ratio_to": "x8"}}
-    rung = RungOutcome(rounds=rounds, description={"bytes_per_token": 1e9, "rows": further}, peak_memory_bytes=5)
-    made = report({"plain": decode(1, 1), "one": rung, "lost": RungOutcome(error="x", description={"rows": further})})
+    rung = RungRun(NAMELESS, rounds=rounds, description={"bytes_per_token": 1e9, "rows": further}, peak_memory_bytes=5)
+    made = report(
+        {"plain": decode(1, 1), "one": rung, "lost": RungRun(NAMELESS, error="x", description={"rows": further})}
+    )
     assert [row["name"] for row in made["rows"]] == ["plain", "one", "one-x8", "one-c9", "lost"]
     one, many, other = made["rows"][1:4]
     assert (one["speedup"], one["peak_memory_bytes"], one["mbu"]) == (10, 5, pytest.approx(0.3))
@@ -86,8 +90,8 @@ def test_a_rung_may_have_further_rows() -> None:
 
 def test_the_second_set_up_stands_beside_the_first() -> None:
     outcome = decode(1, compile_seconds=9.0)
-    outcome.setup_seconds = 12.0
-    outcome.again = Ready(seconds=4.0, description={"compile_seconds": 2.0, "bytes_per_token": 1})
+    outcome.description["setup_seconds"] = 12.0
+    outcome.again = {"setup_seconds": 4.0, "compile_seconds": 2.0, "bytes_per_token": 1}
     row = report({"compiled": outcome})["rows"][0]
     seconds = ("setup_seconds", "warm_setup_seconds", "compile_seconds", "warm_compile_seconds")
     assert [row[name] for name in seconds] == [12, 4, 9, 2]
@@ -98,12 +102,15 @@ def test_utilisation_is_formed_within_each_round() -> None:
     made = report({"plain": decode(20, 10, 20, 10, bytes_per_token=2e9)})
     row = made["rows"][0]
     assert row["mbu"] == row["min"]["mbu"] == row["max"]["mbu"] == pytest.approx(0.8)
-    train = RungOutcome(
-        rounds=[{"tokens_per_second": 100}] * 4, description={"flops_per_token": 1e9, "matrix_dtype": "bfloat16"}
+    train = RungRun(
+        NAMELESS,
+        rounds=[{"tokens_per_second": 100}] * 4,
+        description={"flops_per_token": 1e9, "matrix_dtype": "bfloat16"},
     )
     row = report({"plain": train}, kind="train")["rows"][0]
     assert [found["mfu"] for found in row["rounds"][:2]] == [pytest.approx(0.25), pytest.approx(0.5)]
-    prefill = RungOutcome(
+    prefill = RungRun(
+        NAMELESS,
         rounds=[{"decode_tokens_per_second": 1, "prefill_tokens_per_second": 100}],
         description={"flops_per_token": 2e9, "prefill_flops_per_token": 1e9, "matrix_dtype": "bfloat16"},
     )
@@ -120,7 +127,7 @@ def test_a_known_gpu_is_also_held_against_its_data_sheet() -> None:
 
 def test_errors_are_rows_and_the_next_rung_becomes_the_base() -> None:
     made = report(
-        {"broken": RungOutcome(error="no memory", traceback="trace"), "plain": decode(2, 2), "fast": decode(4, 4)}
+        {"broken": RungRun(NAMELESS, error="no memory", traceback="trace"), "plain": decode(2, 2), "fast": decode(4, 4)}
     )
     assert made["rows"][0] == {
         "name": "broken",
@@ -129,7 +136,7 @@ def test_errors_are_rows_and_the_next_rung_becomes_the_base() -> None:
         "traceback": "trace",
     }
     assert [row.get("speedup") for row in made["rows"]] == [None, 1, 2]
-    all_broken = report({"a": RungOutcome(error="x")}, limits=RungOutcome(error="y"))
+    all_broken = report({"a": RungRun(NAMELESS, error="x")}, limits=RungRun(NAMELESS, error="y"))
     assert all_broken["limits"] == {"device": "cpu", "error": "y"}
 
 
@@ -174,7 +181,7 @@ def test_the_table_shows_figures_and_errors() -> None:
     console = Console(record=True, width=120, file=open(os.devnull, "w"))  # noqa: SIM115
     fast = decode(40, 20, 44, 22, bytes_per_token=1e9)
     print_ladder(
-        report({"plain": decode(20, 10, 22, 11), "[fast]": fast, "gone": RungOutcome(error="no [x]")}), console
+        report({"plain": decode(20, 10, 22, 11), "[fast]": fast, "gone": RungRun(NAMELESS, error="no [x]")}), console
     )
     text = console.export_text()
     for wanted in ("31.0 (20.0-44.0)", "2.00×", "[fast]", "gone failed: no [x]", "37.5 GB/s", "Test CPU", "MBU"):
@@ -214,10 +221,16 @@ def test_pictures_are_drawn_without_pyplot(tmp_path: Path) -> None:
 
     before = "matplotlib.pyplot" in sys.modules
     made = report(
-        {"plain": decode(20, 10, bytes_per_token=1e9), "fast": decode(40, 41), "gone": RungOutcome(error="x" * 300)}
+        {
+            "plain": decode(20, 10, bytes_per_token=1e9),
+            "fast": decode(40, 41),
+            "gone": RungRun(NAMELESS, error="x" * 300),
+        }
     )
     draw_ladder(made, tmp_path / "ladder.png")
-    draw_ladder(report({"gone": RungOutcome(error="no")}, limits=RungOutcome(error="no")), tmp_path / "none.png")
+    draw_ladder(
+        report({"gone": RungRun(NAMELESS, error="no")}, limits=RungRun(NAMELESS, error="no")), tmp_path / "none.png"
+    )
     draw_curves({"a": ([1, 2, 3], [3, 2, 1]), "b": ([1], [1])}, tmp_path / "c.png", log_x=True, log_y=True)
     ladder = imread(tmp_path / "ladder.png")
     assert ladder.shape[0] > imread(tmp_path / "none.png").shape[0] > 100, "taller with more rungs"

@@ -16,8 +16,8 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, Literal
 
 from hasten.bench.measure import say
-from hasten.bench.rounds import InterleavedRounds
-from hasten.bench.worker import Task
+from hasten.bench.process import Rung
+from hasten.bench.rounds import run_interleaved
 from hasten.errors import ConfigError
 from hasten.machine import Threads, thread_count
 
@@ -175,7 +175,7 @@ class AttentionGrowth:
     ) -> list[dict[str, Any]]:
         """One length: all kernels that fit, in interleaved rounds."""
         points: list[dict[str, Any]] = []
-        tasks: dict[str, Task] = {}
+        rungs = []
         for name in names:
             points.append({"kernel": name, "tokens": tokens})
             reason = self._too_much(name, tokens, before)
@@ -183,14 +183,17 @@ class AttentionGrowth:
                 points[-1]["skipped"] = reason
                 continue
             arguments = {"kernel": name, "tokens": tokens, "call": asdict(self.call)}
-            setup = "hasten.bench.attention:AttentionRung"
-            tasks[name] = Task(setup, arguments, self.call.device, self.threads, self.seed)
-        turns = InterleavedRounds(tasks, timeout=600 + 4 * self.point_seconds)
-        outcomes = turns.run(rounds=self.rounds, tell=lambda text: progress(f"{tokens} tokens, {text}"))
-        for point in points:
-            if (outcome := outcomes.get(point["kernel"])) is not None:
-                failed = outcome.error is not None
-                point |= {"error": outcome.error} if failed else self._summary(outcome.rounds, tokens)
+            rung = Rung(name, (), "hasten.bench.attention:AttentionRung", arguments)
+            rungs.append(replace(rung, device=self.call.device, threads=self.threads, seed=self.seed))
+        runs = run_interleaved(
+            rungs,
+            rounds=self.rounds,
+            timeout=600 + 4 * self.point_seconds,
+            tell=lambda text: progress(f"{tokens} tokens, {text}"),
+        )
+        for run in runs:
+            point = next(point for point in points if point["kernel"] == run.rung.name)
+            point |= self._summary(run.rounds, tokens) if run.error is None else {"error": run.error}
         return points
 
     def _summary(self, rounds: list[dict[str, float]], tokens: int) -> dict[str, Any]:

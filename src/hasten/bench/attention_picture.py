@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from hasten.bench.draw import SOFT, save, style_curves
+from hasten.bench.attention import EXPLICIT
+from hasten.bench.draw import SOFT, curve_axes
 from hasten.bench.table import format_value, machine_line
 
 if TYPE_CHECKING:
@@ -24,8 +25,6 @@ COLORS = {
     "native": "#1c2733",
     "flex": "#b5892c",
 }
-EXPLICIT = ("reference", "math")
-
 Curves = dict[str, tuple[list[int], list[float]]]  # kernel -> tokens, values
 
 
@@ -42,29 +41,22 @@ def draw_growth(report: Mapping[str, Any], time_path: str | Path, memory_path: s
 
 
 def _draw(report: Mapping[str, Any], path: str | Path, *, title: str, key: str, unit: str) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 5), dpi=150, facecolor="white")
-    axes = figure.add_axes((0.095, 0.12, 0.74, 0.72))
-    curves = _curves(report, key)
-    for name, values in curves.items():
-        style = "--" if name in EXPLICIT else "-"
-        color = COLORS.get(name, SOFT)
-        axes.plot(*values, style, color=color, linewidth=1.8, marker="o", markersize=4)
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log", base=2 if unit == "bytes" else 10)
-    lengths = report["settings"]["lengths"]
-    axes.set_xticks(lengths, [f"{tokens:,}" for tokens in lengths])
-    if unit == "bytes" and curves:
-        low, high = axes.get_ylim()
-        ticks = [4**i for i in range(10, 25) if low <= 4**i <= high]
-        axes.set_yticks(ticks, [format_value(tick, "bytes").replace(".00", "") for tick in ticks])
-    axes.minorticks_off()
-    _labels(axes, curves, {point["kernel"] for point in report["points"] if "are free" in point.get("skipped", "")})
-    _guides(axes, curves)
+    curves, lengths = _curves(report, key), report["settings"]["lengths"]
+    full = {point["kernel"] for point in report["points"] if "are free" in point.get("skipped", "")}
     y_label = "seconds" if unit == "seconds" else "above the process's own"
-    style_curves(axes, title=title, subtitle=_subtitle(report), x_label="tokens", y_label=y_label)
-    save(figure, path)
+    with curve_axes(path, title=title, subtitle=_subtitle(report), x_label="tokens", y_label=y_label) as axes:
+        for name, values in curves.items():
+            style = "--" if name in EXPLICIT else "-"
+            label = f"{name} (no memory for more)" if name in full else name
+            color = COLORS.get(name, SOFT)
+            axes.plot(*values, style, label=label, color=color, linewidth=1.8, marker="o", markersize=4)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(lengths, [f"{tokens:,}" for tokens in lengths])
+        axes.set_yscale("log", base=4 if unit == "bytes" else 10)
+        if unit == "bytes":
+            axes.yaxis.set_major_formatter(lambda value, _: format_value(value, "bytes").replace(".00", ""))
+        axes.minorticks_off()
+        _guides(axes, curves)
 
 
 def _curves(report: Mapping[str, Any], key: str) -> Curves:
@@ -75,33 +67,6 @@ def _curves(report: Mapping[str, Any], key: str) -> Curves:
             tokens.append(point["tokens"])
             values.append(point[key])
     return curves
-
-
-def _labels(axes: Axes, curves: Curves, full: set[str]) -> None:
-    """Each curve's name behind its end, or before it where others go on; names that would overlap are moved apart.
-
-    full: curves that end for want of memory.
-    """
-    to_axes = axes.transData + axes.transAxes.inverted()
-    ends = sorted((values[-1], tokens[-1], name) for name, (tokens, values) in curves.items())
-    longest = max((tokens for _, tokens, _ in ends), default=0)
-    placed = [(end, *to_axes.transform(end[1::-1])) for end in ends]  # with where they end, in the picture
-    lowest = 0.0
-    for (_, tokens, name), place, height in placed:
-        if tokens == longest:
-            lowest = max(height, lowest)
-            _name(axes, name, name, place + 0.02, lowest, "left")
-            lowest += 0.045
-    count = 0
-    for (_, tokens, name), place, height in reversed(placed):
-        if tokens != longest:
-            text = f"{name} (no memory for more)" if name in full else name
-            _name(axes, name, text, place - 0.02 - 0.05 * count, height - 0.045 * count, "right")
-            count += 1
-
-
-def _name(axes: Axes, kernel: str, text: str, x: float, y: float, side: Literal["left", "right"]) -> None:
-    axes.text(x, y, text, transform=axes.transAxes, fontsize=9, color=COLORS.get(kernel, SOFT), ha=side, va="center")
 
 
 def _guides(axes: Axes, curves: Curves) -> None:

@@ -15,14 +15,13 @@ A rung with a cache may also be measured with several sequences at once (`-x8`) 
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from hasten.bench.measure import Ladder, Rung
+from hasten.bench.measure import Ladder
 from hasten.bench.models import ELEMENT_BYTES, BenchmarkModel, check_fits, choose_rungs
+from hasten.bench.process import Rung
 from hasten.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -117,21 +116,16 @@ def _rungs_of_quantized(ladder: GenerateLadder, names: list[str], stored: str) -
     return names if ladder.rungs else ["static-cache", f"{fast}-{stored}"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeCase:
-    """So many sequences at once after prompts of so many tokens."""
+def further_rows(ladder: GenerateLadder) -> dict[str, dict[str, Any]]:
+    """The rows of a rung besides its own, by the ending of their names: each further batch, and each context, alone.
 
-    batch: int
-    prompt_tokens: int
-    ratio_to: str = ""  # the ending of the row that this one is held against
-
-
-def further_rows(ladder: GenerateLadder) -> dict[str, DecodeCase]:
-    """The rows of a rung besides its own, by the ending of their names: each further batch, and each context, alone."""
+    Each says how many sequences are decoded at once, after how many tokens, and the ending of the row that it is held
+    against.
+    """
     first, *more = ladder.batches
-    found = {f"x{batch}": DecodeCase(batch=batch, prompt_tokens=ladder.prompt_tokens) for batch in more}
+    found = {f"x{batch}": {"batch": batch, "prompt_tokens": ladder.prompt_tokens, "ratio_to": ""} for batch in more}
     for context in ladder.contexts:
-        found[f"c{context}"] = DecodeCase(batch=first, prompt_tokens=context, ratio_to=f"c{ladder.contexts[0]}")
+        found[f"c{context}"] = {"batch": first, "prompt_tokens": context, "ratio_to": f"c{ladder.contexts[0]}"}
     return found
 
 
@@ -147,51 +141,48 @@ def measure(
     device = str(resolve_device(ladder.device))
     wide = emulated(ladder.dtype, device) is not None
     made = []
-    with tempfile.TemporaryDirectory(prefix="hasten-compile-") as cache:
-        for name, (model, rung, techniques) in rungs.items():
-            mode = RUNGS[rung]
-            # Without a cache a token costs a whole prompt: eight of them, or a longer one, would show nothing new.
-            rows = further_rows(ladder) if mode.cache else {}
-            arguments = {
-                "model": asdict(model),
-                "rung": rung,
-                "dtype": ladder.dtype,
-                "device": device,
-                "batch": ladder.batches[0],
-                "prompt_tokens": ladder.prompt_tokens,
-                "new_tokens": ladder.new_tokens,
-                "rows": {ending: asdict(point) for ending, point in rows.items()},
-                "text": ladder.text,
-                "seed": ladder.seed,
-                "compile_cache": os.path.join(cache, name),
-            }
-            parts = _memory(model.config(), ladder, list(rows.values()), wide=wide)
-            if model.quantized() is not None:
-                parts["weights"] = model.stored_bytes()
-            memory = check_fits(f"{model.name} in {ladder.dtype}", parts, device)
-            shown = name if ladder.batches[0] == 1 else f"{name}-x{ladder.batches[0]}"
-            setup = "hasten.bench.generate_rung:GenerateRung"
-            made.append(Rung(shown, techniques, setup, arguments, memory, twice=mode.compiled))
-        quantized = ladder.source.quantized() is not None
-        quantized = quantized or any(RUNGS[rung].weights in ("int8", "int4") for _, rung, _ in rungs.values())
-        return ladder.measure(
-            made,
-            kind="generate",
-            settings={
-                "model": f"{ladder.source.name}, {ladder.dtype}, {ladder.prompt_tokens} prompt tokens",
-                "weights": "checkpoint" if ladder.model else "random",
-                "dtype": ladder.dtype,
-                "batch": ladder.batches[0],
-                "batches": list(ladder.batches),
-                "prompt_tokens": ladder.prompt_tokens,
-                "contexts": list(ladder.contexts),
-                "new_tokens": ladder.new_tokens,
-                "text_bytes": None if ladder.text is None else TEXT_BYTES,
-            },
-            device=device,
-            dtypes=("float32" if wide else ladder.dtype, *(("int8",) if quantized else ())),
-            show_progress=show_progress,
-        )
+    for name, (model, rung, techniques) in rungs.items():
+        mode = RUNGS[rung]
+        # Without a cache a token costs a whole prompt: eight of them, or a longer one, would show nothing new.
+        rows = further_rows(ladder) if mode.cache else {}
+        arguments = {
+            "model": asdict(model),
+            "rung": rung,
+            "dtype": ladder.dtype,
+            "device": device,
+            "batch": ladder.batches[0],
+            "prompt_tokens": ladder.prompt_tokens,
+            "new_tokens": ladder.new_tokens,
+            "rows": rows,
+            "text": ladder.text,
+            "seed": ladder.seed,
+        }
+        parts = _memory(model.config(), ladder, list(rows.values()), wide=wide)
+        if model.quantized() is not None:
+            parts["weights"] = model.stored_bytes()
+        memory = check_fits(f"{model.name} in {ladder.dtype}", parts, device)
+        shown = name if ladder.batches[0] == 1 else f"{name}-x{ladder.batches[0]}"
+        setup = "hasten.bench.generate_rung:GenerateRung"
+        made.append(Rung(shown, techniques, setup, arguments, memory, twice=mode.compiled))
+    quantized = ladder.source.quantized() is not None
+    quantized = quantized or any(RUNGS[rung].weights in ("int8", "int4") for _, rung, _ in rungs.values())
+    return ladder.measure(
+        made,
+        kind="generate",
+        settings={
+            "model": f"{ladder.source.name}, {ladder.dtype}, {ladder.prompt_tokens} prompt tokens",
+            "weights": "checkpoint" if ladder.model else "random",
+            "dtype": ladder.dtype,
+            "batch": ladder.batches[0],
+            "batches": list(ladder.batches),
+            "prompt_tokens": ladder.prompt_tokens,
+            "contexts": list(ladder.contexts),
+            "new_tokens": ladder.new_tokens,
+            "text_bytes": None if ladder.text is None else TEXT_BYTES,
+        },
+        dtypes=("float32" if wide else ladder.dtype, *(("int8",) if quantized else ())),
+        show_progress=show_progress,
+    )
 
 
 def _check(ladder: GenerateLadder) -> None:
@@ -218,13 +209,15 @@ def _check(ladder: GenerateLadder) -> None:
         )
 
 
-def _memory(config: ModelConfig, ladder: GenerateLadder, rows: Sequence[DecodeCase], *, wide: bool) -> dict[str, int]:
+def _memory(
+    config: ModelConfig, ladder: GenerateLadder, rows: Sequence[Mapping[str, Any]], *, wide: bool
+) -> dict[str, int]:
     """Bytes of one rung, by what needs them. wide: readable blocks compute in float32, and keep their cache in it."""
     from hasten.planning.cost import kv_bytes_per_token, parameters
 
     size = ELEMENT_BYTES[ladder.dtype]
     width = 6 * config.hidden_size + 3 * config.intermediate_size + 4 * config.heads * config.head_dim
-    prompts = [(ladder.batches[0], ladder.prompt_tokens), *((row.batch, row.prompt_tokens) for row in rows)]
+    prompts = [(ladder.batches[0], ladder.prompt_tokens), *((row["batch"], row["prompt_tokens"]) for row in rows)]
     tokens = sum(batch * (length + ladder.new_tokens) for batch, length in prompts)
     return {
         "weights": parameters(config).total * size,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,7 +26,6 @@ class GenerateRung:
         prompt_tokens: int,
         new_tokens: int,
         seed: int,
-        compile_cache: str,
         batch: int = 1,
         rows: Mapping[str, Mapping[str, Any]] | None = None,
         text: str | None = None,
@@ -38,8 +36,6 @@ class GenerateRung:
         self.mode = RUNGS[rung]
         if self.mode.compiled:
             require_compiler(device)
-            # A folder of the rung's own: compiled for the first time, as on a machine that has never run it.
-            os.environ["TORCHINDUCTOR_CACHE_DIR"] = compile_cache
         self.dtype = dtype if self.mode.weights is None else "bfloat16"
         self.model = BenchmarkModel(**model).build(dtype=resolve_dtype(self.dtype), device=device, seed=seed)
         self.config = self.model.config
@@ -53,9 +49,7 @@ class GenerateRung:
             compile_blocks(self.model)
         self.new_tokens = new_tokens  # the same for all rungs, where the bytes of a mean token are counted
         decoded = new_tokens if self.mode.cache else min(new_tokens, NO_CACHE_TOKENS)
-        self.rows = {"": {"batch": batch, "prompt_tokens": prompt_tokens}} | {
-            k: dict(v) for k, v in (rows or {}).items()
-        }
+        self.rows: dict[str, Mapping[str, Any]] = {"": {"batch": batch, "prompt_tokens": prompt_tokens}, **(rows or {})}
         self.streams = {
             ending: Stream(
                 self.model,
@@ -121,7 +115,8 @@ class GenerateRung:
 
         size, row, stream = self.model.compute_dtype.itemsize, self.rows[ending], self.streams[ending]
         context = row["prompt_tokens"] + self.new_tokens // 2  # the mean of the tokens decoded
-        facts: dict[str, Any] = row | {
+        facts: dict[str, Any] = {
+            **row,
             "bytes_per_token": decode_bytes_per_token(
                 self.config, weight_bytes=self.weight_bytes, kv_bytes=size, context=context, batch=row["batch"]
             ),

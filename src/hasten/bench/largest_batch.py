@@ -7,20 +7,20 @@ memory does not fit. Doubled until it does not fit, then halved in between.
 from __future__ import annotations
 
 import math
-import os
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hasten.bench.child import Child, ChildError
+from hasten.bench.draw import BAR, BAR_FIRST, Bar, draw_bars
 from hasten.bench.measure import BenchmarkOptions, say
-from hasten.bench.models import choose_rungs
+from hasten.bench.models import check_least
+from hasten.bench.process import Child, ChildError, Rung
 from hasten.bench.race import first_and_last
+from hasten.bench.table import format_value, machine_line
 from hasten.bench.train import TrainLadder, TrainRung, recipe_and_config
-from hasten.bench.train_rungs import possible, switched_on, techniques
-from hasten.bench.worker import Task
+from hasten.bench.train_rungs import recipes
 from hasten.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -57,35 +57,33 @@ class LargestBatch(BenchmarkOptions):
 
         if not (math.isfinite(self.memory) and self.memory > 0):
             raise ConfigError(f"--memory is {self.memory:g} GiB; it must be a finite number above 0")
-        if self.most < 1:
-            raise ConfigError(f"--most is {self.most}; it must be at least 1")
+        check_least("--most", self.most)
         device = str(resolve_device(self.device))
         ladder = TrainLadder(
             shape=self.shape, recipe=self.recipe, batch_size=1, sequence_length=self.sequence_length, seed=self.seed
         )
         recipe, config = recipe_and_config(ladder)
         wanted = self.rungs or first_and_last(device)
-        active = possible(device, vocab_size=config.vocab_size, wanted=wanted)
         rows = []
-        for name in choose_rungs(active, wanted):
-            tries: dict[int, bool] = {}
+        for name, (own, words) in recipes(recipe, device, vocab_size=config.vocab_size, wanted=wanted).items():
             with tempfile.TemporaryDirectory(prefix="hasten-compile-") as cache:
-                own = replace(recipe, techniques=techniques(name, active))
-
-                def fits(
-                    size: int, own: Recipe = own, name: str = name, cache: str = cache, tries: dict[int, bool] = tries
-                ) -> bool:
-                    tries[size] = self._fits(name, own, size, device, cache)
-                    tell(f"{name}: a batch of {size} {'fits' if tries[size] else 'does not fit'}")
-                    return tries[size]
-
-                largest = search(fits, self.most)
+                rung = Rung(
+                    name,
+                    words,
+                    "hasten.bench.largest_batch:LimitedRung",
+                    {"shape": self.shape, "steps": STEPS, "device": device},
+                    device=device,
+                    threads=self.threads,
+                    seed=self.seed,
+                    compile_cache=cache,
+                )
+                tries = self._search(rung, own, tell)
             rows.append(
                 {
                     "name": name,
-                    "techniques": list(switched_on(name, active)),
-                    "largest_batch": largest,
-                    "tries": {str(size): fit for size, fit in sorted(tries.items())},
+                    "techniques": list(words),
+                    "largest_batch": max((size for size, fits in tries.items() if fits), default=0),
+                    "tries": {str(size): fits for size, fits in sorted(tries.items())},
                 }
             )
         return {
@@ -110,9 +108,18 @@ class LargestBatch(BenchmarkOptions):
 
     def draw(self, report: Mapping[str, Any], path: str | Path) -> None:
         """The largest batch of each rung, as a PNG."""
-        from hasten.bench.train_pictures import draw_batches
-
-        draw_batches(report, path)
+        settings, batches = report["settings"], [row["largest_batch"] for row in report["rows"]]
+        bars: list[Bar] = []
+        for row, batch in zip(report["rows"], batches, strict=True):
+            ratio = f"  ({format_value(batch / batches[0], 'times')})" if bars and batches[0] else ""
+            bars.append(Bar(row["name"], batch, f"{batch:,}{ratio}", color=BAR if bars else BAR_FIRST))
+        draw_bars(
+            bars,
+            path,
+            title=f"The largest batch in {settings['memory_bytes'] / 2**30:g} GiB",
+            subtitle=f"{settings['model']}; {machine_line(report['machine'], settings['device'])}",
+            x_label="rows in a batch",
+        )
 
     def show(self, report: Mapping[str, Any]) -> bool:
         """Print a line for each rung; whether any batch fits."""
@@ -120,29 +127,32 @@ class LargestBatch(BenchmarkOptions):
             say(f"{row['name']}: a batch of {row['largest_batch']} fits {self.memory:g} GiB")
         return any(row["largest_batch"] for row in report["rows"])
 
-    def _fits(self, name: str, recipe: Recipe, size: int, device: str, cache: str) -> bool:
-        arguments = {
-            "recipe": replace(recipe, data=replace(recipe.data, batch_size=size)).to_json(),
-            "shape": self.shape,
-            "steps": STEPS,
-            "device": device,
-            "compile_cache": os.path.join(cache, name),
-        }
-        failure = self._failure(arguments | {"memory": self.memory_bytes})
-        if failure is None:
-            return True
-        if any(word in failure.lower() for word in REFUSALS):
-            return False
-        failure = self._failure(arguments | {"memory": None})
+    def _search(self, rung: Rung, recipe: Recipe, tell: Callable[[str], None]) -> dict[int, bool]:
+        """Whether each batch size that was tried fits."""
+        tries: dict[int, bool] = {}
+
+        def fits(size: int) -> bool:
+            changed = replace(recipe, data=replace(recipe.data, batch_size=size)).to_json()
+            tries[size] = self._fits(replace(rung, arguments=rung.arguments | {"recipe": changed}), size)
+            tell(f"{rung.name}: a batch of {size} {'fits' if tries[size] else 'does not fit'}")
+            return tries[size]
+
+        search(fits, self.most)
+        return tries
+
+    def _fits(self, rung: Rung, size: int) -> bool:
+        failure = self._failure(rung, self.memory_bytes)
+        if failure is None or any(word in failure.lower() for word in REFUSALS):
+            return failure is None
+        failure = self._failure(rung, None)
         if failure is not None:
-            raise ConfigError(f"{name} with a batch of {size} failed, without a limit too: {failure}")
+            raise ConfigError(f"{rung.name} with a batch of {size} failed, without a limit too: {failure}")
         return False
 
-    def _failure(self, arguments: dict[str, Any]) -> str | None:
-        """What a process of its own says that could not train with these arguments of LimitedRung, or None."""
-        task = Task("hasten.bench.largest_batch:LimitedRung", arguments, arguments["device"], self.threads, self.seed)
+    def _failure(self, rung: Rung, memory: int | None) -> str | None:
+        """What a process of its own says that could not train in so many bytes, or None."""
         try:
-            with Child(task, timeout=self.timeout) as child:
+            with Child(replace(rung, arguments=rung.arguments | {"memory": memory}), timeout=self.timeout) as child:
                 child.wait_ready()
                 child.measure()
         except ChildError as error:

@@ -115,6 +115,12 @@ def check_fits(name: str, parts: Mapping[str, int], device: str) -> int:
     return needed
 
 
+def check_least(option: str, value: int | None, least: int = 1) -> None:
+    """Raise ConfigError where an option is given and below `least`."""
+    if value is not None and value < least:
+        raise ConfigError(f"{option} is {value}; it must be at least {least}")
+
+
 def choose_rungs(known: Mapping[str, Any], wanted: tuple[str, ...]) -> list[str]:
     """The rungs to run, in the ladder's own order; all of them where none is named. ConfigError for unknown ones."""
     unknown = [name for name in wanted if name not in known]

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import math
 import os
-import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from hasten.bench.measure import Ladder, Rung, say
-from hasten.bench.models import choose_rungs
-from hasten.bench.train_rungs import possible, switched_on, techniques
+from hasten.bench.draw import draw_curves
+from hasten.bench.measure import Ladder, say
+from hasten.bench.models import check_least
+from hasten.bench.process import Rung
+from hasten.bench.table import machine_line, print_ladder
+from hasten.bench.train import known_recipe
+from hasten.bench.train_rungs import recipes
 from hasten.errors import ConfigError
 
 BEFORE, AFTER = "explicit-float32", "native-kernels"
@@ -55,24 +58,16 @@ class Race(Ladder):
     def run(self, *, show_progress: bool = True) -> dict[str, Any]:
         """Train and return the report. Raises ConfigError for what does not exist, DataError for the text."""
         from hasten.machine import resolve_device
-        from hasten.training.recipes import RECIPES
         from hasten.training.setup import prepare_data
 
-        known = [name for name, recipe in RECIPES.items() if recipe.init is None]
-        if self.recipe not in known:
-            raise ConfigError(f"there is no recipe {self.recipe!r} to race with; known: {', '.join(known)}")
+        recipe = known_recipe(self.recipe, "to race with")
         if not (self.seconds > 0 and math.isfinite(self.seconds)):
             raise ConfigError(f"--seconds is {self.seconds}; it must be a finite number above 0")
-        for option, found, least in (
-            ("--steps", self.steps, 1),
-            ("--rounds", self.rounds, 1),
-            ("--batch-size", self.batch_size, 1),
-            ("--sequence-length", self.sequence_length, 2),
-        ):
-            if found is not None and found < least:
-                raise ConfigError(f"{option} is {found}; it must be at least {least}")
+        check_least("--steps", self.steps)
+        check_least("--rounds", self.rounds)
+        check_least("--batch-size", self.batch_size)
+        check_least("--sequence-length", self.sequence_length, 2)
         device = str(resolve_device(self.device))
-        recipe = RECIPES[self.recipe]
         data = replace(
             recipe.data,
             source=recipe.data.source if self.source is None else self.source,
@@ -86,46 +81,42 @@ class Race(Ladder):
         # Before any process: a text that is not there is told at once, and its vocabulary says what padding changes.
         vocab_size = prepare_data(recipe, init=None, progress=show_progress).tokenizer.vocab_size
         wanted = self.rungs or (*first_and_last(device), "layer-drop")
-        active = possible(device, vocab_size=vocab_size, wanted=wanted)
-        with tempfile.TemporaryDirectory(prefix="hasten-compile-") as cache:
-            rungs = [
-                Rung(
-                    name,
-                    switched_on(name, active),
-                    "hasten.bench.race:RaceRung",
-                    {
-                        "recipe": replace(recipe, techniques=techniques(name, active)).to_json(),
-                        "seconds": self.seconds,
-                        "compile_cache": os.path.join(cache, name),
-                    },
-                )
-                for name in choose_rungs(active, wanted)
-            ]
-            return self.measure(
-                rungs,
-                kind="train",
-                settings={
-                    "model": f"{recipe.name} on {_named(data.source)}, {data.batch_size} × {data.context} tokens",
-                    "vocabulary": vocab_size,
-                    "batch_size": data.batch_size,
-                    "sequence_length": data.context,
-                    "seconds": self.seconds,
-                    "steps": self.steps,
-                },
-                device=device,
-                show_progress=show_progress,
-            )
+        rungs = []
+        for name, (own, words) in recipes(recipe, device, vocab_size=vocab_size, wanted=wanted).items():
+            arguments = {"recipe": own.to_json(), "seconds": self.seconds}
+            rungs.append(Rung(name, words, "hasten.bench.race:RaceRung", arguments))
+        return self.measure(
+            rungs,
+            kind="train",
+            settings={
+                "model": f"{recipe.name} on {_named(data.source)}, {data.batch_size} × {data.context} tokens",
+                "vocabulary": vocab_size,
+                "batch_size": data.batch_size,
+                "sequence_length": data.context,
+                "seconds": self.seconds,
+                "steps": self.steps,
+            },
+            show_progress=show_progress,
+        )
 
     def draw(self, report: Mapping[str, Any], path: str | Path) -> None:
-        """Validation loss against the seconds of training, as a PNG."""
-        from hasten.bench.train_pictures import draw_race
-
-        draw_race(report, path)
+        """Validation loss over the seconds of training, a curve for each contestant, as a PNG."""
+        rounds = {row["name"]: row["rounds"] for row in report["rows"] if row.get("rounds")}
+        settings = report["settings"]
+        draw_curves(
+            {
+                name: ([one["training_seconds"] for one in each], [one["validation_loss"] for one in each])
+                for name, each in rounds.items()
+            },
+            path,
+            title="Validation loss against wall time",
+            subtitle=f"{settings['model']}; {machine_line(report['machine'], settings['device'])}",
+            x_label="seconds of training, compiling left out",
+            y_label="validation loss, nats a token",
+        )
 
     def show(self, report: Mapping[str, Any]) -> bool:
         """Print the table and where each contestant came to; whether any could be measured."""
-        from hasten.bench.table import print_ladder
-
         print_ladder(report)
         for row in report["rows"]:
             if row.get("rounds"):
@@ -143,15 +134,13 @@ def _named(source: str) -> str:
 class RaceRung:
     """One contestant: trains for some seconds whenever it is asked to, and says where it is."""
 
-    def __init__(self, *, recipe: Mapping[str, Any], seconds: float, compile_cache: str) -> None:
+    def __init__(self, *, recipe: Mapping[str, Any], seconds: float) -> None:
         from hasten.training.recipe import Recipe
         from hasten.training.setup import set_up
         from hasten.training.stopping import StopRequest
 
         self.recipe = Recipe.from_json(recipe)
         self.seconds = seconds
-        if self.recipe.techniques.compile:
-            os.environ["TORCHINDUCTOR_CACHE_DIR"] = compile_cache
         self.setup = set_up(self.recipe, progress=False, stop=StopRequest())
         self.source = self.setup.batches.iterate(0)
         self.step = self.tokens = 0

@@ -23,7 +23,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hasten.bench.rounds import RungOutcome
+    from hasten.bench.rounds import RungRun
     from hasten.machine import VendorLimits
 
 SCHEMA = 1
@@ -46,30 +46,29 @@ def build_report(
     kind: str,
     machine: Mapping[str, Any],
     settings: Mapping[str, Any],
-    rungs: Sequence[tuple[str, Sequence[str]]],
-    outcomes: Sequence[RungOutcome],
-    limits: RungOutcome,
+    runs: Sequence[RungRun],
+    limits: RungRun,
     device: str = "cpu",
 ) -> dict[str, Any]:
-    """The report of rungs (name, techniques) and their outcomes, in the same order. `limits` is the limits' outcome."""
+    """The report of rungs that have run. `limits`: what measured the machine's limits beside them."""
     speed = speed_metric(kind)
     vendor = _vendor(machine, device)
-    first = next((outcome for outcome in outcomes if outcome.error is None), None)
+    first = next((run for run in runs if run.error is None), None)
     rows: list[dict[str, Any]] = []
-    for (name, techniques), outcome in zip(rungs, outcomes, strict=True):
-        if outcome.error is not None:
-            rows.append({"name": name, "techniques": list(techniques), "error": outcome.error})
-            if outcome.traceback:
-                rows[-1]["traceback"] = outcome.traceback
+    for run in runs:
+        name, techniques = run.rung.name, list(run.rung.techniques)
+        if run.error is not None:
+            trace = {"traceback": run.traceback} if run.traceback else {}
+            rows.append({"name": name, "techniques": techniques, "error": run.error} | trace)
             continue
         assert first is not None
-        facts = dict(outcome.description)
+        facts = dict(run.description)
         further = facts.pop("rows", {})
         for ending in ("", *further):
             known = further[ending] if ending else facts
             held = further[ending].get("ratio_to", "") if ending else None  # the ending of the row it is held against
             rounds: list[dict[str, float]] = []
-            for index, measured in enumerate(outcome.rounds):
+            for index, measured in enumerate(run.rounds):
                 metrics = _of_row(measured, ending)
                 limit = limits.rounds[index] if index < len(limits.rounds) else {}
                 found = {**metrics, **_utilisation(metrics, known, limit, vendor)}
@@ -77,16 +76,13 @@ def build_report(
                 if base.get(speed) and speed in metrics:
                     found["speedup" if held is None else "ratio"] = metrics[speed] / base[speed]
                 rounds.append(found)
-            row: dict[str, Any] = {"name": f"{name}-{ending}" if ending else name, "techniques": list(techniques)}
+            row: dict[str, Any] = {"name": f"{name}-{ending}" if ending else name, "techniques": techniques}
             row |= known | _over_rounds(rounds, median)
             if held is not None:
                 row["ratio_to"] = f"{name}-{held}" if held else name
             else:
-                row["peak_memory_bytes"] = outcome.peak_memory_bytes
-                row["setup_seconds"] = outcome.setup_seconds
-                if outcome.again is not None:
-                    again = {"setup_seconds": outcome.again.seconds} | outcome.again.description
-                    row |= {f"warm_{key}": again[key] for key in again if key.endswith("_seconds")}
+                row["peak_memory_bytes"] = run.peak_memory_bytes
+                row |= {f"warm_{key}": fact for key, fact in (run.again or {}).items() if key.endswith("_seconds")}
             row["min"], row["max"], row["rounds"] = _over_rounds(rounds, min), _over_rounds(rounds, max), rounds
             rows.append(row)
     return {
@@ -142,7 +138,7 @@ def _utilisation(
     return found
 
 
-def _limits(limits: RungOutcome, vendor: VendorLimits | None, device: str) -> dict[str, Any]:
+def _limits(limits: RungRun, vendor: VendorLimits | None, device: str) -> dict[str, Any]:
     if limits.error is not None and not limits.rounds:
         return {"device": device, "error": limits.error}
     middle = _over_rounds(limits.rounds, median)

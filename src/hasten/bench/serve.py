@@ -12,8 +12,7 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from statistics import mean
 from typing import Any
@@ -50,12 +49,11 @@ class LatencyLimits:
 
 
 async def measure(target: Target, workload: Workload, *, progress: Callable[[int], None] = lambda _: None) -> Load:
-    """Send one load and wait for all of it."""
+    """Send one load and wait for all of it. progress: told of each request that has ended."""
     planned = plan(workload, vocabulary=target.vocabulary)
     gate = asyncio.Semaphore(workload.concurrency or len(planned))
     before = await target.counters()
     samples: list[dict[str, float]] = []
-    done = 0
 
     async def watch() -> None:
         while True:
@@ -65,12 +63,10 @@ async def measure(target: Target, workload: Workload, *, progress: Callable[[int
     start = time.perf_counter()
 
     async def one(index: int) -> RequestOutcome:
-        nonlocal done
         await asyncio.sleep(max(0.0, start + planned[index].at - time.perf_counter()))
         async with gate:
             outcome = await target.ask(planned[index], workload, seed=workload.seed + index)
-        done += 1
-        progress(done)
+        progress(1)
         return outcome
 
     watcher = asyncio.create_task(watch()) if before else None
@@ -167,30 +163,6 @@ def figures(outcome: RequestOutcome) -> dict[str, float | None]:
         "tpot_ms": 1000 * mean(spans) / (tokens - 1) if tokens > 1 else None,
         "e2e_ms": 1000 * (outcome.ended - outcome.sent),
     }
-
-
-async def run_loads(
-    target: Target,
-    workload: Workload,
-    *,
-    rates: Sequence[float],
-    warmup: int,
-    limits: LatencyLimits,
-    show: Callable[[dict[str, Any]], None],
-    progress: Callable[[float, int], None] = lambda _, __: None,
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """(summary, requests) of the load at each rate; before them `warmup` requests that are not counted."""
-    if warmup:
-        await measure(target, replace(workload, requests=warmup, rate=math.inf, seed=workload.seed + 10**6))
-    summaries, requests = [], []
-    for index, rate in enumerate(rates):
-        # A seed of its own: else the prompts of the load before would lie in the prefix cache.
-        changed = replace(workload, rate=rate, seed=workload.seed + 1000 * index)
-        load = await measure(target, changed, progress=partial(progress, rate))
-        summaries.append(load.summary(limits))
-        requests += load.requests(index)
-        show(summaries[-1])
-    return summaries, requests
 
 
 def _meets(entry: dict[str, float | None], limits: LatencyLimits) -> bool:

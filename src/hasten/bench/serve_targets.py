@@ -7,7 +7,7 @@ import re
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from hasten.bench.serve_workload import Planned, Workload
 from hasten.errors import ConfigError
@@ -43,22 +43,6 @@ class RequestOutcome:
     error: str | None = None
 
 
-class Target(Protocol):
-    """Something that answers."""
-
-    vocabulary: int
-
-    async def ask(self, planned: Planned, workload: Workload, *, seed: int) -> RequestOutcome:
-        """Send one request and wait for its end; an error is in the outcome."""
-        ...
-
-    async def counters(self) -> dict[str, float]:
-        """What the server counts, by the names of METRICS; empty if it does not say."""
-        ...
-
-    async def close(self) -> None: ...
-
-
 class HttpTarget:
     """A server at a URL such as http://127.0.0.1:8000. model None: the first that it names."""
 
@@ -69,8 +53,7 @@ class HttpTarget:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
         self.url = url.rstrip("/").removesuffix("/v1")
         self._client = httpx.AsyncClient(base_url=self.url, headers=headers, limits=limits, timeout=None)
-        self.model, self._vocabulary = model, vocabulary
-        self.vocabulary = vocabulary or 0
+        self.model, self.vocabulary = model, vocabulary or 0
 
     async def prepare(self) -> None:
         """Ask for the model's name and the size of its vocabulary, where they were not given."""
@@ -86,9 +69,10 @@ class HttpTarget:
         if self.model is None:
             raise ConfigError(f"{self.url} serves no model")
         told = known.get(self.model, {}).get("vocab_size")
-        self.vocabulary = self._vocabulary or (told if isinstance(told, int) else 1000)  # every real one has so many
+        self.vocabulary = self.vocabulary or (told if isinstance(told, int) else 1000)  # every real one has so many
 
     async def ask(self, planned: Planned, workload: Workload, *, seed: int) -> RequestOutcome:
+        """Send one request and wait for its end; an error is in the outcome."""
         import httpx
 
         outcome = RequestOutcome(planned)
@@ -138,6 +122,7 @@ class HttpTarget:
                     outcome.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
 
     async def counters(self) -> dict[str, float]:
+        """What the server counts, by the names of METRICS; empty if it does not say."""
         import httpx
 
         with suppress(httpx.HTTPError):
@@ -190,3 +175,6 @@ class EngineTarget:
 
     async def close(self) -> None:
         await self._engine.close()
+
+
+Target = HttpTarget | EngineTarget

@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal
 
 from tyro.conf import Suppress
 
+from hasten.bench.models import check_least
 from hasten.errors import ConfigError
 
 Lengths = Literal["fixed", "sharegpt", "alpaca"]
@@ -56,14 +57,11 @@ class Workload:
     """Decides arrivals, lengths, prompts and random weights."""
 
     def __post_init__(self) -> None:
-        for name in ("requests", "prompt_tokens", "output_tokens", "prefix_groups", "n"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        for name in ("requests", "prompt_tokens", "output_tokens", "prefix_groups", "n", "concurrency"):
+            check_least(name, getattr(self, name))
         for name in ("rate", "burstiness", "spread"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be above 0")
-        if self.concurrency is not None and self.concurrency < 1:
-            raise ConfigError(f"concurrency is {self.concurrency}; it must be at least 1")
         if not 0 <= self.shared_prefix_tokens < self.prompt_tokens:
             raise ConfigError("the shared prefix must be shorter than the prompt")
 

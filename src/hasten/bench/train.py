@@ -5,17 +5,16 @@ The rungs, cumulative: `hasten.bench.train_rungs`.
 
 from __future__ import annotations
 
-import os
-import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from hasten.bench.measure import Ladder, Rung
-from hasten.bench.models import check_fits, choose_rungs, require_compiler
-from hasten.bench.train_rungs import possible, switched_on, techniques
+from hasten.bench.measure import Ladder
+from hasten.bench.models import check_fits, check_least, require_compiler
+from hasten.bench.process import Rung
+from hasten.bench.train_rungs import recipes
 from hasten.errors import ConfigError
 from hasten.planning.shapes import shape_config
 
@@ -53,47 +52,36 @@ class TrainLadder(Ladder):
 
         device = str(resolve_device(self.device))
         recipe, config = recipe_and_config(self)
-        if self.steps < 1:
-            raise ConfigError(f"--steps is {self.steps}; it must be at least 1")
+        check_least("--steps", self.steps)
         tokens = recipe.data.context
         if tokens > config.max_positions:
             raise ConfigError(f"{recipe.name} has {config.max_positions} positions; lower --sequence-length ({tokens})")
         rungs = []
-        with tempfile.TemporaryDirectory(prefix="hasten-compile-") as cache:
-            active = possible(device, vocab_size=config.vocab_size, wanted=self.rungs)
-            for name in choose_rungs(active, self.rungs):
-                own = replace(recipe, techniques=techniques(name, active))
-                need = step_memory(config, own, torch.device(device))
-                parts = {
-                    "weights, gradients and optimizer": need.state,
-                    "activations": need.activations,
-                    "logits": need.logits,
-                    "the process": PROCESS_BYTES,
-                }
-                arguments = {
-                    "recipe": own.to_json(),
-                    "shape": self.shape,
-                    "steps": self.steps,
-                    "device": device,
-                    "compile_cache": os.path.join(cache, name),
-                }
-                memory = check_fits(f"training {recipe.name} ({name})", parts, device)
-                rungs.append(Rung(name, switched_on(name, active), "hasten.bench.train:TrainRung", arguments, memory))
-            report = self.measure(
-                rungs,
-                kind="train",
-                settings={
-                    "model": f"{recipe.name} (random weights), batches of {recipe.data.batch_size} × {tokens} tokens",
-                    "weights": "random",
-                    "precision": training_precision(device).to_json(),
-                    "vocabulary": config.vocab_size,
-                    "batch_size": recipe.data.batch_size,
-                    "sequence_length": tokens,
-                    "steps": self.steps,
-                },
-                device=device,
-                show_progress=show_progress,
-            )
+        for name, (own, words) in recipes(recipe, device, vocab_size=config.vocab_size, wanted=self.rungs).items():
+            need = step_memory(config, own, torch.device(device))
+            parts = {
+                "weights, gradients and optimizer": need.state,
+                "activations": need.activations,
+                "logits": need.logits,
+                "the process": PROCESS_BYTES,
+            }
+            memory = check_fits(f"training {recipe.name} ({name})", parts, device)
+            arguments = {"recipe": own.to_json(), "shape": self.shape, "steps": self.steps, "device": device}
+            rungs.append(Rung(name, words, "hasten.bench.train:TrainRung", arguments, memory))
+        report = self.measure(
+            rungs,
+            kind="train",
+            settings={
+                "model": f"{recipe.name} (random weights), batches of {recipe.data.batch_size} × {tokens} tokens",
+                "weights": "random",
+                "precision": training_precision(device).to_json(),
+                "vocabulary": config.vocab_size,
+                "batch_size": recipe.data.batch_size,
+                "sequence_length": tokens,
+                "steps": self.steps,
+            },
+            show_progress=show_progress,
+        )
         for row in report["rows"]:
             if row.get("rounds"):
                 row["first_loss"], row["last_loss"] = row["rounds"][0]["loss"], row["rounds"][-1]["loss"]
@@ -103,7 +91,6 @@ class TrainLadder(Ladder):
 def recipe_and_config(ladder: TrainLadder) -> tuple[Recipe, ModelConfig]:
     """The recipe and the config of what is measured, the vocabulary unpadded."""
     from hasten.training.recipe import Data, Recipe
-    from hasten.training.recipes import RECIPES
 
     if (ladder.shape is None) == (ladder.recipe is None):
         raise ConfigError("give one of --shape NAME and --recipe NAME")
@@ -111,10 +98,7 @@ def recipe_and_config(ladder: TrainLadder) -> tuple[Recipe, ModelConfig]:
         config = shape_config(ladder.shape)
         recipe = Recipe(name=ladder.shape, data=Data(batch_size=4, context=256))
     else:
-        known = [name for name, recipe in RECIPES.items() if recipe.init is None]
-        if ladder.recipe not in known:
-            raise ConfigError(f"there is no recipe {ladder.recipe!r} to measure; known: {', '.join(known)}")
-        recipe = RECIPES[str(ladder.recipe)]
+        recipe = known_recipe(str(ladder.recipe), "to measure")
         if recipe.data.tokenizer_kind == "character":
             recipe = replace(recipe, data=replace(recipe.data, vocab_size=characters(recipe.data.source)))
         config = recipe_config(recipe, ladder.sequence_length or recipe.data.context)
@@ -129,6 +113,16 @@ def recipe_and_config(ladder: TrainLadder) -> tuple[Recipe, ModelConfig]:
             f"--batch-size and --sequence-length must be at least 1 and 2; found {data.batch_size} and {data.context}"
         )
     return replace(recipe, data=data, run=replace(recipe.run, seed=ladder.seed)), config
+
+
+def known_recipe(name: str, purpose: str) -> Recipe:
+    """A recipe that starts from random weights. Raises ConfigError where there is none of that name."""
+    from hasten.training.recipes import RECIPES
+
+    known = [name for name, recipe in RECIPES.items() if recipe.init is None]
+    if name not in known:
+        raise ConfigError(f"there is no recipe {name!r} {purpose}; known: {', '.join(known)}")
+    return RECIPES[name]
 
 
 def recipe_config(recipe: Recipe, context: int) -> ModelConfig:
@@ -151,9 +145,7 @@ def characters(source: str) -> int:
 class TrainRung:
     """Set up in a child process: the model with the rung's techniques, its optimizer, and one batch."""
 
-    def __init__(
-        self, *, recipe: Mapping[str, Any], shape: str | None, steps: int, device: str, compile_cache: str
-    ) -> None:
+    def __init__(self, *, recipe: Mapping[str, Any], shape: str | None, steps: int, device: str) -> None:
         import torch
 
         from hasten.data import Batch
@@ -166,7 +158,6 @@ class TrainRung:
         chosen, data, seed = self.recipe.techniques, self.recipe.data, self.recipe.run.seed
         if chosen.compile:
             require_compiler(device)
-            os.environ["TORCHINDUCTOR_CACHE_DIR"] = compile_cache  # compiled for the first time, whatever ran before
         if shape is None:
             self.config = recipe_config(self.recipe, data.context)
         else:

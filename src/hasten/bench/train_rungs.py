@@ -18,12 +18,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from hasten.bench.models import choose_rungs
 from hasten.errors import ConfigError
 
 if TYPE_CHECKING:
-    from hasten.training.recipe import Techniques
+    from hasten.training.recipe import Recipe, Techniques
 
 PADDING = 64
 LAYER_DROP = 0.5  # θ in the end, as in the paper
@@ -38,8 +40,8 @@ FIRST: dict[str, Any] = {
     "joined_projections": False,
     "loss": "reference",
 }
-# name -> what it adds
-RUNGS: Mapping[str, tuple[str, dict[str, Any]]] = {
+Rungs = Mapping[str, tuple[str, dict[str, Any]]]  # name -> what it adds, in words and as fields of Techniques
+RUNGS: Rungs = {
     "explicit-float32": ("float32, eager, explicit attention", {}),
     "math": ("math attention", {"attention": "math"}),
     "memory-efficient": ("memory-efficient attention", {"attention": "memory-efficient"}),
@@ -57,11 +59,21 @@ RUNGS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "checkpoint-full": ("full checkpointing", {"checkpointing": "full"}),
     "layer-drop": (f"layer dropping, θ = {LAYER_DROP}", {"checkpointing": "none", "layer_drop": LAYER_DROP}),
 }
-ATTENTIONS = ("math attention", "memory-efficient attention", "flash attention")
-CHECKPOINTS = ("selective checkpointing", "full checkpointing")
+REPLACED = ("attention", "checkpointing")  # techniques of which a rung replaces the one before
 
 
-Rungs = Mapping[str, tuple[str, dict[str, Any]]]
+def recipes(
+    recipe: Recipe, device: str, *, vocab_size: int | None, wanted: tuple[str, ...]
+) -> dict[str, tuple[Recipe, tuple[str, ...]]]:
+    """The recipe at each wanted rung (all by default), and what is switched on there in words.
+
+    Raises ConfigError for rungs that are unknown or change nothing.
+    """
+    active = possible(device, vocab_size=vocab_size, wanted=wanted)
+    return {
+        name: (replace(recipe, techniques=techniques(name, active)), switched_on(name, active))
+        for name in choose_rungs(active, wanted)
+    }
 
 
 def possible(device: str, *, vocab_size: int | None, wanted: tuple[str, ...] = ()) -> Rungs:
@@ -102,11 +114,12 @@ def techniques(rung: str, rungs: Rungs) -> Techniques:
 
 def switched_on(rung: str, rungs: Rungs) -> tuple[str, ...]:
     """The techniques of a rung of these in words: of those that replace each other the last, of the first its own."""
-    names = list(rungs)
-    words = [rungs[name][0] for name in names[1 : names.index(rung) + 1]] or [rungs[rung][0]]
-    for group in (ATTENTIONS, CHECKPOINTS):
-        last = [word for word in words if word in group][-1:]
-        over = group is ATTENTIONS and any(word.startswith("native attention") for word in words)
-        over = over or (group is CHECKPOINTS and rung == "layer-drop")
-        words = [word for word in words if word not in group or (word in last and not over)]
-    return tuple(words)
+    if rung == next(iter(rungs)):
+        return (rungs[rung][0],)
+    words: dict[str, str] = {}
+    for name in list(rungs)[1 : list(rungs).index(rung) + 1]:
+        text, adds = rungs[name]
+        kind = next((technique for technique in REPLACED if technique in adds), name)
+        words.pop(kind, None)  # what comes in its place stands where it was switched on
+        words[kind] = text
+    return tuple(words.values())

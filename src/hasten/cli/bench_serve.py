@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import math
-import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from hasten.bench.draw import draw_curves
 from hasten.bench.measure import say
-from hasten.bench.serve import DEFINITIONS, SCHEMA, LatencyLimits, run_loads
+from hasten.bench.serve import DEFINITIONS, SCHEMA, LatencyLimits, measure
 from hasten.bench.serve_workload import Workload
+from hasten.bench.table import machine_line
 from hasten.cli.options import EngineOptions, LoadOptions
 from hasten.errors import ConfigError
+from hasten.machine.progress import counter
 
 if TYPE_CHECKING:
     from hasten.model.transformer import Transformer
@@ -69,10 +71,30 @@ class ServeBenchmark(EngineOptions, LoadOptions):
         return (name,)
 
     def draw(self, report: dict[str, Any], path: str) -> None:
-        """Latency against load, as a PNG."""
-        from hasten.bench.serve_picture import draw_latency
-
-        draw_latency(report, path)
+        """TTFT and TPOT, median and 99th percentile, against the output tokens/s that were reached, as a PNG."""
+        loads = [entry for entry in report["summary"] if "error" not in entry]
+        loads.sort(key=lambda entry: entry["output_tokens_per_second"])
+        series = {}
+        for name, text in (("ttft_ms", "first token"), ("tpot_ms", "each further token")):
+            for key, which in (("p50", "median"), ("p99", "99th percentile")):
+                points = [(entry["output_tokens_per_second"], entry[name][key]) for entry in loads if entry[name]]
+                if points:
+                    x, y = zip(*points, strict=True)
+                    series[f"{text}, {which}"] = (x, y)
+        workload = report["workload"]
+        what = f"{workload['prompt_tokens']}-token prompts, {workload['output_tokens']}-token answers"
+        if workload["lengths"] != "fixed":
+            what = f"lengths like {workload['lengths']}'s"
+        machine = machine_line(report["machine"])
+        draw_curves(
+            series,
+            path,
+            title="Latency against load",
+            subtitle=f"{workload['requests']} requests a load, {what}, n = {workload['n']}; {machine}",
+            x_label="output tokens/s reached",
+            y_label="milliseconds",
+            log_y=True,
+        )
 
     def show(self, report: dict[str, Any]) -> bool:
         """Print what the figures mean (they were shown load by load); whether all loads could be measured."""
@@ -93,19 +115,22 @@ class ServeBenchmark(EngineOptions, LoadOptions):
             facts = {"in_process": True, "dtype": self.dtype, "quantize": self.quantize}
             facts["model"] = self.shape or str(self.model).rstrip("/").rsplit("/", 1)[-1]
             facts |= {"max_sequences": self.max_sequences, "token_budget": self.token_budget}
+        summaries, requests = [], []
         try:
-            summary, requests = await run_loads(
-                target,
-                self.workload,
-                rates=rates,
-                warmup=self.warmup,
-                limits=self.limits,
-                show=show_load,
-                progress=_progress,
-            )
+            if self.warmup:
+                seed = self.workload.seed + 10**6
+                await measure(target, replace(self.workload, requests=self.warmup, rate=math.inf, seed=seed))
+            for index, rate in enumerate(rates):
+                # A seed of its own: else the prompts of the load before would lie in the prefix cache.
+                workload = replace(self.workload, rate=rate, seed=self.workload.seed + 1000 * index)
+                with counter(f"{rate:g} requests/s", workload.requests) as advance:
+                    load = await measure(target, workload, progress=advance)
+                summaries.append(load.summary(self.limits))
+                requests += load.requests(index)
+                show_load(summaries[-1])
         finally:
             await target.close()
-        return summary, requests, facts
+        return summaries, requests, facts
 
     def _engine(self) -> Any:
         from hasten.serving.async_engine import AsyncEngine
@@ -135,11 +160,6 @@ class ServeBenchmark(EngineOptions, LoadOptions):
         return rates
 
 
-def _progress(rate: float, done: int) -> None:
-    if sys.stderr.isatty():
-        print(f"\r{rate:g} requests/s: {done} done", end="", file=sys.stderr)
-
-
 def show_load(summary: dict[str, Any]) -> None:
     """One load, to standard error."""
     if "error" in summary:
@@ -147,7 +167,7 @@ def show_load(summary: dict[str, Any]) -> None:
         return
     rate = "all at once" if summary["rate"] is None else f"{summary['rate']:g} requests/s"
     lines = [
-        f"\r{rate}: {summary['completed']} completed, {summary['failed']} failed in {summary['seconds']:.1f} s; "
+        f"{rate}: {summary['completed']} completed, {summary['failed']} failed in {summary['seconds']:.1f} s; "
         f"{summary['output_tokens_per_second']:.1f} output tokens/s, {summary['requests_per_second']:.2f} requests/s, "
         f"goodput {summary['goodput']:.2f} requests/s"
     ]
