@@ -70,7 +70,8 @@ def rungs(shape: str, compiled: str) -> dict[str, tuple[str, dict[str, Any]]]:
     """By name: what sets a rung up, and its arguments, named as in every version. compiled: torch's folder."""
     common = {"device": "cpu", "compile_cache": compiled, "seed": 0, "dtype": "bfloat16"}
     model = {"model": {"shape": shape}, "subject": {"shape": shape, "folder": None}}  # its name now, and before
-    common |= model | {"prompt_tokens": 512, "new_tokens": 32}
+    common |= {"prompt_tokens": 512, "new_tokens": 32}
+    common |= model | {"ladder": {name: common[name] for name in common if name != "compile_cache"}}
     found = {name: ("hasten.bench.generate_rung:GenerateRung", common | {"rung": name, "way": name}) for name in NATIVE}
     recipe, _ = recipe_and_config(TrainLadder(shape="gpt2-124m", batch_size=2, sequence_length=256))
     recipe = replace(recipe, techniques=replace(recipe.techniques, precision="bfloat16"))

@@ -4,16 +4,16 @@ import json
 
 import pytest
 
-from hasten.bench.attention import AttentionCall, AttentionGrowth, growth
+from hasten.bench.attention import AttentionGrowth, growth
 from hasten.cli.main import main
 from hasten.errors import ConfigError
 
-CALL = AttentionCall(heads=2, kv_heads=2, head_dim=128)
+CALL = {"heads": 2, "kv_heads": 2, "head_dim": 128}
 
 
 def peaks(kernel, lengths):
     settings = {"rounds": 1, "threads": 1, "point_seconds": 3600}  # none is left out because the machine is busy
-    report = AttentionGrowth(call=CALL, lengths=lengths, kernels=(kernel,), **settings).run()
+    report = AttentionGrowth(**CALL, lengths=lengths, kernels=(kernel,), **settings).run()
     assert all("rounds" in point for point in report["points"]), report["points"]
     return [point["forward_backward_peak_bytes"] for point in report["points"]]
 
@@ -57,7 +57,7 @@ def test_the_command_writes_report_and_pictures(tmp_path, capsys):
 
 def test_what_will_not_fit_or_takes_too_long_is_left_out_with_the_reason(monkeypatch):
     monkeypatch.setattr("hasten.machine.available_memory", lambda device: 1 << 20)
-    plan = AttentionGrowth(call=CALL, point_seconds=10)
+    plan = AttentionGrowth(**CALL, point_seconds=10)
     assert "1 MiB are free" in plan._too_much("reference", 4096, [])
     assert plan._too_much("flash", 4096, []) is None
     before = [{"kernel": "flash", "tokens": 1024, "forward_seconds": 0.4, "forward_backward_seconds": 1.0}]
@@ -96,4 +96,4 @@ def test_growth_is_the_slope_between_the_two_longest():
 )
 def test_nonsense_is_refused(options, words):
     with pytest.raises(ConfigError, match=words):
-        AttentionGrowth(call=CALL, **options).run()
+        AttentionGrowth(**CALL, **options).run()

@@ -66,23 +66,15 @@ def test_generation_ladder_from_the_command_line(tmp_path: Path, capfd: pytest.C
 
 
 def make_rung(name: str, **changes: Any) -> GenerateRung:
-    arguments: dict[str, Any] = {
-        "model": {"shape": "tiny"},
-        "rung": name,
-        "dtype": "float32",
-        "device": "cpu",
-        "prompt_tokens": 9,
-        "new_tokens": 4,
-        "seed": 3,
-    }
-    return GenerateRung(**(arguments | changes))
+    settings: dict[str, Any] = {"dtype": "float32", "device": "cpu", "prompt_tokens": 9, "new_tokens": 4, "seed": 3}
+    return GenerateRung(ladder=settings | changes, model={"shape": "tiny"}, rung=name)
 
 
 @pytest.mark.parametrize("batch", [1, 3])
 def test_every_rung_of_generation_gives_the_same_tokens(batch: int) -> None:
     found = {}
     for name in ("no-cache", "static-cache"):
-        rung = make_rung(name, batch=batch)
+        rung = make_rung(name, batches=(batch,))
         tokens = [rung.streams[""].first_tokens()]
         for _ in range(3):
             tokens.append(rung.streams[""].next_tokens(tokens[-1]))
@@ -93,8 +85,7 @@ def test_every_rung_of_generation_gives_the_same_tokens(batch: int) -> None:
 
 
 def test_further_rows_of_a_rung() -> None:
-    rows = {"x8": {"batch": 8, "prompt_tokens": 9, "ratio_to": ""}, "c30": {"batch": 1, "prompt_tokens": 30}}
-    rung = make_rung("native-int8", rows=rows)
+    rung = make_rung("native-int8", batches=(1, 8), contexts=(30,))
     facts = rung.describe()
     own, many, longer = (each["bytes_per_token"] for each in (facts, facts["rows"]["x8"], facts["rows"]["c30"]))
     token = kv_bytes_per_token(shape_config("tiny"), 2)
@@ -153,7 +144,7 @@ def test_a_first_batch_other_than_one_is_in_the_name(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(Ladder, "measure", lambda ladder, made, **_: rungs.extend(made) or {})
     GenerateLadder(shape="tiny", prompt_tokens=12, batches=(4,), rungs=("no-cache", "static-cache-compiled")).run()
     assert [(rung.name, rung.twice) for rung in rungs] == [("no-cache-x4", False), ("static-cache-compiled-x4", True)]
-    assert rungs[1].arguments["batch"] == 4
+    assert rungs[1].arguments["ladder"]["batches"] == (4,)
 
 
 def test_auto_of_the_generation_ladder_is_bfloat16_weights(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,7 +154,7 @@ def test_auto_of_the_generation_ladder_is_bfloat16_weights(monkeypatch: pytest.M
         monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
         monkeypatch.setattr("hasten.machine.precision._flags", lambda flags=flags: flags)
         GenerateLadder(shape="tiny", rungs=("static-cache",), prompt_tokens=8, new_tokens=2).run()
-        assert found[-1]["settings"]["dtype"] == found[-1]["made"][0].arguments["dtype"] == "bfloat16"
+        assert found[-1]["settings"]["dtype"] == found[-1]["made"][0].arguments["ladder"]["dtype"] == "bfloat16"
         assert found[-1]["dtypes"] == (dtype,)
 
 

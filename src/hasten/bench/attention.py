@@ -10,16 +10,16 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, Literal
 
-from hasten.bench.measure import say
+from hasten.bench.measure import BenchmarkOptions, say
 from hasten.bench.process import Rung
 from hasten.bench.rounds import run_interleaved
 from hasten.errors import ConfigError
-from hasten.machine import Threads, thread_count
+from hasten.machine import thread_count
 
 if TYPE_CHECKING:
     from hasten.ops.attention import AttentionRequest
@@ -28,11 +28,12 @@ EXPLICIT = {"reference": 4, "math": 4}  # kernels that write all scores to memor
 LEAST_SECONDS = 0.2  # of one measurement: short calls are repeated
 PHASES = ("forward", "forward_backward")
 WARM_TOKENS = 32
+SETTINGS = ("batch", "heads", "kv_heads", "head_dim", "dtype", "causal", "device", "rounds", "threads", "seed")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionCall:
-    """The call that is measured, but for its length. Pickles into child processes."""
+@dataclass(frozen=True, kw_only=True)
+class AttentionGrowth(BenchmarkOptions):
+    """Attention: time and peak memory of every kernel against the length, as a table, JSON and two pictures."""
 
     batch: int = 1
     """Sequences."""
@@ -48,23 +49,48 @@ class AttentionCall:
     """A query sees the keys up to its own position."""
     backward: bool = True
     """Also the backward pass."""
-    device: str = "auto"
-    """auto, cpu, cuda or cuda:INDEX."""
+    lengths: tuple[int, ...] = (512, 1024, 2048, 4096, 8192, 16384)
+    """Tokens (T = S)."""
+    kernels: tuple[str, ...] = ()
+    """Only these, separated by commas; all that serve the call by default."""
+    rounds: int = 3
+    """Every kernel is measured once in each round; the median counts."""
+    point_seconds: float = 60.0
+    """A kernel is not asked for a length that will take longer than this."""
 
-    def resolved(self) -> AttentionCall:
-        """The same with its device and its key/value heads named. Raises ConfigError for heads that cannot be."""
-        from hasten.machine import resolve_device
+    def run(self, *, progress: Callable[[str], None] = say) -> dict[str, Any]:
+        """Measure and return the report. Raises ConfigError for kernels that are unknown or cannot serve the call."""
+        from hasten.machine import available_cores, describe, resolve_device
 
+        if not self.lengths or min(self.lengths) < 1 or self.rounds < 1:
+            raise ConfigError(f"lengths and rounds start at 1; found {self.lengths} and {self.rounds}")
         kv_heads = self.heads if self.kv_heads is None else self.kv_heads
         if min(self.batch, self.heads, kv_heads, self.head_dim) < 1 or self.heads % kv_heads:
             raise ConfigError("--batch, --heads, --kv-heads and --head-dim start at 1, and heads are shared evenly")
-        return replace(self, kv_heads=kv_heads, device=str(resolve_device(self.device)))
+        threads = thread_count(self.threads) or available_cores().physical
+        ready = replace(self, kv_heads=kv_heads, device=str(resolve_device(self.device)), threads=threads)
+        machine = describe().to_json()
+        points: list[dict[str, Any]] = []
+        names, absent = ready._kernels()
+        for tokens in sorted(self.lengths):
+            points += ready._length(names, tokens, points, progress)
+        return {
+            "schema": 1,
+            "kind": "attention",
+            "machine": machine,
+            "settings": {name: getattr(ready, name) for name in SETTINGS}
+            | {"gradient": self.backward, "lengths": sorted(self.lengths)},
+            "points": points,
+            "growth": growth(points),
+            "absent": absent,
+        }
 
     @property
     def phases(self) -> tuple[str, ...]:
         return PHASES if self.backward else PHASES[:1]
 
     def request(self, tokens: int) -> AttentionRequest:
+        """The call that is measured, of one length."""
         import torch
 
         from hasten.machine import resolve_dtype
@@ -91,53 +117,6 @@ class AttentionCall:
         """Of the forward pass: two products of T × S × D a head, half of them where it is causal."""
         return 4 * self.batch * self.heads * self.head_dim * tokens**2 * (0.5 if self.causal else 1)
 
-
-@dataclass(frozen=True, kw_only=True)
-class AttentionGrowth:
-    """Attention: time and peak memory of every kernel against the length, as a table, JSON and two pictures."""
-
-    call: AttentionCall = field(default_factory=AttentionCall)
-    """What is called."""
-    lengths: tuple[int, ...] = (512, 1024, 2048, 4096, 8192, 16384)
-    """Tokens (T = S)."""
-    kernels: tuple[str, ...] = ()
-    """Only these, separated by commas; all that serve the call by default."""
-    rounds: int = 3
-    """Every kernel is measured once in each round; the median counts."""
-    point_seconds: float = 60.0
-    """A kernel is not asked for a length that will take longer than this."""
-    threads: Threads = "auto"
-    """CPU threads; auto is one for each physical core that this process may use."""
-    seed: int = 0
-    """Decides the random inputs."""
-
-    def run(self, *, progress: Callable[[str], None] = say) -> dict[str, Any]:
-        """Measure and return the report. Raises ConfigError for kernels that are unknown or cannot serve the call."""
-        from hasten.machine import available_cores, describe
-
-        if not self.lengths or min(self.lengths) < 1 or self.rounds < 1:
-            raise ConfigError(f"lengths and rounds start at 1; found {self.lengths} and {self.rounds}")
-        threads = thread_count(self.threads) or available_cores().physical
-        return replace(self, call=self.call.resolved(), threads=threads)._run(progress, describe().to_json())
-
-    def _run(self, progress: Callable[[str], None], machine: dict[str, Any]) -> dict[str, Any]:
-        points: list[dict[str, Any]] = []
-        names, absent = self._kernels()
-        for tokens in sorted(self.lengths):
-            points += self._length(names, tokens, points, progress)
-        call = asdict(self.call)
-        call["gradient"] = call.pop("backward")
-        return {
-            "schema": 1,
-            "kind": "attention",
-            "machine": machine,
-            "settings": call
-            | {"lengths": sorted(self.lengths), "rounds": self.rounds, "threads": self.threads, "seed": self.seed},
-            "points": points,
-            "growth": growth(points),
-            "absent": absent,
-        }
-
     def pictures(self, name: str) -> tuple[str, ...]:
         """NAME-time.png and NAME-memory.png. Raises ConfigError for a name that ends as another kind of picture."""
         path = Path(name)
@@ -163,7 +142,7 @@ class AttentionGrowth:
         from hasten.ops.attention import KERNELS
         from hasten.ops.picker import pick
 
-        request = self.call.request(max(self.lengths))
+        request = self.request(max(self.lengths))
         if self.kernels:
             return [pick(KERNELS, request, forced=name).name for name in self.kernels], {}
         refused = {k.name: reason for k in KERNELS if (reason := k.unsupported_reason(request)) is not None}
@@ -182,9 +161,9 @@ class AttentionGrowth:
             if reason is not None:
                 points[-1]["skipped"] = reason
                 continue
-            arguments = {"kernel": name, "tokens": tokens, "call": asdict(self.call)}
+            arguments = {"kernel": name, "tokens": tokens, "call": self}
             rung = Rung(name, (), "hasten.bench.attention:AttentionRung", arguments)
-            rungs.append(replace(rung, device=self.call.device, threads=self.threads, seed=self.seed))
+            rungs.append(replace(rung, device=self.device, threads=self.threads, seed=self.seed))
         runs = run_interleaved(
             rungs,
             rounds=self.rounds,
@@ -203,7 +182,7 @@ class AttentionGrowth:
             if seconds not in rounds[0]:
                 continue
             found[seconds] = median(metrics[seconds] for metrics in rounds)
-            found[f"{phase}_gflops"] = products * self.call.flops(tokens) / found[seconds] / 1e9
+            found[f"{phase}_gflops"] = products * self.flops(tokens) / found[seconds] / 1e9
             found[f"{phase}_peak_bytes"] = rounds[0][f"{phase}_peak_bytes"]
         return found | {"rounds": rounds}
 
@@ -212,9 +191,9 @@ class AttentionGrowth:
         from hasten.bench.table import format_value
         from hasten.machine import available_memory
 
-        scores = 4 * self.call.batch * self.call.heads * tokens**2
-        need = EXPLICIT.get(name, 0) * scores * (2 if self.call.backward else 1) // 2
-        free = available_memory(self.call.device)
+        scores = 4 * self.batch * self.heads * tokens**2
+        need = EXPLICIT.get(name, 0) * scores * (2 if self.backward else 1) // 2
+        free = available_memory(self.device)
         if need > 0.9 * free:
             return f"it needs about {format_value(need, 'bytes')}, {format_value(free, 'bytes')} are free"
         own = [point for point in before if point["kernel"] == name]
@@ -229,16 +208,13 @@ class AttentionGrowth:
 class AttentionRung:
     """Set up in a child: inputs of one length, for one kernel, after a warm-up on a few tokens."""
 
-    def __init__(self, *, kernel: str, tokens: int, call: dict[str, Any]) -> None:
-        import torch
-
+    def __init__(self, *, kernel: str, tokens: int, call: AttentionGrowth) -> None:
         from hasten.machine import process_memory, reset_peak_memory
         from hasten.ops.attention import KERNELS
         from hasten.ops.picker import pick
 
-        self.call, self.tokens = AttentionCall(**call), tokens
-        self.device = torch.device(self.call.device)
-        self.request = self.call.request(tokens)
+        self.call, self.request = call, call.request(tokens)
+        self.device = self.request.device
         self.run = pick(KERNELS, self.request, forced=kernel).run
         self.inputs = self._inputs(WARM_TOKENS)
         for phase in self.call.phases:

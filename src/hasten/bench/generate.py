@@ -15,7 +15,7 @@ A rung with a cache may also be measured with several sequences at once (`-x8`) 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -86,6 +86,21 @@ class GenerateLadder(Ladder):
         """The model. Raises ConfigError unless one of shape and model is given."""
         return BenchmarkModel(shape=self.shape, model=self.model)
 
+    def rows(self, mode: DecodeMode) -> dict[str, dict[str, Any]]:
+        """A rung's own row ("") and its further ones, by the ending of their names: each batch and each context, alone.
+
+        Each says how many sequences are decoded at once, after how many tokens, and the ending of the row that it is
+        held against.
+        """
+        first, *more = self.batches
+        found: dict[str, dict[str, Any]] = {"": {"batch": first, "prompt_tokens": self.prompt_tokens}}
+        if mode.cache:  # without one a token costs a whole prompt: eight, or a longer one, would show nothing new
+            for batch in more:
+                found[f"x{batch}"] = {"batch": batch, "prompt_tokens": self.prompt_tokens, "ratio_to": ""}
+            for context in self.contexts:
+                found[f"c{context}"] = {"batch": first, "prompt_tokens": context, "ratio_to": f"c{self.contexts[0]}"}
+        return found
+
     def run(self, *, show_progress: bool = True) -> dict[str, Any]:
         """Measure and return the report. Raises ConfigError or ResourceError before anything is allocated."""
         from hasten.machine import resolve_device
@@ -116,52 +131,25 @@ def _rungs_of_quantized(ladder: GenerateLadder, names: list[str], stored: str) -
     return names if ladder.rungs else ["static-cache", f"{fast}-{stored}"]
 
 
-def further_rows(ladder: GenerateLadder) -> dict[str, dict[str, Any]]:
-    """The rows of a rung besides its own, by the ending of their names: each further batch, and each context, alone.
-
-    Each says how many sequences are decoded at once, after how many tokens, and the ending of the row that it is held
-    against.
-    """
-    first, *more = ladder.batches
-    found = {f"x{batch}": {"batch": batch, "prompt_tokens": ladder.prompt_tokens, "ratio_to": ""} for batch in more}
-    for context in ladder.contexts:
-        found[f"c{context}"] = {"batch": first, "prompt_tokens": context, "ratio_to": f"c{ladder.contexts[0]}"}
-    return found
-
-
 def measure(
     ladder: GenerateLadder, rungs: Mapping[str, tuple[BenchmarkModel, str, tuple[str, ...]]], *, show_progress: bool
 ) -> dict[str, Any]:
     """Run rungs given by name as (model, which of RUNGS it is measured as, its techniques)."""
     from hasten.machine import emulated, resolve_device
 
-    if ladder.dtype == "auto":
-        ladder = replace(ladder, dtype="bfloat16")
-    _check(ladder)
     device = str(resolve_device(ladder.device))
+    ladder = replace(ladder, device=device, dtype="bfloat16" if ladder.dtype == "auto" else ladder.dtype)
+    _check(ladder)
     wide = emulated(ladder.dtype, device) is not None
     made = []
     for name, (model, rung, techniques) in rungs.items():
         mode = RUNGS[rung]
-        # Without a cache a token costs a whole prompt: eight of them, or a longer one, would show nothing new.
-        rows = further_rows(ladder) if mode.cache else {}
-        arguments = {
-            "model": asdict(model),
-            "rung": rung,
-            "dtype": ladder.dtype,
-            "device": device,
-            "batch": ladder.batches[0],
-            "prompt_tokens": ladder.prompt_tokens,
-            "new_tokens": ladder.new_tokens,
-            "rows": rows,
-            "text": ladder.text,
-            "seed": ladder.seed,
-        }
-        parts = _memory(model.config(), ladder, list(rows.values()), wide=wide)
+        parts = _memory(model.config(), ladder, ladder.rows(mode).values(), wide=wide)
         if model.quantized() is not None:
             parts["weights"] = model.stored_bytes()
         memory = check_fits(f"{model.name} in {ladder.dtype}", parts, device)
         shown = name if ladder.batches[0] == 1 else f"{name}-x{ladder.batches[0]}"
+        arguments = {"ladder": asdict(ladder), "model": asdict(model), "rung": rung}
         setup = "hasten.bench.generate_rung:GenerateRung"
         made.append(Rung(shown, techniques, setup, arguments, memory, twice=mode.compiled))
     quantized = ladder.source.quantized() is not None
@@ -210,18 +198,18 @@ def _check(ladder: GenerateLadder) -> None:
 
 
 def _memory(
-    config: ModelConfig, ladder: GenerateLadder, rows: Sequence[Mapping[str, Any]], *, wide: bool
+    config: ModelConfig, ladder: GenerateLadder, rows: Collection[Mapping[str, Any]], *, wide: bool
 ) -> dict[str, int]:
     """Bytes of one rung, by what needs them. wide: readable blocks compute in float32, and keep their cache in it."""
     from hasten.planning.cost import kv_bytes_per_token, parameters
 
     size = ELEMENT_BYTES[ladder.dtype]
     width = 6 * config.hidden_size + 3 * config.intermediate_size + 4 * config.heads * config.head_dim
-    prompts = [(ladder.batches[0], ladder.prompt_tokens), *((row["batch"], row["prompt_tokens"]) for row in rows)]
-    tokens = sum(batch * (length + ladder.new_tokens) for batch, length in prompts)
+    tokens = sum(row["batch"] * (row["prompt_tokens"] + ladder.new_tokens) for row in rows)
+    longest = max(row["batch"] * row["prompt_tokens"] for row in rows)
     return {
         "weights": parameters(config).total * size,
         "cache": tokens * kv_bytes_per_token(config, 4 if wide else size),
-        "activations": min(max(batch * length for batch, length in prompts), LARGEST_PREFILL) * width * 4,
+        "activations": min(longest, LARGEST_PREFILL) * width * 4,
         "the process": PROCESS_BYTES,
     }

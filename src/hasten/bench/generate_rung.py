@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hasten.bench.generate import RUNGS, TEXT_BYTES, DecodeMode
+from hasten.bench.generate import RUNGS, TEXT_BYTES, DecodeMode, GenerateLadder
 from hasten.bench.models import ELEMENT_BYTES, BenchmarkModel, require_compiler
 from hasten.bench.stream import Stream
 
@@ -16,40 +16,30 @@ NO_CACHE_TOKENS = 2
 class GenerateRung:
     """The rung's own stream, prompt and answer, and one for each further row, of which only the answer is measured."""
 
-    def __init__(
-        self,
-        *,
-        model: Mapping[str, Any],
-        rung: str,
-        dtype: str,
-        device: str,
-        prompt_tokens: int,
-        new_tokens: int,
-        seed: int,
-        batch: int = 1,
-        rows: Mapping[str, Mapping[str, Any]] | None = None,
-        text: str | None = None,
-    ) -> None:
+    def __init__(self, *, ladder: Mapping[str, Any], model: Mapping[str, Any], rung: str) -> None:
         from hasten.generation.compiled import compile_blocks
         from hasten.machine import emulated, resolve_dtype
 
-        self.mode = RUNGS[rung]
+        asked, self.mode = GenerateLadder(**ladder), RUNGS[rung]
+        device, seed = asked.device, asked.seed
         if self.mode.compiled:
             require_compiler(device)
-        self.dtype = dtype if self.mode.weights is None else "bfloat16"
-        self.model = BenchmarkModel(**model).build(dtype=resolve_dtype(self.dtype), device=device, seed=seed)
+        self.dtype: str = asked.dtype if self.mode.weights is None else "bfloat16"
+        self.model = BenchmarkModel(**model).build(
+            dtype=resolve_dtype(self.dtype), device=asked.device, seed=asked.seed
+        )
         self.config = self.model.config
         self.weight_bytes: float = ELEMENT_BYTES[self.dtype]
         # Native kernels of a processor without such products compute in float32 too.
-        self.matrix_dtype = self.dtype if emulated(self.dtype, device) is None else "float32"
+        self.matrix_dtype: str = self.dtype if emulated(self.dtype, device) is None else "float32"
         if self.mode.weights is not None or self.model.quantization is not None:
             self.pack(self.mode)
-        self.perplexity = None if text is None else self.score(text)
+        self.perplexity = None if asked.text is None else self.score(asked.text)
         if self.mode.compiled:
             compile_blocks(self.model)
-        self.new_tokens = new_tokens  # the same for all rungs, where the bytes of a mean token are counted
-        decoded = new_tokens if self.mode.cache else min(new_tokens, NO_CACHE_TOKENS)
-        self.rows: dict[str, Mapping[str, Any]] = {"": {"batch": batch, "prompt_tokens": prompt_tokens}, **(rows or {})}
+        self.new_tokens = asked.new_tokens  # the same for all rungs, where the bytes of a mean token are counted
+        decoded = self.new_tokens if self.mode.cache else min(self.new_tokens, NO_CACHE_TOKENS)
+        self.rows = asked.rows(self.mode)
         self.streams = {
             ending: Stream(
                 self.model,

@@ -35,12 +35,27 @@ def say(text: str) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchmarkOptions:
-    """What every benchmark of training and generation takes. The text below a field is its help on the command line."""
+class Benchmark:
+    """What `hasten bench` runs. The text below a field is its help on the command line.
 
-    title: ClassVar[str]
-    rungs: tuple[str, ...] = ()
-    """Only these rungs, separated by commas; all by default."""
+    A benchmark has `run()`, which measures and returns the report, `draw(report, *paths)`, and `show(report)`, which
+    prints it for people, to standard error, and says whether anything could be measured.
+    """
+
+    json: str | None = None
+    """Write the report as JSON to this file; "-": to standard output, and nothing else there."""
+    picture: str | None = None
+    """Draw the report into this PNG; attention into two, NAME-time.png and NAME-memory.png, for NAME or NAME.png."""
+
+    def pictures(self, name: str) -> tuple[str, ...]:
+        """The files that `draw` writes for --picture NAME."""
+        return (name,)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchmarkOptions(Benchmark):
+    """What every benchmark but the server's takes."""
+
     device: str = "auto"
     """auto, cpu, cuda or cuda:INDEX."""
     threads: Threads = "auto"
@@ -51,15 +66,14 @@ class BenchmarkOptions:
     def __post_init__(self) -> None:
         thread_count(self.threads)  # refused now, not after the text is prepared
 
-    def pictures(self, name: str) -> tuple[str, ...]:
-        """The files that `draw` writes for --picture NAME."""
-        return (name,)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Ladder(BenchmarkOptions):
     """Rungs that are measured in interleaved rounds."""
 
+    title: ClassVar[str]
+    rungs: tuple[str, ...] = ()
+    """Only these rungs, separated by commas; all by default."""
     rounds: int = 5
     """Every rung is measured once in each round; medians are taken over the rounds."""
     warmup: int = 1

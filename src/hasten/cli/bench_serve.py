@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from hasten.bench.draw import draw_curves
-from hasten.bench.measure import say
+from hasten.bench.measure import Benchmark, say
 from hasten.bench.serve import DEFINITIONS, SCHEMA, LatencyLimits, measure
 from hasten.bench.serve_workload import Workload
 from hasten.bench.table import machine_line
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeBenchmark(EngineOptions, LoadOptions):
+class ServeBenchmark(Benchmark, EngineOptions, LoadOptions):
     """Serving: latency, throughput and goodput of any OpenAI-compatible URL, or of the engine in this process."""
 
     model: str | None = None  # type: ignore[assignment]
@@ -66,9 +66,6 @@ class ServeBenchmark(EngineOptions, LoadOptions):
             "requests": requests,
             "definitions": DEFINITIONS,
         }
-
-    def pictures(self, name: str) -> tuple[str, ...]:
-        return (name,)
 
     def draw(self, report: dict[str, Any], path: str) -> None:
         """TTFT and TPOT, median and 99th percentile, against the output tokens/s that were reached, as a PNG."""

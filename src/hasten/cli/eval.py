@@ -51,8 +51,7 @@ class Eval(ModelOptions):
         with share("scored tokens") as progress:
             found = perplexity(model, documents, context=context, stride=stride, progress=progress)
         seconds = time.perf_counter() - start
-        if self.json is not None:
-            write_json(self.json, asdict(found) | {"seconds": seconds})
+        write_json(self.json, asdict(found) | {"seconds": seconds})
         if self.json != "-":
             bits = "" if found.bits_per_byte is None else f"bits per byte {found.bits_per_byte:.4f}   "
             print(f"perplexity {found.perplexity:.4f}   {bits}tokens {found.tokens:,} in {seconds:.1f} s")

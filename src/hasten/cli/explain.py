@@ -44,10 +44,9 @@ class ExplainModel(ModelOptions):
 
         model = self.load()
         bindings, precision = explain(model), precision_of(model)
-        if self.json is not None:
-            operators = [asdict(binding) for binding in bindings]
-            found = {"precision": precision.to_json(), "operators": operators, "measured": known()}
-            write_json(self.json, found)
+        operators = [asdict(binding) for binding in bindings]
+        found = {"precision": precision.to_json(), "operators": operators, "measured": known()}
+        write_json(self.json, found)
         if self.json == "-":
             return
         print(f"precision: {precision}")

@@ -74,11 +74,10 @@ class ExplainAttention:
         request, absent = self.request()
         choice = explain(KERNELS, request, forced=self.kernel)
         score_bytes = self.score_bytes(request)
-        if self.json is not None:
-            others = [{"kernel": name, "reason": reason} for name, reason in choice.others]
-            asked = asdict(request) | {"device": str(request.device), "dtype": request.dtype_name}
-            facts = {"operator": "attention", "request": asked, "kernel": choice.kernel, "others": others}
-            write_json(self.json, facts | {"score_bytes": score_bytes})
+        others = [{"kernel": name, "reason": reason} for name, reason in choice.others]
+        asked = asdict(request) | {"device": str(request.device), "dtype": request.dtype_name}
+        facts = {"operator": "attention", "request": asked, "kernel": choice.kernel, "others": others}
+        write_json(self.json, facts | {"score_bytes": score_bytes})
         if self.json == "-":
             return
         if absent:

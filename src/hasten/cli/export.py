@@ -48,8 +48,7 @@ class Export:
         files = sorted(self.output.glob("model*.safetensors"))
         size = sum(path.stat().st_size for path in files)
         name = str(dtype).removeprefix("torch.")
-        if self.json is not None:
-            done = {"output": str(self.output), "family": model.config.family, "dtype": name, "bytes": size}
-            write_json(self.json, done | {"files": [path.name for path in files]})
+        done = {"output": str(self.output), "family": model.config.family, "dtype": name, "bytes": size}
+        write_json(self.json, done | {"files": [path.name for path in files]})
         if self.json != "-":
             print(f"{self.output}: {model.config.family}, {name}, {size / 1e9:.3f} GB in {len(files)} file(s)")

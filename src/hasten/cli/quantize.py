@@ -112,8 +112,7 @@ class Quantize:
             "peak_memory_bytes": peak_memory(),
             "layers": [_row(report) for report in reports],
         }
-        if self.json is not None:
-            write_json(self.json, result)
+        write_json(self.json, result)
         if self.json != "-":
             print("\n".join(_summary(result, reports)))
 

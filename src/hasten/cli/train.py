@@ -46,8 +46,7 @@ class Train:
         from hasten.training.session import train
 
         result = train(self.recipe, progress=self.progress, resume=self.resume)
-        if self.json is not None:
-            write_json(self.json, result.to_json())
+        write_json(self.json, result.to_json())
         if result.stopped_by is not None:
             print(
                 f"stopped after step {result.steps}, saved in {result.folder}: the same command goes on from there",
@@ -67,8 +66,7 @@ class Train:
 
         folder = Path(self.recipe.run.folder).expanduser() / self.recipe.name / "profile"
         found = profile(self.recipe, folder, progress=self.progress)
-        if self.json is not None:
-            write_json(self.json, found.to_json())
+        write_json(self.json, found.to_json())
         print_profile(found)
 
     @staticmethod

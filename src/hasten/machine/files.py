@@ -84,12 +84,14 @@ def require_writable(target: str | None) -> None:
         raise ResourceError(f"{target} cannot be written: permission denied")
 
 
-def write_json(target: str | Path, value: object) -> None:
-    """Writes `value` as JSON to a file, or to standard output if the target is "-".
+def write_json(target: str | Path | None, value: object) -> None:
+    """Writes `value` as JSON to a file, or to standard output if the target is "-"; None: nowhere.
 
     A file appears whole or not at all; its folder is made if need be. Figures that are not finite become null, since
     JSON has no word for them. Raises ResourceError where the file cannot be written.
     """
+    if target is None:
+        return
     text = json.dumps(_finite(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
     if str(target) == "-":
         sys.stdout.write(text)
