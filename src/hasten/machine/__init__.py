@@ -2,10 +2,10 @@
 
 from hasten.machine.caches import cache_folder, cache_root, cache_sizes
 from hasten.machine.compiler import Compiler, find_compiler
-from hasten.machine.describe import Gpu, Machine, describe, installed_versions
-from hasten.machine.device import DTYPE_NAMES, configure, resolve_device, resolve_dtype
+from hasten.machine.describe import Machine, describe
+from hasten.machine.device import configure, resolve_device, resolve_dtype
 from hasten.machine.limits import VendorLimits, vendor_limits
-from hasten.machine.measure import MATRIX_DTYPES, Limits, matrix_rate, measure_limits, read_bandwidth
+from hasten.machine.measure import MATRIX_DTYPES, matrix_rate, measure_limits, read_bandwidth
 from hasten.machine.memory import (
     PeakMemory,
     available_memory,
@@ -16,22 +16,16 @@ from hasten.machine.memory import (
 )
 from hasten.machine.precision import ProductPrecision, emulated, training_precision
 from hasten.machine.processor import (
-    Cores,
     amx_permitted,
     available_cores,
     instruction_sets,
-    last_level_cache_bytes,
     processor_name,
 )
 from hasten.machine.threads import Threads, thread_count
 
 __all__ = [
-    "DTYPE_NAMES",
     "MATRIX_DTYPES",
     "Compiler",
-    "Cores",
-    "Gpu",
-    "Limits",
     "Machine",
     "PeakMemory",
     "ProductPrecision",
@@ -47,9 +41,7 @@ __all__ = [
     "describe",
     "emulated",
     "find_compiler",
-    "installed_versions",
     "instruction_sets",
-    "last_level_cache_bytes",
     "matrix_rate",
     "measure_limits",
     "peak_memory",

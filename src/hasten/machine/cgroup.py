@@ -10,6 +10,11 @@ from pathlib import Path
 
 # cgroup v1 writes "no limit" as the largest multiple of a page below 2^63; no machine has an exbibyte.
 UNLIMITED_BYTES = 1 << 60
+# (limit, usage, what the sizes in memory.stat begin with that count the groups below too), of version 2 and 1
+MEMORY_FILES = (
+    ("memory.max", "memory.current", ""),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,20 +37,12 @@ def read_cgroup_limits(
     memory: list[tuple[int, int]] = []  # (limit, available) of each level that has a limit
     cpus: list[float] = []
     for line in lines:
-        _, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        if not controllers:
-            for mount in (root, root / "unified"):
-                for level in _levels(mount, path):
-                    memory += _memory_v2(level)
-                    cpus += _cpus_v2(level)
-        for controller in controllers.split(","):
-            if controller not in ("memory", "cpu"):
-                continue
-            for mount in (root / controllers, root / controller):
-                for level in _levels(mount, path):
-                    memory += _memory_v1(level) if controller == "memory" else []
-                    cpus += _cpus_v1(level) if controller == "cpu" else []
+        controllers, _, path = line.partition(":")[2].partition(":")
+        # Version 1 mounts a hierarchy by its controllers' names, all together or each; version 2 at the root or there.
+        mounts = {controllers, *controllers.split(",")} if controllers else {"", "unified"}
+        for level in (level for mount in mounts for level in _levels(root / mount, path)):
+            memory += _memory(level)
+            cpus += _cpus(level)
     return CgroupLimits(
         memory_bytes=min((limit for limit, _ in memory), default=None),
         memory_available_bytes=min((available for _, available in memory), default=None),
@@ -78,34 +75,24 @@ def _number(file: Path) -> int | None:
     return int(word) if word is not None and word.removeprefix("-").isdecimal() else None
 
 
-def _memory(level: Path, *, limit_file: str, usage_file: str, reclaimable: tuple[str, str]) -> list[tuple[int, int]]:
-    limit = _number(level / limit_file)
-    if limit is None or not 0 <= limit < UNLIMITED_BYTES:
-        return []
-    used = _number(level / usage_file) or 0
-    # Cached file pages count as used but are given back on demand, as in MemAvailable.
-    for line in (_word(level / "memory.stat") or "").splitlines():
-        key, _, value = line.partition(" ")
-        if key in reclaimable and value.isdecimal():
-            used -= int(value)
-    return [(limit, max(0, limit - max(0, used)))]
+def _memory(level: Path) -> list[tuple[int, int]]:
+    for limit_file, usage_file, prefix in MEMORY_FILES:
+        limit = _number(level / limit_file)
+        if limit is None or not 0 <= limit < UNLIMITED_BYTES:
+            continue
+        used = _number(level / usage_file) or 0
+        # Cached file pages count as used but are given back on demand, as in MemAvailable.
+        for line in (_word(level / "memory.stat") or "").splitlines():
+            key, _, value = line.partition(" ")
+            if key in (f"{prefix}inactive_file", f"{prefix}active_file") and value.isdecimal():
+                used -= int(value)
+        return [(limit, max(0, limit - max(0, used)))]
+    return []
 
 
-def _memory_v2(level: Path) -> list[tuple[int, int]]:
-    files = ("inactive_file", "active_file")
-    return _memory(level, limit_file="memory.max", usage_file="memory.current", reclaimable=files)
-
-
-def _memory_v1(level: Path) -> list[tuple[int, int]]:
-    files = ("total_inactive_file", "total_active_file")
-    return _memory(level, limit_file="memory.limit_in_bytes", usage_file="memory.usage_in_bytes", reclaimable=files)
-
-
-def _cpus_v2(level: Path) -> list[float]:
-    quota, _, period = (_word(level / "cpu.max") or "max").partition(" ")
-    return [int(quota) / int(period)] if quota.isdecimal() and period.isdecimal() and int(period) else []
-
-
-def _cpus_v1(level: Path) -> list[float]:
-    quota, period = _number(level / "cpu.cfs_quota_us"), _number(level / "cpu.cfs_period_us")
-    return [quota / period] if quota and quota > 0 and period else []
+def _cpus(level: Path) -> list[float]:
+    files = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+    words = (_word(level / "cpu.max") or " ".join(_word(level / file) or "" for file in files)).split()
+    if len(words) == 2 and all(word.isdecimal() and int(word) for word in words):
+        return [int(words[0]) / int(words[1])]
+    return []

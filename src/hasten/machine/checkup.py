@@ -6,7 +6,7 @@ import shutil
 import sys
 import sysconfig
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from hasten.errors import ResourceError
@@ -33,9 +33,6 @@ class Finding:
     status: str
     found: str
     mend: str = ""
-
-    def to_json(self) -> dict[str, str]:
-        return asdict(self)
 
 
 def check_machine(machine: Machine) -> list[Finding]:

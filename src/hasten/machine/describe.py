@@ -42,18 +42,7 @@ class Machine:
 
     def to_json(self) -> dict[str, Any]:
         """The fields as plain JSON values."""
-        fields = asdict(self)
-        fields["instruction_sets"] = list(self.instruction_sets)
-        fields["gpus"] = [asdict(gpu) for gpu in self.gpus]
-        return fields
-
-    def summary(self) -> str:
-        """One line for the head of a table or picture."""
-        versions = f"torch {self.versions.get('torch', 'none')}"
-        if self.gpus:
-            return f"{len(self.gpus)} × {self.gpus[0].name}, {versions}"
-        cores = f"{self.physical_cores} core{'s' if self.physical_cores != 1 else ''}"
-        return f"{self.cpu}, {cores}, {self.memory_bytes / 2**30:.0f} GiB, {versions}"
+        return asdict(self) | {"instruction_sets": list(self.instruction_sets)}
 
 
 def describe() -> Machine:

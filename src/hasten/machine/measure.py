@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from hasten.errors import ConfigError, HastenError, ResourceError
+from hasten.errors import ConfigError, ResourceError
 from hasten.machine.memory import available_memory
 from hasten.machine.processor import last_level_cache_bytes
 
@@ -35,13 +34,8 @@ CUDA_SHAPES = ((512, 512, 512), (2048, 2048, 2048), (4096, 4096, 4096), (8192, 8
 class Limits:
     """Measured limits of one device: bandwidth in bytes/s, rates in FLOP/s (OP/s for int8) by dtype name."""
 
-    device: str
     bandwidth: float
     rates: dict[str, float]
-    measured_at: str  # UTC, ISO 8601
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def read_bandwidth(*, device: str | torch.device = "cpu", threads: int | None = None, seconds: float = 0.5) -> float:
@@ -110,22 +104,19 @@ def measure_limits(
     dtypes: Sequence[str | torch.dtype] = ("float32", "bfloat16"),
     *,
     seconds: float = 0.5,
+    tell: Callable[[str], None] = lambda what: None,
 ) -> Limits:
-    """Bandwidth and the matrix rates of `dtypes` now, `seconds` each; a dtype that cannot be multiplied is left out."""
+    """Bandwidth and the matrix rates of `dtypes` now, `seconds` each; a dtype that cannot be multiplied is left out.
+
+    tell: called with what is measured next.
+    """
     rates: dict[str, float] = {}
     for dtype in dtypes:
-        try:
+        tell(f"{dtype} products")
+        with suppress(ResourceError):
             rates[str(dtype).removeprefix("torch.")] = matrix_rate(dtype, device=device, seconds=seconds)
-        except ConfigError:
-            raise
-        except HastenError:
-            continue
-    return Limits(
-        device=str(device),
-        bandwidth=read_bandwidth(device=device, seconds=seconds),
-        rates=rates,
-        measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
-    )
+    tell("memory bandwidth")
+    return Limits(bandwidth=read_bandwidth(device=device, seconds=seconds), rates=rates)
 
 
 def _product(dtype: str, rows: int, outputs: int, inputs: int, device: str | torch.device) -> Callable[[], object]:
