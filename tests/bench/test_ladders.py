@@ -271,4 +271,4 @@ def test_a_quantized_checkpoint_is_measured_as_it_is(
 def test_rungs_that_a_quantized_checkpoint_cannot_become(quantized_folder: Path, name: str) -> None:
     ladder = GenerateLadder(model=str(quantized_folder), rungs=(name,))
     with pytest.raises(ConfigError, match=f"are int4 already, which cannot become the rung '{name}'"):
-        ladder.run(show_progress=False)
+        ladder.run()

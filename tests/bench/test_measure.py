@@ -91,7 +91,7 @@ def gone(process_id: int) -> bool:
 def test_rounds_interleave_and_memory_is_the_rungs_own(log: Path, capfd: pytest.CaptureFixture[str]) -> None:
     rungs = [rung(log, "a", speed=10, megabytes=150), rung(log, "b", speed=30)]
     ladder = Ladder(rounds=3, warmup=1, limit_seconds=0.01, threads=1, device="cpu")
-    report = ladder.measure(rungs, kind="generate", dtypes=(), show_progress=False)
+    report = ladder.measure(rungs, kind="generate", dtypes=())
     assert events(log) == ["a set-up", "b set-up", *["a measure", "b measure"] * 4]
     first, second = report["rows"]
     speeds = [found["decode_tokens_per_second"] for found in first["rounds"]]
@@ -116,7 +116,7 @@ def test_a_rung_that_fails_becomes_a_row_and_the_others_go_on(log: Path, monkeyp
         rung(log, "kill", fail="kill", at=1),
         rung(log, "fine", speed=5),
     ]
-    report = Ladder(rounds=2, warmup=0, device="cpu").measure(rungs, kind="generate", show_progress=False)
+    report = Ladder(rounds=2, warmup=0, device="cpu").measure(rungs, kind="generate")
     rows = {row["name"]: row for row in report["rows"]}
     assert rows["user"]["error"] == "no such thing here"
     assert "traceback" not in rows["user"]
@@ -131,7 +131,7 @@ def test_a_rung_that_fails_becomes_a_row_and_the_others_go_on(log: Path, monkeyp
 def test_rungs_that_do_not_fit_together_are_restarted(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hasten.bench.measure.LIMITS_SETUP", "ladder_test_rungs:FakeLimits")
     rungs = [rung(log, "a", memory_bytes=1 << 50), rung(log, "b", speed=2)]
-    report = Ladder(rounds=1, warmup=1, device="cpu").measure(rungs, kind="generate", show_progress=False)
+    report = Ladder(rounds=1, warmup=1, device="cpu").measure(rungs, kind="generate")
     assert events(log) == ["a set-up", "a measure", "a measure", "b set-up", "b measure", "b measure"]
     assert report["settings"]["interleaving"] == "processes restarted"
     assert [row["decode_tokens_per_second"] for row in report["rows"]] == [2, 4]

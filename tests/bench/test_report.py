@@ -227,10 +227,9 @@ def test_pictures_are_drawn_without_pyplot(tmp_path: Path) -> None:
             "gone": RungRun(NAMELESS, error="x" * 300),
         }
     )
-    draw_ladder(made, tmp_path / "ladder.png")
-    draw_ladder(
-        report({"gone": RungRun(NAMELESS, error="no")}, limits=RungRun(NAMELESS, error="no")), tmp_path / "none.png"
-    )
+    draw_ladder(made, tmp_path / "ladder.png", title="x")
+    lost = report({"gone": RungRun(NAMELESS, error="no")}, limits=RungRun(NAMELESS, error="no"))
+    draw_ladder(lost, tmp_path / "none.png", title="x")
     draw_curves({"a": ([1, 2, 3], [3, 2, 1]), "b": ([1], [1])}, tmp_path / "c.png", log_x=True, log_y=True)
     ladder = imread(tmp_path / "ladder.png")
     assert ladder.shape[0] > imread(tmp_path / "none.png").shape[0] > 100, "taller with more rungs"
@@ -239,4 +238,4 @@ def test_pictures_are_drawn_without_pyplot(tmp_path: Path) -> None:
     assert ("matplotlib.pyplot" in sys.modules) == before
     (tmp_path / "file").touch()
     with pytest.raises(ResourceError, match="cannot write picture"):
-        draw_ladder(made, tmp_path / "file" / "x.png")
+        draw_ladder(made, tmp_path / "file" / "x.png", title="x")

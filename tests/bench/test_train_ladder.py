@@ -22,7 +22,7 @@ def test_training_ladder() -> None:
         rungs=("explicit-float32", "padded-vocabulary"),
         limit_seconds=0.05,
     )
-    report = ladder.run(show_progress=False)
+    report = ladder.run()
     first, last = report["rows"]
     assert [first["name"], last["name"]] == ["explicit-float32", "padded-vocabulary"]
     for row in (first, last):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -58,7 +58,7 @@ class AttentionGrowth(BenchmarkOptions):
     point_seconds: float = 60.0
     """A kernel is not asked for a length that will take longer than this."""
 
-    def run(self, *, progress: Callable[[str], None] = say) -> dict[str, Any]:
+    def run(self) -> dict[str, Any]:
         """Measure and return the report. Raises ConfigError for kernels that are unknown or cannot serve the call."""
         from hasten.machine import available_cores, describe, resolve_device
 
@@ -73,7 +73,7 @@ class AttentionGrowth(BenchmarkOptions):
         points: list[dict[str, Any]] = []
         names, absent = ready._kernels()
         for tokens in sorted(self.lengths):
-            points += ready._length(names, tokens, points, progress)
+            points += ready._length(names, tokens, points)
         return {
             "schema": 1,
             "kind": "attention",
@@ -149,9 +149,7 @@ class AttentionGrowth(BenchmarkOptions):
         # Two that only choose among the others.
         return [k.name for k in KERNELS if k.name not in (*refused, "sdpa", "triton")], refused
 
-    def _length(
-        self, names: Sequence[str], tokens: int, before: Sequence[dict[str, Any]], progress: Callable[[str], None]
-    ) -> list[dict[str, Any]]:
+    def _length(self, names: Sequence[str], tokens: int, before: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """One length: all kernels that fit, in interleaved rounds."""
         points: list[dict[str, Any]] = []
         rungs = []
@@ -168,7 +166,7 @@ class AttentionGrowth(BenchmarkOptions):
             rungs,
             rounds=self.rounds,
             timeout=600 + 4 * self.point_seconds,
-            tell=lambda text: progress(f"{tokens} tokens, {text}"),
+            tell=lambda text: say(f"{tokens} tokens, {text}"),
         )
         for run in runs:
             point = next(point for point in points if point["kernel"] == run.rung.name)

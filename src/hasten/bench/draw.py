@@ -23,16 +23,15 @@ if TYPE_CHECKING:
 INK, SOFT, GRID = "#1c2733", "#66717d", "#e4e8ec"
 BAR, BAR_FIRST, BAR_FURTHER, FAILED = "#2f6f9f", "#a9b8c6", "#8db4cf", "#b23a2e"
 LINES = ("#2f6f9f", "#d07a2d", "#4d8f5b", "#8a5a9e", "#b23a2e", "#66717d")
-TITLES = {"generate": ("Generation", "decode, tokens/s"), "train": ("Training", "tokens/s")}
+UNITS = {"generate": "decode, tokens/s", "train": "tokens/s"}
 
 
-def draw_ladder(report: Mapping[str, Any], path: str | Path, *, title: str | None = None) -> None:
+def draw_ladder(report: Mapping[str, Any], path: str | Path, *, title: str) -> None:
     """Draws a report as a PNG: one bar a rung with its speed, speed-up and utilisation; the machine underneath.
 
     The thin line over a bar goes from the slowest to the fastest round. Raises ResourceError if it cannot be written.
     """
     rows, speed = report["rows"], speed_metric(report["kind"])
-    heading, unit = TITLES[report["kind"]]
     worked = [row for row in rows if "error" not in row and row.get(speed) is not None]
     caches = len({row["cache_bytes_per_token"] for row in worked if "cache_bytes_per_token" in row}) > 1
     bars = []
@@ -55,9 +54,9 @@ def draw_ladder(report: Mapping[str, Any], path: str | Path, *, title: str | Non
     draw_bars(
         bars,
         path,
-        title=title or f"{heading} ladder",
+        title=title,
         subtitle=f"{model} on {machine}" if model else machine,
-        x_label=unit,
+        x_label=UNITS[report["kind"]],
         foot=f"{limits_line(report)}. Medians of {settings.get('rounds', '?')} interleaved rounds",
         room=1.75 if caches else 1.5,
     )

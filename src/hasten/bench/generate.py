@@ -101,7 +101,7 @@ class GenerateLadder(Ladder):
                 found[f"c{context}"] = {"batch": first, "prompt_tokens": context, "ratio_to": f"c{self.contexts[0]}"}
         return found
 
-    def run(self, *, show_progress: bool = True) -> dict[str, Any]:
+    def run(self) -> dict[str, Any]:
         """Measure and return the report. Raises ConfigError or ResourceError before anything is allocated."""
         from hasten.machine import resolve_device
 
@@ -113,7 +113,7 @@ class GenerateLadder(Ladder):
             others = COMPILED_QUANTIZED if resolve_device(self.device).type == "cpu" else NATIVE
             names = [name for name in names if name not in others]
         rungs = {name: (self.source, name, RUNGS[name].techniques) for name in names}
-        return measure(self, rungs, show_progress=show_progress)
+        return measure(self, rungs)
 
 
 def _rungs_of_quantized(ladder: GenerateLadder, names: list[str], stored: str) -> list[str]:
@@ -131,9 +131,7 @@ def _rungs_of_quantized(ladder: GenerateLadder, names: list[str], stored: str) -
     return names if ladder.rungs else ["static-cache", f"{fast}-{stored}"]
 
 
-def measure(
-    ladder: GenerateLadder, rungs: Mapping[str, tuple[BenchmarkModel, str, tuple[str, ...]]], *, show_progress: bool
-) -> dict[str, Any]:
+def measure(ladder: GenerateLadder, rungs: Mapping[str, tuple[BenchmarkModel, str, tuple[str, ...]]]) -> dict[str, Any]:
     """Run rungs given by name as (model, which of RUNGS it is measured as, its techniques)."""
     from hasten.machine import emulated, resolve_device
 
@@ -169,7 +167,6 @@ def measure(
             "text_bytes": None if ladder.text is None else TEXT_BYTES,
         },
         dtypes=("float32" if wide else ladder.dtype, *(("int8",) if quantized else ())),
-        show_progress=show_progress,
     )
 
 

@@ -30,7 +30,7 @@ class HeadsLadder(GenerateLadder):
     eager: bool = False
     """Do not compile."""
 
-    def run(self, *, show_progress: bool = True) -> dict[str, Any]:
+    def run(self) -> dict[str, Any]:
         """Measure and return the report. Raises ConfigError or ResourceError before anything is allocated."""
         if self.model is not None:
             raise ConfigError("the heads ladder builds the same model three times with other heads: use --shape")
@@ -45,7 +45,7 @@ class HeadsLadder(GenerateLadder):
             )
             for name in choose_rungs(NAMES, self.rungs)
         }
-        return measure(self, rungs, show_progress=show_progress)
+        return measure(self, rungs)
 
 
 def grouped(heads: int, kv_heads: int) -> int:

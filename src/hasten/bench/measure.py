@@ -88,7 +88,6 @@ class Ladder(BenchmarkOptions):
         kind: str,
         settings: Mapping[str, Any] | None = None,
         dtypes: Sequence[str] = ("float32", "bfloat16"),
-        show_progress: bool = True,
     ) -> dict[str, Any]:
         """Runs the rungs and returns the report (see hasten.bench.report) as plain JSON values.
 
@@ -119,7 +118,7 @@ class Ladder(BenchmarkOptions):
         machine = describe().to_json()
         with (
             tempfile.TemporaryDirectory(prefix="hasten-compile-") as place,
-            bars("count", "elapsed", shown=show_progress) as progress,
+            bars("count", "elapsed") as progress,
         ):
             # Folders of their own: compiled for the first time, as on a machine that has never run them.
             ready = [

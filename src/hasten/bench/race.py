@@ -55,7 +55,7 @@ class Race(Ladder):
     steps: int = 200
     """How long the run is taken to be, for the schedules of the learning rate and of layer dropping."""
 
-    def run(self, *, show_progress: bool = True) -> dict[str, Any]:
+    def run(self) -> dict[str, Any]:
         """Train and return the report. Raises ConfigError for what does not exist, DataError for the text."""
         from hasten.machine import resolve_device
         from hasten.training.setup import prepare_data
@@ -79,7 +79,7 @@ class Race(Ladder):
             recipe, data=data, dropout=0.0, run=replace(recipe.run, seed=self.seed, steps=self.steps, device=device)
         )
         # Before any process: a text that is not there is told at once, and its vocabulary says what padding changes.
-        vocab_size = prepare_data(recipe, init=None, progress=show_progress).tokenizer.vocab_size
+        vocab_size = prepare_data(recipe, init=None, progress=True).tokenizer.vocab_size
         wanted = self.rungs or (*first_and_last(device), "layer-drop")
         rungs = []
         for name, (own, words) in recipes(recipe, device, vocab_size=vocab_size, wanted=wanted).items():
@@ -96,7 +96,6 @@ class Race(Ladder):
                 "seconds": self.seconds,
                 "steps": self.steps,
             },
-            show_progress=show_progress,
         )
 
     def draw(self, report: Mapping[str, Any], path: str | Path) -> None:

@@ -43,7 +43,7 @@ class TrainLadder(Ladder):
     steps: int = 2
     """Optimizer steps measured in each round."""
 
-    def run(self, *, show_progress: bool = True) -> dict[str, Any]:
+    def run(self) -> dict[str, Any]:
         """Measure and return the report. Raises ConfigError or ResourceError before anything is allocated."""
         import torch
 
@@ -80,7 +80,6 @@ class TrainLadder(Ladder):
                 "sequence_length": tokens,
                 "steps": self.steps,
             },
-            show_progress=show_progress,
         )
         for row in report["rows"]:
             if row.get("rounds"):
