@@ -31,7 +31,12 @@ import torch
 torch.set_num_threads(int(sys.argv[1]))
 module, name = sys.argv[2].split(":")
 setup, arguments = getattr(importlib.import_module(module), name), json.loads(sys.argv[3])
-rung = setup(**{name: arguments[name] for name in inspect.signature(setup).parameters if name in arguments})
+given = {name: arguments[name] for name in inspect.signature(setup).parameters if name in arguments}
+if "ladder" in given:  # a version whose rungs are given objects
+    from hasten.bench.generate import GenerateLadder
+    from hasten.bench.models import BenchmarkModel
+    given |= {"ladder": GenerateLadder(**given["ladder"]), "model": BenchmarkModel(**given["model"])}
+rung = setup(**given)
 for line in sys.stdin:
     rung.measure() if line.strip() == "warm" else None
     print(json.dumps(rung.measure()), file=answers, flush=True)

@@ -66,8 +66,8 @@ def test_generation_ladder_from_the_command_line(tmp_path: Path, capfd: pytest.C
 
 
 def make_rung(name: str, **changes: Any) -> GenerateRung:
-    settings: dict[str, Any] = {"dtype": "float32", "device": "cpu", "prompt_tokens": 9, "new_tokens": 4, "seed": 3}
-    return GenerateRung(ladder=settings | changes, model={"shape": "tiny"}, rung=name)
+    ladder = GenerateLadder(dtype="float32", device="cpu", prompt_tokens=9, new_tokens=4, seed=3, **changes)
+    return GenerateRung(ladder=ladder, model=BenchmarkModel(shape="tiny"), rung=name)
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -144,7 +144,7 @@ def test_a_first_batch_other_than_one_is_in_the_name(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(Ladder, "measure", lambda ladder, made, **_: rungs.extend(made) or {})
     GenerateLadder(shape="tiny", prompt_tokens=12, batches=(4,), rungs=("no-cache", "static-cache-compiled")).run()
     assert [(rung.name, rung.twice) for rung in rungs] == [("no-cache-x4", False), ("static-cache-compiled-x4", True)]
-    assert rungs[1].arguments["ladder"]["batches"] == (4,)
+    assert rungs[1].arguments["ladder"].batches == (4,)
 
 
 def test_auto_of_the_generation_ladder_is_bfloat16_weights(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,7 +154,7 @@ def test_auto_of_the_generation_ladder_is_bfloat16_weights(monkeypatch: pytest.M
         monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
         monkeypatch.setattr("hasten.machine.precision._flags", lambda flags=flags: flags)
         GenerateLadder(shape="tiny", rungs=("static-cache",), prompt_tokens=8, new_tokens=2).run()
-        assert found[-1]["settings"]["dtype"] == found[-1]["made"][0].arguments["ladder"]["dtype"] == "bfloat16"
+        assert found[-1]["settings"]["dtype"] == found[-1]["made"][0].arguments["ladder"].dtype == "bfloat16"
         assert found[-1]["dtypes"] == (dtype,)
 
 

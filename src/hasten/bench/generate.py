@@ -16,7 +16,7 @@ A rung with a cache may also be measured with several sequences at once (`-x8`) 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from hasten.bench.measure import Ladder
@@ -147,7 +147,7 @@ def measure(ladder: GenerateLadder, rungs: Mapping[str, tuple[BenchmarkModel, st
             parts["weights"] = model.stored_bytes()
         memory = check_fits(f"{model.name} in {ladder.dtype}", parts, device)
         shown = name if ladder.batches[0] == 1 else f"{name}-x{ladder.batches[0]}"
-        arguments = {"ladder": asdict(ladder), "model": asdict(model), "rung": rung}
+        arguments = {"ladder": ladder, "model": model, "rung": rung}
         setup = "hasten.bench.generate_rung:GenerateRung"
         made.append(Rung(shown, techniques, setup, arguments, memory, twice=mode.compiled))
     quantized = ladder.source.quantized() is not None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from hasten.bench.generate import RUNGS, TEXT_BYTES, DecodeMode, GenerateLadder
@@ -16,30 +15,27 @@ NO_CACHE_TOKENS = 2
 class GenerateRung:
     """The rung's own stream, prompt and answer, and one for each further row, of which only the answer is measured."""
 
-    def __init__(self, *, ladder: Mapping[str, Any], model: Mapping[str, Any], rung: str) -> None:
+    def __init__(self, *, ladder: GenerateLadder, model: BenchmarkModel, rung: str) -> None:
         from hasten.generation.compiled import compile_blocks
         from hasten.machine import emulated, resolve_dtype
 
-        asked, self.mode = GenerateLadder(**ladder), RUNGS[rung]
-        device, seed = asked.device, asked.seed
+        self.mode, device, seed = RUNGS[rung], ladder.device, ladder.seed
         if self.mode.compiled:
             require_compiler(device)
-        self.dtype: str = asked.dtype if self.mode.weights is None else "bfloat16"
-        self.model = BenchmarkModel(**model).build(
-            dtype=resolve_dtype(self.dtype), device=asked.device, seed=asked.seed
-        )
+        self.dtype: str = ladder.dtype if self.mode.weights is None else "bfloat16"
+        self.model = model.build(dtype=resolve_dtype(self.dtype), device=ladder.device, seed=ladder.seed)
         self.config = self.model.config
         self.weight_bytes: float = ELEMENT_BYTES[self.dtype]
         # Native kernels of a processor without such products compute in float32 too.
         self.matrix_dtype: str = self.dtype if emulated(self.dtype, device) is None else "float32"
         if self.mode.weights is not None or self.model.quantization is not None:
             self.pack(self.mode)
-        self.perplexity = None if asked.text is None else self.score(asked.text)
+        self.perplexity = None if ladder.text is None else self.score(ladder.text)
         if self.mode.compiled:
             compile_blocks(self.model)
-        self.new_tokens = asked.new_tokens  # the same for all rungs, where the bytes of a mean token are counted
+        self.new_tokens = ladder.new_tokens  # the same for all rungs, where the bytes of a mean token are counted
         decoded = self.new_tokens if self.mode.cache else min(self.new_tokens, NO_CACHE_TOKENS)
-        self.rows = asked.rows(self.mode)
+        self.rows = ladder.rows(self.mode)
         self.streams = {
             ending: Stream(
                 self.model,

@@ -135,45 +135,33 @@ def call(command: Sequence[str], log: Path) -> None:
 
 @contextmanager
 def _shown(title: str, estimate: Estimate) -> Iterator[Callable[[], None]]:
-    """Says what is compiled and how long it takes; yields what brings that up to date."""
+    """Says what is compiled and how long it takes, as a bar or in lines; yields what brings that up to date."""
     from rich.errors import LiveError
 
+    start = said = time.monotonic()
     with ExitStack() as stack:
-        show = None
+        display = None
         if on_terminal():
             with suppress(LiveError):  # somebody else's bar is on the screen
-                show = stack.enter_context(_bar(title, estimate))
-        yield show or stack.enter_context(_lines(title, estimate))
-
-
-@contextmanager
-def _bar(title: str, estimate: Estimate) -> Iterator[Callable[[], None]]:
-    start = time.monotonic()
-    with bars("about {task.fields[left]} left, once") as display:
-        task = display.add_task(f"compiling {title}", total=1.0, left=_seconds(estimate.left(start)))
+                display = stack.enter_context(bars("about {task.fields[left]} left, once"))
+        if display is None:
+            _say(f"compiling {title}: about {_seconds(estimate.left(start))}, once")
+        else:
+            task = display.add_task(f"compiling {title}", total=1.0, left=_seconds(estimate.left(start)))
 
         def show() -> None:
+            nonlocal said
             now = time.monotonic()
             left = estimate.left(now)
-            display.update(task, completed=(now - start) / (now - start + left + 1e-9), left=_seconds(left))
+            if display is not None:
+                display.update(task, completed=(now - start) / (now - start + left + 1e-9), left=_seconds(left))
+            elif now - said >= SAY_AGAIN:
+                said = now
+                _say(f"  {now - start:.0f} s, about {_seconds(left)} left")
 
         yield show
-
-
-@contextmanager
-def _lines(title: str, estimate: Estimate) -> Iterator[Callable[[], None]]:
-    start = said = time.monotonic()
-    _say(f"compiling {title}: about {_seconds(estimate.left(start))}, once")
-
-    def show() -> None:
-        nonlocal said
-        now = time.monotonic()
-        if now - said >= SAY_AGAIN:
-            said = now
-            _say(f"  {now - start:.0f} s, about {_seconds(estimate.left(now))} left")
-
-    yield show
-    _say(f"  done in {_seconds(time.monotonic() - start)}")
+        if display is None:
+            _say(f"  done in {_seconds(time.monotonic() - start)}")
 
 
 def _say(line: str) -> None:
