@@ -185,6 +185,7 @@ class LimitedRung(TrainRung):
 
 def limit(memory: int, device: str) -> None:
     """Let this process take only so many bytes more on a device. Raises ConfigError where the system cannot."""
+    import psutil
     import torch
 
     if device != "cpu":
@@ -196,6 +197,5 @@ def limit(memory: int, device: str) -> None:
     except ImportError:
         raise ConfigError("this system has no limits for a process's memory (Linux has)") from None
     torch.ones(1 << 20).sum()  # starts the threads, whose stacks count
-    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    taken = next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmData:"))
+    taken = psutil.Process().memory_info().data
     resource.setrlimit(resource.RLIMIT_DATA, (taken + memory, taken + memory))

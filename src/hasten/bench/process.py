@@ -160,7 +160,7 @@ def _work(connection: Connection, rung: Rung) -> None:
 
     configure(threads=rung.threads, seed=rung.seed)
     reset_peak_memory()
-    baseline = process_memory() if rung.device == "cpu" else 0  # CUDA: torch's allocator starts at nothing
+    baseline = process_memory(rung.device)
     start = time.perf_counter()
     made = pkgutil.resolve_name(rung.setup)(**rung.arguments)
     seconds = time.perf_counter() - start

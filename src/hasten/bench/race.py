@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from hasten.bench.draw import draw_curves
 from hasten.bench.measure import Ladder, say
@@ -22,6 +22,9 @@ from hasten.bench.table import machine_line, print_ladder
 from hasten.bench.train import known_recipe
 from hasten.bench.train_rungs import recipes
 from hasten.errors import ConfigError
+
+if TYPE_CHECKING:
+    from hasten.training.recipe import Recipe
 
 BEFORE, AFTER = "explicit-float32", "native-kernels"
 
@@ -83,7 +86,7 @@ class Race(Ladder):
         wanted = self.rungs or (*first_and_last(device), "layer-drop")
         rungs = []
         for name, (own, words) in recipes(recipe, device, vocab_size=vocab_size, wanted=wanted).items():
-            arguments = {"recipe": own.to_json(), "seconds": self.seconds}
+            arguments = {"recipe": own, "seconds": self.seconds}
             rungs.append(Rung(name, words, "hasten.bench.race:RaceRung", arguments))
         return self.measure(
             rungs,
@@ -133,13 +136,11 @@ def _named(source: str) -> str:
 class RaceRung:
     """One contestant: trains for some seconds whenever it is asked to, and says where it is."""
 
-    def __init__(self, *, recipe: Mapping[str, Any], seconds: float) -> None:
-        from hasten.training.recipe import Recipe
+    def __init__(self, *, recipe: Recipe, seconds: float) -> None:
         from hasten.training.setup import set_up
         from hasten.training.stopping import StopRequest
 
-        self.recipe = Recipe.from_json(recipe)
-        self.seconds = seconds
+        self.recipe, self.seconds = recipe, seconds
         self.setup = set_up(self.recipe, progress=False, stop=StopRequest())
         self.source = self.setup.batches.iterate(0)
         self.step = self.tokens = 0

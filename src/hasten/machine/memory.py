@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from hasten.machine.cgroup import read_cgroup_limits
@@ -43,8 +42,12 @@ def available_memory(device: str | torch.device = "cpu") -> int:
     return available if limit is None else min(available, limit)
 
 
-def process_memory() -> int:
-    """Bytes of main memory this process occupies now (resident set; mapped file pages count)."""
+def process_memory(device: str | torch.device = "cpu") -> int:
+    """Bytes that this process occupies now. CPU: resident set; mapped file pages count. CUDA: torch's tensors."""
+    if str(device) != "cpu":
+        import torch
+
+        return torch.cuda.memory_allocated(device)
     import psutil
 
     return int(psutil.Process().memory_info().rss)
@@ -97,40 +100,23 @@ class PeakMemory:
             ...
         print(peak.bytes, peak.exact)
 
-    `bytes` can be read inside the block too. `exact` is False when the peak could not be reset and an earlier, higher
-    peak hides the one of the block; `bytes` is then an upper bound.
+    `exact` is False when the peak could not be reset and an earlier, higher peak hides the one of the block; `bytes` is
+    then an upper bound.
     """
+
+    bytes: int
+    exact: bool
 
     def __init__(self, device: str | torch.device = "cpu") -> None:
         self.device = device
-        self.exact = True
-        self._baseline = 0
-        self._earlier_peak = 0
-        self._reset = False
-        self._final: int | None = None
 
     def __enter__(self) -> PeakMemory:
-        self._final = None
         self._reset = reset_peak_memory(self.device)
         self._earlier_peak = peak_memory(self.device)
-        if str(self.device) == "cpu":
-            self._baseline = process_memory()
-        else:
-            import torch
-
-            self._baseline = torch.cuda.memory_allocated(self.device)
+        self._baseline = process_memory(self.device)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._final = self.bytes
-
-    @property
-    def bytes(self) -> int:
-        """Peak bytes above the baseline."""
-        if self._final is not None:
-            return self._final
+    def __exit__(self, *_: object) -> None:
         peak = peak_memory(self.device)
         self.exact = self._reset or peak > self._earlier_peak
-        return max(0, peak - self._baseline)
+        self.bytes = max(0, peak - self._baseline)

@@ -129,7 +129,8 @@ def build(isa: str, part: Part = "inference", *, sources: Path = SOURCES, folder
         return _used(target)
     with locked(folder / ".lock", waiting="waiting for another process that compiles the kernels"):
         if not target.exists():  # else another process made it while we waited
-            _remove_leftovers(folder)
+            for leftover in folder.glob("building-*"):  # whoever holds the lock is the only one building
+                shutil.rmtree(leftover, ignore_errors=True)
             names = [name for name in _files(part, sources) if name.endswith(".cpp")]
             _compile(compiler, flags, sources=sources, names=names, target=target, log=_log(folder, isa))
             _prune(folder, _library_name(isa, part), keep=target)
@@ -211,28 +212,19 @@ def _compile(
     include = _torch_folder() / "include"
     if not _header().is_file():
         raise ResourceError(f"{_header()} is missing; install torch from its wheel, which brings its C++ headers")
-    place = Path(tempfile.mkdtemp(prefix="building-", dir=target.parent))
-    try:
-        short = [SHORT_PATHS.format(folder=folder) for folder in (sources, include)]
+    short = [SHORT_PATHS.format(folder=folder) for folder in (sources, include)]
+    with tempfile.TemporaryDirectory(prefix="building-", dir=target.parent, ignore_cleanup_errors=True) as place:
         made = compile_library(
             [compiler.command, *flags, *short, f"-I{include}"],
             [f"-L{_torch_folder() / 'lib'}", *_rpath(), "-ltorch_cpu", "-ltorch"],
             sources=sources,
             names=names,
-            place=place,
+            place=Path(place),
             log=log,
             title=f"kernels ({target.name.split('-')[0]}) with {compiler}",
         )
         os.replace(made, target)
-        log.unlink(missing_ok=True)
-    finally:
-        shutil.rmtree(place, ignore_errors=True)
-
-
-def _remove_leftovers(folder: Path) -> None:
-    """Whoever holds the lock is the only one building: what killed builds left can go."""
-    for place in folder.glob("building-*"):
-        shutil.rmtree(place, ignore_errors=True)
+    log.unlink(missing_ok=True)
 
 
 def _prune(folder: Path, library_name: str, *, keep: Path) -> None:
