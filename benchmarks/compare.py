@@ -107,6 +107,8 @@ class Compare:
         if self.show is not None:
             print(table(json.loads(self.show.read_text())))
             return
+        from hasten.machine.files import write_json
+
         pairs, work = self.pairs(), SHORT if self.short else LONG
         rounds: list[list[dict[str, Any]]] = []
         start = time.monotonic()
@@ -122,8 +124,7 @@ class Compare:
                     say(f"    {outcome(found[side])}")
                 rounds[-1].append(found)
             report = summarise(pairs, rounds, threads=self.threads, work=work)
-            if self.output is not None:  # after every round: a long measurement may be stopped
-                self.output.write_text(json.dumps(report, indent=2) + "\n")
+            write_json(self.output, report)  # after every round: a long measurement may be stopped
         print(table(report))
 
     def pairs(self) -> list[tuple[Program, Program]]:

@@ -46,6 +46,7 @@ class DecodeOverhead:
         import hasten
         from hasten.generation.decoder import Decoder
         from hasten.machine import configure, describe
+        from hasten.machine.files import write_json
 
         configure(threads=self.threads)
         model = hasten.fuse(hasten.load(self.model, dtype="bfloat16"))
@@ -80,8 +81,7 @@ class DecodeOverhead:
             "limit": LIMIT,
         }
         print(json.dumps({k: v for k, v in result.items() if k != "machine"}))
-        if self.output is not None:
-            self.output.write_text(json.dumps(result, indent=1) + "\n")
+        write_json(self.output, result)
 
 
 def timed(call: Callable[..., Any], seconds: list[float]) -> Callable[..., Any]:

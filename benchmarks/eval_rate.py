@@ -34,6 +34,7 @@ class EvalRate:
 
     def run(self) -> None:
         from hasten.machine import configure, describe
+        from hasten.machine.files import write_json
 
         configure(threads=self.threads)
         with tempfile.TemporaryDirectory(prefix="hasten-eval-") as folder:
@@ -46,10 +47,8 @@ class EvalRate:
             "median": {name: median(one[name] for one in measured) for name in measured[0]},
             "rounds": measured,
         }
-        text = json.dumps(report, indent=2) + "\n"
-        print(text)
-        if self.output is not None:
-            self.output.write_text(text)
+        write_json("-", report)
+        write_json(self.output, report)
 
     def round(self, folder: Path, number: int) -> dict[str, Any]:
         """Round -1 makes the model and is not counted: it compiles."""

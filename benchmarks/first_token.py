@@ -6,7 +6,6 @@ Each repetition is a process of its own, as a shell starts one: Python, torch, t
 loaded anew. One run beforehand builds the kernels and brings the folder into the page cache.
 """
 
-import json
 import os
 import statistics
 import subprocess
@@ -39,6 +38,7 @@ class FirstToken:
 
     def run(self) -> None:
         from hasten.machine import describe
+        from hasten.machine.files import write_json
 
         once(self)
         found = [once(self) for _ in range(self.repetitions)]
@@ -55,8 +55,7 @@ class FirstToken:
             "repetitions": found,
         }
         print(f"first token after {median:.2f} s (limit {LIMIT_SECONDS:g} s)")
-        if self.output is not None:
-            self.output.write_text(json.dumps(result, indent=1) + "\n")
+        write_json(self.output, result)
 
 
 def once(settings: FirstToken) -> dict[str, float]:

@@ -8,7 +8,6 @@ rows are far larger than the last-level cache. Fractions are of the limit measur
 rounds the fastest counts for the limits and for us alike.
 """
 
-import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -51,6 +50,7 @@ class LinearSpeed:
         import torch
 
         from hasten.machine import describe
+        from hasten.machine.files import write_json
         from hasten.ops.native import library
 
         torch.set_num_threads(self.threads)
@@ -78,8 +78,7 @@ class LinearSpeed:
                 f"int4 at {rate['rows']:>4} rows: {rate['of_matrix_rate']:.2f} of the int8 matrix rate, "
                 f"{rate['of_int8_product']:.2f} of our int8 product's rate"
             )
-        if self.output:
-            self.output.write_text(json.dumps(result, indent=1) + "\n")
+        write_json(self.output, result)
 
 
 def int4_rates(rows: list[dict[str, Any]]) -> list[dict[str, float]]:

@@ -54,6 +54,7 @@ class LoadMemory:
             )
             result = measure(folder)
         from hasten.machine import describe
+        from hasten.machine.files import write_json
 
         row: dict[str, Any] = {
             "checkpoint_bytes": size,
@@ -62,10 +63,9 @@ class LoadMemory:
             "limit": LIMIT,
         } | result
         row["ratio"] = round((result["peak_bytes"] - result["baseline_bytes"]) / size, 4)
-        text = json.dumps({"schema": 1, "machine": describe().to_json(), "rows": [row]}, indent=2) + "\n"
-        print(text, end="")
-        if self.output is not None:
-            self.output.write_text(text)
+        report = {"schema": 1, "machine": describe().to_json(), "rows": [row]}
+        write_json("-", report)
+        write_json(self.output, report)
         if row["ratio"] > LIMIT:
             sys.exit(f"the peak is {row['ratio']:.3f} × the checkpoint's size; at most {LIMIT} is allowed")
 

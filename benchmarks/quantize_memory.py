@@ -63,6 +63,7 @@ class QuantizeMemory:
             size, largest = write_checkpoint(self.shape, checkpoint)
             rows = [self.row(label, options, checkpoint, folder / "out") for label, options in SCHEMES.items()]
         from hasten.machine import describe
+        from hasten.machine.files import write_json
 
         for row in rows:
             row["checkpoint_bytes"], row["largest_layer_bytes"] = size, largest
@@ -71,10 +72,8 @@ class QuantizeMemory:
             loaded = row["load"]["peak_bytes"] - row["load"]["baseline_bytes"]
             row["load"]["ratio"] = round(loaded / row["bytes"], 4)
         result = {"schema": 1, "machine": describe().to_json(), "shape": self.shape, "dtype": "bfloat16", "rows": rows}
-        text = json.dumps(result, indent=2) + "\n"
-        print(text, end="")
-        if self.output is not None:
-            self.output.write_text(text)
+        write_json("-", result)
+        write_json(self.output, result)
 
     def row(self, label: str, options: list[str], checkpoint: Path, out: Path) -> dict[str, Any]:
         """Quantize and load again, each in a fresh process."""

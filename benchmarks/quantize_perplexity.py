@@ -6,7 +6,6 @@
 that the demo recipe keeps for validation, so the model must be the demo's (`hasten demo`).
 """
 
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -31,6 +30,7 @@ class QuantizePerplexity:
     def run(self) -> None:
         import hasten
         from hasten.machine import describe
+        from hasten.machine.files import write_json
         from hasten.quantization import quantize
 
         documents = held_out(self.kilobytes * 1000)
@@ -48,7 +48,7 @@ class QuantizePerplexity:
             sys.stdout.flush()
         if self.output is not None:
             result = {"schema": 1, "machine": describe().to_json(), "documents": len(documents), "rows": rows}
-            self.output.write_text(json.dumps(result, indent=2) + "\n")
+            write_json(self.output, result)
 
 
 def schemes() -> dict[str, Callable[[], Any] | None]:

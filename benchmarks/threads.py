@@ -54,6 +54,8 @@ class Threads:
         if self.worker is not None:
             serve(self.worker)
             return
+        from hasten.machine.files import write_json
+
         workers: dict[tuple[str, str], Any] = {}
         for model in self.models:
             name, _, folder = model.partition("=")
@@ -69,10 +71,9 @@ class Threads:
         for worker in workers.values():
             worker.stdin.close()
             worker.wait()
-        text = json.dumps(summarise(rounds, self.seconds), indent=2) + "\n"
-        print(text)
-        if self.output is not None:
-            self.output.write_text(text)
+        report = summarise(rounds, self.seconds)
+        write_json("-", report)
+        write_json(self.output, report)
 
     def round(self, workers: dict[tuple[str, str], Any]) -> list[dict[str, Any]]:
         found = []

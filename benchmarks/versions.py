@@ -19,6 +19,7 @@ from typing import Any
 
 from hasten.bench.train import TrainLadder, TrainRung, recipe_and_config
 from hasten.machine import describe
+from hasten.machine.files import write_json
 
 NOW = Path(__file__).resolve().parents[1] / "src"
 NATIVE = ("native-bf16", "native-int8", "native-int4")
@@ -128,8 +129,7 @@ def main() -> None:
     commits = {which: commit(source) for which, source in (("before", given.before), ("now", NOW))}
     rows = [compare(given.before, name, *known[name], rounds=given.rounds, threads=given.threads) for name in names]
     report = {"machine": describe().to_json(), "commits": commits, "isa": os.environ.get("HASTEN_ISA"), "rows": rows}
-    if given.json:
-        given.json.write_text(json.dumps(report, indent=2) + "\n")
+    write_json(given.json, report)
 
 
 def commit(source: Path) -> str:
