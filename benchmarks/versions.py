@@ -34,9 +34,8 @@ module, name = sys.argv[2].split(":")
 setup, arguments = getattr(importlib.import_module(module), name), json.loads(sys.argv[3])
 given = {name: arguments[name] for name in inspect.signature(setup).parameters if name in arguments}
 if "ladder" in given:  # a version whose rungs are given objects
-    from hasten.bench.generate import GenerateLadder
-    from hasten.bench.models import BenchmarkModel
-    given |= {"ladder": GenerateLadder(**given["ladder"]), "model": BenchmarkModel(**given["model"])}
+    from hasten.bench.generate import RUNGS, GenerateLadder
+    given |= {"ladder": GenerateLadder(**given["ladder"]), "mode": RUNGS[arguments["rung"]]}
 rung = setup(**given)
 for line in sys.stdin:
     rung.measure() if line.strip() == "warm" else None
@@ -77,7 +76,8 @@ def rungs(shape: str, compiled: str) -> dict[str, tuple[str, dict[str, Any]]]:
     common = {"device": "cpu", "compile_cache": compiled, "seed": 0, "dtype": "bfloat16"}
     model = {"model": {"shape": shape}, "subject": {"shape": shape, "folder": None}}  # its name now, and before
     common |= {"prompt_tokens": 512, "new_tokens": 32}
-    common |= model | {"ladder": {name: common[name] for name in common if name != "compile_cache"}}
+    ladder = {name: common[name] for name in common if name != "compile_cache"}
+    common |= model | {"ladder": ladder | {"shape": shape}}
     found = {name: ("hasten.bench.generate_rung:GenerateRung", common | {"rung": name, "way": name}) for name in NATIVE}
     recipe, _ = recipe_and_config(TrainLadder(shape="gpt2-124m", batch_size=2, sequence_length=256))
     recipe = replace(recipe, techniques=replace(recipe.techniques, precision="bfloat16"))

@@ -66,8 +66,8 @@ def test_generation_ladder_from_the_command_line(tmp_path: Path, capfd: pytest.C
 
 
 def make_rung(name: str, **changes: Any) -> GenerateRung:
-    ladder = GenerateLadder(dtype="float32", device="cpu", prompt_tokens=9, new_tokens=4, seed=3, **changes)
-    return GenerateRung(ladder=ladder, model=BenchmarkModel(shape="tiny"), rung=name)
+    fixed = {"shape": "tiny", "dtype": "float32", "device": "cpu", "prompt_tokens": 9, "new_tokens": 4, "seed": 3}
+    return GenerateRung(ladder=GenerateLadder(**fixed, **changes), mode=RUNGS[name])
 
 
 @pytest.mark.parametrize("batch", [1, 3])

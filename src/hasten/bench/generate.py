@@ -30,13 +30,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeMode:
-    """How a rung generates. weights: "bfloat16", "int8" or "int4" whatever the ladder's dtype is; None: that dtype."""
+    """How a rung generates. weights: "bfloat16", "int8" or "int4" whatever the ladder's dtype is; None: that dtype.
+
+    kv_heads: key/value heads in place of the shape's.
+    """
 
     techniques: tuple[str, ...]
     cache: bool = True
     compiled: bool = False
     fused: bool = False
     weights: str | None = None
+    kv_heads: int | None = None
 
 
 COMPILED = ("static cache", "torch.compile")
@@ -112,8 +116,7 @@ class GenerateLadder(Ladder):
         elif not self.rungs:
             others = COMPILED_QUANTIZED if resolve_device(self.device).type == "cpu" else NATIVE
             names = [name for name in names if name not in others]
-        rungs = {name: (self.source, name, RUNGS[name].techniques) for name in names}
-        return measure(self, rungs)
+        return measure(self, {name: RUNGS[name] for name in names})
 
 
 def _rungs_of_quantized(ladder: GenerateLadder, names: list[str], stored: str) -> list[str]:
@@ -131,27 +134,26 @@ def _rungs_of_quantized(ladder: GenerateLadder, names: list[str], stored: str) -
     return names if ladder.rungs else ["static-cache", f"{fast}-{stored}"]
 
 
-def measure(ladder: GenerateLadder, rungs: Mapping[str, tuple[BenchmarkModel, str, tuple[str, ...]]]) -> dict[str, Any]:
-    """Run rungs given by name as (model, which of RUNGS it is measured as, its techniques)."""
+def measure(ladder: GenerateLadder, rungs: Mapping[str, DecodeMode]) -> dict[str, Any]:
+    """Run rungs given by name."""
     from hasten.machine import emulated, resolve_device
 
     device = str(resolve_device(ladder.device))
     ladder = replace(ladder, device=device, dtype="bfloat16" if ladder.dtype == "auto" else ladder.dtype)
     _check(ladder)
     wide = emulated(ladder.dtype, device) is not None
+    quantized = ladder.source.quantized() is not None
     made = []
-    for name, (model, rung, techniques) in rungs.items():
-        mode = RUNGS[rung]
+    for name, mode in rungs.items():
+        model = replace(ladder.source, kv_heads=mode.kv_heads)
         parts = _memory(model.config(), ladder, ladder.rows(mode).values(), wide=wide)
-        if model.quantized() is not None:
+        if quantized:
             parts["weights"] = model.stored_bytes()
         memory = check_fits(f"{model.name} in {ladder.dtype}", parts, device)
         shown = name if ladder.batches[0] == 1 else f"{name}-x{ladder.batches[0]}"
-        arguments = {"ladder": ladder, "model": model, "rung": rung}
         setup = "hasten.bench.generate_rung:GenerateRung"
-        made.append(Rung(shown, techniques, setup, arguments, memory, twice=mode.compiled))
-    quantized = ladder.source.quantized() is not None
-    quantized = quantized or any(RUNGS[rung].weights in ("int8", "int4") for _, rung, _ in rungs.values())
+        made.append(Rung(shown, mode.techniques, setup, {"ladder": ladder, "mode": mode}, memory, twice=mode.compiled))
+    integers = quantized or any(mode.weights in ("int8", "int4") for mode in rungs.values())
     return ladder.measure(
         made,
         kind="generate",
@@ -166,7 +168,7 @@ def measure(ladder: GenerateLadder, rungs: Mapping[str, tuple[BenchmarkModel, st
             "new_tokens": ladder.new_tokens,
             "text_bytes": None if ladder.text is None else TEXT_BYTES,
         },
-        dtypes=("float32" if wide else ladder.dtype, *(("int8",) if quantized else ())),
+        dtypes=("float32" if wide else ladder.dtype, *(("int8",) if integers else ())),
     )
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from hasten.bench.generate import RUNGS, TEXT_BYTES, DecodeMode, GenerateLadder
-from hasten.bench.models import ELEMENT_BYTES, BenchmarkModel, require_compiler
+from hasten.bench.generate import TEXT_BYTES, DecodeMode, GenerateLadder
+from hasten.bench.models import ELEMENT_BYTES, require_compiler
 from hasten.bench.stream import Stream
 
 # A token without a cache costs as much as the whole prompt: few are enough for the same precision.
@@ -15,27 +16,28 @@ NO_CACHE_TOKENS = 2
 class GenerateRung:
     """The rung's own stream, prompt and answer, and one for each further row, of which only the answer is measured."""
 
-    def __init__(self, *, ladder: GenerateLadder, model: BenchmarkModel, rung: str) -> None:
+    def __init__(self, *, ladder: GenerateLadder, mode: DecodeMode) -> None:
         from hasten.generation.compiled import compile_blocks
         from hasten.machine import emulated, resolve_dtype
 
-        self.mode, device, seed = RUNGS[rung], ladder.device, ladder.seed
-        if self.mode.compiled:
+        device, seed = ladder.device, ladder.seed
+        if mode.compiled:
             require_compiler(device)
-        self.dtype: str = ladder.dtype if self.mode.weights is None else "bfloat16"
-        self.model = model.build(dtype=resolve_dtype(self.dtype), device=ladder.device, seed=ladder.seed)
+        dtype = ladder.dtype if mode.weights is None else "bfloat16"
+        source = replace(ladder.source, kv_heads=mode.kv_heads)
+        self.model = source.build(dtype=resolve_dtype(dtype), device=device, seed=seed)
         self.config = self.model.config
-        self.weight_bytes: float = ELEMENT_BYTES[self.dtype]
+        self.weight_bytes: float = ELEMENT_BYTES[dtype]
         # Native kernels of a processor without such products compute in float32 too.
-        self.matrix_dtype: str = self.dtype if emulated(self.dtype, device) is None else "float32"
-        if self.mode.weights is not None or self.model.quantization is not None:
-            self.pack(self.mode)
+        self.matrix_dtype: str = dtype if emulated(dtype, device) is None else "float32"
+        if mode.weights is not None or self.model.quantization is not None:
+            self.pack(mode)
         self.perplexity = None if ladder.text is None else self.score(ladder.text)
-        if self.mode.compiled:
+        if mode.compiled:
             compile_blocks(self.model)
         self.new_tokens = ladder.new_tokens  # the same for all rungs, where the bytes of a mean token are counted
-        decoded = self.new_tokens if self.mode.cache else min(self.new_tokens, NO_CACHE_TOKENS)
-        self.rows = ladder.rows(self.mode)
+        decoded = self.new_tokens if mode.cache else min(self.new_tokens, NO_CACHE_TOKENS)
+        self.rows = ladder.rows(mode)
         self.streams = {
             ending: Stream(
                 self.model,
@@ -43,8 +45,8 @@ class GenerateRung:
                 prompt_tokens=row["prompt_tokens"],
                 new_tokens=decoded,
                 seed=seed,
-                cache=self.mode.cache,
-                compiled=self.mode.compiled,
+                cache=mode.cache,
+                compiled=mode.compiled,
                 keep_prompt=bool(ending),
             )
             for ending, row in self.rows.items()

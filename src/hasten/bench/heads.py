@@ -10,10 +10,10 @@ Each is a model of its own: with fewer key/value heads the k and v projections a
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from hasten.bench.generate import GenerateLadder, measure
+from hasten.bench.generate import DecodeMode, GenerateLadder, measure
 from hasten.bench.models import choose_rungs
 from hasten.errors import ConfigError
 
@@ -36,14 +36,15 @@ class HeadsLadder(GenerateLadder):
             raise ConfigError("the heads ladder builds the same model three times with other heads: use --shape")
         config = self.source.config()
         counts = dict(zip(NAMES, (config.heads, grouped(config.heads, config.kv_heads), 1), strict=True))
-        rung, how = ("static-cache", "eager") if self.eager else ("static-cache-compiled", "torch.compile")
+        names, how = choose_rungs(NAMES, self.rungs), "eager" if self.eager else "torch.compile"
         rungs = {
-            name: (
-                replace(self.source, kv_heads=counts[name]),
-                rung,
-                (how, "static cache", f"{NAMES[name]}: {counts[name]} key/value head{'s' * (counts[name] > 1)}"),
+            name: DecodeMode(
+                techniques=(how, "static cache", f"{NAMES[name]}: {heads} key/value head{'s' * (heads > 1)}"),
+                compiled=not self.eager,
+                kv_heads=heads,
             )
-            for name in choose_rungs(NAMES, self.rungs)
+            for name, heads in counts.items()
+            if name in names
         }
         return measure(self, rungs)
 
