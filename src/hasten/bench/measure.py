@@ -114,7 +114,7 @@ class Ladder(BenchmarkOptions):
         threads = thread_count(self.threads) or min(torch.get_num_threads(), available_cores().physical)
         keep = sum(rung.memory_bytes for rung in rungs) + LIMITS_MEMORY <= available_memory(device)
         limits = {"device": device, "dtypes": tuple(dtypes), "seconds": self.limit_seconds}
-        probe = Rung("limits", (), LIMITS_SETUP, limits, warm=True)
+        probe = Rung("limits", (), LIMITS_SETUP, limits)
         machine = describe().to_json()
         with (
             tempfile.TemporaryDirectory(prefix="hasten-compile-") as place,

@@ -34,7 +34,7 @@ class Rung:
     for each ending of a name the facts of that row, and metrics named "ending|metric" are that row's.
 
     `twice`: the set-up leaves something behind (compiled code), so it is done in two processes, one after the other;
-    the report has the seconds of both, and the second is measured. `warm`: it needs no warm-up.
+    the report has the seconds of both, and the second is measured.
 
     The last four are the process's own; a ladder fills them in. `compile_cache`: torch.compile's folder, if not the
     user's.
@@ -46,7 +46,6 @@ class Rung:
     arguments: dict[str, Any] = field(default_factory=dict)
     memory_bytes: int = 0
     twice: bool = False
-    warm: bool = False
     device: str = "cpu"
     threads: Threads | None = None
     seed: int | None = None

@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from hasten.bench.draw import draw_curves
 from hasten.bench.measure import Ladder, say
@@ -22,9 +22,6 @@ from hasten.bench.table import machine_line, print_ladder
 from hasten.bench.train import known_recipe
 from hasten.bench.train_rungs import recipes
 from hasten.errors import ConfigError
-
-if TYPE_CHECKING:
-    from hasten.training.recipe import Recipe
 
 BEFORE, AFTER = "explicit-float32", "native-kernels"
 
@@ -86,7 +83,7 @@ class Race(Ladder):
         wanted = self.rungs or (*first_and_last(device), "layer-drop")
         rungs = []
         for name, (own, words) in recipes(recipe, device, vocab_size=vocab_size, wanted=wanted).items():
-            arguments = {"recipe": own, "seconds": self.seconds}
+            arguments = {"recipe": own.to_json(), "seconds": self.seconds}
             rungs.append(Rung(name, words, "hasten.bench.race:RaceRung", arguments))
         return self.measure(
             rungs,
@@ -136,11 +133,12 @@ def _named(source: str) -> str:
 class RaceRung:
     """One contestant: trains for some seconds whenever it is asked to, and says where it is."""
 
-    def __init__(self, *, recipe: Recipe, seconds: float) -> None:
+    def __init__(self, *, recipe: Mapping[str, Any], seconds: float) -> None:
+        from hasten.training.recipe import Recipe
         from hasten.training.setup import set_up
         from hasten.training.stopping import StopRequest
 
-        self.recipe, self.seconds = recipe, seconds
+        self.recipe, self.seconds = Recipe.from_json(recipe), seconds
         self.setup = set_up(self.recipe, progress=False, stop=StopRequest())
         self.source = self.setup.batches.iterate(0)
         self.step = self.tokens = 0

@@ -91,10 +91,9 @@ def run_interleaved(
                 tell(f"{f'round {number} of {rounds}' if number > 0 else 'warm-up'}: {run.rung.name}")
                 if not keep:
                     run.start()
-                    for _ in range(0 if run.rung.warm else warmup):
+                    for _ in range(warmup):
                         run.measure(counts=False)
-                if number > 0 or not run.rung.warm:
-                    run.measure(counts=number > 0)
+                run.measure(counts=number > 0)
                 if not keep:
                     run.end()
     except BaseException:

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import asdict, dataclass
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass
+from typing import Annotated, Literal
 
 from tyro.conf import Suppress
 
@@ -64,10 +64,6 @@ class Workload:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be above 0")
         if not 0 <= self.shared_prefix_tokens < self.prompt_tokens:
             raise ConfigError("the shared prefix must be shorter than the prompt")
-
-    def to_json(self) -> dict[str, Any]:
-        """The settings as plain JSON values; an infinite rate is null."""
-        return asdict(self) | {"rate": None if math.isinf(self.rate) else self.rate}
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from hasten.bench.draw import draw_curves
@@ -34,7 +34,7 @@ class ServeBenchmark(Benchmark, EngineOptions, LoadOptions):
     """Key of that server."""
     workload: Workload = field(default_factory=Workload)
     """What is sent."""
-    rates: str = "inf"
+    rates: tuple[float, ...] = (math.inf,)
     """Requests a second, several separated by commas: 1,2,4; inf sends all at once."""
     limits: LatencyLimits = field(default_factory=LatencyLimits)
     """What counts as goodput."""
@@ -54,14 +54,16 @@ class ServeBenchmark(Benchmark, EngineOptions, LoadOptions):
             )
         if self.url is not None:
             require_packages(("httpx",))
-        rates = self._rates()
-        summary, requests, target = asyncio.run(self._measure(rates))
+        if not self.rates or not all(rate > 0 for rate in self.rates):
+            found = ",".join(f"{rate:g}" for rate in self.rates)
+            raise ConfigError(f"--rates takes numbers above 0 separated by commas, such as 1,2,4; found {found!r}")
+        summary, requests, target = asyncio.run(self._measure())
         return {
             "schema": SCHEMA,
             "kind": "serve",
             "machine": describe().to_json(),
             "target": target,
-            "workload": self.workload.to_json() | {"rates": [None if math.isinf(rate) else rate for rate in rates]},
+            "workload": asdict(self.workload) | {"rates": list(self.rates)},  # infinite ones are null in JSON
             "summary": summary,
             "requests": requests,
             "definitions": DEFINITIONS,
@@ -99,7 +101,7 @@ class ServeBenchmark(Benchmark, EngineOptions, LoadOptions):
             say(f"  {name}: {text}")
         return not any("error" in entry for entry in report["summary"])
 
-    async def _measure(self, rates: list[float]) -> Any:
+    async def _measure(self) -> Any:
         from hasten.bench.serve_targets import EngineTarget, HttpTarget
 
         target: EngineTarget | HttpTarget
@@ -117,7 +119,7 @@ class ServeBenchmark(Benchmark, EngineOptions, LoadOptions):
             if self.warmup:
                 seed = self.workload.seed + 10**6
                 await measure(target, replace(self.workload, requests=self.warmup, rate=math.inf, seed=seed))
-            for index, rate in enumerate(rates):
+            for index, rate in enumerate(self.rates):
                 # A seed of its own: else the prompts of the load before would lie in the prefix cache.
                 workload = replace(self.workload, rate=rate, seed=self.workload.seed + 1000 * index)
                 with counter(f"{rate:g} requests/s", workload.requests) as advance:
@@ -146,15 +148,6 @@ class ServeBenchmark(Benchmark, EngineOptions, LoadOptions):
 
         dtype = torch.bfloat16 if self.dtype == "auto" else getattr(torch, self.dtype)
         return BenchmarkModel(shape=self.shape).build(dtype=dtype, device=device, seed=self.workload.seed)
-
-    def _rates(self) -> list[float]:
-        try:
-            rates = [float(part) for part in self.rates.split(",") if part.strip()]
-        except ValueError:
-            rates = []
-        if not rates or not all(rate > 0 for rate in rates):
-            raise ConfigError(f"--rates takes numbers above 0 separated by commas, such as 1,2,4; found {self.rates!r}")
-        return rates
 
 
 def show_load(summary: dict[str, Any]) -> None:

@@ -36,8 +36,12 @@ def same_fields(options: Any, kind: type) -> dict[str, Any]:
 
 
 def _several(wanted: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.PrimitiveConstructorSpec[Any] | None:
-    """Tuples of names and of whole numbers: one word with commas, or several."""
-    kinds: dict[Any, tuple[type, str]] = {tuple[str, ...]: (str, "NAME,..."), tuple[int, ...]: (int, "INT,...")}
+    """Tuples of names and of numbers: one word with commas, or several."""
+    kinds: dict[Any, tuple[type, str]] = {
+        tuple[str, ...]: (str, "NAME,..."),
+        tuple[int, ...]: (int, "INT,..."),
+        tuple[float, ...]: (float, "FLOAT,..."),
+    }
     if wanted.type not in kinds:
         return None
     kind, metavar = kinds[wanted.type]
@@ -47,7 +51,8 @@ def _several(wanted: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.P
         try:
             return tuple(kind(part) for part in parts)
         except ValueError:
-            raise ValueError(f"whole numbers separated by commas are wanted, such as 1,8; found {words}") from None
+            numbers = "whole numbers" if kind is int else "numbers"
+            raise ValueError(f"{numbers} separated by commas are wanted, such as 1,8; found {words}") from None
 
     return tyro.constructors.PrimitiveConstructorSpec(
         nargs="*",
