@@ -9,6 +9,12 @@ Cumulative rungs; their names never change:
 
 A checkpoint that is quantized already is measured as it is: by default static-cache and the native rung of its format.
 
+The heads' ladder is one shape with all, some and one key/value head, at a context where the cache counts. Its rungs:
+- heads-mha: as many key/value heads as query heads (multi-head attention, arXiv 1706.03762).
+- heads-gqa: groups of query heads share one (grouped-query, arXiv 2305.13245).
+- heads-mqa: one for all (multi-query, arXiv 1911.02150).
+Each is a model of its own: with fewer key/value heads the k and v projections are smaller as well.
+
 A rung with a cache may also be measured with several sequences at once (`-x8`) and after prompts of other lengths
 (`-c2048`): further rows, measured in the same process in the same rounds.
 """
@@ -58,6 +64,7 @@ RUNGS: Mapping[str, DecodeMode] = {
 NATIVE = tuple(name for name, mode in RUNGS.items() if mode.fused)
 # Where the native steps are, the compiler's rungs on quantized weights are measured only when they are asked for.
 COMPILED_QUANTIZED = tuple(name for name, mode in RUNGS.items() if mode.compiled and mode.weights)
+HEADS = {"heads-mha": "multi-head", "heads-gqa": "grouped-query", "heads-mqa": "multi-query"}
 TEXT_BYTES = 200_000  # of a text that is scored
 PROCESS_BYTES = 400 << 20  # what a process keeps besides the model: libraries, the compiler's graphs, the logits
 LARGEST_PREFILL = 4096  # tokens that a prompt is taken in by
@@ -212,3 +219,42 @@ def _memory(
         "activations": min(longest, LARGEST_PREFILL) * width * 4,
         "the process": PROCESS_BYTES,
     }
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadsLadder(GenerateLadder):
+    """Attention heads: one shape with all, grouped and one key/value head; bytes of cache per token, and speed."""
+
+    title: ClassVar[str] = "Attention heads"
+    prompt_tokens: int = 2048
+    """The context after which every rung decodes."""
+    eager: bool = False
+    """Do not compile."""
+
+    def run(self) -> dict[str, Any]:
+        """Measure and return the report. Raises ConfigError or ResourceError before anything is allocated."""
+        if self.model is not None:
+            raise ConfigError("the heads ladder builds the same model three times with other heads: use --shape")
+        config = self.source.config()
+        counts = dict(zip(HEADS, (config.heads, grouped(config.heads, config.kv_heads), 1), strict=True))
+        names, how = choose_rungs(HEADS, self.rungs), "eager" if self.eager else "torch.compile"
+        rungs = {
+            name: DecodeMode(
+                techniques=(how, "static cache", f"{HEADS[name]}: {heads} key/value head{'s' * (heads > 1)}"),
+                compiled=not self.eager,
+                kv_heads=heads,
+            )
+            for name, heads in counts.items()
+            if name in names
+        }
+        return measure(self, rungs)
+
+
+def grouped(heads: int, kv_heads: int) -> int:
+    """Key/value heads of the grouped rung: the shape's own where it groups, else a fourth, third or half of all."""
+    if 1 < kv_heads < heads:
+        return kv_heads
+    for share in (4, 3, 2):
+        if heads % share == 0 and heads > share:
+            return heads // share
+    raise ConfigError(f"{heads} query heads cannot be grouped: their number has no useful divisor")

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hasten.bench.attention import AttentionGrowth
-from hasten.bench.generate import GenerateLadder
-from hasten.bench.heads import HeadsLadder
+from hasten.bench.generate import GenerateLadder, HeadsLadder
 from hasten.bench.largest_batch import LargestBatch
 from hasten.bench.race import Race
 from hasten.bench.train import TrainLadder

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.progress import Progress
 
+COUNTED = ("count", "elapsed", "left", "remaining")
+
 
 def bars(*columns: str, shown: bool = True, transient: bool = True) -> Progress:
     """rich's progress display, to be entered: each task's description, its bar, and these columns behind it.
@@ -43,21 +45,15 @@ def on_terminal() -> bool:
 @contextmanager
 def counter(description: str, total: int | None = None) -> Iterator[Callable[[int], None]]:
     """A bar that counts up; yields the function that advances it. Gone when done."""
-    done = 0
-
-    def advance(count: int) -> None:
-        nonlocal done
-        done += count
-        update(done, total)
-
-    with share(description, total) as update:
-        yield advance
+    with bars(*COUNTED) as progress:
+        task = progress.add_task(description, total=total)
+        yield lambda count: progress.advance(task, count)
 
 
 @contextmanager
 def share(description: str, total: int | None = None) -> Iterator[Callable[[int, int | None], None]]:
     """A bar with the time left; yields the function that is told how much is done, and of how much. Gone when done."""
-    with bars("count", "elapsed", "left", "remaining") as progress:
+    with bars(*COUNTED) as progress:
         task = progress.add_task(description, total=total)
         yield lambda done, whole: progress.update(task, completed=done, total=whole)
 
