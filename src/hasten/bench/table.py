@@ -83,30 +83,6 @@ def _table(*headings: str) -> Table:
     return table
 
 
-def ladder_table(report: Mapping[str, Any]) -> Table:
-    """One line a rung. The spread of the speed over the rounds stands behind it."""
-    from rich.text import Text
-
-    rows = report["rows"]
-    columns = [column for column in COLUMNS[report["kind"]] if any(row.get(column[1]) is not None for row in rows)]
-    speed = speed_metric(report["kind"])
-    table = _table("rung", *(heading for heading, _, _ in columns))
-    table.columns[0].no_wrap = True
-    for row in rows:
-        if "error" in row:
-            table.add_row(Text(row["name"]), "[red]failed[/red]" if columns else None)
-            continue
-        cells = []
-        for _, key, style in columns:
-            text = cell(row, key, style)
-            low, high = row.get("min", {}).get(key), row.get("max", {}).get(key)
-            if key == speed and low is not None and high is not None and len(row.get("rounds", [])) > 1:
-                text += f" [dim]({format_value(low, style)}-{format_value(high, style)})[/dim]"
-            cells.append(text)
-        table.add_row(Text(row["name"]), *cells)
-    return table
-
-
 def limits_line(report: Mapping[str, Any]) -> str:
     """What the utilisation is measured against, in one line."""
     limits = report["limits"]
@@ -136,10 +112,32 @@ def standard_error(*, width: int) -> Console:
 
 
 def print_ladder(report: Mapping[str, Any], console: Console | None = None) -> None:
-    """Prints the table, the limits and the machine; to standard error unless a console is given."""
+    """Prints one line a rung, the limits and the machine; to standard error unless a console is given.
+
+    The spread of the speed over the rounds stands behind it.
+    """
+    from rich.text import Text
+
     console = console or standard_error(width=170)
-    console.print(ladder_table(report))
-    for row in report["rows"]:
+    rows = report["rows"]
+    columns = [column for column in COLUMNS[report["kind"]] if any(row.get(column[1]) is not None for row in rows)]
+    speed = speed_metric(report["kind"])
+    table = _table("rung", *(heading for heading, _, _ in columns))
+    table.columns[0].no_wrap = True
+    for row in rows:
+        if "error" in row:
+            table.add_row(Text(row["name"]), "[red]failed[/red]" if columns else None)
+            continue
+        cells = []
+        for _, key, style in columns:
+            text = cell(row, key, style)
+            low, high = row.get("min", {}).get(key), row.get("max", {}).get(key)
+            if key == speed and low is not None and high is not None and len(row.get("rounds", [])) > 1:
+                text += f" [dim]({format_value(low, style)}-{format_value(high, style)})[/dim]"
+            cells.append(text)
+        table.add_row(Text(row["name"]), *cells)
+    console.print(table)
+    for row in rows:
         if "error" in row:
             console.print(f"{row['name']} failed: {row['error']}", style="red", markup=False, highlight=False)
     console.print(limits_line(report), style="dim", highlight=False)

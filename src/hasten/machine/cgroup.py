@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from hasten.machine.files import system_file
+
 # cgroup v1 writes "no limit" as the largest multiple of a page below 2^63; no machine has an exbibyte.
 UNLIMITED_BYTES = 1 << 60
 # (limit, usage, what the sizes in memory.stat begin with that count the groups below too), of version 2 and 1
@@ -30,10 +32,7 @@ def read_cgroup_limits(
     *, membership: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
 ) -> CgroupLimits:
     """Reads the limits of the calling process, both cgroup v2 and v1; all None where there are no control groups."""
-    try:
-        lines = membership.read_text().splitlines()
-    except OSError:
-        return CgroupLimits()
+    lines = (system_file(membership) or "").splitlines()
     memory: list[tuple[int, int]] = []  # (limit, available) of each level that has a limit
     cpus: list[float] = []
     for line in lines:
@@ -63,15 +62,8 @@ def _levels(mount: Path, path: str) -> Iterator[Path]:
         folder = folder.parent
 
 
-def _word(file: Path) -> str | None:
-    try:
-        return file.read_text().strip()
-    except OSError:
-        return None
-
-
 def _number(file: Path) -> int | None:
-    word = _word(file)
+    word = system_file(file)
     return int(word) if word is not None and word.removeprefix("-").isdecimal() else None
 
 
@@ -82,7 +74,7 @@ def _memory(level: Path) -> list[tuple[int, int]]:
             continue
         used = _number(level / usage_file) or 0
         # Cached file pages count as used but are given back on demand, as in MemAvailable.
-        for line in (_word(level / "memory.stat") or "").splitlines():
+        for line in (system_file(level / "memory.stat") or "").splitlines():
             key, _, value = line.partition(" ")
             if key in (f"{prefix}inactive_file", f"{prefix}active_file") and value.isdecimal():
                 used -= int(value)
@@ -92,7 +84,7 @@ def _memory(level: Path) -> list[tuple[int, int]]:
 
 def _cpus(level: Path) -> list[float]:
     files = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
-    words = (_word(level / "cpu.max") or " ".join(_word(level / file) or "" for file in files)).split()
+    words = (system_file(level / "cpu.max") or " ".join(system_file(level / file) or "" for file in files)).split()
     if len(words) == 2 and all(word.isdecimal() and int(word) for word in words):
         return [int(words[0]) / int(words[1])]
     return []

@@ -1,4 +1,4 @@
-"""Writing a file so that it is either the old one or the new one, never half of either."""
+"""Writing a file so that it is either the old one or the new one, never half of either; reading the system's."""
 
 import json
 import math
@@ -11,6 +11,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from hasten.errors import ResourceError
+
+
+def system_file(path: Path) -> str | None:
+    """What a file of /proc or /sys says, without the spaces around it; None where it cannot be read."""
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return None
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hasten.machine.cgroup import read_cgroup_limits
+from hasten.machine.files import system_file
 
 if TYPE_CHECKING:
     import torch
@@ -62,12 +63,9 @@ def peak_memory(device: str | torch.device = "cpu") -> int:
         import torch
 
         return int(torch.cuda.max_memory_allocated(device))
-    try:
-        for line in STATUS.read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) << 10
-    except OSError:
-        pass
+    for line in (system_file(STATUS) or "").splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) << 10
     if sys.platform == "win32":
         import psutil
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hasten.machine.cgroup import read_cgroup_limits
+from hasten.machine.files import system_file
 
 CPUINFO = Path("/proc/cpuinfo")
 CPU_FOLDER = Path("/sys/devices/system/cpu")
@@ -114,32 +115,25 @@ def last_level_cache_bytes() -> int:
     for index in ("index3", "index2"):
         sizes: dict[str, int] = {}  # by the processors that share one cache
         for folder in CPU_FOLDER.glob(f"cpu[0-9]*/cache/{index}"):
-            try:
-                sharers = (folder / "shared_cpu_list").read_text().strip()
-                sizes[sharers] = int((folder / "size").read_text().strip().removesuffix("K")) << 10
-            except (OSError, ValueError):
-                continue
+            size = (system_file(folder / "size") or "").removesuffix("K")
+            if size.isdecimal():
+                sizes[system_file(folder / "shared_cpu_list") or ""] = int(size) << 10
         if sizes:
             return sum(sizes.values())
     return 0
 
 
 def _core_place(number: int) -> tuple[str, str] | None:
-    topology = CPU_FOLDER / f"cpu{number}" / "topology"
-    try:
-        return (topology / "physical_package_id").read_text().strip(), (topology / "core_id").read_text().strip()
-    except OSError:
-        return None
+    package, core = (
+        system_file(CPU_FOLDER / f"cpu{number}" / "topology" / name) for name in ("physical_package_id", "core_id")
+    )
+    return None if package is None or core is None else (package, core)
 
 
 def _first_processor(cpuinfo: Path) -> dict[str, str]:
     """The `key : value` lines of the first processor in /proc/cpuinfo; empty elsewhere than on Linux."""
-    try:
-        text = cpuinfo.read_text()
-    except OSError:
-        return {}
     fields: dict[str, str] = {}
-    for line in text.split("\n\n")[0].splitlines():
+    for line in (system_file(cpuinfo) or "").split("\n\n")[0].splitlines():
         key, _, value = line.partition(":")
         fields[key.strip()] = value.strip()
     return fields
