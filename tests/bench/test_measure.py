@@ -139,12 +139,12 @@ def test_rungs_that_do_not_fit_together_are_restarted(log: Path, monkeypatch: py
 
 def test_a_child_that_hangs_is_given_up(log: Path) -> None:
     arguments = {"log": str(log), "name": "slow", "fail": "hang", "at": 1}
-    with Child(Rung("slow", (), "ladder_test_rungs:make", arguments), timeout=60) as child:
-        child.wait_ready()
-        child.timeout = 0.2
-        with pytest.raises(ChildError, match="no answer within"):
-            child.measure()
-        child.close(at_once=True)
+    child = Child(Rung("slow", (), "ladder_test_rungs:make", arguments), timeout=60)
+    child.wait_ready()
+    child.timeout = 0.2
+    with pytest.raises(ChildError, match="no answer within"):
+        child.measure()
+    child.close(at_once=True)
     assert gone(int(log.read_text().split()[-1]))
 
 

@@ -120,9 +120,10 @@ def test_utilisation_is_formed_within_each_round() -> None:
 def test_a_known_gpu_is_also_held_against_its_data_sheet() -> None:
     machine = {**MACHINE, "gpus": [{"name": "NVIDIA H200"}]}
     outcome = decode(480, bytes_per_token=5e9)
-    row = report({"plain": outcome}, machine=machine, device="cuda:0")["rows"][0]
+    limits = RungRun(Rung("", (), "", device="cuda:0"), rounds=LIMITS.rounds)
+    row = report({"plain": outcome}, machine=machine, limits=limits)["rows"][0]
     assert row["vendor_mbu"] == pytest.approx(0.5)
-    assert "vendor_mbu" not in report({"plain": outcome}, machine=machine, device="cpu")["rows"][0]
+    assert "vendor_mbu" not in report({"plain": outcome}, machine=machine)["rows"][0]
 
 
 def test_errors_are_rows_and_the_next_rung_becomes_the_base() -> None:

@@ -116,29 +116,22 @@ class GenerateLadder(Ladder):
         """Measure and return the report. Raises ConfigError or ResourceError before anything is allocated."""
         from hasten.machine import resolve_device
 
-        names = choose_rungs(RUNGS, self.rungs)
-        stored = self.source.quantized()
-        if stored is not None:
-            names = _rungs_of_quantized(self, names, stored)
+        names, stored = choose_rungs(RUNGS, self.rungs), self.source.quantized()
+        on_cpu = resolve_device(self.device).type == "cpu"
+        if stored is not None:  # what runs it as it is; by default eager, and the native or compiled steps
+            possible = [name for name, mode in RUNGS.items() if mode.weights in (None, stored)]
+            refused = [name for name in names if name not in possible]
+            if self.rungs and refused:
+                raise ConfigError(
+                    f"the weights of {self.source.name} are {stored} already, which cannot become the rung "
+                    f"{refused[0]!r}; possible: {', '.join(possible)}. The original checkpoint has them all"
+                )
+            if not self.rungs:
+                names = ["static-cache", f"{'native' if on_cpu else 'static-cache-compiled'}-{stored}"]
         elif not self.rungs:
-            others = COMPILED_QUANTIZED if resolve_device(self.device).type == "cpu" else NATIVE
+            others = COMPILED_QUANTIZED if on_cpu else NATIVE
             names = [name for name in names if name not in others]
         return measure(self, {name: RUNGS[name] for name in names})
-
-
-def _rungs_of_quantized(ladder: GenerateLadder, names: list[str], stored: str) -> list[str]:
-    """Of a checkpoint that is quantized: what runs it as it is; by default eager, and the native or compiled steps."""
-    from hasten.machine import resolve_device
-
-    possible = [name for name, mode in RUNGS.items() if mode.weights in (None, stored)]
-    refused = [name for name in names if name not in possible]
-    if ladder.rungs and refused:
-        raise ConfigError(
-            f"the weights of {ladder.source.name} are {stored} already, which cannot become the rung {refused[0]!r}; "
-            f"possible: {', '.join(possible)}. The original checkpoint has them all"
-        )
-    fast = "native" if resolve_device(ladder.device).type == "cpu" else "static-cache-compiled"
-    return names if ladder.rungs else ["static-cache", f"{fast}-{stored}"]
 
 
 def measure(ladder: GenerateLadder, rungs: Mapping[str, DecodeMode]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -45,16 +46,7 @@ class GenerateRung:
         decoded = self.new_tokens if mode.cache else min(self.new_tokens, NO_CACHE_TOKENS)
         self.rows = ladder.rows(mode)
         self.streams = {
-            ending: Stream(
-                self.model,
-                batch=row["batch"],
-                prompt_tokens=row["prompt_tokens"],
-                new_tokens=decoded,
-                seed=seed,
-                cache=mode.cache,
-                compiled=mode.compiled,
-                keep_prompt=bool(ending),
-            )
+            ending: Stream(self.model, mode, row, new_tokens=decoded, seed=seed, keep_prompt=bool(ending))
             for ending, row in self.rows.items()
         }
 
@@ -135,7 +127,7 @@ class GenerateRung:
 
 
 class Stream:
-    """`batch` sequences, greedy. cache: False computes the whole sequences again for each token.
+    """A row's sequences, greedy. Without a cache, the whole sequences are computed again for each token.
 
     keep_prompt: the prompts are taken in once, and every measurement starts after them; else they are taken in, and
     measured, each time. Set up, everything is warm; `compile_seconds` is what the first decode step took then, where
@@ -145,33 +137,32 @@ class Stream:
     def __init__(
         self,
         model: Transformer,
+        mode: DecodeMode,
+        row: Mapping[str, Any],
         *,
-        batch: int,
-        prompt_tokens: int,
         new_tokens: int,
         seed: int,
-        cache: bool = True,
-        compiled: bool = False,
-        keep_prompt: bool = False,
+        keep_prompt: bool,
     ) -> None:
         import torch
 
         from hasten.generation.graphs import fastest_decoder
 
-        self.model, self.batch, self.new_tokens = model, batch, new_tokens
+        self.model, self.batch, self.new_tokens = model, row["batch"], new_tokens
         generator = torch.Generator().manual_seed(seed)
-        self.prompts = torch.randint(model.config.vocab_size, (batch, prompt_tokens), generator=generator).tolist()
+        shape = (self.batch, row["prompt_tokens"])
+        self.prompts = torch.randint(model.config.vocab_size, shape, generator=generator).tolist()
         self.decoder: Decoder | None = None
-        if cache:
-            capacity = prompt_tokens + new_tokens
-            self.decoder = fastest_decoder(model, batch=batch, capacity=capacity, compiled=compiled)
+        if mode.cache:
+            capacity = row["prompt_tokens"] + new_tokens
+            self.decoder = fastest_decoder(model, batch=self.batch, capacity=capacity, compiled=mode.compiled)
         self.compile_seconds: float | None = None
         self.kept: list[int] | None = None  # the tokens after prompts that are kept
-        if compiled or keep_prompt:
+        if mode.compiled or keep_prompt:
             tokens = self.first_tokens()
             start = time.perf_counter()
             self.next_tokens(tokens)
-            self.compile_seconds = time.perf_counter() - start if compiled else None
+            self.compile_seconds = time.perf_counter() - start if mode.compiled else None
             self.kept = tokens if keep_prompt else None
 
     def measure(self) -> dict[str, float]:

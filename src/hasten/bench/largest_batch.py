@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 from hasten.bench.draw import BAR, BAR_FIRST, Bar, draw_bars
 from hasten.bench.measure import BenchmarkOptions, say
 from hasten.bench.models import check_least
-from hasten.bench.process import Child, ChildError, Rung
+from hasten.bench.process import Rung
 from hasten.bench.race import first_and_last
+from hasten.bench.rounds import run_interleaved
 from hasten.bench.table import format_value, machine_line
 from hasten.bench.train import TrainLadder, TrainRung, recipe_and_config
 from hasten.bench.train_rungs import recipes
@@ -151,13 +152,8 @@ class LargestBatch(BenchmarkOptions):
 
     def _failure(self, rung: Rung, memory: int | None) -> str | None:
         """What a process of its own says that could not train in so many bytes, or None."""
-        try:
-            with Child(replace(rung, arguments=rung.arguments | {"memory": memory}), timeout=self.timeout) as child:
-                child.wait_ready()
-                child.measure()
-        except ChildError as error:
-            return error.message
-        return None
+        limited = replace(rung, arguments=rung.arguments | {"memory": memory})
+        return run_interleaved([limited], rounds=1, timeout=self.timeout)[0].error
 
 
 def search(fits: Callable[[int], bool], most: int) -> int:

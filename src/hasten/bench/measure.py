@@ -154,7 +154,6 @@ class Ladder(BenchmarkOptions):
             },
             runs=runs,
             limits=measured_limits,
-            device=device,
         )
 
     def draw(self, report: Mapping[str, Any], path: str | Path) -> None:

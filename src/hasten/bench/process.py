@@ -61,7 +61,7 @@ class ChildError(Exception):
 
 
 class Child:
-    """The process of one rung; use it as a context manager or call close().
+    """The process of one rung, until it is closed.
 
     Every wait raises ChildError when the child failed, was killed, or took longer than `timeout` seconds.
     """
@@ -105,12 +105,6 @@ class Child:
             if self._process.is_alive():
                 force()
                 self._process.join(5)
-
-    def __enter__(self) -> Child:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self.close(at_once=kind is not None)
 
     def _receive(self) -> Any:
         try:

@@ -48,10 +48,9 @@ def build_report(
     settings: Mapping[str, Any],
     runs: Sequence[RungRun],
     limits: RungRun,
-    device: str = "cpu",
 ) -> dict[str, Any]:
     """The report of rungs that have run. `limits`: what measured the machine's limits beside them."""
-    speed = speed_metric(kind)
+    speed, device = speed_metric(kind), limits.rung.device
     vendor = _vendor(machine, device)
     first = next((run for run in runs if run.error is None), None)
     rows: list[dict[str, Any]] = []

@@ -74,7 +74,7 @@ def run_interleaved(
     timeout: float,
     warmup: int = 0,
     keep: bool = True,
-    tell: Callable[[str], None],
+    tell: Callable[[str], None] = lambda text: None,
 ) -> list[RungRun]:
     """What came of each rung. The warm-up's rounds are not counted; one that fails is left out from there on.
 

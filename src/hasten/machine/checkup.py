@@ -43,7 +43,7 @@ def check_machine(machine: Machine) -> list[Finding]:
         _instruction_sets(machine),
         _precision(),
         _gpu(machine),
-        *_cores(),
+        _cores(),
         _memory(machine),
         _cache(),
         *_packages(),
@@ -104,18 +104,16 @@ def _instruction_sets(machine: Machine) -> Finding:
         return Finding("instruction sets", "note", listed, "no AVX2: plain and slow everywhere; use a newer processor")
     lacking = [name for name in ("avx512f", "avx512_vnni", "avx512_bf16") if name not in have]
     if lacking:
-        mend = "int8 and bfloat16 products run at a part of the rate; a virtual machine may hide them from its guest"
-        return Finding("instruction sets", "note", f"{listed}; not {', '.join(lacking)}", mend)
-    return Finding("instruction sets", "ok", listed)
+        listed += f"; not {', '.join(lacking)}"
+    mend = "int8 and bfloat16 products run at a part of the rate; a virtual machine may hide them from its guest"
+    return _unless(bool(lacking), "instruction sets", listed, mend)
 
 
 def _precision() -> Finding:
     """What `auto` takes on the CPU, by the same rule as the commands."""
     choice = training_precision()
-    if choice.dtype == "bfloat16":
-        return Finding("precision", "ok", f"training in {choice}")
     mend = "nothing: training and readable layers take float32 by themselves, stored weights keep their dtype"
-    return Finding("precision", "note", f"training in {choice}", mend)
+    return _unless(choice.dtype != "bfloat16", "precision", f"training in {choice}", mend)
 
 
 def _gpu(machine: Machine) -> Finding:
@@ -136,21 +134,19 @@ def _gpu(machine: Machine) -> Finding:
     return Finding("GPU", "ok", "none; everything runs on the CPU")
 
 
-def _cores() -> Iterator[Finding]:
+def _cores() -> Finding:
     cores = available_cores()
     text = f"{cores.physical} physical, {cores.logical} logical cores for this process"
-    if cores.quota is not None and cores.quota < (os.cpu_count() or 1):
+    limited = cores.quota is not None and cores.quota < (os.cpu_count() or 1)
+    if limited:
         text += f" (limited to {cores.quota:.1f} processors' time)"
-        yield Finding("cores", "note", text, "raise the container's CPU limit for more speed")
-    else:
-        yield Finding("cores", "ok", text)
+    return _unless(limited, "cores", text, "raise the container's CPU limit for more speed")
 
 
 def _memory(machine: Machine) -> Finding:
     text = f"{machine.memory_available_bytes / GIB:.1f} of {machine.memory_bytes / GIB:.1f} GiB available"
-    if machine.memory_available_bytes < 4 * GIB:
-        return Finding("memory", "note", text, "the demo needs about 4 GiB: close something or use smaller models")
-    return Finding("memory", "ok", text)
+    mend = "the demo needs about 4 GiB: close something or use smaller models"
+    return _unless(machine.memory_available_bytes < 4 * GIB, "memory", text, mend)
 
 
 def _cache() -> Finding:
@@ -159,9 +155,13 @@ def _cache() -> Finding:
     except ResourceError as error:
         return Finding("cache folder", "missing", "cannot be used", str(error))
     text = f"writable, {free / GIB:.1f} GiB free on its disk"
-    if free < 5 * GIB:
-        return Finding("cache folder", "note", text, "make room, or set HASTEN_CACHE to a folder on another disk")
-    return Finding("cache folder", "ok", text)
+    mend = "make room, or set HASTEN_CACHE to a folder on another disk"
+    return _unless(free < 5 * GIB, "cache folder", text, mend)
+
+
+def _unless(short: bool, name: str, found: str, mend: str) -> Finding:
+    """Everything is well unless something is short; then a note says how to mend it."""
+    return Finding(name, "note", found, mend) if short else Finding(name, "ok", found)
 
 
 def _packages() -> Iterator[Finding]:
