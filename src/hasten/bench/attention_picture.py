@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hasten.bench.attention import EXPLICIT
 from hasten.bench.draw import SOFT, curve_axes
 from hasten.bench.table import format_value, machine_line
 
@@ -25,6 +24,8 @@ COLORS = {
     "native": "#1c2733",
     "flex": "#b5892c",
 }
+EXPLICIT = ("reference", "math")
+
 Curves = dict[str, tuple[list[int], list[float]]]  # kernel -> tokens, values
 
 
