@@ -184,7 +184,7 @@ def _results(run: Callable[..., Tensor], inputs: list[Tensor], weights: Tensor) 
 
     q, k, v = (x.detach().clone().requires_grad_() for x in inputs)
     spec = AttentionSpec(heads=q.shape[2], kv_heads=k.shape[2], head_dim=q.shape[3], scale=q.shape[3] ** -0.5)
-    out = run(q, k, v, spec=spec)
+    out = run(q, k, v, spec)
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), weights)]
 
 

@@ -17,6 +17,7 @@ from hasten.ops.attention.int8_rows import quantize_rows
 from hasten.ops.attention.reference import reference
 from hasten.ops.native import library
 from hasten.serving.blocks import BlockManager, OutOfBlocks
+from layer_attention import layer_of
 
 STATES = 8191
 HEAD = 16
@@ -66,7 +67,7 @@ def read(cache, rows):
     """rows: [(table, length)]; what one query sees of each, (B, D)."""
     layer = cache.step([Rows(table, length - 1, 1) for table, length in rows]).layers[0]
     q = QUERY.expand(len(rows), 1, HEAD).to(torch.float32)
-    return layer.kernel(q, layer.held, spec=SPEC, groups=layer.groups, dense=reference)
+    return layer.kernel(q, layer.held, spec=SPEC, groups=layer.groups, dense=layer_of(reference, SPEC))
 
 
 class Checked:

@@ -51,7 +51,7 @@ def test_training_rungs_differ_in_what_they_say() -> None:
     names = {"explicit-float32": "reference", "math": "math", "memory-efficient": "chunked", "flash": "flash"}
     made = {name: rung(name) for name in names}
     for name, kernel in names.items():
-        assert made[name].step.model.blocks[0].attention.kernel.name == kernel
+        assert made[name].step.model.blocks[0].attention.kernels.tokens.name == kernel
     losses = [one.measure()["loss"] for one in made.values()]
     assert losses == pytest.approx([losses[0]] * 4, abs=1e-5)
 

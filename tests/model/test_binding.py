@@ -19,7 +19,7 @@ DEFAULT = "sdpa" if library() is None else "native"
 
 
 def bound(model):
-    return [block.attention.kernel.name for block in model.blocks]
+    return [block.attention.kernels.tokens.name for block in model.blocks]
 
 
 def logits(model):

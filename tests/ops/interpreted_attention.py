@@ -13,6 +13,7 @@ from hasten.ops.attention.reference import reference
 from hasten.ops.attention.sdpa import sdpa
 from hasten.ops.attention.triton_decode import operator, over_view
 from hasten.ops.attention.view import KVView
+from layer_attention import layer_of
 from triton_cases import check_attention
 
 
@@ -55,13 +56,17 @@ def test_a_mask_with_holes():
     assert (y - exact).square().mean() <= 4 * (plain - exact).square().mean()
 
 
-def test_causal_without_a_mask_and_several_queries():
+def test_causal_without_a_mask():
     torch.manual_seed(0)
-    k, v = torch.randn(1, 50, 2, 16).half(), torch.randn(1, 50, 2, 16).half()
-    for queries in (1, 5):
-        q = torch.randn(1, queries, 4, 16).half()
-        expected = attention(q.float(), k.float(), v.float(), window=7, kernel="reference")
-        torch.testing.assert_close(attention(q, k, v, window=7, kernel="triton").float(), expected, atol=4e-3, rtol=0)
+    q, k, v = torch.randn(1, 1, 4, 16).half(), torch.randn(1, 50, 2, 16).half(), torch.randn(1, 50, 2, 16).half()
+    expected = attention(q.float(), k.float(), v.float(), window=7, kernel="reference")
+    torch.testing.assert_close(attention(q, k, v, window=7, kernel="triton").float(), expected, atol=4e-3, rtol=0)
+
+
+def test_several_queries_are_refused():
+    q = torch.randn(1, 5, 4, 16).half()
+    with pytest.raises(ConfigError, match="one query a sequence"):
+        attention(q, q, q, kernel="triton")
 
 
 def test_a_query_that_sees_nothing_gets_zeros():
@@ -117,7 +122,7 @@ def test_chunks_and_decodes_over_blocks_in_one_call(counts, window, size, int8):
     spec = AttentionSpec(heads=4, kv_heads=2, head_dim=16, scale=0.25, window=window)
     side_by_side = groups_of(starts.numpy(), view.lengths.numpy(), table.numpy(), size)
     wide = view._replace(k=k.double(), v=v.double()) if not int8 else view
-    exact = paged.gathered(q.double(), wide, spec=spec, groups=lambda: side_by_side, dense=reference)
-    plain = paged.gathered(q, view, spec=spec, groups=lambda: side_by_side, dense=sdpa)
+    exact = paged.gathered(q.double(), wide, spec=spec, groups=lambda: side_by_side, dense=layer_of(reference, spec))
+    plain = paged.gathered(q, view, spec=spec, groups=lambda: side_by_side, dense=layer_of(sdpa, spec))
     found = paged.triton(q, view, spec=spec)
     assert (found - exact).square().mean() <= 4 * (plain - exact).square().mean() + 1e-9

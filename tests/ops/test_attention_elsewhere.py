@@ -6,7 +6,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from hasten.errors import ConfigError
-from hasten.ops import attention as operator
 from hasten.ops.attention import KERNELS, attention, replace_in
 from references import make_reference
 
@@ -126,8 +125,3 @@ def test_it_compiles_into_one_graph(options):
     found = torch.autograd.grad(torch.compile(loss, fullgraph=True, backend="aot_eager")(*inputs), inputs)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
-
-
-def test_the_package_can_be_called_like_the_function():
-    q = torch.randn(1, 5, 2, 8)
-    assert torch.equal(operator(q, q, q, window=2), attention(q, q, q, window=2))

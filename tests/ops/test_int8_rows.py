@@ -15,6 +15,7 @@ from hasten.ops.attention.view import KVView
 from hasten.ops.native import library
 from hasten.ops.picker import explain, pick
 from instruction_sets import ISAS
+from layer_attention import layer_of
 
 native = pytest.mark.skipif(library() is None, reason="the native kernels cannot be built here (no C++ compiler)")
 
@@ -121,8 +122,12 @@ def test_error_is_at_most_twice_the_references(isa, seed, counts, heads, size, b
         )
         tables = (view.starts.numpy(), view.lengths.numpy(), view.table.numpy(), block)
         groups = groups_of(*tables)
-        exact = gathered(q.double(), view, spec=spec, groups=lambda found=groups: found, dense=reference)
-        plain = gathered(q.bfloat16(), view, spec=spec, groups=lambda found=groups: found, dense=explicit_bfloat16)
+        exact = gathered(
+            q.double(), view, spec=spec, groups=lambda found=groups: found, dense=layer_of(reference, spec)
+        )
+        plain = gathered(
+            q.bfloat16(), view, spec=spec, groups=lambda found=groups: found, dense=layer_of(explicit_bfloat16, spec)
+        )
         errors.append((run(isa, q, view, spec).double() - exact).flatten())
         allowed.append((plain.double() - exact).flatten())
     error, limit = torch.cat(errors).abs(), torch.cat(allowed).abs()
@@ -130,12 +135,13 @@ def test_error_is_at_most_twice_the_references(isa, seed, counts, heads, size, b
     assert error.max() <= 2 * limit.max() + 1e-6
 
 
-def explicit_bfloat16(q, k, v, *, spec, mask=None, dropout=0.0):
+def explicit_bfloat16(q, k, v, spec, inputs):
     """softmax(q·kᵀ)·v of (B, T, H, D) and (B, S, Hkv, D) with every intermediate result in bfloat16."""
     k, v = (t.repeat_interleave(spec.heads // spec.kv_heads, 2) for t in (k, v))
     scores = torch.einsum("bthd,bshd->bhts", q, k) * spec.scale
     if spec.softcap:
         scores = spec.softcap * torch.tanh(scores / spec.softcap)
+    mask = inputs.mask
     if mask is None:
         distance = torch.arange(q.shape[1])[:, None] + k.shape[1] - q.shape[1] - torch.arange(k.shape[1])
         mask = ((distance >= 0) & (distance < (spec.window or 1 << 30)))[None]
@@ -197,7 +203,7 @@ def test_which_kernel_reads_them(monkeypatch):
     assert pick(PAGED_KERNELS, request(device="cuda")).name == "triton"
     exact = explain(PAGED_KERNELS, request(dtype=torch.float32))
     assert exact.kernel == "gathered"
-    assert dict(exact.others)["native"] == "it computes in bfloat16, not in float32"
+    assert dict(exact.others)["native"] == "it takes bfloat16, not float32"
     odd = explain(PAGED_KERNELS, request(device="cuda", head_dim=70))
     assert odd.kernel == "gathered"
     assert "over an int8 cache it must be a multiple of 4" in dict(odd.others)["triton"]

@@ -11,6 +11,7 @@ from hasten.ops.attention.reference import reference
 from hasten.ops.attention.sdpa import sdpa
 from hasten.ops.attention.view import KVView
 from hasten.ops.native import library
+from layer_attention import layer_of
 
 native = pytest.mark.skipif(library() is None, reason="the native kernels cannot be built here (no C++ compiler)")
 
@@ -43,7 +44,7 @@ def a_step(counts, *, kv_heads, head_dim, size, int8, seed, by_head=True):
 
 def gathered(q, view, spec, dense):
     side_by_side = paged.groups_of(view.starts.numpy(), view.lengths.numpy(), view.table.numpy(), view.block_size)
-    return paged.gathered(q, view, spec=spec, groups=lambda: side_by_side, dense=dense)
+    return paged.gathered(q, view, spec=spec, groups=lambda: side_by_side, dense=layer_of(dense, spec))
 
 
 def mean_square(x):

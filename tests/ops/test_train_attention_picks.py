@@ -26,16 +26,17 @@ def request(**options):
     ("options", "kernel", "words"),
     [
         ({}, "native-sparse", "it is for block masks"),
-        ({"block_mask": True}, "native", "native-sparse does"),
+        ({"block_mask": True}, "native-sparse", "block masks of hasten.ops.attention.block_mask"),
+        ({"block_mask": True, "block_size": 64}, "native", "native-sparse does"),
         ({"mask": True}, "native", "it takes no explicit mask"),
         ({"softcap": 5.0}, "native", "it takes no soft-capping"),
         ({"dtype": torch.float16}, "native", "float32 and bfloat16, not float16"),
         ({"head_dim": 300}, "native", "head size is 300"),
         ({"queries": 9}, "native", "9 are more than 8"),
         ({"device": torch.device("cuda")}, "native", "the tensors are on cuda"),
-        ({"block_mask": True, "dtype": torch.float64}, "native-sparse", "not float64"),
-        ({"block_mask": True, "gradient": True}, "flex", "no backward pass on a CPU"),
-        ({"block_mask": True}, "flex", "on a CPU it has a forward pass only"),
+        ({"block_mask": True, "block_size": 64, "dtype": torch.float64}, "native-sparse", "not float64"),
+        ({"block_mask": True, "block_size": 64, "gradient": True}, "flex", "no backward pass on a CPU"),
+        ({"block_mask": True, "block_size": 64}, "flex", "on a CPU it has a forward pass only"),
     ],
 )
 def test_what_it_refuses(options, kernel, words):
@@ -49,7 +50,7 @@ def test_what_it_refuses(options, kernel, words):
     [
         ({}, "native"),
         ({"batch": None, "queries": None, "keys": None}, "native"),
-        ({"block_mask": True}, "native-sparse"),
+        ({"block_mask": True, "block_size": 64}, "native-sparse"),
     ],
 )
 def test_what_it_is_taken_for(options, kernel):

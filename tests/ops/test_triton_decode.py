@@ -1,5 +1,7 @@
 """Triton's decode attention: interpreted on the CPU, and run where a GPU is."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -15,7 +17,7 @@ def test_in_the_interpreter():
 
 def request(*, head_dim=64, device="cuda", dtype=torch.bfloat16):
     spec = AttentionSpec(heads=8, kv_heads=2, head_dim=head_dim, scale=0.125)
-    return AttentionRequest(spec=spec, device=torch.device(device), dtype=dtype)
+    return AttentionRequest(spec=spec, device=torch.device(device), dtype=dtype, queries=1, mask=True)
 
 
 @pytest.mark.parametrize(
@@ -37,6 +39,8 @@ def test_is_taken_on_cuda(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     assert explain(KERNELS, request()).kernel == "triton"
+    several = dict(explain(KERNELS, replace(request(), queries=None)).others)
+    assert several["triton"] == "it is for decoding, one query a sequence"
 
 
 @pytest.mark.gpu

@@ -55,7 +55,7 @@ def test_steps_with_a_pattern_are_those_of_explicit_scores(precision):
     assert losses[0] == pytest.approx(losses[1], rel=tolerance)
     if precision == "float32":
         assert losses[0] != pytest.approx(losses[2], rel=1e-3)
-    assert {block.attention.kernel.name for block in own.model.blocks} == {"native-sparse"}
+    assert {block.attention.kernels.tokens.name for block in own.model.blocks} == {"native-sparse"}
 
 
 def test_one_compiled_graph_serves_the_blocks_of_all_patterns_of_a_model():
@@ -114,8 +114,8 @@ def test_counted_flops_follow_the_pattern():
 def test_intervals_are_the_mask(window):
     documents = documents_of([40, 1, 87], [128])
     context = TrainingContext([window], documents, intervals=True)
-    mask = TrainingContext([window], documents).layers[0].seen
-    assert torch.equal(context.layers[0].seen.mask(LENGTH), mask)
+    mask = TrainingContext([window], documents).layers[0].mask
+    assert torch.equal(context.layers[0].mask.dense(LENGTH), mask)
 
 
 @pytest.mark.parametrize("kind", ["selective", "full"])

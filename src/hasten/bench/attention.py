@@ -237,9 +237,9 @@ class AttentionRung:
 
         if phase == "forward":
             with torch.no_grad():
-                self.run(*self.inputs, spec=self.request.spec)
+                self.run(*self.inputs, self.request.spec)
         else:
-            self.run(*self.inputs, spec=self.request.spec).sum().backward()
+            self.run(*self.inputs, self.request.spec).sum().backward()
             for x in self.inputs:
                 x.grad = None
         if self.device.type == "cuda":

@@ -1,6 +1,6 @@
 """The static key/value cache: allocated once, so that every decode step has the same shapes and addresses."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,10 +9,9 @@ from torch import Tensor
 from hasten.errors import ConfigError
 from hasten.generation.sparse import SparseSight
 from hasten.model.config import ModelConfig
-from hasten.ops.attention import AttentionSpec
+from hasten.ops.attention import LayerAttention
 from hasten.ops.attention.block_mask import BlockMask
 from hasten.ops.attention.masks import visible
-from hasten.ops.attention.seen import over_seen
 from hasten.ops.attention.view import KVView, StackView
 from hasten.ops.pages import zeros_in_large_pages
 
@@ -36,7 +35,7 @@ class CachedLayer:
 
     k, v (B·S + 1, Hkv, D): sequence b keeps its position p in row b·S + p (a local pattern: p modulo S); the last row
     takes the padding and is never read. slots (B·T,): the rows for this step's tokens, -1 (the last row) for padding.
-    seen: the mask (B, T, S') of the rows that each query sees, or (B, H, T, S'); in a prefill of empty sequences, where
+    mask: (B, T, S') of the rows that each query sees, or (B, H, T, S'); in a prefill of empty sequences, where
     the tokens at hand are all there is, None, or the blocks of a sparse pattern. starts
     (B + 1,), lengths (B,), first (B,): the same for kernels that read the cache themselves, see KVView.
     """
@@ -44,7 +43,7 @@ class CachedLayer:
     k: Tensor
     v: Tensor
     slots: Tensor
-    seen: Tensor | BlockMask | None
+    mask: Tensor | BlockMask | None
     batch: int
     read: int  # S', how many of a sequence's S rows are read
     starts: Tensor
@@ -55,16 +54,14 @@ class CachedLayer:
         """For a kernel that writes and reads the cache itself."""
         return KVView(self.k, self.v, self.slots, self.starts, self.lengths, self.first)
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, *, spec: AttentionSpec, kernel: Callable[..., Tensor], dropout: float
-    ) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, attention: LayerAttention, dropout: float) -> Tensor:
         """Write the step's k, v (B, T, Hkv, D); attention of q (B, T, H, D) over what its queries may look at."""
         self.k[self.slots] = k.flatten(0, 1)
         self.v[self.slots] = v.flatten(0, 1)
-        if isinstance(self.seen, Tensor):
+        if isinstance(self.mask, Tensor):
             k = self.k[:-1].unflatten(0, (self.batch, -1))[:, : self.read]  # (B, S', Hkv, D)
             v = self.v[:-1].unflatten(0, (self.batch, -1))[:, : self.read]
-        return over_seen(kernel, q, k, v, self.seen, spec=spec, dropout=dropout)
+        return attention(q, k, v, mask=self.mask, dropout=dropout)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +70,7 @@ class Step:
 
     together: StackView
     read: int
-    seen: Sequence[Tensor | BlockMask | None]  # of each layer
+    masks: Sequence[Tensor | BlockMask | None]  # of each layer
 
     @property
     def layers(self) -> list[CachedLayer]:
@@ -81,7 +78,7 @@ class Step:
         assert first is not None
         return [
             CachedLayer(k, v, slots, own, len(first), self.read, starts, lengths, first)
-            for k, v, own in zip(k, v, self.seen, strict=True)
+            for k, v, own in zip(k, v, self.masks, strict=True)
         ]
 
 
@@ -162,11 +159,11 @@ class StaticCache:
         if self.rows < tokens:  # only the last ones find room
             slots = slots.masked_fill(positions <= positions[:, -1:] - self.rows, -1)
         read = self.rows if read is None else min(read, self.rows)
-        seen = self._seen(positions, read, fresh) if masks else [None] * len(self.windows)
+        made = self._masks(positions, read, fresh) if masks else [None] * len(self.windows)
         together = StackView(self.k, self.v, slots.flatten(), self._starts[tokens], lengths, self.first)
-        return Step(together, read, seen)
+        return Step(together, read, made)
 
-    def _seen(self, positions: Tensor, read: int, fresh: bool) -> Sequence[Tensor | BlockMask | None]:
+    def _masks(self, positions: Tensor, read: int, fresh: bool) -> Sequence[Tensor | BlockMask | None]:
         """What each layer's queries see of the rows that are read, or of the tokens at hand."""
         rows = torch.arange(read, device=positions.device)
         if self.sparse is not None:

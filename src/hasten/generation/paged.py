@@ -15,7 +15,7 @@ from torch import Tensor
 from hasten.errors import ConfigError
 from hasten.generation.cache import key_value_memory
 from hasten.model.config import ModelConfig
-from hasten.ops.attention import AttentionRequest, AttentionSpec
+from hasten.ops.attention import AttentionRequest, AttentionSpec, LayerAttention
 from hasten.ops.attention.int8_rows import SCALE_BYTES, quantize_rows
 from hasten.ops.attention.paged import PAGED_KERNELS, PagedGroup, groups_of
 from hasten.ops.attention.view import KVView, StackView
@@ -43,14 +43,12 @@ class PagedLayer:
         """For a kernel that writes and reads the cache itself."""
         return self.held
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, *, spec: AttentionSpec, kernel: Callable[..., Tensor], dropout: float
-    ) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, attention: LayerAttention, dropout: float) -> Tensor:
         """Write the step's k, v (1, N, Hkv, D); attention of q (1, N, H, D) over all that its sequences hold."""
         held = self.held
         k, v = (quantize_rows(k), quantize_rows(v)) if held.k.dtype == torch.int8 else (k, v)
         held.k[held.slots], held.v[held.slots] = k[0], v[0]
-        return self.kernel(q[0], held, spec=spec, groups=self.groups, dense=kernel)[None]
+        return self.kernel(q[0], held, spec=attention.spec, groups=self.groups, dense=attention)[None]
 
 
 @dataclass(frozen=True, slots=True)

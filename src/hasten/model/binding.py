@@ -15,6 +15,7 @@ from hasten.model.transformer import Attention, Transformer
 from hasten.model.wide import choose_width
 from hasten.ops import attention as attention_operator
 from hasten.ops import picker
+from hasten.ops.attention.layer import LayerAttention, layer_requests
 from hasten.ops.attention.paged import PAGED_KERNELS
 from hasten.ops.linear import operator as linear_operator
 from hasten.ops.linear.modules import PackedLinear
@@ -22,6 +23,13 @@ from hasten.ops.linear.operator import LinearRequest
 from hasten.ops.linear.weights import WeightFormat
 from hasten.ops.linear.wide import WideLinear
 
+# The forms of a layer's calls of attention (ops/attention/layer.py), as explain names them.
+FORMS = {
+    "tokens": "attention",
+    "dropout": "attention with dropout",
+    "masked": "attention over a cache",
+    "decode": "attention over a cache, one query",
+}
 OPERATORS: dict[str, tuple[str, ...]] = {
     "block": ("fused", "readable"),
     "attention": tuple(kernel.name for kernel in attention_operator.KERNELS),
@@ -67,23 +75,30 @@ def explain(model: Transformer) -> list[Binding]:
             reason = against_fused or waits(model) or "the model was not fused (hasten.fuse)"
             bindings.append(Binding(layer, "block", "readable", [Refusal("fused", reason)]))
             assert isinstance(block.attention, Attention)
-            bindings.append(_attention_binding(layer, block.attention))
+            bindings += _attention_bindings(layer, block.attention)
             if model.config.attention_pattern is None:  # which no paged cache serves
                 request = replace(block.attention.request(), dtype=model.compute_dtype)
-                choice = picker.explain(PAGED_KERNELS, request)
-                others = [Refusal(*other) for other in choice.others]
-                bindings.append(Binding(layer, "paged attention", choice.kernel, others))
+                bindings.append(_binding(layer, "paged attention", picker.explain(PAGED_KERNELS, request)))
         bindings += _linear_bindings(layer, block)
     return bindings + _linear_bindings(-1, model.head)
 
 
-def _attention_binding(layer: int, attention: Attention) -> Binding:
-    request = attention.request()
+def _binding(layer: int, operator: str, choice: picker.Choice, *first: Refusal) -> Binding:
+    return Binding(layer, operator, choice.kernel, [*first, *(Refusal(*other) for other in choice.others)])
+
+
+def _attention_bindings(layer: int, attention: Attention) -> list[Binding]:
+    """One entry for each form of the layer's calls; dropout's only where the layer has any."""
     kernels = attention_operator.KERNELS
-    forced = attention.kernel.name if picker.pick(kernels, request) is not attention.kernel else None
-    choice = picker.explain(kernels, request, forced=forced)
     fused = Refusal("fused", "it belongs to the fused steps, which this model does not run")
-    return Binding(layer, "attention", choice.kernel, [fused, *(Refusal(*other) for other in choice.others)])
+    found = []
+    for form, request in layer_requests(attention.request()).items():
+        if form == "dropout" and not attention.dropout:
+            continue
+        bound = getattr(attention.kernels, form)
+        forced = bound.name if picker.pick(kernels, request) is not bound else None
+        found.append(_binding(layer, FORMS[form], picker.explain(kernels, request, forced=forced), fused))
+    return found
 
 
 def _linear_bindings(layer: int, part: nn.Module) -> list[Binding]:
@@ -163,20 +178,20 @@ def _attention_kernels(model: Transformer, name: str | None) -> Iterator[None]:
         yield
         return
     attentions = [module for module in model.modules() if isinstance(module, Attention)]
-    before = [attention.kernel for attention in attentions]
+    before = [attention.kernels for attention in attentions]
     chosen = []
     for layer, attention in enumerate(attentions):
         try:
-            chosen.append(picker.pick(attention_operator.KERNELS, attention.request(), forced=name))
+            chosen.append(LayerAttention.bind(attention.request(), forced=name))
         except ConfigError as error:
             raise ConfigError(f"attention of layer {layer}: {error}") from None
     try:
-        for attention, kernel in zip(attentions, chosen, strict=True):
-            attention.kernel = kernel
+        for attention, bound in zip(attentions, chosen, strict=True):
+            attention.kernels = bound
         yield
     finally:
-        for attention, kernel in zip(attentions, before, strict=True):
-            attention.kernel = kernel
+        for attention, bound in zip(attentions, before, strict=True):
+            attention.kernels = bound
 
 
 @contextmanager

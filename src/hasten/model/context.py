@@ -2,35 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from hasten.errors import ConfigError
 from hasten.model.transformer import Attention, Transformer
-from hasten.ops.attention import AttentionSpec
+from hasten.ops.attention import LayerAttention
 from hasten.ops.attention.block_mask import BlockMask
+from hasten.ops.attention.layer import Mask
 from hasten.ops.attention.masks import visible
 from hasten.ops.attention.packed import document_intervals
-from hasten.ops.attention.seen import Seen, over_seen
 from hasten.ops.attention.view import KVView
 
 
 class PlainLayer:
-    """Attends only to the tokens at hand: all up to each one (None), or what `seen` says."""
+    """Attends only to the tokens at hand: all up to each one (None), or what the mask says."""
 
-    def __init__(self, seen: Seen = None) -> None:
-        self.seen = seen
+    def __init__(self, mask: Mask = None) -> None:
+        self.mask = mask
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, *, spec: AttentionSpec, kernel: Callable[..., Tensor], dropout: float
-    ) -> Tensor:
-        return over_seen(kernel, q, k, v, self.seen, spec=spec, dropout=dropout)
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, attention: LayerAttention, dropout: float) -> Tensor:
+        return attention(q, k, v, mask=self.mask, dropout=dropout)
 
     def view(self, *, batch: int, tokens: int, kv_heads: int, head_dim: int) -> KVView:
         """A cache for just this call, for a kernel that writes and reads one itself (on the CPU, in bfloat16)."""
-        if self.seen is not None:
+        if self.mask is not None:
             raise ConfigError("the fused kernels know no packed documents; give each its own row, or load unfused")
         rows = batch * tokens
         k = torch.zeros(rows + 1, kv_heads, head_dim, dtype=torch.bfloat16)

@@ -1,23 +1,21 @@
 """What the decoder asks of the objects it is called with: the contexts of its layers, and a stack of all blocks."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
 
-from hasten.ops.attention import AttentionSpec
+from hasten.ops.attention import LayerAttention
 from hasten.ops.attention.view import KVView, StackView
 
 
 class LayerContext(Protocol):
     """What one layer's attention may look at besides the tokens at hand."""
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, *, spec: AttentionSpec, kernel: Callable[..., Tensor], dropout: float
-    ) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, attention: LayerAttention, dropout: float) -> Tensor:
         """Take the new k, v (B, T, Hkv, D) in; attention of q (B, T, H, D) over all that is there now: (B, T, H, D).
 
-        kernel: the layer's own, for contexts whose keys stand side by side; see `ops.attention.seen`.
+        attention: the layer's kernels, for contexts whose keys stand side by side.
         """
         ...
 

@@ -21,11 +21,10 @@ from hasten.model.interfaces import Context, LayerContext, Stack
 from hasten.model.norms import norm_of
 from hasten.model.rope import RotaryTable, rotate
 from hasten.model.wide import choose_width
-from hasten.ops.attention import KERNELS, AttentionRequest, AttentionSpec
+from hasten.ops.attention import AttentionRequest, AttentionSpec, LayerAttention
 from hasten.ops.linear.modules import PackedLinear
 from hasten.ops.linear.wide import WideEmbedding, WideLinear
 from hasten.ops.loss import IGNORED, linear_cross_entropy, rows_of_a_chunk
-from hasten.ops.picker import pick
 
 if TYPE_CHECKING:
     from hasten.model.tokenizer import Tokenizer
@@ -88,13 +87,13 @@ class Attention(nn.Module):
         )
 
     def bind(self, kernel: str | None = None) -> None:
-        """Choose the attention kernel for the weights' device and dtype, or the one named."""
-        self.kernel = pick(KERNELS, self.request(), forced=kernel)
+        """Choose the attention kernels for the weights' device and dtype, or the one named where it serves."""
+        self.kernels = LayerAttention.bind(self.request(), forced=kernel)
 
     @property
     def takes_intervals(self) -> bool:
         """The kernel needs no mask for packed documents, only the first and last key of each query."""
-        return self.kernel.name == "native" and not self.dropout
+        return self.kernels.tokens.name == "native" and not self.dropout
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, layer: LayerContext) -> Tensor:
         q, k, v = self.project(x)
@@ -106,7 +105,7 @@ class Attention(nn.Module):
         if rope is not None:
             q, k = rotate(q, *rope), rotate(k, *rope)
         dropout = self.dropout if self.training else 0.0
-        attended = layer.attend(q, k, v, spec=self.spec, kernel=self.kernel.run, dropout=dropout)  # (B, T, H, D)
+        attended = layer.attend(q, k, v, attention=self.kernels, dropout=dropout)  # (B, T, H, D)
         return self.output(attended.flatten(-2))
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -167,6 +167,11 @@ def choose_attention(model: Transformer, kernel: str | None) -> None:
     if model.device.type == "cpu" and kernel in (None, "native", "native-sparse"):
         library(part="training")
     model.bind(attention=kernel)
+    for attention in [module for module in model.modules() if isinstance(module, Attention)][:1]:
+        tokens, dropout = attention.kernels.tokens.name, attention.kernels.dropout.name
+        if attention.dropout and tokens != dropout and (kernel or attention.block_size):
+            message = f"attention kernel {tokens!r} takes no dropout, so {dropout!r} computes the training steps"
+            warnings.warn(message, HastenWarning, stacklevel=3)
 
 
 def choose_loss(model: Transformer, kernel: str | None) -> None:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from hasten.errors import ConfigError
+from hasten.ops.attention.inputs import BlockMaskProtocol
 from hasten.ops.attention.masks import causal as causal_mask
-from hasten.ops.attention.request import BlockMaskProtocol
 
 INTEGERS = (torch.int32, torch.int64)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

@@ -14,38 +14,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hasten.ops.attention.chunks import Chunk, plan
+from hasten.ops.attention.chunks import Chunk, ChunkPlan
+from hasten.ops.attention.inputs import PLAIN, AttentionInputs, as_autocast
 from hasten.ops.attention.packed import per_document
-from hasten.ops.attention.request import Documents
 from hasten.ops.attention.spec import AttentionSpec
 
 
-def chunked(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    spec: AttentionSpec,
-    mask: Tensor | None = None,
-    dropout: float = 0.0,
-    key_padding: Tensor | None = None,
-    bias: Tensor | None = None,
-    alibi: Tensor | None = None,
-    documents: Documents | None = None,
-) -> Tensor:
+def chunked(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, inputs: AttentionInputs = PLAIN) -> Tensor:
     """Same contract as `reference`, in memory that grows with T + S instead of T·S. Gradients of first order only."""
-    if documents is not None:
-        return per_document(chunked, q, k, v, documents=documents, spec=spec, dropout=dropout, alibi=alibi)
+    if inputs.documents is not None:
+        return per_document(chunked, q, k, v, spec, inputs)
     if not k.shape[1]:
         return q * 0  # queries without any key
-    if torch.is_autocast_enabled(q.device.type):
-        # What autocast does before PyTorch's own attention; inside, the precisions are chosen with care.
-        half = torch.get_autocast_dtype(q.device.type)
-        q, k, v = q.to(half), k.to(half), v.to(half)
+    q, k, v = as_autocast(q, k, v)  # inside, the precisions are chosen with care
     # One number from PyTorch's generator decides all of the dropout, so that the backward pass can repeat it.
-    seed = int(torch.randint(1 << 62, ()).item()) if dropout else 0
+    seed = int(torch.randint(1 << 62, ()).item()) if inputs.dropout else 0
     with torch.autocast(q.device.type, enabled=False):
-        return _Chunked.apply(q, k, v, bias, mask, key_padding, alibi, spec, dropout, seed)
+        tensors = (inputs.mask, inputs.key_padding, inputs.bias, inputs.alibi)
+        return _Chunked.apply(q, k, v, *tensors, inputs.dropout, spec, seed)
 
 
 class _Chunked(torch.autograd.Function):
@@ -55,15 +41,15 @@ class _Chunked(torch.autograd.Function):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        bias: Tensor | None,
         mask: Tensor | None,
         key_padding: Tensor | None,
+        bias: Tensor | None,
         alibi: Tensor | None,
-        spec: AttentionSpec,
         dropout: float,
+        spec: AttentionSpec,
         seed: int,
     ) -> Tensor:
-        work = plan(q, k, v, spec=spec, bias=bias, mask=mask, key_padding=key_padding, alibi=alibi)
+        work = ChunkPlan.of(q, k, v, mask, key_padding, bias, alibi, spec)
         result = q.new_empty(q.shape)
         out, lse = work.inside(result), work.wide(work.q.shape[:-1])  # (B, Hkv, G, T, D), (B, Hkv, G, T)
         for chunk in work.chunks():
@@ -78,21 +64,21 @@ class _Chunked(torch.autograd.Function):
                 probabilities.mul_(_kept(chunk, probabilities, dropout, seed))
             out[chunk.rows] = work.product(probabilities, work.v[chunk.keys])
             lse[chunk.rows] = total.log_().add_(peak).squeeze(-1)
-        ctx.save_for_backward(q, k, v, bias, mask, key_padding, alibi, result, lse)
+        ctx.save_for_backward(q, k, v, mask, key_padding, bias, alibi, result, lse)
         ctx.spec, ctx.dropout, ctx.seed = spec, dropout, seed
         return result
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, bias, mask, key_padding, alibi, result, lse = ctx.saved_tensors
+        q, k, v, mask, key_padding, bias, alibi, result, lse = ctx.saved_tensors
         dropout, seed = ctx.dropout, ctx.seed
-        work = plan(q, k, v, spec=ctx.spec, bias=bias, mask=mask, key_padding=key_padding, alibi=alibi)
+        work = ChunkPlan.of(q, k, v, mask, key_padding, bias, alibi, ctx.spec)
         d_out, out = work.inside(gradients[0]), work.inside(result)  # (B, Hkv, G, T, D)
         d_result = q.new_empty(q.shape)
         d_q = work.inside(d_result)
         d_k, d_v = work.wide(work.k.shape), work.wide(work.v.shape)
-        d_bias = work.wide(bias.shape) if bias is not None and ctx.needs_input_grad[3] else None
+        d_bias = work.wide(bias.shape) if bias is not None and ctx.needs_input_grad[5] else None
         for chunk in work.chunks():
             mine = d_out[chunk.rows]
             row_term = (mine.to(lse.dtype) * out[chunk.rows]).sum(-1, keepdim=True)  # D, (B, Hkv, G, t, 1)
@@ -116,7 +102,8 @@ class _Chunked(torch.autograd.Function):
         d_result.mul_(work.root)
         d_k.mul_(work.root)
         rest = None if d_bias is None else d_bias.to(bias.dtype)
-        return (d_result, work.outside(d_k.to(k.dtype)), work.outside(d_v.to(v.dtype)), rest, *(None,) * 6)
+        d_k, d_v = work.outside(d_k.to(k.dtype)), work.outside(d_v.to(v.dtype))
+        return (d_result, d_k, d_v, None, None, rest, *(None,) * 4)
 
 
 def _kept(chunk: Chunk, like: Tensor, dropout: float, seed: int) -> Tensor:

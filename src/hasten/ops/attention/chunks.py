@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -53,11 +54,33 @@ class ChunkPlan:
     v: Tensor
     root: float
     rest: float
-    spec: AttentionSpec
-    bias: Tensor | None
     mask: Tensor | None
     key_padding: Tensor | None
+    bias: Tensor | None
     alibi: Tensor | None
+    spec: AttentionSpec
+
+    @classmethod
+    def of(
+        cls,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        key_padding: Tensor | None,
+        bias: Tensor | None,
+        alibi: Tensor | None,
+        spec: AttentionSpec,
+    ) -> Self:
+        """From q, k, v (B, T, H, D), in the order that the products want; keys and values are never repeated."""
+        # Half of the scale goes into each factor, so that the products cannot overflow in half precision; as a power of
+        # two, so that nothing is rounded. What is left of it, 1 to 4, multiplies the scores in float32.
+        root = 2.0 ** math.floor(math.log2(abs(spec.scale)) / 2) if spec.scale else 1.0
+        if q.dtype == torch.float16 and q.device.type == "cpu":
+            q, k, v = q.float(), k.float(), v.float()  # CPUs rarely multiply float16; what does it for them is slower
+        k, v = (k * root).transpose(1, 2).contiguous(), v.transpose(1, 2).contiguous()
+        outside = (q * root).transpose(1, 2).unflatten(1, (spec.kv_heads, spec.groups))
+        return cls(outside, k, v, root, spec.scale / root**2, mask, key_padding, bias, alibi, spec)
 
     @property
     def lse_dtype(self) -> torch.dtype:
@@ -169,25 +192,3 @@ class ChunkPlan:
 def _cut(x: Tensor, dim: int, part: slice) -> Tensor:
     """x[part] in one dimension, or all of it where x is the same for every index."""
     return x if x.shape[dim] == 1 else x.narrow(dim, part.start, min(part.stop, x.shape[dim]) - part.start)
-
-
-def plan(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    spec: AttentionSpec,
-    bias: Tensor | None,
-    mask: Tensor | None,
-    key_padding: Tensor | None,
-    alibi: Tensor | None,
-) -> ChunkPlan:
-    """Bring the tensors (B, T, H, D) into the order the products want; keys and values are never repeated."""
-    # Half of the scale goes into each factor, so that the products cannot overflow in half precision; as a power of
-    # two, so that nothing is rounded. What is left of it, 1 to 4, multiplies the scores in float32.
-    root = 2.0 ** math.floor(math.log2(abs(spec.scale)) / 2) if spec.scale else 1.0
-    if q.dtype == torch.float16 and q.device.type == "cpu":
-        q, k, v = q.float(), k.float(), v.float()  # CPUs rarely multiply float16; what does it for them is slower
-    k, v = (k * root).transpose(1, 2).contiguous(), v.transpose(1, 2).contiguous()
-    outside = (q * root).transpose(1, 2).unflatten(1, (spec.kv_heads, spec.groups))
-    return ChunkPlan(outside, k, v, root, spec.scale / root**2, spec, bias, mask, key_padding, alibi)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hasten.errors import ConfigError
 from hasten.ops.attention.flash_launch import Problem, backward, forward, wide
-from hasten.ops.attention.request import Documents
+from hasten.ops.attention.inputs import AttentionInputs
 from hasten.ops.attention.spec import LARGEST_HEAD, AttentionSpec
 
 
@@ -46,20 +46,9 @@ def flash_attention(
     return out, lse
 
 
-def flash_triton(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    spec: AttentionSpec,
-    mask: Tensor | None = None,
-    dropout: float = 0.0,
-    documents: Documents | None = None,
-) -> Tensor:
-    """Same contract as `reference`. Raises ConfigError for a mask or dropout: a layer's calls are not known before."""
-    if mask is not None or dropout:
-        raise ConfigError("kernel 'flash-triton' takes neither a mask nor dropout: leave the choice to the picker")
-    starts = (None, None) if documents is None else documents
+def flash_triton(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, inputs: AttentionInputs) -> Tensor:
+    """Same contract as `reference`, with packed documents and nothing else."""
+    starts = (None, None) if inputs.documents is None else inputs.documents
     out, _ = flash_attention(
         q,
         k,

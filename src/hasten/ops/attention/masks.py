@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from hasten.ops.attention.request import BlockMaskProtocol, Documents
+from hasten.ops.attention.inputs import AttentionInputs, Documents
 from hasten.ops.attention.spec import AttentionSpec
 
 
@@ -43,30 +43,23 @@ def positions(
 
 
 def visibility(
-    queries: int,
-    keys: int,
-    *,
-    spec: AttentionSpec,
-    device: torch.device,
-    mask: Tensor | None = None,
-    key_padding: Tensor | None = None,
-    documents: Documents | None = None,
-    block_mask: BlockMaskProtocol | None = None,
+    queries: int, keys: int, spec: AttentionSpec, inputs: AttentionInputs, device: torch.device
 ) -> Tensor | None:
     """All that hides keys, as one mask that broadcasts to (B, H, T, S), or None where every query sees every key."""
     seen = None
+    mask = inputs.mask if inputs.intervals is None else inputs.intervals.dense(keys)
     if mask is not None:
         seen = mask.unsqueeze(1) if mask.dim() == 3 else mask  # (T, S), (B, 1, T, S), or of each head (B, H, T, S)
-    elif block_mask is not None:
-        seen = block_mask.dense(queries, keys, device)  # (1 or H, T, S)
-    elif spec.causal or documents is not None:
-        query_places, key_places, seen = positions(queries, keys, documents, device)
+    elif inputs.block_mask is not None:
+        seen = inputs.block_mask.dense(queries, keys, device)  # (1 or H, T, S)
+    elif spec.causal or inputs.documents is not None:
+        query_places, key_places, seen = positions(queries, keys, inputs.documents, device)
         if spec.causal:
             earlier = visible(query_places, key_places, spec.window)
             seen = earlier if seen is None else earlier & seen
-    if key_padding is None:
+    if inputs.key_padding is None:
         return seen
-    padding = key_padding[:, None, None]  # (B, 1, 1, S)
+    padding = inputs.key_padding[:, None, None]  # (B, 1, 1, S)
     return padding if seen is None else seen & padding
 
 

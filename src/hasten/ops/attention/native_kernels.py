@@ -1,18 +1,16 @@
 """The native attention for training as kernels of the operator: what they serve, and what they leave to PyTorch."""
 
-import warnings
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from hasten.errors import ConfigError, HastenWarning
 from hasten.machine.measured import compare, slower
 from hasten.ops.attention.block_mask import BlockMask, tiles_refusal
-from hasten.ops.attention.packed import Intervals
-from hasten.ops.attention.request import AttentionRequest, BlockMaskProtocol, Documents
+from hasten.ops.attention.inputs import PLAIN, AttentionInputs, Documents, Intervals, as_autocast
+from hasten.ops.attention.request import AttentionRequest
 from hasten.ops.attention.sdpa import sdpa
-from hasten.ops.attention.spec import LARGEST_HEAD, AttentionSpec
+from hasten.ops.attention.spec import AttentionSpec
 from hasten.ops.attention.train import DTYPES, native_attention
 from hasten.ops.build import is_built
 from hasten.ops.native import choose_isa, library, obtainable
@@ -21,99 +19,38 @@ from hasten.ops.native import choose_isa, library, obtainable
 BESIDE_BLOCKS = ("softcap", "mask", "key_padding", "bias", "alibi", "dropout")
 
 
-def native(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    spec: AttentionSpec,
-    mask: Tensor | None = None,
-    dropout: float = 0.0,
-    documents: Documents | None = None,
-    intervals: Intervals | None = None,
-) -> Tensor:
-    """Causal, windowed or full attention, packed documents too. A layer's call with a mask or dropout goes to SDPA."""
-    q, k, v = _as_autocast(q, k, v)
-    if mask is not None or dropout or q.dtype not in DTYPES:
-        mask = intervals.mask(k.shape[1]) if intervals is not None else mask
-        return sdpa(q, k, v, spec=spec, mask=mask, dropout=dropout)
-    if intervals is not None:
-        return native_attention(q, k, v, causal=False, scale=spec.scale, low=intervals.low, high=intervals.high)[0]
-    if documents is None:
+def native(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, inputs: AttentionInputs = PLAIN) -> Tensor:
+    """Causal, windowed or full attention; packed documents, intervals, and block masks whose absent blocks it skips."""
+    q, k, v = as_autocast(q, k, v, DTYPES)
+    if inputs.block_mask is not None:
+        assert isinstance(inputs.block_mask, BlockMask), "refused before"
+        return native_attention(q, k, v, scale=spec.scale, block_mask=inputs.block_mask)[0]
+    intervals = inputs.intervals if inputs.documents is None else bounds(inputs.documents, q.shape[1], spec)
+    if intervals is None:
         return native_attention(q, k, v, causal=spec.causal, window=spec.window, scale=spec.scale)[0]
-    low, high = bounds(documents, q.shape[1], spec)
-    return native_attention(q, k, v, causal=False, scale=spec.scale, low=low, high=high)[0]
+    return native_attention(q, k, v, causal=False, scale=spec.scale, low=intervals.low, high=intervals.high)[0]
 
 
-def native_sparse(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    spec: AttentionSpec,
-    block_mask: BlockMaskProtocol | None = None,
-    mask: Tensor | None = None,
-    dropout: float = 0.0,
-) -> Tensor:
-    """A block pattern: blocks that are absent are skipped in the forward and the backward pass.
-
-    A layer's call over a cache has a mask instead and goes to SDPA.
-    """
-    q, k, v = _as_autocast(q, k, v)
-    if block_mask is None:
-        return native(q, k, v, spec=spec, mask=mask, dropout=dropout)
-    if not isinstance(block_mask, BlockMask):
-        reason: str | None = f"it takes hasten.ops.attention.block_mask.BlockMask, not {type(block_mask).__name__}"
-    elif q.dtype not in DTYPES or dropout:
-        reason = "it has no dropout" if dropout else f"it takes float32 and bfloat16, not {q.dtype}"
-    else:
-        reason = tiles_refusal(block_mask.layout.block)
-    if reason is not None:
-        message = f"the native sparse attention cannot skip the blocks of this mask, all scores are computed: {reason}"
-        warnings.warn(message, HastenWarning, stacklevel=3)
-        return sdpa(q, k, v, spec=spec, block_mask=block_mask, dropout=dropout)
-    assert isinstance(block_mask, BlockMask)
-    return native_attention(q, k, v, scale=spec.scale, block_mask=block_mask)[0]
-
-
-def flex(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    spec: AttentionSpec,
-    block_mask: BlockMaskProtocol | None = None,
-    mask: Tensor | None = None,
-    dropout: float = 0.0,
-) -> Tensor:
-    """A block pattern through PyTorch's flex_attention, compiled: absent blocks are skipped. Not yet run on a GPU.
-
-    A layer's call over a cache has a mask instead and goes to SDPA.
-    """
-    if block_mask is None:
-        return sdpa(q, k, v, spec=spec, mask=mask, dropout=dropout)
-    if not isinstance(block_mask, BlockMask):
-        raise ConfigError(
-            f"flex takes a mask of hasten.ops.attention.block_mask; found {type(block_mask).__name__}; "
-            f"give kernel='reference', or make it a BlockMask"
-        )
+def flex(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, inputs: AttentionInputs = PLAIN) -> Tensor:
+    """A block pattern through PyTorch's flex_attention, compiled: absent blocks are skipped. Not yet run on a GPU."""
     # Imported here, because it brings the compiler's symbolic mathematics along.
     from torch.nn.attention.flex_attention import flex_attention
 
+    assert isinstance(inputs.block_mask, BlockMask), "refused before"
     run = flex_attention if torch.compiler.is_compiling() else torch.compile(flex_attention)
     out = run(
         q.transpose(1, 2),  # (B, H, T, D)
         k.transpose(1, 2),
         v.transpose(1, 2),
-        block_mask=block_mask.flex(q.shape[1], q.device),
+        block_mask=inputs.block_mask.flex(q.shape[1], q.device),
         scale=spec.scale,
         enable_gqa=spec.groups > 1,
     )
     return out.transpose(1, 2)
 
 
-def bounds(documents: Documents, queries: int, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
-    """The first and the last key, int32 (1, T) each, that every query of packed documents sees."""
+def bounds(documents: Documents, queries: int, spec: AttentionSpec) -> Intervals:
+    """The first and the last key that every query of packed documents sees."""
     ends = documents.queries[1:].long()
     places = torch.arange(queries)
     of = torch.searchsorted(ends, places, right=True)  # (T,) document numbers
@@ -123,7 +60,7 @@ def bounds(documents: Documents, queries: int, spec: AttentionSpec) -> tuple[Ten
         high = high - (ends[of] - 1 - places)  # the last query of a document sees its last key
         if spec.window is not None:
             low = torch.maximum(low, high - spec.window + 1)
-    return low.int()[None], high.int()[None]
+    return Intervals(low.int()[None], high.int()[None])
 
 
 def native_unsupported(request: AttentionRequest) -> str | None:
@@ -142,22 +79,22 @@ def native_opt_in(request: AttentionRequest) -> str | None:
 
 def native_sparse_unsupported(request: AttentionRequest) -> str | None:
     """Why the native attention cannot serve a request of a block pattern."""
-    if not request.block_mask:
-        return "it is for block masks"
-    return _unsupported(request) or (None if request.block_size is None else tiles_refusal(request.block_size))
+    if request.block_size is None:
+        return "it is for block masks of hasten.ops.attention.block_mask"
+    return _unsupported(request) or tiles_refusal(request.block_size)
 
 
 def flex_unsupported(request: AttentionRequest) -> str | None:
     """Why flex_attention cannot serve a request of a block pattern."""
-    if not request.block_mask:
-        return "it is for block masks"
+    if request.block_size is None:
+        return "it is for block masks of hasten.ops.attention.block_mask"
     if request.device.type not in ("cuda", "cpu"):
         return f"it runs on CUDA, the tensors are on {request.device}"
     if request.device.type == "cpu" and request.gradient:
         return "flex_attention has no backward pass on a CPU"
     if (found := request.given(*BESIDE_BLOCKS)) is not None:
         return f"with a block mask it takes no {found}"
-    if request.block_size is None or request.queries is None or request.keys is None:
+    if request.queries is None or request.keys is None:
         return None
     if (request.keys - request.queries) % request.block_size:
         return (
@@ -175,10 +112,8 @@ def flex_opt_in(request: AttentionRequest) -> str | None:
 def _unsupported(request: AttentionRequest) -> str | None:
     if request.device.type != "cpu":
         return f"it runs on a CPU, the tensors are on {request.device}"
-    if request.dtype not in DTYPES:
-        return f"it takes float32 and bfloat16, not {request.dtype_name}"
-    if request.spec.head_dim > LARGEST_HEAD:
-        return f"the head size is {request.spec.head_dim}; it goes up to {LARGEST_HEAD}"
+    if (reason := request.outside(*DTYPES)) is not None:
+        return reason
     if (found := request.given(*BESIDE_BLOCKS)) is not None:
         return f"it takes no {found}"
     if request.spec.causal and not request.layer and not request.documents and _more_queries(request):
@@ -218,7 +153,7 @@ def _contenders(dtype: torch.dtype, gradient: bool) -> dict[str, Callable[[], ob
 
     def run(kernel: Callable[..., Tensor]) -> Callable[[], object]:
         def call() -> object:
-            out = kernel(q, k, v, spec=spec)
+            out = kernel(q, k, v, spec)
             return torch.autograd.grad(out, (q, k, v), values[3]) if gradient else out
 
         return call
@@ -228,11 +163,3 @@ def _contenders(dtype: torch.dtype, gradient: bool) -> dict[str, Callable[[], ob
 
 def _more_queries(request: AttentionRequest) -> bool:
     return request.queries is not None and request.keys is not None and request.queries > request.keys
-
-
-def _as_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """In autocast's dtype, as PyTorch's own attention takes them."""
-    if not torch.is_autocast_enabled(q.device.type):
-        return q, k, v
-    half = torch.get_autocast_dtype(q.device.type)
-    return q.to(half), k.to(half), v.to(half)

@@ -1,8 +1,6 @@
 """The attention operator: its kernels in order of preference, and the public function."""
 
 import warnings
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,8 +10,9 @@ from hasten.errors import HastenWarning
 from hasten.ops import triton_support
 from hasten.ops.attention import sdpa_rules
 from hasten.ops.attention.block_mask import BlockMask
-from hasten.ops.attention.checks import check, complete_mask, four_dimensions
+from hasten.ops.attention.checks import DTYPES, check, complete_mask, four_dimensions
 from hasten.ops.attention.chunked import chunked
+from hasten.ops.attention.inputs import PLAIN, AttentionInputs, BlockMaskProtocol, Documents
 from hasten.ops.attention.masks import alibi_slopes
 from hasten.ops.attention.native_kernels import (
     flex,
@@ -21,55 +20,38 @@ from hasten.ops.attention.native_kernels import (
     flex_unsupported,
     native,
     native_opt_in,
-    native_sparse,
     native_sparse_unsupported,
     native_unsupported,
 )
 from hasten.ops.attention.reference import reference
-from hasten.ops.attention.request import AttentionRequest, BlockMaskProtocol, Documents
+from hasten.ops.attention.request import AttentionRequest
 from hasten.ops.attention.sdpa import memory_efficient, only, sdpa
-from hasten.ops.attention.spec import AttentionSpec
+from hasten.ops.attention.spec import HALVES, AttentionSpec
 from hasten.ops.picker import Kernel, pick
-
-LARGEST_TRITON_HEAD = 256
 
 
 def _triton_unsupported(request: AttentionRequest) -> str | None:
-    if request.dtype not in (torch.bfloat16, torch.float16):
-        return f"it takes bfloat16 and float16, not {request.dtype_name}"
-    if request.spec.head_dim > LARGEST_TRITON_HEAD:
-        return f"the head size is {request.spec.head_dim}; it goes up to {LARGEST_TRITON_HEAD}"
-    if (found := request.given("key_padding", "bias", "alibi", "documents", "block_mask")) is not None:
+    if (reason := request.outside(*HALVES)) is not None:
+        return reason
+    if request.queries != 1:
+        return "it is for decoding, one query a sequence"
+    if request.gradient:
+        return "it has no backward pass"
+    if (found := request.given("key_padding", "bias", "alibi", "documents", "block_mask", "dropout")) is not None:
         return f"it takes no {found}"
     return triton_support.refusal(request.device, request.compute_capability)
 
 
-def _triton_opt_in(request: AttentionRequest) -> str | None:
-    if request.layer:
-        return None
-    if request.queries != 1:
-        return "it is for decoding, one query a sequence"
-    return "it has no backward pass" if request.gradient or request.dropout else None
+def _triton(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, inputs: AttentionInputs = PLAIN) -> Tensor:
+    """A decode step in Triton, imported only where it is taken."""
+    from hasten.ops.attention.triton_decode import one_query
 
-
-def _triton(
-    q: Tensor, k: Tensor, v: Tensor, *, spec: AttentionSpec, mask: Tensor | None = None, dropout: float = 0.0
-) -> Tensor:
-    """A decode step in Triton; what has several queries a sequence, or needs a gradient, as without it."""
-    if q.shape[1] == 1 and not dropout and not (torch.is_grad_enabled() and q.requires_grad):
-        # Imported here, because it imports Triton: only where the kernel is taken.
-        from hasten.ops.attention.triton_decode import one_query
-
-        return one_query(q, k, v, spec=spec, mask=mask)
-    several = sdpa if spec.softcap is None else reference
-    return several(q, k, v, spec=spec, mask=mask, dropout=dropout)
+    return one_query(q, k, v, spec=spec, mask=inputs.mask)
 
 
 def _flash_triton_unsupported(request: AttentionRequest) -> str | None:
-    if request.dtype not in (torch.bfloat16, torch.float16) and request.device.type != "cpu":
-        return f"it takes bfloat16 and float16, not {request.dtype_name}"
-    if request.spec.head_dim > LARGEST_TRITON_HEAD:
-        return f"the head size is {request.spec.head_dim}; it goes up to {LARGEST_TRITON_HEAD}"
+    if (reason := request.outside(*(DTYPES if request.device.type == "cpu" else HALVES))) is not None:
+        return reason
     if not request.spec.scale > 0:
         return f"it wants a scale above zero; this one is {request.spec.scale}"
     if (found := request.given("mask", "key_padding", "bias", "alibi", "block_mask", "dropout")) is not None:
@@ -81,11 +63,11 @@ def _flash_triton_opt_in(request: AttentionRequest) -> str:
     return "it has not run on a GPU yet: only by name"
 
 
-def _flash_triton(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+def _flash_triton(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, inputs: AttentionInputs = PLAIN) -> Tensor:
     """FlashAttention in Triton, imported only where it is taken."""
     from hasten.ops.attention.flash_triton import flash_triton
 
-    return flash_triton(q, k, v, **options)
+    return flash_triton(q, k, v, spec, inputs)
 
 
 def _chunked_unsupported(request: AttentionRequest) -> str | None:
@@ -100,12 +82,11 @@ def _chunked_opt_in(request: AttentionRequest) -> str | None:
 
 # In order of preference: the first that fits is taken. `unsupported_reason` and `opt_in_reason` are asked without
 # touching a tensor or a device, so that `hasten explain attention` can answer for a machine that is not here. Every
-# kernel is called as run(q, k, v, *, spec, mask=None, dropout=0.0) with key_padding, bias, alibi, documents and
-# block_mask added only where they are given: one that does not support them need not name them.
+# kernel is called as run(q, k, v, spec, inputs).
 KERNELS: tuple[Kernel[AttentionRequest], ...] = (
-    Kernel("triton", _triton, _triton_unsupported, _triton_opt_in),
+    Kernel("triton", _triton, _triton_unsupported),
     Kernel("native", native, native_unsupported, native_opt_in),
-    Kernel("native-sparse", native_sparse, native_sparse_unsupported),
+    Kernel("native-sparse", native, native_sparse_unsupported),
     Kernel("flex", flex, flex_unsupported, flex_opt_in),
     Kernel("flash", only(SDPBackend.FLASH_ATTENTION), sdpa_rules.flash, sdpa_rules.flash_opt_in),
     Kernel("flash-triton", _flash_triton, _flash_triton_unsupported, _flash_triton_opt_in),
@@ -176,21 +157,25 @@ def attention(
         cu_seqlens_k=cu_seqlens_k,
         dropout=dropout,
     )
-    options: dict[str, object] = {}
-    shape = q.shape
+    shape, documents = q.shape, None
     if cu_seqlens is not None:
         q, k, v = (x.flatten(0, 1).unsqueeze(0) for x in (q, k, v))
-        options["documents"] = Documents(cu_seqlens, cu_seqlens if cu_seqlens_k is None else cu_seqlens_k)
+        documents = Documents(cu_seqlens, cu_seqlens if cu_seqlens_k is None else cu_seqlens_k)
     if mask is not None and causal:
         mask, window = complete_mask(mask, window, q.shape[1], k.shape[1]), None
-    if key_padding_mask is not None:
-        options["key_padding"] = key_padding_mask
-    if bias is not None:
-        options["bias"] = four_dimensions(bias)
-    if alibi is not None and alibi is not False:
-        options["alibi"] = alibi if isinstance(alibi, Tensor) else alibi_slopes(q.shape[2], q.device)
-    if block_mask is not None:
-        options["block_mask"] = block_mask
+    if alibi is False:
+        alibi = None
+    elif alibi is True:
+        alibi = alibi_slopes(q.shape[2], q.device)
+    inputs = AttentionInputs(
+        mask=mask,
+        block_mask=block_mask,
+        documents=documents,
+        key_padding=key_padding_mask,
+        bias=None if bias is None else four_dimensions(bias),
+        alibi=alibi,
+        dropout=dropout,
+    )
     spec = AttentionSpec(
         heads=q.shape[2],
         kv_heads=k.shape[2],
@@ -212,7 +197,7 @@ def attention(
         key_padding=key_padding_mask is not None,
         bias=bias is not None,
         bias_gradient=bias is not None and wants and bias.requires_grad,
-        alibi="alibi" in options,
+        alibi=alibi is not None,
         documents=cu_seqlens is not None,
         block_mask=block_mask is not None,
         block_size=block_mask.layout.block if isinstance(block_mask, BlockMask) else None,
@@ -224,5 +209,5 @@ def attention(
         reason = (native_sparse_unsupported if q.device.type == "cpu" else flex_unsupported)(request)
         message = f"the absent blocks of this block mask are not skipped, all scores are computed: {reason}"
         warnings.warn(message, HastenWarning, stacklevel=2)
-    run: Callable[..., Tensor] = chosen.run
-    return run(q, k, v, spec=spec, mask=mask, dropout=dropout, **options).reshape(shape)
+    out: Tensor = chosen.run(q, k, v, spec, inputs)
+    return out.reshape(shape)

@@ -1,24 +1,12 @@
 """Packed documents: an interval of keys for every query, and documents one by one for kernels that know neither."""
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from hasten.ops.attention.request import Documents
-
-
-class Intervals(NamedTuple):
-    """The first and the last key that each query sees, int32 (B, T) both, as positions in its row."""
-
-    low: Tensor
-    high: Tensor
-
-    def mask(self, keys: int) -> Tensor:
-        """bool (B, T, S), for kernels that take nothing smaller."""
-        places = torch.arange(keys, device=self.low.device)
-        return (places >= self.low.unsqueeze(-1)) & (places <= self.high.unsqueeze(-1))
+from hasten.ops.attention.inputs import AttentionInputs, Intervals
+from hasten.ops.attention.spec import AttentionSpec
 
 
 def document_intervals(documents: Tensor, window: int | None = None) -> Intervals:
@@ -33,10 +21,12 @@ def document_intervals(documents: Tensor, window: int | None = None) -> Interval
 
 
 def per_document(
-    run: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, *, documents: Documents, **options: object
+    run: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, inputs: AttentionInputs
 ) -> Tensor:
     """`run` on every document of q (1, N, H, D) and k, v (1, M, Hkv, D). Reads the lengths (a device waits for it)."""
-    starts, key_starts = documents.queries.tolist(), documents.keys.tolist()
+    assert inputs.documents is not None
+    starts, key_starts = (x.tolist() for x in inputs.documents)
+    inputs = inputs._replace(documents=None)
     parts = []
     for i in range(len(starts) - 1):
         own, keys = slice(starts[i], starts[i + 1]), slice(key_starts[i], key_starts[i + 1])
@@ -45,5 +35,5 @@ def per_document(
         if keys.stop == keys.start:
             parts.append(q[:, own] * 0)  # queries without any key
             continue
-        parts.append(run(q[:, own], k[:, keys], v[:, keys], **options))
+        parts.append(run(q[:, own], k[:, keys], v[:, keys], spec, inputs))
     return torch.cat(parts, dim=1) if parts else q * 0

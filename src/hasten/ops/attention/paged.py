@@ -17,7 +17,7 @@ from hasten.ops import triton_support
 from hasten.ops.attention.int8_rows import SCALE_BYTES, dequantize_rows
 from hasten.ops.attention.masks import visible
 from hasten.ops.attention.request import AttentionRequest
-from hasten.ops.attention.spec import LARGEST_HEAD, AttentionSpec
+from hasten.ops.attention.spec import HALVES, AttentionSpec
 from hasten.ops.attention.view import KVView
 from hasten.ops.native import library
 from hasten.ops.picker import Kernel
@@ -70,7 +70,7 @@ def gathered(
         mask = None
         if len(slots) > 1:
             mask = visible(positions, torch.arange(slots.shape[1], device=q.device), spec.window)  # (n, T, S)
-        out[rows] = dense(queries, keys, values, spec=spec, mask=mask, dropout=0.0).flatten(0, 1)
+        out[rows] = dense(queries, keys, values, mask=mask).flatten(0, 1)
     return out
 
 
@@ -100,18 +100,14 @@ def _without_slots(view: KVView) -> tuple[object, ...]:
 def _native_unsupported(request: AttentionRequest) -> str | None:
     if request.device.type != "cpu":
         return f"it runs on a CPU, the cache is on {request.device}"
-    if request.dtype != torch.bfloat16:
-        return f"it computes in bfloat16, not in {request.dtype_name}"
-    if request.spec.head_dim > LARGEST_HEAD:
-        return f"the head size is {request.spec.head_dim}; it goes up to {LARGEST_HEAD}"
+    if (reason := request.outside(torch.bfloat16)) is not None:
+        return reason
     return None if library() is not None else "the native library is not there (no compiler, or HASTEN_ISA=none)"
 
 
 def _triton_unsupported(request: AttentionRequest) -> str | None:
-    if request.dtype not in (torch.bfloat16, torch.float16):
-        return f"it takes bfloat16 and float16, not {request.dtype_name}"
-    if request.spec.head_dim > LARGEST_HEAD:
-        return f"the head size is {request.spec.head_dim}; it goes up to {LARGEST_HEAD}"
+    if (reason := request.outside(*HALVES)) is not None:
+        return reason
     if request.int8_cache and request.spec.head_dim % SCALE_BYTES:
         return f"the head size is {request.spec.head_dim}; over an int8 cache it must be a multiple of {SCALE_BYTES}"
     return triton_support.refusal(request.device, request.compute_capability)

@@ -4,30 +4,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hasten.ops.attention.inputs import PLAIN, AttentionInputs
 from hasten.ops.attention.masks import alibi_bias, positions, visibility
-from hasten.ops.attention.request import BlockMaskProtocol, Documents
 from hasten.ops.attention.spec import AttentionSpec
 
 
-def reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    spec: AttentionSpec,
-    mask: Tensor | None = None,
-    dropout: float = 0.0,
-    key_padding: Tensor | None = None,
-    bias: Tensor | None = None,
-    alibi: Tensor | None = None,
-    documents: Documents | None = None,
-    block_mask: BlockMaskProtocol | None = None,
-) -> Tensor:
+def reference(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, inputs: AttentionInputs = PLAIN) -> Tensor:
     """Attention of q (B, T, H, D) over k, v (B, S, Hkv, D); returns (B, T, H, D) in q's dtype.
 
-    mask (B, T, S) or (T, S), True where a query sees a key, replaces the causal mask. Scores and softmax are computed
-    in float32 whatever the inputs' dtype (in their own if they are float64). A query that sees no key gives zeros. The
-    other options: see `hasten.ops.attention.attention`.
+    Scores and softmax are computed in float32 whatever the tensors' dtype (in their own if they are float64). A query
+    that sees no key gives zeros. See `AttentionSpec`, `AttentionInputs` and `hasten.ops.attention.attention`.
     """
     groups = spec.groups
     wide = torch.promote_types(q.dtype, torch.float32)
@@ -40,28 +26,18 @@ def reference(
     if spec.softcap is not None:
         scores = spec.softcap * torch.tanh(scores / spec.softcap)
     queries, keys = q.shape[1], k.shape[1]
-    if bias is not None:
-        scores = scores + bias
-    if alibi is not None:
-        query_places, key_places, _ = positions(queries, keys, documents, q.device)
-        scores = scores + alibi_bias(alibi.to(wide), query_places, key_places)
-    seen = visibility(
-        queries,
-        keys,
-        spec=spec,
-        device=q.device,
-        mask=mask,
-        key_padding=key_padding,
-        documents=documents,
-        block_mask=block_mask,
-    )
+    if inputs.bias is not None:
+        scores = scores + inputs.bias
+    if inputs.alibi is not None:
+        query_places, key_places, _ = positions(queries, keys, inputs.documents, q.device)
+        scores = scores + alibi_bias(inputs.alibi.to(wide), query_places, key_places)
+    seen = visibility(queries, keys, spec, inputs, q.device)
     if seen is None:
         probabilities = scores.softmax(dim=-1)
     else:
         probabilities = scores.masked_fill(~seen, float("-inf")).softmax(dim=-1)
-        if mask is not None or key_padding is not None or documents is not None or block_mask is not None:
-            # Only these can leave a query without any key; causality always leaves its own.
+        if inputs.hides_keys:  # causality always leaves a query its own key
             probabilities = probabilities.masked_fill(~seen.any(dim=-1, keepdim=True), 0)
-    if dropout:
-        probabilities = F.dropout(probabilities, dropout)
+    if inputs.dropout:
+        probabilities = F.dropout(probabilities, inputs.dropout)
     return (probabilities @ vs).transpose(1, 2).to(q.dtype)

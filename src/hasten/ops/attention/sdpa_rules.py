@@ -7,9 +7,8 @@ layer is judged by what is known of it; what differs from call to call is judged
 import torch
 
 from hasten.ops.attention.request import AttentionRequest
-from hasten.ops.attention.spec import LARGEST_HEAD
+from hasten.ops.attention.spec import HALVES, LARGEST_HEAD
 
-HALVES = (torch.bfloat16, torch.float16)
 TOP_LEFT = (
     "is_causal is aligned top left there: with {queries} queries and {keys} keys it is not our causal attention "
     "(bottom right)"

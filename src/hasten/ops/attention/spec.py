@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 
+import torch
+
+HALVES = (torch.bfloat16, torch.float16)
 LARGEST_HEAD = 256  # elements, of every kernel that has a limit
 
 
