@@ -2,7 +2,7 @@
 
 import json
 import os
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ import hasten
 from hasten.errors import ConfigError
 from hasten.model.binding import explain, kernels
 from hasten.model.context import TrainingContext
+from hasten.model.transformer import Attention
 from hasten.ops.attention import KERNELS
 from hasten.ops.native import library
 from references import make_reference
@@ -114,6 +115,42 @@ def test_explain_sees_a_forced_kernel():
         "reference",
         f"{DEFAULT} comes first",
     )
+
+
+def test_every_form_of_a_call_runs_the_kernel_that_is_explained(monkeypatch):
+    model = hasten.load(make_reference("llama"))
+    explained = {row.operator: row.kernel for row in explain(model) if row.layer == 0}
+    assert explained["attention over a cache"] == explained["attention over a cache, one query"] == "sdpa"
+    assert "attention with dropout" not in explained  # this model has none
+    ran = []
+    for attention in [module for module in model.modules() if isinstance(module, Attention)]:
+        spies = {}
+        for form in ("tokens", "dropout", "masked", "decode"):
+            kernel = getattr(attention.kernels, form)
+
+            def spy(*call, form=form, kernel=kernel):
+                ran.append((form, kernel.name))
+                return kernel.run(*call)
+
+            spies[form] = replace(kernel, run=spy)
+        attention.kernels = replace(attention.kernels, **spies)
+    hasten.generate(model, [[1, 5, 9, 2]], hasten.SamplingParams(max_new_tokens=3, temperature=0, ignore_eos=True))
+    assert {name for form, name in ran if form == "tokens"} == {explained["attention"]}
+    assert {name for form, name in ran if form == "decode"} == {"sdpa"}
+    assert {form for form, _ in ran} == {"tokens", "decode"}
+
+
+@pytest.mark.skipif(library() is None, reason="there are no native kernels here")
+def test_a_kernel_by_name_runs_every_form_that_it_serves():
+    model = hasten.load(make_reference("llama"))
+    with kernels(model, attention="native"):
+        found = {row.operator: row for row in explain(model) if row.layer == 0}
+        assert found["attention"].kernel == "native"
+        assert found["attention over a cache"].kernel == "sdpa"
+        reasons = {other.kernel: other.reason for other in found["attention over a cache"].others}
+        assert reasons["native"] == "it takes no explicit mask"
+    with pytest.raises(ConfigError, match="it is for block masks"), kernels(model, attention="native-sparse"):
+        pass
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

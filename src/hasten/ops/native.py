@@ -3,12 +3,13 @@
 Each instruction set's libraries register their operators in a torch namespace of its own (`hasten_avx2::linear` …):
 one for inference, one for what only training calls, each compiled and loaded when it is first asked for.
 An operator's output shapes are told to torch by its fake implementation: the folder of an operator holds a `fakes.py`
-beside its C++ with a dict `FAKES` from the operator's name to a function of the same arguments that returns empty
-tensors of the right shapes. `library()` finds those files by itself.
+beside its C++, each function of which has the name and the arguments of a native operator and returns empty tensors of
+the right shapes. `library()` finds those files by itself.
 """
 
 import functools
 import importlib
+import inspect
 import os
 import threading
 import warnings
@@ -134,7 +135,8 @@ def fakes() -> dict[str, Callable]:
     found: dict[str, Callable] = {}
     for file in sorted(SOURCES.glob("*/fakes.py")):
         module = importlib.import_module(f"{__package__}.{file.parent.name}.fakes")
-        double = found.keys() & module.FAKES.keys()
-        assert not double, f"two operators are named {double}"
-        found.update(module.FAKES)
+        functions = inspect.getmembers(module, inspect.isfunction)
+        own = {name: function for name, function in functions if function.__module__ == module.__name__}
+        assert not found.keys() & own.keys(), f"two operators are named {found.keys() & own.keys()}"
+        found |= own
     return found

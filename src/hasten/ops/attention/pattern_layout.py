@@ -5,7 +5,7 @@ The patterns themselves are in patterns.py.
 
 import random
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 from hasten.errors import ConfigError
 
@@ -49,6 +49,11 @@ class BlockLayout:
         return tuple("".join("1" if j in row else "0" for j in range(self.blocks_k)) for row in map(set, own))
 
 
+def size(default: int, *, least: int) -> int:
+    """A field that is a whole number of at least `least`."""
+    return field(default=default, metadata={"least": least})
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pattern:
     """What all patterns have in common. Sizes are in blocks of `block` positions.
@@ -57,13 +62,15 @@ class Pattern:
     sizes that mean nothing.
     """
 
-    block: int = 64
+    block: int = size(64, least=1)
     causal: bool = True
     seed: int = 0
     per_head: bool = False
 
     def __post_init__(self) -> None:
-        self._require("block", self.block, 1)
+        for f in fields(self):
+            if "least" in f.metadata:
+                self._require(f.name, getattr(self, f.name), f.metadata["least"])
 
     def _require(self, name: str, value: object, least: int) -> None:
         if isinstance(value, bool) or not isinstance(value, int) or value < least:

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from hasten.errors import ConfigError
-from hasten.ops.attention.pattern_layout import Pattern
+from hasten.ops.attention.pattern_layout import Pattern, size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,11 +47,7 @@ class Causal(Pattern):
 class Local(Pattern):
     """Blocks at most `radius` away: |i - j| <= radius."""
 
-    radius: int = 1
-
-    def __post_init__(self) -> None:
-        Pattern.__post_init__(self)
-        self._require("radius", self.radius, 0)
+    radius: int = size(1, least=0)
 
     @property
     def reach(self) -> int | None:
@@ -65,11 +61,7 @@ class Local(Pattern):
 class SlidingWindow(Pattern):
     """`window` blocks around the query: window // 2 on each side."""
 
-    window: int = 3
-
-    def __post_init__(self) -> None:
-        Pattern.__post_init__(self)
-        self._require("window", self.window, 1)
+    window: int = size(3, least=1)
 
     @property
     def reach(self) -> int | None:
@@ -83,11 +75,7 @@ class SlidingWindow(Pattern):
 class Atrous(Pattern):
     """Every `stride`-th block, counted from the query: (i - j) mod stride = 0. Also called dilated."""
 
-    stride: int = 4
-
-    def __post_init__(self) -> None:
-        Pattern.__post_init__(self)
-        self._require("stride", self.stride, 1)
+    stride: int = size(4, least=1)
 
     def columns(self, row: int, blocks: int, *, head: int, layer: int) -> Iterable[int]:
         return range(row % self.stride, blocks, self.stride)
@@ -97,13 +85,8 @@ class Atrous(Pattern):
 class Strided(Pattern):
     """Near blocks densely, far ones every `stride`-th: the union of Local and Atrous (Sparse Transformers)."""
 
-    radius: int = 1
-    stride: int = 4
-
-    def __post_init__(self) -> None:
-        Pattern.__post_init__(self)
-        self._require("radius", self.radius, 0)
-        self._require("stride", self.stride, 1)
+    radius: int = size(1, least=0)
+    stride: int = size(4, least=1)
 
     def columns(self, row: int, blocks: int, *, head: int, layer: int) -> Iterable[int]:
         near = _within(row - self.radius, row + self.radius + 1, blocks)
@@ -118,15 +101,13 @@ class Fixed(Pattern):
     bidirectional attention: global blocks also see everything.
     """
 
-    local_blocks: int = 4
-    global_blocks: int = 1
-    global_patterns: int = 1
+    local_blocks: int = size(4, least=1)
+    global_blocks: int = size(1, least=1)
+    global_patterns: int = size(1, least=1)
     horizontal: bool = False
 
     def __post_init__(self) -> None:
         Pattern.__post_init__(self)
-        for name in ("local_blocks", "global_blocks", "global_patterns"):
-            self._require(name, getattr(self, name), 1)
         if self.global_blocks * self.global_patterns > self.local_blocks:
             raise ConfigError(
                 f"Fixed: {self.global_patterns} patterns of {self.global_blocks} global blocks do not fit into windows "
@@ -160,7 +141,7 @@ class Variable(Pattern):
     """
 
     windows: tuple[int, ...] = (4,)
-    random_blocks: int = 0
+    random_blocks: int = size(0, least=0)
     global_indices: tuple[int, ...] = (0,)
     global_ends: tuple[int, ...] | None = None
     horizontal: bool = False
@@ -170,25 +151,24 @@ class Variable(Pattern):
         _require_several(self, "windows", self.windows)
         if not self.windows:
             raise ConfigError("Variable: windows must hold at least one size; found ()")
-        for size in self.windows:
-            self._require("windows", size, 1)
-        self._require("random_blocks", self.random_blocks, 0)
+        for blocks in self.windows:
+            self._require("windows", blocks, 1)
         _check_ranges(self, self.global_indices, self.global_ends)
         _refuse_causal_rows(self, self.horizontal)
 
     def columns(self, row: int, blocks: int, *, head: int, layer: int) -> Iterable[int]:
         start = 0
-        for size in self.windows:
-            if row < start + size:
+        for window in self.windows:
+            if row < start + window:
                 break
-            start += size
+            start += window
         else:
-            size = self.windows[-1]
-            start += (row - start) // size * size
+            window = self.windows[-1]
+            start += (row - start) // window * window
         globals_ = _globals(self.global_indices, self.global_ends, blocks)
         if self.horizontal and row in globals_:
             return range(blocks)
-        seen = {*_within(start, start + size, blocks), *globals_}
+        seen = {*_within(start, start + window, blocks), *globals_}
         others = [j for j in range(blocks) if j not in seen]
         return seen.union(self._draw(others, self.random_blocks, head=head, layer=layer, row=row))
 
@@ -200,15 +180,9 @@ class BigBird(Pattern):
     Causal: global rows see what is not later, so only the columns are left of them.
     """
 
-    random_blocks: int = 1
-    window: int = 3
-    global_blocks: int = 1
-
-    def __post_init__(self) -> None:
-        Pattern.__post_init__(self)
-        self._require("random_blocks", self.random_blocks, 0)
-        self._require("window", self.window, 1)
-        self._require("global_blocks", self.global_blocks, 0)
+    random_blocks: int = size(1, least=0)
+    window: int = size(3, least=1)
+    global_blocks: int = size(1, least=0)
 
     def columns(self, row: int, blocks: int, *, head: int, layer: int) -> Iterable[int]:
         if row < self.global_blocks:
@@ -225,13 +199,12 @@ class BSLongformer(Pattern):
     global_indices, and with global_ends of the same length, ranges [index, end).
     """
 
-    window: int = 3
+    window: int = size(3, least=1)
     global_indices: tuple[int, ...] = (0,)
     global_ends: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         Pattern.__post_init__(self)
-        self._require("window", self.window, 1)
         _check_ranges(self, self.global_indices, self.global_ends)
 
     def columns(self, row: int, blocks: int, *, head: int, layer: int) -> Iterable[int]:
@@ -246,8 +219,8 @@ def _within(start: int, stop: int, blocks: int) -> range:
     return range(max(0, start), min(stop, blocks))
 
 
-def _window(row: int, size: int, blocks: int) -> range:
-    return _within(row - size // 2, row + size // 2 + 1, blocks)
+def _window(row: int, window: int, blocks: int) -> range:
+    return _within(row - window // 2, row + window // 2 + 1, blocks)
 
 
 def _globals(starts: tuple[int, ...], ends: tuple[int, ...] | None, blocks: int) -> set[int]:

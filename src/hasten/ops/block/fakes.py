@@ -43,14 +43,3 @@ def plan_block(
 ) -> Tensor:
     """As plan_weight."""
     return rest[0].new_empty(0, dtype=torch.uint8)
-
-
-FAKES = {
-    "plan_weight": plan_weight,
-    "plan_block": plan_block,
-    "blocks": blocks,
-    "attention_input": attention_input,
-    "linear_add": linear_add,
-    "mlp_input": mlp_input,
-    "norm_linear": norm_linear,
-}

@@ -1,7 +1,5 @@
 """Output shapes of the linear operator's native functions, for torch.compile. Read by hasten.ops.native."""
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -40,12 +38,3 @@ def pack_int4(q: Tensor, group_size: int) -> Tensor:
 def pack_int4_words(words: Tensor, group_size: int) -> Tensor:
     n, k = words.shape[0], words.shape[1] * 8
     return words.new_empty(PANELS.data_size(PackedShape(n, k, int4_format(group_size))), dtype=torch.uint8)
-
-
-FAKES: dict[str, Callable] = {
-    "linear": linear,
-    "pack_bf16": pack_bf16,
-    "pack_int8": pack_int8,
-    "pack_int4": pack_int4,
-    "pack_int4_words": pack_int4_words,
-}
