@@ -49,7 +49,7 @@ def with_tiles(tiles, backward_tiles):
 
     def run(q, k, v, weight, lse_weight, *, scale=None, window=None, softcap=None, causal=True):
         scale = q.shape[3] ** -0.5 if scale is None else scale
-        problem = Problem(scale=scale, causal=causal, window=window or 0, softcap=softcap or 0.0)
+        problem = Problem(None, None, scale, causal=causal, window=window or 0, softcap=softcap or 0.0)
         out, lse = forward(q, k, v, problem=problem, tiles=tiles)
         return [out, lse, *backward(weight, lse_weight, q, k, v, out, lse, problem=problem, tiles=backward_tiles)]
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from hasten.model.config import ModelConfig
-from hasten.ops.attention.block_mask import BlockMask
+from hasten.ops.attention.block_mask import BlockMask, dense_blocks
 from hasten.ops.attention.masks import visible
 from hasten.ops.attention.pattern_layout import Pattern
 
@@ -52,12 +52,7 @@ class SparseSight:
 
 @functools.lru_cache(maxsize=64)
 def _table(pattern: Pattern, blocks: int, heads: int, layer: int) -> Tensor:
-    layout = pattern.layout(blocks, heads=heads, layer=layer)
-    table = torch.zeros(len(layout.heads), blocks, blocks, dtype=torch.bool)
-    for head, rows in enumerate(layout.heads):
-        for row, columns in enumerate(rows):
-            table[head, row, list(columns)] = True
-    return table
+    return dense_blocks(pattern.layout(blocks, heads=heads, layer=layer))
 
 
 @functools.lru_cache(maxsize=64)

@@ -12,7 +12,7 @@ namespace hasten {
 
 // Memory that a thread will stream through soon, asked for a few lines at a time where it waits or computes: into the
 // second-level cache, which has room for the first of it.
-struct Ahead {
+struct Prefetcher {
   const char *at = nullptr, *end = nullptr;
   void ask(int64_t lines) {
     for (; lines > 0 && at < end; lines--, at += 64) __builtin_prefetch(at, 0, 2);
@@ -37,19 +37,19 @@ struct RowsAhead {
 template <class T, int SLOT>
 T* scratch(int64_t count) {
   constexpr int64_t line = 64 / sizeof(T) ? 64 / sizeof(T) : 1;
-  thread_local std::vector<T> memory;
+  thread_local std::vector<T> kept;
   // A line to align with, and one more: kernels may read whole lines.
-  if (int64_t(memory.size()) < count + 2 * line) memory.resize(count + 2 * line);
-  auto address = (reinterpret_cast<uintptr_t>(memory.data()) + 63) & ~uintptr_t(63);
+  if (int64_t(kept.size()) < count + 2 * line) kept.resize(count + 2 * line);
+  auto address = (reinterpret_cast<uintptr_t>(kept.data()) + 63) & ~uintptr_t(63);
   return reinterpret_cast<T*>(address);
 }
 
 // Memory of one call, for what all its threads share. What a small call takes is kept for the next one.
-class Memory {
+class Arena {
  public:
-  Memory() = default;
-  Memory(const Memory&) = delete;
-  ~Memory() {
+  Arena() = default;
+  Arena(const Arena&) = delete;
+  ~Arena() {
     auto& kept = blocks();
     size_t total = 0;
     for (auto& block : kept) total += block.size;

@@ -1,7 +1,7 @@
 // Work shared between torch's own threads, so that two pools never compete for the cores.
 //
-// `together` starts all threads once; what they do then is a row of phases, each begun by all of them at the same time:
-// a decode step of a whole block is one such call, because starting and stopping threads five times a layer costs more
+// `parallel_region` starts all threads once; what they do then is a row of phases, each begun by all of them at the same
+// time: a decode step of a whole block is one such call, because starting and stopping threads five times a layer costs more
 // than a tenth of an int4 token. Which thread computes an item never changes its result.
 #pragma once
 
@@ -26,13 +26,13 @@ inline void pause() {
 #endif
 }
 
-// What the threads of one `together` share.
-class Team {
+// What the threads of one `parallel_region` share.
+class ThreadTeam {
  public:
-  explicit Team(int64_t size) : size(size), parts(size) {}
+  explicit ThreadTeam(int64_t size) : size(size), parts(size) {}
 
  private:
-  friend class Member;
+  friend class Worker;
   // A part of the items of a stream: its first item in the upper half, its end in the lower one.
   struct alignas(64) Part {
     std::atomic<uint64_t> left{0};
@@ -60,17 +60,17 @@ class Team {
   std::atomic<bool> failed{false};
 };
 
-// One thread of a team. All members call the same phases in the same order with the same number of items; each phase
+// One thread of a team. All workers call the same phases in the same order with the same number of items; each phase
 // begins when all of them have come, so what the phase before wrote can be read.
-class Member {
+class Worker {
  public:
-  Member(Team& team, int64_t begin, int64_t end) : team_(team), begin_(begin), end_(end) {}
+  Worker(ThreadTeam& team, int64_t begin, int64_t end) : team_(team), begin_(begin), end_(end) {}
 
   // f(item) for every item. Threads take the next free one: on a shared machine one core is often slower.
   template <class F>
   void each(int64_t items, const F& f) {
     if (alone()) return by_torch(items, f);
-    meet(items);
+    barrier(items);
     for (int64_t i; (i = team_.next.fetch_add(1, std::memory_order_relaxed)) < items;) f(i);
   }
 
@@ -78,12 +78,12 @@ class Member {
   // jumps waits at each jump for what its prefetcher does not foresee: taking turns, two cores reached 65 of 85 GB/s.
   // Who has finished takes items from the end of the others' parts. Each thread calls before() once, when all have come.
   template <class Before, class F>
-  void stream(int64_t items, const Before& before, const F& f, Ahead ahead = {}) {
+  void stream(int64_t items, const Before& before, const F& f, Prefetcher prefetcher = {}) {
     if (alone()) {
       before();
       return by_torch(items, f);
     }
-    meet(items, ahead);
+    barrier(items, prefetcher);
     before();
     walk(f);
   }
@@ -114,8 +114,8 @@ class Member {
 #endif
     for (int64_t i = 0; i < items; i++) f(i);
   }
-  // A thread that stands for several members (OpenMP may give fewer than asked for) counts as so many.
-  void meet(int64_t items, Ahead ahead = {}) {
+  // A thread that stands for several workers (OpenMP may give fewer than asked for) counts as so many.
+  void barrier(int64_t items, Prefetcher prefetcher = {}) {
     const uint64_t turn = team_.turn.load(std::memory_order_acquire);
     if (team_.arrived.fetch_add(end_ - begin_, std::memory_order_acq_rel) + end_ - begin_ == team_.size) {
       team_.arrived.store(0, std::memory_order_relaxed);
@@ -125,38 +125,38 @@ class Member {
     }
     for (int64_t spins = 0; team_.turn.load(std::memory_order_acquire) == turn; spins++) {
       if (team_.failed.load(std::memory_order_relaxed)) throw std::runtime_error("another thread failed");
-      if (ahead.at < ahead.end) ahead.ask(4);
+      if (prefetcher.at < prefetcher.end) prefetcher.ask(4);
       else if (spins < 20000) pause();
       else std::this_thread::yield();  // somebody else has the core that we wait for
     }
   }
   template <class Body>
-  friend void together(const Body& body);
+  friend void parallel_region(const Body& body);
   // For a thread that will not come any more (memory ran out): nobody may wait for it.
   void fail() { team_.failed.store(true, std::memory_order_relaxed); }
-  Team& team_;
+  ThreadTeam& team_;
   const int64_t begin_, end_;
 };
 
-// Calls body(member) on every thread.
+// Calls body(worker) on every thread.
 template <class Body>
-void together(const Body& body) {
+void parallel_region(const Body& body) {
   int64_t threads = 1;
 #if HASTEN_OPENMP
   // Only OpenMP promises that all threads of a region run at the same time, without which none may wait for another.
   threads = torch::stable::get_num_threads();
 #endif
-  Team team(threads);
+  ThreadTeam team(threads);
   if (threads == 1) {
-    Member only(team, 0, 1);
+    Worker only(team, 0, 1);
     return body(only);
   }
   torch::stable::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
-    Member member(team, begin, end);
+    Worker worker(team, begin, end);
     try {
-      body(member);
+      body(worker);
     } catch (...) {
-      member.fail();
+      worker.fail();
       throw;
     }
   });
@@ -166,7 +166,7 @@ void together(const Body& body) {
 template <class F>
 void for_chunks(int64_t chunks, const F& f) {
   if (chunks == 1) return f(0);
-  together([&](Member& member) { member.each(chunks, f); });
+  parallel_region([&](Worker& worker) { worker.each(chunks, f); });
 }
 
 }  // namespace hasten

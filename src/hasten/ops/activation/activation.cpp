@@ -142,8 +142,8 @@ std::tuple<Tensor, Tensor> bias_gelu_backward(Tensor dout, Tensor z, std::option
   if (!z.numel()) return {dz, dbias};
   const auto added = bias_of(bias, sheet.width);
   const int64_t stride = round_up(sheet.width, LANES);
-  Memory memory;
-  float* sums = memory.take<float>(sheet.blocks() * stride);
+  Arena arena;
+  float* sums = arena.take<float>(sheet.blocks() * stride);
   with_type(z, [&](auto kind) {
     using T = decltype(kind);
     auto *from = static_cast<const T*>(z.const_data_ptr()), *upper = static_cast<const T*>(dout.const_data_ptr());

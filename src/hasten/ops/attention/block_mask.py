@@ -89,10 +89,7 @@ class BlockMask:
         """bool (1 or H, T, S), True where a query sees a key: the n × n matrix, for the reference and small sizes."""
         self.check(queries, keys)
         layout, block = self.layout, self.layout.block
-        seen = torch.zeros(len(layout.heads), layout.blocks_q, layout.blocks_k, dtype=torch.bool)
-        for head, rows in enumerate(layout.heads):
-            for row, columns in enumerate(rows):
-                seen[head, row, list(columns)] = True
+        seen = dense_blocks(layout)
         places = torch.arange(keys)
         own = places[keys - queries :]
         mask = seen[:, own // block - layout.first_row][:, :, places // block]
@@ -125,6 +122,15 @@ class BlockMask:
         if key not in self._forms:
             self._forms[key] = _flex(self.layout, queries, self.keys, device)
         return self._forms[key]  # type: ignore[return-value]
+
+
+def dense_blocks(layout: BlockLayout) -> Tensor:
+    """bool (layouts, query blocks, key blocks), True where a block is present."""
+    present = torch.zeros(len(layout.heads), layout.blocks_q, layout.blocks_k, dtype=torch.bool)
+    for head, rows in enumerate(layout.heads):
+        for row, columns in enumerate(rows):
+            present[head, row, list(columns)] = True
+    return present
 
 
 def tiles_refusal(block: int) -> str | None:

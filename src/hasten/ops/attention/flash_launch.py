@@ -14,16 +14,16 @@ from hasten.ops.attention.flash_tiles import Tiles, backward_tiles, forward_tile
 LOG2_E = math.log2(math.e)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Problem:
-    """What is computed, apart from the tensors. window, softcap 0: none. *_starts (documents + 1,): of documents."""
+    """What is computed, apart from q, k, v. *_starts (documents + 1,): of documents. window, softcap 0: none."""
 
+    query_starts: Tensor | None
+    key_starts: Tensor | None
     scale: float
     causal: bool = True
     window: int = 0
     softcap: float = 0.0
-    query_starts: Tensor | None = None
-    key_starts: Tensor | None = None
 
     @property
     def packed(self) -> bool:

@@ -110,7 +110,7 @@ def operator(
     softcap: float,
 ) -> tuple[Tensor, Tensor]:
     """`flash_attention` without its checks; window, softcap 0: none."""
-    return forward(q, k, v, problem=_problem(query_starts, key_starts, scale, causal, window, softcap))
+    return forward(q, k, v, problem=Problem(query_starts, key_starts, scale, causal, window, softcap))
 
 
 @torch.library.custom_op("hasten_triton::flash_attention_backward", mutates_args=())
@@ -130,21 +130,8 @@ def backward_operator(
     softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v from those of the result and, if it was used, of the log-sum-exp."""
-    problem = _problem(query_starts, key_starts, scale, causal, window, softcap)
+    problem = Problem(query_starts, key_starts, scale, causal, window, softcap)
     return backward(d_out, d_lse, q, k, v, out, lse, problem=problem)
-
-
-def _problem(
-    query_starts: Tensor | None, key_starts: Tensor | None, scale: float, causal: bool, window: int, softcap: float
-) -> Problem:
-    return Problem(
-        scale=scale,
-        causal=causal,
-        window=window,
-        softcap=softcap,
-        query_starts=query_starts,
-        key_starts=key_starts,
-    )
 
 
 @operator.register_fake

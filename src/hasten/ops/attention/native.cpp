@@ -5,41 +5,42 @@ namespace hasten {
 
 static int64_t spans_of(const Piece& p) { return (p.position + p.tokens + SPAN_KEYS - 1) / SPAN_KEYS; }
 
-static Lines lines_in(float* memory, int64_t count, int64_t padded) {
+static Lines lines_in(float* arena, int64_t count, int64_t padded) {
   const int64_t tops = round_up(count, LANES);
-  return {memory, memory + tops, memory + tops + count * LANES, count, padded, count};
+  return {arena, arena + tops, arena + tops + count * LANES, count, padded, count};
 }
 static int64_t lines_size(int64_t count, int64_t padded) {
   return round_up(count, LANES) + count * (LANES + padded);
 }
 
-AttentionPhases::AttentionPhases(Memory& memory, const void* q, void* out, Type type, int64_t rows, int64_t heads,
-                                 int64_t head_dim, const Tensor& k, const Tensor& v, const Tensor& starts,
-                                 const Tensor& lengths, const std::optional<Tensor>& first,
-                                 const std::optional<Tensor>& table, int64_t block_size, double scale, int64_t window,
-                                 double softcap)
+AttentionPhases::AttentionPhases(Arena& arena, const void* q, void* out, Type type, int64_t rows, int64_t heads,
+                                 int64_t head_dim, const Tensor& k, const Tensor& v, const Tensor& query_start_loc,
+                                 const Tensor& seq_lens, const std::optional<Tensor>& first,
+                                 const std::optional<Tensor>& block_table, int64_t block_size, double scale,
+                                 int64_t window, double softcap)
     : q(q), out(out), type(type), heads(heads), threads(torch::stable::get_num_threads()) {
   int8 = holds_int8(k, head_dim);
   STD_TORCH_CHECK(holds_int8(v, head_dim) == int8, "k and v must be of one dtype");
   STD_TORCH_CHECK(lie_alike(k, v), "keys and values must lie alike, each head's in one piece");
-  STD_TORCH_CHECK(starts.is_contiguous() && lengths.is_contiguous(), "starts and lengths must be contiguous");
-  STD_TORCH_CHECK(first.has_value() != table.has_value(), "give either first slots or a block table");
+  STD_TORCH_CHECK(query_start_loc.is_contiguous() && seq_lens.is_contiguous(),
+                  "query_start_loc and seq_lens must be contiguous");
+  STD_TORCH_CHECK(first.has_value() != block_table.has_value(), "give either first slot_mapping or a block table");
   const int64_t row_bytes = int8 ? head_dim + SCALE_BYTES : 2 * head_dim, value_bytes = int8 ? 1 : 2;
   kv = {static_cast<const uint8_t*>(k.const_data_ptr()), static_cast<const uint8_t*>(v.const_data_ptr()),
         first ? static_cast<const int64_t*>(first->const_data_ptr()) : nullptr,
-        table ? static_cast<const int64_t*>(table->const_data_ptr()) : nullptr,
-        table ? table->size(1) : 0, block_size, k.size(1), head_dim, row_bytes, k.size(0),
+        block_table ? static_cast<const int64_t*>(block_table->const_data_ptr()) : nullptr,
+        block_table ? block_table->size(1) : 0, block_size, k.size(1), head_dim, row_bytes, k.size(0),
         k.stride(0) * value_bytes, k.stride(1) * value_bytes};
   how = {float(scale), float(softcap), window};
   group = heads / kv.kv_heads;
   padded = round_up(head_dim, PANEL);
   STD_TORCH_CHECK(padded <= 256, "head sizes up to 256");
-  const int64_t* start = static_cast<const int64_t*>(starts.const_data_ptr());
-  const int64_t* length = static_cast<const int64_t*>(lengths.const_data_ptr());
+  const int64_t* start = static_cast<const int64_t*>(query_start_loc.const_data_ptr());
+  const int64_t* length = static_cast<const int64_t*>(seq_lens.const_data_ptr());
   int64_t together = LINES;  // half of them where threads would have too few pieces
   if (LINES > 256 && rows * heads < 4 * threads * LINES) together /= 2;
   const int64_t tokens = std::max<int64_t>(1, together / group);
-  for (int64_t b = 0; b < lengths.size(0); b++) {
+  for (int64_t b = 0; b < seq_lens.size(0); b++) {
     const int64_t own = start[b + 1] - start[b], before = length[b] - own;
     // The last tokens see most keys: begun first, they do not keep the others waiting at the end.
     for (int64_t t = (own - 1) / tokens * tokens; own > 0 && t >= 0; t -= tokens)
@@ -52,31 +53,31 @@ AttentionPhases::AttentionPhases(Memory& memory, const void* q, void* out, Type 
   size = round_up(lines_size(most, padded), LANES);
   // Few sequences and heads, long contexts: the spans are work of their own, merged afterwards in the same order.
   split = spans > 1 && int64_t(pieces.size()) < 4 * threads;
-  if (split) parts = memory.take<float>(int64_t(pieces.size()) * spans * size);
+  if (split) parts = arena.take<float>(int64_t(pieces.size()) * spans * size);
 }
 
-void AttentionPhases::run(Member& member, Ahead ahead) const {
+void AttentionPhases::run(Worker& worker, Prefetcher prefetcher) const {
   const int64_t count = int64_t(pieces.size());
   if (!split) {
-    return member.each(count, [&](int64_t c) {
-      whole_piece(pieces[c], pieces[std::min(c + threads, count - 1)], ahead);
+    return worker.each(count, [&](int64_t c) {
+      whole_piece(pieces[c], pieces[std::min(c + threads, count - 1)], prefetcher);
     });
   }
   auto part = [&](int64_t c, int64_t s) {
     return lines_in(parts + (c * spans + s) * size, pieces[c].tokens * group, padded);
   };
   // Each thread takes spans that follow each other: the last tile of one asks for the first of the next.
-  member.stream(count * spans, [] {}, [&](int64_t chunk) {
+  worker.stream(count * spans, [] {}, [&](int64_t chunk) {
     const int64_t c = chunk / spans, s = chunk % spans;
     const Piece& p = pieces[c];
     if (s < first_key(p) / SPAN_KEYS || s >= spans_of(p)) return;
     Operand* lines_q = scratch<Operand, 10>(most * padded);
     int64_t* position = scratch<int64_t, 11>(most);
     gather(p, lines_q, position);
-    Coming coming{ahead};
+    Coming coming{prefetcher};
     span(p, s, lines_q, position, part(c, s), coming);
   });
-  member.each(count, [&](int64_t c) {
+  worker.each(count, [&](int64_t c) {
     const Piece& p = pieces[c];
     const int64_t begin = first_key(p) / SPAN_KEYS;
     Lines whole = part(c, begin);
@@ -86,13 +87,13 @@ void AttentionPhases::run(Member& member, Ahead ahead) const {
 }
 
 // follower: the piece that this thread will most likely take next.
-void AttentionPhases::whole_piece(const Piece& p, const Piece& follower, Ahead& ahead) const {
-  Coming coming{ahead};
+void AttentionPhases::whole_piece(const Piece& p, const Piece& follower, Prefetcher& prefetcher) const {
+  Coming coming{prefetcher};
   Operand* lines_q = scratch<Operand, 10>(most * padded);
   int64_t* position = scratch<int64_t, 11>(most);
-  float* memory = scratch<float, 12>(2 * size);
+  float* arena = scratch<float, 12>(2 * size);
   gather(p, lines_q, position);
-  Lines whole = lines_in(memory, p.tokens * group, padded), next = lines_in(memory + size, p.tokens * group, padded);
+  Lines whole = lines_in(arena, p.tokens * group, padded), next = lines_in(arena + size, p.tokens * group, padded);
   const int64_t begin = first_key(p) / SPAN_KEYS;
   for (int64_t s = begin; s < spans_of(p); s++) {
     if (s == spans_of(p) - 1 && p.tokens > 1) coming.out = rows_of<true>(p, out), coming.q = rows_of<false>(follower, q);
@@ -191,20 +192,21 @@ void AttentionPhases::finish(const Piece& p, const Lines& lines) const {
 }
 
 // q (R, H, D) float32 or bf16 -> (R, H, D); see AttentionPhases.
-Tensor attention(Tensor q, Tensor k, Tensor v, Tensor starts, Tensor lengths, std::optional<Tensor> first,
-                 std::optional<Tensor> table, int64_t block_size, double scale, int64_t window, double softcap) {
+Tensor attention(Tensor q, Tensor k, Tensor v, Tensor query_start_loc, Tensor seq_lens, std::optional<Tensor> first,
+                 std::optional<Tensor> block_table, int64_t block_size, double scale, int64_t window, double softcap) {
   q = as_contiguous(q);
   Tensor out = empty({q.size(0), q.size(1), q.size(2)}, q.scalar_type());
-  Memory memory;
-  const AttentionPhases phases(memory, q.const_data_ptr(), out.mutable_data_ptr(), type_of(q), q.size(0), q.size(1),
-                               q.size(2), k, v, starts, lengths, first, table, block_size, scale, window, softcap);
-  together([&](Member& member) { phases.run(member); });
+  Arena arena;
+  const AttentionPhases phases(arena, q.const_data_ptr(), out.mutable_data_ptr(), type_of(q), q.size(0), q.size(1),
+                               q.size(2), k, v, query_start_loc, seq_lens, first, block_table, block_size, scale,
+                               window, softcap);
+  parallel_region([&](Worker& worker) { phases.run(worker); });
   return out;
 }
 
 }  // namespace hasten
 
 STABLE_TORCH_LIBRARY_FRAGMENT(HASTEN_LIBRARY, m) {
-  m.def("attention(Tensor q, Tensor k, Tensor v, Tensor starts, Tensor lengths, Tensor? first, Tensor? table, int block_size, float scale, int window, float softcap) -> Tensor");
+  m.def("attention(Tensor q, Tensor k, Tensor v, Tensor query_start_loc, Tensor seq_lens, Tensor? first, Tensor? block_table, int block_size, float scale, int window, float softcap) -> Tensor");
 }
 STABLE_TORCH_LIBRARY_IMPL(HASTEN_LIBRARY, CPU, m) { m.impl("attention", TORCH_BOX(&hasten::attention)); }

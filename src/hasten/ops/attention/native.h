@@ -36,8 +36,8 @@ constexpr float SLACK = 8;
 
 // What will be read or written next, asked for while a tile is attended.
 struct Coming {
-  Ahead& weights;
-  TileAhead tile;
+  Prefetcher& weights;
+  TilePrefetcher tile;
   RowsAhead<true> out;
   RowsAhead<false> q;
   bool any() const { return weights.at < weights.end || out.rows || q.rows; }
@@ -60,8 +60,8 @@ using Multiplier = AmxTiles;
 inline int64_t parts_of(int64_t lines, int64_t padded) { return (lines + TOGETHER - 1) / TOGETHER * (1 + padded / PANEL); }
 template <bool HALF>
 inline void multiply(Multiplier& tiles, const uint16_t* panel, const uint16_t* x, int64_t stride, int64_t size,
-                     float* sums, int64_t lines, bool fresh, TileAhead& ahead) {
-  ahead.ask();
+                     float* sums, int64_t lines, bool fresh, TilePrefetcher& prefetcher) {
+  prefetcher.ask();
   amx_product<Dot::bf16, false>(tiles, panel, x, stride * 2, lines, size * 2 / AMX_BYTES, sums, fresh, HALF);
 }
 #else
@@ -73,12 +73,12 @@ inline int64_t parts_of(int64_t lines, int64_t padded) {
 }
 template <bool HALF>
 inline void multiply(Multiplier&, const uint16_t* panel, const Operand* x, int64_t stride, int64_t size, float* sums,
-                     int64_t lines, bool fresh, TileAhead& ahead) {
+                     int64_t lines, bool fresh, TilePrefetcher& prefetcher) {
   constexpr int vectors = HALF ? VECTORS / 2 : VECTORS;
   with_count<TOGETHER>(lines, [&](auto rows) {
     constexpr int span = std::min(vectors, BF16_TILE.span(rows));
     for (int64_t first = 0; first < vectors; first += span) {
-      ahead.ask();
+      prefetcher.ask();
       tile_bf16<rows, span>(panel + first * 32, x, stride, size / 2, sums + first * LANES, fresh);
     }
   });
@@ -87,8 +87,8 @@ inline void multiply(Multiplier&, const uint16_t* panel, const Operand* x, int64
 
 #if HASTEN_512
 inline void multiply_values(Multiplier& tiles, const Tile& tile, int64_t panel, const Operand* weights,
-                            int64_t keys, float* sums, int64_t lines, bool fresh, TileAhead& ahead) {
-  multiply<false>(tiles, tile.v + panel * TILE_KEYS * PANEL, weights, PANEL, keys, sums, lines, fresh, ahead);
+                            int64_t keys, float* sums, int64_t lines, bool fresh, TilePrefetcher& prefetcher) {
+  multiply<false>(tiles, tile.v + panel * TILE_KEYS * PANEL, weights, PANEL, keys, sums, lines, fresh, prefetcher);
 }
 inline const float* in_order(const float* panel, float*) { return panel; }
 #else
@@ -107,11 +107,11 @@ void tile_rows(const uint8_t* const* rows, int64_t at, const Operand* x, int64_t
   EACH(m, M, EACH(v, V, store(sums + m * PANEL + v * LANES, acc[m][v])));
 }
 inline void multiply_values(Multiplier&, const Tile& tile, int64_t panel, const Operand* weights, int64_t keys,
-                            float* sums, int64_t lines, bool fresh, TileAhead& ahead) {
+                            float* sums, int64_t lines, bool fresh, TilePrefetcher& prefetcher) {
   with_count<TOGETHER>(lines, [&](auto rows) {
     constexpr int span = BF16_TILE.span(rows);
     for (int64_t first = 0; first < VECTORS; first += span) {
-      ahead.ask();
+      prefetcher.ask();
       tile_rows<rows, span>(tile.v_rows, (panel * PANEL + first * LANES) * 2, weights, keys, sums + first * LANES, fresh);
     }
   });

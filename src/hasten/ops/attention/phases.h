@@ -14,16 +14,16 @@ struct Piece {
 
 class AttentionPhases {
  public:
-  // q (R, H, D) float32 or bf16, may be written until the phases begin; out as q. Rows starts[b] … starts[b+1] - 1 are
-  // the last ones of sequence b's lengths[b] positions. k, v (slots, Hkv, D) bf16 or (slots, Hkv, D + 4) int8, see
-  // int8_rows.h. Contiguous: first (B,), the slot of each sequence's position 0. Paged: table (B, blocks) of block
-  // numbers.
-  AttentionPhases(Memory& memory, const void* q, void* out, Type type, int64_t rows, int64_t heads, int64_t head_dim,
-                  const Tensor& k, const Tensor& v, const Tensor& starts, const Tensor& lengths,
-                  const std::optional<Tensor>& first, const std::optional<Tensor>& table, int64_t block_size,
+  // q (R, H, D) float32 or bf16, may be written until the phases begin; out as q. Rows query_start_loc[b] …
+  // query_start_loc[b+1] - 1 are the last ones of sequence b's seq_lens[b] positions. k, v (slots, Hkv, D) bf16 or
+  // (slots, Hkv, D + 4) int8, see int8_rows.h. Contiguous: first (B,), the slot of each sequence's position 0. Paged:
+  // block_table (B, blocks) of block numbers.
+  AttentionPhases(Arena& arena, const void* q, void* out, Type type, int64_t rows, int64_t heads, int64_t head_dim,
+                  const Tensor& k, const Tensor& v, const Tensor& query_start_loc, const Tensor& seq_lens,
+                  const std::optional<Tensor>& first, const std::optional<Tensor>& block_table, int64_t block_size,
                   double scale, int64_t window, double softcap);
-  // ahead: what this thread will read next.
-  void run(Member& member, Ahead ahead = {}) const;
+  // prefetcher: what this thread will read next.
+  void run(Worker& worker, Prefetcher prefetcher = {}) const;
 
  private:
   int64_t first_key(const Piece& p) const;
@@ -33,7 +33,7 @@ class AttentionPhases {
   void gather(const Piece& p, Operand* lines, int64_t* position) const;
   void span(const Piece& p, int64_t index, const Operand* lines_q, const int64_t* position, const Lines& lines,
             Coming& coming) const;
-  void whole_piece(const Piece& p, const Piece& follower, Ahead& ahead) const;
+  void whole_piece(const Piece& p, const Piece& follower, Prefetcher& prefetcher) const;
   void finish(const Piece& p, const Lines& lines) const;
 
   const void* q;

@@ -12,13 +12,13 @@ struct KeyValues {
   const uint8_t* k;       // (slots, Hkv) rows of row_bytes: D values in bf16, or in int8 and their scale
   const uint8_t* v;
   const int64_t* first;   // contiguous: the slot of position 0 of each sequence
-  const int64_t* table;   // paged: (B, blocks) block numbers, null if contiguous
+  const int64_t* block_table;   // paged: (B, blocks) block numbers, null if contiguous
   int64_t blocks, block_size, kv_heads, head_dim, row_bytes, slots;
   int64_t slot_bytes, head_bytes;  // from a slot to the next, from a head's row to the next head's
   // Positions that a sequence has slots for: padding at the end of a batch may ask for more, and gets zeros.
-  int64_t room(int64_t sequence) const { return table ? blocks * block_size : slots - first[sequence]; }
+  int64_t room(int64_t sequence) const { return block_table ? blocks * block_size : slots - first[sequence]; }
   int64_t slot(int64_t sequence, int64_t position) const {
-    return table ? table[sequence * blocks + position / block_size] * block_size + position % block_size
+    return block_table ? block_table[sequence * blocks + position / block_size] * block_size + position % block_size
                  : first[sequence] + position;
   }
 };
@@ -120,7 +120,7 @@ struct TileRows {
     const int64_t row = kv.slot_bytes, own = head * kv.head_bytes;
     if (begin + TILE_KEYS <= end) {  // without a condition for each key: a quarter of the time
       for (int64_t j = 0, run; j < TILE_KEYS; j += run) {
-        run = kv.table ? std::min(kv.block_size - (begin + j) % kv.block_size, TILE_KEYS - j) : TILE_KEYS;
+        run = kv.block_table ? std::min(kv.block_size - (begin + j) % kv.block_size, TILE_KEYS - j) : TILE_KEYS;
         const int64_t at = kv.slot(sequence, begin + j) * row + own;
         for (int64_t i = 0; i < run; i++) k[j + i] = kv.k + at + i * row;
         for (int64_t i = 0; i < run; i++) v[j + i] = kv.v + at + i * row;
@@ -128,13 +128,13 @@ struct TileRows {
       return;
     }
     // Slots run on until a block ends: a division for each key would cost a twentieth of the attention.
-    int64_t block = kv.table ? begin / kv.block_size : 0;
-    int64_t left = kv.table ? (block + 1) * kv.block_size - begin : TILE_KEYS;
+    int64_t block = kv.block_table ? begin / kv.block_size : 0;
+    int64_t left = kv.block_table ? (block + 1) * kv.block_size - begin : TILE_KEYS;
     int64_t at = begin < end ? kv.slot(sequence, begin) * row + own : 0;
     for (int64_t j = 0; j < TILE_KEYS; j++, at += row) {
       const bool there = begin + j < end;
       if (there && left-- == 0) {
-        at = kv.table[sequence * kv.blocks + ++block] * kv.block_size * row + own;
+        at = kv.block_table[sequence * kv.blocks + ++block] * kv.block_size * row + own;
         left = kv.block_size - 1;
       }
       k[j] = there ? kv.k + at : zeros;
@@ -154,11 +154,11 @@ struct Tile {
 
 // The rows of the next tile, asked for a few at a time while this one is multiplied: a core has a few buffers for lines
 // that are on their way, and packing would wait for them. Into the second-level cache, since the first has no room for two.
-class TileAhead {
+class TilePrefetcher {
  public:
-  TileAhead() = default;
+  TilePrefetcher() = default;
   // In `calls` calls of ask().
-  TileAhead(const TileRows& rows, int64_t calls) : rows(&rows), share((TILE_KEYS + calls - 1) / calls), key(0) {}
+  TilePrefetcher(const TileRows& rows, int64_t calls) : rows(&rows), share((TILE_KEYS + calls - 1) / calls), key(0) {}
   INLINE void ask() {
     for (const int64_t end = std::min(key + share, TILE_KEYS); key < end; key++) {
       ask_row(rows->k[key]);

@@ -23,7 +23,7 @@ constexpr int64_t ITEMS = 8;       // pieces of work that a backward pass has at
 
 struct Problem {
   View q, k, v;
-  Sight sight;
+  MaskSpec mask;
   int64_t batch, heads, kv_heads, size;
   float scale;
   int64_t padded() const { return round_up(size, 32); }
@@ -43,22 +43,22 @@ struct Keys {
   int32_t packed = 0;
   Keys(const Problem& p, int64_t batch, int64_t head, bool backward, Word* memory)
       : p(p), batch(batch), head(head), backward(backward), memory(memory),
-        place(scratch<int32_t, 41>(p.sight.tiles())) {
-    std::memset(place, 0, p.sight.tiles() * sizeof(int32_t));
+        place(scratch<int32_t, 41>(p.mask.tiles())) {
+    std::memset(place, 0, p.mask.tiles() * sizeof(int32_t));
   }
   int64_t part() const { return SIDE * p.padded() / PAIR<T>; }
   int64_t parts() const { return backward ? 3 : 2; }
   void ask(int64_t index) const {
     if (place[index]) return;
-    prefetch<T>(p.k, batch, head, index * SIDE, p.sight.keys, p.size);
-    prefetch<T>(p.v, batch, head, index * SIDE, p.sight.keys, p.size);
+    prefetch<T>(p.k, batch, head, index * SIDE, p.mask.keys, p.size);
+    prefetch<T>(p.v, batch, head, index * SIDE, p.mask.keys, p.size);
   }
   // Forward: K as rows, V turned. Backward: K and V as panels, K as pairs.
   const Word* tile(int64_t index, Word* spare, Word* spare2) {
     if (place[index]) return memory + (place[index] - 1) * parts() * part();
     Word* at = memory + packed * parts() * part();
     place[index] = ++packed;
-    const int64_t padded = p.padded(), words = padded / PAIR<T>, first = index * SIDE, count = p.sight.keys;
+    const int64_t padded = p.padded(), words = padded / PAIR<T>, first = index * SIDE, count = p.mask.keys;
     if (!backward) {
       gather<T>(p.k, batch, head, first, count, p.size, padded, at);
       gather<T>(p.v, batch, head, first, count, p.size, padded, spare);
@@ -83,25 +83,25 @@ INLINE bool cell(int32_t cells, int64_t query, int64_t key) { return cells >> (k
 // Query tiles [first, last) of all heads that share one key/value head.
 template <class T>
 void forward(const Problem& p, int64_t b, int64_t kv_head, int64_t first, int64_t last, T* out, float* lse) {
-  const int64_t padded = p.padded(), words = padded / PAIR<T>, tiles = p.sight.tiles(), queries = p.sight.queries;
+  const int64_t padded = p.padded(), words = padded / PAIR<T>, tiles = p.mask.tiles(), queries = p.mask.queries;
   const int64_t half = p.tile_words();
-  Arena arena{scratch<Word, 40>(tiles * 2 * SIDE * words + 4 * half + 3 * SIDE * SIDE + 256)};
-  Keys<T> keys(p, b, kv_head, false, arena.words(tiles * 2 * SIDE * words));
-  Seen* seen = scratch<Seen, 44>(tiles);
-  Word *spare = arena.words(half), *spare2 = arena.words(half), *panel = arena.words(half);
-  float *sums = arena.floats(half), *scores = arena.floats(SIDE * SIDE);  // sums [padded][64], scores [keys][64]
-  Word* weights = arena.words(SIDE * SIDE);
+  ThreadScratch pool{scratch<Word, 40>(tiles * 2 * SIDE * words + 4 * half + 3 * SIDE * SIDE + 256)};
+  Keys<T> keys(p, b, kv_head, false, pool.words(tiles * 2 * SIDE * words));
+  VisibleTile* seen = scratch<VisibleTile, 44>(tiles);
+  Word *spare = pool.words(half), *spare2 = pool.words(half), *panel = pool.words(half);
+  float *sums = pool.floats(half), *scores = pool.floats(SIDE * SIDE);  // sums [padded][64], scores [keys][64]
+  Word* weights = pool.words(SIDE * SIDE);
   const float factor = p.scale * LOG2E;
   for (int64_t g = 0; g < p.group(); g++)
     for (int64_t t = first; t < last; t++) {
       const int64_t head = kv_head * p.group() + g;
-      const Queries q(p.sight, b, t);
+      const Queries q(p.mask, b, t);
       gather<T>(p.q, b, head, q.row, queries, p.size, padded, spare);
       turn(spare, SIDE, words, panel);
       std::memset(sums, 0, padded * SIDE * 4);
       F32 top[VECTORS], total[VECTORS] = {};
       for (int v = 0; v < VECTORS; v++) top[v] = splat(START);
-      const int64_t count = q.list(p.sight, head, seen);
+      const int64_t count = q.list(p.mask, head, seen);
       for (int64_t i = 0; i < count; i++) {
         const auto [k, cells, whole] = seen[i];
         if (i + 1 < count) keys.ask(seen[i + 1].tile);
@@ -173,24 +173,24 @@ struct Gradients {
 // [tiles][2][padded][64].
 template <class T>
 void backward(const Problem& p, const Gradients& g, int64_t b, int64_t kv_head, int64_t part, int64_t parts, float* sums) {
-  const int64_t padded = p.padded(), words = padded / PAIR<T>, tiles = p.sight.tiles(), queries = p.sight.queries;
+  const int64_t padded = p.padded(), words = padded / PAIR<T>, tiles = p.mask.tiles(), queries = p.mask.queries;
   const int64_t half = p.tile_words(), deep = SIDE / PAIR<T>;
-  Arena arena{scratch<Word, 40>(tiles * 3 * SIDE * words + 7 * half + 5 * SIDE * SIDE + 512)};
-  Keys<T> keys(p, b, kv_head, true, arena.words(tiles * 3 * SIDE * words));
-  Seen* seen = scratch<Seen, 44>(tiles);
+  ThreadScratch pool{scratch<Word, 40>(tiles * 3 * SIDE * words + 7 * half + 5 * SIDE * SIDE + 512)};
+  Keys<T> keys(p, b, kv_head, true, pool.words(tiles * 3 * SIDE * words));
+  VisibleTile* seen = scratch<VisibleTile, 44>(tiles);
   uint8_t* touched = scratch<uint8_t, 45>(tiles);
   std::memset(touched, 0, tiles);
-  Word *spare = arena.words(half), *q_rows = arena.words(half), *q_turned = arena.words(half);
-  Word *d_rows = arena.words(half), *d_turned = arena.words(half);
-  float *dq = arena.floats(half), *weights = arena.floats(SIDE * SIDE), *slopes = arena.floats(SIDE * SIDE);
-  Word *weight_words = arena.words(SIDE * SIDE), *slope_words = arena.words(SIDE * SIDE);
-  Word* slope_rows = arena.words(SIDE * SIDE);
-  float *lse = arena.floats(SIDE), *delta = arena.floats(SIDE);
+  Word *spare = pool.words(half), *q_rows = pool.words(half), *q_turned = pool.words(half);
+  Word *d_rows = pool.words(half), *d_turned = pool.words(half);
+  float *dq = pool.floats(half), *weights = pool.floats(SIDE * SIDE), *slopes = pool.floats(SIDE * SIDE);
+  Word *weight_words = pool.words(SIDE * SIDE), *slope_words = pool.words(SIDE * SIDE);
+  Word* slope_rows = pool.words(SIDE * SIDE);
+  float *lse = pool.floats(SIDE), *delta = pool.floats(SIDE);
   const float factor = p.scale * LOG2E;
   for (int64_t h = 0; h < p.group(); h++)
-    for (int64_t t = p.sight.first_tile() + part; t <= p.sight.last_tile(); t += parts) {
+    for (int64_t t = p.mask.first_tile() + part; t <= p.mask.last_tile(); t += parts) {
       const int64_t head = kv_head * p.group() + h;
-      const Queries q(p.sight, b, t);
+      const Queries q(p.mask, b, t);
       for (auto [view, rows, turned] : {std::tuple{&p.q, q_rows, q_turned}, std::tuple{&g.dout, d_rows, d_turned}}) {
         gather<T>(*view, b, head, q.row, queries, p.size, padded, rows);
         pair_rows<T>(rows, padded, spare);
@@ -212,7 +212,7 @@ void backward(const Problem& p, const Gradients& g, int64_t b, int64_t kv_head, 
         if (g.dlse) delta[i] -= g.dlse[at];
       }
       std::memset(dq, 0, SIDE * padded * 4);
-      const int64_t count = q.list(p.sight, head, seen);
+      const int64_t count = q.list(p.mask, head, seen);
       for (int64_t n = 0; n < count; n++) {
         const int64_t k = seen[n].tile;
         const int32_t cells = seen[n].cells;
@@ -274,7 +274,7 @@ void backward(const Problem& p, const Gradients& g, int64_t b, int64_t kv_head, 
 template <class T>
 void finish(const Problem& p, const Gradients& g, int64_t b, int64_t kv_head, int64_t k, const float* sums, int64_t parts,
             int64_t stride) {
-  const int64_t padded = p.padded(), half = p.tile_words(), keys = p.sight.keys;
+  const int64_t padded = p.padded(), half = p.tile_words(), keys = p.mask.keys;
   float* turned = scratch<float, 42>(2 * half);
   float* whole = turned + half;
   for (int which = 0; which < 2; which++) {
@@ -292,8 +292,8 @@ void finish(const Problem& p, const Gradients& g, int64_t b, int64_t kv_head, in
 
 template <class T>
 void all_backward(const Problem& p, const Gradients& g) {
-  const int64_t items = p.batch * p.kv_heads, tiles = p.sight.tiles(), each = tiles * 2 * p.tile_words();
-  const int64_t query_tiles = p.sight.last_tile() - p.sight.first_tile() + 1;
+  const int64_t items = p.batch * p.kv_heads, tiles = p.mask.tiles(), each = tiles * 2 * p.tile_words();
+  const int64_t query_tiles = p.mask.last_tile() - p.mask.first_tile() + 1;
   // Few heads: the query tiles are divided too, by the shape and not by the threads, and the parts' sums are added.
   const int64_t parts = std::min((ITEMS + items - 1) / items, query_tiles);
   if (parts == 1) {
@@ -340,22 +340,22 @@ static Problem problem(const Tensor& q, const Tensor& k, const Tensor& v, const 
   STD_TORCH_CHECK(k.size(1) >= q.size(1) || (!causal && !window && !starts), "more queries than keys");
   Problem p{view(q), view(k), view(v), {}, q.size(0), q.size(2), k.size(2), q.size(3), float(scale)};
   const int64_t count = q.size(0) * q.size(1);
-  p.sight = {causal, window, integers(low, count, "low must be int32 (B, T)"), integers(high, count, "high must be int32 (B, T)"),
+  p.mask = {causal, window, integers(low, count, "low must be int32 (B, T)"), integers(high, count, "high must be int32 (B, T)"),
              nullptr, nullptr, nullptr, 1, q.size(1), k.size(1)};
   if (!starts) return p;
-  const int64_t each = p.sight.tiles() + 1, present = columns ? columns->numel() : 0;
-  p.sight.layouts = starts->numel() / each;
-  STD_TORCH_CHECK(p.sight.layouts == 1 || p.sight.layouts == p.heads, "a layout for all heads, or one for each");
-  p.sight.starts = integers(starts, p.sight.layouts * each, "starts must be int32 (layouts, tiles + 1)");
-  p.sight.columns = integers(columns, present, "columns must be int32");
-  p.sight.cells = integers(cells, present, "cells must be int32, as many as columns");
-  STD_TORCH_CHECK(p.sight.columns && p.sight.cells, "a layout has starts, columns and cells");
-  for (int64_t i = 0; i < p.sight.layouts * each; i++) {
-    const bool rising = i % each == 0 || p.sight.starts[i] >= p.sight.starts[i - 1];
-    STD_TORCH_CHECK(rising && p.sight.starts[i] >= 0 && p.sight.starts[i] <= present, "starts must rise within columns");
+  const int64_t each = p.mask.tiles() + 1, present = columns ? columns->numel() : 0;
+  p.mask.layouts = starts->numel() / each;
+  STD_TORCH_CHECK(p.mask.layouts == 1 || p.mask.layouts == p.heads, "a layout for all heads, or one for each");
+  p.mask.starts = integers(starts, p.mask.layouts * each, "starts must be int32 (layouts, tiles + 1)");
+  p.mask.columns = integers(columns, present, "columns must be int32");
+  p.mask.cells = integers(cells, present, "cells must be int32, as many as columns");
+  STD_TORCH_CHECK(p.mask.columns && p.mask.cells, "a layout has starts, columns and cells");
+  for (int64_t i = 0; i < p.mask.layouts * each; i++) {
+    const bool rising = i % each == 0 || p.mask.starts[i] >= p.mask.starts[i - 1];
+    STD_TORCH_CHECK(rising && p.mask.starts[i] >= 0 && p.mask.starts[i] <= present, "starts must rise within columns");
   }
   for (int64_t i = 0; i < present; i++)
-    STD_TORCH_CHECK(p.sight.columns[i] >= 0 && p.sight.columns[i] < each - 1, "a column is outside the keys");
+    STD_TORCH_CHECK(p.mask.columns[i] >= 0 && p.mask.columns[i] < each - 1, "a column is outside the keys");
   return p;
 }
 
@@ -368,7 +368,7 @@ std::tuple<Tensor, Tensor> train_attention(Tensor q, Tensor k, Tensor v, MaybeTe
   Tensor out = empty({q.size(0), q.size(1), q.size(2), q.size(3)}, q.scalar_type());
   Tensor lse = empty({q.size(0), q.size(2), q.size(1)}, ScalarType::Float);
   if (!out.numel()) return {out, lse};
-  const int64_t begin = p.sight.first_tile(), end = p.sight.last_tile() + 1, items = p.batch * p.kv_heads;
+  const int64_t begin = p.mask.first_tile(), end = p.mask.last_tile() + 1, items = p.batch * p.kv_heads;
   const int64_t runs = (end - begin + RUN - 1) / RUN;
   auto* sums = static_cast<float*>(lse.mutable_data_ptr());
   auto all = [&]<class T>(T* to) {

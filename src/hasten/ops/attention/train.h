@@ -179,7 +179,7 @@ void put_row(const float* from, float factor, int64_t size, T* to) {
 }
 
 // Pieces of one thread's memory, handed out one after the other.
-struct Arena {
+struct ThreadScratch {
   Word* next;
   Word* words(int64_t count) {
     Word* mine = next;
@@ -190,7 +190,7 @@ struct Arena {
 };
 
 // Which keys the queries see: an interval of keys a query, and, if there are any, the tiles of a block layout.
-struct Sight {
+struct MaskSpec {
   bool causal;
   int64_t window;                 // keys up to the query's own; 0: all
   const int32_t *low, *high;      // (B, T) or null: the first and last key of each query
@@ -204,7 +204,7 @@ struct Sight {
 };
 
 // A key tile that is seen: all of it (`whole`), or what the queries' intervals and the cells leave of it.
-struct Seen {
+struct VisibleTile {
   int64_t tile;
   int32_t cells;
   bool whole;
@@ -216,8 +216,8 @@ struct Queries {
   alignas(64) int32_t low[SIDE], high[SIDE];
   int32_t least, most, all_low, all_high;  // least … most: seen by any; all_low … all_high: by all of them
 
-  Queries(const Sight& sight, int64_t batch, int64_t tile) : tile(tile), row(tile * SIDE - sight.offset()) {
-    from = std::max<int64_t>(0, -row), to = std::min(SIDE, sight.queries - row);
+  Queries(const MaskSpec& mask, int64_t batch, int64_t tile) : tile(tile), row(tile * SIDE - mask.offset()) {
+    from = std::max<int64_t>(0, -row), to = std::min(SIDE, mask.queries - row);
     least = all_low = INT32_MAX, most = all_high = -1;
     bool first = true;
     for (int64_t i = 0; i < SIDE; i++) {
@@ -226,11 +226,11 @@ struct Queries {
         continue;
       }
       const int64_t at = tile * SIDE + i;
-      int64_t l = 0, h = sight.keys - 1;
-      if (sight.causal) h = std::min(h, at);
-      if (sight.window) l = at - sight.window + 1;
-      if (sight.low) l = std::max<int64_t>(l, sight.low[batch * sight.queries + row + i]);
-      if (sight.high) h = std::min<int64_t>(h, sight.high[batch * sight.queries + row + i]);
+      int64_t l = 0, h = mask.keys - 1;
+      if (mask.causal) h = std::min(h, at);
+      if (mask.window) l = at - mask.window + 1;
+      if (mask.low) l = std::max<int64_t>(l, mask.low[batch * mask.queries + row + i]);
+      if (mask.high) h = std::min<int64_t>(h, mask.high[batch * mask.queries + row + i]);
       l = std::max<int64_t>(l, 0);
       if (l > h) l = INT32_MAX, h = -1;
       low[i] = int32_t(l), high[i] = int32_t(h);
@@ -241,7 +241,7 @@ struct Queries {
   }
 
   // The key tiles of which a query of this one may see something, in order. Returns how many.
-  int64_t list(const Sight& sight, int64_t head, Seen* out) const {
+  int64_t list(const MaskSpec& mask, int64_t head, VisibleTile* out) const {
     if (most < 0) return 0;
     int64_t count = 0;
     auto visit = [&](int64_t k, int32_t cells) {
@@ -249,12 +249,12 @@ struct Queries {
       if (end >= least && begin <= most)
         out[count++] = {k, cells, cells == WHOLE && begin >= all_low && end <= all_high};
     };
-    if (!sight.starts) {
+    if (!mask.starts) {
       for (int64_t k = least / SIDE; k <= most / SIDE; k++) visit(k, WHOLE);
       return count;
     }
-    const int32_t* row_starts = sight.starts + (sight.layouts > 1 ? head * (sight.tiles() + 1) : 0);
-    for (int32_t i = row_starts[tile]; i < row_starts[tile + 1]; i++) visit(sight.columns[i], sight.cells[i]);
+    const int32_t* row_starts = mask.starts + (mask.layouts > 1 ? head * (mask.tiles() + 1) : 0);
+    for (int32_t i = row_starts[tile]; i < row_starts[tile + 1]; i++) visit(mask.columns[i], mask.cells[i]);
     return count;
   }
 };

@@ -6,24 +6,26 @@
 namespace hasten {
 
 #define HASTEN_NORM_ARGUMENTS norm_weight, norm_bias, eps, offset, centred
-#define HASTEN_WEIGHT_ARGUMENTS data, scales, zeros, bias, group_size, digits
+#define HASTEN_WEIGHT_ARGUMENTS data, scales, zeros, bias, group_size, planes
 
 // In all of them the leading shape of x is free: R rows, whatever they are called.
 
 // x (…, C) -> q (R, H, D); see AttentionInput.
 Tensor attention_input(Tensor x, HASTEN_NORM, HASTEN_WEIGHT, int64_t heads, int64_t head_dim, Maybe q_norm,
-                       Maybe k_norm, Maybe cos, Maybe sin, Tensor k_cache, Tensor v_cache, Tensor slots) {
+                       Maybe k_norm, Maybe cos, Maybe sin, Tensor k_cache, Tensor v_cache, Tensor slot_mapping) {
   x = as_contiguous(x);
   cos = as_contiguous(cos);
   sin = as_contiguous(sin);
   const int64_t c = x.size(-1), rows = x.numel() / c;
   Tensor q = empty({rows, heads, head_dim}, x.scalar_type());
-  Memory memory;
-  const AttentionInput step(memory, x.const_data_ptr(), type_of(x), rows, q.mutable_data_ptr(), norm_of(HASTEN_NORM_ARGUMENTS),
+  Arena arena;
+  const AttentionInput step(arena, x.const_data_ptr(), type_of(x), rows, q.mutable_data_ptr(),
+                            norm_of(HASTEN_NORM_ARGUMENTS),
                             PackedWeight((heads + 2 * k_cache.size(1)) * head_dim, c, HASTEN_WEIGHT_ARGUMENTS), heads,
                             head_dim, norm_of(q_norm, std::nullopt, eps, offset, centred),
-                            norm_of(k_norm, std::nullopt, eps, offset, centred), cos, sin, k_cache, v_cache, slots);
-  together([&](Member& member) { step.run(member); });
+                            norm_of(k_norm, std::nullopt, eps, offset, centred), cos, sin, k_cache, v_cache,
+                            slot_mapping);
+  parallel_region([&](Worker& worker) { step.run(worker); });
   return q;
 }
 
@@ -33,11 +35,11 @@ Tensor linear_add(Tensor x, HASTEN_WEIGHT, Tensor residual, HASTEN_NORM) {
   residual = as_contiguous(residual);
   const int64_t n = residual.size(-1), rows = residual.numel() / n, k = rows ? x.numel() / rows : 0;
   Tensor out = empty_like_with_last(residual, n);
-  Memory memory;
-  const LinearAdd step(memory, x.const_data_ptr(), type_of(x), rows, PackedWeight(n, k, HASTEN_WEIGHT_ARGUMENTS),
+  Arena arena;
+  const LinearAdd step(arena, x.const_data_ptr(), type_of(x), rows, PackedWeight(n, k, HASTEN_WEIGHT_ARGUMENTS),
                        residual.const_data_ptr(), out.mutable_data_ptr(), type_of(residual),
                        norm_of(HASTEN_NORM_ARGUMENTS));
-  together([&](Member& member) { step.run(member); });
+  parallel_region([&](Worker& worker) { step.run(worker); });
   return out;
 }
 
@@ -46,12 +48,12 @@ Tensor mlp_input(Tensor x, HASTEN_NORM, HASTEN_WEIGHT, int64_t inner, bool gated
   x = as_contiguous(x);
   const int64_t c = x.size(-1), rows = x.numel() / c;
   Tensor out = empty_like_with_last(x, inner);
-  Memory memory;
-  const MlpInput step(memory, x.const_data_ptr(), type_of(x), rows, out.mutable_data_ptr(),
+  Arena arena;
+  const MlpInput step(arena, x.const_data_ptr(), type_of(x), rows, out.mutable_data_ptr(),
                       norm_of(HASTEN_NORM_ARGUMENTS),
                       PackedWeight(MlpInput::weight_rows(inner, gated), c, HASTEN_WEIGHT_ARGUMENTS), inner, gated,
                       Activation(activation));
-  together([&](Member& member) { step.run(member); });
+  parallel_region([&](Worker& worker) { step.run(worker); });
   return out;
 }
 
@@ -60,11 +62,11 @@ Tensor norm_linear(Tensor x, HASTEN_NORM, HASTEN_WEIGHT, int64_t n) {
   x = as_contiguous(x);
   const int64_t c = x.size(-1), rows = x.numel() / c;
   Tensor out = empty_like_with_last(x, n, ScalarType::Float);
-  Memory memory;
-  const Linear step(memory, x.const_data_ptr(), type_of(x), rows, norm_of(HASTEN_NORM_ARGUMENTS),
+  Arena arena;
+  const Linear step(arena, x.const_data_ptr(), type_of(x), rows, norm_of(HASTEN_NORM_ARGUMENTS),
                     PackedWeight(n, c, HASTEN_WEIGHT_ARGUMENTS));
   float* to = static_cast<float*>(out.mutable_data_ptr());
-  together([&](Member& member) { step.run_into(member, to); });
+  parallel_region([&](Worker& worker) { step.run_into(worker, to); });
   return out;
 }
 
@@ -150,25 +152,25 @@ Tensor plan_block(int64_t kv_heads, HASTEN_NORM, Tensor qkv, int64_t heads, int6
 // One dense block of a stack: attention_input, attention, linear_add, mlp_input and linear_add after each other.
 struct BlockPhases {
   // x and out (rows, C) float32.
-  BlockPhases(Memory& memory, const Plan& p, const float* x, float* out, int64_t rows, const Maybe& cos, const Maybe& sin,
-              const Tensor& k_cache, const Tensor& v_cache, const Tensor& slots, const Tensor& starts,
-              const Tensor& lengths, const Maybe& first, const Maybe& table, int64_t block_size)
-      : q(memory.take<float>(rows * p.heads * p.head_dim)), attended(memory.take<float>(rows * p.heads * p.head_dim)),
-        middle(memory.take<float>(rows * p.c)), act(memory.take<float>(rows * p.inner)),
-        input(memory, x, Type::f32, rows, q, p.attention_norm, p.qkv, p.heads, p.head_dim, p.q_norm, p.k_norm, cos, sin,
-              k_cache, v_cache, slots),
-        attention(memory, q, attended, Type::f32, rows, p.heads, p.head_dim, k_cache, v_cache, starts, lengths, first,
-                  table, block_size, p.scale, p.window, p.softcap),
-        output(memory, attended, Type::f32, rows, p.output, x, middle, Type::f32, p.output_norm),
-        mlp(memory, middle, Type::f32, rows, act, p.mlp_norm, p.mlp, p.inner, p.gated, p.kind),
-        down(memory, act, Type::f32, rows, p.down, middle, out, Type::f32, p.down_norm) {}
+  BlockPhases(Arena& arena, const Plan& p, const float* x, float* out, int64_t rows, const Maybe& cos, const Maybe& sin,
+              const Tensor& k_cache, const Tensor& v_cache, const Tensor& slot_mapping, const Tensor& query_start_loc,
+              const Tensor& seq_lens, const Maybe& first, const Maybe& block_table, int64_t block_size)
+      : q(arena.take<float>(rows * p.heads * p.head_dim)), attended(arena.take<float>(rows * p.heads * p.head_dim)),
+        middle(arena.take<float>(rows * p.c)), act(arena.take<float>(rows * p.inner)),
+        input(arena, x, Type::f32, rows, q, p.attention_norm, p.qkv, p.heads, p.head_dim, p.q_norm, p.k_norm, cos, sin,
+              k_cache, v_cache, slot_mapping),
+        attention(arena, q, attended, Type::f32, rows, p.heads, p.head_dim, k_cache, v_cache, query_start_loc, seq_lens,
+                  first, block_table, block_size, p.scale, p.window, p.softcap),
+        output(arena, attended, Type::f32, rows, p.output, x, middle, Type::f32, p.output_norm),
+        mlp(arena, middle, Type::f32, rows, act, p.mlp_norm, p.mlp, p.inner, p.gated, p.kind),
+        down(arena, act, Type::f32, rows, p.down, middle, out, Type::f32, p.down_norm) {}
 
-  void run(Member& member) const {
-    input.run(member);
-    attention.run(member, output.beginning(member));
-    output.run(member);
-    mlp.run(member);
-    down.run(member);
+  void run(Worker& worker) const {
+    input.run(worker);
+    attention.run(worker, output.beginning(worker));
+    output.run(worker);
+    mlp.run(worker);
+    down.run(worker);
   }
 
   float *q, *attended, *middle, *act;
@@ -179,40 +181,40 @@ struct BlockPhases {
   LinearAdd down;
 };
 
-// Dense blocks after each other, x (…, C) float32 -> the same, the threads started once. turns[i]: which of the tables
-// of cosines and sines block i takes, -1 for none. All caches have the same slots.
-Tensor blocks(Tensor x, std::vector<Tensor> cos, std::vector<Tensor> sin, std::vector<int64_t> turns,
-              std::vector<Tensor> k_caches, std::vector<Tensor> v_caches, Tensor slots, Tensor starts, Tensor lengths,
-              Maybe first, Maybe table, int64_t block_size, std::vector<Tensor> plans) {
+// Dense blocks after each other, x (…, C) float32 -> the same, the threads started once. rope_index[i]: which of the
+// tables of cosines and sines block i takes, -1 for none. All caches have the same slots.
+Tensor blocks(Tensor x, std::vector<Tensor> cos, std::vector<Tensor> sin, std::vector<int64_t> rope_index,
+              std::vector<Tensor> k_caches, std::vector<Tensor> v_caches, Tensor slot_mapping, Tensor query_start_loc,
+              Tensor seq_lens, Maybe first, Maybe block_table, int64_t block_size, std::vector<Tensor> plans) {
   x = as_contiguous(x);
   const int64_t count = int64_t(plans.size()), c = x.size(-1), rows = x.numel() / c;
-  STD_TORCH_CHECK(count && int64_t(turns.size()) == count && int64_t(k_caches.size()) == count &&
+  STD_TORCH_CHECK(count && int64_t(rope_index.size()) == count && int64_t(k_caches.size()) == count &&
                       int64_t(v_caches.size()) == count && cos.size() == sin.size(),
-                  "each block needs its plan, its cache and its turn");
+                  "each block needs its plan, its cache and its rope_index");
   STD_TORCH_CHECK(x.scalar_type() == ScalarType::Float, "the blocks want x in float32");
   for (auto* tables : {&cos, &sin})
     for (Tensor& one : *tables) one = as_contiguous(one);
   Tensor out = empty_like_with_last(x, c);
-  Memory memory;
-  float* between[] = {memory.take<float>(rows * c), memory.take<float>(rows * c)};
+  Arena arena;
+  float* between[] = {arena.take<float>(rows * c), arena.take<float>(rows * c)};
   const float* from = static_cast<const float*>(x.const_data_ptr());
-  const Memory::Mark mark = memory.mark();
+  const Arena::Mark mark = arena.mark();
   std::vector<BlockPhases> phases;
   phases.reserve(count);
   for (int64_t i = 0; i < count; i++) {
     const Plan& p = plan_in<Plan>(plans[i]);
     STD_TORCH_CHECK(p.c == c, "a block of size ", p.c, " cannot take x (…, ", c, ")");
-    STD_TORCH_CHECK(turns[i] < int64_t(cos.size()), "there is no table of turns ", turns[i]);
+    STD_TORCH_CHECK(rope_index[i] < int64_t(cos.size()), "there is no rotary table ", rope_index[i]);
     float* to = i + 1 < count ? between[i % 2] : static_cast<float*>(out.mutable_data_ptr());
-    const bool turned = turns[i] >= 0;
-    memory.back_to(mark);  // a block begins when the one before it has ended: they share their memory
-    phases.emplace_back(memory, p, from, to, rows, turned ? Maybe(cos[turns[i]]) : Maybe(),
-                        turned ? Maybe(sin[turns[i]]) : Maybe(), k_caches[i], v_caches[i], slots, starts, lengths, first,
-                        table, block_size);
+    const bool turned = rope_index[i] >= 0;
+    arena.back_to(mark);  // a block begins when the one before it has ended: they share their memory
+    phases.emplace_back(arena, p, from, to, rows, turned ? Maybe(cos[rope_index[i]]) : Maybe(),
+                        turned ? Maybe(sin[rope_index[i]]) : Maybe(), k_caches[i], v_caches[i], slot_mapping,
+                        query_start_loc, seq_lens, first, block_table, block_size);
     from = to;
   }
-  together([&](Member& member) {
-    for (const BlockPhases& block : phases) block.run(member);
+  parallel_region([&](Worker& worker) {
+    for (const BlockPhases& block : phases) block.run(worker);
   });
   return out;
 }
@@ -220,13 +222,13 @@ Tensor blocks(Tensor x, std::vector<Tensor> cos, std::vector<Tensor> sin, std::v
 }  // namespace hasten
 
 STABLE_TORCH_LIBRARY_FRAGMENT(HASTEN_LIBRARY, m) {
-  m.def("attention_input(Tensor x, Tensor? norm_weight, Tensor? norm_bias, float eps, float offset, bool centred, Tensor data, Tensor? scales, Tensor? zeros, Tensor? bias, int group_size, int digits, int heads, int head_dim, Tensor? q_norm, Tensor? k_norm, Tensor? cos, Tensor? sin, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slots) -> Tensor");
-  m.def("plan_weight(int n, int k, Tensor data, Tensor? scales, Tensor? zeros, Tensor? bias, int group_size, int digits) -> Tensor");
+  m.def("attention_input(Tensor x, Tensor? norm_weight, Tensor? norm_bias, float eps, float offset, bool centred, Tensor data, Tensor? scales, Tensor? zeros, Tensor? bias, int group_size, int planes, int heads, int head_dim, Tensor? q_norm, Tensor? k_norm, Tensor? cos, Tensor? sin, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping) -> Tensor");
+  m.def("plan_weight(int n, int k, Tensor data, Tensor? scales, Tensor? zeros, Tensor? bias, int group_size, int planes) -> Tensor");
   m.def("plan_block(int kv_heads, Tensor? norm_weight, Tensor? norm_bias, float eps, float offset, bool centred, Tensor qkv, int heads, int head_dim, Tensor? q_norm, Tensor? k_norm, float scale, int window, float softcap, Tensor output, Tensor? o_norm_weight, Tensor? o_norm_bias, Tensor? m_norm_weight, Tensor? m_norm_bias, Tensor mlp, int inner, bool gated, int activation, Tensor down, Tensor? d_norm_weight, Tensor? d_norm_bias) -> Tensor");
-  m.def("blocks(Tensor x, Tensor[] cos, Tensor[] sin, int[] turns, Tensor(a!)[] k_caches, Tensor(b!)[] v_caches, Tensor slots, Tensor starts, Tensor lengths, Tensor? first, Tensor? table, int block_size, Tensor[] plans) -> Tensor");
-  m.def("linear_add(Tensor x, Tensor data, Tensor? scales, Tensor? zeros, Tensor? bias, int group_size, int digits, Tensor residual, Tensor? norm_weight, Tensor? norm_bias, float eps, float offset, bool centred) -> Tensor");
-  m.def("norm_linear(Tensor x, Tensor? norm_weight, Tensor? norm_bias, float eps, float offset, bool centred, Tensor data, Tensor? scales, Tensor? zeros, Tensor? bias, int group_size, int digits, int out_features) -> Tensor");
-  m.def("mlp_input(Tensor x, Tensor? norm_weight, Tensor? norm_bias, float eps, float offset, bool centred, Tensor data, Tensor? scales, Tensor? zeros, Tensor? bias, int group_size, int digits, int inner, bool gated, int activation) -> Tensor");
+  m.def("blocks(Tensor x, Tensor[] cos, Tensor[] sin, int[] rope_index, Tensor(a!)[] k_caches, Tensor(b!)[] v_caches, Tensor slot_mapping, Tensor query_start_loc, Tensor seq_lens, Tensor? first, Tensor? block_table, int block_size, Tensor[] plans) -> Tensor");
+  m.def("linear_add(Tensor x, Tensor data, Tensor? scales, Tensor? zeros, Tensor? bias, int group_size, int planes, Tensor residual, Tensor? norm_weight, Tensor? norm_bias, float eps, float offset, bool centred) -> Tensor");
+  m.def("norm_linear(Tensor x, Tensor? norm_weight, Tensor? norm_bias, float eps, float offset, bool centred, Tensor data, Tensor? scales, Tensor? zeros, Tensor? bias, int group_size, int planes, int out_features) -> Tensor");
+  m.def("mlp_input(Tensor x, Tensor? norm_weight, Tensor? norm_bias, float eps, float offset, bool centred, Tensor data, Tensor? scales, Tensor? zeros, Tensor? bias, int group_size, int planes, int inner, bool gated, int activation) -> Tensor");
 }
 STABLE_TORCH_LIBRARY_IMPL(HASTEN_LIBRARY, CPU, m) {
   m.impl("attention_input", TORCH_BOX(&hasten::attention_input));

@@ -12,7 +12,7 @@ typedef std::optional<Tensor> Maybe;
 
 // The arguments that a norm and a packed weight have in every operator.
 #define HASTEN_NORM Maybe norm_weight, Maybe norm_bias, double eps, double offset, bool centred
-#define HASTEN_WEIGHT Tensor data, Maybe scales, Maybe zeros, Maybe bias, int64_t group_size, int64_t digits
+#define HASTEN_WEIGHT Tensor data, Maybe scales, Maybe zeros, Maybe bias, int64_t group_size, int64_t planes
 
 inline Norm norm_of(const Maybe& weight, const Maybe& bias, double eps, double offset, bool centred) {
   Norm n;
@@ -30,28 +30,28 @@ inline Norm norm_of(const Maybe& weight, const Maybe& bias, double eps, double o
 struct PackedWeight {
   PackedWeight(int64_t n, int64_t k, HASTEN_WEIGHT)
       : w(weight_of(data, scales, zeros, n, k, group_size)), k(k), bias(bias ? bias->const_data_ptr() : nullptr),
-        bias_type(bias ? type_of(*bias) : Type::f32), digits(int(digits)) {}
+        bias_type(bias ? type_of(*bias) : Type::f32), planes(int(planes)) {}
   Weight w;
   int64_t k;
   const void* bias;
   Type bias_type;
-  int digits;
+  int planes;
 };
 
 // A product with the rows that it takes.
 struct Linear : PackedWeight {
   // x (rows, K), may be written until the phases begin.
-  Linear(Memory& memory, const void* x, Type type, int64_t rows, const Norm& norm, const PackedWeight& weight)
-      : PackedWeight(weight), rows(rows), x(memory, w, x, type, rows, k, norm, digits) {}
+  Linear(Arena& arena, const void* x, Type type, int64_t rows, const Norm& norm, const PackedWeight& weight)
+      : PackedWeight(weight), rows(rows), x(arena, w, x, type, rows, k, norm, planes) {}
 
   template <class Finish>
-  void run(Member& member, const Finish& finish) const {
-    product(member, w, x, rows, finish);
+  void run(Worker& worker, const Finish& finish) const {
+    product(worker, w, x, rows, finish);
   }
   // All of it as float32 rows, bias added.
-  void run_into(Member& member, float* out) const {
+  void run_into(Worker& worker, float* out) const {
     const int64_t n = w.n;
-    run(member, [&](int64_t panel, int64_t m0, int64_t m1, const float* values) {
+    run(worker, [&](int64_t panel, int64_t m0, int64_t m1, const float* values) {
       const int64_t n0 = panel * PANEL, count = std::min<int64_t>(PANEL, n - n0);
       for (int64_t m = m0; m < m1; m++) {
         const float* from = values + (m - m0) * PANEL;
@@ -93,15 +93,16 @@ inline void finish_head(float* x, int64_t size, const Norm& norm, const float* c
 }
 
 // norm + q, k, v + head norms + rotary turn + cache write. x (R, C), cos and sin (R, dim/2) -> q (R, H, D) in x's
-// dtype; k, v go into row slots[r] of the caches, (slots, Hkv, D) bf16 or (slots, Hkv, D + 4) int8
+// dtype; k, v go into row slot_mapping[r] of the caches, (slots, Hkv, D) bf16 or (slots, Hkv, D + 4) int8
 // (attention/int8_rows.h), -1 being the last row, which nobody reads.
 struct AttentionInput {
-  AttentionInput(Memory& memory, const void* x, Type type, int64_t rows, void* q, const Norm& norm,
+  AttentionInput(Arena& arena, const void* x, Type type, int64_t rows, void* q, const Norm& norm,
                  const PackedWeight& weight, int64_t heads, int64_t head_dim, const Norm& q_norm, const Norm& k_norm,
-                 const Maybe& cos, const Maybe& sin, const Tensor& k_cache, const Tensor& v_cache, const Tensor& slots)
+                 const Maybe& cos, const Maybe& sin, const Tensor& k_cache, const Tensor& v_cache,
+                 const Tensor& slot_mapping)
       : heads(heads), kv_heads(k_cache.size(1)), head_dim(head_dim), q(q), type(type), q_norm(q_norm),
-        k_norm(k_norm), linear(memory, x, type, rows, norm, weight),
-        values(memory.take<float>(rows * linear.w.n)), last(k_cache.size(0) - 1),
+        k_norm(k_norm), linear(arena, x, type, rows, norm, weight),
+        values(arena.take<float>(rows * linear.w.n)), last(k_cache.size(0) - 1),
         slot_stride(k_cache.stride(0)), head_stride(k_cache.stride(1)), half(cos ? cos->size(-1) : 0) {
     STD_TORCH_CHECK(linear.w.n == (heads + 2 * kv_heads) * head_dim,
                     "the weight of q, k and v does not fit the cache");
@@ -109,7 +110,8 @@ struct AttentionInput {
     int8 = holds_int8(k_cache, head_dim);
     STD_TORCH_CHECK(holds_int8(v_cache, head_dim) == int8 && lie_alike(k_cache, v_cache),
                     "the fused step writes caches of one dtype that lie alike, each head's rows in one piece");
-    STD_TORCH_CHECK(slots.scalar_type() == ScalarType::Long && slots.is_contiguous() && slots.numel() == rows,
+    STD_TORCH_CHECK(slot_mapping.scalar_type() == ScalarType::Long && slot_mapping.is_contiguous() &&
+                        slot_mapping.numel() == rows,
                     "there must be one slot for each row of x, int64");
     for (const Maybe& angles : {cos, sin})
       STD_TORCH_CHECK(cos.has_value() == angles.has_value() &&
@@ -118,16 +120,16 @@ struct AttentionInput {
                       "cos and sin must be float32, with one row for each row of x");
     k_out = static_cast<uint8_t*>(k_cache.mutable_data_ptr());
     v_out = static_cast<uint8_t*>(v_cache.mutable_data_ptr());
-    slot = static_cast<const int64_t*>(slots.const_data_ptr());
+    slot = static_cast<const int64_t*>(slot_mapping.const_data_ptr());
     cosines = cos ? static_cast<const float*>(cos->const_data_ptr()) : nullptr;
     sines = sin ? static_cast<const float*>(sin->const_data_ptr()) : nullptr;
   }
 
-  void run(Member& member) const {
-    linear.run_into(member, values);
+  void run(Worker& worker) const {
+    linear.run_into(worker, values);
     // The heads of few rows are shared out too; of many, whole rows.
     const int64_t all = heads + 2 * kv_heads, step = linear.rows <= 4 ? kv_heads : all;
-    member.each(linear.rows * (all / step), [&](int64_t item) {
+    worker.each(linear.rows * (all / step), [&](int64_t item) {
       const int64_t r = item / (all / step), from = item % (all / step) * step;
       for (int64_t h = from; h < from + step; h++) one(r, h);
     });
@@ -163,23 +165,23 @@ struct AttentionInput {
 
 // residual + norm(x·Wᵀ + b), the norm being optional. x (R, K), residual and out (R, N).
 struct LinearAdd {
-  LinearAdd(Memory& memory, const void* x, Type x_type, int64_t rows, const PackedWeight& weight, const void* residual,
+  LinearAdd(Arena& arena, const void* x, Type x_type, int64_t rows, const PackedWeight& weight, const void* residual,
             void* out, Type type, const Norm& norm)
-      : linear(memory, x, x_type, rows, Norm{}, weight), norm(norm), residual(residual), out(out), type(type),
-        values(norm.weight ? memory.take<float>(rows * linear.w.n) : nullptr) {}
+      : linear(arena, x, x_type, rows, Norm{}, weight), norm(norm), residual(residual), out(out), type(type),
+        values(norm.weight ? arena.take<float>(rows * linear.w.n) : nullptr) {}
 
-  Ahead beginning(const Member& member) const { return hasten::beginning(member, linear.w, linear.rows); }
-  void run(Member& member) const {
+  Prefetcher beginning(const Worker& worker) const { return hasten::beginning(worker, linear.w, linear.rows); }
+  void run(Worker& worker) const {
     const int64_t n = linear.w.n;
     if (norm.weight) {
-      linear.run_into(member, values);
-      return member.each(linear.rows, [&](int64_t r) {
+      linear.run_into(worker, values);
+      return worker.each(linear.rows, [&](int64_t r) {
         float* normal = scratch<float, 7>(n + LANES);
         widen(values, Type::f32, r, n, n, norm, normal);
         add(normal, r * n, n, nullptr, Type::f32, 0);
       });
     }
-    linear.run(member, [&](int64_t panel, int64_t m0, int64_t m1, const float* values) {
+    linear.run(worker, [&](int64_t panel, int64_t m0, int64_t m1, const float* values) {
       const int64_t n0 = panel * PANEL, count = std::min<int64_t>(PANEL, n - n0);
       for (int64_t m = m0; m < m1; m++)
         add(values + (m - m0) * PANEL, m * n + n0, count, linear.bias, linear.bias_type, n0);
@@ -229,19 +231,19 @@ INLINE F32 activate(F32 x, Activation kind) {
 // norm + act(x·Gateᵀ)·(x·Upᵀ), or act(x·Upᵀ) if not gated. x (R, C) -> out (R, I), both of one dtype. Gated weights
 // alternate 32 rows of gate and 32 rows of up, so that both halves of a product meet in one panel.
 struct MlpInput {
-  MlpInput(Memory& memory, const void* x, Type type, int64_t rows, void* out, const Norm& norm,
+  MlpInput(Arena& arena, const void* x, Type type, int64_t rows, void* out, const Norm& norm,
            const PackedWeight& weight, int64_t inner, bool gated, Activation kind)
       : each(rows_of_panel(gated)), inner(inner), gated(gated), kind(kind), out(out), type(type),
-        linear(memory, x, type, rows, norm, weight) {}
+        linear(arena, x, type, rows, norm, weight) {}
   static int64_t rows_of_panel(bool gated) { return gated ? PANEL / 2 : PANEL; }
   // Rows of the weight for so many outputs.
   static int64_t weight_rows(int64_t inner, bool gated) {
     return (inner + rows_of_panel(gated) - 1) / rows_of_panel(gated) * PANEL;
   }
 
-  void run(Member& member) const {
+  void run(Worker& worker) const {
     const void* b = linear.bias;
-    linear.run(member, [&](int64_t panel, int64_t m0, int64_t m1, const float* values) {
+    linear.run(worker, [&](int64_t panel, int64_t m0, int64_t m1, const float* values) {
       const int64_t i0 = panel * each, count = std::min<int64_t>(each, inner - i0);
       for (int64_t m = m0; m < m1; m++)
         for (int64_t i = 0; i < count; i += LANES) {

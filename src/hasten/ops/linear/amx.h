@@ -42,7 +42,7 @@ class AmxTiles {
       config.bytes[t] = AMX_BYTES;
       config.rows[t] = t >= 6 ? 16 : one || t == 0 || t == 1 || t == 4 ? upper : lower;
     }
-    asm volatile("" ::"r"(&config) : "memory");  // or g++ drops what it writes there
+    asm volatile("" ::"r"(&config) : "arena");  // or g++ drops what it writes there
     _tile_loadconfig(&config);
   }
 
@@ -52,7 +52,7 @@ class AmxTiles {
 
 // g++'s intrinsics that load tiles do not tell the compiler that they read memory, so what was written before must be
 // there. One barrier before the loads is enough: those that store tiles do tell.
-inline void before_tile_loads() { asm volatile("" ::: "memory"); }
+inline void before_tile_loads() { asm volatile("" ::: "arena"); }
 
 enum class Dot { bf16, s8u8, s8s8 };  // x signed bytes, w unsigned or signed ones
 
@@ -92,7 +92,7 @@ inline void amx_few(const char* w, const char* x, int64_t stride, int64_t steps,
 
 // 17 to 32 rows by half a panel: four products for four loads, and `lines` of what comes next are asked for a step.
 template <Dot D>
-inline void amx_many(const char* w, const char* x, int64_t stride, int64_t steps, char* sums, bool fresh, Ahead& next,
+inline void amx_many(const char* w, const char* x, int64_t stride, int64_t steps, char* sums, bool fresh, Prefetcher& next,
                      int64_t lines) {
   constexpr int64_t row = PANEL * 4;
   char* lower = sums + AMX_ROWS * row;
@@ -129,7 +129,7 @@ inline void amx_product(AmxTiles& tiles, const void* w, const void* x, int64_t s
   constexpr int64_t both = 2 * AMX_ROWS;
   const char *lines = static_cast<const char*>(w), *from = static_cast<const char*>(x);
   char* to = static_cast<char*>(sums);
-  Ahead next;
+  Prefetcher next;
   if constexpr (STREAM) next = {lines + steps * AMX_LINES, lines + 2 * steps * AMX_LINES};
   const int64_t each = AMX_LINES / 128 / std::max<int64_t>(1, rows / both) + 1;  // of 32 rows, half a panel and a step
   for (int64_t m = 0; m < rows; m += both, from += both * stride, to += both * PANEL * 4) {
@@ -146,7 +146,7 @@ inline void amx_product(AmxTiles& tiles, const void* w, const void* x, int64_t s
   }
 }
 
-// Rows of digits from which AMX is quicker than AVX-512's dot products: integer sums are exact, so both give the same
+// Rows of planes from which AMX is quicker than AVX-512's dot products: integer sums are exact, so both give the same
 // bits. (bf16 products take it for any number of rows.)
 constexpr int64_t AMX_INT8_ROWS = 3, AMX_INT4_ROWS = 6;
 
@@ -154,7 +154,7 @@ constexpr int64_t AMX_INT8_ROWS = 3, AMX_INT4_ROWS = 6;
 template <Dot D>
 void amx_sums(const void* panel, const void* x, int64_t stride, int64_t rows, int64_t bytes, void* sums);
 
-// sums [rows][64] of rows of digits from `from_row` on with a panel of int4 weights, scaled.
+// sums [rows][64] of rows of planes from `from_row` on with a panel of int4 weights, scaled.
 void amx_int4(const Weight& w, const uint8_t* lines, int64_t panel, const Rows& x, int64_t from_row, int64_t rows,
               float* sums);
 

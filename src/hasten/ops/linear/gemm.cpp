@@ -68,13 +68,13 @@ struct ByteWeights {
 
 template <int M, int V, bool STREAM>
 __attribute__((noinline)) static void tile_int8(const uint8_t* w, const int8_t* x, int64_t stride, int64_t steps, int32_t* sums, bool fresh,
-                      const char* ahead) {
+                      const char* prefetcher) {
   I32 acc[M][V];
   EACH(m, M, EACH(v, V, acc[m][v] = fresh ? I32{} : load(sums + m * PANEL + v * LANES)));
   for (int64_t s = 0; s < steps; s++) {
     const uint8_t* line = w + s * PANEL * 4;
     if constexpr (STREAM)
-      for (int v = 0; v < V; v++) ask_line<M>(ahead, s * V + v);
+      for (int v = 0; v < V; v++) ask_line<M>(prefetcher, s * V + v);
     if constexpr (SPARE) {  // each value of x is broadcast once for all vectors
       U32 lines[V];
       for (int v = 0; v < V; v++) lines[v] = load_line(line + v * 64);
@@ -91,11 +91,11 @@ __attribute__((noinline)) static void tile_int8(const uint8_t* w, const int8_t* 
   EACH(m, M, EACH(v, V, store(sums + m * PANEL + v * LANES, acc[m][v])));
 }
 
-// One group of int4 weights: sums[m][v] += scale · (w·q - zero · Σq), for M rows of digits from `row` on. lines: the
+// One group of int4 weights: sums[m][v] += scale · (w·q - zero · Σq), for M rows of planes from `row` on. lines: the
 // group's first line of vector `first`.
 template <int M, int V, bool STREAM>
 INLINE void group_int4(const Weight& w, const uint8_t* lines, int64_t panel, int64_t first, int64_t g, const Rows& x,
-                       int64_t row, float* sums, const char* ahead) {
+                       int64_t row, float* sums, const char* prefetcher) {
   const int64_t at = (panel * x.groups + g) * PANEL + first * LANES;
   const int8_t* q = x.q + row * x.stride + g * w.group;
   if constexpr (STREAM) {  // a stream of their own, too thin for the prefetcher of the processor to see in time
@@ -119,7 +119,7 @@ INLINE void group_int4(const Weight& w, const uint8_t* lines, int64_t panel, int
   for (int64_t s = 0; s < w.group / 8; s++) {
     const uint8_t* line = lines + s * PANEL * 4;
     if constexpr (STREAM)
-      for (int v = 0; v < V; v++) ask_line<M>(ahead, s * V + v);
+      for (int v = 0; v < V; v++) ask_line<M>(prefetcher, s * V + v);
     U32 low[V], high[V];
     for (int v = 0; v < V; v++) {
       U32 both = load_line(line + v * 64);
@@ -148,7 +148,7 @@ INLINE void group_int4(const Weight& w, const uint8_t* lines, int64_t panel, int
     for (int64_t t = s; t < s + 4; t++) {
       const uint8_t* line = lines + t * PANEL * 4;
       if constexpr (STREAM)
-        for (int v = 0; v < V; v++) ask_line<M>(ahead, t * V + v);
+        for (int v = 0; v < V; v++) ask_line<M>(prefetcher, t * V + v);
       const int8_t* from = q + 8 * t;
       EACH(v, V,
            const U32 low = load_line(line + v * 64) & nibbles;
@@ -162,9 +162,9 @@ INLINE void group_int4(const Weight& w, const uint8_t* lines, int64_t panel, int
   F32 scale[V];
   for (int v = 0; v < V; v++) scale[v] = load_scale(w.scales, w.scale_type, at + v * LANES);
   EACH(m, M,
-       const int64_t digit_row = row + m;
-       float own = x.scales[(digit_row >> (x.digits - 1)) * x.groups + g];
-       if (x.digits == 2 && digit_row % 2 == 0) own *= DIGIT;
+       const int64_t plane_row = row + m;
+       float own = x.scales[(plane_row >> (x.planes - 1)) * x.groups + g];
+       if (x.planes == 2 && plane_row % 2 == 0) own *= PLANE_BASE;
        EACH(v, V,
             float* out = sums + m * PANEL + v * LANES;
             store(out, multiply_add(to_float(acc[m][v]), scale[v] * own, g ? load(out) : F32{}))));
@@ -199,20 +199,20 @@ static void product_bf16(const Weight& w, const Rows& x, int64_t panel, int64_t 
 }
 
 static void product_int8(const Weight& w, const Rows& x, int64_t panel, int64_t m0, int64_t rows, float* out) {
-  const int64_t digit_rows = rows * x.digits, from_row = m0 * x.digits;
-  const int64_t block = values_of_block(INT8_TILE, digit_rows, w.k, WIDE_STEPS * 4, 2048);
+  const int64_t plane_rows = rows * x.planes, from_row = m0 * x.planes;
+  const int64_t block = values_of_block(INT8_TILE, plane_rows, w.k, WIDE_STEPS * 4, 2048);
   int32_t* sums = scratch<int32_t, 0>(ROW_BLOCK * 2 * PANEL);
   const uint8_t* base = static_cast<const uint8_t*>(w.data) + panel * w.k * PANEL;
   int64_t k = 0;
 #if defined(__AMX_TILE__)
-  if (digit_rows >= AMX_INT8_ROWS) {
-    amx_sums<Dot::s8u8>(base, x.q + from_row * x.stride, x.stride, digit_rows, w.k, sums);
+  if (plane_rows >= AMX_INT8_ROWS) {
+    amx_sums<Dot::s8u8>(base, x.q + from_row * x.stride, x.stride, plane_rows, w.k, sums);
     k = w.k / AMX_BYTES * AMX_BYTES;
   }
 #endif
   for (; k < w.k; k += block) {
     const int64_t steps = std::min(block, w.k - k) / 4;
-    for_tiles<INT8_TILE>(digit_rows, [&](int64_t m, auto count, auto span, auto stream) {
+    for_tiles<INT8_TILE>(plane_rows, [&](int64_t m, auto count, auto span, auto stream) {
       const uint8_t* lines = base + k * PANEL;
       for (int64_t first = 0; first < VECTORS; first += span)
         tile_int8<count, span, stream>(lines + first * 64, x.q + (from_row + m) * x.stride + k, x.stride, steps,
@@ -222,10 +222,10 @@ static void product_int8(const Weight& w, const Rows& x, int64_t panel, int64_t 
   for (int64_t m = 0; m < rows; m++)
     for (int v = 0; v < VECTORS; v++) {
       F32 total = {};
-      for (int d = 0; d < x.digits; d++) {
-        const int64_t row = m * x.digits + d;
+      for (int d = 0; d < x.planes; d++) {
+        const int64_t row = m * x.planes + d;
         F32 part = to_float(load(sums + row * PANEL + v * LANES) - ByteWeights::surplus * x.sums[from_row + row]);
-        total = d + 1 < x.digits ? part * float(DIGIT) : total + part;
+        total = d + 1 < x.planes ? part * float(PLANE_BASE) : total + part;
       }
       F32 scale = load(static_cast<const float*>(w.scales) + panel * PANEL + v * LANES);
       store(out + m * PANEL + v * LANES, total * (scale * x.scales[m0 + m]));
@@ -233,21 +233,21 @@ static void product_int8(const Weight& w, const Rows& x, int64_t panel, int64_t 
 }
 
 static void product_int4(const Weight& w, const Rows& x, int64_t panel, int64_t m0, int64_t rows, float* out) {
-  const int64_t digit_rows = rows * x.digits, from_row = m0 * x.digits;
-  float* sums = x.digits == 1 ? out : scratch<float, 1>(ROW_BLOCK * 2 * PANEL);
+  const int64_t plane_rows = rows * x.planes, from_row = m0 * x.planes;
+  float* sums = x.planes == 1 ? out : scratch<float, 1>(ROW_BLOCK * 2 * PANEL);
   const uint8_t* base = static_cast<const uint8_t*>(w.data) + panel * w.panel_bytes();
-  const int64_t block = digit_rows <= 2 * INT4_TILE.most ? 1 : std::max<int64_t>(1, MANY_VALUES / w.group);
+  const int64_t block = plane_rows <= 2 * INT4_TILE.most ? 1 : std::max<int64_t>(1, MANY_VALUES / w.group);
 #if defined(__AMX_TILE__)
-  if (digit_rows >= AMX_INT4_ROWS) amx_int4(w, base, panel, x, from_row, digit_rows, sums);
+  if (plane_rows >= AMX_INT4_ROWS) amx_int4(w, base, panel, x, from_row, plane_rows, sums);
   else
 #endif
     for (int64_t g0 = 0; g0 < x.groups; g0 += block)
-      for_tiles<INT4_TILE>(digit_rows, [&](int64_t m, auto count, auto span, auto stream) {
+      for_tiles<INT4_TILE>(plane_rows, [&](int64_t m, auto count, auto span, auto stream) {
         for (int64_t first = 0; first < VECTORS; first += span)
           tile_int4<count, span, stream>(w, base, panel, first, g0, std::min(x.groups, g0 + block), x, from_row + m,
                                          sums + m * PANEL + first * LANES);
       });
-  if (x.digits == 2)
+  if (x.planes == 2)
     for (int64_t m = 0; m < rows; m++)
       for (int v = 0; v < VECTORS; v++) {
         const float* pair = sums + 2 * m * PANEL + v * LANES;

@@ -69,18 +69,18 @@ struct Weight {
   }
 };
 
-// Two digits of an activation: x = scale·(255·high + low), both from -127 to 127. (With 256 a digit could be -128, whose
+// Two planes of an activation: x = scale·(255·high + low), both from -127 to 127. (With 256 a plane could be -128, whose
 // magnitude is no signed byte.)
-constexpr int32_t DIGIT = 255;
+constexpr int32_t PLANE_BASE = 255;
 
-// Rows of x as the kernel wants them, `stride` values apart. bf16 weights: rows of k values. Others: `digits` rows of k
+// Rows of x as the kernel wants them, `stride` values apart. bf16 weights: rows of k values. Others: `planes` rows of k
 // values for each row of x; one scale a row (int8 weights) or one a group (int4).
 struct Rows {
   Operand* plain = nullptr;  // of bf16 weights
   int8_t* q = nullptr;
   float* scales = nullptr;   // [rows][groups]
-  int32_t* sums = nullptr;   // [rows·digits][groups]: sum of the q of a group, for the weights' offset
-  int digits = 1;
+  int32_t* sums = nullptr;   // [rows·planes][groups]: sum of the q of a group, for the weights' offset
+  int planes = 1;
   int64_t groups = 1;
   int64_t stride = 0;
 };
@@ -104,22 +104,22 @@ INLINE F32 load_scale(const void* base, ScaleType type, int64_t index) {
 // More rows are multiplied meanwhile: to the second level and from further ahead, so that it takes none of the first
 // level's few outstanding misses (8 rows of bf16 run 1.3 times as fast on AVX2).
 template <int M>
-INLINE void ask_line(const char* ahead, int64_t line) {
-  if constexpr (M == 1) __builtin_prefetch(ahead + line * 64);
-  else __builtin_prefetch(ahead + AHEAD + line * 64, 0, 2);
+INLINE void ask_line(const char* prefetcher, int64_t line) {
+  if constexpr (M == 1) __builtin_prefetch(prefetcher + line * 64);
+  else __builtin_prefetch(prefetcher + AHEAD + line * 64, 0, 2);
 }
 
 // sums[m][v] += w·x over `steps` pairs. w: line of the first of V vectors of the panel. STREAM: w comes from memory, and
 // at each step the next V lines from `ahead` on are asked for.
 template <int M, int V, bool STREAM = false>
 void tile_bf16(const uint16_t* w, const Operand* x, int64_t stride, int64_t steps, float* sums, bool fresh,
-               const char* ahead = nullptr) {
+               const char* prefetcher = nullptr) {
   F32 acc[M][V];
   EACH(m, M, EACH(v, V, acc[m][v] = fresh ? F32{} : load(sums + m * PANEL + v * LANES)));
   for (int64_t s = 0; s < steps; s++) {
     const uint16_t* line = w + s * PANEL * 2;
     if constexpr (STREAM)
-      for (int v = 0; v < V; v++) ask_line<M>(ahead, s * V + v);
+      for (int v = 0; v < V; v++) ask_line<M>(prefetcher, s * V + v);
     if constexpr (sizeof(Operand) == 2) {
       EACH(m, M,
            uint32_t pair;

@@ -14,18 +14,18 @@ static void check_group(int64_t group_size) {
 
 // x (…, K) bf16 or float32 -> (…, N) in x's dtype.
 Tensor linear(Tensor x, Tensor data, std::optional<Tensor> scales, std::optional<Tensor> zeros,
-              std::optional<Tensor> bias, int64_t out_features, int64_t group_size, int64_t digits) {
+              std::optional<Tensor> bias, int64_t out_features, int64_t group_size, int64_t planes) {
   STD_TORCH_CHECK(x.dim() > 0 && x.size(-1) > 0, "x needs a last dimension of at least one value");
   const int64_t k = x.size(-1), rows = x.numel() / k;
   const Weight w = weight_of(data, scales, zeros, out_features, k, group_size);
   STD_TORCH_CHECK(round_up(k, group_size ? group_size : PADDING) == w.k, "x has ", k, " columns, the weight ", w.k,
                   " with its padding");
-  STD_TORCH_CHECK(digits == 1 || digits == 2, "digits must be 1 or 2");
+  STD_TORCH_CHECK(planes == 1 || planes == 2, "planes must be 1 or 2");
   const Type type = type_of(x);
   x = as_contiguous(x);
   Tensor y = empty_like_with_last(x, out_features);
-  Memory memory;
-  const Preparation prepared(memory, w, x.const_data_ptr(), type, rows, k, Norm{}, int(digits));
+  Arena arena;
+  const Preparation prepared(arena, w, x.const_data_ptr(), type, rows, k, Norm{}, int(planes));
   void* out = y.mutable_data_ptr();
   STD_TORCH_CHECK(!bias || (bias->is_contiguous() && bias->numel() == out_features), "the bias does not fit");
   const void* b = bias ? bias->const_data_ptr() : nullptr;
@@ -44,7 +44,7 @@ Tensor linear(Tensor x, Tensor data, std::optional<Tensor> scales, std::optional
         store_one(out, type, m * out_features + n0 + i, from[i] + (b ? load_one(b, bias_type, n0 + i) : 0.0f));
     }
   };
-  together([&](Member& member) { product(member, w, prepared, rows, finish); });
+  parallel_region([&](Worker& worker) { product(worker, w, prepared, rows, finish); });
   return y;
 }
 
@@ -160,7 +160,7 @@ Tensor pack_int4_words(Tensor words, int64_t group_size) {
 }  // namespace hasten
 
 STABLE_TORCH_LIBRARY_FRAGMENT(HASTEN_LIBRARY, m) {
-  m.def("linear(Tensor x, Tensor data, Tensor? scales, Tensor? zeros, Tensor? bias, int out_features, int group_size, int digits) -> Tensor");
+  m.def("linear(Tensor x, Tensor data, Tensor? scales, Tensor? zeros, Tensor? bias, int out_features, int group_size, int planes) -> Tensor");
   m.def("pack_bf16(Tensor w) -> Tensor");
   m.def("pack_int8(Tensor q) -> Tensor");
   m.def("pack_int4(Tensor q, int group_size) -> Tensor");

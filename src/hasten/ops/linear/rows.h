@@ -1,4 +1,4 @@
-// Rows of x made ready for a product: normalised if asked for, and rounded to bf16 or to int8 digits.
+// Rows of x made ready for a product: normalised if asked for, and rounded to bf16 or to int8 planes.
 #pragma once
 
 #include "../parallel.h"
@@ -83,14 +83,14 @@ inline float largest_magnitude(const float* x, int64_t k) {
   return top;
 }
 
-// k values (a multiple of 16) to int8 digits with one scale: x = scale·q, or scale·(255·high + low). With a NaN or an
+// k values (a multiple of 16) to int8 planes with one scale: x = scale·q, or scale·(255·high + low). With a NaN or an
 // infinity among them the scale is NaN, and so is every output that they reach. Values that are all below 1e-34 count
 // as zeros: the scale's inverse would overflow.
-inline void quantize(const float* x, int64_t k, int digits, int64_t digit_stride, int8_t* q, float* scale,
+inline void quantize(const float* x, int64_t k, int planes, int64_t plane_stride, int8_t* q, float* scale,
                      int32_t* sums, int64_t sum_stride) {
   const float top = largest_magnitude(x, k);
   const bool finite = std::isfinite(top), any = finite && top > 1e-34f;
-  const float steps = digits == 1 ? 127.0f : 127.0f * DIGIT + 127.0f;
+  const float steps = planes == 1 ? 127.0f : 127.0f * PLANE_BASE + 127.0f;
   const float up = any ? steps / top : 0.0f;
   *scale = any ? top / steps : finite ? 0.0f : __builtin_nanf("");
   const int32_t keep = finite ? -1 : 0;
@@ -100,17 +100,17 @@ inline void quantize(const float* x, int64_t k, int digits, int64_t digit_stride
   for (int64_t i = 0; i < k; i += LANES) {
     const I32 n = nearest(load(x + i) * up) & keep;
     I32 high = n;
-    if (digits == 2) {
-      high = nearest(to_float(n) * (1.0f / DIGIT));  // never near a tie: 255 is odd
-      const I32 low = n - high * DIGIT;
+    if (planes == 2) {
+      high = nearest(to_float(n) * (1.0f / PLANE_BASE));  // never near a tie: 255 is odd
+      const I32 low = n - high * PLANE_BASE;
       low_sum += low;
-      store_int8(q + digit_stride + i, low);
+      store_int8(q + plane_stride + i, low);
     }
     high_sum += high;
     store_int8(q + i, high);
   }
   sums[0] = sum_lanes(high_sum);
-  if (digits == 2) sums[sum_stride] = sum_lanes(low_sum);
+  if (planes == 2) sums[sum_stride] = sum_lanes(low_sum);
 }
 
 // The rows of x made ready for a weight. A few rows are prepared by every thread for itself, which takes a microsecond or
@@ -118,17 +118,17 @@ inline void quantize(const float* x, int64_t k, int digits, int64_t digit_stride
 class Preparation {
  public:
   // x (rows, k) may be written until the product's phase begins.
-  Preparation(Memory& memory, const Weight& w, const void* x, Type type, int64_t rows, int64_t k, const Norm& norm,
-              int digits)
-      : w_(w), x_(x), type_(type), rows_(rows), k_(k), norm_(norm), digits_(w.format == Format::bf16 ? 1 : digits) {
+  Preparation(Arena& arena, const Weight& w, const void* x, Type type, int64_t rows, int64_t k, const Norm& norm,
+              int planes)
+      : w_(w), x_(x), type_(type), rows_(rows), k_(k), norm_(norm), planes_(w.format == Format::bf16 ? 1 : planes) {
     if (own()) return;
-    shared_ = place([&](int64_t count, auto slot) { return memory.take<typename decltype(slot)::type>(count); });
+    shared_ = place([&](int64_t count, auto slot) { return arena.take<typename decltype(slot)::type>(count); });
   }
   // A phase for many rows, nothing for few.
-  void share_out(Member& member) const {
+  void share_out(Worker& worker) const {
     if (own()) return;
     const int64_t block = 16;
-    member.each((rows_ + block - 1) / block, [&](int64_t chunk) {
+    worker.each((rows_ + block - 1) / block, [&](int64_t chunk) {
       fill(shared_, chunk * block, std::min(rows_, (chunk + 1) * block));
     });
   }
@@ -151,15 +151,15 @@ class Preparation {
     Rows out;
     const bool plain = w_.format == Format::bf16;
     out.stride = plain ? spread_rows<Operand>(w_.k) : spread_rows<int8_t>(w_.k);
-    out.digits = digits_;
+    out.planes = planes_;
     out.groups = w_.format == Format::int4 ? w_.k / w_.group : 1;
     if (plain) {
       out.plain = take(rows_ * out.stride, Slot<Operand, 3>{});
       return out;
     }
-    out.q = take(rows_ * digits_ * out.stride, Slot<int8_t, 4>{});
+    out.q = take(rows_ * planes_ * out.stride, Slot<int8_t, 4>{});
     out.scales = take(rows_ * out.groups, Slot<float, 5>{});
-    out.sums = take(rows_ * digits_ * out.groups, Slot<int32_t, 6>{});
+    out.sums = take(rows_ * planes_ * out.groups, Slot<int32_t, 6>{});
     return out;
   }
   void fill(const Rows& out, int64_t m0, int64_t m1) const {
@@ -172,8 +172,8 @@ class Preparation {
       }
       const int64_t size = w_.k / out.groups;
       for (int64_t g = 0; g < out.groups; g++)
-        quantize(wide + g * size, size, digits_, out.stride, out.q + m * digits_ * out.stride + g * size,
-                 out.scales + m * out.groups + g, out.sums + m * digits_ * out.groups + g, out.groups);
+        quantize(wide + g * size, size, planes_, out.stride, out.q + m * planes_ * out.stride + g * size,
+                 out.scales + m * out.groups + g, out.sums + m * planes_ * out.groups + g, out.groups);
     }
   }
   const Weight w_;
@@ -181,17 +181,17 @@ class Preparation {
   const Type type_;
   const int64_t rows_, k_;
   const Norm norm_;
-  const int digits_;
+  const int planes_;
   Rows shared_;
 };
 
 // Where a thread begins to stream through w, if it does.
-inline Ahead beginning(const Member& member, const Weight& w, int64_t rows) {
+inline Prefetcher beginning(const Worker& worker, const Weight& w, int64_t rows) {
 #if !HASTEN_OPENMP
-  return {};  // torch shares each phase out among threads that are not the member's
+  return {};  // torch shares each phase out among threads that are not the team's
 #endif
   if (rows > row_block(w)) return {};
-  const int64_t size = w.panel_bytes(), first = member.first_of(w.panels());
+  const int64_t size = w.panel_bytes(), first = worker.first_of(w.panels());
   const char* at = static_cast<const char*>(w.data) + first * size;
   return {at, at + std::min<int64_t>((w.panels() - first) * size, BEGINNING)};
 }
@@ -199,7 +199,7 @@ inline Ahead beginning(const Member& member, const Weight& w, int64_t rows) {
 // The phases of a product of x with w: calls finish(panel, m0, m1, values [m1 - m0][64]) for every panel and block of
 // rows.
 template <class Finish>
-void product(Member& member, const Weight& w, const Preparation& x, int64_t rows, const Finish& finish) {
+void product(Worker& worker, const Weight& w, const Preparation& x, int64_t rows, const Finish& finish) {
   const int64_t block = row_block(w), blocks = (rows + block - 1) / block;
   Rows ready;
   auto one = [&](int64_t panel, int64_t m0, int64_t m1) {
@@ -207,12 +207,12 @@ void product(Member& member, const Weight& w, const Preparation& x, int64_t rows
     panel_product(w, ready, panel, m0, m1, values);
     finish(panel, m0, m1, values);
   };
-  x.share_out(member);
+  x.share_out(worker);
   if (blocks == 1)
-    return member.stream(w.panels(), [&] { ready = x.ready(); }, [&](int64_t panel) { one(panel, 0, rows); },
-                         beginning(member, w, rows));
+    return worker.stream(w.panels(), [&] { ready = x.ready(); }, [&](int64_t panel) { one(panel, 0, rows); },
+                         beginning(worker, w, rows));
   ready = x.ready();
-  member.each(w.panels() * blocks, [&](int64_t chunk) {
+  worker.each(w.panels() * blocks, [&](int64_t chunk) {
 #if defined(__AMX_TILE__)
     const int64_t panel = chunk % w.panels(), m0 = chunk / w.panels() * block;  // x stays in the second-level cache
 #else
