@@ -81,7 +81,7 @@ def _outside(run: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, causal
 
     heads, size = q.shape[1], q.shape[3]
     spec = AttentionSpec(heads=heads, kv_heads=k.shape[1], head_dim=size, scale=size**-0.5, causal=causal)
-    return run(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), spec=spec).transpose(1, 2)
+    return run(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), spec).transpose(1, 2)
 
 
 def _forms(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> dict[str, Tensor]:
@@ -188,7 +188,7 @@ def _results(run: Callable[..., Tensor], inputs: list[Tensor], weights: Tensor) 
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), weights)]
 
 
-def _plain(q: Tensor, k: Tensor, v: Tensor, *, spec: Any) -> Tensor:
+def _plain(q: Tensor, k: Tensor, v: Tensor, spec: Any) -> Tensor:
     import torch
 
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
