@@ -107,3 +107,15 @@ def test_each_prompt_is_computed_once_and_a_step_one_token_a_beam(pair):
     engine = make_engine(model, prefix_cache=False)
     run(engine, [request("a", PROMPTS[1], max_new_tokens=8, beam_width=4)])
     assert engine.stats().computed_tokens == len(PROMPTS[1]) + 4 * 7
+
+
+def test_texts_that_a_search_does_not_find_end_too(pair):
+    _, model = pair
+    vocabulary = model.config.vocab_size
+    width = vocabulary + 2  # after one token there are no more texts than tokens
+    engine = make_engine(model, max_sequences=width, token_budget=width)
+    found = run(engine, [request("a", PROMPTS[0], max_new_tokens=1, beam_width=width, n=width)])["a"]
+    assert [output.finished for output in found] == [False] * (width - 1) + [True]
+    assert [output.finish_reason for output in found] == ["length"] * vocabulary + ["error"] * 2
+    assert found[-1].stop_reason == f"the search found {vocabulary} of {width} texts"
+    assert engine.stats().failed == 1

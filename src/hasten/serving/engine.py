@@ -271,7 +271,7 @@ class Engine:
             found += state.emit_beams()
             for sequence in state.sequences:
                 self.scheduler.finish(sequence)
-            self._complete(state)
+            self._complete(state, failed=found[-1].finish_reason == "error")
         return found
 
     # -- ends ---------------------------------------------------------------------------------------------------------

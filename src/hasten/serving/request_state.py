@@ -189,7 +189,7 @@ class RequestState:
         return [self._emit(i, one, "".join(one.text), one.generated, one.logprobs) for i, one in enumerate(best)]
 
     def emit_beams(self) -> list[RequestOutput]:
-        """The `n` best texts of a search that is done, whole."""
+        """The `n` best texts of a search that is done, whole; an error for each that it did not find."""
         assert self.search is not None
         assert self.search.done
         found = []
@@ -197,7 +197,7 @@ class RequestState:
             output = self.output_text()
             text = "".join(output.push(token).text for token in beam.tokens)
             found.append(self._emit(index, output, text, beam.tokens, beam.logprobs))
-        return found
+        return found + self.emit_end("error", f"the search found {len(found)} of {self.request.n} texts")
 
     def emit_end(self, reason: FinishReason, why: str | None) -> list[RequestOutput]:
         """A last word for each unfinished text of a request that is stopped from outside."""
