@@ -34,21 +34,19 @@ class FakeEngine:
     def stats(self):
         return Stats(running=len(self.running), prefix_queries=10, prefix_hits=4, generated_tokens=7)
 
-    async def generate(self, request):
-        self.requests.append(request)
+    async def generate(self, *requests):
+        self.requests += requests
         if self.refusal is not None:
             raise self.refusal
-        self.running[request.id] = request
-        ended = False
+        self.running |= {request.id: request for request in requests}
         try:
-            for index in range(request.n):
-                async for piece in self._sample(request, index):
-                    yield piece
-            ended = True
+            for request in requests:
+                for index in range(request.n):
+                    async for piece in self._sample(request, index):
+                        yield piece
+                del self.running[request.id]
         finally:
-            del self.running[request.id]
-            if not ended:
-                self.aborted.append(request.id)
+            self.aborted += [request.id for request in requests if self.running.pop(request.id, None)]
 
     async def _sample(self, request, index):
         constraint = None if request.constraint is None else request.constraint.fork()

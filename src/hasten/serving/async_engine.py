@@ -56,38 +56,41 @@ class AsyncEngine:
     def stats(self) -> Stats:
         return self.engine.stats()
 
-    async def generate(self, request: Request) -> AsyncGenerator[RequestOutput]:
-        """The outputs of a request as they come. Closing the iterator aborts it: its blocks are free after the step.
+    async def generate(self, *requests: Request) -> AsyncGenerator[RequestOutput]:
+        """The outputs of requests as they come. Closing the iterator aborts what is left: its blocks are free after the
+        step. What fails for one of them ends them all.
 
         Raises RequestRefused or QueueFull before anything is computed, DeadlineExceeded after its timeout, EngineFailed
         when a step failed, SlowReader when too many outputs lay unread.
         """
         self._check_open()
-        reader = _Reader(self.engine.settings.reader_limit)
+        reader = _Reader(self.engine.settings.reader_limit * len(requests))
         loop = asyncio.get_running_loop()
 
         def sink(outputs: list[RequestOutput | Exception]) -> None:
             self._ready.setdefault(loop, []).extend((reader, output) for output in outputs)
 
-        self.thread.submit(request, sink)
+        unfinished: dict[str, Request] = {}
         self._open += 1
-        finished = False
         try:
-            while not finished:
+            for request in requests:
+                self.thread.submit(request, sink)
+                unfinished[request.id] = request
+            while unfinished:
                 if reader.overrun and reader.empty():
-                    raise SlowReader(
-                        f"{reader.maxsize} pieces of request {request.id} lay unread; the request was aborted"
-                    )
+                    names = ", ".join(unfinished)
+                    raise SlowReader(f"{reader.maxsize} pieces of request {names} lay unread; the request was aborted")
                 output = await reader.get()
                 if isinstance(output, Exception):
                     raise output
-                self._raise_for(output, request)
-                finished = output.finished
+                self._raise_for(output, unfinished[output.request_id])
+                if output.finished:
+                    del unfinished[output.request_id]
                 yield output
         finally:
             self._open -= 1
-            if not finished:
-                self.thread.abort(request.id, sink)
+            for name in unfinished:
+                self.thread.abort(name, sink)
 
     async def embed(
         self, prompts: Sequence[Sequence[int]], *, pooling: str = "mean", timeout: float | None = None

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import aclosing, suppress
+from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
 from fastapi import Request as HttpRequest
@@ -106,7 +105,8 @@ class RequestRun:
         self.prompt_tokens = self.completion_tokens = self.cached_tokens = 0
         self._counted: set[int] = set()
         self._facts = http.state.facts
-        self._outputs = self._one(0) if len(requests) == 1 else self._several()
+        self._which = {request.id: which for which, request in enumerate(requests)}
+        self._outputs = service.engine.generate(*requests)
         http.state.cleanup.append(self.aclose)
         for request in requests:
             service.metrics.samples.observe(request.n)
@@ -117,7 +117,7 @@ class RequestRun:
 
     async def __anext__(self) -> tuple[int, RequestOutput]:
         try:
-            which, output = await anext(self._outputs)
+            output = await anext(self._outputs)
         except StopAsyncIteration:
             self.stopwatch.end()
             names = ("prompt_tokens", "completion_tokens", "cached_tokens")
@@ -127,6 +127,7 @@ class RequestRun:
             raise ClientGone from None
         except HastenError as error:
             raise from_library(error) from None
+        which = self._which[output.request_id]
         self._count(which, output)
         constraint = self.requests[which].constraint
         if isinstance(constraint, Grammar) and output.finish_reason in ("stop", "error"):
@@ -160,40 +161,6 @@ class RequestRun:
             self.service.metrics.prompts.observe(len(self.requests[which].prompt))
         self.completion_tokens += len(output.tokens)
         self.stopwatch.observe(which, output.index, len(output.tokens), output.finish_reason)
-
-    async def _one(self, which: int) -> AsyncGenerator[tuple[int, RequestOutput]]:
-        async with aclosing(self.service.engine.generate(self.requests[which])) as outputs:
-            async for output in outputs:
-                yield which, output
-
-    async def _several(self) -> AsyncGenerator[tuple[int, RequestOutput]]:
-        """All at once; the first failure ends them all."""
-        queue: asyncio.Queue[tuple[int, RequestOutput] | Exception | None] = asyncio.Queue(64)
-
-        async def feed(which: int) -> None:
-            end: Exception | None = None
-            try:
-                async for item in self._one(which):
-                    await queue.put(item)
-            except Exception as error:  # whatever it is: somebody waits to hear of it
-                end = error
-            await queue.put(end)
-
-        tasks = [asyncio.create_task(feed(which)) for which in range(len(self.requests))]
-        try:
-            left = len(tasks)
-            while left:
-                item = await queue.get()
-                if item is None:
-                    left -= 1
-                elif isinstance(item, Exception):
-                    raise item
-                else:
-                    yield item
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _ended(output: RequestOutput) -> ApiError:
