@@ -6,8 +6,8 @@ import itertools
 import torch
 
 from hasten.generation.stopping import TextStream
-from hasten.serving.counting import Stats
 from hasten.serving.request import EngineFailed, RequestOutput, TokenLogprob
+from hasten.serving.settings import Stats
 
 
 class FakeEngine:

@@ -9,11 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hasten.errors import ConfigError
-from hasten.generation.params import LogitBias
+from hasten.generation.params import LogitBias, SamplingParams
 from hasten.generation.sampling import (
     History,
     RowParams,
-    SamplingParams,
     exponential_noise,
     next_tokens,
     process,

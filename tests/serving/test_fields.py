@@ -4,7 +4,7 @@ import pytest
 from starlette.testclient import TestClient
 
 import hasten
-from hasten.serving.api.errors import from_library
+from hasten.serving.api.responses import from_library
 from hasten.serving.request import RequestRefused
 from server_case import app_of
 

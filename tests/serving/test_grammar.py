@@ -7,7 +7,7 @@ import openai
 import pytest
 import torch
 
-from hasten.serving.api import grammar
+from hasten.serving.api import structured
 from hasten.serving.api.settings import ServerSettings
 from hasten.serving.api.structured import Grammars
 from server_case import app_of, serving
@@ -89,8 +89,8 @@ def test_a_grammar_that_goes_on_being_slow_ends(engine, monkeypatch):
     )
     constraint = asyncio.run(grammars.constraint({"type": "array", "items": {"type": "integer"}}, param="tools"))
     grammars.close()
-    clock = (count * grammar.ALLOWANCE * 0.9 for count in itertools.count())
-    monkeypatch.setattr(grammar.time, "thread_time", lambda: next(clock))
+    clock = (count * structured.ALLOWANCE * 0.9 for count in itertools.count())
+    monkeypatch.setattr(structured.time, "thread_time", lambda: next(clock))
     row = torch.zeros(tokenizer.vocab_size)
     constraint.mask(row)
     assert constraint.error is None  # once is forgiven

@@ -381,8 +381,8 @@ def test_too_many_are_refused_before_each_is_looked_at(client_for_all, name):
     """What is checked after the schema has held the event loop while all of it became objects."""
     from pydantic import ValidationError
 
-    from hasten.serving.api.chat_schema import ChatBody
     from hasten.serving.api.completions import CompletionBody
+    from hasten.serving.api.conversation import ChatBody
 
     body = {"model": "tiny"} | TOO_MANY[name]
     path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
@@ -405,8 +405,8 @@ def test_a_million_mistakes_are_one_mistake(client_for_all, name):
     """Else one body of 4 MiB would hold up everybody for ten seconds and take gigabytes."""
     from pydantic import ValidationError
 
-    from hasten.serving.api.chat_schema import ChatBody
     from hasten.serving.api.completions import CompletionBody
+    from hasten.serving.api.conversation import ChatBody
 
     body, path = MANY[name], "/v1/chat/completions" if "messages" in MANY[name] else "/v1/completions"
     assert client_for_all.post(path, json=body).status_code == 400

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hasten.serving.api.tool_formats import MARKERS, CallReader, find_format
+from hasten.serving.api.tools import MARKERS, CallReader, find_format
 
 ARGUMENTS = {"city": 'Zürich "x"', "deep": {"a": [1, None]}}
 WEATHER = json.dumps({"name": "weather", "arguments": ARGUMENTS})

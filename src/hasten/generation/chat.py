@@ -5,9 +5,10 @@ from typing import Any
 
 from hasten.errors import ConfigError
 from hasten.generation.decoder import Decoder
-from hasten.generation.generate import Generation, Timing, fit
+from hasten.generation.generate import Generation, Timing
 from hasten.generation.graphs import fastest_decoder
 from hasten.generation.params import SamplingParams
+from hasten.generation.prompts import fit
 from hasten.model.transformer import Transformer
 
 

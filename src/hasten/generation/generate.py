@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -10,13 +10,11 @@ import torch
 from hasten.errors import ConfigError
 from hasten.generation.decoder import Decoder
 from hasten.generation.graphs import fastest_decoder
-from hasten.generation.ids import check_ids
 from hasten.generation.params import SamplingParams
-from hasten.generation.sampling import History, RowParams, banned_tokens, next_tokens
+from hasten.generation.prompts import Prompt, encode_prompts, end_ids, fit, params_of
+from hasten.generation.sampling import History, RowParams, banned_ends, next_tokens
 from hasten.generation.stopping import Delta, FinishReason, OutputText, stop_ids
 from hasten.model.transformer import Transformer
-
-Prompt = str | Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,25 +101,15 @@ class Generation:
     ) -> None:
         self.model = model
         self.prompts = encode_prompts(model, prompts)
-        given: list[Any] = list(params) if isinstance(params, list | tuple) else [params] * len(self.prompts)
-        rows: list[SamplingParams] = [SamplingParams() if row is None else row for row in given]
-        if not all(isinstance(row, SamplingParams) for row in rows):
-            raise ConfigError(f"params must be SamplingParams, or a list of them; found {params!r:.80}")
-        if len(rows) != len(self.prompts):
-            raise ConfigError(f"{len(rows)} sampling parameters were given for {len(self.prompts)} prompts")
-        if settings:
-            rows = [_with(row, settings) for row in rows]
-        if any(row.stop for row in rows) and model.tokenizer is None:
-            raise ConfigError("stop strings need text, and this model's folder has no tokenizer; use stop_token_ids")
+        rows = params_of(params, prompts=len(self.prompts), **settings)
         self.params = [fit(row, len(p), model) for row, p in zip(rows, self.prompts, strict=True)]
         self.timing = timing if timing is not None else Timing()
         capacity = max(len(p) + row.max_new_tokens for p, row in zip(self.prompts, self.params, strict=True))
         self.reused = reused
         self.decoder = decoder or fastest_decoder(model, batch=len(self.prompts), capacity=capacity, compiled=compiled)
-        eos = end_ids(model)
-        self._stops = [stop_ids(row, eos_ids=eos) for row in self.params]
+        self.eos_ids = end_ids(model)
         self.outputs = [
-            OutputText(row, tokenizer=model.tokenizer, eos_ids=eos, context=prompt)
+            OutputText(row, tokenizer=model.tokenizer, eos_ids=self.eos_ids, context=prompt)
             for row, prompt in zip(self.params, self.prompts, strict=True)
         ]
         self._taken: list[list[tuple[int, str]]] = [[] for _ in self.prompts]  # (token, text it added) of each row
@@ -144,7 +132,7 @@ class Generation:
         history = (
             History.of_prompts(self.prompts, vocab_size=vocabulary, device=device) if settings.needs_history else None
         )
-        shortest = max(row.min_new_tokens for row in self.params)
+        ends = [stop_ids(row, eos_ids=self.eos_ids) for row in self.params]
         start = time.perf_counter()
         logits = self.decoder.prefill([prompt[self.reused :] for prompt in self.prompts])
         active = [True] * len(self.prompts)
@@ -155,7 +143,9 @@ class Generation:
                 settings,
                 steps=torch.full((len(self.prompts),), step, device=device),
                 history=history,
-                banned=self._banned(step) if step < shortest else None,
+                banned=banned_ends(
+                    self.params, steps=[step] * len(ends), end_ids=ends, vocab_size=vocabulary, device=device
+                ),
             )
             if history is not None:
                 history.observe(tokens)
@@ -177,70 +167,3 @@ class Generation:
                 return
             start = time.perf_counter()
             logits = self.decoder.decode(tokens, active=active)
-
-    def _banned(self, step: int) -> torch.Tensor | None:
-        """(B, V) bool: the ids that would end a row before its minimum."""
-        rows = zip(self.params, self._stops, strict=True)
-        ends = [stops if step < params.min_new_tokens else () for params, stops in rows]
-        return banned_tokens(ends, vocab_size=self.model.config.vocab_size, device=self.model.device)
-
-
-def encode_prompts(model: Transformer, prompts: Prompt | Sequence[Prompt]) -> list[list[int]]:
-    """Token ids of one or several prompts, checked against the vocabulary. Tensors and arrays of ids are taken too."""
-    given = _plain(prompts)
-    if isinstance(given, str) or (isinstance(given, list) and given and not isinstance(given[0], str | list)):
-        given = [given]
-    if not isinstance(given, list):
-        raise ConfigError(f"prompts must be text, token ids, or a list of either; found {type(prompts).__name__}")
-    if not given:
-        raise ConfigError("no prompt was given")
-    encoded = []
-    for prompt in given:
-        if isinstance(prompt, str):
-            if model.tokenizer is None:
-                raise ConfigError("this model's folder has no tokenizer: give the prompt as token ids")
-            ids = model.tokenizer.encode(prompt)
-            if not ids and model.tokenizer.bos_id is not None:
-                ids = [model.tokenizer.bos_id]  # an empty prompt starts a text
-        else:
-            ids = prompt
-        check_ids(model, ids)
-        if not ids:
-            raise ConfigError("a prompt is empty, and the tokenizer has no beginning-of-text token to start from")
-        encoded.append(ids)
-    return encoded
-
-
-def _plain(value: Any) -> Any:
-    """Tensors, arrays and tuples as lists, also inside a list."""
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
-
-
-def end_ids(model: Transformer) -> frozenset[int]:
-    """The ids that end a text: the tokenizer's, generation_config.json's and config.json's."""
-    found: set[int] = set(model.tokenizer.eos_ids) if model.tokenizer is not None else set()
-    for source in (model.generation, model.config.source):
-        value = source.get("eos_token_id")
-        found.update([value] if isinstance(value, int) else value if isinstance(value, list) else [])
-    return frozenset(token for token in found if isinstance(token, int) and 0 <= token < model.config.vocab_size)
-
-
-def fit(params: SamplingParams, prompt: int, model: Transformer) -> SamplingParams:
-    """Shorten max_new_tokens to the positions that the model has left; ConfigError if the prompt takes them all."""
-    left = model.config.max_positions - prompt
-    if left < 1:
-        raise ConfigError(
-            f"the prompt has {prompt} tokens and the model {model.config.max_positions} positions; shorten the prompt"
-        )
-    if params.max_new_tokens <= left:
-        return params
-    return replace(params, max_new_tokens=left, min_new_tokens=min(params.min_new_tokens, left))
-
-
-def _with(params: SamplingParams, settings: dict[str, Any]) -> SamplingParams:
-    try:
-        return replace(params, **settings)
-    except TypeError as error:
-        raise ConfigError(f"unknown sampling setting: {error}") from None

@@ -26,18 +26,7 @@ import torch
 from torch import Tensor
 
 from hasten.errors import ConfigError
-from hasten.generation.params import LogitBias, SamplingParams
-
-__all__ = [
-    "History",
-    "LogitBias",
-    "RowParams",
-    "SamplingParams",
-    "exponential_noise",
-    "next_tokens",
-    "process",
-    "sample",
-]
+from hasten.generation.params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,12 +114,21 @@ class History:
 
     @classmethod
     def of_prompts(
-        cls, prompts: Sequence[Sequence[int]], *, vocab_size: int, device: torch.device | str = "cpu"
+        cls,
+        prompts: Sequence[Sequence[int]],
+        *,
+        outputs: Sequence[Sequence[int]] = (),
+        vocab_size: int,
+        device: torch.device | str = "cpu",
     ) -> "History":
-        seen = torch.zeros(len(prompts), vocab_size, dtype=torch.bool)
+        """Of rows that have said nothing after their prompts, or `outputs`."""
+        counts = torch.zeros(len(prompts), vocab_size, dtype=torch.int32)
+        for row, output in enumerate(outputs):
+            counts[row] = torch.bincount(torch.tensor(output, dtype=torch.int64), minlength=vocab_size)
+        seen = counts > 0
         for row, prompt in enumerate(prompts):
             seen[row, torch.tensor(prompt, dtype=torch.int64)] = True
-        return cls(counts=torch.zeros(len(prompts), vocab_size, dtype=torch.int32, device=device), seen=seen.to(device))
+        return cls(counts=counts.to(device), seen=seen.to(device))
 
     def observe(self, tokens: Tensor) -> None:
         """Count the tokens (B,) int64 that were just taken, in place (the addresses stay, for captured graphs)."""
@@ -139,11 +137,24 @@ class History:
         self.seen.scatter_(1, column, True)
 
 
-def banned_tokens(banned: Sequence[Collection[int]], *, vocab_size: int, device: torch.device | str = "cpu") -> Tensor:
-    """Token ids that must not come in each of B rows -> (B, V) bool. Ids outside the vocabulary never come anyway."""
-    rows = torch.zeros(len(banned), vocab_size, dtype=torch.bool)
-    for row, tokens in enumerate(banned):
-        rows[row, [token for token in tokens if token < vocab_size]] = True
+def banned_ends(
+    params: Sequence[SamplingParams],
+    *,
+    steps: Sequence[int],
+    end_ids: Sequence[Collection[int]],
+    vocab_size: int,
+    device: torch.device | str = "cpu",
+) -> Tensor | None:
+    """(B, V) bool: in rows before their `min_new_tokens` (steps: tokens generated so far), the ids that would end them.
+
+    None where all rows are past it. Ids outside the vocabulary never come anyway.
+    """
+    early = [step < row.min_new_tokens for row, step in zip(params, steps, strict=True)]
+    if not any(early):
+        return None
+    rows = torch.zeros(len(early), vocab_size, dtype=torch.bool)
+    for row, tokens in enumerate(end_ids):
+        rows[row, [token for token in tokens if early[row] and token < vocab_size]] = True
     return rows.to(device)
 
 

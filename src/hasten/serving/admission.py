@@ -6,10 +6,9 @@ import dataclasses
 import warnings
 
 from hasten.errors import ConfigError, HastenWarning, ResourceError
-from hasten.generation.generate import fit
-from hasten.generation.ids import check_ids
 from hasten.generation.paged import PagedCache
 from hasten.generation.params import SamplingParams
+from hasten.generation.prompts import check_ids, fit
 from hasten.machine.memory import available_memory
 from hasten.model.transformer import Transformer
 from hasten.serving.request import Request, RequestRefused
@@ -23,7 +22,7 @@ def admitted(
 ) -> Request:
     """The request with its answer cut to the length there is; raises RequestRefused, with the numbers."""
     try:
-        _check_request(request, vocab_size=model.config.vocab_size, has_tokenizer=model.tokenizer is not None)
+        _check_request(request, vocab_size=model.config.vocab_size)
         check_ids(model, request.prompt)
         prompt = len(request.prompt)
         if not prompt:
@@ -54,7 +53,7 @@ def admitted(
     return request if params is request.params else dataclasses.replace(request, params=params)
 
 
-def _check_request(request: Request, *, vocab_size: int, has_tokenizer: bool) -> None:
+def _check_request(request: Request, *, vocab_size: int) -> None:
     """Raise ConfigError for settings of a wrong type, that exclude each other, or that mean nothing."""
     _check_types(request)
     for name in ("n", "best_of", "beam_width", "logprobs", "prompt_logprobs"):
@@ -65,8 +64,6 @@ def _check_request(request: Request, *, vocab_size: int, has_tokenizer: bool) ->
             raise ConfigError(f"{name} is {value}; the vocabulary has {vocab_size} tokens")
     if request.best_of is not None and request.best_of < request.n:
         raise ConfigError(f"best_of is {request.best_of}, below n, which is {request.n}")
-    if request.params.stop and not has_tokenizer:
-        raise ConfigError("stop strings need text, and this model's folder has no tokenizer; use stop_token_ids")
     highest = max((*request.params.logit_bias, *request.params.stop_token_ids), default=0)
     if highest >= vocab_size:
         raise ConfigError(f"logit_bias or stop_token_ids names token {highest}; the vocabulary has {vocab_size} tokens")

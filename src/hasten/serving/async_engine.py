@@ -12,9 +12,9 @@ from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from hasten.serving.counting import Stats
 from hasten.serving.engine_thread import EngineThread
 from hasten.serving.request import DeadlineExceeded, EngineFailed, Request, RequestOutput, SlowReader
+from hasten.serving.settings import Stats
 
 if TYPE_CHECKING:
     from torch import Tensor

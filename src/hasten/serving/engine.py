@@ -16,23 +16,20 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hasten.generation.generate import end_ids
 from hasten.generation.paged import PagedCache
+from hasten.generation.prompts import end_ids
 from hasten.model.tokenizer import Tokenizer
 from hasten.model.transformer import Transformer
-from hasten.serving import beams, forward, speculation
+from hasten.serving import beams, forward
 from hasten.serving.admission import admitted, cache_blocks, longest
 from hasten.serving.beams import BeamSearch
 from hasten.serving.blocks import BlockManager
-from hasten.serving.counting import Stats
 from hasten.serving.logprobs import TokenTexts
 from hasten.serving.request import EngineFailed, FinishReason, Request, RequestOutput, RequestRefused
 from hasten.serving.request_state import OutputSequence, RequestState, RequestTable
-from hasten.serving.sampler import Sampler
+from hasten.serving.sampler import Proposer, Sampler, guess
 from hasten.serving.scheduler import ScheduledSequence, ScheduledTokens, Scheduler, StepPlan
-from hasten.serving.settings import EngineSettings
-
-__all__ = ["Engine", "EngineSettings", "Stats"]
+from hasten.serving.settings import EngineSettings, Stats
 
 
 class Engine:
@@ -65,7 +62,7 @@ class Engine:
         self.sampler = Sampler(
             vocab_size=model.config.vocab_size, eos_ids=self.eos_ids, texts=self.texts, device=model.device
         )
-        self.propose: speculation.Proposer | None = None
+        self.propose: Proposer | None = None
         self.error: str | None = None  # why the engine stopped for good
         self._table = RequestTable()
         self._pending: list[RequestOutput] = []  # of aborted requests, for the next step
@@ -198,7 +195,7 @@ class Engine:
         """Plan, copy, compute, sample, emit."""
         table = self._table
         if self.propose is not None:
-            speculation.guess(self.propose, [table.outputs[s] for s in self.scheduler.running if s in table.outputs])
+            guess(self.propose, [table.outputs[s] for s in self.scheduler.running if s in table.outputs])
         plan = self.scheduler.plan()
         if not plan.entries:
             return []

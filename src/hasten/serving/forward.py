@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from hasten.errors import ConfigError
-from hasten.generation.ids import check_ids
 from hasten.generation.paged import PagedCache, Rows
+from hasten.generation.prompts import check_ids
 from hasten.model.context import training_context
 from hasten.model.transformer import Transformer
 from hasten.serving.blocks import BlockManager

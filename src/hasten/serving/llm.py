@@ -12,15 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from hasten.errors import ConfigError
-from hasten.generation.generate import Prompt, encode_prompts
 from hasten.generation.params import SamplingParams
+from hasten.generation.prompts import Prompt, encode_prompts, params_of
 from hasten.model.transformer import Transformer
 from hasten.serving.async_engine import AsyncEngine
-from hasten.serving.counting import Stats
 from hasten.serving.engine import Engine
 from hasten.serving.engine_thread import EngineThread
 from hasten.serving.request import EngineFailed, FinishReason, QueueFull, Request, RequestOutput, TokenLogprob
-from hasten.serving.settings import EngineSettings
+from hasten.serving.settings import EngineSettings, Stats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,12 +153,7 @@ class LLM:
 
     def _requests(self, prompts: Any, params: Any, request: dict[str, Any]) -> list[Request]:
         encoded = encode_prompts(self.model, prompts)
-        given = list(params) if isinstance(params, list | tuple) else [params] * len(encoded)
-        rows = [SamplingParams() if row is None else row for row in given]
-        if len(rows) != len(encoded):
-            raise ConfigError(f"{len(rows)} sampling parameters were given for {len(encoded)} prompts")
-        if not all(isinstance(row, SamplingParams) for row in rows):
-            raise ConfigError(f"params must be SamplingParams, or a list of them; found {params!r:.80}")
+        rows = params_of(params, prompts=len(encoded))
         try:
             return [
                 Request(id=f"llm-{next(self._numbers)}", prompt=tuple(ids), params=row, **request)

@@ -1,5 +1,7 @@
 """The next tokens of all output sequences that got to their last token in this step: one batched draw.
 
+Before a step, tokens may be guessed (speculation); who guesses well is not decided here.
+
 A row's token depends on its own logits, settings, seed and step alone (see `hasten.generation.sampling`): it does not
 matter who else is drawn for. What is laid out for a set of rows is kept until the set changes.
 """
@@ -7,17 +9,33 @@ matter who else is drawn for. What is laid out for a set of rows is kept until t
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from hasten.generation.sampling import History, RowParams, banned_tokens, next_tokens
+from hasten.generation.sampling import History, RowParams, banned_ends, next_tokens
 from hasten.generation.stopping import stop_ids
 from hasten.serving.logprobs import TokenTexts, token_logprobs
 from hasten.serving.request import Constraint, TokenLogprob
 from hasten.serving.request_state import OutputSequence
+from hasten.serving.scheduler import ScheduledSequence
+
+# A guess at the next tokens of a sequence that is about to draw one.
+Proposer = Callable[[ScheduledSequence], Sequence[int]]
+
+
+def guess(propose: Proposer, outputs: Iterable[OutputSequence]) -> None:
+    """Have the next tokens of output sequences that are one behind guessed, no more than they may still take."""
+    for output in outputs:
+        sequence = output.sequence
+        if len(sequence.tokens) - sequence.computed != 1:
+            continue
+        if output.constraint is not None or output.params.needs_history:
+            continue  # each of their draws depends on the one before
+        room = output.params.max_new_tokens - output.count - 1
+        sequence.drafts = list(propose(sequence))[: max(0, room)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +55,7 @@ class Sampler:
         self._key: tuple[int, ...] = ()
         self._drawn: list[int] = []  # indices of the rows that are more than an argmax
         self._rows: Tensor | None = None  # the same, where they are not all
+        self._ends: list[frozenset[int]] = []  # that end each of these
         self._params: RowParams | None = None
         self._history: History | None = None
         self._failures: dict[int, str] = {}  # of the last draw: rows whose constraint raised or left no token
@@ -94,7 +113,13 @@ class Sampler:
             self._params,
             steps=torch.tensor(at, device=self.device),
             history=self._history,
-            banned=self._banned(own, at),
+            banned=banned_ends(
+                [output.params for output in own],
+                steps=at,
+                end_ids=self._ends,
+                vocab_size=self.vocab_size,
+                device=self.device,
+            ),
         )
         if self._history is not None:
             self._history.observe(tokens)
@@ -121,24 +146,13 @@ class Sampler:
         if len(own) < len(outputs):
             self._rows = torch.tensor(self._drawn, device=self.device)
         params = [output.params for output in own]
+        self._ends = [stop_ids(row, eos_ids=self.eos_ids) for row in params]
         self._params = RowParams.stack(params, vocab_size=self.vocab_size, device=self.device)
         if self._params.needs_history:
-            self._history = self._remember(own)
-
-    def _remember(self, outputs: Sequence[OutputSequence]) -> History:
-        seen = torch.zeros(len(outputs), self.vocab_size, dtype=torch.bool)
-        counts = torch.zeros(len(outputs), self.vocab_size, dtype=torch.int32)
-        for row, output in enumerate(outputs):
-            if output.params.needs_history:
-                seen[row, torch.tensor(output.sequence.tokens)] = True
-                if generated := output.generated:
-                    counts[row] = torch.bincount(torch.tensor(generated), minlength=self.vocab_size)
-        return History(counts=counts.to(self.device), seen=seen.to(self.device))
-
-    def _banned(self, outputs: Sequence[OutputSequence], steps: Sequence[int]) -> Tensor | None:
-        """(R, V) bool: the ids that would end a text before its minimum; None if all are past theirs."""
-        early = [step < output.params.min_new_tokens for output, step in zip(outputs, steps, strict=True)]
-        if not any(early):
-            return None
-        ends = [stop_ids(o.params, eos_ids=self.eos_ids) if on else () for o, on in zip(outputs, early, strict=True)]
-        return banned_tokens(ends, vocab_size=self.vocab_size, device=self.device)
+            counted = [output if output.params.needs_history else None for output in own]
+            self._history = History.of_prompts(
+                [() if output is None else output.state.request.prompt for output in counted],
+                outputs=[() if output is None else output.generated for output in counted],
+                vocab_size=self.vocab_size,
+                device=self.device,
+            )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
@@ -13,16 +13,16 @@ from fastapi import Response
 
 from hasten.errors import HastenError
 from hasten.serving.api.build_request import samples, usage_wanted
-from hasten.serving.api.errors import ApiError, ClientGone, from_library, overloaded
 from hasten.serving.api.fields import SamplingBody
-from hasten.serving.api.grammar import Grammar
 from hasten.serving.api.metrics import Stopwatch
-from hasten.serving.api.replies import EventStream, reply
+from hasten.serving.api.responses import ApiError, ClientGone, EventStream, from_library, overloaded, reply
 from hasten.serving.api.service import Service
-from hasten.serving.request import Request, RequestOutput, SlowReader
+from hasten.serving.api.structured import Grammar
+from hasten.serving.request import Request, RequestOutput, SlowReader, TokenLogprob
 
 Body = TypeVar("Body", bound=SamplingBody)
 Json = dict[str, Any]
+LOWEST = -9999.0  # what stands for minus infinity, which JSON does not have (vLLM's value)
 
 
 class AnswerBuilder(ABC, Generic[Body]):
@@ -169,3 +169,40 @@ def _ended(output: RequestOutput) -> ApiError:
     if output.stop_reason == "timeout":
         return ApiError("the request's deadline passed", status=504, code="deadline_exceeded")
     return overloaded("the request was aborted: the server is shutting down", seconds=5)
+
+
+def chat_logprobs(tokens: Iterable[TokenLogprob]) -> dict[str, Any]:
+    """The `logprobs` of a chat choice or chunk."""
+    return {
+        "content": [{**_entry(token), "top_logprobs": [_entry(t) for t in token.top]} for token in tokens],
+        "refusal": None,
+    }
+
+
+def completion_logprobs(tokens: Sequence[TokenLogprob | None], *, texts: Sequence[str], offset: int) -> dict[str, Any]:
+    """The `logprobs` of a completion choice or chunk. texts: of each token; offset: characters before the first.
+
+    None, at the first token of a prompt: nothing predicts it.
+    """
+    offsets = []
+    for text in texts:
+        offsets.append(offset)
+        offset += len(text)
+    return {
+        "tokens": list(texts),
+        "token_logprobs": [None if token is None else max(token.logprob, LOWEST) for token in tokens],
+        "top_logprobs": [None if token is None else _top(token) for token in tokens],
+        "text_offset": offsets,
+    }
+
+
+def _top(token: TokenLogprob) -> dict[str, float]:
+    """The most likely tokens by text; of tokens with the same text the most likely. The taken one is always there."""
+    found = {token.text: max(token.logprob, LOWEST)}
+    for other in token.top:
+        found[other.text] = max(found.get(other.text, LOWEST), other.logprob, LOWEST)
+    return found
+
+
+def _entry(token: TokenLogprob) -> dict[str, Any]:
+    return {"token": token.text, "logprob": max(token.logprob, LOWEST), "bytes": list(token.raw)}

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 
 from hasten import __version__
-from hasten.serving.api.body import ParsedRoute
 from hasten.serving.api.chat import add_chat
 from hasten.serving.api.completions import add_completions
 from hasten.serving.api.embeddings import add_embeddings
-from hasten.serving.api.errors import ApiError, from_validation
 from hasten.serving.api.guard import Guard
+from hasten.serving.api.responses import ApiError, from_validation
 from hasten.serving.api.service import Service
 from hasten.serving.api.status import add_status
 from hasten.serving.api.tokens import add_tokens
@@ -44,7 +45,7 @@ def make_app(service: Service) -> FastAPI:
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_error)
-    router = APIRouter(route_class=ParsedRoute)
+    router = APIRouter(route_class=_ParsedRoute)
     for add in (add_status, add_completions, add_chat, add_embeddings, add_tokens):
         add(router, service)
     app.include_router(router)
@@ -66,3 +67,20 @@ async def _http_error(request: Request, error: Exception) -> Response:
     message = {404: f"there is nothing at {request.url.path[:200]}", 405: f"{request.method} is not allowed here"}
     text = message.get(error.status_code, str(error.detail))
     return ApiError(text, status=error.status_code, headers=error.headers or {}).response()
+
+
+class _ParsedRequest(Request):
+    async def json(self) -> Any:
+        return self.state.json
+
+
+class _ParsedRoute(APIRoute):
+    """A route whose body is the value that stands in the request's state (the guard put it there)."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def handle_parsed(request: Request) -> Response:
+            return await handle(_ParsedRequest(request.scope, request.receive))
+
+        return handle_parsed

@@ -7,11 +7,11 @@ from typing import Any
 
 from hasten.errors import ConfigError
 from hasten.generation.params import SamplingParams
-from hasten.serving.api.errors import ApiError, check_limit
 from hasten.serving.api.fields import ResponseFormat, SamplingBody
-from hasten.serving.api.grammar import Grammar
+from hasten.serving.api.responses import ApiError, check_limit
 from hasten.serving.api.service import Service, too_long
 from hasten.serving.api.settings import ServerSettings
+from hasten.serving.api.structured import Grammar
 from hasten.serving.request import Request
 
 RECOMMENDED = {"temperature", "top_k", "top_p", "min_p", "repetition_penalty"}

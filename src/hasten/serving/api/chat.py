@@ -5,16 +5,13 @@ from __future__ import annotations
 from fastapi import APIRouter, Response
 from fastapi import Request as HttpRequest
 
-from hasten.serving.api.answers import AnswerBuilder, Json
+from hasten.serving.api.answers import AnswerBuilder, Json, chat_logprobs
 from hasten.serving.api.build_request import build_request, check_ids, constraint_of, room
-from hasten.serving.api.chat_schema import ChatBody
-from hasten.serving.api.conversation import encode_conversation
+from hasten.serving.api.conversation import ChatBody, encode_conversation
 from hasten.serving.api.documentation import ERRORS, ChatCompletion
-from hasten.serving.api.errors import ApiError, check_limit
-from hasten.serving.api.logprobs import chat_logprobs
+from hasten.serving.api.responses import ApiError, check_limit
 from hasten.serving.api.service import Service
-from hasten.serving.api.tool_choice import Tools
-from hasten.serving.api.tool_formats import ParsedCall
+from hasten.serving.api.tools import ParsedCall, Tools
 from hasten.serving.request import Request, RequestOutput
 
 

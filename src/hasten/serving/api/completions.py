@@ -8,12 +8,11 @@ from fastapi import APIRouter, Response
 from fastapi import Request as HttpRequest
 from pydantic import Field
 
-from hasten.serving.api.answers import AnswerBuilder, Json
+from hasten.serving.api.answers import AnswerBuilder, Json, completion_logprobs
 from hasten.serving.api.build_request import build_request, constraint_of, prompts_of, room
 from hasten.serving.api.documentation import ERRORS, Completion
-from hasten.serving.api.errors import ApiError, check_limit
 from hasten.serving.api.fields import COMMON_NEUTRAL, Count, Neutral, Prompts, SamplingBody
-from hasten.serving.api.logprobs import completion_logprobs
+from hasten.serving.api.responses import ApiError, check_limit
 from hasten.serving.api.service import Service
 from hasten.serving.request import Request, RequestOutput, TokenLogprob
 

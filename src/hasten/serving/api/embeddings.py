@@ -13,9 +13,8 @@ from hasten.errors import HastenError
 from hasten.serving.api.build_request import prompts_of
 from hasten.serving.api.documentation import ERRORS
 from hasten.serving.api.documentation import Embeddings as EmbeddingsReply
-from hasten.serving.api.errors import from_library, overloaded
 from hasten.serving.api.fields import Body, Neutral, Prompts
-from hasten.serving.api.replies import reply
+from hasten.serving.api.responses import from_library, overloaded, reply
 from hasten.serving.api.service import Service
 
 

@@ -9,8 +9,8 @@ from collections.abc import AsyncGenerator, Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from hasten.serving.api.errors import ApiError
 from hasten.serving.api.metrics import Metrics
+from hasten.serving.api.responses import ApiError
 from hasten.serving.api.settings import ServerSettings
 from hasten.serving.api.structured import Grammars
 from hasten.serving.async_engine import wait_for
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from hasten.model.tokenizer import Tokenizer
-    from hasten.serving.counting import Stats
     from hasten.serving.request import Request, RequestOutput
+    from hasten.serving.settings import Stats
 
 Result = TypeVar("Result")
 

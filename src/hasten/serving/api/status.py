@@ -7,8 +7,7 @@ from typing import Any
 from fastapi import APIRouter, Response
 
 from hasten.serving.api.documentation import ERRORS, Model, Models, Status
-from hasten.serving.api.errors import overloaded
-from hasten.serving.api.replies import reply
+from hasten.serving.api.responses import overloaded, reply
 from hasten.serving.api.service import Service
 
 UNWELL: dict[int | str, dict[str, Any]] = {503: ERRORS[503]}

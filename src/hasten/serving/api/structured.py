@@ -5,34 +5,179 @@ which tokens of the vocabulary may come next. Grammars are from strangers: they 
 event loop and the engine, within limits of size, work and time, by threads that give way to both. It fails closed: a
 keyword of JSON schema that is not supported is refused rather than skipped, and a constraint that breaks half-way lets
 nothing but the end through and says so (`Grammar.error`).
+
+What a schema costs shows only in its masks, which are computed in the engine's thread, where everybody waits for them.
+So there are three bounds: the library's own limits on each step (`LIMITS`), a rehearsal away from the engine in which
+most of what cannot work fails (`rehearse`), and an allowance of computing time for each token of what still gets by.
 """
 
 from __future__ import annotations
 
 import asyncio
+import copy
+import functools
 import json
 import os
+import random
 import threading
-from collections import OrderedDict
-from collections.abc import Collection, Mapping
+import time
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from llguidance import LLMatcher, LLTokenizer
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from hasten.serving.api.errors import ApiError, overloaded
-from hasten.serving.api.grammar import Grammar, error_of, limits, rehearse
+from hasten.serving.api.responses import ApiError, overloaded
 from hasten.serving.api.settings import ServerSettings
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
+    from numpy.typing import NDArray
+    from torch import Tensor
 
     from hasten.model.tokenizer import Tokenizer
 
 # Without a bound a model that is unsure writes blanks until its length is used up.
 JSON_OPTIONS: JsonCompileOptions = {"whitespace_flexible": True, "whitespace_pattern": r"\n? {0,32}", "lenient": False}
 KEPT = 64  # compiled grammars
+# Work in llguidance's units: a lexer's fuel is some 50,000 a millisecond at first and 14,000 later.
+LIMITS: dict[str, Any] = {
+    "initial_lexer_fuel": 200_000,
+    "step_lexer_fuel": 50_000,
+    "step_max_items": 50_000,
+    "max_lexer_states": 20_000,
+    "max_grammar_size": 100_000,
+    "verbose_errors": False,
+}
+PER_TOKEN = 0.01  # seconds of computing for each token
+ALLOWANCE = 0.2  # and these, once, or saved up
+WALKS, STEPS, FIRST = 4, 32, 16  # of the rehearsal: walks, tokens of each, and beginnings that are tried one by one
+
+
+def error_of(matcher: LLMatcher) -> str:
+    """What is wrong, in a line; empty if nothing is. ("NoExtension…": there is no text that fits.)"""
+    lines = matcher.get_error().strip().splitlines() if matcher.is_error() else []
+    if not lines:
+        return ""
+    return "nothing can fit it" if lines[0].startswith("NoExtension") else lines[0][:300]
+
+
+def rehearse(matcher: LLMatcher, *, vocabulary: int, closing: Sequence[int], seconds: float) -> None:
+    """Follow the grammar some way, at most so many seconds long. Raises ValueError where it breaks.
+
+    Tokens are drawn, always the same, from what it allows; `closing` ones (quotes, brackets) half of the time, so that
+    a walk leaves the free texts and comes to the later fields. The matcher itself stays as it is.
+    """
+    words = np.empty((vocabulary + 31) // 32, dtype=np.uint32)
+    end, draw = time.monotonic() + seconds, random.Random(0)
+
+    def allowed(trial: LLMatcher) -> NDArray[np.uint8]:
+        trial.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        _check(trial)
+        return np.unpackbits(words.view(np.uint8), bitorder="little", count=vocabulary)
+
+    def take(trial: LLMatcher, token: int) -> bool:
+        trial.consume_token(token)
+        _check(trial)
+        return not trial.is_stopped() and time.monotonic() < end
+
+    first = np.flatnonzero(allowed(matcher.deep_copy()))
+    for token in first[:: max(1, len(first) // FIRST)]:
+        trial = matcher.deep_copy()
+        if take(trial, int(token)):
+            allowed(trial)
+    for _ in range(WALKS):
+        trial = matcher.deep_copy()
+        for _ in range(STEPS):
+            mask = allowed(trial)
+            tokens = np.array([token for token in closing if mask[token]])
+            if not len(tokens) or draw.random() < 0.5:
+                tokens = np.flatnonzero(mask)
+            if not len(tokens) or not take(trial, int(tokens[draw.randrange(len(tokens))])):
+                break
+
+
+def _check(matcher: LLMatcher) -> None:
+    if found := error_of(matcher):
+        raise ValueError(found)
+
+
+class Grammar:
+    """One sample's constraint (`hasten.serving.request.Constraint`); forks share `failures`.
+
+    param: the field of the request that it comes from.
+    """
+
+    def __init__(
+        self, matcher: LLMatcher, *, vocabulary: int, eos_ids: tuple[int, ...], param: str, failures: list[str]
+    ) -> None:
+        self._matcher, self._vocabulary, self._eos_ids, self._failures = matcher, vocabulary, eos_ids, failures
+        self.param = param
+        self._left = ALLOWANCE
+        self._words = np.empty((vocabulary + 31) // 32, dtype=np.uint32)
+        self._ended = False
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing more may come."""
+        return self._ended or bool(self._matcher.is_stopped())
+
+    @property
+    def error(self) -> str | None:
+        """Why the output cannot be trusted, of this sample or one that was forked with it."""
+        return self._failures[0] if self._failures else None
+
+    def mask(self, row: Tensor) -> None:
+        """Set the logits (V,) of tokens that may not come to -inf, in place."""
+        import torch
+
+        if not self.done:
+            started = time.thread_time()
+            self._matcher.unsafe_compute_mask_ptr(self._words.ctypes.data, self._words.nbytes)
+            self._note()
+            self._pay(time.thread_time() - started)
+        if self.done:  # the end, or an error: nothing but an end-of-text token
+            ends = [i for i in self._eos_ids if i < row.shape[0]]
+            kept = row[ends].clone()
+            row.fill_(-torch.inf)
+            row[ends] = kept.nan_to_num(neginf=0.0) if bool(torch.isinf(kept).all()) else kept
+            return
+        allowed = np.unpackbits(self._words.view(np.uint8), bitorder="little", count=self._vocabulary)
+        banned = torch.from_numpy(allowed == 0)
+        row[: self._vocabulary].masked_fill_(banned.to(row.device), -torch.inf)
+        row[self._vocabulary :] = -torch.inf
+
+    def advance(self, token: int) -> None:
+        """Take the token that was drawn."""
+        if self.done or token in self._eos_ids:
+            self._ended = True
+            if not self._failures and not self._matcher.is_accepting():
+                self._failures.append("the output ended before the structure was complete")
+            return
+        started = time.thread_time()
+        if not self._matcher.consume_token(token):
+            self._note(f"token {token} does not fit the structure")
+        self._pay(time.thread_time() - started - PER_TOKEN)
+
+    def fork(self) -> Grammar:
+        """An independent copy in the same state."""
+        fork = copy.copy(self)
+        fork._matcher, fork._words = self._matcher.deep_copy(), self._words.copy()
+        return fork
+
+    def _note(self, otherwise: str | None = None) -> None:
+        if self._matcher.is_error() or otherwise:
+            self._failures.append(error_of(self._matcher) or otherwise or "unknown")
+            self._ended = True
+
+    def _pay(self, seconds: float) -> None:
+        """Everybody waits for a mask: one that goes on being slow ends its own request."""
+        self._left = min(ALLOWANCE, self._left - seconds)
+        if self._left < 0 and not self.done:
+            self._failures.append(f"it takes more than {PER_TOKEN * 1000:g} ms of computing for a token")
+            self._ended = True
 
 
 class Grammars:
@@ -44,10 +189,8 @@ class Grammars:
         self._tokenizer, self._vocabulary, self._settings = tokenizer, vocabulary, settings
         self._eos_ids = tuple(sorted(eos_ids))
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="grammar", initializer=_give_way)
-        self._lock = threading.Lock()
-        self._tokens: LLTokenizer | None = None
-        self._closing: list[int] = []  # tokens that end something in JSON
-        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._compiled = functools.lru_cache(KEPT)(self._compile)
+        self._lock = threading.Lock()  # of the tokens
         self._waiting = 0
 
     async def constraint(self, schema: Mapping[str, Any] | bool, *, param: str) -> Grammar:
@@ -68,7 +211,7 @@ class Grammars:
         if self._waiting >= 64:
             raise overloaded("too many JSON schemas wait to be compiled")
         self._waiting += 1
-        work = asyncio.get_running_loop().run_in_executor(self._threads, self._compile, text)
+        work = asyncio.get_running_loop().run_in_executor(self._threads, lambda: self._compiled(text).deep_copy())
         work.add_done_callback(self._ready)
         try:
             matcher = await asyncio.wait_for(asyncio.shield(work), self._settings.grammar_timeout)
@@ -88,29 +231,23 @@ class Grammars:
         if not work.cancelled():
             work.exception()  # seen: nobody may be waiting any more
 
+    @functools.cached_property
+    def _tokens(self) -> LLTokenizer:
+        assert self._tokenizer is not None
+        backend = self._tokenizer.backend.to_str()
+        return LLTokenizer(backend, n_vocab=self._vocabulary, eos_token=list(self._eos_ids))
+
     def _compile(self, text: str) -> LLMatcher:
         with self._lock:
-            found = self._compiled.get(text)
-            if found is not None:
-                self._compiled.move_to_end(text)
-                return found.deep_copy()
-            if self._tokens is None:
-                assert self._tokenizer is not None
-                backend = self._tokenizer.backend.to_str()
-                self._tokens = LLTokenizer(backend, n_vocab=self._vocabulary, eos_token=list(self._eos_ids))
-                self._closing = [i for mark in '"}],:' for i in self._tokens.tokenize_str(mark)]
             tokens = self._tokens
         grammar = LLMatcher.grammar_from_json_schema(text, overrides=JSON_OPTIONS)
-        matcher = LLMatcher(tokens, grammar, limits=limits(), log_level=0)
+        matcher = LLMatcher(tokens, grammar, limits=LLParserLimits(**LIMITS), log_level=0)
         if wrong := error_of(matcher):
             raise ValueError(wrong)
+        closing = [i for mark in '"}],:' for i in tokens.tokenize_str(mark)]
         seconds = self._settings.grammar_timeout / 10
-        rehearse(matcher, vocabulary=self._vocabulary, closing=self._closing, seconds=seconds)
-        with self._lock:
-            self._compiled[text] = matcher
-            while len(self._compiled) > KEPT:
-                self._compiled.popitem(last=False)
-        return matcher.deep_copy()
+        rehearse(matcher, vocabulary=self._vocabulary, closing=closing, seconds=seconds)
+        return matcher
 
 
 def _give_way() -> None:

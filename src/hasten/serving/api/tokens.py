@@ -7,12 +7,10 @@ from typing import Annotated, ClassVar
 from fastapi import APIRouter, Response
 from pydantic import Field
 
-from hasten.serving.api.chat_schema import Messages, ToolList
-from hasten.serving.api.conversation import encode_conversation
+from hasten.serving.api.conversation import Messages, ToolList, encode_conversation
 from hasten.serving.api.documentation import ERRORS, Detokenized, Tokens
-from hasten.serving.api.errors import ApiError
 from hasten.serving.api.fields import Body, Neutral, Text, TokenId
-from hasten.serving.api.replies import reply
+from hasten.serving.api.responses import ApiError, reply
 from hasten.serving.api.service import Service
 
 

@@ -1,0 +1,244 @@
+"""tools and tool_choice: what the template is shown, what the answer is held to, and reading calls out of it.
+
+How a model writes its calls is seen in its chat template:
+- Hermes, Qwen: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`, one after the other
+- Mistral: `[TOOL_CALLS][{"name": …, "arguments": {…}}, …]`, or `[TOOL_CALLS]name[ARGS]{…}`
+- Llama 3: the whole answer is `{"name": …, "parameters": {…}}`, perhaps after `<|python_tag|>`, several divided by `;`
+What looks like a call and is none (no JSON, a name that nobody offered) stays text: nothing that was said is lost.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from hasten.serving.api.conversation import ChatBody, ToolChoice
+from hasten.serving.api.responses import ApiError, check_limit
+from hasten.serving.api.service import Service
+from hasten.serving.api.structured import Grammar
+
+Format = Literal["hermes", "mistral", "llama"]
+MARKERS: dict[Format, str] = {"hermes": "<tool_call>", "mistral": "[TOOL_CALLS]", "llama": "<|python_tag|>"}
+END = "</tool_call>"
+# Keywords of JSON schema whose values are schemas by name, and those whose values are no schemas.
+_NAMED = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
+_DATA = ("const", "enum", "default", "examples")
+_DECODER = json.JSONDecoder()
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedCall:
+    """One call: the function's name, and its arguments as JSON text."""
+
+    name: str
+    arguments: str
+
+
+def find_format(template: str) -> Format | None:
+    """The format that a chat template teaches; None if it has no place for tools or none that is known."""
+    if "tools" not in template:
+        return None
+    for name in ("hermes", "mistral"):
+        if MARKERS[name] in template:
+            return name
+    return "llama" if MARKERS["llama"] in template or '"parameters"' in template else None
+
+
+class CallReader:
+    """Divides an answer into text and calls. format None: the whole answer is calls as JSON (a forced choice)."""
+
+    def __init__(self, names: Collection[str], *, form: Format | None) -> None:
+        self._names, self._form = frozenset(names), form
+        self._marker = "" if form is None else MARKERS[form]
+        self._held = ""
+        self._holding = form is None
+        self._begun = False  # something was shown, or is certain to be text
+
+    def push(self, text: str) -> str:
+        """Take more of the answer; what of it is text for certain."""
+        self._held += text
+        if self._holding:
+            return ""
+        place = self._held.find(self._marker)
+        if place < 0 and self._form == "llama" and not self._begun and self._held.lstrip()[:1] in ("{", ""):
+            self._holding = bool(self._held.strip())
+            return ""
+        if place >= 0:
+            self._holding = True
+        else:  # the end may be the beginning of the marker
+            longest = min(len(self._marker) - 1, len(self._held))
+            kept = next((k for k in range(longest, 0, -1) if self._marker.startswith(self._held[-k:])), 0)
+            place = len(self._held) - kept
+        shown, self._held = self._held[:place], self._held[place:]
+        self._begun = self._begun or bool(shown.strip())
+        return shown
+
+    def finish(self) -> tuple[str, list[ParsedCall]]:
+        """The answer has ended: the rest of the text, and the calls."""
+        held, self._held = self._held, ""
+        if not self._holding:
+            return held, []
+        try:
+            calls = self._read(held)
+        except (ValueError, RecursionError):
+            return held, []
+        return ("", calls) if calls else (held, [])
+
+    def _read(self, text: str) -> list[ParsedCall]:
+        """Raises ValueError for what is not calls to the end."""
+        if self._form is None:
+            found = json.loads(text)
+            return [self._call(item) for item in (found if isinstance(found, list) else [found])]
+        if self._form == "hermes":
+            return self._read_hermes(text)
+        if self._form == "mistral":
+            return self._read_mistral(text)
+        rest, calls = text.removeprefix(self._marker).strip(), []
+        while rest:
+            item, end = _DECODER.raw_decode(rest)
+            calls.append(self._call(item))
+            rest = rest[end:].lstrip().removeprefix(";").strip()
+        return calls
+
+    def _read_hermes(self, text: str) -> list[ParsedCall]:
+        calls, rest = [], text.strip()
+        while rest:
+            if not rest.startswith(self._marker):
+                raise ValueError("text after a call")
+            body, _, rest = rest.removeprefix(self._marker).partition(END)
+            calls.append(self._call(json.loads(body)))
+            rest = rest.strip()
+        return calls
+
+    def _read_mistral(self, text: str) -> list[ParsedCall]:
+        calls: list[ParsedCall] = []
+        for part in text.split(self._marker)[1:]:
+            part = part.strip()
+            if part.startswith(("[{", "{")) or part == "[]":
+                found, end = _DECODER.raw_decode(part)
+                calls += [self._call(item) for item in (found if isinstance(found, list) else [found])]
+            else:  # name[ARGS]{…}, or name{…}
+                head, brace, _ = part.partition("{")
+                arguments, end = _DECODER.raw_decode(brace and part[len(head) :])
+                end += len(head)
+                calls.append(self._call({"name": head.split("[")[0].strip(), "arguments": arguments}))
+            if part[end:].strip():
+                raise ValueError("text after a call")
+        return calls
+
+    def _call(self, item: Any) -> ParsedCall:
+        if not isinstance(item, dict) or item.get("name") not in self._names:
+            raise ValueError("no call of a function that was offered")
+        arguments = item.get("arguments", item.get("parameters", {}))
+        if isinstance(arguments, str):
+            arguments = json.loads(arguments)
+        if not isinstance(arguments, dict):
+            raise ValueError("the arguments are no object")
+        return ParsedCall(item["name"], json.dumps(arguments, ensure_ascii=False))
+
+
+class Tools:
+    """The tools of one request.
+
+    "auto" reads calls in the model's own format out of the answer. A forced choice ("required", or a function's name)
+    holds every token to the JSON of a call, so that it works with any model: an object with a name that was offered
+    and arguments that keep to its schema. "none" does not show the tools to the model.
+    """
+
+    def __init__(self, body: ChatBody, service: Service) -> None:
+        self._service = service
+        tools = body.tools or []
+        check_limit("tools", len(tools), service.settings.tools, what="of them")
+        choice = body.tool_choice or ("auto" if tools else "none")
+        if choice != "none" and not tools:
+            raise ApiError("tool_choice needs tools", param="tool_choice")
+        self._functions = {tool.function.name: tool.function for tool in tools}
+        if len(self._functions) < len(tools):
+            raise ApiError("tools: two functions have the same name", param="tools")
+        self.named = choice.function.name if isinstance(choice, ToolChoice) else None
+        if self.named is not None and self.named not in self._functions:
+            message = f"tool_choice: {self.named[:80]!r} is none of the tools"
+            raise ApiError(message, param="tool_choice")
+        self._forced = self.named is not None or choice == "required"
+        self._off = choice == "none"
+        self.parallel = body.parallel_tool_calls is not False
+        self._format: Format | None = None
+        if self._off:
+            self.shown: list[dict[str, Any]] | None = None
+            return
+        if self._forced and body.response_format is not None and body.response_format.type != "text":
+            message = "response_format cannot be combined with a forced tool_choice, which decides the form itself"
+            raise ApiError(message, param="response_format")
+        template = _template(service)
+        self._format = find_format(template)
+        if "tools" not in template:
+            raise ApiError("the chat template of this model has no place for tools", param="tools")
+        if self._format is None and not self._forced:
+            message = 'this model\'s format of tool calls is not known; tool_choice "required" or a name works'
+            raise ApiError(message, param="tool_choice")
+        self.shown = [tool.model_dump(exclude_none=True) for tool in tools]
+
+    async def constraint(self) -> Grammar | None:
+        """What holds the answer of a forced choice to calls; None otherwise."""
+        if not self._forced:
+            return None
+        names = [self.named] if self.named is not None else list(self._functions)
+        several = self.named is None and self.parallel
+        at = "#/items" if several else "#"
+        if len(names) == 1:
+            schema = self._schema(names[0], at=at)
+        else:
+            schema = {"anyOf": [self._schema(name, at=f"{at}/anyOf/{i}") for i, name in enumerate(names)]}
+        if several:
+            schema = {"type": "array", "items": schema, "minItems": 1}
+        return await self._service.grammars.constraint(schema, param="tools")
+
+    def reader(self) -> CallReader | None:
+        """What reads the calls out of one answer; None where none can be."""
+        if self._off:
+            return None
+        return CallReader(self._functions, form=None if self._forced else self._format)
+
+    def skip_special_tokens(self, asked: bool) -> bool:
+        """Whether the answer's special tokens are left out: not where one of them marks a call."""
+        if self._off or self._forced or self._format is None:
+            return asked
+        marker = MARKERS[self._format]
+        added = self._service.tokenizer.backend.get_added_tokens_decoder().values()
+        return asked and not any(token.special and token.content == marker for token in added)
+
+    def _schema(self, name: str, *, at: str) -> dict[str, Any]:
+        """The schema of one call, which stands at the pointer `at` of the whole."""
+        given = self._functions[name].parameters or {"type": "object", "properties": {}}
+        arguments = _moved(given, f"{at}/properties/arguments")
+        return {
+            "type": "object",
+            "properties": {"name": {"const": name}, "arguments": arguments},
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+        }
+
+
+def _moved(schema: Any, at: str) -> Any:
+    """A JSON schema as part of another, at the pointer `at`: what it refers to within itself has moved with it."""
+    if isinstance(schema, list):
+        return [_moved(item, at) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    moved: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key == "$ref" and isinstance(value, str) and (value == "#" or value.startswith("#/")):
+            moved[key] = at + value[1:]
+        elif key in _NAMED and isinstance(value, dict):
+            moved[key] = {name: _moved(item, at) for name, item in value.items()}
+        elif key not in ("$id", "$schema"):  # of a document by itself
+            moved[key] = value if key in _DATA else _moved(value, at)
+    return moved
+
+
+def _template(service: Service) -> str:
+    templates = service.tokenizer.templates
+    template = templates.get("tool_use", templates.get("default"))
+    return "" if template is None else template.source
