@@ -113,7 +113,7 @@ class ServeBenchmark(Benchmark, EngineOptions, LoadOptions):
             target = EngineTarget(self._engine())
             facts = {"in_process": True, "dtype": self.dtype, "quantize": self.quantize}
             facts["model"] = self.shape or str(self.model).rstrip("/").rsplit("/", 1)[-1]
-            facts |= {"max_sequences": self.max_sequences, "token_budget": self.token_budget}
+            facts |= {"max_sequences": self.engine.max_sequences, "token_budget": self.engine.token_budget}
         summaries, requests = [], []
         try:
             if self.warmup:

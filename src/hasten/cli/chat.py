@@ -6,14 +6,14 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from hasten.cli.options import ModelOptions, SamplingOptions
-from hasten.errors import CheckpointError, ConfigError
+from hasten.cli.options import ModelOptions, SamplingOptions, with_chat_template
+from hasten.errors import ConfigError
 
 HELP = "/clear forgets the conversation, /exit (or Ctrl-D) leaves, Ctrl-C stops an answer"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chat(SamplingOptions, ModelOptions):
+class ChatInTerminal(SamplingOptions, ModelOptions):
     """Talk to a model that has a chat template. Ctrl-C stops the answer, Ctrl-D leaves."""
 
     system: str | None = None
@@ -23,17 +23,13 @@ class Chat(SamplingOptions, ModelOptions):
 
     def run(self) -> None:
         model = self.load()
-        from hasten.generation.chat import Chat as Conversation
+        from hasten.generation.chat import Chat
         from hasten.generation.generate import Timing
 
         if self.template is not None and model.tokenizer is not None:
-            try:
-                text = self.template.read_text(encoding="utf-8")
-            except (OSError, UnicodeDecodeError) as error:
-                raise CheckpointError(f"{self.template} cannot be read: {error}") from None
-            model.tokenizer = model.tokenizer.with_chat_template(text, origin=str(self.template))
+            model.tokenizer = with_chat_template(model.tokenizer, self.template)
         params = self.params(model.generation)
-        chat = Conversation(model, system=self.system)
+        chat = Chat(model, system=self.system)
         print(HELP, file=sys.stderr)
         while True:
             try:

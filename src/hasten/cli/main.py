@@ -13,7 +13,7 @@ COMMANDS = {
     "demo": ("hasten.cli.demo", "Demo", "train, evaluate, generate and measure on text that is already here"),
     "train": ("hasten.cli.train", "Train", "pretrain or finetune by a recipe"),
     "generate": ("hasten.cli.generate", "Generate", "continue prompts"),
-    "chat": ("hasten.cli.chat", "Chat", "talk to a model that has a chat template"),
+    "chat": ("hasten.cli.chat", "ChatInTerminal", "talk to a model that has a chat template"),
     "serve": ("hasten.cli.serve", "Serve", "an OpenAI-compatible server"),
     "eval": ("hasten.cli.eval", "Eval", "perplexity and bits per byte of a text"),
     "quantize": ("hasten.cli.quantize", "Quantize", "write a model in int8 or int4, as a folder"),

@@ -5,20 +5,22 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from hasten.errors import ConfigError
+from hasten.errors import CheckpointError, ConfigError
+from hasten.generation.params import SamplingParams, recommended
 from hasten.machine.threads import Threads
+from hasten.serving.settings import EngineSettings
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from hasten.generation.params import SamplingParams
+    from hasten.model.tokenizer import Tokenizer
     from hasten.model.transformer import Transformer
-    from hasten.serving.settings import EngineSettings
 
 
 def parse(command: Any, arguments: list[str], *, prog: str, description: str | None = None) -> Any:
@@ -33,6 +35,15 @@ def same_fields(options: Any, kind: type) -> dict[str, Any]:
     """The options that stand among a dataclass's fields, as its arguments; those that are None are left out."""
     values = {field.name: getattr(options, field.name, None) for field in dataclasses.fields(kind)}
     return {name: value for name, value in values.items() if value is not None}
+
+
+def with_chat_template(tokenizer: Tokenizer, path: Path) -> Tokenizer:
+    """The tokenizer with the chat template (Jinja) of a file. Raises CheckpointError."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"the chat template {path} cannot be read: {error}") from None
+    return tokenizer.with_chat_template(text, origin=str(path))
 
 
 def _several(wanted: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.PrimitiveConstructorSpec[Any] | None:
@@ -112,25 +123,17 @@ class LoadOptions:
 class EngineOptions:
     """The engine of a server, here or in `hasten bench serve`."""
 
-    max_sequences: int = 256
-    """Texts that are generated at the same time."""
-    token_budget: int = 512
-    """Tokens computed in one step, prompts and answers together."""
+    engine: tyro.conf.OmitArgPrefixes[EngineSettings] = field(default_factory=EngineSettings)
     cache_gib: float | None = None
     """Memory of the cache in GiB; by default half of what is free, and never more than can be used."""
-    kv_cache_dtype: Literal["auto", "int8"] = "auto"
-    """Keys and values in the model's own dtype, or in int8, where about twice the tokens fit."""
-    prefix_cache: bool = True
-    """Share the blocks of prompts that begin alike."""
 
     def engine_settings(self) -> EngineSettings:
         """Raises ConfigError for values that cannot work."""
-        from hasten.serving.settings import EngineSettings
-
-        if self.cache_gib is not None and not 0 < self.cache_gib < math.inf:
+        if self.cache_gib is None:
+            return self.engine
+        if not 0 < self.cache_gib < math.inf:
             raise ConfigError(f"--cache-gib is {self.cache_gib}; it must be above 0 and finite")
-        cache_bytes = None if self.cache_gib is None else int(self.cache_gib * 2**30)
-        return EngineSettings(**same_fields(self, EngineSettings), cache_bytes=cache_bytes)
+        return replace(self.engine, cache_bytes=int(self.cache_gib * 2**30))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,11 +168,6 @@ class SamplingOptions:
     def params(self, folder: Mapping[str, Any]) -> SamplingParams:
         """What was given on the command line, else what generation_config.json recommends, else plain sampling.
 
-        A folder that says `do_sample: false`, or says nothing, is sampled at temperature 1: to be greedy is one option
-        away, and a text that loops is nobody's wish. Raises ConfigError for values that make no sense.
+        Raises ConfigError for values that make no sense.
         """
-        from hasten.generation.params import SamplingParams
-
-        names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty") if folder.get("do_sample") else ()
-        recommended = {name: folder[name] for name in names if folder.get(name) is not None}
-        return SamplingParams(**recommended | same_fields(self, SamplingParams))
+        return SamplingParams(**recommended(folder) | same_fields(self, SamplingParams))

@@ -7,19 +7,22 @@ import os
 import sys
 import time
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from hasten.cli.options import EngineOptions, LoadOptions, same_fields
+import tyro
+
+from hasten.cli.options import EngineOptions, LoadOptions, with_chat_template
 from hasten.errors import CheckpointError, ConfigError, HastenWarning
+from hasten.generation.params import recommended
+from hasten.serving.api.settings import ServerSettings
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
     from hasten.model.tokenizer import Tokenizer
     from hasten.model.transformer import Transformer
-    from hasten.serving.api.settings import ServerSettings
     from hasten.serving.settings import EngineSettings
 
 
@@ -39,16 +42,7 @@ class Serve(EngineOptions, LoadOptions):
     """The name that requests give; the hub id or the folder's own name by default."""
     chat_template: Path | None = None
     """A file with a chat template (Jinja), where the folder has none or another is wanted."""
-    max_length: int | None = None
-    """Tokens of prompt and answer together; the model's positions by default."""
-    block_size: int = 16
-    """Tokens in a block of the cache."""
-    queue_limit: int = 1024
-    """Requests that may wait; further ones are told when to come again."""
-    request_timeout: float | None = None
-    """Seconds after which a request is given up; never by default."""
-    drain_timeout: float = 30.0
-    """Seconds that requests in flight have to end after SIGTERM."""
+    server: tyro.conf.OmitArgPrefixes[ServerSettings] = field(default_factory=ServerSettings)
     max_body_mib: float = 4.0
     """Largest request body in MiB."""
     log: Literal["debug", "info", "warning", "error"] = "info"
@@ -96,12 +90,11 @@ class Serve(EngineOptions, LoadOptions):
         tokenizer = self._tokenizer(model)
         configure_logs(self.log)
         engine = AsyncEngine(Engine(model, tokenizer, engine_settings))
-        recommended = model.generation if model.generation.get("do_sample") else {}
         service = Service(
             engine,
             model_name=self.name(),
             tokenizer=tokenizer,
-            settings=replace(settings, defaults=recommended),
+            settings=replace(settings, defaults=recommended(model.generation)),
             max_length=engine.engine.max_length,
             vocabulary=model.config.vocab_size,
             eos_ids=engine.engine.eos_ids,
@@ -114,11 +107,7 @@ class Serve(EngineOptions, LoadOptions):
         if path is not None:
             if tokenizer is None:
                 raise ConfigError(f"--chat-template {path}: the model's folder has no tokenizer, so there are no chats")
-            try:
-                text = path.read_text(encoding="utf-8")
-            except (OSError, UnicodeDecodeError) as error:
-                raise CheckpointError(f"--chat-template {path} cannot be read: {error}") from None
-            tokenizer = tokenizer.with_chat_template(text, origin=str(path))
+            tokenizer = with_chat_template(tokenizer, path)
         template = None if tokenizer is None else tokenizer.templates.get("default")
         try:
             if template is not None:
@@ -142,7 +131,6 @@ class Serve(EngineOptions, LoadOptions):
 
     def _settings(self) -> ServerSettings:
         from hasten.serving.api.server import LOOPBACK, is_loopback
-        from hasten.serving.api.settings import ServerSettings
 
         keys = self.api_key
         if (key := os.environ.get("HASTEN_API_KEY")) is not None:
@@ -154,9 +142,4 @@ class Serve(EngineOptions, LoadOptions):
         hosts: tuple[str, ...] = ()
         if not keys and is_loopback(self.host):
             hosts = (*LOOPBACK, self.host.lower(), *(host.lower() for host in self.allowed_host))
-        return ServerSettings(
-            api_keys=keys,
-            allowed_hosts=hosts,
-            body_bytes=int(self.max_body_mib * 2**20),
-            **same_fields(self, ServerSettings),
-        )
+        return replace(self.server, api_keys=keys, allowed_hosts=hosts, body_bytes=int(self.max_body_mib * 2**20))

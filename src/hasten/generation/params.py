@@ -9,8 +9,6 @@ from typing import Any
 from hasten.errors import ConfigError
 
 _MAX_SEED = 2**63 - 1
-
-
 LARGEST_BIAS = 1e30  # far above any logit, and within float32
 
 
@@ -24,13 +22,13 @@ class LogitBias(Mapping[int, float]):
             raise ConfigError(f"logit_bias must map token ids to numbers, found {type(values).__name__}")
         items = {}
         for token, bias in (values or {}).items():
-            number = _real(f"logit_bias[{token!r}]", bias, finite=False)
+            number = real(f"logit_bias[{token!r}]", bias, finite=False)
             if math.isnan(number) or number > LARGEST_BIAS or -math.inf < number < -LARGEST_BIAS:
                 raise ConfigError(
                     f"logit_bias[{token!r}] is {bias}: it must be from -{LARGEST_BIAS:g} to {LARGEST_BIAS:g}, or -inf "
                     "to forbid the token"
                 )
-            items[_integer("a token id in logit_bias", token, low=0)] = number
+            items[whole("a token id in logit_bias", token, low=0)] = number
         self._items = dict(sorted(items.items()))
 
     def __getitem__(self, token: int) -> float:
@@ -86,23 +84,23 @@ class SamplingParams:
         def keep(name: str, value: Any) -> None:
             object.__setattr__(self, name, value)
 
-        keep("temperature", _real("temperature", self.temperature, low=0))
-        keep("top_k", _integer("top_k", self.top_k, low=0))
-        keep("top_p", _real("top_p", self.top_p, low=0, high=1))
+        keep("temperature", real("temperature", self.temperature, low=0))
+        keep("top_k", whole("top_k", self.top_k, low=0))
+        keep("top_p", real("top_p", self.top_p, low=0, high=1))
         if self.top_p == 0:
             raise ConfigError("top_p is 0, which keeps no token; use temperature=0 for the most likely one")
-        keep("min_p", _real("min_p", self.min_p, low=0, high=1))
-        keep("repetition_penalty", _real("repetition_penalty", self.repetition_penalty, low=0))
+        keep("min_p", real("min_p", self.min_p, low=0, high=1))
+        keep("repetition_penalty", real("repetition_penalty", self.repetition_penalty, low=0))
         if self.repetition_penalty == 0:
             raise ConfigError("repetition_penalty is 0; it divides: 1 is off, 1.1 is mild")
         for name in ("presence_penalty", "frequency_penalty"):
-            keep(name, _real(name, getattr(self, name), low=-2, high=2))
+            keep(name, real(name, getattr(self, name), low=-2, high=2))
         if not isinstance(self.logit_bias, LogitBias):
             keep("logit_bias", LogitBias(self.logit_bias))
         if self.seed is not None:
-            keep("seed", _integer("seed", self.seed, low=0, high=_MAX_SEED))
-        keep("max_new_tokens", _integer("max_new_tokens", self.max_new_tokens, low=1))
-        keep("min_new_tokens", _integer("min_new_tokens", self.min_new_tokens, low=0))
+            keep("seed", whole("seed", self.seed, low=0, high=_MAX_SEED))
+        keep("max_new_tokens", whole("max_new_tokens", self.max_new_tokens, low=1))
+        keep("min_new_tokens", whole("min_new_tokens", self.min_new_tokens, low=0))
         if self.min_new_tokens > self.max_new_tokens:
             raise ConfigError(
                 f"min_new_tokens is {self.min_new_tokens}, above max_new_tokens, which is {self.max_new_tokens}"
@@ -113,7 +111,7 @@ class SamplingParams:
         keep("stop", tuple(stop))
         if not isinstance(self.stop_token_ids, (list, tuple)):
             raise ConfigError(f"stop_token_ids must be a list of token ids, found {self.stop_token_ids!r:.80}")
-        keep("stop_token_ids", tuple(_integer("an id in stop_token_ids", i, low=0) for i in self.stop_token_ids))
+        keep("stop_token_ids", tuple(whole("an id in stop_token_ids", i, low=0) for i in self.stop_token_ids))
         if not isinstance(self.ignore_eos, bool):
             raise ConfigError(f"ignore_eos must be true or false, found {self.ignore_eos!r}")
 
@@ -127,7 +125,22 @@ class SamplingParams:
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
 
-def _real(name: str, value: Any, *, low: float = -math.inf, high: float = math.inf, finite: bool = True) -> float:
+# What a model's generation_config.json may say of sampling.
+RECOMMENDED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
+def recommended(folder: Mapping[str, Any]) -> dict[str, Any]:
+    """The sampling values of a generation_config.json, for what nobody asked for.
+
+    A folder that says `do_sample: false`, or says nothing, is sampled at temperature 1: to be greedy is one option
+    away, and a text that loops is nobody's wish.
+    """
+    names = RECOMMENDED if folder.get("do_sample") else ()
+    return {name: folder[name] for name in names if folder.get(name) is not None}
+
+
+def real(name: str, value: Any, *, low: float = -math.inf, high: float = math.inf, finite: bool = True) -> float:
+    """The number as a float; ConfigError naming it unless it is one, finite (if so asked) and within the bounds."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise ConfigError(f"{name} must be a number, found {value!r:.80}")
     try:
@@ -135,20 +148,14 @@ def _real(name: str, value: Any, *, low: float = -math.inf, high: float = math.i
     except OverflowError:
         number = math.inf
     if finite and not (math.isfinite(number) and low <= number <= high):
-        raise ConfigError(f"{name} is {value!r:.80}; {_bounds(low, high)}")
+        bounds = f"between {low} and {high}" if math.isfinite(high) else f"at least {low} and finite"
+        raise ConfigError(f"{name} is {value!r:.80}; it must be {bounds}")
     return number
 
 
-def _integer(name: str, value: Any, *, low: int, high: int | None = None) -> int:
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise ConfigError(f"{name} must be a whole number, found {value!r:.80}")
-    number = int(value)
-    if number < low or (high is not None and number > high):
-        raise ConfigError(f"{name} is {number!r:.80}; {_bounds(low, math.inf if high is None else high)}")
-    return number
-
-
-def _bounds(low: float, high: float) -> str:
-    if math.isinf(high):
-        return "it must be finite" if math.isinf(low) else f"it must be at least {low} and finite"
-    return f"it must be between {low} and {high}"
+def whole(name: str, value: Any, *, low: int, high: int | None = None) -> int:
+    """The whole number as an int; ConfigError naming it unless it is one within the bounds."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < low or (high is not None and value > high):
+        most = "" if high is None else f", at most {high}"
+        raise ConfigError(f"{name} must be a whole number, at least {low}{most}; found {value!r:.80}")
+    return int(value)

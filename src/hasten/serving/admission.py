@@ -7,7 +7,7 @@ import warnings
 
 from hasten.errors import ConfigError, HastenWarning, ResourceError
 from hasten.generation.paged import PagedCache
-from hasten.generation.params import SamplingParams
+from hasten.generation.params import SamplingParams, real, whole
 from hasten.generation.prompts import check_ids, fit
 from hasten.machine.memory import available_memory
 from hasten.model.transformer import Transformer
@@ -57,9 +57,9 @@ def _check_request(request: Request, *, vocab_size: int) -> None:
     """Raise ConfigError for settings of a wrong type, that exclude each other, or that mean nothing."""
     _check_types(request)
     for name in ("n", "best_of", "beam_width", "logprobs", "prompt_logprobs"):
-        value, low = getattr(request, name), 1 if name in ("n", "best_of") else 0
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < low):
-            raise ConfigError(f"{name} must be a whole number, at least {low}; found {value!r:.40}")
+        value = getattr(request, name)
+        if value is not None:
+            whole(name, value, low=1 if name in ("n", "best_of") else 0)
         if name.endswith("logprobs") and value is not None and value > vocab_size:
             raise ConfigError(f"{name} is {value}; the vocabulary has {vocab_size} tokens")
     if request.best_of is not None and request.best_of < request.n:
@@ -85,21 +85,12 @@ def _check_types(request: Request) -> None:
         value = getattr(request, name)
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
             raise ConfigError(f"{name} must be {words}; found {value!r:.40}")
-    penalty = request.length_penalty
-    if not _is_number(penalty) or not abs(penalty) <= MOST_LENGTH_PENALTY:
-        raise ConfigError(
-            f"length_penalty must be a number from -{MOST_LENGTH_PENALTY} to {MOST_LENGTH_PENALTY}; "
-            f"found {penalty!r:.40}"
-        )
-    if request.timeout is not None and (not _is_number(request.timeout) or not request.timeout > 0):
-        raise ConfigError(f"timeout is {request.timeout!r:.40}; it must be a number above 0 (seconds), or None")
+    real("length_penalty", request.length_penalty, low=-MOST_LENGTH_PENALTY, high=MOST_LENGTH_PENALTY)
+    if request.timeout is not None and not real("timeout", request.timeout, finite=False) > 0:
+        raise ConfigError(f"timeout is {request.timeout}; it must be above 0 (seconds), or None")
     lacking = [name for name in ("done", "mask", "advance", "fork") if not hasattr(request.constraint, name)]
     if request.constraint is not None and lacking:
         raise ConfigError(f"constraint has no {', '.join(lacking)}; found {request.constraint!r:.40}")
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _check_beams(request: Request) -> None:

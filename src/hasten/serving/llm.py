@@ -23,7 +23,7 @@ from hasten.serving.settings import EngineSettings, Stats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Completion:
+class CompletionOutput:
     """One of the texts of a prompt. tokens include the one that ended it (an end-of-text id), text does not."""
 
     text: str
@@ -37,7 +37,7 @@ class Completion:
 class Answer:
     """What came of one prompt: its texts, the best first where they were ranked."""
 
-    completions: list[Completion]
+    completions: list[CompletionOutput]
     prompt_tokens: int
     cached_tokens: int
     prompt_logprobs: list[TokenLogprob | None] | None
@@ -215,9 +215,9 @@ def _answer(request: Request, outputs: Sequence[RequestOutput]) -> Answer:
     )
 
 
-def _completion(request: Request, outputs: Sequence[RequestOutput]) -> Completion:
+def _completion(request: Request, outputs: Sequence[RequestOutput]) -> CompletionOutput:
     logprobs = [token for output in outputs for token in output.logprobs or ()]
-    return Completion(
+    return CompletionOutput(
         text="".join(output.text for output in outputs),
         tokens=[token for output in outputs for token in output.tokens],
         finish_reason=outputs[-1].finish_reason if outputs else None,

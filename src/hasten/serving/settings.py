@@ -5,28 +5,36 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from tyro.conf import Suppress
+
 from hasten.errors import ConfigError
+from hasten.generation.params import whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
     """Limits of the engine.
 
-    max_sequences: samples and beams that run at the same time. token_budget: tokens computed in one step, prompts
-    and answers together (at least max_sequences): the larger, the sooner prompts are read, the longer the others
-    wait meanwhile. max_length: tokens of prompt and answer together; None: the model's positions. block_size:
-    tokens a block of the cache. cache_bytes: memory of the cache; None takes `cache_share` of the memory that is
-    free, never more than max_sequences of max_length need. kv_cache_dtype: "auto" keeps keys and values in the
-    model's dtype, "int8" in int8 with a scale for every token and head, about half the bytes of bfloat16.
-    prefix_cache: share the blocks of equal beginnings. queue_limit: requests that may wait. reader_limit: pieces
-    that may lie unread.
+    Args:
+        max_sequences: Samples and beams that run at the same time.
+        token_budget: Tokens computed in one step, prompts and answers together (at least max_sequences): the larger,
+            the sooner prompts are read, the longer the others wait meanwhile.
+        max_length: Tokens of prompt and answer together; the model's positions by default.
+        block_size: Tokens in a block of the cache.
+        cache_bytes: Memory of the cache; None takes `cache_share`, never more than max_sequences of max_length need.
+        cache_share: Share of the free memory that the cache takes, never more than can be used.
+        kv_cache_dtype: Keys and values in the model's own dtype, or in int8 with a scale for every token and head:
+            about half the bytes of bfloat16.
+        prefix_cache: Share the blocks of prompts that begin alike.
+        queue_limit: Requests that may wait; further ones are told when to come again.
+        reader_limit: Outputs of a request that may lie unread; with more it is given up.
     """
 
     max_sequences: int = 256
     token_budget: int = 512
     max_length: int | None = None
     block_size: int = 16
-    cache_bytes: int | None = None
+    cache_bytes: Suppress[int | None] = None  # --cache-gib on the command line
     cache_share: float = 0.5
     kv_cache_dtype: Literal["auto", "int8"] = "auto"
     prefix_cache: bool = True
@@ -39,13 +47,10 @@ class EngineSettings:
 
     def __post_init__(self) -> None:
         for name in ("max_sequences", "token_budget", "block_size", "queue_limit", "reader_limit"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(f"{name} must be a whole number above 0, found {value!r:.40}")
+            whole(name, getattr(self, name), low=1)
         for name in ("max_length", "cache_bytes"):
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ConfigError(f"{name} must be a whole number above 0, or None; found {value!r:.40}")
+            if getattr(self, name) is not None:
+                whole(name, getattr(self, name), low=1)
         if not 0 < self.cache_share <= 1:
             raise ConfigError(f"cache_share is {self.cache_share}; it is a share of the free memory, above 0, up to 1")
         if self.kv_cache_dtype not in ("auto", "int8"):

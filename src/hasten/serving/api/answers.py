@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
+from contextlib import aclosing
 from typing import Any, Generic, TypeVar
 
 from fastapi import Request as HttpRequest
@@ -18,7 +18,7 @@ from hasten.serving.api.metrics import Stopwatch
 from hasten.serving.api.responses import ApiError, ClientGone, EventStream, from_library, overloaded, reply
 from hasten.serving.api.service import Service
 from hasten.serving.api.structured import Grammar
-from hasten.serving.request import Request, RequestOutput, SlowReader, TokenLogprob
+from hasten.serving.request import Constraint, Request, RequestOutput, SlowReader, TokenLogprob
 
 Body = TypeVar("Body", bound=SamplingBody)
 Json = dict[str, Any]
@@ -37,9 +37,10 @@ class AnswerBuilder(ABC, Generic[Body]):
     def __init__(self, service: Service, body: Body, *, prompts: int) -> None:
         self.service, self.body = service, body
         self.n, self.best_of = samples(body, service.settings, prompts=prompts)
-        self.usage, self.always = usage_wanted(body)
+        self.usage_at_end, self.usage_always = usage_wanted(body)
         self.created = int(time.time())
         self.id = ""
+        self.prompt_tokens = self.completion_tokens = self.cached_tokens = 0
 
     @abstractmethod
     async def requests(self, name: str) -> list[Request]:
@@ -55,31 +56,75 @@ class AnswerBuilder(ABC, Generic[Body]):
 
     async def respond(self, http: HttpRequest) -> Response:
         """The response, streamed or whole. What cannot be served is told by its status, before anything is sent."""
-        run = RequestRun(self.service, http, await self.requests(http.state.request_id))
-        first = await anext(run)
+        requests = await self.requests(http.state.request_id)
+        if not self.service.engine.healthy:
+            raise overloaded(f"the engine has failed: {self.service.engine.error}", seconds=30)
+        parts = self._parts(requests, http)
+        http.state.cleanup.append(parts.aclose)  # called whatever happens: what still runs is aborted
+        first = await anext(parts)
         if self.body.stream:
-            return EventStream(self._chunks(first, run))
-        parts: dict[int, list[Json]] = {index: [] for index in range(self.n * len(run.requests))}
-        async for part in self._parts(first, run):
-            parts[part["index"]].append(part)
-        choices = [self.join(i, own) | {"finish_reason": own[-1]["finish_reason"]} for i, own in parts.items()]
-        return reply(self._envelope(self.kind, choices) | {"usage": run.usage()})
+            return EventStream(self._chunks(first, parts))
+        own: dict[int, list[Json]] = {index: [] for index in range(self.n * len(requests))}
+        own[first["index"]].append(first)
+        async for part in parts:
+            own[part["index"]].append(part)
+        choices = [self.join(i, found) | {"finish_reason": found[-1]["finish_reason"]} for i, found in own.items()]
+        return reply(self._envelope(self.kind, choices) | {"usage": self._usage()})
 
-    async def _parts(self, first: tuple[int, RequestOutput], run: RequestRun) -> AsyncIterator[Json]:
-        for part in self.take(*first):
-            yield part
-        async for item in run:
-            for part in self.take(*item):
-                yield part
+    async def _chunks(self, first: Json, parts: AsyncIterator[Json]) -> AsyncIterator[Json]:
+        yield self._chunk(first)
+        async for part in parts:
+            yield self._chunk(part)
+        if self.usage_at_end:
+            yield self._envelope(self.chunk_kind, []) | {"usage": self._usage()}
 
-    async def _chunks(self, first: tuple[int, RequestOutput], run: RequestRun) -> AsyncIterator[Json]:
-        async for part in self._parts(first, run):
-            chunk = self._envelope(self.chunk_kind, [part])
-            if self.usage or self.always:
-                chunk["usage"] = run.usage() if self.always else None
-            yield chunk
-        if self.usage:
-            yield self._envelope(self.chunk_kind, []) | {"usage": run.usage()}
+    def _chunk(self, part: Json) -> Json:
+        chunk = self._envelope(self.chunk_kind, [part])
+        if self.usage_at_end or self.usage_always:
+            chunk["usage"] = self._usage() if self.usage_always else None
+        return chunk
+
+    async def _parts(self, requests: Sequence[Request], http: HttpRequest) -> AsyncGenerator[Json]:
+        """What the engine's outputs add (`take`), as they come; counts and times them. The first output adds something.
+
+        Raises ApiError for what the engine says of a failure.
+        """
+        metrics, which_of = self.service.metrics, {request.id: which for which, request in enumerate(requests)}
+        stopwatch = Stopwatch(metrics, start=http.state.arrived)
+        for request in requests:
+            metrics.samples.observe(request.n)
+            metrics.most.observe(request.params.max_new_tokens)
+        begun: set[int] = set()
+        try:
+            async with aclosing(self.service.engine.generate(*requests)) as outputs:
+                async for output in outputs:
+                    which = which_of[output.request_id]
+                    if which not in begun:
+                        begun.add(which)
+                        self.prompt_tokens += len(requests[which].prompt)
+                        self.cached_tokens += output.cached_tokens
+                        metrics.prompts.observe(len(requests[which].prompt))
+                    self.completion_tokens += len(output.tokens)
+                    stopwatch.observe(which, output.index, len(output.tokens), output.finish_reason)
+                    _check_end(requests[which].constraint, output)
+                    for part in self.take(which, output):
+                        yield part
+        except SlowReader:
+            raise ClientGone from None
+        except HastenError as error:
+            raise from_library(error) from None
+        stopwatch.end()
+        for name in ("prompt_tokens", "completion_tokens", "cached_tokens"):
+            http.state.facts[name] = getattr(self, name)
+
+    def _usage(self) -> Json:
+        """OpenAI's account of the tokens so far."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
 
     def _envelope(self, kind: str, choices: list[Json]) -> Json:
         return {
@@ -91,84 +136,19 @@ class AnswerBuilder(ABC, Generic[Body]):
         }
 
 
-class RequestRun:
-    """The outputs of all engine requests of one HTTP request, in the order in which they come: (which, output).
-
-    What is still running is aborted by `aclose`, which the guard calls whatever happened.
-    """
-
-    def __init__(self, service: Service, http: HttpRequest, requests: Sequence[Request]) -> None:
-        if not service.engine.healthy:
-            raise overloaded(f"the engine has failed: {service.engine.error}", seconds=30)
-        self.service, self.requests = service, requests
-        self.stopwatch = Stopwatch(service.metrics, start=http.state.arrived)
-        self.prompt_tokens = self.completion_tokens = self.cached_tokens = 0
-        self._counted: set[int] = set()
-        self._facts = http.state.facts
-        self._which = {request.id: which for which, request in enumerate(requests)}
-        self._outputs = service.engine.generate(*requests)
-        http.state.cleanup.append(self.aclose)
-        for request in requests:
-            service.metrics.samples.observe(request.n)
-            service.metrics.most.observe(request.params.max_new_tokens)
-
-    def __aiter__(self) -> AsyncIterator[tuple[int, RequestOutput]]:
-        return self
-
-    async def __anext__(self) -> tuple[int, RequestOutput]:
-        try:
-            output = await anext(self._outputs)
-        except StopAsyncIteration:
-            self.stopwatch.end()
-            names = ("prompt_tokens", "completion_tokens", "cached_tokens")
-            self._facts.update({name: getattr(self, name) for name in names})
-            raise
-        except SlowReader:
-            raise ClientGone from None
-        except HastenError as error:
-            raise from_library(error) from None
-        which = self._which[output.request_id]
-        self._count(which, output)
-        constraint = self.requests[which].constraint
-        if isinstance(constraint, Grammar) and output.finish_reason in ("stop", "error"):
-            why = constraint.error or str(output.stop_reason or "")
-            if constraint.error or why.startswith("the constraint"):  # the client's grammar broke, not the engine
-                message = f"{constraint.param}: the JSON schema could not be followed to the end: {why}"
-                raise ApiError(message[:500], param=constraint.param, code="structure_failed")
-        if output.finish_reason in ("error", "abort"):
-            raise _ended(output)
-        return which, output
-
-    async def aclose(self) -> None:
-        """Abort whatever still runs."""
-        with suppress(RuntimeError):
-            await self._outputs.aclose()
-
-    def usage(self) -> dict[str, object]:
-        """OpenAI's account of the tokens so far."""
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.completion_tokens,
-            "total_tokens": self.prompt_tokens + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
-        }
-
-    def _count(self, which: int, output: RequestOutput) -> None:
-        if which not in self._counted:
-            self._counted.add(which)
-            self.prompt_tokens += len(self.requests[which].prompt)
-            self.cached_tokens += output.cached_tokens
-            self.service.metrics.prompts.observe(len(self.requests[which].prompt))
-        self.completion_tokens += len(output.tokens)
-        self.stopwatch.observe(which, output.index, len(output.tokens), output.finish_reason)
-
-
-def _ended(output: RequestOutput) -> ApiError:
+def _check_end(constraint: Constraint | None, output: RequestOutput) -> None:
+    """Raise ApiError where an output ends its text other than well."""
+    if isinstance(constraint, Grammar) and output.finish_reason in ("stop", "error"):
+        why = constraint.error or str(output.stop_reason or "")
+        if constraint.error or why.startswith("the constraint"):  # the client's grammar broke, not the engine
+            message = f"{constraint.param}: the JSON schema could not be followed to the end: {why}"
+            raise ApiError(message[:500], param=constraint.param, code="structure_failed")
     if output.finish_reason == "error":
-        return ApiError(f"the request failed: {output.stop_reason}", status=500, code="engine_failed")
-    if output.stop_reason == "timeout":
-        return ApiError("the request's deadline passed", status=504, code="deadline_exceeded")
-    return overloaded("the request was aborted: the server is shutting down", seconds=5)
+        raise ApiError(f"the request failed: {output.stop_reason}", status=500, code="engine_failed")
+    if output.finish_reason == "abort" and output.stop_reason == "timeout":
+        raise ApiError("the request's deadline passed", status=504, code="deadline_exceeded")
+    if output.finish_reason == "abort":
+        raise overloaded("the request was aborted: the server is shutting down", seconds=5)
 
 
 def chat_logprobs(tokens: Iterable[TokenLogprob]) -> dict[str, Any]:

@@ -6,15 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hasten.errors import ConfigError
-from hasten.generation.params import SamplingParams
+from hasten.generation.params import RECOMMENDED, SamplingParams
 from hasten.serving.api.fields import ResponseFormat, SamplingBody
 from hasten.serving.api.responses import ApiError, check_limit
 from hasten.serving.api.service import Service, too_long
 from hasten.serving.api.settings import ServerSettings
 from hasten.serving.api.structured import Grammar
 from hasten.serving.request import Request
-
-RECOMMENDED = {"temperature", "top_k", "top_p", "min_p", "repetition_penalty"}
 
 
 def build_request(
@@ -44,8 +42,7 @@ def sampling_params(body: SamplingBody, service: Service, *, max_tokens: int, co
     settings = service.settings
     # A beam search draws nothing: what the folder recommends for drawing is not meant.
     defaults: Mapping[str, Any] = {"temperature": 0.0} if body.use_beam_search else settings.defaults
-    chosen = {name: defaults[name] for name in RECOMMENDED if defaults.get(name) is not None}
-    chosen |= body.model_dump(include=RECOMMENDED, exclude_none=True)
+    chosen = dict(defaults) | body.model_dump(include=set(RECOMMENDED), exclude_none=True)
     if chosen.get("top_k") == -1:  # vLLM's way to say all
         chosen["top_k"] = 0
     stop = [body.stop] if isinstance(body.stop, str) else list(body.stop or ())
