@@ -155,7 +155,8 @@ def real(name: str, value: Any, *, low: float = -math.inf, high: float = math.in
 
 def whole(name: str, value: Any, *, low: int, high: int | None = None) -> int:
     """The whole number as an int; ConfigError naming it unless it is one within the bounds."""
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < low or (high is not None and value > high):
-        most = "" if high is None else f", at most {high}"
+    most = "" if high is None else f", at most {high}"
+    integral = isinstance(value, Integral) and not isinstance(value, bool)
+    if not integral or value < low or (high is not None and value > high):
         raise ConfigError(f"{name} must be a whole number, at least {low}{most}; found {value!r:.80}")
     return int(value)

@@ -199,8 +199,8 @@ class Engine:
         plan = self.scheduler.plan()
         if not plan.entries:
             return []
-        if plan.copies:
-            self.cache.copy(plan.copies)
+        if copies := plan.copies:
+            self.cache.copy(copies)
         logits, first = self._compute(plan)
         self.scheduler.advance(plan)
         growing: dict[OutputSequence, int] = {}  # those that take tokens now, and the first row of each

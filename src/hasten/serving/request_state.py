@@ -8,7 +8,6 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
-from typing import NamedTuple
 
 from torch import Tensor
 
@@ -85,13 +84,6 @@ class OutputSequence:
         if self.finish_reason is not None:
             self.stop_reason = self._output.stop_reason
         return text
-
-
-class _Ended(NamedTuple):
-    """Why a text was ended from outside."""
-
-    finish_reason: FinishReason
-    stop_reason: str | None
 
 
 class RequestState:
@@ -180,13 +172,16 @@ class RequestState:
     ) -> list[RequestOutput]:
         """What an output sequence took in a step; where texts are ranked, the best ones when all are complete."""
         if not self.ranked:
-            return [self._emit(output.index, output, text, tokens, logprobs)]
+            return [self._emit(output.index, output.finish_reason, output.stop_reason, text, tokens, logprobs)]
         output.text.append(text)
         output.logprobs += logprobs
         if any(one.finish_reason is None for one in self.outputs):
             return []
         best = sorted(self.outputs, key=lambda one: -one.mean_logprob)[: self.request.n]
-        return [self._emit(i, one, "".join(one.text), one.generated, one.logprobs) for i, one in enumerate(best)]
+        return [
+            self._emit(i, one.finish_reason, one.stop_reason, "".join(one.text), one.generated, one.logprobs)
+            for i, one in enumerate(best)
+        ]
 
     def emit_beams(self) -> list[RequestOutput]:
         """The `n` best texts of a search that is done, whole; an error for each that it did not find."""
@@ -196,22 +191,24 @@ class RequestState:
         for index, beam in enumerate(self.search.complete[: self.request.n]):
             output = self.output_text()
             text = "".join(output.push(token).text for token in beam.tokens)
-            found.append(self._emit(index, output, text, beam.tokens, beam.logprobs))
+            reasons = output.finish_reason, output.stop_reason
+            found.append(self._emit(index, *reasons, text, beam.tokens, beam.logprobs))
         return found + self.emit_end("error", f"the search found {len(found)} of {self.request.n} texts")
 
     def emit_end(self, reason: FinishReason, why: str | None) -> list[RequestOutput]:
         """A last word for each unfinished text of a request that is stopped from outside."""
-        return [self._emit(index, _Ended(reason, why)) for index in sorted(self.unfinished)]
+        return [self._emit(index, reason, why) for index in sorted(self.unfinished)]
 
     def _emit(
         self,
         index: int,
-        end: OutputSequence | OutputText | _Ended,
+        finish_reason: FinishReason | None,
+        stop_reason: str | int | None,
         text: str = "",
         tokens: Sequence[int] = (),
         logprobs: Sequence[TokenLogprob] | None = None,
     ) -> RequestOutput:
-        if end.finish_reason is not None:
+        if finish_reason is not None:
             self.unfinished.discard(index)
         first, self._emitted = not self._emitted, True
         return RequestOutput(
@@ -220,8 +217,8 @@ class RequestState:
             text=text,
             tokens=tuple(tokens),
             logprobs=None if logprobs is None or self.request.logprobs is None else tuple(logprobs),
-            finish_reason=end.finish_reason,
-            stop_reason=end.stop_reason,
+            finish_reason=finish_reason,
+            stop_reason=stop_reason,
             finished=not self.unfinished,
             prompt_tokens=len(self.request.prompt),
             cached_tokens=self._cached_tokens,

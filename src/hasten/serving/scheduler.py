@@ -59,11 +59,15 @@ class ScheduledSequence:
 
 @dataclass(slots=True, eq=False)
 class ScheduledTokens:
-    """`count` tokens of one sequence from position `start` on."""
+    """`count` tokens of one sequence from position `start` on.
+
+    copies: (source, target) blocks to be copied before the step, in this order.
+    """
 
     sequence: ScheduledSequence
     start: int
     count: int
+    copies: list[tuple[int, int]]
 
     @property
     def end(self) -> int:
@@ -80,10 +84,14 @@ Entries = dict[ScheduledSequence, ScheduledTokens]
 
 @dataclass(slots=True, eq=False)
 class StepPlan:
-    """A step. copies: (source, target) blocks to be copied before it, in this order."""
+    """A step."""
 
     entries: list[ScheduledTokens]
-    copies: list[tuple[int, int]]
+
+    @property
+    def copies(self) -> list[tuple[int, int]]:
+        """(source, target) blocks to be copied before it, in this order."""
+        return [pair for entry in self.entries for pair in entry.copies]
 
 
 class Scheduler:
@@ -96,10 +104,8 @@ class Scheduler:
         self.running: list[ScheduledSequence] = []  # by order
         self.waiting: list[ScheduledSequence] = []  # by order
         self.preemptions = 0
-        self._slots = 0  # of the running
         self._numbers = 0
         self._requests = 0
-        self._copies: dict[int, list[tuple[int, int]]] = {}  # of this step, by sequence
         # The first that waits, and the free blocks it did not fit in.
         self._no_room: tuple[ScheduledSequence, int] | None = None
 
@@ -129,7 +135,6 @@ class Scheduler:
         if parent.running:
             self.blocks.fork(parent.number, child.number)
             insort(self.running, child, key=_order)
-            self._count()
         else:
             insort(self.waiting, child, key=_order)
         return child
@@ -150,18 +155,18 @@ class Scheduler:
             self.blocks.release(sequence.number)
             self.running.remove(sequence)
             sequence.running = False
-            self._count()
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
 
-    def _count(self) -> None:
-        self._slots = sum(sequence.slots for sequence in self.running)
+    @property
+    def _slots(self) -> int:
+        """Of the running."""
+        return sum(sequence.slots for sequence in self.running)
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
     def plan(self) -> StepPlan:
         """What the next step computes; empty if there is nothing to do. Its blocks are reserved."""
-        self._copies.clear()
         self._make_way()
         entries: Entries = {}
         left = self._plan_running(entries)
@@ -173,8 +178,7 @@ class Scheduler:
             self._admit(entries, self.token_budget)
         else:
             self._top_up(entries, left)
-        copies = [pair for entry in entries.values() for pair in self._copies.get(entry.sequence.number, ())]
-        return StepPlan(list(entries.values()), copies)
+        return StepPlan(list(entries.values()))
 
     def advance(self, plan: StepPlan) -> None:
         """The step has been computed."""
@@ -224,11 +228,10 @@ class Scheduler:
             self.waiting.pop(0)
             todo = first.target - first.computed
             count = self._chunk(todo, left, others=bool(self.waiting))
-            self._copies[first.number] = self.blocks.reserve(first.number, first.computed + count)
+            copies = self.blocks.reserve(first.number, first.computed + count)
             first.running = first.begun = True
             insort(self.running, first, key=_order)
-            self._count()
-            entries[first] = entry = ScheduledTokens(first, first.computed, count)
+            entries[first] = entry = ScheduledTokens(first, first.computed, count, copies)
             self._offer(entry)
             left -= count
         return left
@@ -263,10 +266,9 @@ class Scheduler:
             more = min(left, sequence.target - entry.end)
             if more:
                 try:
-                    copies = self.blocks.reserve(sequence.number, entry.end + more)
+                    entry.copies += self.blocks.reserve(sequence.number, entry.end + more)
                 except OutOfBlocks:
                     continue
-                self._copies.setdefault(sequence.number, []).extend(copies)
                 entry.count += more
                 left -= more
                 self._offer(entry)
@@ -286,20 +288,17 @@ class Scheduler:
                 if victim is sequence:
                     return 0
             else:
-                self._copies[sequence.number] = copies
-                entries[sequence] = ScheduledTokens(sequence, sequence.computed, count)
+                entries[sequence] = ScheduledTokens(sequence, sequence.computed, count, copies)
                 return count
 
     def _preempt(self, sequence: ScheduledSequence) -> None:
         self.blocks.release(sequence.number)
         self.running.remove(sequence)
-        self._copies.pop(sequence.number, None)
         sequence.running, sequence.computed = False, 0
         sequence.drafts.clear()
         insort(self.waiting, sequence, key=_order)
         self.preemptions += 1
         self._no_room = None
-        self._count()
 
     def _offer(self, entry: ScheduledTokens) -> None:
         """Offer the blocks that this step fills; guesses are offered to nobody."""
@@ -316,5 +315,5 @@ class Scheduler:
         assert self.waiting == sorted(self.waiting, key=_order)
         assert all(s.running for s in self.running)
         assert not any(s.running or s.computed for s in self.waiting)
-        assert self._slots == sum(s.slots for s in self.running) <= self.max_sequences
+        assert self._slots <= self.max_sequences
         assert all(s.computed <= s.target for s in self.running)

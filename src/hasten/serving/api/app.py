@@ -1,4 +1,4 @@
-"""The ASGI app: OpenAI's API, documented by /openapi.json, every endpoint behind the guard."""
+"""The ASGI app: OpenAI's API, documented by /openapi.json, every endpoint behind the guard; what it says of itself."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from starlette.exceptions import HTTPException
 from hasten import __version__
 from hasten.serving.api.chat import add_chat
 from hasten.serving.api.completions import add_completions
+from hasten.serving.api.documentation import ERRORS, Model, Models, Status
 from hasten.serving.api.embeddings import add_embeddings
 from hasten.serving.api.guard import Guard
-from hasten.serving.api.responses import ApiError, from_validation
+from hasten.serving.api.responses import ApiError, from_validation, overloaded, reply
 from hasten.serving.api.service import Service
-from hasten.serving.api.status import add_status
 from hasten.serving.api.tokens import add_tokens
 
 
@@ -46,10 +46,61 @@ def make_app(service: Service) -> FastAPI:
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_error)
     router = APIRouter(route_class=_ParsedRoute)
-    for add in (add_status, add_completions, add_chat, add_embeddings, add_tokens):
+    for add in (_add_status, add_completions, add_chat, add_embeddings, add_tokens):
         add(router, service)
     app.include_router(router)
     return app
+
+
+UNWELL: dict[int | str, dict[str, Any]] = {503: ERRORS[503]}
+
+
+def _add_status(router: APIRouter, service: Service) -> None:
+
+    @router.get("/health", response_model=Status, responses=UNWELL)
+    async def health() -> Response:
+        """Whether the engine works."""
+        if not service.engine.healthy:
+            raise overloaded("the engine has failed", seconds=30)
+        return reply({"status": "ok"})
+
+    @router.get("/ready", response_model=Status, responses=UNWELL)
+    async def ready() -> Response:
+        """Whether requests are taken now: the model is loaded, the engine works, no shutdown has begun."""
+        if not service.ready or service.draining or not service.engine.healthy:
+            raise overloaded("not ready", seconds=5)
+        return reply({"status": "ready"})
+
+    @router.get(
+        "/metrics",
+        responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
+        response_class=Response,
+    )
+    async def metrics() -> Response:
+        """Prometheus' text format."""
+        return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @router.get("/v1/models", response_model=Models)
+    async def models() -> Response:
+        """The served model."""
+        return reply({"object": "list", "data": [_model(service)]})
+
+    @router.get("/v1/models/{model:path}", response_model=Model, responses={404: ERRORS[404]})
+    async def model(model: str) -> Response:
+        """The served model, by its exact name."""
+        service.check_model(model)
+        return reply(_model(service))
+
+
+def _model(service: Service) -> dict[str, Any]:
+    return {
+        "id": service.model_name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "hasten",
+        "max_model_len": service.max_length,
+        "vocab_size": service.vocabulary,
+    }
 
 
 async def _invalid(_: Request, error: Exception) -> Response:

@@ -152,23 +152,14 @@ async def encode_conversation(
 
 def _plain(message: Message) -> dict[str, Any]:
     """A message as templates know it: text in one piece, "developer" by its older name, arguments as values."""
-    content = message.content
-    if isinstance(content, list):
-        content = "\n".join(part.text for part in content)
-    role = "system" if message.role == "developer" else message.role
-    plain: dict[str, Any] = {"role": role, "content": "" if content is None else content}
-    if message.tool_calls:
-        plain["tool_calls"] = [
-            {
-                "id": call.id or "",
-                "type": "function",
-                "function": {"name": call.function.name, "arguments": _arguments(call.function.arguments)},
-            }
-            for call in message.tool_calls
-        ]
-    for name in ("name", "tool_call_id", "reasoning_content"):
-        if getattr(message, name) is not None:
-            plain[name] = getattr(message, name)
+    plain = {name: value for name, value in message.model_dump().items() if value is not None and value != []}
+    content = plain.get("content", "")
+    plain["content"] = "\n".join(part["text"] for part in content) if isinstance(content, list) else content
+    if message.role == "developer":
+        plain["role"] = "system"
+    for call in plain.get("tool_calls", ()):
+        call["id"] = call["id"] or ""
+        call["function"]["arguments"] = _arguments(call["function"]["arguments"])
     return plain
 
 
