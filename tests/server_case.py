@@ -9,6 +9,8 @@ from hasten.serving.api.server import Server, bind, url_of
 from hasten.serving.api.service import Service
 from hasten.serving.api.settings import ServerSettings
 
+PROMPT = {"model": "tiny", "prompt": "def", "max_tokens": 3}
+POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
 TOOL_TEMPLATE = (
     "{% if tools %}tools: {% for tool in tools %}{{ tool | tojson }}{% endfor %} answer with <tool_call>{% endif %}"
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
@@ -47,3 +49,21 @@ def serving(app):
         server.should_exit = True
         thread.join(20)
         assert not thread.is_alive(), "the server did not end"
+
+
+def wait_until(condition, seconds=10.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.005)
+
+
+def read_to_end(client):
+    """What the server sends until it closes."""
+    received = b""
+    try:
+        while data := client.recv(4096):
+            received += data
+    except ConnectionError:
+        pass
+    return received

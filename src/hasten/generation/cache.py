@@ -33,34 +33,28 @@ def key_value_memory(
 class CachedLayer:
     """One layer's view of the cache during one step.
 
-    k, v (B·S + 1, Hkv, D): sequence b keeps its position p in row b·S + p (a local pattern: p modulo S); the last row
-    takes the padding and is never read. slots (B·T,): the rows for this step's tokens, -1 (the last row) for padding.
-    mask: (B, T, S') of the rows that each query sees, or (B, H, T, S'); in a prefill of empty sequences, where
-    the tokens at hand are all there is, None, or the blocks of a sparse pattern. starts
-    (B + 1,), lengths (B,), first (B,): the same for kernels that read the cache themselves, see KVView.
+    held: its keys and values (B·S + 1, Hkv, D), in which sequence b keeps its position p in row b·S + p (a local
+    pattern: p modulo S); the last row takes the padding and is never read. mask: (B, T, S') of the rows that each
+    query sees, or (B, H, T, S'); in a prefill of empty sequences, where the tokens at hand are all there is, None,
+    or the blocks of a sparse pattern. read: S', how many of a sequence's S rows are read.
     """
 
-    k: Tensor
-    v: Tensor
-    slots: Tensor
+    held: KVView
     mask: Tensor | BlockMask | None
-    batch: int
-    read: int  # S', how many of a sequence's S rows are read
-    starts: Tensor
-    lengths: Tensor
-    first: Tensor
+    read: int
 
     def view(self, *, batch: int, tokens: int, kv_heads: int, head_dim: int) -> KVView:
         """For a kernel that writes and reads the cache itself."""
-        return KVView(self.k, self.v, self.slots, self.starts, self.lengths, self.first)
+        return self.held
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, *, attention: LayerAttention, dropout: float) -> Tensor:
         """Write the step's k, v (B, T, Hkv, D); attention of q (B, T, H, D) over what its queries may look at."""
-        self.k[self.slots] = k.flatten(0, 1)
-        self.v[self.slots] = v.flatten(0, 1)
+        held = self.held
+        held.k[held.slots] = k.flatten(0, 1)
+        held.v[held.slots] = v.flatten(0, 1)
         if isinstance(self.mask, Tensor):
-            k = self.k[:-1].unflatten(0, (self.batch, -1))[:, : self.read]  # (B, S', Hkv, D)
-            v = self.v[:-1].unflatten(0, (self.batch, -1))[:, : self.read]
+            k = held.k[:-1].unflatten(0, (len(q), -1))[:, : self.read]  # (B, S', Hkv, D)
+            v = held.v[:-1].unflatten(0, (len(q), -1))[:, : self.read]
         return attention(q, k, v, mask=self.mask, dropout=dropout)
 
 
@@ -74,12 +68,12 @@ class Step:
 
     @property
     def layers(self) -> list[CachedLayer]:
-        k, v, slots, starts, lengths, first, *_ = self.together
-        assert first is not None
-        return [
-            CachedLayer(k, v, slots, own, len(first), self.read, starts, lengths, first)
-            for k, v, own in zip(k, v, self.masks, strict=True)
-        ]
+        return [CachedLayer(view, own, self.read) for view, own in zip(views_of(self.together), self.masks, strict=True)]
+
+
+def views_of(stack: StackView) -> list[KVView]:
+    """Its layers one by one."""
+    return [KVView(k, v, *stack[2:]) for k, v in zip(stack.k, stack.v, strict=True)]
 
 
 class StaticCache:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from hasten.model.transformer import Transformer
-from hasten.ops.linear.wide import WideLinear, wide_linear
+from hasten.ops.linear.wide import wide_linear
 
 
 class OneRowLinear(nn.Linear):
@@ -17,6 +17,12 @@ class OneRowLinear(nn.Linear):
     one row, which it would call otherwise. Sums are in float32. Not for eager use: there the float32 products would be
     written to memory.
     """
+
+    def __init__(self, linear: nn.Linear) -> None:
+        """The same weight and bias, not copied."""
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.weight, self.bias = linear.weight, linear.bias
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., in) -> (..., out)."""
@@ -37,9 +43,9 @@ def compile_blocks(model: Transformer) -> None:
     Raises nothing by itself; Inductor needs a C++ compiler on a CPU.
     """
     if model.device.type == "cpu" and model.dtype != torch.float32:
-        for module in model.modules():
-            if type(module) in (nn.Linear, WideLinear):
-                module.__class__ = OneRowLinear
+        for name, module in list(model.named_modules()):
+            if isinstance(module, nn.Linear):
+                model.set_submodule(name, OneRowLinear(module).train(module.training))
     # Each cache size and batch size is a graph of its own; past the default of 8 a full graph would be refused.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
     parts = [*model.blocks]

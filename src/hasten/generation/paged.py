@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hasten.errors import ConfigError
-from hasten.generation.cache import key_value_memory
+from hasten.generation.cache import key_value_memory, views_of
 from hasten.model.config import ModelConfig
 from hasten.ops.attention import AttentionRequest, AttentionSpec, LayerAttention
 from hasten.ops.attention.int8_rows import SCALE_BYTES, quantize_rows
@@ -67,9 +67,7 @@ class PagedStep:
     @property
     def layers(self) -> list[PagedLayer]:
         """For the blocks one by one."""
-        shared = self.together
-        views = [KVView(k, v, *shared[2:]) for k, v in zip(shared.k, shared.v, strict=True)]
-        return [PagedLayer(view, self.kernel, self.groups) for view in views]
+        return [PagedLayer(view, self.kernel, self.groups) for view in views_of(self.together)]
 
 
 class PagedCache:
