@@ -126,7 +126,7 @@ class Server:
         stats = self.manager.stats
         for group in groups.values():
             self.grow(group)
-        return (stats.used + stats.saved) / stats.used
+        return (stats.used_blocks + stats.blocks_saved) / stats.used_blocks
 
     def arrive(self) -> None:
         prompt, answer = next(self.pairs)

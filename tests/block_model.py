@@ -185,7 +185,7 @@ class Checked:
         rows = {name: len(own) for name, own in self.tokens.items() if own}
         if self.pending or self.copies or not rows:
             return
-        self.counts["evicted"] = self.manager.stats.evictions
+        self.counts["evicted"] = self.manager.stats.evicted_blocks
         found = read(self.cache, [(tables[name], length) for name, length in rows.items()])
         assert torch.equal(found, self.expected(rows))
 

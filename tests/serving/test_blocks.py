@@ -35,7 +35,7 @@ def test_the_first_write_to_a_shared_block_copies_it_and_the_last_owner_writes_i
     for child in (2, 3):
         manager.fork(1, child)
     assert manager.block_table(1) == manager.block_table(2) == manager.block_table(3)
-    assert (manager.stats.used, manager.stats.shared, manager.stats.saved) == (2, 2, 4)
+    assert (manager.stats.used_blocks, manager.stats.shared_blocks, manager.stats.blocks_saved) == (2, 2, 4)
     source = manager.block_table(1)[1]
     for sequence in (1, 2):
         [(copied, target)] = manager.reserve(sequence, 7)
@@ -44,7 +44,7 @@ def test_the_first_write_to_a_shared_block_copies_it_and_the_last_owner_writes_i
         manager.check()
     assert manager.reserve(3, 7) == []
     assert manager.block_table(3)[1] == source
-    assert (manager.stats.copies, manager.stats.shared, manager.stats.saved) == (2, 1, 2)
+    assert (manager.stats.copied_blocks, manager.stats.shared_blocks, manager.stats.blocks_saved) == (2, 1, 2)
 
 
 def test_a_fork_at_a_border_of_blocks_copies_nothing():
@@ -52,7 +52,7 @@ def test_a_fork_at_a_border_of_blocks_copies_nothing():
     grown(manager, 1, range(8))
     manager.fork(1, 2)
     assert manager.reserve(1, 9) == manager.reserve(2, 9) == []
-    assert manager.stats.used == 4
+    assert manager.stats.used_blocks == 4
 
 
 def test_room_that_is_not_written_is_not_shared():
@@ -85,7 +85,7 @@ def test_full_blocks_of_the_beginning_are_adopted_but_never_all_tokens():
     assert grown(manager, 4, [0, 1, 2, 3, 9, 9, 9, 9, 9]) == 4
     assert grown(manager, 5, [7, 1, 2, 3, 4, 5]) == 0
     assert manager.block_table(3)[:2] == manager.block_table(1)
-    assert (manager.stats.hits, manager.stats.queries) == (16, 8 + 8 + 9 + 9 + 6)
+    assert (manager.stats.prefix_hits, manager.stats.prefix_queries) == (16, 8 + 8 + 9 + 9 + 6)
 
 
 def test_blocks_are_found_after_their_sequence_has_ended_and_its_beginning_stays_longest():
@@ -94,9 +94,9 @@ def test_blocks_are_found_after_their_sequence_has_ended_and_its_beginning_stays
     first = manager.block_table(1)
     manager.release(1)
     grown(manager, 2, [50, 51])  # takes the block that was not full
-    assert manager.stats.evictions == 0
+    assert manager.stats.evicted_blocks == 0
     manager.reserve(2, 5)  # takes the youngest full one
-    assert manager.stats.evictions == 1
+    assert manager.stats.evicted_blocks == 1
     assert manager.begin(3, range(13)) == 8
     assert manager.block_table(3) == first[:2]
     manager.check()
@@ -221,7 +221,7 @@ def test_without_a_prefix_cache_only_forks_share():
     grown(manager, 1, range(9))
     assert grown(manager, 2, range(9)) == 0
     manager.fork(1, 3)
-    assert manager.stats.shared == 3
+    assert manager.stats.shared_blocks == 3
 
 
 @pytest.mark.parametrize("sizes", [{"blocks": 0}, {"blocks": 4, "block_size": 0}])

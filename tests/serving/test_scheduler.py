@@ -130,7 +130,7 @@ def test_samples_that_lost_their_blocks_come_back_together():
     machine.step()
     machine.step()
     assert machine.steps[-1].keys() == set(samples), "none waits until another has ended"
-    assert machine.scheduler.blocks.stats.shared >= 2, "they share their prompt again"
+    assert machine.scheduler.blocks.stats.shared_blocks >= 2, "they share their prompt again"
     machine.run()
     assert [len(sample.tokens) for sample in samples] == [49] * 3
 

@@ -1,6 +1,7 @@
 """A conversation whose cache is kept from turn to turn: only what is new is computed."""
 
 from collections.abc import Generator
+from itertools import takewhile
 from typing import Any
 
 from hasten.errors import ConfigError
@@ -82,7 +83,5 @@ class Chat:
 
 
 def _common(a: list[int], b: list[int]) -> int:
-    for index, (x, y) in enumerate(zip(a, b, strict=False)):
-        if x != y:
-            return index
-    return min(len(a), len(b))
+    """How many ids they have in common at their beginnings."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))

@@ -63,6 +63,8 @@ def perplexity(
     half the context by default; the context itself means windows that do not overlap, half the work. progress is
     called with the number of tokens scored so far and that of all. Raises ConfigError if nothing can be predicted.
     """
+    if isinstance(documents, str):
+        raise ConfigError("perplexity takes a list of documents; put a single text into a list")
     limit = model.config.max_positions
     context = min(limit, DEFAULT_CONTEXT) if context is None else context
     if not isinstance(context, int) or not 2 <= context <= limit:
@@ -72,7 +74,7 @@ def perplexity(
         raise ConfigError(f"stride must be from 1 to the context ({context}); found {stride}")
     # Without overlap a window still begins with the last token of the one before: the next is predicted from it.
     stride = min(stride, context - 1)
-    encoded = [(_tokens(model, document), document) for document in _documents(documents)]
+    encoded = [(_tokens(model, document), document) for document in documents]
     size = sum(len(document.encode()) for _, document in encoded if isinstance(document, str))
     cut = [window for tokens, _ in encoded for window in windows(tokens, context=context, stride=stride)]
     # By length, so that little is padding; the longest first, so that what does not fit into memory ends at once.
@@ -89,12 +91,6 @@ def perplexity(
     bits = nats / math.log(2) / size if size else None
     mean = nats / count
     return Perplexity(math.exp(mean) if mean < 700 else math.inf, bits, count)
-
-
-def _documents(documents: Iterable[str | Sequence[int]]) -> Iterable[str | Sequence[int]]:
-    if isinstance(documents, str):
-        raise ConfigError("perplexity takes a list of documents; put a single text into a list")
-    return documents
 
 
 def _tokens(model: Transformer, document: str | Sequence[int]) -> Tensor:

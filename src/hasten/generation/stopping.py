@@ -5,6 +5,7 @@ Pure Python, one token at a time, at a cost per token that does not grow with th
 
 import codecs
 import json
+import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -16,6 +17,7 @@ FinishReason = Literal["stop", "length"]
 
 # Tokens before the new one that are decoded with it, so that it is rendered as in the middle of a text.
 _CONTEXT_TOKENS = 4
+_BYTE_TOKEN = re.compile("<0x[0-9a-fA-F]{2}>")
 
 
 class TextStream:
@@ -220,9 +222,7 @@ def is_byte_level(steps: Sequence[dict[str, object]]) -> bool:
 
 def is_byte_token(token: str) -> bool:
     """Whether a token stands for one byte, such as <0xE2>."""
-    if len(token) != 6 or not (token.startswith("<0x") and token.endswith(">")):
-        return False
-    return all(character in "0123456789abcdefABCDEF" for character in token[3:5])
+    return _BYTE_TOKEN.fullmatch(token) is not None
 
 
 def byte_level_alphabet() -> dict[str, int]:

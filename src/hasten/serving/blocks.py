@@ -14,7 +14,7 @@ import secrets
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hasten.errors import ConfigError, ResourceError
 
@@ -25,17 +25,17 @@ class OutOfBlocks(ResourceError):
     """The cache has fewer free blocks than were asked for. Nothing was changed."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class BlockStats:
-    """hits of queries: prompt tokens found in the prefix cache, counted when their sequence is first written."""
+    """prefix_hits of prefix_queries: prompt tokens found in the prefix cache, counted when first written."""
 
-    hits: int  # tokens
-    queries: int  # tokens
-    evictions: int  # cached blocks whose room was needed
-    copies: int  # blocks copied at a write
-    used: int  # blocks that a table refers to now
-    shared: int  # of these, those that several tables refer to
-    saved: int  # further blocks that would be used now if nothing were shared
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    evicted_blocks: int = 0  # cached ones whose room was needed
+    copied_blocks: int = 0  # at a write
+    used_blocks: int = 0  # that a table refers to now
+    shared_blocks: int = 0  # of these, those that several tables refer to
+    blocks_saved: int = 0  # further ones that would be used now if nothing were shared
 
 
 @dataclass(slots=True)
@@ -80,7 +80,8 @@ class BlockManager:
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(blocks))
         # Of this process only: nobody outside can make two texts whose keys collide.
         self._secret = secrets.token_bytes(32)
-        self._hits = self._queries = self._evictions = self._copies = self._entries = self._shared = 0
+        self._stats = BlockStats()
+        self._entries = 0  # of all tables
 
     @property
     def free(self) -> int:
@@ -90,15 +91,7 @@ class BlockManager:
     @property
     def stats(self) -> BlockStats:
         used = self.blocks - len(self._free)
-        return BlockStats(
-            hits=self._hits,
-            queries=self._queries,
-            evictions=self._evictions,
-            copies=self._copies,
-            used=used,
-            shared=self._shared,
-            saved=self._entries - used,
-        )
+        return replace(self._stats, used_blocks=used, blocks_saved=self._entries - used)
 
     def begin(self, sequence: int, tokens: Sequence[int], *, salt: str = "") -> int:
         """Start a sequence with the cached full blocks of its beginning; returns how many tokens they hold.
@@ -148,7 +141,7 @@ class BlockManager:
             self._leave(source)
             own.block_table[index] = target
             copies.append((source, target))
-        self._copies += len(copies)
+        self._stats.copied_blocks += len(copies)
         for block in self._tail(own, length):
             self._unregister(block)  # what is findable there changes now
         own.block_table.extend(self._take() for _ in range(missing))
@@ -168,8 +161,8 @@ class BlockManager:
         )
         own.held = len(tokens)
         self._step.add(sequence)
-        self._queries += own.asked
-        self._hits += own.offered * self.block_size if own.asked else 0
+        self._stats.prefix_queries += own.asked
+        self._stats.prefix_hits += own.offered * self.block_size if own.asked else 0
         own.asked = 0
         if not self.prefix_cache:
             return
@@ -244,7 +237,7 @@ class BlockManager:
         assert all((count == 0) == (block in self._free) for block, count in enumerate(counted)), "free and used mix"
         assert len(self._free) + sum(count > 0 for count in counted) == self.blocks, "blocks were lost"
         assert self._entries == sum(counted), "entries were miscounted"
-        assert self._shared == sum(count > 1 for count in counted), "shared blocks were miscounted"
+        assert self._stats.shared_blocks == sum(count > 1 for count in counted), "shared blocks were miscounted"
         keys = {key: block for block, key in enumerate(self._keys) if key is not None}
         assert keys == self._cached, "the prefix cache and the blocks' keys differ"
 
@@ -271,7 +264,7 @@ class BlockManager:
     def _take(self) -> int:
         block, _ = self._free.popitem(last=False)
         if self._keys[block] is not None:
-            self._evictions += 1
+            self._stats.evicted_blocks += 1
             self._unregister(block)
         self._references[block] = 1
         self._entries += 1
@@ -281,7 +274,7 @@ class BlockManager:
         count = self._references[block]
         if count == 0:
             del self._free[block]
-        self._shared += count == 1
+        self._stats.shared_blocks += count == 1
         self._references[block] = count + 1
         self._entries += 1
 
@@ -289,7 +282,7 @@ class BlockManager:
         count = self._references[block] - 1
         self._references[block] = count
         self._entries -= 1
-        self._shared -= count == 1
+        self._stats.shared_blocks -= count == 1
         if count == 0:
             self._free[block] = None
             if self._keys[block] is None:

@@ -147,21 +147,16 @@ class Engine:
 
     def stats(self) -> Stats:
         """What was counted, and the engine at this moment."""
-        books = self.blocks.stats
         return dataclasses.replace(
             self._counts,
+            **dataclasses.asdict(self.blocks.stats),
             running=len(self.scheduler.running),
             waiting=len(self.scheduler.waiting),
             blocks=self.blocks.blocks,
             free_blocks=self.blocks.free,
             cache_usage=1 - self.blocks.free / self.blocks.blocks,
             cache_bytes=self.cache_bytes,
-            prefix_queries=books.queries,
-            prefix_hits=books.hits,
             preemptions=self.scheduler.preemptions,
-            copied_blocks=books.copies,
-            shared_blocks=books.shared,
-            blocks_saved=books.saved,
         )
 
     def embed(self, prompt: Sequence[int], *, pooling: str = "mean") -> Tensor:

@@ -206,12 +206,12 @@ def _answer(request: Request, outputs: Sequence[RequestOutput]) -> Answer:
     texts: list[list[RequestOutput]] = [[] for _ in range(request.n)]
     for output in outputs:
         texts[output.index].append(output)
-    scores = outputs[0].prompt_logprobs
+    first = outputs[0]
     return Answer(
         completions=[_completion(request, own) for own in texts],
-        prompt_tokens=outputs[0].prompt_tokens,
-        cached_tokens=outputs[0].cached_tokens,
-        prompt_logprobs=None if scores is None else list(scores),
+        prompt_tokens=first.prompt_tokens,
+        cached_tokens=first.cached_tokens,
+        prompt_logprobs=None if first.prompt_logprobs is None else list(first.prompt_logprobs),
     )
 
 
@@ -220,7 +220,7 @@ def _completion(request: Request, outputs: Sequence[RequestOutput]) -> Completio
     return CompletionOutput(
         text="".join(output.text for output in outputs),
         tokens=[token for output in outputs for token in output.tokens],
-        finish_reason=outputs[-1].finish_reason if outputs else None,
-        stop_reason=outputs[-1].stop_reason if outputs else None,
+        finish_reason=outputs[-1].finish_reason,
+        stop_reason=outputs[-1].stop_reason,
         logprobs=None if request.logprobs is None else logprobs,
     )

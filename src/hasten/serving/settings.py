@@ -9,6 +9,7 @@ from tyro.conf import Suppress
 
 from hasten.errors import ConfigError
 from hasten.generation.params import whole
+from hasten.serving.blocks import BlockStats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +66,7 @@ class EngineSettings:
 
 
 @dataclass(slots=True, kw_only=True)
-class Stats:
+class Stats(BlockStats):
     """The engine at a moment.
 
     Counted since it was made: steps, tokens, preemptions, copied_blocks; requests, and of them finished, aborted and
@@ -90,9 +91,4 @@ class Stats:
     free_blocks: int = 0
     cache_usage: float = 0.0
     cache_bytes: int = 0
-    prefix_queries: int = 0
-    prefix_hits: int = 0
     preemptions: int = 0
-    copied_blocks: int = 0
-    shared_blocks: int = 0
-    blocks_saved: int = 0

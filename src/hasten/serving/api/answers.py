@@ -36,7 +36,8 @@ class AnswerBuilder(ABC, Generic[Body]):
 
     def __init__(self, service: Service, body: Body, *, prompts: int) -> None:
         self.service, self.body = service, body
-        self.n, self.best_of = samples(body, service.settings, prompts=prompts)
+        self.samples = samples(body, service.settings, prompts=prompts)
+        self.n = self.samples["n"]
         self.usage_at_end, self.usage_always = usage_wanted(body)
         self.created = int(time.time())
         self.id = ""

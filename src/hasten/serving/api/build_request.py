@@ -20,15 +20,12 @@ def build_request(
     service: Service,
     *,
     max_tokens: int,
-    n: int,
-    best_of: int | None,
     constraint: Grammar | None,
     **fields: Any,
 ) -> Request:
     """The engine's request. fields: what chat and completions decide for themselves. Raises ApiError naming a field."""
     return Request(
         params=sampling_params(body, service, max_tokens=max_tokens, constrained=constraint is not None),
-        **beams(body, n, best_of),
         priority=body.priority or 0,
         salt=body.cache_salt or "",
         timeout=service.settings.request_timeout,
@@ -79,8 +76,8 @@ def sampling_params(body: SamplingBody, service: Service, *, max_tokens: int, co
         raise ApiError(str(error), code="invalid_value") from None
 
 
-def samples(body: SamplingBody, settings: ServerSettings, *, prompts: int) -> tuple[int, int | None]:
-    """n and best_of, within the limits."""
+def samples(body: SamplingBody, settings: ServerSettings, *, prompts: int) -> dict[str, Any]:
+    """What a Request says of samples, or of beams where they are asked for, within the limits."""
     n, best_of = body.n or 1, body.best_of
     if best_of is not None and best_of < n:
         raise ApiError(f"best_of is {best_of}, below n, which is {n}", param="best_of")
@@ -91,22 +88,14 @@ def samples(body: SamplingBody, settings: ServerSettings, *, prompts: int) -> tu
     if drawn * prompts > settings.choices:
         message = f"{prompts} prompts with {drawn} samples each are {drawn * prompts}; at most {settings.choices}"
         raise ApiError(message, param="prompt")
-    return n, None if best_of == n else best_of
-
-
-def beams(body: SamplingBody, n: int, best_of: int | None) -> dict[str, Any]:
-    """What a Request says of samples, or of beams where they are asked for."""
-    if not body.use_beam_search:
-        for name, neutral in (("length_penalty", 1.0), ("early_stopping", False)):
-            if getattr(body, name) not in (None, neutral):
-                raise ApiError(f"{name} needs use_beam_search", param=name)
-        return {"n": n, "best_of": best_of}
-    return {
-        "n": n,
-        "beam_width": best_of or n,
-        "length_penalty": 1.0 if body.length_penalty is None else body.length_penalty,
-        "early_stopping": bool(body.early_stopping),
-    }
+    if body.use_beam_search:
+        penalty = 1.0 if body.length_penalty is None else body.length_penalty
+        early_stopping = bool(body.early_stopping)
+        return {"n": n, "beam_width": drawn, "length_penalty": penalty, "early_stopping": early_stopping}
+    for name, neutral in (("length_penalty", 1.0), ("early_stopping", False)):
+        if getattr(body, name) not in (None, neutral):
+            raise ApiError(f"{name} needs use_beam_search", param=name)
+    return {"n": n, "best_of": None if best_of == n else best_of}
 
 
 def usage_wanted(body: SamplingBody) -> tuple[bool, bool]:

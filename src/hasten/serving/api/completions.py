@@ -68,8 +68,7 @@ class _Completions(AnswerBuilder[CompletionBody]):
                 max_tokens=room(
                     prompt, wanted, service, param="prompt", wanted_by="max_tokens", default=DEFAULT_TOKENS
                 ),
-                n=self.n,
-                best_of=self.best_of,
+                **self.samples,
                 constraint=None if constraint is None else constraint.fork(),
                 logprobs=body.logprobs,
                 prompt_logprobs=body.logprobs if body.echo else None,

@@ -49,7 +49,7 @@ class Metrics:
     def __init__(self, model_name: str, stats: Callable[[], Stats]) -> None:
         self.registry = CollectorRegistry(auto_describe=True)
         self.registry.register(_EngineCollector(model_name, stats))
-        self._name = model_name
+        self.model_name = model_name
 
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
             made = Histogram(f"hasten:{name}", text, ["model_name"], buckets=buckets, registry=self.registry)
@@ -70,10 +70,6 @@ class Metrics:
         self.responses = Counter(
             "hasten:http_requests", "Responses by path and status.", ["path", "status"], registry=self.registry
         )
-
-    def end(self, reason: str) -> None:
-        """Count one answer that ended."""
-        self.finished.labels(self._name, reason).inc()
 
     def text(self) -> bytes:
         """What /metrics says."""
@@ -107,7 +103,7 @@ class Stopwatch:
         if finish_reason is not None:
             count = self._tokens.get(key, 0)
             self._metrics.answers.observe(count)
-            self._metrics.end(finish_reason)
+            self._metrics.finished.labels(self._metrics.model_name, finish_reason).inc()
             if count > 1:
                 self._metrics.each.observe((now - self._first[key]) / (count - 1))
 
