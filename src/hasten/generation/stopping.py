@@ -6,7 +6,7 @@ Pure Python, one token at a time, at a cost per token that does not grow with th
 import codecs
 import json
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -53,7 +53,7 @@ class TextStream:
         if token is None:
             return ""
         if self._bytes is not None:
-            return self._bytes.decode(self._token_bytes(token))
+            return self._bytes.decode(token_bytes(token, self._byte_of))
         self._held.append(token_id)
         if self._has_fallback and is_byte_token(token):
             return ""
@@ -68,12 +68,6 @@ class TextStream:
     def _token(self, token_id: int) -> str | None:
         """The token's own string; None for what decoding leaves out: skipped and unknown ids."""
         return None if token_id in self._skipped else self._tokenizer.backend.id_to_token(token_id)
-
-    def _token_bytes(self, token: str) -> bytes:
-        try:
-            return bytes([self._byte_of[character] for character in token])
-        except KeyError:  # an added token, written as plain text
-            return token.encode()
 
     def _release(self) -> str:
         before = self._decode(self._context)
@@ -223,6 +217,14 @@ def is_byte_level(steps: Sequence[dict[str, object]]) -> bool:
 def is_byte_token(token: str) -> bool:
     """Whether a token stands for one byte, such as <0xE2>."""
     return _BYTE_TOKEN.fullmatch(token) is not None
+
+
+def token_bytes(token: str, byte_of: Mapping[str, int]) -> bytes:
+    """What a byte-level token stands for in this alphabet."""
+    try:
+        return bytes([byte_of[character] for character in token])
+    except KeyError:  # an added token, written as plain text
+        return token.encode()
 
 
 def byte_level_alphabet() -> dict[str, int]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from hasten.generation.stopping import byte_level_alphabet, decoder_steps, is_byte_level, is_byte_token
+from hasten.generation.stopping import byte_level_alphabet, decoder_steps, is_byte_level, is_byte_token, token_bytes
 from hasten.model.tokenizer import Tokenizer
 from hasten.serving.request import TokenLogprob
 
@@ -33,11 +33,9 @@ class TokenTexts:
         own = None if self._tokenizer is None else self._tokenizer.backend.id_to_token(token)
         if own is None:
             return b""
-        if self._byte_of is not None and all(character in self._byte_of for character in own):
-            return bytes(self._byte_of[character] for character in own)
-        if self._byte_of is None and is_byte_token(own):
-            return bytes([int(own[3:5], 16)])
-        return own.replace(_SPACE, " ").encode() if self._byte_of is None else own.encode()
+        if self._byte_of is not None:
+            return token_bytes(own, self._byte_of)
+        return bytes([int(own[3:5], 16)]) if is_byte_token(own) else own.replace(_SPACE, " ").encode()
 
 
 def token_logprobs(

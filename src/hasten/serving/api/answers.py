@@ -177,6 +177,15 @@ def completion_logprobs(tokens: Sequence[TokenLogprob | None], *, texts: Sequenc
     }
 
 
+def join_logprobs(empty: Json, parts: Iterable[Json]) -> Json:
+    """The `logprobs` of all choices of chunks in one, which is empty so far."""
+    for found in (part["logprobs"] for part in parts if part["logprobs"] is not None):
+        for name, values in found.items():
+            if isinstance(values, list):
+                empty[name] += values
+    return empty
+
+
 def _top(token: TokenLogprob) -> dict[str, float]:
     """The most likely tokens by text; of tokens with the same text the most likely. The taken one is always there."""
     found = {token.text: max(token.logprob, LOWEST)}

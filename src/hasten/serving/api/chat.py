@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter, Response
 from fastapi import Request as HttpRequest
 
-from hasten.serving.api.answers import AnswerBuilder, Json, chat_logprobs
+from hasten.serving.api.answers import AnswerBuilder, Json, chat_logprobs, join_logprobs
 from hasten.serving.api.build_request import build_request, check_ids, constraint_of, room
 from hasten.serving.api.conversation import ChatBody, encode_conversation
 from hasten.serving.api.documentation import ERRORS, ChatCompletion
@@ -106,11 +106,7 @@ class _ChatCompletion(AnswerBuilder[ChatBody]):
         if calls:
             message["content"] = content or None
             message["tool_calls"] = [{name: call[name] for name in ("id", "type", "function")} for call in calls]
-        logprobs = None
-        if self.body.logprobs:
-            logprobs = chat_logprobs(())
-            for part in parts:
-                logprobs["content"] += part["logprobs"]["content"] if part["logprobs"] else []
+        logprobs = join_logprobs(chat_logprobs(()), parts) if self.body.logprobs else None
         return {"index": index, "message": message, "logprobs": logprobs}
 
     def _call(self, call: ParsedCall) -> Json:

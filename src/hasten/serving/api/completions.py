@@ -8,7 +8,7 @@ from fastapi import APIRouter, Response
 from fastapi import Request as HttpRequest
 from pydantic import Field
 
-from hasten.serving.api.answers import AnswerBuilder, Json, completion_logprobs
+from hasten.serving.api.answers import AnswerBuilder, Json, completion_logprobs, join_logprobs
 from hasten.serving.api.build_request import build_request, constraint_of, prompts_of, room
 from hasten.serving.api.documentation import ERRORS, Completion
 from hasten.serving.api.fields import COMMON_NEUTRAL, Count, Neutral, Prompts, SamplingBody
@@ -101,10 +101,7 @@ class _Completions(AnswerBuilder[CompletionBody]):
     def join(self, index: int, parts: list[Json]) -> Json:
         logprobs = None
         if self.body.logprobs is not None:
-            logprobs = completion_logprobs([], texts=[], offset=0)
-            for found in (part["logprobs"] for part in parts if part["logprobs"] is not None):
-                for name, values in found.items():
-                    logprobs[name] += values
+            logprobs = join_logprobs(completion_logprobs([], texts=[], offset=0), parts)
         return {"index": index, "text": "".join(part["text"] for part in parts), "logprobs": logprobs}
 
     def _prompt_text(self, which: int) -> str:

@@ -5,41 +5,25 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncGenerator, Callable, Collection
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from hasten.serving.api.metrics import Metrics
 from hasten.serving.api.responses import ApiError
 from hasten.serving.api.settings import ServerSettings
 from hasten.serving.api.structured import Grammars
-from hasten.serving.async_engine import wait_for
+from hasten.serving.async_engine import AsyncEngine, wait_for
 
 if TYPE_CHECKING:
     from fastapi import Request as HttpRequest
-    from torch import Tensor
 
     from hasten.model.tokenizer import Tokenizer
-    from hasten.serving.request import Request, RequestOutput
-    from hasten.serving.settings import Stats
 
 Result = TypeVar("Result")
 
 # Shorter texts are encoded where they are: handing them to a thread takes longer.
 SHORT_TEXT = 2000
-
-
-class ServedEngine(Protocol):
-    """What the server needs of an engine; `hasten.serving.async_engine.AsyncEngine` is one."""
-
-    @property
-    def healthy(self) -> bool: ...
-    @property
-    def error(self) -> str | None: ...
-    def generate(self, *requests: Request) -> AsyncGenerator[RequestOutput]: ...
-    async def embed(self, prompts: Any, *, pooling: Any, timeout: float | None = None) -> Tensor: ...
-    def stats(self) -> Stats: ...
-    async def close(self) -> Any: ...
 
 
 class Service:
@@ -50,7 +34,7 @@ class Service:
 
     def __init__(
         self,
-        engine: ServedEngine,
+        engine: AsyncEngine,
         *,
         model_name: str,
         tokenizer: Tokenizer | None,
