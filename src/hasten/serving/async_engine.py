@@ -41,8 +41,6 @@ class AsyncEngine:
         self.engine = engine
         self._ready: dict[asyncio.AbstractEventLoop, list[tuple[_Reader, RequestOutput | Exception]]] = {}
         self.thread = EngineThread(engine, after_step=self._deliver)
-        self._draining = False
-        self._open = 0
 
     @property
     def healthy(self) -> bool:
@@ -71,7 +69,6 @@ class AsyncEngine:
             self._ready.setdefault(loop, []).extend((reader, output) for output in outputs)
 
         unfinished: dict[str, Request] = {}
-        self._open += 1
         try:
             for request in requests:
                 self.thread.submit(request, sink)
@@ -88,7 +85,6 @@ class AsyncEngine:
                     del unfinished[output.request_id]
                 yield output
         finally:
-            self._open -= 1
             for name in unfinished:
                 self.thread.abort(name, sink)
 
@@ -104,7 +100,6 @@ class AsyncEngine:
 
         self._check_open()
         self.thread.enter()
-        self._open += 1
         try:
             async with asyncio.timeout(timeout):
                 found = [await self._ask(partial(self.engine.embed, prompt, pooling=pooling)) for prompt in prompts]
@@ -112,28 +107,16 @@ class AsyncEngine:
             message = f"the embeddings of {len(prompts)} texts were not complete after {timeout} seconds"
             raise DeadlineExceeded(message) from None
         finally:
-            self._open -= 1
             self.thread.leave()
         return torch.stack(found)
 
-    async def drain(self, timeout: float) -> bool:
-        """For users of the engine in their own process: take nothing new and wait until everybody is served.
-
-        Whether that was in time (in seconds).
-        """
-        self._draining = True
-        return await wait_for(lambda: self.engine.idle and not self._open, timeout)
-
     async def close(self) -> None:
         """Abort what is left and end the thread."""
-        self._draining = True
         await asyncio.to_thread(self.thread.close)
 
     def _check_open(self) -> None:
         if not self.healthy:
             raise EngineFailed(f"the engine takes no requests: {self.error}")
-        if self._draining:
-            raise EngineFailed("the engine is shutting down and takes no requests")
 
     def _raise_for(self, output: RequestOutput, request: Request) -> None:
         if output.finish_reason == "abort" and output.stop_reason == "timeout":
@@ -163,13 +146,3 @@ class AsyncEngine:
 def _push_all(news: list[tuple[_Reader, RequestOutput | Exception]]) -> None:
     for reader, output in news:
         reader.push(output)
-
-
-async def wait_for(done: Callable[[], bool], timeout: float) -> bool:
-    """Wait until something is done; whether that was in time (in seconds)."""
-    end = asyncio.get_running_loop().time() + timeout
-    while not done():
-        if asyncio.get_running_loop().time() >= end:
-            return False
-        await asyncio.sleep(0.01)
-    return True

@@ -7,13 +7,14 @@ import itertools
 import time
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hasten.serving.api.metrics import Metrics
 from hasten.serving.api.responses import ApiError
 from hasten.serving.api.settings import ServerSettings
 from hasten.serving.api.structured import Grammars
-from hasten.serving.async_engine import AsyncEngine, wait_for
+from hasten.serving.async_engine import AsyncEngine
 
 if TYPE_CHECKING:
     from fastapi import Request as HttpRequest
@@ -104,7 +105,10 @@ class Service:
     async def drain(self, timeout: float, *, given_up: Callable[[], bool] = lambda: False) -> bool:
         """Take no requests any more and wait until those in flight are answered; whether that was in time (seconds)."""
         self.draining = True
-        await wait_for(lambda: not self.in_flight or given_up(), timeout)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                while self.in_flight and not given_up():
+                    await asyncio.sleep(0.01)
         return not self.in_flight
 
     def close(self) -> None:
