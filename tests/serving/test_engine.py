@@ -205,9 +205,9 @@ def test_deadlines_of_requests_that_ended_are_forgotten(model):
     engine = make_engine(model)
     for number in range(300):
         run(engine, [request(str(number), [3, 4], max_new_tokens=1, timeout=3600.0)], check=False)
-    assert len(engine._table._deadlines) <= 66
+    assert not engine._table.states
     engine.add(request("late", [3, 4], max_new_tokens=400, timeout=0.001))
-    for number in range(300, 400):  # through a sweep, those that still run keep theirs
+    for number in range(300, 400):  # whoever comes and goes, those that still run keep theirs
         engine.add(request(str(number), [3, 4], max_new_tokens=1, timeout=3600.0))
         engine.abort(str(number))
     time.sleep(0.002)

@@ -1,7 +1,7 @@
 """The engine: requests in, one step of the model for all of them together, pieces of text out. One thread owns it.
 
 A step: the scheduler plans which tokens of which sequences are computed (`Scheduler`), blocks that are written are made
-private (`PagedCache.copy`), one call of the model over the ragged rows (`forward.step_logits`), one batched draw
+private (`PagedCache.copy`), one call of the model over the ragged rows (`model_runner.step_logits`), one batched draw
 (`Sampler.sample`), and each output sequence takes its tokens (`OutputSequence.append`). Requests with several samples
 compute their prompt once and fork; a beam is a fork.
 """
@@ -20,14 +20,14 @@ from hasten.generation.paged import PagedCache
 from hasten.generation.prompts import end_ids
 from hasten.model.tokenizer import Tokenizer
 from hasten.model.transformer import Transformer
-from hasten.serving import beams, forward
+from hasten.serving import beams
 from hasten.serving.admission import admitted, cache_blocks, longest
 from hasten.serving.beams import BeamSearch
 from hasten.serving.blocks import BlockManager
 from hasten.serving.logprobs import TokenTexts
+from hasten.serving.model_runner import Proposer, Sampler, embed, guess, step_logits
 from hasten.serving.request import EngineFailed, FinishReason, Request, RequestOutput, RequestRefused
 from hasten.serving.request_state import OutputSequence, RequestState, RequestTable
-from hasten.serving.sampler import Proposer, Sampler, guess
 from hasten.serving.scheduler import ScheduledSequence, ScheduledTokens, Scheduler, StepPlan
 from hasten.serving.settings import EngineSettings, Stats
 
@@ -165,7 +165,7 @@ class Engine:
         Not scaled to length 1. Raises RequestRefused, EngineFailed.
         """
         self.check_open()
-        return forward.embed(self.model, prompt, pooling=pooling, max_length=self.max_length)
+        return embed(self.model, prompt, pooling=pooling, max_length=self.max_length)
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
@@ -221,7 +221,7 @@ class Engine:
     def _compute(self, plan: StepPlan) -> tuple[Tensor, list[int]]:
         started = time.perf_counter()
         rows = self._prompt_rows if self._table.scoring else None
-        computed = forward.step_logits(self.model, self.cache, plan, self.blocks, prompt_rows=rows)
+        computed = step_logits(self.model, self.cache, plan, self.blocks, prompt_rows=rows)
         self._counts.model_seconds += time.perf_counter() - started
         self._counts.steps += 1
         self._counts.computed_tokens += sum(entry.count for entry in plan.entries)

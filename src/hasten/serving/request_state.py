@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import heapq
+import math
 import secrets
 import time
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 
 from torch import Tensor
 
@@ -102,7 +102,7 @@ class RequestState:
     ) -> None:
         self.request = request
         self.seed = secrets.randbits(62) if request.params.seed is None else request.params.seed
-        self.deadline = None if request.timeout is None else time.monotonic() + request.timeout
+        self.deadline = math.inf if request.timeout is None else time.monotonic() + request.timeout
         self.prompt: ScheduledSequence | None = prompt  # until the output sequences are forked from it
         self.number = prompt.request
         self.outputs: list[OutputSequence] = []
@@ -227,21 +227,20 @@ class RequestState:
 
 
 class RequestTable:
-    """Every request from its arrival to its end: by id, by number, by sequence, and by deadline."""
+    """Every request from its arrival to its end: by id, by number and by sequence."""
 
     def __init__(self) -> None:
         self.states: dict[str, RequestState] = {}
         self.outputs: dict[ScheduledSequence, OutputSequence] = {}  # that grow; prompts and beams have none
         self.scoring = 0  # those that want their prompt's log-probabilities
         self._by_number: dict[int, RequestState] = {}
-        self._deadlines: list[tuple[float, str]] = []
+        self._earliest_deadline = math.inf  # of those that are here, or were
         self._ends: deque[float] = deque(maxlen=32)
 
     def add(self, state: RequestState) -> None:
         self.states[state.request.id] = self._by_number[state.number] = state
         self.scoring += state.prompt_logprobs is not None
-        if state.deadline is not None:
-            heapq.heappush(self._deadlines, (state.deadline, state.request.id))
+        self._earliest_deadline = min(self._earliest_deadline, state.deadline)
 
     def state_of(self, sequence: ScheduledSequence) -> RequestState:
         return self._by_number[sequence.request]
@@ -251,17 +250,15 @@ class RequestTable:
         del self.states[state.request.id], self._by_number[state.number]
         self.scoring -= state.prompt_logprobs is not None
         self._ends.append(time.monotonic())
-        if len(self._deadlines) > 2 * len(self.states) + 64:  # most are of requests that have ended
-            self._deadlines = [(one.deadline, name) for name, one in self.states.items() if one.deadline is not None]
-            heapq.heapify(self._deadlines)
 
-    def expired(self) -> Iterator[RequestState]:
-        """Those whose deadline has passed, each once."""
-        while self._deadlines and self._deadlines[0][0] <= time.monotonic():
-            deadline, request_id = heapq.heappop(self._deadlines)
-            state = self.states.get(request_id)
-            if state is not None and state.deadline == deadline:
-                yield state
+    def expired(self) -> list[RequestState]:
+        """Those whose deadline has passed; all are looked at only when one may have."""
+        now = time.monotonic()
+        if now < self._earliest_deadline:
+            return []
+        later = [state.deadline for state in self.states.values() if state.deadline > now]
+        self._earliest_deadline = min(later, default=math.inf)
+        return [state for state in self.states.values() if state.deadline <= now]
 
     def check_room(self, waiting: int, *, limit: int) -> None:
         """Raise QueueFull if so many that wait are the limit."""
