@@ -117,7 +117,7 @@ class Server:
         plan = self.books.plan()
         self.books.advance(plan)
         groups = {}
-        for sequence in [entry.sequence for entry in plan.entries if entry.complete]:
+        for sequence in [entry.sequence for entry in plan if entry.complete]:
             groups[sequence.request] = group = self.groups[sequence.request]
             group.ready.add(sequence)
             if len(group.members) < self.width and len(sequence.tokens) == group.prompt:  # the prompt is computed

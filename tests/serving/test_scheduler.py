@@ -29,15 +29,15 @@ class Machine:
     def step(self):
         plan = self.scheduler.plan()
         self.scheduler.check()
-        assert sum(entry.count for entry in plan.entries) <= self.scheduler.token_budget
-        for entry in plan.entries:
+        assert sum(entry.count for entry in plan) <= self.scheduler.token_budget
+        for entry in plan:
             assert entry.count > 0
             assert entry.start == entry.sequence.computed
             room = len(self.scheduler.blocks.block_table(entry.sequence.number)) * self.scheduler.blocks.block_size
             assert entry.end <= room
-        self.steps.append({entry.sequence: entry.count for entry in plan.entries})
+        self.steps.append({entry.sequence: entry.count for entry in plan})
         self.scheduler.advance(plan)
-        for entry in plan.entries:
+        for entry in plan:
             if entry.complete:
                 self.scheduler.accept(entry.sequence, [entry.sequence.tokens[0] + len(entry.sequence.tokens)])
                 if len(entry.sequence.tokens) >= self.ends[entry.sequence]:
@@ -50,7 +50,7 @@ class Machine:
             if not self.scheduler.running and not self.scheduler.waiting:
                 assert self.scheduler.blocks.free == self.scheduler.blocks.blocks
                 return
-            assert self.step().entries, "a step that does nothing while somebody waits"
+            assert self.step(), "a step that does nothing while somebody waits"
         raise AssertionError("it does not end")
 
 
@@ -139,7 +139,7 @@ def test_samples_are_counted_before_they_exist():
     machine = Machine(sequences=4)
     several = machine.add(4, 5, slots=3)
     machine.add(4, 5, seed=100, slots=2)
-    assert machine.scheduler.plan().entries[0].sequence is several
+    assert machine.scheduler.plan()[0].sequence is several
     assert len(machine.scheduler.running) == 1
 
 
@@ -149,14 +149,14 @@ def test_guesses_are_verified_in_one_step_and_wrong_ones_taken_back():
     machine.step()
     sequence.drafts = [50, 51, 52, 53]
     plan = machine.scheduler.plan()
-    assert (plan.entries[0].start, plan.entries[0].count, plan.entries[0].complete) == (6, 5, True)
+    assert (plan[0].start, plan[0].count, plan[0].complete) == (6, 5, True)
     assert len(machine.scheduler.blocks.block_table(sequence.number)) == 3
     machine.scheduler.advance(plan)
     machine.scheduler.accept(sequence, [50, 99])  # one was right
     assert (sequence.tokens[6:], sequence.computed, sequence.drafts) == ([6, 50, 99], 8, [])
     assert len(machine.scheduler.blocks.block_table(sequence.number)) == 2
     machine.scheduler.check()
-    assert machine.scheduler.plan().entries[0].count == 1
+    assert machine.scheduler.plan()[0].count == 1
 
 
 def test_guesses_give_way_to_the_budget():

@@ -28,7 +28,7 @@ from hasten.serving.logprobs import TokenTexts
 from hasten.serving.model_runner import Proposer, Sampler, embed, guess, step_logits
 from hasten.serving.request import EngineFailed, FinishReason, Request, RequestOutput, RequestRefused
 from hasten.serving.request_state import OutputSequence, RequestState, RequestTable
-from hasten.serving.scheduler import ScheduledSequence, ScheduledTokens, Scheduler, StepPlan
+from hasten.serving.scheduler import ScheduledSequence, ScheduledTokens, Scheduler
 from hasten.serving.settings import EngineSettings, Stats
 
 
@@ -192,15 +192,15 @@ class Engine:
         if self.propose is not None:
             guess(self.propose, [table.outputs[s] for s in self.scheduler.running if s in table.outputs])
         plan = self.scheduler.plan()
-        if not plan.entries:
+        if not plan:
             return []
-        if copies := plan.copies:
+        if copies := [pair for entry in plan for pair in entry.copies]:
             self.cache.copy(copies)
         logits, first = self._compute(plan)
         self.scheduler.advance(plan)
         growing: dict[OutputSequence, int] = {}  # those that take tokens now, and the first row of each
         scored: dict[tuple[BeamSearch, ScheduledSequence], int] = {}
-        for entry, row in zip(plan.entries, first, strict=True):
+        for entry, row in zip(plan, first, strict=True):
             sequence, state = entry.sequence, table.state_of(entry.sequence)
             if table.scoring:
                 count = state.prompt_rows(entry)
@@ -218,13 +218,13 @@ class Engine:
                 scored[state.search, sequence] = row
         return self._grow(logits, growing) + self._search(logits, scored)
 
-    def _compute(self, plan: StepPlan) -> tuple[Tensor, list[int]]:
+    def _compute(self, plan: list[ScheduledTokens]) -> tuple[Tensor, list[int]]:
         started = time.perf_counter()
         rows = self._prompt_rows if self._table.scoring else None
         computed = step_logits(self.model, self.cache, plan, self.blocks, prompt_rows=rows)
         self._counts.model_seconds += time.perf_counter() - started
         self._counts.steps += 1
-        self._counts.computed_tokens += sum(entry.count for entry in plan.entries)
+        self._counts.computed_tokens += sum(entry.count for entry in plan)
         return computed
 
     def _prompt_rows(self, entry: ScheduledTokens) -> int:

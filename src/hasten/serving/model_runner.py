@@ -26,13 +26,13 @@ from hasten.serving.blocks import BlockManager
 from hasten.serving.logprobs import TokenTexts, token_logprobs
 from hasten.serving.request import Constraint, RequestRefused, TokenLogprob
 from hasten.serving.request_state import OutputSequence
-from hasten.serving.scheduler import ScheduledSequence, ScheduledTokens, StepPlan
+from hasten.serving.scheduler import ScheduledSequence, ScheduledTokens
 
 
 def step_logits(
     model: Transformer,
     cache: PagedCache,
-    plan: StepPlan,
+    plan: Sequence[ScheduledTokens],
     blocks: BlockManager,
     *,
     prompt_rows: Callable[[ScheduledTokens], int] | None,
@@ -46,7 +46,7 @@ def step_logits(
     wanted: list[int] = []
     first: list[int] = []
     rows: list[Rows] = []
-    for entry in plan.entries:
+    for entry in plan:
         sequence, start, count = entry.sequence, entry.start, entry.count
         drafts, at = sequence.drafts, len(tokens)
         if count == 1 and not drafts:

@@ -82,18 +82,6 @@ class ScheduledTokens:
 Entries = dict[ScheduledSequence, ScheduledTokens]
 
 
-@dataclass(slots=True, eq=False)
-class StepPlan:
-    """A step."""
-
-    entries: list[ScheduledTokens]
-
-    @property
-    def copies(self) -> list[tuple[int, int]]:
-        """(source, target) blocks to be copied before it, in this order."""
-        return [pair for entry in self.entries for pair in entry.copies]
-
-
 class Scheduler:
     """Owns the sequences and tells the block manager; see the module's text."""
 
@@ -165,7 +153,7 @@ class Scheduler:
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
-    def plan(self) -> StepPlan:
+    def plan(self) -> list[ScheduledTokens]:
         """What the next step computes; empty if there is nothing to do. Its blocks are reserved."""
         self._make_way()
         entries: Entries = {}
@@ -178,12 +166,12 @@ class Scheduler:
             self._admit(entries, self.token_budget)
         else:
             self._top_up(entries, left)
-        return StepPlan(list(entries.values()))
+        return list(entries.values())
 
-    def advance(self, plan: StepPlan) -> None:
+    def advance(self, plan: list[ScheduledTokens]) -> None:
         """The step has been computed."""
         self.blocks.computed()
-        for entry in plan.entries:
+        for entry in plan:
             entry.sequence.computed = entry.end
 
     def _make_way(self) -> None:
