@@ -80,7 +80,6 @@ class RowParams:
                     )
             bias = bias.to(device)
         ks = [min(p.top_k or vocab_size, vocab_size) for p in params]
-        any_k = any(k < vocab_size for k in ks)
         limited = [k for k in ks if k < vocab_size]
         seeds = [secrets.randbits(63) if p.seed is None else p.seed for p in params]
         return cls(
@@ -89,9 +88,9 @@ class RowParams:
             all_greedy=all(p.greedy for p in params),
             greedy=torch.tensor([[p.greedy] for p in params], device=device),
             temperature=column([p.temperature or 1.0 for p in params], 1.0),
-            top_k=torch.tensor(ks, device=device).unsqueeze(1) if any_k else None,
+            top_k=torch.tensor(ks, device=device).unsqueeze(1) if limited else None,
             max_top_k=max(limited, default=vocab_size),
-            every_row_top_k=len(limited) == len(ks) and any_k,
+            every_row_top_k=0 < len(limited) == len(ks),
             top_p=column([p.top_p for p in params], 1.0),
             log_min_p=column([math.log(p.min_p) if p.min_p else -math.inf for p in params], -math.inf),
             repetition=column([p.repetition_penalty for p in params], 1.0),

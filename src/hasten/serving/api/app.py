@@ -42,9 +42,21 @@ def make_app(service: Service) -> FastAPI:
     app = FastAPI(title="hasten", version=__version__, docs_url=None, redoc_url=None, lifespan=lifespan)
     app.state.service = service
     app.add_middleware(Guard, service=service)
-    app.add_exception_handler(RequestValidationError, _invalid)
-    app.add_exception_handler(ApiError, _api_error)
-    app.add_exception_handler(HTTPException, _http_error)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(_: Request, error: RequestValidationError) -> Response:
+        return from_validation(error.errors()).response()
+
+    @app.exception_handler(ApiError)
+    async def api_error(_: Request, error: ApiError) -> Response:
+        return error.response()
+
+    @app.exception_handler(HTTPException)
+    async def http_error(request: Request, error: HTTPException) -> Response:
+        message = {404: f"there is nothing at {request.url.path[:200]}", 405: f"{request.method} is not allowed here"}
+        text = message.get(error.status_code, str(error.detail))
+        return ApiError(text, status=error.status_code, headers=error.headers or {}).response()
+
     router = APIRouter(route_class=_ParsedRoute)
     for add in (_add_status, add_completions, add_chat, add_embeddings, add_tokens):
         add(router, service)
@@ -101,23 +113,6 @@ def _model(service: Service) -> dict[str, Any]:
         "max_model_len": service.max_length,
         "vocab_size": service.vocabulary,
     }
-
-
-async def _invalid(_: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestValidationError)
-    return from_validation(error.errors()).response()
-
-
-async def _api_error(_: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
-    return error.response()
-
-
-async def _http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    message = {404: f"there is nothing at {request.url.path[:200]}", 405: f"{request.method} is not allowed here"}
-    text = message.get(error.status_code, str(error.detail))
-    return ApiError(text, status=error.status_code, headers=error.headers or {}).response()
 
 
 class _ParsedRequest(Request):
