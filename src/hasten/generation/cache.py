@@ -68,7 +68,9 @@ class Step:
 
     @property
     def layers(self) -> list[CachedLayer]:
-        return [CachedLayer(view, own, self.read) for view, own in zip(views_of(self.together), self.masks, strict=True)]
+        return [
+            CachedLayer(view, own, self.read) for view, own in zip(views_of(self.together), self.masks, strict=True)
+        ]
 
 
 def views_of(stack: StackView) -> list[KVView]:
