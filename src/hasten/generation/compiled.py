@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from hasten.model.transformer import Transformer
-from hasten.ops.linear.wide import wide_linear
+from hasten.ops.linear.wide import WideLinear, wide_linear
 
 
 class OneRowLinear(nn.Linear):
@@ -44,7 +44,7 @@ def compile_blocks(model: Transformer) -> None:
     """
     if model.device.type == "cpu" and model.dtype != torch.float32:
         for name, module in list(model.named_modules()):
-            if isinstance(module, nn.Linear):
+            if type(module) in (nn.Linear, WideLinear):  # another kind would lose what it adds
                 model.set_submodule(name, OneRowLinear(module).train(module.training))
     # Each cache size and batch size is a graph of its own; past the default of 8 a full graph would be refused.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
