@@ -1,8 +1,9 @@
 """Which kernel each layer runs: said by `explain`, forced for a while by `kernels`."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -10,12 +11,10 @@ from torch import nn
 from hasten.errors import ConfigError
 from hasten.model.fused import FusedBlock, fuse, refusal, unfuse, waits
 from hasten.model.require import require_model
-from hasten.model.stacking import plain
 from hasten.model.transformer import Attention, Transformer
-from hasten.model.wide import choose_width
 from hasten.ops import attention as attention_operator
 from hasten.ops import picker
-from hasten.ops.attention.layer import LayerAttention, layer_requests
+from hasten.ops.attention.layer import layer_requests
 from hasten.ops.attention.paged import PAGED_KERNELS
 from hasten.ops.linear import operator as linear_operator
 from hasten.ops.linear.modules import PackedLinear
@@ -78,26 +77,29 @@ def explain(model: Transformer) -> list[Binding]:
             bindings += _attention_bindings(layer, block.attention)
             if model.config.attention_pattern is None:  # which no paged cache serves
                 request = replace(block.attention.request(), dtype=model.compute_dtype)
-                bindings.append(_binding(layer, "paged attention", picker.explain(PAGED_KERNELS, request)))
+                bindings.append(_binding(layer, "paged attention", PAGED_KERNELS, request))
         bindings += _linear_bindings(layer, block)
     return bindings + _linear_bindings(-1, model.head)
 
 
-def _binding(layer: int, operator: str, choice: picker.Choice, *first: Refusal) -> Binding:
-    return Binding(layer, operator, choice.kernel, [*first, *(Refusal(*other) for other in choice.others)])
+def _binding(
+    layer: int, operator: str, kernels: Sequence[picker.Kernel], request: Any, current: str | None = None
+) -> Binding:
+    """What `request` runs: the kernel that is picked, or `current` where another one was asked for by name."""
+    forced = current if current != picker.pick(kernels, request).name else None
+    choice = picker.explain(kernels, request, forced=forced)
+    return Binding(layer, operator, choice.kernel, [Refusal(*other) for other in choice.others])
 
 
 def _attention_bindings(layer: int, attention: Attention) -> list[Binding]:
     """One entry for each form of the layer's calls; dropout's only where the layer has any."""
-    kernels = attention_operator.KERNELS
     fused = Refusal("fused", "it belongs to the fused steps, which this model does not run")
     found = []
     for form, request in layer_requests(attention.request()).items():
-        if form == "dropout" and not attention.dropout:
-            continue
-        bound = getattr(attention.kernels, form)
-        forced = bound.name if picker.pick(kernels, request) is not bound else None
-        found.append(_binding(layer, FORMS[form], picker.explain(kernels, request, forced=forced), fused))
+        if form != "dropout" or attention.dropout:
+            bound = getattr(attention.kernels, form).name
+            binding = _binding(layer, FORMS[form], attention_operator.KERNELS, request, bound)
+            found.append(replace(binding, others=[fused, *binding.others]))
     return found
 
 
@@ -116,14 +118,10 @@ def _linear_bindings(layer: int, part: nn.Module) -> list[Binding]:
             current = "float32" if isinstance(module, WideLinear) else "pytorch"
         else:
             continue
-        kernels = linear_operator.KERNELS
-        forced = current if picker.pick(kernels, request).name != current else None
-        choice = picker.explain(kernels, request, forced=forced)
-        others = [Refusal(*other) for other in choice.others]
+        binding = _binding(layer, f"linear ({request.format.element})", linear_operator.KERNELS, request, current)
         if isinstance(module, nn.Linear):
-            others = [Refusal(o.kernel, _unpacked(o, request)) for o in others]
-        key = (choice.kernel, request.format, tuple((o.kernel, o.reason) for o in others))
-        found.setdefault(key, Binding(layer, f"linear ({request.format.element})", choice.kernel, others))
+            binding = replace(binding, others=[Refusal(o.kernel, _unpacked(o, request)) for o in binding.others])
+        found.setdefault((binding.kernel, request.format, *binding.others), binding)
     return list(found.values())
 
 
@@ -157,7 +155,7 @@ def kernels(model: Transformer, **names: str) -> Iterator[Transformer]:
         raise ConfigError(
             f"block='fused' brings its own attention and products, and leaves no place for {others}; leave one out"
         )
-    was_fused = any(isinstance(block, FusedBlock) for block in model.blocks)
+    was_fused = not model.readable
     if was_fused and names and names != {"block": "fused"}:
         unfuse(model)
     try:
@@ -168,26 +166,20 @@ def kernels(model: Transformer, **names: str) -> Iterator[Transformer]:
     finally:
         if was_fused:
             fuse(model)
-        elif any(isinstance(block, FusedBlock) for block in model.blocks):
+        elif not model.readable:
             unfuse(model)
 
 
 @contextmanager
 def _attention_kernels(model: Transformer, name: str | None) -> Iterator[None]:
-    if name is None:
-        yield
-        return
-    attentions = [module for module in model.modules() if isinstance(module, Attention)]
+    attentions = [module for module in model.modules() if name and isinstance(module, Attention)]
     before = [attention.kernels for attention in attentions]
-    chosen = []
-    for layer, attention in enumerate(attentions):
-        try:
-            chosen.append(LayerAttention.bind(attention.request(), forced=name))
-        except ConfigError as error:
-            raise ConfigError(f"attention of layer {layer}: {error}") from None
     try:
-        for attention, bound in zip(attentions, chosen, strict=True):
-            attention.kernels = bound
+        for layer, attention in enumerate(attentions):
+            try:
+                attention.bind(name)
+            except ConfigError as error:
+                raise ConfigError(f"attention of layer {layer}: {error}") from None
         yield
     finally:
         for attention, bound in zip(attentions, before, strict=True):
@@ -196,45 +188,28 @@ def _attention_kernels(model: Transformer, name: str | None) -> Iterator[None]:
 
 @contextmanager
 def _linear_kernels(model: Transformer, name: str | None) -> Iterator[None]:
-    """Packed layers are bound to the kernel; plain bfloat16 ones are packed for it, for the while."""
-    if name is None:
-        yield
-        return
+    """Packed layers are bound to the kernel; plain bfloat16 ones give their place to packed ones, for the while."""
     places = [
         (owner, leaf, child)
         for owner in model.modules()
         for leaf, child in owner.named_children()
-        if isinstance(child, nn.Linear | PackedLinear)
+        if name and isinstance(child, nn.Linear | PackedLinear)
     ]
-    for _, leaf, child in places:
-        if isinstance(child, nn.Linear) and child.weight.dtype != torch.bfloat16 and name != "pytorch":
-            raise ConfigError(
-                f"linear layer {leaf!r}: kernel {name!r} multiplies bfloat16, int8 or int4 weights; "
-                f"these are {str(child.weight.dtype).removeprefix('torch.')}"
-            )
-        request = child.request if isinstance(child, PackedLinear) else None
-        if request is not None:
-            picker.pick(linear_operator.KERNELS, request, forced=name)
-    tied = model.head is not None and getattr(model.head, "weight", None) is model.embedding.weight
-    before = [child.kernel if isinstance(child, PackedLinear) else None for _, _, child in places]
-    replaced: list[PackedLinear | None] = []
+    before = [getattr(child, "kernel", None) for _, _, child in places]
     try:
         for owner, leaf, child in places:
             if isinstance(child, PackedLinear):
                 child.bind(name)
-                replaced.append(child)
-            elif name == "pytorch":
-                replaced.append(None)
-            else:
-                replaced.append(PackedLinear.from_linear(child, kernel=name))
-                setattr(owner, leaf, replaced[-1])
+            elif name != "pytorch":
+                if child.weight.dtype != torch.bfloat16:
+                    raise ConfigError(
+                        f"linear layer {leaf!r}: kernel {name!r} multiplies bfloat16, int8 or int4 weights; "
+                        f"these are {str(child.weight.dtype).removeprefix('torch.')}"
+                    )
+                setattr(owner, leaf, PackedLinear.from_linear(child, kernel=name))
         yield
     finally:
-        for (owner, leaf, child), kernel, new in zip(places, before, replaced, strict=False):
+        for (owner, leaf, child), kernel in zip(places, before, strict=True):
             if isinstance(child, PackedLinear):
                 child.bind(kernel)
-            elif new is not None:
-                setattr(owner, leaf, plain(new))
-        if tied and isinstance(model.head, nn.Linear):
-            model.head.weight = model.embedding.weight
-        choose_width(model)
+            setattr(owner, leaf, child)
