@@ -151,18 +151,16 @@ def products(*, device: str, tune: bool, bandwidth: float) -> list[dict[str, Any
     """The Triton products of llama-7b's matrices alone, from cold caches; with `tune`, each candidate configuration."""
     from triton.testing import do_bench
 
-    from hasten.ops.linear import INT8, int4_format
-    from hasten.ops.linear.layouts import PIECES, Operands, PackedShape
+    from hasten.ops.linear import INT8, PackedLinear, int4_format
+    from hasten.ops.linear.layouts import Operands
     from hasten.ops.linear.triton_linear import Config, choose, few_rows
 
     found = []
     for n, k in ((4096, 4096), (11_008, 4096), (4096, 11_008), (32_000, 4096)):
         for format, group_size in (("int8", 0), ("int4", 128), ("int4", 32)):
-            shape = PackedShape(n, k, INT8 if format == "int8" else int4_format(group_size))
-            kind = torch.int8 if format == "int8" else torch.uint8
-            data = torch.empty(PIECES.data_size(shape), dtype=kind, device=device).random_()
-            scales = torch.rand(PIECES.scale_size(shape), device=device) / 1000
-            scales = scales if format == "int8" else scales.half()
+            stored = INT8 if format == "int8" else int4_format(group_size, scale_dtype=torch.float16)
+            layer = PackedLinear(k, n, stored, device=device, kernel="triton")
+            data, scales = layer.data.random_(), layer.scales.uniform_(0, 1e-3)
             for rows in (1, 4, 16):
                 x = torch.randn(rows, k, device=device, dtype=torch.bfloat16)
                 usual = choose(rows, n, group_size)

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hasten.ops.linear import INT8, PackedLinear, int4_format
-from hasten.ops.linear.layouts import PIECES, Operands, Packed, PackedShape
+from hasten.ops.linear.layouts import PIECES, Operands
 from hasten.ops.linear.triton_linear import Config, choose, few_rows, linear_operator
 from triton_cases import check_linear, make_weight, rms
 
@@ -44,7 +44,7 @@ def test_every_number_of_rows(rows):
 @pytest.mark.parametrize("splits", [1, 2, 3, 16, 100])
 def test_any_number_of_parts_gives_the_product(splits):
     weight = make_weight(20, 300, group_size=32, symmetric=False)
-    packed = PIECES.pack(weight, None)
+    packed = PIECES.pack(weight)
     x, bias = torch.randn(3, 300).half(), torch.randn(20)
     exact = x.double() @ weight.dequantize().double().T + bias.double()
     y = few_rows(x, Operands(*packed, bias, 20, 32), config=Config(block_n=16, block_j=16, splits=splits))
@@ -80,16 +80,18 @@ def test_rows_of_a_layer_and_another_kernel(group_size):
 
 def test_sizes_of_the_buffers_are_those_packed():
     for group_size in (0, 32, 128):
-        packed = PIECES.pack(make_weight(10, 150, group_size=group_size, symmetric=not group_size), None)
-        shape = PackedShape(10, 150, int4_format(group_size) if group_size else INT8)
-        assert isinstance(packed, Packed)
-        assert tuple(packed.data.shape) == PIECES.data_size(shape)
+        packed = PIECES.pack(make_weight(10, 150, group_size=group_size, symmetric=not group_size))
+        format = int4_format(group_size) if group_size else INT8
+        empty = PackedLinear(150, 10, format, kernel="triton")
         assert packed.scales is not None
-        assert tuple(packed.scales.shape) == PIECES.scale_size(shape)
+        assert (packed.data.shape, packed.scales.shape) == (empty.data.shape, empty.scales.shape)
+        pieces, groups = {0: (10, 1), 32: (5, 5), 128: (8, 2)}[group_size]
+        assert tuple(packed.data.shape) == (pieces, 10, 16)
+        assert tuple(packed.scales.shape) == (groups, 10)
 
 
 def test_operator_is_registered_as_pytorch_wants_it():
-    packed = PIECES.pack(make_weight(10, 64, group_size=32, symmetric=False), None)
+    packed = PIECES.pack(make_weight(10, 64, group_size=32, symmetric=False))
     for rows in (1, 2, 17):
         torch.library.opcheck(linear_operator, (torch.randn(rows, 64).bfloat16(), *packed, torch.randn(10), 10, 32))
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hasten.errors import ConfigError
-from hasten.model.stacking import packed
+from hasten.model.fused_linear import packed
 from hasten.ops.attention import AttentionRequest, AttentionSpec
 from hasten.ops.attention.int8_rows import SCALE_BYTES, dequantize_rows, quantize_rows
 from hasten.ops.attention.paged import PAGED_KERNELS, gathered, groups_of
@@ -63,7 +63,7 @@ def test_the_fused_step_writes_the_bytes_of_the_reference(isa, size):
     x = draw(1, rows, k)
     x[4], x[5], x[6, 0] = 0, 1e-30, torch.nan
     p = packed(layer)
-    weight = (p.data, p.scales, p.zeros, p.bias, p.format.group_size, p.digits)
+    weight = (p.data, p.scales, p.zeros, p.bias, p.format.group_size, p.planes)
     none = (None, None, 0.0, 0.0, False)
     ops = library(isa).ops
     caches = [torch.full((12, kv_heads, size + SCALE_BYTES), 99, dtype=torch.int8) for _ in range(2)]
@@ -183,7 +183,7 @@ def test_opcheck():
     arguments = (q, view.k, view.v, *view[3:], spec.scale, 0, 0.0)
     torch.library.opcheck(library().ops.attention.default, arguments, test_utils=checks)
     p = packed(torch.nn.Linear(8, 3 * 16).bfloat16())
-    weight = (p.data, p.scales, p.zeros, p.bias, p.format.group_size, p.digits)
+    weight = (p.data, p.scales, p.zeros, p.bias, p.format.group_size, p.planes)
     caches = [torch.zeros(5, 1, 16 + SCALE_BYTES, dtype=torch.int8) for _ in range(2)]
     arguments = (torch.randn(2, 8), None, None, 0.0, 0.0, False, *weight, 1, 16, None, None, None, None, *caches)
     operator = library().ops.attention_input.default

@@ -24,7 +24,7 @@ def linear(n, k, *, bias, generator):
 
 def arguments(layer):
     packed = PackedLinear.from_linear(layer)
-    return packed.data, packed.scales, packed.zeros, packed.bias, packed.format.group_size, packed.digits
+    return packed.data, packed.scales, packed.zeros, packed.bias, packed.format.group_size, packed.planes
 
 
 def product(x, layer, isa):
@@ -84,20 +84,20 @@ def test_linear_add(isa, seed, rows, n, k, bias, kind):
 )
 def test_mlp_input(isa, seed, rows, inner, k, gated, bias, activation):
     from hasten.model.fused import ACTIVATION_ORDER
-    from hasten.model.stacking import alternate, packed
+    from hasten.model.fused_linear import interleave_gate_up, packed
     from hasten.model.transformer import ACTIVATIONS
 
     g = torch.Generator().manual_seed(seed)
     up, gate = (linear(inner, k, bias=bias, generator=g) for _ in range(2))
-    together = alternate(gate, up) if gated else packed(up)
+    fused = interleave_gate_up(gate, up) if gated else packed(up)
     x = torch.randn(rows, k, generator=g)
     packed_arguments = (
-        together.data,
-        together.scales,
-        together.zeros,
-        together.bias,
-        together.format.group_size,
-        together.digits,
+        fused.data,
+        fused.scales,
+        fused.zeros,
+        fused.bias,
+        fused.format.group_size,
+        fused.planes,
     )
     found = library(isa).ops.mlp_input(
         x, None, None, 0.0, 0.0, False, *packed_arguments, inner, gated, ACTIVATION_ORDER.index(activation)

@@ -105,7 +105,7 @@ def test_the_mean_over_the_draws_is_the_whole_block_where_it_is_linear():
 def test_a_gate_of_one_is_the_plain_model_and_evaluation_is_bit_equal():
     model = model_of().train()
     plain = model(TOKENS, POSITIONS, CONTEXT)
-    torch.testing.assert_close(model(TOKENS, POSITIONS, CONTEXT, gates=[1.0] * LAYERS), plain, atol=0, rtol=0)
+    torch.testing.assert_close(model(TOKENS, POSITIONS, CONTEXT, block_scales=[1.0] * LAYERS), plain, atol=0, rtol=0)
     trained = step_of()
     data = Batch(inputs=TOKENS, targets=TOKENS, documents=None)
     for step in range(3):
@@ -121,7 +121,7 @@ def test_a_gate_of_one_is_the_plain_model_and_evaluation_is_bit_equal():
 def test_a_block_left_out_is_the_model_without_it_and_gets_no_gradient():
     model = model_of().train()
     gates = [1.0, 0.0, 2.0, 0.0]
-    out = model(TOKENS, POSITIONS, CONTEXT, gates=gates)
+    out = model(TOKENS, POSITIONS, CONTEXT, block_scales=gates)
     out.sum().backward()
     assert all(p.grad is None for index in (1, 3) for p in model.blocks[index].parameters())
     assert all(p.grad is not None for index in (0, 2) for p in model.blocks[index].parameters())

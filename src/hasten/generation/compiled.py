@@ -51,8 +51,6 @@ def compile_blocks(model: Transformer) -> None:
     parts = [*model.blocks]
     if model.stack is None:
         parts.append(model.head)
-    else:
-        model.stack.apart = True
     for part in parts:
         part.forward = _compiled_for_one_token(part.forward)
 

@@ -17,10 +17,18 @@ from torch import Tensor, nn
 from hasten.errors import ConfigError, HastenWarning
 from hasten.model.config import LayerConfig, ModelConfig
 from hasten.model.experts import Experts
+from hasten.model.fused_linear import (
+    fuse_qkv,
+    fusion_conflict,
+    interleave_gate_up,
+    packed,
+    plain,
+    split_gate_up,
+    split_qkv,
+)
 from hasten.model.interfaces import Context, LayerContext
 from hasten.model.norms import LayerNorm, RMSNorm
 from hasten.model.require import require_model
-from hasten.model.stacking import alternate, packed, plain, split_alternate, split_stack, stack, uneven
 from hasten.model.transformer import MLP, Block, Transformer
 from hasten.model.wide import narrow
 from hasten.ops.attention.spec import LARGEST_HEAD
@@ -45,7 +53,7 @@ def refusal(model: Transformer) -> str | None:
         return "the fused steps know no sparse attention pattern"
     if library() is None:
         return "the native kernels could not be built here (see the warning, and `hasten doctor`)"
-    return uneven(model)
+    return fusion_conflict(model)
 
 
 def fuse(model: Transformer) -> Transformer:
@@ -64,17 +72,11 @@ def fuse(model: Transformer) -> Transformer:
         if isinstance(block, Block):
             model.blocks[i] = FusedBlock(block, native)
             return_freed_memory()
-    if isinstance(model.head, PackedLinear):
-        model.head = packed(model.head)
-    elif isinstance(model.head, nn.Linear):
-        tied = model.head.weight is model.embedding.weight
-        head = PackedLinear.from_linear(model.head, kernel="native")
-        model.head = head
-        if tied:
-            model.embedding = PackedEmbedding(head)
-    if isinstance(model.head, PackedLinear):
-        _settled(model.head)
-        return_freed_memory()
+    tied = isinstance(model.head, nn.Linear) and model.head.weight is model.embedding.weight
+    model.head = _settled(packed(model.head))
+    if tied:
+        model.embedding = PackedEmbedding(model.head)
+    return_freed_memory()
     if all(isinstance(block, FusedBlock) and block.experts is None for block in model.blocks):
         model.stack = FusedStack(model)
     return model
@@ -95,7 +97,7 @@ def fuse_where_it_fits(model: Transformer) -> Transformer:
     reason = refusal(model)
     if reason is None:
         return fuse(model) if waits(model) is None else model
-    if reason == uneven(model):
+    if reason == fusion_conflict(model):
         warnings.warn(f"the model runs without the fused steps, slower: {reason}", HastenWarning, stacklevel=2)
     return model
 
@@ -142,7 +144,7 @@ class FusedBlock(nn.Module):
         attention = block.attention
         self.spec = attention.spec
         self.native = native
-        self.qkv = _settled(stack(attention.q, attention.k, attention.v))
+        self.qkv = _settled(fuse_qkv(attention.q, attention.k, attention.v))
         self.output = _settled(packed(attention.output))
         self.attention_norm, self.attention_post_norm = block.attention_norm, block.attention_post_norm
         self.q_norm, self.k_norm = attention.q_norm, attention.k_norm
@@ -159,7 +161,7 @@ class FusedBlock(nn.Module):
             self.activation = ACTIVATION_ORDER.index(block.mlp.activation_name)
             gate = block.mlp.gate
             self.gated = gate is not None
-            self.inner = _settled(packed(block.mlp.up) if gate is None else alternate(gate, block.mlp.up))
+            self.inner = _settled(packed(block.mlp.up) if gate is None else interleave_gate_up(gate, block.mlp.up))
             self.down = _settled(packed(block.mlp.down))
         self.bind()
         self.register_load_state_dict_post_hook(_bind_again)
@@ -175,15 +177,15 @@ class FusedBlock(nn.Module):
             return ops.plan_weight.default(linear.out_features, linear.in_features, *_weight_arguments(linear))
 
         if self.experts is None:
-            kind = _one_kind(self.attention_norm, self.attention_post_norm, self.mlp_norm, self.mlp_post_norm)
+            # eps, offset and centred are those of the first norm: all of a model are of one kind.
+            first = _norm_arguments(self.attention_norm)
+            post, mlp, mlp_post = (
+                _norm_arguments(norm)[:2] for norm in (self.attention_post_norm, self.mlp_norm, self.mlp_post_norm)
+            )
             plan = ops.plan_block.default(
-                spec.kv_heads,
-                *(*_norm_weights(self.attention_norm), *kind),
-                *(weight(self.qkv), *sizes, *scores),
-                *(weight(self.output), *_norm_weights(self.attention_post_norm)),
-                *_norm_weights(self.mlp_norm),
-                *(weight(self.inner), self.inner_size, self.gated, self.activation),
-                *(weight(self.down), *_norm_weights(self.mlp_post_norm)),
+                *(spec.kv_heads, *first, weight(self.qkv), *sizes, *scores),
+                *(weight(self.output), *post, *mlp),
+                *(weight(self.inner), self.inner_size, self.gated, self.activation, weight(self.down), *mlp_post),
             )
             self._bound = SimpleNamespace(blocks=ops.blocks.default, norm_linear=ops.norm_linear.default, plan=plan)
         else:
@@ -230,8 +232,8 @@ class FusedBlock(nn.Module):
         bound = self._bound
         k, v, slots, *lengths = view
         if self.experts is None:
-            turns = ([], [], [-1]) if rope is None else ([rope[0]], [rope[1]], [0])
-            return bound.blocks(x, *turns, [k], [v], slots, *lengths, [bound.plan])
+            tables = ([], [], [-1]) if rope is None else ([rope[0]], [rope[1]], [0])
+            return bound.blocks(x, *tables, [k], [v], slots, *lengths, [bound.plan])
         cos, sin = rope or (None, None)  # (B, T, dim/2)
         q = bound.attention_input(x, *bound.input_arguments, cos, sin, k, v, slots)  # (B·T, H, D)
         attended = bound.attention(q, k, v, *lengths, *bound.scores)  # (B·T, H, D)
@@ -245,7 +247,7 @@ class FusedBlock(nn.Module):
         block.eval()
         sizes = [self.spec.heads, self.spec.kv_heads, self.spec.kv_heads]
         attention = block.attention
-        attention.q, attention.k, attention.v = split_stack(self.qkv, [n * self.spec.head_dim for n in sizes])
+        attention.q, attention.k, attention.v = split_qkv(self.qkv, [n * self.spec.head_dim for n in sizes])
         attention.output = plain(self.output)
         attention.q_norm, attention.k_norm = self.q_norm, self.k_norm
         block.attention_norm, block.attention_post_norm = self.attention_norm, self.attention_post_norm
@@ -259,7 +261,7 @@ class FusedBlock(nn.Module):
         else:
             assert isinstance(block.mlp, MLP)
             if self.gated:
-                block.mlp.gate, block.mlp.up = split_alternate(self.inner, self.inner_size)
+                block.mlp.gate, block.mlp.up = split_gate_up(self.inner, self.inner_size)
             else:
                 block.mlp.up = plain(self.inner)
             block.mlp.down = plain(self.down)
@@ -275,20 +277,19 @@ class FusedStack:
 
     def __init__(self, model: Transformer) -> None:
         self.model = model
-        self.apart = False  # True: each block by itself, as a compiler wants it
-        self.turns = [layer.rope if model.config.ropes else -1 for layer in model.config.layers]
+        self.rope_index = [layer.rope if model.config.ropes else -1 for layer in model.config.layers]
 
     def __call__(self, x: Tensor, ropes: Sequence[tuple[Tensor, Tensor]], context: Context) -> Tensor:
-        """x (B, T, C) -> (B, T, C) in float32."""
+        """x (B, T, C) -> (B, T, C) in float32. Blocks that somebody hooked or compiled are called one by one."""
         blocks: list[FusedBlock] = list(self.model.blocks)  # type: ignore[arg-type]
         together = context.together
-        if together is None or self.apart or any(block._forward_hooks or block._forward_pre_hooks for block in blocks):
-            for block, layer, turn in zip(blocks, context.layers, self.turns, strict=True):
-                x = block(x, ropes[turn] if turn >= 0 else None, layer)
-            return x
+        if together is None or any(
+            block._forward_hooks or block._forward_pre_hooks or "forward" in block.__dict__ for block in blocks
+        ):
+            return self.model.each_block(x, ropes, context.layers)
         cos, sin = [table[0] for table in ropes], [table[1] for table in ropes]
         plans = [block._bound.plan for block in blocks]
-        return blocks[0]._bound.blocks(x.float(), cos, sin, self.turns, *together, plans)
+        return blocks[0]._bound.blocks(x.float(), cos, sin, self.rope_index, *together, plans)
 
     def scores(self, x: Tensor) -> Tensor:
         """x (…, C) before the last norm -> logits (…, out features of the head) in float32."""
@@ -317,17 +318,6 @@ def _norm_arguments(norm: nn.Module) -> tuple[Tensor | None, Tensor | None, floa
     return None, None, 0.0, 0.0, False  # nn.Identity: no norm here
 
 
-def _norm_weights(norm: nn.Module) -> tuple[Tensor | None, Tensor | None]:
-    return _norm_arguments(norm)[:2]
-
-
-def _one_kind(*norms: nn.Module) -> tuple[float, float, bool]:
-    """eps, offset, centred of all norms of a block."""
-    kinds = {_norm_arguments(norm)[2:] for norm in norms if not isinstance(norm, nn.Identity)}
-    assert len(kinds) == 1, f"the norms of a block are of several kinds: {kinds}"
-    return kinds.pop()
-
-
 def _weight_arguments(linear: PackedLinear) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, int, int]:
-    """data, scales, zeros, bias, group size, digits of the activations."""
-    return linear.data, linear.scales, linear.zeros, linear.bias, linear.format.group_size, linear.digits
+    """data, scales, zeros, bias, group size, planes of the activations."""
+    return linear.data, linear.scales, linear.zeros, linear.bias, linear.format.group_size, linear.planes

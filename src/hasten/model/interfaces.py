@@ -37,9 +37,7 @@ class Context(Protocol):
 
 
 class Stack(Protocol):
-    """All blocks at once (unless `apart`), and the last norm with the head."""
-
-    apart: bool
+    """All blocks at once, and the last norm with the head."""
 
     def __call__(self, x: Tensor, ropes: Sequence[tuple[Tensor, Tensor]], context: Context) -> Tensor: ...
 

@@ -203,7 +203,7 @@ class Transformer(nn.Module):
         *,
         rows: Tensor | None = None,
         targets: Tensor | None = None,
-        gates: Sequence[float] | None = None,
+        block_scales: Sequence[float] | None = None,
     ) -> Tensor:
         """Logits, or with `targets` the loss.
 
@@ -211,9 +211,9 @@ class Transformer(nn.Module):
         then (R, V), else (B, T, V), in float32. targets: int64 (B, T), or (R,) with `rows`, -100 where nothing is
         to be predicted; returns the sum of the token losses (float32 scalar, nats), for the caller to divide by the
         tokens it counted.
-        gates: one a block, 0 for a block that is left out (it costs nothing), else what it adds is multiplied with it.
+        block_scales: one a block: what it adds is multiplied with it; a block of scale 0 is left out and costs nothing.
         """
-        x = self.states(tokens, positions, context, gates=gates)
+        x = self.states(tokens, positions, context, block_scales=block_scales)
         if rows is not None:
             x = x.flatten(0, -2)[rows]  # (R, C)
         if targets is None and self.stack is not None:
@@ -224,7 +224,7 @@ class Transformer(nn.Module):
         return self.loss(x, targets)
 
     def states(
-        self, tokens: Tensor, positions: Tensor, context: Context, *, gates: Sequence[float] | None = None
+        self, tokens: Tensor, positions: Tensor, context: Context, *, block_scales: Sequence[float] | None = None
     ) -> Tensor:
         """What comes out of the last block (B, T, C), before the last norm; arguments as in `forward`.
 
@@ -238,25 +238,26 @@ class Transformer(nn.Module):
             x = x + self.positions(positions)
         x = self.dropout(x)
         ropes = [table(positions) for table in self.ropes]  # cos and sin, (B, T, dim/2) each
-        if self.stack is not None and gates is None:
+        if self.stack is not None and block_scales is None:
             return self.stack(x, ropes, context)
-        return self._blocks(x, ropes, context.layers, gates)
+        return self.each_block(x, ropes, context.layers, block_scales)
 
-    def _blocks(
+    def each_block(
         self,
         x: Tensor,
         ropes: Sequence[tuple[Tensor, Tensor]],
         layers: Sequence[LayerContext],
-        gates: Sequence[float] | None,
+        block_scales: Sequence[float] | None = None,
     ) -> Tensor:
+        """One block after the other, x (B, T, C) -> (B, T, C). ropes: cos and sin of each table."""
         for index, (block, layer, own) in enumerate(zip(self.blocks, self.config.layers, layers, strict=True)):
             rope = ropes[layer.rope] if ropes else None
-            gate = 1.0 if gates is None else gates[index]
-            if gates is None or (gate == 1.0 and not self.training):
+            scale = 1.0 if block_scales is None else block_scales[index]
+            if block_scales is None or (scale == 1.0 and not self.training):
                 x = block(x, rope, own)
-            elif gate:
+            elif scale:
                 # A tensor, because a compiled block would be compiled anew for every other number.
-                x = block(x, rope, own, x.new_full((), gate, dtype=torch.float32))
+                x = block(x, rope, own, x.new_full((), scale, dtype=torch.float32))
         return x
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:

@@ -115,4 +115,4 @@ class TrainStep:
         # (1, T) instead of (B, T): the rotary table is the same for every row, and is made once.
         positions = torch.arange(tokens, device=batch.inputs.device).unsqueeze(0)
         with self.precision.autocast():
-            return self.model(batch.inputs, positions, context, targets=batch.targets, gates=gates)
+            return self.model(batch.inputs, positions, context, targets=batch.targets, block_scales=gates)

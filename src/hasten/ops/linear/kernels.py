@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hasten.ops.linear.layouts import ROWS, Operands, Packed, PackedShape
+from hasten.ops.linear.layouts import ROWS, Operands, Packed
 from hasten.ops.linear.weights import BFLOAT16, INT8, QuantizedWeight, int4_format
 from hasten.ops.linear.wide import wide_linear
 
@@ -42,6 +42,6 @@ def _dequantized(x: Tensor, weight: Operands, dtype: torch.dtype) -> Tensor:
         format = int4_format(weight.group_size, symmetric=weight.zeros is None)
     else:
         format = INT8 if weight.data.dtype == torch.int8 else BFLOAT16
-    shape = PackedShape(weight.out_features, x.shape[-1], format)
-    rows = ROWS.rows(Packed(weight.data, weight.scales, weight.zeros), shape, None)
+    packed = Packed(weight.data, weight.scales, weight.zeros)
+    rows = ROWS.rows(packed, format, (weight.out_features, x.shape[-1]), None)
     return rows.dequantize(dtype) if isinstance(rows, QuantizedWeight) else rows.to(dtype)

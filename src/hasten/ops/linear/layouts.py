@@ -19,14 +19,17 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from hasten.errors import ConfigError
 from hasten.ops.linear.weights import BFLOAT16, INT8, QuantizedWeight, WeightFormat, int4_format
+from hasten.ops.native import library
 
 PANEL = 64  # output rows that stand interleaved
 PADDING = 32
 PIECE = 16  # bytes: the widest access of a GPU's thread
 SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+VALUE_DTYPES = {"int8": torch.int8, "int4": torch.uint8}
 
 
 class Packed(NamedTuple):
@@ -40,7 +43,7 @@ class Packed(NamedTuple):
 class Operands(NamedTuple):
     """What a product takes beside x: a packed weight, a bias (N,), N, and the group size (0 unless int4).
 
-    `digits` is how many int8 digits an activation becomes where a kernel multiplies integers: 1 is int8 with one scale
+    `planes` is how many int8 planes the activations become where a kernel multiplies integers: 1 is int8 with one scale
     a row (int8 weights) or a group (int4), 2 is 16 bits, closer to x than bfloat16 is.
     """
 
@@ -50,35 +53,20 @@ class Operands(NamedTuple):
     bias: Tensor | None
     out_features: int
     group_size: int
-    digits: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class PackedShape:
-    """Of a weight: N output features, K input features, and how its numbers are stored."""
-
-    out_features: int
-    in_features: int
-    format: WeightFormat
-
-    @property
-    def groups(self) -> int:
-        return self.format.groups(self.in_features)
+    planes: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
     """One way to keep weights.
 
-    `data_size(shape)` and `scale_size(shape)`: sizes of the packed tensors. `pack(weight, ops)` takes a bf16 tensor
-    (N, K) or a QuantizedWeight; `rows(packed, shape, ids)` gives the rows `ids` (None: all) as the same kind of thing.
+    `pack(weight)` takes a bf16 tensor (N, K) or a QuantizedWeight; `rows(packed, format, size, ids)` gives the rows
+    `ids` (None: all) of a weight of size (N, K) as the same kind of thing.
     """
 
     name: str
-    data_size: Callable[[PackedShape], tuple[int, ...]]
-    scale_size: Callable[[PackedShape], tuple[int, ...]]
-    pack: Callable[[Tensor | QuantizedWeight, Any], Packed]
-    rows: Callable[[Packed, PackedShape, Tensor | None], Tensor | QuantizedWeight]
+    pack: Callable[[Tensor | QuantizedWeight], Packed]
+    rows: Callable[[Packed, WeightFormat, tuple[int, int], Tensor | None], Tensor | QuantizedWeight]
 
 
 def steps(size: int, step: int) -> int:
@@ -86,24 +74,40 @@ def steps(size: int, step: int) -> int:
     return -(-size // step)
 
 
+def native_ops() -> Any:
+    """The operators of the native library, which must be there."""
+    native = library()
+    assert native is not None, "the native kernel is only taken where its library is"
+    return native.ops
+
+
+def empty_weight(size: tuple[int, int], format: WeightFormat, device: torch.device) -> Tensor | QuantizedWeight:
+    """A weight (N, K) that is not initialised."""
+    if not format.scales:
+        return torch.empty(size, dtype=getattr(torch, format.element), device=device)
+    groups = (size[0], format.groups(size[1]))
+    return QuantizedWeight(
+        format=format,
+        values=torch.empty(size, dtype=VALUE_DTYPES[format.element], device=device),
+        scales=torch.empty(groups, dtype=format.scale_dtype, device=device),
+        zeros=None if format.symmetric else torch.empty(groups, dtype=torch.uint8, device=device),
+    )
+
+
 # Panels
 
 
-def _panel_data_size(shape: PackedShape) -> tuple[int, ...]:
-    panels = steps(shape.out_features, PANEL)
-    multiple = shape.format.group_size or PADDING
-    padded = steps(shape.in_features, multiple) * multiple
-    if shape.format.element == "bfloat16":
-        return (panels, padded // 2, PANEL, 2)
-    return (panels, padded // (4 if shape.format.element == "int8" else 8), PANEL, 4)
+def empty_panels(rows: Tensor, in_features: int, format: WeightFormat) -> Tensor:
+    """The packed tensor, not initialised, of a weight of as many rows as there are here."""
+    multiple = format.group_size or PADDING
+    padded = steps(in_features, multiple) * multiple
+    lanes = {"bfloat16": 2, "int8": 4, "int4": 8}[format.element]  # values of a row that stand together
+    size = (steps(len(rows), PANEL), padded // lanes, PANEL, min(lanes, 4))
+    return rows.new_empty(size, dtype=torch.bfloat16 if lanes == 2 else torch.uint8)
 
 
-def _panel_scale_size(shape: PackedShape) -> tuple[int, ...]:
-    panels = steps(shape.out_features, PANEL)
-    return (panels, PANEL) if shape.format.element == "int8" else (panels, shape.groups, PANEL)
-
-
-def _pack_panels(weight: Tensor | QuantizedWeight, ops: Any) -> Packed:
+def _pack_panels(weight: Tensor | QuantizedWeight) -> Packed:
+    ops = native_ops()
     if isinstance(weight, Tensor):
         return Packed(ops.pack_bf16(weight))
     if weight.format.element == "int8":
@@ -114,96 +118,75 @@ def _pack_panels(weight: Tensor | QuantizedWeight, ops: Any) -> Packed:
 
 def panel_scales(scales: Tensor) -> Tensor:
     """Scales or zeros (N, G) in the order of panels: (P, G, 64), filled up with zeros."""
-    n, groups = scales.shape
-    filled = scales.new_zeros((steps(n, PANEL) * PANEL, groups))
-    filled[:n] = scales
-    return filled.view(-1, PANEL, groups).transpose(1, 2).contiguous()
+    filled = pad(scales, (0, 0, 0, -len(scales) % PANEL))
+    return filled.unflatten(0, (-1, PANEL)).transpose(1, 2).contiguous()
 
 
-def _panel_rows(packed: Packed, shape: PackedShape, ids: Tensor | None) -> Tensor | QuantizedWeight:
+def _panel_rows(
+    packed: Packed, format: WeightFormat, size: tuple[int, int], ids: Tensor | None
+) -> Tensor | QuantizedWeight:
     if ids is None:
-        ids = torch.arange(shape.out_features, device=packed.data.device)
+        ids = torch.arange(size[0], device=packed.data.device)
 
     def take(tensor: Tensor) -> Tensor:  # (P, anything, 64, …) -> (R, anything, …)
         return tensor[ids // PANEL, :, ids % PANEL]
 
-    lanes = take(packed.data)  # (R, steps, 2 or 4)
-    if shape.format.element == "bfloat16":
-        return lanes.flatten(1)[:, : shape.in_features].contiguous()
-    assert packed.scales is not None
-    if shape.format.element == "int8":
-        values = (lanes ^ 0x80).view(torch.int8).flatten(1)
-        scales = packed.scales[ids // PANEL, ids % PANEL].unsqueeze(1)
-        return QuantizedWeight(format=INT8, values=values[:, : shape.in_features].contiguous(), scales=scales)
-    values = torch.cat((lanes & 15, lanes >> 4), dim=2).flatten(1)
+    values = take(packed.data)  # (R, steps, 2 or 4)
+    if format.element == "int8":
+        values = (values ^ 0x80).view(torch.int8)
+    elif format.element == "int4":
+        values = torch.cat((values & 15, values >> 4), dim=2)
+    values = values.flatten(1)[:, : size[1]].contiguous()
+    if packed.scales is None:
+        return values
     return QuantizedWeight(
-        format=shape.format,
-        values=values[:, : shape.in_features].contiguous(),
-        scales=take(packed.scales),
+        format=format,
+        values=values,
+        scales=take(packed.scales.view(len(packed.scales), -1, PANEL)),  # of int8 there is one a row: no groups
         zeros=None if packed.zeros is None else take(packed.zeros),
     )
 
 
-PANELS = Layout("panels", _panel_data_size, _panel_scale_size, _pack_panels, _panel_rows)
+PANELS = Layout("panels", _pack_panels, _panel_rows)
 
 
 # Rows
 
 
-def _row_data_size(shape: PackedShape) -> tuple[int, ...]:
-    k = shape.in_features
-    return (shape.out_features, steps(k, 2) if shape.format.element == "int4" else k)
-
-
-def _row_scale_size(shape: PackedShape) -> tuple[int, ...]:
-    return (shape.out_features, shape.groups)
-
-
-def _pack_rows(weight: Tensor | QuantizedWeight, ops: Any) -> Packed:
+def _pack_rows(weight: Tensor | QuantizedWeight) -> Packed:
     if isinstance(weight, Tensor):
         return Packed(weight.contiguous())
     if weight.format.element == "int8":
         return Packed(weight.values.contiguous(), weight.scales.float().contiguous())
-    values = torch.nn.functional.pad(weight.values, (0, weight.values.shape[1] % 2))
+    values = pad(weight.values, (0, weight.values.shape[1] % 2))
     zeros = None if weight.zeros is None else weight.zeros.contiguous()
     return Packed(values[:, ::2] | values[:, 1::2] << 4, weight.scales.contiguous(), zeros)
 
 
-def _row_rows(packed: Packed, shape: PackedShape, ids: Tensor | None) -> Tensor | QuantizedWeight:
+def _row_rows(
+    packed: Packed, format: WeightFormat, size: tuple[int, int], ids: Tensor | None
+) -> Tensor | QuantizedWeight:
     if ids is not None:
         packed = Packed(*(None if tensor is None else tensor[ids] for tensor in packed))  # type: ignore[arg-type]
-    if shape.format.element == "bfloat16":
+    if packed.scales is None:
         return packed.data
-    assert packed.scales is not None
-    if shape.format.element == "int8":
-        return QuantizedWeight(format=INT8, values=packed.data, scales=packed.scales)
-    values = torch.stack((packed.data & 15, packed.data >> 4), dim=2).flatten(1)[:, : shape.in_features]
-    return QuantizedWeight(format=shape.format, values=values, scales=packed.scales, zeros=packed.zeros)
+    values = packed.data
+    if format.element == "int4":
+        values = torch.stack((values & 15, values >> 4), dim=2).flatten(1)[:, : size[1]]
+    return QuantizedWeight(format=format, values=values, scales=packed.scales, zeros=packed.zeros)
 
 
-ROWS = Layout("rows", _row_data_size, _row_scale_size, _pack_rows, _row_rows)
+ROWS = Layout("rows", _pack_rows, _row_rows)
 
 
 # Pieces
 
 
-def _piece_data_size(shape: PackedShape) -> tuple[int, ...]:
-    if shape.format.element == "int4":
-        pieces = shape.groups * shape.format.group_size // (2 * PIECE)
-    else:
-        pieces = steps(shape.in_features, PIECE)
-    return (pieces, shape.out_features, PIECE)
-
-
-def _piece_scale_size(shape: PackedShape) -> tuple[int, ...]:
-    return (shape.groups, shape.out_features)
-
-
-def _pack_pieces(weight: Tensor | QuantizedWeight, ops: Any) -> Packed:
+def _pack_pieces(weight: Tensor | QuantizedWeight) -> Packed:
     assert isinstance(weight, QuantizedWeight), "the pieces are bytes; bfloat16 weights stay in rows"
     n, k = weight.shape
     multiple = weight.format.group_size or PIECE
-    values = torch.nn.functional.pad(weight.values, (0, -k % multiple))
+    values = pad(weight.values, (0, -k % multiple))
     if weight.format.element == "int4":
         halves = values.view(n, -1, 2, PIECE)  # (N, pieces, 2, 16)
         values = halves[:, :, 0] | halves[:, :, 1] << 4
@@ -212,22 +195,22 @@ def _pack_pieces(weight: Tensor | QuantizedWeight, ops: Any) -> Packed:
     return Packed(data, scales.T.contiguous(), None if weight.zeros is None else weight.zeros.T.contiguous())
 
 
-def _piece_rows(packed: Packed, shape: PackedShape, ids: Tensor | None) -> QuantizedWeight:
+def _piece_rows(packed: Packed, format: WeightFormat, size: tuple[int, int], ids: Tensor | None) -> QuantizedWeight:
     if ids is not None:
         packed = Packed(*(None if tensor is None else tensor[:, ids] for tensor in packed))  # type: ignore[arg-type]
     assert packed.scales is not None
     values = packed.data.transpose(0, 1)  # (R, pieces, 16)
-    if shape.format.element == "int4":
+    if format.element == "int4":
         values = torch.stack((values & 15, values >> 4), dim=2)  # (R, pieces, 2, 16)
     return QuantizedWeight(
-        format=shape.format,
-        values=values.flatten(1)[:, : shape.in_features].contiguous(),
+        format=format,
+        values=values.flatten(1)[:, : size[1]].contiguous(),
         scales=packed.scales.T.contiguous(),
         zeros=None if packed.zeros is None else packed.zeros.T.contiguous(),
     )
 
 
-PIECES = Layout("pieces", _piece_data_size, _piece_scale_size, _pack_pieces, _piece_rows)
+PIECES = Layout("pieces", _pack_pieces, _piece_rows)
 
 
 def check_format(format: WeightFormat, *elements: str) -> None:
@@ -250,7 +233,7 @@ def check_weight(weight: QuantizedWeight) -> None:
     check_format(weight.format, "int8", "int4")
     if weight.values.dim() != 2:
         raise ConfigError(f"the values of a weight are (N, K); found shape {tuple(weight.values.shape)}")
-    dtype = {"int8": torch.int8, "int4": torch.uint8}[weight.format.element]
+    dtype = VALUE_DTYPES[weight.format.element]
     if weight.values.dtype != dtype:
         raise ConfigError(f"an {weight.format.element} weight holds its values as {dtype}; found {weight.values.dtype}")
     if weight.format.element == "int4":

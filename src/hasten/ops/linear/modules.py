@@ -11,12 +11,14 @@ from torch import Tensor, nn
 from hasten.errors import ConfigError, HastenWarning
 from hasten.ops.linear.layouts import (
     PANELS,
+    Layout,
     Operands,
     Packed,
-    PackedShape,
     check_format,
     check_scales,
     check_weight,
+    empty_weight,
+    native_ops,
     panel_scales,
     steps,
 )
@@ -25,14 +27,13 @@ from hasten.ops.linear.operator import (
     LinearRequest,
     Product,
     layout_of,
-    native_ops,
     slow_for_its_format,
     takes,
 )
 from hasten.ops.linear.weights import BFLOAT16, QuantizedWeight, WeightFormat
 from hasten.ops.picker import pick
 
-ACTIVATION_DIGITS = {"int8": 1, "float": 2}
+ACTIVATION_PLANES = {"int8": 1, "float": 2}
 
 
 class PackedLinear(nn.Module):
@@ -69,39 +70,27 @@ class PackedLinear(nn.Module):
         dtype: torch.dtype = torch.bfloat16,
         kernel: str | None = None,
         device: torch.device | str | None = None,
+        pack: Callable[[Layout], Packed] | None = None,
     ) -> None:
-        """`dtype`: of the activations to come (for picking the kernel) and the bias."""
+        """`dtype`: of the activations to come (for picking the kernel) and the bias. `pack` gives the buffers."""
         super().__init__()
         check_format(format)
-        if activations not in ACTIVATION_DIGITS:
-            raise ConfigError(f"activations is {activations!r}; use {' or '.join(ACTIVATION_DIGITS)}")
+        if activations not in ACTIVATION_PLANES:
+            raise ConfigError(f"activations is {activations!r}; use {' or '.join(ACTIVATION_PLANES)}")
         if in_features < 1 or out_features < 1:
             raise ConfigError(f"a linear layer cannot have {in_features} inputs and {out_features} outputs")
         device = torch.empty(0, device=device).device
         self.in_features, self.out_features = in_features, out_features
         self.format, self.activations = format, activations
-        self.digits = ACTIVATION_DIGITS[activations]
+        self.planes = ACTIVATION_PLANES[activations]
         self.request = LinearRequest(device=device, dtype=dtype, format=format, in_features=in_features)
         chosen = pick(KERNELS, self.request, forced=kernel)
         if kernel is None and (reason := slow_for_its_format(self.request)) is not None:
             warnings.warn(f"the slower kernel {chosen.name!r} is used: {reason}", HastenWarning, stacklevel=3)
         self.kernel = chosen.name
         self._product: Product = chosen.run()
-        layout, shape = layout_of(self.kernel), self._shape
-        kind = {"bfloat16": torch.bfloat16, "int8": torch.int8, "int4": torch.uint8}[format.element]
-        if layout is PANELS and format.element == "int8":
-            kind = torch.uint8
-
-        def empty(size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-            return torch.empty(size, dtype=dtype, device=device)
-
-        self._hold(
-            Packed(
-                empty(layout.data_size(shape), kind),
-                empty(layout.scale_size(shape), format.scale_dtype) if format.scales else None,
-                None if format.symmetric else empty(layout.scale_size(shape), torch.uint8),
-            )
-        )
+        layout = layout_of(self.kernel)
+        self._hold(pack(layout) if pack else layout.pack(empty_weight((out_features, in_features), format, device)))
         self.register_buffer(
             "bias", torch.zeros(out_features, dtype=_bias_dtype(dtype), device=device) if bias else None
         )
@@ -112,9 +101,12 @@ class PackedLinear(nn.Module):
         if not isinstance(linear, nn.Linear):
             raise ConfigError(f"a packed layer is made of an nn.Linear; found {type(linear).__name__}")
         weight = linear.weight.detach()
-        new = cls(weight.shape[1], weight.shape[0], BFLOAT16, kernel=kernel, device=weight.device)
-        new._hold(layout_of(new.kernel).pack(weight.to(torch.bfloat16), new._ops))
-        return new._with_bias(linear.bias)
+        n, k = weight.shape
+
+        def pack(layout: Layout) -> Packed:
+            return layout.pack(weight.to(torch.bfloat16))
+
+        return cls(k, n, BFLOAT16, kernel=kernel, device=weight.device, pack=pack)._with_bias(linear.bias)
 
     @classmethod
     def from_weight(
@@ -129,16 +121,12 @@ class PackedLinear(nn.Module):
         """A layer of a quantized weight. Raises ConfigError for a weight whose parts do not fit together."""
         check_weight(weight)
         n, k = weight.shape
-        new = cls(
-            k,
-            n,
-            weight.format,
-            activations=activations,
-            dtype=dtype,
-            kernel=kernel,
-            device=weight.values.device,
-        )
-        new._hold(layout_of(new.kernel).pack(weight, new._ops))
+
+        def pack(layout: Layout) -> Packed:
+            return layout.pack(weight)
+
+        device = weight.values.device
+        new = cls(k, n, weight.format, activations=activations, dtype=dtype, kernel=kernel, device=device, pack=pack)
         return new._with_bias(bias)
 
     @classmethod
@@ -151,12 +139,12 @@ class PackedLinear(nn.Module):
         *,
         in_features: int,
         format: WeightFormat,
-        activations: str = "int8",
-        dtype: torch.dtype = torch.bfloat16,
-        kernel: str | None = None,
+        **options: Any,
     ) -> Self:
         """A layer from int32 words (N, ceil(K / 8)) as compressed-tensors stores them: nibble i of word j is value
         8j + i, 0 … 15. scales and zeros (uint8, or None for 8) are (N, groups). The values are never spread to bytes.
+
+        options: activations, dtype and kernel, as in `from_weight`.
         """
         if words.dtype != torch.int32 or words.dim() != 2 or words.shape[1] != steps(in_features, 8):
             raise ConfigError(
@@ -165,23 +153,16 @@ class PackedLinear(nn.Module):
             )
         check_format(format, "int4")
         check_scales(format, (words.shape[0], format.groups(in_features)), scales, zeros)
-        new = cls(
-            in_features,
-            words.shape[0],
-            format,
-            activations=activations,
-            dtype=dtype,
-            kernel=kernel,
-            device=words.device,
-        )
-        if layout_of(new.kernel) is PANELS:
-            data = new._ops.pack_int4_words(words, format.group_size)
-            new._hold(Packed(data, panel_scales(scales), None if zeros is None else panel_scales(zeros)))
-            return new._with_bias(bias)
-        shifts = torch.arange(0, 32, 4, device=words.device, dtype=torch.int32)
-        values = (words.unsqueeze(2) >> shifts & 15).to(torch.uint8).flatten(1)[:, :in_features]
-        weight = QuantizedWeight(format=format, values=values, scales=scales, zeros=zeros)
-        new._hold(layout_of(new.kernel).pack(weight, new._ops))
+
+        def pack(layout: Layout) -> Packed:
+            if layout is PANELS:
+                data = native_ops().pack_int4_words(words, format.group_size)
+                return Packed(data, panel_scales(scales), None if zeros is None else panel_scales(zeros))
+            shifts = torch.arange(0, 32, 4, device=words.device, dtype=torch.int32)
+            values = (words.unsqueeze(2) >> shifts & 15).to(torch.uint8).flatten(1)[:, :in_features]
+            return layout.pack(QuantizedWeight(format=format, values=values, scales=scales, zeros=zeros))
+
+        new = cls(in_features, words.shape[0], format, device=words.device, pack=pack, **options)
         return new._with_bias(bias)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -195,7 +176,7 @@ class PackedLinear(nn.Module):
         if x.requires_grad and torch.is_grad_enabled():
             raise ConfigError("packed layers have no gradient; call them under torch.no_grad()")
         packed = (self.data, self.scales, self.zeros, self.bias)
-        return self._product(x, Operands(*packed, self.out_features, self.format.group_size, self.digits))
+        return self._product(x, Operands(*packed, self.out_features, self.format.group_size, self.planes))
 
     def to_weight(self) -> QuantizedWeight:
         """The quantized weight as it was given, bit for bit."""
@@ -224,16 +205,14 @@ class PackedLinear(nn.Module):
         """Pick the kernel again, or force one by name; the weight is packed anew where its layout is another."""
         chosen = pick(KERNELS, self.request, forced=kernel)
         if layout_of(chosen.name) is not layout_of(self.kernel):
-            weight = self._rows(None)
-            ops = native_ops() if layout_of(chosen.name) is PANELS else None
-            self._hold(layout_of(chosen.name).pack(weight, ops))
+            self._hold(layout_of(chosen.name).pack(self._rows(None)))
         self.kernel, self._product = chosen.name, chosen.run()
 
     def extra_repr(self) -> str:
-        digits = f", activations={self.activations}" if self.format.scales else ""
+        activations = f", activations={self.activations}" if self.format.scales else ""
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, format={self.format.element}, "
-            f"group_size={self.format.group_size}{digits}, bias={self.bias is not None}, kernel={self.kernel}"
+            f"group_size={self.format.group_size}{activations}, bias={self.bias is not None}, kernel={self.kernel}"
         )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -244,16 +223,9 @@ class PackedLinear(nn.Module):
         super().__setstate__(state)
         self.bind(self.kernel)
 
-    @property
-    def _shape(self) -> PackedShape:
-        return PackedShape(self.out_features, self.in_features, self.format)
-
-    @property
-    def _ops(self) -> Any:
-        return native_ops() if layout_of(self.kernel) is PANELS else None
-
     def _rows(self, ids: Tensor | None) -> Tensor | QuantizedWeight:
-        return layout_of(self.kernel).rows(Packed(self.data, self.scales, self.zeros), self._shape, ids)
+        packed, size = Packed(self.data, self.scales, self.zeros), (self.out_features, self.in_features)
+        return layout_of(self.kernel).rows(packed, self.format, size, ids)
 
     def _hold(self, packed: Packed) -> None:
         for name, tensor in zip(Packed._fields, packed, strict=True):

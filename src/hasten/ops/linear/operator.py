@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +10,7 @@ from hasten.machine import emulated
 from hasten.machine.measured import compare, slower
 from hasten.ops import triton_support
 from hasten.ops.linear import kernels
-from hasten.ops.linear.layouts import PADDING, PANELS, PIECES, ROWS, Layout, Operands
+from hasten.ops.linear.layouts import PADDING, PANELS, PIECES, ROWS, Layout, Operands, native_ops
 from hasten.ops.linear.weights import WeightFormat
 from hasten.ops.native import library
 from hasten.ops.picker import Kernel
@@ -72,7 +71,7 @@ def _contenders() -> dict[str, Callable[[], object]]:
     row = prompt[:1]
 
     def run(product: Product, layout: Layout) -> Callable[[], object]:
-        packed = Operands(*layout.pack(weight, native_ops()), None, 4096, 0, 1)
+        packed = Operands(*layout.pack(weight), None, 4096, 0, 1)
 
         def call() -> object:
             with torch.inference_mode():
@@ -144,10 +143,3 @@ def slow_for_its_format(request: LinearRequest) -> str | None:
 def layout_of(kernel: str) -> Layout:
     """The layout of the weights that a kernel reads."""
     return {"native": PANELS, "triton": PIECES}.get(kernel, ROWS)
-
-
-def native_ops() -> Any:
-    """The operators of the native library, which must be there."""
-    native = library()
-    assert native is not None, "the native kernel is only taken where its library is"
-    return native.ops

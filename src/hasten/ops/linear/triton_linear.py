@@ -50,7 +50,7 @@ def choose(rows: int, out_features: int, group_size: int) -> Config:
 
 
 def linear(x: Tensor, weight: Operands) -> Tensor:
-    """A `Product` (operator.py) of x (…, K) bfloat16 or float16. Activations are never rounded, whatever `digits`."""
+    """A `Product` (operator.py) of x (…, K) bfloat16 or float16. Activations are never rounded, whatever `planes`."""
     return linear_operator(x, *weight[:-1])
 
 

@@ -8,7 +8,7 @@ import hasten
 from hasten.errors import ConfigError, HastenWarning
 from hasten.machine import find_compiler
 from hasten.model.fused import fuse_where_it_fits, refusal
-from hasten.model.stacking import alternate, split_alternate, split_stack, stack
+from hasten.model.fused_linear import fuse_qkv, interleave_gate_up, split_gate_up, split_qkv
 from hasten.model.transformer import Block
 from hasten.ops.linear import PackedLinear, QuantizedWeight, int4_format
 from hasten.quantization import Int4, quantize
@@ -28,11 +28,11 @@ def layers(count, rows, *, kernel):
 def test_parts_of_another_layout_are_packed_anew(rows, kernel):
     parts = layers(2, rows, kernel=kernel)
     weights = [part.dequantize() for part in parts]
-    assert torch.equal(stack(*parts).dequantize(), torch.cat(weights))
+    assert torch.equal(fuse_qkv(*parts).dequantize(), torch.cat(weights))
     parts = layers(2, rows, kernel=kernel)
     weights = [part.dequantize() for part in parts]
-    for together, split in ((stack(*parts), split_stack), (alternate(*parts), split_alternate)):
-        sizes = [rows, rows] if split is split_stack else rows
+    for together, split in ((fuse_qkv(*parts), split_qkv), (interleave_gate_up(*parts), split_gate_up)):
+        sizes = [rows, rows] if split is split_qkv else rows
         for part, weight in zip(split(together, sizes), weights, strict=True):
             assert torch.equal(part.weight, weight.bfloat16())
 

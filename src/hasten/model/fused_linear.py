@@ -1,13 +1,14 @@
 """Several linear layers of one input as one packed layer, and back: what the fused steps multiply with."""
 
 from collections.abc import Callable
+from itertools import accumulate
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from hasten.model.transformer import MLP, Attention, Block, Linear, Transformer
-from hasten.ops.linear.layouts import PANEL
+from hasten.ops.linear.layouts import PANEL, Packed
 from hasten.ops.linear.modules import PackedLinear
 from hasten.ops.linear.operator import native_unsupported
 from hasten.ops.linear.weights import BFLOAT16, QuantizedWeight
@@ -24,17 +25,17 @@ def packed(linear: Linear) -> PackedLinear:
     return linear
 
 
-def uneven(model: Transformer) -> str | None:
+def fusion_conflict(model: Transformer) -> str | None:
     """Which layers of a checkpoint of several formats the fused steps cannot compute, or None."""
     for number, block in enumerate(model.blocks):
         if not isinstance(block, Block):
             continue
-        joined: dict[str, list[Linear]] = {}
+        fused: dict[str, list[Linear]] = {}
         if isinstance(block.attention, Attention):
-            joined["q, k and v"] = [block.attention.q, block.attention.k, block.attention.v]
+            fused["q, k and v"] = [block.attention.q, block.attention.k, block.attention.v]
         if isinstance(block.mlp, MLP) and block.mlp.gate is not None:
-            joined["gate and up"] = [block.mlp.gate, block.mlp.up]
-        for names, linears in joined.items():
+            fused["gate and up"] = [block.mlp.gate, block.mlp.up]
+        for names, linears in fused.items():
             found = difference(*linears)
             if found is not None:
                 return f"its {names} are one product, and those of block {number} differ: {found}"
@@ -71,18 +72,21 @@ def _kind(linear: Linear) -> dict[str, object]:
     }
 
 
-def stack(*linears: Linear) -> PackedLinear:
-    """One layer that computes several of the same input, their outputs after each other (q, k, v).
+def fuse_qkv(*linears: Linear) -> PackedLinear:
+    """One layer that computes several of the same input, their outputs after each other.
 
-    They must not differ (`difference`), here and in `alternate`.
+    They must not differ (`difference`), here and in `interleave_gate_up`.
     """
     parts = [packed(linear) for linear in linears]
-    if any(part.out_features % PANEL for part in parts):
-        return _from_rows([_numbers(part) for part in parts], parts, [part.bias for part in parts])
-    return _combined(parts, sum(part.out_features for part in parts), lambda tensors: torch.cat(tensors))
+    if any(part.out_features % PANEL for part in parts):  # the slow way: unpack, put the rows together, pack again
+        weights, biases = [_numbers(part) for part in parts], [part.bias for part in parts if part.bias is not None]
+        numbers = [weight for weight in weights if isinstance(weight, QuantizedWeight)]
+        rows = QuantizedWeight.joined(numbers) if numbers else torch.cat([w for w in weights if isinstance(w, Tensor)])
+        return packed(_linear(rows, torch.cat(biases) if biases else None, like=parts[0]))
+    return _combined(parts, sum(part.out_features for part in parts), torch.cat)
 
 
-def alternate(gate: Linear, up: Linear) -> PackedLinear:
+def interleave_gate_up(gate: Linear, up: Linear) -> PackedLinear:
     """One layer whose panels hold 32 rows of gate and 32 of up, so that both halves of a product meet in a panel."""
     parts = [packed(gate), packed(up)]
     halves = -(-parts[0].out_features // HALF_PANEL)
@@ -99,51 +103,26 @@ def alternate(gate: Linear, up: Linear) -> PackedLinear:
 def _combined(parts: list[PackedLinear], out_features: int, combine: Callable[[list[Tensor]], Tensor]) -> PackedLinear:
     """A layer of the combined buffers of several."""
     first = parts[0]
+
+    def pack(_: object) -> Packed:
+        buffers = {name: [getattr(part, name) for part in parts] for name in Packed._fields}
+        return Packed(**{name: combine(own) for name, own in buffers.items() if own[0] is not None})
+
     new = PackedLinear(
-        first.in_features,
-        1,  # the buffers are replaced: none of the real size is made in vain
-        first.format,
-        activations=first.activations,
-        kernel="native",
+        first.in_features, out_features, first.format, activations=first.activations, kernel="native", pack=pack
     )
-    new.out_features = out_features
-    for name in ("data", "scales", "zeros"):
-        tensors = [getattr(part, name) for part in parts]
-        setattr(new, name, None if tensors[0] is None else combine(tensors))
-    if first.bias is not None:
-        new.bias = combine([_panel_bias(part.bias, part.out_features) for part in parts]).flatten()
+    biases = [pad(part.bias, (0, -part.out_features % PANEL)) for part in parts if part.bias is not None]
+    if biases:
+        new.bias = combine([bias.view(-1, PANEL) for bias in biases]).flatten()
     return new
 
 
-def _panel_bias(bias: Tensor | None, out_features: int) -> Tensor:
-    """A bias as panels (P, 64), filled up with zeros."""
-    assert bias is not None
-    return F.pad(bias, (0, -out_features % PANEL)).view(-1, PANEL)
+def split_qkv(linear: PackedLinear, sizes: list[int]) -> list[Linear]:
+    """What `fuse_qkv` put together, as layers of their own again."""
+    return [_part(linear, torch.arange(end - size, end)) for size, end in zip(sizes, accumulate(sizes), strict=True)]
 
 
-def _numbers(linear: PackedLinear) -> QuantizedWeight | Tensor:
-    return linear.dequantize(torch.bfloat16) if linear.format == BFLOAT16 else linear.to_weight()
-
-
-def _from_rows(
-    weights: list[QuantizedWeight | Tensor], parts: list[PackedLinear], biases: list[Tensor | None]
-) -> PackedLinear:
-    """The slow way for sizes that are no multiple of a panel: unpack, put the rows together, pack again."""
-    bias = None if biases[0] is None else torch.cat([b for b in biases if b is not None])
-    if isinstance(weights[0], Tensor):
-        rows = torch.cat([w for w in weights if isinstance(w, Tensor)])
-        return PackedLinear.from_linear(_plain_linear(rows, bias), kernel="native")
-    merged = QuantizedWeight.joined([w for w in weights if isinstance(w, QuantizedWeight)])
-    return PackedLinear.from_weight(merged, bias, activations=parts[0].activations)
-
-
-def split_stack(linear: PackedLinear, sizes: list[int]) -> list[Linear]:
-    """What `stack` put together, as layers of their own again."""
-    starts = [sum(sizes[:i]) for i in range(len(sizes))]
-    return [_part(linear, torch.arange(start, start + size)) for start, size in zip(starts, sizes, strict=True)]
-
-
-def split_alternate(linear: PackedLinear, size: int) -> list[Linear]:
+def split_gate_up(linear: PackedLinear, size: int) -> list[Linear]:
     """Gate and up, of `size` outputs each, as layers of their own again."""
     rows = torch.arange(size)
     gate = rows // HALF_PANEL * PANEL + rows % HALF_PANEL
@@ -157,14 +136,19 @@ def plain(linear: PackedLinear) -> Linear:
 
 def _part(linear: PackedLinear, rows: Tensor) -> Linear:
     """The layer of some of the output rows."""
-    bias = None if linear.bias is None else linear.bias[rows]
     weight = _numbers(linear)
+    own = weight[rows] if isinstance(weight, Tensor) else weight.map(lambda tensor: tensor[rows])
+    return _linear(own, None if linear.bias is None else linear.bias[rows], like=linear)
+
+
+def _numbers(linear: PackedLinear) -> QuantizedWeight | Tensor:
+    return linear.dequantize(torch.bfloat16) if linear.format == BFLOAT16 else linear.to_weight()
+
+
+def _linear(weight: QuantizedWeight | Tensor, bias: Tensor | None, *, like: PackedLinear) -> Linear:
+    """A layer of these numbers that treats its activations as another one does; an nn.Linear of plain ones."""
     if isinstance(weight, QuantizedWeight):
-        return PackedLinear.from_weight(weight.map(lambda tensor: tensor[rows]), bias, activations=linear.activations)
-    return _plain_linear(weight[rows], bias)
-
-
-def _plain_linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+        return PackedLinear.from_weight(weight, bias, activations=like.activations)
     new = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
     new.weight = nn.Parameter(weight)
     if bias is not None:
