@@ -40,7 +40,7 @@ def test_parts_of_another_layout_are_packed_anew(rows, kernel):
 def test_a_fused_model_moves_only_after_it_was_taken_apart():
     model = hasten.load(make_reference("llama"), dtype="bfloat16")
     quantize(model, Int4(group_size=32))
-    weights = {name: model.get_submodule(name).to_weight().values for name in model.quantization.layers}
+    weights = {name: model.get_submodule(name).to_weight().values for name in model.quantization}
     hasten.fuse(model)
     model.to("cpu")
     with pytest.raises(ConfigError, match=r"hasten.unfuse\(model\) first, then make it bfloat16 on meta"):

@@ -46,8 +46,8 @@ def test_all_linear_layers_but_routers_are_quantized(name, scheme):
     assert hasten.quantize(model, scheme) is model
     assert packed(model) == expected
     assert model.quantization is not None
-    assert set(model.quantization.layers) == expected
-    kinds = {name: (layer.weight.bits, layer.weight.group_size) for name, layer in model.quantization.layers.items()}
+    assert set(model.quantization) == expected
+    kinds = {name: (layer.weight.bits, layer.weight.group_size) for name, layer in model.quantization.items()}
     blocks = (8, 0) if isinstance(scheme, Int8) else (4, scheme.group_size)
     assert {kind for name, kind in kinds.items() if name != "head"} == {blocks}
     assert kinds["head"] == (blocks if scheme.lm_head == "same" else (8, 0))
@@ -99,7 +99,7 @@ def test_reports_say_what_each_layer_lost_and_saved():
     model = tiny_llama()
     reports = []
     quantize(model, Int4(group_size=32), report=reports.append)
-    assert [report.name for report in reports] == list(model.quantization.layers)
+    assert [report.name for report in reports] == list(model.quantization)
     for report in reports:
         eight = report.name == "head"
         assert report.format.weight.bits == (8 if eight else 4)
@@ -220,8 +220,8 @@ def test_the_command(tiny_folder, tmp_path, capsys):
     assert done["scheme"]["group_size"] == 32
     model = hasten.load(out)
     assert model.tokenizer is not None
-    assert model.quantization.layers["blocks.0.mlp.up"].weight.group_size == 32
-    assert model.quantization.layers["blocks.0.mlp.up"].weight.symmetric
+    assert model.quantization["blocks.0.mlp.up"].weight.group_size == 32
+    assert model.quantization["blocks.0.mlp.up"].weight.symmetric
     main(["generate", str(out), "--prompt", "def", "--max-new-tokens", "3", "--json", "-"])
     assert json.loads(capsys.readouterr().out)["text"] is not None
 
@@ -292,7 +292,7 @@ def test_ctrl_c_is_one_line_and_leaves_no_half_of_a_folder(tiny_folder, tmp_path
 def test_every_command_that_runs_a_model_can_quantize_it(name, bits, tiny_folder):
     options = ModelOptions(model=str(tiny_folder), quantize=name, threads=1, fuse=False)
     model = options.load()
-    assert model.quantization.layers["blocks.0.attention.q"].weight.bits == bits
+    assert model.quantization["blocks.0.attention.q"].weight.bits == bits
 
 
 def test_a_fused_model_is_unfused_first():

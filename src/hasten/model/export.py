@@ -5,7 +5,7 @@ import os
 import shutil
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,13 +20,13 @@ from hasten.model.checkpoint import DTYPES
 from hasten.model.families import FAMILIES
 from hasten.model.families.family import TensorSlice
 from hasten.model.formats.compressed_tensors import CompressedTensors
-from hasten.model.formats.pieces import join, join_weights, take_weight
+from hasten.model.formats.pieces import join, join_weights
 from hasten.model.formats.record import LayerFormat
-from hasten.model.formats.stream import TensorSpec
 from hasten.model.formats.stream import write_file as save_file
 from hasten.model.transformer import Transformer
 from hasten.ops.attention.pattern_text import pattern_values
 from hasten.ops.linear import PackedLinear, QuantizedWeight
+from hasten.ops.linear.layouts import empty_weight
 
 SHARD_BYTES = 4_000_000_000  # large checkpoints are written in files of about this size
 QUANTIZATION_FIELDS = ("quantization_config", "compression_config", "hasten")
@@ -129,23 +129,16 @@ def _held(model: Transformer) -> Quantized | None:
         assert isinstance(module, PackedLinear)
         return module.to_weight()
 
-    return Quantized(model.quantization.layers, weight)
+    return Quantized(model.quantization, weight)
 
 
 @dataclass(frozen=True, slots=True)
 class _Published:
-    """One tensor or quantized module of the checkpoint to be: its name, which of our parameters it is made of, and the
-    tensors that stand for it in the file.
-    """
+    """One tensor or quantized module of the checkpoint to be: its name, and which of our parameters it is made of."""
 
     name: str
     parts: tuple[tuple[TensorSlice, str], ...]
-    specs: Mapping[str, TensorSpec]
-    layer: LayerFormat | None = None
-
-    @property
-    def bytes(self) -> int:
-        return sum(spec.bytes for spec in self.specs.values())
+    layer: LayerFormat | None
 
 
 class _Plan:
@@ -161,37 +154,25 @@ class _Plan:
         for ours, piece in FAMILIES[model.config.family].places(model.config):
             if not (ours == "head.weight" and self.tied):
                 parts.setdefault(piece.name, []).append((piece, ours))
-        self.things = [self._plan(name, tuple(pieces)) for name, pieces in parts.items()]
+        self.things = [
+            _Published(name, tuple(pieces), self.layers.get(pieces[0][1].removesuffix(".weight")))
+            for name, pieces in parts.items()
+        ]
 
-    def _plan(self, name: str, parts: tuple[tuple[TensorSlice, str], ...]) -> _Published:
-        layer = self.layers.get(parts[0][1].removesuffix(".weight")) if parts[0][1].endswith(".weight") else None
-        shapes = [self._shape(ours) for _, ours in parts]
-        rows = sum(shape[0] for shape in shapes)
-        if layer is not None:
-            prefix = name.removesuffix("weight")
-            specs = {prefix + key: spec for key, spec in self.format.tensor_specs(layer, rows, shapes[0][1]).items()}
-            return _Published(name, parts, specs, layer)
-        shape = (rows, *shapes[0][1:])
-        if parts[0][0].transposed:
-            shape = shape[::-1]
-        own = self.dtype or self._tensor(parts[0][1]).dtype
-        return _Published(name, parts, {name: TensorSpec(own, shape)})
+    def make(self, thing: _Published, device: str = "cpu") -> dict[str, Tensor]:
+        """Contiguous tensors by their names in the checkpoint, fused ones put together again.
 
-    def make(self, planned: _Published) -> Iterator[tuple[str, Tensor]]:
-        """(name in the checkpoint, contiguous tensor on the CPU), fused tensors put together again."""
-        pieces = [piece for piece, _ in planned.parts]
-        if planned.layer is None:
-            tensor = join(pieces, [self._tensor(ours) for _, ours in planned.parts])
+        On the meta device only their dtypes and shapes, at no cost.
+        """
+        pieces = [piece for piece, _ in thing.parts]
+        if thing.layer is None:
+            tensor = join(pieces, [self._tensor(ours).to(device) for _, ours in thing.parts])
             tensor = tensor.t() if pieces[0].transposed else tensor
-            yield planned.name, tensor.to(device="cpu", dtype=self.dtype).contiguous()
-            return
-        assert self.quantized is not None
-        weights = [self.quantized.weight(ours.removesuffix(".weight")) for _, ours in planned.parts]
-        if planned.parts[0][1] == "head.weight":
-            weights = [take_weight(weights[0], TensorSlice("", 0, self.model.config.vocab_size))]
-        prefix = planned.name.removesuffix("weight")
-        for key, tensor in self.format.encode(join_weights(pieces, weights)).items():
-            yield prefix + key, tensor.cpu().contiguous()
+            return {thing.name: tensor.to(self.dtype).contiguous()}
+        weights = [self._weight(ours, thing.layer, device) for _, ours in thing.parts]
+        encoded = self.format.encode(join_weights(pieces, weights))
+        prefix = thing.name.removesuffix("weight")
+        return {prefix + key: tensor.to(device).contiguous() for key, tensor in encoded.items()}
 
     def config(self, dtype: torch.dtype) -> dict[str, Any]:
         """config.json, with what is quantized; warns where another reader cannot follow."""
@@ -211,7 +192,7 @@ class _Plan:
         """Say once what keeps transformers with compressed-tensors from reading what is written."""
         for thing in things:
             assert thing.layer is not None
-            k, size = self._shape(thing.parts[0][1])[1], thing.layer.weight.group_size
+            k, size = self._size(thing.parts[0][1])[1], thing.layer.weight.group_size
             reason = None
             if thing.parts[0][0].transposed:
                 reason = f"{thing.name} is no Linear there but a Conv1D, which compressed-tensors does not know"
@@ -231,41 +212,43 @@ class _Plan:
         tensor = getattr(self.model.get_submodule(owner), leaf).detach()  # a packed layer's bias is a buffer
         return tensor[: self.model.config.vocab_size] if owner in ("embedding", "head") else tensor
 
-    def _shape(self, ours: str) -> tuple[int, ...]:
-        module = self.model.get_submodule(ours.rpartition(".")[0])
-        if not isinstance(module, PackedLinear) or ours.endswith(".bias"):
-            return tuple(self._tensor(ours).shape)
-        rows = self.model.config.vocab_size if ours == "head.weight" else module.out_features
-        return rows, module.in_features
+    def _weight(self, ours: str, layer: LayerFormat, device: str) -> QuantizedWeight:
+        assert self.quantized is not None
+        if device == "meta":
+            weight = empty_weight(self._size(ours), layer.weight, torch.device(device))
+        else:
+            weight = self.quantized.weight(ours.removesuffix(".weight"))
+        return weight.rows(slice(self.model.config.vocab_size)) if ours == "head.weight" else weight
 
-
-def _shards(planned: Sequence[_Published], shard_bytes: int) -> list[list[_Published]]:
-    shards: list[list[_Published]] = [[]]
-    filled = 0
-    for thing in planned:
-        if filled and filled + thing.bytes > shard_bytes:
-            shards.append([])
-            filled = 0
-        shards[-1].append(thing)
-        filled += thing.bytes
-    return shards
+    def _size(self, ours: str) -> tuple[int, int]:
+        linear: Any = self.model.get_submodule(ours.removesuffix(".weight"))
+        return linear.out_features, linear.in_features
 
 
 def _write_weights(plan: _Plan, folder: Path, shard_bytes: int) -> set[str]:
     """Write the weights and return the names of their files."""
-    shards = _shards(plan.things, shard_bytes)
+    specs = {thing.name: plan.make(thing, "meta") for thing in plan.things}
+    sizes = {name: sum(tensor.nbytes for tensor in tensors.values()) for name, tensors in specs.items()}
+    shards: list[list[_Published]] = [[]]
+    filled = 0
+    for thing in plan.things:
+        size = sizes[thing.name]
+        if filled and filled + size > shard_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(thing)
+        filled += size
     count = len(shards)
     names = ["model.safetensors"]
     if count > 1:
         names = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
     weight_map: dict[str, str] = {}
     for file, shard in zip(names, shards, strict=True):
-        specs = {name: spec for thing in shard for name, spec in thing.specs.items()}
-        save_file(specs, folder / file, tensors=(made for thing in shard for made in plan.make(thing)))
-        weight_map |= dict.fromkeys(specs, file)
+        own = {name: spec for thing in shard for name, spec in specs[thing.name].items()}
+        save_file(own, folder / file, tensors=(made for thing in shard for made in plan.make(thing).items()))
+        weight_map |= dict.fromkeys(own, file)
     if count > 1:
-        total = sum(thing.bytes for thing in plan.things)
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
         save_json(folder / "model.safetensors.index.json", index, sort_keys=True)
         names.append("model.safetensors.index.json")
     return set(names)

@@ -137,7 +137,7 @@ def plain(linear: PackedLinear) -> Linear:
 def _part(linear: PackedLinear, rows: Tensor) -> Linear:
     """The layer of some of the output rows."""
     weight = _numbers(linear)
-    own = weight[rows] if isinstance(weight, Tensor) else weight.map(lambda tensor: tensor[rows])
+    own = weight[rows] if isinstance(weight, Tensor) else weight.rows(rows)
     return _linear(own, None if linear.bias is None else linear.bias[rows], like=linear)
 
 

@@ -168,20 +168,10 @@ def _warn_of_unused(stored: Mapping[str, StoredTensor], pieces: Mapping[str, Ten
 
 def _shape_after(shape: tuple[int, ...], piece: TensorSlice) -> tuple[int, ...] | None:
     """The shape that `take` would give, or None if the piece does not fit."""
-    if piece.expert is not None:
-        if len(shape) < 2 or piece.expert >= shape[0]:
-            return None
-        shape = shape[1:]
-    if piece.transposed:
-        shape = shape[::-1]
-    if not shape:
+    try:
+        return tuple(take(torch.empty(shape, device="meta"), piece).shape)
+    except (IndexError, RuntimeError):
         return None
-    if piece.interleaved is not None:
-        count, _, size = piece.interleaved
-        return (shape[0] // count, *shape[1:]) if shape[0] % (count * size) == 0 else None
-    if piece.start is not None and piece.stop is not None:
-        return (piece.stop - piece.start, *shape[1:]) if piece.stop <= shape[0] else None
-    return shape
 
 
 def _check(pieces: Mapping[str, TensorSlice], stored: Mapping[str, StoredTensor], model: Transformer) -> None:
@@ -253,7 +243,7 @@ def _finish(model: Transformer, device: torch.device | None) -> None:
 
 def tie(model: Transformer) -> None:
     """Make head and embedding one parameter where the config says so and the checkpoint does not contradict it."""
-    if not model.config.tie_embeddings or (model.quantization is not None and "head" in model.quantization.layers):
+    if not model.config.tie_embeddings or (model.quantization is not None and "head" in model.quantization):
         return
     head, embedding = model.head.weight, model.embedding.weight
     if head.is_meta or head.data_ptr() == embedding.data_ptr() or torch.equal(head, embedding):

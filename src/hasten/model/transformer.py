@@ -7,7 +7,7 @@ heads, D: head size, C: hidden size, V: vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from hasten.model.config import LayerConfig, ModelConfig
 from hasten.model.experts import Experts
-from hasten.model.formats.record import Quantization
+from hasten.model.formats.record import LayerFormat
 from hasten.model.interfaces import Context, LayerContext, Stack
 from hasten.model.norms import norm_of
 from hasten.model.rope import RotaryTable, rotate
@@ -168,14 +168,14 @@ class Transformer(nn.Module):
 
     Built uninitialised: weights come from a checkpoint (`hasten.load`) or from `initialize`. `tokenizer` and
     `generation` (the folder's generation_config.json) travel with the model where it has them; `quantization` says
-    which layers are quantized, if any are.
+    how each quantized layer is, by its name ("blocks.0.attention.q"), if any are.
     """
 
     tokenizer: Tokenizer | None
     generation: dict[str, Any]
     embedding: Any  # nn.Embedding; PackedEmbedding where it is tied to a packed head
     head: Any  # nn.Linear, or PackedLinear
-    quantization: Quantization | None
+    quantization: Mapping[str, LayerFormat] | None
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()

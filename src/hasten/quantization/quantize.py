@@ -6,10 +6,9 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
 
 from hasten.errors import ConfigError
-from hasten.model.formats.record import LayerFormat, Quantization
+from hasten.model.formats.record import LayerFormat
 from hasten.model.fused import FusedBlock
 from hasten.model.require import require_model
 from hasten.model.transformer import Transformer
@@ -51,15 +50,14 @@ def quantize(model: Transformer, scheme: Scheme, *, report: Callable[[LayerRepor
         weight = round_named(name, linear.weight, scheme, layer)
         if report is not None:
             report(compare(name, linear.weight, weight, layer))
-        owner, _, leaf = name.rpartition(".")
         packed = PackedLinear.from_weight(
             weight, bias=linear.bias, activations=layer.activations, dtype=model.compute_dtype
         )
-        setattr(model.get_submodule(owner), leaf, packed)
+        model.set_submodule(name, packed)
         del linear, weight
         # Said layer by layer: after an interruption the model is half quantized, and says so.
         done[name] = layer
-        model.quantization = Quantization(layers=dict(done))
+        model.quantization = dict(done)
     if "head" in formats:
         model.config = replace(model.config, tie_embeddings=False)
     return model
@@ -101,20 +99,13 @@ def compare(name: str, weight: Tensor, quantized: QuantizedWeight, layer: LayerF
 def relative_error(weight: Tensor, quantized: QuantizedWeight) -> float:
     """Root mean square of the difference to a weight (N, K), over the weight's own; 0 for a weight of zeros."""
     n, k = quantized.shape
-    size, groups = quantized.format.group_size or k, quantized.format.groups(k)
     sums: dict[int, tuple[float, float]] = {}
 
     def work(rows: slice) -> None:
         exact = weight[rows].float()
-        values = pad(quantized.values[rows].float(), (0, groups * size - k)).unflatten(1, (groups, size))
-        if quantized.zeros is not None:
-            values -= quantized.zeros[rows].unsqueeze(-1)
-        elif quantized.format.element == "int4":
-            values -= 8
-        values *= quantized.scales[rows].float().unsqueeze(-1)
-        wrong = torch.linalg.vector_norm(values.flatten(1)[:, :k] - exact)
+        wrong = torch.linalg.vector_norm(quantized.rows(rows).dequantize() - exact)
         sums[rows.start] = float(wrong) ** 2, float(torch.linalg.vector_norm(exact)) ** 2
 
-    each_block(n, groups * size, work)
+    each_block(n, k, work)
     wrong, total = (math.fsum(column) for column in zip(*sums.values(), strict=True))
     return math.sqrt(wrong / total) if total else 0.0

@@ -34,46 +34,27 @@ class CompressedFolder:
     def read(self, module: QuantizedModule) -> QuantizedWeight:
         """The module's numbers. The values of int8 are views of the file; those of int4 are unpacked, a byte each."""
         assert module.layer is not None
-        scales, zeros = self.scales(module)
+        scales, zeros = self._layer_scales(module)
         return QuantizedWeight(format=module.layer.weight, values=self._values(module), scales=scales, zeros=zeros)
 
     def int4_words(self, module: QuantizedModule) -> tuple[Tensor, Tensor, Tensor | None] | None:
         """The words of int4 that stands packed, its scales and zeros."""
-        return (self.values(module), *self.scales(module)) if module.packed and module.stored.bits == 4 else None
+        return (self.values(module), *self._layer_scales(module)) if module.packed and module.stored.bits == 4 else None
 
     def values(self, module: QuantizedModule) -> Tensor:
         """The values as they stand in the file: int8 (N, K), or int32 words."""
         return self.tensors[f"{module.name}.weight{'_packed' if module.packed else ''}"]
 
-    def scales(self, module: QuantizedModule) -> tuple[Tensor, Tensor | None]:
-        """Scales and zeros as QuantizedWeight holds them."""
-        assert module.layer is not None
-        k = module.shape[1]
-        scales, zeros = self._stored_scales(module)
-        if module.stored.bits == 8:
-            return scales.float(), None
-        held = module.layer.weight
-        if module.stored.group_size != held.group_size:  # wider groups: each part of one has the same scale
-            group = torch.arange(held.groups(k)) * held.group_size
-            place = group // (module.stored.group_size or k)
-            scales, zeros = scales[:, place], None if zeros is None else zeros[:, place]
-        return scales, zeros
-
     def dequantize(self, module: QuantizedModule, dtype: torch.dtype) -> Tensor:
         """The weight (N, K) that the module's integers stand for, each rounded once, to `dtype`."""
-        if module.layer is not None:
-            return self.read(module).dequantize(dtype)
         n, k = module.shape
-        scales, zeros = self._stored_scales(module)
-        group = torch.arange(k) // (module.stored.group_size or k)
-        values, weight = self._values(module), torch.empty(n, k, dtype=dtype)
+        scales, zeros = self._scales(module)
+        whole = QuantizedWeight(format=module.stored, values=self._values(module), scales=scales, zeros=zeros)
+        weight = torch.empty(n, k, dtype=dtype)
         step = max(1, _BLOCK_ELEMENTS // k)  # a few rows at a time, so that the float32 between them stays small
         for start in range(0, n, step):
             rows = slice(start, start + step)
-            wide = values[rows].float()
-            if zeros is not None:
-                wide -= zeros[rows].float()[:, group]
-            weight[rows] = wide.mul_(scales[rows].float()[:, group])
+            weight[rows] = whole.rows(rows).dequantize(dtype)
         return weight
 
     def _values(self, module: QuantizedModule) -> Tensor:
@@ -82,7 +63,20 @@ class CompressedFolder:
         unpack = unpack_bytes if module.stored.bits == 8 else unpack_columns
         return unpack(self.values(module), module.shape[1])
 
-    def _stored_scales(self, module: QuantizedModule) -> tuple[Tensor, Tensor | None]:
+    def _layer_scales(self, module: QuantizedModule) -> tuple[Tensor, Tensor | None]:
+        """Scales and zeros as the module's layer holds them."""
+        assert module.layer is not None
+        scales, zeros = self._scales(module)
+        held, k = module.layer.weight, module.shape[1]
+        if held.bits == 8:
+            return scales.float(), None
+        if module.stored.group_size != held.group_size:  # wider groups: each part of one has the same scale
+            group = torch.arange(held.groups(k)) * held.group_size
+            place = group // (module.stored.group_size or k)
+            scales, zeros = scales[:, place], None if zeros is None else zeros[:, place]
+        return scales, zeros
+
+    def _scales(self, module: QuantizedModule) -> tuple[Tensor, Tensor | None]:
         """Scales (N, G) as they stand in the file, and zeros of the same shape: uint8 for int4, int8 for int8."""
         n = module.shape[0]
         name = f"{module.name}.weight_scale"

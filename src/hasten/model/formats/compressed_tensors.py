@@ -18,6 +18,7 @@ own key `hasten`.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,23 @@ from hasten.model.formats.compressed_reader import open_folder
 from hasten.model.formats.file_format import QuantizedFolder
 from hasten.model.formats.packing import pack_bytes, pack_columns, pack_rows
 from hasten.model.formats.record import LayerFormat
-from hasten.model.formats.stream import TensorSpec
 from hasten.ops.linear import INT8, QuantizedWeight, WeightFormat
+
+
+@dataclass(frozen=True, slots=True)
+class CompressedQuantization:
+    """The `StoredQuantization`."""
+
+    groups: tuple[ConfigGroup, ...]
+
+    @property
+    def weight_formats(self) -> list[WeightFormat]:
+        """Those of the groups; the dtype of int4 scales is only known from their tensors."""
+        return [group.layer.weight for group in self.groups]
+
+    def open(self, stored: Mapping[str, StoredTensor], tensors: Mapping[str, Tensor]) -> QuantizedFolder:
+        """The folder, its modules checked."""
+        return open_folder(self.groups, stored, tensors)
 
 
 class CompressedTensors:
@@ -42,37 +58,12 @@ class CompressedTensors:
     def __init__(self, *, pack_int8: bool = False) -> None:
         self.pack_int8 = pack_int8
 
-    def read_config(self, given: Any, values: Mapping[str, Any], where: Path) -> tuple[ConfigGroup, ...]:
+    def read_config(self, given: Any, values: Mapping[str, Any], where: Path) -> CompressedQuantization:
         """The config's groups."""
-        return read_groups(given, values, where)
-
-    def weight_formats(self, config: tuple[ConfigGroup, ...]) -> list[WeightFormat]:
-        """Those of the groups; the dtype of int4 scales is only known from their tensors."""
-        return [group.layer.weight for group in config]
-
-    def open(
-        self, config: tuple[ConfigGroup, ...], stored: Mapping[str, StoredTensor], tensors: Mapping[str, Tensor]
-    ) -> QuantizedFolder:
-        """The folder, its modules checked."""
-        return open_folder(config, stored, tensors)
-
-    def tensor_specs(self, layer: LayerFormat, n: int, k: int) -> dict[str, TensorSpec]:
-        """The tensors that stand for a weight (N, K), by what follows the module's name."""
-        weight = layer.weight
-        if weight.bits == 8 and not self.pack_int8:
-            return {"weight": TensorSpec(torch.int8, (n, k)), "weight_scale": TensorSpec(torch.float32, (n, 1))}
-        groups = weight.groups(k)
-        specs = {
-            "weight_packed": TensorSpec(torch.int32, (n, -(-k * weight.bits // 32))),
-            "weight_scale": TensorSpec(weight.scale_dtype, (n, groups)),
-            "weight_shape": TensorSpec(torch.int64, (2,)),
-        }
-        if not weight.symmetric:
-            specs["weight_zero_point"] = TensorSpec(torch.int32, (-(-n // 8), groups))
-        return specs
+        return CompressedQuantization(read_groups(given, values, where))
 
     def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
-        """The tensors of `tensor_specs` with the numbers of a weight."""
+        """The tensors that stand for a weight (N, K), by what follows the module's name."""
         int4 = weight.format.bits == 4
         if not int4 and not self.pack_int8:
             return {"weight": weight.values, "weight_scale": weight.scales}

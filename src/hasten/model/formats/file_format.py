@@ -14,7 +14,6 @@ from torch import Tensor
 
 from hasten.model.checkpoint import StoredTensor
 from hasten.model.formats.record import LayerFormat
-from hasten.model.formats.stream import TensorSpec
 from hasten.ops.linear import QuantizedWeight, WeightFormat
 
 
@@ -57,25 +56,27 @@ class QuantizedFolder(Protocol):
         """The mapped tensor of the module's values, as it stands in the file."""
 
 
+class StoredQuantization(Protocol):
+    """What a checkpoint's config says of its quantized weights."""
+
+    @property
+    def weight_formats(self) -> list[WeightFormat]:
+        """The formats that the config names."""
+
+    def open(self, stored: Mapping[str, StoredTensor], tensors: Mapping[str, Tensor]) -> QuantizedFolder:
+        """The quantized modules of a folder, checked by their headers. CheckpointError for tensors that do not fit."""
+
+
 class FileFormat(Protocol):
     """A published layout of quantized weights."""
 
     method: str  # `quant_method` in config.json's quantization_config
 
-    def read_config(self, given: Any, values: Mapping[str, Any], where: Path) -> Any:
+    def read_config(self, given: Any, values: Mapping[str, Any], where: Path) -> StoredQuantization:
         """What a quantization_config says, of a config.json with these values; CheckpointError names a field."""
 
-    def weight_formats(self, config: Any) -> list[WeightFormat]:
-        """The formats that such a config names."""
-
-    def open(self, config: Any, stored: Mapping[str, StoredTensor], tensors: Mapping[str, Tensor]) -> QuantizedFolder:
-        """The quantized modules of a folder, checked by their headers. CheckpointError for tensors that do not fit."""
-
-    def tensor_specs(self, layer: LayerFormat, n: int, k: int) -> dict[str, TensorSpec]:
-        """The tensors that stand for a weight (N, K), by what follows the module's name."""
-
     def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
-        """The tensors of `tensor_specs` with the numbers of a weight."""
+        """The tensors that stand for a weight (N, K), by what follows the module's name; on the meta device too."""
 
     def write_config(self, layers: Mapping[str, LayerFormat], ignored: Sequence[str]) -> dict[str, Any]:
         """What config.json says of layers, by published module names, and of linear ones that are left as they are."""

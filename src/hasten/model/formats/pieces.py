@@ -35,11 +35,6 @@ def join(pieces: Sequence[TensorSlice], tensors: Sequence[Tensor]) -> Tensor:
     return tensors[0]
 
 
-def take_weight(weight: QuantizedWeight, piece: TensorSlice) -> QuantizedWeight:
-    """The part of a quantized weight that a piece names: scales and zeros belong to rows, so this is exact."""
-    return weight.map(lambda tensor: take(tensor, piece))
-
-
 def join_weights(pieces: Sequence[TensorSlice], weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
     """The quantized weight of a fused module, from those of its parts."""
     return QuantizedWeight.joined(weights, lambda tensors: join(pieces, tensors))

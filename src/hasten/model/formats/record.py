@@ -1,7 +1,6 @@
-"""Which layers of a model are quantized, and how: what a checkpoint says, and what a saved one will say."""
+"""How one layer of a model is quantized: what a checkpoint says, and what a saved one will say."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from hasten.ops.linear.weights import WeightFormat
@@ -17,10 +16,3 @@ class LayerFormat:
 
     weight: WeightFormat
     activations: Activations = "int8"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Quantization:
-    """The quantized layers of a model by the names of our modules, such as "blocks.0.attention.q" or "head"."""
-
-    layers: Mapping[str, LayerFormat] = field(default_factory=dict)

@@ -1,7 +1,6 @@
 """The published layouts of quantized weights that hasten reads, by the `quant_method` of config.json."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,23 +9,9 @@ from torch import Tensor
 from hasten.errors import CheckpointError
 from hasten.model.checkpoint import StoredTensor
 from hasten.model.formats.compressed_tensors import CompressedTensors
-from hasten.model.formats.file_format import FileFormat, QuantizedFolder
-from hasten.ops.linear import WeightFormat
+from hasten.model.formats.file_format import FileFormat, QuantizedFolder, StoredQuantization
 
 FILE_FORMATS: Mapping[str, FileFormat] = {one.method: one for one in (CompressedTensors(),)}
-
-
-@dataclass(frozen=True, slots=True)
-class StoredQuantization:
-    """The layout of a checkpoint's quantized weights and what its config says of them."""
-
-    format: FileFormat
-    config: Any
-
-    @property
-    def weight_formats(self) -> list[WeightFormat]:
-        """The formats that the config names."""
-        return self.format.weight_formats(self.config)
 
 
 def read_quantization(values: Mapping[str, Any], where: Path) -> StoredQuantization | None:
@@ -47,7 +32,7 @@ def read_quantization(values: Mapping[str, Any], where: Path) -> StoredQuantizat
             f"read; it reads {', '.join(FILE_FORMATS)} (int4 and int8). Load the unquantized checkpoint and use "
             "`hasten quantize`"
         )
-    return StoredQuantization(found, found.read_config(given, values, where))
+    return found.read_config(given, values, where)
 
 
 def open_quantized(
@@ -55,7 +40,7 @@ def open_quantized(
 ) -> QuantizedFolder | None:
     """The quantized modules of a folder, or None where its config names none; CheckpointError where it should."""
     if found is not None:
-        return found.format.open(found.config, stored, tensors)
+        return found.open(stored, tensors)
     for name, tensor in stored.items():
         if name.endswith(".weight_packed"):
             raise CheckpointError(

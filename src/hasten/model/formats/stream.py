@@ -5,51 +5,32 @@ with spaces; the tensors' bytes. Tensors of wide elements come first, so that ev
 """
 
 import json
-import math
 import os
 import struct
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-}
+from hasten.model.checkpoint import DTYPES
+
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+NAMES |= {torch.int64: "I64", torch.int32: "I32", torch.int8: "I8", torch.uint8: "U8"}
 
 
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
-    """What a tensor will be, before it is made."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
-def write_file(specs: Mapping[str, TensorSpec], path: Path, *, tensors: Iterable[tuple[str, Tensor]]) -> None:
+def write_file(specs: Mapping[str, Tensor], path: Path, *, tensors: Iterable[tuple[str, Tensor]]) -> None:
     """Write a file that holds exactly the tensors of `specs`, which `tensors` yields by name in any order.
 
-    The data is on the disk (fsync) when this returns. Raises OSError where it cannot be written.
+    specs: tensors of their dtypes and shapes, on the meta device where they are still to be made. The data is on the
+    disk (fsync) when this returns. Raises OSError where it cannot be written.
     """
     order = sorted(specs, key=lambda name: (-specs[name].dtype.itemsize, name))
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     places, end = {}, 0
     for name in order:
         spec, begin = specs[name], end
-        end += spec.bytes
+        end += spec.nbytes
         places[name] = begin
         header[name] = {"dtype": NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
@@ -60,7 +41,7 @@ def write_file(specs: Mapping[str, TensorSpec], path: Path, *, tensors: Iterable
         written = set()
         for name, tensor in tensors:
             spec = specs[name]
-            assert TensorSpec(tensor.dtype, tuple(tensor.shape)) == spec, name
+            assert (tensor.dtype, tensor.shape) == (spec.dtype, spec.shape), name
             file.seek(start + places[name])
             file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
             written.add(name)

@@ -81,10 +81,8 @@ def native_ops() -> Any:
     return native.ops
 
 
-def empty_weight(size: tuple[int, int], format: WeightFormat, device: torch.device) -> Tensor | QuantizedWeight:
-    """A weight (N, K) that is not initialised."""
-    if not format.scales:
-        return torch.empty(size, dtype=getattr(torch, format.element), device=device)
+def empty_weight(size: tuple[int, int], format: WeightFormat, device: torch.device) -> QuantizedWeight:
+    """A quantized weight (N, K) that is not initialised."""
     groups = (size[0], format.groups(size[1]))
     return QuantizedWeight(
         format=format,

@@ -89,8 +89,7 @@ class PackedLinear(nn.Module):
             warnings.warn(f"the slower kernel {chosen.name!r} is used: {reason}", HastenWarning, stacklevel=3)
         self.kernel = chosen.name
         self._product: Product = chosen.run()
-        layout = layout_of(self.kernel)
-        self._hold(pack(layout) if pack else layout.pack(empty_weight((out_features, in_features), format, device)))
+        self._hold((pack or self._pack_empty)(layout_of(self.kernel)))
         self.register_buffer(
             "bias", torch.zeros(out_features, dtype=_bias_dtype(dtype), device=device) if bias else None
         )
@@ -226,6 +225,12 @@ class PackedLinear(nn.Module):
     def _rows(self, ids: Tensor | None) -> Tensor | QuantizedWeight:
         packed, size = Packed(self.data, self.scales, self.zeros), (self.out_features, self.in_features)
         return layout_of(self.kernel).rows(packed, self.format, size, ids)
+
+    def _pack_empty(self, layout: Layout) -> Packed:
+        size, device = (self.out_features, self.in_features), self.request.device
+        if self.format.scales:
+            return layout.pack(empty_weight(size, self.format, device))
+        return layout.pack(torch.empty(size, dtype=torch.bfloat16, device=device))
 
     def _hold(self, packed: Packed) -> None:
         for name, tensor in zip(Packed._fields, packed, strict=True):

@@ -96,6 +96,10 @@ class QuantizedWeight:
         """(output features N, input features K)."""
         return self.values.shape[0], self.values.shape[1]
 
+    def rows(self, rows: slice | Tensor) -> "QuantizedWeight":
+        """The weight of some of the rows."""
+        return self.map(lambda tensor: tensor[rows])
+
     def map(self, fn: Callable[[Tensor], Tensor]) -> "QuantizedWeight":
         """The weight of what `fn` makes of values, scales and zeros alike: some of the rows, or another device."""
         zeros = None if self.zeros is None else fn(self.zeros)
