@@ -4,7 +4,7 @@ A family (hasten.model.families) translates a Hugging Face config.json into a `M
 nothing else, so behaviour follows from these fields and never from a model's name.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from reprlib import Repr
 from typing import TYPE_CHECKING, Any, Literal
@@ -140,61 +140,63 @@ class Fields:
         """The error for a field whose value cannot be used."""
         return CheckpointError(f"{self.where}: {name} must be {wanted}; found {_short(found)}")
 
+    def _checked(
+        self, names: tuple[str, ...], fits: Callable[[Any], bool], wanted: str, default: Any = _MISSING
+    ) -> Any:
+        """The first of these fields that is there, if it fits, else the default (None: the field may be missing)."""
+        name, value = self._get(names, default)
+        if (value is not None or default is not None) and not fits(value):
+            raise self.fail(name, wanted, value)
+        return value
+
     def integer(self, *names: str, default: Any = _MISSING, low: int = 1, high: int = 1 << 20) -> Any:
         """An integer in [low, high]; the default limit of 2^20 is far above any published width."""
-        name, value = self._get(names, default)
-        if value is None and default is None:
-            return None
-        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            raise self.fail(name, f"an integer from {low} to {high}", value)
-        return value
+
+        def fits(value: Any) -> bool:
+            return type(value) is int and low <= value <= high
+
+        return self._checked(names, fits, f"an integer from {low} to {high}", default)
 
     def number(self, *names: str, default: Any = _MISSING, low: float = 0.0, high: float = 1e12) -> Any:
         """A finite number in [low, high]."""
-        name, value = self._get(names, default)
-        if value is None and default is None:
-            return None
-        if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-            raise self.fail(name, f"a number from {low:g} to {high:g}", value)
-        return float(value)
+
+        def fits(value: Any) -> bool:
+            return type(value) in (int, float) and low <= value <= high
+
+        value = self._checked(names, fits, f"a number from {low:g} to {high:g}", default)
+        return None if value is None else float(value)
 
     def flag(self, name: str, default: bool) -> bool:
         """True or false."""
-        _, value = self._get((name,), default)
-        if not isinstance(value, bool):
-            raise self.fail(name, "true or false", value)
-        return value
+        return self._checked((name,), lambda value: isinstance(value, bool), "true or false", default)
 
     def choice(self, *names: str, options: Mapping[str, Any], default: Any = _MISSING) -> Any:
         """One of the keys of `options`; returns its value."""
-        name, value = self._get(names, default)
-        if not isinstance(value, str) or value not in options:
-            raise self.fail(name, f"one of {', '.join(options)}", value)
-        return options[value]
+
+        def fits(value: Any) -> bool:
+            return isinstance(value, str) and value in options
+
+        return options[self._checked(names, fits, f"one of {', '.join(options)}", default)]
 
     def numbers(self, name: str, length: int) -> tuple[float, ...]:
         """A list of `length` positive numbers."""
-        _, value = self._get((name,), _MISSING)
-        ok = isinstance(value, list) and len(value) == length and all(type(x) in (int, float) for x in value)
-        if not ok or not all(0 < x < 1e9 for x in value):
-            raise self.fail(name, f"a list of {length} positive numbers", value)
-        return tuple(float(x) for x in value)
+
+        def fits(value: Any) -> bool:
+            right = isinstance(value, list) and len(value) == length
+            return right and all(type(x) in (int, float) and 0 < x < 1e9 for x in value)
+
+        return tuple(float(x) for x in self._checked((name,), fits, f"a list of {length} positive numbers"))
 
     def section(self, name: str) -> "Fields | None":
         """A nested object, or None where it is absent."""
-        value = self.value(name)
-        if value is None:
-            return None
-        if not isinstance(value, dict):
-            raise self.fail(name, "an object", value)
-        return Fields(value, f"{self.where}: {name}")
+        value = self._checked((name,), lambda value: isinstance(value, dict), "an object", None)
+        return None if value is None else Fields(value, f"{self.where}: {name}")
 
     def layer_kinds(self, layers: int) -> list[str] | None:
         """`layer_types`: "full_attention" or "sliding_attention" for each layer, None where the field is absent."""
-        value = self.value("layer_types")
-        if value is None:
-            return None
         known = ("full_attention", "sliding_attention")
-        if not isinstance(value, list) or len(value) != layers or any(v not in known for v in value):
-            raise self.fail("layer_types", f"a list of {layers} of {', '.join(known)}", value)
-        return value
+
+        def fits(value: Any) -> bool:
+            return isinstance(value, list) and len(value) == layers and all(kind in known for kind in value)
+
+        return self._checked(("layer_types",), fits, f"a list of {layers} of {', '.join(known)}", None)

@@ -51,20 +51,8 @@ class Tokenizer:
         Reads tokenizer.json, else vocab.json + merges.txt (GPT-2 layout). Raises CheckpointError naming the file for
         a malformed one, and for a sentencepiece or tekken file alone (it says how to convert).
         """
-        path = Path(folder)
-        parts = read_parts(path)
-        if parts is None:
-            return None
-        return cls(
-            backend=parts.backend,
-            bos_id=parts.bos_id,
-            eos_ids=parts.eos_ids,
-            pad_id=parts.pad_id,
-            special_tokens=dict(parts.special_tokens),
-            templates=dict(parts.templates),
-            source=path,
-            files=parts.files,
-        )
+        fields = read_parts(Path(folder))
+        return None if fields is None else cls(**fields)
 
     @classmethod
     def from_tokenizers(

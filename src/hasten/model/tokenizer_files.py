@@ -4,9 +4,7 @@ The rules are those of transformers 5 (`TokenizersBackend`): tokenizer.json says
 tokenizer_config.json, special_tokens_map.json, generation_config.json and config.json say which ids are special.
 """
 
-import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
 from hasten.errors import CheckpointError
+from hasten.model import checkpoint
 from hasten.model.chat import ChatTemplate
 
 # Ten times the largest published tokenizer.json: a file past this is not a tokenizer.
@@ -28,21 +27,8 @@ _GPT2_CLASSES = (None, "GPT2Tokenizer", "PreTrainedTokenizer", "TokenizersBacken
 _GPT2_MODEL_TYPES = (None, "gpt2", "gpt_bigcode")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenizerParts:
-    """What a folder says about its tokenizer; `files` are the paths it was read from, relative to the folder."""
-
-    backend: tokenizers.Tokenizer
-    special_tokens: Mapping[str, str]
-    bos_id: int | None
-    eos_ids: tuple[int, ...]
-    pad_id: int | None
-    templates: Mapping[str, ChatTemplate]
-    files: tuple[str, ...]
-
-
-def read_parts(folder: Path) -> TokenizerParts | None:
-    """The tokenizer of a folder, or None if there is none. Raises CheckpointError naming the file at fault."""
+def read_parts(folder: Path) -> dict[str, Any] | None:
+    """The fields of a folder's `Tokenizer`, None if it has none. Raises CheckpointError naming the file at fault."""
     has_json = (folder / "tokenizer.json").is_file()
     has_bpe = (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file()
     if not has_json and not has_bpe:
@@ -89,15 +75,16 @@ def read_parts(folder: Path) -> TokenizerParts | None:
 
     read = [*_VOCABULARY_FILES, *_SIDE_FILES, *_FOREIGN_FILES]
     extra = sorted((folder / _TEMPLATE_FOLDER).glob("*.jinja"))
-    return TokenizerParts(
-        backend=backend,
-        special_tokens=special,
-        bos_id=single("bos"),
-        eos_ids=tuple(dict.fromkeys(eos)),
-        pad_id=single("pad"),
-        templates=_templates(folder, config, extra),
-        files=(*(n for n in read if (folder / n).is_file()), *(f"{_TEMPLATE_FOLDER}/{p.name}" for p in extra)),
-    )
+    return {
+        "backend": backend,
+        "special_tokens": special,
+        "bos_id": single("bos"),
+        "eos_ids": tuple(dict.fromkeys(eos)),
+        "pad_id": single("pad"),
+        "templates": _templates(folder, config, extra),
+        "source": folder,
+        "files": (*(n for n in read if (folder / n).is_file()), *(f"{_TEMPLATE_FOLDER}/{p.name}" for p in extra)),
+    }
 
 
 def parse_backend(text: str, *, where: object) -> tokenizers.Tokenizer:
@@ -153,15 +140,7 @@ def read_text(path: Path) -> str:
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object, empty if the file does not exist. Raises CheckpointError naming the file."""
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(read_text(path))
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: is not valid JSON ({error})") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: expected a JSON object, found {type(value).__name__}")
-    return value
+    return checkpoint.read_json(path, limit=MAX_FILE_BYTES) if path.is_file() else {}
 
 
 def _token_text(value: Any) -> str | None:

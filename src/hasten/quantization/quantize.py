@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -45,14 +46,9 @@ def quantize(model: Transformer, scheme: Scheme, *, report: Callable[[LayerRepor
     formats = check_quantizable(model, scheme)
     done: dict[str, LayerFormat] = {}
     for name, layer in formats.items():
-        linear = model.get_submodule(name)
-        assert isinstance(linear, nn.Linear)
-        weight = round_named(name, linear.weight, scheme, layer)
-        if report is not None:
-            report(compare(name, linear.weight, weight, layer))
-        packed = PackedLinear.from_weight(
-            weight, bias=linear.bias, activations=layer.activations, dtype=model.compute_dtype
-        )
+        weight = round_layer(model, name, scheme, layer, report)
+        linear: Any = model.get_submodule(name)
+        packed = PackedLinear.from_weight(weight, linear.bias, activations=layer.activations, dtype=model.compute_dtype)
         model.set_submodule(name, packed)
         del linear, weight
         # Said layer by layer: after an interruption the model is half quantized, and says so.
@@ -75,12 +71,19 @@ def check_quantizable(model: Transformer, scheme: Scheme) -> dict[str, LayerForm
     return layer_formats(model, scheme)
 
 
-def round_named(name: str, weight: Tensor, scheme: Scheme, layer: LayerFormat) -> QuantizedWeight:
-    """Choose a layer's numbers; an error names the layer."""
+def round_layer(
+    model: Transformer, name: str, scheme: Scheme, layer: LayerFormat, report: Callable[[LayerReport], None] | None
+) -> QuantizedWeight:
+    """Choose a layer's numbers and report them; an error names the layer."""
+    linear = model.get_submodule(name)
+    assert isinstance(linear, nn.Linear)
     try:
-        return scheme.round(weight.detach(), layer.weight)
+        quantized = scheme.round(linear.weight.detach(), layer.weight)
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}") from None
+    if report is not None:
+        report(compare(name, linear.weight, quantized, layer))
+    return quantized
 
 
 def compare(name: str, weight: Tensor, quantized: QuantizedWeight, layer: LayerFormat) -> LayerReport:

@@ -13,6 +13,15 @@ from hasten.model.transformer import Transformer
 from hasten.ops.linear.weights import INT8, QuantizedWeight, WeightFormat, int4_format
 from hasten.quantization.rounding import GROUP_SIZES, Search, round_int4, round_int8
 
+CHOICES: dict[str, tuple[object, ...]] = {
+    "group_size": GROUP_SIZES,
+    "symmetric": (True, False),
+    "lm_head": ("same", "int8", "none"),
+    "search": ("minmax", "mse"),
+    "scale_dtype": ("auto", "float16", "bfloat16"),
+    "activations": ("int8", "float"),
+}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Int8:
@@ -26,8 +35,7 @@ class Int8:
     lm_head: Literal["same", "int8", "none"] = "same"
 
     def __post_init__(self) -> None:
-        _check("activations", self.activations, ("int8", "float"))
-        _check("lm_head", self.lm_head, ("same", "int8", "none"))
+        _check(self)
 
     def formats(self, dtype: torch.dtype) -> tuple[LayerFormat, LayerFormat | None]:
         """How the blocks' layers and the lm_head of a model in `dtype` are stored; None: not quantized."""
@@ -56,12 +64,7 @@ class Int4:
     activations: Literal["int8", "float"] = "int8"
 
     def __post_init__(self) -> None:
-        _check("group_size", self.group_size, GROUP_SIZES)
-        _check("symmetric", self.symmetric, (True, False))
-        _check("lm_head", self.lm_head, ("same", "int8", "none"))
-        _check("search", self.search, ("minmax", "mse"))
-        _check("scale_dtype", self.scale_dtype, ("auto", "float16", "bfloat16"))
-        _check("activations", self.activations, ("int8", "float"))
+        _check(self)
 
     def formats(self, dtype: torch.dtype) -> tuple[LayerFormat, LayerFormat | None]:
         """How the blocks' layers and the lm_head of a model in `dtype` are stored; None: not quantized."""
@@ -106,6 +109,8 @@ def _linears(blocks: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
             yield name, module
 
 
-def _check(name: str, value: object, known: tuple[object, ...]) -> None:
-    if type(value) is not type(known[0]) or value not in known:  # 64.0 and True equal numbers that they are not
-        raise ConfigError(f"{name} must be one of {', '.join(map(str, known))}; found {value!r}")
+def _check(scheme: Scheme) -> None:
+    for name, known in CHOICES.items():
+        value = getattr(scheme, name, known[0])
+        if type(value) is not type(known[0]) or value not in known:  # 64.0 and True equal numbers that they are not
+            raise ConfigError(f"{name} must be one of {', '.join(map(str, known))}; found {value!r}")

@@ -4,12 +4,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from hasten.model.export import Quantized, export_model
 from hasten.model.transformer import Transformer
 from hasten.ops.linear import QuantizedWeight
-from hasten.quantization.quantize import LayerReport, check_quantizable, compare, round_named
+from hasten.quantization.quantize import LayerReport, check_quantizable, round_layer
 from hasten.quantization.schemes import Scheme
 
 
@@ -26,11 +25,6 @@ def quantize_to_folder(
     formats = check_quantizable(model, scheme)
 
     def weight(name: str) -> QuantizedWeight:
-        linear = model.get_submodule(name)
-        assert isinstance(linear, nn.Linear)
-        quantized = round_named(name, linear.weight, scheme, formats[name])
-        if report is not None:
-            report(compare(name, linear.weight, quantized, formats[name]))
-        return quantized
+        return round_layer(model, name, scheme, formats[name], report)
 
     export_model(model, folder, quantized=Quantized(formats, weight))

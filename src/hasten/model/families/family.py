@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hasten.errors import CheckpointError
@@ -94,33 +94,29 @@ def rope(
     original = fields.integer("original_max_position_embeddings", default=within, low=2, high=1 << 30)
     ratio = {"default": positions / original} if kind in ("yarn", "longrope") else {}
     factor = inner.number("factor", low=1e-3, **ratio)
-    common: dict[str, Any] = {"theta": base, "dim": dim, "factor": factor, "original_positions": original}
-    if kind == "linear":
-        return RopeConfig(scaling="linear", **common)
+    own: dict[str, Any] = {}
     if kind == "llama3":
         low, high = inner.number("low_freq_factor", low=1e-6), inner.number("high_freq_factor", low=1e-6)
         if high <= low:
             raise inner.fail("high_freq_factor", f"greater than low_freq_factor ({low:g})", high)
-        return RopeConfig(scaling="llama3", low_frequency_factor=low, high_frequency_factor=high, **common)
-    if kind == "yarn":
+        own = {"low_frequency_factor": low, "high_frequency_factor": high}
+    elif kind == "yarn":
         if base == 1.0:
             raise fields.fail("rope_theta", "greater than 1 for yarn scaling", base)
-        return RopeConfig(
-            scaling="yarn",
-            beta_fast=inner.number("beta_fast", default=32.0) or 32.0,
-            beta_slow=inner.number("beta_slow", default=1.0) or 1.0,
-            truncate=inner.flag("truncate", True),
-            attention_factor=inner.number("attention_factor", default=_yarn_attention(inner, factor)),
-            **common,
-        )
-    scale = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
-    return RopeConfig(
-        scaling="longrope",
-        short_factor=inner.numbers("short_factor", dim // 2),
-        long_factor=inner.numbers("long_factor", dim // 2),
-        attention_factor=inner.number("attention_factor", default=scale),
-        **common,
-    )
+        own = {
+            "beta_fast": inner.number("beta_fast", default=32.0) or 32.0,
+            "beta_slow": inner.number("beta_slow", default=1.0) or 1.0,
+            "truncate": inner.flag("truncate", True),
+            "attention_factor": inner.number("attention_factor", default=_yarn_attention(inner, factor)),
+        }
+    elif kind == "longrope":
+        scale = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+        own = {
+            "short_factor": inner.numbers("short_factor", dim // 2),
+            "long_factor": inner.numbers("long_factor", dim // 2),
+            "attention_factor": inner.number("attention_factor", default=scale),
+        }
+    return RopeConfig(scaling=kind, theta=base, dim=dim, factor=factor, original_positions=original, **own)
 
 
 def _yarn_attention(inner: Fields, factor: float) -> float:
@@ -163,16 +159,22 @@ def layer_count(fields: Fields, *names: str) -> int:
     return fields.integer(*(names or ("num_hidden_layers",)), high=1 << 10)
 
 
-def uniform_layers(fields: Fields, *, window: int | None, scale: float, experts: bool = False) -> tuple:
-    """The same layer throughout."""
-    return (LayerConfig(window=window, scale=scale, experts=experts),) * layer_count(fields)
+def layers_of_kinds(
+    fields: Fields, kinds: list[str], *, window: int | None, scale: float, full_rope: int = 0
+) -> tuple[LayerConfig, ...]:
+    """Only "sliding_attention" has the window. kinds: the family's own, where `layer_types` says nothing.
+
+    full_rope: the rotary table of the layers that see everything.
+    """
+    sliding, full = LayerConfig(window=window, scale=scale), LayerConfig(rope=full_rope, scale=scale)
+    return tuple(sliding if kind == "sliding_attention" else full for kind in fields.layer_kinds(len(kinds)) or kinds)
 
 
 def llama_config(fields: Fields, *, theta: float = 10_000.0, window: int | None = None, **changes: Any) -> ModelConfig:
     """A Llama-like config: RMSNorm, rotary positions, gated MLP, no biases, unless changed by keyword."""
     common = sizes(fields)
     values: dict[str, Any] = {
-        "layers": uniform_layers(fields, window=window, scale=common["head_dim"] ** -0.5),
+        "layers": (LayerConfig(window=window, scale=common["head_dim"] ** -0.5),) * layer_count(fields),
         "norm_eps": fields.number("rms_norm_eps", default=1e-6, high=1.0),
         "tie_embeddings": fields.flag("tie_word_embeddings", False),
     }
@@ -200,8 +202,13 @@ def window_of(fields: Fields) -> int | None:
 NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 
 
-def llama_places(config: ModelConfig, norms: dict[str, str] = NORMS) -> Places:
-    """Names of Llama and its descendants, without the MLP of expert layers."""
+EXPERTS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+
+
+def llama_places(
+    config: ModelConfig, *, norms: Mapping[str, str] = NORMS, moe: str = "mlp", experts: Mapping[str, str] = EXPERTS
+) -> Places:
+    """Names of Llama and its descendants. moe: of the MLP of layers with experts; experts: of gate, up and down."""
     yield "embedding.weight", TensorSlice("model.embed_tokens.weight")
     yield "norm.weight", TensorSlice("model.norm.weight")
     yield "head.weight", TensorSlice("lm_head.weight")
@@ -221,35 +228,30 @@ def llama_places(config: ModelConfig, norms: dict[str, str] = NORMS) -> Places:
         if config.qk_norm:
             yield f"{ours}.attention.q_norm.weight", TensorSlice(f"{theirs}.self_attn.q_norm.weight")
             yield f"{ours}.attention.k_norm.weight", TensorSlice(f"{theirs}.self_attn.k_norm.weight")
-        if not layer.experts:
-            for our in ("gate", "up", "down"):
-                yield f"{ours}.mlp.{our}.weight", TensorSlice(f"{theirs}.mlp.{our}_proj.weight")
-                if config.mlp_bias:
-                    yield f"{ours}.mlp.{our}.bias", TensorSlice(f"{theirs}.mlp.{our}_proj.bias")
-
-
-def separate_experts(config: ModelConfig, *, block: str, names: Mapping[str, str]) -> Places:
-    """Experts as checkpoints hold them, a tensor each; `names` are those of gate, up and down."""
-    for i, layer in enumerate(config.layers):
-        if not layer.experts:
+        if layer.experts:
+            ours, theirs = f"{ours}.mlp", f"{theirs}.{moe}"
+            yield f"{ours}.router.weight", TensorSlice(f"{theirs}.gate.weight")
+            for e in range(config.experts):
+                for our, name in experts.items():
+                    yield f"{ours}.experts.{e}.{our}.weight", TensorSlice(f"{theirs}.experts.{e}.{name}.weight")
             continue
-        ours, theirs = f"blocks.{i}.mlp", f"model.layers.{i}.{block}"
-        yield f"{ours}.router.weight", TensorSlice(f"{theirs}.gate.weight")
-        for e in range(config.experts):
-            for our, name in names.items():
-                yield f"{ours}.experts.{e}.{our}.weight", TensorSlice(f"{theirs}.experts.{e}.{name}.weight")
+        for our in ("gate", "up", "down"):
+            yield f"{ours}.mlp.{our}.weight", TensorSlice(f"{theirs}.mlp.{our}_proj.weight")
+            if config.mlp_bias:
+                yield f"{ours}.mlp.{our}.bias", TensorSlice(f"{theirs}.mlp.{our}_proj.bias")
 
 
-def fused_experts(config: ModelConfig) -> Places:
+def stacked_experts(config: ModelConfig) -> Places:
     """How transformers 5 holds experts in memory: gate and up stacked in one (E, 2·I, C) tensor."""
-    for i, layer in enumerate(config.layers):
-        if not layer.experts:
-            continue
-        ours, theirs = f"blocks.{i}.mlp", f"model.layers.{i}.mlp"
-        size = config.expert_size
-        yield f"{ours}.router.weight", TensorSlice(f"{theirs}.gate.weight")
-        for e in range(config.experts):
-            fused, down = f"{theirs}.experts.gate_up_proj", f"{theirs}.experts.down_proj"
-            yield f"{ours}.experts.{e}.gate.weight", TensorSlice(fused, 0, size, expert=e)
-            yield f"{ours}.experts.{e}.up.weight", TensorSlice(fused, size, 2 * size, expert=e)
-            yield f"{ours}.experts.{e}.down.weight", TensorSlice(down, expert=e)
+    size = config.expert_size
+    stacked = {
+        "gate": TensorSlice("gate_up_proj", 0, size),
+        "up": TensorSlice("gate_up_proj", size, 2 * size),
+        "down": TensorSlice("down_proj"),
+    }
+    for ours, piece in llama_places(config):
+        layer, inside, which = piece.name.partition(".experts.")
+        if inside:
+            part = stacked[ours.split(".")[-2]]
+            piece = replace(part, name=f"{layer}.experts.{part.name}", expert=int(which.split(".")[0]))
+        yield ours, piece

@@ -1,5 +1,6 @@
 """Gemma 2 (arXiv 2408.00118): norms around both halves, alternating windows, soft-capped scores and logits."""
 
+from functools import partial
 from typing import Any
 
 from hasten.errors import CheckpointError
@@ -7,8 +8,8 @@ from hasten.model.config import Fields, LayerConfig, ModelConfig
 from hasten.model.families.family import (
     ACTIVATION_NAMES,
     Family,
-    Places,
     layer_count,
+    layers_of_kinds,
     llama_config,
     llama_places,
     window_of,
@@ -22,15 +23,10 @@ NORMS = {
 }
 
 
-def gemma_layers(fields: Fields, default: list[str], ropes: dict[str, int]) -> tuple[LayerConfig, ...]:
-    """Windows by layer kind; the scores are scaled by `query_pre_attn_scalar`, not by the head size."""
-    kinds = fields.layer_kinds(len(default)) or default
+def gemma_layers(fields: Fields, kinds: list[str], *, full_rope: int = 0) -> tuple[LayerConfig, ...]:
+    """The scores are scaled by `query_pre_attn_scalar`, not by the head size."""
     scale = fields.number("query_pre_attn_scalar", low=1e-6) ** -0.5
-    window = window_of(fields)
-    return tuple(
-        LayerConfig(window=window if kind == "sliding_attention" else None, rope=ropes[kind], scale=scale)
-        for kind in kinds
-    )
+    return layers_of_kinds(fields, kinds, window=window_of(fields), scale=scale, full_rope=full_rope)
 
 
 def gemma_config(fields: Fields, **changes: Any) -> ModelConfig:
@@ -53,13 +49,11 @@ def gemma_config(fields: Fields, **changes: Any) -> ModelConfig:
 
 
 def config(fields: Fields) -> ModelConfig:
-    default = [("full_attention" if i % 2 else "sliding_attention") for i in range(layer_count(fields))]
-    return gemma_config(fields, layers=gemma_layers(fields, default, {"sliding_attention": 0, "full_attention": 0}))
+    kinds = [("full_attention" if i % 2 else "sliding_attention") for i in range(layer_count(fields))]
+    return gemma_config(fields, layers=gemma_layers(fields, kinds))
 
 
-def places(config: ModelConfig) -> Places:
-    return llama_places(config, NORMS)
-
+places = partial(llama_places, norms=NORMS)
 
 DEFAULTS = {
     "num_key_value_heads": 4,

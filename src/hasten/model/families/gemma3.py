@@ -8,12 +8,12 @@ from hasten.model.families.gemma2 import gemma_config, gemma_layers, places
 def config(fields: Fields) -> ModelConfig:
     count = layer_count(fields)
     every = fields.integer("sliding_window_pattern", "_sliding_window_pattern", default=6)
-    default = ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(count)]
+    kinds = ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(count)]
     return gemma_config(
         fields,
         qk_norm=True,
         ropes=_ropes(fields),
-        layers=gemma_layers(fields, default, {"sliding_attention": 0, "full_attention": 1}),
+        layers=gemma_layers(fields, kinds, full_rope=1),
     )
 
 

@@ -1,5 +1,6 @@
 """GPT-2: learned positions, LayerNorm, biases everywhere, weights stored transposed (in, out)."""
 
+from functools import partial
 from typing import Any
 
 from hasten.errors import CheckpointError
@@ -44,15 +45,13 @@ def gpt_config(fields: Fields, **changes: Any) -> ModelConfig:
     return ModelConfig(**(values | {"family": fields.values["model_type"]} | changes))
 
 
-def config(fields: Fields) -> ModelConfig:
-    return gpt_config(fields)
-
-
-def gpt_places(config: ModelConfig, *, transposed: bool) -> Places:
-    """Every weight but those of the fused q, k, v."""
+def gpt_places(config: ModelConfig, *, transposed: bool, interleaved: bool = False) -> Places:
+    """interleaved: the fused q, k and v alternate head by head."""
     yield "embedding.weight", TensorSlice("transformer.wte.weight")
     yield "positions.weight", TensorSlice("transformer.wpe.weight")
     yield "head.weight", TensorSlice("lm_head.weight")
+    q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    fused = {"q": (0, q), "k": (q, q + kv), "v": (q + kv, q + 2 * kv)}
     for kind in ("weight", "bias"):
         yield f"norm.{kind}", TensorSlice(f"transformer.ln_f.{kind}")
         turned = transposed and kind == "weight"
@@ -60,27 +59,17 @@ def gpt_places(config: ModelConfig, *, transposed: bool) -> Places:
             ours, theirs = f"blocks.{i}", f"transformer.h.{i}"
             yield f"{ours}.attention_norm.{kind}", TensorSlice(f"{theirs}.ln_1.{kind}")
             yield f"{ours}.mlp_norm.{kind}", TensorSlice(f"{theirs}.ln_2.{kind}")
+            for part, (our, (start, stop)) in enumerate(fused.items()):
+                piece = TensorSlice(f"{theirs}.attn.c_attn.{kind}", start, stop, transposed=turned)
+                if interleaved:
+                    piece = TensorSlice(piece.name, interleaved=(3, part, config.head_dim))
+                yield f"{ours}.attention.{our}.{kind}", piece
             yield f"{ours}.attention.output.{kind}", TensorSlice(f"{theirs}.attn.c_proj.{kind}", transposed=turned)
             yield f"{ours}.mlp.up.{kind}", TensorSlice(f"{theirs}.mlp.c_fc.{kind}", transposed=turned)
             yield f"{ours}.mlp.down.{kind}", TensorSlice(f"{theirs}.mlp.c_proj.{kind}", transposed=turned)
 
 
-def places(config: ModelConfig) -> Places:
-    yield from gpt_places(config, transposed=True)
-    hidden = config.hidden_size
-    for i in range(len(config.layers)):
-        for part, our in enumerate(("q", "k", "v")):
-            for kind in ("weight", "bias"):
-                yield (
-                    f"blocks.{i}.attention.{our}.{kind}",
-                    TensorSlice(
-                        f"transformer.h.{i}.attn.c_attn.{kind}",
-                        part * hidden,
-                        (part + 1) * hidden,
-                        transposed=kind == "weight",
-                    ),
-                )
-
+places = partial(gpt_places, transposed=True)
 
 DEFAULTS = {"n_positions": 1024, "activation_function": "gelu_new"}
-FAMILY = Family("gpt2", "GPT2LMHeadModel", config, places, base="transformer.", defaults=DEFAULTS)
+FAMILY = Family("gpt2", "GPT2LMHeadModel", gpt_config, places, base="transformer.", defaults=DEFAULTS)

@@ -1,18 +1,10 @@
 """Mixtral (arXiv 2401.04088): Mistral with eight experts a layer, two for each token."""
 
 from dataclasses import replace
+from functools import partial
 
 from hasten.model.config import Fields, ModelConfig
-from hasten.model.families.family import (
-    Family,
-    Places,
-    expert_counts,
-    fused_experts,
-    llama_config,
-    llama_places,
-    separate_experts,
-    window_of,
-)
+from hasten.model.families.family import Family, expert_counts, llama_config, llama_places, stacked_experts, window_of
 
 
 def config(fields: Fields) -> ModelConfig:
@@ -26,16 +18,7 @@ def config(fields: Fields) -> ModelConfig:
     return replace(plain, layers=tuple(replace(layer, experts=True) for layer in plain.layers))
 
 
-def places(config: ModelConfig) -> Places:
-    yield from llama_places(config)
-    names = {"gate": "w1", "down": "w2", "up": "w3"}
-    yield from separate_experts(config, block="block_sparse_moe", names=names)
-
-
-def in_memory(config: ModelConfig) -> Places:
-    yield from llama_places(config)
-    yield from fused_experts(config)
-
+places = partial(llama_places, moe="block_sparse_moe", experts={"gate": "w1", "down": "w2", "up": "w3"})
 
 DEFAULTS = {
     "num_key_value_heads": 8,
@@ -44,4 +27,4 @@ DEFAULTS = {
     "num_local_experts": 8,
     "num_experts_per_tok": 2,
 }
-FAMILY = Family("mixtral", "MixtralForCausalLM", config, places, in_memory, defaults=DEFAULTS)
+FAMILY = Family("mixtral", "MixtralForCausalLM", config, places, stacked_experts, defaults=DEFAULTS)

@@ -1,19 +1,23 @@
 """Qwen 2 and 2.5 (arXiv 2407.10671): Llama with biases on q, k and v, and a window in the later layers if enabled."""
 
 from hasten.model.config import Fields, LayerConfig, ModelConfig
-from hasten.model.families.family import Family, layer_count, llama_config, llama_places, sizes, window_of
+from hasten.model.families.family import (
+    Family,
+    layer_count,
+    layers_of_kinds,
+    llama_config,
+    llama_places,
+    sizes,
+    window_of,
+)
 
 
 def windowed_layers(fields: Fields) -> tuple[LayerConfig, ...]:
     """Layers from `max_window_layers` on slide, if `use_sliding_window`; `layer_types` says so where it is given."""
-    count = layer_count(fields)
     window = window_of(fields) if fields.flag("use_sliding_window", False) else None
     first = fields.integer("max_window_layers", low=0)
-    kinds = fields.layer_kinds(count)
-    if kinds is None:
-        kinds = ["sliding_attention" if i >= first else "full_attention" for i in range(count)]
-    scale = sizes(fields)["head_dim"] ** -0.5
-    return tuple(LayerConfig(window=window if kind == "sliding_attention" else None, scale=scale) for kind in kinds)
+    kinds = ["sliding_attention" if i >= first else "full_attention" for i in range(layer_count(fields))]
+    return layers_of_kinds(fields, kinds, window=window, scale=sizes(fields)["head_dim"] ** -0.5)
 
 
 def config(fields: Fields) -> ModelConfig:

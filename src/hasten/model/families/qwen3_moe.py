@@ -3,16 +3,7 @@
 from dataclasses import replace
 
 from hasten.model.config import Fields, ModelConfig
-from hasten.model.families.family import (
-    Family,
-    Places,
-    expert_counts,
-    fused_experts,
-    llama_config,
-    llama_places,
-    separate_experts,
-    window_of,
-)
+from hasten.model.families.family import Family, expert_counts, llama_config, llama_places, stacked_experts, window_of
 
 
 def config(fields: Fields) -> ModelConfig:
@@ -39,17 +30,6 @@ def config(fields: Fields) -> ModelConfig:
     return replace(plain, layers=layers)
 
 
-def places(config: ModelConfig) -> Places:
-    yield from llama_places(config)
-    names = {name: f"{name}_proj" for name in ("gate", "up", "down")}
-    yield from separate_experts(config, block="mlp", names=names)
-
-
-def in_memory(config: ModelConfig) -> Places:
-    yield from llama_places(config)
-    yield from fused_experts(config)
-
-
 DEFAULTS = {
     "num_key_value_heads": 4,
     "max_position_embeddings": 32_768,
@@ -58,4 +38,4 @@ DEFAULTS = {
     "num_experts_per_tok": 8,
     "moe_intermediate_size": 768,
 }
-FAMILY = Family("qwen3_moe", "Qwen3MoeForCausalLM", config, places, in_memory, defaults=DEFAULTS)
+FAMILY = Family("qwen3_moe", "Qwen3MoeForCausalLM", config, llama_places, stacked_experts, defaults=DEFAULTS)

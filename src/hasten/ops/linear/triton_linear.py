@@ -5,6 +5,7 @@ Import this file only where the kernel is taken; it imports Triton and registers
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -71,23 +72,13 @@ def linear_operator(
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     if rows.shape[0] == 0:
         return x.new_empty((*x.shape[:-1], out_features))
-    if rows.shape[0] <= MOST_ROWS:
-        y = few_rows(rows, Operands(data, scales, zeros, bias, out_features, group_size))
-    else:
-        y = many_rows(rows, Operands(data, scales, zeros, bias, out_features, group_size))
+    run = few_rows if rows.shape[0] <= MOST_ROWS else many_rows
+    y = run(rows, Operands(data, scales, zeros, bias, out_features, group_size))
     return y.view(*x.shape[:-1], out_features)
 
 
 @linear_operator.register_fake
-def _fake(
-    x: Tensor,
-    data: Tensor,
-    scales: Tensor | None,
-    zeros: Tensor | None,
-    bias: Tensor | None,
-    out_features: int,
-    group_size: int,
-) -> Tensor:
+def _fake(x: Tensor, data: Any, scales: Any, zeros: Any, bias: Any, out_features: int, group_size: int) -> Tensor:
     return x.new_empty((*x.shape[:-1], out_features))
 
 
