@@ -280,7 +280,7 @@ def test_ctrl_c_is_one_line_and_leaves_no_half_of_a_folder(tiny_folder, tmp_path
     def interrupt(*arguments):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("hasten.quantization.stream.round_layer", interrupt)
+    monkeypatch.setattr(Int8, "round", interrupt)
     with pytest.raises(SystemExit) as caught:
         main(["quantize", str(tiny_folder), "--scheme", "int8", "--output", str(tmp_path / "out")])
     assert caught.value.code == 130

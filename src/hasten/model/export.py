@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from hasten.model.checkpoint import DTYPES
 from hasten.model.families import FAMILIES
 from hasten.model.families.family import TensorSlice
 from hasten.model.formats.compressed_tensors import CompressedTensors
-from hasten.model.formats.pieces import join, join_weights
+from hasten.model.formats.pieces import join
 from hasten.model.formats.record import LayerFormat
 from hasten.model.formats.stream import write_file as save_file
 from hasten.model.transformer import Transformer
@@ -123,13 +124,8 @@ def _held(model: Transformer) -> Quantized | None:
     """The layers that the model itself holds quantized."""
     if model.quantization is None:
         return None
-
-    def weight(name: str) -> QuantizedWeight:
-        module = model.get_submodule(name)
-        assert isinstance(module, PackedLinear)
-        return module.to_weight()
-
-    return Quantized(model.quantization, weight)
+    modules: Any = dict(model.named_modules())
+    return Quantized(model.quantization, lambda name: modules[name].to_weight())
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +166,7 @@ class _Plan:
             tensor = tensor.t() if pieces[0].transposed else tensor
             return {thing.name: tensor.to(self.dtype).contiguous()}
         weights = [self._weight(ours, thing.layer, device) for _, ours in thing.parts]
-        encoded = self.format.encode(join_weights(pieces, weights))
+        encoded = self.format.encode(QuantizedWeight.joined(weights, partial(join, pieces)))
         prefix = thing.name.removesuffix("weight")
         return {prefix + key: tensor.to(device).contiguous() for key, tensor in encoded.items()}
 

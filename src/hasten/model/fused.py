@@ -23,6 +23,7 @@ from hasten.model.fused_linear import (
     interleave_gate_up,
     packed,
     plain,
+    replace_linears,
     split_gate_up,
     split_qkv,
 )
@@ -152,10 +153,7 @@ class FusedBlock(nn.Module):
         self.experts: nn.Module | None = None
         if isinstance(block.mlp, Experts):
             self.experts = block.mlp
-            for owner in list(block.mlp.modules()):
-                for name, child in owner.named_children():
-                    if isinstance(child, nn.Linear):
-                        setattr(owner, name, packed(child))
+            replace_linears(self.experts, packed)
         elif isinstance(block.mlp, MLP):
             self.inner_size = block.mlp.up.out_features
             self.activation = ACTIVATION_ORDER.index(block.mlp.activation_name)
@@ -253,10 +251,7 @@ class FusedBlock(nn.Module):
         block.attention_norm, block.attention_post_norm = self.attention_norm, self.attention_post_norm
         block.mlp_norm, block.mlp_post_norm = self.mlp_norm, self.mlp_post_norm
         if self.experts is not None:
-            for owner in list(self.experts.modules()):
-                for name, child in owner.named_children():
-                    if isinstance(child, PackedLinear):
-                        setattr(owner, name, plain(child))
+            replace_linears(self.experts, plain)
             block.mlp = self.experts
         else:
             assert isinstance(block.mlp, MLP)

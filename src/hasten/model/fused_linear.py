@@ -134,6 +134,13 @@ def plain(linear: PackedLinear) -> Linear:
     return linear if linear.format != BFLOAT16 else _part(linear, torch.arange(linear.out_features))
 
 
+def replace_linears(module: nn.Module, new: Callable[..., Linear]) -> None:
+    """Put `new(linear)` in the place of every linear layer of a module."""
+    for name, child in list(module.named_modules()):
+        if isinstance(child, Linear):
+            module.set_submodule(name, new(child))
+
+
 def _part(linear: PackedLinear, rows: Tensor) -> Linear:
     """The layer of some of the output rows."""
     weight = _numbers(linear)

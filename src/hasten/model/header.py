@@ -89,12 +89,17 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         _not_safetensors(path, first, f"its header is not valid JSON ({reason:.200})")
     header.pop("__metadata__", None)
     data_bytes = size - 8 - length
-    spans = [(*_span(path, name, value, data_bytes), name) for name, value in header.items()]
-    _check_cover(path, sorted(spans), data_bytes)
-    return {
-        name: _checked(StoredTensor(name, header[name]["dtype"], tuple(header[name]["shape"]), path), end - begin)
-        for begin, end, name in spans
-    }
+    spans = {name: _span(path, name, value, data_bytes) for name, value in header.items()}
+    _check_cover(path, sorted((*span, name) for name, span in spans.items()), data_bytes)
+    stored = {name: StoredTensor(name, value["dtype"], tuple(value["shape"]), path) for name, value in header.items()}
+    for name, (begin, end) in spans.items():
+        if stored[name].dtype in _BYTES and stored[name].bytes != end - begin:
+            raise CheckpointError(
+                f"{path}: {name!r:.100} of shape {list(stored[name].shape)} in {stored[name].dtype} needs "
+                f"{stored[name].bytes:,} bytes; the header gives it {end - begin:,}: the file is damaged, download or "
+                "copy it again"
+            )
+    return stored
 
 
 def _not_safetensors(path: Path, first: bytes, reason: str) -> NoReturn:
@@ -146,12 +151,3 @@ def _check_cover(path: Path, spans: list[tuple[int, int, str]], data_bytes: int)
             f"{path}: its tensors end at byte {place:,} of the data, and there are {data_bytes:,}; the file is "
             "damaged, download or copy it again"
         )
-
-
-def _checked(stored: StoredTensor, found: int) -> StoredTensor:
-    if stored.dtype in _BYTES and stored.bytes != found:
-        raise CheckpointError(
-            f"{stored.file}: {stored.name!r:.100} of shape {list(stored.shape)} in {stored.dtype} needs "
-            f"{stored.bytes:,} bytes; the header gives it {found:,}: the file is damaged, download or copy it again"
-        )
-    return stored

@@ -20,7 +20,6 @@ from hasten.model.formats.fill import fill_quantized
 from hasten.model.formats.pieces import take
 from hasten.model.formats.registry import open_quantized, read_quantization
 from hasten.model.hub import resolve_folder
-from hasten.model.rope import RotaryTable
 from hasten.model.tokenizer import Tokenizer
 from hasten.model.transformer import Transformer
 
@@ -120,9 +119,7 @@ class _Uninitialised(TorchFunctionMode):
 def _skeleton(config: ModelConfig) -> Transformer:
     with torch.device("meta"), _Uninitialised():
         model = Transformer(config)
-    for table in model.ropes:
-        assert isinstance(table, RotaryTable)
-        table.reset()
+    model.reset_ropes()
     return model.eval()
 
 

@@ -1,14 +1,16 @@
-"""`hasten.quantize`: a loaded model's linear layers replaced by quantized ones, one after the other."""
+"""`hasten.quantize`: a loaded model's linear layers quantized one after the other, in place or into a folder."""
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hasten.errors import ConfigError
+from hasten.model.export import Quantized, export_model
 from hasten.model.formats.record import LayerFormat
 from hasten.model.fused import FusedBlock
 from hasten.model.require import require_model
@@ -57,6 +59,25 @@ def quantize(model: Transformer, scheme: Scheme, *, report: Callable[[LayerRepor
     if "head" in formats:
         model.config = replace(model.config, tie_embeddings=False)
     return model
+
+
+@torch.no_grad()
+def quantize_to_folder(
+    model: Transformer, scheme: Scheme, folder: Path, *, report: Callable[[LayerReport], None] | None = None
+) -> None:
+    """Write `model` quantized, as a folder of the layout that `hasten.model.formats` describes; it is not changed.
+
+    From file to file, layer by layer: a loaded model's weights are mapped from its files, so that the peak is the
+    input's pages and about one layer (the largest: often the lm_head). `report` is called for each layer as it is
+    written. The folder is written whole or not at all. Raises ConfigError as `quantize` does, CheckpointError where the
+    folder cannot be written.
+    """
+    formats = check_quantizable(model, scheme)
+
+    def weight(name: str) -> QuantizedWeight:
+        return round_layer(model, name, scheme, formats[name], report)
+
+    export_model(model, folder, quantized=Quantized(formats, weight))
 
 
 def check_quantizable(model: Transformer, scheme: Scheme) -> dict[str, LayerFormat]:

@@ -127,6 +127,18 @@ def _yarn_attention(inner: Fields, factor: float) -> float:
     return of(first) / of(second) if first and second else of(1.0)
 
 
+def common_fields(fields: Fields) -> dict[str, Any]:
+    """What all families name alike."""
+    vocab = fields.integer("vocab_size", high=1 << 24)
+    return {
+        "vocab_size": vocab,
+        "padded_vocab_size": vocab,
+        "family": fields.values["model_type"],
+        "initializer_range": fields.number("initializer_range", default=0.02, high=100.0),
+        "source": dict(fields.values),
+    }
+
+
 def sizes(fields: Fields) -> dict[str, Any]:
     """The sizes that Llama and its descendants name alike."""
     hidden = fields.integer("hidden_size")
@@ -138,19 +150,13 @@ def sizes(fields: Fields) -> dict[str, Any]:
         )
     if "head_dim" not in fields and hidden % heads:
         raise CheckpointError(f"{fields.where}: hidden_size ({hidden}) must be a multiple of the {heads} heads")
-    vocab = fields.integer("vocab_size", high=1 << 24)
-    return {
-        "vocab_size": vocab,
-        "padded_vocab_size": vocab,
+    return common_fields(fields) | {
         "hidden_size": hidden,
         "intermediate_size": fields.integer("intermediate_size", high=1 << 22),
         "heads": heads,
         "kv_heads": kv_heads,
         "head_dim": fields.integer("head_dim", default=hidden // heads, high=1 << 12),
         "max_positions": fields.integer("max_position_embeddings", high=1 << 30),
-        "family": fields.values["model_type"],
-        "initializer_range": fields.number("initializer_range", default=0.02, high=100.0),
-        "source": dict(fields.values),
     }
 
 
@@ -160,17 +166,25 @@ def layer_count(fields: Fields, *names: str) -> int:
 
 
 def layers_of_kinds(
-    fields: Fields, kinds: list[str], *, window: int | None, scale: float, full_rope: int = 0
+    fields: Fields, kinds: list[str], *, window: int | None, scale: float | None = None, full_rope: int = 0
 ) -> tuple[LayerConfig, ...]:
     """Only "sliding_attention" has the window. kinds: the family's own, where `layer_types` says nothing.
 
-    full_rope: the rotary table of the layers that see everything.
+    scale: of the scores, None: by the head's size. full_rope: the rotary table of the layers that see everything.
     """
+    scale = scale or sizes(fields)["head_dim"] ** -0.5
     sliding, full = LayerConfig(window=window, scale=scale), LayerConfig(rope=full_rope, scale=scale)
     return tuple(sliding if kind == "sliding_attention" else full for kind in fields.layer_kinds(len(kinds)) or kinds)
 
 
-def llama_config(fields: Fields, *, theta: float = 10_000.0, window: int | None = None, **changes: Any) -> ModelConfig:
+def llama_config(
+    fields: Fields,
+    *,
+    theta: float = 10_000.0,
+    rope_kinds: Mapping[str, str] = ROPE_KINDS,
+    window: int | None = None,
+    **changes: Any,
+) -> ModelConfig:
     """A Llama-like config: RMSNorm, rotary positions, gated MLP, no biases, unless changed by keyword."""
     common = sizes(fields)
     values: dict[str, Any] = {
@@ -181,7 +195,7 @@ def llama_config(fields: Fields, *, theta: float = 10_000.0, window: int | None 
     if "activation" not in changes:
         values["activation"] = fields.choice("hidden_act", options=ACTIVATION_NAMES, default="silu")
     if "ropes" not in changes:
-        values["ropes"] = (rope(fields, common["head_dim"], rope_fields(fields), theta=theta),)
+        values["ropes"] = (rope(fields, common["head_dim"], rope_fields(fields), theta=theta, kinds=rope_kinds),)
     return ModelConfig(**(common | values | changes))
 
 

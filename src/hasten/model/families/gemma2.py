@@ -4,7 +4,7 @@ from functools import partial
 from typing import Any
 
 from hasten.errors import CheckpointError
-from hasten.model.config import Fields, LayerConfig, ModelConfig
+from hasten.model.config import Fields, ModelConfig
 from hasten.model.families.family import (
     ACTIVATION_NAMES,
     Family,
@@ -23,18 +23,15 @@ NORMS = {
 }
 
 
-def gemma_layers(fields: Fields, kinds: list[str], *, full_rope: int = 0) -> tuple[LayerConfig, ...]:
-    """The scores are scaled by `query_pre_attn_scalar`, not by the head size."""
-    scale = fields.number("query_pre_attn_scalar", low=1e-6) ** -0.5
-    return layers_of_kinds(fields, kinds, window=window_of(fields), scale=scale, full_rope=full_rope)
-
-
-def gemma_config(fields: Fields, **changes: Any) -> ModelConfig:
-    """What Gemma 2 and 3 share."""
+def gemma_config(fields: Fields, kinds: list[str], *, full_rope: int = 0, **changes: Any) -> ModelConfig:
+    """What Gemma 2 and 3 share; kinds and full_rope as in `layers_of_kinds`."""
     if fields.flag("use_bidirectional_attention", False):
         raise CheckpointError(f"{fields.where}: use_bidirectional_attention is not supported; hasten runs decoders")
     bias = fields.flag("attention_bias", False)
+    # The scores are scaled by `query_pre_attn_scalar`, not by the head size.
+    scale = fields.number("query_pre_attn_scalar", low=1e-6) ** -0.5
     values: dict[str, Any] = {
+        "layers": layers_of_kinds(fields, kinds, window=window_of(fields), scale=scale, full_rope=full_rope),
         "activation": fields.choice("hidden_activation", options=ACTIVATION_NAMES),
         "norm_offset": 1.0,
         "post_norms": True,
@@ -50,7 +47,7 @@ def gemma_config(fields: Fields, **changes: Any) -> ModelConfig:
 
 def config(fields: Fields) -> ModelConfig:
     kinds = [("full_attention" if i % 2 else "sliding_attention") for i in range(layer_count(fields))]
-    return gemma_config(fields, layers=gemma_layers(fields, kinds))
+    return gemma_config(fields, kinds)
 
 
 places = partial(llama_places, norms=NORMS)

@@ -2,19 +2,14 @@
 
 from hasten.model.config import Fields, ModelConfig, RopeConfig
 from hasten.model.families.family import Family, layer_count, rope
-from hasten.model.families.gemma2 import gemma_config, gemma_layers, places
+from hasten.model.families.gemma2 import gemma_config, places
 
 
 def config(fields: Fields) -> ModelConfig:
     count = layer_count(fields)
     every = fields.integer("sliding_window_pattern", "_sliding_window_pattern", default=6)
     kinds = ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(count)]
-    return gemma_config(
-        fields,
-        qk_norm=True,
-        ropes=_ropes(fields),
-        layers=gemma_layers(fields, kinds, full_rope=1),
-    )
+    return gemma_config(fields, kinds, full_rope=1, qk_norm=True, ropes=_ropes(fields))
 
 
 def _ropes(fields: Fields) -> tuple[RopeConfig, RopeConfig]:

@@ -5,7 +5,7 @@ from typing import Any
 
 from hasten.errors import CheckpointError
 from hasten.model.config import Fields, LayerConfig, ModelConfig
-from hasten.model.families.family import ACTIVATION_NAMES, Family, Places, TensorSlice, layer_count
+from hasten.model.families.family import ACTIVATION_NAMES, Family, Places, TensorSlice, common_fields, layer_count
 
 
 def gpt_config(fields: Fields, **changes: Any) -> ModelConfig:
@@ -14,12 +14,9 @@ def gpt_config(fields: Fields, **changes: Any) -> ModelConfig:
     heads = fields.integer("n_head", "num_attention_heads", high=1 << 12)
     if hidden % heads:
         raise CheckpointError(f"{fields.where}: n_embd ({hidden}) must be a multiple of n_head ({heads})")
-    vocab = fields.integer("vocab_size", high=1 << 24)
     scale = (hidden // heads) ** -0.5 if fields.flag("scale_attn_weights", True) else 1.0
     by_layer = fields.flag("scale_attn_by_inverse_layer_idx", False)
     values: dict[str, Any] = {
-        "vocab_size": vocab,
-        "padded_vocab_size": vocab,
         "hidden_size": hidden,
         "intermediate_size": fields.integer("n_inner", default=4 * hidden, high=1 << 22),
         "layers": tuple(
@@ -39,10 +36,8 @@ def gpt_config(fields: Fields, **changes: Any) -> ModelConfig:
         "mlp_bias": True,
         "learned_positions": True,
         "tie_embeddings": fields.flag("tie_word_embeddings", True),
-        "initializer_range": fields.number("initializer_range", default=0.02, high=100.0),
-        "source": dict(fields.values),
     }
-    return ModelConfig(**(values | {"family": fields.values["model_type"]} | changes))
+    return ModelConfig(**(common_fields(fields) | values | changes))
 
 
 def gpt_places(config: ModelConfig, *, transposed: bool, interleaved: bool = False) -> Places:

@@ -1,25 +1,13 @@
 """Phi 3, 3.5 and 4-mini (arXiv 2404.14219): Llama with q, k, v and gate, up stored fused, and longrope."""
 
 from hasten.model.config import Fields, ModelConfig
-from hasten.model.families.family import (
-    Family,
-    Places,
-    TensorSlice,
-    llama_config,
-    llama_places,
-    rope,
-    rope_fields,
-    sizes,
-    window_of,
-)
+from hasten.model.families.family import Family, Places, TensorSlice, llama_config, llama_places, window_of
 
 
 def config(fields: Fields) -> ModelConfig:
-    common = sizes(fields)
     # Early files call their longrope "su" or "yarn".
     kinds = {"default": "default", "longrope": "longrope", "su": "longrope", "yarn": "longrope"}
-    table = rope(fields, common["head_dim"], rope_fields(fields), theta=10_000.0, kinds=kinds)
-    return llama_config(fields, window=window_of(fields), ropes=(table,))
+    return llama_config(fields, window=window_of(fields), rope_kinds=kinds)
 
 
 def places(config: ModelConfig) -> Places:

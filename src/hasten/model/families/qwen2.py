@@ -1,15 +1,7 @@
 """Qwen 2 and 2.5 (arXiv 2407.10671): Llama with biases on q, k and v, and a window in the later layers if enabled."""
 
 from hasten.model.config import Fields, LayerConfig, ModelConfig
-from hasten.model.families.family import (
-    Family,
-    layer_count,
-    layers_of_kinds,
-    llama_config,
-    llama_places,
-    sizes,
-    window_of,
-)
+from hasten.model.families.family import Family, layer_count, layers_of_kinds, llama_config, llama_places, window_of
 
 
 def windowed_layers(fields: Fields) -> tuple[LayerConfig, ...]:
@@ -17,7 +9,7 @@ def windowed_layers(fields: Fields) -> tuple[LayerConfig, ...]:
     window = window_of(fields) if fields.flag("use_sliding_window", False) else None
     first = fields.integer("max_window_layers", low=0)
     kinds = ["sliding_attention" if i >= first else "full_attention" for i in range(layer_count(fields))]
-    return layers_of_kinds(fields, kinds, window=window, scale=sizes(fields)["head_dim"] ** -0.5)
+    return layers_of_kinds(fields, kinds, window=window)
 
 
 def config(fields: Fields) -> ModelConfig:

@@ -36,7 +36,7 @@ def read_groups(given: Any, values: Mapping[str, Any], where: Path) -> tuple[Con
     names the field that asks for anything else.
     """
     fields = _Reader(where, given)
-    fields.one_of("format", (*FORMATS, None))
+    fields.only(format=(*FORMATS, None))
     for name in ("kv_cache_scheme", "transform_config", "sparsity_config"):
         section = fields.value(name)
         if section and not (isinstance(section, dict) and section.get("format") in ("dense", "")):
@@ -61,11 +61,12 @@ class _Reader:
     def value(self, name: str) -> Any:
         return self.values.get(name)
 
-    def one_of(self, name: str, known: tuple[Any, ...]) -> Any:
-        found = self.value(name)
-        if not any(found is one or (type(found) is type(one) and found == one) for one in known):
-            self.fail(name, " or ".join("absent" if one is None else repr(one) for one in known), found)
-        return found
+    def only(self, **known: tuple[Any, ...]) -> None:
+        """Refuse a value that is none of those known for its name; None: the name may be absent."""
+        for name, values in known.items():
+            found = self.value(name)
+            if not any(found is one or (type(found) is type(one) and found == one) for one in values):
+                self.fail(name, " or ".join("absent" if one is None else repr(one) for one in values), found)
 
     def fail(self, name: str, wanted: str, found: Any) -> NoReturn:
         raise CheckpointError(
@@ -76,24 +77,23 @@ class _Reader:
 
 
 def _group(group: _Reader, own_activations: Any) -> ConfigGroup:
-    group.one_of("format", (PACKED, W8A8, WEIGHT_ONLY, None))
-    if group.value("output_activations") is not None:
-        group.fail("output_activations", "absent", group.value("output_activations"))
+    group.only(format=(PACKED, W8A8, WEIGHT_ONLY, None), output_activations=(None,))
     targets = group.value("targets")
     if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
         group.fail("targets", "a list of names", targets)
     weights = _Reader(group.where, group.value("weights"), f"{group.prefix}weights.")
-    bits = weights.one_of("num_bits", (4, 8))
-    weights.one_of("type", ("int", None))
-    weights.one_of("dynamic", (False, None))
-    symmetric = weights.one_of("symmetric", (True, False, None)) is not False
-    strategy = weights.one_of("strategy", ("group", "channel"))
-    # "weight" and "static" only order the calibration; "group" needs an index of the columns.
-    weights.one_of("actorder", (None, False, "weight", "static"))
-    if weights.value("block_structure") is not None:
-        weights.fail("block_structure", "absent", weights.value("block_structure"))
-    size = 0
-    if strategy == "group":
+    # actorder "weight" and "static" only order the calibration; "group" needs an index of the columns.
+    weights.only(
+        num_bits=(4, 8),
+        type=("int", None),
+        dynamic=(False, None),
+        symmetric=(True, False, None),
+        strategy=("group", "channel"),
+        actorder=(None, False, "weight", "static"),
+        block_structure=(None,),
+    )
+    bits, symmetric, size = weights.value("num_bits"), weights.value("symmetric") is not False, 0
+    if weights.value("strategy") == "group":
         size = weights.value("group_size")
         if type(size) is not int or size < 1:
             weights.fail("group_size", "a number of input features", size)
@@ -102,14 +102,7 @@ def _group(group: _Reader, own_activations: Any) -> ConfigGroup:
     activations: Activations = "int8" if own_activations == "int8" else "float"
     if group.value("input_activations") is not None:
         inputs = _Reader(group.where, group.value("input_activations"), f"{group.prefix}input_activations.")
-        for name, known in (
-            ("num_bits", (8,)),
-            ("type", ("int", None)),
-            ("symmetric", (True, None)),
-            ("strategy", ("token",)),
-            ("dynamic", (True,)),
-        ):
-            inputs.one_of(name, known)
+        inputs.only(num_bits=(8,), type=("int", None), symmetric=(True, None), strategy=("token",), dynamic=(True,))
         activations = "int8"
     format = int4_format(size, symmetric=symmetric)
     if bits == 8:

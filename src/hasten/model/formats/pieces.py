@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from hasten.model.families.family import TensorSlice
-from hasten.ops.linear import QuantizedWeight
 
 
 def take(tensor: Tensor, piece: TensorSlice) -> Tensor:
@@ -33,8 +32,3 @@ def join(pieces: Sequence[TensorSlice], tensors: Sequence[Tensor]) -> Tensor:
         order = sorted(range(len(tensors)), key=lambda i: pieces[i].start or 0)
         return torch.cat([tensors[i] for i in order])
     return tensors[0]
-
-
-def join_weights(pieces: Sequence[TensorSlice], weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
-    """The quantized weight of a fused module, from those of its parts."""
-    return QuantizedWeight.joined(weights, lambda tensors: join(pieces, tensors))

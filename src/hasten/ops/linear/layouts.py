@@ -64,7 +64,6 @@ class Layout:
     `ids` (None: all) of a weight of size (N, K) as the same kind of thing.
     """
 
-    name: str
     pack: Callable[[Tensor | QuantizedWeight], Packed]
     rows: Callable[[Packed, WeightFormat, tuple[int, int], Tensor | None], Tensor | QuantizedWeight]
 
@@ -145,7 +144,7 @@ def _panel_rows(
     )
 
 
-PANELS = Layout("panels", _pack_panels, _panel_rows)
+PANELS = Layout(_pack_panels, _panel_rows)
 
 
 # Rows
@@ -174,7 +173,7 @@ def _row_rows(
     return QuantizedWeight(format=format, values=values, scales=packed.scales, zeros=packed.zeros)
 
 
-ROWS = Layout("rows", _pack_rows, _row_rows)
+ROWS = Layout(_pack_rows, _row_rows)
 
 
 # Pieces
@@ -208,7 +207,7 @@ def _piece_rows(packed: Packed, format: WeightFormat, size: tuple[int, int], ids
     )
 
 
-PIECES = Layout("pieces", _pack_pieces, _piece_rows)
+PIECES = Layout(_pack_pieces, _piece_rows)
 
 
 def check_format(format: WeightFormat, *elements: str) -> None:

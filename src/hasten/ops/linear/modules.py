@@ -108,25 +108,18 @@ class PackedLinear(nn.Module):
         return cls(k, n, BFLOAT16, kernel=kernel, device=weight.device, pack=pack)._with_bias(linear.bias)
 
     @classmethod
-    def from_weight(
-        cls,
-        weight: QuantizedWeight,
-        bias: Tensor | None = None,
-        *,
-        activations: str = "int8",
-        dtype: torch.dtype = torch.bfloat16,
-        kernel: str | None = None,
-    ) -> Self:
-        """A layer of a quantized weight. Raises ConfigError for a weight whose parts do not fit together."""
+    def from_weight(cls, weight: QuantizedWeight, bias: Tensor | None = None, **options: Any) -> Self:
+        """A layer of a quantized weight. Raises ConfigError for a weight whose parts do not fit together.
+
+        options: activations, dtype and kernel, as above.
+        """
         check_weight(weight)
         n, k = weight.shape
 
         def pack(layout: Layout) -> Packed:
             return layout.pack(weight)
 
-        device = weight.values.device
-        new = cls(k, n, weight.format, activations=activations, dtype=dtype, kernel=kernel, device=device, pack=pack)
-        return new._with_bias(bias)
+        return cls(k, n, weight.format, device=weight.values.device, pack=pack, **options)._with_bias(bias)
 
     @classmethod
     def from_int4_words(
