@@ -17,7 +17,8 @@ import torch.nn.functional as F
 
 from hasten.ops.attention import AttentionSpec, attention
 from hasten.ops.attention.view import KVView
-from hasten.ops.linear import INT8, PackedLinear, QuantizedWeight, int4_format
+from hasten.ops.linear import PackedLinear
+from linear_cases import rms
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is here")
 
@@ -37,37 +38,6 @@ def run_interpreted(file: str) -> None:
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
 
 
-def make_weight(n, k, *, group_size=0, symmetric=True, scale_dtype=torch.float16, seed=0):
-    """A random int8 (group_size 0) or int4 weight."""
-    generator = torch.Generator().manual_seed(seed)
-    if not group_size:
-        values = torch.randint(-128, 128, (n, k), generator=generator).to(torch.int8)
-        return QuantizedWeight(format=INT8, values=values, scales=torch.rand(n, 1, generator=generator) + 0.1)
-    size = (n, -(-k // group_size))
-    zeros = torch.randint(0, 16, size, generator=generator).to(torch.uint8)
-    return QuantizedWeight(
-        format=int4_format(group_size, symmetric=symmetric, scale_dtype=scale_dtype),
-        values=torch.randint(0, 16, (n, k), generator=generator).to(torch.uint8),
-        scales=(torch.rand(size, generator=generator) + 0.1).to(scale_dtype),
-        zeros=None if symmetric else zeros,
-    )
-
-
-def moved(weight, device):
-    """The weight on a device."""
-    zeros = None if weight.zeros is None else weight.zeros.to(device)
-    return QuantizedWeight(
-        format=weight.format,
-        values=weight.values.to(device),
-        scales=weight.scales.to(device),
-        zeros=zeros,
-    )
-
-
-def rms(error):
-    return error.double().square().mean().sqrt().item()
-
-
 def check_linear(weight, *, rows, dtype, with_bias, device):
     """The Triton product errs at most twice what plain PyTorch errs, against float64; the weight comes back exactly."""
     n, k = weight.shape
@@ -75,9 +45,12 @@ def check_linear(weight, *, rows, dtype, with_bias, device):
     x = torch.randn(rows, k, generator=generator).to(dtype)
     bias = torch.randn(n, generator=generator) if with_bias else None
     layer = PackedLinear.from_weight(
-        moved(weight, device), None if bias is None else bias.to(device), dtype=dtype, kernel="triton"
+        weight.map(lambda tensor: tensor.to(device)),
+        None if bias is None else bias.to(device),
+        dtype=dtype,
+        kernel="triton",
     )
-    kept = moved(layer.to_weight(), "cpu")
+    kept = layer.to_weight().map(lambda tensor: tensor.cpu())
     assert torch.equal(kept.values, weight.values)
     assert torch.equal(kept.scales, weight.scales)
     assert weight.zeros is None or torch.equal(kept.zeros, weight.zeros)

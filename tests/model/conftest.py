@@ -2,9 +2,17 @@
 
 import pytest
 
-from references import CASES
+import hasten
+from hasten.quantization import Int4, quantize
+from references import CASES, make_reference
 
 
 @pytest.fixture(params=list(CASES))
 def case(request) -> str:
     return request.param
+
+
+@pytest.fixture
+def int4_folder(tmp_path):
+    hasten.save(quantize(hasten.load(make_reference("llama")), Int4(group_size=32, lm_head="none")), tmp_path)
+    return tmp_path

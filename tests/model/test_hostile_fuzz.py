@@ -34,29 +34,23 @@ FUZZ = settings(
 )
 
 
-@FUZZ
-@given(changes=st.lists(st.tuples(st.integers(0, 2500), st.integers(0, 255)), min_size=1, max_size=6))
-@pytest.mark.filterwarnings("ignore::hasten.errors.HastenWarning")
-def test_any_change_of_header_bytes_loads_or_is_refused(sound, changes):
-    folder, weights, config = sound
-    raw = bytearray(weights)
-    for place, value in changes:
-        raw[place] = value
-    (folder / "model.safetensors").write_bytes(raw)
-    (folder / "config.json").write_bytes(config)
-    load_or_refuse(folder)
+def changes(places: int, values: int, most: int) -> st.SearchStrategy:
+    """Some bytes of a file and what they become."""
+    return st.lists(st.tuples(st.integers(0, places), st.integers(0, values)), min_size=1, max_size=most)
 
 
+@pytest.mark.parametrize("damaged", ["model.safetensors", "config.json"])
 @FUZZ
-@given(changes=st.lists(st.tuples(st.integers(0, 330), st.integers(0, 127)), min_size=1, max_size=4))
+@given(data=st.data())
 @pytest.mark.filterwarnings("ignore::hasten.errors.HastenWarning")
-def test_any_change_of_config_bytes_loads_or_is_refused(sound, changes):
+def test_any_change_of_bytes_loads_or_is_refused(sound, damaged, data):
     folder, weights, config = sound
-    raw = bytearray(config)
-    for place, value in changes:
-        raw[place % len(raw)] = value
-    (folder / "model.safetensors").write_bytes(weights)
-    (folder / "config.json").write_bytes(raw)
+    files = {"model.safetensors": bytearray(weights), "config.json": bytearray(config)}
+    limits = {"model.safetensors": (2500, 255, 6), "config.json": (330, 127, 4)}  # of the weights, the header
+    for place, value in data.draw(changes(*limits[damaged])):
+        files[damaged][place % len(files[damaged])] = value
+    for name, raw in files.items():
+        (folder / name).write_bytes(raw)
     load_or_refuse(folder)
 
 

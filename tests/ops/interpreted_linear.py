@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from hasten.ops.linear import INT8, PackedLinear, int4_format
 from hasten.ops.linear.layouts import PIECES, Operands
 from hasten.ops.linear.triton_linear import Config, choose, few_rows, linear_operator
-from triton_cases import check_linear, make_weight, rms
+from linear_cases import make_weight, rms
+from triton_cases import check_linear
 
 FORMATS = [(0, True), *((group, symmetric) for group in (32, 64, 128) for symmetric in (True, False))]
 

@@ -8,7 +8,8 @@ import torch
 from hasten.ops import triton_support
 from hasten.ops.linear import BFLOAT16, KERNELS, LinearRequest, int4_format
 from hasten.ops.picker import explain
-from triton_cases import check_linear, make_weight, needs_gpu, run_interpreted
+from linear_cases import make_weight
+from triton_cases import check_linear, needs_gpu, run_interpreted
 
 
 @pytest.mark.slow

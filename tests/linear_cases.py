@@ -1,0 +1,95 @@
+"""Random layers of every weight format, and how far products of them may be off."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import strategies as st
+
+from hasten.machine import find_compiler
+from hasten.ops.linear import BFLOAT16, INT8, PackedLinear, QuantizedWeight, int4_format
+
+needs_native = pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler")
+SIZES = st.integers(1, 200)
+CASES = st.sampled_from(
+    [
+        ("bfloat16", 0, True, "float"),
+        *(("int8", 0, True, activations) for activations in ("int8", "float")),
+        *(
+            ("int4", group, symmetric, activations)
+            for group in (32, 64, 128)
+            for symmetric in (True, False)
+            for activations in ("int8", "float")
+        ),
+    ]
+)
+LAYERS = [
+    ("bfloat16", 0, "float"),
+    ("int8", 0, "int8"),
+    ("int8", 0, "float"),
+    ("int4", 32, "int8"),
+    ("int4", 32, "float"),
+]
+TORCHS = ("float32", "pytorch")  # whichever a processor multiplies faster
+
+
+def make_weight(n, k, *, format=None, group_size=0, symmetric=True, scale_dtype=torch.float16, seed=0):
+    """A random int8 (group_size 0) or int4 weight, or a tensor where the format is bfloat16."""
+    generator = torch.Generator().manual_seed(seed)
+    if format == "bfloat16":
+        return torch.randn(n, k, generator=generator).bfloat16()
+    if not group_size:
+        values = torch.randint(-128, 128, (n, k), generator=generator).to(torch.int8)
+        return QuantizedWeight(format=INT8, values=values, scales=torch.rand(n, 1, generator=generator) + 0.1)
+    size = (n, -(-k // group_size))
+    zeros = torch.randint(0, 16, size, generator=generator).to(torch.uint8)
+    return QuantizedWeight(
+        format=int4_format(group_size, symmetric=symmetric, scale_dtype=scale_dtype),
+        values=torch.randint(0, 16, (n, k), generator=generator).to(torch.uint8),
+        scales=(torch.rand(size, generator=generator) + 0.1).to(scale_dtype),
+        zeros=None if symmetric else zeros,
+    )
+
+
+def layer_of(weight, bias=None, *, isa=None, activations="int8", **settings):
+    """A layer, with the native kernel of `isa`, or another kernel by name."""
+    with pytest.MonkeyPatch.context() as patch:
+        if isa:
+            patch.setenv("HASTEN_ISA", isa)
+            settings["kernel"] = "native"
+        if isinstance(weight, torch.Tensor):
+            linear = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None)
+            linear.weight.data = weight
+            if bias is not None:
+                linear.bias.data = bias
+            return PackedLinear.from_linear(linear, **settings)
+        return PackedLinear.from_weight(weight, bias, activations=activations, **settings)
+
+
+def exact(weight, x, bias=None):
+    plain = weight if isinstance(weight, torch.Tensor) else weight.dequantize(torch.float32)
+    return F.linear(x.double(), plain.double(), None if bias is None else bias.double())
+
+
+def plain_error(weight, x, layer):
+    """Root mean square error of plain PyTorch at the layer's precision."""
+    full = layer.dequantize()
+    if layer.format == BFLOAT16 or layer.activations == "float":
+        y = F.linear(x.bfloat16(), full.bfloat16())
+    else:
+        size = layer.format.group_size or x.shape[-1]
+        groups = F.pad(x.float(), (0, -x.shape[-1] % size)).unflatten(-1, (-1, size))
+        step = groups.abs().amax(-1, keepdim=True) / 127
+        rounded = torch.where(step > 0, (groups / step).round() * step, 0).flatten(-2)[..., : x.shape[-1]]
+        y = F.linear(rounded, full).to(x.dtype)
+    return rms(y - exact(weight, x))
+
+
+def rms(error):
+    return error.double().square().mean().sqrt().item()
+
+
+def int4_weight(**changes):
+    weight = make_weight(70, 65, format="int4", group_size=32, symmetric=False)
+    return replace(weight, **changes)

@@ -1,0 +1,212 @@
+"""Packed layers: packed and unpacked exactly, bound to another kernel, cast, moved, saved and compiled."""
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hasten.errors import HastenWarning
+from hasten.machine import find_compiler
+from hasten.ops.linear import BFLOAT16, INT8, KERNELS, LinearRequest, PackedLinear, int4_format
+from hasten.ops.picker import explain, pick
+from instruction_sets import ISAS
+from linear_cases import CASES, LAYERS, SIZES, TORCHS, layer_of, make_weight, needs_native
+from triton_cases import needs_gpu
+
+pytestmark = pytest.mark.usefixtures("two_threads")
+
+
+@pytest.mark.parametrize("kernel", ["native", "pytorch", "reference"])
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(case=CASES, n=SIZES, k=SIZES, scale_dtype=st.sampled_from([torch.float16, torch.bfloat16]))
+def test_unpacking_is_the_inverse_of_packing(kernel, case, n, k, scale_dtype):
+    format, group_size, symmetric, _ = case
+    weight = make_weight(n, k, format=format, group_size=group_size, symmetric=symmetric, scale_dtype=scale_dtype)
+    layer = layer_of(weight, kernel=kernel)
+    ids = torch.tensor([[0, n - 1], [n // 2, 0]])
+    assert torch.equal(layer.rows(ids), layer.dequantize()[ids])
+    if format == "bfloat16":
+        assert torch.equal(layer.dequantize(torch.bfloat16), weight)
+        return
+    back = layer.to_weight()
+    assert back.format == weight.format
+    for name in ("values", "scales", "zeros"):
+        one, other = getattr(back, name), getattr(weight, name)
+        assert (one is None and other is None) or (one.dtype == other.dtype and torch.equal(one, other)), name
+    assert torch.equal(layer.dequantize(), weight.dequantize())
+
+
+@needs_native
+@pytest.mark.parametrize("isa", ISAS)
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(n=SIZES, k=SIZES, group_size=st.sampled_from([32, 64, 128]), symmetric=st.booleans())
+def test_int32_words_pack_as_their_values_do(isa, n, k, group_size, symmetric):
+    weight = make_weight(n, k, format="int4", group_size=group_size, symmetric=symmetric)
+    padded = F.pad(weight.values, (0, -k % 8)).long().unflatten(1, (-1, 8))
+    words = (padded << torch.arange(0, 32, 4)).sum(2)
+    words = torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HASTEN_ISA", isa)
+        for kernel in ("native", "reference"):
+            layer = PackedLinear.from_int4_words(
+                words, weight.scales, weight.zeros, in_features=k, format=weight.format, kernel=kernel
+            )
+            assert torch.equal(layer.to_weight().values, weight.values)
+            assert torch.equal(layer.dequantize(), weight.dequantize())
+
+
+@needs_native
+@pytest.mark.parametrize(("format", "group_size", "activations"), LAYERS)
+def test_compiles_without_a_break_and_lives_in_state_dicts(format, group_size, activations):
+    weight = make_weight(70, 100, format=format, group_size=group_size, symmetric=False)
+    layer = layer_of(weight, torch.randn(70), activations=activations)
+    x = torch.randn(2, 3, 100).bfloat16()
+    y = layer(x)
+    torch._dynamo.reset()
+    assert torch.equal(torch.compile(layer, backend="aot_eager", fullgraph=True)(x), y)
+    other = copy.deepcopy(layer)
+    for buffer in other.buffers():
+        buffer.zero_()
+    other.load_state_dict(layer.state_dict())
+    assert torch.equal(other(x), y)
+    same = PackedLinear(
+        100,
+        70,
+        layer.format,
+        activations=activations,
+        bias=True,
+        dtype=torch.float32,
+        device="meta",
+    )
+    assert {k: v.shape for k, v in same.state_dict().items()} == {k: v.shape for k, v in layer.state_dict().items()}
+    same.load_state_dict(layer.state_dict(), assign=True)
+    assert torch.equal(same(x), y)
+    # A change of the model's dtype must not turn the scales into another format.
+    assert torch.equal(copy.deepcopy(layer).to(torch.bfloat16)(x), y)
+
+
+@needs_native
+@pytest.mark.parametrize(("format", "group_size", "activations"), LAYERS)
+def test_binding_again_moves_the_weight_to_the_other_layout_and_back(format, group_size, activations):
+    layer = layer_of(make_weight(70, 100, format=format, group_size=group_size), activations=activations)
+    x = torch.randn(3, 100).bfloat16()
+    y, weight, elements = layer(x), layer.dequantize(), layer.data.numel()
+    layer.bind("reference")
+    assert layer.kernel == "reference"
+    assert layer.data.numel() < elements  # the panels' padding is gone, and the panels
+    assert torch.equal(layer.dequantize(), weight)
+    layer.bind()
+    assert layer.kernel == "native"
+    assert torch.equal(layer(x), y)
+
+
+def numbers(layer):
+    """A layer's weight, wherever it is, as tensors to compare."""
+    weight = layer.dequantize() if layer.format == BFLOAT16 else layer.to_weight()
+    found = (weight,) if isinstance(weight, torch.Tensor) else (weight.values, weight.scales, weight.zeros)
+    return [None if part is None else part.cpu() for part in found]
+
+
+def same(a, b):
+    return all(x is y is None or (x.dtype == y.dtype and torch.equal(x, y)) for x, y in zip(a, b, strict=True))
+
+
+@needs_native
+@pytest.mark.parametrize("scale_dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("format", "group_size", "activations"), LAYERS)
+def test_casts_pick_a_kernel_for_the_dtype_and_change_no_number(format, group_size, activations, scale_dtype):
+    """float16 activations are what the native kernel does not take: its layout is left, as on another device."""
+    weight = make_weight(70, 100, format=format, group_size=group_size, symmetric=False, scale_dtype=scale_dtype)
+    layer = layer_of(weight, torch.randn(70), activations=activations)
+    before, x = numbers(layer), torch.randn(3, 100).bfloat16()
+    y = layer(x)
+    model = torch.nn.Sequential(layer)
+    for cast in (model.half, model.double, lambda: model.to(torch.float16)):
+        cast()
+        assert layer.kernel in TORCHS
+        assert layer.request.dtype in (torch.float16, torch.float64)
+        assert same(numbers(layer), before)
+    torch.testing.assert_close(model(x.half()).float(), y.float(), rtol=0.05, atol=0.05 * float(y.std()))
+    for cast in (model.float, model.bfloat16, lambda: model.type(torch.float32), lambda: model.type(torch.int32)):
+        cast()
+        assert layer.kernel == "native"
+        assert same(numbers(layer), before)
+        assert torch.equal(layer(x), y)
+
+
+@needs_native
+@pytest.mark.parametrize(("format", "group_size", "activations"), LAYERS)
+def test_moving_packs_for_the_kernel_of_the_new_device(format, group_size, activations, monkeypatch):
+    """ "meta" stands in for a GPU: the native kernel refuses it as it does "cuda", and the layout must follow."""
+
+    def refuses(request):
+        return "it runs on a CPU" if request.device.type == "meta" else None
+
+    native = replace(KERNELS[0], unsupported_reason=refuses)
+    others = tuple(kernel for kernel in KERNELS if kernel.name in ("pytorch", "reference"))
+    monkeypatch.setattr("hasten.ops.linear.modules.KERNELS", (native, *others))
+    layer = layer_of(make_weight(70, 100, format=format, group_size=group_size), activations=activations)
+    at_home = copy.deepcopy(layer)
+    layer.to("meta")
+    at_home.bind("pytorch")
+    assert layer.kernel == "pytorch"
+    assert layer.request.device.type == "meta"
+    assert {k: v.shape for k, v in layer.state_dict().items()} == {k: v.shape for k, v in at_home.state_dict().items()}
+    assert layer(torch.empty(2, 100, device="meta", dtype=torch.bfloat16)).shape == (2, 70)
+    layer.to_empty(device="cpu")
+    assert layer.kernel == "native"
+    # A kernel that was forced stays, as long as it serves the new place.
+    layer.bind("reference")
+    layer.to("meta")
+    assert layer.kernel == "reference"
+    layer.to_empty(device="cpu").bind("native")
+    monkeypatch.setattr("hasten.ops.linear.modules.KERNELS", (*others, native))  # native is then the forced one
+    layer.to("meta")
+    assert layer.kernel in TORCHS
+
+
+@needs_gpu
+@pytest.mark.parametrize(("format", "group_size", "activations"), LAYERS)
+def test_to_a_gpu_and_back(format, group_size, activations):
+    layer = layer_of(make_weight(70, 256, format=format, group_size=group_size), activations=activations)
+    before, x = numbers(layer), torch.randn(3, 256).bfloat16()
+    y = layer(x)
+    layer.cuda()
+    assert layer.kernel != "native"
+    assert same(numbers(layer), before)
+    torch.testing.assert_close(layer(x.cuda()).cpu().float(), y.float(), rtol=0.05, atol=0.05 * float(y.std()))
+    layer.cpu()
+    assert torch.equal(layer(x), y)
+
+
+def test_the_picker_gives_its_reasons(monkeypatch):
+    def request(**changed):
+        base = {"device": torch.device("cpu"), "dtype": torch.bfloat16, "format": int4_format(128), "in_features": 128}
+        return LinearRequest(**{**base, **changed})
+
+    def reason(**changed):
+        return next(kernel for kernel in KERNELS if kernel.name == "native").unsupported_reason(request(**changed))
+
+    if find_compiler():
+        assert pick(KERNELS, request()).name == "native"
+        assert ("native", "reference was asked for by name") in explain(KERNELS, request(), forced="reference").others
+    assert "on cuda:0" in reason(device=torch.device("cuda:0"))
+    assert "not float16" in reason(dtype=torch.float16)
+    assert "multiples of 32, not 48" in reason(format=int4_format(48))
+    assert "not 200000" in reason(format=INT8, in_features=200_000)
+    monkeypatch.setenv("HASTEN_ISA", "none")
+    assert "no compiler, or HASTEN_ISA=none" in reason()
+    assert pick(KERNELS, request()).name in TORCHS
+    assert PackedLinear.from_weight(make_weight(8, 96, format="int4", group_size=32)).kernel in TORCHS
+
+
+@needs_native
+def test_groups_that_the_native_kernel_lacks_are_slow_with_a_warning():
+    weight = make_weight(70, 96, format="int4", group_size=48)
+    with pytest.warns(HastenWarning, match=r"'\w+' is used: its int4 groups are multiples of 32, not 48"):
+        assert PackedLinear.from_weight(weight).kernel in TORCHS
+    assert PackedLinear.from_weight(weight, kernel="pytorch").kernel == "pytorch", "asked for: no warning"

@@ -1,0 +1,57 @@
+"""Folders of quantized models: what they compute here and in transformers, and changing what stands in them."""
+
+import json
+
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from hasten.model.context import TrainingContext
+from hasten.ops.linear import PackedLinear
+
+TOKENS = torch.tensor([[3, 7, 1, 9, 4, 4, 10, 2, 60, 99]])
+Q = "model.layers.0.self_attn.q_proj"  # a module of a Llama
+
+
+def logits(model):
+    context = TrainingContext([layer.window for layer in model.config.layers])
+    with torch.no_grad():
+        return model(TOKENS, torch.arange(TOKENS.shape[1])[None], context)[0].double()
+
+
+def theirs(folder, dtype=torch.float32, **options):
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **options).eval()
+    with torch.no_grad():
+        return model(TOKENS).logits[0].double()
+
+
+def exact(model):
+    """The same model with plain products in float32 of the weights that its integers stand for."""
+    for name, module in list(model.named_modules()):
+        if isinstance(module, PackedLinear):
+            linear = nn.Linear(module.in_features, module.out_features, bias=module.bias is not None)
+            linear.weight = nn.Parameter(module.dequantize())
+            if module.bias is not None:
+                linear.bias = nn.Parameter(module.bias.float())
+            owner, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(owner), leaf, linear)
+    model.quantization = None
+    return model.float()
+
+
+def change_config(folder, change):
+    path = folder / "config.json"
+    values = json.loads(path.read_text())
+    change(values)
+    path.write_text(json.dumps(values))
+
+
+def change_tensors(folder, change):
+    tensors = {name: tensor.clone() for name, tensor in load_file(folder / "model.safetensors").items()}
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def weights_of(values):
+    return values["quantization_config"]["config_groups"]["group_0"]["weights"]
