@@ -17,9 +17,8 @@ from hasten.ops import picker
 from hasten.ops.attention.layer import layer_requests
 from hasten.ops.attention.paged import PAGED_KERNELS
 from hasten.ops.linear import operator as linear_operator
-from hasten.ops.linear.modules import PackedLinear
+from hasten.ops.linear.modules import PackedLinear, request_of
 from hasten.ops.linear.operator import LinearRequest
-from hasten.ops.linear.weights import WeightFormat
 from hasten.ops.linear.wide import WideLinear
 
 # The forms of a layer's calls of attention (ops/attention/layer.py), as explain names them.
@@ -107,17 +106,11 @@ def _linear_bindings(layer: int, part: nn.Module) -> list[Binding]:
     """One entry for each kind of product in a part of the model."""
     found: dict[tuple, Binding] = {}
     for module in part.modules():
-        if isinstance(module, PackedLinear):
-            request, current = module.request, module.kernel
-        elif isinstance(module, nn.Linear):
-            weight = module.weight
-            format = WeightFormat(element=str(weight.dtype).removeprefix("torch."))
-            request = LinearRequest(
-                device=weight.device, dtype=weight.dtype, format=format, in_features=module.in_features
-            )
-            current = "float32" if isinstance(module, WideLinear) else "pytorch"
-        else:
+        if not isinstance(module, nn.Linear | PackedLinear):
             continue
+        request, current = request_of(module), "float32" if isinstance(module, WideLinear) else "pytorch"
+        if isinstance(module, PackedLinear):
+            current = module.kernel
         binding = _binding(layer, f"linear ({request.format.element})", linear_operator.KERNELS, request, current)
         if isinstance(module, nn.Linear):
             binding = replace(binding, others=[Refusal(o.kernel, _unpacked(o, request)) for o in binding.others])
@@ -204,7 +197,7 @@ def _linear_kernels(model: Transformer, name: str | None) -> Iterator[None]:
                 if child.weight.dtype != torch.bfloat16:
                     raise ConfigError(
                         f"linear layer {leaf!r}: kernel {name!r} multiplies bfloat16, int8 or int4 weights; "
-                        f"these are {str(child.weight.dtype).removeprefix('torch.')}"
+                        f"these are {request_of(child).format.element}"
                     )
                 setattr(owner, leaf, PackedLinear.from_linear(child, kernel=name))
         yield

@@ -33,10 +33,11 @@ from hasten.model.require import require_model
 from hasten.model.transformer import MLP, Block, Transformer
 from hasten.model.wide import narrow
 from hasten.ops.attention.spec import LARGEST_HEAD
+from hasten.ops.linear.layouts import native_ops
 from hasten.ops.linear.modules import PackedLinear
 from hasten.ops.linear.operator import LinearRequest, native_opt_in
 from hasten.ops.linear.weights import BFLOAT16
-from hasten.ops.native import NativeLibrary, library
+from hasten.ops.native import library
 from hasten.ops.pages import in_large_pages, return_freed_memory
 
 ACTIVATION_ORDER = ("silu", "gelu", "gelu_tanh", "relu")  # in the order of the enum in ops/block/phases.h
@@ -66,12 +67,10 @@ def fuse(model: Transformer) -> Transformer:
     reason = refusal(model)
     if reason is not None:
         raise ConfigError(f"this model cannot be fused: {reason}")
-    native = library()
-    assert native is not None
     narrow(model)
     for i, block in enumerate(model.blocks):
         if isinstance(block, Block):
-            model.blocks[i] = FusedBlock(block, native)
+            model.blocks[i] = FusedBlock(block)
             return_freed_memory()
     tied = isinstance(model.head, nn.Linear) and model.head.weight is model.embedding.weight
     model.head = _settled(packed(model.head))
@@ -140,11 +139,10 @@ class PackedEmbedding(nn.Module):
 class FusedBlock(nn.Module):
     """One decoder layer in native steps (see the module's text)."""
 
-    def __init__(self, block: Block, native: NativeLibrary) -> None:
+    def __init__(self, block: Block) -> None:
         super().__init__()
         attention = block.attention
         self.spec = attention.spec
-        self.native = native
         self.qkv = _settled(fuse_qkv(attention.q, attention.k, attention.v))
         self.output = _settled(packed(attention.output))
         self.attention_norm, self.attention_post_norm = block.attention_norm, block.attention_post_norm
@@ -166,7 +164,7 @@ class FusedBlock(nn.Module):
 
     def bind(self) -> None:
         """Lay out the arguments of the calls once: looking them up in modules costs more than the calls."""
-        spec, ops = self.spec, self.native.ops
+        spec, ops = self.spec, native_ops()
         norms = [None if norm is None else norm.weight for norm in (self.q_norm, self.k_norm)]
         sizes = (spec.heads, spec.head_dim, *norms)
         scores = (spec.scale, spec.window or 0, spec.softcap or 0.0)
@@ -199,13 +197,10 @@ class FusedBlock(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what holds addresses: a copy lays them out for its own tensors."""
-        return {k: v for k, v in self.__dict__.items() if k not in ("_bound", "native")}
+        return {k: v for k, v in self.__dict__.items() if k != "_bound"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        native = library()
-        assert native is not None
-        self.native = native
         self.bind()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:

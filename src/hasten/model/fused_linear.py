@@ -9,7 +9,7 @@ from torch.nn.functional import pad
 
 from hasten.model.transformer import MLP, Attention, Block, Linear, Transformer
 from hasten.ops.linear.layouts import PANEL, Packed
-from hasten.ops.linear.modules import PackedLinear
+from hasten.ops.linear.modules import PackedLinear, request_of
 from hasten.ops.linear.operator import native_unsupported
 from hasten.ops.linear.weights import BFLOAT16, QuantizedWeight
 
@@ -56,20 +56,16 @@ def difference(*linears: Linear) -> str | None:
 
 
 def _kind(linear: Linear) -> dict[str, object]:
-    common: dict[str, object] = {"bias": linear.bias is not None}
-    if not isinstance(linear, PackedLinear):
-        return {"format": str(linear.weight.dtype).removeprefix("torch.")} | common
-    format = linear.format
-    if format == BFLOAT16:
-        return {"format": format.element} | common
-    return {
-        "format": format.element,
-        **common,
-        "group size": format.group_size,
-        "scales": str(format.scale_dtype).removeprefix("torch."),
-        "zero points": not format.symmetric,
-        "activations": linear.activations,
-    }
+    format = request_of(linear).format
+    kind: dict[str, object] = {"format": format.element, "bias": linear.bias is not None}
+    if format.scales and isinstance(linear, PackedLinear):
+        kind |= {
+            "group size": format.group_size,
+            "scales": str(format.scale_dtype).removeprefix("torch."),
+            "zero points": not format.symmetric,
+            "activations": linear.activations,
+        }
+    return kind
 
 
 def fuse_qkv(*linears: Linear) -> PackedLinear:

@@ -63,8 +63,7 @@ def read_parts(folder: Path) -> dict[str, Any] | None:
     generation = read_json(folder / "generation_config.json")
     text_config = model_config.get("text_config")
     fall_backs = [generation, model_config, text_config if isinstance(text_config, dict) else {}]
-    eos = token_ids(backend, special.get("eos_token"))
-    eos += _ids(generation, "eos_token_id", folder) or ()
+    eos = token_ids(backend, special.get("eos_token")) + _ids(generation, "eos_token_id", folder)
     if not eos:
         eos = next((found for source in fall_backs if (found := _ids(source, "eos_token_id", folder))), ())
 

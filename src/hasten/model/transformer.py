@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hasten.errors import ConfigError
 from hasten.model.config import LayerConfig, ModelConfig
 from hasten.model.experts import Experts
 from hasten.model.formats.record import LayerFormat
@@ -22,9 +23,10 @@ from hasten.model.norms import norm_of
 from hasten.model.rope import RotaryTable, rotate
 from hasten.model.wide import choose_width
 from hasten.ops.attention import AttentionRequest, AttentionSpec, LayerAttention
-from hasten.ops.linear.modules import PackedLinear
+from hasten.ops.linear.modules import PackedLinear, request_of
 from hasten.ops.linear.wide import WideEmbedding, WideLinear
 from hasten.ops.loss import IGNORED, linear_cross_entropy, rows_of_a_chunk
+from hasten.ops.loss import KERNELS as LOSS_KERNELS
 
 if TYPE_CHECKING:
     from hasten.model.tokenizer import Tokenizer
@@ -79,7 +81,7 @@ class Attention(nn.Module):
 
     def request(self) -> AttentionRequest:
         """What a kernel has to serve here."""
-        like = self.q.request if isinstance(self.q, PackedLinear) else self.q.weight
+        like = request_of(self.q)
         dtype = torch.float32 if isinstance(self.q, WideLinear) else like.dtype
         sparse = self.block_size is not None
         return AttentionRequest(
@@ -183,7 +185,7 @@ class Transformer(nn.Module):
         self.tokenizer = None
         self.generation = {}
         self.quantization = None
-        self.loss_kernel: str | None = None  # None: the first that fits
+        self.loss_kernel: str | None = None
         self.stack: Stack | None = None  # all blocks in one call, where the model is fused
         self.embedding = nn.Embedding(config.padded_vocab_size, config.hidden_size)
         self.positions = nn.Embedding(config.max_positions, config.hidden_size) if config.learned_positions else None
@@ -309,8 +311,15 @@ class Transformer(nn.Module):
         """The blocks are those of this file, and not fused ones."""
         return all(isinstance(block, Block) for block in self.blocks)
 
-    def bind(self, *, attention: str | None = None) -> None:
-        """Choose every layer's kernels anew, or force one by name; needed after moving to another device or dtype."""
+    def bind(self, *, attention: str | None = None, loss: str | None = None) -> None:
+        """Choose every layer's kernels anew, or force one by name; needed after moving to another device or dtype.
+
+        The loss's is the first that fits each call, whose dtype autocast decides, where none is named here.
+        """
+        known = [kernel.name for kernel in LOSS_KERNELS]
+        if loss is not None and loss not in known:
+            raise ConfigError(f"there is no loss kernel {loss!r}; known: {', '.join(known)}")
+        self.loss_kernel = loss
         choose_width(self)
         for layer in self.modules():
             if isinstance(layer, Attention):

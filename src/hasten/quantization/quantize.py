@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from hasten.errors import ConfigError
 from hasten.model.export import Quantized, export_model
 from hasten.model.formats.record import LayerFormat
-from hasten.model.fused import FusedBlock
 from hasten.model.require import require_model
 from hasten.model.transformer import Transformer
 from hasten.ops.linear.modules import PackedLinear
@@ -87,7 +86,7 @@ def check_quantizable(model: Transformer, scheme: Scheme) -> dict[str, LayerForm
         raise ConfigError(f"a scheme is hasten.Int8(...) or hasten.Int4(...); found {type(scheme).__name__}")
     if model.quantization is not None:
         raise ConfigError("this model is quantized already; quantize the original checkpoint instead")
-    if any(isinstance(block, FusedBlock) for block in model.blocks):
+    if not model.readable:
         raise ConfigError("this model is fused; call hasten.unfuse(model) first, and hasten.fuse(model) afterwards")
     return layer_formats(model, scheme)
 

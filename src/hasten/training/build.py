@@ -18,7 +18,6 @@ from hasten.model.transformer import MLP, Attention, Transformer
 from hasten.model.vocabulary import pad_vocabulary
 from hasten.ops.activation import KERNELS, ActivationRequest, bind
 from hasten.ops.attention.pattern_text import parse_pattern, pattern_values
-from hasten.ops.loss import KERNELS as LOSS_KERNELS
 from hasten.ops.native import library
 from hasten.ops.picker import explain
 from hasten.training.activations import checkpoint_activations
@@ -123,8 +122,7 @@ def training_step(model: Transformer, recipe: Recipe, *, should_stop: Callable[[
         keep_freed_memory()
     pad_vocabulary(model, techniques.pad_vocabulary_to)
     precision = Precision(techniques.precision, model.device)
-    choose_attention(model, attention_kernel(recipe, model.device))
-    choose_loss(model, techniques.loss)
+    choose_kernels(model, attention_kernel(recipe, model.device), techniques.loss)
     if techniques.fused_activation:
         fuse_activations(model, precision.dtype)
     if techniques.joined_projections and on_cpu:
@@ -159,27 +157,19 @@ def attention_kernel(recipe: Recipe, device: torch.device) -> str | None:
     return techniques.attention
 
 
-def choose_attention(model: Transformer, kernel: str | None) -> None:
-    """The fastest attention kernel that fits, or the one named.
+def choose_kernels(model: Transformer, attention: str | None, loss: str | None) -> None:
+    """The fastest attention and loss kernels that fit, or those named. Raises ConfigError for unknown ones.
 
-    The native one is compiled before it is chosen: if that fails, or PyTorch's is faster, it is not taken.
+    The native attention is compiled before it is chosen: if that fails, or PyTorch's is faster, it is not taken.
     """
-    if model.device.type == "cpu" and kernel in (None, "native", "native-sparse"):
+    if model.device.type == "cpu" and attention in (None, "native", "native-sparse"):
         library(part="training")
-    model.bind(attention=kernel)
-    for attention in [module for module in model.modules() if isinstance(module, Attention)][:1]:
-        tokens, dropout = attention.kernels.tokens.name, attention.kernels.dropout.name
-        if attention.dropout and tokens != dropout and (kernel or attention.block_size):
+    model.bind(attention=attention, loss=loss)
+    for module in [module for module in model.modules() if isinstance(module, Attention)][:1]:
+        tokens, dropout = module.kernels.tokens.name, module.kernels.dropout.name
+        if module.dropout and tokens != dropout and (attention or module.block_size):
             message = f"attention kernel {tokens!r} takes no dropout, so {dropout!r} computes the training steps"
             warnings.warn(message, HastenWarning, stacklevel=3)
-
-
-def choose_loss(model: Transformer, kernel: str | None) -> None:
-    """The first loss kernel that fits, or the one named. Raises ConfigError for an unknown one."""
-    known = [loss.name for loss in LOSS_KERNELS]
-    if kernel is not None and kernel not in known:
-        raise ConfigError(f"there is no loss kernel {kernel!r}; known: {', '.join(known)}")
-    model.loss_kernel = kernel
 
 
 def fuse_activations(model: Transformer, dtype: torch.dtype) -> bool:

@@ -25,9 +25,8 @@ from hasten.ops.attention.pattern_layout import Pattern
 from hasten.ops.attention.pattern_text import pattern_of
 
 FAMILIES: dict[str, Family] = {
-    family.model_type: family
+    module.FAMILY.model_type: module.FAMILY
     for module in (gpt2, gpt_bigcode, llama, mistral, qwen2, qwen3, gemma2, gemma3, phi3, mixtral, qwen3_moe)
-    for family in (module.FAMILY,)
 }
 
 

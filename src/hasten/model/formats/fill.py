@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Mapping
 from functools import lru_cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -46,23 +47,14 @@ def fill_quantized(
             data: Tensor = place.weight
         else:
             layers[name] = module.layer
-            words = folder.int4_words(module)
-            if words is None:
-                packed = PackedLinear.from_weight(
-                    read(module).map(own), place.bias, activations=module.layer.activations, dtype=dtype
-                )
+            options: dict[str, Any] = {"activations": module.layer.activations, "dtype": dtype}
+            if (words := folder.int4_words(module)) is None:
+                packed = PackedLinear.from_weight(read(module).map(own), place.bias, **options)
             else:
                 values, scales, zeros = words
-                packed = PackedLinear.from_int4_words(
-                    own(values),
-                    own(scales),
-                    None if zeros is None else own(zeros),
-                    place.bias,
-                    in_features=module.shape[1],
-                    format=module.layer.weight,
-                    activations=module.layer.activations,
-                    dtype=dtype,
-                )
+                parts = own(values), own(scales), None if zeros is None else own(zeros), place.bias
+                options |= {"in_features": module.shape[1], "format": module.layer.weight}
+                packed = PackedLinear.from_int4_words(*parts, **options)
             model.set_submodule(name, packed.eval())
             data = packed.data
         # Let go of the file's pages, unless the layer's kernel reads rows as they stand in the file. (Read anew from

@@ -253,5 +253,14 @@ class PackedLinear(nn.Module):
         return self
 
 
+def request_of(linear: nn.Linear | PackedLinear) -> LinearRequest:
+    """What a layer asks of its kernel; a plain one, what it would ask if it were packed."""
+    if isinstance(linear, PackedLinear):
+        return linear.request
+    weight = linear.weight
+    format = WeightFormat(element=str(weight.dtype).removeprefix("torch."))
+    return LinearRequest(device=weight.device, dtype=weight.dtype, format=format, in_features=weight.shape[1])
+
+
 def _bias_dtype(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype in (torch.bfloat16, torch.float32) else torch.float32
