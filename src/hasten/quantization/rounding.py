@@ -4,13 +4,16 @@ Every scale is rounded to the dtype it is stored in before the integers are chos
 the scale a kernel will really read.
 """
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from hasten.errors import ConfigError
-from hasten.ops.linear.weights import INT8, QuantizedWeight, int4_format
+from hasten.ops.linear.layouts import empty_weight
+from hasten.ops.linear.weights import INT8, QuantizedWeight, WeightFormat, int4_format
 from hasten.quantization.blocks import each_block
 
 Search = Literal["minmax", "mse"]
@@ -31,20 +34,14 @@ def round_int8(weight: Tensor) -> QuantizedWeight:
     Every element is at most half a step (half the row's scale) off. Rows of zeros stay exactly zero. Raises
     ConfigError for NaN and infinity.
     """
-    _check(weight)
-    n, k = weight.shape
-    values = torch.empty(n, k, dtype=torch.int8, device=weight.device)
-    scales = torch.empty(n, 1, dtype=torch.float32, device=weight.device)
 
-    def work(rows: slice) -> None:
-        wide = weight[rows].float()
-        largest = wide.abs().amax(dim=1, keepdim=True)
+    def choose(rows: Tensor) -> tuple[Tensor, float]:
+        largest = rows.abs().amax(dim=-1, keepdim=True)
         _check_finite(largest)
-        scales[rows] = _stored(largest / 127, torch.float32)
-        values[rows] = (wide / scales[rows]).round_().clamp_(-127, 127).to(torch.int8)
+        return _stored(largest / 127, torch.float32), 0.0
 
-    each_block(n, k, work)
-    return QuantizedWeight(format=INT8, values=values, scales=scales)
+    _check(weight)
+    return _round(weight, INT8, choose, -127, 127)
 
 
 def round_int4(
@@ -74,26 +71,31 @@ def round_int4(
         raise ConfigError(f"search must be minmax or mse; found {search!r}")
     if scale_dtype not in SCALE_DTYPES:
         raise ConfigError(f"the scales of int4 are stored in float16 or bfloat16; found {scale_dtype}")
+
+    def choose(groups: Tensor) -> tuple[Tensor, Tensor | float]:
+        return _search(groups, search=search, symmetric=symmetric, dtype=scale_dtype)
+
+    return _round(weight, int4_format(group_size, symmetric=symmetric, scale_dtype=scale_dtype), choose, 0, HIGHEST)
+
+
+def _round(weight: Tensor, format: WeightFormat, choose: Callable, lowest: int, highest: int) -> QuantizedWeight:
+    """`choose` gives the scale (R, G, 1) in float32, and the zero, of groups (R, G, group)."""
     n, k = weight.shape
-    groups = -(-k // group_size)
-    values = torch.empty(n, k, dtype=torch.uint8, device=weight.device)
-    scales = torch.empty(n, groups, dtype=scale_dtype, device=weight.device)
-    zeros = None if symmetric else torch.empty(n, groups, dtype=torch.uint8, device=weight.device)
+    size, groups = format.group_size or k, format.groups(k)
+    rounded = empty_weight((n, k), format, weight.device)
 
     def work(rows: slice) -> None:
-        wide = weight[rows].float()
-        if groups * group_size != k:  # zeros at the end change neither a range that holds 0 nor an error
-            wide = torch.nn.functional.pad(wide, (0, groups * group_size - k))
-        grouped = wide.unflatten(1, (groups, group_size))  # (rows, G, group)
-        scale, zero = _search(grouped, search=search, symmetric=symmetric, dtype=scale_dtype)
-        scales[rows] = scale.squeeze(-1).to(scale_dtype)
-        values[rows] = _to_integers(grouped, scale, zero).flatten(1)[:, :k].to(torch.uint8)
-        if zeros is not None and isinstance(zero, Tensor):
-            zeros[rows] = zero.squeeze(-1).to(torch.uint8)
+        # Zeros at the end change neither a range that holds 0 nor an error.
+        grouped = pad(weight[rows].float(), (0, groups * size - k)).unflatten(1, (groups, size))
+        scale, zero = choose(grouped)
+        nearest = (grouped / scale).round_().add_(zero).clamp_(lowest, highest)
+        rounded.values[rows] = nearest.flatten(1)[:, :k].to(rounded.values.dtype)
+        rounded.scales[rows] = scale.squeeze(-1).to(format.scale_dtype)
+        if rounded.zeros is not None:
+            rounded.zeros[rows] = zero.squeeze(-1).to(torch.uint8)
 
-    each_block(n, groups * group_size, work)
-    format = int4_format(group_size, symmetric=symmetric, scale_dtype=scale_dtype)
-    return QuantizedWeight(format=format, values=values, scales=scales, zeros=zeros)
+    each_block(n, groups * size, work)
+    return rounded
 
 
 def _search(w: Tensor, *, search: Search, symmetric: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor | float]:
@@ -146,11 +148,6 @@ def _error(w: Tensor, scale: Tensor, zero: Tensor | float, buffers: tuple[Tensor
     highest: Any = HIGHEST - zero
     torch.clamp(rounded, lowest, highest, out=rounded)
     return torch.linalg.vector_norm(exact.sub_(rounded), dim=-1, keepdim=True).mul_(scale.abs())
-
-
-def _to_integers(w: Tensor, scale: Tensor, zero: Tensor | float) -> Tensor:
-    """The nearest of 0 … 15 (in float32)."""
-    return (w / scale).round_().add_(zero).clamp_(0, HIGHEST)
 
 
 def _stored(scale: Tensor, dtype: torch.dtype) -> Tensor:
