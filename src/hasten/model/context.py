@@ -61,18 +61,18 @@ class TrainingContext:
         if blocks is not None:
             self.layers = [PlainLayer(mask) for mask in blocks]
             return
-        if documents is None:
-            self.layers = [PlainLayer()] * len(windows)
-            return
-        by_window: dict[int | None, PlainLayer] = {}
-        for window in set(windows):
-            if intervals:
-                by_window[window] = PlainLayer(document_intervals(documents, window))
-                continue
-            places = torch.arange(documents.shape[-1], device=documents.device)
-            same = documents.unsqueeze(-1) == documents.unsqueeze(-2)  # (B, T, T)
-            by_window[window] = PlainLayer(same & visible(places, places, window))
+        by_window = {window: PlainLayer(_seen(documents, window, intervals)) for window in set(windows)}
         self.layers = [by_window[window] for window in windows]
+
+
+def _seen(documents: Tensor | None, window: int | None, intervals: bool) -> Seen:
+    if documents is None:
+        return None
+    if intervals:
+        return document_intervals(documents, window)
+    places = torch.arange(documents.shape[-1], device=documents.device)
+    same = documents.unsqueeze(-1) == documents.unsqueeze(-2)  # (B, T, T)
+    return same & visible(places, places, window)
 
 
 def training_context(model: Transformer, tokens: int, documents: Tensor | None = None) -> TrainingContext:

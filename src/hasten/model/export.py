@@ -5,7 +5,7 @@ import os
 import shutil
 import tempfile
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -128,17 +128,10 @@ def _held(model: Transformer) -> Quantized | None:
     return Quantized(model.quantization, lambda name: modules[name].to_weight())
 
 
-@dataclass(frozen=True, slots=True)
-class _Published:
-    """One tensor or quantized module of the checkpoint to be: its name, and which of our parameters it is made of."""
-
-    name: str
-    parts: tuple[tuple[TensorSlice, str], ...]
-    layer: LayerFormat | None
-
-
 class _Plan:
-    """What will be written, from names and shapes alone; `make` then makes one thing at a time."""
+    """What will be written, by its name in the checkpoint: of which of our parameters each tensor or quantized module
+    is made. `make` then makes one at a time.
+    """
 
     def __init__(self, model: Transformer, dtype: torch.dtype | None, quantized: Quantized | None) -> None:
         self.model, self.dtype, self.quantized = model, dtype, quantized
@@ -146,57 +139,57 @@ class _Plan:
         # transformers reads experts only where they are packed
         self.format = CompressedTensors(pack_int8=model.config.experts > 0)
         self.tied = "head" not in self.layers and is_tied(model)
-        parts: dict[str, list[tuple[TensorSlice, str]]] = {}
+        self.parts: dict[str, list[tuple[TensorSlice, str]]] = {}
         for ours, piece in FAMILIES[model.config.family].places(model.config):
             if not (ours == "head.weight" and self.tied):
-                parts.setdefault(piece.name, []).append((piece, ours))
-        self.things = [
-            _Published(name, tuple(pieces), self.layers.get(pieces[0][1].removesuffix(".weight")))
-            for name, pieces in parts.items()
-        ]
+                self.parts.setdefault(piece.name, []).append((piece, ours))
 
-    def make(self, thing: _Published, device: str = "cpu") -> dict[str, Tensor]:
+    def layer(self, name: str) -> LayerFormat | None:
+        """How it is quantized."""
+        return self.layers.get(self.parts[name][0][1].removesuffix(".weight"))
+
+    def make(self, name: str, device: str = "cpu") -> dict[str, Tensor]:
         """Contiguous tensors by their names in the checkpoint, fused ones put together again.
 
         On the meta device only their dtypes and shapes, at no cost.
         """
-        pieces = [piece for piece, _ in thing.parts]
-        if thing.layer is None:
-            tensor = join(pieces, [self._tensor(ours).to(device) for _, ours in thing.parts])
+        pieces, layer = [piece for piece, _ in self.parts[name]], self.layer(name)
+        if layer is None:
+            tensor = join(pieces, [self._tensor(ours).to(device) for _, ours in self.parts[name]])
             tensor = tensor.t() if pieces[0].transposed else tensor
-            return {thing.name: tensor.to(self.dtype).contiguous()}
-        weights = [self._weight(ours, thing.layer, device) for _, ours in thing.parts]
+            return {name: tensor.to(self.dtype).contiguous()}
+        weights = [self._weight(ours, layer, device) for _, ours in self.parts[name]]
         encoded = self.format.encode(QuantizedWeight.joined(weights, partial(join, pieces)))
-        prefix = thing.name.removesuffix("weight")
+        prefix = name.removesuffix("weight")
         return {prefix + key: tensor.to(device).contiguous() for key, tensor in encoded.items()}
 
     def config(self, dtype: torch.dtype) -> dict[str, Any]:
         """config.json, with what is quantized; warns where another reader cannot follow."""
         values = exported_config(self.model, dtype, tied=self.tied)
-        things = {thing.name.removesuffix(".weight"): thing for thing in self.things}
-        layers = {name: thing.layer for name, thing in things.items() if thing.layer is not None}
+        layers = {name.removesuffix(".weight"): layer for name in self.parts if (layer := self.layer(name))}
         if not layers:
             return values
-        routers = [name for name, thing in things.items() if thing.parts[0][1].endswith(".router.weight")]
+        owners = {name.removesuffix(".weight"): parts[0][1] for name, parts in self.parts.items()}
+        routers = [name for name, ours in owners.items() if ours.endswith(".router.weight")]
         ignored = routers if "head" in self.layers else [*routers, "lm_head"]
-        self._warn([thing for thing in things.values() if thing.layer is not None])
+        self._warn(layers)
         written = self.format.write_config(layers, ignored)
         private = values.get("hasten", {}) | written.pop("hasten", {})
         return values | written | ({"hasten": private} if private else {})
 
-    def _warn(self, things: Sequence[_Published]) -> None:
+    def _warn(self, layers: Mapping[str, LayerFormat]) -> None:
         """Say once what keeps transformers with compressed-tensors from reading what is written."""
-        for thing in things:
-            assert thing.layer is not None
-            k, size = self._size(thing.parts[0][1])[1], thing.layer.weight.group_size
+        for name, layer in layers.items():
+            piece, ours = self.parts[f"{name}.weight"][0]
+            k, size = self._size(ours)[1], layer.weight.group_size
             reason = None
-            if thing.parts[0][0].transposed:
-                reason = f"{thing.name} is no Linear there but a Conv1D, which compressed-tensors does not know"
+            if piece.transposed:
+                reason = f"{name}.weight is no Linear there but a Conv1D, which compressed-tensors does not know"
             elif size and k % size:
-                reason = f"{thing.name} has {k} input features, no multiple of the group size {size}"
-            elif not thing.layer.weight.symmetric and self.format.pack_int8:
+                reason = f"{name}.weight has {k} input features, no multiple of the group size {size}"
+            elif not layer.weight.symmetric and self.format.pack_int8:
                 reason = "it does not read the zero points of experts (use symmetric)"
-            elif not thing.layer.weight.symmetric and len({other.layer for other in things}) > 1:
+            elif not layer.weight.symmetric and len(set(layers.values())) > 1:
                 reason = "it reads zero points only where all layers are quantized alike (lm_head: same or none)"
             if reason is not None:
                 text = f"hasten reads this quantized model; transformers does not: {reason}"
@@ -223,16 +216,15 @@ class _Plan:
 
 def _write_weights(plan: _Plan, folder: Path, shard_bytes: int) -> set[str]:
     """Write the weights and return the names of their files."""
-    specs = {thing.name: plan.make(thing, "meta") for thing in plan.things}
+    specs = {name: plan.make(name, "meta") for name in plan.parts}
     sizes = {name: sum(tensor.nbytes for tensor in tensors.values()) for name, tensors in specs.items()}
-    shards: list[list[_Published]] = [[]]
+    shards: list[list[str]] = [[]]
     filled = 0
-    for thing in plan.things:
-        size = sizes[thing.name]
+    for name, size in sizes.items():
         if filled and filled + size > shard_bytes:
             shards.append([])
             filled = 0
-        shards[-1].append(thing)
+        shards[-1].append(name)
         filled += size
     count = len(shards)
     names = ["model.safetensors"]
@@ -240,8 +232,8 @@ def _write_weights(plan: _Plan, folder: Path, shard_bytes: int) -> set[str]:
         names = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
     weight_map: dict[str, str] = {}
     for file, shard in zip(names, shards, strict=True):
-        own = {name: spec for thing in shard for name, spec in specs[thing.name].items()}
-        save_file(own, folder / file, tensors=(made for thing in shard for made in plan.make(thing).items()))
+        own = {key: spec for name in shard for key, spec in specs[name].items()}
+        save_file(own, folder / file, tensors=(made for name in shard for made in plan.make(name).items()))
         weight_map |= dict.fromkeys(own, file)
     if count > 1:
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
