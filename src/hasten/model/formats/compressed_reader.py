@@ -108,9 +108,8 @@ def open_folder(
             continue
         if leaf == "weight_g_idx":
             _fail(tensor, "reorders the columns by activation (actorder), which hasten does not read")
-        if leaf in ("weight_scale", "weight_zero_point") and not {f"{prefix}.weight", f"{prefix}.weight_packed"} & set(
-            stored
-        ):
+        weights = f"{prefix}.weight", f"{prefix}.weight_packed"
+        if leaf in ("weight_scale", "weight_zero_point") and not any(weight in stored for weight in weights):
             _fail(tensor, f"stands without {prefix}.weight or {prefix}.weight_packed; download the folder again")
         if leaf == "weight_packed" or (leaf == "weight" and f"{prefix}.weight_scale" in stored):
             module = _module(prefix, leaf == "weight_packed", stored, groups, tensors)
