@@ -61,11 +61,11 @@ class TrainingContext:
         if blocks is not None:
             self.layers = [PlainLayer(mask) for mask in blocks]
             return
-        by_window = {window: PlainLayer(_seen(documents, window, intervals)) for window in set(windows)}
+        by_window = {window: PlainLayer(_mask(documents, window, intervals)) for window in set(windows)}
         self.layers = [by_window[window] for window in windows]
 
 
-def _seen(documents: Tensor | None, window: int | None, intervals: bool) -> Seen:
+def _mask(documents: Tensor | None, window: int | None, intervals: bool) -> Mask:
     if documents is None:
         return None
     if intervals:
