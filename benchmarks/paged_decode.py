@@ -112,7 +112,9 @@ class PagedDecode:
             found = []
             for layer in views[kind]:
                 view = layer.view(batch=batch, tokens=1, kv_heads=config.kv_heads, head_dim=config.head_dim)
-                found.append(native.ops.attention(q, view.k, view.v, *view[3:], config.head_dim**-0.5, 0, 0.0))
+                found.append(
+                    native.ops.attention(q, view.k, view.v, *view.metadata.to_read, config.head_dim**-0.5, 0, 0.0)
+                )
             return found
 
         def step(kind: str) -> Any:

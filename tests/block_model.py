@@ -60,7 +60,8 @@ def write(cache, rows):
     keys, values = KEYS[which], VALUES[which]
     if view.k.dtype == torch.int8:
         keys, values = quantize_rows(keys), quantize_rows(values)
-    view.k[view.slots], view.v[view.slots] = keys, values
+    slots = view.metadata.slot_mapping
+    view.k[slots], view.v[slots] = keys, values
 
 
 def read(cache, rows):

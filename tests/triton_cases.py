@@ -16,9 +16,14 @@ import torch
 import torch.nn.functional as F
 
 from hasten.ops.attention import AttentionSpec, attention
+<<<<<<< HEAD
 from hasten.ops.attention.view import KVView
 from hasten.ops.linear import PackedLinear
 from linear_cases import rms
+=======
+from hasten.ops.attention.view import AttentionMetadata, KVView
+from hasten.ops.linear import INT8, PackedLinear, QuantizedWeight, int4_format
+>>>>>>> e3113e4 (Where a step's tokens stand in the cache is AttentionMetadata, in vLLM's names, shared by all layers)
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is here")
 
@@ -90,7 +95,8 @@ def check_attention(*, heads, kv_heads, head_dim, keys, window, softcap, dtype, 
         heads=heads, kv_heads=kv_heads, head_dim=head_dim, scale=head_dim**-0.5, window=window, softcap=softcap
     )
     for view in (_contiguous(k, v, lengths), _paged(k, v, lengths)):
-        there = KVView(*(t.to(device) if isinstance(t, torch.Tensor) else t for t in view))
+        step = AttentionMetadata(*(t.to(device) if isinstance(t, torch.Tensor) else t for t in view.metadata))
+        there = KVView(view.k.to(device), view.v.to(device), step)
         y = over_view(q[:, 0].to(device), there, spec=spec, longest=keys)
         assert rms(y.cpu() - exact[:, 0]) <= bound
 
@@ -104,7 +110,7 @@ def _contiguous(k, v, lengths):
     for b, n in enumerate(lengths):
         rows[0, first[b] : first[b] + n], rows[1, first[b] : first[b] + n] = k[b, :n], v[b, :n]
     ends = torch.tensor(lengths)
-    return KVView(*rows.unbind(), first + ends - 1, torch.arange(batch + 1), ends, first)
+    return KVView(*rows.unbind(), AttentionMetadata(first + ends - 1, torch.arange(batch + 1), ends, first))
 
 
 def _paged(k, v, lengths, size=16):
@@ -118,4 +124,7 @@ def _paged(k, v, lengths, size=16):
         slots = order[b, places // size] * size + places % size
         rows[0, slots], rows[1, slots] = k[b, :n], v[b, :n]
     slots = torch.zeros(batch, dtype=torch.int64)  # written before; decode attention only reads
-    return KVView(*rows.unbind(), slots, torch.arange(batch + 1), torch.tensor(lengths), None, order, size)
+    return KVView(
+        *rows.unbind(),
+        AttentionMetadata(slots, torch.arange(batch + 1), torch.tensor(lengths), None, order, size),
+    )

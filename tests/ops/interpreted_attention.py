@@ -12,7 +12,7 @@ from hasten.ops.attention.paged import groups_of
 from hasten.ops.attention.reference import reference
 from hasten.ops.attention.sdpa import sdpa
 from hasten.ops.attention.triton_decode import operator, over_view
-from hasten.ops.attention.view import KVView
+from hasten.ops.attention.view import AttentionMetadata, KVView
 from layer_attention import layer_of
 from triton_cases import check_attention
 
@@ -83,7 +83,9 @@ def test_neighbours_change_nothing():
 
 def test_a_view_of_several_tokens_is_refused():
     rows = torch.zeros(9, 2, 16).half()
-    view = KVView(rows, rows, torch.arange(2), torch.tensor([0, 2]), torch.tensor([2]), torch.tensor([0]))
+    view = KVView(
+        rows, rows, AttentionMetadata(torch.arange(2), torch.tensor([0, 2]), torch.tensor([2]), torch.tensor([0]))
+    )
     spec = AttentionSpec(heads=4, kv_heads=2, head_dim=16, scale=0.25)
     with pytest.raises(ConfigError, match="one query a sequence"):
         over_view(torch.zeros(2, 4, 16).half(), view, spec=spec, longest=2)
@@ -117,10 +119,10 @@ def test_chunks_and_decodes_over_blocks_in_one_call(counts, window, size, int8):
     if int8:
         k, v = quantize_rows(k), quantize_rows(v)
     starts = torch.tensor([0, *(new for _, new in counts)]).cumsum(0)
-    view = KVView(k, v, starts, starts, torch.tensor(lengths), None, table, size)
+    view = KVView(k, v, AttentionMetadata(starts, starts, torch.tensor(lengths), None, table, size))
     q = torch.randn(int(starts[-1]), 4, 16, generator=generator).half()
     spec = AttentionSpec(heads=4, kv_heads=2, head_dim=16, scale=0.25, window=window)
-    side_by_side = groups_of(starts.numpy(), view.lengths.numpy(), table.numpy(), size)
+    side_by_side = groups_of(starts.numpy(), view.metadata.seq_lens.numpy(), table.numpy(), size)
     wide = view._replace(k=k.double(), v=v.double()) if not int8 else view
     exact = paged.gathered(q.double(), wide, spec=spec, groups=lambda: side_by_side, dense=layer_of(reference, spec))
     plain = paged.gathered(q, view, spec=spec, groups=lambda: side_by_side, dense=layer_of(sdpa, spec))

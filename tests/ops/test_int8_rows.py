@@ -11,7 +11,7 @@ from hasten.ops.attention import AttentionRequest, AttentionSpec
 from hasten.ops.attention.int8_rows import SCALE_BYTES, dequantize_rows, quantize_rows
 from hasten.ops.attention.paged import PAGED_KERNELS, gathered, groups_of
 from hasten.ops.attention.reference import reference
-from hasten.ops.attention.view import KVView
+from hasten.ops.attention.view import AttentionMetadata, KVView
 from hasten.ops.native import library
 from hasten.ops.picker import explain, pick
 from instruction_sets import ISAS
@@ -78,7 +78,7 @@ def test_the_fused_step_writes_the_bytes_of_the_reference(isa, size):
 
 def run(isa, q, view, spec):
     scores = (spec.scale, spec.window or 0, spec.softcap or 0.0)
-    return library(isa).ops.attention(q, view.k, view.v, *view[3:], *scores)
+    return library(isa).ops.attention(q, view.k, view.v, *view.metadata.to_read, *scores)
 
 
 def case(seed, counts, *, heads, size, block, window=None, softcap=None):
@@ -96,7 +96,7 @@ def case(seed, counts, *, heads, size, block, window=None, softcap=None):
         past = row[count - 1] * block + torch.arange((length - 1) % block + 1, block)
         k[past] = v[past] = quantize_rows(torch.full((size,), torch.nan))
     starts = torch.tensor([0, *(new for _, new in counts)]).cumsum(0)
-    view = KVView(k, v, starts, starts, torch.tensor(lengths), None, table, block)
+    view = KVView(k, v, AttentionMetadata(starts, starts, torch.tensor(lengths), None, table, block))
     q = torch.randn(int(starts[-1]), heads[0], size, generator=generator)
     options = {"window": window, "softcap": softcap}
     return q, view, AttentionSpec(heads=heads[0], kv_heads=heads[1], head_dim=size, scale=size**-0.5, **options)
@@ -120,8 +120,8 @@ def test_error_is_at_most_twice_the_references(isa, seed, counts, heads, size, b
         q, view, spec = case(
             8 * seed + draws, counts, heads=heads, size=size, block=block, window=window, softcap=softcap
         )
-        tables = (view.starts.numpy(), view.lengths.numpy(), view.table.numpy(), block)
-        groups = groups_of(*tables)
+        _, starts, lengths, _, table, _ = view.metadata
+        groups = groups_of(starts.numpy(), lengths.numpy(), table.numpy(), block)
         exact = gathered(
             q.double(), view, spec=spec, groups=lambda found=groups: found, dense=layer_of(reference, spec)
         )
@@ -157,9 +157,13 @@ def test_a_query_gets_the_same_bits_alone_and_in_company(isa, size):
     together = run(isa, q, view, spec)
     for b, (before, new) in enumerate(counts):
         for t in {0, new // 2, new - 1}:
-            row = int(view.starts[b]) + t
-            length = torch.tensor([before + t + 1])
-            alone = view._replace(starts=torch.tensor([0, 1]), lengths=length, table=view.table[b : b + 1])
+            row = int(view.metadata.query_start_loc[b]) + t
+            step = view.metadata._replace(
+                query_start_loc=torch.tensor([0, 1]),
+                seq_lens=torch.tensor([before + t + 1]),
+                block_table=view.metadata.block_table[b : b + 1],
+            )
+            alone = view._replace(metadata=step)
             assert torch.equal(run(isa, q[row : row + 1], alone, spec)[0], together[row])
 
 
@@ -180,7 +184,7 @@ def test_caches_that_do_not_fit_are_refused():
 def test_opcheck():
     q, view, spec = case(3, [(9, 1), (0, 3)], heads=(2, 1), size=16, block=4)
     checks = ("test_schema", "test_faketensor")
-    arguments = (q, view.k, view.v, *view[3:], spec.scale, 0, 0.0)
+    arguments = (q, view.k, view.v, *view.metadata.to_read, spec.scale, 0, 0.0)
     torch.library.opcheck(library().ops.attention.default, arguments, test_utils=checks)
     p = packed(torch.nn.Linear(8, 3 * 16).bfloat16())
     weight = (p.data, p.scales, p.zeros, p.bias, p.format.group_size, p.planes)

@@ -9,7 +9,7 @@ from hasten.ops.attention import AttentionSpec, paged
 from hasten.ops.attention.int8_rows import dequantize_rows, quantize_rows
 from hasten.ops.attention.reference import reference
 from hasten.ops.attention.sdpa import sdpa
-from hasten.ops.attention.view import KVView
+from hasten.ops.attention.view import AttentionMetadata, KVView
 from hasten.ops.native import library
 from layer_attention import layer_of
 
@@ -39,11 +39,12 @@ def a_step(counts, *, kv_heads, head_dim, size, int8, seed, by_head=True):
     if int8:
         k, v = quantize_rows(k), quantize_rows(v)
     starts = torch.tensor([0, *(new for _, new in counts)]).cumsum(0)
-    return KVView(k, v, starts[:-1], starts, torch.tensor(lengths), None, table, size), generator
+    return KVView(k, v, AttentionMetadata(starts[:-1], starts, torch.tensor(lengths), None, table, size)), generator
 
 
 def gathered(q, view, spec, dense):
-    side_by_side = paged.groups_of(view.starts.numpy(), view.lengths.numpy(), view.table.numpy(), view.block_size)
+    _, starts, lengths, _, table, size = view.metadata
+    side_by_side = paged.groups_of(starts.numpy(), lengths.numpy(), table.numpy(), size)
     return paged.gathered(q, view, spec=spec, groups=lambda: side_by_side, dense=layer_of(dense, spec))
 
 
@@ -71,7 +72,7 @@ def test_native_errs_at_most_twice_what_gathered_errs(counts, heads, head_dim, w
     spec = AttentionSpec(
         heads=heads[0], kv_heads=heads[1], head_dim=head_dim, scale=head_dim**-0.5, window=window, softcap=softcap
     )
-    q = torch.randn(int(view.starts[-1]), heads[0], head_dim, generator=generator).bfloat16()
+    q = torch.randn(int(view.metadata.query_start_loc[-1]), heads[0], head_dim, generator=generator).bfloat16()
 
     def side(rows, dtype):
         """What lies behind a sequence's end takes part in the reference, with weight 0: there it may not be NaN."""
@@ -94,15 +95,16 @@ def test_native_errs_at_most_twice_what_gathered_errs(counts, heads, head_dim, w
 def test_a_token_has_the_same_bits_in_any_company_and_chunk(counts, int8, seed, by_head):
     view, generator = a_step(counts, kv_heads=2, head_dim=64, size=4, int8=int8, seed=seed, by_head=by_head)
     spec = AttentionSpec(heads=4, kv_heads=2, head_dim=64, scale=0.125)
-    q = torch.randn(int(view.starts[-1]), 4, 64, generator=generator).bfloat16()
+    q = torch.randn(int(view.metadata.query_start_loc[-1]), 4, 64, generator=generator).bfloat16()
     together = paged.native(q, view, spec=spec)
     for b, (before, new) in enumerate(counts):
         for place in {0, new - 1}:
-            row = int(view.starts[b]) + place
-            one = view._replace(
-                slots=view.slots[:1],
-                starts=torch.tensor([0, 1]),
-                lengths=torch.tensor([before + place + 1]),
-                table=view.table[b : b + 1],
+            row = int(view.metadata.query_start_loc[b]) + place
+            step = view.metadata._replace(
+                slot_mapping=view.metadata.slot_mapping[:1],
+                query_start_loc=torch.tensor([0, 1]),
+                seq_lens=torch.tensor([before + place + 1]),
+                block_table=view.metadata.block_table[b : b + 1],
             )
+            one = view._replace(metadata=step)
             assert torch.equal(paged.native(q[row : row + 1], one, spec=spec)[0], together[row])

@@ -12,7 +12,7 @@ from hasten.model.config import ModelConfig
 from hasten.ops.attention import LayerAttention
 from hasten.ops.attention.block_mask import BlockMask
 from hasten.ops.attention.masks import visible
-from hasten.ops.attention.view import KVView, StackView
+from hasten.ops.attention.view import AttentionMetadata, KVView, StackView
 from hasten.ops.pages import zeros_in_large_pages
 
 
@@ -50,8 +50,8 @@ class CachedLayer:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, *, attention: LayerAttention, dropout: float) -> Tensor:
         """Write the step's k, v (B, T, Hkv, D); attention of q (B, T, H, D) over what its queries may look at."""
         held = self.held
-        held.k[held.slots] = k.flatten(0, 1)
-        held.v[held.slots] = v.flatten(0, 1)
+        slots = held.metadata.slot_mapping
+        held.k[slots], held.v[slots] = k.flatten(0, 1), v.flatten(0, 1)
         if isinstance(self.mask, Tensor):
             k = held.k[:-1].unflatten(0, (len(q), -1))[:, : self.read]  # (B, S', Hkv, D)
             v = held.v[:-1].unflatten(0, (len(q), -1))[:, : self.read]
@@ -60,22 +60,16 @@ class CachedLayer:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The context of one forward pass over a static cache. together: all layers, for kernels that take them at once."""
+    """The context of one forward pass over a static cache."""
 
-    together: StackView
+    all_layers: StackView
     read: int
     masks: Sequence[Tensor | BlockMask | None]  # of each layer
 
     @property
     def layers(self) -> list[CachedLayer]:
-        return [
-            CachedLayer(view, own, self.read) for view, own in zip(views_of(self.together), self.masks, strict=True)
-        ]
-
-
-def views_of(stack: StackView) -> list[KVView]:
-    """Its layers one by one."""
-    return [KVView(k, v, *stack[2:]) for k, v in zip(stack.k, stack.v, strict=True)]
+        layers = zip(self.all_layers.layers, self.masks, strict=True)
+        return [CachedLayer(view, mask, self.read) for view, mask in layers]
 
 
 class StaticCache:
@@ -104,9 +98,8 @@ class StaticCache:
         slots = batch * self.rows + 1
         memory = key_value_memory(config, slots=slots, row=config.head_dim, dtype=dtype, device=device)
         self.k, self.v = list(memory[: len(config.layers)]), list(memory[len(config.layers) :])
-        self.first = torch.arange(batch, device=device) * self.rows  # (B,)
-        self.first_slots = self.first[:, None]
-        self._starts: dict[int, Tensor] = {}  # by the tokens of a step: the same in all of them
+        self.first_slots = torch.arange(batch, device=device) * self.rows  # (B,)
+        self._query_start_loc: dict[int, Tensor] = {}  # by the tokens of a step: the same in all of them
 
     @property
     def bytes(self) -> int:
@@ -122,7 +115,7 @@ class StaticCache:
             rows = old[:-1].unflatten(0, (self.batch, -1))  # (B, S, Hkv, D)
             new[:-1].unflatten(0, (self.batch, -1))[:, : self.rows] = rows
         self.k, self.v, self.capacity, self.rows = larger.k, larger.v, larger.capacity, larger.rows
-        self.first, self.first_slots, self.sparse = larger.first, larger.first_slots, larger.sparse
+        self.first_slots, self.sparse = larger.first_slots, larger.sparse
 
     @property
     def longest_step(self) -> int | None:
@@ -146,18 +139,20 @@ class StaticCache:
         compiled step wants it. masks: False where all layers read the cache through `view` (a fused model).
         """
         batch, tokens = positions.shape
-        if tokens not in self._starts:
-            self._starts[tokens] = torch.arange(0, (batch + 1) * tokens, tokens, device=positions.device)
-        slots = self.first_slots + (positions if self.longest_step is None else positions % self.rows)  # (B, T)
-        lengths = positions[:, 0] + tokens  # as if no token were padding: nobody looks at those
+        if tokens not in self._query_start_loc:
+            self._query_start_loc[tokens] = torch.arange(0, (batch + 1) * tokens, tokens, device=positions.device)
+        slots = self.first_slots[:, None] + (
+            positions if self.longest_step is None else positions % self.rows
+        )  # (B, T)
+        seq_lens = positions[:, 0] + tokens  # as if no token were padding: nobody looks at those
         if valid is not None:
             slots = slots.masked_fill(~valid, -1)
         if self.rows < tokens:  # only the last ones find room
             slots = slots.masked_fill(positions <= positions[:, -1:] - self.rows, -1)
         read = self.rows if read is None else min(read, self.rows)
         made = self._masks(positions, read, fresh) if masks else [None] * len(self.windows)
-        together = StackView(self.k, self.v, slots.flatten(), self._starts[tokens], lengths, self.first)
-        return Step(together, read, made)
+        metadata = AttentionMetadata(slots.flatten(), self._query_start_loc[tokens], seq_lens, self.first_slots)
+        return Step(StackView(self.k, self.v, metadata), read, made)
 
     def _masks(self, positions: Tensor, read: int, fresh: bool) -> Sequence[Tensor | BlockMask | None]:
         """What each layer's queries see of the rows that are read, or of the tokens at hand."""

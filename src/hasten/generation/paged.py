@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from hasten.errors import ConfigError
-from hasten.generation.cache import key_value_memory, views_of
+from hasten.generation.cache import key_value_memory
 from hasten.model.config import ModelConfig
 from hasten.ops.attention import AttentionRequest, AttentionSpec, LayerAttention
 from hasten.ops.attention.int8_rows import SCALE_BYTES, quantize_rows
 from hasten.ops.attention.paged import PAGED_KERNELS, PagedGroup, groups_of
-from hasten.ops.attention.view import KVView, StackView
+from hasten.ops.attention.view import AttentionMetadata, KVView, StackView
 from hasten.ops.picker import pick
 
 
@@ -47,7 +47,8 @@ class PagedLayer:
         """Write the step's k, v (1, N, Hkv, D); attention of q (1, N, H, D) over all that its sequences hold."""
         held = self.held
         k, v = (quantize_rows(k), quantize_rows(v)) if held.k.dtype == torch.int8 else (k, v)
-        held.k[held.slots], held.v[held.slots] = k[0], v[0]
+        slots = held.metadata.slot_mapping
+        held.k[slots], held.v[slots] = k[0], v[0]
         return self.kernel(q[0], held, spec=attention.spec, groups=self.groups, dense=attention)[None]
 
 
@@ -55,19 +56,19 @@ class PagedLayer:
 class PagedStep:
     """The context of a forward pass of N tokens: positions int64 (1, N), and `last`, each sequence's last row (B,)."""
 
-    together: StackView
+    all_layers: StackView
     positions: Tensor
     kernel: Callable[..., Tensor]
     groups: Callable[[], list[PagedGroup]]
 
     @property
     def last(self) -> Tensor:
-        return self.together.starts[1:] - 1
+        return self.all_layers.metadata.query_start_loc[1:] - 1
 
     @property
     def layers(self) -> list[PagedLayer]:
         """For the blocks one by one."""
-        return [PagedLayer(view, self.kernel, self.groups) for view in views_of(self.together)]
+        return [PagedLayer(view, self.kernel, self.groups) for view in self.all_layers.layers]
 
 
 class PagedCache:
@@ -152,17 +153,11 @@ class PagedCache:
             found = groups_of(query_start_loc, seq_lens, block_table, size)
             return [PagedGroup(*(t.to(self.device) for t in group)) for group in found]
 
-        together = StackView(
-            self.k,
-            self.v,
-            slots=there(slot_mapping),
-            starts=there(query_start_loc),
-            lengths=there(seq_lens),
-            first=None,
-            table=there(block_table),
-            block_size=size,
+        metadata = AttentionMetadata(
+            there(slot_mapping), there(query_start_loc), there(seq_lens), None, there(block_table), size
         )
-        return PagedStep(together, there(positions[None]), self.kernel.run, groups)
+        all_layers = StackView(self.k, self.v, metadata)
+        return PagedStep(all_layers, there(positions[None]), self.kernel.run, groups)
 
 
 def _independent(pairs: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:

@@ -14,7 +14,7 @@ from hasten.ops.attention.block_mask import BlockMask
 from hasten.ops.attention.layer import Mask
 from hasten.ops.attention.masks import visible
 from hasten.ops.attention.packed import document_intervals
-from hasten.ops.attention.view import KVView
+from hasten.ops.attention.view import AttentionMetadata, KVView
 
 
 class PlainLayer:
@@ -32,14 +32,14 @@ class PlainLayer:
             raise ConfigError("the fused kernels know no packed documents; give each its own row, or load unfused")
         rows = batch * tokens
         k = torch.zeros(rows + 1, kv_heads, head_dim, dtype=torch.bfloat16)
-        first = torch.arange(batch) * tokens
-        lengths = torch.full((batch,), tokens)
-        starts = torch.arange(batch + 1) * tokens
-        return KVView(k, torch.zeros_like(k), torch.arange(rows), starts, lengths, first)
+        first_rows = torch.arange(batch + 1) * tokens
+        seq_lens = torch.full((batch,), tokens)
+        metadata = AttentionMetadata(torch.arange(rows), first_rows, seq_lens, first_rows[:-1])
+        return KVView(k, torch.zeros_like(k), metadata)
 
 
 class TrainingContext:
-    """Stateless; each layer makes its own view, so there is none of all `together`.
+    """Stateless; each layer makes its own view, so there is none of `all_layers`.
 
     documents (B, T), if given, numbers the document of each token; attention stays inside it.
 
@@ -47,7 +47,7 @@ class TrainingContext:
     mask. blocks: the block mask of each layer, of as many tokens as the pass will have.
     """
 
-    together = None
+    all_layers = None
     layers: Sequence[PlainLayer]
 
     def __init__(

@@ -223,13 +223,13 @@ class FusedBlock(nn.Module):
         batch, tokens, _ = x.shape
         view = layer.view(batch=batch, tokens=tokens, kv_heads=spec.kv_heads, head_dim=spec.head_dim)
         bound = self._bound
-        k, v, slots, *lengths = view
+        k, v, metadata = view
         if self.experts is None:
             tables = ([], [], [-1]) if rope is None else ([rope[0]], [rope[1]], [0])
-            return bound.blocks(x, *tables, [k], [v], slots, *lengths, [bound.plan])
+            return bound.blocks(x, *tables, [k], [v], *metadata, [bound.plan])
         cos, sin = rope or (None, None)  # (B, T, dim/2)
-        q = bound.attention_input(x, *bound.input_arguments, cos, sin, k, v, slots)  # (B·T, H, D)
-        attended = bound.attention(q, k, v, *lengths, *bound.scores)  # (B·T, H, D)
+        q = bound.attention_input(x, *bound.input_arguments, cos, sin, k, v, metadata.slot_mapping)  # (B·T, H, D)
+        attended = bound.attention(q, k, v, *metadata.to_read, *bound.scores)  # (B·T, H, D)
         x = bound.linear_add(attended, *bound.output, x, *bound.output_norm)
         return x + self.mlp_post_norm(self.experts(self.mlp_norm(x)))
 
@@ -272,14 +272,14 @@ class FusedStack:
     def __call__(self, x: Tensor, ropes: Sequence[tuple[Tensor, Tensor]], context: Context) -> Tensor:
         """x (B, T, C) -> (B, T, C) in float32. Blocks that somebody hooked or compiled are called one by one."""
         blocks: list[FusedBlock] = list(self.model.blocks)  # type: ignore[arg-type]
-        together = context.together
-        if together is None or any(
+        cache = context.all_layers
+        if cache is None or any(
             block._forward_hooks or block._forward_pre_hooks or "forward" in block.__dict__ for block in blocks
         ):
             return self.model.each_block(x, ropes, context.layers)
         cos, sin = [table[0] for table in ropes], [table[1] for table in ropes]
         plans = [block._bound.plan for block in blocks]
-        return blocks[0]._bound.blocks(x.float(), cos, sin, self.rope_index, *together, plans)
+        return blocks[0]._bound.blocks(x.float(), cos, sin, self.rope_index, cache.k, cache.v, *cache.metadata, plans)
 
     def scores(self, x: Tensor) -> Tensor:
         """x (…, C) before the last norm -> logits (…, out features of the head) in float32."""

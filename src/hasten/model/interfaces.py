@@ -31,7 +31,7 @@ class Context(Protocol):
     def layers(self) -> Sequence[LayerContext]: ...
 
     @property
-    def together(self) -> StackView | None:
+    def all_layers(self) -> StackView | None:
         """All layers for a kernel that takes them at once, where they share all but k and v."""
         ...
 

@@ -264,8 +264,10 @@ class Transformer(nn.Module):
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
         """The sum of the token losses of normalised states x (..., C), without all logits in memory; see ops.loss."""
-        # A packed head has no weight to multiply with, a wide one makes it float32 a piece at a time.
-        if not isinstance(self.head, nn.Linear) or (isinstance(self.head, WideLinear) and not torch.is_grad_enabled()):
+        # Only a plain head is its weight and no more: a packed one has none, others (LoRA) are called for what they do.
+        # A wide one makes it float32 a piece at a time, where no gradient is wanted.
+        plain = type(self.head) is nn.Linear or (isinstance(self.head, WideLinear) and torch.is_grad_enabled())
+        if not plain:
             size = rows_of_a_chunk(self.config.padded_vocab_size)
             parts = zip(x.flatten(0, -2).split(size), targets.flatten().split(size), strict=True)
             losses = [

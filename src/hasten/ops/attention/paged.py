@@ -1,9 +1,9 @@
 """Attention of a step in which every sequence has its own number of new tokens, over keys and values in blocks.
 
-Prefill chunks and decodes stand in one ragged row: q (N, H, D), tokens starts[b] … starts[b+1] - 1 being the last of
-sequence b's lengths[b] positions (`KVView`). Kernels are called as run(q, view, *, spec, groups, dense): `groups()`
-says where the keys of sequences of equally many tokens lie, and `dense` is the layer's own attention kernel, for
-kernels that bring keys side by side; the others read through the table.
+Prefill chunks and decodes stand in one ragged row: q (N, H, D), tokens query_start_loc[b] … query_start_loc[b+1] - 1
+being the last of sequence b's seq_lens[b] positions (`AttentionMetadata`). Kernels are called as run(q, view, *, spec,
+groups, dense): `groups()` says where the keys of sequences of equally many tokens lie, and `dense` is the layer's own
+attention, for kernels that bring keys side by side; the others read through the table.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,19 +35,21 @@ class PagedGroup(NamedTuple):
     positions: Tensor
 
 
-def groups_of(starts: np.ndarray, lengths: np.ndarray, table: np.ndarray, block_size: int) -> list[PagedGroup]:
-    """All decodes as one group, and each chunk of a prompt as one; arguments int64 as in KVView, on the host."""
-    counts = np.diff(starts)
+def groups_of(
+    query_start_loc: np.ndarray, seq_lens: np.ndarray, block_table: np.ndarray, block_size: int
+) -> list[PagedGroup]:
+    """All decodes as one group, and each chunk of a prompt as one; arguments as in AttentionMetadata, on the host."""
+    counts = np.diff(query_start_loc)
     chunks = [np.array([b]) for b in np.flatnonzero(counts > 1)]
     decodes = np.flatnonzero(counts == 1)
     found = []
     for members in ([decodes] if len(decodes) else []) + chunks:
-        count, longest = int(counts[members[0]]), int(lengths[members].max())
+        count, longest = int(counts[members[0]]), int(seq_lens[members].max())
         places = np.arange(longest)
-        slots = table[members[:, None], places // block_size] * block_size + places % block_size  # (n, S)
-        slots[places >= lengths[members, None]] = -1
-        rows = (starts[members, None] + np.arange(count)).reshape(-1)
-        positions = lengths[members, None] - count + np.arange(count)
+        slots = block_table[members[:, None], places // block_size] * block_size + places % block_size  # (n, S)
+        slots[places >= seq_lens[members, None]] = -1
+        rows = (query_start_loc[members, None] + np.arange(count)).reshape(-1)
+        positions = seq_lens[members, None] - count + np.arange(count)
         found.append(PagedGroup(*map(torch.from_numpy, (rows, slots, positions))))
     return found
 
@@ -78,7 +80,9 @@ def native(q: Tensor, view: KVView, *, spec: AttentionSpec, **unused: object) ->
     """The CPU's kernel: the same bits for a query in any company."""
     found = library()
     assert found is not None
-    return found.ops.attention(q, *_without_slots(view), spec.scale, spec.window or 0, spec.softcap or 0.0)
+    return found.ops.attention(
+        q, view.k, view.v, *view.metadata.to_read, spec.scale, spec.window or 0, spec.softcap or 0.0
+    )
 
 
 def triton(q: Tensor, view: KVView, *, spec: AttentionSpec, **unused: object) -> Tensor:
@@ -86,15 +90,13 @@ def triton(q: Tensor, view: KVView, *, spec: AttentionSpec, **unused: object) ->
     # Imported here, because it imports Triton: only where the kernel is taken.
     from hasten.ops.attention.triton_decode import over_view
 
-    assert view.table is not None
-    of = torch.searchsorted(view.starts[1:], torch.arange(len(q), device=q.device), right=True)  # (N,) sequences
-    behind = view.starts[of + 1] - 1 - torch.arange(len(q), device=q.device)
-    rows = view._replace(lengths=view.lengths[of] - behind, table=view.table[of])
-    return over_view(q, rows, spec=spec, longest=view.table.shape[1] * view.block_size)
-
-
-def _without_slots(view: KVView) -> tuple[object, ...]:
-    return (view.k, view.v, *view[3:])
+    step = view.metadata
+    assert step.block_table is not None
+    rows = torch.arange(len(q), device=q.device)
+    of = torch.searchsorted(step.query_start_loc[1:], rows, right=True)  # (N,) sequences
+    seq_lens = step.seq_lens[of] - (step.query_start_loc[of + 1] - 1 - rows)
+    each = view._replace(metadata=step._replace(seq_lens=seq_lens, block_table=step.block_table[of]))
+    return over_view(q, each, spec=spec, longest=step.block_table.shape[1] * step.block_size)
 
 
 def _native_unsupported(request: AttentionRequest) -> str | None:

@@ -130,20 +130,18 @@ def over_view(q: Tensor, view: KVView, *, spec: AttentionSpec, longest: int) -> 
 
     Raises ConfigError where keys and values lie differently, or the step has not one token a sequence.
     """
-    if view.k.stride() != view.v.stride() or view.k.stride(-1) != 1 or q.shape[0] != view.lengths.shape[0]:
+    step = view.metadata
+    if view.k.stride() != view.v.stride() or view.k.stride(-1) != 1 or q.shape[0] != step.seq_lens.shape[0]:
         raise ConfigError(
             f"decode attention wants one query a sequence and k, v that lie alike; found q {tuple(q.shape)}, "
-            f"{view.lengths.shape[0]} sequences, strides {view.k.stride()} and {view.v.stride()}"
+            f"{step.seq_lens.shape[0]} sequences, strides {view.k.stride()} and {view.v.stride()}"
         )
     return operator(
         q,
         view.k,
         view.v,
         None,
-        view.first,
-        view.lengths,
-        view.table,
-        view.block_size,
+        *(step.first_slots, step.seq_lens, step.block_table, step.block_size),
         longest,
         spec.scale,
         spec.window or 0,

@@ -5,33 +5,47 @@ from typing import NamedTuple
 from torch import Tensor
 
 
+class AttentionMetadata(NamedTuple):
+    """Where the tokens of one step stand in the cache: the same for all layers.
+
+    slot_mapping int64 (R,): the cache's row for each of the step's R tokens, -1 for padding. Tokens
+    query_start_loc[b] … query_start_loc[b+1] - 1 belong to sequence b and are the last of its seq_lens[b] positions;
+    int64 (B + 1,) and (B,). Contiguous: first_slots int64 (B,), the row of each sequence's position 0. Paged:
+    block_table int64 (B, blocks).
+    """
+
+    slot_mapping: Tensor
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    first_slots: Tensor | None
+    block_table: Tensor | None = None
+    block_size: int = 0
+
+    @property
+    def to_read(self) -> tuple[Tensor | int | None, ...]:
+        """What is needed to read the cache: everything but slot_mapping, in the native operators' order."""
+        return self[1:]
+
+
 class KVView(NamedTuple):
     """One layer's keys and values during one step.
 
-    k, v (slots + 1, Hkv, D), or int8 (slots + 1, Hkv, D + 4) (int8_rows.py), the last row taking the padding; slots
-    int64 (R,): the row for each of the step's R tokens, -1 for padding. Tokens starts[b] … starts[b+1] - 1 belong to
-    sequence b and are the last of its lengths[b] positions. Contiguous: first int64 (B,), the slot of each sequence's
-    position 0. Paged: table int64 (B, blocks).
+    k, v (slots + 1, Hkv, D), or int8 (slots + 1, Hkv, D + 4) (int8_rows.py), the last row taking the padding.
     """
 
     k: Tensor
     v: Tensor
-    slots: Tensor
-    starts: Tensor
-    lengths: Tensor
-    first: Tensor | None
-    table: Tensor | None = None
-    block_size: int = 0
+    metadata: AttentionMetadata
 
 
 class StackView(NamedTuple):
-    """KVView of many layers that have all but k and v in common."""
+    """The same of all layers, for kernels that take them in one call."""
 
     k: list[Tensor]
     v: list[Tensor]
-    slots: Tensor
-    starts: Tensor
-    lengths: Tensor
-    first: Tensor | None
-    table: Tensor | None = None
-    block_size: int = 0
+    metadata: AttentionMetadata
+
+    @property
+    def layers(self) -> list[KVView]:
+        """For the layers one by one."""
+        return [KVView(k, v, self.metadata) for k, v in zip(self.k, self.v, strict=True)]
