@@ -16,14 +16,9 @@ import torch
 import torch.nn.functional as F
 
 from hasten.ops.attention import AttentionSpec, attention
-<<<<<<< HEAD
-from hasten.ops.attention.view import KVView
+from hasten.ops.attention.view import AttentionMetadata, KVView
 from hasten.ops.linear import PackedLinear
 from linear_cases import rms
-=======
-from hasten.ops.attention.view import AttentionMetadata, KVView
-from hasten.ops.linear import INT8, PackedLinear, QuantizedWeight, int4_format
->>>>>>> e3113e4 (Where a step's tokens stand in the cache is AttentionMetadata, in vLLM's names, shared by all layers)
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is here")
 

@@ -16,7 +16,7 @@ from hasten.model.checkpoint import DTYPES, MappedTensors, StoredTensor, check_f
 from hasten.model.config import ModelConfig
 from hasten.model.families import family_of, read_config
 from hasten.model.families.family import Family, TensorSlice
-from hasten.model.formats.fill import fill_quantized
+from hasten.model.fill_quantized import fill_quantized
 from hasten.model.formats.pieces import take
 from hasten.model.formats.registry import open_quantized, read_quantization
 from hasten.model.hub import resolve_folder

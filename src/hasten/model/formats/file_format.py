@@ -1,7 +1,7 @@
 """A published layout of quantized weights: what reads and writes it, and a folder in it as the loader sees it.
 
 The rest of the loader sees a folder in which every quantized module has a plain `weight` of its true shape; it locates
-and checks it as ever, and `fill.py` fills it.
+and checks it as ever, and `model/fill_quantized.py` fills it.
 """
 
 from collections.abc import Mapping, Sequence
