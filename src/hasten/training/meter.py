@@ -1,108 +1,88 @@
-"""What each part of a model takes in a step, forward and backward: seconds, or whatever else can be read off a counter.
+"""What each part of a training step takes: seconds, or whatever else can be read off a counter.
 
-A part's backward pass begins when the gradient of what it returned is there, and ends when that of what it was given
-is: two hooks on tensors, which a compiled block does not see.
+A step is cut at the tensors that go from one part to the next. Forward, hooks on modules say when such a tensor is
+there; backward, a hook on the tensor says when its gradient is. A compiled block sees none of them.
 """
 
-from __future__ import annotations
-
-from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+import time
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from hasten.data import Batch
 from hasten.training.step import TrainStep
 
+PARTS = ("embedding", "blocks", "norm", "head and loss", "update", "between")
 
-class Meter:
-    """Reads `read()` around every call and around its backward pass; `forward` and `backward` are the sums by part."""
 
-    def __init__(self, read: Callable[[], float]) -> None:
+class MeteredStep(TrainStep):
+    """Another training step of the same model, whose parts are metered inside `with`.
+
+    read: what is metered, a number that only grows. spent: its growth in each part. moved: the bytes that each part of
+    the model has to move at the least. Both are sums over all steps.
+    """
+
+    def __init__(self, step: TrainStep, read: Callable[[], float]) -> None:
+        super().__init__(
+            step.model, step.optimizer, step.precision, clip=step.clip, separate_documents=step.separate_documents
+        )
         self.read = read
-        self.forward: dict[str, float] = defaultdict(float)
-        self.backward: dict[str, float] = defaultdict(float)
-        self.moved: dict[str, int] = defaultdict(int)
-        self._open: dict[object, tuple[str, float]] = {}  # by call: a tensor's hooks run in the order they were made
+        self.spent = dict.fromkeys(PARTS, 0.0)
+        self.moved = dict.fromkeys(PARTS, 0.0)
+        model = step.model
+        modules = (model.embedding, model.blocks, model.norm, model.head)
+        self._weights = {
+            part: sum(map(_bytes, module.parameters())) for part, module in zip(PARTS[:4], modules, strict=True)
+        }
+        self._part = "between"
 
-    def wrap(self, name: str, part: Callable[..., Tensor], weights: int) -> Callable[..., Tensor]:
-        """`part`, metered under a name. weights: its parameters' bytes."""
+    def __enter__(self) -> Self:
+        model = self.model
+        self._hooks = [
+            model.register_forward_pre_hook(lambda _, given: self._pass(given[0], "between", "embedding")),
+            model.dropout.register_forward_hook(lambda _, given, x: self._pass(x, "embedding", "blocks")),
+            model.norm.register_forward_pre_hook(lambda _, given: self._pass(given[0], "blocks", "norm")),
+            model.norm.register_forward_hook(lambda _, given, x: self._pass(x, "norm", "head and loss")),
+            model.register_forward_hook(lambda _, given, loss: self._pass(loss, "head and loss", "between")),
+        ]
+        self._since = self.read()
+        return self
 
-        def run(x: Tensor, *rest: Any, **options: Any) -> Tensor:
-            before = self.read()
-            out = part(x, *rest, **options)
-            self.forward[name] += self.read() - before
-            # At least: read input and weights, write the result; backward, read all three and write two gradients.
-            self.moved[name] += 3 * _bytes(x) + 2 * _bytes(out) + 3 * weights
-            if out.requires_grad:
-                call = object()
-                out.register_hook(lambda gradient: self._begin(call, name))
-                if x.requires_grad:
-                    x.register_hook(lambda gradient: self._end(call))
-            return out
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._enter("between")
+        for hook in self._hooks:
+            hook.remove()
 
-        return run
+    def loss(self, batch: Batch, *, gates: Sequence[float] | None = None) -> Tensor:
+        self._enter("between")  # the backward pass of the micro-batch before is over
+        return super().loss(batch, gates=gates)
 
-    def _begin(self, call: object, name: str) -> None:
-        self._open[call] = (name, self.read())
+    def update(self) -> Tensor:
+        self._enter("update")
+        norm = super().update()
+        self._enter("between")
+        return norm
 
-    def _end(self, call: object) -> None:
-        if call in self._open:
-            name, before = self._open.pop(call)
-            self.backward[name] += self.read() - before
+    def _enter(self, part: str) -> None:
+        now = self.read()
+        self.spent[self._part] += now - self._since
+        self._part, self._since = part, now
 
-    def finish(self) -> None:
-        """The backward pass is over: end what has no gradient of its input, as an embedding of tokens."""
-        for call in list(self._open):
-            self._end(call)
-
-    @property
-    def total(self) -> dict[str, float]:
-        """Forward and backward together, in the order of the model."""
-        return {name: self.forward[name] + self.backward[name] for name in self.forward}
-
-
-class _Metered(nn.Module):
-    """Stands in a block's place for the while."""
-
-    def __init__(self, run: Callable[..., Tensor]) -> None:
-        super().__init__()
-        self.run = run
-
-    def forward(self, *given: Any, **options: Any) -> Tensor:
-        return self.run(*given, **options)
-
-
-@contextmanager
-def metered(step: TrainStep, meter: Meter) -> Iterator[None]:
-    """Meter embedding, blocks (together), norm, and head with loss, of the steps inside the block of code."""
-    model, precision = step.model, step.precision
-    blocks, loss, backward = model.blocks, model.loss, precision.backward
-
-    def whole_backward(loss: Tensor) -> None:
-        backward(loss)
-        meter.finish()
-
-    plain: dict[str, Any] = {"embedding": model.embedding, "norm": model.norm}
-    wrapped = [_Metered(meter.wrap("blocks", block, _weights(block))) for block in blocks]
-    try:
-        for name, part in plain.items():
-            part.forward = meter.wrap(name, part.forward, _weights(part))
-        model.blocks = nn.ModuleList(wrapped)
-        precision.backward = whole_backward  # type: ignore[method-assign]
-        model.loss = meter.wrap("head and loss", loss, _weights(model.head))  # type: ignore[method-assign]
-        yield
-    finally:
-        model.blocks = blocks
-        del model.loss, precision.backward
-        for part in plain.values():
-            del part.forward
-
-
-def _weights(part: nn.Module) -> int:
-    return sum(p.numel() * p.element_size() for p in part.parameters())
+    def _pass(self, tensor: Tensor, before: str, after: str) -> None:
+        """A part hands `tensor` over to the next; in the backward pass its gradient goes the other way."""
+        self._enter(after)
+        if tensor.requires_grad:
+            tensor.register_hook(lambda gradient: self._enter(before))
+        # One part writes the tensor and reads its gradient. The other reads it twice and writes its gradient.
+        if before != "between":
+            self.moved[before] += 2 * _bytes(tensor)
+        if after != "between":
+            self.moved[after] += 3 * (_bytes(tensor) + self._weights[after])
+        if after == "blocks":  # the same from block to block
+            self.moved["blocks"] += 5 * _bytes(tensor) * (len(self.model.blocks) - 1)
 
 
 def _bytes(tensor: Tensor) -> int:
@@ -111,13 +91,10 @@ def _bytes(tensor: Tensor) -> int:
 
 def clock(device: torch.device) -> Callable[[], float]:
     """Seconds, after everything the device was told to do."""
-    import time
-
-    if device.type != "cuda":
-        return time.perf_counter
 
     def read() -> float:
-        torch.cuda.synchronize(device)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
         return time.perf_counter()
 
     return read

@@ -6,8 +6,7 @@ for chrome://tracing or ui.perfetto.dev), and its FLOPs (torch's FlopCounterMode
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
@@ -21,7 +20,7 @@ from hasten.data import Batch
 from hasten.machine import measure_limits
 from hasten.machine.files import save_json
 from hasten.ops.attention.train import flop_formulas
-from hasten.training.meter import Meter, clock, metered
+from hasten.training.meter import PARTS, MeteredStep, clock
 from hasten.training.recipe import Recipe
 from hasten.training.setup import Setup, set_up
 from hasten.training.stopping import StopRequest
@@ -95,36 +94,36 @@ def profile(recipe: Recipe, folder: Path, *, progress: bool = True) -> StepProfi
 
     Raises what `train` raises before its first step.
     """
+    from torch._inductor import config as inductor_config
+
     recipe.check()
-    with _named_kernels():
+    # Compiled kernels of the CPU get their own names in the trace.
+    with inductor_config.patch({"cpp.enable_kernel_profile": True}):
         setup = set_up(recipe, progress=progress, stop=StopRequest())
-        source = setup.batches.iterate(0)
-        batches = [next(source)[1] for _ in range(recipe.data.accumulation)]
+        batches = [setup.batches.batch(position) for position in range(recipe.data.accumulation)]
         for _ in range(WARMING):
             setup.step.run(batches, learning_rate=0.0)
         limits = measure_limits(setup.model.device, (setup.step.precision.dtype,))
         rate, bandwidth = limits.rates.get(setup.step.precision.name, 0.0), limits.bandwidth
-        seconds, moved, total = _timed(setup, batches)
+        timed, seconds = _timed(setup, batches)
         flops = _counted(setup, batches)
         folder.mkdir(parents=True, exist_ok=True)
         operators = _traced(setup, batches, folder / "trace.json")
-    parts = tuple(
-        PartTime(
-            name=name,
-            seconds=seconds[name],
-            flops=flops.get(name, 0.0),
-            bytes=moved.get(name, 0.0),
-            limit=max(flops.get(name, 0.0) / rate if rate else 0.0, moved.get(name, 0.0) / bandwidth),
-        )
-        for name in seconds
-    )
-    tokens = sum(batch.inputs.numel() for batch in batches)
+    weights = sum(p.numel() for p in setup.step.parameters)
+    # Clipping reads the gradients once or twice; AdamW reads weights, gradients and two means, and writes three.
+    update = 4.0 * weights * (7 + (2 if setup.step.clip else 1))
+    parts = []
+    for name in PARTS:
+        moved = update if name == "update" else timed.moved[name] / MEASURED
+        limit = max(flops[name] / rate if rate else 0.0, moved / bandwidth)
+        spent = timed.spent[name] / MEASURED
+        parts.append(PartTime(name=name, seconds=spent, flops=flops[name], bytes=moved, limit=limit))
     found = StepProfile(
-        seconds=total,
-        tokens=tokens,
+        seconds=seconds,
+        tokens=sum(batch.inputs.numel() for batch in batches),
         rate=rate,
         bandwidth=bandwidth,
-        parts=parts,
+        parts=tuple(parts),
         operators=operators,
         trace=folder / "trace.json",
     )
@@ -132,59 +131,23 @@ def profile(recipe: Recipe, folder: Path, *, progress: bool = True) -> StepProfi
     return found
 
 
-@contextmanager
-def _named_kernels() -> Iterator[None]:
-    """Compiled kernels of the CPU under their own names in the trace."""
-    from torch._inductor import config
-
-    before = config.cpp.enable_kernel_profile
-    config.cpp.enable_kernel_profile = True
-    try:
-        yield
-    finally:
-        config.cpp.enable_kernel_profile = before
-
-
-def _timed(setup: Setup, batches: list[Batch]) -> tuple[dict[str, float], dict[str, float], float]:
-    """Seconds and bytes by part, and the seconds of a step: means over some."""
+def _timed(setup: Setup, batches: list[Batch]) -> tuple[MeteredStep, float]:
+    """Some steps, metered in seconds, and the seconds of one."""
     read = clock(setup.model.device)
-    meter = Meter(read)
-    update = 0.0
-    original = setup.step.update
-
-    def timed_update() -> Any:
-        nonlocal update
+    with MeteredStep(setup.step, read) as step:
         before = read()
-        result = original()
-        update += read() - before
-        return result
-
-    setup.step.update = timed_update  # type: ignore[method-assign]
-    try:
-        with metered(setup.step, meter):
-            before = read()
-            for _ in range(MEASURED):
-                setup.step.run(batches, learning_rate=0.0)
-            total = read() - before
-    finally:
-        del setup.step.update
-    seconds = {name: spent / MEASURED for name, spent in meter.total.items()}
-    seconds["update"] = update / MEASURED
-    seconds["between"] = max(0.0, total / MEASURED - sum(seconds.values()))
-    moved: dict[str, float] = {name: size / MEASURED for name, size in meter.moved.items()}
-    weights = sum(p.numel() for p in setup.step.parameters)
-    # Clipping reads the gradients once or twice; AdamW reads weights, gradients and two means, and writes three.
-    moved["update"] = 4.0 * weights * (7 + (2 if setup.step.clip else 1))
-    return seconds, moved, total / MEASURED
+        for _ in range(MEASURED):
+            step.run(batches, learning_rate=0.0)
+        return step, (read() - before) / MEASURED
 
 
 def _counted(setup: Setup, batches: list[Batch]) -> dict[str, float]:
     """FLOPs by part, of a step."""
     counter = FlopCounterMode(display=False, custom_mapping=_loss_flops() | flop_formulas())
-    meter = Meter(lambda: float(counter.get_total_flops()))
-    with torch.compiler.set_stance("force_eager"), metered(setup.step, meter), counter:
-        setup.step.run(batches, learning_rate=0.0)
-    return meter.total
+    metered = MeteredStep(setup.step, lambda: float(counter.get_total_flops()))
+    with torch.compiler.set_stance("force_eager"), metered as step, counter:
+        step.run(batches, learning_rate=0.0)
+    return step.spent
 
 
 def _loss_flops() -> dict[Any, Any]:
