@@ -4,19 +4,22 @@
 - "selective": the results of matrix products and fused attention are kept, because they cost time; norms, activation
   functions, casts, and the score matrix of explicit attention, which cost memory and little time, are computed again.
 
-The wrapper goes around a block's forward before it is compiled, so that the compiler sees which results are kept.
+Each block is swapped for one of the same weights that does so, before it is compiled: the compiler then sees which
+results are kept.
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from hasten.errors import ConfigError
+from hasten.model.interfaces import LayerContext
 from hasten.model.transformer import Block, Transformer
 from hasten.training.recipe import CheckpointingName
+from hasten.training.swapped import replace_modules, take_over
 
 PRODUCTS = ("mm", "addmm", "linear")
 
@@ -25,30 +28,37 @@ def checkpoint_activations(model: Transformer, kind: CheckpointingName) -> None:
     """Have every block of a model recompute its activations in the backward pass. Raises ConfigError for a name."""
     if kind == "none":
         return
-    contexts: dict[str, Callable[[], Any] | None] = {"full": None, "selective": _selective}
-    if kind not in contexts:
+    if kind not in ("full", "selective"):
         raise ConfigError(f"techniques.checkpointing is {kind!r}; choose one of none, selective, full")
-    for block in model.blocks:
-        assert isinstance(block, Block)
-        # On the object, not in a wrapping module: the names of the parameters stay what they are.
-        block.forward = _recomputed(block.forward, contexts[kind])  # type: ignore[method-assign]
+    new = {block: take_over(RecomputedBlock, block) for block in model.blocks}
+    for block in new.values():
+        block.options = {"context_fn": _selective} if kind == "selective" else {}
+    replace_modules(model, new)
 
 
-def _recomputed(forward: Callable[..., Any], contexts: Callable[[], Any] | None) -> Callable[..., Any]:
-    options: dict[str, Any] = {} if contexts is None else {"context_fn": contexts}
+class RecomputedBlock(Block):
+    """A block that keeps less for its backward pass than its forward pass made. options: of torch's `checkpoint`."""
 
-    def run(x: Any, rope: Any, layer: Any, scale: Any = None) -> Any:
+    options: dict[str, Any]
+
+    def forward(
+        self,
+        x: Tensor,
+        rope: tuple[Tensor, Tensor] | None,
+        layer: LayerContext,
+        scale: Tensor | None = None,
+    ) -> Tensor:
+        plain = super().forward
         if not torch.is_grad_enabled():
-            return forward(x, rope, layer, scale)
+            return plain(x, rope, layer, scale)
         # A closure over what is no tensor: inside a compiled block only tensors may be arguments of the checkpoint.
         cos, sin = (None, None) if rope is None else rope
 
-        def body(x: Any, cos: Any, sin: Any, scale: Any) -> Any:
-            return forward(x, None if cos is None else (cos, sin), layer, scale)
+        def body(x: Tensor, cos: Tensor | None, sin: Tensor | None, scale: Tensor | None) -> Tensor:
+            return plain(x, None if cos is None or sin is None else (cos, sin), layer, scale)
 
-        return checkpoint(body, x, cos, sin, scale, use_reentrant=False, **options)
-
-    return run
+        out: Tensor = checkpoint(body, x, cos, sin, scale, use_reentrant=False, **self.options)
+        return out
 
 
 def _keep(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

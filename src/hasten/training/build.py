@@ -26,7 +26,7 @@ from hasten.training.optimizers import make_optimizer
 from hasten.training.precision import Precision
 from hasten.training.recipe import Recipe, Shape
 from hasten.training.step import TrainStep
-from hasten.training.swapped import FusedMLP, JoinedAttention, replace_modules
+from hasten.training.swapped import FusedMLP, JoinedAttention, replace_modules, take_over
 
 
 def shape_config(shape: Shape, *, vocab_size: int, positions: int, tokenizer: Tokenizer | None = None) -> ModelConfig:
@@ -192,7 +192,7 @@ def fuse_activations(model: Transformer, dtype: torch.dtype) -> bool:
 def join_projections(model: Transformer) -> None:
     """One product for queries, keys and values, forward and backward: x is read once, by a wider product."""
     layers = [module for module in model.modules() if isinstance(module, Attention)]
-    replace_modules(model, {layer: JoinedAttention.of(layer) for layer in layers})
+    replace_modules(model, {layer: take_over(JoinedAttention, layer) for layer in layers})
 
 
 def compile_blocks(model: Transformer) -> None:

@@ -21,15 +21,6 @@ Module = TypeVar("Module", bound=nn.Module)
 class JoinedAttention(Attention):
     """Queries, keys and values as one product, forward and backward: x is read once, by a wider product."""
 
-    @classmethod
-    def of(cls, attention: Attention) -> Self:
-        """In the place of `attention`, whose layers it takes over."""
-        return _take_over(cls, attention)
-
-    def plain(self) -> Attention:
-        """The module whose place this one takes."""
-        return _take_over(Attention, self)
-
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of x (B, T, C), the heads still side by side."""
         layers = [layer for layer in (self.q, self.k, self.v) if _is_plain(layer)]
@@ -53,15 +44,9 @@ class FusedMLP(MLP):
         """In the place of `mlp`, whose layers it takes over; None where there is no such pair."""
         if (mlp.activation_name, mlp.gate is None) not in (("gelu_tanh", True), ("silu", False)):
             return None
-        new = _take_over(cls, mlp)
+        new = take_over(cls, mlp)
         new.functions = functions
         return new
-
-    def plain(self) -> MLP:
-        """The module whose place this one takes."""
-        plain = _take_over(MLP, self)
-        del plain.functions
-        return plain
 
     def forward(self, x: Tensor) -> Tensor:
         """x (B, T, C) -> (B, T, C)."""
@@ -73,10 +58,13 @@ class FusedMLP(MLP):
         return self.down(self.functions.bias_gelu(F.linear(x, up.weight), up.bias))
 
 
+PLAIN: Mapping[type[nn.Module], type[nn.Module]] = {JoinedAttention: Attention, FusedMLP: MLP}
+
+
 def swap_back(model: Transformer) -> None:
     """Put plain attention and MLP modules back."""
-    swapped = [module for module in model.modules() if isinstance(module, JoinedAttention | FusedMLP)]
-    replace_modules(model, {module: module.plain() for module in swapped})
+    swapped = [module for module in model.modules() if type(module) in PLAIN]
+    replace_modules(model, {module: take_over(PLAIN[type(module)], module) for module in swapped})
 
 
 def replace_modules(model: nn.Module, new: Mapping[nn.Module, nn.Module]) -> None:
@@ -93,8 +81,9 @@ def _is_plain(layer: nn.Module) -> TypeGuard[nn.Linear]:
     return type(layer) is nn.Linear and "forward" not in layer.__dict__ and not any(hooks)
 
 
-def _take_over(kind: type[Module], other: nn.Module) -> Module:
+def take_over(kind: type[Module], other: nn.Module) -> Module:
+    """A module of another kind with everything that `other` has: layers, norms and settings; nothing is copied."""
     new = kind.__new__(kind)
     nn.Module.__init__(new)
-    new.__dict__.update(other.__dict__)  # layers, norms and settings; nothing is copied
+    new.__dict__.update(other.__dict__)
     return new
