@@ -61,8 +61,7 @@ class TrainLadder(Ladder):
             need = step_memory(config, own, torch.device(device))
             parts = {
                 "weights, gradients and optimizer": need.state,
-                "activations": need.activations,
-                "logits": need.logits,
+                "activations and logits": need.total - need.state,
                 "the process": PROCESS_BYTES,
             }
             memory = check_fits(f"training {recipe.name} ({name})", parts, device)

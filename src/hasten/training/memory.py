@@ -5,22 +5,31 @@ import torch
 from hasten.errors import ResourceError
 from hasten.machine import available_memory
 from hasten.model.config import ModelConfig
+from hasten.ops.loss import KERNELS, LossRequest
+from hasten.ops.picker import pick
 from hasten.planning.cost import parameters
 from hasten.planning.memory import MemoryEstimate, estimate
 from hasten.training.build import attention_kernel
+from hasten.training.precision import PRECISIONS
 from hasten.training.recipe import Recipe
 
 
 def step_memory(config: ModelConfig, recipe: Recipe, device: torch.device) -> MemoryEstimate:
     """The estimate for a recipe's own batch and techniques."""
+    techniques = recipe.techniques
+    dtype = PRECISIONS.get(techniques.precision, torch.bfloat16)
+    loss = pick(KERNELS, LossRequest(device=device, dtype=dtype, softcap=config.logit_softcap), forced=techniques.loss)
     return estimate(
         config,
         batch_size=recipe.data.batch_size,
         sequence_length=recipe.data.context,
-        activation_bytes=4 if recipe.techniques.precision == "float32" else 2,
-        checkpointing=recipe.techniques.checkpointing == "full",
+        activation_bytes=dtype.itemsize,
+        accumulation=recipe.data.accumulation,
+        checkpointing=techniques.checkpointing,
+        compiled=techniques.compile,
+        joined_projections=techniques.joined_projections and device.type == "cpu",
         explicit_attention=attention_kernel(recipe, device) == "reference",
-        all_logits=recipe.techniques.loss == "reference",
+        loss=loss.name,
     )
 
 
