@@ -2,10 +2,10 @@
 
 import json
 import random
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, get_args, get_origin
 
 from hasten.errors import CheckpointError, ConfigError
 from hasten.training.recipe import Recipe
@@ -15,6 +15,7 @@ FORMAT_VERSION = 1
 INDEX = "checkpoint.json"
 REMEDY = "start over with --resume never, or remove this folder to go on from another checkpoint"
 KINDS = ("weights", "state")  # of its tensor files
+_NAMES = {"decay_start": "bend"}  # of fields that have another one in the file
 _SCALER = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")  # torch's GradScaler
 
 
@@ -41,9 +42,7 @@ class TrainingState:
     skipped_in_row: int = 0
 
     def to_json(self) -> dict[str, Any]:
-        values = asdict(self)
-        values["bend"] = values.pop("decay_start")  # its name in the file
-        return values
+        return {_NAMES.get(name, name): value for name, value in asdict(self).items()}
 
     @property
     def finished(self) -> bool:
@@ -99,35 +98,18 @@ class _Wrong(Exception):
     """What is wrong, in words."""
 
 
-def _whole(value: Any) -> bool:
-    return type(value) is int and value >= 0
-
-
-def _number(value: Any) -> bool:
-    return type(value) in (int, float)
-
-
-def _or_none(kind: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: value is None or kind(value)
-
-
-# What each field of `progress` must be.
-_PROGRESS: Mapping[str, Callable[[Any], bool]] = {
-    "step": _whole,
-    "total": _or_none(_whole),
-    "bend": _or_none(
-        lambda value: isinstance(value, list) and len(value) == 2 and _whole(value[0]) and _number(value[1])
-    ),
-    "tokens": _whole,
-    "seconds": _number,
-    "loss": _or_none(_number),
-    "validation_loss": _or_none(_number),
-    "best_loss": _or_none(_number),
-    "best_step": _or_none(_whole),
-    "recent_losses": lambda value: isinstance(value, list) and all(map(_number, value)),
-    "spikes": _whole,
-    "skipped_in_row": _whole,
-}
+def _fits(value: Any, kind: Any) -> bool:
+    """Whether a value read from JSON is of a field's type. Whole numbers are counts, from 0."""
+    if isinstance(kind, UnionType):
+        return any(_fits(value, one) for one in get_args(kind))
+    if get_origin(kind) is list:
+        return isinstance(value, list) and all(_fits(one, get_args(kind)[0]) for one in value)
+    if get_origin(kind) is tuple:
+        kinds = get_args(kind)
+        return isinstance(value, list) and len(value) == len(kinds) and all(map(_fits, value, kinds))
+    if kind is int:
+        return type(value) is int and value >= 0
+    return type(value) in ((int, float) if kind is float else (kind,))
 
 
 def _checked(folder: Path, values: dict[str, Any]) -> Checkpoint:
@@ -146,25 +128,22 @@ def _checked(folder: Path, values: dict[str, Any]) -> Checkpoint:
     )
 
 
-def _field(values: dict[str, Any], name: str, kind: type, owner: str = "") -> Any:
+def _field(values: dict[str, Any], name: str, kind: Any, owner: str = "") -> Any:
     if name not in values:
         raise _Wrong(f"{owner}{name} is missing")
-    if not isinstance(values[name], kind):
+    if not _fits(values[name], kind):
         raise _Wrong(f"{owner}{name} is {values[name]!r:.60}")
     return values[name]
 
 
 def _progress(values: dict[str, Any]) -> TrainingState:
-    for name, fits in _PROGRESS.items():
-        if name not in values:
-            raise _Wrong(f"progress.{name} is missing")
-        if not fits(values[name]):
-            raise _Wrong(f"progress.{name} is {values[name]!r:.60}")
-    unknown = values.keys() - _PROGRESS.keys()
+    kinds = {_NAMES.get(one.name, one.name): one.type for one in fields(TrainingState)}
+    found = {name: _field(values, name, kind, "progress.") for name, kind in kinds.items()}
+    unknown = values.keys() - kinds.keys()
     if unknown:
         raise _Wrong(f"progress.{min(unknown):.60} is not known to this version of hasten")
-    start = values.pop("bend")
-    return TrainingState(**values, decay_start=None if start is None else (start[0], start[1]))
+    start = found.pop("bend")
+    return TrainingState(**found, decay_start=None if start is None else (start[0], start[1]))
 
 
 def _recipe(values: dict[str, Any]) -> Recipe:
@@ -175,7 +154,7 @@ def _recipe(values: dict[str, Any]) -> Recipe:
 
 
 def _scaler(values: dict[str, Any]) -> dict[str, Any]:
-    if values and not all(_number(values.get(name)) for name in _SCALER):
+    if values and not all(_fits(values.get(name), float) for name in _SCALER):
         raise _Wrong(f"scaler is {values!r:.60}")
     return values
 

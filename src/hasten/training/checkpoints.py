@@ -23,7 +23,7 @@ from hasten.machine.files import replacing, save_json, write_atomically
 from hasten.training.checkpoint_state import FORMAT_VERSION, INDEX, REMEDY, Checkpoint, find
 from hasten.training.random_state import RandomState
 
-__all__ = ["Checkpoint", "find", "link", "load", "load_weights", "named_weights", "read_tensors", "save", "write_error"]
+__all__ = ["Checkpoint", "find", "link", "load", "load_weights", "read_tensors", "save", "write_error"]
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -41,7 +41,7 @@ def save(
     Raises ResourceError for a full disk and CheckpointError for another failure; the one that was there stays whole.
     """
     step = values["progress"]["step"]
-    weights = dict(named_weights(model))
+    weights: dict[str, Tensor] = dict(model.named_parameters())  # tied ones once
     moments = dict(_named_moments(model, optimizer)) | {"random.cpu": random.cpu}
     if random.cuda is not None:
         moments["random.cuda"] = random.cuda
@@ -99,7 +99,7 @@ def load(stored: Checkpoint, *, model: nn.Module, optimizer: torch.optim.Optimiz
 
 def load_weights(stored: Checkpoint, model: nn.Module) -> None:
     """Put the weights back, in place. Raises CheckpointError where they do not fit the model."""
-    wanted = dict(named_weights(model))
+    wanted = dict(model.named_parameters())
     found = dict(read_tensors(stored, "weights"))
     for name in wanted.keys() | found.keys():
         ours, theirs = wanted.get(name), found.get(name)
@@ -111,12 +111,6 @@ def load_weights(stored: Checkpoint, model: nn.Module) -> None:
     with torch.no_grad():
         for name, tensor in wanted.items():
             tensor.copy_(found[name])
-
-
-def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters by name, tied ones once."""
-    for name, parameter in model.named_parameters():
-        yield name, parameter.detach()
 
 
 def write_error(place: Path, error: Exception) -> HastenError:
@@ -135,7 +129,7 @@ def _named_moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterat
 
 def _write(path: Path, tensors: dict[str, Tensor]) -> None:
     with replacing(path) as temporary:
-        save_file({name: tensor.contiguous().cpu() for name, tensor in tensors.items()}, temporary)
+        save_file({name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}, temporary)
 
 
 def _link_file(source: Path, target: Path) -> None:

@@ -104,24 +104,19 @@ def draw_losses(lines: Sequence[Mapping[str, Any]], path: Path, *, title: str) -
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    known = [line for line in lines if line["loss"] is not None]
-    axes.plot(
-        [line["tokens"] for line in known], [line["loss"] for line in known], linewidth=0.8, alpha=0.6, label="training"
-    )
-    measured = [line for line in lines if line.get("validation_loss") is not None]
-    if measured:
-        axes.plot(
-            [line["tokens"] for line in measured],
-            [line["validation_loss"] for line in measured],
-            marker="o",
-            markersize=3,
-            label="validation",
-        )
-    spikes = [line for line in known if line.get("spike")]
-    if spikes:
-        axes.scatter(
-            [line["tokens"] for line in spikes], [line["loss"] for line in spikes], marker="x", s=20, label="spike"
-        )
+
+    def points(key: str, some: Sequence[Mapping[str, Any]]) -> tuple[list[float], list[float]]:
+        """Tokens and values of the lines that have one."""
+        known = [line for line in some if line.get(key) is not None]
+        return [line["tokens"] for line in known], [line[key] for line in known]
+
+    axes.plot(*points("loss", lines), linewidth=0.8, alpha=0.6, label="training")
+    measured = points("validation_loss", lines)
+    if measured[0]:
+        axes.plot(*measured, marker="o", markersize=3, label="validation")
+    tokens, losses = points("loss", [line for line in lines if line.get("spike")])
+    if tokens:
+        axes.scatter(tokens, losses, marker="x", s=20, label="spike")
     axes.set(xlabel="tokens", ylabel="loss (nats per token)", title=title)
     axes.grid(alpha=0.3)
     axes.legend()

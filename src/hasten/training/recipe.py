@@ -7,7 +7,7 @@ field is its help there.
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Annotated, Any, Literal
 
 from tyro.conf import arg
@@ -34,6 +34,7 @@ POSITIVE = {
     "techniques": ("pad_vocabulary_to", "layer_drop", "layer_drop_decay"),
     "run": ("steps", "epochs", "minutes", "validate_every", "validation_batches", "checkpoint_every"),
 }
+SHARES_BELOW_1 = ("dropout", "optimizer.beta1", "optimizer.beta2", "optimizer.momentum", "data.validation_fraction")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,14 +217,7 @@ class Recipe:
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "Recipe":
         """The recipe that `to_json` wrote. Raises ConfigError for a field that does not exist or a wrong value."""
-        sections: dict[str, Any] = {
-            "model": Shape,
-            "data": Data,
-            "optimizer": Optimizer,
-            "schedule": Schedule,
-            "techniques": Techniques,
-            "run": Run,
-        }
+        sections: dict[str, Any] = {one.name: one.type for one in fields(cls) if is_dataclass(one.type)}
         if not isinstance(values, Mapping):
             raise ConfigError(f"a recipe is an object with fields; found {values!r:.60}")
         try:
@@ -259,22 +253,12 @@ def _wrong_values(recipe: Recipe) -> Iterator[str]:
     sparse = recipe.model.attention_pattern is not None and recipe.init is None
     if sparse and (recipe.dropout or data.separate_documents):
         yield "with model.attention_pattern there can be no dropout and no data.separate_documents"
-    shares = {
-        "dropout": recipe.dropout,
-        "optimizer.beta1": optimizer.beta1,
-        "optimizer.beta2": optimizer.beta2,
-        "optimizer.momentum": optimizer.momentum,
-        "data.validation_fraction": data.validation_fraction,
-    }
-    for name, share in shares.items():
-        if not 0 <= share < 1:
-            yield f"{name} is {share}; it must be at least 0 and less than 1"
-    for name, share in (
-        ("schedule.final_fraction", schedule.final_fraction),
-        ("schedule.decay_fraction", schedule.decay_fraction),
-    ):
-        if not 0 <= share <= 1:
-            yield f"{name} is {share}; it must be from 0 to 1"
+    for name in SHARES_BELOW_1:
+        if not 0 <= values[name] < 1:
+            yield f"{name} is {values[name]}; it must be at least 0 and less than 1"
+    for name in ("schedule.final_fraction", "schedule.decay_fraction"):
+        if not 0 <= values[name] <= 1:
+            yield f"{name} is {values[name]}; it must be from 0 to 1"
     if recipe.techniques.layer_drop is not None and recipe.techniques.layer_drop > 1:
         yield f"techniques.layer_drop is {recipe.techniques.layer_drop}; it must be at most 1"
     if optimizer.weight_decay < 0 or schedule.warmup_steps < 0 or data.workers < 0:

@@ -1,6 +1,5 @@
 """Where everything of a run lies, and which checkpoint it goes on from."""
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -11,43 +10,19 @@ from hasten.training.recipe import Recipe, differences
 Resume = Literal["auto", "never", "must"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RunFolder:
     """Where everything of a run lies."""
 
-    path: Path
-
-    @property
-    def last(self) -> Path:
-        return self.path / "checkpoints" / "last"
-
-    @property
-    def best(self) -> Path:
-        return self.path / "checkpoints" / "best"
-
-    @property
-    def lock(self) -> Path:
-        return self.path / ".lock"
-
-    @property
-    def journal(self) -> Path:
-        return self.path / "train.jsonl"
-
-    @property
-    def recipe(self) -> Path:
-        return self.path / "recipe.json"
-
-    @property
-    def picture(self) -> Path:
-        return self.path / "loss.png"
-
-    @property
-    def model(self) -> Path:
-        return self.path / "model"
-
-    @property
-    def tensorboard(self) -> Path:
-        return self.path / "tensorboard"
+    def __init__(self, *, path: Path) -> None:
+        self.path = path
+        self.last = path / "checkpoints" / "last"
+        self.best = path / "checkpoints" / "best"
+        self.lock = path / ".lock"
+        self.journal = path / "train.jsonl"
+        self.recipe = path / "recipe.json"
+        self.picture = path / "loss.png"
+        self.model = path / "model"
+        self.tensorboard = path / "tensorboard"
 
 
 def find_start(folder: RunFolder, recipe: Recipe, resume: Resume) -> Checkpoint | None:
