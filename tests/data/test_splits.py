@@ -96,7 +96,7 @@ def test_a_single_document_that_comes_in_blocks(tmp_path, monkeypatch):
     path = tmp_path / "one.txt"
     text = "".join(f"line {number} é\n" for number in range(50))
     path.write_text(text, encoding="utf-8")
-    source = FileSource("one.txt", (path,), ("one.txt",), "text")
+    source = FileSource("one.txt", (("one.txt", path),), "text")
     parts = halves(source, plan_split(source, fraction=0.1, seed=0))
     head, tail = parts["train"]["one.txt#train"], parts["validation"]["one.txt#validation"]
     assert head + tail == text

@@ -10,15 +10,17 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from hasten.data import Batch
-from hasten.model.context import TrainingContext
+from hasten.model.context import TrainingContext, training_context
 from hasten.model.initialize import initialize
 from hasten.training.build import compile_blocks, shape_config
-from hasten.training.layer_drop import draw_gates, keep_probabilities, theta
+from hasten.training.layer_drop import draw_gates, gates_of_step, keep_probabilities, theta
 from hasten.training.optimizers import adamw
 from hasten.training.precision import Precision
 from hasten.training.recipe import Optimizer, Shape
 from hasten.training.session import train
-from hasten.training.step import TrainStep
+from hasten.training.setup import set_up
+from hasten.training.step import IGNORED, TrainStep
+from hasten.training.stopping import StopRequest
 
 LAYERS = 4
 CONFIG = shape_config(
@@ -102,20 +104,36 @@ def test_the_mean_over_the_draws_is_the_whole_block_where_it_is_linear():
         assert share == pytest.approx(p, abs=0.05)
 
 
-def test_a_gate_of_one_is_the_plain_model_and_evaluation_is_bit_equal():
+def test_a_gate_of_one_is_the_plain_model():
     model = model_of().train()
     plain = model(TOKENS, POSITIONS, CONTEXT)
-    torch.testing.assert_close(model(TOKENS, POSITIONS, CONTEXT, block_scales=[1.0] * LAYERS), plain, atol=0, rtol=0)
-    trained = step_of()
-    data = Batch(inputs=TOKENS, targets=TOKENS, documents=None)
-    for step in range(3):
-        gates = [draw_gates([0.5] * LAYERS, seed=0, step=step, micro_step=0)]
-        trained.run([data], gates=gates)
-    trained.model.eval()
-    other = model_of().eval()
-    other.load_state_dict(trained.model.state_dict())
-    with torch.no_grad():
-        assert torch.equal(trained.model(TOKENS, POSITIONS, CONTEXT), other(TOKENS, POSITIONS, CONTEXT))
+    torch.testing.assert_close(model(TOKENS, POSITIONS, CONTEXT, gates=[1.0] * LAYERS), plain, atol=0, rtol=0)
+
+
+def test_evaluation_runs_every_block_and_scales_none(recipe):
+    made = recipe(layers=LAYERS, layer_drop=0.2, layer_drop_decay=1000.0, steps=20, export="last")
+    lines = []
+    result = train(made, progress=False, on_step=lambda line: lines.append(dict(line)))
+    assert lines[-1]["kept_blocks"] < 1, "the run was still dropping when it was validated"
+    setup = set_up(replace(made, init=str(result.model_folder)), progress=False, stop=StopRequest())
+    model = setup.model.eval()
+
+    def loss(gates):
+        """The validation loss of the exported model, by its forward pass alone."""
+        total = targets = 0
+        with torch.no_grad():
+            for batch in setup.validation._batches():
+                context = training_context(model, batch.inputs.shape[1])
+                positions = torch.arange(batch.inputs.shape[1]).unsqueeze(0)
+                total += float(model(batch.inputs, positions, context, targets=batch.targets, gates=gates))
+                targets += int((batch.targets != IGNORED).sum())
+        return total / targets
+
+    assert result.validation_loss == pytest.approx(loss(None), rel=1e-6)
+    every_one_scaled = [1 / p for p in keep_probabilities(LAYERS, theta=0.2)]
+    (of_the_last_step,) = gates_of_step(made, layers=LAYERS, step=19, total=20)
+    for gates in (every_one_scaled, of_the_last_step):
+        assert loss(gates) != pytest.approx(result.validation_loss, rel=1e-3), gates
 
 
 def test_a_block_left_out_is_the_model_without_it_and_gets_no_gradient():

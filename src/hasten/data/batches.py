@@ -8,7 +8,7 @@ batch: batch number 1,000 is computed without the 999 before it. So resuming is 
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -45,6 +45,7 @@ class Batch:
         )
 
 
+@dataclass(slots=True)
 class Batches:
     """Training batches of one rank: row b of batch p on rank r is number (p·W + r)·B + b in an endless list of windows.
 
@@ -56,32 +57,24 @@ class Batches:
     Raises DataError for a split shorter than one window, ConfigError for numbers that cannot work.
     """
 
-    def __init__(
-        self,
-        split: TokenSplit,
-        *,
-        batch_size: int,
-        sequence_length: int,
-        seed: int = 0,
-        rank: int = 0,
-        world_size: int = 1,
-        workers: int = 0,
-        shuffle: bool = True,
-    ) -> None:
-        _check_sizes(split, batch_size=batch_size, sequence_length=sequence_length)
-        if not 0 <= rank < world_size:
-            raise ConfigError(f"rank {rank} of {world_size} does not exist; ranks count from 0")
-        if workers < 0:
-            raise ConfigError(f"workers is {workers}; give 0 or more")
-        self.split = split
-        self.batch_size = batch_size
-        self.sequence_length = sequence_length
-        self.seed = seed
-        self.rank = rank
-        self.world_size = world_size
-        self.workers = workers
-        self.shuffle = shuffle
-        self.windows = len(split) // sequence_length  # of one epoch; the ring gives every window its last target
+    split: TokenSplit
+    _: KW_ONLY
+    batch_size: int
+    sequence_length: int
+    seed: int = 0
+    rank: int = 0
+    world_size: int = 1
+    workers: int = 0
+    shuffle: bool = True
+    windows: int = field(init=False)  # of one epoch; the ring gives every window its last target
+
+    def __post_init__(self) -> None:
+        _check_sizes(self.split, batch_size=self.batch_size, sequence_length=self.sequence_length)
+        if not 0 <= self.rank < self.world_size:
+            raise ConfigError(f"rank {self.rank} of {self.world_size} does not exist; ranks count from 0")
+        if self.workers < 0:
+            raise ConfigError(f"workers is {self.workers}; give 0 or more")
+        self.windows = len(self.split) // self.sequence_length
 
     def window_start(self, row: int) -> int:
         """Where in the split row number `row` of the endless list begins."""

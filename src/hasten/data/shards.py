@@ -6,9 +6,10 @@ begins), and for chat `<split>-00000.weights.bin`, ... (uint8, one a token). The
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -111,14 +112,12 @@ class ShardWriter:
     text_bytes: int = 0
     learned: int = 0
     _shards: list[dict[str, Any]] = field(default_factory=list)
-    _tokens_file: IO[bytes] | None = None
-    _weights_file: IO[bytes] | None = None
-    _starts_file: IO[bytes] | None = None
+    _files: dict[str, IO[bytes]] = field(default_factory=dict)  # the open ones: tokens, weights, starts
 
     def begin_document(self) -> None:
-        if self._starts_file is None:
-            self._starts_file = (self.folder / f"{self.split}.starts.bin").open("wb")
-        self._starts_file.write(np.array([self.tokens], "<i8").tobytes())
+        if "starts" not in self._files:
+            self._open("starts", f"{self.split}.starts.bin")
+        self._files["starts"].write(np.array([self.tokens], "<i8").tobytes())
         self.documents += 1
 
     def add(self, ids: Sequence[int], *, weights: Sequence[int] | None = None) -> None:
@@ -126,72 +125,63 @@ class ShardWriter:
         array = np.array(ids, np.int64)
         highest = np.iinfo(self.dtype).max
         assert array.size == 0 or (array.min() >= 0 and array.max() <= highest), f"ids outside 0..{highest}"
-        if self._tokens_file is None or self._shards[-1]["tokens"] >= self.shard_tokens:
-            self._open_shard()
-        assert self._tokens_file is not None
-        self._tokens_file.write(array.astype(self.dtype).tobytes())
+        if not self._shards or self._shards[-1]["tokens"] >= self.shard_tokens:
+            self._begin_shard()
         if weights is not None and not self.weighted:
             self._begin_weights()
-        if self._weights_file is not None:
+        self._files["tokens"].write(array.astype(self.dtype).tobytes())
+        if self.weighted:
             mask = np.ones(len(array), np.uint8) if weights is None else np.array(weights, np.uint8)
             assert len(mask) == len(array), "one weight a token"
-            self._weights_file.write(mask.tobytes())
+            self._files["weights"].write(mask.tobytes())
             self.learned += int(mask.sum())
         self._shards[-1]["tokens"] += len(array)
         self.tokens += len(array)
 
-    def _open_shard(self) -> None:
+    def _begin_shard(self) -> None:
         weighted = self.weighted
-        self._close_files()
-        name = f"{self.split}-{len(self._shards):05d}"
-        self._shards.append({"file": f"{name}.bin", "tokens": 0})
-        self._tokens_file = (self.folder / f"{name}.bin").open("wb")
+        self._close("tokens", "weights")
+        name = f"{self.split}-{len(self._shards):05d}.bin"
+        self._shards.append({"file": name, "tokens": 0})
+        self._open("tokens", name)
         if weighted:
-            self._open_weights()
-
-    def _open_weights(self) -> None:
-        name = self._shards[-1]["file"].replace(".bin", ".weights.bin")
-        self._shards[-1]["weights"] = name
-        self._weights_file = (self.folder / name).open("wb")
+            self._open("weights", self._name_weights(self._shards[-1]))
 
     def _begin_weights(self) -> None:
         """The first chat after plain texts: everything until now counts."""
-        for shard in self._shards[:-1]:
-            shard["weights"] = shard["file"].replace(".bin", ".weights.bin")
-            (self.folder / shard["weights"]).write_bytes(b"\1" * shard["tokens"])
-        self._open_weights()
-        assert self._weights_file is not None
-        self._weights_file.write(b"\1" * self._shards[-1]["tokens"])
+        for shard in self._shards:
+            (self.folder / self._name_weights(shard)).write_bytes(b"\1" * shard["tokens"])
+        self._open("weights", self._shards[-1]["weights"], mode="ab")
         self.learned = self.tokens
+
+    @staticmethod
+    def _name_weights(shard: dict[str, Any]) -> str:
+        name: str = shard["file"].replace(".bin", ".weights.bin")
+        shard["weights"] = name
+        return name
 
     @property
     def weighted(self) -> bool:
         return bool(self._shards) and "weights" in self._shards[-1]
 
-    def _close_files(self) -> None:
-        for file in (self._tokens_file, self._weights_file):
-            if file is not None:
-                file.flush()
-                os.fsync(file.fileno())
-                file.close()
-        self._tokens_file = self._weights_file = None
+    def _open(self, kind: str, name: str, *, mode: str = "wb") -> None:
+        self._files[kind] = cast(IO[bytes], (self.folder / name).open(mode))
+
+    def _close(self, *kinds: str) -> None:
+        for kind in kinds:
+            if kind in self._files:
+                with self._files.pop(kind) as file:
+                    file.flush()
+                    os.fsync(file.fileno())
 
     def abort(self) -> None:
         """Close the files; what is in them does not matter."""
-        for file in (self._tokens_file, self._weights_file, self._starts_file):
-            if file is not None:
-                try:
-                    file.close()
-                except OSError:  # the disk is full: that is why we are here
-                    continue
+        for file in self._files.values():
+            with suppress(OSError):  # the disk is full: that is why we are here
+                file.close()
 
     def close(self) -> dict[str, Any]:
-        self._close_files()
-        if self._starts_file is not None:
-            self._starts_file.flush()
-            os.fsync(self._starts_file.fileno())
-            self._starts_file.close()
-            self._starts_file = None
+        self._close("tokens", "weights", "starts")
         entry = {"documents": self.documents, "bytes": self.text_bytes, "tokens": self.tokens, "shards": self._shards}
         return entry | ({"learned_tokens": self.learned} if self.weighted else {})
 

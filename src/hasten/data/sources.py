@@ -8,7 +8,7 @@ import hashlib
 import os
 import re
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -52,34 +52,33 @@ class Source(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class FileSource:
-    """Files in a fixed order. `names_of_files` are relative to the place named by the user, so it can be moved."""
+    """Files, each with its name, in a fixed order. Names are relative to the place that the user named: it can move."""
 
     name: str
-    files: tuple[Path, ...]
-    names_of_files: tuple[str, ...]
+    files: tuple[tuple[str, Path], ...]
     text_field: str
     skipped: int = 0
 
     @property
     def size(self) -> int | None:
         # Parquet is compressed: its size on disk says nothing about the text in it.
-        if any(path.suffix.lower() == ".parquet" for path in self.files):
+        if any(path.suffix.lower() == ".parquet" for _, path in self.files):
             return None
         return sum(status.st_size for status in self._status())
 
     def items(self) -> Iterator[Item]:
-        for path, name in zip(self.files, self.names_of_files, strict=True):
+        for name, path in self.files:
             yield from read_items(path, name=name, text_field=self.text_field)
 
     def names(self) -> Iterator[str]:
-        for path, name in zip(self.files, self.names_of_files, strict=True):
+        for name, path in self.files:
             yield from count_names(path, name=name)
 
     def fingerprint(self) -> str:
         status = self._status()
         by_contents = sum(one.st_size for one in status) <= HASHED_BYTES
         digest = hashlib.sha256(b"contents" if by_contents else b"names, sizes, times")
-        for path, name, one in zip(self.files, self.names_of_files, status, strict=True):
+        for (name, path), one in zip(self.files, status, strict=True):
             digest.update(f"\0{name}\0{one.st_size}\0".encode("utf-8", "surrogateescape"))
             if by_contents:
                 with reading(path), path.open("rb") as file:
@@ -90,7 +89,7 @@ class FileSource:
 
     def _status(self) -> list[os.stat_result]:
         status = []
-        for path in self.files:
+        for _, path in self.files:
             with reading(path):
                 status.append(path.stat())
         return status
@@ -182,7 +181,7 @@ def _find(source: str, *, text_field: str) -> Source:
         if path.is_dir():
             return _folder_source(source, path, text_field=text_field)
         if path.is_file():
-            return FileSource(source, (path,), (path.name,), text_field)
+            return FileSource(source, ((path.name, path),), text_field)
         exists = path.exists()
     except (OSError, ValueError) as error:
         raise DataError(f"{source!r}: cannot be read ({error})") from error
@@ -201,13 +200,15 @@ def _find(source: str, *, text_field: str) -> Source:
 
 def _folder_source(source: str, folder: Path, *, text_field: str) -> FileSource:
     wanted = TEXT_SUFFIXES + RECORD_SUFFIXES
-    files = sorted(
-        (path for path in _walk(folder, skipped=set()) if path.suffix.lower() in wanted),
-        key=lambda path: path.relative_to(folder).as_posix(),
-    )
+    files = _named(folder, (path for path in _walk(folder, skipped=set()) if path.suffix.lower() in wanted))
     if not files:
         raise DataError(f"{source}: the folder has no {', '.join(wanted)} file in it; give another folder, or a glob")
-    return FileSource(source, tuple(files), tuple(p.relative_to(folder).as_posix() for p in files), text_field)
+    return FileSource(source, files, text_field)
+
+
+def _named(folder: Path, files: Iterable[Path]) -> tuple[tuple[str, Path], ...]:
+    """Each with its name in the folder, sorted by it."""
+    return tuple(sorted((path.relative_to(folder).as_posix(), path) for path in files))
 
 
 def _glob_source(source: str, pattern: Path, *, text_field: str) -> FileSource:
@@ -216,23 +217,19 @@ def _glob_source(source: str, pattern: Path, *, text_field: str) -> FileSource:
         raise DataError(f"{source}: no file matches this pattern (quote it, so that the shell leaves it alone)")
     # Relative to the folders before the first wildcard, so that the names do not depend on where that is.
     fixed = next(i for i, part in enumerate(pattern.parts) if glob.has_magic(part))
-    names = tuple(Path(*path.parts[fixed:]).as_posix() for path in files)
-    return FileSource(source, tuple(files), names, text_field)
+    return FileSource(source, tuple((Path(*path.parts[fixed:]).as_posix(), path) for path in files), text_field)
 
 
 def stdlib_source() -> FileSource:
     """The running Python's own standard library: real text, and on every machine. About 9 MB in Python 3.11."""
     folder = Path(sysconfig.get_paths()["stdlib"])
-    candidates = sorted(
-        # _sysconfigdata* holds the settings of one machine's build, not a text.
-        (p for p in _walk(folder, skipped=_SKIPPED_FOLDERS) if p.suffix == ".py" and "_sysconfigdata" not in p.name),
-        key=lambda path: path.relative_to(folder).as_posix(),
-    )
-    files = [path for path in candidates if _is_text(path)]
+    sources = (path for path in _walk(folder, skipped=_SKIPPED_FOLDERS) if path.suffix == ".py")
+    # _sysconfigdata* holds the settings of one machine's build, not a text.
+    candidates = _named(folder, (path for path in sources if "_sysconfigdata" not in path.name))
+    files = tuple((name, path) for name, path in candidates if _is_text(path))
     if not files:
         raise DataError(f"{folder}: this Python has no standard library sources (.py files) there; give a text instead")
-    names = tuple(path.relative_to(folder).as_posix() for path in files)
-    return FileSource("stdlib", tuple(files), names, "text", skipped=len(candidates) - len(files))
+    return FileSource("stdlib", files, "text", skipped=len(candidates) - len(files))
 
 
 def _is_text(path: Path) -> bool:

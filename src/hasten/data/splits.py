@@ -97,50 +97,50 @@ def _plan_cut(source: Source, *, fraction: float, seed: int) -> SplitPlan:
     line = _last_line_end(document, wanted, total)
     if line is not None:
         return SplitPlan(seed, fraction, cut=line, cut_at="line")
-    character = _first_character_end(document, wanted)
+    character = _first_character_end(document, wanted, total)
     if character >= total:
         raise DataError(f"{source.name}: {total} bytes are too few to hold out a part; set validation_fraction to 0")
     return SplitPlan(seed, fraction, cut=character, cut_at="character")
 
 
-def _last_line_end(document: Document, wanted: int, total: int) -> int | None:
-    """The position after a line end: the first at `wanted` or later but before the end, else the last before it."""
-    position, best = 0, None
-    for piece in document.pieces():
-        data = piece.encode()
-        after = data.find(b"\n", max(0, wanted - 1 - position))
-        if after >= 0 and position + after + 1 < total:
-            return position + after + 1
-        before = data.rfind(b"\n", 0, max(0, wanted - 1 - position))
-        if before >= 0:
-            best = position + before + 1
-        position += len(data)
-    return best
-
-
-def _first_character_end(document: Document, wanted: int) -> int:
+def _encoded(document: Document) -> Iterator[tuple[int, bytes]]:
+    """The pieces in UTF-8, each with the byte of the document at which it begins."""
     position = 0
     for piece in document.pieces():
         data = piece.encode()
-        if position + len(data) < wanted:
-            position += len(data)
-            continue
-        end = wanted - position
-        while end < len(data) and data[end] & 0xC0 == 0x80:  # inside a character
-            end += 1
-        return position + end
-    return position
+        yield position, data
+        position += len(data)
+
+
+def _last_line_end(document: Document, wanted: int, total: int) -> int | None:
+    """The position after a line end: the first at `wanted` or later but before the end, else the last before it."""
+    best = None
+    for position, data in _encoded(document):
+        border = max(0, wanted - 1 - position)
+        after = data.find(b"\n", border)
+        if after >= 0 and position + after + 1 < total:
+            return position + after + 1
+        before = data.rfind(b"\n", 0, border)
+        if before >= 0:
+            best = position + before + 1
+    return best
+
+
+def _first_character_end(document: Document, wanted: int, total: int) -> int:
+    for position, data in _encoded(document):
+        if position + len(data) >= wanted:
+            end = wanted - position
+            while end < len(data) and data[end] & 0xC0 == 0x80:  # inside a character
+                end += 1
+            return position + end
+    return total
 
 
 def _cut_pieces(document: Document, start: int, stop: int | None) -> Iterator[str]:
     """Bytes start..stop of a document; both are at characters' borders."""
-    position = 0
-    for piece in document.pieces():
-        data = piece.encode()
-        low = min(max(start - position, 0), len(data))
-        high = len(data) if stop is None else min(max(stop - position, 0), len(data))
-        position += len(data)
-        if low < high:
-            yield data[low:high].decode()
+    for position, data in _encoded(document):
         if stop is not None and position >= stop:
             return
+        part = data[max(start - position, 0) : None if stop is None else stop - position]
+        if part:
+            yield part.decode()

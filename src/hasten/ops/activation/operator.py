@@ -76,13 +76,9 @@ def bind(request: ActivationRequest, *, kernel: str | None = None) -> Functions:
     return found
 
 
-def _run(functions: Functions) -> Callable[[], Functions]:
-    return lambda: functions
-
-
 KERNELS: tuple[Kernel[ActivationRequest], ...] = (
-    Kernel("native", _run(Functions(native.bias_gelu, native.silu_mul)), _native_unsupported, _native_opt_in),
-    Kernel("reference", _run(Functions(reference_bias_gelu, reference_silu_mul)), lambda request: None),
+    Kernel("native", lambda: Functions(native.bias_gelu, native.silu_mul), _native_unsupported, _native_opt_in),
+    Kernel("reference", lambda: Functions(reference_bias_gelu, reference_silu_mul), lambda request: None),
 )
 
 

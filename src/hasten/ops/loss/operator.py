@@ -4,12 +4,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from hasten.errors import ConfigError
 from hasten.ops.loss.chunked import chunked
 from hasten.ops.loss.reference import IGNORED, reference
-from hasten.ops.loss.torch_loss import available, torch_loss
+from hasten.ops.loss.torch_loss import torch_loss
 from hasten.ops.picker import Kernel, pick
 
 __all__ = ["IGNORED", "KERNELS", "LossRequest", "linear_cross_entropy"]
@@ -25,7 +26,7 @@ class LossRequest:
 
 
 def _torch_unsupported(request: LossRequest) -> str | None:
-    if not available():
+    if not hasattr(F, "linear_cross_entropy"):
         return f"torch {torch.__version__} has no linear_cross_entropy; it came with 2.13"
     if request.softcap is not None:
         return "PyTorch's has no soft-capping of logits"

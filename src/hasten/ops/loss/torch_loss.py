@@ -7,11 +7,6 @@ from torch import Tensor
 from hasten.ops.loss.reference import IGNORED
 
 
-def available() -> bool:
-    """Whether this PyTorch has it."""
-    return hasattr(F, "linear_cross_entropy")
-
-
 def torch_loss(
     x: Tensor,
     weight: Tensor,
@@ -21,19 +16,20 @@ def torch_loss(
     bias: Tensor | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """Same contract as `reference`, without soft-capping. Padded rows stay in the products, as their sizes should."""
+    """Same contract as `reference`, without soft-capping; weight and bias in x's dtype.
+
+    Padded rows stay in the products, as their sizes should.
+    """
     assert softcap is None
     rows = weight.shape[0]
     if rows > vocab_size:
         # It knows no padding, but a bias: e^-inf is no probability, and the gradient of the row is zero.
         edge = x.new_zeros(rows)
         edge[vocab_size:] = float("-inf")
-        bias = edge if bias is None else bias.to(x.dtype) + edge
-    elif bias is not None:
-        bias = bias.to(x.dtype)
+        bias = edge if bias is None else bias + edge
     loss = F.linear_cross_entropy(
         x,
-        weight.to(x.dtype),
+        weight,
         targets,
         linear_bias=bias,
         reduction="sum",
