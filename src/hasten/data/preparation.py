@@ -45,6 +45,20 @@ class _Settings:
         return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Job:
+    """What is prepared, and how. given: the tokenizer that was named, if any, and its folder."""
+
+    corpus: Source
+    fingerprint: str
+    settings: _Settings
+    given: Tokenizer | None
+    given_folder: Path | None
+    kind: TokenizerKind
+    vocab_size: int
+    progress: bool
+
+
 def prepare(
     source: str | Path,
     *,
@@ -76,7 +90,8 @@ def prepare(
     if limit_bytes is not None:
         limit_bytes = _whole_number("limit_bytes", limit_bytes)
     _check(tokenizer_kind, validation_fraction=validation_fraction, limit_bytes=limit_bytes)
-    given = None if tokenizer is None else _load_tokenizer(Path(tokenizer))
+    given_folder = None if tokenizer is None else Path(tokenizer)
+    given = None if given_folder is None else _load_tokenizer(given_folder)
     corpus = open_source(source, text_field=text_field, limit_bytes=limit_bytes)
     settings = _Settings(
         tokenizer=_identity(given, kind=tokenizer_kind, vocab_size=vocab_size),
@@ -89,23 +104,22 @@ def prepare(
         from hasten.machine.caches import cache_folder
 
         folder = cache_folder("data")
-    before = corpus.fingerprint()
-    target = Path(folder) / settings.key(before)
+    job = _Job(
+        corpus=corpus,
+        fingerprint=corpus.fingerprint(),
+        settings=settings,
+        given=given,
+        given_folder=given_folder,
+        kind=tokenizer_kind,
+        vocab_size=vocab_size,
+        progress=progress,
+    )
+    target = Path(folder) / settings.key(job.fingerprint)
     if not _is_there(target):
         with _alone(target, told=progress) as first, _temporary_folder(target, first=first) as work:
             if not _is_there(target):
-                _make(
-                    work,
-                    corpus,
-                    given=given,
-                    given_folder=tokenizer,
-                    settings=settings,
-                    fingerprint=before,
-                    progress=progress,
-                    kind=tokenizer_kind,
-                    vocab_size=vocab_size,
-                )
-                if corpus.fingerprint() != before:
+                _make(job, work)
+                if corpus.fingerprint() != job.fingerprint:
                     raise DataError(f"{source}: changed while it was being read; run again once nothing writes to it")
                 _publish(work, target)
     return TokenData.load(target)
@@ -146,25 +160,15 @@ def _identity(given: Tokenizer | None, *, kind: TokenizerKind, vocab_size: int) 
     return f"{given.digest} {hashlib.sha256((given.chat_template or '').encode()).hexdigest()[:16]}"
 
 
-def _make(
-    work: Path,
-    corpus: Source,
-    *,
-    given: Tokenizer | None,
-    given_folder: str | Path | None,
-    settings: _Settings,
-    fingerprint: str,
-    progress: bool,
-    kind: TokenizerKind,
-    vocab_size: int,
-) -> None:
+def _make(job: _Job, work: Path) -> None:
+    corpus, settings = job.corpus, job.settings
     plan = plan_split(corpus, fraction=settings.validation_fraction, seed=settings.seed)
-    tokenizer = given or _train(corpus, plan, kind=kind, vocab_size=vocab_size, progress=progress)
+    tokenizer = job.given or _train(job, plan)
     tokenizer.save(work / TOKENIZER_FOLDER)
-    for name in _MODEL_FILES if given_folder is not None else ():
-        if (Path(given_folder or "") / name).is_file():
-            shutil.copyfile(Path(given_folder or "") / name, work / TOKENIZER_FOLDER / name)
-    with byte_counter("tokenizing", total=corpus.size, shown=progress) as advance:
+    for name in _MODEL_FILES:
+        if job.given_folder is not None and (job.given_folder / name).is_file():
+            shutil.copyfile(job.given_folder / name, work / TOKENIZER_FOLDER / name)
+    with byte_counter("tokenizing", total=corpus.size, shown=job.progress) as advance:
         encoder = Encoder(folder=work, tokenizer=tokenizer, plan=plan, advance=advance)
         encoder.run(corpus)
     splits = {name: writer.close() for name, writer in encoder.writers.items()}
@@ -178,12 +182,12 @@ def _make(
         )
     manifest: dict[str, Any] = {
         "version": FORMAT_VERSION,
-        "source": {"name": corpus.name, "fingerprint": fingerprint, "skipped_files": corpus.skipped},
+        "source": {"name": corpus.name, "fingerprint": job.fingerprint, "skipped_files": corpus.skipped},
         "split": plan.describe(),
         "tokenizer": {
             "digest": tokenizer.digest,
             "vocab_size": tokenizer.vocab_size,
-            "kind": kind if given is None else "given",
+            "kind": job.kind if job.given is None else "given",
         },
         "settings": asdict(settings),
         "dtype": encoder.writers["train"].dtype.name,
@@ -194,17 +198,16 @@ def _make(
     save_json(work / MANIFEST_FILE, manifest)
 
 
-def _train(corpus: Source, plan: SplitPlan, *, kind: TokenizerKind, vocab_size: int, progress: bool) -> Tokenizer:
-    size = corpus.size
-    with byte_counter(f"learning the {kind} tokenizer", total=size, shown=progress) as advance:
+def _train(job: _Job, plan: SplitPlan) -> Tokenizer:
+    with byte_counter(f"learning the {job.kind} tokenizer", total=job.corpus.size, shown=job.progress) as advance:
 
         def texts(limit: int) -> Iterator[str]:
-            for text in training_texts(corpus, plan, limit=limit):
+            for text in training_texts(job.corpus, plan, limit=limit):
                 yield text
                 advance(len(text.encode()))
 
-        if kind == "bpe":
-            return train_bpe(texts(_BPE_TRAINING_CHARACTERS), vocab_size=vocab_size)
+        if job.kind == "bpe":
+            return train_bpe(texts(_BPE_TRAINING_CHARACTERS), vocab_size=job.vocab_size)
         return train_characters(texts(1 << 62))
 
 

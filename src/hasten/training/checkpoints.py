@@ -9,7 +9,9 @@ the next save.
 import errno
 import json
 import os
+import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ from hasten.machine.files import replacing, save_json, write_atomically
 from hasten.training.checkpoint_state import FORMAT_VERSION, INDEX, REMEDY, Checkpoint, find
 from hasten.training.random_state import RandomState
 
-__all__ = ["Checkpoint", "find", "link", "load", "load_weights", "read_tensors", "save", "write_error"]
+__all__ = ["Checkpoint", "find", "link", "load", "load_weights", "read_tensors", "save", "write_error", "writing"]
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -45,7 +47,7 @@ def save(
     moments = dict(_named_moments(model, optimizer)) | {"random.cpu": random.cpu}
     if random.cuda is not None:
         moments["random.cuda"] = random.cuda
-    try:
+    with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         files = {}
         for kind, tensors in (("weights", weights), ("state", moments)):
@@ -54,13 +56,11 @@ def save(
         document = {"version": FORMAT_VERSION, **values, "python_random": random.python, "files": files}
         save_json(folder / INDEX, document, indent=1)
         _remove_others(folder, files.values())
-    except (OSError, SafetensorError) as error:
-        raise write_error(folder, error) from None
 
 
 def link(source: Path, target: Path) -> None:
     """Make `target` the same checkpoint as `source`, without a second copy where the file system can."""
-    try:
+    with writing(target):
         target.mkdir(parents=True, exist_ok=True)
         text = (source / INDEX).read_text(encoding="utf-8")
         files = json.loads(text)["files"].values()
@@ -68,8 +68,6 @@ def link(source: Path, target: Path) -> None:
             _link_file(source / name, target / name)
         write_atomically(target / INDEX, text)
         _remove_others(target, files)
-    except OSError as error:
-        raise write_error(target, error) from None
 
 
 def load(stored: Checkpoint, *, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
@@ -113,6 +111,15 @@ def load_weights(stored: Checkpoint, model: nn.Module) -> None:
             tensor.copy_(found[name])
 
 
+@contextmanager
+def writing(place: Path) -> Iterator[None]:
+    """Turn a failed write into its typed error."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise write_error(place, error) from None
+
+
 def write_error(place: Path, error: Exception) -> HastenError:
     """The typed error for a write that failed: ResourceError if the disk is full, else CheckpointError."""
     text = getattr(error, "strerror", None) or str(error)
@@ -138,8 +145,6 @@ def _link_file(source: Path, target: Path) -> None:
         try:
             os.link(source, temporary)
         except OSError:  # a file system without hard links
-            import shutil
-
             shutil.copyfile(source, temporary)
 
 

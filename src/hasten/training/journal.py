@@ -7,7 +7,7 @@ from typing import Any
 
 from hasten.errors import HastenWarning
 from hasten.machine.files import write_atomically
-from hasten.training.checkpoints import write_error
+from hasten.training.checkpoints import writing
 
 
 class Journal:
@@ -20,7 +20,7 @@ class Journal:
     def __init__(self, path: Path, *, keep_steps: int) -> None:
         """Keep the lines up to step `keep_steps` that are there already, and remove the others."""
         self.path = path
-        try:
+        with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             kept = [line for line in read(path) if line["step"] <= keep_steps] if keep_steps else []
             if keep_steps and (not kept or kept[-1]["step"] < keep_steps):
@@ -31,21 +31,15 @@ class Journal:
                 warnings.warn(message, HastenWarning, stacklevel=2)
             write_atomically(path, "".join(json.dumps(line) + "\n" for line in kept))
             self._file = path.open("a", encoding="utf-8", buffering=1)
-        except OSError as error:
-            raise write_error(path, error) from None
 
     def write(self, line: dict[str, Any]) -> None:
         """Append one line. Raises ResourceError for a full disk."""
-        try:
+        with writing(self.path):
             self._file.write(json.dumps(line) + "\n")
-        except OSError as error:
-            raise write_error(self.path, error) from None
 
     def close(self) -> None:
-        try:
+        with writing(self.path):
             self._file.close()
-        except OSError as error:
-            raise write_error(self.path, error) from None
 
 
 def read(path: Path) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 from hasten.errors import TrainingError
@@ -25,28 +26,26 @@ MOST_SKIPPED = 100  # float16 steps in a row whose gradients overflowed
 OnStep = Callable[[Mapping[str, Any]], None]
 
 
+@dataclass(eq=False)
 class Loop:
     """One run from where its state says to its end. `run()` gives whether it was finished, not stopped."""
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        folder: RunFolder,
-        setup: Setup,
-        state: TrainingState,
-        *,
-        stop: StopRequest,
-        progress: display.Progress,
-        on_step: OnStep | None = None,
-    ) -> None:
-        self.recipe, self.folder, self.setup, self.state = recipe, folder, setup, state
-        self.stop, self.progress, self.on_step = stop, progress, on_step
-        self.spikes = SpikeDetector(state.recent_losses, state.spikes)
-        self.device = setup.model.device
+    recipe: Recipe
+    folder: RunFolder
+    setup: Setup
+    state: TrainingState
+    _: KW_ONLY
+    stop: StopRequest
+    progress: display.Progress
+    on_step: OnStep | None = None
+    _pace: budget.Pace | None = field(default=None, init=False)
+    _lowered: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        self.spikes = SpikeDetector(self.state.recent_losses, self.state.spikes)
+        self.device = self.setup.model.device
         self.step_seconds: list[float] = []
-        self._pace: budget.Pace | None = None
-        self._lowered = False
-        self._start = time.perf_counter() - state.seconds
+        self._start = time.perf_counter() - self.state.seconds
 
     def run(self) -> bool:
         state, run = self.state, self.recipe.run

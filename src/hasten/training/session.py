@@ -149,15 +149,13 @@ def _train(recipe: Recipe, folder: RunFolder, *, progress: bool, resume: Resume,
 
 
 def _begin_folder(folder: RunFolder, recipe: Recipe, *, fresh: bool) -> None:
-    try:
+    with checkpoints.writing(folder.path):
         folder.path.mkdir(parents=True, exist_ok=True)
         if fresh:
             for old in (folder.path / "checkpoints", folder.tensorboard):
                 if old.exists():
                     shutil.rmtree(old)
         save_json(folder.recipe, recipe.to_json())
-    except OSError as error:
-        raise checkpoints.write_error(folder.path, error) from None
 
 
 def _restore(stored: checkpoints.Checkpoint, setup: Setup, folder: RunFolder) -> TrainingState:

@@ -5,7 +5,7 @@ The losses of the micro-batches are summed and divided by the number of targets 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ class StepResult:
     targets: Tensor
 
 
+@dataclass(eq=False)
 class TrainStep:
     """The step of one model with one optimizer.
 
@@ -40,23 +41,16 @@ class TrainStep:
     `Batch.documents` numbers. should_stop: asked between micro-batches.
     """
 
-    def __init__(
-        self,
-        model: Transformer,
-        optimizer: torch.optim.Optimizer,
-        precision: Precision,
-        *,
-        clip: float | None = 1.0,
-        separate_documents: bool = False,
-        should_stop: Callable[[], bool] = lambda: False,
-    ) -> None:
-        self.model = model
-        self.optimizer = optimizer
-        self.precision = precision
-        self.clip = clip
-        self.separate_documents = separate_documents
-        self.should_stop = should_stop
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
+    model: Transformer
+    optimizer: torch.optim.Optimizer
+    precision: Precision
+    _: KW_ONLY
+    clip: float | None = 1.0
+    separate_documents: bool = False
+    should_stop: Callable[[], bool] = lambda: False
+
+    def __post_init__(self) -> None:
+        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self._plain: dict[int, TrainingContext] = {}  # by the number of tokens in a row
 
     def run(
