@@ -110,8 +110,8 @@ def test_layer_dropping_runs_some_blocks_only() -> None:
     recipe, _ = train.recipe_and_config(TrainLadder(shape="tiny", batch_size=1, sequence_length=8))
     own = replace(recipe, techniques=replace(techniques("layer-drop", CPU), compile=False, keep_memory=False))
     rung = TrainRung(recipe=own.to_json(), shape="tiny", steps=1, device="cpu")
-    assert rung.gates is not None
-    drawn = [rung.gates(step)[0] for step in range(40)]
-    assert all(gates[0] == 1 for gates in drawn)
-    assert {gates[1] for gates in drawn} == {0.0, 1 / 0.75}
+    assert rung.block_scales is not None
+    drawn = [rung.block_scales(step)[0] for step in range(40)]
+    assert all(block_scales[0] == 1 for block_scales in drawn)
+    assert {block_scales[1] for block_scales in drawn} == {0.0, 1 / 0.75}
     rung.measure()

@@ -13,7 +13,7 @@ from hasten.data import Batch
 from hasten.model.context import TrainingContext, training_context
 from hasten.model.initialize import initialize
 from hasten.training.build import compile_blocks, shape_config
-from hasten.training.layer_drop import draw_gates, gates_of_step, keep_probabilities, theta
+from hasten.training.layer_drop import block_scales_of_step, draw_block_scales, keep_probabilities, theta
 from hasten.training.optimizers import adamw
 from hasten.training.precision import Precision
 from hasten.training.recipe import Optimizer, Shape
@@ -48,25 +48,30 @@ def test_draws_depend_on_seed_step_and_micro_step_alone(layers, now, seed, step,
     kept = keep_probabilities(layers, theta=now)
     assert kept[0] == 1
     before = torch.get_rng_state()
-    gates = draw_gates(kept, seed=seed, step=step, micro_step=micro)
+    block_scales = draw_block_scales(kept, seed=seed, step=step, micro_step=micro)
     torch.rand(3)  # whatever else a rank draws
-    assert gates == draw_gates(kept, seed=seed, step=step, micro_step=micro)
+    assert block_scales == draw_block_scales(kept, seed=seed, step=step, micro_step=micro)
     torch.set_rng_state(before)
-    assert gates[0] == 1
-    assert all(gate in (0.0, 1 / p) for gate, p in zip(gates, kept, strict=True)), "scaled by what it was drawn with"
+    assert block_scales[0] == 1
+    assert all(gate in (0.0, 1 / p) for gate, p in zip(block_scales, kept, strict=True)), (
+        "scaled by what it was drawn with"
+    )
 
 
 def test_another_step_micro_step_or_seed_is_another_draw():
     kept = [0.5] * 64
-    drawn = [draw_gates(kept, seed=a, step=b, micro_step=c) for a, b, c in ((0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1))]
-    assert len({tuple(gates) for gates in drawn}) == 4
+    drawn = [
+        draw_block_scales(kept, seed=a, step=b, micro_step=c)
+        for a, b, c in ((0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1))
+    ]
+    assert len({tuple(block_scales) for block_scales in drawn}) == 4
 
 
 def test_blocks_are_kept_as_often_as_said():
     kept, count = keep_probabilities(6, theta=0.4), 4000
     sums = [0.0] * 6
     for step in range(count):
-        for layer, gate in enumerate(draw_gates(kept, seed=0, step=step, micro_step=0)):
+        for layer, gate in enumerate(draw_block_scales(kept, seed=0, step=step, micro_step=0)):
             sums[layer] += gate
     for total, p in zip(sums, kept, strict=True):
         deviation = math.sqrt((1 / p - 1) / count)  # of the mean of G/p, which is 1
@@ -97,9 +102,9 @@ def test_the_mean_over_the_draws_is_the_whole_block_where_it_is_linear():
         p = 0.625
         kept = block(x, None, None, torch.tensor(1 / p, dtype=torch.float64))
         torch.testing.assert_close(p * kept + (1 - p) * x, whole)  # the mean over G
-        gates = [draw_gates([1, 1, 1, p], seed=0, step=step, micro_step=0)[3] for step in range(2000)]
-        mean = sum(kept if gate else x for gate in gates) / len(gates)
-        share = sum(gate > 0 for gate in gates) / len(gates)
+        block_scales = [draw_block_scales([1, 1, 1, p], seed=0, step=step, micro_step=0)[3] for step in range(2000)]
+        mean = sum(kept if gate else x for gate in block_scales) / len(block_scales)
+        share = sum(gate > 0 for gate in block_scales) / len(block_scales)
         torch.testing.assert_close(mean, share * kept + (1 - share) * x)
         assert share == pytest.approx(p, abs=0.05)
 
@@ -107,7 +112,7 @@ def test_the_mean_over_the_draws_is_the_whole_block_where_it_is_linear():
 def test_a_gate_of_one_is_the_plain_model():
     model = model_of().train()
     plain = model(TOKENS, POSITIONS, CONTEXT)
-    torch.testing.assert_close(model(TOKENS, POSITIONS, CONTEXT, gates=[1.0] * LAYERS), plain, atol=0, rtol=0)
+    torch.testing.assert_close(model(TOKENS, POSITIONS, CONTEXT, block_scales=[1.0] * LAYERS), plain, atol=0, rtol=0)
 
 
 def test_evaluation_runs_every_block_and_scales_none(recipe):
@@ -118,28 +123,30 @@ def test_evaluation_runs_every_block_and_scales_none(recipe):
     setup = set_up(replace(made, init=str(result.model_folder)), progress=False, stop=StopRequest())
     model = setup.model.eval()
 
-    def loss(gates):
+    def loss(block_scales):
         """The validation loss of the exported model, by its forward pass alone."""
         total = targets = 0
         with torch.no_grad():
             for batch in setup.validation._batches():
                 context = training_context(model, batch.inputs.shape[1])
                 positions = torch.arange(batch.inputs.shape[1]).unsqueeze(0)
-                total += float(model(batch.inputs, positions, context, targets=batch.targets, gates=gates))
+                total += float(
+                    model(batch.inputs, positions, context, targets=batch.targets, block_scales=block_scales)
+                )
                 targets += int((batch.targets != IGNORED).sum())
         return total / targets
 
     assert result.validation_loss == pytest.approx(loss(None), rel=1e-6)
     every_one_scaled = [1 / p for p in keep_probabilities(LAYERS, theta=0.2)]
-    (of_the_last_step,) = gates_of_step(made, layers=LAYERS, step=19, total=20)
-    for gates in (every_one_scaled, of_the_last_step):
-        assert loss(gates) != pytest.approx(result.validation_loss, rel=1e-5), gates
+    (of_the_last_step,) = block_scales_of_step(made, layers=LAYERS, step=19, total=20)
+    for block_scales in (every_one_scaled, of_the_last_step):
+        assert loss(block_scales) != pytest.approx(result.validation_loss, rel=1e-5), block_scales
 
 
 def test_a_block_left_out_is_the_model_without_it_and_gets_no_gradient():
     model = model_of().train()
-    gates = [1.0, 0.0, 2.0, 0.0]
-    out = model(TOKENS, POSITIONS, CONTEXT, block_scales=gates)
+    block_scales = [1.0, 0.0, 2.0, 0.0]
+    out = model(TOKENS, POSITIONS, CONTEXT, block_scales=block_scales)
     out.sum().backward()
     assert all(p.grad is None for index in (1, 3) for p in model.blocks[index].parameters())
     assert all(p.grad is not None for index in (0, 2) for p in model.blocks[index].parameters())
@@ -153,9 +160,9 @@ def test_a_block_left_out_is_the_model_without_it_and_gets_no_gradient():
     torch.testing.assert_close(shallow(TOKENS, POSITIONS, TrainingContext([None] * 2)), out)
 
 
-def flops(step, gates):
+def flops(step, block_scales):
     with FlopCounterMode(display=False) as counter:
-        step.run([Batch(inputs=TOKENS, targets=TOKENS, documents=None)], gates=gates)
+        step.run([Batch(inputs=TOKENS, targets=TOKENS, documents=None)], block_scales=block_scales)
     return counter.get_total_flops()
 
 
@@ -190,12 +197,12 @@ def test_compiled_blocks_are_not_compiled_anew(checkpointing):
     counters.clear()
     seen = []
     for step in range(6):
-        gates = [draw_gates(kept, seed=3, step=step, micro_step=0)]
-        one, other = plain.run([data], gates=gates), compiled.run([data], gates=gates)
+        block_scales = [draw_block_scales(kept, seed=3, step=step, micro_step=0)]
+        one, other = plain.run([data], block_scales=block_scales), compiled.run([data], block_scales=block_scales)
         torch.testing.assert_close(one.loss, other.loss, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(one.gradient_norm, other.gradient_norm, atol=1e-5, rtol=1e-4)
         seen.append(counters["stats"]["unique_graphs"])
-    assert seen[0] == seen[-1] == 1, "one graph for all blocks, gates and steps"
+    assert seen[0] == seen[-1] == 1, "one graph for all blocks, block_scales and steps"
     torch._dynamo.reset()
 
 

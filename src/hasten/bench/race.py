@@ -173,15 +173,15 @@ class RaceRung:
         }
 
     def _one(self) -> float:
-        from hasten.training.layer_drop import gates_of_step
+        from hasten.training.layer_drop import block_scales_of_step
         from hasten.training.schedules import learning_rate
 
         rate = learning_rate(
             self.recipe.schedule, peak=self.recipe.optimizer.learning_rate, step=self.step, total=self.recipe.run.steps
         )
         layers = len(self.setup.model.blocks)
-        gates = gates_of_step(self.recipe, layers=layers, step=self.step, total=self.recipe.run.steps)
-        result = self.setup.step.run([next(self.source)[1]], learning_rate=rate, gates=gates)
+        block_scales = block_scales_of_step(self.recipe, layers=layers, step=self.step, total=self.recipe.run.steps)
+        result = self.setup.step.run([next(self.source)[1]], learning_rate=rate, block_scales=block_scales)
         assert result is not None
         self.step += 1
         self.tokens += result.tokens

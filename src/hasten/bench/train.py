@@ -148,7 +148,7 @@ class TrainRung:
 
         from hasten.data import Batch
         from hasten.training import build
-        from hasten.training.layer_drop import draw_gates, keep_probabilities
+        from hasten.training.layer_drop import draw_block_scales, keep_probabilities
         from hasten.training.recipe import Recipe
 
         self.recipe = Recipe.from_json(recipe)
@@ -164,10 +164,10 @@ class TrainRung:
         model = build.new_model(self.config, seed=seed, device=torch.device(device))
         self.step = build.training_step(model, self.recipe)
         self.taken = 0
-        self.gates = None
+        self.block_scales = None
         if chosen.layer_drop is not None:  # as at the end of a run, when θ has come down
             kept = keep_probabilities(len(model.blocks), theta=chosen.layer_drop)
-            self.gates = lambda step: [draw_gates(kept, seed=seed, step=step, micro_step=0)]
+            self.block_scales = lambda step: [draw_block_scales(kept, seed=seed, step=step, micro_step=0)]
         generator = torch.Generator().manual_seed(seed)
         shaped = (data.batch_size, data.context + 1)
         tokens = torch.randint(self.config.vocab_size, shaped, generator=generator).to(device)
@@ -188,8 +188,8 @@ class TrainRung:
         """Whole optimizer steps, the last one's loss waited for."""
         start = time.perf_counter()
         for _ in range(self.steps):
-            gates = None if self.gates is None else self.gates(self.taken)
-            result = self.step.run([self.batch], gates=gates)
+            block_scales = None if self.block_scales is None else self.block_scales(self.taken)
+            result = self.step.run([self.batch], block_scales=block_scales)
             self.taken += 1
         assert result is not None
         loss = float(result.loss)

@@ -29,7 +29,7 @@ def keep_probabilities(layers: int, *, theta: float) -> list[float]:
     return [1 - layer / layers * (1 - theta) for layer in range(layers)]
 
 
-def draw_gates(probabilities: Sequence[float], *, seed: int, step: int, micro_step: int) -> list[float]:
+def draw_block_scales(probabilities: Sequence[float], *, seed: int, step: int, micro_step: int) -> list[float]:
     """For each block 0 (left out) or 1/p, with p the very probability it was drawn with."""
     digest = hashlib.blake2b(f"{seed} {step} {micro_step}".encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
@@ -37,12 +37,12 @@ def draw_gates(probabilities: Sequence[float], *, seed: int, step: int, micro_st
     return [1 / p if draw < p else 0.0 for p, draw in zip(probabilities, draws, strict=True)]
 
 
-def gates_of_step(recipe: Recipe, *, layers: int, step: int, total: int | None) -> list[list[float]] | None:
-    """The gates of one step, for each of its micro-batches; None without layer dropping."""
+def block_scales_of_step(recipe: Recipe, *, layers: int, step: int, total: int | None) -> list[list[float]] | None:
+    """The blocks' scales of one step, for each of its micro-batches; None without layer dropping."""
     techniques = recipe.techniques
     if techniques.layer_drop is None:
         return None
     now = theta(step, total=total, floor=techniques.layer_drop, decay=techniques.layer_drop_decay)
     kept = keep_probabilities(layers, theta=now)
     micro = range(recipe.data.accumulation)
-    return [draw_gates(kept, seed=recipe.run.seed, step=step, micro_step=number) for number in micro]
+    return [draw_block_scales(kept, seed=recipe.run.seed, step=step, micro_step=number) for number in micro]

@@ -11,7 +11,7 @@ from hasten.machine.measured import known
 from hasten.training import budget, checkpoints, display
 from hasten.training.checkpoint_state import TrainingState
 from hasten.training.journal import Journal
-from hasten.training.layer_drop import gates_of_step
+from hasten.training.layer_drop import block_scales_of_step
 from hasten.training.random_state import RandomState
 from hasten.training.recipe import Recipe
 from hasten.training.run_folder import RunFolder
@@ -68,12 +68,12 @@ class Loop:
                 )
                 batches = [next(source)[1] for _ in range(micro)]
                 layers = len(self.setup.model.blocks)
-                gates = gates_of_step(self.recipe, layers=layers, step=state.step, total=state.total)
-                result = self.setup.step.run(batches, learning_rate=rate, gates=gates)
+                block_scales = block_scales_of_step(self.recipe, layers=layers, step=state.step, total=state.total)
+                result = self.setup.step.run(batches, learning_rate=rate, block_scales=block_scales)
                 if result is None:  # stopped inside the step: go on from its beginning
                     self._save(random)
                     return False
-                line = self._account(result, rate=rate, started=started, gates=gates)
+                line = self._account(result, rate=rate, started=started, block_scales=block_scales)
                 if state.finished or (state.step % run.validate_every == 0 and not self.stop.asked()):
                     line |= self._validate()
                 journal.write(line)
@@ -93,7 +93,7 @@ class Loop:
         return True
 
     def _account(
-        self, result: StepResult, *, rate: float, started: float, gates: list[list[float]] | None
+        self, result: StepResult, *, rate: float, started: float, block_scales: list[list[float]] | None
     ) -> dict[str, Any]:
         """Wait for the step, count it, and give its line for train.jsonl."""
         state = self.state
@@ -116,12 +116,12 @@ class Loop:
             "gradient_norm": norm if math.isfinite(norm) else None,
             "tokens": state.tokens,
             "tokens_per_second": round(speed, 1),
-            "mfu": _rounded(self.setup.mfu(speed, gates)),
+            "mfu": _rounded(self.setup.mfu(speed, block_scales)),
             "seconds": round(state.seconds, 3),
             "spike": spike,
         }
-        if gates is not None:
-            line["kept_blocks"] = _rounded(_kept(gates))
+        if block_scales is not None:
+            line["kept_blocks"] = _rounded(_kept(block_scales))
         if self.setup.step.precision.scales:
             line |= {"scale": self.setup.step.precision.scale(), "skipped": skipped}
         return line
@@ -237,9 +237,9 @@ class Loop:
         )
 
 
-def _kept(gates: list[list[float]]) -> float:
+def _kept(block_scales: list[list[float]]) -> float:
     """The share of the blocks that a step ran."""
-    return sum(gate > 0 for own in gates for gate in own) / sum(map(len, gates))
+    return sum(scale > 0 for own in block_scales for scale in own) / sum(map(len, block_scales))
 
 
 def _rounded(value: float | None) -> float | None:

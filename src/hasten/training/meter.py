@@ -56,9 +56,9 @@ class MeteredStep(TrainStep):
         for hook in self._hooks:
             hook.remove()
 
-    def loss(self, batch: Batch, *, gates: Sequence[float] | None = None) -> Tensor:
+    def loss(self, batch: Batch, *, block_scales: Sequence[float] | None = None) -> Tensor:
         self._enter("between")  # the backward pass of the micro-batch before is over
-        return super().loss(batch, gates=gates)
+        return super().loss(batch, block_scales=block_scales)
 
     def update(self) -> Tensor:
         self._enter("update")

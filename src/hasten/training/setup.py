@@ -40,16 +40,18 @@ class Setup:
     block_flops: tuple[float, ...]
     rate: float | None
 
-    def mfu(self, tokens_per_second: float, gates: Sequence[Sequence[float]] | None = None) -> float | None:
+    def mfu(self, tokens_per_second: float, block_scales: Sequence[Sequence[float]] | None = None) -> float | None:
         """Model FLOPs utilisation (arXiv 2204.02311, appendix B), against the rate measured on this machine.
 
-        gates: of the step's micro-batches; a block that was left out does not count.
+        block_scales: of the step's micro-batches; a block that was left out does not count.
         """
         if self.rate is None:
             return None
         flops = self.flops_per_token
-        for own in gates or ():
-            flops -= sum(f for f, gate in zip(self.block_flops, own, strict=True) if not gate) / len(gates or ())
+        for own in block_scales or ():
+            flops -= sum(f for f, scale in zip(self.block_flops, own, strict=True) if not scale) / len(
+                block_scales or ()
+            )
         return flops * tokens_per_second / self.rate
 
 

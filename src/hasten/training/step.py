@@ -58,13 +58,13 @@ class TrainStep:
         batches: Sequence[Batch],
         *,
         learning_rate: float | None = None,
-        gates: Sequence[Sequence[float]] | None = None,
+        block_scales: Sequence[Sequence[float]] | None = None,
     ) -> StepResult | None:
         """Train on the micro-batches, on any device, inputs and targets (B, T) int64; the model is left in train mode.
 
-        learning_rate: set it first (None: as it is). gates: of the blocks, for each micro-batch (layer dropping). A
-        block left out of all of them has no gradient, and the optimizer leaves it as it is. Returns None, with the
-        weights untouched, if it was told to stop.
+        learning_rate: set it first (None: as it is). block_scales: for each micro-batch (layer dropping). A block left
+        out of all of them has no gradient, and the optimizer leaves it as it is. Returns None, with the weights
+        untouched, if it was told to stop.
         """
         if learning_rate is not None:
             set_learning_rate(self.optimizer, learning_rate)
@@ -78,8 +78,8 @@ class TrainStep:
             if self.should_stop():
                 self.optimizer.zero_grad()
                 return None
-            own = None if gates is None else gates[number]
-            loss = self.loss(batch.to(device, non_blocking=True), gates=own) * share
+            own = None if block_scales is None else block_scales[number]
+            loss = self.loss(batch.to(device, non_blocking=True), block_scales=own) * share
             self.precision.backward(loss)
             total += loss.detach()
         norm = self.update()
@@ -97,7 +97,7 @@ class TrainStep:
         self.optimizer.zero_grad()
         return norm
 
-    def loss(self, batch: Batch, *, gates: Sequence[float] | None = None) -> Tensor:
+    def loss(self, batch: Batch, *, block_scales: Sequence[float] | None = None) -> Tensor:
         """The sum of the token losses of a batch on the model's device: float32 scalar, nats."""
         tokens = batch.inputs.shape[1]
         if self.separate_documents and batch.documents is not None:
@@ -109,4 +109,4 @@ class TrainStep:
         # (1, T) instead of (B, T): the rotary table is the same for every row, and is made once.
         positions = torch.arange(tokens, device=batch.inputs.device).unsqueeze(0)
         with self.precision.autocast():
-            return self.model(batch.inputs, positions, context, targets=batch.targets, block_scales=gates)
+            return self.model(batch.inputs, positions, context, targets=batch.targets, block_scales=block_scales)
