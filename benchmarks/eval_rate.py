@@ -97,6 +97,7 @@ def flops_of(model_folder: Path, size: int) -> float:
 def make_model(recipe: str, folder: Path) -> None:
     """A folder with the recipe's model, untrained, and its tokenizer."""
     from hasten.data import prepare
+    from hasten.model.initialize import initialize
     from hasten.model.save import save
     from hasten.training import RECIPES, build
 
@@ -104,7 +105,7 @@ def make_model(recipe: str, folder: Path) -> None:
     data = prepare("stdlib", vocab_size=chosen.data.vocab_size, limit_bytes=2_000_000, progress=False)
     vocab = data.tokenizer.vocab_size
     config = build.shape_config(chosen.model, vocab_size=vocab, positions=chosen.data.context)
-    model = build.new_model(config, seed=0, device=torch.device("cpu"))
+    model = initialize(config, seed=0)
     model.tokenizer = data.tokenizer
     save(model, folder)
 

@@ -70,6 +70,7 @@ class Hasten:
 
         import torch
 
+        from hasten.model.initialize import initialize
         from hasten.planning.cost import training_flops_per_token
         from hasten.training import RECIPES, build
 
@@ -81,7 +82,7 @@ class Hasten:
         config = build.shape_config(recipe.model, vocab_size=vocab, positions=sizes.block)
         self.flops = training_flops_per_token(config, sizes.block)
         self.micro = options.micro_batch
-        model = build.new_model(build.training_config(recipe, config), seed=0, device=torch.device(options.device))
+        model = initialize(build.training_config(recipe, config), seed=0, device=torch.device(options.device))
         while not (work / "start.pt").exists():
             time.sleep(0.1)
         take_over(model, torch.load(work / "start.pt", map_location=options.device), vocab)

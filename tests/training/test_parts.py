@@ -137,7 +137,8 @@ def test_the_memory_estimate_is_what_a_step_takes():
         from dataclasses import fields, replace
         from hasten.data import Batch
         from hasten.machine import PeakMemory
-        from hasten.training.build import new_model, shape_config, training_step
+        from hasten.model.initialize import initialize
+        from hasten.training.build import shape_config, training_step
         from hasten.training.memory import step_memory
         from hasten.training.recipe import Data, Recipe, Shape, Techniques
 
@@ -149,7 +150,7 @@ def test_the_memory_estimate_is_what_a_step_takes():
             config = shape_config(recipe.model, vocab_size=vocab_size, positions=data.context)
             tokens = torch.randint(0, vocab_size, (data.batch_size, data.context))
             batch = Batch(inputs=tokens, targets=tokens, documents=None)
-            step = training_step(new_model(config, seed=0, device=device), recipe)
+            step = training_step(initialize(config, seed=0), recipe)
             one_row = Batch(inputs=tokens[:1], targets=tokens[:1], documents=None)
             step.run([one_row])  # makes the optimizer's state
             step.run([batch] * data.accumulation)

@@ -147,6 +147,7 @@ class TrainRung:
         import torch
 
         from hasten.data import Batch
+        from hasten.model.initialize import initialize
         from hasten.training import build
         from hasten.training.layer_drop import draw_block_scales, keep_probabilities
         from hasten.training.recipe import Recipe
@@ -161,7 +162,7 @@ class TrainRung:
         else:
             self.config = shape_config(shape)
         # Random weights before the padding, so that they are the same on every rung.
-        model = build.new_model(self.config, seed=seed, device=torch.device(device))
+        model = initialize(self.config, seed=seed, device=torch.device(device))
         self.step = build.training_step(model, self.recipe)
         self.taken = 0
         self.block_scales = None

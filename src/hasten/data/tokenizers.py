@@ -10,11 +10,11 @@ _BYTES = 256  # the initial alphabet of byte-level BPE
 _UNKNOWN = "\ufffd"  # Unicode's replacement character: an unknown character decodes to what readers know as one
 
 
-def train_bpe(texts: Iterable[str], *, vocab_size: int, progress: bool = False) -> Tokenizer:
+def train_bpe(texts: Iterable[str], *, vocab_size: int) -> Tokenizer:
     """Byte-level BPE (Radford et al. 2019, GPT-2) with GPT-2's pre-tokenizer, learned from `texts`.
 
     vocab_size: at most this many ids: 256 bytes, `<|endoftext|>` (id 0; begins, ends and separates texts), and merges;
-    a small corpus may have fewer pairs to merge. progress: show the library's own bars on standard error.
+    a small corpus may have fewer pairs to merge.
     The same texts give the same tokenizer. Raises ConfigError for a vocabulary without room for the bytes.
     """
     import tokenizers
@@ -33,7 +33,7 @@ def train_bpe(texts: Iterable[str], *, vocab_size: int, progress: bool = False) 
         vocab_size=vocab_size,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         special_tokens=[END_OF_TEXT],
-        show_progress=progress,
+        show_progress=False,
     )
     # The library takes what happens in the iterator for an end of it or wraps it: keep it, to raise it as it was.
     guarded = _Guarded(texts)

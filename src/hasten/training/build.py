@@ -12,7 +12,6 @@ from hasten.errors import CheckpointError, ConfigError, HastenWarning
 from hasten.machine import find_compiler
 from hasten.model.config import ModelConfig
 from hasten.model.families import read_config
-from hasten.model.initialize import initialize
 from hasten.model.tokenizer import Tokenizer
 from hasten.model.transformer import MLP, Attention, Transformer
 from hasten.model.vocabulary import pad_vocabulary
@@ -84,11 +83,6 @@ def _published(shape: Shape, *, kv_heads: int, positions: int) -> dict[str, Any]
 def training_config(recipe: Recipe, config: ModelConfig) -> ModelConfig:
     """The config with what the recipe adds to it: dropout, and (technique 1) rows that pad the vocabulary."""
     return replace(config, dropout=recipe.dropout).padded_to(recipe.techniques.pad_vocabulary_to)
-
-
-def new_model(config: ModelConfig, *, seed: int, device: torch.device) -> Transformer:
-    """Random weights in float32."""
-    return initialize(config, seed=seed, device=device)
 
 
 def pretrained_model(source: str, recipe: Recipe, *, device: torch.device) -> Transformer:

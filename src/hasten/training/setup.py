@@ -12,6 +12,7 @@ from hasten.machine import configure, matrix_rate, resolve_device
 from hasten.model.checkpoint import read_json
 from hasten.model.config import ModelConfig
 from hasten.model.families import read_config
+from hasten.model.initialize import initialize
 from hasten.model.load import resolve_folder
 from hasten.model.transformer import Transformer
 from hasten.planning.cost import training_flops_per_token
@@ -130,7 +131,7 @@ def _model(recipe: Recipe, data: TokenData, *, init: Path | None, device: torch.
     config = build.training_config(recipe, config)
     check_memory(config, recipe, device)
     if init is None:
-        model = build.new_model(config, seed=recipe.run.seed, device=device)
+        model = initialize(config, seed=recipe.run.seed, device=device)
         eos = next(iter(data.tokenizer.eos_ids), None)
         model.generation = {} if eos is None else {"bos_token_id": data.tokenizer.bos_id, "eos_token_id": eos}
     else:
