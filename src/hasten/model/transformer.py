@@ -213,8 +213,7 @@ class Transformer(nn.Module):
         then (R, V), else (B, T, V), in float32. targets: int64 (B, T), or (R,) with `rows`, -100 where nothing is
         to be predicted; returns the sum of the token losses (float32 scalar, nats), for the caller to divide by the
         tokens it counted.
-        block_scales: one a block, 0 for a block that is left out (it costs nothing), else what it adds is multiplied
-        with it.
+        block_scales: one a block: what it adds is multiplied with it; a block of scale 0 is left out and costs nothing.
         """
         x = self.states(tokens, positions, context, block_scales=block_scales)
         if rows is not None:
@@ -243,14 +242,14 @@ class Transformer(nn.Module):
         ropes = [table(positions) for table in self.ropes]  # cos and sin, (B, T, dim/2) each
         if self.stack is not None and block_scales is None:
             return self.stack(x, ropes, context)
-        return self._blocks(x, ropes, context.layers, block_scales)
+        return self.each_block(x, ropes, context.layers, block_scales)
 
     def each_block(
         self,
         x: Tensor,
         ropes: Sequence[tuple[Tensor, Tensor]],
         layers: Sequence[LayerContext],
-        block_scales: Sequence[float] | None,
+        block_scales: Sequence[float] | None = None,
     ) -> Tensor:
         """One block after the other, x (B, T, C) -> (B, T, C). ropes: cos and sin of each table."""
         for index, (block, layer, own) in enumerate(zip(self.blocks, self.config.layers, layers, strict=True)):
