@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from hasten.machine import ProductPrecision, emulated
+from hasten.model.swap import replace_modules, take_over
 from hasten.ops.linear.modules import PackedLinear
 from hasten.ops.linear.wide import WideEmbedding, WideLinear
 
@@ -26,7 +27,7 @@ NARROW = {wide: narrow for narrow, wide in WIDE.items()}
 def choose_width(model: "Transformer") -> None:
     """Let the readable layers compute in float32 where products in the weights' dtype are emulated, else in that dtype.
 
-    The modules stay the same objects with the same parameters; a fused model's are left alone.
+    The modules that take the places of others have the same parameters; a fused model's are left alone.
     """
     if not model.readable:
         return
@@ -53,8 +54,8 @@ def precision_of(model: "Transformer") -> ProductPrecision:
 
 
 def _swap(model: "Transformer", kinds: dict[type[nn.Module], type[nn.Module]], dtype: torch.dtype) -> None:
+    swapped = [module for module in model.modules() if type(module) in kinds]
+    replace_modules(model, {module: take_over(kinds[type(module)], module) for module in swapped})
     for module in model.modules():
-        if type(module) in kinds:
-            module.__class__ = kinds[type(module)]
-        elif isinstance(module, PackedLinear) and module.request.dtype != dtype:
+        if isinstance(module, PackedLinear) and module.request.dtype != dtype:
             module.to(dtype)  # it holds the same numbers, and picks its kernel for such activations

@@ -17,9 +17,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from hasten.errors import ConfigError
 from hasten.model.interfaces import LayerContext
+from hasten.model.swap import replace_modules, take_over
 from hasten.model.transformer import Block, Transformer
 from hasten.training.recipe import CheckpointingName
-from hasten.training.swapped import replace_modules, take_over
 
 PRODUCTS = ("mm", "addmm", "linear")
 

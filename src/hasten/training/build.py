@@ -12,6 +12,7 @@ from hasten.errors import CheckpointError, ConfigError, HastenWarning
 from hasten.machine import find_compiler
 from hasten.model.config import ModelConfig
 from hasten.model.families import read_config
+from hasten.model.swap import replace_modules, take_over
 from hasten.model.tokenizer import Tokenizer
 from hasten.model.transformer import MLP, Attention, Transformer
 from hasten.model.vocabulary import pad_vocabulary
@@ -25,7 +26,7 @@ from hasten.training.optimizers import make_optimizer
 from hasten.training.precision import Precision
 from hasten.training.recipe import Recipe, Shape
 from hasten.training.step import TrainStep
-from hasten.training.swapped import FusedMLP, JoinedAttention, replace_modules, take_over
+from hasten.training.swapped import FusedMLP, JoinedAttention
 
 
 def shape_config(shape: Shape, *, vocab_size: int, positions: int, tokenizer: Tokenizer | None = None) -> ModelConfig:

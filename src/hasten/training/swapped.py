@@ -6,16 +6,15 @@ they call it, as the module does whose place they take.
 """
 
 from collections.abc import Mapping
-from typing import Self, TypeGuard, TypeVar
+from typing import Self, TypeGuard
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hasten.model.swap import replace_modules, take_over
 from hasten.model.transformer import MLP, Attention, Transformer
 from hasten.ops.activation import Functions
-
-Module = TypeVar("Module", bound=nn.Module)
 
 
 class JoinedAttention(Attention):
@@ -67,23 +66,7 @@ def swap_back(model: Transformer) -> None:
     replace_modules(model, {module: take_over(PLAIN[type(module)], module) for module in swapped})
 
 
-def replace_modules(model: nn.Module, new: Mapping[nn.Module, nn.Module]) -> None:
-    """Put modules in the place of others, wherever in a model they stand."""
-    for owner in list(model.modules()):
-        for name, child in list(owner.named_children()):
-            if child in new:
-                setattr(owner, name, new[child])
-
-
 def _is_plain(layer: nn.Module) -> TypeGuard[nn.Linear]:
     """Whether calling a layer is multiplying with its weight, and nothing else."""
     hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
     return type(layer) is nn.Linear and "forward" not in layer.__dict__ and not any(hooks)
-
-
-def take_over(kind: type[Module], other: nn.Module) -> Module:
-    """A module of another kind with everything that `other` has: layers, norms and settings; nothing is copied."""
-    new = kind.__new__(kind)
-    nn.Module.__init__(new)
-    new.__dict__.update(other.__dict__)
-    return new
