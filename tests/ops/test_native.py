@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import torch
 
 from hasten.errors import ConfigError, ResourceError
 from hasten.machine import cache_folder, find_compiler
-from hasten.ops.build import INSTRUCTION_SETS, KEPT_BUILDS, build, is_built
+from hasten.ops.build import INSTRUCTION_SETS, KEPT_BUILDS, SOURCES, build, is_built
 from hasten.ops.native import available_isas, choose_isa, fakes, library, obtainable
 from instruction_sets import ISAS
 
@@ -269,6 +270,19 @@ def test_inference_and_training_are_libraries_of_their_own(tree):
 
 def test_portable_has_no_flags_of_one_processor():
     assert INSTRUCTION_SETS["portable"].flags == ()
+
+
+@needs_compiler
+def test_the_kernels_for_amx_compile_where_no_processor_runs_them(tmp_path):
+    amx = INSTRUCTION_SETS["amx"]
+    if platform.machine() != "x86_64" or not find_compiler().takes(amx.flags, amx.probe):
+        pytest.skip("the compiler knows no AMX")
+    for header in SOURCES.rglob("*.h"):
+        copy = tmp_path / "src" / header.relative_to(SOURCES)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_text(header.read_text())
+    (tmp_path / "src" / "linear" / "amx.cpp").write_text((SOURCES / "linear" / "amx.cpp").read_text())
+    assert build("amx", sources=tmp_path / "src", folder=tmp_path / "cache").exists()
 
 
 @needs_compiler

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hasten.ops.attention import KERNELS, AttentionRequest, AttentionSpec
+from hasten.ops.attention import KERNELS, AttentionRequest, AttentionSpec, LayerAttention
 from hasten.ops.picker import explain
 from triton_cases import check_attention, needs_gpu, run_interpreted
 
@@ -41,6 +41,19 @@ def test_is_taken_on_cuda(monkeypatch):
     assert explain(KERNELS, request()).kernel == "triton"
     several = dict(explain(KERNELS, replace(request(), queries=None)).others)
     assert several["triton"] == "it is for decoding, one query a sequence"
+
+
+def test_a_pattern_on_cuda_decodes_without_it(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    spec = AttentionSpec(heads=8, kv_heads=2, head_dim=64, scale=0.125)
+    asked = AttentionRequest(
+        spec=spec, device=torch.device("cuda"), dtype=torch.bfloat16, block_mask=True, block_size=64, capability=(9, 0)
+    )
+    bound = LayerAttention.bind(asked)
+    assert bound.tokens.name == "flex"
+    assert {bound.dropout.name, bound.masked.name, bound.decode.name} == {"sdpa"}  # a mask of each head
+    dense = LayerAttention.bind(replace(asked, block_mask=False, block_size=None))
+    assert (dense.tokens.name, dense.masked.name, dense.decode.name) == ("sdpa", "sdpa", "triton")
 
 
 @pytest.mark.gpu

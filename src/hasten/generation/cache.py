@@ -141,9 +141,8 @@ class StaticCache:
         batch, tokens = positions.shape
         if tokens not in self._query_start_loc:
             self._query_start_loc[tokens] = torch.arange(0, (batch + 1) * tokens, tokens, device=positions.device)
-        slots = self.first_slots[:, None] + (
-            positions if self.longest_step is None else positions % self.rows
-        )  # (B, T)
+        rows = positions if self.longest_step is None else positions % self.rows
+        slots = self.first_slots[:, None] + rows  # (B, T)
         seq_lens = positions[:, 0] + tokens  # as if no token were padding: nobody looks at those
         if valid is not None:
             slots = slots.masked_fill(~valid, -1)

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hasten.model.swap import replace_modules, take_over
 from hasten.model.transformer import Transformer
 from hasten.ops.linear.wide import WideLinear, wide_linear
 
@@ -17,12 +18,6 @@ class OneRowLinear(nn.Linear):
     one row, which it would call otherwise. Sums are in float32. Not for eager use: there the float32 products would be
     written to memory.
     """
-
-    def __init__(self, linear: nn.Linear) -> None:
-        """The same weight and bias, not copied."""
-        nn.Module.__init__(self)
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.weight, self.bias = linear.weight, linear.bias
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., in) -> (..., out)."""
@@ -43,9 +38,9 @@ def compile_blocks(model: Transformer) -> None:
     Raises nothing by itself; Inductor needs a C++ compiler on a CPU.
     """
     if model.device.type == "cpu" and model.dtype != torch.float32:
-        for name, module in list(model.named_modules()):
-            if type(module) in (nn.Linear, WideLinear):  # another kind would lose what it adds
-                model.set_submodule(name, OneRowLinear(module).train(module.training))
+        # Plain ones only: another kind would lose what it adds.
+        layers = [module for module in model.modules() if type(module) in (nn.Linear, WideLinear)]
+        replace_modules(model, {layer: take_over(OneRowLinear, layer) for layer in layers})
     # Each cache size and batch size is a graph of its own; past the default of 8 a full graph would be refused.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
     parts = [*model.blocks]

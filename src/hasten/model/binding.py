@@ -108,9 +108,8 @@ def _linear_bindings(layer: int, part: nn.Module) -> list[Binding]:
     for module in part.modules():
         if not isinstance(module, nn.Linear | PackedLinear):
             continue
-        request, current = request_of(module), "float32" if isinstance(module, WideLinear) else "pytorch"
-        if isinstance(module, PackedLinear):
-            current = module.kernel
+        unpacked = "float32" if isinstance(module, WideLinear) else "pytorch"
+        request, current = request_of(module), module.kernel if isinstance(module, PackedLinear) else unpacked
         binding = _binding(layer, f"linear ({request.format.element})", linear_operator.KERNELS, request, current)
         if isinstance(module, nn.Linear):
             binding = replace(binding, others=[Refusal(o.kernel, _unpacked(o, request)) for o in binding.others])
@@ -131,7 +130,8 @@ def _unpacked(other: Refusal, request: LinearRequest) -> str:
 def kernels(model: Transformer, **names: str) -> Iterator[Transformer]:
     """Within the block every layer runs the kernels named, as `attention="reference"` or `block="readable"`.
 
-    Naming an attention or linear kernel takes a fused model apart for the while. What was bound before comes back at
+    Naming an attention or linear kernel takes a fused model apart for the while; a linear one holds plain and packed
+    weights both. What was bound before comes back at
     the end, also after an exception. A compiled model compiles again on both changes. Raises ConfigError, changing
     nothing, for an operator or a kernel that does not exist (listing those that do), for a kernel that cannot serve
     one of the layers, and for the fused block together with another kernel.

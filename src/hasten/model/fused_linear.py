@@ -125,9 +125,11 @@ def split_gate_up(linear: PackedLinear, size: int) -> list[Linear]:
     return [_part(linear, gate), _part(linear, gate + HALF_PANEL)]
 
 
-def plain(linear: PackedLinear) -> Linear:
-    """A bfloat16 layer as nn.Linear again; a quantized one as it is."""
-    return linear if linear.format != BFLOAT16 else _part(linear, torch.arange(linear.out_features))
+def plain(linear: Linear) -> Linear:
+    """A packed bfloat16 layer as nn.Linear again; another one as it is."""
+    if isinstance(linear, PackedLinear) and linear.format == BFLOAT16:
+        return _part(linear, torch.arange(linear.out_features))
+    return linear
 
 
 def replace_linears(module: nn.Module, new: Callable[..., Linear]) -> None:

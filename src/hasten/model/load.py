@@ -166,9 +166,11 @@ def _warn_of_unused(stored: Mapping[str, StoredTensor], pieces: Mapping[str, Ten
 def _shape_after(shape: tuple[int, ...], piece: TensorSlice) -> tuple[int, ...] | None:
     """The shape that `take` would give, or None if the piece does not fit."""
     try:
-        return tuple(take(torch.empty(shape, device="meta"), piece).shape)
+        found = tuple(take(torch.empty(shape, device="meta"), piece).shape)
     except (IndexError, RuntimeError):
         return None
+    cut_short = piece.start is not None and piece.stop is not None and found[0] < piece.stop - piece.start
+    return None if not found or cut_short else found
 
 
 def _check(pieces: Mapping[str, TensorSlice], stored: Mapping[str, StoredTensor], model: Transformer) -> None:

@@ -264,9 +264,10 @@ class Transformer(nn.Module):
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
         """The sum of the token losses of normalised states x (..., C), without all logits in memory; see ops.loss."""
-        # Only a plain head is its weight and no more: a packed one has none, others (LoRA) are called for what they do.
+        # A plain head is its weight and no more: a packed one has none, others (LoRA) are called for what they do.
         # A wide one makes it float32 a piece at a time, where no gradient is wanted.
-        plain = type(self.head) is nn.Linear or (isinstance(self.head, WideLinear) and torch.is_grad_enabled())
+        plain = getattr(type(self.head), "forward", None) is nn.Linear.forward
+        plain |= isinstance(self.head, WideLinear) and torch.is_grad_enabled()
         if not plain:
             size = rows_of_a_chunk(self.config.padded_vocab_size)
             parts = zip(x.flatten(0, -2).split(size), targets.flatten().split(size), strict=True)
@@ -316,7 +317,8 @@ class Transformer(nn.Module):
     def bind(self, *, attention: str | None = None, loss: str | None = None) -> None:
         """Choose every layer's kernels anew, or force one by name; needed after moving to another device or dtype.
 
-        The loss's is the first that fits each call, whose dtype autocast decides, where none is named here.
+        Where none is named here, the loss's is the first that fits each call, whose dtype autocast decides; one that
+        was named before is forgotten.
         """
         known = [kernel.name for kernel in LOSS_KERNELS]
         if loss is not None and loss not in known:

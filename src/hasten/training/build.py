@@ -141,13 +141,12 @@ def training_step(model: Transformer, recipe: Recipe, *, should_stop: Callable[[
 def attention_kernel(recipe: Recipe, device: torch.device) -> str | None:
     """The kernel to force: the recipe's, or the explicit one where no native one serves: see below.
 
-    The native kernel has no dropout and no float16. PyTorch's fused CPU kernel, forward and backward, is slower there
+    The native kernel has no dropout. PyTorch's fused CPU kernel, forward and backward, is slower there
     than matrix products with a compiled softmax between them, as long as rows are short.
     """
     techniques = recipe.techniques
-    slow = recipe.dropout > 0 or (recipe.data.separate_documents and techniques.precision == "float16")
     short = techniques.compile and recipe.data.context <= 512
-    if techniques.attention is None and device.type == "cpu" and slow and short:
+    if techniques.attention is None and device.type == "cpu" and recipe.dropout > 0 and short:
         return "reference"
     return techniques.attention
 

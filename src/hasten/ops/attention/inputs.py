@@ -1,12 +1,9 @@
 """What a call of attention has besides q, k and v: what hides keys, what is added to the scores, and dropout."""
 
-from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-
-from hasten.ops.attention.spec import HALVES
 
 
 class Documents(NamedTuple):
@@ -78,12 +75,9 @@ class AttentionInputs(NamedTuple):
 PLAIN = AttentionInputs()  # causality and the window alone
 
 
-def as_autocast(
-    q: Tensor, k: Tensor, v: Tensor, dtypes: Sequence[torch.dtype] = HALVES
-) -> tuple[Tensor, Tensor, Tensor]:
-    """In autocast's dtype, as PyTorch's own attention takes them; float32 for a kernel that is not of that dtype."""
+def as_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """In autocast's dtype, as PyTorch's own attention takes them."""
     if not torch.is_autocast_enabled(q.device.type):
         return q, k, v
     half = torch.get_autocast_dtype(q.device.type)
-    dtype = half if half in dtypes else torch.float32
-    return q.to(dtype), k.to(dtype), v.to(dtype)
+    return q.to(half), k.to(half), v.to(half)

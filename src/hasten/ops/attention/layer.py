@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hasten.ops.attention.block_mask import BlockMask
@@ -23,8 +24,9 @@ Mask = Tensor | Intervals | BlockMask | None
 class LayerAttention:
     """A layer's attention, called by its contexts as attention(q, k, v, mask=…, dropout=…).
 
-    tokens: over the tokens at hand. dropout: the same with dropout of probabilities. masked: several queries with a
-    mask, over a cache. decode: one query a sequence over a cache.
+    tokens: over the tokens at hand, or over all that is there, without a mask. dropout: with dropout of probabilities.
+    masked: several queries with a mask, over a cache. decode: one query a sequence with a mask, where no gradient is
+    wanted.
     """
 
     spec: AttentionSpec
@@ -49,7 +51,8 @@ class LayerAttention:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, mask: Mask = None, dropout: float = 0.0) -> Tensor:
         """Attention of q (B, T, H, D) over k, v (B, S, Hkv, D): (B, T, H, D)."""
         if isinstance(mask, Tensor):
-            kernel = self.decode if q.shape[1] == 1 else self.masked
+            learns = torch.is_grad_enabled() and q.requires_grad
+            kernel = self.decode if q.shape[1] == 1 and not learns else self.masked
             inputs = AttentionInputs(mask=mask, dropout=dropout)
         else:
             kernel = self.tokens
@@ -69,5 +72,6 @@ def layer_requests(request: AttentionRequest) -> dict[str, AttentionRequest]:
         "tokens": request,
         "dropout": replace(request, dropout=True),
         "masked": replace(request, **masked),
-        "decode": replace(request, **masked, queries=1),
+        # A pattern's mask may be of each head, which the decode kernels do not take.
+        "decode": replace(request, **masked, queries=None if request.block_mask else 1),
     }

@@ -24,7 +24,7 @@ AttentionPhases::AttentionPhases(Arena& arena, const void* q, void* out, Type ty
   STD_TORCH_CHECK(lie_alike(k, v), "keys and values must lie alike, each head's in one piece");
   STD_TORCH_CHECK(query_start_loc.is_contiguous() && seq_lens.is_contiguous(),
                   "query_start_loc and seq_lens must be contiguous");
-  STD_TORCH_CHECK(first.has_value() != block_table.has_value(), "give either first slot_mapping or a block table");
+  STD_TORCH_CHECK(first.has_value() != block_table.has_value(), "give either first slots or a block table");
   const int64_t row_bytes = int8 ? head_dim + SCALE_BYTES : 2 * head_dim, value_bytes = int8 ? 1 : 2;
   kv = {static_cast<const uint8_t*>(k.const_data_ptr()), static_cast<const uint8_t*>(v.const_data_ptr()),
         first ? static_cast<const int64_t*>(first->const_data_ptr()) : nullptr,

@@ -21,14 +21,19 @@ BESIDE_BLOCKS = ("softcap", "mask", "key_padding", "bias", "alibi", "dropout")
 
 def native(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, inputs: AttentionInputs = PLAIN) -> Tensor:
     """Causal, windowed or full attention; packed documents, intervals, and block masks whose absent blocks it skips."""
-    q, k, v = as_autocast(q, k, v, DTYPES)
+    q, k, v = as_autocast(q, k, v)
+    dtype = q.dtype
+    if dtype not in DTYPES:  # float16, which only autocast brings here
+        q, k, v = q.float(), k.float(), v.float()
+    intervals = inputs.intervals if inputs.documents is None else bounds(inputs.documents, q.shape[1], spec)
     if inputs.block_mask is not None:
         assert isinstance(inputs.block_mask, BlockMask), "refused before"
-        return native_attention(q, k, v, scale=spec.scale, block_mask=inputs.block_mask)[0]
-    intervals = inputs.intervals if inputs.documents is None else bounds(inputs.documents, q.shape[1], spec)
-    if intervals is None:
-        return native_attention(q, k, v, causal=spec.causal, window=spec.window, scale=spec.scale)[0]
-    return native_attention(q, k, v, causal=False, scale=spec.scale, low=intervals.low, high=intervals.high)[0]
+        out, _ = native_attention(q, k, v, scale=spec.scale, block_mask=inputs.block_mask)
+    elif intervals is not None:
+        out, _ = native_attention(q, k, v, causal=False, scale=spec.scale, low=intervals.low, high=intervals.high)
+    else:
+        out, _ = native_attention(q, k, v, causal=spec.causal, window=spec.window, scale=spec.scale)
+    return out.to(dtype)
 
 
 def flex(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, inputs: AttentionInputs = PLAIN) -> Tensor:
@@ -80,14 +85,14 @@ def native_opt_in(request: AttentionRequest) -> str | None:
 def native_sparse_unsupported(request: AttentionRequest) -> str | None:
     """Why the native attention cannot serve a request of a block pattern."""
     if request.block_size is None:
-        return "it is for block masks of hasten.ops.attention.block_mask"
+        return "it is for block masks of hasten.ops.attention.block_mask (BlockMask.of makes one)"
     return _unsupported(request) or tiles_refusal(request.block_size)
 
 
 def flex_unsupported(request: AttentionRequest) -> str | None:
     """Why flex_attention cannot serve a request of a block pattern."""
     if request.block_size is None:
-        return "it is for block masks of hasten.ops.attention.block_mask"
+        return "it is for block masks of hasten.ops.attention.block_mask (BlockMask.of makes one)"
     if request.device.type not in ("cuda", "cpu"):
         return f"it runs on CUDA, the tensors are on {request.device}"
     if request.device.type == "cpu" and request.gradient:

@@ -42,7 +42,7 @@ class AmxTiles {
       config.bytes[t] = AMX_BYTES;
       config.rows[t] = t >= 6 ? 16 : one || t == 0 || t == 1 || t == 4 ? upper : lower;
     }
-    asm volatile("" ::"r"(&config) : "arena");  // or g++ drops what it writes there
+    asm volatile("" ::"r"(&config) : "memory");  // or g++ drops what it writes there
     _tile_loadconfig(&config);
   }
 
@@ -52,7 +52,7 @@ class AmxTiles {
 
 // g++'s intrinsics that load tiles do not tell the compiler that they read memory, so what was written before must be
 // there. One barrier before the loads is enough: those that store tiles do tell.
-inline void before_tile_loads() { asm volatile("" ::: "arena"); }
+inline void before_tile_loads() { asm volatile("" ::: "memory"); }
 
 enum class Dot { bf16, s8u8, s8s8 };  // x signed bytes, w unsigned or signed ones
 

@@ -68,13 +68,13 @@ struct ByteWeights {
 
 template <int M, int V, bool STREAM>
 __attribute__((noinline)) static void tile_int8(const uint8_t* w, const int8_t* x, int64_t stride, int64_t steps, int32_t* sums, bool fresh,
-                      const char* prefetcher) {
+                      const char* next_lines) {
   I32 acc[M][V];
   EACH(m, M, EACH(v, V, acc[m][v] = fresh ? I32{} : load(sums + m * PANEL + v * LANES)));
   for (int64_t s = 0; s < steps; s++) {
     const uint8_t* line = w + s * PANEL * 4;
     if constexpr (STREAM)
-      for (int v = 0; v < V; v++) ask_line<M>(prefetcher, s * V + v);
+      for (int v = 0; v < V; v++) ask_line<M>(next_lines, s * V + v);
     if constexpr (SPARE) {  // each value of x is broadcast once for all vectors
       U32 lines[V];
       for (int v = 0; v < V; v++) lines[v] = load_line(line + v * 64);
@@ -95,7 +95,7 @@ __attribute__((noinline)) static void tile_int8(const uint8_t* w, const int8_t* 
 // group's first line of vector `first`.
 template <int M, int V, bool STREAM>
 INLINE void group_int4(const Weight& w, const uint8_t* lines, int64_t panel, int64_t first, int64_t g, const Rows& x,
-                       int64_t row, float* sums, const char* prefetcher) {
+                       int64_t row, float* sums, const char* next_lines) {
   const int64_t at = (panel * x.groups + g) * PANEL + first * LANES;
   const int8_t* q = x.q + row * x.stride + g * w.group;
   if constexpr (STREAM) {  // a stream of their own, too thin for the prefetcher of the processor to see in time
@@ -119,7 +119,7 @@ INLINE void group_int4(const Weight& w, const uint8_t* lines, int64_t panel, int
   for (int64_t s = 0; s < w.group / 8; s++) {
     const uint8_t* line = lines + s * PANEL * 4;
     if constexpr (STREAM)
-      for (int v = 0; v < V; v++) ask_line<M>(prefetcher, s * V + v);
+      for (int v = 0; v < V; v++) ask_line<M>(next_lines, s * V + v);
     U32 low[V], high[V];
     for (int v = 0; v < V; v++) {
       U32 both = load_line(line + v * 64);
@@ -148,7 +148,7 @@ INLINE void group_int4(const Weight& w, const uint8_t* lines, int64_t panel, int
     for (int64_t t = s; t < s + 4; t++) {
       const uint8_t* line = lines + t * PANEL * 4;
       if constexpr (STREAM)
-        for (int v = 0; v < V; v++) ask_line<M>(prefetcher, t * V + v);
+        for (int v = 0; v < V; v++) ask_line<M>(next_lines, t * V + v);
       const int8_t* from = q + 8 * t;
       EACH(v, V,
            const U32 low = load_line(line + v * 64) & nibbles;
