@@ -7,9 +7,12 @@ import socket
 import subprocess
 import sys
 import warnings
+from dataclasses import asdict
 
 import pytest
+import tyro
 
+from hasten.cli.serve import Serve
 from hasten.errors import ConfigError, HastenWarning, ResourceError
 from references import tiny_llama
 
@@ -83,9 +86,24 @@ def test_what_cannot_be_served_is_one_line(tiny_folder, tmp_path, capsys, monkey
             assert text in error
 
 
-def test_an_empty_key_in_the_environment_is_refused(monkeypatch):
-    from hasten.cli.serve import Serve
+def test_every_limit_on_a_request_is_an_option_that_says_so(capsys, monkeypatch):
+    from hasten.cli.main import main
+    from hasten.serving.api.settings import ServerSettings
 
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+    text = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    limits = [name for name, value in asdict(ServerSettings()).items() if isinstance(value, int)]
+    assert "tools" in limits
+    for name in limits:
+        if name != "body_bytes":  # --max-body-mib
+            assert f" --max-{name.replace('_', '-')} INT Most " in text
+    command = tyro.cli(Serve, args=["x", "--max-keys", "5", "--max-tools", "3"])
+    assert (command.server.keys, command.server.tools) == (5, 3)
+
+
+def test_an_empty_key_in_the_environment_is_refused(monkeypatch):
     monkeypatch.setenv("HASTEN_API_KEY", "")
     with pytest.raises(ConfigError, match="HASTEN_API_KEY"):
         Serve(model="x")._settings()
@@ -94,8 +112,6 @@ def test_an_empty_key_in_the_environment_is_refused(monkeypatch):
 
 
 def test_a_server_for_everybody_is_warned_of(monkeypatch):
-    from hasten.cli.serve import Serve
-
     monkeypatch.delenv("HASTEN_API_KEY", raising=False)
     for host, key, warned in (("0.0.0.0", (), True), ("0.0.0.0", ("k",), False), ("127.0.0.1", (), False)):
         command = Serve(model="x", host=host, api_key=key)
@@ -106,8 +122,6 @@ def test_a_server_for_everybody_is_warned_of(monkeypatch):
 
 
 def test_a_broken_template_of_the_folder_is_warned_of(model):
-    from hasten.cli.serve import Serve
-
     class Broken:
         tokenizer = model.tokenizer.with_chat_template("{% for", origin="the folder")
 

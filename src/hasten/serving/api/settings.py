@@ -3,9 +3,9 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
-from tyro.conf import Suppress
+from tyro.conf import Suppress, arg
 
 from hasten.errors import ConfigError
 
@@ -20,23 +20,23 @@ class ServerSettings:
             without a key needs them: a web page whose name was made to point at 127.0.0.1 must not reach it (DNS
             rebinding).
         defaults: Sampling values of the model's generation_config.json, for what a request leaves out.
-        header_bytes: Of a request's line and headers together.
-        body_bytes: Of one request body.
-        bodies_bytes: Of all request bodies held at once.
-        requests: In flight, queued ones included.
-        nesting: Levels of arrays and objects in a body.
-        keys: Of one object in a body.
-        prompts: Of one request.
-        samples: n or best_of.
-        choices: prompts × best_of: sequences that one request may ask for.
-        stops: Stop strings.
-        stop_characters: Of one stop string.
-        stop_tokens: Token ids that end an answer.
-        logprobs: Alternatives of each token.
-        biases: Token ids in logit_bias.
-        messages: Of one conversation.
-        tools: Of one conversation.
-        schema_bytes: Of a JSON schema.
+        header_bytes: Most bytes of a request's line and headers together.
+        body_bytes: Most bytes of one request body.
+        bodies_bytes: Most bytes of all request bodies held at once.
+        requests: Most requests in flight, queued ones included.
+        nesting: Most levels of arrays and objects in a body.
+        keys: Most keys of one object in a body.
+        prompts: Most prompts of one request.
+        samples: Most samples of one prompt (n or best_of).
+        choices: Most sequences of one request: prompts × best_of.
+        stops: Most stop strings of one request.
+        stop_characters: Most characters of one stop string.
+        stop_tokens: Most token ids that end an answer.
+        logprobs: Most alternatives told of each token.
+        biases: Most token ids in logit_bias.
+        messages: Most messages of one conversation.
+        tools: Most tools of one conversation.
+        schema_bytes: Most bytes of a JSON schema.
         body_timeout: Seconds for a body to arrive.
         write_timeout: Seconds after which a client that takes nothing is dropped.
         request_timeout: Seconds after which a request is given up; never by default.
@@ -47,23 +47,24 @@ class ServerSettings:
     api_keys: Suppress[tuple[str, ...]] = field(default=(), repr=False)
     allowed_hosts: Suppress[tuple[str, ...]] = ()
     defaults: Suppress[Mapping[str, Any]] = field(default_factory=dict)
-    header_bytes: int = 32 << 10
+    # On the command line --max-…, because the names alone read like switches there (--tools).
+    header_bytes: Annotated[int, arg(name="max-header-bytes")] = 32 << 10
     body_bytes: Suppress[int] = 4 << 20  # --max-body-mib on the command line
-    bodies_bytes: int = 256 << 20
-    requests: int = 4096
-    nesting: int = 64
-    keys: int = 4096
-    prompts: int = 256
-    samples: int = 128
-    choices: int = 256
-    stops: int = 16
-    stop_characters: int = 256
-    stop_tokens: int = 256
-    logprobs: int = 20
-    biases: int = 1024
-    messages: int = 4096
-    tools: int = 128
-    schema_bytes: int = 64 << 10
+    bodies_bytes: Annotated[int, arg(name="max-bodies-bytes")] = 256 << 20
+    requests: Annotated[int, arg(name="max-requests")] = 4096
+    nesting: Annotated[int, arg(name="max-nesting")] = 64
+    keys: Annotated[int, arg(name="max-keys")] = 4096
+    prompts: Annotated[int, arg(name="max-prompts")] = 256
+    samples: Annotated[int, arg(name="max-samples")] = 128
+    choices: Annotated[int, arg(name="max-choices")] = 256
+    stops: Annotated[int, arg(name="max-stops")] = 16
+    stop_characters: Annotated[int, arg(name="max-stop-characters")] = 256
+    stop_tokens: Annotated[int, arg(name="max-stop-tokens")] = 256
+    logprobs: Annotated[int, arg(name="max-logprobs")] = 20
+    biases: Annotated[int, arg(name="max-biases")] = 1024
+    messages: Annotated[int, arg(name="max-messages")] = 4096
+    tools: Annotated[int, arg(name="max-tools")] = 128
+    schema_bytes: Annotated[int, arg(name="max-schema-bytes")] = 64 << 10
     body_timeout: float = 30.0
     write_timeout: float = 30.0
     request_timeout: float | None = None
