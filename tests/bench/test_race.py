@@ -92,6 +92,23 @@ def test_a_memory_that_is_none_is_one_line(memory, capsys):
     assert f"--memory is {memory} GiB" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("seconds", ["nan", "inf", "-1", "0"])
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [
+        (["batch", "--shape", "tiny"], "--timeout"),
+        (["generate", "--shape", "tiny"], "--limit-seconds"),
+        (["attention"], "--point-seconds"),
+        (["race"], "--seconds"),
+    ],
+)
+def test_a_time_that_is_none_is_one_line(command, option, seconds, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", *command, option, seconds])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == f"error: {option} is {seconds}; it must be a finite number above 0\n"
+
+
 def test_a_race_on_a_text_that_is_not_there_fails_at_once(tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
         main(["bench", "race", "--source", str(tmp_path / "nofile.txt")])

@@ -132,14 +132,22 @@ def test_the_command_in_process(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "options",
-    [[], ["--shape", "tiny", "--model", "x"], ["--shape", "tiny", "--rates", "0"], ["--url", "http://127.0.0.1:9"]],
+    ("options", "words"),
+    [
+        ([], "--url"),
+        (["--shape", "tiny", "--model", "x"], "one of --model and --shape"),
+        (["--shape", "tiny", "--rates", "0"], "--rates takes numbers above 0"),
+        (["--shape", "tiny", "--warmup", "-1"], "--warmup is -1; it must be at least 0"),
+        (["--url", "http://127.0.0.1:9"], "does not answer"),
+    ],
 )
-def test_what_cannot_be_measured_is_one_line(options, capsys):
+def test_what_cannot_be_measured_is_one_line(options, words, capsys):
     with pytest.raises(SystemExit) as end:
         main(["bench", "serve", *options])
     assert end.value.code == 2
-    assert capsys.readouterr().err.startswith("error: ")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    assert words in line
 
 
 @pytest.mark.parametrize("wrong", [{"requests": 0}, {"rate": 0.0}, {"rate": math.nan}, {"shared_prefix_tokens": 200}])

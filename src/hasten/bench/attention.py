@@ -16,6 +16,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, Literal
 
 from hasten.bench.measure import BenchmarkOptions, say
+from hasten.bench.models import check_finite
 from hasten.bench.process import Rung
 from hasten.bench.rounds import run_interleaved
 from hasten.errors import ConfigError
@@ -64,6 +65,7 @@ class AttentionGrowth(BenchmarkOptions):
 
         if not self.lengths or min(self.lengths) < 1 or self.rounds < 1:
             raise ConfigError(f"lengths and rounds start at 1; found {self.lengths} and {self.rounds}")
+        check_finite("--point-seconds", self.point_seconds)
         kv_heads = self.heads if self.kv_heads is None else self.kv_heads
         if min(self.batch, self.heads, kv_heads, self.head_dim) < 1 or self.heads % kv_heads:
             raise ConfigError("--batch, --heads, --kv-heads and --head-dim start at 1, and heads are shared evenly")

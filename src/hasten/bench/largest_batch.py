@@ -6,7 +6,6 @@ memory does not fit. Doubled until it does not fit, then halved in between.
 
 from __future__ import annotations
 
-import math
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from hasten.bench.draw import BAR, BAR_FIRST, Bar, draw_bars
 from hasten.bench.measure import BenchmarkOptions, say
-from hasten.bench.models import check_least
+from hasten.bench.models import check_finite, check_least
 from hasten.bench.process import Rung
 from hasten.bench.race import first_and_last
 from hasten.bench.rounds import run_interleaved
@@ -56,8 +55,8 @@ class LargestBatch(BenchmarkOptions):
         """Search and return the report. tell: called with a line about each try. Raises ConfigError."""
         from hasten.machine import describe, resolve_device
 
-        if not (math.isfinite(self.memory) and self.memory > 0):
-            raise ConfigError(f"--memory is {self.memory:g} GiB; it must be a finite number above 0")
+        check_finite("--memory", self.memory, " GiB")
+        check_finite("--timeout", self.timeout)
         check_least("--most", self.most)
         device = str(resolve_device(self.device))
         ladder = TrainLadder(

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+from hasten.bench.models import check_finite
 from hasten.bench.process import Rung
 from hasten.bench.report import build_report
 from hasten.bench.rounds import run_interleaved
@@ -80,6 +81,10 @@ class Ladder(BenchmarkOptions):
     """Rounds before them that are not counted."""
     limit_seconds: float = 0.3
     """How long each of the machine's limits is measured in each round."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_finite("--limit-seconds", self.limit_seconds)
 
     def measure(
         self,

@@ -6,7 +6,6 @@ each one stops while it waits, and while it measures its validation loss.
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections.abc import Mapping
@@ -16,12 +15,11 @@ from typing import Any, ClassVar
 
 from hasten.bench.draw import draw_curves
 from hasten.bench.measure import Ladder, say
-from hasten.bench.models import check_least
+from hasten.bench.models import check_finite, check_least
 from hasten.bench.process import Rung
 from hasten.bench.table import machine_line, print_ladder
 from hasten.bench.train import known_recipe
 from hasten.bench.train_rungs import recipes
-from hasten.errors import ConfigError
 
 BEFORE, AFTER = "explicit-float32", "native-kernels"
 
@@ -61,8 +59,7 @@ class Race(Ladder):
         from hasten.training.setup import prepare_data
 
         recipe = known_recipe(self.recipe, "to race with")
-        if not (self.seconds > 0 and math.isfinite(self.seconds)):
-            raise ConfigError(f"--seconds is {self.seconds}; it must be a finite number above 0")
+        check_finite("--seconds", self.seconds)
         check_least("--steps", self.steps)
         check_least("--rounds", self.rounds)
         check_least("--batch-size", self.batch_size)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from hasten.bench.draw import draw_curves
 from hasten.bench.measure import Benchmark, say
+from hasten.bench.models import check_least
 from hasten.bench.serve import DEFINITIONS, SCHEMA, LatencyLimits, measure
 from hasten.bench.serve_workload import Workload
 from hasten.bench.table import machine_line
@@ -57,6 +58,7 @@ class ServeBenchmark(Benchmark, EngineOptions, LoadOptions):
         if not self.rates or not all(rate > 0 for rate in self.rates):
             found = ",".join(f"{rate:g}" for rate in self.rates)
             raise ConfigError(f"--rates takes numbers above 0 separated by commas, such as 1,2,4; found {found!r}")
+        check_least("--warmup", self.warmup, 0)
         summary, requests, target = asyncio.run(self._measure())
         return {
             "schema": SCHEMA,
