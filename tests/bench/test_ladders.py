@@ -231,6 +231,30 @@ def test_without_a_compiler_the_compiled_rung_says_so(monkeypatch: pytest.Monkey
         GenerateRung(**rungs[2].arguments)
 
 
+@pytest.mark.parametrize(
+    ("name", "said", "unsaid"),
+    [
+        ("attention", ("NAME-time.png", "Decides the random inputs."), ("weights",)),
+        ("race", ("the order of the data",), ("NAME-time.png",)),
+        ("heads", ("--shape",), ("--model", "--text")),
+        ("serve", ("In this process: limits of the engine.",), ("NAME-time.png",)),
+    ],
+)
+def test_the_help_of_a_ladder_is_its_own(
+    name: str,
+    said: tuple[str, ...],
+    unsaid: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit):
+        main(["bench", name, "--help"])
+    text = capsys.readouterr().out
+    assert all(words in text for words in said)
+    assert not any(words in text for words in unsaid)
+
+
 def test_an_unknown_ladder_lists_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["bench", "nothing"])

@@ -138,6 +138,8 @@ def test_the_command_in_process(tmp_path, capsys):
         (["--shape", "tiny", "--model", "x"], "one of --model and --shape"),
         (["--shape", "tiny", "--rates", "0"], "--rates takes numbers above 0"),
         (["--shape", "tiny", "--warmup", "-1"], "--warmup is -1; it must be at least 0"),
+        (["--url", "http://127.0.0.1:9", "--block-size", "32"], "the server at --url has its own"),
+        (["--url", "http://127.0.0.1:9", "--cache-gib", "1"], "the server at --url has its own"),
         (["--url", "http://127.0.0.1:9"], "does not answer"),
     ],
 )

@@ -36,6 +36,10 @@ SETTINGS = ("batch", "heads", "kv_heads", "head_dim", "dtype", "causal", "device
 class AttentionGrowth(BenchmarkOptions):
     """Attention: time and peak memory of every kernel against the length, as a table, JSON and two pictures."""
 
+    picture: str | None = None
+    """Draw the report into two PNGs: NAME-time.png and NAME-memory.png, for NAME or NAME.png."""
+    seed: int = 0
+    """Decides the random inputs."""
     batch: int = 1
     """Sequences."""
     heads: int = 8

@@ -25,6 +25,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from tyro.conf import Suppress
+
 from hasten.bench.measure import Ladder
 from hasten.bench.models import ELEMENT_BYTES, BenchmarkModel, check_fits, choose_rungs
 from hasten.bench.process import Rung
@@ -219,6 +221,8 @@ class HeadsLadder(GenerateLadder):
     """Attention heads: one shape with all, grouped and one key/value head; bytes of cache per token, and speed."""
 
     title: ClassVar[str] = "Attention heads"
+    model: Suppress[str | None] = None  # a shape only: with other heads a checkpoint is no model
+    text: Suppress[str | None] = None
     prompt_tokens: int = 2048
     """The context after which every rung decodes."""
     eager: bool = False
@@ -226,7 +230,7 @@ class HeadsLadder(GenerateLadder):
 
     def run(self) -> dict[str, Any]:
         """Measure and return the report. Raises ConfigError or ResourceError before anything is allocated."""
-        if self.model is not None:
+        if self.model is not None or self.shape is None:
             raise ConfigError("the heads ladder builds the same model three times with other heads: use --shape")
         config = self.source.config()
         counts = dict(zip(HEADS, (config.heads, grouped(config.heads, config.kv_heads), 1), strict=True))

@@ -46,7 +46,7 @@ class Benchmark:
     json: str | None = None
     """Write the report as JSON to this file; "-": to standard output, and nothing else there."""
     picture: str | None = None
-    """Draw the report into this PNG; attention into two, NAME-time.png and NAME-memory.png, for NAME or NAME.png."""
+    """Draw the report into this PNG."""
 
     def pictures(self, name: str) -> tuple[str, ...]:
         """The files that `draw` writes for --picture NAME."""
@@ -62,7 +62,7 @@ class BenchmarkOptions(Benchmark):
     threads: Threads = "auto"
     """CPU threads; auto is one for each physical core that this process may use."""
     seed: int = 0
-    """Decides the random weights and tokens."""
+    """Decides all that is random: weights, tokens, the order of the data."""
 
     def __post_init__(self) -> None:
         thread_count(self.threads)  # refused now, not after the text is prepared

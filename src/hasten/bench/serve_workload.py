@@ -35,8 +35,7 @@ class Workload:
     burstiness: float = 1.0
     """Shape of the gamma distribution between arrivals: 1 is Poisson, below comes in bursts."""
     concurrency: int | None = None
-    """Requests in flight at most: one that has to wait for its turn arrives when it has it, so that times are the
-    server's and not the queue's of the client."""
+    """Requests in flight at most; one that waits for its turn arrives when it has it: times are the server's."""
     lengths: Lengths = "fixed"
     """Fixed, or drawn around the means of these data sets, up to the next two."""
     prompt_tokens: int = 128

@@ -34,8 +34,7 @@ class TrainLadder(Ladder):
     shape: str | None = None
     """A named shape: gpt2-124m, llama-120m, …; the batch is 4 x 256 unless said otherwise."""
     recipe: str | None = None
-    """The model and batch of a recipe instead: demo, gpt2-124m, llama-120m, shakespeare-char (of as many characters
-    as occur in its text where that is here, else 65)."""
+    """A recipe's model and batch: demo, gpt2-124m, llama-120m, shakespeare-char (its text's characters or 65)."""
     batch_size: int | None = None
     """Rows in a batch (B)."""
     sequence_length: int | None = None

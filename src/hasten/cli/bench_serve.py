@@ -7,6 +7,8 @@ import math
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+import tyro
+
 from hasten.bench.draw import draw_curves
 from hasten.bench.measure import Benchmark, say
 from hasten.bench.models import check_least
@@ -16,6 +18,7 @@ from hasten.bench.table import machine_line
 from hasten.cli.options import EngineOptions, LoadOptions
 from hasten.errors import ConfigError
 from hasten.machine.progress import counter
+from hasten.serving.settings import EngineSettings
 
 if TYPE_CHECKING:
     from hasten.model.transformer import Transformer
@@ -33,6 +36,10 @@ class ServeBenchmark(Benchmark, EngineOptions, LoadOptions):
     """Of a running server, such as http://127.0.0.1:8000."""
     api_key: str | None = None
     """Key of that server."""
+    engine: tyro.conf.OmitArgPrefixes[EngineSettings] = field(default_factory=EngineSettings)
+    """In this process: limits of the engine."""
+    cache_gib: float | None = None
+    """In this process: GiB of the cache; by default half of what is free, and never more than can be used."""
     workload: Workload = field(default_factory=Workload)
     """What is sent."""
     rates: tuple[float, ...] = (math.inf,)
@@ -53,6 +60,8 @@ class ServeBenchmark(Benchmark, EngineOptions, LoadOptions):
             raise ConfigError(
                 "give --url of a running server, or one of --model and --shape to measure in this process"
             )
+        if self.url is not None and (self.engine != EngineSettings() or self.cache_gib is not None):
+            raise ConfigError("the engine's options are of the engine in this process; the server at --url has its own")
         if self.url is not None:
             require_packages(("httpx",))
         if not self.rates or not all(rate > 0 for rate in self.rates):
