@@ -70,9 +70,12 @@ def test_what_cannot_be_served_is_one_line(tiny_folder, tmp_path, capsys, monkey
             (["--cache-gib", "inf"], "--cache-gib is inf"),
             (["--max-body-mib", "nan"], "--max-body-mib is nan"),
             (["--max-body-mib", "inf"], "--max-body-mib is inf"),
-            (["--drain-timeout", "inf"], "drain_timeout is inf"),
-            (["--request-timeout", "nan"], "request_timeout is nan"),
-            (["--token-budget", "1"], "token_budget"),
+            (["--drain-timeout", "inf"], "--drain-timeout is inf"),
+            (["--request-timeout", "nan"], "--request-timeout is nan"),
+            (["--token-budget", "1"], "error: --token-budget is 1, below max_sequences"),
+            (["--max-sequences", "1024"], "error: token_budget is 512, below max_sequences"),  # not what was given
+            (["--block-size=0"], "error: --block-size must be"),
+            (["--max-keys", "0"], "error: --max-keys is 0"),
         ]
         for options, text in cases:
             with pytest.raises(SystemExit) as end:

@@ -69,7 +69,7 @@ def main(arguments: list[str] | None = None) -> None:
             parsed.run()
         sys.stdout.flush()
     except HastenError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {as_option(str(error), given)}", file=sys.stderr)
         raise SystemExit(2) from None
     except KeyboardInterrupt:
         print("stopped by Ctrl-C", file=sys.stderr)
@@ -89,6 +89,14 @@ def main(arguments: list[str] | None = None) -> None:
         print("error: standard output cannot be written: no space is left there", file=sys.stderr)
         sys.stdout = None  # what is left in its buffer cannot be written either
         raise SystemExit(2) from None
+
+
+def as_option(message: str, given: list[str]) -> str:
+    """What the library says of a field, said of the option that it was given by: "keys is 0" of --max-keys."""
+    name, _, rest = message.partition(" ")
+    options = {word.partition("=")[0].replace("_", "-") for word in given}
+    wanted = name.replace("_", "-")
+    return next((f"{option} {rest}" for option in (f"--{wanted}", f"--max-{wanted}") if option in options), message)
 
 
 def _show_warning(message: Warning | str, category: type[Warning], *rest: object) -> None:
