@@ -22,6 +22,7 @@ def test_the_peak_is_never_below_what_is_used_now() -> None:
 
 def test_peak_memory_sees_what_was_given_back() -> None:
     with PeakMemory() as peak:
+        assert (peak.bytes, peak.exact) == (0, False)
         numpy.ones(200 * MIB // 8)
     if not peak.exact:
         pytest.skip("an earlier peak cannot be reset on this system")

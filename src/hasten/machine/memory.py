@@ -99,14 +99,12 @@ class PeakMemory:
         print(peak.bytes, peak.exact)
 
     `exact` is False when the peak could not be reset and an earlier, higher peak hides the one of the block; `bytes` is
-    then an upper bound.
+    then an upper bound. Until the block ends they are 0 and False.
     """
-
-    bytes: int
-    exact: bool
 
     def __init__(self, device: str | torch.device = "cpu") -> None:
         self.device = device
+        self.bytes, self.exact = 0, False
 
     def __enter__(self) -> PeakMemory:
         self._reset = reset_peak_memory(self.device)
