@@ -100,12 +100,12 @@ def guess(propose: Proposer, outputs: Iterable[OutputSequence]) -> None:
         sequence.drafts = list(propose(sequence))[: max(0, room)]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, which takes longer to make: there is one for each row of each step
 class SampledTokens:
     """What an output sequence takes in a step. failure: why its constraint allows nothing, if so."""
 
     tokens: list[int]
-    logprobs: list[TokenLogprob]
+    logprobs: Sequence[TokenLogprob]
     failure: str | None
 
 
@@ -128,13 +128,21 @@ class Sampler:
         A guess is right if it is what is drawn at its place, from the same logits and noise as without guessing: so the
         text is the same, and the more of them are right, the sooner.
         """
-        guesses = [output.sequence.drafts for output in outputs]
-        rows = [row + i for row, drafts in zip(first, guesses, strict=True) for i in range(1 + len(drafts))]
-        owners = [output for output, drafts in zip(outputs, guesses, strict=True) for _ in range(1 + len(drafts))]
-        steps = [output.count + i for output in outputs for i in range(1 + len(output.sequence.drafts))]
+        rows: list[int] = []
+        owners: list[OutputSequence] = []
+        steps: list[int] = []
+        wanted: dict[int, int] = {}  # rows whose log-probabilities are, and how many alternatives
+        for output, row in zip(outputs, first, strict=True):
+            count = output.count
+            if output.state.wants_logprobs:
+                own = range(len(rows), len(rows) + 1 + len(output.sequence.drafts))
+                wanted |= dict.fromkeys(own, output.state.request.logprobs or 0)
+            for i in range(1 + len(output.sequence.drafts)):
+                rows.append(row + i)
+                owners.append(output)
+                steps.append(count + i)
         if rows != list(range(len(logits))):  # several outputs of one row, or rows of a prompt's log-probabilities
             logits = logits[torch.tensor(rows, device=logits.device)]
-        wanted = {i: owner.state.request.logprobs or 0 for i, owner in enumerate(owners) if owner.state.wants_logprobs}
         raw = logits[torch.tensor(list(wanted), device=logits.device)] if wanted else None  # constraints mask in place
         tokens = self._draw(logits, owners, steps)
         logprobs: dict[int, TokenLogprob] = {}
@@ -142,12 +150,13 @@ class Sampler:
             chosen = [tokens[i] for i in wanted]
             found = token_logprobs(raw, chosen, tops=list(wanted.values()), texts=self.texts)
             logprobs = dict(zip(wanted, found, strict=True))
-        sampled, at = [], 0
-        for drafts in guesses:
-            end = at + 1
+        sampled: list[SampledTokens] = []
+        at = 0
+        for output in outputs:
+            drafts, end = output.sequence.drafts, at + 1
             while end - at <= len(drafts) and drafts[end - at - 1] == tokens[end - 1]:
                 end += 1
-            taken = [logprobs[i] for i in range(at, end) if i in logprobs]
+            taken = [logprobs[i] for i in range(at, end)] if output.state.wants_logprobs else ()
             sampled.append(SampledTokens(tokens[at:end], taken, self._failures.get(at)))
             at += 1 + len(drafts)
         return sampled
