@@ -65,7 +65,7 @@ def test_what_cannot_be_served_is_one_line(tiny_folder, tmp_path, capsys, monkey
             (["--host", "0.0.0.0", "--api-key", "one", ""], "API key is empty"),
             (["--served-model-name", ""], "--served-model-name"),
             (["--chat-template", str(broken)], "syntax error"),
-            (["--chat-template", str(broken) + "x"], "cannot be read"),
+            (["--chat-template", str(broken) + "x"], f"--chat-template {broken}x cannot be read"),
             (["--cache-gib", "nan"], "--cache-gib is nan"),
             (["--cache-gib", "inf"], "--cache-gib is inf"),
             (["--max-body-mib", "nan"], "--max-body-mib is nan"),

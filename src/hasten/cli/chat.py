@@ -27,7 +27,7 @@ class ChatInTerminal(SamplingOptions, ModelOptions):
         from hasten.generation.generate import Timing
 
         if self.template is not None and model.tokenizer is not None:
-            model.tokenizer = with_chat_template(model.tokenizer, self.template)
+            model.tokenizer = with_chat_template(model.tokenizer, self.template, option="--template")
         params = self.params(model.generation)
         chat = Chat(model, system=self.system)
         print(HELP, file=sys.stderr)

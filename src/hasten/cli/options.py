@@ -37,12 +37,12 @@ def same_fields(options: Any, kind: type) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def with_chat_template(tokenizer: Tokenizer, path: Path) -> Tokenizer:
-    """The tokenizer with the chat template (Jinja) of a file. Raises CheckpointError."""
+def with_chat_template(tokenizer: Tokenizer, path: Path, *, option: str) -> Tokenizer:
+    """The tokenizer with the chat template (Jinja) of a file. Raises CheckpointError, which names the option."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"the chat template {path} cannot be read: {error}") from None
+        raise CheckpointError(f"{option} {path} cannot be read: {error}") from None
     return tokenizer.with_chat_template(text, origin=str(path))
 
 

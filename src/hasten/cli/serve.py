@@ -107,7 +107,7 @@ class Serve(EngineOptions, LoadOptions):
         if path is not None:
             if tokenizer is None:
                 raise ConfigError(f"--chat-template {path}: the model's folder has no tokenizer, so there are no chats")
-            tokenizer = with_chat_template(tokenizer, path)
+            tokenizer = with_chat_template(tokenizer, path, option="--chat-template")
         template = None if tokenizer is None else tokenizer.templates.get("default")
         try:
             if template is not None:
