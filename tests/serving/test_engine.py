@@ -212,3 +212,10 @@ def test_deadlines_of_requests_that_ended_are_forgotten(model):
         engine.abort(str(number))
     time.sleep(0.002)
     assert {piece.stop_reason for piece in engine.step() if piece.request_id == "late"} == {"timeout"}
+
+
+def test_the_first_failure_is_the_one_that_is_told(model):
+    engine = make_engine(model)
+    for words in ("the cause", "what came of it"):
+        engine.fail(ValueError(words))
+    assert engine.error == "ValueError: the cause"

@@ -270,7 +270,7 @@ class Engine:
 
     def fail(self, error: BaseException) -> list[RequestOutput]:
         """The engine stops for good; the last words of all requests."""
-        self.error = f"{type(error).__name__}: {error}"
+        self.error = self.error or f"{type(error).__name__}: {error}"  # what comes of the first says less
         outputs: list[RequestOutput] = []
         for state in list(self._table.states.values()):
             self._counts.failed += 1
