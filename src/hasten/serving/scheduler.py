@@ -205,15 +205,17 @@ class Scheduler:
         return self.token_budget - sum(entry.count for entry in entries.values())
 
     def _admit(self, entries: Entries, left: int) -> int:
+        slots = self._slots if self.waiting else 0
         while left and self.waiting:
             first = self.waiting[0]
-            if self._slots + first.slots > self.max_sequences:
+            if slots + first.slots > self.max_sequences:
                 break
             if first.begun and self._sibling_reads(first, entries):
                 break  # it finds the blocks it had in common with it once they are there
             if not self._begin(first):
                 break
             self.waiting.pop(0)
+            slots += first.slots
             todo = first.target - first.computed
             count = self._chunk(todo, left, others=bool(self.waiting))
             copies = self.blocks.reserve(first.number, first.computed + count)
