@@ -39,7 +39,8 @@ def sampling_params(body: SamplingBody, service: Service, *, max_tokens: int, co
     settings = service.settings
     # A beam search draws nothing: what the folder recommends for drawing is not meant.
     defaults: Mapping[str, Any] = {"temperature": 0.0} if body.use_beam_search else settings.defaults
-    chosen = dict(defaults) | body.model_dump(include=set(RECOMMENDED), exclude_none=True)
+    known = {name: defaults[name] for name in RECOMMENDED if defaults.get(name) is not None}
+    chosen = known | body.model_dump(include=set(RECOMMENDED), exclude_none=True)
     if chosen.get("top_k") == -1:  # vLLM's way to say all
         chosen["top_k"] = 0
     stop = [body.stop] if isinstance(body.stop, str) else list(body.stop or ())

@@ -19,7 +19,8 @@ class ServerSettings:
         allowed_hosts: Names that the Host header may carry; empty allows all. A server on the loopback interface
             without a key needs them: a web page whose name was made to point at 127.0.0.1 must not reach it (DNS
             rebinding).
-        defaults: Sampling values of the model's generation_config.json, for what a request leaves out.
+        defaults: Sampling values of the model's generation_config.json, for what a request leaves out; of the whole
+            file, what else it says is passed over.
         header_bytes: Most bytes of a request's line and headers together.
         body_bytes: Most bytes of one request body.
         bodies_bytes: Most bytes of all request bodies held at once.
