@@ -7,6 +7,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from fake_engine import FakeEngine
+from hasten.serving.api.guard import Guard
 from server_case import PROMPT, app_of
 
 
@@ -69,6 +70,25 @@ def test_logs_say_how_it_ended_and_nothing_of_what_was_said(engine, tokenizer, c
     assert "sesame" not in line
     assert (found["request_id"], found["status"], found["user"]) == ("r1", 200, "u\n7")
     assert found["completion_tokens"] == 3
+
+
+def test_what_was_begun_is_ended_though_one_end_fails(engine, tokenizer):
+    ended = []
+
+    async def fail():
+        raise RuntimeError("aclose(): asynchronous generator is already running")
+
+    async def end():
+        ended.append("it")
+
+    async def begin(scope, receive, send):
+        scope["state"]["cleanup"] += [fail, end]
+        await send({"type": "http.response.start", "status": 204, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    guard = Guard(begin, app_of(engine, tokenizer).state.service)
+    assert TestClient(guard, base_url="http://localhost").get("/v1/models").status_code == 204
+    assert ended == ["it"]
 
 
 @pytest.mark.parametrize("prompts", [1, 3])

@@ -195,7 +195,10 @@ class _Exchange:
                     with suppress(asyncio.CancelledError, Exception):
                         await task
             for end in self.cleanup:
-                await end()
+                # A generator that still runs (we were cancelled while we waited for the work above) cannot be closed:
+                # its own cancellation ends it, and the others are to be ended too.
+                with suppress(RuntimeError):
+                    await end()
 
     async def _gone(self) -> None:
         while (await self.receive())["type"] != "http.disconnect":
