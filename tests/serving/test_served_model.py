@@ -97,6 +97,19 @@ def test_beam_search(client):
             client.completions.create(**ask, extra_body={"use_beam_search": True} | wrong)
 
 
+def test_a_search_that_finds_too_few_texts_is_the_requests_fault(model):
+    wanted = model.config.vocab_size + 2  # after one token there are no more texts than tokens
+    settings = EngineSettings(max_sequences=wanted, token_budget=wanted, cache_bytes=4 << 20)
+    engine = AsyncEngine(Engine(model, model.tokenizer, settings))
+    with serving(app_of(engine, model.tokenizer, max_length=512, samples=wanted, choices=wanted)) as (url, _):
+        body = {"model": "tiny", "prompt": "def", "max_tokens": 1, "n": wanted, "use_beam_search": True}
+        answer = httpx.post(f"{url}/v1/completions", json=body)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"], error["code"]) == (400, "n", "too_few_texts")
+        assert f"of {wanted} texts" in error["message"]
+        assert httpx.get(f"{url}/health").status_code == 200
+
+
 def test_logprobs_of_prompt_and_answer(client):
     answer = client.completions.create(
         model="tiny", prompt=PROMPTS[1], max_tokens=5, temperature=0, echo=True, logprobs=2

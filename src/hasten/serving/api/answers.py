@@ -18,7 +18,7 @@ from hasten.serving.api.metrics import Stopwatch
 from hasten.serving.api.responses import ApiError, ClientGone, EventStream, from_library, overloaded, reply
 from hasten.serving.api.service import Service
 from hasten.serving.api.structured import Grammar
-from hasten.serving.request import Constraint, Request, RequestOutput, SlowReader, TokenLogprob
+from hasten.serving.request import Request, RequestOutput, SlowReader, TokenLogprob
 
 Body = TypeVar("Body", bound=SamplingBody)
 Json = dict[str, Any]
@@ -107,7 +107,7 @@ class AnswerBuilder(ABC, Generic[Body]):
                         metrics.prompts.observe(len(requests[which].prompt))
                     self.completion_tokens += len(output.tokens)
                     stopwatch.observe(which, output.index, len(output.tokens), output.finish_reason)
-                    _check_end(requests[which].constraint, output)
+                    _check_end(requests[which], output)
                     for part in self.take(which, output):
                         yield part
         except SlowReader:
@@ -137,13 +137,16 @@ class AnswerBuilder(ABC, Generic[Body]):
         }
 
 
-def _check_end(constraint: Constraint | None, output: RequestOutput) -> None:
+def _check_end(request: Request, output: RequestOutput) -> None:
     """Raise ApiError where an output ends its text other than well."""
+    constraint = request.constraint
     if isinstance(constraint, Grammar) and output.finish_reason in ("stop", "error"):
         why = constraint.error or str(output.stop_reason or "")
         if constraint.error or why.startswith("the constraint"):  # the client's grammar broke, not the engine
             message = f"{constraint.param}: the JSON schema could not be followed to the end: {why}"
             raise ApiError(message[:500], param=constraint.param, code="structure_failed")
+    if output.finish_reason == "error" and request.beam_width:  # a healthy engine's beam search has no other error
+        raise ApiError(f"n: {output.stop_reason}", param="n", code="too_few_texts")
     if output.finish_reason == "error":
         raise ApiError(f"the request failed: {output.stop_reason}", status=500, code="engine_failed")
     if output.finish_reason == "abort" and output.stop_reason == "timeout":
