@@ -77,10 +77,30 @@ def test_refusals_come_before_any_step(model):
         await asyncio.sleep(0)
         with pytest.raises(QueueFull):
             await collect(engine, request("c", PROMPT))
+        with pytest.raises(RequestRefused):  # also where the queue is full: to come again would not help
+            await collect(engine, request("d", []))
         for task in waiting:
             task.cancel()
         engine.thread._inbox.clear()
         del engine.engine.step
+
+    serve(model, main, queue_limit=2)
+
+
+def test_of_several_prompts_all_are_queued_or_none(model):
+    async def main(engine):
+        good = [request(name, PROMPT, max_new_tokens=4) for name in "abc"]
+        with pytest.raises(RequestRefused):
+            await anext(engine.generate(*good[:2], request("d", [])))
+        with pytest.raises(RequestRefused, match="queue_limit"):
+            await anext(engine.generate(*good))
+        engine.thread.enter()
+        with pytest.raises(QueueFull):
+            await anext(engine.generate(*good[:2]))
+        engine.thread.leave()
+        assert (engine.stats().requests, engine.thread.waiting) == (0, 0)
+        found = [output async for output in engine.generate(*good[:2])]
+        assert sum(output.finished for output in found) == 2
 
     serve(model, main, queue_limit=2)
 
@@ -251,7 +271,7 @@ def test_what_is_handed_in_too_late_is_told_so(model):
         engine.thread.close()
         pieces = []
         with pytest.raises(EngineFailed, match="closed"):
-            engine.thread.submit(request("a", PROMPT), pieces.append)
+            engine.thread.submit([request("a", PROMPT)], pieces.append)
         engine.thread.abort("a")
         assert (engine.thread.waiting, pieces) == (0, [])
 

@@ -1,7 +1,8 @@
 """The engine behind asyncio: one thread runs its steps, any number of coroutines ask and read.
 
 The two sides meet in an inbox (requests, aborts and other calls, taken in before each step) and, for each request, a
-bounded queue of outputs, delivered once a step. Whether there is room is told at once, without waiting for a step.
+bounded queue of outputs, delivered once a step. What can be refused, for lack of room too, is refused at once, without
+waiting for a step.
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ class AsyncEngine:
         when a step failed, SlowReader when too many outputs lay unread.
         """
         self._check_open()
+        admitted = [self.engine.admit(request) for request in requests]
         reader = _Reader(self.engine.settings.reader_limit * len(requests))
         loop = asyncio.get_running_loop()
 
@@ -70,9 +72,8 @@ class AsyncEngine:
 
         unfinished: dict[str, Request] = {}
         try:
-            for request in requests:
-                self.thread.submit(request, sink)
-                unfinished[request.id] = request
+            self.thread.submit(admitted, sink)
+            unfinished |= {request.id: request for request in requests}
             while unfinished:
                 if reader.overrun and reader.empty():
                     names = ", ".join(unfinished)

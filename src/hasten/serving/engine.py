@@ -33,7 +33,7 @@ from hasten.serving.settings import EngineSettings, Stats
 
 
 class Engine:
-    """Continues many requests at once. Every method is to be called by one thread.
+    """Continues many requests at once. Every method is to be called by one thread, unless it says otherwise.
 
     propose: None, or a function that guesses the next tokens of a sequence (speculation). Guesses are verified in one
     step and taken as far as they are what would have been drawn, so that the text does not change.
@@ -89,12 +89,12 @@ class Engine:
         if self.error is not None:
             raise EngineFailed(f"the engine stopped after an error and takes no requests: {self.error}")
 
-    def check_room(self, waiting: int) -> None:
-        """Raise QueueFull if so many that wait are the limit."""
-        self._table.check_room(waiting, limit=self.settings.queue_limit)
+    def check_room(self, waiting: int, *, more: int = 1) -> None:
+        """Raise QueueFull if there is no room for so many more beside those that wait, RequestRefused if never."""
+        self._table.check_room(waiting, limit=self.settings.queue_limit, more=more)
 
     def admit(self, request: Request) -> Request:
-        """The request with its answer cut to the length there is.
+        """The request with its answer cut to the length there is. Any thread may ask.
 
         Raises RequestRefused if it can never be served, EngineFailed after a failure.
         """

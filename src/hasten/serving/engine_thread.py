@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import TYPE_CHECKING, TypeVar
@@ -69,40 +69,43 @@ class EngineThread:
         self.call(run)
         return future
 
-    def enter(self) -> None:
-        """Take a place in the queue, to be given back by `leave`. Raises QueueFull.
+    def enter(self, places: int = 1) -> None:
+        """Take places in the queue, to be given back by `leave`: all of them, or none.
 
         The only place where it is decided whether there is room: a request that was let in here is not sent away later.
+        Raises QueueFull, or RequestRefused where there are not so many places.
         """
         with self._wake:
-            self.engine.check_room(self.waiting)
-            self._coming += 1
+            self.engine.check_room(self.waiting, more=places)
+            self._coming += places
 
-    def leave(self) -> None:
-        """Give a place back."""
+    def leave(self, places: int = 1) -> None:
+        """Give places back."""
         with self._wake:
-            self._coming -= 1
+            self._coming -= places
 
-    def submit(self, request: Request, sink: Sink, *, admitted: bool = False) -> None:
-        """Add a request; `sink` gets its outputs, or the error for which it is not taken.
+    def submit(self, requests: Sequence[Request], sink: Sink) -> None:
+        """Add requests that `Engine.admit` made: all of them, or none.
 
-        admitted: whether `Engine.admit` made it. Raises QueueFull, EngineFailed.
+        `sink` gets their outputs, or the error for which one is not taken after all. Raises QueueFull, RequestRefused,
+        EngineFailed.
         """
 
         def add() -> None:
-            self.leave()
+            self.leave(len(requests))
             try:
                 self._check_open()
-                self.engine.enqueue(request if admitted else self.engine.admit(request))
-                self._readers[request.id] = sink
+                for request in requests:
+                    self.engine.enqueue(request)
+                    self._readers[request.id] = sink
             except Exception as error:
                 sink([error])
 
-        self.enter()
+        self.enter(len(requests))
         try:
             self.call(add)
         except EngineFailed:
-            self.leave()
+            self.leave(len(requests))
             raise
 
     def abort(self, request_id: str, sink: Sink | None = None) -> None:

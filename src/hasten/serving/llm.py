@@ -166,7 +166,7 @@ class LLM:
         """The outputs of the requests as they come; what is left of them is given up when the caller stops."""
         thread = self._started().thread
         # All of them before any is computed; the order of the list is that of the prompts, the next at its end.
-        waiting = thread.ask(lambda: [self.engine.admit(one) for one in reversed(requests)]).result()
+        waiting = [self.engine.admit(one) for one in reversed(requests)]
         unfinished = {one.id for one in requests}
         arrived: queue.SimpleQueue[list[RequestOutput | Exception]] = queue.SimpleQueue()
         sink = arrived.put
@@ -174,7 +174,7 @@ class LLM:
             while unfinished:
                 with suppress(QueueFull):
                     while waiting:
-                        thread.submit(waiting[-1], sink, admitted=True)
+                        thread.submit(waiting[-1:], sink)
                         waiting.pop()
                 try:  # where others fill the queue, nothing of ours may come before there is room
                     outputs = arrived.get(timeout=0.01 if waiting else None)
