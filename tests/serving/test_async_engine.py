@@ -1,4 +1,4 @@
-"""Coroutines in front of the engine: pieces as they come, aborts, and every way to be refused."""
+"""Coroutines in front of the engine: outputs as they come, aborts, and every way to be refused."""
 
 import asyncio
 import threading
@@ -138,7 +138,7 @@ def test_a_slow_reader_is_dropped(model):
         await anext(reader)
         while not engine.engine.idle:
             await asyncio.sleep(0.01)
-        with pytest.raises(SlowReader, match="4 pieces"):
+        with pytest.raises(SlowReader, match="4 outputs"):
             async for _ in reader:
                 pass
 

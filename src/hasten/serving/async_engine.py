@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class _Reader(asyncio.Queue[RequestOutput | Exception]):
-    """The unread outputs of one request, on the event loop's side."""
+    """The unread outputs of one call, on the event loop's side."""
 
     overrun = False
 
@@ -77,7 +77,7 @@ class AsyncEngine:
             while unfinished:
                 if reader.overrun and reader.empty():
                     names = ", ".join(unfinished)
-                    raise SlowReader(f"{reader.maxsize} pieces of request {names} lay unread; the request was aborted")
+                    raise SlowReader(f"{reader.maxsize} outputs of request {names} lay unread; the request was aborted")
                 output = await reader.get()
                 if isinstance(output, Exception):
                     raise output

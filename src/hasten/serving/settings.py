@@ -28,7 +28,7 @@ class EngineSettings:
             about half the bytes of bfloat16.
         prefix_cache: Share the blocks of prompts that begin alike.
         queue_limit: Requests that may wait; further ones are told when to come again.
-        reader_limit: Outputs of a request that may lie unread; with more it is given up.
+        reader_limit: Outputs that may lie unread, for each prompt that is read together; with more all are given up.
     """
 
     max_sequences: int = 256
