@@ -1,4 +1,4 @@
-"""The native attention for training as kernels of the operator: what they serve, and what they leave to PyTorch."""
+"""The native attention for training as kernels of the operator: what each computes, serves, and waits for."""
 
 from collections.abc import Callable
 
