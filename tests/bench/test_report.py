@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from hasten.bench.draw import draw_curves, draw_ladder
-from hasten.bench.process import Rung
+from hasten.bench.process import Rung, RungRun
 from hasten.bench.report import build_report
-from hasten.bench.rounds import RungRun
 from hasten.bench.table import cell, format_value, print_ladder
 from hasten.errors import ResourceError
 from hasten.machine.files import write_json

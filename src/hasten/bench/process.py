@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 from hasten.errors import HastenError
@@ -52,72 +53,103 @@ class Rung:
     compile_cache: str | None = None
 
 
-class ChildError(Exception):
-    """The child failed: `message` in one line, and the child's own traceback if it raised something unforeseen."""
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What the child sends in place of an answer: one line, and its traceback if it raised something unforeseen."""
 
-    def __init__(self, message: str, child_traceback: str = "") -> None:
-        super().__init__(message, child_traceback)
-        self.message, self.child_traceback = message, child_traceback
+    message: str
+    traceback: str = ""
 
 
-class Child:
-    """The process of one rung, until it is closed.
+@dataclass(slots=True)
+class RungRun:
+    """One rung while its ladder runs: its process, and its rounds so far or the error that ended it.
 
-    Every wait raises ChildError when the child failed, was killed, or took longer than `timeout` seconds.
+    It failed when the child says so, was killed, or took longer than `timeout` seconds for an answer.
     """
 
-    def __init__(self, rung: Rung, *, timeout: float) -> None:
-        # spawn: a forked child would share the parent's threads, memory and CUDA state
-        context = multiprocessing.get_context("spawn")
-        self.timeout = timeout
-        self._connection, theirs = context.Pipe()
-        # Not a daemon: daemons may have no children, and rungs compile and load data in processes.
-        self._process = context.Process(target=serve, args=(theirs, rung), name="hasten rung")
-        self._process.start()
-        theirs.close()  # else the end of the child would not be noticed
+    rung: Rung
+    timeout: float = 3600.0
+    rounds: list[dict[str, float]] = field(default_factory=list)
+    description: dict[str, Any] = field(default_factory=dict)
+    again: dict[str, Any] | None = None  # the description after the second set-up
+    peak_memory_bytes: int = 0
+    error: str | None = None
+    traceback: str = ""
+    _process: BaseProcess | None = field(default=None, init=False)
+    _connection: Connection = field(init=False)
 
-    def wait_ready(self) -> dict[str, Any]:
-        """Waits until the child has set up; what the rung says of itself, and "setup_seconds"."""
-        return dict(self._receive())
+    def start(self) -> None:
+        """Set up a process, or two of a rung that leaves something behind; nothing after an error."""
+        if self.rung.twice and self.again is None:
+            self._set_up()
+            self.end()
+        self._set_up()
 
-    def measure(self) -> tuple[dict[str, float], int]:
-        """Has the child measure once: the metrics, and its peak above the baseline so far, in bytes."""
-        try:
-            self._connection.send("measure")
-        except BrokenPipeError:
-            raise ChildError(self._last_words()) from None
-        metrics, peak = self._receive()
-        return metrics, peak
+    def measure(self, *, counts: bool) -> None:
+        """Measure once; nothing without a process."""
+        if self._process is None or (answer := self._ask("measure")) is None:
+            return
+        metrics, peak = answer
+        self.peak_memory_bytes = max(self.peak_memory_bytes, peak)
+        if counts:
+            self.rounds.append(metrics)
 
-    def close(self, *, at_once: bool = False) -> None:
-        """Ends the child: politely first, so that it can end its own helpers, then by force. Can be called twice.
+    def end(self, *, at_once: bool = False) -> None:
+        """End the process: politely first, so that it can end its own helpers, then by force. Can be called twice.
 
         at_once: by force, in the middle of whatever it does.
         """
+        process, self._process = self._process, None
+        if process is None:
+            return
         if at_once:
-            self._process.terminate()
-        elif self._process.is_alive():
+            process.terminate()
+        elif process.is_alive():
             with contextlib.suppress(OSError):
                 self._connection.send("stop")
         self._connection.close()
-        self._process.join(2)
-        for force in (self._process.terminate, self._process.kill):
-            if self._process.is_alive():
+        process.join(2)
+        for force in (process.terminate, process.kill):
+            if process.is_alive():
                 force()
-                self._process.join(5)
+                process.join(5)
 
-    def _receive(self) -> Any:
+    def _set_up(self) -> None:
+        if self.error is not None:
+            return
+        # spawn: a forked child would share the parent's threads, memory and CUDA state
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        # Not a daemon: daemons may have no children, and rungs compile and load data in processes.
+        self._process = context.Process(target=serve, args=(theirs, self.rung), name="hasten rung")
+        self._process.start()
+        theirs.close()  # else the end of the child would not be noticed
+        if (description := self._ask()) is None:
+            return
+        if not self.description:  # a restarted process finds what the first one compiled and cached
+            self.description = description
+        elif self.again is None:
+            self.again = description
+
+    def _ask(self, question: str | None = None) -> Any:
+        """The next answer; None where it failed, which ends the process."""
+        answer: Any = Failure(f"no answer within {self.timeout:.0f} s")
         try:
-            if not self._connection.poll(self.timeout):
-                raise ChildError(f"no answer within {self.timeout:.0f} s")
-            answer = self._connection.recv()
-        except (EOFError, ConnectionResetError):
-            raise ChildError(self._last_words()) from None
-        if isinstance(answer, ChildError):
-            raise answer
-        return answer
+            if question is not None:
+                self._connection.send(question)
+            if self._connection.poll(self.timeout):
+                answer = self._connection.recv()
+        except (EOFError, ConnectionResetError, BrokenPipeError):
+            answer = Failure(self._last_words())
+        if not isinstance(answer, Failure):
+            return answer
+        self.error, self.traceback = answer.message, answer.traceback
+        self.end(at_once=True)
+        return None
 
     def _last_words(self) -> str:
+        assert self._process is not None
         self._process.join(10)
         status = self._process.exitcode
         if status is not None and status < 0:
@@ -140,10 +172,10 @@ def serve(connection: Connection, rung: Rung) -> None:
     except (EOFError, BrokenPipeError):  # the parent is gone: there is nobody to tell
         return
     except HastenError as error:
-        connection.send(ChildError(str(error)))
+        connection.send(Failure(str(error)))
     except BaseException as error:
         text = str(error).strip().splitlines()
-        connection.send(ChildError(f"{type(error).__name__}: {text[0] if text else ''}", traceback.format_exc()))
+        connection.send(Failure(f"{type(error).__name__}: {text[0] if text else ''}", traceback.format_exc()))
 
 
 def _work(connection: Connection, rung: Rung) -> None:

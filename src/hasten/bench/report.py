@@ -23,7 +23,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hasten.bench.rounds import RungRun
+    from hasten.bench.process import RungRun
     from hasten.machine import VendorLimits
 
 SCHEMA = 1
