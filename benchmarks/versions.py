@@ -36,6 +36,9 @@ given = {name: arguments[name] for name in inspect.signature(setup).parameters i
 if "ladder" in given:  # a version whose rungs are given objects
     from hasten.bench.generate import RUNGS, GenerateLadder
     given |= {"ladder": GenerateLadder(**given["ladder"]), "mode": RUNGS[arguments["rung"]]}
+if "config" in inspect.signature(setup).parameters:
+    from hasten.planning.shapes import shape_config
+    given["config"] = shape_config(arguments["shape"])
 rung = setup(**given)
 for line in sys.stdin:
     rung.measure() if line.strip() == "warm" else None

@@ -71,7 +71,7 @@ class LargestBatch(BenchmarkOptions):
                     name,
                     words,
                     "hasten.bench.largest_batch:LimitedRung",
-                    {"shape": self.shape, "steps": STEPS, "device": device},
+                    {"config": config, "steps": STEPS, "device": device},
                     device=device,
                     threads=self.threads,
                     seed=self.seed,

@@ -64,7 +64,7 @@ class TrainLadder(Ladder):
                 "the process": PROCESS_BYTES,
             }
             memory = check_fits(f"training {recipe.name} ({name})", parts, device)
-            arguments = {"recipe": own.to_json(), "shape": self.shape, "steps": self.steps, "device": device}
+            arguments = {"recipe": own.to_json(), "config": config, "steps": self.steps, "device": device}
             rungs.append(Rung(name, words, "hasten.bench.train:TrainRung", arguments, memory))
         report = self.measure(
             rungs,
@@ -87,6 +87,7 @@ class TrainLadder(Ladder):
 
 def recipe_and_config(ladder: TrainLadder) -> tuple[Recipe, ModelConfig]:
     """The recipe and the config of what is measured, the vocabulary unpadded."""
+    from hasten.training import build
     from hasten.training.recipe import Data, Recipe
 
     if (ladder.shape is None) == (ladder.recipe is None):
@@ -98,7 +99,8 @@ def recipe_and_config(ladder: TrainLadder) -> tuple[Recipe, ModelConfig]:
         recipe = known_recipe(str(ladder.recipe), "to measure")
         if recipe.data.tokenizer_kind == "character":
             recipe = replace(recipe, data=replace(recipe.data, vocab_size=characters(recipe.data.source)))
-        config = recipe_config(recipe, ladder.sequence_length or recipe.data.context)
+        positions = ladder.sequence_length or recipe.data.context
+        config = build.shape_config(recipe.model, vocab_size=recipe.data.vocab_size, positions=positions)
     data = replace(
         recipe.data,
         batch_size=recipe.data.batch_size if ladder.batch_size is None else ladder.batch_size,
@@ -122,13 +124,6 @@ def known_recipe(name: str, purpose: str) -> Recipe:
     return RECIPES[name]
 
 
-def recipe_config(recipe: Recipe, context: int) -> ModelConfig:
-    """Of a recipe's model with as many tokens as its data says."""
-    from hasten.training import build
-
-    return build.shape_config(recipe.model, vocab_size=recipe.data.vocab_size, positions=context)
-
-
 def characters(source: str) -> int:
     """Tokens of a vocabulary of characters: of the text where it is a file that is here, else tiny shakespeare's."""
     from hasten.data import train_characters
@@ -142,7 +137,7 @@ def characters(source: str) -> int:
 class TrainRung:
     """Set up in a child process: the model with the rung's techniques, its optimizer, and one batch."""
 
-    def __init__(self, *, recipe: Mapping[str, Any], shape: str | None, steps: int, device: str) -> None:
+    def __init__(self, *, recipe: Mapping[str, Any], config: ModelConfig, steps: int, device: str) -> None:
         import torch
 
         from hasten.data import Batch
@@ -151,17 +146,12 @@ class TrainRung:
         from hasten.training.layer_drop import draw_block_scales, keep_probabilities
         from hasten.training.recipe import Recipe
 
-        self.recipe = Recipe.from_json(recipe)
-        self.steps = steps
+        self.recipe, self.config, self.steps = Recipe.from_json(recipe), config, steps
         chosen, data, seed = self.recipe.techniques, self.recipe.data, self.recipe.run.seed
         if chosen.compile:
             require_compiler(device)
-        if shape is None:
-            self.config = recipe_config(self.recipe, data.context)
-        else:
-            self.config = shape_config(shape)
         # Random weights before the padding, so that they are the same on every rung.
-        model = initialize(self.config, seed=seed, device=torch.device(device))
+        model = initialize(config, seed=seed, device=torch.device(device))
         self.step = build.training_step(model, self.recipe)
         self.taken = 0
         self.block_scales = None
@@ -170,7 +160,7 @@ class TrainRung:
             self.block_scales = lambda step: [draw_block_scales(kept, seed=seed, step=step, micro_step=0)]
         generator = torch.Generator().manual_seed(seed)
         shaped = (data.batch_size, data.context + 1)
-        tokens = torch.randint(self.config.vocab_size, shaped, generator=generator).to(device)
+        tokens = torch.randint(config.vocab_size, shaped, generator=generator).to(device)
         # One batch again and again: its loss falls, and by as much on every rung that computes the same.
         self.batch = Batch(inputs=tokens[:, :-1].contiguous(), targets=tokens[:, 1:].contiguous(), documents=None)
 
