@@ -71,11 +71,11 @@ def their_format(model: str) -> str:
 
 def ladder(report: Report) -> str:
     """`hasten bench generate`, `train` and `heads`, as they print it."""
-    from hasten.bench.report import speed_metric
+    from hasten.bench.report import SPEED_METRICS
     from hasten.bench.table import COLUMNS, cell, format_value, limits_line, machine_line
 
-    rows, speed = report["rows"], speed_metric(report["kind"])
-    columns = [column for column in COLUMNS[report["kind"]] if any(row.get(column[1]) is not None for row in rows)]
+    rows, speed = report["rows"], SPEED_METRICS[report["kind"]]
+    columns = [column for column in COLUMNS if any(row.get(column[1]) is not None for row in rows)]
     body = []
     for row in rows:
         cells = [row["name"]]

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 EXPLICIT = {"reference": 4, "math": 4}  # kernels that write all scores to memory, and how many copies a gradient needs
 LEAST_SECONDS = 0.2  # of one measurement: short calls are repeated
-PHASES = ("forward", "forward_backward")
+PRODUCTS = {"forward": 1, "forward_backward": 3.5}  # of the forward pass: backward has five instead of two
+PHASES = tuple(PRODUCTS)
 WARM_TOKENS = 32
 SETTINGS = ("batch", "heads", "kv_heads", "head_dim", "dtype", "causal", "device", "rounds", "threads", "seed")
 
@@ -157,13 +158,11 @@ class AttentionGrowth(BenchmarkOptions):
 
     def _length(self, names: Sequence[str], tokens: int, before: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """One length: all kernels that fit, in interleaved rounds."""
-        points: list[dict[str, Any]] = []
+        points: dict[str, dict[str, Any]] = {name: {"kernel": name, "tokens": tokens} for name in names}
         rungs = []
-        for name in names:
-            points.append({"kernel": name, "tokens": tokens})
-            reason = self._too_much(name, tokens, before)
-            if reason is not None:
-                points[-1]["skipped"] = reason
+        for name, point in points.items():
+            if (reason := self._too_much(name, tokens, before)) is not None:
+                point["skipped"] = reason
                 continue
             arguments = {"kernel": name, "tokens": tokens, "call": self}
             rung = Rung(name, (), "hasten.bench.attention:AttentionRung", arguments)
@@ -175,16 +174,13 @@ class AttentionGrowth(BenchmarkOptions):
             tell=lambda text: say(f"{tokens} tokens, {text}"),
         )
         for run in runs:
-            point = next(point for point in points if point["kernel"] == run.rung.name)
-            point |= self._summary(run.rounds, tokens) if run.error is None else {"error": run.error}
-        return points
+            points[run.rung.name] |= self._summary(run.rounds, tokens) if run.error is None else {"error": run.error}
+        return list(points.values())
 
     def _summary(self, rounds: list[dict[str, float]], tokens: int) -> dict[str, Any]:
         found: dict[str, Any] = {}
-        for phase, products in zip(PHASES, (1, 3.5), strict=True):  # backward: five products instead of two
-            seconds = f"{phase}_seconds"
-            if seconds not in rounds[0]:
-                continue
+        for phase in self.phases:
+            seconds, products = f"{phase}_seconds", PRODUCTS[phase]
             found[seconds] = median(metrics[seconds] for metrics in rounds)
             found[f"{phase}_gflops"] = products * self.flops(tokens) / found[seconds] / 1e9
             found[f"{phase}_peak_bytes"] = rounds[0][f"{phase}_peak_bytes"]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hasten.bench.report import speed_metric
+from hasten.bench.report import SPEED_METRICS
 from hasten.bench.table import cell, format_value, limits_line, machine_line
 from hasten.errors import ResourceError
 from hasten.machine.files import replacing
@@ -31,7 +31,7 @@ def draw_ladder(report: Mapping[str, Any], path: str | Path, *, title: str) -> N
 
     The thin line over a bar goes from the slowest to the fastest round. Raises ResourceError if it cannot be written.
     """
-    rows, speed = report["rows"], speed_metric(report["kind"])
+    rows, speed = report["rows"], SPEED_METRICS[report["kind"]]
     worked = [row for row in rows if "error" not in row and row.get(speed) is not None]
     caches = len({row["cache_bytes_per_token"] for row in worked if "cache_bytes_per_token" in row}) > 1
     bars = []

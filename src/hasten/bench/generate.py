@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from tyro.conf import Suppress
 
 from hasten.bench.measure import Ladder
-from hasten.bench.models import ELEMENT_BYTES, BenchmarkModel, check_fits, choose_rungs
+from hasten.bench.models import BenchmarkModel, check_fits, choose_rungs
 from hasten.bench.process import Rung
 from hasten.errors import ConfigError
 
@@ -176,11 +176,12 @@ def measure(ladder: GenerateLadder, rungs: Mapping[str, DecodeMode]) -> dict[str
 
 def _check(ladder: GenerateLadder) -> None:
     """Raise ConfigError for what cannot be measured, before anything is allocated."""
+    from hasten.machine import resolve_dtype
+
     config = ladder.source.config()
     if ladder.text is not None and ladder.model is None:
         raise ConfigError("random weights predict no text; give --text with --model")
-    if ladder.dtype not in ELEMENT_BYTES:
-        raise ConfigError(f"dtype {ladder.dtype!r} is not known; use one of {', '.join(ELEMENT_BYTES)}")
+    resolve_dtype(ladder.dtype)  # raises for a name that is not known
     for option, numbers in (("--batches", ladder.batches), ("--contexts", ladder.contexts)):
         if any(number < 1 for number in numbers) or len(set(numbers)) != len(numbers):
             raise ConfigError(f"{option} takes different whole numbers from 1 up; found {', '.join(map(str, numbers))}")
@@ -202,9 +203,10 @@ def _memory(
     config: ModelConfig, ladder: GenerateLadder, rows: Collection[Mapping[str, Any]], *, wide: bool
 ) -> dict[str, int]:
     """Bytes of one rung, by what needs them. wide: readable blocks compute in float32, and keep their cache in it."""
+    from hasten.machine import resolve_dtype
     from hasten.planning.cost import kv_bytes_per_token, parameters
 
-    size = ELEMENT_BYTES[ladder.dtype]
+    size = resolve_dtype(ladder.dtype).itemsize
     width = 6 * config.hidden_size + 3 * config.intermediate_size + 4 * config.heads * config.head_dim
     tokens = sum(row["batch"] * (row["prompt_tokens"] + ladder.new_tokens) for row in rows)
     longest = max(row["batch"] * row["prompt_tokens"] for row in rows)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from hasten.bench.generate import TEXT_BYTES, DecodeMode, GenerateLadder
-from hasten.bench.models import ELEMENT_BYTES, require_compiler
+from hasten.bench.models import require_compiler
 
 if TYPE_CHECKING:
     import torch
@@ -34,7 +34,7 @@ class GenerateRung:
         source = replace(ladder.source, kv_heads=mode.kv_heads)
         self.model = source.build(dtype=resolve_dtype(dtype), device=device, seed=seed)
         self.config = self.model.config
-        self.weight_bytes: float = ELEMENT_BYTES[dtype]
+        self.weight_bytes: float = resolve_dtype(dtype).itemsize
         # Native kernels of a processor without such products compute in float32 too.
         self.matrix_dtype: str = dtype if emulated(dtype, device) is None else "float32"
         if mode.weights is not None or self.model.quantization is not None:

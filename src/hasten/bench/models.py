@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from hasten.model.config import ModelConfig
     from hasten.model.transformer import Transformer
 
-ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchmarkModel:

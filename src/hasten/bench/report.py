@@ -27,18 +27,8 @@ if TYPE_CHECKING:
     from hasten.machine import VendorLimits
 
 SCHEMA = 1
+# the metric that is the speed of a ladder, by its kind
 SPEED_METRICS = {"generate": "decode_tokens_per_second", "train": "tokens_per_second"}
-# (utilisation, speed, what one token costs in FLOPs)
-FLOP_UTILISATIONS = (
-    ("mfu", "tokens_per_second", "flops_per_token"),
-    ("prefill_mfu", "prefill_tokens_per_second", "prefill_flops_per_token"),
-)
-
-
-def speed_metric(kind: str) -> str:
-    """The metric that is the speed of a ladder of this kind."""
-    assert kind in SPEED_METRICS, kind
-    return SPEED_METRICS[kind]
 
 
 def build_report(
@@ -50,7 +40,7 @@ def build_report(
     limits: RungRun,
 ) -> dict[str, Any]:
     """The report of rungs that have run. `limits`: what measured the machine's limits beside them."""
-    speed, device = speed_metric(kind), limits.rung.device
+    speed, device = SPEED_METRICS[kind], limits.rung.device
     vendor = _vendor(machine, device)
     first = next((run for run in runs if run.error is None), None)
     rows: list[dict[str, Any]] = []
@@ -115,25 +105,21 @@ def _utilisation(
     vendor: VendorLimits | None,
 ) -> dict[str, float]:
     known = {**description, **metrics}
-    found: dict[str, float] = {}
-    if bandwidth := limit.get("bandwidth"):
-        found["bandwidth_gb_s"] = bandwidth / 1e9
-    if "decode_tokens_per_second" in known and known.get("bytes_per_token") is not None:
-        bytes_per_second = known["decode_tokens_per_second"] * known["bytes_per_token"]
-        if bandwidth:
-            found["mbu"] = bytes_per_second / bandwidth
-        if vendor:
-            found["vendor_mbu"] = bytes_per_second / vendor.bandwidth
-    dtype = known.get("matrix_dtype", "float32")
-    rate = limit.get(f"rate {dtype}")
-    for name, speed, work in FLOP_UTILISATIONS:
-        flops = known.get(work, known.get("flops_per_token"))
-        if speed not in known or flops is None:
+    dtype, flops = known.get("matrix_dtype", "float32"), known.get("flops_per_token")
+    bandwidth, rate = limit.get("bandwidth"), limit.get(f"rate {dtype}")
+    vendor_rate = vendor.bfloat16 if vendor and dtype == "bfloat16" else None
+    found = {"bandwidth_gb_s": bandwidth / 1e9} if bandwidth else {}
+    for name, speed, cost, measured, of_vendor in (
+        ("mbu", "decode_tokens_per_second", known.get("bytes_per_token"), bandwidth, vendor and vendor.bandwidth),
+        ("mfu", "tokens_per_second", flops, rate, vendor_rate),
+        ("prefill_mfu", "prefill_tokens_per_second", known.get("prefill_flops_per_token", flops), rate, vendor_rate),
+    ):
+        if speed not in known or cost is None:
             continue
-        if rate:
-            found[name] = known[speed] * flops / rate
-        if vendor and dtype == "bfloat16":
-            found[f"vendor_{name}"] = known[speed] * flops / vendor.bfloat16
+        if measured:
+            found[name] = known[speed] * cost / measured
+        if of_vendor:
+            found[f"vendor_{name}"] = known[speed] * cost / of_vendor
     return found
 
 

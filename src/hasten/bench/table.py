@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from hasten.bench.report import speed_metric
+from hasten.bench.report import SPEED_METRICS
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -16,31 +16,25 @@ if TYPE_CHECKING:
 # of the matrix rate that an MFU is over
 SHORT_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "int8": "int8"}
 # (heading, key, how a value is written), left to right; a column without any value is left out
-COLUMNS = {
-    "generate": (
-        ("decode tokens/s", "decode_tokens_per_second", "speed"),
-        ("of each", "decode_tokens_per_second_per_sequence", "speed"),
-        ("speed-up", "speedup", "times"),
-        ("ratio", "ratio", "times"),
-        ("MBU", "mbu", "percent"),
-        ("MBU (vendor)", "vendor_mbu", "percent"),
-        ("prefill tokens/s", "prefill_tokens_per_second", "speed"),
-        ("MFU", "prefill_mfu", "percent"),
-        ("perplexity", "perplexity", "exact"),
-        ("compile cold", "compile_seconds", "seconds"),
-        ("warm", "warm_compile_seconds", "seconds"),
-        ("cache bytes/token", "cache_bytes_per_token", "count"),
-        ("peak memory", "peak_memory_bytes", "bytes"),
-    ),
-    "train": (
-        ("tokens/s", "tokens_per_second", "speed"),
-        ("speed-up", "speedup", "times"),
-        ("MFU", "mfu", "percent"),
-        ("MFU (vendor)", "vendor_mfu", "percent"),
-        ("ms/batch", "milliseconds_per_batch", "speed"),
-        ("peak memory", "peak_memory_bytes", "bytes"),
-    ),
-}
+COLUMNS = (
+    ("decode tokens/s", "decode_tokens_per_second", "speed"),
+    ("of each", "decode_tokens_per_second_per_sequence", "speed"),
+    ("tokens/s", "tokens_per_second", "speed"),
+    ("speed-up", "speedup", "times"),
+    ("ratio", "ratio", "times"),
+    ("MBU", "mbu", "percent"),
+    ("MBU (vendor)", "vendor_mbu", "percent"),
+    ("prefill tokens/s", "prefill_tokens_per_second", "speed"),
+    ("MFU", "prefill_mfu", "percent"),
+    ("MFU", "mfu", "percent"),
+    ("MFU (vendor)", "vendor_mfu", "percent"),
+    ("ms/batch", "milliseconds_per_batch", "speed"),
+    ("perplexity", "perplexity", "exact"),
+    ("compile cold", "compile_seconds", "seconds"),
+    ("warm", "warm_compile_seconds", "seconds"),
+    ("cache bytes/token", "cache_bytes_per_token", "count"),
+    ("peak memory", "peak_memory_bytes", "bytes"),
+)
 
 
 def cell(row: Mapping[str, Any], key: str, style: str) -> str:
@@ -120,8 +114,8 @@ def print_ladder(report: Mapping[str, Any], console: Console | None = None) -> N
 
     console = console or standard_error(width=170)
     rows = report["rows"]
-    columns = [column for column in COLUMNS[report["kind"]] if any(row.get(column[1]) is not None for row in rows)]
-    speed = speed_metric(report["kind"])
+    columns = [column for column in COLUMNS if any(row.get(column[1]) is not None for row in rows)]
+    speed = SPEED_METRICS[report["kind"]]
     table = _table("rung", *(heading for heading, _, _ in columns))
     table.columns[0].no_wrap = True
     for row in rows:
@@ -144,11 +138,11 @@ def print_ladder(report: Mapping[str, Any], console: Console | None = None) -> N
     console.print(machine_line(report["machine"], str(report["limits"].get("device", "cpu"))), style="dim")
 
 
-def print_profile(profile: StepProfile, console: Console | None = None) -> None:
-    """Prints what `hasten train --profile` found; to standard error unless a console is given."""
+def print_profile(profile: StepProfile) -> None:
+    """Prints what `hasten train --profile` found, to standard error."""
     from rich.text import Text
 
-    console = console or standard_error(width=140)
+    console = standard_error(width=140)
     parts = _table("part", "ms", "of the step", "GFLOP", "GFLOP/s", "MB moved at least", "of its limit", "ms above it")
     for part in profile.parts:
         known = part.limit > 0

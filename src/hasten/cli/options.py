@@ -48,14 +48,10 @@ def with_chat_template(tokenizer: Tokenizer, path: Path, *, option: str) -> Toke
 
 def _several(wanted: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.PrimitiveConstructorSpec[Any] | None:
     """Tuples of names and of numbers: one word with commas, or several."""
-    kinds: dict[Any, tuple[type, str]] = {
-        tuple[str, ...]: (str, "NAME,..."),
-        tuple[int, ...]: (int, "INT,..."),
-        tuple[float, ...]: (float, "FLOAT,..."),
-    }
+    kinds: dict[Any, type] = {tuple[str, ...]: str, tuple[int, ...]: int, tuple[float, ...]: float}
     if wanted.type not in kinds:
         return None
-    kind, metavar = kinds[wanted.type]
+    kind = kinds[wanted.type]
 
     def read(words: list[str]) -> tuple[Any, ...]:
         parts = [part.strip() for word in words for part in word.split(",") if part.strip()]
@@ -67,7 +63,7 @@ def _several(wanted: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.P
 
     return tyro.constructors.PrimitiveConstructorSpec(
         nargs="*",
-        metavar=metavar,
+        metavar="NAME,..." if kind is str else f"{kind.__name__.upper()},...",
         instance_from_str=read,
         is_instance=lambda value: isinstance(value, tuple),
         str_from_instance=lambda value: [",".join(map(str, value))],
