@@ -56,7 +56,7 @@ def test_the_command_writes_report_and_pictures(tmp_path, capsys):
 
 
 def test_what_will_not_fit_or_takes_too_long_is_left_out_with_the_reason(monkeypatch):
-    monkeypatch.setattr("hasten.machine.available_memory", lambda device: 1 << 20)
+    monkeypatch.setattr("hasten.bench.attention.available_memory", lambda device: 1 << 20)
     plan = AttentionGrowth(**CALL, point_seconds=10)
     assert "1 MiB are free" in plan._too_much("reference", 4096, [])
     assert plan._too_much("flash", 4096, []) is None

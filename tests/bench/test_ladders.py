@@ -212,7 +212,7 @@ def test_a_model_that_does_not_fit_is_refused_before_anything_is_allocated(monke
     def never(*_: object, **__: object) -> None:
         raise AssertionError("a process was started")
 
-    monkeypatch.setattr("hasten.machine.available_memory", lambda device: 20 << 30)
+    monkeypatch.setattr("hasten.bench.models.available_memory", lambda device: 20 << 30)
     monkeypatch.setattr(Ladder, "measure", never)
     with pytest.raises(ResourceError, match=r"llama-70b .* needs about 1\d\d.\d GB on cpu \(138.0 GB weights"):
         GenerateLadder(shape="llama-70b", device="cpu").run()

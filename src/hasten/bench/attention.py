@@ -15,12 +15,25 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, Literal
 
+from hasten.bench.attention_picture import draw_growth
 from hasten.bench.measure import BenchmarkOptions, say
 from hasten.bench.models import check_finite
 from hasten.bench.process import Rung
 from hasten.bench.rounds import run_interleaved
+from hasten.bench.table import format_value, print_growth
 from hasten.errors import ConfigError
-from hasten.machine import thread_count
+from hasten.machine import (
+    available_cores,
+    available_memory,
+    describe,
+    peak_memory,
+    process_memory,
+    reset_peak_memory,
+    resolve_device,
+    resolve_dtype,
+    thread_count,
+)
+from hasten.ops.picker import pick
 
 if TYPE_CHECKING:
     from hasten.ops.attention import AttentionRequest
@@ -66,7 +79,6 @@ class AttentionGrowth(BenchmarkOptions):
 
     def run(self) -> dict[str, Any]:
         """Measure and return the report. Raises ConfigError for kernels that are unknown or cannot serve the call."""
-        from hasten.machine import available_cores, describe, resolve_device
 
         if not self.lengths or min(self.lengths) < 1 or self.rounds < 1:
             raise ConfigError(f"lengths and rounds start at 1; found {self.lengths} and {self.rounds}")
@@ -100,7 +112,6 @@ class AttentionGrowth(BenchmarkOptions):
         """The call that is measured, of one length."""
         import torch
 
-        from hasten.machine import resolve_dtype
         from hasten.ops.attention import AttentionRequest, AttentionSpec
 
         spec = AttentionSpec(
@@ -134,20 +145,17 @@ class AttentionGrowth(BenchmarkOptions):
 
     def draw(self, report: Mapping[str, Any], *paths: str | Path) -> None:
         """Time and memory against the length, as two PNGs."""
-        from hasten.bench.attention_picture import draw_growth
 
         draw_growth(report, *paths)
 
     def show(self, report: Mapping[str, Any]) -> bool:
         """Print the table to standard error; whether any kernel could be measured."""
-        from hasten.bench.table import print_growth
 
         print_growth(report)
         return any("rounds" in point for point in report["points"])
 
     def _kernels(self) -> tuple[list[str], dict[str, str]]:
         from hasten.ops.attention import KERNELS
-        from hasten.ops.picker import pick
 
         request = self.request(max(self.lengths))
         if self.kernels:
@@ -188,8 +196,6 @@ class AttentionGrowth(BenchmarkOptions):
 
     def _too_much(self, name: str, tokens: int, before: Sequence[dict[str, Any]]) -> str | None:
         """Why this point is left out: its scores will not fit, or it will take too long."""
-        from hasten.bench.table import format_value
-        from hasten.machine import available_memory
 
         scores = 4 * self.batch * self.heads * tokens**2
         need = EXPLICIT.get(name, 0) * scores * (2 if self.backward else 1) // 2
@@ -209,9 +215,7 @@ class AttentionRung:
     """Set up in a child: inputs of one length, for one kernel, after a warm-up on a few tokens."""
 
     def __init__(self, *, kernel: str, tokens: int, call: AttentionGrowth) -> None:
-        from hasten.machine import process_memory, reset_peak_memory
         from hasten.ops.attention import KERNELS
-        from hasten.ops.picker import pick
 
         self.call, self.request = call, call.request(tokens)
         self.device = self.request.device
@@ -249,7 +253,6 @@ class AttentionRung:
 
     def measure(self) -> dict[str, float]:
         """Seconds of each phase, and the peak memory so far after it; the second needs more than the first."""
-        from hasten.machine import peak_memory
 
         found: dict[str, float] = {}
         for phase in self.call.phases:

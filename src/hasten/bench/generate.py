@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from tyro.conf import Suppress
 
@@ -31,9 +31,9 @@ from hasten.bench.measure import Ladder
 from hasten.bench.models import BenchmarkModel, check_fits, choose_rungs
 from hasten.bench.process import Rung
 from hasten.errors import ConfigError
-
-if TYPE_CHECKING:
-    from hasten.model.config import ModelConfig
+from hasten.machine import emulated, resolve_device, resolve_dtype
+from hasten.model.config import ModelConfig
+from hasten.planning.cost import kv_bytes_per_token, parameters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +116,6 @@ class GenerateLadder(Ladder):
 
     def run(self) -> dict[str, Any]:
         """Measure and return the report. Raises ConfigError or ResourceError before anything is allocated."""
-        from hasten.machine import resolve_device
 
         names, stored = choose_rungs(RUNGS, self.rungs), self.source.quantized()
         on_cpu = resolve_device(self.device).type == "cpu"
@@ -138,7 +137,6 @@ class GenerateLadder(Ladder):
 
 def measure(ladder: GenerateLadder, rungs: Mapping[str, DecodeMode]) -> dict[str, Any]:
     """Run rungs given by name."""
-    from hasten.machine import emulated, resolve_device
 
     device = str(resolve_device(ladder.device))
     ladder = replace(ladder, device=device, dtype="bfloat16" if ladder.dtype == "auto" else ladder.dtype)
@@ -176,7 +174,6 @@ def measure(ladder: GenerateLadder, rungs: Mapping[str, DecodeMode]) -> dict[str
 
 def _check(ladder: GenerateLadder) -> None:
     """Raise ConfigError for what cannot be measured, before anything is allocated."""
-    from hasten.machine import resolve_dtype
 
     config = ladder.source.config()
     if ladder.text is not None and ladder.model is None:
@@ -203,8 +200,6 @@ def _memory(
     config: ModelConfig, ladder: GenerateLadder, rows: Collection[Mapping[str, Any]], *, wide: bool
 ) -> dict[str, int]:
     """Bytes of one rung, by what needs them. wide: readable blocks compute in float32, and keep their cache in it."""
-    from hasten.machine import resolve_dtype
-    from hasten.planning.cost import kv_bytes_per_token, parameters
 
     size = resolve_dtype(ladder.dtype).itemsize
     width = 6 * config.hidden_size + 3 * config.intermediate_size + 4 * config.heads * config.head_dim

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from hasten.bench.generate import TEXT_BYTES, DecodeMode, GenerateLadder
 from hasten.bench.models import require_compiler
+from hasten.machine import emulated, reset_peak_memory, resolve_dtype
+from hasten.planning.cost import decode_bytes_per_token, forward_flops_per_token, kv_bytes_per_token
 
 if TYPE_CHECKING:
     import torch
@@ -25,7 +27,6 @@ class GenerateRung:
 
     def __init__(self, *, ladder: GenerateLadder, mode: DecodeMode) -> None:
         from hasten.generation.compiled import compile_blocks
-        from hasten.machine import emulated, resolve_dtype
 
         device, seed = ladder.device, ladder.seed
         if mode.compiled:
@@ -55,7 +56,6 @@ class GenerateRung:
 
         Scales are among them.
         """
-        from hasten.machine import reset_peak_memory
         from hasten.model.fused import fuse
         from hasten.ops.linear.modules import PackedLinear
         from hasten.quantization import Int4, Int8, quantize
@@ -97,7 +97,6 @@ class GenerateRung:
         return facts
 
     def _facts(self, ending: str) -> dict[str, Any]:
-        from hasten.planning.cost import decode_bytes_per_token, forward_flops_per_token, kv_bytes_per_token
 
         size, row, stream = self.model.compute_dtype.itemsize, self.rows[ending], self.streams[ending]
         context = row["prompt_tokens"] + self.new_tokens // 2  # the mean of the tokens decoded

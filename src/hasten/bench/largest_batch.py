@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hasten.bench.draw import BAR, BAR_FIRST, Bar, draw_bars
 from hasten.bench.measure import BenchmarkOptions, say
@@ -22,9 +22,8 @@ from hasten.bench.table import format_value, machine_line
 from hasten.bench.train import TrainLadder, TrainRung, recipe_and_config
 from hasten.bench.train_rungs import recipes
 from hasten.errors import ConfigError
-
-if TYPE_CHECKING:
-    from hasten.training.recipe import Recipe
+from hasten.machine import describe, resolve_device
+from hasten.training.recipe import Recipe
 
 # What a process mostly says that was refused memory (in lower case), wherever in torch, Python or the C library it
 # noticed. Whatever else it says is put down to the limit only if the same batch passes without one.
@@ -53,7 +52,6 @@ class LargestBatch(BenchmarkOptions):
 
     def run(self, *, tell: Callable[[str], None] = say) -> dict[str, Any]:
         """Search and return the report. tell: called with a line about each try. Raises ConfigError."""
-        from hasten.machine import describe, resolve_device
 
         check_finite("--memory", self.memory, " GiB")
         check_finite("--timeout", self.timeout)

@@ -17,12 +17,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+from hasten.bench.draw import draw_ladder
 from hasten.bench.models import check_finite
 from hasten.bench.process import Rung
 from hasten.bench.report import build_report
 from hasten.bench.rounds import run_interleaved
+from hasten.bench.table import print_ladder
 from hasten.errors import ConfigError
-from hasten.machine import Threads, thread_count
+from hasten.machine import Threads, available_cores, available_memory, describe, resolve_device, thread_count
 from hasten.machine.progress import bars
 
 TIMEOUT = 3600.0  # seconds that a rung may take for one answer
@@ -112,8 +114,6 @@ class Ladder(BenchmarkOptions):
             )
         import torch
 
-        from hasten.machine import available_cores, available_memory, describe, resolve_device
-
         device = str(resolve_device(self.device))
         # Settled here, so that the report says it and every child has the same.
         threads = thread_count(self.threads) or min(torch.get_num_threads(), available_cores().physical)
@@ -163,13 +163,11 @@ class Ladder(BenchmarkOptions):
 
     def draw(self, report: Mapping[str, Any], path: str | Path) -> None:
         """The report as a PNG."""
-        from hasten.bench.draw import draw_ladder
 
         draw_ladder(report, path, title=self.title)
 
     def show(self, report: Mapping[str, Any]) -> bool:
         """Print the table to standard error; whether any rung could be measured."""
-        from hasten.bench.table import print_ladder
 
         say(f"{self.title}: {report['settings']['model']}")
         print_ladder(report)

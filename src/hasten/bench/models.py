@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hasten.errors import ConfigError, ResourceError
+from hasten.machine import available_memory, find_compiler
+from hasten.model.config import ModelConfig
 from hasten.planning.shapes import check_shape, shape_config
 
 if TYPE_CHECKING:
     import torch
 
-    from hasten.model.config import ModelConfig
     from hasten.model.transformer import Transformer
 
 
@@ -102,7 +103,6 @@ class BenchmarkModel:
 
 def check_fits(name: str, parts: Mapping[str, int], device: str) -> int:
     """The sum of `parts` (what needs how many bytes). Raises ResourceError with the figures if it is not free."""
-    from hasten.machine import available_memory
 
     needed, free = sum(parts.values()), available_memory(device)
     if needed > free:
@@ -136,7 +136,6 @@ def choose_rungs(known: Mapping[str, Any], wanted: tuple[str, ...]) -> list[str]
 
 def require_compiler(device: str) -> None:
     """Raise ResourceError where torch.compile has no C++ compiler to call (CPU)."""
-    from hasten.machine import find_compiler
 
     if device == "cpu" and find_compiler() is None:
         raise ResourceError(

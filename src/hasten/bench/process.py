@@ -19,6 +19,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from hasten.errors import HastenError
+from hasten.machine import configure, measure_limits, peak_memory, process_memory, reset_peak_memory
 from hasten.machine.threads import Threads
 
 
@@ -181,8 +182,6 @@ def serve(connection: Connection, rung: Rung) -> None:
 def _work(connection: Connection, rung: Rung) -> None:
     import torch  # noqa: F401 - the baseline is a process that has it
 
-    from hasten.machine import configure, peak_memory, process_memory, reset_peak_memory
-
     configure(threads=rung.threads, seed=rung.seed)
     reset_peak_memory()
     baseline = process_memory(rung.device)
@@ -202,7 +201,6 @@ class LimitsProbe:
         self.device, self.dtypes, self.seconds = device, dtypes, seconds
 
     def measure(self) -> dict[str, float]:
-        from hasten.machine import measure_limits
 
         limits = measure_limits(self.device, self.dtypes, seconds=self.seconds)
         return {"bandwidth": limits.bandwidth} | {f"rate {dtype}": rate for dtype, rate in limits.rates.items()}

@@ -20,6 +20,10 @@ from hasten.bench.process import Rung
 from hasten.bench.table import machine_line, print_ladder
 from hasten.bench.train import known_recipe
 from hasten.bench.train_rungs import recipes
+from hasten.machine import resolve_device
+from hasten.training.recipe import Recipe
+from hasten.training.schedules import learning_rate
+from hasten.training.stopping import StopRequest
 
 BEFORE, AFTER = "explicit-float32", "native-kernels"
 
@@ -55,7 +59,6 @@ class Race(Ladder):
 
     def run(self) -> dict[str, Any]:
         """Train and return the report. Raises ConfigError for what does not exist, DataError for the text."""
-        from hasten.machine import resolve_device
         from hasten.training.setup import prepare_data
 
         recipe = known_recipe(self.recipe, "to race with")
@@ -131,9 +134,7 @@ class RaceRung:
     """One contestant: trains for some seconds whenever it is asked to, and says where it is."""
 
     def __init__(self, *, recipe: Mapping[str, Any], seconds: float) -> None:
-        from hasten.training.recipe import Recipe
         from hasten.training.setup import set_up
-        from hasten.training.stopping import StopRequest
 
         self.recipe, self.seconds = Recipe.from_json(recipe), seconds
         self.setup = set_up(self.recipe, progress=False, stop=StopRequest())
@@ -171,7 +172,6 @@ class RaceRung:
 
     def _one(self) -> float:
         from hasten.training.layer_drop import block_scales_of_step
-        from hasten.training.schedules import learning_rate
 
         rate = learning_rate(
             self.recipe.schedule, peak=self.recipe.optimizer.learning_rate, step=self.step, total=self.recipe.run.steps

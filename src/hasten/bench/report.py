@@ -20,11 +20,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from hasten.bench.process import RungRun
-    from hasten.machine import VendorLimits
+from hasten.bench.process import RungRun
+from hasten.machine import VendorLimits, vendor_limits
 
 SCHEMA = 1
 # the metric that is the speed of a ladder, by its kind
@@ -139,7 +138,6 @@ def _limits(limits: RungRun, vendor: VendorLimits | None, device: str) -> dict[s
 
 
 def _vendor(machine: Mapping[str, Any], device: str) -> VendorLimits | None:
-    from hasten.machine import vendor_limits
 
     gpus = machine.get("gpus", [])
     if not device.startswith("cuda") or not gpus:

@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from hasten.bench.serve_workload import Planned, Workload
-from hasten.errors import ConfigError
+from hasten.errors import ConfigError, HastenError
+from hasten.generation.params import SamplingParams
+from hasten.serving.request import Request
 
 if TYPE_CHECKING:
     from hasten.serving.async_engine import AsyncEngine
@@ -145,9 +147,6 @@ class EngineTarget:
         self._count = 0
 
     async def ask(self, planned: Planned, workload: Workload, *, seed: int) -> RequestOutcome:
-        from hasten.errors import HastenError
-        from hasten.generation.params import SamplingParams
-        from hasten.serving.request import Request
 
         outcome = RequestOutcome(planned, prompt_tokens=len(planned.prompt))
         params = SamplingParams(

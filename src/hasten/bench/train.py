@@ -9,18 +9,19 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from hasten.bench.measure import Ladder
 from hasten.bench.models import check_fits, check_least, require_compiler
 from hasten.bench.process import Rung
 from hasten.bench.train_rungs import recipes
 from hasten.errors import ConfigError
+from hasten.machine import resolve_device, training_precision
+from hasten.model.config import ModelConfig
+from hasten.planning.cost import training_flops_per_token
 from hasten.planning.shapes import shape_config
-
-if TYPE_CHECKING:
-    from hasten.model.config import ModelConfig
-    from hasten.training.recipe import Recipe
+from hasten.training.recipe import Data, Recipe
+from hasten.training.recipes import RECIPES
 
 PROCESS_BYTES = 400 << 20
 TINY_SHAKESPEARE = 65  # characters that occur in it: the vocabulary of nanoGPT's character model
@@ -46,7 +47,6 @@ class TrainLadder(Ladder):
         """Measure and return the report. Raises ConfigError or ResourceError before anything is allocated."""
         import torch
 
-        from hasten.machine import resolve_device, training_precision
         from hasten.training.memory import step_memory
 
         device = str(resolve_device(self.device))
@@ -88,7 +88,6 @@ class TrainLadder(Ladder):
 def recipe_and_config(ladder: TrainLadder) -> tuple[Recipe, ModelConfig]:
     """The recipe and the config of what is measured, the vocabulary unpadded."""
     from hasten.training import build
-    from hasten.training.recipe import Data, Recipe
 
     if (ladder.shape is None) == (ladder.recipe is None):
         raise ConfigError("give one of --shape NAME and --recipe NAME")
@@ -116,7 +115,6 @@ def recipe_and_config(ladder: TrainLadder) -> tuple[Recipe, ModelConfig]:
 
 def known_recipe(name: str, purpose: str) -> Recipe:
     """A recipe that starts from random weights. Raises ConfigError where there is none of that name."""
-    from hasten.training.recipes import RECIPES
 
     known = [name for name, recipe in RECIPES.items() if recipe.init is None]
     if name not in known:
@@ -144,7 +142,6 @@ class TrainRung:
         from hasten.model.initialize import initialize
         from hasten.training import build
         from hasten.training.layer_drop import draw_block_scales, keep_probabilities
-        from hasten.training.recipe import Recipe
 
         self.recipe, self.config, self.steps = Recipe.from_json(recipe), config, steps
         chosen, data, seed = self.recipe.techniques, self.recipe.data, self.recipe.run.seed
@@ -166,7 +163,6 @@ class TrainRung:
 
     def describe(self) -> dict[str, Any]:
         """What one token costs: the model's FLOPs with the vocabulary unpadded, the same for every rung."""
-        from hasten.planning.cost import training_flops_per_token
 
         return {
             "flops_per_token": training_flops_per_token(self.config, self.recipe.data.context),

@@ -19,13 +19,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hasten.bench.models import choose_rungs
 from hasten.errors import ConfigError
-
-if TYPE_CHECKING:
-    from hasten.training.recipe import Recipe, Techniques
+from hasten.machine import emulated
+from hasten.training.recipe import Recipe, Techniques
 
 PADDING = 64
 LAYER_DROP = 0.5  # θ in the end, as in the paper
@@ -81,7 +80,6 @@ def possible(device: str, *, vocab_size: int | None, wanted: tuple[str, ...] = (
 
     Raises ConfigError where a wanted one does not.
     """
-    from hasten.machine import emulated
 
     found = dict(RUNGS)
     if "bf16" not in wanted and emulated("bfloat16", device) is not None:
@@ -102,7 +100,6 @@ def possible(device: str, *, vocab_size: int | None, wanted: tuple[str, ...] = (
 
 def techniques(rung: str, rungs: Rungs) -> Techniques:
     """Everything that is switched on at a rung of these."""
-    from hasten.training.recipe import Techniques
 
     found = dict(FIRST)
     for name, (_, adds) in rungs.items():

@@ -10,6 +10,7 @@ from hasten.bench.largest_batch import LargestBatch
 from hasten.bench.race import Race
 from hasten.bench.train import TrainLadder
 from hasten.cli.bench_serve import ServeBenchmark
+from hasten.cli.options import parse
 from hasten.errors import ConfigError
 from hasten.machine.files import require_writable, write_json
 
@@ -37,7 +38,6 @@ class Bench:
         name = arguments[0]
         if name not in LADDERS:
             raise ConfigError(f"there is no ladder {name!r}; known: {', '.join(LADDERS)}")
-        from hasten.cli.options import parse
 
         kind = LADDERS[name]
         run(parse(kind, arguments[1:], prog=f"hasten bench {name}", description=kind.__doc__))

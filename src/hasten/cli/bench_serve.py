@@ -11,12 +11,14 @@ import tyro
 
 from hasten.bench.draw import draw_curves
 from hasten.bench.measure import Benchmark, say
-from hasten.bench.models import check_least
+from hasten.bench.models import BenchmarkModel, check_least
 from hasten.bench.serve import DEFINITIONS, SCHEMA, LatencyLimits, measure
+from hasten.bench.serve_targets import EngineTarget, HttpTarget
 from hasten.bench.serve_workload import Workload
 from hasten.bench.table import machine_line
 from hasten.cli.options import EngineOptions, LoadOptions
 from hasten.errors import ConfigError
+from hasten.machine import describe
 from hasten.machine.progress import counter
 from hasten.serving.settings import EngineSettings
 
@@ -53,7 +55,6 @@ class ServeBenchmark(Benchmark, EngineOptions, LoadOptions):
 
     def run(self) -> dict[str, Any]:
         """Send the loads and return the report. Raises ConfigError for options that do not go together."""
-        from hasten.machine import describe
         from hasten.serving.api import require_packages
 
         if self.url is None and (self.model is None) == (self.shape is None):
@@ -113,7 +114,6 @@ class ServeBenchmark(Benchmark, EngineOptions, LoadOptions):
         return not any("error" in entry for entry in report["summary"])
 
     async def _measure(self) -> Any:
-        from hasten.bench.serve_targets import EngineTarget, HttpTarget
 
         target: EngineTarget | HttpTarget
         if self.url is not None:
@@ -154,8 +154,6 @@ class ServeBenchmark(Benchmark, EngineOptions, LoadOptions):
         if self.shape is None:
             return super().read_model(device)
         import torch
-
-        from hasten.bench.models import BenchmarkModel
 
         dtype = torch.bfloat16 if self.dtype == "auto" else getattr(torch, self.dtype)
         return BenchmarkModel(shape=self.shape).build(dtype=dtype, device=device, seed=self.workload.seed)

@@ -12,11 +12,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from hasten.errors import ConfigError
+from hasten.generation.params import SamplingParams
+from hasten.machine import configure
+from hasten.machine.files import write_json
+from hasten.machine.progress import share
 from hasten.machine.threads import Threads
+from hasten.training.recipe import Recipe, differences
 
 if TYPE_CHECKING:
     from hasten.data import TokenData
-    from hasten.training.recipe import Recipe
 
 PROMPT = 'def read_lines(path):\n    """'
 # How the time after training is spent, chosen so that the whole demo with the default minutes stays below ten.
@@ -53,7 +57,6 @@ class Demo:
         recipe.check()
         _say(1, "train a small model on the standard library of this Python")
         recipe = _chosen(recipe, resume=self.again == "resume")
-        from hasten.machine import configure
         from hasten.model.load import load
         from hasten.training.session import train
         from hasten.training.setup import prepare_data
@@ -109,11 +112,9 @@ def noise(loss: float, bigram: float, vocab_size: int, *, steps: int) -> str | N
 
 def _chosen(recipe: Recipe, *, resume: bool) -> Recipe:
     """The recipe with the size of model that this machine is fast enough for in the precision that it trains in."""
-    from hasten.machine import configure
     from hasten.training.checkpoint_state import find
     from hasten.training.fitting import fit
     from hasten.training.precision import choose_precision
-    from hasten.training.recipe import differences
     from hasten.training.recipes import DEMO_SIZES
     from hasten.training.run_folder import RunFolder
 
@@ -146,8 +147,6 @@ def _evaluate(model: Any, documents: list[str], data: TokenData, run: Path) -> d
 
     from hasten.data.bigram import bigram_loss
     from hasten.generation.perplexity import perplexity
-    from hasten.machine.files import write_json
-    from hasten.machine.progress import share
 
     with share("scored tokens") as progress:
         scores = asdict(perplexity(model, documents, progress=progress))
@@ -160,7 +159,6 @@ def _evaluate(model: Any, documents: list[str], data: TokenData, run: Path) -> d
 
 def _write(model: Any) -> None:
     from hasten.generation.generate import stream
-    from hasten.generation.params import SamplingParams
 
     params = SamplingParams(temperature=0.7, top_p=0.95, max_new_tokens=120, seed=0)
     print(PROMPT, end="")
@@ -174,7 +172,6 @@ def _measure(folder: Path, run: Path, documents: list[str], *, threads: Threads)
     from hasten.bench.draw import draw_ladder
     from hasten.bench.generate import GenerateLadder
     from hasten.bench.table import print_ladder
-    from hasten.machine.files import write_json
 
     with tempfile.TemporaryDirectory(prefix="hasten-demo-") as place:
         text = Path(place) / "held-out.txt"

@@ -7,11 +7,14 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from hasten.errors import ConfigError, ResourceError
+from hasten.machine import MATRIX_DTYPES, cache_root, cache_sizes, configure, describe, measure_limits, vendor_limits
+from hasten.machine.checkup import Finding, check_machine, check_rates
+from hasten.machine.files import require_writable, write_json
+from hasten.machine.progress import bars
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from hasten.machine.checkup import Finding
 
 SECONDS = 0.5  # for each measurement
 MARKS = {"ok": "[green]ok[/green]", "note": "[yellow]note[/yellow]", "missing": "[red]missing[/red]"}
@@ -27,7 +30,6 @@ class Doctor:
     """Leave out the measurements of memory bandwidth and matrix products (about ten seconds)."""
 
     def run(self) -> None:
-        from hasten.machine.files import require_writable, write_json
 
         require_writable(self.json)
         found = examine(quick=self.quick)
@@ -47,8 +49,6 @@ def examine(*, quick: bool = False) -> dict[str, Any]:
     except (ImportError, OSError) as error:
         advice = "pip install torch (see pytorch.org for the build that fits your GPU)"
         raise ResourceError(f"torch cannot be imported: {error}; {advice}") from error
-    from hasten.machine import cache_sizes, configure, describe
-    from hasten.machine.checkup import check_machine, check_rates
 
     configure()  # as many threads as every other command would take
     machine = describe()
@@ -68,7 +68,6 @@ def examine(*, quick: bool = False) -> dict[str, Any]:
 
 
 def _kernels() -> Finding:
-    from hasten.machine.checkup import Finding
     from hasten.ops.native import NONE, choose_isa
 
     try:
@@ -83,9 +82,6 @@ def _kernels() -> Finding:
 def _measure(device: str) -> dict[str, Any]:
     """Limits of one device, with the data sheet's where the device is known; a bar on standard error meanwhile."""
     import torch
-
-    from hasten.machine import MATRIX_DTYPES, measure_limits, vendor_limits
-    from hasten.machine.progress import bars
 
     with bars("count", "remaining") as progress:
         bar = progress.add_task("", total=2 + len(MATRIX_DTYPES))
@@ -109,8 +105,6 @@ def show(found: Mapping[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
-
-    from hasten.machine import cache_root
 
     console = Console(highlight=False)
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))

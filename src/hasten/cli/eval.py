@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass
 
 from hasten.cli.options import ModelOptions
 from hasten.errors import ConfigError
+from hasten.machine.files import require_writable, write_json
+from hasten.machine.progress import share
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,13 +29,11 @@ class Eval(ModelOptions):
     """Write perplexity, bits_per_byte, tokens and seconds as JSON to this file; "-": to standard output."""
 
     def run(self) -> None:
-        from hasten.machine.files import require_writable, write_json
 
         require_writable(self.json)
         if not self.overlap and self.stride is not None:
             raise ConfigError("--no-overlap is a stride of the whole context: give it or --stride, not both")
         from hasten.data import read_documents
-        from hasten.machine.progress import share
 
         documents = list(read_documents(self.text, limit_bytes=self.limit_bytes))
         model = self.load()

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
+from hasten.cli.explain_attention import ExplainAttention
 from hasten.cli.options import ModelOptions
+from hasten.machine.files import require_writable, write_json
+from hasten.machine.measured import known
 
 
 class Explain:
@@ -16,8 +19,6 @@ class Explain:
         import tyro
 
         if arguments and arguments[0] == "attention":
-            from hasten.cli.explain_attention import ExplainAttention
-
             tyro.cli(ExplainAttention, args=arguments[1:], prog="hasten explain attention").run()
             return
         note = "`hasten explain attention` tells of one call of attention instead of a model."
@@ -35,10 +36,8 @@ class ExplainModel(ModelOptions):
     "measured": {comparison: {name: seconds}}} to this file; "-": to stdout."""
 
     def run(self) -> None:
-        from hasten.machine.files import require_writable, write_json
 
         require_writable(self.json)
-        from hasten.machine.measured import known
         from hasten.model.binding import explain
         from hasten.model.wide import precision_of
 

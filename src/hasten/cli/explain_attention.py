@@ -9,6 +9,9 @@ import tyro
 
 from hasten.cli.options import same_fields
 from hasten.errors import ConfigError
+from hasten.machine import resolve_device
+from hasten.machine.files import require_writable, write_json
+from hasten.ops.picker import explain
 
 if TYPE_CHECKING:
     import torch
@@ -66,9 +69,7 @@ class ExplainAttention:
     """Write {"operator", "request", "kernel", "others": [{kernel, reason}], "score_bytes"} to a file; "-": stdout."""
 
     def run(self) -> None:
-        from hasten.machine.files import require_writable, write_json
         from hasten.ops.attention import KERNELS
-        from hasten.ops.picker import explain
 
         require_writable(self.json)
         request, absent = self.request()
@@ -166,8 +167,6 @@ class ExplainAttention:
 
     def _device(self) -> tuple[torch.device, bool]:
         import torch
-
-        from hasten.machine import resolve_device
 
         kind = self.device.partition(":")[0]
         if kind == "cuda" and not torch.cuda.is_available():

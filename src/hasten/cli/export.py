@@ -8,6 +8,9 @@ from typing import Annotated, Literal
 
 import tyro
 
+from hasten.machine import resolve_dtype
+from hasten.machine.files import require_writable, write_json
+
 
 @dataclass(frozen=True, kw_only=True)
 class Export:
@@ -30,12 +33,10 @@ class Export:
     """Write what was done as JSON to this file; "-": to standard output."""
 
     def run(self) -> None:
-        from hasten.machine.files import require_writable, write_json
 
         require_writable(self.json)
         from rich.console import Console
 
-        from hasten.machine import resolve_dtype
         from hasten.model.export import export_model
         from hasten.model.load import load
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from hasten.cli.options import ModelOptions, SamplingOptions
 from hasten.errors import ConfigError
+from hasten.machine.files import require_writable, write_json
 
 if TYPE_CHECKING:
     from hasten.generation.generate import Generation
@@ -27,7 +28,6 @@ class Generate(SamplingOptions, ModelOptions):
     """Write the result as JSON to this file; "-": to standard output, and nothing else there."""
 
     def run(self) -> None:
-        from hasten.machine.files import require_writable, write_json
 
         require_writable(self.json)
         if bool(self.prompt) == bool(self.prompt_ids):

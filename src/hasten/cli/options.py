@@ -13,6 +13,7 @@ import tyro
 
 from hasten.errors import CheckpointError, ConfigError
 from hasten.generation.params import SamplingParams, recommended
+from hasten.machine import configure, resolve_device
 from hasten.machine.threads import Threads
 from hasten.serving.settings import EngineSettings
 
@@ -91,7 +92,6 @@ class LoadOptions:
 
     def load(self) -> Transformer:
         """Load the model onto the device, with the threads and the seed set, quantized and fused as asked."""
-        from hasten.machine import configure, resolve_device
 
         configure(threads=self.threads, seed=getattr(self, "seed", None))
         model = self.read_model(str(resolve_device(self.device)))

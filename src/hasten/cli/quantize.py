@@ -9,6 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from hasten.cli.options import same_fields
+from hasten.errors import ConfigError
+from hasten.machine import configure, peak_memory
+from hasten.machine.files import require_writable, write_json
+from hasten.machine.progress import counter
 from hasten.machine.threads import Threads
 
 if TYPE_CHECKING:
@@ -52,7 +56,6 @@ class Quantize:
 
     def scheme_of(self) -> Scheme:
         """The library's scheme. Raises ConfigError for options that contradict each other."""
-        from hasten.errors import ConfigError
         from hasten.quantization import Int4, Int8
 
         if self.symmetric and self.asymmetric:
@@ -68,7 +71,6 @@ class Quantize:
 
     def check_output(self, source: Path) -> None:
         """Raise ConfigError, before any work, for an output folder whose files would be lost, or that is a file."""
-        from hasten.errors import ConfigError
 
         if self.output.exists() and not self.output.is_dir():
             raise ConfigError(f"--output {self.output} is a file; name a folder")
@@ -81,9 +83,6 @@ class Quantize:
     def run(self) -> None:
         from time import perf_counter
 
-        from hasten.machine import configure, peak_memory
-        from hasten.machine.files import require_writable, write_json
-        from hasten.machine.progress import counter
         from hasten.model.load import load, resolve_folder
         from hasten.quantization import quantize_to_folder
         from hasten.quantization.schemes import layer_formats

@@ -7,7 +7,9 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
+from hasten.bench.table import print_profile
 from hasten.cli.train_help import first_screen
+from hasten.machine.files import require_writable, write_json
 from hasten.training.recipe import Recipe
 from hasten.training.recipes import DESCRIPTIONS, RECIPES
 
@@ -37,7 +39,6 @@ class Train:
         if self.print_config:
             print(json.dumps(self.recipe.to_json(), indent=2))
             return
-        from hasten.machine.files import require_writable, write_json
 
         require_writable(self.json)
         if self.profile:
@@ -60,8 +61,6 @@ class Train:
         """Measure some steps and print the tables."""
         from pathlib import Path
 
-        from hasten.bench.table import print_profile
-        from hasten.machine.files import write_json
         from hasten.training.profile import profile
 
         folder = Path(self.recipe.run.folder).expanduser() / self.recipe.name / "profile"

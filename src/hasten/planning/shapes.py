@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hasten.errors import ConfigError
-
-if TYPE_CHECKING:
-    from hasten.model.config import ModelConfig
+from hasten.model.config import ModelConfig
 
 
 def _llama(hidden: int, inner: int, layers: int, heads: int, kv_heads: int, **changes: Any) -> dict[str, Any]:
