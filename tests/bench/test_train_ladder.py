@@ -7,7 +7,16 @@ import pytest
 
 from hasten.bench import train
 from hasten.bench.train import TrainLadder, TrainRung
-from hasten.bench.train_rungs import possible, switched_on, techniques
+from hasten.bench.train_rungs import Rungs, cumulative, possible
+from hasten.training.recipe import Techniques
+
+
+def techniques(name: str, rungs: Rungs) -> Techniques:
+    return cumulative(rungs)[name][0]
+
+
+def switched_on(name: str, rungs: Rungs) -> tuple[str, ...]:
+    return cumulative(rungs)[name][1]
 
 
 def test_training_ladder() -> None:

@@ -79,7 +79,6 @@ class AttentionGrowth(BenchmarkOptions):
 
     def run(self) -> dict[str, Any]:
         """Measure and return the report. Raises ConfigError for kernels that are unknown or cannot serve the call."""
-
         if not self.lengths or min(self.lengths) < 1 or self.rounds < 1:
             raise ConfigError(f"lengths and rounds start at 1; found {self.lengths} and {self.rounds}")
         check_finite("--point-seconds", self.point_seconds)
@@ -145,12 +144,10 @@ class AttentionGrowth(BenchmarkOptions):
 
     def draw(self, report: Mapping[str, Any], *paths: str | Path) -> None:
         """Time and memory against the length, as two PNGs."""
-
         draw_growth(report, *paths)
 
     def show(self, report: Mapping[str, Any]) -> bool:
         """Print the table to standard error; whether any kernel could be measured."""
-
         print_growth(report)
         return any("rounds" in point for point in report["points"])
 
@@ -196,7 +193,6 @@ class AttentionGrowth(BenchmarkOptions):
 
     def _too_much(self, name: str, tokens: int, before: Sequence[dict[str, Any]]) -> str | None:
         """Why this point is left out: its scores will not fit, or it will take too long."""
-
         scores = 4 * self.batch * self.heads * tokens**2
         need = EXPLICIT.get(name, 0) * scores * (2 if self.backward else 1) // 2
         free = available_memory(self.device)
@@ -253,7 +249,6 @@ class AttentionRung:
 
     def measure(self) -> dict[str, float]:
         """Seconds of each phase, and the peak memory so far after it; the second needs more than the first."""
-
         found: dict[str, float] = {}
         for phase in self.call.phases:
             calls, start = 1, time.perf_counter()

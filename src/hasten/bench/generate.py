@@ -114,9 +114,8 @@ class GenerateLadder(Ladder):
                 found[f"c{context}"] = {"batch": first, "prompt_tokens": context, "ratio_to": f"c{self.contexts[0]}"}
         return found
 
-    def run(self) -> dict[str, Any]:
-        """Measure and return the report. Raises ConfigError or ResourceError before anything is allocated."""
-
+    def modes(self) -> dict[str, DecodeMode]:
+        """The rungs to run, by name. Raises ConfigError for those that cannot be."""
         names, stored = choose_rungs(RUNGS, self.rungs), self.source.quantized()
         on_cpu = resolve_device(self.device).type == "cpu"
         if stored is not None:  # what runs it as it is; by default eager, and the native or compiled steps
@@ -132,49 +131,46 @@ class GenerateLadder(Ladder):
         elif not self.rungs:
             others = COMPILED_QUANTIZED if on_cpu else NATIVE
             names = [name for name in names if name not in others]
-        return measure(self, {name: RUNGS[name] for name in names})
+        return {name: RUNGS[name] for name in names}
 
-
-def measure(ladder: GenerateLadder, rungs: Mapping[str, DecodeMode]) -> dict[str, Any]:
-    """Run rungs given by name."""
-
-    device = str(resolve_device(ladder.device))
-    ladder = replace(ladder, device=device, dtype="bfloat16" if ladder.dtype == "auto" else ladder.dtype)
-    _check(ladder)
-    wide = emulated(ladder.dtype, device) is not None
-    quantized = ladder.source.quantized() is not None
-    made = []
-    for name, mode in rungs.items():
-        model = replace(ladder.source, kv_heads=mode.kv_heads)
-        parts = _memory(model.config(), ladder, ladder.rows(mode).values(), wide=wide)
-        if quantized:
-            parts["weights"] = model.stored_bytes()
-        memory = check_fits(f"{model.name} in {ladder.dtype}", parts, device)
-        shown = name if ladder.batches[0] == 1 else f"{name}-x{ladder.batches[0]}"
-        setup = "hasten.bench.generate_rung:GenerateRung"
-        made.append(Rung(shown, mode.techniques, setup, {"ladder": ladder, "mode": mode}, memory, twice=mode.compiled))
-    integers = quantized or any(mode.weights in ("int8", "int4") for mode in rungs.values())
-    return ladder.measure(
-        made,
-        kind="generate",
-        settings={
-            "model": f"{ladder.source.name}, {ladder.dtype}, {ladder.prompt_tokens} prompt tokens",
-            "weights": "checkpoint" if ladder.model else "random",
-            "dtype": ladder.dtype,
-            "batch": ladder.batches[0],
-            "batches": list(ladder.batches),
-            "prompt_tokens": ladder.prompt_tokens,
-            "contexts": list(ladder.contexts),
-            "new_tokens": ladder.new_tokens,
-            "text_bytes": None if ladder.text is None else TEXT_BYTES,
-        },
-        dtypes=("float32" if wide else ladder.dtype, *(("int8",) if integers else ())),
-    )
+    def run(self) -> dict[str, Any]:
+        """Measure and return the report. Raises ConfigError or ResourceError before anything is allocated."""
+        rungs, device = self.modes(), str(resolve_device(self.device))
+        ladder = replace(self, device=device, dtype="bfloat16" if self.dtype == "auto" else self.dtype)
+        _check(ladder)
+        wide = emulated(ladder.dtype, device) is not None
+        quantized = ladder.source.quantized() is not None
+        made = []
+        for name, mode in rungs.items():
+            model = replace(ladder.source, kv_heads=mode.kv_heads)
+            parts = _memory(model.config(), ladder, ladder.rows(mode).values(), wide=wide)
+            if quantized:
+                parts["weights"] = model.stored_bytes()
+            memory = check_fits(f"{model.name} in {ladder.dtype}", parts, device)
+            shown = name if ladder.batches[0] == 1 else f"{name}-x{ladder.batches[0]}"
+            setup, arguments = "hasten.bench.generate_rung:GenerateRung", {"ladder": ladder, "mode": mode}
+            made.append(Rung(shown, mode.techniques, setup, arguments, memory, twice=mode.compiled))
+        integers = quantized or any(mode.weights in ("int8", "int4") for mode in rungs.values())
+        return ladder.measure(
+            made,
+            kind="generate",
+            settings={
+                "model": f"{ladder.source.name}, {ladder.dtype}, {ladder.prompt_tokens} prompt tokens",
+                "weights": "checkpoint" if ladder.model else "random",
+                "dtype": ladder.dtype,
+                "batch": ladder.batches[0],
+                "batches": list(ladder.batches),
+                "prompt_tokens": ladder.prompt_tokens,
+                "contexts": list(ladder.contexts),
+                "new_tokens": ladder.new_tokens,
+                "text_bytes": None if ladder.text is None else TEXT_BYTES,
+            },
+            dtypes=("float32" if wide else ladder.dtype, *(("int8",) if integers else ())),
+        )
 
 
 def _check(ladder: GenerateLadder) -> None:
     """Raise ConfigError for what cannot be measured, before anything is allocated."""
-
     config = ladder.source.config()
     if ladder.text is not None and ladder.model is None:
         raise ConfigError("random weights predict no text; give --text with --model")
@@ -200,7 +196,6 @@ def _memory(
     config: ModelConfig, ladder: GenerateLadder, rows: Collection[Mapping[str, Any]], *, wide: bool
 ) -> dict[str, int]:
     """Bytes of one rung, by what needs them. wide: readable blocks compute in float32, and keep their cache in it."""
-
     size = resolve_dtype(ladder.dtype).itemsize
     width = 6 * config.hidden_size + 3 * config.intermediate_size + 4 * config.heads * config.head_dim
     tokens = sum(row["batch"] * (row["prompt_tokens"] + ladder.new_tokens) for row in rows)
@@ -225,14 +220,14 @@ class HeadsLadder(GenerateLadder):
     eager: bool = False
     """Do not compile."""
 
-    def run(self) -> dict[str, Any]:
-        """Measure and return the report. Raises ConfigError or ResourceError before anything is allocated."""
+    def modes(self) -> dict[str, DecodeMode]:
+        """The rungs to run, by name. Raises ConfigError for those that cannot be."""
         if self.model is not None or self.shape is None:
             raise ConfigError("the heads ladder builds the same model three times with other heads: use --shape")
         config = self.source.config()
         counts = dict(zip(HEADS, (config.heads, grouped(config.heads, config.kv_heads), 1), strict=True))
         names, how = choose_rungs(HEADS, self.rungs), "eager" if self.eager else "torch.compile"
-        rungs = {
+        return {
             name: DecodeMode(
                 techniques=(how, "static cache", f"{HEADS[name]}: {heads} key/value head{'s' * (heads > 1)}"),
                 compiled=not self.eager,
@@ -241,7 +236,6 @@ class HeadsLadder(GenerateLadder):
             for name, heads in counts.items()
             if name in names
         }
-        return measure(self, rungs)
 
 
 def grouped(heads: int, kv_heads: int) -> int:

@@ -97,7 +97,6 @@ class GenerateRung:
         return facts
 
     def _facts(self, ending: str) -> dict[str, Any]:
-
         size, row, stream = self.model.compute_dtype.itemsize, self.rows[ending], self.streams[ending]
         context = row["prompt_tokens"] + self.new_tokens // 2  # the mean of the tokens decoded
         facts: dict[str, Any] = {

@@ -52,7 +52,6 @@ class LargestBatch(BenchmarkOptions):
 
     def run(self, *, tell: Callable[[str], None] = say) -> dict[str, Any]:
         """Search and return the report. tell: called with a line about each try. Raises ConfigError."""
-
         check_finite("--memory", self.memory, " GiB")
         check_finite("--timeout", self.timeout)
         check_least("--most", self.most)

@@ -27,7 +27,6 @@ from hasten.errors import ConfigError
 from hasten.machine import Threads, available_cores, available_memory, describe, resolve_device, thread_count
 from hasten.machine.progress import bars
 
-TIMEOUT = 3600.0  # seconds that a rung may take for one answer
 LIMITS_SETUP = "hasten.bench.process:LimitsProbe"
 LIMITS_MEMORY = 1 << 30  # bytes the limits' own process needs at most for its buffer and matrices
 
@@ -99,7 +98,7 @@ class Ladder(BenchmarkOptions):
         """Runs the rungs and returns the report (see hasten.bench.report) as plain JSON values.
 
         `kind` is "generate" or "train" and decides which metric is the speed. `dtypes` are those whose matrix rate is
-        measured in every round. A rung that fails or does not answer within `TIMEOUT` seconds becomes a row with
+        measured in every round. A rung that fails or does not answer within an hour becomes a row with
         "error"; the others go on. Where all rungs together need more memory than is free, each is started anew for
         each round.
 
@@ -117,6 +116,7 @@ class Ladder(BenchmarkOptions):
         device = str(resolve_device(self.device))
         # Settled here, so that the report says it and every child has the same.
         threads = thread_count(self.threads) or min(torch.get_num_threads(), available_cores().physical)
+        process: dict[str, Any] = {"device": device, "threads": threads, "seed": self.seed}
         keep = sum(rung.memory_bytes for rung in rungs) + LIMITS_MEMORY <= available_memory(device)
         limits = {"device": device, "dtypes": tuple(dtypes), "seconds": self.limit_seconds}
         probe = Rung("limits", (), LIMITS_SETUP, limits)
@@ -126,23 +126,13 @@ class Ladder(BenchmarkOptions):
             bars("count", "elapsed") as progress,
         ):
             # Folders of their own: compiled for the first time, as on a machine that has never run them.
-            ready = [
-                replace(
-                    rung,
-                    device=device,
-                    threads=threads,
-                    seed=self.seed,
-                    compile_cache=os.path.join(place, rung.name),
-                )
-                for rung in (probe, *rungs)
-            ]
+            ready = [replace(rung, **process, compile_cache=os.path.join(place, rung.name)) for rung in (probe, *rungs)]
             bar = progress.add_task("", total=len(ready) * (self.rounds + (1 + self.warmup) * keep))
             measured_limits, *runs = run_interleaved(
                 ready,
                 rounds=self.rounds,
                 warmup=self.warmup,
                 keep=keep,
-                timeout=TIMEOUT,
                 tell=lambda text: progress.update(bar, description=text, advance=1),
             )
         return build_report(
@@ -150,9 +140,7 @@ class Ladder(BenchmarkOptions):
             machine=machine,
             settings={
                 **(settings or {}),
-                "device": device,
-                "threads": threads,
-                "seed": self.seed,
+                **process,
                 "rounds": self.rounds,
                 "warmup": self.warmup,
                 "interleaving": "processes kept" if keep else "processes restarted",
@@ -163,12 +151,10 @@ class Ladder(BenchmarkOptions):
 
     def draw(self, report: Mapping[str, Any], path: str | Path) -> None:
         """The report as a PNG."""
-
         draw_ladder(report, path, title=self.title)
 
     def show(self, report: Mapping[str, Any]) -> bool:
         """Print the table to standard error; whether any rung could be measured."""
-
         say(f"{self.title}: {report['settings']['model']}")
         print_ladder(report)
         return any("error" not in row for row in report["rows"])

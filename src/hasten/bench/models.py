@@ -103,7 +103,6 @@ class BenchmarkModel:
 
 def check_fits(name: str, parts: Mapping[str, int], device: str) -> int:
     """The sum of `parts` (what needs how many bytes). Raises ResourceError with the figures if it is not free."""
-
     needed, free = sum(parts.values()), available_memory(device)
     if needed > free:
         listed = ", ".join(f"{size / 1e9:.1f} GB {what}" for what, size in parts.items())
@@ -136,7 +135,6 @@ def choose_rungs(known: Mapping[str, Any], wanted: tuple[str, ...]) -> list[str]
 
 def require_compiler(device: str) -> None:
     """Raise ResourceError where torch.compile has no C++ compiler to call (CPU)."""
-
     if device == "cpu" and find_compiler() is None:
         raise ResourceError(
             "torch.compile needs a C++ compiler on a CPU and none is here; install g++ or clang++ (hasten doctor)"

@@ -201,6 +201,5 @@ class LimitsProbe:
         self.device, self.dtypes, self.seconds = device, dtypes, seconds
 
     def measure(self) -> dict[str, float]:
-
         limits = measure_limits(self.device, self.dtypes, seconds=self.seconds)
         return {"bandwidth": limits.bandwidth} | {f"rate {dtype}": rate for dtype, rate in limits.rates.items()}

@@ -11,7 +11,7 @@ def run_interleaved(
     rungs: Sequence[Rung],
     *,
     rounds: int,
-    timeout: float,
+    timeout: float = 3600.0,
     warmup: int = 0,
     keep: bool = True,
     tell: Callable[[str], None] = lambda text: None,

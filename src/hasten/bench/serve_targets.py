@@ -147,7 +147,6 @@ class EngineTarget:
         self._count = 0
 
     async def ask(self, planned: Planned, workload: Workload, *, seed: int) -> RequestOutcome:
-
         outcome = RequestOutcome(planned, prompt_tokens=len(planned.prompt))
         params = SamplingParams(
             temperature=workload.temperature, seed=seed, max_new_tokens=planned.output_tokens, ignore_eos=True

@@ -115,7 +115,6 @@ def recipe_and_config(ladder: TrainLadder) -> tuple[Recipe, ModelConfig]:
 
 def known_recipe(name: str, purpose: str) -> Recipe:
     """A recipe that starts from random weights. Raises ConfigError where there is none of that name."""
-
     known = [name for name, recipe in RECIPES.items() if recipe.init is None]
     if name not in known:
         raise ConfigError(f"there is no recipe {name!r} {purpose}; known: {', '.join(known)}")
@@ -163,7 +162,6 @@ class TrainRung:
 
     def describe(self) -> dict[str, Any]:
         """What one token costs: the model's FLOPs with the vocabulary unpadded, the same for every rung."""
-
         return {
             "flops_per_token": training_flops_per_token(self.config, self.recipe.data.context),
             "matrix_dtype": self.step.precision.name,

@@ -69,8 +69,9 @@ def recipes(
     Raises ConfigError for rungs that are unknown or change nothing.
     """
     active = possible(device, vocab_size=vocab_size, wanted=wanted)
+    switched_on = cumulative(active)
     return {
-        name: (replace(recipe, techniques=techniques(name, active)), switched_on(name, active))
+        name: (replace(recipe, techniques=switched_on[name][0]), switched_on[name][1])
         for name in choose_rungs(active, wanted)
     }
 
@@ -80,7 +81,6 @@ def possible(device: str, *, vocab_size: int | None, wanted: tuple[str, ...] = (
 
     Raises ConfigError where a wanted one does not.
     """
-
     found = dict(RUNGS)
     if "bf16" not in wanted and emulated("bfloat16", device) is not None:
         del found["bf16"]
@@ -98,25 +98,20 @@ def possible(device: str, *, vocab_size: int | None, wanted: tuple[str, ...] = (
     return found
 
 
-def techniques(rung: str, rungs: Rungs) -> Techniques:
-    """Everything that is switched on at a rung of these."""
+def cumulative(rungs: Rungs) -> dict[str, tuple[Techniques, tuple[str, ...]]]:
+    """Everything that is switched on at each rung of these, and in words.
 
-    found = dict(FIRST)
-    for name, (_, adds) in rungs.items():
-        found |= adds
-        if name == rung:
-            break
-    return Techniques(**found)
-
-
-def switched_on(rung: str, rungs: Rungs) -> tuple[str, ...]:
-    """The techniques of a rung of these in words: of those that replace each other the last, of the first its own."""
-    if rung == next(iter(rungs)):
-        return (rungs[rung][0],)
+    The words are those of the rungs below too, but for the first; of those that replace each other only the last.
+    """
+    fields = dict(FIRST)
     words: dict[str, str] = {}
-    for name in list(rungs)[1 : list(rungs).index(rung) + 1]:
-        text, adds = rungs[name]
+    found: dict[str, tuple[Techniques, tuple[str, ...]]] = {}
+    for name, (text, adds) in rungs.items():
+        fields |= adds
         kind = next((technique for technique in REPLACED if technique in adds), name)
         words.pop(kind, None)  # what comes in its place stands where it was switched on
         words[kind] = text
-    return tuple(words.values())
+        found[name] = Techniques(**fields), tuple(words.values())
+        if len(found) == 1:
+            words.clear()
+    return found

@@ -114,7 +114,6 @@ class ServeBenchmark(Benchmark, EngineOptions, LoadOptions):
         return not any("error" in entry for entry in report["summary"])
 
     async def _measure(self) -> Any:
-
         target: EngineTarget | HttpTarget
         if self.url is not None:
             target = HttpTarget(self.url, model=self.model, key=self.api_key, vocabulary=self.vocabulary)

@@ -15,7 +15,6 @@ from hasten.machine.progress import bars
 if TYPE_CHECKING:
     from rich.console import Console
 
-
 SECONDS = 0.5  # for each measurement
 MARKS = {"ok": "[green]ok[/green]", "note": "[yellow]note[/yellow]", "missing": "[red]missing[/red]"}
 
@@ -30,7 +29,6 @@ class Doctor:
     """Leave out the measurements of memory bandwidth and matrix products (about ten seconds)."""
 
     def run(self) -> None:
-
         require_writable(self.json)
         found = examine(quick=self.quick)
         write_json(self.json, found)
@@ -96,7 +94,7 @@ def _measure(device: str) -> dict[str, Any]:
     found["threads"] = torch.get_num_threads() if device == "cpu" else None
     vendor = vendor_limits(torch.cuda.get_device_name(device)) if device != "cpu" else None
     if vendor:
-        found["vendor"] = {"bandwidth": vendor.bandwidth, "bfloat16": vendor.bfloat16}
+        found["vendor"] = asdict(vendor)
     return found
 
 

@@ -29,7 +29,6 @@ class Eval(ModelOptions):
     """Write perplexity, bits_per_byte, tokens and seconds as JSON to this file; "-": to standard output."""
 
     def run(self) -> None:
-
         require_writable(self.json)
         if not self.overlap and self.stride is not None:
             raise ConfigError("--no-overlap is a stride of the whole context: give it or --stride, not both")

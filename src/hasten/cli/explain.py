@@ -36,7 +36,6 @@ class ExplainModel(ModelOptions):
     "measured": {comparison: {name: seconds}}} to this file; "-": to stdout."""
 
     def run(self) -> None:
-
         require_writable(self.json)
         from hasten.model.binding import explain
         from hasten.model.wide import precision_of

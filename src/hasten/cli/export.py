@@ -33,7 +33,6 @@ class Export:
     """Write what was done as JSON to this file; "-": to standard output."""
 
     def run(self) -> None:
-
         require_writable(self.json)
         from rich.console import Console
 

@@ -28,11 +28,11 @@ class Generate(SamplingOptions, ModelOptions):
     """Write the result as JSON to this file; "-": to standard output, and nothing else there."""
 
     def run(self) -> None:
-
         require_writable(self.json)
         if bool(self.prompt) == bool(self.prompt_ids):
             raise ConfigError("give one of --prompt TEXT and --prompt-ids ID …, and not both")
-        prompts: list[Any] = [list(self.prompt_ids)] if self.prompt_ids else [_text(text) for text in self.prompt]
+        texts = [sys.stdin.read() if text == "-" else text for text in self.prompt]
+        prompts: list[Any] = [list(self.prompt_ids)] if self.prompt_ids else texts
         # Compiled blocks are PyTorch's path; the fused ones are the other.
         model = (replace(self, fuse=False) if self.compile else self).load()
         from hasten.generation.generate import Generation, Timing
@@ -45,9 +45,10 @@ class Generate(SamplingOptions, ModelOptions):
         timing = Timing()
         run = Generation(model, prompts, params, compiled=self.compile, timing=timing)
         show = self.json != "-"
-        if show and len(prompts) == 1:
-            print(prompts[0] if isinstance(prompts[0], str) else "", end="", flush=True)
-        results = _run(run, stream=show and len(prompts) == 1, ids=model.tokenizer is None)
+        streamed = show and len(prompts) == 1
+        if streamed:
+            print(*texts, end="", flush=True)
+        results = _run(run, stream=streamed, ids=model.tokenizer is None)
         if show and len(prompts) > 1:
             for prompt, result in zip(prompts, results, strict=True):
                 print(f"--- {prompt!r}\n{prompt}{result['text']}")
@@ -63,12 +64,7 @@ class Generate(SamplingOptions, ModelOptions):
                 f"first after {timing.first_token:.2f} s]",
                 file=sys.stderr,
             )
-        if self.json is not None:
-            write_json(self.json, results[0] | speeds if len(results) == 1 else {"outputs": results} | speeds)
-
-
-def _text(text: str) -> str:
-    return sys.stdin.read() if text == "-" else text
+        write_json(self.json, (results[0] if len(results) == 1 else {"outputs": results}) | speeds)
 
 
 def _run(run: Generation, *, stream: bool, ids: bool) -> list[dict[str, Any]]:

@@ -92,7 +92,6 @@ class LoadOptions:
 
     def load(self) -> Transformer:
         """Load the model onto the device, with the threads and the seed set, quantized and fused as asked."""
-
         configure(threads=self.threads, seed=getattr(self, "seed", None))
         model = self.read_model(str(resolve_device(self.device)))
         if self.quantize != "none":

@@ -71,7 +71,6 @@ class Quantize:
 
     def check_output(self, source: Path) -> None:
         """Raise ConfigError, before any work, for an output folder whose files would be lost, or that is a file."""
-
         if self.output.exists() and not self.output.is_dir():
             raise ConfigError(f"--output {self.output} is a file; name a folder")
         if self.output.resolve() == source.resolve():
