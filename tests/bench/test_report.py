@@ -32,7 +32,7 @@ def report(runs: dict[str, RungRun], *, kind: str = "generate", **options: Any) 
         **{
             "kind": kind,
             "machine": MACHINE,
-            "settings": {"rounds": 4, "threads": 2},
+            "settings": {"model": "m", "rounds": 4, "threads": 2},
             "runs": list(runs.values()),
             "limits": LIMITS,
             **options,

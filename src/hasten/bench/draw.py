@@ -46,16 +46,14 @@ def draw_ladder(report: Mapping[str, Any], path: str | Path, *, title: str) -> N
         low, high = (row.get(end, {}).get(speed, value) for end in ("min", "max"))
         color = BAR_FIRST if row is worked[0] else BAR_FURTHER if "ratio_to" in row else BAR
         bars.append(Bar(row["name"], value, label, _shares(row, cache=caches), color, (low, high)))
-    settings = report.get("settings", {})
-    model = settings.get("model") or settings.get("shape") or settings.get("recipe")
-    device = str(report["limits"].get("device", "cpu"))
+    settings, device = report["settings"], report["limits"]["device"]
     threads = f", {settings['threads']} threads" if settings.get("threads") and device == "cpu" else ""
     machine = machine_line(report["machine"], device) + threads
     draw_bars(
         bars,
         path,
         title=title,
-        subtitle=f"{model} on {machine}" if model else machine,
+        subtitle=f"{settings['model']} on {machine}",
         x_label=UNITS[report["kind"]],
         foot=f"{limits_line(report)}. Medians of {settings.get('rounds', '?')} interleaved rounds",
         room=1.75 if caches else 1.5,

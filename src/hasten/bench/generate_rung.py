@@ -58,15 +58,12 @@ class GenerateRung:
         """
         from hasten.model.fused import fuse
         from hasten.ops.linear.modules import PackedLinear
-        from hasten.quantization import Int4, Int8, quantize
+        from hasten.quantization import Int4, Int8, Scheme, quantize
 
-        if self.model.quantization is not None:
-            pass  # by the checkpoint, in the format of this rung: the ladder has asked
-        elif mode.weights == "int8":
-            quantize(self.model, Int8(lm_head="same"))
-        elif mode.weights == "int4":
-            # Which scales are chosen changes the error, not the speed.
-            quantize(self.model, Int4(lm_head="same", search="minmax"))
+        int4 = Int4(lm_head="same", search="minmax")  # which scales are chosen changes the error, not the speed
+        schemes: dict[str | None, Scheme] = {"int8": Int8(lm_head="same"), "int4": int4}
+        if mode.weights in schemes and self.model.quantization is None:  # else in this rung's format already
+            quantize(self.model, schemes[mode.weights])
         if mode.fused:
             fuse(self.model)
         layers = [module for module in self.model.modules() if isinstance(module, PackedLinear)]

@@ -52,9 +52,8 @@ def build_report(
         assert first is not None
         facts = dict(run.description)
         further = facts.pop("rows", {})
-        for ending in ("", *further):
-            known = further[ending] if ending else facts
-            held = further[ending].get("ratio_to", "") if ending else None  # the ending of the row it is held against
+        for ending, known in {"": facts, **further}.items():
+            held = known.get("ratio_to", "") if ending else None  # the ending of the row it is held against
             rounds: list[dict[str, float]] = []
             for index, measured in enumerate(run.rounds):
                 metrics = _of_row(measured, ending)

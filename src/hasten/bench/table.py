@@ -135,7 +135,7 @@ def print_ladder(report: Mapping[str, Any], console: Console | None = None) -> N
         if "error" in row:
             console.print(f"{row['name']} failed: {row['error']}", style="red", markup=False, highlight=False)
     console.print(limits_line(report), style="dim", highlight=False)
-    console.print(machine_line(report["machine"], str(report["limits"].get("device", "cpu"))), style="dim")
+    console.print(machine_line(report["machine"], report["limits"]["device"]), style="dim")
 
 
 def print_profile(profile: StepProfile) -> None:
