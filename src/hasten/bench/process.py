@@ -78,7 +78,7 @@ class RungRun:
     error: str | None = None
     traceback: str = ""
     _process: BaseProcess | None = field(default=None, init=False)
-    _connection: Connection = field(init=False)
+    _connection: Connection = field(init=False, repr=False, compare=False)
 
     def start(self) -> None:
         """Set up a process, or two of a rung that leaves something behind; nothing after an error."""
@@ -101,8 +101,7 @@ class RungRun:
 
         at_once: by force, in the middle of whatever it does.
         """
-        process, self._process = self._process, None
-        if process is None:
+        if (process := self._process) is None:
             return
         if at_once:
             process.terminate()
@@ -115,6 +114,7 @@ class RungRun:
             if process.is_alive():
                 force()
                 process.join(5)
+        self._process = None
 
     def _set_up(self) -> None:
         if self.error is not None:
@@ -123,8 +123,9 @@ class RungRun:
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
         # Not a daemon: daemons may have no children, and rungs compile and load data in processes.
-        self._process = context.Process(target=serve, args=(theirs, self.rung), name="hasten rung")
-        self._process.start()
+        process = context.Process(target=serve, args=(theirs, self.rung), name="hasten rung")
+        process.start()
+        self._process = process
         theirs.close()  # else the end of the child would not be noticed
         if (description := self._ask()) is None:
             return
