@@ -168,9 +168,8 @@ def output(ids: list[int], **options: object) -> tuple[str, str | None, int]:
     out = OutputText(SamplingParams(**options), tokenizer=tokenizer, eos_ids=tokenizer.eos_ids)  # type: ignore[arg-type]
     text = ""
     for token in ids:
-        delta = out.push(token)
-        text += delta.text
-        if delta.finish_reason is not None:
+        text += out.push(token)
+        if out.finish_reason is not None:
             break
     return text, out.finish_reason, out.count
 
@@ -198,8 +197,8 @@ def test_a_stop_string_completed_by_the_flush_counts() -> None:
 
 def test_without_a_tokenizer_ids_still_end_an_output() -> None:
     out = OutputText(SamplingParams(max_new_tokens=9), tokenizer=None, eos_ids=(7,))
-    assert out.push(3).finish_reason is None
-    assert (out.push(7).finish_reason, out.count) == ("stop", 2)
+    assert (out.push(3), out.finish_reason) == ("", None)
+    assert (out.push(7), out.finish_reason, out.count) == ("", "stop", 2)
 
 
 def test_stop_ids() -> None:

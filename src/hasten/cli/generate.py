@@ -72,8 +72,8 @@ def _run(run: Generation, *, stream: bool, ids: bool) -> list[dict[str, Any]]:
     interrupted = False
     try:
         for step in run:
-            for _, token, delta in step if stream else ():
-                print(f"{token} " if ids else delta.text, end="", flush=True)
+            for _, token, text in step if stream else ():
+                print(f"{token} " if ids else text, end="", flush=True)
     except KeyboardInterrupt:
         interrupted = True
     if stream:

@@ -61,11 +61,11 @@ class Chat:
         run = Generation(self.model, [prompt], params, decoder=decoder, reused=self.reused, timing=timing)
         try:
             for step in run:
-                for _, token, delta in step:
+                for _, token, piece in step:
                     tokens.append(token)
-                    answer.append(delta.text)
-                    if delta.text:
-                        yield delta.text
+                    answer.append(piece)
+                    if piece:
+                        yield piece
         finally:
             # The cache holds the prompt and what was decoded; the newest token is not in it yet.
             self._cached = [*prompt, *tokens][: decoder.lengths[0]]

@@ -5,15 +5,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from hasten.errors import ConfigError
+from hasten.generation.batch_sampler import BatchSampler
 from hasten.generation.decoder import Decoder
 from hasten.generation.graphs import fastest_decoder
 from hasten.generation.params import SamplingParams
 from hasten.generation.prompts import Prompt, encode_prompts, end_ids, fit, params_of
-from hasten.generation.sampling import History, RowParams, banned_ends, next_tokens
-from hasten.generation.stopping import Delta, FinishReason, OutputText, stop_ids
+from hasten.generation.stopping import FinishReason, OutputText
 from hasten.model.transformer import Transformer
 
 
@@ -74,14 +72,14 @@ def stream(model: Transformer, prompt: Prompt, params: SamplingParams | None = N
     if len(run.prompts) != 1:
         raise ConfigError(f"stream takes one prompt, found {len(run.prompts)}; use generate for several")
     for step in run:
-        for _, _, delta in step:
-            if delta.text:
-                yield delta.text
+        for _, _, text in step:
+            if text:
+                yield text
 
 
 class Generation:
-    """Prompts being continued together. Iterating gives, for each step, (row, token, delta) of the unfinished rows.
-    `results` is what there is so far.
+    """Prompts being continued together. Iterating gives, for each step, (row, token, the text it added) of the
+    unfinished rows. `results` is what there is so far.
 
     decoder: one whose cache already holds the beginning of the (only) prompt, as a chat does; `reused` of its tokens
     are then not computed again.
@@ -126,29 +124,17 @@ class Generation:
             for prompt, taken, output in zip(self.prompts, self._taken, self.outputs, strict=True)
         ]
 
-    def __iter__(self) -> Iterator[list[tuple[int, int, Delta]]]:
-        timing, device, vocabulary = self.timing, self.model.device, self.model.config.vocab_size
-        settings = RowParams.stack(self.params, vocab_size=vocabulary, device=device)
-        history = (
-            History.of_prompts(self.prompts, vocab_size=vocabulary, device=device) if settings.needs_history else None
+    def __iter__(self) -> Iterator[list[tuple[int, int, str]]]:
+        timing, vocabulary = self.timing, self.model.config.vocab_size
+        sampler = BatchSampler(
+            self.params, self.prompts, eos_ids=self.eos_ids, vocab_size=vocabulary, device=self.model.device
         )
-        ends = [stop_ids(row, eos_ids=self.eos_ids) for row in self.params]
         start = time.perf_counter()
         logits = self.decoder.prefill([prompt[self.reused :] for prompt in self.prompts])
         active = [True] * len(self.prompts)
         for step in range(max(row.max_new_tokens for row in self.params)):
             # Everything that depends on the logits is queued before the one unavoidable wait, for the token itself.
-            tokens = next_tokens(
-                logits,
-                settings,
-                steps=torch.full((len(self.prompts),), step, device=device),
-                history=history,
-                banned=banned_ends(
-                    self.params, steps=[step] * len(ends), end_ids=ends, vocab_size=vocabulary, device=device
-                ),
-            )
-            if history is not None:
-                history.observe(tokens)
+            tokens = sampler.next_tokens(logits, steps=[step] * len(self.prompts))
             found = tokens.tolist()
             now = time.perf_counter()
             if step == 0:
@@ -159,8 +145,8 @@ class Generation:
                 timing.decode_seconds += now - start
                 timing.decode_tokens += sum(active)
             pushed = [(row, found[row], self.outputs[row].push(found[row])) for row, on in enumerate(active) if on]
-            for row, token, delta in pushed:
-                self._taken[row].append((token, delta.text))
+            for row, token, text in pushed:
+                self._taken[row].append((token, text))
             yield pushed
             active = [output.finish_reason is None for output in self.outputs]
             if not any(active):

@@ -7,7 +7,6 @@ import codecs
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 from hasten.generation.params import SamplingParams
@@ -94,12 +93,11 @@ class StopStrings:
         self._failure = [_failure_function(text) for text in self._stop]
         self._matched = [0] * len(self._stop)  # characters of each that the text so far ends with
         self._held = ""
-        self._stopped = False
         self.found: str | None = None  # the stop string that came
 
     def push(self, piece: str) -> tuple[str, bool]:
         """Take more text; give what may be shown, and whether a stop string was found (then nothing more comes)."""
-        if self._stopped:
+        if self.found is not None:
             return "", True
         if not self._stop:
             return piece, False
@@ -107,7 +105,7 @@ class StopStrings:
         for end in range(len(self._held), len(text)):
             length = self._step(text[end])
             if length:
-                self._stopped, self._held = True, ""
+                self._held = ""
                 return text[: end + 1 - length], True
         shown = len(text) - max(self._matched)
         self._held = text[shown:]
@@ -132,14 +130,6 @@ class StopStrings:
                 complete = k
                 self.found = text
         return complete
-
-
-@dataclass(frozen=True, slots=True)
-class Delta:
-    """What one token added: text to show (often empty), and why the output ends here, if it does."""
-
-    text: str
-    finish_reason: FinishReason | None = None
 
 
 class OutputText:
@@ -174,8 +164,8 @@ class OutputText:
         """The stop string that ended the output, or the one of `stop_token_ids`; None for all other ends."""
         return self._strings.found if self._ended_by is None else self._ended_by
 
-    def push(self, token_id: int) -> Delta:
-        """Take the next id. Nothing may be pushed after a finish reason was given."""
+    def push(self, token_id: int) -> str:
+        """Take the next id; give the text that may be shown now (often empty). Not after a finish reason was given."""
         assert self.finish_reason is None, "the output has ended"
         self.count += 1
         if token_id in self._stop_ids and self.count > self._params.min_new_tokens:
@@ -184,17 +174,15 @@ class OutputText:
         text, stopped = self._strings.push("" if self._stream is None else self._stream.push(token_id))
         if stopped:
             self.finish_reason = "stop"
-            return Delta(text, "stop")
-        if self.count >= self._params.max_new_tokens:
-            rest = self.finish("length")
-            return Delta(text + rest.text, rest.finish_reason)
-        return Delta(text)
+        elif self.count >= self._params.max_new_tokens:
+            text += self.finish("length")
+        return text
 
-    def finish(self, reason: FinishReason) -> Delta:
-        """End the output from outside (the cache is full, the user pressed Ctrl-C): the text still held back."""
+    def finish(self, reason: FinishReason) -> str:
+        """End the output from outside (a constraint is fulfilled); give the text that was still held back."""
         text, stopped = self._strings.push("" if self._stream is None else self._stream.flush())
         self.finish_reason = "stop" if stopped else reason
-        return Delta(text + self._strings.flush(), self.finish_reason)
+        return text + self._strings.flush()
 
 
 def stop_ids(params: SamplingParams, *, eos_ids: Collection[int]) -> frozenset[int]:

@@ -202,10 +202,9 @@ class Engine:
         scored: dict[tuple[BeamSearch, ScheduledSequence], int] = {}
         for entry, row in zip(plan, first, strict=True):
             sequence, state = entry.sequence, table.state_of(entry.sequence)
-            if table.scoring:
-                count = state.prompt_rows(entry)
-                state.score_prompt(entry.start, logits[row : row + count], self.texts)
-                row += count
+            if sequence.scored and entry.scored:
+                state.score_prompt(entry.start, logits[row : row + entry.scored], self.texts)
+                row += entry.scored
             if not entry.complete:
                 continue
             if state.prompt is sequence:
@@ -220,15 +219,11 @@ class Engine:
 
     def _compute(self, plan: list[ScheduledTokens]) -> tuple[Tensor, list[int]]:
         started = time.perf_counter()
-        rows = self._prompt_rows if self._table.scoring else None
-        computed = step_logits(self.model, self.cache, plan, self.blocks, prompt_rows=rows)
+        computed = step_logits(self.model, self.cache, plan, self.blocks)
         self._counts.model_seconds += time.perf_counter() - started
         self._counts.steps += 1
         self._counts.computed_tokens += sum(entry.count for entry in plan)
         return computed
-
-    def _prompt_rows(self, entry: ScheduledTokens) -> int:
-        return self._table.state_of(entry.sequence).prompt_rows(entry)
 
     def _grow(self, logits: Tensor, growing: dict[OutputSequence, int]) -> list[RequestOutput]:
         """Each output sequence takes what is sampled for it, from its row on."""

@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 from hasten.errors import ConfigError
+from hasten.generation.batch_sampler import BatchSampler
 from hasten.generation.paged import PagedCache, Rows
 from hasten.generation.prompts import check_ids
-from hasten.generation.sampling import History, RowParams, banned_ends, next_tokens
-from hasten.generation.stopping import stop_ids
 from hasten.model.context import training_context
 from hasten.model.transformer import Transformer
 from hasten.serving.blocks import BlockManager
@@ -34,13 +33,10 @@ def step_logits(
     cache: PagedCache,
     plan: Sequence[ScheduledTokens],
     blocks: BlockManager,
-    *,
-    prompt_rows: Callable[[ScheduledTokens], int] | None,
 ) -> tuple[Tensor, list[int]]:
     """Logits (R, V) float32 of the rows that are wanted, and the first of each of the plan's entries.
 
-    prompt_rows: how many of an entry's tokens predict one of its prompt, None where nobody wants that; their rows come
-    before those of its last token. Where none is wanted, the step only reads, and R is 1.
+    An entry's scored rows come before those of its last token. Where none is wanted, the step only reads, and R is 1.
     """
     tokens: list[int] = []
     wanted: list[int] = []
@@ -54,8 +50,8 @@ def step_logits(
         else:
             tokens += (sequence.tokens + drafts if drafts else sequence.tokens)[start : start + count]
         first.append(len(wanted))
-        if prompt_rows is not None:
-            wanted += range(at, at + prompt_rows(entry))
+        if sequence.scored:
+            wanted += range(at, at + entry.scored)
         if entry.complete:
             wanted += range(len(tokens) - 1 - len(drafts), len(tokens))
         rows.append(Rows(blocks.block_table(sequence.number), start, count))
@@ -117,9 +113,7 @@ class Sampler:
         self._key: tuple[int, ...] = ()
         self._drawn: list[int] = []  # indices of the rows that are more than an argmax
         self._rows: Tensor | None = None  # the same, where they are not all
-        self._ends: list[frozenset[int]] = []  # that end each of these
-        self._params: RowParams | None = None
-        self._history: History | None = None
+        self._batch: BatchSampler | None = None
         self._failures: dict[int, str] = {}  # of the last draw: rows whose constraint raised or left no token
 
     def sample(self, logits: Tensor, outputs: Sequence[OutputSequence], first: Sequence[int]) -> list[SampledTokens]:
@@ -171,29 +165,14 @@ class Sampler:
         if key != self._key:
             self._arrange(outputs)
             self._key = key
-        if not self._drawn:
+        if self._batch is None:
             return logits.argmax(dim=-1).tolist()
-        assert self._params is not None
         own, at = [outputs[i] for i in self._drawn], [steps[i] for i in self._drawn]
         part = logits if self._rows is None else logits[self._rows]
         for row, output, place in zip(part, own, self._drawn, strict=True):
             if output.constraint is not None:
                 self._constrain(row, output.constraint, place)
-        tokens = next_tokens(
-            part,
-            self._params,
-            steps=torch.tensor(at, device=self.device),
-            history=self._history,
-            banned=banned_ends(
-                [output.params for output in own],
-                steps=at,
-                end_ids=self._ends,
-                vocab_size=self.vocab_size,
-                device=self.device,
-            ),
-        )
-        if self._history is not None:
-            self._history.observe(tokens)
+        tokens = self._batch.next_tokens(part, steps=at)
         if self._rows is None:
             return tokens.tolist()
         found = logits.argmax(dim=-1)
@@ -211,19 +190,16 @@ class Sampler:
     def _arrange(self, outputs: Sequence[OutputSequence]) -> None:
         self._drawn = [i for i, one in enumerate(outputs) if not one.plain or one.count < one.params.min_new_tokens]
         own = [outputs[i] for i in self._drawn]
-        self._rows = self._params = self._history = None
+        self._rows = self._batch = None
         if not own:
             return
         if len(own) < len(outputs):
             self._rows = torch.tensor(self._drawn, device=self.device)
-        params = [output.params for output in own]
-        self._ends = [stop_ids(row, eos_ids=self.eos_ids) for row in params]
-        self._params = RowParams.stack(params, vocab_size=self.vocab_size, device=self.device)
-        if self._params.needs_history:
-            counted = [output if output.params.needs_history else None for output in own]
-            self._history = History.of_prompts(
-                [() if output is None else output.state.request.prompt for output in counted],
-                outputs=[() if output is None else output.generated for output in counted],
-                vocab_size=self.vocab_size,
-                device=self.device,
-            )
+        self._batch = BatchSampler(
+            [output.params for output in own],
+            [output.state.request.prompt if output.params.needs_history else () for output in own],
+            [output.generated if output.params.needs_history else () for output in own],
+            eos_ids=self.eos_ids,
+            vocab_size=self.vocab_size,
+            device=self.device,
+        )

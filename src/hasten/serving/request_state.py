@@ -26,7 +26,7 @@ from hasten.serving.request import (
     RequestRefused,
     TokenLogprob,
 )
-from hasten.serving.scheduler import ScheduledSequence, ScheduledTokens, Scheduler
+from hasten.serving.scheduler import ScheduledSequence, Scheduler
 
 _SEEDS = 2**63
 
@@ -82,15 +82,14 @@ class OutputSequence:
         return text, count
 
     def _append(self, token: int) -> str:
-        delta = self._output.push(token)
-        text, self.finish_reason = delta.text, delta.finish_reason
-        if self.constraint is not None and self.finish_reason is None:
+        output = self._output
+        text = output.push(token)
+        if self.constraint is not None and output.finish_reason is None:
             self.constraint.advance(token)
             if self.constraint.done:
-                rest = self._output.finish("stop")
-                text, self.finish_reason = text + rest.text, rest.finish_reason
-        if self.finish_reason is not None:
-            self.stop_reason = self._output.stop_reason
+                text += output.finish("stop")
+        if output.finish_reason is not None:
+            self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
         return text
 
 
@@ -121,6 +120,7 @@ class RequestState:
         self.prompt_logprobs: list[TokenLogprob | None] | None = None
         if request.prompt_logprobs is not None:
             self.prompt_logprobs = [None] * len(request.prompt)
+            prompt.scored = len(request.prompt) - 1  # the last one predicts the answer
         self._tokenizer, self._eos_ids = tokenizer, eos_ids
         self._cached_tokens = 0
         self._emitted = False
@@ -147,7 +147,7 @@ class RequestState:
         """The prompt is computed: its sequence becomes the first beam, or the output sequences by forks of it."""
         prompt, request = self.prompt, self.request
         assert prompt is not None
-        self.prompt, self._cached_tokens = None, prompt.cached
+        self.prompt, self._cached_tokens, prompt.scored = None, prompt.cached, 0
         if request.beam_width:
             self.search = BeamSearch(request, prompt, end_ids=stop_ids(request.params, eos_ids=self._eos_ids))
             return
@@ -155,23 +155,13 @@ class RequestState:
             sequence = scheduler.fork(prompt) if index else prompt
             self.outputs.append(OutputSequence(self, index=index, sequence=sequence))
 
-    # -- the prompt's log-probabilities, gathered while it is read in chunks ------------------------------------------
-
-    def prompt_rows(self, scheduled: ScheduledTokens) -> int:
-        """How many of these tokens predict one of the prompt whose log-probability is wanted."""
-        if self.prompt_logprobs is None or self.prompt is not scheduled.sequence:
-            return 0
-        return max(0, min(scheduled.end, len(self.request.prompt) - 1) - scheduled.start)
-
     def score_prompt(self, start: int, logits: Tensor, texts: TokenTexts) -> None:
         """Keep what the logits (R, V) float32 of the prompt's tokens from `start` on say of those that follow."""
-        count = len(logits)
-        if count:
-            assert self.prompt_logprobs is not None
-            following = slice(start + 1, start + 1 + count)
-            tops = [self.request.prompt_logprobs or 0] * count
-            found = token_logprobs(logits, self.request.prompt[following], tops=tops, texts=texts)
-            self.prompt_logprobs[following] = found
+        assert self.prompt_logprobs is not None
+        following = slice(start + 1, start + 1 + len(logits))
+        tops = [self.request.prompt_logprobs or 0] * len(logits)
+        found = token_logprobs(logits, self.request.prompt[following], tops=tops, texts=texts)
+        self.prompt_logprobs[following] = found
 
     # -- what is given out --------------------------------------------------------------------------------------------
 
@@ -198,7 +188,7 @@ class RequestState:
         found = []
         for index, beam in enumerate(self.search.complete[: self.request.n]):
             output = self.output_text()
-            text = "".join(output.push(token).text for token in beam.tokens)
+            text = "".join(output.push(token) for token in beam.tokens)
             reasons = output.finish_reason, output.stop_reason
             found.append(self._emit(index, *reasons, text, beam.tokens, beam.logprobs))
         return found + self.emit_end("error", f"the search found {len(found)} of {self.request.n} texts")
@@ -240,14 +230,12 @@ class RequestTable:
     def __init__(self) -> None:
         self.states: dict[str, RequestState] = {}
         self.outputs: dict[ScheduledSequence, OutputSequence] = {}  # that grow; prompts and beams have none
-        self.scoring = 0  # those that want their prompt's log-probabilities
         self._by_number: dict[int, RequestState] = {}
         self._earliest_deadline = math.inf  # of those that are here, or were
         self._ends: deque[float] = deque(maxlen=32)
 
     def add(self, state: RequestState) -> None:
         self.states[state.request.id] = self._by_number[state.number] = state
-        self.scoring += state.prompt_logprobs is not None
         self._earliest_deadline = min(self._earliest_deadline, state.deadline)
 
     def state_of(self, sequence: ScheduledSequence) -> RequestState:
@@ -256,7 +244,6 @@ class RequestTable:
     def remove(self, state: RequestState) -> None:
         """The request is complete, or given up."""
         del self.states[state.request.id], self._by_number[state.number]
-        self.scoring -= state.prompt_logprobs is not None
         self._ends.append(time.monotonic())
 
     def expired(self) -> list[RequestState]:

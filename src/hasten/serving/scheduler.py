@@ -33,7 +33,7 @@ class ScheduledSequence:
 
     order: (priority, arrival of the request, number within it): smaller is served first and preempted last. slots:
     how many sequences it will become (samples that still share their prompt). drafts: guessed tokens behind `tokens`,
-    to be verified in the next step.
+    to be verified in the next step. scored: of its first tokens, those whose logits are wanted too.
     """
 
     number: int
@@ -46,6 +46,7 @@ class ScheduledSequence:
     cached: int = 0  # tokens found in the prefix cache when it was first begun
     running: bool = False
     begun: bool = False
+    scored: int = 0
 
     @property
     def request(self) -> int:
@@ -77,6 +78,11 @@ class ScheduledTokens:
     def complete(self) -> bool:
         """Whether it gets to its last token, so that the next can be drawn."""
         return self.end == self.sequence.target
+
+    @property
+    def scored(self) -> int:
+        """How many of its logits are wanted beside those of its last token."""
+        return max(0, min(self.end, self.sequence.scored) - self.start)
 
 
 Entries = dict[ScheduledSequence, ScheduledTokens]
