@@ -56,20 +56,14 @@ class Chat:
             self.reused = 0
         decoder.truncate(self.reused)
         self._cached = self._cached[: self.reused]
-        answer: list[str] = []
-        tokens: list[int] = []
         run = Generation(self.model, [prompt], params, decoder=decoder, reused=self.reused, timing=timing)
         try:
-            for step in run:
-                for _, token, piece in step:
-                    tokens.append(token)
-                    answer.append(piece)
-                    if piece:
-                        yield piece
+            yield from run.texts()
         finally:
+            (answer,) = run.results()
             # The cache holds the prompt and what was decoded; the newest token is not in it yet.
-            self._cached = [*prompt, *tokens][: decoder.lengths[0]]
-            self.messages.append({"role": "assistant", "content": "".join(answer)})
+            self._cached = [*prompt, *answer.tokens][: decoder.lengths[0]]
+            self.messages.append({"role": "assistant", "content": answer.text})
 
     def _with_room(self, tokens: int) -> Decoder:
         """The decoder, with a cache of at least so many tokens: doubled when it must grow, its contents kept."""

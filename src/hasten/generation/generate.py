@@ -71,10 +71,7 @@ def stream(model: Transformer, prompt: Prompt, params: SamplingParams | None = N
     run = Generation(model, prompt, params, **settings)
     if len(run.prompts) != 1:
         raise ConfigError(f"stream takes one prompt, found {len(run.prompts)}; use generate for several")
-    for step in run:
-        for _, _, text in step:
-            if text:
-                yield text
+    yield from run.texts()
 
 
 class Generation:
@@ -123,6 +120,11 @@ class Generation:
             )
             for prompt, taken, output in zip(self.prompts, self._taken, self.outputs, strict=True)
         ]
+
+    def texts(self) -> Iterator[str]:
+        """The pieces of text as they come, of all rows."""
+        for step in self:
+            yield from (text for _, _, text in step if text)
 
     def __iter__(self) -> Iterator[list[tuple[int, int, str]]]:
         timing, vocabulary = self.timing, self.model.config.vocab_size

@@ -80,14 +80,14 @@ def end_ids(model: Transformer) -> frozenset[int]:
     return frozenset(token for token in found if isinstance(token, int) and 0 <= token < model.config.vocab_size)
 
 
-def fit(params: SamplingParams, prompt: int, model: Transformer) -> SamplingParams:
-    """Shorten max_new_tokens to the positions that the model has left.
+def fit(params: SamplingParams, prompt: int, model: Transformer, *, length: int | None = None) -> SamplingParams:
+    """Shorten max_new_tokens to what is left of `length` tokens (by default the model's positions).
 
     ConfigError if the prompt takes them all, or for stop strings without a tokenizer.
     """
     if params.stop and model.tokenizer is None:
         raise ConfigError("stop strings need text, and this model's folder has no tokenizer; use stop_token_ids")
-    left = model.config.max_positions - prompt
+    left = (length or model.config.max_positions) - prompt
     if left < 1:
         raise ConfigError(
             f"the prompt has {prompt} tokens and the model {model.config.max_positions} positions; shorten the prompt"

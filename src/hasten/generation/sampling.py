@@ -268,13 +268,12 @@ def exponential_noise(seeds: Tensor, steps: Tensor, *, vocab_size: int) -> Tenso
     """
     ids = torch.arange(1, vocab_size + 1, dtype=torch.int64, device=seeds.device) * _GOLDEN  # (V,)
     key = _mix(_mix(seeds) + steps * _GOLDEN)[:, None]  # (B, 1)
-    if seeds.device.type != "cpu" or torch.compiler.is_compiling():
-        return _exponential(_mix(key + ids))
-    # A few rows at a time, in place: what is written is still in a core's own cache when the next operation reads it.
+    # On a CPU a few rows at a time: what is written is still in a core's own cache when the next operation reads it.
     # (32 rows of 32,000 tokens at once took ten times as long.)
-    rows = max(1, _ROWS_ELEMENTS // vocab_size)
-    noise = torch.empty(len(seeds), vocab_size)
-    bits = torch.empty(rows, vocab_size, dtype=torch.int64)
+    in_cache = seeds.device.type == "cpu" and not torch.compiler.is_compiling()
+    rows = max(1, _ROWS_ELEMENTS // vocab_size) if in_cache else len(seeds)
+    noise = torch.empty(len(seeds), vocab_size, device=seeds.device)
+    bits = torch.empty(rows, vocab_size, dtype=torch.int64, device=seeds.device)
     spare = torch.empty_like(bits)
     for start in range(0, len(seeds), rows):
         part = key[start : start + rows]
@@ -288,12 +287,6 @@ def exponential_noise(seeds: Tensor, steps: Tensor, *, vocab_size: int) -> Tenso
         torch.bitwise_right_shift(own, 11, out=other).bitwise_and_((1 << 53) - 1)
         target.copy_(other).mul_(2.0**-53).clamp_(2.0**-54, 1 - 2.0**-24).neg_().log1p_().neg_()
     return noise
-
-
-def _exponential(bits: Tensor) -> Tensor:
-    """Random bits, int64 -> Exp(1), float32, by the inverse of its distribution."""
-    uniform = _shift_right(bits, 11).float() * 2.0**-53
-    return -torch.log1p(-uniform.clamp(2.0**-54, 1 - 2.0**-24))
 
 
 def _signed(value: int) -> int:

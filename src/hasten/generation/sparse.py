@@ -47,7 +47,7 @@ class SparseSight:
 
     def block_masks(self, tokens: int) -> list[BlockMask]:
         """For each layer, the mask of a text of so many tokens that begins at position 0."""
-        return [_block_mask(self.pattern, tokens, self.heads, layer) for layer in range(self.count)]
+        return [_block_mask(self.pattern, tokens, heads=self.heads, layer=layer) for layer in range(self.count)]
 
 
 @functools.lru_cache(maxsize=64)
@@ -55,6 +55,4 @@ def _table(pattern: Pattern, blocks: int, heads: int, layer: int) -> Tensor:
     return dense_blocks(pattern.layout(blocks, heads=heads, layer=layer))
 
 
-@functools.lru_cache(maxsize=64)
-def _block_mask(pattern: Pattern, tokens: int, heads: int, layer: int) -> BlockMask:
-    return BlockMask.of(pattern, tokens, heads=heads, layer=layer)
+_block_mask = functools.lru_cache(maxsize=64)(BlockMask.of)

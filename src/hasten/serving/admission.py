@@ -34,12 +34,9 @@ def admitted(
             )
         if prompt >= max_length:
             raise ConfigError(f"the prompt has {prompt} tokens; prompt and answer may have {max_length} together")
-        params = fit(request.params, prompt, model)
+        params = fit(request.params, prompt, model, length=max_length)
     except ConfigError as error:
         raise RequestRefused(str(error)) from error
-    if prompt + params.max_new_tokens > max_length:
-        left = max_length - prompt
-        params = dataclasses.replace(params, max_new_tokens=left, min_new_tokens=min(params.min_new_tokens, left))
     length = prompt + params.max_new_tokens - 1  # the last token's keys are never needed
     needed = -(-length // settings.block_size)
     if request.beam_width:  # beams need each other: all of them at once

@@ -45,7 +45,7 @@ class AsyncEngine:
 
     @property
     def healthy(self) -> bool:
-        return self.engine.error is None and self.thread.alive
+        return self.error is None
 
     @property
     def error(self) -> str | None:
@@ -62,7 +62,6 @@ class AsyncEngine:
         Raises RequestRefused or QueueFull before anything is computed, DeadlineExceeded after its timeout, EngineFailed
         when a step failed, SlowReader when too many outputs lay unread.
         """
-        self._check_open()
         admitted = [self.engine.admit(request) for request in requests]
         reader = _Reader(self.engine.settings.reader_limit * len(requests))
         loop = asyncio.get_running_loop()
@@ -99,7 +98,6 @@ class AsyncEngine:
         """
         import torch
 
-        self._check_open()
         self.thread.enter()
         try:
             async with asyncio.timeout(timeout):
@@ -112,12 +110,8 @@ class AsyncEngine:
         return torch.stack(found)
 
     async def close(self) -> None:
-        """Abort what is left and end the thread."""
+        """Abort what is left and end the thread and the engine."""
         await asyncio.to_thread(self.thread.close)
-
-    def _check_open(self) -> None:
-        if not self.healthy:
-            raise EngineFailed(f"the engine takes no requests: {self.error}")
 
     def _raise_for(self, output: RequestOutput, request: Request) -> None:
         if output.finish_reason == "abort" and output.stop_reason == "timeout":

@@ -26,7 +26,7 @@ from hasten.serving.beams import BeamSearch
 from hasten.serving.blocks import BlockManager
 from hasten.serving.logprobs import TokenTexts
 from hasten.serving.model_runner import Proposer, Sampler, embed, guess, step_logits
-from hasten.serving.request import EngineFailed, FinishReason, Request, RequestOutput, RequestRefused
+from hasten.serving.request import EngineFailed, FinishReason, QueueFull, Request, RequestOutput, RequestRefused
 from hasten.serving.request_state import OutputSequence, RequestState, RequestTable
 from hasten.serving.scheduler import ScheduledSequence, ScheduledTokens, Scheduler
 from hasten.serving.settings import EngineSettings, Stats
@@ -91,7 +91,12 @@ class Engine:
 
     def check_room(self, waiting: int, *, more: int = 1) -> None:
         """Raise QueueFull if there is no room for so many more beside those that wait, RequestRefused if never."""
-        self._table.check_room(waiting, limit=self.settings.queue_limit, more=more)
+        limit = self.settings.queue_limit
+        if more > limit:
+            raise RequestRefused(f"{more} prompts came together; the queue (queue_limit) has room for {limit}")
+        if waiting + more > limit:
+            message = f"{waiting} requests wait already, the limit is {limit}; try again later"
+            raise QueueFull(message, retry_after=max(1.0, self._table.pace))
 
     def admit(self, request: Request) -> Request:
         """The request with its answer cut to the length there is. Any thread may ask.
@@ -134,7 +139,7 @@ class Engine:
         for request_id in list(self._table.states):
             self.abort(request_id)
         self._pending.clear()
-        self.error = self.error or "it was closed"
+        self.error = self.error or "the engine was closed"
         if hasattr(self, "cache"):
             del self.cache
 

@@ -61,7 +61,6 @@ class EngineThread:
         def run() -> None:
             if future.set_running_or_notify_cancel():
                 try:
-                    self._check_open()
                     future.set_result(function())
                 except Exception as error:
                     future.set_exception(error)
@@ -94,7 +93,6 @@ class EngineThread:
         def add() -> None:
             self.leave(len(requests))
             try:
-                self._check_open()
                 for request in requests:
                     self.engine.enqueue(request)
                     self._readers[request.id] = sink
@@ -120,16 +118,15 @@ class EngineThread:
             self.call(abort)
 
     def close(self, timeout: float = 60.0) -> None:
-        """End the thread after the current step; whoever is still served gets an abort. May be called again."""
+        """End the thread, and the engine, after the current step; whoever is still served gets an abort.
+
+        May be called again.
+        """
         with self._wake:
             self._closing = True
             self._wake.notify()
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout)
-
-    def _check_open(self) -> None:
-        if self._ended:
-            raise EngineFailed(self.engine.error or "the engine was closed")
 
     def _run(self) -> None:
         try:
@@ -140,7 +137,7 @@ class EngineThread:
         finally:
             with self._wake:
                 self._ended = True
-            while self._inbox:  # those who came too late are told so
+            while self._inbox:  # those who came too late are told so, by the engine
                 self._inbox.popleft()()
             self._after_step()
 
@@ -160,6 +157,7 @@ class EngineThread:
         for request_id in list(self._readers):
             engine.abort(request_id)
         self._give_out(engine.step())
+        engine.close()
 
     def _give_out(self, outputs: list[RequestOutput]) -> None:
         news: dict[Sink, list[RequestOutput | Exception]] = {}

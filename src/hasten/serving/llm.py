@@ -17,7 +17,6 @@ from hasten.generation.prompts import Prompt, encode_prompts, params_of
 from hasten.model.transformer import Transformer
 from hasten.serving.async_engine import AsyncEngine
 from hasten.serving.engine import Engine
-from hasten.serving.engine_thread import EngineThread
 from hasten.serving.request import EngineFailed, FinishReason, QueueFull, Request, RequestOutput, TokenLogprob
 from hasten.serving.settings import EngineSettings, Stats
 
@@ -148,7 +147,7 @@ class LLM:
         if self._async is None:
             self.engine.check_open()
             self._async = AsyncEngine(self.engine)
-            weakref.finalize(self, _close, self._async.thread)  # the thread must not keep the cache of a forgotten LLM
+            weakref.finalize(self, self._async.thread.close)  # the thread must not keep the cache of a forgotten LLM
         return self._async
 
     def _requests(self, prompts: Any, params: Any, request: dict[str, Any]) -> list[Request]:
@@ -194,11 +193,6 @@ class LLM:
                     thread.abort(request_id, sink)
                 with suppress(EngineFailed):  # the blocks are free when this returns
                     thread.ask(lambda: None).result()
-
-
-def _close(thread: EngineThread) -> None:
-    thread.close()
-    thread.engine.close()
 
 
 def _answer(request: Request, outputs: Sequence[RequestOutput]) -> Answer:

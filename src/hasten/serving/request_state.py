@@ -17,15 +17,7 @@ from hasten.generation.stopping import OutputText, stop_ids
 from hasten.model.tokenizer import Tokenizer
 from hasten.serving.beams import BeamSearch
 from hasten.serving.logprobs import TokenTexts, token_logprobs
-from hasten.serving.request import (
-    Constraint,
-    FinishReason,
-    QueueFull,
-    Request,
-    RequestOutput,
-    RequestRefused,
-    TokenLogprob,
-)
+from hasten.serving.request import Constraint, FinishReason, Request, RequestOutput, TokenLogprob
 from hasten.serving.scheduler import ScheduledSequence, Scheduler
 
 _SEEDS = 2**63
@@ -255,16 +247,10 @@ class RequestTable:
         self._earliest_deadline = min(later, default=math.inf)
         return [state for state in self.states.values() if state.deadline <= now]
 
-    def check_room(self, waiting: int, *, limit: int, more: int) -> None:
-        """Raise QueueFull if so many more would be above the limit now, RequestRefused if they always would."""
-        if more > limit:
-            raise RequestRefused(f"{more} prompts came together; the queue (queue_limit) has room for {limit}")
-        if waiting + more > limit:
-            pace = (time.monotonic() - self._ends[0]) / len(self._ends) if len(self._ends) > 1 else 1.0
-            raise QueueFull(
-                f"{waiting} requests wait already, the limit is {limit}; try again later",
-                retry_after=max(1.0, pace),  # when a place should get free, by how fast the last requests ended
-            )
+    @property
+    def pace(self) -> float:
+        """Seconds from one end of a request to the next, lately: when a place in the queue should get free."""
+        return (time.monotonic() - self._ends[0]) / len(self._ends) if len(self._ends) > 1 else 1.0
 
     def check(self, known: set[ScheduledSequence]) -> None:
         """Raise AssertionError unless the sequences are those that the scheduler knows."""

@@ -12,8 +12,8 @@ from fastapi import Request as HttpRequest
 from fastapi import Response
 
 from hasten.errors import HastenError
-from hasten.serving.api.build_request import samples, usage_wanted
-from hasten.serving.api.fields import SamplingBody
+from hasten.serving.api.build_request import samples
+from hasten.serving.api.fields import SamplingBody, StreamOptions
 from hasten.serving.api.metrics import Stopwatch
 from hasten.serving.api.responses import ApiError, ClientGone, EventStream, from_library, overloaded, reply
 from hasten.serving.api.service import Service
@@ -38,7 +38,10 @@ class AnswerBuilder(ABC, Generic[Body]):
         self.service, self.body = service, body
         self.samples = samples(body, service.settings, prompts=prompts)
         self.n = self.samples["n"]
-        self.usage_at_end, self.usage_always = usage_wanted(body)
+        options = body.stream_options or StreamOptions()
+        self.usage_at_end, self.usage_always = options.include_usage, options.continuous_usage_stats
+        if (self.usage_at_end or self.usage_always) and not body.stream:
+            raise ApiError("stream_options needs stream", param="stream_options")
         self.created = int(time.time())
         self.id = ""
         self.prompt_tokens = self.completion_tokens = self.cached_tokens = 0
@@ -149,8 +152,6 @@ def _check_end(request: Request, output: RequestOutput) -> None:
         raise ApiError(f"n: {output.stop_reason}", param="n", code="too_few_texts")
     if output.finish_reason == "error":
         raise ApiError(f"the request failed: {output.stop_reason}", status=500, code="engine_failed")
-    if output.finish_reason == "abort" and output.stop_reason == "timeout":
-        raise ApiError("the request's deadline passed", status=504, code="deadline_exceeded")
     if output.finish_reason == "abort":
         raise overloaded("the request was aborted: the server is shutting down", seconds=5)
 

@@ -14,6 +14,9 @@ from hasten.serving.api.settings import ServerSettings
 from hasten.serving.api.structured import Grammar
 from hasten.serving.request import Request
 
+# What a body and SamplingParams have under one name, beside what a folder recommends.
+_SAME = ("presence_penalty", "frequency_penalty", "stop", "stop_token_ids", "ignore_eos")
+
 
 def build_request(
     body: SamplingBody,
@@ -40,7 +43,7 @@ def sampling_params(body: SamplingBody, service: Service, *, max_tokens: int, co
     # A beam search draws nothing: what the folder recommends for drawing is not meant.
     defaults: Mapping[str, Any] = {"temperature": 0.0} if body.use_beam_search else settings.defaults
     known = {name: defaults[name] for name in RECOMMENDED if defaults.get(name) is not None}
-    chosen = known | body.model_dump(include=set(RECOMMENDED), exclude_none=True)
+    chosen = known | body.model_dump(include={*RECOMMENDED, *_SAME}, exclude_none=True)
     if chosen.get("top_k") == -1:  # vLLM's way to say all
         chosen["top_k"] = 0
     stop = [body.stop] if isinstance(body.stop, str) else list(body.stop or ())
@@ -63,15 +66,10 @@ def sampling_params(body: SamplingBody, service: Service, *, max_tokens: int, co
     try:
         return SamplingParams(
             **chosen,
-            presence_penalty=body.presence_penalty or 0.0,
-            frequency_penalty=body.frequency_penalty or 0.0,
             logit_bias=_biases(body.logit_bias or {}, service),
             seed=None if body.seed is None else body.seed % 2**62,  # room to number the samples of one seed
             max_new_tokens=max_tokens,
             min_new_tokens=body.min_tokens or 0,
-            stop=tuple(stop),
-            stop_token_ids=tuple(body.stop_token_ids or ()),
-            ignore_eos=bool(body.ignore_eos),
         )
     except ConfigError as error:
         raise ApiError(str(error), code="invalid_value") from None
@@ -97,15 +95,6 @@ def samples(body: SamplingBody, settings: ServerSettings, *, prompts: int) -> di
         if getattr(body, name) not in (None, neutral):
             raise ApiError(f"{name} needs use_beam_search", param=name)
     return {"n": n, "best_of": None if best_of == n else best_of}
-
-
-def usage_wanted(body: SamplingBody) -> tuple[bool, bool]:
-    """Whether a stream tells the usage at its end, and in every chunk."""
-    options = body.stream_options
-    wanted = bool(options and options.include_usage), bool(options and options.continuous_usage_stats)
-    if any(wanted) and not body.stream:
-        raise ApiError("stream_options needs stream", param="stream_options")
-    return wanted
 
 
 def room(

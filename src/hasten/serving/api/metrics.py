@@ -47,7 +47,7 @@ class Metrics:
     """All metrics of one server."""
 
     def __init__(self, model_name: str, stats: Callable[[], Stats]) -> None:
-        self.registry = CollectorRegistry(auto_describe=True)
+        self.registry = CollectorRegistry()
         self.registry.register(_EngineCollector(model_name, stats))
         self.model_name = model_name
 
@@ -123,6 +123,3 @@ class _EngineCollector(Collector):
                 metric = family(f"hasten:{name}", text, labels=["model_name"])
                 metric.add_metric([self._name], float(getattr(stats, field)))
                 yield metric
-
-    def describe(self) -> Iterable[Metric]:
-        return ()

@@ -22,9 +22,6 @@ from hasten.serving.api.structured import Grammar
 Format = Literal["hermes", "mistral", "llama"]
 MARKERS: dict[Format, str] = {"hermes": "<tool_call>", "mistral": "[TOOL_CALLS]", "llama": "<|python_tag|>"}
 END = "</tool_call>"
-# Keywords of JSON schema whose values are schemas by name, and those whose values are no schemas.
-_NAMED = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
-_DATA = ("const", "enum", "default", "examples")
 _DECODER = json.JSONDecoder()
 
 
@@ -186,11 +183,8 @@ class Tools:
             return None
         names = [self.named] if self.named is not None else list(self._functions)
         several = self.named is None and self.parallel
-        at = "#/items" if several else "#"
-        if len(names) == 1:
-            schema = self._schema(names[0], at=at)
-        else:
-            schema = {"anyOf": [self._schema(name, at=f"{at}/anyOf/{i}") for i, name in enumerate(names)]}
+        calls = [self._schema(name) for name in names]
+        schema = calls[0] if len(calls) == 1 else {"anyOf": calls}
         if several:
             schema = {"type": "array", "items": schema, "minItems": 1}
         return await self._service.grammars.constraint(schema, param="tools")
@@ -209,33 +203,17 @@ class Tools:
         added = self._service.tokenizer.backend.get_added_tokens_decoder().values()
         return asked and not any(token.special and token.content == marker for token in added)
 
-    def _schema(self, name: str, *, at: str) -> dict[str, Any]:
-        """The schema of one call, which stands at the pointer `at` of the whole."""
+    def _schema(self, name: str) -> dict[str, Any]:
+        """The schema of one call."""
         given = self._functions[name].parameters or {"type": "object", "properties": {}}
-        arguments = _moved(given, f"{at}/properties/arguments")
+        arguments = {key: value for key, value in given.items() if key != "$schema"}
+        arguments["$id"] = f"urn:function:{name}"  # what it refers to ("#/$defs/x") is found in it, not in the whole
         return {
             "type": "object",
             "properties": {"name": {"const": name}, "arguments": arguments},
             "required": ["name", "arguments"],
             "additionalProperties": False,
         }
-
-
-def _moved(schema: Any, at: str) -> Any:
-    """A JSON schema as part of another, at the pointer `at`: what it refers to within itself has moved with it."""
-    if isinstance(schema, list):
-        return [_moved(item, at) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    moved: dict[str, Any] = {}
-    for key, value in schema.items():
-        if key == "$ref" and isinstance(value, str) and (value == "#" or value.startswith("#/")):
-            moved[key] = at + value[1:]
-        elif key in _NAMED and isinstance(value, dict):
-            moved[key] = {name: _moved(item, at) for name, item in value.items()}
-        elif key not in ("$id", "$schema"):  # of a document by itself
-            moved[key] = value if key in _DATA else _moved(value, at)
-    return moved
 
 
 def _template(service: Service) -> str:
