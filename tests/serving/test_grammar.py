@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import time
 
 import openai
 import pytest
@@ -97,3 +98,32 @@ def test_a_grammar_that_goes_on_being_slow_ends(engine, monkeypatch):
     constraint.mask(row)
     assert "ms of computing" in constraint.error
     assert torch.isfinite(row).nonzero().flatten().tolist() == sorted(tokenizer.eos_ids)
+
+
+def test_equal_schemas_that_arrive_together_are_compiled_once(engine, monkeypatch):
+    compiled = []
+    monkeypatch.setattr(structured, "rehearse", lambda *_, **__: compiled.append(time.sleep(0.05)))
+    tokenizer = engine.tokenizer
+    grammars = Grammars(
+        tokenizer, vocabulary=tokenizer.vocab_size, eos_ids=tokenizer.eos_ids, settings=ServerSettings()
+    )
+
+    async def together(schema):
+        asked = [grammars.constraint(schema, param="tools") for _ in range(8)]
+        return await asyncio.gather(*asked, return_exceptions=True)
+
+    def row_of(constraint):
+        row = torch.zeros(tokenizer.vocab_size)
+        constraint.mask(row)
+        return row
+
+    (digit,) = tokenizer.encode("1", add_special_tokens=False)
+    first, *others = asyncio.run(together({"type": "integer"}))
+    before = row_of(first)
+    first.advance(digit)
+    assert all(torch.equal(row_of(other), before) for other in others)  # each its own copy
+    assert len(compiled) == 1
+    refusals = asyncio.run(together({"type": "object", "patternProperties": {"(": True}}))
+    assert len({str(refusal) for refusal in refusals}) == 1
+    assert "refused" in str(refusals[0])
+    grammars.close()

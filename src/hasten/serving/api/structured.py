@@ -189,7 +189,7 @@ class Grammars:
         self._tokenizer, self._vocabulary, self._settings = tokenizer, vocabulary, settings
         self._eos_ids = tuple(sorted(eos_ids))
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="grammar", initializer=_give_way)
-        self._compiled = functools.lru_cache(KEPT)(self._compile)
+        self._compiled = functools.lru_cache(KEPT)(self._start)
         self._lock = threading.Lock()  # of the tokens
         self._waiting = 0
 
@@ -208,11 +208,7 @@ class Grammars:
         if not self._eos_ids:
             message = "structured output needs an end-of-text token, which this model does not have"
             raise ApiError(message, param=param)
-        if self._waiting >= 64:
-            raise overloaded("too many JSON schemas wait to be compiled")
-        self._waiting += 1
-        work = asyncio.get_running_loop().run_in_executor(self._threads, lambda: self._compiled(text).deep_copy())
-        work.add_done_callback(self._ready)
+        work = self._compiled(text)
         try:
             matcher = await asyncio.wait_for(asyncio.shield(work), self._settings.grammar_timeout)
         except TimeoutError:
@@ -220,11 +216,21 @@ class Grammars:
             raise ApiError(f"{param}: the JSON schema was not compiled within {seconds:g} s", param=param) from None
         except ValueError as error:
             raise ApiError(f"{param}: the JSON schema is refused: {error}"[:500], param=param) from None
+        matcher = matcher.deep_copy()
         return Grammar(matcher, vocabulary=self._vocabulary, eos_ids=self._eos_ids, param=param, failures=[])
 
     def close(self) -> None:
         """Let the threads end."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _start(self, text: str) -> asyncio.Future[LLMatcher]:
+        """Compile a schema, or wait for it: those who want the same one share what comes of it, a refusal too."""
+        if self._waiting >= 64:
+            raise overloaded("too many JSON schemas wait to be compiled")
+        self._waiting += 1
+        work = asyncio.get_running_loop().run_in_executor(self._threads, self._compile, text)
+        work.add_done_callback(self._ready)
+        return work
 
     def _ready(self, work: asyncio.Future[LLMatcher]) -> None:
         self._waiting -= 1
