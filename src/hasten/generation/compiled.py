@@ -29,6 +29,17 @@ class OneRowLinear(nn.Linear):
         return y.to(x.dtype).view(*x.shape[:-1], -1)
 
 
+class CompiledForOneToken(nn.Module):
+    """Stands before the class of a block or a head: steps of one token a row run `compiled`, others as they did."""
+
+    compiled: Callable[..., Tensor]
+
+    def forward(self, x: Tensor, *rest: Any) -> Tensor:
+        """x (B, T, C), or the (R, C) rows that the head scores."""
+        one = x.dim() == 3 and x.shape[1] == 1
+        return (self.compiled if one else super().forward)(x, *rest)
+
+
 def compile_blocks(model: Transformer) -> None:
     """Compile every block and the head in place for decoding; the first step of each cache size takes seconds.
 
@@ -46,16 +57,11 @@ def compile_blocks(model: Transformer) -> None:
     parts = [*model.blocks]
     if model.stack is None:
         parts.append(model.head)
-    for part in parts:
-        part.forward = _compiled_for_one_token(part.forward)
-
-
-def _compiled_for_one_token(eager: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    compiled = torch.compile(eager, fullgraph=True, dynamic=False)
-
-    def forward(x: Tensor, *rest: Any) -> Tensor:
-        """x (B, T, C), or the (R, C) rows that the head scores."""
-        one = x.dim() == 3 and x.shape[1] == 1
-        return (compiled if one else eager)(x, *rest)
-
-    return forward
+    # One class for all parts of a kind: a graph serves what is of one class.
+    kinds: dict[type[nn.Module], type[CompiledForOneToken]] = {
+        kind: type(f"Compiled{kind.__name__}", (CompiledForOneToken, kind), {}) for kind in set(map(type, parts))
+    }
+    new = {part: take_over(kinds[type(part)], part) for part in parts}
+    for part in new.values():
+        part.compiled = torch.compile(super(CompiledForOneToken, part).forward, fullgraph=True, dynamic=False)
+    replace_modules(model, new)

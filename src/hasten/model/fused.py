@@ -270,11 +270,15 @@ class FusedStack:
         self.rope_index = [layer.rope if model.config.ropes else -1 for layer in model.config.layers]
 
     def __call__(self, x: Tensor, ropes: Sequence[tuple[Tensor, Tensor]], context: Context) -> Tensor:
-        """x (B, T, C) -> (B, T, C) in float32. Blocks that somebody hooked or compiled are called one by one."""
+        """x (B, T, C) -> (B, T, C) in float32. Blocks that were hooked, swapped or patched are called one by one."""
         blocks: list[FusedBlock] = list(self.model.blocks)  # type: ignore[arg-type]
         cache = context.all_layers
         if cache is None or any(
-            block._forward_hooks or block._forward_pre_hooks or "forward" in block.__dict__ for block in blocks
+            type(block) is not FusedBlock
+            or "forward" in block.__dict__
+            or block._forward_hooks
+            or block._forward_pre_hooks
+            for block in blocks
         ):
             return self.model.each_block(x, ropes, context.layers)
         cos, sin = [table[0] for table in ropes], [table[1] for table in ropes]
