@@ -4,6 +4,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
+from hasten.serving.api import responses
+
 
 class ErrorFacts(BaseModel):
     """What went wrong."""
@@ -127,19 +129,6 @@ class Status(BaseModel):
 
 
 ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": ErrorReply, "description": text}
-    for status, text in {
-        400: "The request is not valid; the field is named.",
-        401: "No valid key.",
-        403: "The Host header is not allowed.",
-        404: "No such model.",
-        408: "The body did not arrive in time.",
-        413: "The body is too large.",
-        415: "The body is not application/json.",
-        429: "The queue is full; Retry-After says when to come again.",
-        500: "The server failed.",
-        503: "Overloaded, or shutting down; Retry-After says when to come again.",
-        504: "The deadline passed.",
-    }.items()
+    status: {"model": ErrorReply, "description": text} for status, (_, text) in responses.ERRORS.items()
 }
 ERRORS[422] = {"description": "Never sent: what does not fit is a 400.", "model": ErrorReply}

@@ -19,15 +19,19 @@ from hasten.serving.request import DeadlineExceeded, EngineFailed, QueueFull, Re
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
-# status -> OpenAI's type
-TYPES = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-    504: "timeout_error",
+# status -> (OpenAI's type, when it is sent)
+ERRORS = {
+    400: ("invalid_request_error", "The request is not valid; the field is named."),
+    401: ("authentication_error", "No valid key."),
+    403: ("permission_error", "The Host header is not allowed."),
+    404: ("not_found_error", "No such model."),
+    408: ("invalid_request_error", "The body did not arrive in time."),
+    413: ("invalid_request_error", "The body is too large."),
+    415: ("invalid_request_error", "The body is not application/json."),
+    429: ("rate_limit_error", "The queue is full; Retry-After says when to come again."),
+    500: ("server_error", "The server failed."),
+    503: ("overloaded_error", "Overloaded, or shutting down; Retry-After says when to come again."),
+    504: ("timeout_error", "The deadline passed."),
 }
 
 
@@ -49,7 +53,7 @@ class ApiError(Exception):
 
     def body(self) -> dict[str, Any]:
         """The JSON that says it."""
-        kind = TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        kind, _ = ERRORS.get(self.status, ERRORS[400] if self.status < 500 else ERRORS[500])
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> JSONResponse:

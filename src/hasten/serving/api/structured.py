@@ -110,11 +110,9 @@ class Grammar:
     param: the field of the request that it comes from.
     """
 
-    def __init__(
-        self, matcher: LLMatcher, *, vocabulary: int, eos_ids: tuple[int, ...], param: str, failures: list[str]
-    ) -> None:
-        self._matcher, self._vocabulary, self._eos_ids, self._failures = matcher, vocabulary, eos_ids, failures
-        self.param = param
+    def __init__(self, matcher: LLMatcher, *, vocabulary: int, eos_ids: tuple[int, ...], param: str) -> None:
+        self._matcher, self._vocabulary, self._eos_ids, self.param = matcher, vocabulary, eos_ids, param
+        self._failures: list[str] = []
         self._left = ALLOWANCE
         self._words = np.empty((vocabulary + 31) // 32, dtype=np.uint32)
         self._ended = False
@@ -216,8 +214,7 @@ class Grammars:
             raise ApiError(f"{param}: the JSON schema was not compiled within {seconds:g} s", param=param) from None
         except ValueError as error:
             raise ApiError(f"{param}: the JSON schema is refused: {error}"[:500], param=param) from None
-        matcher = matcher.deep_copy()
-        return Grammar(matcher, vocabulary=self._vocabulary, eos_ids=self._eos_ids, param=param, failures=[])
+        return Grammar(matcher.deep_copy(), vocabulary=self._vocabulary, eos_ids=self._eos_ids, param=param)
 
     def close(self) -> None:
         """Let the threads end."""

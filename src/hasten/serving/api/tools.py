@@ -159,11 +159,10 @@ class Tools:
             message = f"tool_choice: {self.named[:80]!r} is none of the tools"
             raise ApiError(message, param="tool_choice")
         self._forced = self.named is not None or choice == "required"
-        self._off = choice == "none"
         self.parallel = body.parallel_tool_calls is not False
         self._format: Format | None = None
-        if self._off:
-            self.shown: list[dict[str, Any]] | None = None
+        self.shown: list[dict[str, Any]] | None = None
+        if choice == "none":
             return
         if self._forced and body.response_format is not None and body.response_format.type != "text":
             message = "response_format cannot be combined with a forced tool_choice, which decides the form itself"
@@ -191,13 +190,13 @@ class Tools:
 
     def reader(self) -> CallReader | None:
         """What reads the calls out of one answer; None where none can be."""
-        if self._off:
+        if self.shown is None:
             return None
         return CallReader(self._functions, form=None if self._forced else self._format)
 
     def skip_special_tokens(self, asked: bool) -> bool:
         """Whether the answer's special tokens are left out: not where one of them marks a call."""
-        if self._off or self._forced or self._format is None:
+        if self._forced or self._format is None:
             return asked
         marker = MARKERS[self._format]
         added = self._service.tokenizer.backend.get_added_tokens_decoder().values()
