@@ -1,11 +1,14 @@
 """config.json is read as transformers reads it: the same defaults, the same old fields, and clear errors."""
 
 import pytest
+import torch
 import transformers
 
 from hasten.errors import CheckpointError
 from hasten.model.config import Fields
 from hasten.model.families import FAMILIES, read_config
+from hasten.model.families.family import parameter_names
+from hasten.model.transformer import Transformer
 from references import CASES
 
 # Sizes that every published config names: left out, a guess would only move the error to the weights.
@@ -28,6 +31,13 @@ def as_transformers_reads(name, values):
 
 def test_every_family_has_a_case():
     assert {full_values(name)["model_type"] for name in CASES} == set(FAMILIES)
+
+
+def test_the_names_of_the_parameters_are_those_of_the_model(case):
+    config = read_config(full_values(case))
+    with torch.device("meta"):
+        model = Transformer(config)
+    assert sorted(parameter_names(config)) == sorted(n for n, _ in model.named_parameters(remove_duplicate=False))
 
 
 def test_any_field_left_out_takes_the_same_default(case):

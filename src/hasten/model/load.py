@@ -1,6 +1,8 @@
 """`hasten.load`: a decoder from a Hugging Face folder, a hub id, or a transformers model already in memory."""
 
+import math
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +17,7 @@ from hasten.machine.device import resolve_device, resolve_dtype
 from hasten.model.checkpoint import DTYPES, MappedTensors, StoredTensor, check_finite, read_headers, read_json
 from hasten.model.config import ModelConfig
 from hasten.model.families import family_of, read_config
-from hasten.model.families.family import Family, TensorSlice
+from hasten.model.families.family import Family, TensorSlice, stacked_experts
 from hasten.model.fill_quantized import fill_quantized
 from hasten.model.formats.pieces import take
 from hasten.model.formats.registry import open_quantized, read_quantization
@@ -85,7 +87,7 @@ def _from_transformers(module: nn.Module, dtype: torch.dtype | None, device: tor
     family, config = family_of(values), read_config(values)
     tensors = module.state_dict()
     where = type(module).__name__
-    layouts = [layout(config) for layout in (family.in_memory, family.places) if layout is not None]
+    layouts = [*([stacked_experts(family, config)] if config.experts else []), family.places(config)]
     pieces = _locate(config, family, layouts, tensors, where)
     model = _skeleton(config)
     _check(pieces, {name: _describe(name, tensor, where) for name, tensor in tensors.items()}, model)
@@ -163,31 +165,20 @@ def _warn_of_unused(stored: Mapping[str, StoredTensor], pieces: Mapping[str, Ten
         )
 
 
-def _shape_after(shape: tuple[int, ...], piece: TensorSlice) -> tuple[int, ...] | None:
-    """The shape that `take` would give, or None if the piece does not fit."""
-    try:
-        found = tuple(take(torch.empty(shape, device="meta"), piece).shape)
-    except (IndexError, RuntimeError):
-        return None
-    cut_short = piece.start is not None and piece.stop is not None and found[0] < piece.stop - piece.start
-    return None if not found or cut_short else found
-
-
 def _check(pieces: Mapping[str, TensorSlice], stored: Mapping[str, StoredTensor], model: Transformer) -> None:
     """Compare every tensor's dtype and shape with what the config asks for, before any is read."""
-    used: dict[str, int] = {}  # rows of each fused tensor that a piece takes
     for ours, piece in pieces.items():
         _check_piece(ours, piece, stored[piece.name], model)
-        if piece.stop is not None:
-            used[piece.name] = max(used.get(piece.name, 0), piece.stop)
-    for piece in pieces.values():
-        if piece.stop is not None:
-            whole = _shape_after(stored[piece.name].shape, replace(piece, start=None, stop=None)) or ()
-            if whole[0] != used[piece.name]:
-                raise CheckpointError(
-                    f"{stored[piece.name].file}: {piece.name} has shape {list(stored[piece.name].shape)}; "
-                    f"config.json asks for {used[piece.name]} output rows: one of the two belongs to another model"
-                )
+    taken: Counter[str] = Counter()  # numbers of each stored tensor
+    for piece, count in {piece: model.get_parameter(ours).numel() for ours, piece in pieces.items()}.items():
+        taken[piece.name] += count  # a tied one once
+    for name, count in taken.items():
+        shape = stored[name].shape
+        if count != math.prod(shape):
+            raise CheckpointError(
+                f"{stored[name].file}: {name} has shape {list(shape)}, {math.prod(shape):,} numbers; config.json asks "
+                f"for {count:,} of them: one of the two belongs to another model"
+            )
 
 
 def _check_piece(ours: str, piece: TensorSlice, stored: StoredTensor, model: Transformer) -> None:
@@ -197,7 +188,10 @@ def _check_piece(ours: str, piece: TensorSlice, stored: StoredTensor, model: Tra
             "take a checkpoint that states its quantization_config, or the unquantized one"
         )
     expected = tuple(model.get_parameter(ours).shape)
-    found = _shape_after(stored.shape, piece)
+    try:
+        found: tuple[int, ...] = take(torch.empty(stored.shape, device="meta"), piece).shape
+    except (IndexError, RuntimeError):
+        found = ()  # there is no such part of it
     if found != expected:
         raise CheckpointError(
             f"{stored.file}: {stored.name} has shape {list(stored.shape)}; config.json asks for {list(expected)}"

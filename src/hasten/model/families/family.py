@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from hasten.errors import CheckpointError
 from hasten.model.config import Fields, LayerConfig, ModelConfig, RopeConfig
@@ -18,21 +18,45 @@ ACTIVATION_NAMES = {
 }
 
 
+class Rows(NamedTuple):
+    """Output rows of a matrix that holds several: those from start to stop of each of `groups` equal parts of it."""
+
+    start: int
+    stop: int
+    groups: int = 1
+
+
 @dataclass(frozen=True, slots=True)
 class TensorSlice:
-    """Where one of our tensors stands in a checkpoint: the whole tensor `name`, or a part of it.
+    """Where one of our tensors stands in a checkpoint: the whole tensor `name`, or some rows of it.
 
-    expert: which matrix of a stacked (E, …) tensor. transposed: stored (in, out), as GPT-2's Conv1D does.
-    start, stop: which output rows. interleaved (n, i, D): the rows are (heads, n, D), and this is part i of n.
+    transposed: stored (in, out), as GPT-2's Conv1D does. expert: which matrix of a stacked (E, …) tensor.
     """
 
     name: str
-    start: int | None = None
-    stop: int | None = None
+    rows: Rows | None = None
     transposed: bool = False
     expert: int | None = None
-    interleaved: tuple[int, int, int] | None = None
 
+
+# What Llama and its descendants call our modules.
+LLAMA_NAMES = {
+    "embedding": "model.embed_tokens",
+    "norm": "model.norm",
+    "head": "lm_head",
+    "blocks": "model.layers",
+    "attention_norm": "input_layernorm",
+    "mlp_norm": "post_attention_layernorm",
+    "attention": "self_attn",
+    "q": "q_proj",
+    "k": "k_proj",
+    "v": "v_proj",
+    "output": "o_proj",
+    "gate": "gate_proj",
+    "up": "up_proj",
+    "down": "down_proj",
+    "router": "gate",
+}
 
 Places = Iterator[tuple[str, TensorSlice]]
 
@@ -41,19 +65,77 @@ Places = Iterator[tuple[str, TensorSlice]]
 class Family:
     """One model family.
 
-    config translates a config.json. places yields (our parameter name, its piece of a published checkpoint).
-    in_memory, where it differs, does the same for the state dict of a transformers model. base is the prefix of the
-    names that a checkpoint of the bare model (without its head) lacks. defaults are the values of fields that a
-    config.json may leave out: those of the family's config class in transformers.
+    config translates a config.json. names: what a published checkpoint calls the parts of our parameters' names. rows:
+    those of modules that it stores in one matrix. transposed: it stores the weights of a block's linear layers
+    (in, out). base: the prefix of the names that a checkpoint of the bare model (without its head) lacks. defaults are
+    the values of fields that a config.json may leave out: those of the family's config class in transformers.
     """
 
     model_type: str
     architecture: str  # the transformers class, written into an exported config.json
     config: Callable[[Fields], ModelConfig]
-    places: Callable[[ModelConfig], Places]
-    in_memory: Callable[[ModelConfig], Places] | None = None
+    names: Mapping[str, str] = field(default_factory=lambda: LLAMA_NAMES)
+    rows: Callable[[ModelConfig], dict[str, Rows]] = lambda config: {}
+    transposed: bool = False
     base: str = "model."
     defaults: Mapping[str, Any] = field(default_factory=dict)
+
+    def places(self, config: ModelConfig) -> Places:
+        """The names of our parameters, each with its piece of a published checkpoint."""
+        rows = self.rows(config)
+        for ours in parameter_names(config):
+            parts = ours.split(".")
+            name = ".".join(self.names.get(part, part) for part in parts)
+            linear = parts[2:3] in (["attention"], ["mlp"]) and parts[-1] == "weight"
+            yield ours, TensorSlice(name, rows.get(parts[-2]), transposed=self.transposed and linear)
+
+
+def stacked_experts(family: Family, config: ModelConfig) -> Places:
+    """How transformers 5 holds experts in memory: gate and up stacked in one (E, 2·I, C) tensor."""
+    size = config.expert_size
+    rows = {"gate_proj": Rows(0, size), "up_proj": Rows(size, 2 * size)}
+    for ours, piece in replace(family, names=LLAMA_NAMES).places(config):
+        layer, inside, which = piece.name.partition(".experts.")
+        if inside:
+            expert, module, _ = which.split(".")
+            stack = "gate_up_proj" if module in rows else module
+            piece = TensorSlice(f"{layer}.experts.{stack}", rows.get(module), expert=int(expert))
+        yield ours, piece
+
+
+def parameter_names(config: ModelConfig) -> Iterator[str]:
+    """The names of a Transformer's parameters, one by one: what a config asks for may be too large to be built."""
+    layernorm = config.norm == "layernorm"
+    norms = ["attention_norm", "mlp_norm"]
+    if config.post_norms:
+        norms += ["attention_post_norm", "mlp_post_norm"]
+    if config.qk_norm:
+        norms += ["attention.q_norm", "attention.k_norm"]
+    inner = ["gate", "up", "down"] if config.gated else ["up", "down"]
+    yield from _named("", ["embedding", "head"] + ["positions"] * config.learned_positions)
+    yield from _named("", ["norm"], bias=layernorm)
+    for i, layer in enumerate(config.layers):
+        block = f"blocks.{i}."
+        yield from _named(block, norms, bias=layernorm)
+        yield from _named(f"{block}attention.", ["q", "k", "v"], bias=config.qkv_bias)
+        yield from _named(f"{block}attention.", ["output"], bias=config.output_bias)
+        if layer.experts:
+            yield from _named(f"{block}mlp.", ["router"])
+            for e in range(config.experts):
+                yield from _named(f"{block}mlp.experts.{e}.", inner, bias=config.mlp_bias)
+        else:
+            yield from _named(f"{block}mlp.", inner, bias=config.mlp_bias)
+
+
+def _named(prefix: str, modules: list[str], *, bias: bool = False) -> list[str]:
+    kinds = ("weight", "bias") if bias else ("weight",)
+    return [f"{prefix}{module}.{kind}" for module in modules for kind in kinds]
+
+
+def qkv_rows(config: ModelConfig, groups: int = 1) -> dict[str, Rows]:
+    """The rows of q, k and v in one matrix, after each other in each of its groups."""
+    q, kv = (heads // groups * config.head_dim for heads in (config.heads, config.kv_heads))
+    return {"q": Rows(0, q, groups), "k": Rows(q, q + kv, groups), "v": Rows(q + kv, q + 2 * kv, groups)}
 
 
 ROPE_KINDS = {kind: kind for kind in ("default", "linear", "llama3", "yarn", "longrope")}
@@ -211,61 +293,3 @@ def expert_counts(fields: Fields, *names: str) -> dict[str, Any]:
 def window_of(fields: Fields) -> int | None:
     """`sliding_window` where the model uses one; the query's own position counts."""
     return fields.integer("sliding_window", default=None, high=1 << 30)
-
-
-NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
-
-
-EXPERTS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
-
-
-def llama_places(
-    config: ModelConfig, *, norms: Mapping[str, str] = NORMS, moe: str = "mlp", experts: Mapping[str, str] = EXPERTS
-) -> Places:
-    """Names of Llama and its descendants. moe: of the MLP of layers with experts; experts: of gate, up and down."""
-    yield "embedding.weight", TensorSlice("model.embed_tokens.weight")
-    yield "norm.weight", TensorSlice("model.norm.weight")
-    yield "head.weight", TensorSlice("lm_head.weight")
-    for i, layer in enumerate(config.layers):
-        ours, theirs = f"blocks.{i}", f"model.layers.{i}"
-        for our_norm, name in norms.items():
-            yield f"{ours}.{our_norm}.weight", TensorSlice(f"{theirs}.{name}.weight")
-        for our, name, bias in (
-            ("q", "q_proj", config.qkv_bias),
-            ("k", "k_proj", config.qkv_bias),
-            ("v", "v_proj", config.qkv_bias),
-            ("output", "o_proj", config.output_bias),
-        ):
-            yield f"{ours}.attention.{our}.weight", TensorSlice(f"{theirs}.self_attn.{name}.weight")
-            if bias:
-                yield f"{ours}.attention.{our}.bias", TensorSlice(f"{theirs}.self_attn.{name}.bias")
-        if config.qk_norm:
-            yield f"{ours}.attention.q_norm.weight", TensorSlice(f"{theirs}.self_attn.q_norm.weight")
-            yield f"{ours}.attention.k_norm.weight", TensorSlice(f"{theirs}.self_attn.k_norm.weight")
-        if layer.experts:
-            ours, theirs = f"{ours}.mlp", f"{theirs}.{moe}"
-            yield f"{ours}.router.weight", TensorSlice(f"{theirs}.gate.weight")
-            for e in range(config.experts):
-                for our, name in experts.items():
-                    yield f"{ours}.experts.{e}.{our}.weight", TensorSlice(f"{theirs}.experts.{e}.{name}.weight")
-            continue
-        for our in ("gate", "up", "down"):
-            yield f"{ours}.mlp.{our}.weight", TensorSlice(f"{theirs}.mlp.{our}_proj.weight")
-            if config.mlp_bias:
-                yield f"{ours}.mlp.{our}.bias", TensorSlice(f"{theirs}.mlp.{our}_proj.bias")
-
-
-def stacked_experts(config: ModelConfig) -> Places:
-    """How transformers 5 holds experts in memory: gate and up stacked in one (E, 2·I, C) tensor."""
-    size = config.expert_size
-    stacked = {
-        "gate": TensorSlice("gate_up_proj", 0, size),
-        "up": TensorSlice("gate_up_proj", size, 2 * size),
-        "down": TensorSlice("down_proj"),
-    }
-    for ours, piece in llama_places(config):
-        layer, inside, which = piece.name.partition(".experts.")
-        if inside:
-            part = stacked[ours.split(".")[-2]]
-            piece = replace(part, name=f"{layer}.experts.{part.name}", expert=int(which.split(".")[0]))
-        yield ours, piece

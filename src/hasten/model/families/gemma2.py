@@ -1,22 +1,20 @@
 """Gemma 2 (arXiv 2408.00118): norms around both halves, alternating windows, soft-capped scores and logits."""
 
-from functools import partial
 from typing import Any
 
 from hasten.errors import CheckpointError
 from hasten.model.config import Fields, ModelConfig
 from hasten.model.families.family import (
     ACTIVATION_NAMES,
+    LLAMA_NAMES,
     Family,
     layer_count,
     layers_of_kinds,
     llama_config,
-    llama_places,
     window_of,
 )
 
-NORMS = {
-    "attention_norm": "input_layernorm",
+NAMES = LLAMA_NAMES | {
     "attention_post_norm": "post_attention_layernorm",
     "mlp_norm": "pre_feedforward_layernorm",
     "mlp_post_norm": "post_feedforward_layernorm",
@@ -50,8 +48,6 @@ def config(fields: Fields) -> ModelConfig:
     return gemma_config(fields, kinds)
 
 
-places = partial(llama_places, norms=NORMS)
-
 DEFAULTS = {
     "num_key_value_heads": 4,
     "head_dim": 256,
@@ -62,4 +58,4 @@ DEFAULTS = {
     "final_logit_softcapping": 30.0,
     "attn_logit_softcapping": 50.0,
 }
-FAMILY = Family("gemma2", "Gemma2ForCausalLM", config, places, defaults=DEFAULTS)
+FAMILY = Family("gemma2", "Gemma2ForCausalLM", config, NAMES, defaults=DEFAULTS)

@@ -2,7 +2,7 @@
 
 from hasten.model.config import Fields, ModelConfig, RopeConfig
 from hasten.model.families.family import Family, layer_count, rope
-from hasten.model.families.gemma2 import gemma_config, places
+from hasten.model.families.gemma2 import NAMES, gemma_config
 
 
 def config(fields: Fields) -> ModelConfig:
@@ -44,4 +44,4 @@ DEFAULTS = {
     "query_pre_attn_scalar": 256,
     "sliding_window": 4096,
 }
-FAMILY = Family("gemma3_text", "Gemma3ForCausalLM", config, places, defaults=DEFAULTS)
+FAMILY = Family("gemma3_text", "Gemma3ForCausalLM", config, NAMES, defaults=DEFAULTS)

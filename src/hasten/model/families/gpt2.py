@@ -1,11 +1,10 @@
 """GPT-2: learned positions, LayerNorm, biases everywhere, weights stored transposed (in, out)."""
 
-from functools import partial
 from typing import Any
 
 from hasten.errors import CheckpointError
 from hasten.model.config import Fields, LayerConfig, ModelConfig
-from hasten.model.families.family import ACTIVATION_NAMES, Family, Places, TensorSlice, common_fields, layer_count
+from hasten.model.families.family import ACTIVATION_NAMES, Family, common_fields, layer_count, qkv_rows
 
 
 def gpt_config(fields: Fields, **changes: Any) -> ModelConfig:
@@ -40,31 +39,30 @@ def gpt_config(fields: Fields, **changes: Any) -> ModelConfig:
     return ModelConfig(**(common_fields(fields) | values | changes))
 
 
-def gpt_places(config: ModelConfig, *, transposed: bool, interleaved: bool = False) -> Places:
-    """interleaved: the fused q, k and v alternate head by head."""
-    yield "embedding.weight", TensorSlice("transformer.wte.weight")
-    yield "positions.weight", TensorSlice("transformer.wpe.weight")
-    yield "head.weight", TensorSlice("lm_head.weight")
-    q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    fused = {"q": (0, q), "k": (q, q + kv), "v": (q + kv, q + 2 * kv)}
-    for kind in ("weight", "bias"):
-        yield f"norm.{kind}", TensorSlice(f"transformer.ln_f.{kind}")
-        turned = transposed and kind == "weight"
-        for i in range(len(config.layers)):
-            ours, theirs = f"blocks.{i}", f"transformer.h.{i}"
-            yield f"{ours}.attention_norm.{kind}", TensorSlice(f"{theirs}.ln_1.{kind}")
-            yield f"{ours}.mlp_norm.{kind}", TensorSlice(f"{theirs}.ln_2.{kind}")
-            for part, (our, (start, stop)) in enumerate(fused.items()):
-                piece = TensorSlice(f"{theirs}.attn.c_attn.{kind}", start, stop, transposed=turned)
-                if interleaved:
-                    piece = TensorSlice(piece.name, interleaved=(3, part, config.head_dim))
-                yield f"{ours}.attention.{our}.{kind}", piece
-            yield f"{ours}.attention.output.{kind}", TensorSlice(f"{theirs}.attn.c_proj.{kind}", transposed=turned)
-            yield f"{ours}.mlp.up.{kind}", TensorSlice(f"{theirs}.mlp.c_fc.{kind}", transposed=turned)
-            yield f"{ours}.mlp.down.{kind}", TensorSlice(f"{theirs}.mlp.c_proj.{kind}", transposed=turned)
+GPT_NAMES = {
+    "embedding": "transformer.wte",
+    "positions": "transformer.wpe",
+    "norm": "transformer.ln_f",
+    "head": "lm_head",
+    "blocks": "transformer.h",
+    "attention_norm": "ln_1",
+    "mlp_norm": "ln_2",
+    "attention": "attn",
+    **dict.fromkeys("qkv", "c_attn"),
+    "output": "c_proj",
+    "up": "c_fc",
+    "down": "c_proj",
+}
 
-
-places = partial(gpt_places, transposed=True)
 
 DEFAULTS = {"n_positions": 1024, "activation_function": "gelu_new"}
-FAMILY = Family("gpt2", "GPT2LMHeadModel", gpt_config, places, base="transformer.", defaults=DEFAULTS)
+FAMILY = Family(
+    "gpt2",
+    "GPT2LMHeadModel",
+    gpt_config,
+    GPT_NAMES,
+    qkv_rows,
+    transposed=True,
+    base="transformer.",
+    defaults=DEFAULTS,
+)

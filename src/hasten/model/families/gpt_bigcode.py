@@ -1,8 +1,8 @@
 """GPT-BigCode, StarCoder (arXiv 2305.06161): GPT-2 with one key/value head for all query heads (multi-query)."""
 
 from hasten.model.config import Fields, ModelConfig
-from hasten.model.families.family import Family, Places
-from hasten.model.families.gpt2 import gpt_config, gpt_places
+from hasten.model.families.family import Family, Rows, qkv_rows
+from hasten.model.families.gpt2 import GPT_NAMES, gpt_config
 
 
 def config(fields: Fields) -> ModelConfig:
@@ -10,9 +10,9 @@ def config(fields: Fields) -> ModelConfig:
     return gpt_config(fields, kv_heads=1 if fields.flag("multi_query", True) else heads)
 
 
-def places(config: ModelConfig) -> Places:
-    return gpt_places(config, transposed=False, interleaved=config.kv_heads > 1)  # without multi-query
+def rows(config: ModelConfig) -> dict[str, Rows]:
+    return qkv_rows(config, groups=config.heads if config.kv_heads > 1 else 1)  # without multi-query head by head
 
 
 DEFAULTS = {"n_positions": 1024, "activation_function": "gelu_pytorch_tanh"}
-FAMILY = Family("gpt_bigcode", "GPTBigCodeForCausalLM", config, places, base="transformer.", defaults=DEFAULTS)
+FAMILY = Family("gpt_bigcode", "GPTBigCodeForCausalLM", config, GPT_NAMES, rows, base="transformer.", defaults=DEFAULTS)

@@ -1,10 +1,9 @@
 """Mixtral (arXiv 2401.04088): Mistral with eight experts a layer, two for each token."""
 
 from dataclasses import replace
-from functools import partial
 
 from hasten.model.config import Fields, ModelConfig
-from hasten.model.families.family import Family, expert_counts, llama_config, llama_places, stacked_experts, window_of
+from hasten.model.families.family import LLAMA_NAMES, Family, expert_counts, llama_config, window_of
 
 
 def config(fields: Fields) -> ModelConfig:
@@ -18,7 +17,7 @@ def config(fields: Fields) -> ModelConfig:
     return replace(plain, layers=tuple(replace(layer, experts=True) for layer in plain.layers))
 
 
-places = partial(llama_places, moe="block_sparse_moe", experts={"gate": "w1", "down": "w2", "up": "w3"})
+NAMES = LLAMA_NAMES | {"mlp": "block_sparse_moe", "gate": "w1", "down": "w2", "up": "w3"}
 
 DEFAULTS = {
     "num_key_value_heads": 8,
@@ -27,4 +26,4 @@ DEFAULTS = {
     "num_local_experts": 8,
     "num_experts_per_tok": 2,
 }
-FAMILY = Family("mixtral", "MixtralForCausalLM", config, places, stacked_experts, defaults=DEFAULTS)
+FAMILY = Family("mixtral", "MixtralForCausalLM", config, NAMES, defaults=DEFAULTS)

@@ -1,7 +1,7 @@
 """Qwen 2 and 2.5 (arXiv 2407.10671): Llama with biases on q, k and v, and a window in the later layers if enabled."""
 
 from hasten.model.config import Fields, LayerConfig, ModelConfig
-from hasten.model.families.family import Family, layer_count, layers_of_kinds, llama_config, llama_places, window_of
+from hasten.model.families.family import Family, layer_count, layers_of_kinds, llama_config, window_of
 
 
 def windowed_layers(fields: Fields) -> tuple[LayerConfig, ...]:
@@ -22,4 +22,4 @@ DEFAULTS = {
     "sliding_window": 4096,
     "max_window_layers": 28,
 }
-FAMILY = Family("qwen2", "Qwen2ForCausalLM", config, llama_places, defaults=DEFAULTS)
+FAMILY = Family("qwen2", "Qwen2ForCausalLM", config, defaults=DEFAULTS)

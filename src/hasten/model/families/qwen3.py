@@ -1,7 +1,7 @@
 """Qwen 3 (arXiv 2505.09388): Llama with an RMSNorm on each query and key head, and an explicit head size."""
 
 from hasten.model.config import Fields, ModelConfig
-from hasten.model.families.family import Family, llama_config, llama_places
+from hasten.model.families.family import Family, llama_config
 from hasten.model.families.qwen2 import DEFAULTS, windowed_layers
 
 
@@ -10,4 +10,4 @@ def config(fields: Fields) -> ModelConfig:
     return llama_config(fields, qk_norm=True, qkv_bias=bias, output_bias=bias, layers=windowed_layers(fields))
 
 
-FAMILY = Family("qwen3", "Qwen3ForCausalLM", config, llama_places, defaults=DEFAULTS | {"head_dim": 128})
+FAMILY = Family("qwen3", "Qwen3ForCausalLM", config, defaults=DEFAULTS | {"head_dim": 128})

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from hasten.model.config import Fields, ModelConfig
-from hasten.model.families.family import Family, expert_counts, llama_config, llama_places, stacked_experts, window_of
+from hasten.model.families.family import Family, expert_counts, llama_config, window_of
 
 
 def config(fields: Fields) -> ModelConfig:
@@ -38,4 +38,4 @@ DEFAULTS = {
     "num_experts_per_tok": 8,
     "moe_intermediate_size": 768,
 }
-FAMILY = Family("qwen3_moe", "Qwen3MoeForCausalLM", config, llama_places, stacked_experts, defaults=DEFAULTS)
+FAMILY = Family("qwen3_moe", "Qwen3MoeForCausalLM", config, defaults=DEFAULTS)

@@ -9,26 +9,21 @@ from hasten.model.families.family import TensorSlice
 
 
 def take(tensor: Tensor, piece: TensorSlice) -> Tensor:
-    """The part of a stored tensor that a piece names: a view, except for interleaved rows."""
+    """The part of a stored tensor that a piece names: a view, except for rows of several groups."""
     if piece.expert is not None:
         tensor = tensor[piece.expert]
     if piece.transposed:
         tensor = tensor.t()
-    if piece.start is not None:
-        tensor = tensor[piece.start : piece.stop]
-    if piece.interleaved is not None:
-        count, part, size = piece.interleaved
-        tensor = tensor.unflatten(0, (-1, count, size))[:, part].flatten(0, 1)  # (H, n, D, …) -> (H·D, …)
+    if piece.rows is not None:
+        start, stop, groups = piece.rows
+        tensor = tensor.unflatten(0, (groups, -1))[:, start:stop].flatten(0, 1)  # (g, R, …) -> (g·r, …)
     return tensor
 
 
 def join(pieces: Sequence[TensorSlice], tensors: Sequence[Tensor]) -> Tensor:
     """The published tensor that the pieces were taken from (rows only: not turned back where it is transposed)."""
-    first = pieces[0]
-    if first.interleaved is not None:
-        size = first.interleaved[2]
-        return torch.stack([t.unflatten(0, (-1, size)) for t in tensors], dim=1).flatten(0, 2)
-    if first.start is not None:
-        order = sorted(range(len(tensors)), key=lambda i: pieces[i].start or 0)
-        return torch.cat([tensors[i] for i in order])
-    return tensors[0]
+    parts = [(piece.rows, tensor) for piece, tensor in zip(pieces, tensors, strict=True) if piece.rows is not None]
+    if not parts:
+        return tensors[0]
+    ordered = sorted(parts, key=lambda part: part[0])
+    return torch.cat([tensor.unflatten(0, (rows.groups, -1)) for rows, tensor in ordered], dim=1).flatten(0, 1)
