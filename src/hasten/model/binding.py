@@ -1,7 +1,7 @@
 """Which kernel each layer runs: said by `explain`, forced for a while by `kernels`."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -131,10 +131,10 @@ def kernels(model: Transformer, **names: str) -> Iterator[Transformer]:
     """Within the block every layer runs the kernels named, as `attention="reference"` or `block="readable"`.
 
     Naming an attention or linear kernel takes a fused model apart for the while; a linear one holds plain and packed
-    weights both. What was bound before comes back at
-    the end, also after an exception. A compiled model compiles again on both changes. Raises ConfigError, changing
-    nothing, for an operator or a kernel that does not exist (listing those that do), for a kernel that cannot serve
-    one of the layers, and for the fused block together with another kernel.
+    weights both. What was bound before comes back at the end, also after an exception. A compiled model compiles again
+    on both changes. Raises ConfigError, changing nothing, for an operator or a kernel that does not exist (listing
+    those that do), for a kernel that cannot serve one of the layers, and for the fused block together with another
+    kernel.
     """
     require_model(model, "hasten.kernels")
     unknown = sorted(set(names) - set(OPERATORS))
@@ -148,61 +148,43 @@ def kernels(model: Transformer, **names: str) -> Iterator[Transformer]:
         raise ConfigError(
             f"block='fused' brings its own attention and products, and leaves no place for {others}; leave one out"
         )
-    was_fused = not model.readable
-    if was_fused and names and names != {"block": "fused"}:
-        unfuse(model)
-    try:
-        if names == {"block": "fused"} and not was_fused:
-            fuse(model)
-        with _attention_kernels(model, names.get("attention")), _linear_kernels(model, names.get("linear")):
-            yield model
-    finally:
-        if was_fused:
-            fuse(model)
-        elif not model.readable:
+    with ExitStack() as afterwards:  # what puts back what was there
+        if names == {"block": "fused"}:
+            if model.readable:
+                fuse(model)
+                afterwards.callback(unfuse, model)
+        elif names and not model.readable:
             unfuse(model)
+            afterwards.callback(fuse, model)
+        if "attention" in names:
+            _force_attention(model, names["attention"], afterwards)
+        if "linear" in names:
+            _force_linear(model, names["linear"], afterwards)
+        yield model
 
 
-@contextmanager
-def _attention_kernels(model: Transformer, name: str | None) -> Iterator[None]:
-    attentions = [module for module in model.modules() if name and isinstance(module, Attention)]
-    before = [attention.kernels for attention in attentions]
-    try:
-        for layer, attention in enumerate(attentions):
-            try:
-                attention.bind(name)
-            except ConfigError as error:
-                raise ConfigError(f"attention of layer {layer}: {error}") from None
-        yield
-    finally:
-        for attention, bound in zip(attentions, before, strict=True):
-            attention.kernels = bound
+def _force_attention(model: Transformer, name: str, afterwards: ExitStack) -> None:
+    attentions = [module for module in model.modules() if isinstance(module, Attention)]
+    for layer, attention in enumerate(attentions):
+        afterwards.callback(setattr, attention, "kernels", attention.kernels)
+        try:
+            attention.bind(name)
+        except ConfigError as error:
+            raise ConfigError(f"attention of layer {layer}: {error}") from None
 
 
-@contextmanager
-def _linear_kernels(model: Transformer, name: str | None) -> Iterator[None]:
+def _force_linear(model: Transformer, name: str, afterwards: ExitStack) -> None:
     """Packed layers are bound to the kernel; plain bfloat16 ones give their place to packed ones, for the while."""
-    places = [
-        (owner, leaf, child)
-        for owner in model.modules()
-        for leaf, child in owner.named_children()
-        if name and isinstance(child, nn.Linear | PackedLinear)
-    ]
-    before = [getattr(child, "kernel", None) for _, _, child in places]
-    try:
-        for owner, leaf, child in places:
-            if isinstance(child, PackedLinear):
-                child.bind(name)
-            elif name != "pytorch":
-                if child.weight.dtype != torch.bfloat16:
-                    raise ConfigError(
-                        f"linear layer {leaf!r}: kernel {name!r} multiplies bfloat16, int8 or int4 weights; "
-                        f"these are {request_of(child).format.element}"
-                    )
-                setattr(owner, leaf, PackedLinear.from_linear(child, kernel=name))
-        yield
-    finally:
-        for (owner, leaf, child), kernel in zip(places, before, strict=True):
-            if isinstance(child, PackedLinear):
-                child.bind(kernel)
-            setattr(owner, leaf, child)
+    places = [(owner, leaf, child) for owner in model.modules() for leaf, child in owner.named_children()]
+    for owner, leaf, child in places:
+        if isinstance(child, PackedLinear):
+            afterwards.callback(child.bind, child.kernel)
+            child.bind(name)
+        elif isinstance(child, nn.Linear) and name != "pytorch":
+            if child.weight.dtype != torch.bfloat16:
+                raise ConfigError(
+                    f"linear layer {leaf!r}: kernel {name!r} multiplies bfloat16, int8 or int4 weights; "
+                    f"these are {request_of(child).format.element}"
+                )
+            afterwards.callback(setattr, owner, leaf, child)
+            setattr(owner, leaf, PackedLinear.from_linear(child, kernel=name))
