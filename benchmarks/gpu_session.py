@@ -78,7 +78,7 @@ def random_model(shape: str, *, format: str, group_size: int, device: str) -> An
             fresh = torch.empty(parameter.shape, dtype=torch.bfloat16, device=device)
             fresh.normal_(0, parameter.shape[-1] ** -0.5) if fresh.dim() > 1 else fresh.fill_(1)
             setattr(module, name, nn.Parameter(fresh, requires_grad=False))
-    model.reset_ropes(torch.device(device))
+    model.ropes.to(device)
     model.bind()
     return model.eval()
 

@@ -21,7 +21,6 @@ def initialize(
     model.to_empty(device=device)
     if config.tie_embeddings:
         model.head.weight = model.embedding.weight
-    model.reset_ropes(torch.device(device))
     generator = torch.Generator(device=device).manual_seed(seed)
     std = config.initializer_range
     residual = std / (2 * len(config.layers)) ** 0.5

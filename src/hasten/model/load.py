@@ -120,9 +120,7 @@ class _Uninitialised(TorchFunctionMode):
 
 def _skeleton(config: ModelConfig) -> Transformer:
     with torch.device("meta"), _Uninitialised():
-        model = Transformer(config)
-    model.reset_ropes()
-    return model.eval()
+        return Transformer(config).eval()
 
 
 def _locate(

@@ -60,21 +60,23 @@ class RotaryTable(nn.Module):
     def __init__(self, rope: RopeConfig) -> None:
         super().__init__()
         self.rope = rope
-        self.reset()
+        self._compute(None)
 
-    def reset(self, device: torch.device | None = None) -> None:
-        """(Re)compute the frequencies: a model made on the meta device has lost them."""
-        with torch.device("cpu"):
+    def _compute(self, device: torch.device | None) -> None:
+        with torch.device("cpu"):  # also where a model is made on the meta device
             short = frequencies(self.rope)
             long = frequencies(self.rope, long=True) if self.rope.scaling == "longrope" else None
         self.register_buffer("frequencies", short.to(device), persistent=False)
         self.register_buffer("long_frequencies", None if long is None else long.to(device), persistent=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Moves follow; `model.to(dtype)` does not: rounded frequencies would turn far positions by wrong angles."""
+        """Moves follow, the frequencies computed anew: rounded (`to(dtype)`) they would turn far positions by wrong
+        angles, and `to_empty` would lose them.
+        """
+        before = self.frequencies
         super()._apply(fn, recurse)
-        if self.frequencies.dtype != torch.float32:
-            self.reset(self.frequencies.device)
+        if self.frequencies is not before:
+            self._compute(self.frequencies.device)
         return self
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:

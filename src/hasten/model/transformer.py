@@ -328,9 +328,3 @@ class Transformer(nn.Module):
         for layer in self.modules():
             if isinstance(layer, Attention):
                 layer.bind(attention)
-
-    def reset_ropes(self, device: torch.device | None = None) -> None:
-        """Compute the rotary frequencies, which a model made on the meta device lacks."""
-        for table in self.ropes.children():
-            if isinstance(table, RotaryTable):
-                table.reset(device)
