@@ -21,11 +21,12 @@ from hasten.model.families.family import Family, TensorSlice, stacked_experts
 from hasten.model.fill_quantized import fill_quantized
 from hasten.model.formats.pieces import take
 from hasten.model.formats.registry import open_quantized, read_quantization
+from hasten.model.formats.stream import NAMES
 from hasten.model.hub import resolve_folder
 from hasten.model.tokenizer import Tokenizer
 from hasten.model.transformer import Transformer
 
-__all__ = ["load", "resolve_folder", "tie"]
+__all__ = ["load", "resolve_folder"]
 
 # Buffers that older versions of transformers saved beside the weights.
 _LEFTOVERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
@@ -69,7 +70,7 @@ def load(source: str | Path | nn.Module, *, dtype: str | torch.dtype | None = No
     # The weights last: whatever else is wrong with a folder shows before gigabytes are read.
     plain = {o: p for o, p in pieces.items() if quantized is None or p.name not in quantized.modules}
     own = wanted or _own_dtype([stored[piece.name] for piece in plain.values()])
-    _fill(model, plain, tensors, own, place, {name: str(t.file) for name, t in stored.items()})
+    _fill(model, plain, tensors, stored, dtype=own, device=place)
     if quantized is not None:
         packed = {ours: piece for ours, piece in pieces.items() if ours not in plain}
         fill_quantized(model, packed, quantized, dtype=own, device=place)
@@ -90,19 +91,18 @@ def _from_transformers(module: nn.Module, dtype: torch.dtype | None, device: tor
     layouts = [*([stacked_experts(family, config)] if config.experts else []), family.places(config)]
     pieces = _locate(config, family, layouts, tensors, where)
     model = _skeleton(config)
-    _check(pieces, {name: _describe(name, tensor, where) for name, tensor in tensors.items()}, model)
+    stored = {
+        name: StoredTensor(name, NAMES.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape), Path(where))
+        for name, tensor in tensors.items()
+    }
+    _check(pieces, stored, model)
     place = device if str(device) != "cpu" else None
-    _fill(model, pieces, tensors, dtype, place, dict.fromkeys(tensors, where))
+    _fill(model, pieces, tensors, stored, dtype=dtype, device=place)
     _finish(model, place)
     generation = getattr(module, "generation_config", None)
     if generation is not None:
         model.generation = generation.to_dict()
     return model
-
-
-def _describe(name: str, tensor: Tensor, where: str) -> StoredTensor:
-    kind = next((key for key, value in DTYPES.items() if value == tensor.dtype), str(tensor.dtype))
-    return StoredTensor(name, kind, tuple(tensor.shape), Path(where))
 
 
 class _Uninitialised(TorchFunctionMode):
@@ -209,16 +209,17 @@ def _fill(
     model: Transformer,
     pieces: Mapping[str, TensorSlice],
     tensors: Mapping[str, Tensor],
+    stored: Mapping[str, StoredTensor],
+    *,
     dtype: torch.dtype | None,
     device: torch.device | None,
-    files: Mapping[str, str],
 ) -> None:
     """Put every tensor into the skeleton, converting one at a time where dtype or device differ."""
     checked: set[str] = set()
     for ours, piece in pieces.items():
         whole = tensors[piece.name]
         if piece.name not in checked:  # a fused tensor once, not once for each of its parts
-            check_finite(piece.name, whole, files[piece.name])
+            check_finite(piece.name, whole, stored[piece.name].file)
             checked.add(piece.name)
         owner, _, leaf = ours.rpartition(".")
         parameter = nn.Parameter(take(whole, piece).to(device=device, dtype=dtype))
@@ -226,16 +227,11 @@ def _fill(
 
 
 def _finish(model: Transformer, device: torch.device | None) -> None:
-    tie(model)
+    """Tie head and embedding where the config says so and the checkpoint does not contradict it, and choose kernels."""
+    if model.config.tie_embeddings and "head" not in (model.quantization or {}):
+        head, embedding = model.head.weight, model.embedding.weight
+        if head.is_meta or head.data_ptr() == embedding.data_ptr() or torch.equal(head, embedding):
+            model.head.weight = embedding
     if device is not None:
         model.ropes.to(device)
     model.bind()
-
-
-def tie(model: Transformer) -> None:
-    """Make head and embedding one parameter where the config says so and the checkpoint does not contradict it."""
-    if not model.config.tie_embeddings or (model.quantization is not None and "head" in model.quantization):
-        return
-    head, embedding = model.head.weight, model.embedding.weight
-    if head.is_meta or head.data_ptr() == embedding.data_ptr() or torch.equal(head, embedding):
-        model.head.weight = embedding

@@ -3,8 +3,7 @@ and the config, and read.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import NoReturn
 
 import torch
@@ -23,13 +22,32 @@ _BLOCK_ELEMENTS = 1 << 20
 _SUFFIXES = ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx")
 
 
-@dataclass(frozen=True, slots=True)
 class CompressedFolder:
-    """A `QuantizedFolder` of compressed-tensors."""
+    """A `QuantizedFolder` of compressed-tensors: every module's tensors fit each other and one of the config's groups.
 
-    modules: Mapping[str, QuantizedModule]
-    logical: Mapping[str, StoredTensor]
-    tensors: Mapping[str, Tensor]
+    Made from headers, and the `weight_shape` (two numbers) of each packed module. Raises CheckpointError for a tensor
+    that is missing, has the wrong shape or dtype, or fits none of the groups.
+    """
+
+    def __init__(
+        self, groups: tuple[ConfigGroup, ...], stored: Mapping[str, StoredTensor], tensors: Mapping[str, Tensor]
+    ) -> None:
+        self.groups, self.stored, self.tensors = groups, stored, tensors
+        self.logical = {name: tensor for name, tensor in stored.items() if not name.endswith(_SUFFIXES)}
+        self.modules: dict[str, QuantizedModule] = {}
+        for name, tensor in stored.items():
+            prefix, dot, leaf = name.rpartition(".")
+            if not dot:  # of no module
+                continue
+            if leaf == "weight_g_idx":
+                _fail(tensor, "reorders the columns by activation (actorder), which hasten does not read")
+            weights = f"{prefix}.weight", f"{prefix}.weight_packed"
+            if leaf in ("weight_scale", "weight_zero_point") and not any(weight in stored for weight in weights):
+                _fail(tensor, f"stands without {prefix}.weight or {prefix}.weight_packed; download the folder again")
+            if leaf == "weight_packed" or (leaf == "weight" and f"{prefix}.weight_scale" in stored):
+                module = self._module(prefix, leaf == "weight_packed")
+                self.modules[f"{prefix}.weight"] = module
+                self.logical[f"{prefix}.weight"] = StoredTensor(f"{prefix}.weight", "BF16", module.shape, tensor.file)
 
     def read(self, module: QuantizedModule) -> QuantizedWeight:
         """The module's numbers. The values of int8 are views of the file; those of int4 are unpacked, a byte each."""
@@ -81,7 +99,7 @@ class CompressedFolder:
         n = module.shape[0]
         name = f"{module.name}.weight_scale"
         scales = self.tensors[name].view(n, -1)
-        check_finite(name, scales, str(self.logical[f"{module.name}.weight"].file))
+        check_finite(name, scales, self.stored[name].file)
         if module.stored.symmetric:
             return scales, None
         zeros = self.tensors[f"{module.name}.weight_zero_point"]
@@ -91,102 +109,64 @@ class CompressedFolder:
             return scales, unpack_rows(zeros, n)
         return scales, unpack_bytes(zeros.t().clone(memory_format=torch.contiguous_format), n).t()
 
+    def _module(self, name: str, packed: bool) -> QuantizedModule:
+        weight = self.stored[f"{name}.weight_packed" if packed else f"{name}.weight"]
+        scale = self.stored.get(f"{name}.weight_scale")
+        if scale is None:
+            _fail(weight, f"lacks {name}.weight_scale beside it; download the folder again")
+        if weight.dtype != ("I32" if packed else "I8") or len(weight.shape) != 2:
+            _fail(weight, f"must be a matrix of {'I32' if packed else 'I8'}; found {_seen(weight)}")
+        if scale.dtype not in _SCALES or len(scale.shape) not in (1, 2):
+            _fail(scale, f"must be one of {', '.join(_SCALES)} by row and group; found {_seen(scale)}")
+        n = weight.shape[0]
+        k, bits = self._true_columns(name, weight) if packed else (weight.shape[1], 8)
+        zero = self.stored.get(f"{name}.weight_zero_point")
+        fits = [
+            group
+            for group in self.groups
+            if (wanted := group.layer.weight).bits == bits
+            and wanted.symmetric == (zero is None)
+            and scale.shape in ((n, wanted.groups(k)), *([(n,)] if not wanted.group_size else []))
+        ]
+        if not fits:
+            asked = "; ".join(str(group.layer.weight) for group in self.groups[:3])
+            _fail(
+                scale,
+                f"is {_seen(scale)}, beside a weight {n}×{k} of {bits} bits {'without' if zero is None else 'with'} "
+                f"zero points: that fits none of config.json's groups ({asked})",
+            )
+        if zero is not None:
+            groups = scale.shape[1] if len(scale.shape) == 2 else 1
+            shapes = [(-(-n * bits // 32), groups)] if packed else [(n, groups), scale.shape]
+            if zero.dtype != ("I32" if packed else "I8") or zero.shape not in shapes:
+                expected = f"I32 {list(shapes[0])} (packed by row)" if packed else f"I8 {list(shapes[0])}"
+                _fail(zero, f"must be {expected}; found {_seen(zero)}")
+        if bits == 4 and scale.dtype == "F32":
+            _fail(scale, "must be F16 or BF16 for int4; found F32")
+        chosen = next((group for group in fits if name in group.targets), fits[0]).layer
+        stored_format = chosen.weight
+        layer = chosen if stored_format == INT8 else None
+        if bits == 4:
+            size, format_of = stored_format.group_size, partial(int4_format, symmetric=zero is None)
+            stored_format = format_of(size, scale_dtype=_SCALES[scale.dtype])
+            held_size = size if size in GROUP_SIZES else GROUP_SIZES[-1]
+            layer = LayerFormat(format_of(held_size, scale_dtype=_SCALES[scale.dtype]), chosen.activations)
+        return QuantizedModule(name, (n, k), stored_format, layer, packed)
 
-def open_folder(
-    groups: tuple[ConfigGroup, ...], stored: Mapping[str, StoredTensor], tensors: Mapping[str, Tensor]
-) -> CompressedFolder:
-    """Find the quantized modules of a folder and check their tensors against each other and the config's groups.
-
-    Reads headers, and of each packed module its `weight_shape` (two numbers). Raises CheckpointError for a tensor that
-    is missing, has the wrong shape or dtype, or fits none of the groups.
-    """
-    logical = {name: tensor for name, tensor in stored.items() if not name.endswith(_SUFFIXES)}
-    modules = {}
-    for name, tensor in stored.items():
-        prefix, dot, leaf = name.rpartition(".")
-        if not dot:  # of no module
-            continue
-        if leaf == "weight_g_idx":
-            _fail(tensor, "reorders the columns by activation (actorder), which hasten does not read")
-        weights = f"{prefix}.weight", f"{prefix}.weight_packed"
-        if leaf in ("weight_scale", "weight_zero_point") and not any(weight in stored for weight in weights):
-            _fail(tensor, f"stands without {prefix}.weight or {prefix}.weight_packed; download the folder again")
-        if leaf == "weight_packed" or (leaf == "weight" and f"{prefix}.weight_scale" in stored):
-            module = _module(prefix, leaf == "weight_packed", stored, groups, tensors)
-            modules[f"{prefix}.weight"] = module
-            logical[f"{prefix}.weight"] = StoredTensor(f"{prefix}.weight", "BF16", module.shape, tensor.file)
-    return CompressedFolder(modules, logical, tensors)
-
-
-def _module(
-    name: str,
-    packed: bool,
-    stored: Mapping[str, StoredTensor],
-    config: tuple[ConfigGroup, ...],
-    tensors: Mapping[str, Tensor],
-) -> QuantizedModule:
-    weight = stored[f"{name}.weight_packed" if packed else f"{name}.weight"]
-    scale = stored.get(f"{name}.weight_scale")
-    if scale is None:
-        _fail(weight, f"lacks {name}.weight_scale beside it; download the folder again")
-    if weight.dtype != ("I32" if packed else "I8") or len(weight.shape) != 2:
-        _fail(weight, f"must be a matrix of {'I32' if packed else 'I8'}; found {_seen(weight)}")
-    if scale.dtype not in _SCALES or len(scale.shape) not in (1, 2):
-        _fail(scale, f"must be one of {', '.join(_SCALES)} by row and group; found {_seen(scale)}")
-    n = weight.shape[0]
-    k, bits = (_true_columns(name, weight, stored, tensors, config)) if packed else (weight.shape[1], 8)
-    zero = stored.get(f"{name}.weight_zero_point")
-    fits = [
-        group
-        for group in config
-        if (wanted := group.layer.weight).bits == bits
-        and wanted.symmetric == (zero is None)
-        and scale.shape in ((n, wanted.groups(k)), *([(n,)] if not wanted.group_size else []))
-    ]
-    if not fits:
-        asked = "; ".join(str(group.layer.weight) for group in config[:3])
-        _fail(
-            scale,
-            f"is {_seen(scale)}, beside a weight {n}×{k} of {bits} bits {'without' if zero is None else 'with'} "
-            f"zero points: that fits none of config.json's groups ({asked})",
-        )
-    if zero is not None:
-        groups = scale.shape[1] if len(scale.shape) == 2 else 1
-        fitting = ("I32", (-(-n * bits // 32), groups)) if packed else ("I8", (n, groups))
-        if (zero.dtype, zero.shape) != fitting and not (fitting[0] == "I8" == zero.dtype and zero.shape == scale.shape):
-            _fail(zero, f"must be {fitting[0]} {list(fitting[1])}{' (packed by row)' * packed}; found {_seen(zero)}")
-    if bits == 4 and scale.dtype == "F32":
-        _fail(scale, "must be F16 or BF16 for int4; found F32")
-    chosen = next((group for group in fits if name in group.targets), fits[0]).layer
-    stored_format = chosen.weight
-    layer = chosen if stored_format == INT8 else None
-    if bits == 4:
-        dtype, size = _SCALES[scale.dtype], stored_format.group_size
-        stored_format = int4_format(size, symmetric=zero is None, scale_dtype=dtype)
-        held = int4_format(size if size in GROUP_SIZES else GROUP_SIZES[-1], symmetric=zero is None, scale_dtype=dtype)
-        layer = LayerFormat(held, chosen.activations)
-    return QuantizedModule(name, (n, k), stored_format, layer, packed)
-
-
-def _true_columns(
-    name: str,
-    weight: StoredTensor,
-    stored: Mapping[str, StoredTensor],
-    tensors: Mapping[str, Tensor],
-    config: tuple[ConfigGroup, ...],
-) -> tuple[int, int]:
-    """K and the bits of a packed weight, whose own shape only tells the number of int32s."""
-    shape = stored.get(f"{name}.weight_shape")
-    if shape is None:
-        _fail(weight, f"lacks {name}.weight_shape beside it; download the folder again")
-    if shape.dtype not in ("I64", "I32") or shape.shape != (2,):
-        _fail(shape, f"must be two I64 numbers; found {_seen(shape)}")
-    rows, columns = (int(x) for x in tensors[shape.name])
-    n, words = weight.shape
-    found = [b for b in sorted({group.layer.weight.bits for group in config}) if -(-columns * b // 32) == words]
-    if rows != n or columns < 1 or not found:
-        _fail(weight, f"is {_seen(weight)}, which does not hold the {rows}×{columns} values of {shape.name}")
-    return columns, found[0]
+    def _true_columns(self, name: str, weight: StoredTensor) -> tuple[int, int]:
+        """K and the bits of a packed weight, whose own shape only tells the number of int32s."""
+        shape = self.stored.get(f"{name}.weight_shape")
+        if shape is None:
+            _fail(weight, f"lacks {name}.weight_shape beside it; download the folder again")
+        if shape.dtype not in ("I64", "I32") or shape.shape != (2,):
+            _fail(shape, f"must be two I64 numbers; found {_seen(shape)}")
+        rows, columns = (int(x) for x in self.tensors[shape.name])
+        n, words = weight.shape
+        widths = sorted({group.layer.weight.bits for group in self.groups})
+        found = [bits for bits in widths if -(-columns * bits // 32) == words]
+        if rows != n or columns < 1 or not found:
+            _fail(weight, f"is {_seen(weight)}, which does not hold the {rows}×{columns} values of {shape.name}")
+        return columns, found[0]
 
 
 def _seen(tensor: StoredTensor) -> str:
@@ -194,4 +174,4 @@ def _seen(tensor: StoredTensor) -> str:
 
 
 def _fail(tensor: StoredTensor, what: str) -> NoReturn:
-    raise CheckpointError(f"{Path(tensor.file)}: {tensor.name!s:.100} {what}")
+    raise CheckpointError(f"{tensor.file}: {tensor.name!s:.100} {what}")

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from hasten.model.checkpoint import StoredTensor
 from hasten.model.formats.compressed_config import MIXED, PACKED, W8A8, WEIGHT_ONLY, ConfigGroup, read_groups
-from hasten.model.formats.compressed_reader import open_folder
+from hasten.model.formats.compressed_reader import CompressedFolder
 from hasten.model.formats.file_format import QuantizedFolder
 from hasten.model.formats.packing import pack_bytes, pack_columns, pack_rows
 from hasten.model.formats.record import LayerFormat
@@ -47,7 +47,7 @@ class CompressedQuantization:
 
     def open(self, stored: Mapping[str, StoredTensor], tensors: Mapping[str, Tensor]) -> QuantizedFolder:
         """The folder, its modules checked."""
-        return open_folder(self.groups, stored, tensors)
+        return CompressedFolder(self.groups, stored, tensors)
 
 
 class CompressedTensors:
