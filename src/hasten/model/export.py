@@ -95,14 +95,14 @@ def export_model(
                     folder.rmdir()
 
 
-def exported_config(model: Transformer, dtype: torch.dtype, *, tied: bool | None = None) -> dict[str, Any]:
+def exported_config(model: Transformer, dtype: torch.dtype, *, tied: bool) -> dict[str, Any]:
     """The config.json of a model: the one it came from, with what has changed since, and without quantization."""
     family = FAMILIES[model.config.family]
     values = dict(model.config.source) | {
         "model_type": family.model_type,
         "architectures": [family.architecture],
         "vocab_size": model.config.vocab_size,
-        "tie_word_embeddings": is_tied(model) if tied is None else tied,
+        "tie_word_embeddings": tied,
         "dtype": str(dtype).removeprefix("torch."),
     }
     for gone in ("torch_dtype", "_name_or_path", "_attn_implementation_autoset", *QUANTIZATION_FIELDS):
@@ -216,30 +216,26 @@ class _Plan:
 
 def _write_weights(plan: _Plan, folder: Path, shard_bytes: int) -> set[str]:
     """Write the weights and return the names of their files."""
+    import huggingface_hub
+
     specs = {name: plan.make(name, "meta") for name in plan.parts}
-    sizes = {name: sum(tensor.nbytes for tensor in tensors.values()) for name, tensors in specs.items()}
-    shards: list[list[str]] = [[]]
-    filled = 0
-    for name, size in sizes.items():
-        if filled and filled + size > shard_bytes:
-            shards.append([])
-            filled = 0
-        shards[-1].append(name)
-        filled += size
-    count = len(shards)
-    names = ["model.safetensors"]
-    if count > 1:
-        names = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+    split = huggingface_hub.split_state_dict_into_shards_factory(
+        specs,
+        get_storage_size=lambda tensors: sum(tensor.nbytes for tensor in tensors.values()),
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=shard_bytes,
+    )
+    files = set(split.filename_to_tensors)
     weight_map: dict[str, str] = {}
-    for file, shard in zip(names, shards, strict=True):
+    for file, shard in split.filename_to_tensors.items():
         own = {key: spec for name in shard for key, spec in specs[name].items()}
         save_file(own, folder / file, tensors=(made for name in shard for made in plan.make(name).items()))
         weight_map |= dict.fromkeys(own, file)
-    if count > 1:
-        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": weight_map}
         save_json(folder / "model.safetensors.index.json", index, sort_keys=True)
-        names.append("model.safetensors.index.json")
-    return set(names)
+        files.add("model.safetensors.index.json")
+    return files
 
 
 def _move(staging: Path, folder: Path, weights: set[str]) -> None:
