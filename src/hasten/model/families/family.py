@@ -265,12 +265,16 @@ def llama_config(
     theta: float = 10_000.0,
     rope_kinds: Mapping[str, str] = ROPE_KINDS,
     window: int | None = None,
+    has_experts: Callable[[int], bool] = lambda layer: False,
     **changes: Any,
 ) -> ModelConfig:
     """A Llama-like config: RMSNorm, rotary positions, gated MLP, no biases, unless changed by keyword."""
     common = sizes(fields)
     values: dict[str, Any] = {
-        "layers": (LayerConfig(window=window, scale=common["head_dim"] ** -0.5),) * layer_count(fields),
+        "layers": tuple(
+            LayerConfig(window=window, scale=common["head_dim"] ** -0.5, experts=has_experts(layer))
+            for layer in range(layer_count(fields))
+        ),
         "norm_eps": fields.number("rms_norm_eps", default=1e-6, high=1.0),
         "tie_embeddings": fields.flag("tie_word_embeddings", False),
     }

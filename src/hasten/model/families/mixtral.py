@@ -1,20 +1,18 @@
 """Mixtral (arXiv 2401.04088): Mistral with eight experts a layer, two for each token."""
 
-from dataclasses import replace
-
 from hasten.model.config import Fields, ModelConfig
 from hasten.model.families.family import LLAMA_NAMES, Family, expert_counts, llama_config, window_of
 
 
 def config(fields: Fields) -> ModelConfig:
-    plain = llama_config(
+    return llama_config(
         fields,
         theta=1_000_000.0,
         window=window_of(fields),
+        has_experts=lambda layer: True,
         **expert_counts(fields, "num_local_experts", "num_experts"),
         expert_size=fields.integer("intermediate_size"),
     )
-    return replace(plain, layers=tuple(replace(layer, experts=True) for layer in plain.layers))
 
 
 NAMES = LLAMA_NAMES | {"mlp": "block_sparse_moe", "gate": "w1", "down": "w2", "up": "w3"}

@@ -1,7 +1,5 @@
 """Qwen 3 mixture of experts: Qwen 3 with most MLPs replaced by many small experts."""
 
-from dataclasses import replace
-
 from hasten.model.config import Fields, ModelConfig
 from hasten.model.families.family import Family, expert_counts, llama_config, window_of
 
@@ -13,9 +11,10 @@ def config(fields: Fields) -> ModelConfig:
     dense = fields.value("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(type(i) is int for i in dense):
         raise fields.fail("mlp_only_layers", "a list of layer numbers", dense)
-    plain = llama_config(
+    return llama_config(
         fields,
         window=window,
+        has_experts=lambda layer: layer not in dense and step > 0 and (layer + 1) % step == 0,
         qk_norm=True,
         qkv_bias=bias,
         output_bias=bias,
@@ -23,11 +22,6 @@ def config(fields: Fields) -> ModelConfig:
         expert_size=fields.integer("moe_intermediate_size"),
         normalize_experts=fields.flag("norm_topk_prob", False),
     )
-    layers = tuple(
-        replace(layer, experts=i not in dense and step > 0 and (i + 1) % step == 0)
-        for i, layer in enumerate(plain.layers)
-    )
-    return replace(plain, layers=layers)
 
 
 DEFAULTS = {
