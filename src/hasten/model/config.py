@@ -73,7 +73,6 @@ class ModelConfig:
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
-    head_bias: bool = False
     learned_positions: bool = False
     ropes: tuple[RopeConfig, ...] = ()
     attention_softcap: float | None = None
@@ -125,17 +124,6 @@ class Fields:
         """The raw value of a field, or its default, or None."""
         return self.values[name] if name in self.values else self.defaults.get(name)
 
-    def _get(self, names: tuple[str, ...], default: Any) -> tuple[str, Any]:
-        given = [name for name in names if name in self.values]
-        for name in given or names:
-            if self.value(name) is not None:
-                return name, self.value(name)
-        if default is _MISSING:
-            raise CheckpointError(
-                f"{self.where} lacks {names[0]!r}, which a {self.values.get('model_type', 'model')!s:.40} needs"
-            )
-        return names[0], default
-
     def fail(self, name: str, wanted: str, found: Any) -> CheckpointError:
         """The error for a field whose value cannot be used."""
         return CheckpointError(f"{self.where}: {name} must be {wanted}; found {_short(found)}")
@@ -144,8 +132,15 @@ class Fields:
         self, names: tuple[str, ...], fits: Callable[[Any], bool], wanted: str, default: Any = _MISSING
     ) -> Any:
         """The first of these fields that is there, if it fits, else the default (None: the field may be missing)."""
-        name, value = self._get(names, default)
-        if (value is not None or default is not None) and not fits(value):
+        given = [name for name in names if name in self.values]
+        name = next((name for name in given or names if name in self), names[0])
+        value = self.value(name)
+        if value is None and default is _MISSING:
+            raise CheckpointError(
+                f"{self.where} lacks {name!r}, which a {self.values.get('model_type', 'model')!s:.40} needs"
+            )
+        value = default if value is None else value
+        if value is not None and not fits(value):
             raise self.fail(name, wanted, value)
         return value
 

@@ -81,9 +81,9 @@ def training_context(model: Transformer, tokens: int, documents: Tensor | None =
     documents: int64 (B, T), as in `TrainingContext`; without a mask where every layer's kernel can do without one.
     Raises ConfigError for documents in a model with a pattern.
     """
-    config = model.config
+    config, pattern = model.config, model.config.attention_pattern
     windows = [layer.window for layer in config.layers]
-    if config.attention_pattern is None:
+    if pattern is None:
         if documents is None:
             return TrainingContext(windows)
         attentions = [getattr(block, "attention", None) for block in model.blocks]  # None: a fused block
@@ -91,14 +91,7 @@ def training_context(model: Transformer, tokens: int, documents: Tensor | None =
         return TrainingContext(windows, documents, intervals=fits)
     if documents is not None:
         raise ConfigError("a model with a sparse attention pattern cannot keep packed documents apart")
-    return TrainingContext(windows, blocks=block_masks(model, tokens))
-
-
-def block_masks(model: Transformer, tokens: int) -> list[BlockMask]:
-    """The mask of each layer of a model with a pattern, for rows of so many tokens, ready for its kernels."""
-    pattern, layers = model.config.attention_pattern, len(model.config.layers)
-    assert pattern is not None
-    masks = [BlockMask.of(pattern, tokens, heads=model.config.heads, layer=layer) for layer in range(layers)]
-    for mask in masks:
+    masks = [BlockMask.of(pattern, tokens, heads=config.heads, layer=layer) for layer in range(len(windows))]
+    for mask in masks:  # ready for the layers' kernels
         mask.prepare(model.device)
-    return masks
+    return TrainingContext(windows, blocks=masks)

@@ -168,16 +168,9 @@ class Tokenizer:
             messages, special_tokens=self.special_tokens, add_generation_prompt=add_generation_prompt, tools=tools
         )
 
-    def encode_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        add_generation_prompt: bool = True,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-    ) -> list[int]:
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
         """Ids of `render_chat`. Nothing is put around them: the template itself writes BOS where it belongs."""
-        text = self.render_chat(messages, add_generation_prompt=add_generation_prompt, tools=tools)
-        return self.encode(text, add_special_tokens=False)
+        return self.encode(self.render_chat(messages, **options), add_special_tokens=False)
 
     # -- saving -------------------------------------------------------------------------------------------------------
 

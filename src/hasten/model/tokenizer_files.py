@@ -42,13 +42,11 @@ def read_parts(folder: Path) -> dict[str, Any] | None:
         )
     config = read_json(folder / "tokenizer_config.json")
     model_config = read_json(folder / "config.json")
-    backend = (
-        parse_backend(read_text(folder / "tokenizer.json"), where=folder / "tokenizer.json")
-        if has_json
-        else _gpt2_layout(folder, config=config, model_config=model_config)
-    )
     if has_json:
+        backend = parse_backend(read_text(folder / "tokenizer.json"), where=folder / "tokenizer.json")
         _llama_spaces(backend, config=config, model_config=model_config)
+    else:
+        backend = _gpt2_layout(folder, config=config, model_config=model_config)
     settings = dict(config)
     if "added_tokens_decoder" not in config:  # where it is present, the config is the newer, complete account
         settings |= read_json(folder / "special_tokens_map.json")
@@ -142,20 +140,14 @@ def read_json(path: Path) -> dict[str, Any]:
     return checkpoint.read_json(path, limit=MAX_FILE_BYTES) if path.is_file() else {}
 
 
-def _token_text(value: Any) -> str | None:
-    if isinstance(value, Mapping):
-        value = value.get("content")
-    return value if isinstance(value, str) and value else None
-
-
 def _named_tokens(settings: Mapping[str, Any], *, where: Path) -> dict[str, str]:
     """bos_token, eos_token, ... and a model's own names (image_token) to their text."""
     named = {}
     for key, value in settings.items():
         if not key.endswith("_token") or value is None or isinstance(value, bool):
             continue
-        text = _token_text(value)
-        if text is None:
+        text = value.get("content") if isinstance(value, Mapping) else value
+        if not isinstance(text, str) or not text:
             raise CheckpointError(f"{where / 'tokenizer_config.json'}: {key} should be text, found {value!r:.80}")
         named[key] = text
     return named
@@ -253,10 +245,8 @@ def _llama_spaces(backend: tokenizers.Tokenizer, *, config: Mapping[str, Any], m
     the model types for which transformers takes the file at its word are left alone.
     """
     declared = config.get("tokenizer_class") or model_config.get("tokenizer_class")
-    if declared not in ("LlamaTokenizer", "LlamaTokenizerFast") or model_config.get("model_type") not in (
-        None,
-        "llama",
-    ):
+    class_says = declared in ("LlamaTokenizer", "LlamaTokenizerFast")
+    if not class_says or model_config.get("model_type") not in (None, "llama"):
         return
     if not isinstance(backend.model, models.BPE) or "ByteLevel" in str(backend.pre_tokenizer):
         return

@@ -193,7 +193,7 @@ class Transformer(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in config.layers)
         self.norm = norm_of(config, config.hidden_size)
-        self.head = nn.Linear(config.hidden_size, config.padded_vocab_size, bias=config.head_bias)
+        self.head = nn.Linear(config.hidden_size, config.padded_vocab_size, bias=False)
         if config.tie_embeddings:
             self.head.weight = self.embedding.weight
 

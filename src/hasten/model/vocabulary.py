@@ -35,8 +35,6 @@ def pad_vocabulary(model: Transformer, multiple: int = 64) -> Transformer:
         model.head.weight = model.embedding.weight
     else:
         model.head.weight = _resized(model.head.weight, config.vocab_size, config.padded_vocab_size)
-    if model.head.bias is not None:
-        model.head.bias = _resized(model.head.bias, config.vocab_size, config.padded_vocab_size)
     model.head.out_features = config.padded_vocab_size
     model.config = config
     return model

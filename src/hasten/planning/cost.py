@@ -27,7 +27,7 @@ def parameters(config: ModelConfig) -> Parameters:
         blocks += own
         active += used
     norm = config.hidden_size * (2 if config.norm == "layernorm" else 1)
-    total = embedding + head + positions + blocks + norm + (config.padded_vocab_size if config.head_bias else 0)
+    total = embedding + head + positions + blocks + norm
     return Parameters(total=total, embedding=embedding, head=head, active=active + embedding)
 
 
