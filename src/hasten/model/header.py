@@ -89,17 +89,9 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         _not_safetensors(path, first, f"its header is not valid JSON ({reason:.200})")
     header.pop("__metadata__", None)
     data_bytes = size - 8 - length
-    spans = {name: _span(path, name, value, data_bytes) for name, value in header.items()}
-    _check_cover(path, sorted((*span, name) for name, span in spans.items()), data_bytes)
-    stored = {name: StoredTensor(name, value["dtype"], tuple(value["shape"]), path) for name, value in header.items()}
-    for name, (begin, end) in spans.items():
-        if stored[name].dtype in _BYTES and stored[name].bytes != end - begin:
-            raise CheckpointError(
-                f"{path}: {name!r:.100} of shape {list(stored[name].shape)} in {stored[name].dtype} needs "
-                f"{stored[name].bytes:,} bytes; the header gives it {end - begin:,}: the file is damaged, download or "
-                "copy it again"
-            )
-    return stored
+    entries = [_entry(path, name, value, data_bytes) for name, value in header.items()]
+    _check_cover(path, sorted((begin, end, tensor.name) for begin, end, tensor in entries), data_bytes)
+    return {tensor.name: tensor for _, _, tensor in entries}
 
 
 def _not_safetensors(path: Path, first: bytes, reason: str) -> NoReturn:
@@ -116,8 +108,8 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return values
 
 
-def _span(path: Path, name: str, value: Any, data_bytes: int) -> tuple[int, int]:
-    """Begin and end of a tensor's bytes in the data, after checking that the entry is well formed."""
+def _entry(path: Path, name: str, value: Any, data_bytes: int) -> tuple[int, int, StoredTensor]:
+    """Begin and end of a tensor's bytes in the data, and the tensor, after checking that the entry is well formed."""
     try:
         dtype, shape, (begin, end) = value["dtype"], value["shape"], value["data_offsets"]
         fine = isinstance(dtype, str) and isinstance(shape, list) and len(shape) <= MAX_DIMENSIONS
@@ -132,7 +124,13 @@ def _span(path: Path, name: str, value: Any, data_bytes: int) -> tuple[int, int]
             f"{path} is truncated: {name!r:.100} ends at byte {end:,} of the data, and there are {data_bytes:,}; "
             "download or copy it again"
         )
-    return begin, end
+    tensor = StoredTensor(name, dtype, tuple(shape), path)
+    if dtype in _BYTES and tensor.bytes != end - begin:
+        raise CheckpointError(
+            f"{path}: {name!r:.100} of shape {shape} in {dtype} needs {tensor.bytes:,} bytes; the header gives it "
+            f"{end - begin:,}: the file is damaged, download or copy it again"
+        )
+    return begin, end, tensor
 
 
 def _check_cover(path: Path, spans: list[tuple[int, int, str]], data_bytes: int) -> None:

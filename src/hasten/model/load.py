@@ -57,10 +57,10 @@ def load(source: str | Path | nn.Module, *, dtype: str | torch.dtype | None = No
     stored = read_headers(folder)
     tensors = MappedTensors(stored)
     quantized = open_quantized(stored, found, tensors)
-    seen = stored if quantized is None else quantized.logical
+    seen, modules = (stored, {}) if quantized is None else (quantized.logical, quantized.modules)
     pieces = _locate(config, family, [family.places(config)], seen, str(folder))
-    if quantized is not None:  # where others store a weight transposed, its quantized form is (out, in) all the same
-        pieces = {o: replace(p, transposed=False) if p.name in quantized.modules else p for o, p in pieces.items()}
+    # Where others store a weight transposed, its quantized form is (out, in) all the same.
+    pieces = {o: replace(p, transposed=False) if p.name in modules else p for o, p in pieces.items()}
     model = _skeleton(config)
     _check(pieces, seen, model)
     _warn_of_unused(seen, pieces, folder)
@@ -68,7 +68,7 @@ def load(source: str | Path | nn.Module, *, dtype: str | torch.dtype | None = No
     model.generation = read_json(generation) if generation.exists() else {}
     model.tokenizer = Tokenizer.from_folder(folder)
     # The weights last: whatever else is wrong with a folder shows before gigabytes are read.
-    plain = {o: p for o, p in pieces.items() if quantized is None or p.name not in quantized.modules}
+    plain = {o: p for o, p in pieces.items() if p.name not in modules}
     own = wanted or _own_dtype([stored[piece.name] for piece in plain.values()])
     _fill(model, plain, tensors, stored, dtype=own, device=place)
     if quantized is not None:

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from hasten.errors import ConfigError
+from hasten.model.binding import kernels
 from hasten.model.export import export_model
-from hasten.model.fused import fuse, unfuse
 from hasten.model.require import require_model
 from hasten.model.transformer import Transformer
 
@@ -18,11 +18,5 @@ def save(model: Transformer, folder: str | Path) -> None:
     require_model(model, "hasten.save")
     if not isinstance(folder, str | Path):
         raise ConfigError(f"a model is saved into a folder; found {type(folder).__name__}")
-    fused = not model.readable
-    if fused:
-        unfuse(model)
-    try:
+    with kernels(model, block="readable"):
         export_model(model, Path(folder))
-    finally:
-        if fused:
-            fuse(model)

@@ -31,10 +31,8 @@ def pad_vocabulary(model: Transformer, multiple: int = 64) -> Transformer:
     tied = model.head.weight is model.embedding.weight
     model.embedding.weight = _resized(model.embedding.weight, config.vocab_size, config.padded_vocab_size)
     model.embedding.num_embeddings = config.padded_vocab_size
-    if tied:
-        model.head.weight = model.embedding.weight
-    else:
-        model.head.weight = _resized(model.head.weight, config.vocab_size, config.padded_vocab_size)
+    head = model.embedding.weight if tied else _resized(model.head.weight, config.vocab_size, config.padded_vocab_size)
+    model.head.weight = head
     model.head.out_features = config.padded_vocab_size
     model.config = config
     return model

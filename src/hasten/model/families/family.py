@@ -67,8 +67,8 @@ class Family:
 
     config translates a config.json. names: what a published checkpoint calls the parts of our parameters' names. rows:
     those of modules that it stores in one matrix. transposed: it stores the weights of a block's linear layers
-    (in, out). base: the prefix of the names that a checkpoint of the bare model (without its head) lacks. defaults are
-    the values of fields that a config.json may leave out: those of the family's config class in transformers.
+    (in, out). defaults are the values of fields that a config.json may leave out: those of the family's config class in
+    transformers.
     """
 
     model_type: str
@@ -77,8 +77,12 @@ class Family:
     names: Mapping[str, str] = field(default_factory=lambda: LLAMA_NAMES)
     rows: Callable[[ModelConfig], dict[str, Rows]] = lambda config: {}
     transposed: bool = False
-    base: str = "model."
     defaults: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def base(self) -> str:
+        """The prefix of the names that a checkpoint of the bare model (without its head) lacks."""
+        return self.names["blocks"].partition(".")[0] + "."
 
     def places(self, config: ModelConfig) -> Places:
         """The names of our parameters, each with its piece of a published checkpoint."""

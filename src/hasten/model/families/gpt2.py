@@ -56,13 +56,4 @@ GPT_NAMES = {
 
 
 DEFAULTS = {"n_positions": 1024, "activation_function": "gelu_new"}
-FAMILY = Family(
-    "gpt2",
-    "GPT2LMHeadModel",
-    gpt_config,
-    GPT_NAMES,
-    qkv_rows,
-    transposed=True,
-    base="transformer.",
-    defaults=DEFAULTS,
-)
+FAMILY = Family("gpt2", "GPT2LMHeadModel", gpt_config, GPT_NAMES, qkv_rows, transposed=True, defaults=DEFAULTS)

@@ -15,4 +15,4 @@ def rows(config: ModelConfig) -> dict[str, Rows]:
 
 
 DEFAULTS = {"n_positions": 1024, "activation_function": "gelu_pytorch_tanh"}
-FAMILY = Family("gpt_bigcode", "GPTBigCodeForCausalLM", config, GPT_NAMES, rows, base="transformer.", defaults=DEFAULTS)
+FAMILY = Family("gpt_bigcode", "GPTBigCodeForCausalLM", config, GPT_NAMES, rows, defaults=DEFAULTS)
