@@ -171,3 +171,16 @@ def test_frequencies_stay_float32_whatever_the_model_is_cast_to():
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         model.to(dtype)
         assert torch.equal(model.ropes[0].frequencies, before)
+
+
+@pytest.mark.parametrize("made_on", ["meta", "cpu"])
+def test_frequencies_are_there_after_a_time_on_the_meta_device(made_on):
+    rope = RopeConfig(
+        theta=1e4, dim=4, scaling="longrope", original_positions=8, short_factor=(1.0, 1.5), long_factor=(2.0, 4.0)
+    )
+    with torch.device(made_on):
+        table = RotaryTable(rope)
+    assert torch.equal(table.frequencies, frequencies(rope))
+    table.to("meta").to_empty(device="cpu")
+    assert torch.equal(table.frequencies, frequencies(rope))
+    assert torch.equal(table.long_frequencies, frequencies(rope, long=True))

@@ -6,6 +6,7 @@ stand in its own folder.
 """
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -49,9 +50,10 @@ def read_json(path: Path, *, limit: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
 def read_headers(folder: Path) -> dict[str, StoredTensor]:
     """All tensors of a model folder, from its one file or from every shard its index names."""
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if _there(single):  # where both are present transformers reads the single file too
+    # A dangling link is an error of its own, not an absence.
+    if os.path.lexists(single):  # where both are present transformers reads the single file too
         return read_header(single)
-    if _there(index):
+    if os.path.lexists(index):
         return _read_shards(folder, index)
     pickles = [path.name for pattern in _PICKLES for path in sorted(folder.glob(pattern))]
     if pickles:
@@ -63,10 +65,6 @@ def read_headers(folder: Path) -> dict[str, StoredTensor]:
     raise CheckpointError(
         f"{folder} has no weights: neither model.safetensors nor model.safetensors.index.json; download them again"
     )
-
-
-def _there(path: Path) -> bool:
-    return path.exists() or path.is_symlink()  # a dangling link is an error of its own, not an absence
 
 
 def _read_shards(folder: Path, index: Path) -> dict[str, StoredTensor]:

@@ -38,10 +38,10 @@ def read_groups(given: Any, values: Mapping[str, Any], where: Path) -> tuple[Con
     fields = _Reader(where, given)
     fields.only(format=(*FORMATS, None))
     for name in ("kv_cache_scheme", "transform_config", "sparsity_config"):
-        section = fields.value(name)
+        section = fields.values.get(name)
         if section and not (isinstance(section, dict) and section.get("format") in ("dense", "")):
             fields.fail(name, "absent: hasten does not do that", section)
-    groups = fields.value("config_groups")
+    groups = fields.values.get("config_groups")
     if not isinstance(groups, dict) or not 1 <= len(groups) <= 1000:
         fields.fail("config_groups", "an object with one group or more", groups)
     private = values.get("hasten")
@@ -58,13 +58,10 @@ class _Reader:
             self.prefix = prefix.rstrip(".")
             self.fail("", "an object", values)
 
-    def value(self, name: str) -> Any:
-        return self.values.get(name)
-
     def only(self, **known: tuple[Any, ...]) -> None:
         """Refuse a value that is none of those known for its name; None: the name may be absent."""
         for name, values in known.items():
-            found = self.value(name)
+            found = self.values.get(name)
             if not any(found is one or (type(found) is type(one) and found == one) for one in values):
                 self.fail(name, " or ".join("absent" if one is None else repr(one) for one in values), found)
 
@@ -78,10 +75,10 @@ class _Reader:
 
 def _group(group: _Reader, own_activations: Any) -> ConfigGroup:
     group.only(format=(PACKED, W8A8, WEIGHT_ONLY, None), output_activations=(None,))
-    targets = group.value("targets")
+    targets = group.values.get("targets")
     if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
         group.fail("targets", "a list of names", targets)
-    weights = _Reader(group.where, group.value("weights"), f"{group.prefix}weights.")
+    weights = _Reader(group.where, group.values.get("weights"), f"{group.prefix}weights.")
     # actorder "weight" and "static" only order the calibration; "group" needs an index of the columns.
     weights.only(
         num_bits=(4, 8),
@@ -92,16 +89,16 @@ def _group(group: _Reader, own_activations: Any) -> ConfigGroup:
         actorder=(None, False, "weight", "static"),
         block_structure=(None,),
     )
-    bits, symmetric, size = weights.value("num_bits"), weights.value("symmetric") is not False, 0
-    if weights.value("strategy") == "group":
-        size = weights.value("group_size")
+    bits, symmetric, size = weights.values.get("num_bits"), weights.values.get("symmetric") is not False, 0
+    if weights.values.get("strategy") == "group":
+        size = weights.values.get("group_size")
         if type(size) is not int or size < 1:
             weights.fail("group_size", "a number of input features", size)
         if bits == 4 and size not in GROUP_SIZES and size % GROUP_SIZES[-1]:
             weights.fail("group_size", "32, 64 or a multiple of 128", size)
     activations: Activations = "int8" if own_activations == "int8" else "float"
-    if group.value("input_activations") is not None:
-        inputs = _Reader(group.where, group.value("input_activations"), f"{group.prefix}input_activations.")
+    if group.values.get("input_activations") is not None:
+        inputs = _Reader(group.where, group.values.get("input_activations"), f"{group.prefix}input_activations.")
         inputs.only(num_bits=(8,), type=("int", None), symmetric=(True, None), strategy=("token",), dynamic=(True,))
         activations = "int8"
     format = int4_format(size, symmetric=symmetric)
