@@ -2,7 +2,6 @@
 
 import errno
 import os
-import shutil
 import tempfile
 import warnings
 from collections.abc import Callable, Mapping
@@ -66,33 +65,31 @@ def export_model(
     if dtype is not None and dtype not in DTYPES.values():
         raise ConfigError(f"dtype {dtype} cannot be written; use one of {', '.join(map(str, DTYPES.values()))}")
     quantized = quantized or _held(model)
-    staging: Path | None = None
+    if model.config.attention_pattern is not None:
+        text = f"hasten runs {folder} with its attention pattern; transformers does not know it and attends to all"
+        warnings.warn(text, HastenWarning, stacklevel=3)
     made = not folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        staging = Path(tempfile.mkdtemp(dir=folder, prefix=".saving-"))
-        plan = _Plan(model, dtype, quantized)
-        if model.config.attention_pattern is not None:
-            text = f"hasten runs {folder} with its attention pattern; transformers does not know it and attends to all"
-            warnings.warn(text, HastenWarning, stacklevel=3)
-        weights = _write_weights(plan, staging, shard_bytes)
-        if model.tokenizer is not None:
-            model.tokenizer.save(staging)
-        if model.generation:
-            save_json(staging / "generation_config.json", model.generation, sort_keys=True)
-        save_json(staging / "config.json", plan.config(dtype or model.dtype), sort_keys=True)
-        _move(staging, folder, weights)
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".saving-", ignore_cleanup_errors=True) as temporary:
+            staging = Path(temporary)
+            plan = _Plan(model, dtype, quantized)
+            weights = _write_weights(plan, staging, shard_bytes)
+            if model.tokenizer is not None:
+                model.tokenizer.save(staging)
+            if model.generation:
+                save_json(staging / "generation_config.json", model.generation, sort_keys=True)
+            save_json(staging / "config.json", plan.config(dtype or model.dtype), sort_keys=True)
+            _move(staging, folder, weights)
     except OSError as error:
         reason = error.strerror or error
         raise CheckpointError(
             f"{folder} cannot be written: {reason}; choose a folder with room and write access"
         ) from None
     finally:
-        if staging is not None:
-            shutil.rmtree(staging, ignore_errors=True)
-            if made:  # and empty, where nothing was moved into it: rmdir takes no other
-                with suppress(OSError):
-                    folder.rmdir()
+        if made:  # and empty, where nothing was moved into it: rmdir takes no other
+            with suppress(OSError):
+                folder.rmdir()
 
 
 def exported_config(model: Transformer, dtype: torch.dtype, *, tied: bool) -> dict[str, Any]:
