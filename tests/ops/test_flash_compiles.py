@@ -39,8 +39,6 @@ def compiled(monkeypatch, tmp_path):
             "INNER": 0.01 if softcap else 0.0,
             "CAUSAL": causal,
             "HAS_WINDOW": window,
-            "HAS_PLAN": packed,
-            "HAS_D_LSE": packed,
             "GROUP": group,
             "D": head_dim,
             "D_SIDE": side(head_dim),

@@ -65,8 +65,6 @@ def test_product(compiled, dtype, one_row, bits, block_j, zeros):
         "BLOCK_N": config.block_n,
         "BLOCK_J": config.block_j,
         "STAGES": config.stages,
-        "HAS_ZEROS": zeros,
-        "HAS_BIAS": False,
         "WIDE": False,
     }
     code = compiled(product, types, constants).asm["ptx"]
@@ -83,7 +81,7 @@ def test_adding_the_parts(compiled, bias):
     from hasten.ops.linear.triton_kernels import add_splits
 
     types = {"parts": "*fp32", "out": "*bf16", "size": "i32", "n_size": "i32"} | ({"bias": "*fp32"} if bias else {})
-    assert compiled(add_splits, types, {"SPLITS": 4, "BLOCK": 1024, "HAS_BIAS": bias}).asm["cubin"]
+    assert compiled(add_splits, types, {"SPLITS": 4, "BLOCK": 1024}).asm["cubin"]
 
 
 @pytest.mark.parametrize(("bits", "block_j", "zeros"), [(8, 64, False), (4, 64, True), (4, 16, False)])
@@ -92,7 +90,7 @@ def test_dequantizing(compiled, bits, block_j, zeros):
 
     types = {"data": "*i8" if bits == 8 else "*u8", "scales": "*fp16", "out": "*bf16", "n_size": "i32", "k_size": "i32"}
     types |= {"zeros": "*u8"} if zeros else {}
-    constants = {"BITS": bits, "BLOCK_N": 32, "BLOCK_J": block_j, "HAS_ZEROS": zeros}
+    constants = {"BITS": bits, "BLOCK_N": 32, "BLOCK_J": block_j}
     assert compiled(dequantize, types, constants).asm["cubin"]
 
 
@@ -104,8 +102,8 @@ def test_decode_attention(compiled, dtype, source, group, head_dim):
 
     integers = ("keys", "splits", "blocks", "block_size", "sequence_stride", "row_stride", "head_stride", "mask_stride")
     types = dict.fromkeys(("q", "k", "v"), f"*{dtype}") | dict.fromkeys(("parts", "peaks", "sums"), "*fp32")
-    types |= dict.fromkeys((*integers, "window"), "i32") | {"scale": "fp32", "softcap": "fp32"}
-    int8, table = source == "int8 table", source.endswith("table")
+    types |= dict.fromkeys(integers, "i32") | {"scale": "fp32"}
+    int8 = source == "int8 table"
     if int8:
         types |= {"k": "*i8", "v": "*i8", "k_scales": "*fp32", "v_scales": "*fp32"}
     given = {"mask": ["mask"], "view": ["first", "lengths"], "all keys": []}.get(source, ["lengths", "table"])
@@ -117,13 +115,8 @@ def test_decode_attention(compiled, dtype, source, group, head_dim):
         "D_SIDE": head_dim,
         "KEYS": 128,
         "BLOCK": 64 if head_dim <= 128 else 32,
-        "HAS_MASK": source == "mask",
-        "HAS_VIEW": "lengths" in given,
-        "HAS_TABLE": table,
-        "HAS_WINDOW": source == "view",
-        "HAS_SOFTCAP": source == "all keys",
-        "HAS_SCALES": int8,
-        "WIDE": False,
+        "WINDOW": 100 if source == "view" else 0,
+        "SOFTCAP": 30.0 if source == "all keys" else 0.0,
     }
     result = compiled(attend, types, constants)
     assert "mma" in result.asm["ptx"]

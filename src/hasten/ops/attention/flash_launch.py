@@ -118,7 +118,6 @@ def backward(
             keys,
             problem.window,
             SCALE=problem.scale,
-            HAS_D_LSE=d_lse is not None,
             **_constants(q, k, problem, for_queries),
         )
         plan = tile_plan(problem, keys, block=for_keys.keys, over_keys=True)
@@ -178,7 +177,6 @@ def _constants(q: Tensor, k: Tensor, problem: Problem, tiles: Tiles) -> dict[str
         "INNER": 2 * LOG2_E * problem.scale / cap if cap else 0.0,
         "CAUSAL": problem.causal,
         "HAS_WINDOW": problem.window > 0,
-        "HAS_PLAN": problem.packed,
         "GROUP": q.shape[2] // k.shape[2],
         "D": q.shape[3],
         "D_SIDE": side(q.shape[3]),

@@ -80,8 +80,6 @@ def backward_queries(
     INNER: tl.constexpr,
     CAUSAL: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
-    HAS_PLAN: tl.constexpr,
-    HAS_D_LSE: tl.constexpr,
     GROUP: tl.constexpr,
     D: tl.constexpr,
     D_SIDE: tl.constexpr,
@@ -90,7 +88,7 @@ def backward_queries(
 ):
     """The gradient of a tile of queries, and the two row terms that `backward_keys` reads afterwards."""
     head, b = tl.program_id(1), tl.program_id(2)
-    row, own, key_row, others, tile = place(plan, queries, keys, HAS_PLAN, CAUSAL)
+    row, own, key_row, others, tile = place(plan, queries, keys, CAUSAL)
     first = tile * BLOCK_Q
     r = first + tl.arange(0, BLOCK_Q)
     at = (tl.cast(b, tl.int64) * tl.num_programs(1) + head) * queries + row + r
@@ -100,7 +98,7 @@ def backward_queries(
     result = load_tile(head_base(out, out_strides, b, row, head), first, own, out_strides[1], BLOCK_Q, D, D_SIDE, True)
     kind = lse.dtype.element_ty
     term = tl.sum(grad.to(kind) * result.to(kind), axis=1)
-    if HAS_D_LSE:
+    if d_lse is not None:
         term -= tl.load(d_lse + at, mask=r < own, other=0.0)
     row_lse = tl.load(lse + at, mask=r < own, other=float("-inf"))
     nothing = row_lse == float("-inf")  # was seen: then every probability is 2^(x - inf) = 0, and nothing comes back
@@ -177,7 +175,6 @@ def backward_keys(
     INNER: tl.constexpr,
     CAUSAL: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
-    HAS_PLAN: tl.constexpr,
     GROUP: tl.constexpr,
     D: tl.constexpr,
     D_SIDE: tl.constexpr,
@@ -186,7 +183,7 @@ def backward_keys(
 ):
     """The gradients of a tile of keys and values: all query heads that share them, one after the other."""
     kv_head, b = tl.program_id(1), tl.program_id(2)
-    row, others, key_row, own, tile = place(plan, queries, keys, HAS_PLAN, False)
+    row, others, key_row, own, tile = place(plan, queries, keys, False)
     first = tile * BLOCK_K
     key = load_tile(head_base(k, k_strides, b, key_row, kv_head), first, own, k_strides[1], BLOCK_K, D, D_SIDE, True)
     value = load_tile(head_base(v, v_strides, b, key_row, kv_head), first, own, v_strides[1], BLOCK_K, D, D_SIDE, True)

@@ -14,13 +14,13 @@ import triton.language as tl
 
 
 @triton.jit
-def place(plan, queries, keys, HAS_PLAN: tl.constexpr, REVERSED: tl.constexpr):
+def place(plan, queries, keys, REVERSED: tl.constexpr):
     """This program's sequence and tile: first query, number of queries, first key, number of keys, tile.
 
     plan (programs, 5) int32 says it for packed documents. REVERSED: causal rows get longer, and the longest go first.
     """
     p = tl.program_id(0)
-    if HAS_PLAN:
+    if plan is not None:
         p = plan + p * 5
         return tl.load(p), tl.load(p + 1), tl.load(p + 2), tl.load(p + 3), tl.load(p + 4)
     else:  # noqa: RET505 - Triton's compiler would compile what follows a return as well
@@ -189,7 +189,6 @@ def forward(
     INNER: tl.constexpr,
     CAUSAL: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
-    HAS_PLAN: tl.constexpr,
     GROUP: tl.constexpr,  # query heads of one key/value head
     D: tl.constexpr,
     D_SIDE: tl.constexpr,
@@ -198,7 +197,7 @@ def forward(
 ):
     """out and the log-sum-exp of a tile of queries; a query that sees nothing has zeros and -inf."""
     head, b = tl.program_id(1), tl.program_id(2)
-    row, own, key_row, others, tile = place(plan, queries, keys, HAS_PLAN, CAUSAL)
+    row, own, key_row, others, tile = place(plan, queries, keys, CAUSAL)
     first = tile * BLOCK_Q
     query = load_tile(head_base(q, q_strides, b, row, head), first, own, q_strides[1], BLOCK_Q, D, D_SIDE, True)
     key = head_base(k, k_strides, b, key_row, head // GROUP)

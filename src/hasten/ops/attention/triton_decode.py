@@ -42,14 +42,14 @@ def operator(
     k, v int8: rows of D + 4 bytes, D a multiple of 4 (int8_rows.py).
     """
     batch, heads, size = q.shape
-    kv_heads = k.shape[-2]
-    int8 = k.dtype == torch.int8
+    dtype, int8, kv_heads = q.dtype, k.dtype == torch.int8, k.shape[-2]
+    if q.device.type == "cpu" and dtype == torch.bfloat16:  # Triton's interpreter takes its bits for integers
+        q, k, v = (x if x.dtype == torch.int8 else x.float() for x in (q, k, v))
     splits = max(1, triton.cdiv(keys, SPLIT))
     side = max(LEAST_SIDE, triton.next_power_of_2(size))
     parts = q.new_empty((batch, heads, splits, size), dtype=torch.float32)
     peaks, sums = parts.new_empty(2, batch, heads, splits).unbind()
-    # Triton's interpreter cuts bfloat16 off where a GPU rounds: there the result is float32 until the end.
-    out = q.new_empty(q.shape, dtype=torch.float32 if q.device.type == "cpu" else q.dtype)
+    out = q.new_empty(q.shape)
     with torch.cuda.device_of(q):
         attend[(splits, kv_heads, batch)](
             q.contiguous(),
@@ -73,21 +73,14 @@ def operator(
             k.stride(-2),
             0 if mask is None else mask.stride(0),
             scale,
-            softcap,
-            window,
+            SOFTCAP=softcap,
+            WINDOW=window,
             GROUP=heads // kv_heads,
             GROUP_SIDE=max(LEAST_SIDE, triton.next_power_of_2(heads // kv_heads)),
             D=size,
             D_SIDE=side,
             KEYS=SPLIT,
             BLOCK=64 if side <= 128 else 32,  # so that two stages of keys and values fit into shared memory
-            HAS_MASK=mask is not None,
-            HAS_VIEW=lengths is not None,
-            HAS_TABLE=table is not None,
-            HAS_WINDOW=window > 0,
-            HAS_SOFTCAP=softcap > 0,
-            HAS_SCALES=int8,
-            WIDE=q.device.type == "cpu",
             num_warps=4,
             num_stages=2,
         )
@@ -102,7 +95,7 @@ def operator(
             SPLITS_SIDE=triton.next_power_of_2(splits),
             num_warps=1,
         )
-    return out.to(q.dtype)
+    return out.to(dtype)
 
 
 @operator.register_fake

@@ -1,16 +1,10 @@
-"""The two Triton kernels of decode attention (triton_decode.py); importing this file imports Triton."""
+"""The two Triton kernels of decode attention (triton_decode.py); importing this file imports Triton.
+
+An argument that is None is known to the compiler: what would use it is not there.
+"""
 
 import triton
 import triton.language as tl
-
-
-@triton.jit
-def dot(a, b, WIDE: tl.constexpr):
-    """a·b in float32. WIDE: in the interpreter, which takes bfloat16's bits for integers."""
-    if WIDE:
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
-    else:  # noqa: RET505 - Triton's compiler would compile what follows a return as well
-        return tl.dot(a, b)
 
 
 @triton.jit
@@ -36,21 +30,14 @@ def attend(
     head_stride,
     mask_stride,
     scale,
-    softcap,
-    window,
+    SOFTCAP: tl.constexpr,  # 0: none
+    WINDOW: tl.constexpr,  # 0: none
     GROUP: tl.constexpr,  # query heads of one key/value head
     GROUP_SIDE: tl.constexpr,
     D: tl.constexpr,
     D_SIDE: tl.constexpr,
     KEYS: tl.constexpr,  # of a part
     BLOCK: tl.constexpr,  # keys at a time
-    HAS_MASK: tl.constexpr,
-    HAS_VIEW: tl.constexpr,
-    HAS_TABLE: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_SCALES: tl.constexpr,
-    WIDE: tl.constexpr,
 ):
     split, head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     g = tl.arange(0, GROUP_SIDE)
@@ -58,29 +45,30 @@ def attend(
     heads = head * GROUP + g  # of the queries
     row = b * (tl.num_programs(1) * GROUP) + heads
     query = tl.load(q + row[:, None] * D + d[None, :], mask=(g < GROUP)[:, None] & (d < D)[None, :], other=0.0)
-    length = tl.load(lengths + b).to(tl.int32) if HAS_VIEW else keys
+    length = tl.load(lengths + b).to(tl.int32) if lengths is not None else keys
     low = split * KEYS
     high = tl.minimum(low + KEYS, length)
-    if HAS_WINDOW:
-        low = tl.maximum(low, length - window)
-    if HAS_MASK:  # a part that nobody sees is not read: of a long cache only what is filled
+    if WINDOW > 0:
+        low = tl.maximum(low, length - WINDOW)
+    if mask is not None:  # a part that nobody sees is not read: of a long cache only what is filled
         span = split * KEYS + tl.arange(0, KEYS)
         some = tl.load(mask + b.to(tl.int64) * mask_stride + span, mask=span < keys, other=0).to(tl.int32)
         high = tl.where(tl.max(some, axis=0) > 0, high, low)
-    base = b.to(tl.int64) * sequence_stride + head * head_stride
-    if HAS_VIEW and not HAS_TABLE:
-        base = tl.load(first + b).to(tl.int64) * row_stride + head * head_stride
-    if HAS_TABLE:
+    if table is not None:
         base = (head * head_stride).to(tl.int64)
+    elif first is not None:
+        base = tl.load(first + b).to(tl.int64) * row_stride + head * head_stride
+    else:
+        base = b.to(tl.int64) * sequence_stride + head * head_stride
     peak = tl.full((GROUP_SIDE,), float("-inf"), dtype=tl.float32)
     total = tl.zeros((GROUP_SIDE,), dtype=tl.float32)
     acc = tl.zeros((GROUP_SIDE, D_SIDE), dtype=tl.float32)
     for start in range(low // BLOCK * BLOCK, high, BLOCK):
         s = start + tl.arange(0, BLOCK)
         seen = (s >= low) & (s < high)
-        if HAS_MASK:
+        if mask is not None:
             seen = seen & (tl.load(mask + b.to(tl.int64) * mask_stride + s, mask=seen, other=0) != 0)
-        if HAS_TABLE:
+        if table is not None:
             block = tl.load(table + b * blocks + s // block_size, mask=seen, other=0).to(tl.int64)
             rows = (block * block_size + s % block_size) * row_stride
         else:
@@ -88,13 +76,13 @@ def attend(
         places = base + rows
         inside = seen[:, None] & (d < D)[None, :]
         key = tl.load(k + places[:, None] + d[None, :], mask=inside, other=0.0)  # (BLOCK, D)
-        if HAS_SCALES:
+        if k_scales is not None:
             key = key.to(query.dtype)
-        scores = dot(query, tl.trans(key), WIDE) * scale  # (GROUP, BLOCK)
-        if HAS_SCALES:
+        scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale  # (GROUP, BLOCK)
+        if k_scales is not None:
             scores = scores * tl.load(k_scales + (places + D) // 4, mask=seen, other=0.0)[None, :]
-        if HAS_SOFTCAP:
-            scores = softcap * (2 * tl.sigmoid(2 * scores / softcap) - 1)  # c·tanh(s / c)
+        if SOFTCAP > 0:
+            scores = SOFTCAP * (2 * tl.sigmoid(2 * scores / SOFTCAP) - 1)  # c·tanh(s / c)
         scores = tl.where(seen[None, :], scores, float("-inf"))
         new_peak = tl.maximum(peak, tl.max(scores, axis=1))
         finite = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # nothing seen yet: exp(-inf - 0), not -inf + inf
@@ -102,12 +90,10 @@ def attend(
         p = tl.exp(scores - finite[:, None])
         total = total * shrink + tl.sum(p, axis=1)
         value = tl.load(v + places[:, None] + d[None, :], mask=inside, other=0.0)
-        if HAS_SCALES:
+        if v_scales is not None:
             value = value.to(query.dtype)
             p = p * tl.load(v_scales + (places + D) // 4, mask=seen, other=0.0)[None, :]
-        if not WIDE:
-            p = p.to(value.dtype)
-        acc = acc * shrink[:, None] + dot(p, value, WIDE)
+        acc = acc * shrink[:, None] + tl.dot(p.to(value.dtype), value, input_precision="ieee")
         peak = new_peak
     place = row.to(tl.int64) * splits + split
     tl.store(peaks + place, peak, mask=g < GROUP)

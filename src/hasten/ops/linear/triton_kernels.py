@@ -1,8 +1,9 @@
 """Triton kernels of the products with int8 and int4 weights in the "pieces" layout (layouts.py).
 
 Weights are read once, 16 bytes a thread, neighbouring threads neighbouring bytes; a product with more outputs than the
-device can be filled with is split over K as well, and the parts are added in a fixed order. Importing this file imports
-Triton: only triton_linear.py does, and that only when the kernel is bound.
+device can be filled with is split over K as well, and the parts are added in a fixed order. zeros and bias may be None,
+which the compiler knows. Importing this file imports Triton: only triton_linear.py does, and that only when the kernel
+is bound.
 """
 
 import triton
@@ -56,8 +57,6 @@ def product(
     BLOCK_N: tl.constexpr,
     BLOCK_J: tl.constexpr,  # bytes of a weight row in one step; int4: half a group
     STAGES: tl.constexpr,
-    HAS_ZEROS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     WIDE: tl.constexpr,
 ):
     """One tile of outputs over one part of K, in float32.
@@ -87,7 +86,7 @@ def product(
             low_x = load_x(x, piece * 32 + j % 16, m, rows, k_size, ONE_ROW)
             high_x = load_x(x, piece * 32 + 16 + j % 16, m, rows, k_size, ONE_ROW)
             scale = tl.load(scales + step * n_size + n, mask=inside, other=0.0).to(tl.float32)
-            if HAS_ZEROS:
+            if zeros is not None:
                 zero = tl.load(zeros + step * n_size + n, mask=inside, other=0).to(tl.float32)
             else:
                 zero = tl.full((BLOCK_N,), 8.0, dtype=tl.float32)
@@ -106,7 +105,7 @@ def product(
         acc = tl.sum(acc, axis=1)[:, None]
     if BITS == 8:
         acc *= tl.load(scales + n, mask=inside, other=0.0)[:, None]
-    if HAS_BIAS:
+    if bias is not None:
         acc += tl.load(bias + n, mask=inside, other=0.0).to(tl.float32)[:, None]
     places = (tl.program_id(1) * rows + m)[None, :] * n_size + n[:, None]
     mask = inside[:, None] & (m < rows)[None, :]
@@ -122,7 +121,6 @@ def add_splits(
     n_size,
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
 ):
     """The sum of the parts, first to last, whatever order they were computed in."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -130,7 +128,7 @@ def add_splits(
     total = tl.load(parts + i, mask=inside, other=0.0)
     for split in tl.static_range(1, SPLITS):
         total += tl.load(parts + split * size + i, mask=inside, other=0.0)
-    if HAS_BIAS:
+    if bias is not None:
         total += tl.load(bias + i % n_size, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + i, total.to(out.dtype.element_ty), mask=inside)
 
@@ -146,7 +144,6 @@ def dequantize(
     BITS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_J: tl.constexpr,
-    HAS_ZEROS: tl.constexpr,
 ):
     """The weight in a 16-bit dtype: int4 rounded to it; int8 exact, without its scales."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -163,7 +160,7 @@ def dequantize(
     else:
         group = tl.program_id(1)
         scale = tl.load(scales + group * n_size + n, mask=inside, other=0.0).to(tl.float32)[:, None]
-        if HAS_ZEROS:
+        if zeros is not None:
             zero = tl.load(zeros + group * n_size + n, mask=inside, other=0).to(tl.float32)[:, None]
         else:
             zero = tl.full((BLOCK_N, 1), 8.0, dtype=tl.float32)

@@ -99,7 +99,7 @@ def few_rows(x: Tensor, weight: Operands, *, config: Config | None = None) -> Te
             weight.data,
             weight.scales,
             weight.zeros,
-            weight.bias,
+            weight.bias if splits == 1 else None,
             parts,
             rows,
             n,
@@ -112,8 +112,6 @@ def few_rows(x: Tensor, weight: Operands, *, config: Config | None = None) -> Te
             BLOCK_N=config.block_n,
             BLOCK_J=config.block_j,
             STAGES=config.stages,
-            HAS_ZEROS=weight.zeros is not None,
-            HAS_BIAS=weight.bias is not None and splits == 1,
             WIDE=x.device.type == "cpu",
             num_warps=config.warps,
         )
@@ -126,7 +124,6 @@ def few_rows(x: Tensor, weight: Operands, *, config: Config | None = None) -> Te
                 n,
                 SPLITS=splits,
                 BLOCK=SUM_BLOCK,
-                HAS_BIAS=weight.bias is not None,
             )
     return y.to(x.dtype)
 
@@ -151,7 +148,6 @@ def many_rows(x: Tensor, weight: Operands) -> Tensor:
             BITS=4 if weight.group_size else 8,
             BLOCK_N=32,
             BLOCK_J=block_j,
-            HAS_ZEROS=weight.zeros is not None,
         )
     plain = plain.to(x.dtype)
     if weight.group_size:
