@@ -31,25 +31,13 @@ def chunked(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, inputs: Attent
     seed = int(torch.randint(1 << 62, ()).item()) if inputs.dropout else 0
     with torch.autocast(q.device.type, enabled=False):
         tensors = (inputs.mask, inputs.key_padding, inputs.bias, inputs.alibi)
-        return _Chunked.apply(q, k, v, *tensors, inputs.dropout, spec, seed)
+        return _Chunked.apply(spec, inputs.dropout, seed, q, k, v, *tensors)
 
 
 class _Chunked(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Tensor | None,
-        key_padding: Tensor | None,
-        bias: Tensor | None,
-        alibi: Tensor | None,
-        dropout: float,
-        spec: AttentionSpec,
-        seed: int,
-    ) -> Tensor:
-        work = ChunkPlan.of(q, k, v, mask, key_padding, bias, alibi, spec)
+    def forward(ctx: Any, spec: AttentionSpec, dropout: float, seed: int, q: Tensor, *others: Tensor) -> Tensor:
+        work = ChunkPlan.of(spec, q, *others)
         result = q.new_empty(q.shape)
         out, lse = work.inside(result), work.wide(work.q.shape[:-1])  # (B, Hkv, G, T, D), (B, Hkv, G, T)
         for chunk in work.chunks():
@@ -64,21 +52,21 @@ class _Chunked(torch.autograd.Function):
                 probabilities.mul_(_kept(chunk, probabilities, dropout, seed))
             out[chunk.rows] = work.product(probabilities, work.v[chunk.keys])
             lse[chunk.rows] = total.log_().add_(peak).squeeze(-1)
-        ctx.save_for_backward(q, k, v, mask, key_padding, bias, alibi, result, lse)
+        ctx.save_for_backward(result, lse, q, *others)
         ctx.spec, ctx.dropout, ctx.seed = spec, dropout, seed
         return result
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, mask, key_padding, bias, alibi, result, lse = ctx.saved_tensors
+        result, lse, q, k, v, mask, key_padding, bias, alibi = ctx.saved_tensors
         dropout, seed = ctx.dropout, ctx.seed
-        work = ChunkPlan.of(q, k, v, mask, key_padding, bias, alibi, ctx.spec)
+        work = ChunkPlan.of(ctx.spec, q, k, v, mask, key_padding, bias, alibi)
         d_out, out = work.inside(gradients[0]), work.inside(result)  # (B, Hkv, G, T, D)
         d_result = q.new_empty(q.shape)
         d_q = work.inside(d_result)
         d_k, d_v = work.wide(work.k.shape), work.wide(work.v.shape)
-        d_bias = work.wide(bias.shape) if bias is not None and ctx.needs_input_grad[5] else None
+        d_bias = work.wide(bias.shape) if bias is not None and ctx.needs_input_grad[8] else None
         for chunk in work.chunks():
             mine = d_out[chunk.rows]
             row_term = (mine.to(lse.dtype) * out[chunk.rows]).sum(-1, keepdim=True)  # D, (B, Hkv, G, t, 1)
@@ -101,9 +89,9 @@ class _Chunked(torch.autograd.Function):
             d_k[chunk.keys] += work.summed_product(d_scores, work.q[chunk.rows])
         d_result.mul_(work.root)
         d_k.mul_(work.root)
-        rest = None if d_bias is None else d_bias.to(bias.dtype)
         d_k, d_v = work.outside(d_k.to(k.dtype)), work.outside(d_v.to(v.dtype))
-        return (d_result, d_k, d_v, None, None, rest, *(None,) * 4)
+        of_bias = None if d_bias is None else d_bias.to(bias.dtype)
+        return None, None, None, d_result, d_k, d_v, None, None, of_bias, None
 
 
 def _kept(chunk: Chunk, like: Tensor, dropout: float, seed: int) -> Tensor:

@@ -49,6 +49,7 @@ class ChunkPlan:
     q and k are multiplied by `root` already, and their product still wants `rest`: root² · rest = scale.
     """
 
+    spec: AttentionSpec
     q: Tensor
     k: Tensor
     v: Tensor
@@ -58,21 +59,13 @@ class ChunkPlan:
     key_padding: Tensor | None
     bias: Tensor | None
     alibi: Tensor | None
-    spec: AttentionSpec
 
     @classmethod
-    def of(
-        cls,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Tensor | None,
-        key_padding: Tensor | None,
-        bias: Tensor | None,
-        alibi: Tensor | None,
-        spec: AttentionSpec,
-    ) -> Self:
-        """From q, k, v (B, T, H, D), in the order that the products want; keys and values are never repeated."""
+    def of(cls, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None) -> Self:
+        """From q, k, v (B, T, H, D), in the order that the products want; keys and values are never repeated.
+
+        others: mask, key_padding, bias and alibi of the `AttentionInputs`.
+        """
         # Half of the scale goes into each factor, so that the products cannot overflow in half precision; as a power of
         # two, so that nothing is rounded. What is left of it, 1 to 4, multiplies the scores in float32.
         root = 2.0 ** math.floor(math.log2(abs(spec.scale)) / 2) if spec.scale else 1.0
@@ -80,7 +73,7 @@ class ChunkPlan:
             q, k, v = q.float(), k.float(), v.float()  # CPUs rarely multiply float16; what does it for them is slower
         k, v = (k * root).transpose(1, 2).contiguous(), v.transpose(1, 2).contiguous()
         outside = (q * root).transpose(1, 2).unflatten(1, (spec.kv_heads, spec.groups))
-        return cls(outside, k, v, root, spec.scale / root**2, mask, key_padding, bias, alibi, spec)
+        return cls(spec, outside, k, v, root, spec.scale / root**2, *others)
 
     @property
     def lse_dtype(self) -> torch.dtype:
