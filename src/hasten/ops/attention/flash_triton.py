@@ -40,7 +40,27 @@ def flash_attention(
     (documents + 1,) from 0 to T and to S, pack documents that do not see each other into a batch of one. Raises
     ConfigError for what does not fit.
     """
-    _check(q, k, v, causal=causal, window=window, softcap=softcap, scale=scale, starts=(query_starts, key_starts))
+    alike = q.dim() == k.dim() == 4 and k.shape == v.shape and q.shape[::3] == k.shape[::3]
+    if not alike or not k.shape[2] or q.shape[2] % k.shape[2] or not 0 < q.shape[3] <= LARGEST_HEAD:
+        raise ConfigError(
+            f"flash attention wants q (B, T, H, D) and equal k, v (B, S, Hkv, D), H a multiple of Hkv, D up to "
+            f"{LARGEST_HEAD}; found {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
+        )
+    taken = [torch.bfloat16, torch.float16] + [torch.float32, torch.float64] * (q.device.type == "cpu")
+    if q.dtype not in taken or not q.dtype == k.dtype == v.dtype:
+        raise ConfigError(f"flash attention wants one of {taken} for q, k, v; found {q.dtype}, {k.dtype}, {v.dtype}")
+    if window is not None and (window < 1 or not causal):
+        raise ConfigError(f"a window of at least 1 belongs to causal attention; found {window}, causal={causal}")
+    if (softcap is not None and not softcap > 0) or (scale is not None and not scale > 0):
+        raise ConfigError(f"scale and softcap must be positive; found {scale}, {softcap}")
+    if (query_starts is None) != (key_starts is None):
+        raise ConfigError("packed documents want the starts of the queries and of the keys")
+    for x in (query_starts, key_starts):
+        if x is not None and (x.dim() != 1 or len(x) < 2 or x.is_floating_point() or q.shape[0] != 1):
+            raise ConfigError(
+                f"starts of documents are integers (documents + 1,) beside a batch of one; found {x.dtype} "
+                f"{tuple(x.shape)}, a batch of {q.shape[0]}"
+            )
     scale = q.shape[3] ** -0.5 if scale is None else scale
     out, lse = operator(q, k, v, query_starts, key_starts, scale, causal, window or 0, softcap or 0.0)
     return out, lse
@@ -63,75 +83,29 @@ def flash_triton(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, inputs: A
     return out
 
 
-def _check(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool,
-    window: int | None,
-    softcap: float | None,
-    scale: float | None,
-    starts: tuple[Tensor | None, Tensor | None],
-) -> None:
-    alike = q.dim() == k.dim() == 4 and k.shape == v.shape and q.shape[::3] == k.shape[::3]
-    if not alike or not k.shape[2] or q.shape[2] % k.shape[2] or not 0 < q.shape[3] <= LARGEST_HEAD:
-        raise ConfigError(
-            f"flash attention wants q (B, T, H, D) and equal k, v (B, S, Hkv, D), H a multiple of Hkv, D up to "
-            f"{LARGEST_HEAD}; found {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
-        )
-    taken = [torch.bfloat16, torch.float16] + [torch.float32, torch.float64] * (q.device.type == "cpu")
-    if q.dtype not in taken or not q.dtype == k.dtype == v.dtype:
-        raise ConfigError(f"flash attention wants one of {taken} for q, k, v; found {q.dtype}, {k.dtype}, {v.dtype}")
-    if window is not None and (window < 1 or not causal):
-        raise ConfigError(f"a window of at least 1 belongs to causal attention; found {window}, causal={causal}")
-    if (softcap is not None and not softcap > 0) or (scale is not None and not scale > 0):
-        raise ConfigError(f"scale and softcap must be positive; found {scale}, {softcap}")
-    if (starts[0] is None) != (starts[1] is None):
-        raise ConfigError("packed documents want the starts of the queries and of the keys")
-    for x in starts:
-        if x is not None and (x.dim() != 1 or len(x) < 2 or x.is_floating_point() or q.shape[0] != 1):
-            raise ConfigError(
-                f"starts of documents are integers (documents + 1,) beside a batch of one; found {x.dtype} "
-                f"{tuple(x.shape)}, a batch of {q.shape[0]}"
-            )
+# The fields of `Problem`, as torch's schemas have them.
+PROBLEM = "Tensor? query_starts, Tensor? key_starts, float scale, bool causal, int window, float softcap"
 
 
-@torch.library.custom_op("hasten_triton::flash_attention", mutates_args=())
-def operator(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    query_starts: Tensor | None,
-    key_starts: Tensor | None,
-    scale: float,
-    causal: bool,
-    window: int,
-    softcap: float,
-) -> tuple[Tensor, Tensor]:
+@torch.library.custom_op(
+    "hasten_triton::flash_attention",
+    mutates_args=(),
+    schema=f"(Tensor q, Tensor k, Tensor v, {PROBLEM}) -> (Tensor, Tensor)",
+)
+def operator(q: Tensor, k: Tensor, v: Tensor, *problem: Any) -> tuple[Tensor, Tensor]:
     """`flash_attention` without its checks; window, softcap 0: none."""
-    return forward(q, k, v, problem=Problem(query_starts, key_starts, scale, causal, window, softcap))
+    return forward(q, k, v, problem=Problem(*problem))
 
 
-@torch.library.custom_op("hasten_triton::flash_attention_backward", mutates_args=())
-def backward_operator(
-    d_out: Tensor,
-    d_lse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    query_starts: Tensor | None,
-    key_starts: Tensor | None,
-    scale: float,
-    causal: bool,
-    window: int,
-    softcap: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+@torch.library.custom_op(
+    "hasten_triton::flash_attention_backward",
+    mutates_args=(),
+    schema="(Tensor d_out, Tensor? d_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+    f"{PROBLEM}) -> (Tensor, Tensor, Tensor)",
+)
+def backward_operator(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v from those of the result and, if it was used, of the log-sum-exp."""
-    problem = Problem(query_starts, key_starts, scale, causal, window, softcap)
-    return backward(d_out, d_lse, q, k, v, out, lse, problem=problem)
+    return backward(*arguments[:7], problem=Problem(*arguments[7:]))
 
 
 @operator.register_fake
