@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hasten.errors import ConfigError
-from hasten.ops.attention.inputs import BlockMaskProtocol
+from hasten.ops.attention.block_mask import BlockMask
 from hasten.ops.attention.masks import causal as causal_mask
 
 INTEGERS = (torch.int32, torch.int64)
@@ -28,7 +28,7 @@ def check(
     alibi: Tensor | bool | None,
     softcap: float | None,
     scale: float | None,
-    block_mask: BlockMaskProtocol | None,
+    block_mask: BlockMask | None,
     cu_seqlens: Tensor | None,
     cu_seqlens_k: Tensor | None,
     dropout: float,
@@ -68,9 +68,10 @@ def check(
             )
     _check_scores(q, k, bias=bias, alibi=alibi, dropout=dropout)
     if block_mask is not None:
-        heads = getattr(block_mask, "heads", 1)
-        if heads not in (1, q.shape[2]):
-            raise ConfigError(f"the block mask has {heads} heads; found {q.shape[2]} query heads: one for all, or each")
+        if block_mask.heads not in (1, q.shape[2]):
+            raise ConfigError(
+                f"the block mask has {block_mask.heads} heads; found {q.shape[2]} query heads: one for all, or each"
+            )
         if mask is not None:
             raise ConfigError("give a mask or a block mask, not both")
         if causal and not block_mask.causal:
@@ -117,7 +118,7 @@ def _check_kinds(given: Mapping[str, object], block_mask: object) -> None:
         place = value.device if place is None else place
         if value.device != place:
             raise ConfigError(f"{name} is on {value.device} and q on {place}; move it there with .to(q.device)")
-    if block_mask is not None and not callable(getattr(block_mask, "dense", None)):
+    if block_mask is not None and not isinstance(block_mask, BlockMask):
         raise ConfigError(
             f"block_mask must be a BlockMask, as BlockMask.of(pattern, keys) makes it; found "
             f"{type(block_mask).__name__}"

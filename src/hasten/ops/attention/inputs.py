@@ -1,9 +1,11 @@
 """What a call of attention has besides q, k and v: what hides keys, what is added to the scores, and dropout."""
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from hasten.ops.attention.block_mask import BlockMask
 
 
 class Documents(NamedTuple):
@@ -29,19 +31,6 @@ class Intervals(NamedTuple):
         return (places >= self.low.unsqueeze(-1)) & (places <= self.high.unsqueeze(-1))
 
 
-class BlockMaskProtocol(Protocol):
-    """What a kernel needs of a block-sparse mask; it says by itself what is causal, and replaces causality."""
-
-    @property
-    def causal(self) -> bool:
-        """No query sees a later key."""
-        ...
-
-    def dense(self, queries: int, keys: int, device: torch.device) -> Tensor:
-        """bool (1 or H, T, S), True where a query sees a key."""
-        ...
-
-
 class AttentionInputs(NamedTuple):
     """Every kernel is called as run(q, k, v, spec, inputs); the picker has made sure that it serves what is set here.
 
@@ -52,7 +41,7 @@ class AttentionInputs(NamedTuple):
 
     mask: Tensor | None = None
     intervals: Intervals | None = None
-    block_mask: BlockMaskProtocol | None = None
+    block_mask: BlockMask | None = None
     documents: Documents | None = None
     key_padding: Tensor | None = None
     bias: Tensor | None = None

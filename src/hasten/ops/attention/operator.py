@@ -12,7 +12,7 @@ from hasten.ops.attention import sdpa_rules
 from hasten.ops.attention.block_mask import BlockMask
 from hasten.ops.attention.checks import DTYPES, check, complete_mask, four_dimensions
 from hasten.ops.attention.chunked import chunked
-from hasten.ops.attention.inputs import PLAIN, AttentionInputs, BlockMaskProtocol, Documents
+from hasten.ops.attention.inputs import PLAIN, AttentionInputs, Documents
 from hasten.ops.attention.masks import alibi_slopes
 from hasten.ops.attention.native_kernels import (
     flex,
@@ -112,7 +112,7 @@ def attention(
     alibi: Tensor | bool | None = None,
     softcap: float | None = None,
     scale: float | None = None,
-    block_mask: BlockMaskProtocol | None = None,
+    block_mask: BlockMask | None = None,
     cu_seqlens: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
     dropout: float = 0.0,
@@ -200,7 +200,7 @@ def attention(
         alibi=alibi is not None,
         documents=cu_seqlens is not None,
         block_mask=block_mask is not None,
-        block_size=block_mask.layout.block if isinstance(block_mask, BlockMask) else None,
+        block_size=None if block_mask is None else block_mask.layout.block,
         dropout=dropout > 0,
         gradient=wants and (q.requires_grad or k.requires_grad or v.requires_grad),
     )
