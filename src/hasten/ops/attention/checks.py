@@ -9,64 +9,49 @@ from torch import Tensor
 
 from hasten.errors import ConfigError
 from hasten.ops.attention.block_mask import BlockMask
-from hasten.ops.attention.masks import causal as causal_mask
+from hasten.ops.attention.inputs import AttentionInputs, Documents
+from hasten.ops.attention.spec import AttentionSpec
 
 INTEGERS = (torch.int32, torch.int64)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-def check(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool | None,
-    window: int | None,
-    mask: Tensor | None,
-    key_padding_mask: Tensor | None,
-    bias: Tensor | None,
-    alibi: Tensor | bool | None,
-    softcap: float | None,
-    scale: float | None,
-    block_mask: BlockMask | None,
-    cu_seqlens: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    dropout: float,
-) -> None:
-    """Raise ConfigError, naming what was found, where the arguments of `attention` do not fit each other."""
-    others = {
-        "mask": mask,
-        "key_padding_mask": key_padding_mask,
-        "bias": bias,
-        "alibi": None if isinstance(alibi, bool) else alibi,
-        "cu_seqlens": cu_seqlens,
-        "cu_seqlens_k": cu_seqlens_k,
-    }
-    _check_kinds({"q": q, "k": k, "v": v} | {name: x for name, x in others.items() if x is not None}, block_mask)
-    _check_tensors(q, k, v)
-    check_numbers(window=window, softcap=softcap, scale=scale)
+def check(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, inputs: AttentionInputs) -> None:
+    """Raise ConfigError, naming what was found, where the arguments of `attention` do not fit each other.
+
+    After `check_tensors` of q, k and v; `inputs` are as they were given.
+    """
+    mask, key_padding, block_mask = inputs.mask, inputs.key_padding, inputs.block_mask
+    others = {"mask": mask, "key_padding_mask": key_padding, "bias": inputs.bias, "alibi": inputs.alibi}
+    if inputs.documents is not None:
+        others |= {"cu_seqlens": inputs.documents.queries, "cu_seqlens_k": inputs.documents.keys}
+    _check_kinds({"q": q} | {name: x for name, x in others.items() if x is not None})
+    if block_mask is not None and not isinstance(block_mask, BlockMask):
+        raise ConfigError(
+            f"block_mask must be a BlockMask, as BlockMask.of(pattern, keys) makes it; found "
+            f"{type(block_mask).__name__}"
+        )
+    check_numbers(window=spec.window, softcap=spec.softcap, scale=spec.scale)
     rows = (q.shape[1], k.shape[1])  # (T, S)
-    hides = mask is not None or block_mask is not None
-    is_causal = (not hides) if causal is None else causal
     check_causal(
         queries=rows[0],
         keys=rows[1],
-        window=window,
-        causal=is_causal,
-        masked=hides or cu_seqlens is not None,
+        window=spec.window,
+        causal=spec.causal,
+        masked=mask is not None or block_mask is not None or inputs.documents is not None,
     )
     if mask is not None and (mask.dtype != torch.bool or tuple(mask.shape) not in (rows, (q.shape[0], *rows))):
         raise ConfigError(
             f"mask must be bool of shape {rows} or {(q.shape[0], *rows)}; found {mask.dtype}, {tuple(mask.shape)}"
         )
-    if key_padding_mask is not None:
+    if key_padding is not None:
         expected = (k.shape[0], k.shape[1])
-        if key_padding_mask.dtype != torch.bool or tuple(key_padding_mask.shape) != expected:
+        if key_padding.dtype != torch.bool or tuple(key_padding.shape) != expected:
             raise ConfigError(
                 f"key_padding_mask must be bool of shape {expected}, True for keys that exist; "
-                f"found {key_padding_mask.dtype}, {tuple(key_padding_mask.shape)}"
+                f"found {key_padding.dtype}, {tuple(key_padding.shape)}"
             )
-    _check_scores(q, k, bias=bias, alibi=alibi, dropout=dropout)
+    _check_scores(q, k, inputs)
     if block_mask is not None:
         if block_mask.heads not in (1, q.shape[2]):
             raise ConfigError(
@@ -74,9 +59,12 @@ def check(
             )
         if mask is not None:
             raise ConfigError("give a mask or a block mask, not both")
-        if causal and not block_mask.causal:
+        if spec.causal and not block_mask.causal:
             raise ConfigError("causal=True was given with a block mask that lets queries see later keys")
-    _check_documents(q, k, cu_seqlens, cu_seqlens_k, others=(mask, key_padding_mask, bias, block_mask))
+    if inputs.documents is not None:
+        if any(other is not None for other in (mask, key_padding, inputs.bias, block_mask)):
+            raise ConfigError("packed documents (cu_seqlens) go with causal, window, ALiBi and soft-capping only")
+        _check_documents(q, k, inputs.documents)
 
 
 def check_numbers(*, window: int | None, softcap: float | None, scale: float | None) -> None:
@@ -108,7 +96,7 @@ def check_causal(*, queries: int, keys: int, window: int | None, causal: bool, m
         raise ConfigError("a window belongs to causal attention; put the window into the mask, or give causal=True")
 
 
-def _check_kinds(given: Mapping[str, object], block_mask: object) -> None:
+def _check_kinds(given: Mapping[str, object]) -> None:
     """Tensors, of one device: a kernel reads another one's memory as if it were its own."""
     place = None
     for name, value in given.items():
@@ -118,14 +106,11 @@ def _check_kinds(given: Mapping[str, object], block_mask: object) -> None:
         place = value.device if place is None else place
         if value.device != place:
             raise ConfigError(f"{name} is on {value.device} and q on {place}; move it there with .to(q.device)")
-    if block_mask is not None and not isinstance(block_mask, BlockMask):
-        raise ConfigError(
-            f"block_mask must be a BlockMask, as BlockMask.of(pattern, keys) makes it; found "
-            f"{type(block_mask).__name__}"
-        )
 
 
-def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise ConfigError unless q, k and v are tensors of one dtype and device whose shapes fit each other."""
+    _check_kinds({"q": q, "k": k, "v": v})
     if q.dim() != 4 or k.dim() != 4 or k.shape != v.shape:
         raise ConfigError(
             f"attention wants q (B, T, H, D) and equal k, v (B, S, Hkv, D); "
@@ -143,7 +128,8 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         )
 
 
-def _check_scores(q: Tensor, k: Tensor, *, bias: Tensor | None, alibi: Tensor | bool | None, dropout: float) -> None:
+def _check_scores(q: Tensor, k: Tensor, inputs: AttentionInputs) -> None:
+    bias, alibi = inputs.bias, inputs.alibi
     whole = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])  # (B, H, T, S)
     if bias is not None:
         fits = bias.dim() in (2, 4) and all(
@@ -154,47 +140,27 @@ def _check_scores(q: Tensor, k: Tensor, *, bias: Tensor | None, alibi: Tensor | 
                 f"bias must be floating, {whole[2:]} or 4-dimensional and broadcasting to {whole}; "
                 f"found {bias.dtype}, {tuple(bias.shape)}"
             )
-    if isinstance(alibi, Tensor) and tuple(alibi.shape) != (q.shape[2],):
+    if alibi is not None and tuple(alibi.shape) != (q.shape[2],):
         raise ConfigError(f"alibi must be True or one slope a head, ({q.shape[2]},); found {tuple(alibi.shape)}")
-    if not 0 <= dropout < 1:
-        raise ConfigError(f"dropout must be at least 0 and below 1; found {dropout}")
+    if not 0 <= inputs.dropout < 1:
+        raise ConfigError(f"dropout must be at least 0 and below 1; found {inputs.dropout}")
 
 
-def _check_documents(
-    q: Tensor, k: Tensor, cu_seqlens: Tensor | None, cu_seqlens_k: Tensor | None, *, others: tuple[object, ...]
-) -> None:
-    if cu_seqlens is None:
-        if cu_seqlens_k is not None:
-            raise ConfigError("cu_seqlens_k was given without cu_seqlens")
-        return
-    if any(other is not None for other in others):
-        raise ConfigError("packed documents (cu_seqlens) go with causal, window, ALiBi and soft-capping only")
-    keys = cu_seqlens if cu_seqlens_k is None else cu_seqlens_k
-    for name, found in (("cu_seqlens", cu_seqlens), ("cu_seqlens_k", keys)):
-        if found.dim() != 1 or found.dtype not in INTEGERS or len(found) < 2 or found.shape != cu_seqlens.shape:
+def _check_documents(q: Tensor, k: Tensor, documents: Documents) -> None:
+    ends, keys = documents
+    for name, found in (("cu_seqlens", ends), ("cu_seqlens_k", keys)):
+        if found.dim() != 1 or found.dtype not in INTEGERS or len(found) < 2 or found.shape != ends.shape:
             raise ConfigError(
                 f"{name} must be int32 or int64 of shape (documents + 1,), at least 2 and as many for queries and "
                 f"keys; found {found.dtype}, {tuple(found.shape)}"
             )
-    if cu_seqlens_k is None and q.shape[1] != k.shape[1]:
+    if keys is ends and q.shape[1] != k.shape[1]:
         raise ConfigError(
             f"{q.shape[1]} queries and {k.shape[1]} keys have other documents: give cu_seqlens_k for the keys"
         )
-    for name, found, total in (("cu_seqlens", cu_seqlens, q.shape[:2].numel()), ("", keys, k.shape[:2].numel())):
+    for name, found, total in (("cu_seqlens", ends, q.shape[:2].numel()), ("cu_seqlens_k", keys, k.shape[:2].numel())):
         # Reading a device's memory would make every call wait for it; there a wrong value reads out of bounds.
         if found.device.type == "cpu" and not torch.compiler.is_compiling():
             values = found.tolist()
             if values[0] != 0 or values[-1] != total or any(a > b for a, b in pairwise(values)):
-                raise ConfigError(
-                    f"{name or 'cu_seqlens_k'} must rise from 0 to the {total} tokens there are; found {values}"
-                )
-
-
-def complete_mask(mask: Tensor, window: int | None, queries: int, keys: int) -> Tensor:
-    """A mask with causality and window put into it."""
-    return mask & causal_mask(queries, keys, window, mask.device)
-
-
-def four_dimensions(bias: Tensor) -> Tensor:
-    """(T, S) as (1, 1, T, S)."""
-    return bias if bias.dim() == 4 else bias[None, None]
+                raise ConfigError(f"{name} must rise from 0 to the {total} tokens there are; found {values}")

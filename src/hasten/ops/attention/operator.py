@@ -1,19 +1,21 @@
 """The attention operator: its kernels in order of preference, and the public function."""
 
 import warnings
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from hasten.errors import HastenWarning
+from hasten.errors import ConfigError, HastenWarning
 from hasten.ops import triton_support
 from hasten.ops.attention import sdpa_rules
 from hasten.ops.attention.block_mask import BlockMask
-from hasten.ops.attention.checks import DTYPES, check, complete_mask, four_dimensions
+from hasten.ops.attention.checks import DTYPES, check, check_tensors
 from hasten.ops.attention.chunked import chunked
 from hasten.ops.attention.inputs import PLAIN, AttentionInputs, Documents
 from hasten.ops.attention.masks import alibi_slopes
+from hasten.ops.attention.masks import causal as causal_mask
 from hasten.ops.attention.native_kernels import (
     flex,
     flex_opt_in,
@@ -140,42 +142,14 @@ def attention(
     Raises ConfigError for shapes, dtypes, devices and options that do not fit, and for a kernel that cannot serve them.
     Warns (HastenWarning) where no kernel that skips blocks serves a block mask, and all scores are computed.
     """
-    check(
-        q,
-        k,
-        v,
-        causal=causal,
-        window=window,
-        mask=mask,
-        key_padding_mask=key_padding_mask,
-        bias=bias,
-        alibi=alibi,
-        softcap=softcap,
-        scale=scale,
-        block_mask=block_mask,
-        cu_seqlens=cu_seqlens,
-        cu_seqlens_k=cu_seqlens_k,
-        dropout=dropout,
-    )
-    shape, documents = q.shape, None
+    check_tensors(q, k, v)
+    if cu_seqlens is None and cu_seqlens_k is not None:
+        raise ConfigError("cu_seqlens_k was given without cu_seqlens")
+    documents = None
     if cu_seqlens is not None:
-        q, k, v = (x.flatten(0, 1).unsqueeze(0) for x in (q, k, v))
         documents = Documents(cu_seqlens, cu_seqlens if cu_seqlens_k is None else cu_seqlens_k)
-    if mask is not None and causal:
-        mask, window = complete_mask(mask, window, q.shape[1], k.shape[1]), None
-    if alibi is False:
-        alibi = None
-    elif alibi is True:
-        alibi = alibi_slopes(q.shape[2], q.device)
-    inputs = AttentionInputs(
-        mask=mask,
-        block_mask=block_mask,
-        documents=documents,
-        key_padding=key_padding_mask,
-        bias=None if bias is None else four_dimensions(bias),
-        alibi=alibi,
-        dropout=dropout,
-    )
+    if isinstance(alibi, bool):
+        alibi = alibi_slopes(q.shape[2], q.device) if alibi else None
     spec = AttentionSpec(
         heads=q.shape[2],
         kv_heads=k.shape[2],
@@ -185,6 +159,24 @@ def attention(
         softcap=softcap,
         causal=mask is None and block_mask is None if causal is None else causal,
     )
+    inputs = AttentionInputs(
+        mask=mask,
+        block_mask=block_mask,
+        documents=documents,
+        key_padding=key_padding_mask,
+        bias=bias,
+        alibi=alibi,
+        dropout=dropout,
+    )
+    check(q, k, v, spec, inputs)
+    shape = q.shape
+    if documents is not None:
+        q, k, v = (x.flatten(0, 1).unsqueeze(0) for x in (q, k, v))
+    if mask is not None and spec.causal:
+        inputs = inputs._replace(mask=mask & causal_mask(q.shape[1], k.shape[1], window, q.device))
+        spec = replace(spec, window=None)
+    if bias is not None and bias.dim() == 2:
+        inputs = inputs._replace(bias=bias[None, None])  # (1, 1, T, S)
     wants = torch.is_grad_enabled()
     request = AttentionRequest(
         spec=spec,

@@ -26,7 +26,7 @@ class AttentionRequest:
 
     mask: an explicit bool (T, S) or (B, T, S) that replaces causality. key_padding: bool (B, S). bias: added to the
     scores, bias_gradient: and learned. documents: packed by cumulative lengths. block_size: positions of a block of the
-    block mask (None: it is no BlockMask). gradient: q, k or v needs one (None: unknown). int8_cache: keys and values
+    block mask (None: there is none). gradient: q, k or v needs one (None: unknown). int8_cache: keys and values
     lie in int8 rows (int8_rows.py). capability: of a CUDA device, asked of the device itself where it is None.
     """
 
