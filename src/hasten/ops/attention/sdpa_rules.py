@@ -7,7 +7,8 @@ layer is judged by what is known of it; what differs from call to call is judged
 import torch
 
 from hasten.ops.attention.request import AttentionRequest
-from hasten.ops.attention.spec import HALVES, LARGEST_HEAD
+from hasten.ops.attention.spec import HALVES
+from hasten.ops.triton_support import LEAST_CAPABILITY
 
 TOP_LEFT = (
     "is_causal is aligned top left there: with {queries} queries and {keys} keys it is not our causal attention "
@@ -59,12 +60,8 @@ def flash(request: AttentionRequest) -> str | None:
         return "on a CPU it gives a bias no gradient" if request.bias_gradient else None
     if request.device.type != "cuda":
         return f"it runs on CUDA and on a CPU, the tensors are on {request.device}"
-    if request.dtype not in HALVES:
-        return f"on CUDA it takes bfloat16 and float16, not {request.dtype_name}"
-    if request.compute_capability() < (8, 0):
-        return f"it needs compute capability 8.0 or later, the device has {_capability(request)}"
-    if request.spec.head_dim > LARGEST_HEAD:
-        return f"the head size is {request.spec.head_dim}; it goes up to {LARGEST_HEAD}"
+    if (reason := request.outside(*HALVES) or _too_old(request)) is not None:
+        return reason
     if (name := masked(request)) is not None:
         return f"on CUDA it takes no explicit mask, only `causal`; here there is a {name}"
     if unequal(request):
@@ -80,8 +77,8 @@ def memory_efficient(request: AttentionRequest) -> str | None:
         return reason
     if request.dtype == torch.float64:
         return "it takes float32, bfloat16 and float16, not float64"
-    if request.dtype == torch.bfloat16 and request.compute_capability() < (8, 0):
-        return f"bfloat16 needs compute capability 8.0 or later, the device has {_capability(request)}"
+    if request.dtype == torch.bfloat16 and (reason := _too_old(request, "bfloat16")) is not None:
+        return reason
     multiple = 8 if request.dtype in HALVES else 4
     if request.spec.head_dim % multiple:
         return f"the head size must be a multiple of {multiple} in {request.dtype_name}; it is {request.spec.head_dim}"
@@ -91,13 +88,9 @@ def memory_efficient(request: AttentionRequest) -> str | None:
 def cudnn(request: AttentionRequest) -> str | None:
     if request.device.type == "cpu":
         return "cuDNN is NVIDIA's library: there is none on a CPU"
-    reason = any_backend(request) or _on_cuda(request)
+    reason = any_backend(request) or _on_cuda(request) or request.outside(*HALVES) or _too_old(request)
     if reason is not None:
         return reason
-    if request.dtype not in HALVES:
-        return f"it takes bfloat16 and float16, not {request.dtype_name}"
-    if request.compute_capability() < (8, 0):
-        return f"it needs compute capability 8.0 or later, the device has {_capability(request)}"
     if request.spec.head_dim > 128 or request.spec.head_dim % 8:
         return f"the head size must be a multiple of 8 up to 128; it is {request.spec.head_dim}"
     if request.keys == 1:
@@ -137,5 +130,8 @@ def _on_cuda(request: AttentionRequest) -> str | None:
     return None if request.device.type == "cuda" else f"it runs on CUDA, the tensors are on {request.device}"
 
 
-def _capability(request: AttentionRequest) -> str:
-    return ".".join(map(str, request.compute_capability()))
+def _too_old(request: AttentionRequest, what: str = "it") -> str | None:
+    found = request.compute_capability()
+    if found >= LEAST_CAPABILITY:
+        return None
+    return f"{what} needs compute capability 8.0 or later, the device has {'.'.join(map(str, found))}"

@@ -97,24 +97,12 @@ def flop_formulas() -> dict[Any, Any]:
     return {native.ops.train_attention: _forward_flops, native.ops.train_attention_backward: _backward_flops}
 
 
-def _forward_flops(
-    q: torch.Size,
-    k: torch.Size,
-    v: torch.Size,
-    low: torch.Size | None,
-    high: torch.Size | None,
-    starts: torch.Size | None,
-    columns: torch.Size | None,
-    cells: torch.Size | None,
-    causal: bool,
-    window: int,
-    scale: float,
-    **rest: Any,
-) -> int:
-    """Two products over the pairs of query and key that are seen."""
+def _forward_flops(q: torch.Size, k: torch.Size, v: torch.Size, *rest: Any, **named: Any) -> int:
+    """Two products over the pairs of query and key that are seen; the operator's arguments, tensors as their sizes."""
+    _low, _high, starts, columns, _cells, causal, window, _scale = rest
     batch, queries, heads, size = q
     keys = k[1]
-    if starts is not None and columns is not None:
+    if starts is not None:
         pairs = heads * columns[0] // starts[0] * TILE * TILE
     else:
         first = keys - queries + 1  # keys that the first query sees
@@ -125,4 +113,4 @@ def _forward_flops(
 
 def _backward_flops(dout: torch.Size, q: torch.Size, k: torch.Size, v: torch.Size, *rest: Any, **named: Any) -> int:
     """Five products where the forward pass has two."""
-    return _forward_flops(q, k, v, *rest[3:], **named) * 5 // 2
+    return _forward_flops(q, k, v, *rest[3:]) * 5 // 2
