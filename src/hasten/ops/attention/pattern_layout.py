@@ -69,8 +69,12 @@ class Pattern:
 
     def __post_init__(self) -> None:
         for f in fields(self):
+            value = getattr(self, f.name)
             if "least" in f.metadata:
-                self._require(f.name, getattr(self, f.name), f.metadata["least"])
+                self._require(f.name, value, f.metadata["least"])
+            several = isinstance(f.default, tuple | None) and value != f.default
+            if several and not (isinstance(value, tuple | list) and all(type(one) is int for one in value)):
+                raise ConfigError(f"{type(self).__name__}: {f.name} must be a tuple of integers; found {value!r}")
 
     def _require(self, name: str, value: object, least: int) -> None:
         if isinstance(value, bool) or not isinstance(value, int) or value < least:

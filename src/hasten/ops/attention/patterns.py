@@ -148,7 +148,6 @@ class Variable(Pattern):
 
     def __post_init__(self) -> None:
         Pattern.__post_init__(self)
-        _require_several(self, "windows", self.windows)
         if not self.windows:
             raise ConfigError("Variable: windows must hold at least one size; found ()")
         for blocks in self.windows:
@@ -228,22 +227,12 @@ def _globals(starts: tuple[int, ...], ends: tuple[int, ...] | None, blocks: int)
     return {j for a, b in zip(starts, ends, strict=True) for j in _within(a, b, blocks)}
 
 
-def _require_several(pattern: Pattern, name: str, value: object) -> None:
-    if not isinstance(value, tuple | list):
-        raise ConfigError(f"{type(pattern).__name__}: {name} must be a tuple of integers; found {value!r}")
-
-
 def _check_ranges(pattern: Pattern, starts: tuple[int, ...], ends: tuple[int, ...] | None) -> None:
-    name = type(pattern).__name__
-    _require_several(pattern, "global_indices", starts)
-    if ends is not None:
-        _require_several(pattern, "global_ends", ends)
-    if any(isinstance(value, bool) or not isinstance(value, int) for value in (*starts, *(ends or ()))):
-        raise ConfigError(f"{name}: global_indices and global_ends must hold integers; found {starts}, {ends}")
     ends = tuple(start + 1 for start in starts) if ends is None else ends
     if len(starts) != len(ends) or any(not 0 <= a < b for a, b in zip(starts, ends, strict=True)):
         raise ConfigError(
-            f"{name}: each global range must begin at 0 or later and end past its begin; found {starts}, {ends}"
+            f"{type(pattern).__name__}: each global range must begin at 0 or later and end past its begin; found "
+            f"{starts}, {ends}"
         )
 
 
