@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 TILE = 64  # queries and keys of a tile of train.cpp
 CELL = 16  # the smallest piece of a tile that can be hidden
 WHOLE = 0xFFFF
+
+Form = TypeVar("Form")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +45,7 @@ class BlockMask:
 
     layout: BlockLayout
     keys: int
-    _forms: dict[object, object] = field(default_factory=dict, init=False, repr=False)
+    _forms: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         blocks = -(-self.keys // self.layout.block)
@@ -89,28 +92,24 @@ class BlockMask:
         """bool (1 or H, T, S), True where a query sees a key: the n × n matrix, for the reference and small sizes."""
         self.check(queries, keys)
         layout, block = self.layout, self.layout.block
-        seen = dense_blocks(layout)
         places = torch.arange(keys)
         own = places[keys - queries :]
-        mask = seen[:, own // block - layout.first_row][:, :, places // block]
+        mask = self._blocks()[:, own // block - layout.first_row][:, :, places // block]
         if layout.causal:
             mask = mask & (own[:, None] >= places)
         return mask.to(device)
 
     def tiles(self) -> MaskTiles:
         """The layout in tiles of 64 positions. Raises ConfigError for blocks that do not consist of whole cells."""
-        if "tiles" not in self._forms:
-            self._forms["tiles"] = _tiles(self.layout, self.keys)
-        found = self._forms["tiles"]
-        assert isinstance(found, MaskTiles)
-        return found
+        return self._form("tiles", lambda: _tiles(self.layout, self.keys))
 
     def prepare(self, device: torch.device) -> None:
-        """Make the form that the kernels of a device take now, and not inside a compiled step."""
+        """Make the forms that the kernels of a device take now, and not inside a compiled step."""
         if device.type == "cuda":
             self.flex(self.keys, device)
         elif tiles_refusal(self.layout.block) is None:
             self.tiles()
+        self._blocks()
 
     def flex(self, queries: int, device: torch.device) -> flex_attention.BlockMask:
         """flex_attention's mask of the last `queries` positions, from block numbers; no n × n matrix is made.
@@ -118,10 +117,16 @@ class BlockMask:
         Raises ConfigError where the first query does not stand at the begin of a block.
         """
         self.check(queries, self.keys)
-        key = (queries, device)
+        return self._form((queries, device), lambda: _flex(self.layout, queries, self.keys, device))
+
+    def _blocks(self) -> Tensor:
+        return self._form("blocks", lambda: dense_blocks(self.layout))
+
+    def _form(self, key: Hashable, make: Callable[[], Form]) -> Form:
+        """The form of this key, made once."""
         if key not in self._forms:
-            self._forms[key] = _flex(self.layout, queries, self.keys, device)
-        return self._forms[key]  # type: ignore[return-value]
+            self._forms[key] = make()
+        return self._forms[key]
 
 
 def dense_blocks(layout: BlockLayout) -> Tensor:
