@@ -111,7 +111,7 @@ def test_queries_over_no_keys_are_zeros(kernel):
 def test_native_sparse_by_name_computes_no_absent_block_or_refuses():
     q, k, v = tensors(queries=96, keys=96)
     mask = BlockMask.of(Local(block=48), 96)
-    with pytest.raises(ConfigError, match="its blocks have 48 positions|native library"):
+    with pytest.raises(ConfigError, match=r"its blocks have 48 positions|native library"):
         attention(q, k, v, block_mask=mask, kernel="native-sparse")
     with pytest.warns(HastenWarning, match="not skipped, all scores are computed: .*48 positions|native library"):
         out = attention(q, k, v, block_mask=mask)

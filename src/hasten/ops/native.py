@@ -2,9 +2,7 @@
 
 Each instruction set's libraries register their operators in a torch namespace of its own (`hasten_avx2::linear` …):
 one for inference, one for what only training calls, each compiled and loaded when it is first asked for.
-An operator's output shapes are told to torch by its fake implementation: the folder of an operator holds a `fakes.py`
-beside its C++, each function of which has the name and the arguments of a native operator and returns empty tensors of
-the right shapes. `library()` finds those files by itself.
+`fakes.py` tells torch the output shapes of each operator.
 """
 
 import functools
@@ -20,7 +18,7 @@ from typing import Any
 
 from hasten.errors import ConfigError, HastenWarning, ResourceError
 from hasten.machine import amx_permitted, find_compiler
-from hasten.ops.build import INSTRUCTION_SETS, SOURCES, Part, build, can_build, is_built, namespace
+from hasten.ops.build import INSTRUCTION_SETS, Part, build, can_build, is_built, namespace
 
 NONE = "none"  # HASTEN_ISA=none: PyTorch's kernels only
 
@@ -131,12 +129,7 @@ def _load(isa: str, part: Part) -> NativeLibrary | None:
 
 @functools.cache
 def fakes() -> dict[str, Callable]:
-    """The fake implementation of every native operator, by its name, from the fakes.py beside the C++."""
-    found: dict[str, Callable] = {}
-    for file in sorted(SOURCES.glob("*/fakes.py")):
-        module = importlib.import_module(f"{__package__}.{file.parent.name}.fakes")
-        functions = inspect.getmembers(module, inspect.isfunction)
-        own = {name: function for name, function in functions if function.__module__ == module.__name__}
-        assert not found.keys() & own.keys(), f"two operators are named {found.keys() & own.keys()}"
-        found |= own
-    return found
+    """The fake implementation of every native operator, by its name."""
+    module = importlib.import_module("hasten.ops.fakes")  # by name, because it needs layouts, which need this file
+    functions = inspect.getmembers(module, inspect.isfunction)
+    return {name: function for name, function in functions if function.__module__ == module.__name__}

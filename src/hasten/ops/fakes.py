@@ -1,0 +1,120 @@
+"""Output shapes of the native operators, for torch.compile: each function is the fake implementation of one.
+
+It has the operator's name and arguments, and returns empty tensors of the right shapes. `hasten.ops.native` reads them.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hasten.ops.linear.layouts import empty_panels
+from hasten.ops.linear.weights import BFLOAT16, INT8, int4_format
+
+# linear/linear.cpp
+
+
+def linear(x: Tensor, data: Tensor, scales: Any, zeros: Any, bias: Any, out_features: int, *rest: int) -> Tensor:
+    return x.new_empty((*x.shape[:-1], out_features))
+
+
+def pack_bf16(w: Tensor) -> Tensor:
+    return empty_panels(w, w.shape[1], BFLOAT16)
+
+
+def pack_int8(q: Tensor) -> Tensor:
+    return empty_panels(q, q.shape[1], INT8)
+
+
+def pack_int4(q: Tensor, group_size: int) -> Tensor:
+    return empty_panels(q, q.shape[1], int4_format(group_size))
+
+
+def pack_int4_words(words: Tensor, group_size: int) -> Tensor:
+    return empty_panels(words, words.shape[1] * 8, int4_format(group_size))
+
+
+# block/block.cpp
+
+
+def attention_input(x: Tensor, *rest: Any) -> Tensor:
+    """q (R, H, D)."""
+    heads, head_dim = rest[11], rest[12]
+    return x.new_empty(x.shape[:-1].numel(), heads, head_dim)
+
+
+def linear_add(x: Tensor, data: Tensor, scales: Any, zeros: Any, bias: Any, *rest: Any) -> Tensor:
+    """As the residual."""
+    residual: Tensor = rest[2]
+    return residual.new_empty(residual.shape)
+
+
+def mlp_input(x: Tensor, *rest: Any) -> Tensor:
+    """(…, I)."""
+    return x.new_empty((*x.shape[:-1], rest[11]))
+
+
+def norm_linear(x: Tensor, *rest: Any) -> Tensor:
+    """(…, N) in float32."""
+    return x.new_empty((*x.shape[:-1], rest[11]), dtype=torch.float32)
+
+
+def blocks(x: Tensor, *rest: Any) -> Tensor:
+    """As x."""
+    return x.new_empty(x.shape)
+
+
+def plan_weight(n: int, k: int, data: Tensor, *rest: Any) -> Tensor:
+    """Bytes that only the native code can read; how many it alone knows."""
+    return data.new_empty(0, dtype=torch.uint8)
+
+
+def plan_block(
+    kv_heads: int, norm_weight: Any, norm_bias: Any, eps: Any, offset: Any, centred: Any, *rest: Any
+) -> Tensor:
+    """As plan_weight."""
+    return rest[0].new_empty(0, dtype=torch.uint8)
+
+
+# attention/native.cpp and train.cpp
+
+
+def attention(q: Tensor, *rest: Any) -> Tensor:
+    """(R, H, D), contiguous."""
+    return q.new_empty(q.shape)
+
+
+def train_attention(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    """The output (B, T, H, D) and the log-sum-exp (B, H, T)."""
+    batch, tokens, heads, _ = q.shape
+    return q.new_empty(q.shape), q.new_empty((batch, heads, tokens), dtype=torch.float32)
+
+
+def train_attention_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v, contiguous."""
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+# activation/activation.cpp
+
+
+def bias_gelu(z: Tensor, bias: Tensor | None) -> Tensor:
+    """As z, contiguous."""
+    return z.new_empty(z.shape)
+
+
+def bias_gelu_backward(dout: Tensor, z: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The gradients of z, and of the bias in float32."""
+    return z.new_empty(z.shape), z.new_empty(z.shape[-1:], dtype=torch.float32)
+
+
+def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    """As gate, contiguous."""
+    return gate.new_empty(gate.shape)
+
+
+def silu_mul_backward(dout: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of gate and up."""
+    return gate.new_empty(gate.shape), up.new_empty(up.shape)
