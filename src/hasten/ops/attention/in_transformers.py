@@ -1,5 +1,6 @@
 """hasten's attention inside a transformers model, through the attention interface of transformers (5.0 and later)."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,12 +27,7 @@ def replace_in(model: Any, *, kernel: str | None = None) -> Any:
     # transformers takes every name with "flash" in it for FlashAttention's own package, and wants it installed.
     name = "hasten" if kernel is None else f"hasten-{kernel.replace('flash', 'fa')}"
 
-    def forward(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
-    ) -> tuple[Tensor, None]:
-        return attend(module, query, key, value, attention_mask, kernel=kernel, **options), None
-
-    AttentionInterface.register(name, forward)
+    AttentionInterface.register(name, partial(attend, kernel=kernel))
     AttentionMaskInterface.register(name, sdpa_mask)  # None where causality alone decides, else bool (B, 1, T, S)
     model.set_attn_implementation(name)
     if model.config._attn_implementation != name:
@@ -54,8 +50,8 @@ def attend(
     position_bias: Tensor | None = None,
     s_aux: Tensor | None = None,
     **unused: Any,
-) -> Tensor:
-    """One call as transformers makes it: query (B, H, T, D), key, value (B, Hkv, S, D); returns (B, T, H, D)."""
+) -> tuple[Tensor, None]:
+    """One call as transformers makes it: query (B, H, T, D), key, value (B, Hkv, S, D); (B, T, H, D), no scores."""
     if s_aux is not None:
         raise ConfigError("this model's attention has sinks (s_aux), which hasten's does not; keep its own")
     bias = position_bias
@@ -75,7 +71,7 @@ def attend(
         bias = hidden if bias is None else bias + hidden
     else:
         bias = attention_mask if bias is None else bias + attention_mask
-    return attention(
+    out = attention(
         query.transpose(1, 2),
         key.transpose(1, 2),
         value.transpose(1, 2),
@@ -87,3 +83,4 @@ def attend(
         dropout=dropout,
         kernel=kernel,
     )
+    return out, None

@@ -7,7 +7,6 @@ backward pass is two multiplications by a scalar. The same three matrix products
 rows x vocabulary. The idea is that of Liger (arXiv 2410.10989) and of PyTorch's own chunked loss.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -64,7 +63,8 @@ class _Chunked(torch.autograd.Function):
         grad_x = torch.empty_like(x) if by_x else None
         grad_weight = torch.zeros(weight.shape, dtype=wide, device=x.device) if by_weight else None
         grad_bias = torch.zeros(weight.shape[0], dtype=wide, device=x.device) if by_bias else None
-        for start, part, wanted in _chunks(x, targets, rows):
+        for start in range(0, x.shape[0], rows):
+            part, wanted = x[start : start + rows], targets[start : start + rows]
             gradient = _loss_and_gradient(
                 part, matrix, wanted, bias, vocab_size, softcap, loss, need=by_x or by_weight or by_bias
             )
@@ -99,11 +99,6 @@ class _Chunked(torch.autograd.Function):
             None if bias is None else bias.mul_(factor).to(ctx.dtypes[1]),
             *(None,) * 5,
         )
-
-
-def _chunks(x: Tensor, targets: Tensor, rows: int) -> Iterator[tuple[int, Tensor, Tensor]]:
-    for start in range(0, x.shape[0], rows):
-        yield start, x[start : start + rows], targets[start : start + rows]
 
 
 def _loss_and_gradient(
