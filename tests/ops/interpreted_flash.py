@@ -15,7 +15,7 @@ from hasten.errors import ConfigError
 from hasten.ops.attention import attention
 from hasten.ops.attention.flash_tiles import BACKWARD_KEYS, BACKWARD_QUERIES, FORWARD, INTERPRETED
 from hasten.ops.attention.flash_triton import backward_operator, flash_attention, operator
-from hasten.ops.attention.flash_triton_kernels import keys_of_tile, queries_of_tile
+from hasten.ops.attention.flash_triton_kernels import Constants, keys_of_tile, queries_of_tile
 
 # Without shrinking: the interpreter is slow, and a failure found should be told within the time limit.
 QUICK = settings(deadline=None, derandomize=True, phases=[Phase.generate])
@@ -31,18 +31,15 @@ def masks(draw):
 
 
 @triton.jit
-def ranges(
-    out, cases, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    OF_KEYS: tl.constexpr,
-):  # fmt: skip
+def ranges(out, cases, C: tl.constexpr, OF_KEYS: tl.constexpr):
     """The four numbers for each of the cases: first row of the tile, queries, keys, window."""
     p = tl.program_id(0) * 4
     first, queries, keys = tl.load(cases + p), tl.load(cases + p + 1), tl.load(cases + p + 2)
     window = tl.load(cases + p + 3)
     if OF_KEYS:
-        a, b, c, d = queries_of_tile(first, queries, keys, window, BLOCK_Q, BLOCK_K, CAUSAL, HAS_WINDOW)
+        a, b, c, d = queries_of_tile(first, queries, keys, window, C)
     else:
-        a, b, c, d = keys_of_tile(first, queries, keys, window, BLOCK_Q, BLOCK_K, CAUSAL, HAS_WINDOW)
+        a, b, c, d = keys_of_tile(first, queries, keys, window, C)
     tl.store(out + p, a)
     tl.store(out + p + 1, b)
     tl.store(out + p + 2, c)
@@ -62,7 +59,9 @@ def test_which_tiles_are_visited_and_which_are_whole(causal, windowed, of_keys):
         first = draw.randrange(0, keys if of_keys else queries, own)
         cases.append([first, queries, keys, draw.randint(1, 45)])
     found = torch.zeros(len(cases), 4, dtype=torch.int32)
-    ranges[(len(cases),)](found, torch.tensor(cases).int(), block_q, block_k, causal, windowed, of_keys)
+    sizes = {"group": 1, "d": 16, "d_side": 16, "block_q": block_q, "block_k": block_k}
+    known = Constants(scale=1.0, factor=1.0, inner=0.0, causal=causal, has_window=windowed, **sizes)
+    ranges[(len(cases),)](found, torch.tensor(cases).int(), known, of_keys)
     for case, (start, whole, until, stop) in zip(cases, found.tolist(), strict=True):
         first, queries, keys, window = case
         behind = torch.arange(queries)[:, None] + keys - queries - torch.arange(keys)

@@ -33,18 +33,19 @@ def compiled(monkeypatch, tmp_path):
         kernel = getattr(flash_triton_kernels if name == "forward" else flash_triton_backward, name)
         table = BACKWARD_KEYS_CAPPED if softcap and name == "backward_keys" else KERNELS[name]
         tiles = next(tiles for largest, tiles in table.items() if head_dim <= largest)
-        constants = {
-            "SCALE": 0.09,
-            "FACTOR": 0.13,
-            "INNER": 0.01 if softcap else 0.0,
-            "CAUSAL": causal,
-            "HAS_WINDOW": window,
-            "GROUP": group,
-            "D": head_dim,
-            "D_SIDE": side(head_dim),
-            "BLOCK_Q": tiles.queries,
-            "BLOCK_K": tiles.keys,
-        } | ({} if packed else {"plan": None, "d_lse": None})
+        known = flash_triton_kernels.Constants(
+            scale=0.09,
+            factor=0.13,
+            inner=0.01 if softcap else 0.0,
+            causal=causal,
+            has_window=window,
+            group=group,
+            d=head_dim,
+            d_side=side(head_dim),
+            block_q=tiles.queries,
+            block_k=tiles.keys,
+        )
+        constants = {"C": known} | ({} if packed else {"plan": None, "d_lse": None})
         signature, values, aligned = {}, {}, {}
         for i, argument in enumerate(kernel.arg_names):
             if argument in constants:

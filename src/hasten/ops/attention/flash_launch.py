@@ -45,8 +45,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *, problem: Problem, tiles: Tiles |
         lse.fill_(-math.inf)
     if not q.numel():
         return out, lse
-    plan = tile_plan(problem, queries, block=tiles.queries, over_keys=False)
-    programs = triton.cdiv(queries, tiles.queries) if plan is None else len(plan)
+    plan, programs = tile_plan(problem, queries, block=tiles.queries, over_keys=False)
     with torch.cuda.device_of(q):
         flash_triton_kernels.forward[(programs, heads, batch)](
             q,
@@ -59,7 +58,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *, problem: Problem, tiles: Tiles |
             queries,
             k.shape[1],
             problem.window,
-            **_constants(q, k, problem, tiles),
+            **_options(q, k, problem, tiles),
         )
     return out, lse
 
@@ -97,8 +96,7 @@ def backward(
     log2_lse, delta = torch.empty_like(lse), torch.empty_like(lse)
     strides = [x.stride()[:3] for x in (q, k, v)]
     with torch.cuda.device_of(q):
-        plan = tile_plan(problem, queries, block=for_queries.queries, over_keys=False)
-        programs = triton.cdiv(queries, for_queries.queries) if plan is None else len(plan)
+        plan, programs = tile_plan(problem, queries, block=for_queries.queries, over_keys=False)
         flash_triton_backward.backward_queries[(programs, heads, batch)](
             q,
             k,
@@ -117,11 +115,9 @@ def backward(
             queries,
             keys,
             problem.window,
-            SCALE=problem.scale,
-            **_constants(q, k, problem, for_queries),
+            **_options(q, k, problem, for_queries),
         )
-        plan = tile_plan(problem, keys, block=for_keys.keys, over_keys=True)
-        programs = triton.cdiv(keys, for_keys.keys) if plan is None else len(plan)
+        plan, programs = tile_plan(problem, keys, block=for_keys.keys, over_keys=True)
         flash_triton_backward.backward_keys[(programs, kv_heads, batch)](
             q,
             k,
@@ -138,20 +134,19 @@ def backward(
             queries,
             keys,
             problem.window,
-            SCALE=problem.scale,
-            **_constants(q, k, problem, for_keys),
+            **_options(q, k, problem, for_keys),
         )
     return dq, dk, dv
 
 
-def tile_plan(problem: Problem, rows: int, *, block: int, over_keys: bool) -> Tensor | None:
+def tile_plan(problem: Problem, rows: int, *, block: int, over_keys: bool) -> tuple[Tensor | None, int]:
     """For packed documents, which tile of which document a program has: (programs, 5) int32, see the kernels' `place`.
 
-    Made on the device without waiting for it: as many programs as there can be tiles; those left over begin behind the
-    end of the last document and find nothing to do.
+    And the number of programs. Made on the device without waiting for it: as many programs as there can be tiles; those
+    left over begin behind the end of the last document and find nothing to do.
     """
     if problem.query_starts is None or problem.key_starts is None:
-        return None
+        return None, triton.cdiv(rows, block)
     starts = torch.stack([problem.query_starts, problem.key_starts]).to(torch.int32)  # (2, documents + 1)
     sizes = starts.diff(dim=1)
     documents = sizes.shape[1]
@@ -161,7 +156,7 @@ def tile_plan(problem: Problem, rows: int, *, block: int, over_keys: bool) -> Te
     document = torch.searchsorted(ends, programs, right=True).clamp_(max=documents - 1)
     tile = programs - (ends - tiles)[document]
     columns = (starts[0, document], sizes[0, document], starts[1, document], sizes[1, document], tile.to(torch.int32))
-    return torch.stack(columns, dim=1)
+    return torch.stack(columns, dim=1), len(programs)
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -169,22 +164,22 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _constants(q: Tensor, k: Tensor, problem: Problem, tiles: Tiles) -> dict[str, Any]:
+def _options(q: Tensor, k: Tensor, problem: Problem, tiles: Tiles) -> dict[str, Any]:
     """What the compiler knows of a call."""
     cap = problem.softcap
-    return {
-        "FACTOR": (cap or problem.scale) * LOG2_E,
-        "INNER": 2 * LOG2_E * problem.scale / cap if cap else 0.0,
-        "CAUSAL": problem.causal,
-        "HAS_WINDOW": problem.window > 0,
-        "GROUP": q.shape[2] // k.shape[2],
-        "D": q.shape[3],
-        "D_SIDE": side(q.shape[3]),
-        "BLOCK_Q": tiles.queries,
-        "BLOCK_K": tiles.keys,
-        "num_warps": tiles.warps,
-        "num_stages": tiles.stages,
-    }
+    constants = flash_triton_kernels.Constants(
+        scale=problem.scale,
+        factor=(cap or problem.scale) * LOG2_E,
+        inner=2 * LOG2_E * problem.scale / cap if cap else 0.0,
+        causal=problem.causal,
+        has_window=problem.window > 0,
+        group=q.shape[2] // k.shape[2],
+        d=q.shape[3],
+        d_side=side(q.shape[3]),
+        block_q=tiles.queries,
+        block_k=tiles.keys,
+    )
+    return {"C": constants, "num_warps": tiles.warps, "num_stages": tiles.stages}
 
 
 def _must_widen(q: Tensor) -> bool:

@@ -31,23 +31,22 @@ def load_terms(at, first, rows, BLOCK: tl.constexpr, CHECK: tl.constexpr, OTHER:
 @triton.jit
 def walk_queries(
     acc, query, d_out, lse, delta, k, v, k_stride, v_stride, position, keys, window, start, whole, until, stop,
-    FACTOR: tl.constexpr, INNER: tl.constexpr, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, D: tl.constexpr,
-    D_SIDE: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, MASKED: tl.constexpr,
+    C: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """One stretch of keys: probabilities again from the log-sum-exp, and with them the queries' gradient."""
-    i = position + tl.arange(0, BLOCK_Q)
-    near, steps = stretch(start, whole, until, stop, BLOCK_K, MASKED)
+    i = position + tl.arange(0, C.block_q)
+    near, steps = stretch(start, whole, until, stop, C.block_k, MASKED)
     for step in range(steps):
-        n = tile_start(step, near, start, whole, until, BLOCK_K, MASKED)
-        key = load_tile(k, n, keys, k_stride, BLOCK_K, D, D_SIDE, MASKED)
-        x = capped(tl.dot(query, tl.trans(key), input_precision="ieee", out_dtype=acc.dtype), INNER)
-        p = tl.exp2(x * FACTOR - lse[:, None])
+        n = tile_start(step, near, start, whole, until, C.block_k, MASKED)
+        key = load_tile(k, n, keys, k_stride, C.block_k, C, MASKED)
+        x = capped(tl.dot(query, tl.trans(key), input_precision="ieee", out_dtype=acc.dtype), C)
+        p = tl.exp2(x * C.factor - lse[:, None])
         if MASKED:
-            seen = visible(i[:, None], n + tl.arange(0, BLOCK_K)[None, :], keys, window, CAUSAL, HAS_WINDOW)
+            seen = visible(i[:, None], n + tl.arange(0, C.block_k)[None, :], keys, window, C)
             p = tl.where(seen, p, 0.0)
-        if INNER > 0:
+        if C.inner > 0:
             p = p * (1 - x * x)  # the slope of tanh
-        value = load_tile(v, n, keys, v_stride, BLOCK_K, D, D_SIDE, MASKED)
+        value = load_tile(v, n, keys, v_stride, C.block_k, C, MASKED)
         dp = tl.dot(d_out, tl.trans(value), input_precision="ieee", out_dtype=acc.dtype)
         ds = p * (dp - delta[:, None])
         acc = tl.dot(ds.to(key.dtype), key, acc, input_precision="ieee", out_dtype=acc.dtype)
@@ -75,27 +74,16 @@ def backward_queries(
     queries,
     keys,
     window,
-    SCALE: tl.constexpr,
-    FACTOR: tl.constexpr,
-    INNER: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    D_SIDE: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    C: tl.constexpr,
 ):
     """The gradient of a tile of queries, and the two row terms that `backward_keys` reads afterwards."""
     head, b = tl.program_id(1), tl.program_id(2)
-    row, own, key_row, others, tile = place(plan, queries, keys, CAUSAL)
-    first = tile * BLOCK_Q
-    r = first + tl.arange(0, BLOCK_Q)
+    row, own, key_row, others, tile = place(plan, queries, keys, C.causal)
+    first = tile * C.block_q
+    r = first + tl.arange(0, C.block_q)
     at = (tl.cast(b, tl.int64) * tl.num_programs(1) + head) * queries + row + r
-    grad = load_tile(
-        head_base(d_out, d_out_strides, b, row, head), first, own, d_out_strides[1], BLOCK_Q, D, D_SIDE, True
-    )
-    result = load_tile(head_base(out, out_strides, b, row, head), first, own, out_strides[1], BLOCK_Q, D, D_SIDE, True)
+    grad = load_tile(head_base(d_out, d_out_strides, b, row, head), first, own, d_out_strides[1], C.block_q, C, True)
+    result = load_tile(head_base(out, out_strides, b, row, head), first, own, out_strides[1], C.block_q, C, True)
     kind = lse.dtype.element_ty
     term = tl.sum(grad.to(kind) * result.to(kind), axis=1)
     if d_lse is not None:
@@ -106,47 +94,45 @@ def backward_queries(
     term = tl.where(nothing, 0.0, term)
     tl.store(log2_lse + at, row_lse, mask=r < own)
     tl.store(delta + at, term, mask=r < own)
-    query = load_tile(head_base(q, q_strides, b, row, head), first, own, q_strides[1], BLOCK_Q, D, D_SIDE, True)
-    key = head_base(k, k_strides, b, key_row, head // GROUP)
-    value = head_base(v, v_strides, b, key_row, head // GROUP)
-    start, whole, until, stop = keys_of_tile(first, own, others, window, BLOCK_Q, BLOCK_K, CAUSAL, HAS_WINDOW)
+    query = load_tile(head_base(q, q_strides, b, row, head), first, own, q_strides[1], C.block_q, C, True)
+    key = head_base(k, k_strides, b, key_row, head // C.group)
+    value = head_base(v, v_strides, b, key_row, head // C.group)
+    start, whole, until, stop = keys_of_tile(first, own, others, window, C)
     position = first + others - own
-    acc = tl.zeros((BLOCK_Q, D_SIDE), dtype=kind)
+    acc = tl.full((C.block_q, C.d_side), 0.0, dtype=kind)
     for masked in tl.static_range(1, -1, -1):
         acc = walk_queries(
             acc, query, grad, row_lse, term, key, value, k_strides[1], v_strides[1], position, others, window,
-            start, whole, until, stop,
-            FACTOR, INNER, CAUSAL, HAS_WINDOW, D, D_SIDE, BLOCK_Q, BLOCK_K, masked,
+            start, whole, until, stop, C, masked,
         )  # fmt: skip
-    store_tile(head_base(dq, out_strides, b, row, head), first, own, out_strides[1], acc * SCALE, BLOCK_Q, D, D_SIDE)
+    store_tile(head_base(dq, out_strides, b, row, head), first, own, out_strides[1], acc * C.scale, C.block_q, C)
 
 
 @triton.jit
 def walk_keys(
     dk, dv, key, value, q, d_out, lse, delta, q_stride, d_out_stride, first, queries, keys, window,
     start, whole, until, stop,
-    FACTOR: tl.constexpr, INNER: tl.constexpr, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, D: tl.constexpr,
-    D_SIDE: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, MASKED: tl.constexpr,
+    C: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """One stretch of one head's queries; everything stands transposed, (keys, queries)."""
-    j = first + tl.arange(0, BLOCK_K)
-    near, steps = stretch(start, whole, until, stop, BLOCK_Q, MASKED)
+    j = first + tl.arange(0, C.block_k)
+    near, steps = stretch(start, whole, until, stop, C.block_q, MASKED)
     for step in range(steps):
-        m = tile_start(step, near, start, whole, until, BLOCK_Q, MASKED)
-        query = load_tile(q, m, queries, q_stride, BLOCK_Q, D, D_SIDE, MASKED)
-        x = capped(tl.dot(key, tl.trans(query), input_precision="ieee", out_dtype=dk.dtype), INNER)
+        m = tile_start(step, near, start, whole, until, C.block_q, MASKED)
+        query = load_tile(q, m, queries, q_stride, C.block_q, C, MASKED)
+        x = capped(tl.dot(key, tl.trans(query), input_precision="ieee", out_dtype=dk.dtype), C)
         # Queries beyond the last are zeros with a log-sum-exp of +inf: they add nothing.
-        p = tl.exp2(x * FACTOR - load_terms(lse, m, queries, BLOCK_Q, MASKED, float("inf"))[None, :])
+        p = tl.exp2(x * C.factor - load_terms(lse, m, queries, C.block_q, MASKED, float("inf"))[None, :])
         if MASKED:
-            r = m + tl.arange(0, BLOCK_Q)
-            seen = visible((r + keys - queries)[None, :], j[:, None], keys, window, CAUSAL, HAS_WINDOW)
+            r = m + tl.arange(0, C.block_q)
+            seen = visible((r + keys - queries)[None, :], j[:, None], keys, window, C)
             p = tl.where(seen, p, 0.0)
-        grad = load_tile(d_out, m, queries, d_out_stride, BLOCK_Q, D, D_SIDE, MASKED)
+        grad = load_tile(d_out, m, queries, d_out_stride, C.block_q, C, MASKED)
         dv = tl.dot(p.to(grad.dtype), grad, dv, input_precision="ieee", out_dtype=dv.dtype)
-        if INNER > 0:
+        if C.inner > 0:
             p = p * (1 - x * x)
         dp = tl.dot(value, tl.trans(grad), input_precision="ieee", out_dtype=dk.dtype)
-        ds = p * (dp - load_terms(delta, m, queries, BLOCK_Q, MASKED, 0.0)[None, :])
+        ds = p * (dp - load_terms(delta, m, queries, C.block_q, MASKED, 0.0)[None, :])
         dk = tl.dot(ds.to(query.dtype), query, dk, input_precision="ieee", out_dtype=dk.dtype)
     return dk, dv
 
@@ -170,38 +156,29 @@ def backward_keys(
     queries,
     keys,
     window,
-    SCALE: tl.constexpr,
-    FACTOR: tl.constexpr,
-    INNER: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    D_SIDE: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    C: tl.constexpr,
 ):
     """The gradients of a tile of keys and values: all query heads that share them, one after the other."""
     kv_head, b = tl.program_id(1), tl.program_id(2)
     row, others, key_row, own, tile = place(plan, queries, keys, False)
-    first = tile * BLOCK_K
-    key = load_tile(head_base(k, k_strides, b, key_row, kv_head), first, own, k_strides[1], BLOCK_K, D, D_SIDE, True)
-    value = load_tile(head_base(v, v_strides, b, key_row, kv_head), first, own, v_strides[1], BLOCK_K, D, D_SIDE, True)
-    start, whole, until, stop = queries_of_tile(first, others, own, window, BLOCK_Q, BLOCK_K, CAUSAL, HAS_WINDOW)
-    dk_tile = tl.zeros((BLOCK_K, D_SIDE), dtype=delta.dtype.element_ty)
-    dv_tile = tl.zeros((BLOCK_K, D_SIDE), dtype=delta.dtype.element_ty)
-    for g in range(GROUP):
-        head = kv_head * GROUP + g
+    first = tile * C.block_k
+    key = load_tile(head_base(k, k_strides, b, key_row, kv_head), first, own, k_strides[1], C.block_k, C, True)
+    value = load_tile(head_base(v, v_strides, b, key_row, kv_head), first, own, v_strides[1], C.block_k, C, True)
+    start, whole, until, stop = queries_of_tile(first, others, own, window, C)
+    dk_tile = tl.full((C.block_k, C.d_side), 0.0, dtype=delta.dtype.element_ty)
+    dv_tile = tl.full((C.block_k, C.d_side), 0.0, dtype=delta.dtype.element_ty)
+    for g in range(C.group):
+        head = kv_head * C.group + g
         query = head_base(q, q_strides, b, row, head)
         grad = head_base(d_out, d_out_strides, b, row, head)
-        at = (tl.cast(b, tl.int64) * (tl.num_programs(1) * GROUP) + head) * queries + row
+        at = (tl.cast(b, tl.int64) * (tl.num_programs(1) * C.group) + head) * queries + row
         for masked in tl.static_range(1, -1, -1):
             dk_tile, dv_tile = walk_keys(
                 dk_tile, dv_tile, key, value, query, grad, log2_lse + at, delta + at, q_strides[1], d_out_strides[1],
                 first, others, own, window, start, whole, until, stop,
-                FACTOR, INNER, CAUSAL, HAS_WINDOW, D, D_SIDE, BLOCK_Q, BLOCK_K, masked,
+                C, masked,
             )  # fmt: skip
     place_k = head_base(dk, dk_strides, b, key_row, kv_head)
     place_v = head_base(dv, dk_strides, b, key_row, kv_head)
-    store_tile(place_k, first, own, dk_strides[1], dk_tile * SCALE, BLOCK_K, D, D_SIDE)
-    store_tile(place_v, first, own, dk_strides[1], dv_tile, BLOCK_K, D, D_SIDE)
+    store_tile(place_k, first, own, dk_strides[1], dk_tile * C.scale, C.block_k, C)
+    store_tile(place_v, first, own, dk_strides[1], dv_tile, C.block_k, C)

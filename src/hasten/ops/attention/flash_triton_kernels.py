@@ -5,12 +5,34 @@ a tile of keys. What a tile meets is cut in three: tiles of which something is h
 (the window's edge, the diagonal, the end of the sequence), and in between tiles that are seen whole and need no mask.
 Those at the ends are walked through first. What nobody sees is not visited.
 
-Scores are counted in powers of two: FACTOR is the scale times log2(e), so that exp(scale · q·k) = 2^(FACTOR · q·k).
-With a soft-cap c, x = tanh(scale · q·k / c) takes the place of q·k, INNER is 2·log2(e)·scale/c and FACTOR c·log2(e).
+Scores are counted in powers of two: `factor` is the scale times log2(e), so that exp(scale · q·k) = 2^(factor · q·k).
+With a soft-cap c, x = tanh(scale · q·k / c) takes the place of q·k, `inner` is 2·log2(e)·scale/c and factor c·log2(e).
 """
+
+from dataclasses import dataclass
 
 import triton
 import triton.language as tl
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Constants:
+    """What the compiler knows of a call, C in the kernels: a kernel is compiled for each.
+
+    group: query heads of one key/value head. d: the head size, d_side: its next power of two, as a tile has it.
+    block_q, block_k: queries and keys of a tile. tl.zeros takes no such number as a size, tl.full does.
+    """
+
+    scale: float
+    factor: float
+    inner: float
+    causal: bool
+    has_window: bool
+    group: int
+    d: int
+    d_side: int
+    block_q: int
+    block_k: int
 
 
 @triton.jit
@@ -37,90 +59,82 @@ def head_base(x, strides, b, row, head):
 
 
 @triton.jit
-def load_tile(
-    base, first, rows, stride, BLOCK: tl.constexpr, D: tl.constexpr, D_SIDE: tl.constexpr, CHECK: tl.constexpr
-):
+def load_tile(base, first, rows, stride, BLOCK: tl.constexpr, C: tl.constexpr, CHECK: tl.constexpr):
     """Rows first … first + BLOCK - 1, (BLOCK, D_SIDE); zeros beyond D and, with CHECK, beyond `rows`."""
     r = tl.arange(0, BLOCK)
-    d = tl.arange(0, D_SIDE)
+    d = tl.arange(0, C.d_side)
     at = base + tl.cast(first, tl.int64) * stride + (r[:, None] * stride + d[None, :])
-    if CHECK and D == D_SIDE:
+    if CHECK and C.d == C.d_side:
         tile = tl.load(at, mask=(first + r < rows)[:, None], other=0.0)
     elif CHECK:
-        tile = tl.load(at, mask=(first + r < rows)[:, None] & (d < D)[None, :], other=0.0)
-    elif D == D_SIDE:
+        tile = tl.load(at, mask=(first + r < rows)[:, None] & (d < C.d)[None, :], other=0.0)
+    elif C.d == C.d_side:
         tile = tl.load(at)
     else:
-        tile = tl.load(at, mask=(d < D)[None, :], other=0.0)
+        tile = tl.load(at, mask=(d < C.d)[None, :], other=0.0)
     return tile
 
 
 @triton.jit
-def store_tile(base, first, rows, stride, tile, BLOCK: tl.constexpr, D: tl.constexpr, D_SIDE: tl.constexpr):
+def store_tile(base, first, rows, stride, tile, BLOCK: tl.constexpr, C: tl.constexpr):
     r = tl.arange(0, BLOCK)
-    d = tl.arange(0, D_SIDE)
+    d = tl.arange(0, C.d_side)
     at = base + tl.cast(first, tl.int64) * stride + (r[:, None] * stride + d[None, :])
-    tl.store(at, tile.to(base.dtype.element_ty), mask=(first + r < rows)[:, None] & (d < D)[None, :])
+    tl.store(at, tile.to(base.dtype.element_ty), mask=(first + r < rows)[:, None] & (d < C.d)[None, :])
 
 
 @triton.jit
-def visible(i, j, keys, window, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr):
+def visible(i, j, keys, window, C: tl.constexpr):
     """Whether the query at position i sees key j; both broadcast against each other."""
-    seen = i >= j if CAUSAL else j < keys  # causal: the last query stands at the last key, none sees further
-    if HAS_WINDOW:
+    seen = i >= j if C.causal else j < keys  # causal: the last query stands at the last key, none sees further
+    if C.has_window:
         seen = seen & (i - j < window)
     return seen
 
 
 @triton.jit
-def capped(products, INNER: tl.constexpr):
-    if INNER > 0:
-        return 1 - 2 / (1 + tl.exp2(products * INNER))  # tanh
+def capped(products, C: tl.constexpr):
+    if C.inner > 0:
+        return 1 - 2 / (1 + tl.exp2(products * C.inner))  # tanh
     else:  # noqa: RET505
         return products
 
 
 @triton.jit
-def keys_of_tile(
-    first, queries, keys, window, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, CAUSAL: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-):  # fmt: skip
+def keys_of_tile(first, queries, keys, window, C: tl.constexpr):
     """Which keys a tile of queries meets: start, whole from, whole until, stop; all but stop are tiles' edges."""
     position = first + keys - queries  # of the first query: the last query stands where the last key does
     start = tl.cast(0, tl.int32)
     whole = tl.cast(0, tl.int32)
-    until = keys // BLOCK_K * BLOCK_K
+    until = keys // C.block_k * C.block_k
     stop = keys
-    if CAUSAL:
-        until = tl.minimum(until, tl.maximum(position + 1, 0) // BLOCK_K * BLOCK_K)
-        stop = tl.minimum(stop, position + BLOCK_Q)
+    if C.causal:
+        until = tl.minimum(until, tl.maximum(position + 1, 0) // C.block_k * C.block_k)
+        stop = tl.minimum(stop, position + C.block_q)
     stop = tl.where(first < queries, tl.maximum(stop, 0), 0)
-    if HAS_WINDOW:
-        start = tl.maximum(position - window + 1, 0) // BLOCK_K * BLOCK_K
-        whole = tl.cdiv(tl.maximum(position + BLOCK_Q - window, 0), BLOCK_K) * BLOCK_K
-        whole = tl.minimum(whole, tl.cdiv(stop, BLOCK_K) * BLOCK_K)
+    if C.has_window:
+        start = tl.maximum(position - window + 1, 0) // C.block_k * C.block_k
+        whole = tl.cdiv(tl.maximum(position + C.block_q - window, 0), C.block_k) * C.block_k
+        whole = tl.minimum(whole, tl.cdiv(stop, C.block_k) * C.block_k)
     return start, whole, tl.maximum(tl.minimum(until, stop), whole), stop
 
 
 @triton.jit
-def queries_of_tile(
-    first, queries, keys, window, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, CAUSAL: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-):  # fmt: skip
+def queries_of_tile(first, queries, keys, window, C: tl.constexpr):
     """Which queries a tile of keys meets, in the same four numbers."""
     row = first - (keys - queries)  # the query that stands where the first key does
     start = tl.cast(0, tl.int32)
     whole = tl.cast(0, tl.int32)
-    until = queries // BLOCK_Q * BLOCK_Q
+    until = queries // C.block_q * C.block_q
     stop = queries
-    if HAS_WINDOW:
-        until = tl.minimum(until, tl.maximum(row + window, 0) // BLOCK_Q * BLOCK_Q)
-        stop = tl.minimum(stop, row + tl.minimum(BLOCK_K, keys - first) - 1 + window)
+    if C.has_window:
+        until = tl.minimum(until, tl.maximum(row + window, 0) // C.block_q * C.block_q)
+        stop = tl.minimum(stop, row + tl.minimum(C.block_k, keys - first) - 1 + window)
     stop = tl.where(first < keys, tl.maximum(stop, 0), 0)
-    if CAUSAL:
-        start = tl.maximum(row, 0) // BLOCK_Q * BLOCK_Q
-        whole = tl.cdiv(tl.maximum(row + BLOCK_K - 1, 0), BLOCK_Q) * BLOCK_Q
-        whole = tl.minimum(whole, tl.cdiv(stop, BLOCK_Q) * BLOCK_Q)
+    if C.causal:
+        start = tl.maximum(row, 0) // C.block_q * C.block_q
+        whole = tl.cdiv(tl.maximum(row + C.block_k - 1, 0), C.block_q) * C.block_q
+        whole = tl.minimum(whole, tl.cdiv(stop, C.block_q) * C.block_q)
     return start, whole, tl.maximum(tl.minimum(until, stop), whole), stop
 
 
@@ -144,27 +158,26 @@ def tile_start(step, near, start, whole, until, BLOCK: tl.constexpr, MASKED: tl.
 @triton.jit
 def walk_forward(
     acc, peak, total, query, k, v, k_stride, v_stride, position, keys, window, start, whole, until, stop,
-    FACTOR: tl.constexpr, INNER: tl.constexpr, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, D: tl.constexpr,
-    D_SIDE: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, MASKED: tl.constexpr,
+    C: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """One stretch of keys: the running maximum, the running sum, and the output not yet divided by it."""
-    i = position + tl.arange(0, BLOCK_Q)
-    near, steps = stretch(start, whole, until, stop, BLOCK_K, MASKED)
+    i = position + tl.arange(0, C.block_q)
+    near, steps = stretch(start, whole, until, stop, C.block_k, MASKED)
     for step in range(steps):
-        n = tile_start(step, near, start, whole, until, BLOCK_K, MASKED)
-        key = load_tile(k, n, keys, k_stride, BLOCK_K, D, D_SIDE, MASKED)
-        x = capped(tl.dot(query, tl.trans(key), input_precision="ieee", out_dtype=acc.dtype), INNER)
+        n = tile_start(step, near, start, whole, until, C.block_k, MASKED)
+        key = load_tile(k, n, keys, k_stride, C.block_k, C, MASKED)
+        x = capped(tl.dot(query, tl.trans(key), input_precision="ieee", out_dtype=acc.dtype), C)
         if MASKED:
-            seen = visible(i[:, None], n + tl.arange(0, BLOCK_K)[None, :], keys, window, CAUSAL, HAS_WINDOW)
+            seen = visible(i[:, None], n + tl.arange(0, C.block_k)[None, :], keys, window, C)
             x = tl.where(seen, x, float("-inf"))
-        higher = tl.maximum(peak, tl.max(x, axis=1) * FACTOR)
+        higher = tl.maximum(peak, tl.max(x, axis=1) * C.factor)
         base = higher
         if MASKED:  # a row that has seen nothing yet: 2^(-inf - 0) is 0, -inf - -inf would be NaN
             base = tl.where(higher == float("-inf"), 0.0, higher)
-        p = tl.exp2(x * FACTOR - base[:, None])
+        p = tl.exp2(x * C.factor - base[:, None])
         shrink = tl.exp2(peak - base)
         total = total * shrink + tl.sum(p, axis=1)
-        value = load_tile(v, n, keys, v_stride, BLOCK_K, D, D_SIDE, MASKED)
+        value = load_tile(v, n, keys, v_stride, C.block_k, C, MASKED)
         acc = tl.dot(p.to(value.dtype), value, acc * shrink[:, None], input_precision="ieee", out_dtype=acc.dtype)
         peak = higher
     return acc, peak, total
@@ -185,38 +198,29 @@ def forward(
     queries,
     keys,
     window,
-    FACTOR: tl.constexpr,
-    INNER: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    GROUP: tl.constexpr,  # query heads of one key/value head
-    D: tl.constexpr,
-    D_SIDE: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    C: tl.constexpr,
 ):
     """out and the log-sum-exp of a tile of queries; a query that sees nothing has zeros and -inf."""
     head, b = tl.program_id(1), tl.program_id(2)
-    row, own, key_row, others, tile = place(plan, queries, keys, CAUSAL)
-    first = tile * BLOCK_Q
-    query = load_tile(head_base(q, q_strides, b, row, head), first, own, q_strides[1], BLOCK_Q, D, D_SIDE, True)
-    key = head_base(k, k_strides, b, key_row, head // GROUP)
-    value = head_base(v, v_strides, b, key_row, head // GROUP)
-    start, whole, until, stop = keys_of_tile(first, own, others, window, BLOCK_Q, BLOCK_K, CAUSAL, HAS_WINDOW)
+    row, own, key_row, others, tile = place(plan, queries, keys, C.causal)
+    first = tile * C.block_q
+    query = load_tile(head_base(q, q_strides, b, row, head), first, own, q_strides[1], C.block_q, C, True)
+    key = head_base(k, k_strides, b, key_row, head // C.group)
+    value = head_base(v, v_strides, b, key_row, head // C.group)
+    start, whole, until, stop = keys_of_tile(first, own, others, window, C)
     kind = lse.dtype.element_ty
-    peak = tl.full((BLOCK_Q,), float("-inf"), dtype=kind)
-    total = tl.zeros((BLOCK_Q,), dtype=kind)
-    acc = tl.zeros((BLOCK_Q, D_SIDE), dtype=kind)
+    peak = tl.full((C.block_q,), float("-inf"), dtype=kind)
+    total = tl.full((C.block_q,), 0.0, dtype=kind)
+    acc = tl.full((C.block_q, C.d_side), 0.0, dtype=kind)
     position = first + others - own
     for masked in tl.static_range(1, -1, -1):
         acc, peak, total = walk_forward(
             acc, peak, total, query, key, value, k_strides[1], v_strides[1], position, others, window,
-            start, whole, until, stop,
-            FACTOR, INNER, CAUSAL, HAS_WINDOW, D, D_SIDE, BLOCK_Q, BLOCK_K, masked,
+            start, whole, until, stop, C, masked,
         )  # fmt: skip
     divisor = tl.where(total == 0, 1.0, total)
     tile_out = acc / divisor[:, None]
-    store_tile(head_base(out, out_strides, b, row, head), first, own, out_strides[1], tile_out, BLOCK_Q, D, D_SIDE)
-    r = first + tl.arange(0, BLOCK_Q)
+    store_tile(head_base(out, out_strides, b, row, head), first, own, out_strides[1], tile_out, C.block_q, C)
+    r = first + tl.arange(0, C.block_q)
     at = lse + (tl.cast(b, tl.int64) * tl.num_programs(1) + head) * queries + row + r
     tl.store(at, (peak + tl.log2(divisor)) * 0.6931471805599453, mask=r < own)  # ln 2
