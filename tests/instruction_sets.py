@@ -1,6 +1,11 @@
-"""The instruction sets that kernel tests run for."""
+"""The instruction sets that kernel tests run for, and whether there are native kernels at all."""
 
-from hasten.ops.native import available_isas, choose_isa
+import pytest
+
+from hasten.ops.native import available_isas, choose_isa, obtainable
+
+NATIVE = obtainable("inference")
+needs_native = pytest.mark.skipif(not NATIVE, reason="no native kernels here: no C++ compiler, or HASTEN_ISA=none")
 
 
 def _tested() -> tuple[str, ...]:

@@ -7,10 +7,8 @@ import torch
 import torch.nn.functional as F
 from hypothesis import strategies as st
 
-from hasten.machine import find_compiler
 from hasten.ops.linear import BFLOAT16, INT8, PackedLinear, QuantizedWeight, int4_format
 
-needs_native = pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler")
 SIZES = st.integers(1, 200)
 CASES = st.sampled_from(
     [

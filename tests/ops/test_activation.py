@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hasten.errors import ConfigError
 from hasten.ops.activation import KERNELS, ActivationRequest, bias_gelu, silu_mul
 from hasten.ops.picker import explain
-from instruction_sets import ISAS
+from instruction_sets import ISAS, needs_native
 
 CASES = ("bias_gelu", "gelu", "silu_mul")
 
@@ -31,6 +31,7 @@ def run(case, first, second, upper, kernel):
     return out.detach(), first.grad, second.grad
 
 
+@needs_native
 @settings(max_examples=40, deadline=None)
 @given(
     case=st.sampled_from(CASES),
@@ -75,6 +76,7 @@ def test_the_gradient_is_that_of_the_value(case):
         assert torch.autograd.gradcheck(lambda a, b: bias_gelu(a, b, kernel="reference"), (first, second))
 
 
+@needs_native
 @pytest.mark.parametrize("case", CASES)
 def test_far_out_it_is_the_limit(case):
     far = torch.tensor([[-1e30, -200.0, -50.0, 50.0, 200.0, 1e30, 0.0, float("nan")]])
@@ -87,6 +89,7 @@ def test_far_out_it_is_the_limit(case):
     assert gradient[0, 7].isnan()
 
 
+@needs_native
 def test_the_same_bits_on_any_number_of_threads():
     before = torch.get_num_threads()
     try:
@@ -100,6 +103,7 @@ def test_the_same_bits_on_any_number_of_threads():
         torch.set_num_threads(before)
 
 
+@needs_native
 def test_leading_dimensions_strides_and_nothing_at_all():
     first, second, upper = leaves("bias_gelu", 12, 16, torch.float32)
     flat = bias_gelu(first, second)

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hasten.ops.native import library
-from instruction_sets import ISAS
-from linear_cases import CASES, LAYERS, SIZES, exact, layer_of, make_weight, needs_native, plain_error, rms
+from instruction_sets import ISAS, needs_native
+from linear_cases import CASES, LAYERS, SIZES, exact, layer_of, make_weight, plain_error, rms
 
 pytestmark = pytest.mark.usefixtures("two_threads")
 

@@ -10,17 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hasten.errors import HastenWarning
-from hasten.machine import find_compiler
 from hasten.ops.linear import BFLOAT16, INT8, KERNELS, LinearRequest, PackedLinear, int4_format
 from hasten.ops.picker import explain, pick
-from instruction_sets import ISAS
-from linear_cases import CASES, LAYERS, SIZES, TORCHS, layer_of, make_weight, needs_native
+from instruction_sets import ISAS, NATIVE, needs_native
+from linear_cases import CASES, LAYERS, SIZES, TORCHS, layer_of, make_weight
 from triton_cases import needs_gpu
 
 pytestmark = pytest.mark.usefixtures("two_threads")
 
 
-@pytest.mark.parametrize("kernel", ["native", "pytorch", "reference"])
+@pytest.mark.parametrize("kernel", [*(["native"] if NATIVE else []), "pytorch", "reference"])
 @settings(max_examples=30, deadline=None, derandomize=True)
 @given(case=CASES, n=SIZES, k=SIZES, scale_dtype=st.sampled_from([torch.float16, torch.bfloat16]))
 def test_unpacking_is_the_inverse_of_packing(kernel, case, n, k, scale_dtype):
@@ -191,7 +190,7 @@ def test_the_picker_gives_its_reasons(monkeypatch):
     def reason(**changed):
         return next(kernel for kernel in KERNELS if kernel.name == "native").unsupported_reason(request(**changed))
 
-    if find_compiler():
+    if NATIVE:
         assert pick(KERNELS, request()).name == "native"
         assert ("native", "reference was asked for by name") in explain(KERNELS, request(), forced="reference").others
     assert "on cuda:0" in reason(device=torch.device("cuda:0"))

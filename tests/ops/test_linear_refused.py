@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from hasten.errors import ConfigError
-from hasten.machine import find_compiler
 from hasten.ops.linear import BFLOAT16, INT8, PackedLinear, WeightFormat, int4_format
 from hasten.ops.linear.weights import Scales
-from linear_cases import int4_weight, layer_of, make_weight, needs_native
+from instruction_sets import NATIVE, needs_native
+from linear_cases import int4_weight, layer_of, make_weight
 
 pytestmark = pytest.mark.usefixtures("two_threads")
 
@@ -52,7 +52,7 @@ def test_what_does_not_fit_is_refused_in_words():
         layer_of(torch.randn(8, 8).bfloat16()).to_weight()
 
 
-@pytest.mark.parametrize("kernel", [*(["native"] if find_compiler() else []), "pytorch"])
+@pytest.mark.parametrize("kernel", [*(["native"] if NATIVE else []), "pytorch"])
 @pytest.mark.parametrize(
     ("x", "words"),
     [
@@ -108,7 +108,7 @@ def test_words_are_checked_as_values_are(changes):
         PackedLinear.from_int4_words(**parts, in_features=32, format=format)
 
 
-@pytest.mark.parametrize("kernel", [*(["native"] if find_compiler() else []), "pytorch"])
+@pytest.mark.parametrize("kernel", [*(["native"] if NATIVE else []), "pytorch"])
 @pytest.mark.parametrize("ids", [[70], [127], [-1], [3, 5000]])
 def test_a_row_that_is_not_there_is_not_read_as_padding(kernel, ids):
     layer = PackedLinear.from_weight(int4_weight(), kernel=kernel)

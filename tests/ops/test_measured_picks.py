@@ -4,15 +4,15 @@ import pytest
 import torch
 
 import hasten
-from hasten.machine import find_compiler
 from hasten.model import fused
 from hasten.ops.activation import operator as activation
 from hasten.ops.attention import KERNELS, AttentionRequest, AttentionSpec, native_kernels
 from hasten.ops.linear import BFLOAT16
 from hasten.ops.linear import operator as linear
 from hasten.ops.picker import explain, pick
+from instruction_sets import needs_native
 
-pytestmark = pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler")
+pytestmark = needs_native
 CPU = torch.device("cpu")
 REQUESTS = {
     "attention": (

@@ -11,6 +11,7 @@ from hasten.ops.attention.block_mask import BlockMask
 from hasten.ops.attention.patterns import BigBird, Local
 from hasten.ops.attention.train import flop_formulas, native_attention
 from hasten.ops.picker import explain
+from instruction_sets import needs_native
 
 CPU = torch.device("cpu")
 
@@ -45,6 +46,7 @@ def test_what_it_refuses(options, kernel, words):
     assert words in dict(choice.others)[kernel]
 
 
+@needs_native
 @pytest.mark.parametrize(
     ("options", "kernel"),
     [
@@ -57,6 +59,7 @@ def test_what_it_is_taken_for(options, kernel):
     assert explain(KERNELS, request(**options)).kernel == kernel
 
 
+@needs_native
 def test_sparse_attention_through_the_operator():
     tensors = inputs(11, 1, 200, 4, 2, 32)
     mask = BlockMask.of(BigBird(block=32, per_head=True), 200, heads=4)
@@ -69,6 +72,7 @@ def test_sparse_attention_through_the_operator():
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
 
 
+@needs_native
 def test_blocks_that_cannot_be_skipped_are_computed_with_a_warning():
     tensors = inputs(12, 1, 20, 2, 2, 16)
     mask = BlockMask.of(Local(block=3), 20)
@@ -85,6 +89,7 @@ def test_autocast_casts_as_for_pytorch():
     assert torch.equal(found, attention(q.bfloat16(), k.bfloat16(), v.bfloat16()))
 
 
+@needs_native
 def test_flops_are_counted_where_something_is_seen():
     q, k, v = inputs(14, 2, 128, 4, 2, 32)
     mask = BlockMask.of(Local(block=64, radius=0), 128)
