@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hasten.errors import ConfigError
 from hasten.ops.attention.pattern_layout import BlockLayout, Pattern
+from hasten.ops.native import obtainable
 
 if TYPE_CHECKING:
     from torch.nn.attention import flex_attention
@@ -107,9 +108,10 @@ class BlockMask:
         """Make the forms that the kernels of a device take now, and not inside a compiled step."""
         if device.type == "cuda":
             self.flex(self.keys, device)
-        elif tiles_refusal(self.layout.block) is None:
+        elif tiles_refusal(self.layout.block) is None and obtainable("training"):
             self.tiles()
-        self._blocks()
+        else:
+            self._blocks()
 
     def flex(self, queries: int, device: torch.device) -> flex_attention.BlockMask:
         """flex_attention's mask of the last `queries` positions, from block numbers; no n × n matrix is made.
@@ -196,31 +198,24 @@ def _flex(layout: BlockLayout, queries: int, keys: int, device: torch.device) ->
             f"of the blocks of {layout.block} positions"
         )
     skip = offset // layout.block - layout.first_row  # rows of the layout before the first query
-    partial: list[list[tuple[int, ...]]] = []
-    whole: list[list[tuple[int, ...]]] = []
-    for rows in layout.heads:
-        own = range(layout.first_row + skip, layout.blocks_k)  # the diagonal: only there causality hides something
-        pairs = list(zip(own, rows[skip:], strict=True))
-        partial.append([tuple(j for j in row if layout.causal and j == i) for i, row in pairs])
-        whole.append([tuple(j for j in row if not layout.causal or j < i) for i, row in pairs])
+    present = dense_blocks(layout)[:, skip:].to(device)  # (1 or H, rows, columns)
+    columns = torch.arange(layout.blocks_k, device=device)
+    own = columns[layout.first_row + skip :, None]
+    partial = present & (own == columns) & layout.causal  # the diagonal: only there causality hides something
 
     def earlier(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return query + offset >= key
 
     return flex_attention.BlockMask.from_kv_blocks(
-        *_counted(partial, layout.blocks_k, device),
-        *_counted(whole, layout.blocks_k, device),
+        *_counted(partial),
+        *_counted(present & ~partial),
         BLOCK_SIZE=layout.block,
         mask_mod=earlier if layout.causal else None,
         seq_lengths=(queries, keys),
     )
 
 
-def _counted(heads: list[list[tuple[int, ...]]], width: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """How many blocks each row has (1, H, rows), and their numbers (1, H, rows, width), filled up with zeros."""
-    counts = [[len(row) for row in rows] for rows in heads]
-    numbers = [[[*row, *([0] * (width - len(row)))] for row in rows] for rows in heads]
-    return (
-        torch.tensor([counts], dtype=torch.int32, device=device),
-        torch.tensor([numbers], dtype=torch.int32, device=device),
-    )
+def _counted(present: Tensor) -> tuple[Tensor, Tensor]:
+    """How many blocks each row has (1, H, rows), and the columns with their numbers first (1, H, rows, columns)."""
+    order = present.int().argsort(dim=-1, descending=True, stable=True)
+    return present.sum(-1).int()[None], order.int()[None]
