@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 LEAST_CAPABILITY = (8, 0)  # Ampere: the first whose tensor cores take bfloat16
 
@@ -27,3 +28,8 @@ def refusal(device: torch.device, capability: Callable[[], tuple[int, int]] | No
         name = torch.cuda.get_device_name(device) if capability is None else str(device)
         return f"it needs compute capability 8.0 or later, {name} has {'.'.join(map(str, found))}"
     return None
+
+
+def readable(x: Tensor) -> Tensor:
+    """x, in float32 where Triton's interpreter would take bfloat16's bits for integers."""
+    return x.float() if x.device.type == "cpu" and x.dtype == torch.bfloat16 else x

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hasten.ops.attention import flash_triton_backward, flash_triton_kernels
 from hasten.ops.attention.flash_tiles import Tiles, backward_tiles, forward_tiles, side
+from hasten.ops.triton_support import readable
 
 LOG2_E = math.log2(math.e)
 
@@ -32,10 +33,7 @@ class Problem:
 
 def forward(q: Tensor, k: Tensor, v: Tensor, *, problem: Problem, tiles: Tiles | None = None) -> tuple[Tensor, Tensor]:
     """The result (B, T, H, D) and the log-sum-exp (B, H, T), in one launch; `tiles` other than the table's."""
-    if _must_widen(q):
-        out, lse = forward(q.float(), k.float(), v.float(), problem=problem, tiles=tiles)
-        return out.to(q.dtype), lse
-    tiles = tiles or forward_tiles(q)
+    tiles, dtype = tiles or forward_tiles(q), q.dtype
     q, k, v = (_rows(x) for x in (q, k, v))
     batch, queries, heads, _ = q.shape
     out = q.new_empty(q.shape)
@@ -44,7 +42,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *, problem: Problem, tiles: Tiles |
         out.zero_()
         lse.fill_(-math.inf)
     if not q.numel():
-        return out, lse
+        return out.to(dtype), lse
     plan, programs = tile_plan(problem, queries, block=tiles.queries, over_keys=False)
     with torch.cuda.device_of(q):
         flash_triton_kernels.forward[(programs, heads, batch)](
@@ -60,7 +58,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *, problem: Problem, tiles: Tiles |
             problem.window,
             **_options(q, k, problem, tiles),
         )
-    return out, lse
+    return out.to(dtype), lse
 
 
 def backward(
@@ -76,14 +74,9 @@ def backward(
     tiles: tuple[Tiles, Tiles] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k, v in two launches: the queries' leaves the row terms behind that the keys' needs."""
-    if _must_widen(q):
-        d_out = d_out.float()
-        dq, dk, dv = backward(
-            d_out, d_lse, q.float(), k.float(), v.float(), out.float(), lse, problem=problem, tiles=tiles
-        )
-        return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
+    dtype = q.dtype
     for_queries, for_keys = tiles or backward_tiles(q, capped=problem.softcap > 0)
-    q, k, v, d_out = (_rows(x) for x in (q, k, v, d_out))
+    q, k, v, out, d_out = (_rows(x) for x in (q, k, v, out, d_out))
     d_lse = None if d_lse is None else d_lse.contiguous()
     batch, queries, heads, _ = q.shape
     keys, kv_heads = k.shape[1:3]
@@ -92,7 +85,7 @@ def backward(
         for x in (dq, dk, dv):
             x.zero_()
     if not q.numel() or not k.numel():
-        return dq, dk, dv
+        return dq.to(dtype), dk.to(dtype), dv.to(dtype)
     log2_lse, delta = torch.empty_like(lse), torch.empty_like(lse)
     strides = [x.stride()[:3] for x in (q, k, v)]
     with torch.cuda.device_of(q):
@@ -136,7 +129,7 @@ def backward(
             problem.window,
             **_options(q, k, problem, for_keys),
         )
-    return dq, dk, dv
+    return dq.to(dtype), dk.to(dtype), dv.to(dtype)
 
 
 def tile_plan(problem: Problem, rows: int, *, block: int, over_keys: bool) -> tuple[Tensor | None, int]:
@@ -182,11 +175,7 @@ def _options(q: Tensor, k: Tensor, problem: Problem, tiles: Tiles) -> dict[str, 
     return {"C": constants, "num_warps": tiles.warps, "num_stages": tiles.stages}
 
 
-def _must_widen(q: Tensor) -> bool:
-    """Triton's interpreter takes bfloat16's bits for integers: there the kernels get float32."""
-    return q.device.type == "cpu" and q.dtype == torch.bfloat16
-
-
 def _rows(x: Tensor) -> Tensor:
-    """x as it is if the values of a head lie side by side."""
+    """x as it is if the values of a head lie side by side, and the interpreter can read them."""
+    x = readable(x)
     return x if x.stride(-1) == 1 else x.contiguous()

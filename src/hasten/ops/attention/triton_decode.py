@@ -17,6 +17,7 @@ from hasten.errors import ConfigError
 from hasten.ops.attention.spec import AttentionSpec
 from hasten.ops.attention.triton_kernels import attend, combine
 from hasten.ops.attention.view import KVView
+from hasten.ops.triton_support import readable
 
 SPLIT = 128
 LEAST_SIDE = 16  # of a tensor core's tile
@@ -43,8 +44,7 @@ def operator(
     """
     batch, heads, size = q.shape
     dtype, int8, kv_heads = q.dtype, k.dtype == torch.int8, k.shape[-2]
-    if q.device.type == "cpu" and dtype == torch.bfloat16:  # Triton's interpreter takes its bits for integers
-        q, k, v = (x if x.dtype == torch.int8 else x.float() for x in (q, k, v))
+    q, k, v = readable(q), readable(k), readable(v)
     splits = max(1, triton.cdiv(keys, SPLIT))
     side = max(LEAST_SIDE, triton.next_power_of_2(size))
     parts = q.new_empty((batch, heads, splits, size), dtype=torch.float32)
