@@ -33,11 +33,10 @@ from hasten.model.require import require_model
 from hasten.model.transformer import MLP, Block, Transformer
 from hasten.model.wide import narrow
 from hasten.ops.attention.spec import LARGEST_HEAD
-from hasten.ops.linear.layouts import native_ops
 from hasten.ops.linear.modules import PackedLinear
 from hasten.ops.linear.operator import LinearRequest, native_opt_in
 from hasten.ops.linear.weights import BFLOAT16
-from hasten.ops.native import library
+from hasten.ops.native import library, native_ops
 from hasten.ops.pages import in_large_pages, return_freed_memory
 
 ACTIVATION_ORDER = ("silu", "gelu", "gelu_tanh", "relu")  # in the order of the enum in ops/block/phases.h

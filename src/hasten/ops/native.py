@@ -11,15 +11,17 @@ import inspect
 import os
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hasten.errors import ConfigError, HastenWarning, ResourceError
 from hasten.machine import amx_permitted, find_compiler
+from hasten.machine.measured import compare, slower
 from hasten.ops.build import INSTRUCTION_SETS, Part, build, can_build, is_built, namespace
 
+MISSING = "the native library is not there (no compiler, or HASTEN_ISA=none)"
 NONE = "none"  # HASTEN_ISA=none: PyTorch's kernels only
 
 _loading = threading.Lock()  # torch takes a fake implementation once; two threads may ask for the library at once
@@ -84,6 +86,27 @@ def library(isa: str | None = None, part: Part = "inference") -> NativeLibrary |
     """
     # Asked in every call of an operator; the choice reads files of the system.
     return _library(isa, part, *(os.environ.get(name) for name in ("HASTEN_ISA", "CXX", "PATH")))
+
+
+def native_ops(part: Part = "inference") -> Any:
+    """The operators of the native library, which must be there."""
+    native = library(part=part)
+    assert native is not None, "a native kernel is only taken where its library is"
+    return native.ops
+
+
+def missing_library(part: Part = "inference") -> str | None:
+    """Why a native kernel cannot serve, where its library cannot be had."""
+    return MISSING if library(part=part) is None else None
+
+
+def slower_than_pytorch(
+    what: str, contenders: Callable[[], Mapping[str, Callable[[], object]]], part: Part = "inference"
+) -> str | None:
+    """Why "PyTorch's" of the two contenders is the better one on this processor, by their times, or None."""
+    native = library(part=part)
+    assert native is not None, "what the library cannot serve is refused before"
+    return slower("native", "PyTorch's", compare(what, contenders, library=native.path.stem))
 
 
 def obtainable(part: Part) -> bool:

@@ -8,9 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hasten.errors import ConfigError
-from hasten.machine.measured import compare, slower
 from hasten.ops.activation import native
-from hasten.ops.native import library
+from hasten.ops.native import missing_library, slower_than_pytorch
 from hasten.ops.picker import Kernel, pick
 
 
@@ -47,17 +46,13 @@ def _native_unsupported(request: ActivationRequest) -> str | None:
         return f"it runs on a CPU, the tensors are on {request.device}"
     if request.dtype not in native.DTYPES:
         return f"it takes float32 and bfloat16, not {str(request.dtype).removeprefix('torch.')}"
-    if library(part="training") is None:
-        return "the native library is not there (no compiler, or HASTEN_ISA=none)"
-    return None
+    return missing_library("training")
 
 
 def _native_opt_in(request: ActivationRequest) -> str | None:
     """Why PyTorch's functions are the better ones on this processor, by the time of a small layer, or None."""
-    ours, dtype = library(part="training"), str(request.dtype).removeprefix("torch.")
-    assert ours is not None, "what the library cannot serve is refused before"
-    what = f"silu_mul of 256 × 1024 {dtype}, and its gradients"
-    return slower("native", "PyTorch's", compare(what, lambda: _contenders(request.dtype), library=ours.path.stem))
+    what = f"silu_mul of 256 × 1024 {str(request.dtype).removeprefix('torch.')}, and its gradients"
+    return slower_than_pytorch(what, lambda: _contenders(request.dtype), "training")
 
 
 def _contenders(dtype: torch.dtype) -> dict[str, Callable[[], object]]:

@@ -5,7 +5,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from hasten.machine.measured import compare, slower
 from hasten.ops.attention.block_mask import tiles_refusal
 from hasten.ops.attention.inputs import PLAIN, AttentionInputs, Documents, Intervals, as_autocast
 from hasten.ops.attention.request import AttentionRequest
@@ -13,7 +12,7 @@ from hasten.ops.attention.sdpa import sdpa
 from hasten.ops.attention.spec import AttentionSpec
 from hasten.ops.attention.train import DTYPES, native_attention
 from hasten.ops.build import is_built
-from hasten.ops.native import choose_isa, library, obtainable
+from hasten.ops.native import MISSING, choose_isa, library, obtainable, slower_than_pytorch
 
 # What neither the native attention nor flex takes, beside a block mask or without.
 BESIDE_BLOCKS = ("softcap", "mask", "key_padding", "bias", "alibi", "dropout")
@@ -123,7 +122,7 @@ def _unsupported(request: AttentionRequest) -> str | None:
     if request.spec.causal and not request.layer and not request.documents and _more_queries(request):
         return f"it has the queries as the last of the keys; {request.queries} are more than {request.keys}"
     if _missing(bool(request.layer)):
-        return "the native library is not there (no compiler, or HASTEN_ISA=none)"
+        return MISSING
     return None
 
 
@@ -140,11 +139,8 @@ def _slower(dtype: str, gradient: bool, layer: bool) -> str | None:
     """Why PyTorch's attention is the better one on this processor, by the time of a small layer, or None."""
     if layer and not is_built(choose_isa(), "training"):  # who only loads a model need not wait for a compiler
         return None
-    ours = library(part="training")
-    assert ours is not None, "what the library cannot serve is refused before"
     what = f"attention of 2 × 256 tokens, 4 heads of 64, {dtype}{', and its gradients' if gradient else ''}"
-    times = compare(what, lambda: _contenders(getattr(torch, dtype), gradient), library=ours.path.stem)
-    return slower("native", "PyTorch's", times)
+    return slower_than_pytorch(what, lambda: _contenders(getattr(torch, dtype), gradient), "training")
 
 
 _slower._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -19,7 +19,7 @@ from hasten.ops.attention.masks import visible
 from hasten.ops.attention.request import AttentionRequest
 from hasten.ops.attention.spec import HALVES, AttentionSpec
 from hasten.ops.attention.view import KVView
-from hasten.ops.native import library
+from hasten.ops.native import missing_library, native_ops
 from hasten.ops.picker import Kernel
 
 
@@ -78,11 +78,8 @@ def gathered(
 
 def native(q: Tensor, view: KVView, *, spec: AttentionSpec, **unused: object) -> Tensor:
     """The CPU's kernel: the same bits for a query in any company."""
-    found = library()
-    assert found is not None
-    return found.ops.attention(
-        q, view.k, view.v, *view.metadata.to_read, spec.scale, spec.window or 0, spec.softcap or 0.0
-    )
+    read = (view.k, view.v, *view.metadata.to_read)
+    return native_ops().attention(q, *read, spec.scale, spec.window or 0, spec.softcap or 0.0)
 
 
 def triton(q: Tensor, view: KVView, *, spec: AttentionSpec, **unused: object) -> Tensor:
@@ -104,7 +101,7 @@ def _native_unsupported(request: AttentionRequest) -> str | None:
         return f"it runs on a CPU, the cache is on {request.device}"
     if (reason := request.outside(torch.bfloat16)) is not None:
         return reason
-    return None if library() is not None else "the native library is not there (no compiler, or HASTEN_ISA=none)"
+    return missing_library()
 
 
 def _triton_unsupported(request: AttentionRequest) -> str | None:

@@ -15,7 +15,7 @@ data uint8 (K'/32, N, 16), where byte j of a piece holds the values j and 16 + j
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from torch.nn.functional import pad
 
 from hasten.errors import ConfigError
 from hasten.ops.linear.weights import BFLOAT16, INT8, QuantizedWeight, WeightFormat, int4_format
-from hasten.ops.native import library
+from hasten.ops.native import native_ops
 
 PANEL = 64  # output rows that stand interleaved
 PADDING = 32
@@ -71,13 +71,6 @@ class Layout:
 def steps(size: int, step: int) -> int:
     """How many steps cover a size, the last one filled up."""
     return -(-size // step)
-
-
-def native_ops() -> Any:
-    """The operators of the native library, which must be there."""
-    native = library()
-    assert native is not None, "the native kernel is only taken where its library is"
-    return native.ops
 
 
 def empty_weight(size: tuple[int, int], format: WeightFormat, device: torch.device) -> QuantizedWeight:

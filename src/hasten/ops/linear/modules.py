@@ -18,7 +18,6 @@ from hasten.ops.linear.layouts import (
     check_scales,
     check_weight,
     empty_weight,
-    native_ops,
     panel_scales,
     steps,
 )
@@ -31,6 +30,7 @@ from hasten.ops.linear.operator import (
     takes,
 )
 from hasten.ops.linear.weights import BFLOAT16, QuantizedWeight, WeightFormat
+from hasten.ops.native import native_ops
 from hasten.ops.picker import pick
 
 ACTIVATION_PLANES = {"int8": 1, "float": 2}

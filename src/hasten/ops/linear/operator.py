@@ -7,12 +7,11 @@ import torch
 from torch import Tensor
 
 from hasten.machine import emulated
-from hasten.machine.measured import compare, slower
 from hasten.ops import triton_support
 from hasten.ops.linear import kernels
-from hasten.ops.linear.layouts import PADDING, PANELS, PIECES, ROWS, Layout, Operands, native_ops
+from hasten.ops.linear.layouts import PADDING, PANELS, PIECES, ROWS, Layout, Operands
 from hasten.ops.linear.weights import WeightFormat
-from hasten.ops.native import library
+from hasten.ops.native import library, missing_library, native_ops, slower_than_pytorch
 from hasten.ops.picker import Kernel
 
 TRITON_GROUPS = (32, 64, 128, 256)
@@ -46,9 +45,7 @@ def native_unsupported(request: LinearRequest) -> str | None:
         return f"its int4 groups are multiples of {PADDING}, not {request.format.group_size}"
     if request.format.element == "int8" and request.in_features > LARGEST_INT8_ROW:
         return f"its int8 sums hold {LARGEST_INT8_ROW} products, not {request.in_features}"
-    if library() is None:
-        return "the native library is not there (no compiler, or HASTEN_ISA=none)"
-    return None
+    return missing_library()
 
 
 def native_opt_in(request: LinearRequest) -> str | None:
@@ -58,10 +55,7 @@ def native_opt_in(request: LinearRequest) -> str | None:
     """
     if request.format.element != "bfloat16" or request.device.type != "cpu":
         return None
-    ours = library()
-    assert ours is not None, "what the library cannot serve is refused before"
-    what = "products of 64 rows and 16 times one by 4096 × 1024 bfloat16 weights"
-    return slower("native", "PyTorch's", compare(what, _contenders, library=ours.path.stem))
+    return slower_than_pytorch("products of 64 rows and 16 times one by 4096 × 1024 bfloat16 weights", _contenders)
 
 
 def _contenders() -> dict[str, Callable[[], object]]:
