@@ -7,7 +7,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -116,7 +116,7 @@ def prepare(
     )
     target = Path(folder) / settings.key(job.fingerprint)
     if not _is_there(target):
-        with _alone(target, told=progress) as first, _temporary_folder(target, first=first) as work:
+        with _alone(target, told=progress) as lock, _temporary_folder(target, alone=lock is not None) as work:
             if not _is_there(target):
                 _make(job, work)
                 if corpus.fingerprint() != job.fingerprint:
@@ -218,22 +218,22 @@ def _is_there(target: Path) -> bool:
         raise ResourceError(f"{target}: cannot be read ({error.strerror}); use another folder") from error
 
 
-@contextmanager
-def _alone(target: Path, *, told: bool) -> Iterator[bool]:
-    """Let one process at a time prepare `target`; the others wait and find it done. Gives whether the lock works."""
+def _alone(target: Path, *, told: bool) -> AbstractContextManager[object]:
+    """Let one process at a time prepare `target`; the others wait and find it done.
+
+    Gives None where there are no locks: then both do the work, and one renames first.
+    """
     waiting = "another process is preparing the same data: waiting for it" if told else ""
-    with ExitStack() as stack:
-        try:
-            found = stack.enter_context(locked(target.with_name(f".{target.name}.lock"), waiting=waiting))
-        except OSError as error:
-            raise ResourceError(f"{target.parent}: cannot be written ({error.strerror}); use another folder") from error
-        yield found  # where it does not, both do the work, and one renames first
+    try:
+        return locked(target.with_name(f".{target.name}.lock"), waiting=waiting)
+    except OSError as error:
+        raise ResourceError(f"{target.parent}: cannot be written ({error.strerror}); use another folder") from error
 
 
 @contextmanager
-def _temporary_folder(target: Path, *, first: bool) -> Iterator[Path]:
+def _temporary_folder(target: Path, *, alone: bool) -> Iterator[Path]:
     """A folder beside `target` that is removed at the end, whatever happens; what a killed process left goes too."""
-    if first:
+    if alone:
         for stale in target.parent.glob(f".{target.name}.*.partial"):
             shutil.rmtree(stale, ignore_errors=True)
     work = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.partial")

@@ -7,7 +7,7 @@ import stat
 import sys
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 from hasten.errors import ResourceError
@@ -49,33 +49,27 @@ def save_json(path: Path, value: object, *, indent: int = 2, sort_keys: bool = F
     write_atomically(path, json.dumps(value, indent=indent, sort_keys=sort_keys) + "\n")
 
 
-@contextmanager
-def locked(path: Path, *, waiting: str | None) -> Iterator[bool]:
-    """Hold a lock file; gives whether its file system has locks, which some on networks have not.
+def locked(path: Path, *, waiting: str | None) -> AbstractContextManager[object]:
+    """Take a lock file, which the block then holds; it gives None where the file system has no locks (some networks').
 
     The system lets go of it when a process ends, however it ends. While another process holds it, standard error says
-    `waiting` (unless it is empty) and we wait. Raises filelock.Timeout instead where `waiting` is None, and OSError
-    where the file cannot be made.
+    `waiting` (unless it is empty) and we wait. The call itself raises: filelock.Timeout instead of waiting where
+    `waiting` is None, and OSError where the file cannot be made.
     """
     from filelock import FileLock, Timeout
 
     lock = FileLock(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        lock.acquire(timeout=0 if waiting is None else 0.5)
+        return lock.acquire(timeout=0 if waiting is None else 0.5)
     except NotImplementedError:
-        yield False
-        return
+        return nullcontext()
     except Timeout:
         if waiting is None:
             raise
         if waiting:
             print(waiting, file=sys.stderr)
-        lock.acquire()
-    try:
-        yield True
-    finally:
-        lock.release()
+        return lock.acquire()
 
 
 def require_writable(target: str | None) -> None:

@@ -1,8 +1,7 @@
 """`train`: a run from a recipe to a model folder, resumed where an earlier one stopped."""
 
 import shutil
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -90,22 +89,18 @@ def _check(recipe: Recipe, resume: Resume) -> None:
         )
 
 
-@contextmanager
-def _alone(folder: RunFolder) -> Iterator[None]:
-    """Hold the folder's lock. Raises ConfigError where another process does."""
+def _alone(folder: RunFolder) -> AbstractContextManager[object]:
+    """The folder's lock. Raises ConfigError where another process holds it."""
     from filelock import Timeout
 
-    with ExitStack() as stack:
-        try:
-            stack.enter_context(locked(folder.lock, waiting=None))
-        except Timeout:
-            raise ConfigError(
-                f"another process is training in {folder.path}; wait until it has ended, or give this run another "
-                "--name"
-            ) from None
-        except OSError as error:
-            raise checkpoints.write_error(folder.path, error) from None
-        yield
+    try:
+        return locked(folder.lock, waiting=None)
+    except Timeout:
+        raise ConfigError(
+            f"another process is training in {folder.path}; wait until it has ended, or give this run another --name"
+        ) from None
+    except OSError as error:
+        raise checkpoints.write_error(folder.path, error) from None
 
 
 def _train(recipe: Recipe, folder: RunFolder, *, progress: bool, resume: Resume, on_step: OnStep | None) -> TrainResult:
