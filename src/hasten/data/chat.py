@@ -77,10 +77,8 @@ def encode_chats(chats: Sequence[RenderedChat], *, tokenizer: Tokenizer) -> list
     weights: 1 for the tokens that lie inside a span, up to the end token where the template writes one (not the line
     end that follows it), else 0. A token across the border of a span counts as prompt.
     """
-    backend = tokenizer.backend
-    enders = {number for number, token in backend.get_added_tokens_decoder().items() if token.special}
-    enders |= set(tokenizer.eos_ids)
-    encodings = backend.encode_batch([chat.text for chat in chats], add_special_tokens=False)
+    enders = special_ids(tokenizer)
+    encodings = tokenizer.backend.encode_batch([chat.text for chat in chats], add_special_tokens=False)
     result = []
     for chat, encoding in zip(chats, encodings, strict=True):
         ids: list[int] = encoding.ids
@@ -101,3 +99,9 @@ def encode_chats(chats: Sequence[RenderedChat], *, tokenizer: Tokenizer) -> list
                 weights[at] = 1
         result.append((ids, weights))
     return result
+
+
+def special_ids(tokenizer: Tokenizer) -> set[int]:
+    """Ids of tokens that are no text: those that may end an answer are among them."""
+    added = tokenizer.backend.get_added_tokens_decoder()
+    return {number for number, token in added.items() if token.special}.union(tokenizer.eos_ids)

@@ -9,7 +9,7 @@ from typing import IO
 
 import numpy as np
 
-from hasten.data.chat import RenderedChat, encode_chats, render
+from hasten.data.chat import RenderedChat, encode_chats, render, special_ids
 from hasten.data.documents import PIECE_CHARACTERS, Conversation, Document, cut_text
 from hasten.data.shards import ShardWriter
 from hasten.data.sources import Source, item_bytes
@@ -129,12 +129,13 @@ class Encoder:
                 self.advance(size)
         if self._chats:
             encoded = encode_chats([chat for _, chat, _ in self._chats], tokenizer=self.tokenizer)
+            special = special_ids(self.tokenizer)
             for (split, chat, size), (ids, weights) in zip(self._chats, encoded, strict=True):
                 writer = self.writers[split]
                 writer.begin_document()
                 if not ids or ids[-1] != self.frame.separator:
                     # A template without an end token leaves it to the separator to say that the answer is over.
-                    unended = chat.finished and bool(weights) and weights[-1] == 1 and not self._is_special(ids[-1])
+                    unended = chat.finished and bool(weights) and weights[-1] == 1 and ids[-1] not in special
                     ids, weights = [*ids, self.frame.separator], [*weights, int(unended)]
                 writer.add(ids, weights=weights)
                 writer.text_bytes += len(chat.text.encode())
@@ -142,10 +143,6 @@ class Encoder:
         self._texts.clear()
         self._chats.clear()
         self._waiting = 0
-
-    def _is_special(self, number: int) -> bool:
-        token = self.tokenizer.backend.get_added_tokens_decoder().get(number)
-        return number in self.tokenizer.eos_ids or (token is not None and token.special)
 
 
 def training_texts(source: Source, plan: SplitPlan, *, limit: int) -> Iterator[str]:

@@ -8,7 +8,7 @@ import shutil
 import uuid
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,6 +18,7 @@ from hasten.data.splits import SplitPlan, plan_split
 from hasten.data.token_data import FORMAT_VERSION, MANIFEST_FILE, TOKENIZER_FOLDER, TokenData
 from hasten.data.tokenizers import train_bpe, train_characters
 from hasten.errors import ConfigError, DataError, ResourceError
+from hasten.machine.caches import cache_folder
 from hasten.machine.files import locked, save_json
 from hasten.machine.progress import byte_counter
 from hasten.model.tokenizer import Tokenizer
@@ -31,27 +32,15 @@ _MODEL_FILES = ("config.json", "generation_config.json")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Settings:
-    """Everything but the text that decides the tokens: with the source's fingerprint it is the cache's key."""
-
-    tokenizer: str  # "bpe 4096", "character", or the digest of the given one
-    validation_fraction: float
-    seed: int
-    text_field: str
-    limit_bytes: int | None
-
-    def key(self, fingerprint: str) -> str:
-        text = json.dumps([FORMAT_VERSION, fingerprint, asdict(self)], sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()[:24]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Job:
-    """What is prepared, and how. given: the tokenizer that was named, if any, and its folder."""
+    """What is prepared, and how. given: the tokenizer that was named, if any, and its folder.
+
+    settings: everything but the text that decides the tokens; with the source's fingerprint it is the cache's key.
+    """
 
     corpus: Source
     fingerprint: str
-    settings: _Settings
+    settings: dict[str, Any]
     given: Tokenizer | None
     given_folder: Path | None
     kind: TokenizerKind
@@ -93,17 +82,13 @@ def prepare(
     given_folder = None if tokenizer is None else Path(tokenizer)
     given = None if given_folder is None else _load_tokenizer(given_folder)
     corpus = open_source(source, text_field=text_field, limit_bytes=limit_bytes)
-    settings = _Settings(
-        tokenizer=_identity(given, kind=tokenizer_kind, vocab_size=vocab_size),
-        validation_fraction=validation_fraction,
-        seed=seed,
-        text_field=text_field,
-        limit_bytes=limit_bytes,
-    )
-    if folder is None:
-        from hasten.machine.caches import cache_folder
-
-        folder = cache_folder("data")
+    settings = {
+        "tokenizer": _identity(given, kind=tokenizer_kind, vocab_size=vocab_size),
+        "validation_fraction": validation_fraction,
+        "seed": seed,
+        "text_field": text_field,
+        "limit_bytes": limit_bytes,
+    }
     job = _Job(
         corpus=corpus,
         fingerprint=corpus.fingerprint(),
@@ -114,7 +99,9 @@ def prepare(
         vocab_size=vocab_size,
         progress=progress,
     )
-    target = Path(folder) / settings.key(job.fingerprint)
+    key = json.dumps([FORMAT_VERSION, job.fingerprint, settings], sort_keys=True)
+    home = cache_folder("data") if folder is None else Path(folder)
+    target = home / hashlib.sha256(key.encode()).hexdigest()[:24]
     if not _is_there(target):
         with _alone(target, told=progress) as lock, _temporary_folder(target, alone=lock is not None) as work:
             if not _is_there(target):
@@ -154,6 +141,7 @@ def _load_tokenizer(folder: Path) -> Tokenizer:
 
 
 def _identity(given: Tokenizer | None, *, kind: TokenizerKind, vocab_size: int) -> str:
+    """The tokenizer in the cache's key: "bpe 4096", "character", or the digest of the given one."""
     if given is None:
         return f"bpe {vocab_size}" if kind == "bpe" else "character"
     # The digest leaves the chat template out, and a chat's tokens depend on it.
@@ -161,8 +149,8 @@ def _identity(given: Tokenizer | None, *, kind: TokenizerKind, vocab_size: int) 
 
 
 def _make(job: _Job, work: Path) -> None:
-    corpus, settings = job.corpus, job.settings
-    plan = plan_split(corpus, fraction=settings.validation_fraction, seed=settings.seed)
+    corpus = job.corpus
+    plan = plan_split(corpus, fraction=job.settings["validation_fraction"], seed=job.settings["seed"])
     tokenizer = job.given or _train(job, plan)
     tokenizer.save(work / TOKENIZER_FOLDER)
     for name in _MODEL_FILES:
@@ -189,7 +177,7 @@ def _make(job: _Job, work: Path) -> None:
             "vocab_size": tokenizer.vocab_size,
             "kind": job.kind if job.given is None else "given",
         },
-        "settings": asdict(settings),
+        "settings": job.settings,
         "dtype": encoder.writers["train"].dtype.name,
         "separator": encoder.frame.separator,
         "before": list(encoder.frame.before),

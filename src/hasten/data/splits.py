@@ -62,25 +62,20 @@ def plan_split(source: Source, *, fraction: float, seed: int) -> SplitPlan:
 
     Raises DataError for a single conversation, which cannot be cut.
     """
-    plan = SplitPlan(seed, fraction)
     if fraction == 0:
-        return plan
-    count, held_out = 0, 0
-    lowest: tuple[float, str] | None = None
-    highest: tuple[float, str] | None = None
+        return SplitPlan(seed, fraction)
+    count, lowest, highest = 0, (2.0, ""), (-1.0, "")  # outside of what a place can be
     for name in source.names():
         count += 1
         place = (place_of(name, seed=seed), name)
-        held_out += place[0] < fraction
-        lowest = place if lowest is None else min(lowest, place)
-        highest = place if highest is None else max(highest, place)
+        lowest, highest = min(lowest, place), max(highest, place)
     if count == 1:
         return _plan_cut(source, fraction=fraction, seed=seed)
-    if count and held_out == 0 and lowest is not None:
+    if count and lowest[0] >= fraction:
         return SplitPlan(seed, fraction, moved=(lowest[1], "validation"))
-    if count and held_out == count and highest is not None:
+    if count and highest[0] < fraction:
         return SplitPlan(seed, fraction, moved=(highest[1], "train"))
-    return plan
+    return SplitPlan(seed, fraction)
 
 
 def _plan_cut(source: Source, *, fraction: float, seed: int) -> SplitPlan:
