@@ -6,7 +6,7 @@ field is its help there.
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Annotated, Any, Literal
 
@@ -35,6 +35,14 @@ POSITIVE = {
     "run": ("steps", "epochs", "minutes", "validate_every", "validation_batches", "checkpoint_every"),
 }
 SHARES_BELOW_1 = ("dropout", "optimizer.beta1", "optimizer.beta2", "optimizer.momentum", "data.validation_fraction")
+# What a number must be: in words, the test, and of which fields.
+RANGES: tuple[tuple[str, Callable[[float], bool], Iterable[str]], ...] = (
+    ("more than 0", lambda n: n > 0, [f"{section}.{key}" for section, keys in POSITIVE.items() for key in keys]),
+    ("at least 0", lambda n: n >= 0, ("optimizer.weight_decay", "schedule.warmup_steps", "data.workers")),
+    ("at least 0 and less than 1", lambda n: 0 <= n < 1, SHARES_BELOW_1),
+    ("from 0 to 1", lambda n: 0 <= n <= 1, ("schedule.final_fraction", "schedule.decay_fraction")),
+    ("at most 1", lambda n: n <= 1, ("techniques.layer_drop",)),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,43 +242,34 @@ class Recipe:
 
 
 def _wrong_values(recipe: Recipe) -> Iterator[str]:
-    data, optimizer, schedule, run = recipe.data, recipe.optimizer, recipe.schedule, recipe.run
+    data, run, warmup_steps = recipe.data, recipe.run, recipe.schedule.warmup_steps
     values = flat(recipe)
     if not recipe.name or recipe.name in (".", "..") or any(c in recipe.name for c in "/\\\0"):
         yield "name must be one folder name"
     for name, value in values.items():
         if isinstance(value, float) and not math.isfinite(value):
             yield f"{name} is {value}; it must be a finite number"
-    for name in (f"{section}.{key}" for section, keys in POSITIVE.items() for key in keys):
-        number = values[name]
-        if number is not None and (isinstance(number, bool) or not isinstance(number, int | float)):
-            yield f"{name} is {number!r} ({type(number).__name__}); it must be a number"
-        elif number is not None and number <= 0:
-            yield f"{name} is {number}; it must be more than 0"
+    for wanted, fits, names in RANGES:
+        for name in names:
+            number = values[name]
+            if isinstance(number, bool) or not isinstance(number, int | float | None):
+                yield f"{name} is {number!r} ({type(number).__name__}); it must be a number"
+            elif number is not None and not fits(number):
+                yield f"{name} is {number}; it must be {wanted}"
     positions = recipe.model.max_positions
     if recipe.init is None and positions is not None and positions < data.context:
         yield f"model.max_positions is {positions} and data.context {data.context}: it must be at least as much"
     sparse = recipe.model.attention_pattern is not None and recipe.init is None
     if sparse and (recipe.dropout or data.separate_documents):
         yield "with model.attention_pattern there can be no dropout and no data.separate_documents"
-    for name in SHARES_BELOW_1:
-        if not 0 <= values[name] < 1:
-            yield f"{name} is {values[name]}; it must be at least 0 and less than 1"
-    for name in ("schedule.final_fraction", "schedule.decay_fraction"):
-        if not 0 <= values[name] <= 1:
-            yield f"{name} is {values[name]}; it must be from 0 to 1"
-    if recipe.techniques.layer_drop is not None and recipe.techniques.layer_drop > 1:
-        yield f"techniques.layer_drop is {recipe.techniques.layer_drop}; it must be at most 1"
-    if optimizer.weight_decay < 0 or schedule.warmup_steps < 0 or data.workers < 0:
-        yield "optimizer.weight_decay, schedule.warmup_steps and data.workers must not be negative"
     if run.threads not in (None, "auto") and (type(run.threads) is not int or run.threads < 1):
         yield f"run.threads is {run.threads!r}; it must be at least 1, or auto"
     if run.steps is None and run.epochs is None and run.minutes is None:
         yield "one of run.steps, run.epochs and run.minutes must say when it ends"
-    if run.minutes is not None and schedule.warmup_steps < CALIBRATION_STEPS:
+    if run.minutes is not None and warmup_steps < CALIBRATION_STEPS:
         yield (
             f"with run.minutes the speed is measured during the warm-up: schedule.warmup_steps must be at least "
-            f"{CALIBRATION_STEPS}, and is {schedule.warmup_steps}"
+            f"{CALIBRATION_STEPS}, and is {warmup_steps}"
         )
 
 
