@@ -17,7 +17,7 @@ from hasten.training.recipe import Recipe
 from hasten.training.run_folder import RunFolder
 from hasten.training.schedules import factor, learning_rate
 from hasten.training.setup import Setup
-from hasten.training.spikes import SpikeDetector
+from hasten.training.spikes import is_spike
 from hasten.training.step import StepResult
 from hasten.training.stopping import StopRequest
 
@@ -42,7 +42,6 @@ class Loop:
     _lowered: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
-        self.spikes = SpikeDetector(self.state.recent_losses, self.state.spikes)
         self.device = self.setup.model.device
         self.step_seconds: list[float] = []
         self._start = time.perf_counter() - self.state.seconds
@@ -103,9 +102,9 @@ class Loop:
         state.step += 1
         state.tokens += result.tokens
         state.seconds = time.perf_counter() - self._start
-        spike = math.isfinite(loss) and self.spikes.see(loss)
+        spike = math.isfinite(loss) and is_spike(loss, state.recent_losses)
+        state.spikes += spike
         state.loss = loss if math.isfinite(loss) else state.loss
-        state.recent_losses, state.spikes = self.spikes.recent, self.spikes.count
         self._set_total(elapsed)
         self._keep_to_minutes(elapsed)
         speed = result.tokens / elapsed
