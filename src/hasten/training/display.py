@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from hasten.errors import ResourceError
 from hasten.machine.files import replacing
@@ -14,24 +14,17 @@ from hasten.machine.progress import bars, on_terminal
 PLAIN_SECONDS = 30  # from one line to the next where standard error is not a terminal
 
 
-class Progress(Protocol):
-    """Shows one line of train.jsonl after the other."""
+class Progress:
+    """Shows one line of train.jsonl after the other; this one shows nothing."""
 
-    def show(self, line: Mapping[str, Any], *, total: int | None, validation: float | None) -> None: ...
+    def show(self, line: Mapping[str, Any], *, total: int | None, validation: float | None) -> None:
+        """Show a line, beside the steps of the whole run and the last validation loss."""
 
     def note(self, text: str) -> None:
         """Something that happened once, left standing above the bar."""
-        ...
 
 
-class _Silent:
-    def show(self, *line: Any, **known: Any) -> None:
-        pass
-
-    note = show
-
-
-class PlainLines:
+class PlainLines(Progress):
     """A line on standard error for the first step, then about every 30 seconds, then for the last: for logs."""
 
     def __init__(self, title: str, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -64,7 +57,7 @@ def progress_bar(title: str, *, shown: bool) -> Iterator[Progress]:
     With `shown` false an object that shows nothing.
     """
     if not shown:
-        yield _Silent()
+        yield Progress()
         return
     if not on_terminal():
         yield PlainLines(title)
@@ -72,7 +65,7 @@ def progress_bar(title: str, *, shown: bool) -> Iterator[Progress]:
     with bars("count", "{task.fields[numbers]}", "elapsed", "left", "remaining", transient=False) as display:
         task = display.add_task(title, total=None, numbers="compiling and measuring the speed")
 
-        class Bar:
+        class Bar(Progress):
             def show(self, line: Mapping[str, Any], *, total: int | None, validation: float | None) -> None:
                 display.update(task, completed=line["step"], total=total, numbers=numbers(line, validation))
 
