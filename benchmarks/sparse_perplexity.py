@@ -105,12 +105,11 @@ def measured(settings: SparsePerplexity, losses: dict[str, float]) -> list[dict[
     from hasten.data import Batch
     from hasten.training import TrainStep
     from hasten.training.setup import set_up
-    from hasten.training.stopping import StopRequest
 
     steps: dict[str, TrainStep] = {}
     batch: Batch | None = None
     for number, (name, pattern) in enumerate(PATTERNS.items()):
-        setup = set_up(recipe_of(settings, number, pattern), progress=False, stop=StopRequest())
+        setup = set_up(recipe_of(settings, number, pattern), progress=False)
         steps[name], batch = setup.step, setup.batches.batch(0)
     assert batch is not None
     seconds: dict[str, dict[str, list[float]]] = {name: {"step": [], "forward": []} for name in steps}

@@ -20,7 +20,6 @@ from hasten.training.recipe import Optimizer, Shape
 from hasten.training.session import train
 from hasten.training.setup import set_up
 from hasten.training.step import IGNORED, TrainStep
-from hasten.training.stopping import StopRequest
 
 LAYERS = 4
 CONFIG = shape_config(
@@ -120,7 +119,7 @@ def test_evaluation_runs_every_block_and_scales_none(recipe):
     lines = []
     result = train(made, progress=False, on_step=lambda line: lines.append(dict(line)))
     assert lines[-1]["kept_blocks"] < 1, "the run was still dropping when it was validated"
-    setup = set_up(replace(made, init=str(result.model_folder)), progress=False, stop=StopRequest())
+    setup = set_up(replace(made, init=str(result.model_folder)), progress=False)
     model = setup.model.eval()
 
     def loss(block_scales):

@@ -14,7 +14,6 @@ from hasten.training.meter import MeteredStep
 from hasten.training.profile import PartTime, StepProfile, profile
 from hasten.training.recipes import RECIPES
 from hasten.training.setup import set_up
-from hasten.training.stopping import StopRequest
 
 
 class Clock:
@@ -53,7 +52,7 @@ class Slow(torch.nn.Module):
 
 
 def set_up_with(made, batches=2):
-    setup = set_up(made, progress=False, stop=StopRequest())
+    setup = set_up(made, progress=False)
     return setup, [setup.batches.batch(position) for position in range(batches)]
 
 

@@ -23,7 +23,6 @@ from hasten.bench.train_rungs import recipes
 from hasten.machine import resolve_device
 from hasten.training.recipe import Recipe
 from hasten.training.schedules import learning_rate
-from hasten.training.stopping import StopRequest
 
 BEFORE, AFTER = "explicit-float32", "native-kernels"
 
@@ -137,7 +136,7 @@ class RaceRung:
         from hasten.training.setup import set_up
 
         self.recipe, self.seconds = Recipe.from_json(recipe), seconds
-        self.setup = set_up(self.recipe, progress=False, stop=StopRequest())
+        self.setup = set_up(self.recipe, progress=False)
         self.source = self.setup.batches.iterate(0)
         self.step = self.tokens = 0
         self.spent = 0.0

@@ -86,7 +86,7 @@ def find(folder: Path) -> Checkpoint | None:
         raise CheckpointError(f"{index} has version {version!r:.60}, this hasten reads {FORMAT_VERSION}; {REMEDY}")
     try:
         stored = _checked(folder, values)
-    except _Wrong as wrong:
+    except (_Wrong, ConfigError) as wrong:
         raise CheckpointError(f"{index} is damaged: {wrong}; {REMEDY}") from None
     missing = [name for name in stored.files.values() if not (folder / name).is_file()]
     if missing:
@@ -118,7 +118,7 @@ def _checked(folder: Path, values: dict[str, Any]) -> Checkpoint:
     return Checkpoint(
         folder=folder,
         progress=_progress(_field(values, "progress", dict)),
-        recipe=_recipe(_field(values, "recipe", dict)),
+        recipe=Recipe.from_json(_field(values, "recipe", dict)),
         data=data,
         scaler=_scaler(_field(values, "scaler", dict)),
         measured=_field({"measured": {}} | values, "measured", dict),  # older checkpoints have none
@@ -144,13 +144,6 @@ def _progress(values: dict[str, Any]) -> TrainingState:
         raise _Wrong(f"progress.{min(unknown):.60} is not known to this version of hasten")
     start = found.pop("bend")
     return TrainingState(**found, decay_start=None if start is None else (start[0], start[1]))
-
-
-def _recipe(values: dict[str, Any]) -> Recipe:
-    try:
-        return Recipe.from_json(values)
-    except ConfigError as error:
-        raise _Wrong(str(error)) from None
 
 
 def _scaler(values: dict[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from hasten.planning.cost import parameters
 from hasten.training.recipe import Recipe
 from hasten.training.recipes import Size
 from hasten.training.setup import set_up
-from hasten.training.stopping import StopRequest
 
 TRAINING_SHARE = 0.7  # of the minutes; compiling and validation take the rest
 MOST_SECONDS, MOST_STEPS = 5.0, 5  # that are timed, after one that warms up
@@ -34,7 +33,7 @@ def measured_speed(recipe: Recipe, *, needed: float = 0.0) -> Speed:
     can take minutes), and the speed is that bound.
     """
     plain = replace(recipe, techniques=replace(recipe.techniques, compile=False))
-    setup = set_up(plain, progress=True, stop=StopRequest())
+    setup = set_up(plain, progress=True)
     size = parameters(setup.model.config).total
     bound = None if setup.rate is None else setup.rate / setup.flops_per_token
     if bound is not None and bound < needed:

@@ -23,7 +23,6 @@ from hasten.ops.attention.train import flop_formulas
 from hasten.training.meter import PARTS, MeteredStep, clock
 from hasten.training.recipe import Recipe
 from hasten.training.setup import Setup, set_up
-from hasten.training.stopping import StopRequest
 
 WARMING = 3  # steps: compile, fill caches
 MEASURED = 3
@@ -99,7 +98,7 @@ def profile(recipe: Recipe, folder: Path, *, progress: bool = True) -> StepProfi
     recipe.check()
     # Compiled kernels of the CPU get their own names in the trace.
     with inductor_config.patch({"cpp.enable_kernel_profile": True}):
-        setup = set_up(recipe, progress=progress, stop=StopRequest())
+        setup = set_up(recipe, progress=progress)
         batches = [setup.batches.batch(position) for position in range(recipe.data.accumulation)]
         for _ in range(WARMING):
             setup.step.run(batches, learning_rate=0.0)

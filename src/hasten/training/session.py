@@ -110,7 +110,7 @@ def _train(recipe: Recipe, folder: RunFolder, *, progress: bool, resume: Resume,
     recipe, precision = choose_precision(recipe, None if stored is None else stored.recipe)
     stop = StopRequest()
     # Until the first step there is nothing to save: Ctrl-C while text is being prepared ends at once.
-    setup = set_up(recipe, progress=progress, stop=stop)
+    setup = set_up(recipe, progress=progress, should_stop=stop.asked)
     state = TrainingState() if stored is None else _restore(stored, setup, folder)
     _begin_folder(folder, recipe, fresh=stored is None)
     with stop_on_signals(stop):

@@ -1,6 +1,6 @@
 """Everything a run needs before its first step: data, model, optimizer, the training step."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,7 +22,6 @@ from hasten.training.memory import check_memory
 from hasten.training.precision import choose_precision
 from hasten.training.recipe import Recipe
 from hasten.training.step import TrainStep
-from hasten.training.stopping import StopRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,8 +70,11 @@ def prepare_data(recipe: Recipe, *, init: Path | None, progress: bool) -> TokenD
     )
 
 
-def set_up(recipe: Recipe, *, progress: bool, stop: StopRequest) -> Setup:
-    """Prepare the data, check that the run fits into memory, then build the model and its step."""
+def set_up(recipe: Recipe, *, progress: bool, should_stop: Callable[[], bool] = lambda: False) -> Setup:
+    """Prepare the data, check that the run fits into memory, then build the model and its step.
+
+    should_stop: asked between micro-batches.
+    """
     recipe, _ = choose_precision(recipe)
     device = resolve_device(recipe.run.device)
     configure(threads=recipe.run.threads)
@@ -88,7 +90,7 @@ def set_up(recipe: Recipe, *, progress: bool, stop: StopRequest) -> Setup:
             data.validation, batch_size=rows, sequence_length=context, batches=recipe.run.validation_batches
         )
     model = _model(recipe, data, init=init, device=device)
-    step = build.training_step(model, recipe, should_stop=stop.asked)
+    step = build.training_step(model, recipe, should_stop=should_stop)
     rate = _rate(step.precision.dtype, device)
     # Last: measuring draws random numbers, how many depends on the machine's mood, and dropout must not.
     configure(threads=recipe.run.threads, seed=recipe.run.seed)
