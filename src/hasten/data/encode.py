@@ -3,9 +3,7 @@
 import json
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
 
 import numpy as np
 
@@ -22,47 +20,22 @@ _BATCH_CHARACTERS = 1 << 21
 VALIDATION_FILE = "validation.jsonl"
 
 
-@dataclass(frozen=True, slots=True)
-class Frame:
-    """The tokens around a document: `before` (nothing, or BOS) and the separator after it."""
-
-    before: tuple[int, ...]
-    separator: int
-
-    @classmethod
-    def of(cls, tokenizer: Tokenizer) -> "Frame":
-        """BOS where the tokenizer itself puts it before a text; end of text after it. DataError without either."""
-        ends = [*tokenizer.eos_ids[:1], *([] if tokenizer.bos_id is None else [tokenizer.bos_id])]
-        if not ends:
-            raise DataError(
-                "the tokenizer has no end-of-text token to separate documents with; set eos_token in its "
-                "tokenizer_config.json"
-            )
-        begins = tokenizer.encode("", add_special_tokens=True)[:1]
-        return cls(tuple(begins) if begins == [tokenizer.bos_id] and begins != ends[:1] else (), ends[0])
-
-
-@dataclass(slots=True)
 class Encoder:
-    """Takes the items of a source in order and writes both splits and the held-out texts into `folder`."""
+    """Takes the items of a source in order and writes both splits and the held-out texts into `folder`.
 
-    folder: Path
-    tokenizer: Tokenizer
-    plan: SplitPlan
-    advance: Callable[[int], None]  # told the bytes of text that are done
-    frame: Frame = field(init=False)
-    writers: dict[SplitName, ShardWriter] = field(init=False)
-    _texts: list[tuple[SplitName, str, bool, bool]] = field(default_factory=list)  # split, text, first, last piece
-    _chats: list[tuple[SplitName, RenderedChat, int]] = field(default_factory=list)
-    _waiting: int = 0
-    _held_out: IO[str] = field(init=False)
+    advance: told the bytes of text that are done. before, separator: the tokens around a document.
+    """
 
-    def __post_init__(self) -> None:
-        self.frame = Frame.of(self.tokenizer)
-        dtype = np.dtype("<u2" if self.tokenizer.vocab_size <= 1 << 16 else "<u4")
+    def __init__(self, *, folder: Path, tokenizer: Tokenizer, plan: SplitPlan, advance: Callable[[int], None]) -> None:
+        self.tokenizer, self.plan, self.advance = tokenizer, plan, advance
+        self.before, self.separator = _around(tokenizer)
+        dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
         splits: tuple[SplitName, ...] = ("train", "validation")
-        self.writers = {split: ShardWriter(self.folder, split, dtype) for split in splits}
-        self._held_out = (self.folder / VALIDATION_FILE).open("w", encoding="utf-8", newline="\n")
+        self.writers = {split: ShardWriter(folder, split, dtype) for split in splits}
+        self._held_out = (folder / VALIDATION_FILE).open("w", encoding="utf-8", newline="\n")
+        self._texts: list[tuple[SplitName, str, bool, bool]] = []  # split, text, first, last piece
+        self._chats: list[tuple[SplitName, RenderedChat, int]] = []
+        self._waiting = 0
 
     def run(self, source: Source) -> None:
         """Encode everything. The files are complete when this returns."""
@@ -123,8 +96,8 @@ class Encoder:
                 writer, size = self.writers[split], len(text.encode())
                 if first:
                     writer.begin_document()
-                    ids = [*self.frame.before, *ids]
-                writer.add([*ids, self.frame.separator] if last else ids)
+                    ids = [*self.before, *ids]
+                writer.add([*ids, self.separator] if last else ids)
                 writer.text_bytes += size
                 self.advance(size)
         if self._chats:
@@ -133,16 +106,28 @@ class Encoder:
             for (split, chat, size), (ids, weights) in zip(self._chats, encoded, strict=True):
                 writer = self.writers[split]
                 writer.begin_document()
-                if not ids or ids[-1] != self.frame.separator:
+                if not ids or ids[-1] != self.separator:
                     # A template without an end token leaves it to the separator to say that the answer is over.
                     unended = chat.finished and bool(weights) and weights[-1] == 1 and ids[-1] not in special
-                    ids, weights = [*ids, self.frame.separator], [*weights, int(unended)]
+                    ids, weights = [*ids, self.separator], [*weights, int(unended)]
                 writer.add(ids, weights=weights)
                 writer.text_bytes += len(chat.text.encode())
                 self.advance(size)
         self._texts.clear()
         self._chats.clear()
         self._waiting = 0
+
+
+def _around(tokenizer: Tokenizer) -> tuple[list[int], int]:
+    """BOS where the tokenizer itself puts it before a text; end of text after it. Raises DataError without either."""
+    ends = [*tokenizer.eos_ids[:1], *([] if tokenizer.bos_id is None else [tokenizer.bos_id])]
+    if not ends:
+        raise DataError(
+            "the tokenizer has no end-of-text token to separate documents with; set eos_token in its "
+            "tokenizer_config.json"
+        )
+    begins = tokenizer.encode("", add_special_tokens=True)[:1]
+    return begins if begins == [tokenizer.bos_id] and begins != ends[:1] else [], ends[0]
 
 
 def training_texts(source: Source, plan: SplitPlan, *, limit: int) -> Iterator[str]:

@@ -179,8 +179,8 @@ def _make(job: _Job, work: Path) -> None:
         },
         "settings": job.settings,
         "dtype": encoder.writers["train"].dtype.name,
-        "separator": encoder.frame.separator,
-        "before": list(encoder.frame.before),
+        "separator": encoder.separator,
+        "before": encoder.before,
         "splits": splits,
     }
     save_json(work / MANIFEST_FILE, manifest)

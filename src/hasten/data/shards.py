@@ -106,7 +106,6 @@ class ShardWriter:
     folder: Path
     split: str
     dtype: np.dtype[Any]
-    shard_tokens: int = field(default_factory=lambda: SHARD_TOKENS)
     documents: int = 0
     tokens: int = 0
     text_bytes: int = 0
@@ -125,7 +124,7 @@ class ShardWriter:
         array = np.array(ids, np.int64)
         highest = np.iinfo(self.dtype).max
         assert array.size == 0 or (array.min() >= 0 and array.max() <= highest), f"ids outside 0..{highest}"
-        if not self._shards or self._shards[-1]["tokens"] >= self.shard_tokens:
+        if not self._shards or self._shards[-1]["tokens"] >= SHARD_TOKENS:
             self._begin_shard()
         if weights is not None and not self.weighted:
             self._begin_weights()

@@ -52,7 +52,8 @@ def save(
         files = {}
         for kind, tensors in (("weights", weights), ("state", moments)):
             files[kind] = f"{kind}-{step:08d}.safetensors"
-            _write(folder / files[kind], tensors)
+            with replacing(folder / files[kind]) as temporary:
+                save_file({name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}, temporary)
         document = {"version": FORMAT_VERSION, **values, "python_random": random.python, "files": files}
         save_json(folder / INDEX, document, indent=1)
         _remove_others(folder, files.values())
@@ -132,11 +133,6 @@ def _named_moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterat
     for name, parameter in model.named_parameters():
         for key, value in optimizer.state.get(parameter, {}).items():
             yield f"{name}.{key}", value
-
-
-def _write(path: Path, tensors: dict[str, Tensor]) -> None:
-    with replacing(path) as temporary:
-        save_file({name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}, temporary)
 
 
 def _link_file(source: Path, target: Path) -> None:

@@ -3,21 +3,20 @@
 import torch
 
 from hasten.errors import ResourceError
-from hasten.machine import available_memory
+from hasten.machine import available_memory, resolve_dtype
 from hasten.model.config import ModelConfig
 from hasten.ops.loss import KERNELS, LossRequest
 from hasten.ops.picker import pick
 from hasten.planning.cost import parameters
 from hasten.planning.memory import MemoryEstimate, estimate
 from hasten.training.build import attention_kernel
-from hasten.training.precision import PRECISIONS
 from hasten.training.recipe import Recipe
 
 
 def step_memory(config: ModelConfig, recipe: Recipe, device: torch.device) -> MemoryEstimate:
     """The estimate for a recipe's own batch and techniques."""
     techniques = recipe.techniques
-    dtype = PRECISIONS.get(techniques.precision, torch.bfloat16)
+    dtype = resolve_dtype(techniques.precision, auto=torch.bfloat16)
     loss = pick(KERNELS, LossRequest(device=device, dtype=dtype, softcap=config.logit_softcap), forced=techniques.loss)
     return estimate(
         config,

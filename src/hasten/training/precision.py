@@ -12,14 +12,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from hasten.machine import ProductPrecision, resolve_device, training_precision
+from hasten.machine import ProductPrecision, resolve_device, resolve_dtype, training_precision
 from hasten.training.recipe import PrecisionName, Recipe
 
-PRECISIONS: dict[PrecisionName, torch.dtype] = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
 START = 65_536.0  # the largest that float16 gradients near 1 survive; a small model's first steps halve it
 CLEAN_STEPS = 2000  # in a row, until it is doubled
 
@@ -48,7 +43,7 @@ class Precision:
             name = cast(PrecisionName, training_precision(device).dtype)
         self.name = name
         self.device = torch.device(device)
-        self.dtype = PRECISIONS[name]
+        self.dtype = resolve_dtype(name)
         self.scales = name == "float16"
         self.scaler = torch.amp.GradScaler(
             self.device.type, enabled=self.scales, init_scale=START, growth_interval=CLEAN_STEPS
