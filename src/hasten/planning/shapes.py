@@ -9,7 +9,8 @@ from hasten.errors import ConfigError
 from hasten.model.config import ModelConfig
 
 
-def _llama(hidden: int, inner: int, layers: int, heads: int, kv_heads: int, **changes: Any) -> dict[str, Any]:
+def llama(hidden: int, inner: int, layers: int, heads: int, kv_heads: int, **changes: Any) -> dict[str, Any]:
+    """The config.json of a Llama 2 of these sizes, with `changes`."""
     return {
         "model_type": "llama",
         "hidden_size": hidden,
@@ -28,11 +29,11 @@ def _llama(hidden: int, inner: int, layers: int, heads: int, kv_heads: int, **ch
 
 # name -> config.json; llama-7b and llama-70b are Llama 2's (arXiv 2307.09288), qwen3-0.6b is arXiv 2505.09388's.
 SHAPES: Mapping[str, dict[str, Any]] = {
-    "tiny": _llama(64, 128, 2, 4, 2, vocab_size=250, max_position_embeddings=512),
-    "llama-120m": _llama(768, 2048, 12, 12, 4),
-    "llama-1.1b": _llama(2048, 5632, 22, 32, 4),
-    "llama-7b": _llama(4096, 11_008, 32, 32, 32),
-    "llama-70b": _llama(8192, 28_672, 80, 64, 8),
+    "tiny": llama(64, 128, 2, 4, 2, vocab_size=250, max_position_embeddings=512),
+    "llama-120m": llama(768, 2048, 12, 12, 4),
+    "llama-1.1b": llama(2048, 5632, 22, 32, 4),
+    "llama-7b": llama(4096, 11_008, 32, 32, 32),
+    "llama-70b": llama(8192, 28_672, 80, 64, 8),
     "gpt2-124m": {
         "model_type": "gpt2",
         "n_embd": 768,
@@ -42,7 +43,7 @@ SHAPES: Mapping[str, dict[str, Any]] = {
         "vocab_size": 50_257,
         "activation_function": "gelu_new",
     },
-    "qwen3-0.6b": _llama(1024, 3072, 28, 16, 8)
+    "qwen3-0.6b": llama(1024, 3072, 28, 16, 8)
     | {
         "model_type": "qwen3",
         "head_dim": 128,

@@ -20,6 +20,7 @@ from hasten.ops.activation import KERNELS, ActivationRequest, bind
 from hasten.ops.attention.pattern_text import parse_pattern, pattern_values
 from hasten.ops.native import library
 from hasten.ops.picker import explain
+from hasten.planning.shapes import llama
 from hasten.training.activations import checkpoint_activations
 from hasten.training.allocator import keep_freed_memory
 from hasten.training.optimizers import make_optimizer
@@ -67,18 +68,9 @@ def _published(shape: Shape, *, kv_heads: int, positions: int) -> dict[str, Any]
             "activation_function": "gelu_new",
             "layer_norm_epsilon": 1e-5,
         }
-    return {
-        "model_type": "llama",
-        "hidden_size": shape.hidden_size,
-        "intermediate_size": shape.feed_forward or -(-shape.hidden_size * 8 // 3 // 64) * 64,
-        "num_hidden_layers": shape.layers,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": kv_heads,
-        "max_position_embeddings": positions,
-        "rope_theta": shape.rope_theta,
-        "rms_norm_eps": 1e-5,
-        "hidden_act": "silu",
-    }
+    inner = shape.feed_forward or -(-shape.hidden_size * 8 // 3 // 64) * 64
+    sizes = (shape.hidden_size, inner, shape.layers, shape.heads, kv_heads)
+    return llama(*sizes, max_position_embeddings=positions, rope_theta=shape.rope_theta)
 
 
 def training_config(recipe: Recipe, config: ModelConfig) -> ModelConfig:
