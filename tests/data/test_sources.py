@@ -25,7 +25,7 @@ def write_jsonl(path, *records) -> str:
 
 def test_the_standard_library_is_real_text_in_a_fixed_order():
     source = open_source("stdlib")
-    names = list(source.names())
+    names = [item.name for item in source.items()]
     assert names == sorted(names)
     assert "argparse.py" in names
     assert "json/decoder.py" in names
@@ -41,7 +41,7 @@ def test_the_standard_library_counts_what_is_not_utf8(tmp_path, monkeypatch):
     (tmp_path / "test" / "test_good.py").write_text("assert True\n")
     monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": str(tmp_path)})
     source = open_source("stdlib")
-    assert (list(source.names()), source.skipped) == (["good.py"], 1)
+    assert ([item.name for item in source.items()], source.skipped) == (["good.py"], 1)
     (tmp_path / "good.py").unlink()
     with pytest.raises(DataError, match="no standard library sources"):
         open_source("stdlib")
@@ -183,7 +183,6 @@ def test_a_limit_takes_the_first_documents_and_cuts_at_a_line(tmp_path):
     assert texts(str(tmp_path), limit_bytes=6) == {"a.txt": "12345\n"}
     assert texts(str(tmp_path), limit_bytes=16) == {"a.txt": "12345\n", "b.txt": "abc\ndéf\n"}
     assert texts(str(tmp_path), limit_bytes=3) == {"a.txt": "123"}
-    assert list(open_source(str(tmp_path), limit_bytes=16).names()) == ["a.txt", "b.txt"]
     assert len(texts(str(tmp_path), limit_bytes=10_000)) == 3
 
 

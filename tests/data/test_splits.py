@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hasten.data.documents import Conversation, Document
-from hasten.data.sources import FileSource
+from hasten.data.sources import FileSource, open_source
 from hasten.data.splits import SplitPlan, plan_split
 from hasten.errors import DataError
 
@@ -22,9 +22,6 @@ class Listed:
 
     def items(self):
         return (Document.of_text(name, text) for name, text in self.documents.items())
-
-    def names(self):
-        return iter(self.documents)
 
     def fingerprint(self) -> str:
         return ""
@@ -102,6 +99,15 @@ def test_a_single_document_that_comes_in_blocks(tmp_path, monkeypatch):
     assert head + tail == text
     assert head.endswith("\n")
     assert 0.05 < len(tail) / len(text) < 0.12
+
+
+def test_a_row_without_text_is_no_document(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"text": ""}\n{"text": "one\\ntwo\\nthree\\n"}\n{"text": ""}\n')
+    source = open_source(str(path))
+    parts = halves(source, plan_split(source, fraction=0.3, seed=0))
+    assert "".join([*parts["train"].values(), *parts["validation"].values()]) == "one\ntwo\nthree\n"
+    assert all(parts.values())
 
 
 def test_nothing_is_held_out_at_fraction_zero():

@@ -47,7 +47,8 @@ class HubSource:
 
     def items(self) -> Iterator[Item]:
         rows = iter(self.rows)
-        for name in self.names():
+        for number in range(1, len(self.rows) + 1):
+            name = f"{self.name.removeprefix('hf:')}:{number}"
             try:
                 row = next(rows)
             except OSError as error:
@@ -55,10 +56,6 @@ class HubSource:
             item = item_of_record(row, name=name, text_field=self.text_field)
             if item is not None:
                 yield item
-
-    def names(self) -> Iterator[str]:
-        label = self.name.removeprefix("hf:")
-        return (f"{label}:{row}" for row in range(1, len(self.rows) + 1))
 
     def fingerprint(self) -> str:
         # The library's own fingerprint follows the data and every transformation of it; there is no public getter.

@@ -38,23 +38,6 @@ def read_items(path: Path, *, name: str, text_field: str) -> Iterator[Item]:
                 yield Document(name, lambda: read_text(path))
 
 
-def count_names(path: Path, *, name: str) -> Iterator[str]:
-    """The names `read_items` will give, without reading more than it takes to count them."""
-    with reading(path):
-        match path.suffix.lower():
-            case ".jsonl":
-                with path.open("rb") as file:
-                    for number, line in enumerate(file, 1):
-                        if line.strip():
-                            yield f"{name}:{number}"
-            case ".parquet":
-                with _open_parquet(path) as table:
-                    rows = table.metadata.num_rows
-                yield from (f"{name}:{row}" for row in range(1, rows + 1))
-            case _ if path.stat().st_size:
-                yield name
-
-
 def read_text(path: Path) -> Iterator[str]:
     """A UTF-8 text in blocks, line ends unchanged, a byte-order mark dropped.
 

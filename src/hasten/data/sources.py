@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Protocol
 
 from hasten.data.documents import Document, Item
-from hasten.data.readers import RECORD_SUFFIXES, TEXT_SUFFIXES, count_names, read_items, read_text, reading
+from hasten.data.readers import RECORD_SUFFIXES, TEXT_SUFFIXES, read_items, read_text, reading
 from hasten.errors import DataError
 
 # Up to this size a source is known by its contents (a second of hashing), above it by names, sizes and times.
@@ -43,9 +43,6 @@ class Source(Protocol):
     def items(self) -> Iterator[Item]:
         """The documents and conversations, in a fixed order."""
 
-    def names(self) -> Iterator[str]:
-        """Their names in the same order (an empty one may be named too), found without parsing them."""
-
     def fingerprint(self) -> str:
         """Hex digest that changes when the contents change."""
 
@@ -69,10 +66,6 @@ class FileSource:
     def items(self) -> Iterator[Item]:
         for name, path in self.files:
             yield from read_items(path, name=name, text_field=self.text_field)
-
-    def names(self) -> Iterator[str]:
-        for name, path in self.files:
-            yield from count_names(path, name=name)
 
     def fingerprint(self) -> str:
         status = self._status()
@@ -129,9 +122,6 @@ class LimitedSource:
             if isinstance(item, Document) and left > 0:
                 yield Document.of_text(item.name, _head(item, left))
             return
-
-    def names(self) -> Iterator[str]:
-        return (item.name for item in self.items())
 
     def fingerprint(self) -> str:
         return self.inner.fingerprint()

@@ -58,33 +58,30 @@ def place_of(name: str, *, seed: int) -> float:
 
 
 def plan_split(source: Source, *, fraction: float, seed: int) -> SplitPlan:
-    """Walk the names of a source once and decide. `fraction` 0 keeps everything for training.
+    """Walk a source once and decide by the names. `fraction` 0 keeps everything for training.
 
     Raises DataError for a single conversation, which cannot be cut.
     """
     if fraction == 0:
         return SplitPlan(seed, fraction)
     count, lowest, highest = 0, (2.0, ""), (-1.0, "")  # outside of what a place can be
-    for name in source.names():
+    for item in source.items():
         count += 1
-        place = (place_of(name, seed=seed), name)
+        place = (place_of(item.name, seed=seed), item.name)
         lowest, highest = min(lowest, place), max(highest, place)
     if count == 1:
-        return _plan_cut(source, fraction=fraction, seed=seed)
+        return _plan_cut(item, source.name, fraction=fraction, seed=seed)
     if count and lowest[0] >= fraction:
         return SplitPlan(seed, fraction, moved=(lowest[1], "validation"))
     if count and highest[0] < fraction:
         return SplitPlan(seed, fraction, moved=(highest[1], "train"))
-    return SplitPlan(seed, fraction)
+    return SplitPlan(seed, fraction)  # also for an empty source: whoever reads it says so
 
 
-def _plan_cut(source: Source, *, fraction: float, seed: int) -> SplitPlan:
-    document = next(source.items(), None)
-    if document is None:
-        return SplitPlan(seed, fraction)  # an empty one: whoever reads it says so
+def _plan_cut(document: Item, source: str, *, fraction: float, seed: int) -> SplitPlan:
     if isinstance(document, Conversation):
         raise DataError(
-            f"{source.name}: has one conversation, which cannot be cut into training and validation; give more, or set "
+            f"{source}: has one conversation, which cannot be cut into training and validation; give more, or set "
             "validation_fraction to 0"
         )
     total = item_bytes(document)
@@ -94,7 +91,7 @@ def _plan_cut(source: Source, *, fraction: float, seed: int) -> SplitPlan:
         return SplitPlan(seed, fraction, cut=line, cut_at="line")
     character = _first_character_end(document, wanted, total)
     if character >= total:
-        raise DataError(f"{source.name}: {total} bytes are too few to hold out a part; set validation_fraction to 0")
+        raise DataError(f"{source}: {total} bytes are too few to hold out a part; set validation_fraction to 0")
     return SplitPlan(seed, fraction, cut=character, cut_at="character")
 
 
