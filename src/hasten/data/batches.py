@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass, field
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -97,20 +98,15 @@ class Batches:
     def iterate(self, start: int = 0) -> Iterator[tuple[int, Batch]]:
         """(position, batch) from `start` on, without end. Closing the iterator ends the workers."""
         if self.workers == 0:
-            position = start
-            while True:
+            for position in count(start):
                 yield position, self.batch(position)
-                position += 1
-        ahead: deque[tuple[int, Future[Batch]]] = deque()
+        ahead: deque[Future[Batch]] = deque()
         pool = ThreadPoolExecutor(self.workers, thread_name_prefix="hasten-batches")
         try:
-            position = start
-            while True:
+            for position in count(start):
                 while len(ahead) < self.workers * _LOOK_AHEAD:
-                    ahead.append((position, pool.submit(self.batch, position)))
-                    position += 1
-                number, future = ahead.popleft()
-                yield number, future.result()
+                    ahead.append(pool.submit(self.batch, position + len(ahead)))
+                yield position, ahead.popleft().result()
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 

@@ -51,10 +51,10 @@ def counter(description: str, total: int | None = None) -> Iterator[Callable[[in
 
 
 @contextmanager
-def share(description: str, total: int | None = None) -> Iterator[Callable[[int, int | None], None]]:
+def share(description: str) -> Iterator[Callable[[int, int | None], None]]:
     """A bar with the time left; yields the function that is told how much is done, and of how much. Gone when done."""
     with bars(*COUNTED) as progress:
-        task = progress.add_task(description, total=total)
+        task = progress.add_task(description, total=None)
         yield lambda done, whole: progress.update(task, completed=done, total=whole)
 
 

@@ -50,10 +50,9 @@ def timed_steps(recipe: Recipe, *, step_seconds: Sequence[float], used: float, v
 
 def calibrated(recipe: Recipe, *, steps: int, used: float) -> bool:
     """Whether enough steps were timed, or so much of `run.minutes` is gone that fewer must do."""
-    if steps >= CALIBRATION_STEPS or recipe.run.minutes is None:
-        return steps >= CALIBRATION_STEPS
+    assert recipe.run.minutes is not None
     share = used / (recipe.run.minutes * 60)
-    return share >= 1 or (share >= CALIBRATED_AT_LATEST and steps > WARMING_STEPS)
+    return steps >= CALIBRATION_STEPS or share >= 1 or (share >= CALIBRATED_AT_LATEST and steps > WARMING_STEPS)
 
 
 class Pace:

@@ -43,12 +43,11 @@ def muon(model: nn.Module, settings: Optimizer, *, fused: bool = True) -> "Toget
     Muon's step is scaled to the length of AdamW's (arXiv 2502.16982), so that one learning rate serves both.
     """
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    hidden = [(name, p) for name, p in named if name.startswith("blocks.") and p.dim() == 2]
-    if not hidden:
+    own = {id(p) for name, p in named if name.startswith("blocks.") and p.dim() == 2}
+    if not own:
         raise ConfigError("optimizer.kind is 'muon', and the model has no matrices in `blocks` that it could update")
     matrices: list[dict[str, Any]] = []
     others: list[dict[str, Any]] = []
-    own = {id(p) for _, p in hidden}
     for group in _groups(named, settings):
         for target, inside in ((matrices, True), (others, False)):
             members = [p for p in group["params"] if (id(p) in own) == inside]
