@@ -65,14 +65,14 @@ def schemes() -> dict[str, Callable[[], Any] | None]:
     return found
 
 
-def held_out(limit_bytes: int) -> list[str]:
-    """Documents that the demo recipe does not train on, about so many bytes of them."""
+def held_out(limit_bytes: int, recipe: str = "demo") -> list[str]:
+    """Documents that a recipe does not train on, about so many bytes of them."""
     from hasten.training.recipes import RECIPES
     from hasten.training.setup import prepare_data
 
     documents: list[str] = []
     size = 0
-    for _, text in prepare_data(RECIPES["demo"], init=None, progress=False).validation_documents():
+    for _, text in prepare_data(RECIPES[recipe], init=None, progress=False).validation_documents():
         documents.append(text)
         size += len(text.encode())
         if size > limit_bytes:

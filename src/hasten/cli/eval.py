@@ -1,22 +1,31 @@
-"""`hasten eval`: how well a model predicts a text."""
+"""`hasten eval`: how well a model predicts a text, and how far it is from another one."""
 
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING
 
 from hasten.cli.options import ModelOptions
 from hasten.errors import ConfigError
 from hasten.machine.files import require_writable, write_json
 from hasten.machine.progress import share
 
+if TYPE_CHECKING:
+    from hasten.model.transformer import Transformer
+
 
 @dataclass(frozen=True, kw_only=True)
 class Eval(ModelOptions):
-    """Perplexity and bits per byte of a text; every token after the first of a document is predicted once."""
+    """Perplexity and bits per byte of a text; every token after the first of a document is predicted once.
+
+    With --against also how far the model is from another one, for example from itself before quantization.
+    """
 
     text: str
     """A file, a folder or a glob of .txt, .py, .md, .jsonl or .parquet; each file or line of .jsonl is a document."""
+    against: str | None = None
+    """Compare with this model, token by token: mean and 99th percentile of the KL divergence, same top token."""
     context: int | None = None
     """Tokens a window holds; the model's positions, at most 2048, by default."""
     stride: int | None = None
@@ -35,22 +44,43 @@ class Eval(ModelOptions):
         from hasten.data import read_documents
 
         documents = list(read_documents(self.text, limit_bytes=self.limit_bytes))
-        model = self.load()
-        import torch
-
+        model = self.prepared()
+        from hasten.generation.divergence import divergence
         from hasten.generation.perplexity import DEFAULT_CONTEXT, perplexity
-        from hasten.training.build import fuse_activations
 
-        if self.fuse and model.dtype == torch.float32:  # other dtypes have fused blocks
-            fuse_activations(model, torch.float32)
-
-        context = min(model.config.max_positions, DEFAULT_CONTEXT) if self.context is None else self.context
+        # Another model is taken as it lies in its folder: --quantize is for the one that is evaluated.
+        other = None if self.against is None else replace(self, model=self.against, quantize="none").prepared()
+        limit = min(one.config.max_positions for one in (model, other) if one is not None)
+        context = min(limit, DEFAULT_CONTEXT) if self.context is None else self.context
         stride = self.stride if self.overlap else context
         start = time.perf_counter()
         with share("scored tokens") as progress:
-            found = perplexity(model, documents, context=context, stride=stride, progress=progress)
-        seconds = time.perf_counter() - start
-        write_json(self.json, asdict(found) | {"seconds": seconds})
+            if other is None:
+                found = perplexity(model, documents, context=context, stride=stride, progress=progress)
+                seconds = time.perf_counter() - start
+                write_json(self.json, asdict(found) | {"seconds": seconds})
+                bits = "" if found.bits_per_byte is None else f"bits per byte {found.bits_per_byte:.4f}   "
+                line = f"perplexity {found.perplexity:.4f}   {bits}tokens {found.tokens:,} in {seconds:.1f} s"
+            else:
+                both = divergence(model, other, documents, context=context, stride=stride, progress=progress)
+                seconds = time.perf_counter() - start
+                write_json(self.json, asdict(both) | {"model": self.model, "against": self.against, "seconds": seconds})
+                line = (
+                    f"perplexity {both.perplexity:.4f}, of {self.against} {both.against_perplexity:.4f} "
+                    f"({both.perplexity / both.against_perplexity - 1:+.2%})\n"
+                    f"KL divergence mean {both.kl_mean:.5f}, 99% {both.kl_99:.4f} nats; same most likely token "
+                    f"{both.top1:.2%}; tokens {both.tokens:,} in {seconds:.1f} s"
+                )
         if self.json != "-":
-            bits = "" if found.bits_per_byte is None else f"bits per byte {found.bits_per_byte:.4f}   "
-            print(f"perplexity {found.perplexity:.4f}   {bits}tokens {found.tokens:,} in {seconds:.1f} s")
+            print(line)
+
+    def prepared(self) -> Transformer:
+        """The model, ready to score texts."""
+        import torch
+
+        from hasten.training.build import fuse_activations
+
+        model = self.load()
+        if self.fuse and model.dtype == torch.float32:  # other dtypes have fused blocks
+            fuse_activations(model, torch.float32)
+        return model

@@ -63,6 +63,26 @@ def perplexity(
     half the context by default; the context itself means windows that do not overlap, half the work. progress is
     called with the number of tokens scored so far and that of all. Raises ConfigError if nothing can be predicted.
     """
+    cut, size = cut_windows(model, documents, context=context, stride=stride)
+    total = sum(len(window.tokens) - window.first for window in cut)
+    nats, count = 0.0, 0
+    for batch in batches(cut):
+        nats += _score(model, batch)
+        count += sum(len(window.tokens) - window.first for window in batch)
+        if progress is not None:
+            progress(count, total)
+    bits = nats / math.log(2) / size if size else None
+    mean = nats / count
+    return Perplexity(math.exp(mean) if mean < 700 else math.inf, bits, count)
+
+
+def cut_windows(
+    model: Transformer, documents: Iterable[str | Sequence[int]], *, context: int | None, stride: int | None
+) -> tuple[list[Window], int]:
+    """The windows of all documents, the longest first, and the UTF-8 bytes of those that are texts.
+
+    Raises ConfigError as `perplexity` does.
+    """
     if isinstance(documents, str):
         raise ConfigError("perplexity takes a list of documents; put a single text into a list")
     limit = model.config.max_positions
@@ -79,18 +99,9 @@ def perplexity(
     cut = [window for tokens, _ in encoded for window in windows(tokens, context=context, stride=stride)]
     # By length, so that little is padding; the longest first, so that what does not fit into memory ends at once.
     cut.sort(key=lambda window: -len(window.tokens))
-    total = sum(len(window.tokens) - window.first for window in cut)
-    if not total:
+    if not cut:
         raise ConfigError("the text is too short: no document has two tokens, so there is nothing to predict")
-    nats, count = 0.0, 0
-    for batch in _batches(cut, max(context, BATCH_TOKENS)):
-        nats += _score(model, batch)
-        count += sum(len(window.tokens) - window.first for window in batch)
-        if progress is not None:
-            progress(count, total)
-    bits = nats / math.log(2) / size if size else None
-    mean = nats / count
-    return Perplexity(math.exp(mean) if mean < 700 else math.inf, bits, count)
+    return cut, size
 
 
 def _tokens(model: Transformer, document: str | Sequence[int]) -> Tensor:
@@ -105,29 +116,41 @@ def _tokens(model: Transformer, document: str | Sequence[int]) -> Tensor:
     return torch.tensor(document, dtype=torch.int32)
 
 
-def _batches(cut: Sequence[Window], room: int) -> Iterator[list[Window]]:
-    """As many windows as `room` tokens hold, padded to the first, which is the longest."""
-    start = 0
+def batches(cut: Sequence[Window]) -> Iterator[list[Window]]:
+    """As many windows as BATCH_TOKENS hold, or one, padded to the first, which is the longest."""
+    room, start = max(len(cut[0].tokens), BATCH_TOKENS), 0
     while start < len(cut):
         count = room // len(cut[start].tokens)
         yield list(cut[start : start + count])
         start += count
 
 
-def _score(model: Transformer, batch: list[Window]) -> float:
-    """The sum of the losses, in nats, of the scored tokens of a batch of windows, the longest first.
+@dataclass(frozen=True, slots=True)
+class Padded:
+    """A batch of windows as a model takes it. rows: those of the flattened tokens whose next one is scored, targets."""
 
-    Only their rows reach the head: with windows that overlap by half, that is half of them.
-    """
-    longest = len(batch[0].tokens) - 1
-    inputs = torch.zeros(len(batch), longest, dtype=torch.int64)
-    rows, targets = [], []
-    for row, window in enumerate(batch):
-        last = len(window.tokens) - 1
-        inputs[row, :last] = window.tokens[:-1]
-        rows.append(row * longest + torch.arange(window.first - 1, last))
-        targets.append(window.tokens[window.first :])
-    device = model.device
-    positions = torch.arange(longest, device=device).expand(len(batch), -1)
-    scored, wanted = torch.cat(rows).to(device), torch.cat(targets).to(device, torch.int64)
-    return float(model(inputs.to(device), positions, training_context(model, longest), rows=scored, targets=wanted))
+    tokens: Tensor
+    positions: Tensor
+    rows: Tensor
+    targets: Tensor
+
+    @classmethod
+    def of(cls, batch: list[Window], device: torch.device) -> "Padded":
+        """Windows, the longest first. Only the scored rows reach the head: with half an overlap, half of them."""
+        longest = len(batch[0].tokens) - 1
+        inputs = torch.zeros(len(batch), longest, dtype=torch.int64)
+        rows, targets = [], []
+        for row, window in enumerate(batch):
+            last = len(window.tokens) - 1
+            inputs[row, :last] = window.tokens[:-1]
+            rows.append(row * longest + torch.arange(window.first - 1, last))
+            targets.append(window.tokens[window.first :])
+        positions = torch.arange(longest, device=device).expand(len(batch), -1)
+        return cls(inputs.to(device), positions, torch.cat(rows).to(device), torch.cat(targets).to(device, torch.int64))
+
+
+def _score(model: Transformer, batch: list[Window]) -> float:
+    """The sum of the losses, in nats, of the scored tokens of a batch of windows."""
+    own = Padded.of(batch, model.device)
+    context = training_context(model, own.tokens.shape[1])
+    return float(model(own.tokens, own.positions, context, rows=own.rows, targets=own.targets))

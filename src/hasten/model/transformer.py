@@ -218,12 +218,7 @@ class Transformer(nn.Module):
         x = self.states(tokens, positions, context, block_scales=block_scales)
         if rows is not None:
             x = x.flatten(0, -2)[rows]  # (R, C)
-        if targets is None and self.stack is not None:
-            return self._finished(self.stack.scores(x))
-        x = self.norm(x)
-        if targets is None:
-            return self.logits(x)
-        return self.loss(x, targets)
+        return self.scores(x) if targets is None else self.loss(self.norm(x), targets)
 
     def states(
         self, tokens: Tensor, positions: Tensor, context: Context, *, block_scales: Sequence[float] | None = None
@@ -232,17 +227,21 @@ class Transformer(nn.Module):
 
         In `compute_dtype`, or in float32 where the model is fused.
         """
+        x = self.embed(tokens, positions)
+        ropes = [table(positions) for table in self.ropes]  # cos and sin, (B, T, dim/2) each
+        if self.stack is not None and block_scales is None:
+            return self.stack(x, ropes, context)
+        return self.each_block(x, ropes, context.layers, block_scales)
+
+    def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """What the first block is given: (B, T, C) for tokens and positions (B, T)."""
         x = self.embedding(tokens)  # (B, T, C)
         if self.config.embedding_scale != 1.0:
             # Rounded to the weights' dtype first, as Gemma was trained.
             x = x * torch.tensor(self.config.embedding_scale, dtype=self.dtype)
         if self.positions is not None:
             x = x + self.positions(positions)
-        x = self.dropout(x)
-        ropes = [table(positions) for table in self.ropes]  # cos and sin, (B, T, dim/2) each
-        if self.stack is not None and block_scales is None:
-            return self.stack(x, ropes, context)
-        return self.each_block(x, ropes, context.layers, block_scales)
+        return self.dropout(x)
 
     def each_block(
         self,
@@ -285,6 +284,10 @@ class Transformer(nn.Module):
             softcap=self.config.logit_softcap,
             kernel=self.loss_kernel,
         )
+
+    def scores(self, x: Tensor) -> Tensor:
+        """Logits (..., V) of states (..., C) as they come out of the last block."""
+        return self.logits(self.norm(x)) if self.stack is None else self._finished(self.stack.scores(x))
 
     def logits(self, x: Tensor) -> Tensor:
         """Scores (..., V) in float32 of normalised states x (..., C); the padded rows of the vocabulary are cut off."""
