@@ -76,7 +76,7 @@ class Data:
     """Where the text comes from, and how it is cut into batches."""
 
     source: str = "stdlib"
-    """stdlib (this Python's own library), a file, a folder, a quoted glob, or hf:owner/name."""
+    """stdlib (this Python's own library), packages (all installed), a file, a folder, a glob, or hf:owner/name."""
     tokenizer: str | None = None
     """A folder with a tokenizer (none: one is trained on the text, or with --init the folder's)."""
     tokenizer_kind: Literal["bpe", "character"] = "bpe"
