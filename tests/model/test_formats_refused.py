@@ -70,14 +70,18 @@ def test_tensors_that_do_not_fit_are_refused(case, int4_folder):
 
 CONFIGS = {
     "no word of it": (lambda v: v.pop("quantization_config"), "weight_packed is quantized", "no quantization_config"),
-    "3 bits": (lambda v: weights_of(v).update(num_bits=3), "weights.num_bits", "3"),
+    "5 bits": (lambda v: weights_of(v).update(num_bits=5), "weights.num_bits", "5"),
     "group of 7": (lambda v: weights_of(v).update(group_size=7), "weights.group_size", "7"),
     "group of 64": (lambda v: weights_of(v).update(group_size=64), "groups of 64"),
     "group of text": (lambda v: weights_of(v).update(group_size="32"), "weights.group_size"),
     "floats": (lambda v: weights_of(v).update(type="float"), "weights.type", "float"),
     "blocks": (lambda v: weights_of(v).update(strategy="block"), "weights.strategy", "block"),
     "int8 by group of none": (lambda v: weights_of(v).update(num_bits=8, group_size=0), "weights.group_size"),
-    "fp8": (lambda v: v["quantization_config"].update(format="float-quantized"), "format", "reads int4 and int8"),
+    "fp8": (
+        lambda v: v["quantization_config"].update(format="float-quantized"),
+        "format",
+        "reads weights of 2, 3, 4 and 8 bits",
+    ),
     "column order": (lambda v: weights_of(v).update(actorder="group"), "weights.actorder", "group"),
     "dynamic": (lambda v: weights_of(v).update(dynamic=True), "weights.dynamic"),
     "static activations": (
@@ -101,8 +105,8 @@ CONFIGS = {
     "sparse": (lambda v: v["quantization_config"].update(sparsity_config={"format": "24"}), "sparsity_config"),
     "rotated": (lambda v: v["quantization_config"].update(transform_config={"x": 1}), "transform_config"),
     "no object": (lambda v: v.update(quantization_config=[1]), "quantization_config", "object"),
-    "gptq": (lambda v: v["quantization_config"].update(quant_method="gptq"), "gptq", "compressed-tensors"),
-    "awq": (lambda v: v["quantization_config"].update(quant_method="awq"), "awq"),
+    "gptq": (lambda v: v["quantization_config"].update(quant_method="gptq"), "bits (gptq) must be"),
+    "awq": (lambda v: v["quantization_config"].update(quant_method="awq"), "bits (awq) must be"),
     "fp8 of others": (lambda v: v["quantization_config"].update(quant_method="fp8"), "fp8"),
     "no method": (lambda v: v["quantization_config"].pop("quant_method"), "None"),
 }

@@ -10,11 +10,10 @@ from typing import Any, NoReturn
 import torch
 
 from hasten.errors import CheckpointError
-from hasten.model.formats.record import Activations, LayerFormat
+from hasten.model.formats.record import GROUP_SIZES, Activations, LayerFormat
 from hasten.ops.linear.weights import Scales, WeightFormat, int4_format
 
 FORMATS = PACKED, W8A8, WEIGHT_ONLY, MIXED = "pack-quantized", "int-quantized", "naive-quantized", "mixed-precision"
-GROUP_SIZES = (32, 64, 128)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +31,8 @@ class ConfigGroup:
 def read_groups(given: Any, values: Mapping[str, Any], where: Path) -> tuple[ConfigGroup, ...]:
     """The ways of quantizing that `given`, the quantization_config of a config.json's `values`, names.
 
-    Understood are int4 and int8 weights with scales by group or by row, with or without zero points. CheckpointError
-    names the field that asks for anything else.
+    Understood are weights of 2, 3, 4 and 8 bits with scales by group or by row, with or without zero points.
+    CheckpointError names the field that asks for anything else.
     """
     fields = _Reader(where, given)
     fields.only(format=(*FORMATS, None))
@@ -69,7 +68,8 @@ class _Reader:
         raise CheckpointError(
             f"{self.where}: {f'quantization_config.{self.prefix}{name}'.rstrip('.')} must be {wanted}; "
             f"found {found!r:.60}. "
-            "hasten reads int4 and int8 weights: take such a checkpoint, or the unquantized one and `hasten quantize`"
+            "hasten reads weights of 2, 3, 4 and 8 bits: take such a checkpoint, or the unquantized one and "
+            "`hasten quantize`"
         )
 
 
@@ -81,7 +81,7 @@ def _group(group: _Reader, own_activations: Any) -> ConfigGroup:
     weights = _Reader(group.where, group.values.get("weights"), f"{group.prefix}weights.")
     # actorder "weight" and "static" only order the calibration; "group" needs an index of the columns.
     weights.only(
-        num_bits=(4, 8),
+        num_bits=(2, 3, 4, 8),
         type=("int", None),
         dynamic=(False, None),
         symmetric=(True, False, None),
@@ -101,7 +101,7 @@ def _group(group: _Reader, own_activations: Any) -> ConfigGroup:
         inputs = _Reader(group.where, group.values.get("input_activations"), f"{group.prefix}input_activations.")
         inputs.only(num_bits=(8,), type=("int", None), symmetric=(True, None), strategy=("token",), dynamic=(True,))
         activations = "int8"
-    format = int4_format(size, symmetric=symmetric)
+    format = int4_format(size, symmetric=symmetric, bits=bits)
     if bits == 8:
         format = WeightFormat(element="int8", scales=(Scales(torch.float32, size),), zero=format.zero)
     return ConfigGroup(tuple(targets), LayerFormat(format, activations))

@@ -3,7 +3,7 @@ and the config, and read.
 """
 
 from collections.abc import Mapping
-from functools import partial
+from dataclasses import replace
 from typing import NoReturn
 
 import torch
@@ -11,11 +11,12 @@ from torch import Tensor
 
 from hasten.errors import CheckpointError
 from hasten.model.checkpoint import StoredTensor, check_finite
-from hasten.model.formats.compressed_config import GROUP_SIZES, ConfigGroup
+from hasten.model.formats.compressed_config import ConfigGroup
 from hasten.model.formats.file_format import QuantizedModule
 from hasten.model.formats.packing import unpack_bytes, unpack_columns, unpack_rows
-from hasten.model.formats.record import LayerFormat
-from hasten.ops.linear import INT8, QuantizedWeight, int4_format
+from hasten.model.formats.record import LayerFormat, group_places, held_format
+from hasten.ops.linear import INT8, QuantizedWeight
+from hasten.ops.linear.weights import Scales
 
 _SCALES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
 _BLOCK_ELEMENTS = 1 << 20
@@ -78,24 +79,20 @@ class CompressedFolder:
     def _values(self, module: QuantizedModule) -> Tensor:
         if not module.packed:
             return self.values(module)
-        unpack = unpack_bytes if module.stored.bits == 8 else unpack_columns
-        return unpack(self.values(module), module.shape[1])
+        words, columns, bits = self.values(module), module.shape[1], module.stored.bits
+        return unpack_bytes(words, columns) if bits == 8 else unpack_columns(words, columns, bits)
 
     def _layer_scales(self, module: QuantizedModule) -> tuple[Tensor, Tensor | None]:
         """Scales and zeros as the module's layer holds them."""
         assert module.layer is not None
         scales, zeros = self._scales(module)
-        held, k = module.layer.weight, module.shape[1]
-        if held.bits == 8:
+        if module.stored.bits == 8:
             return scales.float(), None
-        if module.stored.group_size != held.group_size:  # wider groups: each part of one has the same scale
-            group = torch.arange(held.groups(k)) * held.group_size
-            place = group // (module.stored.group_size or k)
-            scales, zeros = scales[:, place], None if zeros is None else zeros[:, place]
-        return scales, zeros
+        place = group_places(module.stored, module.layer.weight, module.shape[1])
+        return scales[:, place], None if zeros is None else zeros[:, place]
 
     def _scales(self, module: QuantizedModule) -> tuple[Tensor, Tensor | None]:
-        """Scales (N, G) as they stand in the file, and zeros of the same shape: uint8 for int4, int8 for int8."""
+        """Scales (N, G) as they stand in the file, and zeros of the same shape: int8 for int8, else uint8."""
         n = module.shape[0]
         name = f"{module.name}.weight_scale"
         scales = self.tensors[name].view(n, -1)
@@ -105,8 +102,8 @@ class CompressedFolder:
         zeros = self.tensors[f"{module.name}.weight_zero_point"]
         if not module.packed:
             return scales, zeros.view(n, -1)
-        if module.stored.bits == 4:
-            return scales, unpack_rows(zeros, n)
+        if module.stored.bits < 8:
+            return scales, unpack_rows(zeros, n, module.stored.bits)
         return scales, unpack_bytes(zeros.t().clone(memory_format=torch.contiguous_format), n).t()
 
     def _module(self, name: str, packed: bool) -> QuantizedModule:
@@ -141,16 +138,15 @@ class CompressedFolder:
             if zero.dtype != ("I32" if packed else "I8") or zero.shape not in shapes:
                 expected = f"I32 {list(shapes[0])} (packed by row)" if packed else f"I8 {list(shapes[0])}"
                 _fail(zero, f"must be {expected}; found {_seen(zero)}")
-        if bits == 4 and scale.dtype == "F32":
-            _fail(scale, "must be F16 or BF16 for int4; found F32")
+        if bits < 8 and scale.dtype == "F32":
+            _fail(scale, f"must be F16 or BF16 for int{bits}; found F32")
         chosen = next((group for group in fits if name in group.targets), fits[0]).layer
         stored_format = chosen.weight
         layer = chosen if stored_format == INT8 else None
-        if bits == 4:
-            size, format_of = stored_format.group_size, partial(int4_format, symmetric=zero is None)
-            stored_format = format_of(size, scale_dtype=_SCALES[scale.dtype])
-            held_size = size if size in GROUP_SIZES else GROUP_SIZES[-1]
-            layer = LayerFormat(format_of(held_size, scale_dtype=_SCALES[scale.dtype]), chosen.activations)
+        if bits < 8:
+            stored_format = replace(stored_format, scales=(Scales(_SCALES[scale.dtype], stored_format.group_size),))
+            held = held_format(stored_format)
+            layer = None if held is None else LayerFormat(held, chosen.activations)
         return QuantizedModule(name, (n, k), stored_format, layer, packed)
 
     def _true_columns(self, name: str, weight: StoredTensor) -> tuple[int, int]:

@@ -2,10 +2,10 @@
 
 Beside a linear module's bias stand, in place of its `weight` (N, K):
 
-  int4, "pack-quantized"                                  int8, "int-quantized" or "naive-quantized"
-    weight_packed      int32 (N, ceil(K / 8))               weight        int8 (N, K)
+  int4, int3, int2, "pack-quantized"                      int8, "int-quantized" or "naive-quantized"
+    weight_packed      int32 (N, ceil(K · bits / 32))       weight        int8 (N, K)
     weight_scale       float16 or bfloat16 (N, G)           weight_scale  float32 (N, 1)
-    weight_zero_point  int32 (ceil(N / 8), G), asymmetric
+    weight_zero_point  int32 (ceil(N · bits / 32), G), asymmetric
     weight_shape       int64 (2): N, K
 
 Where a model has experts, its int8 layers are packed too (weight_packed, four to an int32, and weight_shape): of plain
@@ -64,16 +64,16 @@ class CompressedTensors:
 
     def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
         """The tensors that stand for a weight (N, K), by what follows the module's name."""
-        int4 = weight.format.bits == 4
-        if not int4 and not self.pack_int8:
+        bits = weight.format.bits
+        if bits == 8 and not self.pack_int8:
             return {"weight": weight.values, "weight_scale": weight.scales}
         tensors = {
-            "weight_packed": pack_columns(weight.values) if int4 else pack_bytes(weight.values),
+            "weight_packed": pack_bytes(weight.values) if bits == 8 else pack_columns(weight.values, bits),
             "weight_scale": weight.scales,
             "weight_shape": torch.tensor(weight.shape),
         }
         if weight.zeros is not None:
-            tensors["weight_zero_point"] = pack_rows(weight.zeros)
+            tensors["weight_zero_point"] = pack_rows(weight.zeros, bits)
         return tensors
 
     def write_config(self, layers: Mapping[str, LayerFormat], ignored: Sequence[str]) -> dict[str, Any]:
@@ -107,7 +107,7 @@ class CompressedTensors:
         return {"quantization_config": config} | private
 
     def _format(self, weight: WeightFormat, *, w8a8: bool) -> str:
-        if weight.bits == 4 or self.pack_int8:
+        if weight.bits < 8 or self.pack_int8:
             return PACKED
         return W8A8 if w8a8 else WEIGHT_ONLY
 

@@ -1,17 +1,24 @@
-"""int4 values as compressed-tensors' "pack-quantized" layout stores them: eight to an int32, the first one lowest.
+"""Values of few bits as compressed-tensors' "pack-quantized" layout stores them: in int32 words, the first one lowest.
 
-A value is stored plus 8, as 0 … 15, which is what QuantizedWeight holds anyway; so are zero points, which are packed
-along the rows (N) and not along the columns. On a little-endian machine eight nibbles of an int32 are four bytes with
-the earlier value in the low half.
+A value is stored without its sign (of int4 plus 8, as 0 … 15), which is what QuantizedWeight holds anyway; so are zero
+points, which are packed along the rows (N) and not along the columns. On a little-endian machine eight nibbles of an
+int32 are four bytes with the earlier value in the low half; of 3 bits a value may stand in two words.
 """
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 
-def pack_columns(values: Tensor) -> Tensor:
-    """uint8 (R, C) of 0 … 15 -> int32 (R, ceil(C / 8)); missing values are 0."""
+def pack_columns(values: Tensor, bits: int = 4) -> Tensor:
+    """uint8 (R, C) of `bits` each -> int32 (R, ceil(C · bits / 32)); missing values are 0."""
+    if bits != 4:
+        if values.is_meta:
+            return values.new_empty(values.shape[0], -(-values.shape[1] * bits // 32), dtype=torch.int32)
+        single = (values.numpy()[:, :, None] >> np.arange(bits, dtype=np.uint8)) & 1  # (R, C, bits), the lowest first
+        packed_bytes = torch.from_numpy(np.packbits(single.reshape(len(values), -1), axis=1, bitorder="little"))
+        return pad(packed_bytes, (0, -packed_bytes.shape[1] % 4)).view(torch.int32)
     if values.shape[1] % 8:
         values = pad(values, (0, -values.shape[1] % 8))
     packed = values[:, 1::2] << 4
@@ -19,8 +26,13 @@ def pack_columns(values: Tensor) -> Tensor:
     return packed.view(torch.int32)
 
 
-def unpack_columns(packed: Tensor, columns: int) -> Tensor:
-    """int32 (R, ceil(columns / 8)) -> uint8 (R, columns) of 0 … 15."""
+def unpack_columns(packed: Tensor, columns: int, bits: int = 4) -> Tensor:
+    """int32 (R, ceil(columns · bits / 32)) -> uint8 (R, columns)."""
+    if bits != 4:
+        as_bytes = packed.contiguous().view(torch.uint8).numpy()
+        single = np.unpackbits(as_bytes, axis=1, count=columns * bits, bitorder="little")
+        each = np.packbits(single.reshape(len(packed), columns, bits), axis=2, bitorder="little")
+        return torch.from_numpy(each[..., 0])
     pairs = packed.contiguous().view(torch.uint8)  # (R, C / 2)
     values = torch.empty(*pairs.shape, 2, dtype=torch.uint8, device=packed.device)
     torch.bitwise_and(pairs, 15, out=values[..., 0])
@@ -29,14 +41,14 @@ def unpack_columns(packed: Tensor, columns: int) -> Tensor:
     return values if values.shape[1] == columns else values[:, :columns].contiguous()
 
 
-def pack_rows(values: Tensor) -> Tensor:
-    """uint8 (R, C) of 0 … 15 -> int32 (ceil(R / 8), C), packed along the rows."""
-    return pack_columns(_turned(values)).t().contiguous()
+def pack_rows(values: Tensor, bits: int = 4) -> Tensor:
+    """uint8 (R, C) of `bits` each -> int32 (ceil(R · bits / 32), C), packed along the rows."""
+    return pack_columns(_turned(values), bits).t().contiguous()
 
 
-def unpack_rows(packed: Tensor, rows: int) -> Tensor:
-    """int32 (ceil(rows / 8), C) -> uint8 (rows, C) of 0 … 15."""
-    return unpack_columns(_turned(packed), rows).t().contiguous()
+def unpack_rows(packed: Tensor, rows: int, bits: int = 4) -> Tensor:
+    """int32 (ceil(rows · bits / 32), C) -> uint8 (rows, C)."""
+    return unpack_columns(_turned(packed), rows, bits).t().contiguous()
 
 
 def _turned(matrix: Tensor) -> Tensor:

@@ -1,9 +1,14 @@
-"""How one layer of a model is quantized: what a checkpoint says, and what a saved one will say."""
+"""How one layer of a model is quantized: what a checkpoint says, what its kernel holds, what a saved one will say."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
+import torch
+from torch import Tensor
+
 from hasten.ops.linear.weights import WeightFormat
+
+GROUP_SIZES = (32, 64, 128)  # of int4 that kernels multiply
 
 Activations = Literal["int8", "float"]
 
@@ -16,3 +21,23 @@ class LayerFormat:
 
     weight: WeightFormat
     activations: Activations = "int8"
+
+
+def held_format(stored: WeightFormat) -> WeightFormat | None:
+    """The int4 format in which a kernel holds a stored one of the same bits; None where there is none.
+
+    Groups wider than the widest are held as several with the same scale.
+    """
+    size = stored.group_size
+    if stored.bits != 4 or stored.permuted or (size not in GROUP_SIZES and size % GROUP_SIZES[-1]):
+        return None
+    return replace(
+        stored, scales=(replace(stored.scales[0], columns=size if size in GROUP_SIZES else GROUP_SIZES[-1]),)
+    )
+
+
+def group_places(stored: WeightFormat, held: WeightFormat, in_features: int) -> Tensor:
+    """For each group of the held format the stored one it is in, int64 (G,)."""
+    return (
+        torch.arange(held.groups(in_features)) * (held.group_size or in_features) // (stored.group_size or in_features)
+    )

@@ -8,10 +8,11 @@ from torch import Tensor
 
 from hasten.errors import CheckpointError
 from hasten.model.checkpoint import StoredTensor
+from hasten.model.formats.columns import AWQFormat, GPTQFormat
 from hasten.model.formats.compressed_tensors import CompressedTensors
 from hasten.model.formats.file_format import FileFormat, QuantizedFolder, StoredQuantization
 
-FILE_FORMATS: Mapping[str, FileFormat] = {one.method: one for one in (CompressedTensors(),)}
+FILE_FORMATS: Mapping[str, FileFormat] = {one.method: one for one in (CompressedTensors(), GPTQFormat(), AWQFormat())}
 
 
 def read_quantization(values: Mapping[str, Any], where: Path) -> StoredQuantization | None:
@@ -22,14 +23,15 @@ def read_quantization(values: Mapping[str, Any], where: Path) -> StoredQuantizat
     if not isinstance(given, dict):
         raise CheckpointError(
             f"{where}: quantization_config must be an object; found {given!r:.60}. "
-            "hasten reads int4 and int8 weights: take such a checkpoint, or the unquantized one and `hasten quantize`"
+            "hasten reads weights of 2, 3, 4 and 8 bits: take such a checkpoint, or the unquantized one and "
+            "`hasten quantize`"
         )
     method = given.get("quant_method")
     found = FILE_FORMATS.get(method) if isinstance(method, str) else None
     if found is None:
         raise CheckpointError(
             f"{where}: quantization_config says that the weights are quantized ({method!r:.40}), which hasten does not "
-            f"read; it reads {', '.join(FILE_FORMATS)} (int4 and int8). Load the unquantized checkpoint and use "
+            f"read; it reads {', '.join(FILE_FORMATS)} (2, 3, 4 and 8 bits). Load the unquantized checkpoint and use "
             "`hasten quantize`"
         )
     return found.read_config(given, values, where)

@@ -1,0 +1,249 @@
+"""The layouts of GPTQ and AWQ checkpoints: integers of input features one below the other, in int32 words.
+
+Beside a linear module's bias stand, in place of its `weight` (N, K), with G groups of input features:
+
+  GPTQ (AutoGPTQ, GPTQModel)                             AWQ (AutoAWQ's "GEMM")
+    qweight  int32 (K · bits / 32, N), packed along K      qweight  int32 (K, N / 8), packed along N
+    qzeros   int32 (G, N · bits / 32), packed along N      qzeros   int32 (G, N / 8), likewise
+    scales   float16 or bfloat16 (G, N)                    scales   float16 or bfloat16 (G, N)
+    g_idx    int32 (K), the group of each input feature
+
+GPTQ stores zero points less one, unless config.json's `checkpoint_format` is "gptq_v2". AWQ's eight values of a word
+stand in the order 0, 2, 4, 6, 1, 3, 5, 7.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from hasten.errors import CheckpointError
+from hasten.model.checkpoint import StoredTensor, check_finite
+from hasten.model.formats.file_format import QuantizedFolder, QuantizedModule
+from hasten.model.formats.packing import unpack_columns
+from hasten.model.formats.record import LayerFormat, group_places, held_format
+from hasten.ops.linear import INT8, QuantizedWeight, WeightFormat, int4_format
+
+_SUFFIXES = (".qweight", ".qzeros", ".scales", ".g_idx")
+_SCALES = {"F16": torch.float16, "BF16": torch.bfloat16}
+_AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # where in a word the values 0 … 7 stand
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnsQuantization:
+    """The `StoredQuantization`: bits and group size (0: one group a row) of all modules, and how they are packed."""
+
+    where: Path
+    awq: bool
+    bits: int
+    group_size: int
+    symmetric: bool
+    zero_offset: int  # what is added to a stored zero point
+
+    @property
+    def weight_formats(self) -> list[WeightFormat]:
+        """One; the dtype of the scales is only known from their tensors."""
+        return [int4_format(self.group_size, symmetric=self.symmetric, bits=self.bits)]
+
+    def open(self, stored: Mapping[str, StoredTensor], tensors: Mapping[str, Tensor]) -> QuantizedFolder:
+        """The folder, its modules checked by their headers."""
+        return ColumnsFolder(self, stored, tensors)
+
+
+class ColumnsFolder:
+    """A `QuantizedFolder` of GPTQ or AWQ. Raises CheckpointError for tensors that do not fit each other."""
+
+    def __init__(
+        self, config: ColumnsQuantization, stored: Mapping[str, StoredTensor], tensors: Mapping[str, Tensor]
+    ) -> None:
+        self.config, self.stored, self.tensors = config, stored, tensors
+        self.logical = {name: tensor for name, tensor in stored.items() if not name.endswith(_SUFFIXES)}
+        self.modules: dict[str, QuantizedModule] = {}
+        for name, tensor in stored.items():
+            if name.endswith(".qweight"):
+                module = self._module(name.removesuffix(".qweight"))
+                self.modules[f"{module.name}.weight"] = module
+                self.logical[f"{module.name}.weight"] = StoredTensor(
+                    f"{module.name}.weight", "BF16", module.shape, tensor.file
+                )
+            elif name.endswith(_SUFFIXES) and f"{name.rpartition('.')[0]}.qweight" not in stored:
+                _fail(tensor, f"stands without {name.rpartition('.')[0]}.qweight; download the folder again")
+        if not self.modules:
+            method = "awq" if config.awq else "gptq"
+            raise CheckpointError(
+                f"{config.where}: quantization_config says that weights are quantized by {method}, and no tensor is; "
+                "download the folder again"
+            )
+
+    def read(self, module: QuantizedModule) -> QuantizedWeight:
+        """The module's numbers as its layer holds them."""
+        assert module.layer is not None
+        whole = self._whole(module)
+        if module.layer.weight == INT8:
+            return replace(whole, format=INT8, scales=whole.scales.float())
+        place = group_places(module.stored, module.layer.weight, module.shape[1])
+        zeros = None if whole.zeros is None else whole.zeros[:, place]
+        return replace(whole, format=module.layer.weight, scales=whole.scales[:, place], zeros=zeros)
+
+    def int4_words(self, module: QuantizedModule) -> None:
+        """None: the words run the other way."""
+
+    def dequantize(self, module: QuantizedModule, dtype: torch.dtype) -> Tensor:
+        """The weight (N, K) that the module's integers stand for, each rounded once, to `dtype`."""
+        whole = self._whole(module)
+        groups = self._groups_of_columns(module)
+        weight = torch.empty(module.shape, dtype=dtype)
+        zeros = whole.zeros
+        for start in range(0, len(weight), rows := max(1, (1 << 20) // module.shape[1])):
+            part = slice(start, start + rows)
+            zero = float(whole.format.middle) if zeros is None else zeros[part].float()[:, groups]
+            weight[part] = ((whole.values[part].float() - zero) * whole.scales[part].float()[:, groups]).to(dtype)
+        return weight
+
+    def values(self, module: QuantizedModule) -> Tensor:
+        """The words, as they stand in the file."""
+        return self.tensors[f"{module.name}.qweight"]
+
+    def _whole(self, module: QuantizedModule) -> QuantizedWeight:
+        """The module as it is stored, a byte for each integer; of the columns in the file's order."""
+        n, k = module.shape
+        bits, words = self.config.bits, self.values(module)
+        scales = self.tensors[f"{module.name}.scales"].t().contiguous()
+        check_finite(f"{module.name}.scales", scales, self.stored[f"{module.name}.scales"].file)
+        zeros = self._unpacked(self.tensors[f"{module.name}.qzeros"], n).t().contiguous()  # (N, G)
+        zeros = (zeros + self.config.zero_offset) & ((1 << bits) - 1)
+        if self.config.awq:
+            values = self._unpacked(words, n).t().contiguous()
+        else:
+            values = unpack_columns(words.t().contiguous(), k, bits)
+        if bits == 8:  # unsigned in the file
+            values, zeros = (values ^ 128).view(torch.int8), (zeros ^ 128).view(torch.int8)
+        symmetric = module.stored.symmetric
+        if symmetric and (zeros != module.stored.middle).any():
+            _fail(
+                self.stored[f"{module.name}.qzeros"],
+                f"holds other zero points than {module.stored.middle}, though config.json calls them symmetric",
+            )
+        return QuantizedWeight(format=module.stored, values=values, scales=scales, zeros=None if symmetric else zeros)
+
+    def _unpacked(self, words: Tensor, columns: int) -> Tensor:
+        """int32 (R, columns · bits / 32) packed along the columns -> uint8 (R, columns)."""
+        values = unpack_columns(words, columns, self.config.bits)
+        return values.unflatten(1, (-1, 8))[:, :, _AWQ_ORDER].flatten(1) if self.config.awq else values
+
+    def _groups_of_columns(self, module: QuantizedModule) -> Tensor:
+        """The group of each input feature, int64 (K,)."""
+        index = self.tensors.get(f"{module.name}.g_idx")
+        k = module.shape[1]
+        return torch.arange(k) // (self.config.group_size or k) if index is None else index.long()
+
+    def _module(self, name: str) -> QuantizedModule:
+        config = self.config
+        weight = self.stored[f"{name}.qweight"]
+        if weight.dtype != "I32" or len(weight.shape) != 2:
+            _fail(weight, f"must be a matrix of I32; found {_seen(weight)}")
+        rows, columns = weight.shape
+        n, k = (columns * 8, rows) if config.awq else (columns, rows * 32 // config.bits)
+        groups = -(-k // config.group_size) if config.group_size else 1
+        wanted = {
+            "scales": (tuple(_SCALES), (groups, n)),
+            "qzeros": (("I32",), (groups, -(-n * config.bits // 32))),
+            "g_idx": (("I32", "I64"), (k,)),
+        }
+        for leaf, (dtypes, shape) in wanted.items():
+            found = self.stored.get(f"{name}.{leaf}")
+            if found is None:
+                if leaf != "g_idx":
+                    _fail(weight, f"lacks {name}.{leaf} beside it; download the folder again")
+            elif found.dtype not in dtypes or found.shape != shape:
+                _fail(found, f"must be {' or '.join(dtypes)} {list(shape)} beside it; found {_seen(found)}")
+        dtype = _SCALES[self.stored[f"{name}.scales"].dtype]
+        stored = int4_format(config.group_size, symmetric=config.symmetric, scale_dtype=dtype, bits=config.bits)
+        module = QuantizedModule(name, (n, k), stored, None, packed=True)
+        index = self._groups_of_columns(module)
+        least, most = int(index.min()), int(index.max())
+        if least < 0 or most >= groups:
+            _fail(self.stored[f"{name}.g_idx"], f"names groups from {least} to {most} of {groups}")
+        if not torch.equal(index, torch.arange(k) // (config.group_size or k)):
+            return replace(module, stored=replace(stored, permuted=True))
+        held = INT8 if (config.bits, config.group_size, config.symmetric) == (8, 0, True) else held_format(stored)
+        return module if held is None else replace(module, layer=LayerFormat(held, "float"))
+
+
+class _Columns:
+    """What both `FileFormat`s share. They are only read: hasten writes compressed-tensors."""
+
+    method: str
+
+    def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
+        raise NotImplementedError(f"hasten writes no {self.method} checkpoints")
+
+    def write_config(self, layers: Mapping[str, LayerFormat], ignored: Sequence[str]) -> dict[str, Any]:
+        raise NotImplementedError(f"hasten writes no {self.method} checkpoints")
+
+
+class GPTQFormat(_Columns):
+    """The `FileFormat` of AutoGPTQ and GPTQModel."""
+
+    method = "gptq"
+
+    def read_config(self, given: Any, values: Mapping[str, Any], where: Path) -> ColumnsQuantization:
+        """Bits 2, 3, 4 and 8, any group size, both ways of storing zero points, activation order."""
+        fields = _Fields(self.method, given, where)
+        fields.only("bits", 2, 3, 4, 8)
+        fields.only("checkpoint_format", None, "gptq", "gptq_v2")
+        fields.only("dynamic", None, {})
+        fields.only("pack_dtype", None, "int32")
+        offset = 0 if given.get("checkpoint_format") == "gptq_v2" else 1
+        symmetric = given.get("sym", True) is True
+        return ColumnsQuantization(where, False, given["bits"], fields.group_size(), symmetric, offset)
+
+
+class AWQFormat(_Columns):
+    """The `FileFormat` of AutoAWQ, packed for its GEMM kernel."""
+
+    method = "awq"
+
+    def read_config(self, given: Any, values: Mapping[str, Any], where: Path) -> ColumnsQuantization:
+        """4 bits with zero points, any group size."""
+        fields = _Fields(self.method, given | {"version": str(given.get("version", "gemm")).lower()}, where)
+        fields.only("bits", 4)
+        fields.only("version", "gemm")
+        fields.only("zero_point", None, True)
+        return ColumnsQuantization(where, True, 4, fields.group_size(), False, 0)
+
+
+class _Fields:
+    """The fields of a quantization_config, and errors that name them."""
+
+    def __init__(self, method: str, values: Mapping[str, Any], where: Path) -> None:
+        self.method, self.values, self.where = method, values, where
+
+    def only(self, name: str, *known: Any) -> None:
+        found = self.values.get(name)
+        if not any(type(found) is type(one) and found == one for one in known):
+            self.fail(name, " or ".join("absent" if one is None else repr(one) for one in known), found)
+
+    def group_size(self) -> int:
+        """0: all of a row."""
+        found = self.values.get("group_size", self.values.get("q_group_size", -1))
+        if type(found) is not int or (found < 1 and found != -1):
+            self.fail("group_size", "a number of input features, or -1", found)
+        return max(0, found)
+
+    def fail(self, name: str, wanted: str, found: Any) -> NoReturn:
+        raise CheckpointError(
+            f"{self.where}: quantization_config.{name} ({self.method}) must be {wanted}; found {found!r:.60}. "
+            "Take such a checkpoint, or the unquantized one and `hasten quantize`"
+        )
+
+
+def _seen(tensor: StoredTensor) -> str:
+    return f"{tensor.dtype!s:.20} {list(tensor.shape)}"
+
+
+def _fail(tensor: StoredTensor, what: str) -> NoReturn:
+    raise CheckpointError(f"{tensor.file}: {tensor.name!s:.100} {what}")
