@@ -4,6 +4,7 @@ import copy
 import json
 import resource
 import shutil
+import sys
 import weakref
 
 import pytest
@@ -277,10 +278,10 @@ def test_no_model_is_overwritten_unasked(tiny_folder, tmp_path, capsys):
 
 
 def test_ctrl_c_is_one_line_and_leaves_no_half_of_a_folder(tiny_folder, tmp_path, capsys, monkeypatch):
-    def interrupt(*arguments):
+    def interrupt(*arguments, **options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Int8, "round", interrupt)
+    monkeypatch.setattr(sys.modules["hasten.quantization.quantize"], "round_weight", interrupt)
     with pytest.raises(SystemExit) as caught:
         main(["quantize", str(tiny_folder), "--scheme", "int8", "--output", str(tmp_path / "out")])
     assert caught.value.code == 130

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hasten.errors import ConfigError
 from hasten.ops.linear import QuantizedWeight
 from hasten.quantization import blocks
-from hasten.quantization.quantize import relative_error
+from hasten.quantization.report import relative_error
 from hasten.quantization.rounding import round_int4, round_int8
 
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])

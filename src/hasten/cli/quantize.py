@@ -1,10 +1,11 @@
-"""`hasten quantize MODEL --output DIR`: a model in int8 or int4, as a folder."""
+"""`hasten quantize MODEL --output DIR`: a model in fewer bits, as a folder."""
 
 from __future__ import annotations
 
+import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import tyro
 
@@ -12,62 +13,123 @@ from hasten.cli.options import same_fields
 from hasten.errors import ConfigError
 from hasten.machine import configure, peak_memory
 from hasten.machine.files import require_writable, write_json
-from hasten.machine.progress import counter
+from hasten.machine.progress import share
 from hasten.machine.threads import Threads
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from hasten.model.transformer import Transformer
     from hasten.quantization import LayerReport, Scheme
+    from hasten.quantization.sequential import BlockMethod
+
+
+CALIBRATION = ("calibration", "samples", "length", "calibration_seed", "picture")  # options of every calibrated method
 
 
 @dataclass(frozen=True, kw_only=True)
 class Quantize:
-    """Round a model's weights to int8 or int4, and write them as a folder that hasten and transformers load.
+    """Quantize a model's weights to 8, 4, 3 or 2 bits, and write them as a folder that hasten and transformers load.
 
-    Layer by layer, from file to file: memory for about one layer is needed beside the mapped input. transformers reads
-    the folder with the package compressed-tensors (docs/quantization.md says of which models).
+    Layer by layer, from file to file: memory for about one layer is needed beside the mapped input; --method gptq works
+    block by block, and goes on at its block after an interruption. transformers reads the folder with the package
+    compressed-tensors (docs/quantization.md says of which models).
     """
 
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
     """A Hugging Face folder, or a hub id (owner/name)."""
     output: Path
     """The folder to write; another than the model's own."""
-    scheme: Literal["int8", "int4"]
-    """int8: one scale for each output row. int4: one for each group of input features of a row."""
+    scheme: Literal["int8", "int4", "int3", "int2"]
+    """int8: one scale for each output row. The others: one for each group of input features of a row."""
+    method: Literal["rtn", "gptq", "awq", "sign"] = "rtn"
+    """rtn rounds to nearest. The others look at calibration text: gptq makes up for each rounding in the weights to
+    come, awq scales the input channels that matter, sign tunes the rounding of a whole block (the most exact, and by
+    far the slowest)."""
     overwrite: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Replace a model that stands in the output folder already."""
     group_size: Literal[32, 64, 128] | None = None
-    """Input features that share a scale (int4; 128 by default): smaller is more exact and takes more bytes."""
+    """Input features that share a scale (128 by default): smaller is more exact and takes more bytes."""
     symmetric: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """No zero points (the default; int8 is always symmetric)."""
     asymmetric: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """A zero point for each group (int4)."""
+    """A zero point for each group."""
     lm_head: Literal["int8", "same", "none"] = "int8"
     """The output matrix: in int8, like the other layers, or left as it is."""
     search: Literal["mse", "minmax"] | None = None
-    """How an int4 scale is found: least squared error (the default), or the range of the group."""
+    """How a group's scale is found: least squared error (the default), or the range of the group."""
     activations: Literal["int8", "float"] = "int8"
-    """Whether hasten's products round activations to int8 too."""
+    """Whether hasten's products round activations to int8 too; calibration takes it into account."""
+    calibration: str | None = None
+    """Text for a method that looks at some: stdlib (the default), or a file, a folder or a glob as for eval --text."""
+    samples: int | None = None
+    """Calibration samples (128 by default)."""
+    length: int | None = None
+    """Tokens of a sample (512 by default)."""
+    calibration_seed: int | None = None
+    """Which samples are drawn from the text (0 by default)."""
+    order: Literal["columns", "activation", "groups"] | None = None
+    """gptq: columns as they stand; those with the largest inputs first; or whole groups so (the default)."""
+    damping: float | None = None
+    """gptq: added to the diagonal of the inputs' products, as a share of its mean (0.01 by default)."""
+    gptaq: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """gptq: aim at the outputs of the model before quantization (GPTAQ); takes the samples' memory twice."""
+    steps: int | None = None
+    """sign: steps of tuning for each block (200 by default)."""
+    batch: int | None = None
+    """sign: calibration samples of a step (8 by default)."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Of everything that is not quantized; auto keeps the model's own."""
     threads: Threads = "auto"
     """CPU threads; auto is one for each physical core that this process may use."""
+    picture: Path | None = None
+    """Draw the error of each layer's outputs, of rtn and of the method, as a PNG."""
     json: str | None = None
     """Write sizes, seconds and the error of each layer as JSON to this file; "-": to standard output."""
 
     def scheme_of(self) -> Scheme:
         """The library's scheme. Raises ConfigError for options that contradict each other."""
-        from hasten.quantization import Int4, Int8
+        from hasten.quantization.schemes import SCHEMES, Int8
 
         if self.symmetric and self.asymmetric:
             raise ConfigError("give one of --symmetric and --asymmetric")
         if self.scheme == "int8":
             if self.asymmetric:
-                raise ConfigError("int8 is symmetric; --asymmetric goes with --scheme int4")
+                raise ConfigError("int8 is symmetric; --asymmetric goes with --scheme int4, int3 and int2")
             for option, value in (("--group-size", self.group_size), ("--search", self.search)):
                 if value is not None:
-                    raise ConfigError(f"int8 has one scale for each row; {option} goes with --scheme int4")
+                    raise ConfigError(f"int8 has one scale for each row; {option} goes with --scheme int4, int3, int2")
             return Int8(**same_fields(self, Int8))
-        return Int4(**same_fields(self, Int4) | {"symmetric": not self.asymmetric})
+        kind = SCHEMES[self.scheme]
+        return kind(**same_fields(self, kind) | {"symmetric": not self.asymmetric})
+
+    def method_of(self) -> BlockMethod | None:
+        """The library's method. Raises ConfigError for options that belong to another one."""
+        from hasten.quantization import AWQ, GPTQ, SignRounding
+
+        methods: dict[str, tuple[type[GPTQ | AWQ | SignRounding] | None, tuple[str, ...]]] = {
+            "rtn": (None, ()),
+            "gptq": (GPTQ, (*CALIBRATION, "order", "damping", "gptaq")),
+            "awq": (AWQ, CALIBRATION),
+            "sign": (SignRounding, (*CALIBRATION, "steps", "batch")),
+        }
+        kind, allowed = methods[self.method]
+        for option in {name for _, names in methods.values() for name in names} - set(allowed):
+            if getattr(self, option):
+                fits = " and ".join(name for name, (_, names) in methods.items() if option in names)
+                raise ConfigError(f"--{option.replace('_', '-')} goes with --method {fits}; found {self.method}")
+        return None if kind is None else kind(**same_fields(self, kind))
+
+    def calibration_of(self, model: Transformer) -> Tensor:
+        """The calibration samples. Raises ConfigError for a text that is too short, or a model without a tokenizer."""
+        from hasten.data import read_documents
+        from hasten.quantization import calibration_tokens
+
+        if model.tokenizer is None:
+            raise ConfigError("calibration text needs a tokenizer, which this model's folder lacks")
+        wanted = {"samples": self.samples, "length": self.length, "seed": self.calibration_seed}
+        given = {name: value for name, value in wanted.items() if value is not None}
+        return calibration_tokens(model.tokenizer, read_documents(self.calibration or "stdlib"), **given)
 
     def check_output(self, source: Path) -> None:
         """Raise ConfigError, before any work, for an output folder whose files would be lost, or that is a file."""
@@ -87,32 +149,84 @@ class Quantize:
         from hasten.quantization.schemes import layer_formats
 
         require_writable(self.json)
-        scheme = self.scheme_of()
+        require_writable(None if self.picture is None else str(self.picture))
+        scheme, method = self.scheme_of(), self.method_of()
         configure(threads=self.threads)
         start = perf_counter()
         folder = resolve_folder(self.model)
         self.check_output(folder)
         model = load(folder, dtype=None if self.dtype == "auto" else self.dtype)
+        calibration = None if method is None else self.calibration_of(model)
+        result: dict[str, Any] = {
+            "output": str(self.output),
+            "scheme": {"name": self.scheme} | asdict(scheme),
+            "method": {"name": self.method} | ({} if method is None else asdict(cast(Any, method))),
+        }
+        if method is not None and calibration is not None:
+            result |= self.announce(model, method, calibration)
         reports: list[LayerReport] = []
-        with counter("quantized layers", len(layer_formats(model, scheme))) as advance:
+        total = len(layer_formats(model, scheme))
+        with share("quantized layers") as progress:
 
             def note(report: LayerReport) -> None:
                 reports.append(report)
-                advance(1)
+                progress(len(reports), total)
 
-            quantize_to_folder(model, scheme, self.output, report=note)
-        result = {
-            "output": str(self.output),
-            "scheme": {"name": self.scheme} | asdict(scheme),
+            def step(done: int, steps: int) -> None:
+                progress(len(reports) + done * (total // len(model.blocks)) // steps, total)
+
+            options: dict[str, Any] = {"method": method, "calibration": calibration, "report": note, "progress": step}
+            quantize_to_folder(model, scheme, self.output, **options)
+        result |= {
             "bytes_before": sum(parameter.nbytes for parameter in model.parameters()),
             "bytes": sum(path.stat().st_size for path in self.output.glob("model*.safetensors")),
+            "bits_per_weight": _bits_per_weight(model, reports),
             "seconds": perf_counter() - start,
             "peak_memory_bytes": peak_memory(),
             "layers": [_row(report) for report in reports],
         }
         write_json(self.json, result)
+        if self.picture is not None:
+            from hasten.quantization.picture import draw_errors
+
+            draw_errors(reports, self.method, self.picture)
         if self.json != "-":
             print("\n".join(_summary(result, reports)))
+
+    def announce(self, model: Transformer, method: BlockMethod, calibration: Tensor) -> dict[str, Any]:
+        """Say what will be looked at and what memory it takes; returns the same for the JSON."""
+        from hasten.machine.measure import matrix_rate
+        from hasten.quantization import SignRounding
+        from hasten.quantization.cost import predicted_bytes, tuning_flops
+
+        samples, length = calibration.shape
+        expected = predicted_bytes(model, calibration, method)
+        rounded = "rounded to int8 as in the products that serve it" if self.activations == "int8" else "not rounded"
+        line = (
+            f"{samples} calibration samples of {length} tokens, activations {rounded}; memory beside the checkpoint: "
+            f"{expected / 1e9:.2f} GB"
+        )
+        source = {"text": self.calibration or "stdlib", "seed": self.calibration_seed or 0}
+        found: dict[str, Any] = {
+            "calibration": source | {"samples": samples, "length": length},
+            "predicted_memory_bytes": expected,
+        }
+        if isinstance(method, SignRounding):
+            flops, rate = tuning_flops(model, calibration, method), matrix_rate(model.compute_dtype)
+            found |= {"tuning_flops": flops, "predicted_seconds": flops / rate}
+            line += f"; {flops / 1e12:,.0f} TFLOP of tuning, {flops / rate / 60:.0f} minutes at the matrix rate here"
+        print(line, file=sys.stderr)
+        return found
+
+
+def _bits_per_weight(model: Transformer, reports: list[LayerReport]) -> float:
+    """Of all that is stored, embeddings and norms included."""
+    quantized = {f"{report.name}.weight": 8 * report.bytes_after for report in reports}
+    weights = dict(model.named_parameters(remove_duplicate=False))
+    if "head.weight" not in quantized and model.config.tie_embeddings:
+        del weights["head.weight"]
+    bits = sum(quantized.get(name, 8 * weight.nbytes) for name, weight in weights.items())
+    return bits / sum(weight.numel() for weight in weights.values())
 
 
 def _row(report: LayerReport) -> dict[str, Any]:
@@ -123,6 +237,9 @@ def _row(report: LayerReport) -> dict[str, Any]:
         "relative_error": report.relative_error,
         "bytes_before": report.bytes_before,
         "bytes": report.bytes_after,
+        "output_error": report.output_error,
+        "rtn_output_error": report.nearest_output_error,
+        "note": report.note,
     }
 
 
@@ -132,14 +249,22 @@ def _summary(result: dict[str, Any], reports: list[LayerReport]) -> list[str]:
     for report in reports:
         kind = ".".join(part for part in report.name.split(".")[1:] if not part.isdigit()) or report.name
         kinds.setdefault(kind, []).append(report)
-    lines = [f"{'layers':<24} {'bits':>4} {'count':>6}   relative error: mean   largest"]
+    calibrated = any(report.output_error is not None for report in reports)
+    outputs = "   output error: rtn   method" if calibrated else ""
+    lines = [f"{'layers':<24} {'bits':>4} {'count':>6}   relative error: mean   largest{outputs}"]
     for kind, found in kinds.items():
         errors = [report.relative_error for report in found]
         mean, most = sum(errors) / len(errors), max(errors)
-        lines.append(f"{kind:<24} {found[0].format.weight.bits:>4} {len(found):>6} {mean:>22.4%} {most:>9.4%}")
+        line = f"{kind:<24} {found[0].format.weight.bits:>4} {len(found):>6} {mean:>22.4%} {most:>9.4%}"
+        pairs = [(r.nearest_output_error, r.output_error) for r in found if r.output_error is not None]
+        if pairs:
+            nearest, own = (sum(part or 0.0 for part in column) / len(pairs) for column in zip(*pairs, strict=True))
+            line += f" {nearest:>19.4%} {own:>8.4%}"
+        lines.append(line)
+    lines += [f"{report.name}: {report.note}" for report in reports if report.note]
     before, after = result["bytes_before"], result["bytes"]
     lines.append(
         f"{result['output']}: {before / 1e9:.3f} GB -> {after / 1e9:.3f} GB in {result['seconds']:.1f} s, "
-        f"peak memory {result['peak_memory_bytes'] / 1e9:.2f} GB"
+        f"{result['bits_per_weight']:.2f} bits per weight, peak memory {result['peak_memory_bytes'] / 1e9:.2f} GB"
     )
     return lines

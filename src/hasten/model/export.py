@@ -6,7 +6,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,10 +34,14 @@ QUANTIZATION_FIELDS = ("quantization_config", "compression_config", "hasten")
 
 @dataclass(frozen=True, slots=True)
 class Quantized:
-    """The layers that are written quantized, and where the numbers of each come from, by the names of our modules."""
+    """The layers that are written quantized, and where the numbers of each come from, by the names of our modules.
+
+    changed: other tensors that are written in the place of the model's.
+    """
 
     layers: Mapping[str, LayerFormat]
     weight: Callable[[str], QuantizedWeight]
+    changed: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 def export_model(
@@ -194,6 +198,8 @@ class _Plan:
                 return
 
     def _tensor(self, ours: str) -> Tensor:
+        if self.quantized is not None and ours in self.quantized.changed:
+            return self.quantized.changed[ours]
         owner, _, leaf = ours.rpartition(".")
         tensor = getattr(self.model.get_submodule(owner), leaf).detach()  # a packed layer's bias is a buffer
         return tensor[: self.model.config.vocab_size] if owner in ("embedding", "head") else tensor

@@ -1,6 +1,24 @@
-"""How to choose the numbers of a quantized model: rounding, scale search, and what is quantized how."""
+"""How to choose the numbers of a quantized model: rounding, scale search, calibration, and what is quantized how."""
 
-from hasten.quantization.quantize import LayerReport, quantize, quantize_to_folder
-from hasten.quantization.schemes import Int4, Int8, Scheme
+from hasten.quantization.awq import AWQ
+from hasten.quantization.calibration import calibration_tokens
+from hasten.quantization.gptq import GPTQ
+from hasten.quantization.quantize import quantize, quantize_to_folder
+from hasten.quantization.report import LayerReport
+from hasten.quantization.schemes import Int2, Int3, Int4, Int8, Scheme
+from hasten.quantization.sign import SignRounding
 
-__all__ = ["Int4", "Int8", "LayerReport", "Scheme", "quantize", "quantize_to_folder"]
+__all__ = [
+    "AWQ",
+    "GPTQ",
+    "Int2",
+    "Int3",
+    "Int4",
+    "Int8",
+    "LayerReport",
+    "Scheme",
+    "SignRounding",
+    "calibration_tokens",
+    "quantize",
+    "quantize_to_folder",
+]

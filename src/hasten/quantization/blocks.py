@@ -1,36 +1,58 @@
-"""Working through a matrix in blocks of rows, one thread a block."""
+"""Work cut into pieces that do not depend on the number of threads, one thread a piece: so the bits do not either."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
+from torch import Tensor
 
 # Elements of a block of rows, of which a thread holds about four copies in float32. Smaller ones spend their time on
 # calls, larger ones leave the caches.
 BLOCK_ELEMENTS = 1 << 18
+TILE = 512  # rows of a product that one thread computes at a time
 
 
 def each_block(rows: int, columns: int, work: Callable[[slice], None]) -> None:
-    """Call `work` for slices of rows that cover the matrix, so that float32 copies are small whatever the matrix is.
+    """Call `work` for slices of rows that cover the matrix, so that float32 copies are small whatever the matrix is."""
+    each_slice(rows, max(1, BLOCK_ELEMENTS // columns), work)
 
-    Each of torch's threads takes blocks of its own: its steps are too short to be worth sharing one among threads
+
+def each_slice(size: int, step: int, work: Callable[[slice], None]) -> None:
+    """Call `work` for slices of `step` that cover `size`.
+
+    Each of torch's threads takes slices of its own: its steps are too short to be worth sharing one among threads
     (measured: five times slower with two threads on a busy machine).
     """
-    step = max(1, BLOCK_ELEMENTS // columns)
-    blocks = [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
+    slices = [slice(start, min(start + step, size)) for start in range(0, size, step)]
     threads = torch.get_num_threads()
-    workers = min(threads, len(blocks))
-
     inference = torch.is_inference_mode_enabled()  # a mode of the thread, as the number of threads is
 
-    def alone(block: slice) -> None:
+    def alone(part: slice) -> None:
         torch.set_num_threads(1)
         with torch.inference_mode(inference), torch.no_grad():
-            work(block)
+            work(part)
 
     try:
-        with ThreadPoolExecutor(workers) as pool:
-            for _ in pool.map(alone, blocks):
+        with ThreadPoolExecutor(min(threads, len(slices))) as pool:
+            for _ in pool.map(alone, slices):
                 pass
     finally:
         torch.set_num_threads(threads)
+
+
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total (K, K) += aᵀ·b of a and b (T, K); where they are the same, only the lower half (and a little more)."""
+    symmetric = a is b
+
+    def work(rows: slice) -> None:
+        columns = slice(0, rows.stop if symmetric else total.shape[1])
+        total[rows, columns].addmm_(a[:, rows].T, b[:, columns])
+
+    each_slice(len(total), TILE, work)
+
+
+def on_one_thread(work: Callable[[], Tensor]) -> Tensor:
+    """What `work` returns, computed by one thread: some of torch's factorisations differ between one and several."""
+    found: list[Tensor] = []
+    each_slice(1, 1, lambda _: found.append(work()))
+    return found[0]

@@ -4,7 +4,6 @@ Every scale is rounded to the dtype it is stored in before the integers are chos
 the scale a kernel will really read.
 """
 
-from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -21,27 +20,58 @@ Search = Literal["minmax", "mse"]
 GROUP_SIZES = (32, 64, 128)
 SCALE_DTYPES = (torch.float16, torch.bfloat16)
 
-# How far the search shrinks a group's range. Normally distributed weights want about 0.85 in groups of 128 and 0.95 in
-# groups of 32. Steps of half the size found 0.3% less error for twice the time.
-SHRINK = tuple(1.0 - 0.04 * i for i in range(8))
+GROUPED = ("int4", "int3", "int2")
 
-HIGHEST = 15  # of an int4 value
+# How far the search shrinks a group's range. Normally distributed weights want about 0.85 in groups of 128 and 0.95 in
+# groups of 32 at 4 bits. Steps of half the size found 0.3% less error for twice the time.
+SHRINK = tuple(1.0 - 0.04 * i for i in range(16))
+SHRINKS = {4: 8, 3: 12, 2: 16}  # of these, by bits: the fewer, the more a range is worth clipping
+
+
+def round_weight(
+    weight: Tensor, format: WeightFormat, *, search: Search = "mse", importance: Tensor | None = None
+) -> QuantizedWeight:
+    """Round a weight (N, K) of any float dtype to nearest, with scales of its own choice.
+
+    Where K is no multiple of the group, the last group of a row is shorter.
+
+    int8: the scale is max |group| / 127, so nothing is clipped, and every element is at most half a step off. Fewer
+    bits, symmetric: the zero is the middle of the integers; else each group has its own zero point, and its range
+    always holds 0. search "minmax": the range covers the group, and every element is at most half a step off. "mse": of
+    that range and smaller ones the one with the least squared error over the group, which clips a few outliers to serve
+    the rest; a symmetric scale may then be negative.
+
+    importance: how much the squared error of each input feature counts in the search, (K,); all the same by default.
+
+    Groups of zeros stay exactly zero. Raises ConfigError for NaN and infinity, for formats that are not integers, and
+    where a scale passes the largest number of its dtype.
+    """
+    check_matrix(weight)
+    grid = Grid(format, search)
+    n, k = weight.shape
+    size, groups = format.group_size or k, format.groups(k)
+    rounded = empty_weight((n, k), format, weight.device)
+    weights = None
+    if importance is not None:
+        weights = pad(importance.clamp(min=0).sqrt(), (0, groups * size - k)).unflatten(0, (groups, size))
+
+    def work(rows: slice) -> None:
+        # Zeros at the end change neither a range that holds 0 nor an error.
+        grouped = pad(weight[rows].float(), (0, groups * size - k)).unflatten(1, (groups, size))
+        scale, zero = grid.choose(grouped, weights)
+        rounded.values[rows] = grid.round(grouped, scale, zero).flatten(1)[:, :k].to(rounded.values.dtype)
+        rounded.scales[rows] = scale.squeeze(-1).to(format.scale_dtype)
+        if rounded.zeros is not None:
+            assert isinstance(zero, Tensor)
+            rounded.zeros[rows] = zero.squeeze(-1).to(torch.uint8)
+
+    each_block(n, groups * size, work)
+    return rounded
 
 
 def round_int8(weight: Tensor) -> QuantizedWeight:
-    """Round a weight (N, K) of any float dtype to int8, one scale a row: max |row| / 127, so that nothing is clipped.
-
-    Every element is at most half a step (half the row's scale) off. Rows of zeros stay exactly zero. Raises
-    ConfigError for NaN and infinity.
-    """
-
-    def choose(rows: Tensor) -> tuple[Tensor, float]:
-        largest = rows.abs().amax(dim=-1, keepdim=True)
-        _check_finite(largest)
-        return _stored(largest / 127, torch.float32), 0.0
-
-    _check(weight)
-    return _round(weight, INT8, choose, -127, 127)
+    """`round_weight` to int8 with one scale a row."""
+    return round_weight(weight, INT8)
 
 
 def round_int4(
@@ -52,102 +82,107 @@ def round_int4(
     search: Search = "mse",
     scale_dtype: torch.dtype = torch.bfloat16,
 ) -> QuantizedWeight:
-    """Round a weight (N, K) of any float dtype to 4 bits, one scale for each `group_size` values of a row.
-
-    Where K is no multiple of the group, the last group of a row is shorter. symmetric: the zero is 8 and the range of
-    a group [-8, 7] · scale; else each group has its own zero (0 … 15), and its range always holds 0.
-
-    search "minmax": the range covers the group, and every element is at most half a step off. "mse": of that range and
-    smaller ones the one with the least squared error over the group, which clips a few outliers to serve the rest; a
-    symmetric scale may then be negative.
-
-    Raises ConfigError for NaN and infinity, for sizes and dtypes that cannot be, and where a scale passes the largest
-    number of `scale_dtype`.
-    """
-    _check(weight)
-    if group_size not in GROUP_SIZES:
-        raise ConfigError(f"group_size must be one of {', '.join(map(str, GROUP_SIZES))}; found {group_size!r}")
-    if search not in ("minmax", "mse"):
-        raise ConfigError(f"search must be minmax or mse; found {search!r}")
-    if scale_dtype not in SCALE_DTYPES:
-        raise ConfigError(f"the scales of int4 are stored in float16 or bfloat16; found {scale_dtype}")
-
-    def choose(groups: Tensor) -> tuple[Tensor, Tensor | float]:
-        return _search(groups, search=search, symmetric=symmetric, dtype=scale_dtype)
-
-    return _round(weight, int4_format(group_size, symmetric=symmetric, scale_dtype=scale_dtype), choose, 0, HIGHEST)
+    """`round_weight` to 4 bits, one scale for each `group_size` values of a row."""
+    return round_weight(weight, int4_format(group_size, symmetric=symmetric, scale_dtype=scale_dtype), search=search)
 
 
-def _round(weight: Tensor, format: WeightFormat, choose: Callable, lowest: int, highest: int) -> QuantizedWeight:
-    """`choose` gives the scale (R, G, 1) in float32, and the zero, of groups (R, G, group)."""
-    n, k = weight.shape
-    size, groups = format.group_size or k, format.groups(k)
-    rounded = empty_weight((n, k), format, weight.device)
+class Grid:
+    """The integers of a format, and how the scales (and zeros) of groups of numbers are chosen."""
 
-    def work(rows: slice) -> None:
-        # Zeros at the end change neither a range that holds 0 nor an error.
-        grouped = pad(weight[rows].float(), (0, groups * size - k)).unflatten(1, (groups, size))
-        scale, zero = choose(grouped)
-        nearest = (grouped / scale).round_().add_(zero).clamp_(lowest, highest)
-        rounded.values[rows] = nearest.flatten(1)[:, :k].to(rounded.values.dtype)
-        rounded.scales[rows] = scale.squeeze(-1).to(format.scale_dtype)
-        if rounded.zeros is not None:
-            rounded.zeros[rows] = zero.squeeze(-1).to(torch.uint8)
-
-    each_block(n, groups * size, work)
-    return rounded
-
-
-def _search(w: Tensor, *, search: Search, symmetric: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor | float]:
-    """Scale (R, G, 1) in float32, and zero of the same shape (symmetric: 8.0), of each group of w (R, G, group)."""
-    low, high = w.amin(dim=-1, keepdim=True).clamp_(max=0), w.amax(dim=-1, keepdim=True).clamp_(min=0)
-    _check_finite(low)
-    _check_finite(high)
-    best = _range(low, high, symmetric=symmetric, dtype=dtype)
-    if search == "minmax":
-        return best
-    buffers = torch.empty_like(w), torch.empty_like(w)
-    least = _error(w, *best, buffers)
-    for factor in SHRINK:
-        zero: Tensor | float = 8.0
-        if symmetric:
-            scale = _signed_range(low, high, factor=factor, dtype=dtype)
+    def __init__(self, format: WeightFormat, search: Search = "mse") -> None:
+        if format.element == "int8":
+            fits, self.lowest, self.highest = format.symmetric, -127, 127
         else:
-            scale, zero = _range(low * factor, high * factor, symmetric=False, dtype=dtype)
-        error = _error(w, scale, zero, buffers)
-        better = error < least
-        least = torch.where(better, error, least)
-        best = torch.where(better, scale, best[0]), torch.where(better, zero, best[1]) if not symmetric else zero
-    return best
+            fits, self.lowest, self.highest = format.element in GROUPED, 0, (1 << format.bits) - 1
+        if not fits or format.zero == "minimum" or len(format.scales) != 1:
+            raise ConfigError(f"hasten rounds to symmetric int8 and to {', '.join(GROUPED)}; found {format!r:.80}")
+        if format.element != "int8" and format.group_size not in GROUP_SIZES:
+            raise ConfigError(
+                f"group_size must be one of {', '.join(map(str, GROUP_SIZES))}; found {format.group_size!r}"
+            )
+        if search not in ("minmax", "mse"):
+            raise ConfigError(f"search must be minmax or mse; found {search!r}")
+        if format.element != "int8" and format.scale_dtype not in SCALE_DTYPES:
+            raise ConfigError(
+                f"the scales of {format.element} are stored in float16 or bfloat16; found {format.scale_dtype}"
+            )
+        self.format, self.search = format, search
 
+    def choose(self, groups: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor | float]:
+        """Scale (R, G, 1) in float32, and zero of the same shape (symmetric: a number), of groups (R, G, group).
 
-def _range(low: Tensor, high: Tensor, *, symmetric: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor | float]:
-    """Scale (as stored in dtype, and back in float32) and zero of a range that covers [low, high], which holds 0."""
-    if symmetric:
-        # 7.5 steps on either side: the outermost value on the positive side is then half a step off, at 7 · scale.
-        return _stored(torch.maximum(-low, high) / 7.5, dtype), 8.0
-    scale = _stored((high - low) / HIGHEST, dtype)
-    return scale, (-low / scale).round_().clamp_(0, HIGHEST)
+        weights (G, group): what the errors are multiplied with in the search.
+        """
+        if self.format.element == "int8":
+            largest = groups.abs().amax(dim=-1, keepdim=True)
+            _check_finite(largest)
+            return _stored(largest / 127, self.format.scale_dtype), 0.0
+        return self._search(groups, weights)
 
+    def round(self, w: Tensor, scale: Tensor, zero: Tensor | float) -> Tensor:
+        """The nearest integers, as floats."""
+        return (w / scale).round_().add_(zero).clamp_(self.lowest, self.highest)
 
-def _signed_range(low: Tensor, high: Tensor, *, factor: float, dtype: torch.dtype) -> Tensor:
-    """The scale whose -8 is the group's extreme value, whatever its sign (negative for a positive extreme).
+    def _search(self, w: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor | float]:
+        low, high = w.amin(dim=-1, keepdim=True).clamp_(max=0), w.amax(dim=-1, keepdim=True).clamp_(min=0)
+        _check_finite(low)
+        _check_finite(high)
+        best = self._range(low, high)
+        if self.search == "minmax":
+            return best
+        buffers = torch.empty_like(w), torch.empty_like(w)
+        least = self._error(w, *best, weights, buffers)
+        for factor in SHRINK[: SHRINKS[self.format.bits]]:
+            zero: Tensor | float = self.format.middle
+            if self.format.symmetric:
+                scale = self._signed_range(low, high, factor)
+            else:
+                scale, zero = self._range(low * factor, high * factor)
+            error = self._error(w, scale, zero, weights, buffers)
+            better = error < least
+            least = torch.where(better, error, least)
+            best = (
+                torch.where(better, scale, best[0]),
+                zero if self.format.symmetric else torch.where(better, zero, best[1]),
+            )
+        return best
 
-    The idea is llama.cpp's Q4_0: of the 16 values none is wasted; 4 to 6% less error than positive scales alone.
-    """
-    scale = _stored(torch.maximum(-low, high) * (factor / 8), dtype)
-    return torch.where(high > -low, -scale, scale)
+    def _range(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor | float]:
+        """Scale (as stored, and back in float32) and zero of a range that covers [low, high], which holds 0."""
+        if self.format.symmetric:
+            # Half a step more on either side: the outermost value on the positive side is then half a step off.
+            steps = self.format.middle - 0.5
+            return _stored(torch.maximum(-low, high) / steps, self.format.scale_dtype), self.format.middle
+        scale = _stored((high - low) / self.highest, self.format.scale_dtype)
+        return scale, (-low / scale).round_().clamp_(0, self.highest)
 
+    def _signed_range(self, low: Tensor, high: Tensor, factor: float) -> Tensor:
+        """The scale whose lowest integer is the group's extreme value, whatever its sign (negative for a positive one).
 
-def _error(w: Tensor, scale: Tensor, zero: Tensor | float, buffers: tuple[Tensor, Tensor]) -> Tensor:
-    """Root of the squared error of each group, (R, G, 1)."""
-    exact, rounded = buffers
-    torch.mul(w, 1 / scale, out=exact)
-    torch.round(exact, out=rounded)
-    lowest: Any = 0 - zero  # a number, or a tensor where each group has its own
-    highest: Any = HIGHEST - zero
-    torch.clamp(rounded, lowest, highest, out=rounded)
-    return torch.linalg.vector_norm(exact.sub_(rounded), dim=-1, keepdim=True).mul_(scale.abs())
+        The idea is llama.cpp's Q4_0: none of the values is wasted; 4 to 6% less error than positive scales alone.
+        """
+        scale = _stored(torch.maximum(-low, high) * (factor / self.format.middle), self.format.scale_dtype)
+        return torch.where(high > -low, -scale, scale)
+
+    def _error(
+        self,
+        w: Tensor,
+        scale: Tensor,
+        zero: Tensor | float,
+        weights: Tensor | None,
+        buffers: tuple[Tensor, Tensor],
+    ) -> Tensor:
+        """Root of the squared error of each group, (R, G, 1)."""
+        exact, rounded = buffers
+        torch.mul(w, 1 / scale, out=exact)
+        torch.round(exact, out=rounded)
+        lowest: Any = 0 - zero  # a number, or a tensor where each group has its own
+        highest: Any = self.highest - zero
+        torch.clamp(rounded, lowest, highest, out=rounded)
+        wrong = exact.sub_(rounded)
+        if weights is not None:
+            wrong.mul_(weights)
+        return torch.linalg.vector_norm(wrong, dim=-1, keepdim=True).mul_(scale.abs())
 
 
 def _stored(scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -173,7 +208,7 @@ def _stored(scale: Tensor, dtype: torch.dtype) -> Tensor:
     return up
 
 
-def _check(weight: Tensor) -> None:
+def check_matrix(weight: Tensor) -> None:
     if weight.dim() != 2 or not weight.is_floating_point() or not weight.numel():
         raise ConfigError(
             f"only a matrix of floats can be quantized; found shape {list(weight.shape)} in {weight.dtype}"

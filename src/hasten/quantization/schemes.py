@@ -1,17 +1,17 @@
-"""What to quantize and how: `Int8()` and `Int4()`."""
+"""What to quantize and how: `Int8()`, `Int4()`, `Int3()` and `Int2()`."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from hasten.errors import ConfigError
 from hasten.model.formats.record import LayerFormat
 from hasten.model.transformer import Transformer
-from hasten.ops.linear.weights import INT8, QuantizedWeight, WeightFormat, int4_format
-from hasten.quantization.rounding import GROUP_SIZES, Search, round_int4, round_int8
+from hasten.ops.linear.weights import INT8, int4_format
+from hasten.quantization.rounding import GROUP_SIZES, Search
 
 CHOICES: dict[str, tuple[object, ...]] = {
     "group_size": GROUP_SIZES,
@@ -21,6 +21,7 @@ CHOICES: dict[str, tuple[object, ...]] = {
     "scale_dtype": ("auto", "float16", "bfloat16"),
     "activations": ("int8", "float"),
 }
+KERNEL_BITS = (4, 8)  # of weights that kernels multiply; others run as plain ones
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +32,7 @@ class Int8:
     are computed at once), "float" keeps them. lm_head: "same" or "int8" quantizes it too, "none" leaves it.
     """
 
+    search: ClassVar[Search] = "minmax"
     activations: Literal["int8", "float"] = "int8"
     lm_head: Literal["same", "int8", "none"] = "same"
 
@@ -42,10 +44,6 @@ class Int8:
         layer = LayerFormat(INT8, self.activations)
         return layer, None if self.lm_head == "none" else layer
 
-    def round(self, weight: Tensor, format: WeightFormat) -> QuantizedWeight:
-        """Choose the numbers of one weight (N, K)."""
-        return round_int8(weight)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Int4:
@@ -56,6 +54,7 @@ class Int4:
     "int8" (it is the layer whose error shows most), "same" or "none". activations: as in `Int8`.
     """
 
+    bits: ClassVar[int] = 4
     group_size: int = 128
     symmetric: bool = True
     lm_head: Literal["same", "int8", "none"] = "int8"
@@ -72,24 +71,27 @@ class Int4:
         if name == "auto":
             name = "bfloat16" if dtype == torch.bfloat16 else "float16"
         scale_dtype = torch.bfloat16 if name == "bfloat16" else torch.float16
-        weight = int4_format(self.group_size, symmetric=self.symmetric, scale_dtype=scale_dtype)
+        weight = int4_format(self.group_size, symmetric=self.symmetric, scale_dtype=scale_dtype, bits=self.bits)
         layer, int8 = LayerFormat(weight, self.activations), LayerFormat(INT8, self.activations)
         return layer, {"same": layer, "int8": int8, "none": None}[self.lm_head]
 
-    def round(self, weight: Tensor, format: WeightFormat) -> QuantizedWeight:
-        """Choose the numbers of one weight (N, K)."""
-        if format == INT8:
-            return round_int8(weight)
-        return round_int4(
-            weight,
-            group_size=format.group_size,
-            symmetric=format.symmetric,
-            search=self.search,
-            scale_dtype=format.scale_dtype,
-        )
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Int3(Int4):
+    """3-bit integers; the settings are those of `Int4`. No kernel multiplies them: a model runs with plain weights."""
+
+    bits: ClassVar[int] = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Int2(Int4):
+    """2-bit integers; as `Int3`."""
+
+    bits: ClassVar[int] = 2
 
 
 Scheme = Int8 | Int4
+SCHEMES: dict[str, type[Scheme]] = {"int8": Int8, "int4": Int4, "int3": Int3, "int2": Int2}
 
 
 def layer_formats(model: Transformer, scheme: Scheme) -> dict[str, LayerFormat]:

@@ -29,7 +29,7 @@ PANEL = 64  # output rows that stand interleaved
 PADDING = 32
 PIECE = 16  # bytes: the widest access of a GPU's thread
 SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-VALUE_DTYPES = {"int8": torch.int8, "int4": torch.uint8}
+VALUE_DTYPES = {"int8": torch.int8, "int4": torch.uint8, "int3": torch.uint8, "int2": torch.uint8}
 
 
 class Packed(NamedTuple):

@@ -24,11 +24,11 @@ class Scales:
 class WeightFormat:
     """How a weight (N, K) is stored. How its activations are multiplied belongs to the operator, not to the format.
 
-    element: what a value is: "int8" (-128 … 127), "int4" (0 … 15), or the name of a float dtype. scales: their levels,
-    the finest first; each next one scales the scales before it; none: the values are the weight. zero: what stands for
-    0 is the "middle" of the integers (0 for int8, 8 for int4), a "point" for each scale, an integer too; or instead of
-    it each block has a "minimum", which is added. permuted: an index says to which group a column belongs (GPTQ's
-    `g_idx`).
+    element: what a value is: "int8" (-128 … 127), "int4" (0 … 15), "int3", "int2", or the name of a float dtype.
+    scales: their levels, the finest first; each next one scales the scales before it; none: the values are the weight.
+    zero: what stands for 0 is the "middle" of the integers (0 for int8, 8 for int4, 4 for int3), a "point" for each
+    scale, an integer too; or instead of it each block has a "minimum", which is added. permuted: an index says to which
+    group a column belongs (GPTQ's `g_idx`).
 
     Kernels say what of this they take. FP8 in blocks is `Scales(float32, 128, 128)`, MXFP4 `Scales(float8_e8m0fnu,
     32)`, NVFP4 `Scales(float8_e4m3fn, 16), Scales(float32, 0, 0)`; GGUF's k-quants have two levels and a minimum.
@@ -55,6 +55,11 @@ class WeightFormat:
         return self.zero == "middle"
 
     @property
+    def middle(self) -> int:
+        """The integer that stands for 0 where all zeros are the same."""
+        return 0 if self.element == "int8" else 1 << (self.bits - 1)
+
+    @property
     def scale_dtype(self) -> torch.dtype:
         """Of the finest scales; float32 where there are none."""
         return self.scales[0].dtype if self.scales else torch.float32
@@ -72,18 +77,24 @@ BFLOAT16 = WeightFormat(element="bfloat16")
 INT8 = WeightFormat(element="int8", scales=(Scales(torch.float32),))
 
 
-def int4_format(group_size: int, *, symmetric: bool = True, scale_dtype: torch.dtype = torch.bfloat16) -> WeightFormat:
-    """4 bits with a scale, and unless symmetric a zero point, for each `group_size` input features of a row."""
+def int4_format(
+    group_size: int, *, symmetric: bool = True, scale_dtype: torch.dtype = torch.bfloat16, bits: int = 4
+) -> WeightFormat:
+    """4 bits with a scale, and unless symmetric a zero point, for each `group_size` input features of a row.
+
+    3 and 2 bits are the same with fewer integers; no kernel multiplies them.
+    """
     zero: Zero = "middle" if symmetric else "point"
-    return WeightFormat(element="int4", scales=(Scales(scale_dtype, group_size),), zero=zero)
+    return WeightFormat(element=f"int{bits}", scales=(Scales(scale_dtype, group_size),), zero=zero)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizedWeight:
     """The numbers of a weight: W[n, k] ≈ scales[n, g] · (values[n, k] - zeros[n, g]) with g = k // group size.
 
-    INT8: values int8 (N, K), scales float32 (N, 1), zeros None. int4: values uint8 (N, K) in 0 … 15, scales of the
-    format's dtype (N, ceil(K / group size)), zeros uint8 of the same shape, or None where the format is symmetric.
+    INT8: values int8 (N, K), scales float32 (N, 1), zeros None. int4: values uint8 (N, K) in 0 … 15 (int3: 0 … 7),
+    scales of the format's dtype (N, ceil(K / group size)), zeros uint8 of the same shape, or None where the format is
+    symmetric.
     """
 
     format: WeightFormat
@@ -122,7 +133,7 @@ class QuantizedWeight:
         """The weight (N, K) that the integers stand for."""
         _, k = self.shape
         group = torch.arange(k, device=self.values.device) // (self.format.group_size or k)  # (K,)
-        zero: Tensor | float = 8.0 if self.format.element == "int4" else 0.0
+        zero: Tensor | float = float(self.format.middle)
         if self.zeros is not None:
             zero = self.zeros.float()[:, group]
         return ((self.values.float() - zero) * self.scales.float()[:, group]).to(dtype)

@@ -1,0 +1,61 @@
+"""Calibration text: the tokens on which a method looks at what a layer is given."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from hasten.errors import ConfigError
+from hasten.model.tokenizer import Tokenizer
+
+SPREAD = 4  # so many times the wanted tokens are read, for the samples to be drawn from
+
+
+def calibration_tokens(
+    tokenizer: Tokenizer, documents: Iterable[str], *, samples: int = 128, length: int = 512, seed: int = 0
+) -> Tensor:
+    """Samples of a text: int64 (samples, length), fewer where the text is shorter; the same for the same seed.
+
+    Documents are taken in an order drawn by the seed, one after the other, and cut into pieces of `length`; which
+    pieces, is drawn too. Each begins with the tokens that the tokenizer puts before every text. Raises ConfigError for
+    a text shorter than one sample.
+    """
+    for name, value, least in (("samples", samples, 1), ("length", length, 2)):
+        if type(value) is not int or value < least:
+            raise ConfigError(f"calibration {name} must be a whole number from {least}; found {value!r}")
+    generator = torch.Generator().manual_seed(seed)
+    texts = list(documents)
+    before = tokenizer.encode("")
+    size = length - len(before)
+    if size < 1:
+        raise ConfigError(
+            f"calibration length must be above the {len(before)} tokens that begin a text; found {length}"
+        )
+    ids: list[int] = []
+    for index in torch.randperm(len(texts), generator=generator).tolist():
+        ids += tokenizer.encode(texts[index])[len(before) :]
+        if len(ids) >= SPREAD * samples * size:
+            break
+    pieces = len(ids) // size
+    if not pieces:
+        raise ConfigError(
+            f"the calibration text has {len(ids)} tokens, fewer than one sample of {size}; give more text or a smaller "
+            "--length"
+        )
+    cut = torch.tensor(ids[: pieces * size], dtype=torch.int64).view(pieces, size)
+    chosen = cut[torch.randperm(pieces, generator=generator)[:samples]]
+    return torch.cat((torch.tensor(before, dtype=torch.int64).expand(len(chosen), -1), chosen), dim=1)
+
+
+def check_calibration(tokens: Tensor | None, vocab_size: int, positions: int) -> Tensor:
+    """The tokens; ConfigError where there are none, or they are not samples (S, L) that the model takes."""
+    if tokens is None:
+        raise ConfigError("this method looks at calibration text; give calibration= (tokens), or --calibration TEXT")
+    if tokens.dtype != torch.int64 or tokens.dim() != 2 or not tokens.numel():
+        raise ConfigError(f"calibration is int64 tokens (samples, length); found {tokens.dtype} {tuple(tokens.shape)}")
+    least, most = (int(end) for end in tokens.aminmax())
+    if least < 0 or most >= vocab_size:
+        raise ConfigError(f"calibration tokens are 0 to {vocab_size - 1} for this model; found {least} to {most}")
+    if tokens.shape[1] > positions:
+        raise ConfigError(f"this model has {positions} positions; calibration samples have {tokens.shape[1]} tokens")
+    return tokens

@@ -1,0 +1,275 @@
+"""GPTQ (arXiv 2210.17323): the columns of a weight are rounded one after the other, each error spread over the rest.
+
+For a layer's inputs X (tokens, K) it looks for integers whose weight Q has the least |X·(W - Q)ᵀ|², which depends on X
+through H = XᵀX alone. With U upper triangular and H⁻¹ = UᵀU, the error e = (w - q)/U[i, i] of column i is best made up
+for by taking e·U[i, j] off every column j to come.
+"""
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import repeat
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from hasten.errors import ConfigError
+from hasten.ops.linear.layouts import empty_weight
+from hasten.ops.linear.weights import QuantizedWeight
+from hasten.quantization.blocks import add_product, each_slice, on_one_thread
+from hasten.quantization.rounding import Grid, check_matrix
+from hasten.quantization.sequential import BlockTask
+from hasten.quantization.walk import Call, inputs_of, inputs_of_each, rows_calls, stages
+
+Order = Literal["columns", "activation", "groups"]
+
+COLUMNS = 128  # whose errors are gathered before they are spread over the columns behind them
+ROWS = 512  # of a weight that one thread rounds; rows know nothing of each other
+LEAST_ROWS = 128  # that an expert must have seen
+ATTEMPTS = 8  # at a factorisation, each with ten times the damping
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GPTQ:
+    """Settings of the method.
+
+    order: which column comes first. "columns": as they stand. "activation": those with the largest inputs.
+    "groups": the groups with the largest inputs, and inside each its columns likewise (a group stays together, so its
+    scale is chosen when all earlier errors are known). No order changes what is stored.
+    damping: added to the diagonal of H, as a share of its mean; ten times more as long as it cannot be factorised.
+    gptaq: the target is what the layer gave in the model before quantization, and not what its quantized inputs
+    give with the exact weight (GPTAQ, arXiv 2504.02692). It takes a second copy of the samples.
+    """
+
+    order: Order = "groups"
+    damping: float = 0.01
+    gptaq: bool = False
+
+    def __post_init__(self) -> None:
+        if self.order not in get_args(Order):
+            raise ConfigError(f"order must be one of {', '.join(get_args(Order))}; found {self.order!r}")
+        if not 0 <= self.damping <= 1:
+            raise ConfigError(f"damping must be from 0 to 1; found {self.damping!r}")
+
+    @property
+    def needs_before(self) -> bool:
+        """Whether the samples are also taken through the model as it was."""
+        return self.gptaq
+
+    def quantize_block(self, task: BlockTask) -> None:
+        """Stage by stage: the layers that see one input share its statistics; experts come last, each by itself."""
+        experts: dict[str, list[str]] = {}
+        plain: list[str] = []
+        for name in task.layers:
+            found = re.match(r"(mlp\.experts\.\d+)\.", name)
+            (experts.setdefault(found[1], []) if found else plain).append(name)
+        self._stages(task, "", plain, task.calls, task.calls_before)
+        rows = inputs_of_each(task.block, list(experts), task.calls) if experts else {}
+        for prefix, names in experts.items():
+            parts = rows.pop(prefix)
+            seen = sum(len(part) for part in parts)
+            if seen >= LEAST_ROWS:
+                # Before quantization other tokens came here: there is no drift to take off.
+                self._stages(task, f"{prefix}.", names, rows_calls(parts), None)
+                continue
+            for name in names:
+                task.place(name, task.nearest(name), note=f"{seen} calibration tokens came here: rounded to nearest")
+
+    def _stages(
+        self,
+        task: BlockTask,
+        prefix: str,
+        names: Sequence[str],
+        calls: Sequence[Call],
+        calls_before: Sequence[Call] | None,
+    ) -> None:
+        """Quantize layers of a block, or of its submodule `prefix`, which the calls run."""
+        module, before = (whole.get_submodule(prefix.rstrip(".")) for whole in (task.block, task.before))
+        own = [name.removeprefix(prefix) for name in names]
+        for stage in stages(module, own, calls[0]):
+            weight = task.weight(prefix + stage[0])
+            inputs = InputStatistics(weight.shape[1], drift=calls_before is not None)
+            exact = inputs_of(before, stage[0], calls_before) if calls_before is not None else repeat(None)
+            for x, x_before in zip(inputs_of(module, stage[0], calls), exact, strict=False):
+                inputs.add(x, x_before)
+            inputs.finish()
+            solvers: dict[int, Solver] = {}
+            for name in (prefix + one for one in stage):
+                grid = task.grid(name)
+                size = grid.format.group_size
+                if size not in solvers:
+                    solvers[size] = Solver(inputs, self, size)
+                rounded = solvers[size].round(task.weight(name), grid)
+                errors = [output_error(task.weight(name), q, inputs.gram) for q in (rounded, task.nearest(name))]
+                task.place(name, rounded, output_error=errors[0], nearest_output_error=errors[1])
+
+
+class InputStatistics:
+    """H = XᵀX of a layer's inputs X, and (X_before - X)ᵀX where the inputs before quantization are given too."""
+
+    def __init__(self, features: int, *, drift: bool = False, dtype: torch.dtype = torch.float32) -> None:
+        self.gram = torch.zeros(features, features, dtype=dtype)
+        self.drift = torch.zeros(features, features, dtype=dtype) if drift else None
+        self.absolute = torch.zeros(features, dtype=dtype)  # the sum of |x|
+        self.divisor: Tensor | None = None
+        self.rows = 0
+
+    def add(self, x: Tensor, before: Tensor | None = None) -> None:
+        """Inputs (T, K); summed in an order that depends on nothing else."""
+        wide = x.to(self.gram.dtype)
+        add_product(self.gram, wide, wide)
+        if self.drift is not None and before is not None:
+            add_product(self.drift, before.to(wide.dtype) - wide, wide)
+        self.absolute += wide.abs().sum(dim=0)
+        self.rows += len(x)
+
+    def finish(self) -> None:
+        """Fill the upper half. Call it once, when all inputs are in."""
+        self.gram = self.gram.tril()
+        self.gram += self.gram.tril(-1).T
+
+    def divide(self, scales: Tensor) -> None:
+        """The inputs are from now on divided by these, (K,)."""
+        self.gram /= scales[:, None] * scales
+        self.absolute /= scales
+        self.divisor = scales if self.divisor is None else self.divisor * scales
+
+    def before_division(self) -> Tensor:
+        """H of the inputs as they were added."""
+        return self.gram if self.divisor is None else self.gram * (self.divisor[:, None] * self.divisor)
+
+
+def gptq_round(weight: Tensor, inputs: InputStatistics, grid: Grid, settings: GPTQ) -> QuantizedWeight:
+    """Round a weight (N, K) for inputs of these statistics, in their precision.
+
+    Raises ConfigError for NaN and infinity in the weight or the inputs.
+    """
+    return Solver(inputs, settings, grid.format.group_size).round(weight, grid)
+
+
+class Solver:
+    """What depends on the inputs alone, shared by the weights that see them: order, damping and U, (K, K)."""
+
+    def __init__(self, inputs: InputStatistics, settings: GPTQ, group_size: int) -> None:
+        gram = inputs.gram
+        if not torch.isfinite(gram).all():
+            raise ConfigError(
+                "the calibration samples give NaN or infinite inputs; this checkpoint cannot be calibrated"
+            )
+        diagonal = gram.diagonal().clone()
+        self.dead = diagonal == 0  # inputs that never occur: nothing can be said of their columns, which become 0
+        self.group_size = group_size or len(gram)
+        self.order = column_order(diagonal, settings.order, self.group_size)
+        own = gram[self.order][:, self.order]
+        own.diagonal().add_(self.dead[self.order].to(own.dtype))
+        self.damping, mean = settings.damping, float(own.diagonal().mean())
+        for attempt in range(ATTEMPTS):
+            damped = own.clone()
+            damped.diagonal().add_(self.damping * mean)
+            upper, failed = _inverse_factor(damped)
+            if not failed:
+                break
+            self.damping = max(self.damping, 1e-4) * 10
+            if attempt == ATTEMPTS - 1:
+                raise ConfigError(
+                    "the inputs of a layer cannot be factorised, however damped; give more calibration text"
+                )
+        self.lower = upper.T.contiguous()  # row j: what column j takes of the errors of the columns before it
+        self.drift = None if inputs.drift is None else inputs.drift[self.order][:, self.order]
+
+    def round(self, weight: Tensor, grid: Grid) -> QuantizedWeight:
+        """See `gptq_round`."""
+        check_matrix(weight)
+        rounded = empty_weight((weight.shape[0], weight.shape[1]), grid.format, weight.device)
+        each_slice(len(weight), ROWS, lambda rows: self._rows(weight[rows], grid, rounded.rows(rows)))
+        return rounded
+
+    def _rows(self, weight: Tensor, grid: Grid, rounded: QuantizedWeight) -> None:
+        """Round some rows. Columns lie one after the other here: (K, R)."""
+        w = weight.to(self.lower.dtype)
+        w = torch.where(self.dead, 0, w)[:, self.order]
+        if self.drift is not None:  # the unrounded best: W·(XX̃ᵀ)·(X̃X̃ᵀ)⁻¹, with X - X̃ the drift
+            w = w + w @ self.drift @ self.lower @ self.lower.T
+        w = w.T.contiguous()
+        places = self.order.tolist()
+        groups: dict[int, tuple[Tensor, Tensor | float]] = {}  # scale and zero (R), by group
+        for start in range(0, len(w), COLUMNS):
+            stop = min(start + COLUMNS, len(w))
+            errors = w.new_zeros(stop - start, w.shape[1])
+            for i in range(start, stop):
+                done, place = i - start, places[i]
+                group = place // self.group_size
+                if group not in groups:
+                    columns = self._columns_of(group)
+                    now = w[columns] - self.lower[columns, start:i] @ errors[:done]
+                    groups[group] = self._choose(now, grid, rounded, group)
+                scale, zero = groups[group]
+                column = torch.addmv(w[i], errors[:done].T, self.lower[i, start:i], alpha=-1)
+                value = grid.round(column, scale, zero)
+                rounded.values[:, place] = value.to(rounded.values.dtype)
+                torch.sub(column, (value - zero) * scale, out=errors[done]).div_(self.lower[i, i])
+            w[stop:].addmm_(self.lower[stop:, start:stop], errors, alpha=-1)
+
+    def _columns_of(self, group: int) -> Tensor:
+        """Where a group's columns stand in the order."""
+        return (self.order // self.group_size == group).nonzero().squeeze(1)
+
+    def _choose(self, now: Tensor, grid: Grid, rounded: QuantizedWeight, group: int) -> tuple[Tensor, Tensor | float]:
+        """Fix the scale (R) and the zero of a group, whose columns (group, R) are as earlier errors left them."""
+        scale, zero = grid.choose(now.T.unsqueeze(1).float())
+        rounded.scales[:, group] = scale.flatten().to(rounded.scales.dtype)
+        if rounded.zeros is None:
+            return scale.flatten().to(now.dtype), zero
+        assert isinstance(zero, Tensor)
+        rounded.zeros[:, group] = zero.flatten().to(torch.uint8)
+        return scale.flatten().to(now.dtype), zero.flatten().to(now.dtype)
+
+
+def column_order(diagonal: Tensor, order: Order, group_size: int) -> Tensor:
+    """The columns in the order in which they are rounded, int64 (K,). diagonal: of H, (K,)."""
+    if order == "columns":
+        return torch.arange(len(diagonal))
+    by_size = torch.argsort(diagonal, descending=True, stable=True)
+    if order == "activation":
+        return by_size
+    groups = math.ceil(len(diagonal) / group_size)
+    largest = torch.stack([part.max() for part in diagonal.split(group_size)])
+    rank = torch.empty(groups, dtype=torch.int64)
+    rank[torch.argsort(largest, descending=True, stable=True)] = torch.arange(groups)
+    return by_size[torch.argsort(rank[by_size // group_size], stable=True)]
+
+
+def _inverse_factor(gram: Tensor) -> tuple[Tensor, bool]:
+    """U, upper triangular with UᵀU = H⁻¹, and whether H could not be factorised.
+
+    From back to front H = R·Rᵀ with R upper triangular, and U is R⁻¹: no inverse of H itself is made.
+    """
+    failed = False
+
+    def work() -> Tensor:
+        nonlocal failed
+        factor, info = torch.linalg.cholesky_ex(gram.flip(0, 1))
+        failed = bool(info) or not bool(torch.isfinite(factor).all())
+        if failed:
+            return factor
+        identity = torch.eye(len(gram), dtype=gram.dtype)
+        return torch.linalg.solve_triangular(factor.flip(0, 1), identity, upper=True)
+
+    upper = on_one_thread(work)
+    return upper, failed
+
+
+def output_error(weight: Tensor, rounded: QuantizedWeight, gram: Tensor) -> float:
+    """|X·(W - Q)ᵀ| / |X·Wᵀ| for inputs with XᵀX = gram: how far off the layer's outputs are."""
+    sums: dict[int, tuple[float, float]] = {}
+
+    def work(rows: slice) -> None:
+        exact = weight[rows].to(gram.dtype)
+        wrong = exact - rounded.rows(rows).dequantize(gram.dtype)
+        sums[rows.start] = (float(((part @ gram) * part).sum()) for part in (wrong, exact))  # type: ignore[assignment]
+
+    each_slice(len(weight), ROWS, work)
+    wrong, total = (math.fsum(max(0.0, part) for part in column) for column in zip(*sums.values(), strict=True))
+    return math.sqrt(wrong / total) if total else 0.0

@@ -1,0 +1,62 @@
+"""What quantizing a layer cost and saved."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hasten.model.formats.record import LayerFormat
+from hasten.ops.linear.weights import QuantizedWeight
+from hasten.quantization.blocks import each_block
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerReport:
+    """One layer that was quantized. relative_error: root mean square of what rounding changed over that of the weight.
+
+    output_error: the same of the layer's outputs on the calibration samples, and nearest_output_error that of rounding
+    to nearest (None without calibration). bytes_before and bytes_after count the weight's numbers, scales and zeros
+    (4 bits are half a byte). note: what was out of the ordinary.
+    """
+
+    name: str
+    format: LayerFormat
+    relative_error: float
+    bytes_before: int
+    bytes_after: int
+    output_error: float | None = None
+    nearest_output_error: float | None = None
+    note: str = ""
+
+
+def compare(
+    name: str, weight: Tensor, quantized: QuantizedWeight, layer: LayerFormat, **of_outputs: Any
+) -> LayerReport:
+    """The report of a weight; of_outputs: the fields of a calibrated one."""
+    n, k = quantized.shape
+    zeros = 0 if quantized.zeros is None else quantized.zeros.numel() * quantized.format.bits // 8
+    return LayerReport(
+        name=name,
+        format=layer,
+        relative_error=relative_error(weight.detach(), quantized),
+        bytes_before=weight.nbytes,
+        bytes_after=n * k * quantized.format.bits // 8 + quantized.scales.nbytes + zeros,
+        **of_outputs,
+    )
+
+
+def relative_error(weight: Tensor, quantized: QuantizedWeight) -> float:
+    """Root mean square of the difference to a weight (N, K), over the weight's own; 0 for a weight of zeros."""
+    n, k = quantized.shape
+    sums: dict[int, tuple[float, float]] = {}
+
+    def work(rows: slice) -> None:
+        exact = weight[rows].float()
+        wrong = torch.linalg.vector_norm(quantized.rows(rows).dequantize() - exact)
+        sums[rows.start] = float(wrong) ** 2, float(torch.linalg.vector_norm(exact)) ** 2
+
+    each_block(n, k, work)
+    wrong, total = (math.fsum(column) for column in zip(*sums.values(), strict=True))
+    return math.sqrt(wrong / total) if total else 0.0

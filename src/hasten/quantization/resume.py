@@ -1,0 +1,156 @@
+"""Finished blocks on the disk: a calibrated run that is interrupted goes on at its block, and the export reads them."""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from hasten.errors import CheckpointError
+from hasten.machine.files import replacing, save_json
+from hasten.model.formats.record import LayerFormat
+from hasten.model.transformer import Transformer
+from hasten.ops.linear.weights import QuantizedWeight
+from hasten.quantization.report import LayerReport
+from hasten.quantization.sequential import BlockResult
+
+
+class WorkFolder:
+    """The folder OUT.partial beside an output folder OUT. Use `open`, which removes it when all has ended well.
+
+    It holds settings.json, which says of what run it is; block-00000.safetensors and so on, a file for each block's
+    integers, scales and zeros; states.safetensors: what the block after the finished ones is given; tuning.safetensors:
+    how far a method has come in that block.
+    """
+
+    def __init__(self, path: Path, formats: dict[str, LayerFormat]) -> None:
+        self.path, self.formats = path, formats
+        self._owner: dict[str, int] = {}  # the file of each layer
+        self.changed: dict[str, Tensor] = {}  # norms and biases that a method folded scales into
+        self._last: tuple[int, BlockResult] | None = None
+
+    @classmethod
+    @contextmanager
+    def open(
+        cls, folder: Path, model: Transformer, tokens: Tensor, formats: dict[str, LayerFormat], settings: str
+    ) -> Iterator["WorkFolder"]:
+        """The work of this very run, begun or gone on with; what another one left there is removed.
+
+        Raises CheckpointError where it cannot be written.
+        """
+        path = folder.with_name(f"{folder.name}.partial")
+        identity = {
+            "settings": settings,
+            "tokens": hashlib.sha256(tokens.numpy().tobytes()).hexdigest(),
+            "model": _fingerprint(model),
+            "layers": {name: str(layer) for name, layer in formats.items()},
+        }
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            known = path / "settings.json"
+            if not known.exists() or json.loads(known.read_text()) != identity:
+                shutil.rmtree(path)
+                path.mkdir()
+                save_json(known, identity)
+            yield cls(path, formats)
+            shutil.rmtree(path)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(
+                f"{path}, where finished blocks are kept, cannot be written or read: {error}; make room, or remove it"
+            ) from error
+
+    def blocks(self) -> int:
+        """How many blocks are finished, and need not be computed again."""
+        file = self.path / "states.safetensors"
+        if not file.exists():
+            return 0
+        with safe_open(file, "pt") as states:
+            return int(states.metadata()["blocks"])
+
+    def states(self) -> list[Tensor]:
+        """What the block after them is given: a tensor for each walk."""
+        with safe_open(self.path / "states.safetensors", "pt") as file:
+            return [file.get_tensor(name) for name in sorted(file.keys())]
+
+    def save(self, index: int, result: BlockResult, states: Sequence[Tensor]) -> None:
+        """Keep a block, and the states behind it; the states last, which say that it is there."""
+        self.keep(index, result)
+        named = {f"states.{i}": tensor for i, tensor in enumerate(states)}
+        self._write("states", named, {"blocks": str(index + 1)})
+
+    def load_tuning(self, prefix: str) -> dict[str, Tensor] | None:
+        """The state of a block that was interrupted."""
+        file = self.path / "tuning.safetensors"
+        if not file.exists():
+            return None
+        with safe_open(file, "pt") as found:
+            if found.metadata()["block"] != prefix:
+                return None
+            return {name: found.get_tensor(name) for name in found.keys()}  # noqa: SIM118
+
+    def save_tuning(self, prefix: str, tensors: dict[str, Tensor]) -> None:
+        """Keep the state of the block at work; that of another one is replaced."""
+        self._write("tuning", tensors, {"block": prefix})
+
+    def keep(self, index: int, result: BlockResult) -> None:
+        """Keep a block's layers, unless they are."""
+        if self._owner.get(next(iter(result.weights))) == index:
+            return
+        tensors: dict[str, Tensor] = {}
+        for name, weight in result.weights.items():
+            self._owner[name] = index
+            tensors |= {f"{name}.values": weight.values, f"{name}.scales": weight.scales}
+            if weight.zeros is not None:
+                tensors[f"{name}.zeros"] = weight.zeros
+        tensors |= {f"changed.{name}": tensor for name, tensor in result.changed.items()}
+        self.changed |= result.changed
+        reports = [asdict(report) | {"format": None} for report in result.reports]
+        self._write(f"block-{index:05d}", tensors, {"reports": json.dumps(reports)})
+
+    def load(self, index: int) -> BlockResult:
+        """A finished block."""
+        with safe_open(self.path / f"block-{index:05d}.safetensors", "pt") as file:
+            found = json.loads(file.metadata()["reports"])
+            reports = [LayerReport(**one | {"format": self.formats[one["name"]]}) for one in found]
+            parts = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        weights = {
+            report.name: QuantizedWeight(
+                format=report.format.weight,
+                values=parts[f"{report.name}.values"],
+                scales=parts[f"{report.name}.scales"],
+                zeros=parts.get(f"{report.name}.zeros"),
+            )
+            for report in reports
+        }
+        self._owner |= dict.fromkeys(weights, index)
+        changed = {name.removeprefix("changed."): part for name, part in parts.items() if name.startswith("changed.")}
+        self.changed |= changed
+        return BlockResult(weights, changed, reports)
+
+    def weight(self, name: str) -> QuantizedWeight:
+        """A finished layer; the block it stands in stays at hand for its other layers."""
+        index = self._owner[name]
+        if self._last is None or self._last[0] != index:
+            self._last = (index, self.load(index))
+        return self._last[1].weights[name]
+
+    def _write(self, name: str, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+        with replacing(self.path / f"{name}.safetensors") as temporary:
+            save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, temporary, metadata)
+
+
+def _fingerprint(model: Transformer) -> dict[str, Any]:
+    """Enough of a model to tell it from another: its config, its dtype and some of every weight."""
+    digest = hashlib.sha256()
+    for name, tensor in model.state_dict().items():
+        some = tensor.detach().flatten()[:: max(1, tensor.numel() // 64)].cpu()
+        digest.update(name.encode() + some.contiguous().view(torch.uint8).numpy().tobytes())
+    return {"weights": digest.hexdigest(), "dtype": str(model.dtype), "config": repr(model.config)[:20000]}

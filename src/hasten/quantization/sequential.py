@@ -1,0 +1,252 @@
+"""Block by block: each block is quantized for the inputs that the quantized blocks before it give."""
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from hasten.errors import ConfigError
+from hasten.model.formats.record import LayerFormat
+from hasten.model.transformer import Transformer
+from hasten.ops.linear.modules import PackedLinear
+from hasten.ops.linear.weights import QuantizedWeight
+from hasten.quantization.report import LayerReport, compare
+from hasten.quantization.rounding import Grid, Search, round_weight
+from hasten.quantization.schemes import KERNEL_BITS
+from hasten.quantization.walk import CalibrationWalk, Call, shared_copy
+
+
+@dataclass(slots=True)
+class BlockTask:
+    """One block at work: `block` is a copy in which layers are replaced as they are done, `before` the block as it was.
+
+    layers: by their names in the block. calls run a block on the quantized blocks' outputs, a few samples each;
+    calls_before on those of the model before (None where the method does not need them). prefix: the block's name in
+    the model; empty for the head. changed: other tensors of the block that a method replaced, by their names in it.
+    """
+
+    block: nn.Module
+    before: nn.Module
+    layers: Mapping[str, LayerFormat]
+    calls: Sequence[Call]
+    calls_before: Sequence[Call] | None
+    search: Search
+    dtype: torch.dtype
+    prefix: str
+    samples_of_a_call: int = 1
+    saved: "Saved | None" = None
+    progress: Callable[[int, int], None] = lambda done, total: None
+    weights: dict[str, QuantizedWeight] = field(default_factory=dict)
+    changed: dict[str, Tensor] = field(default_factory=dict)
+    reports: list[LayerReport] = field(default_factory=list)
+
+    def weight(self, name: str) -> Tensor:
+        """A layer's weight before quantization (N, K)."""
+        linear = self.before.get_submodule(name)
+        assert isinstance(linear, nn.Linear)
+        return linear.weight.detach()
+
+    def tensor(self, name: str) -> Tensor:
+        """A tensor of the block as it is now."""
+        if name in self.changed:
+            return self.changed[name]
+        owner, _, leaf = name.rpartition(".")
+        return getattr(self.before.get_submodule(owner), leaf).detach()
+
+    def change(self, name: str, tensor: Tensor) -> None:
+        """Put a tensor into the place of another: a weight that will be quantized, or one that is stored as it is."""
+        self.changed[name] = tensor
+        owner, _, leaf = name.rpartition(".")
+        if owner not in self.layers:
+            module = shared_copy(self.block.get_submodule(owner))
+            setattr(module, leaf, nn.Parameter(tensor.to(getattr(module, leaf).dtype), requires_grad=False))
+            self.block.set_submodule(owner, module)
+
+    def nearest(self, name: str) -> QuantizedWeight:
+        """The layer rounded to nearest."""
+        return round_weight(self.weight(name), self.layers[name].weight, search=self.search)
+
+    def load_tuning(self) -> dict[str, Tensor] | None:
+        """What `save_tuning` kept of this block before an interruption."""
+        return None if self.saved is None else self.saved.load_tuning(self.prefix)
+
+    def save_tuning(self, tensors: dict[str, Tensor]) -> None:
+        """Keep a method's state, for a block that takes long."""
+        if self.saved is not None:
+            self.saved.save_tuning(self.prefix, tensors)
+
+    def grid(self, name: str) -> Grid:
+        """The integers of a layer's format."""
+        return Grid(self.layers[name].weight, self.search)
+
+    def place(
+        self,
+        name: str,
+        weight: QuantizedWeight,
+        *,
+        output_error: float | None = None,
+        nearest_output_error: float | None = None,
+        note: str = "",
+    ) -> None:
+        """Put a quantized layer into its place, as it will be served: rounding activations, where its format does."""
+        layer = self.layers[name]
+        linear = self.before.get_submodule(name)
+        assert isinstance(linear, nn.Linear)
+        bias = self.changed.get(f"{name}.bias", linear.bias)
+        self.block.set_submodule(name, served(weight, linear, bias, layer, self.dtype))
+        self.weights[name] = weight
+        errors = {"output_error": output_error, "nearest_output_error": nearest_output_error, "note": note}
+        exact = self.tensor(f"{name}.weight")
+        self.reports.append(compare(self.prefix + name, exact, weight, layer, **errors))
+
+
+class BlockMethod(Protocol):
+    """A method that looks at calibration samples, one block at a time."""
+
+    @property
+    def needs_before(self) -> bool:
+        """Whether the samples are also taken through the model as it was."""
+
+    def quantize_block(self, task: BlockTask) -> None:
+        """Choose and place the weights of all of a block's layers. An error names no layer: the caller does."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockResult:
+    """The layers of a block, and its other tensors that were changed (norms, biases), by their names in the model."""
+
+    weights: dict[str, QuantizedWeight]
+    changed: dict[str, Tensor]
+    reports: list[LayerReport]
+
+
+class Saved(Protocol):
+    """Where finished blocks are kept, for a run that is interrupted to go on from."""
+
+    def blocks(self) -> int:
+        """How many are there."""
+
+    def load(self, index: int) -> BlockResult: ...
+
+    def states(self) -> list[Tensor]:
+        """What the block after them is given."""
+
+    def save(self, index: int, result: BlockResult, states: Sequence[Tensor]) -> None: ...
+
+    def load_tuning(self, prefix: str) -> dict[str, Tensor] | None: ...
+
+    def save_tuning(self, prefix: str, tensors: dict[str, Tensor]) -> None: ...
+
+
+@torch.no_grad()
+def quantize_blocks(
+    model: Transformer,
+    formats: Mapping[str, LayerFormat],
+    tokens: Tensor,
+    method: BlockMethod,
+    *,
+    search: Search,
+    saved: Saved | None = None,
+    started: Callable[[str], None] = lambda name: None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Iterator[BlockResult]:
+    """Quantize the layers `formats` for calibration tokens (S, T), a result for each block and one for the head.
+
+    The model is not changed. Blocks that `saved` has are not computed again. `started` is told the block at work,
+    `progress` what of it is done, by methods that take long.
+    """
+    walks = [CalibrationWalk(model, tokens)]
+    if method.needs_before:
+        walks.append(copy.copy(walks[0]))
+        walks[1].states = walks[0].states.clone()
+    done = 0 if saved is None else saved.blocks()
+    if done:
+        assert saved is not None
+        for walk, states in zip(walks, saved.states(), strict=True):
+            walk.states.copy_(states)
+    for index, block in enumerate(model.blocks):
+        if saved is not None and index < done:
+            yield saved.load(index)
+            continue
+        prefix = f"blocks.{index}."
+        started(prefix.rstrip("."))
+        calls = [walk.calls(index) for walk in walks]
+        task = _task(model, block, prefix, formats, calls, search)
+        task.samples_of_a_call, task.saved, task.progress = walks[0].step, saved, progress
+        _run(method, task)
+        result = _result(task)
+        for walk, module in zip(walks, (task.block, block), strict=False):
+            walk.advance(index, module)
+        if saved is not None:
+            saved.save(index, result, [walk.states for walk in walks])
+        yield result
+    if "head" in formats:
+        started("head")
+        head = _Head(model.norm, model.head)
+        calls = [walk.whole_calls() for walk in walks]
+        task = _task(model, head, "", formats, calls, search)
+        _run(method, task)
+        yield _result(task)
+
+
+class _Head(nn.Module):
+    """The last norm and the head, as a block."""
+
+    def __init__(self, norm: nn.Module, head: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.head = norm, head
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(x))
+
+
+def _task(
+    model: Transformer,
+    block: nn.Module,
+    prefix: str,
+    formats: Mapping[str, LayerFormat],
+    calls: Sequence[Sequence[Call]],
+    search: Search,
+) -> BlockTask:
+    own = {name.removeprefix(prefix): layer for name, layer in formats.items() if name.startswith(prefix)}
+    if not prefix:
+        own = {"head": formats["head"]}
+    return BlockTask(
+        block=shared_copy(block),
+        before=block,
+        layers=own,
+        calls=calls[0],
+        calls_before=calls[1] if len(calls) > 1 else None,
+        search=search,
+        dtype=model.compute_dtype,
+        prefix=prefix,
+    )
+
+
+def _run(method: BlockMethod, task: BlockTask) -> None:
+    try:
+        method.quantize_block(task)
+    except ConfigError as error:
+        raise ConfigError(f"{task.prefix.rstrip('.') or 'head'}: {error}") from None
+    assert task.weights.keys() == task.layers.keys(), "a method places every layer"
+
+
+def _result(task: BlockTask) -> BlockResult:
+    replaced = {f"{name}.weight" for name in task.layers}
+    changed = {task.prefix + name: tensor for name, tensor in task.changed.items() if name not in replaced}
+    return BlockResult({task.prefix + name: weight for name, weight in task.weights.items()}, changed, task.reports)
+
+
+def served(
+    weight: QuantizedWeight, linear: nn.Linear, bias: Tensor | None, layer: LayerFormat, dtype: torch.dtype
+) -> nn.Module:
+    """A layer of a quantized weight as it is run: packed for its kernel, or plain where no kernel takes the format."""
+    if weight.format.bits in KERNEL_BITS:
+        return PackedLinear.from_weight(weight, bias, activations=layer.activations, dtype=dtype)
+    plain = shared_copy(linear)
+    plain.weight = nn.Parameter(weight.dequantize(linear.weight.dtype), requires_grad=False)
+    plain.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+    return plain

@@ -1,0 +1,226 @@
+"""Sign-gradient rounding (arXiv 2309.05516): rounding offsets and scales tuned by what a whole block puts out.
+
+Each weight is rounded as s·(clip(round(w/s + v) + z) - z). The offsets v in [-½, ½] and the ends of each group's range
+are moved by the sign of their gradient, a fixed and falling step at a time, so that the block's outputs come nearest to
+those of the block before quantization. Nothing but the integers, scales and zeros that come out is stored.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from hasten.errors import ConfigError
+from hasten.ops.linear.layouts import empty_weight
+from hasten.ops.linear.weights import QuantizedWeight
+from hasten.quantization.rounding import Grid
+from hasten.quantization.sequential import BlockTask
+
+NARROWEST, WIDEST = 0.5, 1.5  # how far a group's range may move from the one that rounding to nearest searched
+SAVE_EVERY = 20  # steps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SignRounding:
+    """Settings of the method.
+
+    steps: of tuning for each block; their size falls from 1/steps to 0 along a line. batch: calibration samples of a
+    step. quantized_inputs: blocks are tuned on what the quantized blocks before them give, towards the outputs of the
+    model before (this takes a second copy of the samples); else on the inputs that the model before gives. seed: which
+    samples a step looks at.
+    """
+
+    steps: int = 200
+    batch: int = 8
+    quantized_inputs: bool = True
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise ConfigError(f"{name} must be a whole number from 1; found {value!r}")
+
+    @property
+    def needs_before(self) -> bool:
+        """The targets are outputs of the model before quantization, whatever the inputs are."""
+        return True
+
+    def quantize_block(self, task: BlockTask) -> None:
+        """Tune all layers of the block together; the head, whose outputs are no state, is rounded to nearest."""
+        if not task.prefix:
+            for name in task.layers:
+                task.place(name, task.nearest(name), note="rounded to nearest")
+            return
+        assert task.calls_before is not None
+        targets = [call(task.before) for call in task.calls_before]
+        calls = task.calls if self.quantized_inputs else task.calls_before
+        tuned = {name: TunedLinear(task, name) for name in task.layers}
+        for name, module in tuned.items():
+            task.block.set_submodule(name, module)
+        nearest = block_loss(task.block, calls, targets)
+        best = self._tune(task, tuned, calls, targets)
+        losses = []
+        for parameters in (best, [tensor.clone() for tensor in _parameters(tuned)]):
+            _set(tuned, parameters)
+            losses.append(block_loss(task.block, calls, targets))
+        chosen = best if losses[0] <= losses[1] else None
+        if chosen is not None:
+            _set(tuned, chosen)
+        note = f"block error {min(losses) / max(nearest, 1e-30):.3f} of rounding to nearest"
+        if min(losses) > nearest:  # of all samples: tuning saw a few at a time
+            note = "tuning found nothing better than rounding to nearest"
+            for module in tuned.values():
+                module.reset()
+        for name, module in tuned.items():
+            weight = module.quantized()
+            task.place(name, weight, note=note if name == next(iter(tuned)) else "")
+
+    def _tune(
+        self, task: BlockTask, tuned: dict[str, "TunedLinear"], calls: Sequence[Callable], targets: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """Move the parameters; returns those of the step with the least loss. An interrupted tuning goes on."""
+        parameters = _parameters(tuned)
+        best, least, first = [tensor.clone() for tensor in parameters], float("inf"), 0
+        if (saved := task.load_tuning()) is not None:
+            first, least = int(saved["step"]), float(saved["least"])
+            for i, (tensor, kept) in enumerate(zip(parameters, best, strict=True)):
+                tensor.copy_(saved[f"now.{i}"])
+                kept.copy_(saved[f"best.{i}"])
+        for step in range(first, self.steps):
+            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + step)
+            chosen = torch.randperm(len(calls), generator=generator)[: max(1, self.batch // task.samples_of_a_call)]
+            gradients, loss = None, 0.0
+            for index in chosen.tolist():  # one call at a time: its activations are let go before the next
+                with torch.enable_grad():
+                    own = F.mse_loss(calls[index](task.block).float(), targets[index].float(), reduction="sum")
+                    found = torch.autograd.grad(own, parameters, allow_unused=True)  # an expert may see nothing
+                loss += float(own.detach())
+                parts = [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, found, strict=True)]
+                gradients = parts if gradients is None else [a.add_(b) for a, b in zip(gradients, parts, strict=True)]
+            assert gradients is not None
+            if loss < least:
+                least = loss
+                for kept, tensor in zip(best, parameters, strict=True):
+                    kept.copy_(tensor)
+            size = (1 - step / self.steps) / self.steps
+            for tensor, gradient in zip(parameters, gradients, strict=True):
+                tensor.sub_(gradient.sign_(), alpha=size)
+            for module in tuned.values():
+                module.clamp()
+            task.progress(step + 1, self.steps)
+            if (step + 1) % SAVE_EVERY == 0 and step + 1 < self.steps:
+                now = {f"now.{i}": tensor for i, tensor in enumerate(parameters)}
+                kept_too = {f"best.{i}": tensor for i, tensor in enumerate(best)}
+                task.save_tuning({"step": torch.tensor(step + 1), "least": torch.tensor(least)} | now | kept_too)
+        return best
+
+
+class TunedLinear(nn.Module):
+    """A linear layer whose weight is rounded anew in each pass, with gradients for how."""
+
+    def __init__(self, task: BlockTask, name: str) -> None:
+        super().__init__()
+        linear = task.before.get_submodule(name)
+        assert isinstance(linear, nn.Linear)
+        self.grid, self.dtype = task.grid(name), task.dtype
+        self.rounds = task.layers[name].activations == "int8"
+        weight = linear.weight.detach()
+        self.size = tuple(weight.shape)
+        n, k = weight.shape
+        self.group = self.grid.format.group_size or k
+        groups = self.grid.format.groups(k)
+        self.weight = pad(weight.float(), (0, groups * self.group - k)).unflatten(1, (groups, self.group))  # (N, G, g)
+        self.bias = None if linear.bias is None else linear.bias.detach().to(task.dtype)
+        self.scale, self.zero = self.grid.choose(self.weight)
+        self.offset = torch.zeros_like(self.weight).requires_grad_()
+        self.low = torch.ones(n, groups, 1).requires_grad_()
+        self.high = torch.ones(n, groups, 1).requires_grad_()
+
+    def parameters_of_rounding(self) -> list[Tensor]:
+        """The offsets, and of each group's range the ends: one factor where it is symmetric."""
+        return [self.offset, self.high] if self.grid.format.symmetric else [self.offset, self.low, self.high]
+
+    def clamp(self) -> None:
+        """Bring everything back into its range."""
+        self.offset.clamp_(-0.5, 0.5)
+        self.low.clamp_(NARROWEST, WIDEST)
+        self.high.clamp_(NARROWEST, WIDEST)
+
+    def reset(self) -> None:
+        """Back to rounding to nearest."""
+        self.offset.zero_()
+        self.low.fill_(1)
+        self.high.fill_(1)
+
+    def grids(self) -> tuple[Tensor, Tensor | float]:
+        """Scale and zero of each group as they will be stored, (N, G, 1)."""
+        if self.grid.format.symmetric:
+            return _as_stored(self.scale * self.high, self.grid), self.zero
+        lowest = -self.zero * self.scale
+        highest = (self.grid.highest - self.zero) * self.scale
+        scale = _as_stored((highest * self.high - lowest * self.low) / self.grid.highest, self.grid)
+        return scale, _straight(-lowest * self.low / scale, torch.round).clamp(0, self.grid.highest)
+
+    def integers(self, scale: Tensor, zero: Tensor | float) -> Tensor:
+        """The integers, (N, G, group), as floats."""
+        found = _straight(self.weight / scale + self.offset, torch.round) + zero
+        return found.clamp(self.grid.lowest, self.grid.highest)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale, zero = self.grids()
+        weight = ((self.integers(scale, zero) - zero) * scale).flatten(1)[:, : self.size[1]]
+        if self.rounds:
+            x = rounded_activations(x, self.group)
+        return F.linear(x, weight.to(x.dtype), self.bias)
+
+    @torch.no_grad()
+    def quantized(self) -> QuantizedWeight:
+        """What is stored."""
+        scale, zero = self.grids()
+        n, k = self.size
+        found = empty_weight((n, k), self.grid.format, self.weight.device)
+        found.values.copy_(self.integers(scale, zero).flatten(1)[:, :k])
+        found.scales.copy_(scale.squeeze(-1))
+        if found.zeros is not None:
+            assert isinstance(zero, Tensor)
+            found.zeros.copy_(zero.squeeze(-1))
+        return found
+
+
+def rounded_activations(x: Tensor, group: int) -> Tensor:
+    """x (…, K) rounded to int8 by group of features, as the products do that serve it; gradients pass unchanged."""
+    k = x.shape[-1]
+    wide = pad(x.detach().float(), (0, -k % group)).unflatten(-1, (-1, group))
+    scale = (wide.abs().amax(dim=-1, keepdim=True) / 127).clamp_(min=torch.finfo(torch.float32).tiny)
+    rounded = (wide / scale).round_().mul_(scale).flatten(-2)[..., :k].to(x.dtype)
+    return x + (rounded - x.detach())
+
+
+def block_loss(block: nn.Module, calls: Sequence[Callable[[nn.Module], Tensor]], targets: Sequence[Tensor]) -> float:
+    """The squared error of a block's outputs on all calibration samples."""
+    return sum(
+        float(F.mse_loss(call(block).float(), target.float(), reduction="sum"))
+        for call, target in zip(calls, targets, strict=True)
+    )
+
+
+def _parameters(tuned: dict[str, TunedLinear]) -> list[Tensor]:
+    return [tensor for module in tuned.values() for tensor in module.parameters_of_rounding()]
+
+
+def _set(tuned: dict[str, TunedLinear], values: Sequence[Tensor]) -> None:
+    for tensor, value in zip(_parameters(tuned), values, strict=True):
+        tensor.data.copy_(value)
+
+
+def _straight(x: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
+    """fn(x), with the gradient of x itself."""
+    return x + (fn(x) - x).detach()
+
+
+def _as_stored(scale: Tensor, grid: Grid) -> Tensor:
+    return _straight(scale, lambda exact: exact.to(grid.format.scale_dtype).float())

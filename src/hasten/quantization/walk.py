@@ -1,0 +1,129 @@
+"""The calibration samples on their way through a model: what a layer is given, one block in memory at a time."""
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hasten.model.context import training_context
+from hasten.model.transformer import Transformer
+
+BATCH_TOKENS = 2048  # of a pass: enough for products at the machine's rate
+
+Call = Callable[[nn.Module], Tensor]  # runs a module, a block or an expert, on some of the calibration inputs
+
+
+class CalibrationWalk:
+    """The states (samples, length, C) between two blocks. They begin as embeddings; `advance` takes them on."""
+
+    def __init__(self, model: Transformer, tokens: Tensor) -> None:
+        self.model = model
+        length = tokens.shape[1]
+        positions = torch.arange(length, device=model.device).unsqueeze(0)
+        self._ropes = [table(positions) for table in model.ropes]
+        self._context = training_context(model, length)
+        self.step = max(1, BATCH_TOKENS // length)
+        parts = [model.embed(part.to(model.device), positions) for part in tokens.split(self.step)]
+        self.states = torch.cat(parts)
+
+    def calls(self, index: int) -> list[Call]:
+        """A block's calls, on a few samples each."""
+        layer = self.model.config.layers[index]
+        rope = self._ropes[layer.rope] if self._ropes else None
+        own = self._context.layers[index]
+
+        def call(start: int) -> Call:
+            return lambda block: block(self.states[start : start + self.step], rope, own)
+
+        return [call(start) for start in range(0, len(self.states), self.step)]
+
+    def advance(self, index: int, block: nn.Module) -> None:
+        """Replace the states by what the block makes of them."""
+        for part, call in zip(self.states.split(self.step), self.calls(index), strict=True):
+            part.copy_(call(block))
+
+    def whole_calls(self) -> list[Call]:
+        """The calls of what comes behind the last block: of norm and head."""
+        return [partial(_call, part) for part in self.states.split(self.step)]
+
+
+def rows_calls(parts: Sequence[Tensor]) -> list[Call]:
+    """The calls of a module that takes rows (T, K), as an expert does."""
+    return [partial(_call, part) for rows in parts for part in rows.split(BATCH_TOKENS)]
+
+
+def _call(x: Tensor, module: nn.Module) -> Tensor:
+    return module(x)
+
+
+def shared_copy(module: nn.Module) -> Any:
+    """A module whose submodules can be replaced without changing the original; parameters and buffers are shared."""
+    tensors = (*module.parameters(), *module.buffers())
+    return copy.deepcopy(module, {id(tensor): tensor for tensor in tensors})
+
+
+def stages(module: nn.Module, names: Sequence[str], call: Call) -> list[list[str]]:
+    """The linear layers `names` of a module in the order in which it calls them; together, where they get one input."""
+    found: list[tuple[Tensor, list[str]]] = []
+
+    def note(name: str) -> Callable:
+        def hook(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            if found and found[-1][0] is inputs[0]:
+                found[-1][1].append(name)
+            else:
+                found.append((inputs[0], [name]))
+
+        return hook
+
+    hooks = [module.get_submodule(name).register_forward_pre_hook(note(name)) for name in names]
+    try:
+        call(module)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return [together for _, together in found]
+
+
+def inputs_of(module: nn.Module, name: str, calls: Sequence[Call]) -> Iterator[Tensor]:
+    """What the submodule `name` is given, (T, K) for each call; nothing behind it is computed."""
+
+    def stop(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        raise _ReachedError(inputs[0])
+
+    target = module.get_submodule(name)
+    for call in calls:
+        hook = target.register_forward_pre_hook(stop)
+        try:
+            call(module)
+        except _ReachedError as reached:
+            found = reached.inputs.flatten(0, -2)
+        finally:
+            hook.remove()
+        yield found
+
+
+def inputs_of_each(module: nn.Module, names: Sequence[str], calls: Sequence[Call]) -> dict[str, list[Tensor]]:
+    """All inputs (T, K) of several submodules, of which a call may reach any number (experts)."""
+    found: dict[str, list[Tensor]] = {name: [] for name in names}
+
+    def note(name: str) -> Callable:
+        return lambda _, inputs: found[name].append(inputs[0].flatten(0, -2))
+
+    hooks = [module.get_submodule(name).register_forward_pre_hook(note(name)) for name in names]
+    try:
+        for call in calls:
+            call(module)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
+
+
+class _ReachedError(Exception):
+    """A pass has come to the layer whose input is wanted."""
+
+    def __init__(self, inputs: Tensor) -> None:
+        self.inputs = inputs

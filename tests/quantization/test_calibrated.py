@@ -1,0 +1,228 @@
+"""Quantization with calibration samples: whole models, block by block, in memory and into a folder that can resume."""
+
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import hasten
+from hasten.errors import ConfigError, HastenWarning
+from hasten.model.context import training_context
+from hasten.ops.linear import PackedLinear
+from hasten.quantization import GPTQ, Int2, Int3, Int4, Int8, calibration_tokens, quantize, quantize_to_folder
+from hasten.quantization.resume import WorkFolder
+from references import make_reference
+
+SAMPLES = torch.randint(3, 101, (24, 32), generator=torch.Generator().manual_seed(0))
+HELD_OUT = torch.randint(3, 101, (8, 32), generator=torch.Generator().manual_seed(1))
+
+
+def logits(model, tokens=HELD_OUT):
+    with torch.no_grad():
+        positions = torch.arange(tokens.shape[1]).expand(len(tokens), -1)
+        return model(tokens, positions, training_context(model, tokens.shape[1])).double()
+
+
+def error(model, exact):
+    return float((logits(model) - exact).std() / exact.std())
+
+
+@pytest.mark.parametrize("name", ["llama-biases", "gemma2", "gpt2", "phi3", "qwen3", "mixtral", "qwen3_moe"])
+def test_every_family_and_nearer_to_the_model_than_rounding(name):
+    exact = logits(hasten.load(make_reference(name)))
+    scheme = Int4(group_size=32, lm_head="same", activations="float")
+    reports = []
+    model = hasten.load(make_reference(name))
+    assert quantize(model, scheme, method=GPTQ(), calibration=SAMPLES, report=reports.append) is model
+    expected = {name for name, module in model.named_modules() if isinstance(module, PackedLinear)}
+    plain = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    assert {report.name for report in reports} == expected == set(model.quantization)
+    assert all(name.endswith("router") for name in plain)
+    calibrated = [report for report in reports if report.output_error is not None]
+    better = sum(report.output_error < report.nearest_output_error for report in calibrated)
+    assert better > 0.9 * len(calibrated) > 0
+    assert error(model, exact) < error(quantize(hasten.load(make_reference(name)), scheme), exact)
+
+
+def test_the_inputs_are_those_of_the_quantized_blocks_before():
+    """Layer by layer by hand: the statistics of block 1 come from block 0 as it is served."""
+    model = quantize(hasten.load(make_reference("llama")), Int8(), method=GPTQ(), calibration=SAMPLES)
+    other = hasten.load(make_reference("llama"))
+    other.blocks[0] = model.blocks[0]
+    seen = []
+    hook = other.blocks[1].attention.q.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    logits(other, SAMPLES)
+    hook.remove()
+    from hasten.ops.linear.weights import INT8
+    from hasten.quantization.gptq import InputStatistics, gptq_round
+    from hasten.quantization.rounding import Grid
+
+    found = InputStatistics(64)
+    found.add(seen[0].flatten(0, 1))
+    found.finish()
+    expected = gptq_round(other.blocks[1].attention.q.weight.detach(), found, Grid(INT8), GPTQ())
+    again = model.blocks[1].attention.q.to_weight()
+    assert torch.equal(again.scales, expected.scales)
+    assert (again.values != expected.values).float().mean() < 0.01  # sums of other batches round otherwise
+
+
+def test_gptaq_is_nearer_to_the_outputs_of_the_model_before():
+    exact = logits(hasten.load(make_reference("llama")), SAMPLES)
+    errors = []
+    for gptaq in (False, True):
+        model = hasten.load(make_reference("llama"))
+        with pytest.warns(HastenWarning, match="no kernel multiplies weights of 3 bits"):
+            quantize(model, Int3(group_size=32), method=GPTQ(gptaq=gptaq), calibration=SAMPLES)
+        errors.append(float((logits(model, SAMPLES) - exact).std()))
+    assert errors[1] < errors[0]
+
+
+def test_an_expert_that_saw_too_little_is_rounded_and_says_so():
+    reports = []
+    model = hasten.load(make_reference("qwen3_moe"))
+    quantize(model, Int4(group_size=32), method=GPTQ(), calibration=SAMPLES[:2], report=reports.append)
+    noted = [report for report in reports if report.note]
+    assert noted
+    assert all("calibration tokens came here: rounded to nearest" in report.note for report in noted)
+    assert all(".experts." in report.name for report in noted)
+
+
+def test_a_folder_is_the_model_quantized_in_memory(tmp_path):
+    model = hasten.load(make_reference("llama-mqa"))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    quantize_to_folder(model, Int4(group_size=32), tmp_path / "out", method=GPTQ(), calibration=SAMPLES)
+    after = model.state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+    quantize(model, Int4(group_size=32), method=GPTQ(), calibration=SAMPLES)
+    assert torch.equal(logits(hasten.load(tmp_path / "out")), logits(model))
+
+
+@pytest.mark.parametrize("gptaq", [False, True])
+def test_an_interrupted_run_goes_on_at_its_block(tmp_path, monkeypatch, gptaq):
+    method = GPTQ(gptaq=gptaq)
+    model = hasten.load(make_reference("llama"))
+    quantize_to_folder(model, Int4(group_size=32), tmp_path / "whole", method=method, calibration=SAMPLES)
+
+    def started(name):
+        names.append(name)
+        if name == "blocks.2" and len(names) == 3:
+            raise KeyboardInterrupt
+
+    names = []
+    arguments = {"method": method, "calibration": SAMPLES, "started": started}
+    with pytest.raises(KeyboardInterrupt):
+        quantize_to_folder(model, Int4(group_size=32), tmp_path / "out", **arguments)
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(hasten.HastenError):
+        hasten.load(tmp_path / "out.partial")  # never taken for a model
+    reports = []
+    quantize_to_folder(model, Int4(group_size=32), tmp_path / "out", report=reports.append, **arguments)
+    assert names == ["blocks.0", "blocks.1", "blocks.2", "blocks.2", "blocks.3", "head"]
+    assert len(reports) == 4 * 7 + 1
+    assert not (tmp_path / "out.partial").exists()
+    one, other = (load_file(tmp_path / folder / "model.safetensors") for folder in ("whole", "out"))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("scheme", [Int3, Int2])
+def test_folders_of_3_and_2_bits_are_read_as_plain_weights(tmp_path, scheme, symmetric):
+    model = hasten.load(make_reference("llama"))
+    kind = scheme(group_size=32, symmetric=symmetric, lm_head="none")
+    quantize_to_folder(model, kind, tmp_path / "out", method=GPTQ(), calibration=SAMPLES)
+    with pytest.warns(HastenWarning, match=f"no kernel takes a quantized weight like .*{kind.bits} bits, groups of 32"):
+        again = hasten.load(tmp_path / "out")
+    with pytest.warns(HastenWarning, match="no kernel multiplies"):
+        quantize(model, kind, method=GPTQ(), calibration=SAMPLES)
+    assert torch.equal(logits(again), logits(model))
+    words = load_file(tmp_path / "out" / "model.safetensors")["model.layers.0.self_attn.q_proj.weight_packed"]
+    assert words.nbytes == 64 * 64 * kind.bits // 8
+
+
+def test_what_another_run_left_is_not_gone_on_with(tmp_path):
+    model = hasten.load(make_reference("llama"))
+    scheme = Int4(group_size=32)
+
+    def stop(name):
+        started.append(name)
+        if name == "blocks.2":
+            raise KeyboardInterrupt
+
+    started = []
+    with pytest.raises(KeyboardInterrupt):
+        quantize_to_folder(model, scheme, tmp_path / "out", method=GPTQ(), calibration=SAMPLES, started=stop)
+    for other, tokens in ((GPTQ(damping=0.02), SAMPLES), (GPTQ(), SAMPLES[1:])):
+        started.clear()
+        with pytest.raises(KeyboardInterrupt):
+            quantize_to_folder(model, scheme, tmp_path / "out", method=other, calibration=tokens, started=stop)
+        assert started == ["blocks.0", "blocks.1", "blocks.2"]
+
+
+def test_a_damaged_work_folder_is_one_error(tmp_path):
+    model = hasten.load(make_reference("llama"))
+    (tmp_path / "out.partial").mkdir()
+    (tmp_path / "out.partial" / "settings.json").write_text("{")
+    with pytest.raises(hasten.HastenError, match=r"out.partial.*remove it"):
+        quantize_to_folder(model, Int4(), tmp_path / "out", method=GPTQ(), calibration=SAMPLES)
+
+
+def test_the_bits_do_not_depend_on_the_number_of_threads():
+    threads, results = torch.get_num_threads(), []
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            model = hasten.load(make_reference("llama"), dtype="bfloat16")
+            results.append(quantize(model, Int4(group_size=32), method=GPTQ(), calibration=SAMPLES).state_dict())
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(tensor, results[1][name]) for name, tensor in results[0].items())
+
+
+@pytest.fixture
+def tokenizer(tiny):
+    return tiny.tokenizer
+
+
+def test_samples_are_drawn_by_the_seed(tokenizer):
+    documents = [f"document {i}: " + " ".join(str(i * j) for j in range(40)) for i in range(30)]
+    options = {"samples": 5, "length": 16}
+    first = calibration_tokens(tokenizer, documents, **options)
+    assert first.shape == (5, 16)
+    assert first.dtype == torch.int64
+    assert torch.equal(first, calibration_tokens(tokenizer, documents, **options))
+    assert not torch.equal(first, calibration_tokens(tokenizer, documents, seed=1, **options))
+    begin = tokenizer.encode("")
+    assert all(row[: len(begin)].tolist() == begin for row in first)
+
+
+def test_calibration_that_cannot_be_is_one_clear_error(tokenizer):
+    with pytest.raises(ConfigError, match="fewer than one sample"):
+        calibration_tokens(tokenizer, ["short"], length=100)
+    with pytest.raises(ConfigError, match="samples must be a whole number from 1"):
+        calibration_tokens(tokenizer, ["short"], samples=0)
+    model = hasten.load(make_reference("llama"))
+    for tokens, message in (
+        (None, "give calibration="),
+        (SAMPLES.float(), "int64 tokens"),
+        (SAMPLES[0], "int64 tokens"),
+        (SAMPLES + 200, "tokens are 0 to 100"),
+        (torch.zeros(1, 300, dtype=torch.int64), "256 positions"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            quantize(model, Int4(), method=GPTQ(), calibration=tokens)
+
+
+def test_a_full_disk_is_one_error_and_the_output_is_not_there(tmp_path, monkeypatch):
+    def full(*arguments):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(WorkFolder, "_write", full)
+    model = hasten.load(make_reference("llama"))
+    with pytest.raises(hasten.HastenError, match="No space left on device"):
+        quantize_to_folder(model, Int4(), tmp_path / "out", method=GPTQ(), calibration=SAMPLES)
+    assert not (tmp_path / "out").exists()
+    shutil.rmtree(tmp_path / "out.partial")

@@ -1,0 +1,76 @@
+"""`hasten quantize --method …`: through the command line, with its report, picture and refusals."""
+
+import json
+
+import pytest
+
+import hasten
+from hasten.cli.main import main
+
+TEXT = "def function(argument, other):\n    return [argument for _ in range(other)] + list(map(str, argument))\n"
+
+
+@pytest.fixture
+def text(tmp_path):
+    file = tmp_path / "text.py"
+    file.write_text("".join(TEXT.replace("argument", f"name{i}") for i in range(60)))
+    return file
+
+
+def quantized(folder, text, out, *extra):
+    options = ["--calibration", str(text), "--samples", "8", "--length", "32", "--output", str(out)]
+    main(["quantize", str(folder), "--scheme", "int4", "--group-size", "32", *extra, *options])
+
+
+@pytest.mark.parametrize(
+    "extra", [("gptq",), ("gptq", "--gptaq", "--order", "activation"), ("awq",), ("sign", "--steps", "4")]
+)
+def test_the_methods(extra, tiny_folder, text, tmp_path, capsys):
+    picture = tmp_path / "errors.png"
+    quantized(tiny_folder, text, tmp_path / "out", "--method", *extra, "--json", "-", "--picture", str(picture))
+    captured = capsys.readouterr()
+    found = json.loads(captured.out)
+    assert "8 calibration samples of 32 tokens, activations rounded to int8" in captured.err
+    assert ("minutes at the matrix rate here" in captured.err) == (extra[0] == "sign")
+    assert found["method"]["name"] == extra[0]
+    assert found["calibration"] == {"text": str(text), "samples": 8, "length": 32, "seed": 0}
+    assert found["predicted_memory_bytes"] > 0
+    assert 4 < found["bits_per_weight"] < 32
+    if extra[0] != "sign":
+        assert all(layer["output_error"] is not None for layer in found["layers"])
+        assert picture.stat().st_size > 1000
+    model = hasten.load(tmp_path / "out")
+    assert hasten.generate(model, "def", max_new_tokens=2)
+    assert sorted(path.name for path in tmp_path.glob("out*")) == ["out"]
+
+
+def test_the_table_names_both_errors(tiny_folder, text, tmp_path, capsys):
+    quantized(tiny_folder, text, tmp_path / "out", "--method", "gptq")
+    out = capsys.readouterr().out
+    assert "output error: rtn   method" in out
+    assert "bits per weight" in out
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        (["--calibration", "x"], ["--calibration goes with --method", "gptq and awq and sign", "found rtn"]),
+        (["--method", "sign", "--damping", "0.1"], ["--damping goes with --method gptq; found sign"]),
+        (["--method", "gptq", "--steps", "3"], ["--steps goes with --method sign; found gptq"]),
+        (["--method", "gptq", "--damping", "2"], ["damping must be from 0 to 1; found 2.0"]),
+        (["--method", "gptq", "--calibration", "/no/such/file"], ["/no/such/file"]),
+        (["--method", "gptq", "--length", "100000"], ["fewer than one sample", "--length"]),
+        (["--method", "gptq", "--length", "1000", "--samples", "1"], ["positions"]),
+        (["--method", "gptq", "--picture", "/no/such/folder/x.png"], ["no folder"]),
+    ],
+)
+def test_what_cannot_be_is_one_line(extra, words, tiny_folder, text, tmp_path, capsys):
+    if "--calibration" not in extra and "--length" in extra:
+        extra = [*extra, "--calibration", str(text)]
+    with pytest.raises(SystemExit) as caught:
+        main(["quantize", str(tiny_folder), "--scheme", "int4", *extra, "--output", str(tmp_path / "out")])
+    assert caught.value.code == 2
+    err = capsys.readouterr().err
+    assert all(word in err for word in words), err
+    assert "Traceback" not in err
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,200 @@
+"""GPTQ against plain versions of itself, least squares, and rounding to nearest."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hasten.errors import ConfigError
+from hasten.ops.linear.weights import INT8, int4_format
+from hasten.quantization import GPTQ, gptq
+from hasten.quantization.gptq import InputStatistics, Solver, column_order, gptq_round, output_error
+from hasten.quantization.rounding import Grid, round_weight
+
+
+def inputs_and_weight(n, k, tokens, seed=0, spread=1.0):
+    """Correlated inputs, as a model's are, and a weight."""
+    generator = torch.Generator().manual_seed(seed)
+    mix = torch.randn(k, k, generator=generator, dtype=torch.float64) * 0.5 + torch.eye(k)
+    sizes = torch.exp(spread * torch.randn(k, generator=generator, dtype=torch.float64))
+    x = (torch.randn(tokens, k, generator=generator, dtype=torch.float64) @ mix) * sizes
+    return x, torch.randn(n, k, generator=generator, dtype=torch.float64)
+
+
+def statistics(x, before=None):
+    found = InputStatistics(x.shape[1], drift=before is not None, dtype=torch.float64)
+    found.add(x, before)
+    found.finish()
+    return found
+
+
+def plain_gptq(weight, x, grid, order, damping, group_size):
+    """Column by column with H⁻¹ itself, of which a row and a column are removed at each step; no blocks, no factor."""
+    n, k = weight.shape
+    gram = x.T @ x
+    gram = gram + damping * gram.diagonal().mean() * torch.eye(k, dtype=gram.dtype)
+    columns = column_order((x.T @ x).diagonal(), order, group_size).tolist()
+    w, values = weight.clone(), torch.zeros(n, k)
+    groups, left = {}, list(columns)
+    for column in columns:
+        inverse = torch.linalg.inv(gram[left][:, left])
+        group = column // group_size
+        if group not in groups:
+            own = [c for c in columns if c // group_size == group]
+            groups[group] = grid.choose(w[:, own].unsqueeze(1).float())
+        scale, zero = (part.view(-1).double() if isinstance(part, torch.Tensor) else part for part in groups[group])
+        q = grid.round(w[:, column], scale, zero)
+        values[:, column] = q.float()
+        error = (w[:, column] - (q - zero) * scale) / inverse[0, 0]
+        w[:, left] -= torch.outer(error, inverse[0])
+        left = left[1:]
+    return values
+
+
+CASES = [
+    (int4_format(32), 40, 100, "columns"),
+    (int4_format(32), 24, 256, "groups"),
+    (int4_format(64, symmetric=False), 33, 200, "activation"),
+    (int4_format(128, bits=3), 16, 256, "activation"),
+    (int4_format(32, bits=2), 16, 96, "groups"),
+    (INT8, 20, 130, "columns"),
+    (INT8, 20, 130, "activation"),
+]
+
+
+@pytest.mark.parametrize(("format", "n", "k", "order"), CASES, ids=str)
+def test_in_float64_the_codes_are_those_of_the_plain_version(format, n, k, order):
+    x, weight = inputs_and_weight(n, k, 600)
+    grid, size = Grid(format), format.group_size or k
+    found = gptq_round(weight, statistics(x), grid, GPTQ(order=order))
+    assert torch.equal(found.values.float(), plain_gptq(weight, x, grid, order, 0.01, size))
+
+
+class NoGrid(Grid):
+    """Rounds the first `fixed` columns of the order to whole numbers, and leaves the others as they are."""
+
+    def __init__(self, fixed):
+        super().__init__(INT8)
+        self.fixed = fixed
+        self.seen = []
+
+    def choose(self, groups):
+        return torch.ones(groups.shape[0], groups.shape[1], 1), 0.0
+
+    def round(self, w, scale, zero):
+        self.seen.append(w.clone())
+        return w.round() if len(self.seen) <= self.fixed else w
+
+
+@pytest.mark.parametrize("fixed", [1, 7, 40])
+def test_after_k_fixed_columns_the_others_are_the_least_squares_minimiser(fixed):
+    x, weight = inputs_and_weight(6, 64, 300)
+    grid = NoGrid(fixed)
+    solver = Solver(statistics(x), GPTQ(order="columns", damping=0.0), 0)
+    solver.round(weight, grid)
+    found = torch.stack(grid.seen, dim=1)
+    rounded = found[:, :fixed].round()
+    target = x @ weight.T - x[:, :fixed] @ rounded.T
+    best = torch.linalg.lstsq(x[:, fixed:], target).solution.T
+    assert torch.allclose(found[:, fixed:], best, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("order", ["columns", "activation"])
+def test_unrounded_gptaq_is_the_least_squares_solution(order):
+    x_before, weight = inputs_and_weight(6, 48, 300)
+    x = x_before + 0.1 * torch.randn(x_before.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    grid = NoGrid(0)
+    solver = Solver(statistics(x, x_before), GPTQ(order=order, damping=0.0, gptaq=True), 0)
+    solver.round(weight, grid)
+    found = torch.empty_like(weight)
+    found[:, solver.order] = torch.stack(grid.seen, dim=1)
+    expected = weight @ x_before.T @ x @ torch.linalg.inv(x.T @ x)
+    assert torch.allclose(found, expected, rtol=1e-6, atol=1e-8)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    n=st.integers(1, 40),
+    k=st.integers(1, 200),
+    tokens=st.integers(1, 80),
+    order=st.sampled_from(["columns", "activation", "groups"]),
+    symmetric=st.booleans(),
+    bits=st.sampled_from([4, 3, 2]),
+    seed=st.integers(0, 1000),
+)
+def test_any_shape_and_fewer_tokens_than_features(n, k, tokens, order, symmetric, bits, seed):
+    """A statistics matrix of low rank is damped until it can be factorised; the weight is never worse than nothing."""
+    x, weight = inputs_and_weight(n, k, tokens, seed)
+    x[:, torch.rand(k, generator=torch.Generator().manual_seed(seed)) < 0.1] = 0
+    found = InputStatistics(k)
+    found.add(x)
+    found.finish()
+    format = int4_format(32, symmetric=symmetric, bits=bits)
+    rounded = gptq_round(weight.float(), found, Grid(format), GPTQ(order=order))
+    assert torch.isfinite(rounded.dequantize()).all()
+    assert rounded.values.max() <= 2**bits - 1
+    assert output_error(weight.float(), rounded, found.gram) < 1.0
+    unseen = found.gram.diagonal() == 0
+    assert not rounded.dequantize()[:, unseen].any()
+
+
+@pytest.mark.parametrize("bits", [4, 3, 2])
+@pytest.mark.parametrize("order", ["columns", "activation", "groups"])
+def test_outputs_err_less_than_rounding_to_nearest(bits, order):
+    x, weight = inputs_and_weight(64, 256, 2000)
+    found = statistics(x)
+    format = int4_format(64, bits=bits)
+    rounded = gptq_round(weight, found, Grid(format), GPTQ(order=order))
+    nearest = round_weight(weight, format)
+    assert output_error(weight, rounded, found.gram) < 0.95 * output_error(weight, nearest, found.gram)
+
+
+def test_the_error_is_that_of_the_outputs():
+    x, weight = inputs_and_weight(30, 64, 500)
+    rounded = round_weight(weight, int4_format(32))
+    expected = torch.linalg.norm(x @ (weight - rounded.dequantize(torch.float64)).T) / torch.linalg.norm(x @ weight.T)
+    assert output_error(weight, rounded, statistics(x).gram) == pytest.approx(float(expected), rel=1e-9)
+
+
+def test_the_bits_do_not_depend_on_the_number_of_threads():
+    x, weight = inputs_and_weight(1100, 640, 700)
+    results = []
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            found = InputStatistics(640)
+            for part in x.float().split(256):
+                found.add(part)
+            found.finish()
+            results.append(gptq_round(weight.float(), found, Grid(int4_format(128)), GPTQ()))
+    finally:
+        torch.set_num_threads(threads)
+    for one in results[1:]:
+        assert torch.equal(one.values, results[0].values)
+        assert torch.equal(one.scales, results[0].scales)
+
+
+def test_damping_grows_until_the_matrix_can_be_factorised(monkeypatch):
+    """Float32 sums of inputs in one direction are no longer positive definite, whatever mathematics says."""
+    x = torch.randn(4, 1) @ torch.randn(1, 300) * 1e3
+    found = InputStatistics(300)
+    found.add(x)
+    found.finish()
+    solver = Solver(found, GPTQ(damping=0.0), 128)
+    assert solver.damping > 0
+    monkeypatch.setattr(gptq, "ATTEMPTS", 1)
+    with pytest.raises(ConfigError, match="cannot be factorised"):
+        Solver(found, GPTQ(damping=0.0), 128)
+
+
+def test_bad_settings_and_numbers_are_refused():
+    with pytest.raises(ConfigError, match="order must be one of"):
+        GPTQ(order="size")
+    with pytest.raises(ConfigError, match="damping must be from 0 to 1"):
+        GPTQ(damping=2.0)
+    found = InputStatistics(32)
+    found.add(torch.full((4, 32), torch.inf))
+    found.finish()
+    with pytest.raises(ConfigError, match="NaN or infinite inputs"):
+        Solver(found, GPTQ(), 32)

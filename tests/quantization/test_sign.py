@@ -1,0 +1,116 @@
+"""Sign-gradient rounding: it begins as rounding to nearest, never ends above it, and what it tunes is what is run."""
+
+import pytest
+import torch
+
+import hasten
+from hasten.errors import ConfigError
+from hasten.ops.linear.weights import int4_format
+from hasten.quantization import Int3, Int4, Int8, SignRounding, quantize, quantize_to_folder
+from hasten.quantization.quantize import check_quantizable
+from hasten.quantization.rounding import round_weight
+from hasten.quantization.sequential import BlockTask
+from hasten.quantization.sign import TunedLinear, block_loss, rounded_activations
+from hasten.quantization.walk import CalibrationWalk, shared_copy
+from references import make_reference
+
+SAMPLES = torch.randint(3, 101, (24, 32), generator=torch.Generator().manual_seed(0))
+
+
+def task_of(model, scheme, samples=SAMPLES):
+    formats = check_quantizable(model, scheme)
+    walk, before = CalibrationWalk(model, samples), CalibrationWalk(model, samples)
+    return BlockTask(
+        block=shared_copy(model.blocks[0]),
+        before=model.blocks[0],
+        layers={name[9:]: layer for name, layer in formats.items() if name.startswith("blocks.0.")},
+        calls=walk.calls(0),
+        calls_before=before.calls(0),
+        search=scheme.search,
+        dtype=model.compute_dtype,
+        prefix="blocks.0.",
+    )
+
+
+@pytest.mark.parametrize("scheme", [Int4(group_size=32), Int3(group_size=64, symmetric=False), Int8()], ids=str)
+def test_it_begins_as_rounding_to_nearest(scheme):
+    task = task_of(hasten.load(make_reference("llama")), scheme)
+    for name, layer in task.layers.items():
+        found = TunedLinear(task, name).quantized()
+        expected = round_weight(task.weight(name), layer.weight, search=scheme.search)
+        assert torch.equal(found.values, expected.values)
+        assert torch.equal(found.scales, expected.scales)
+        assert (found.zeros is None) == (expected.zeros is None)
+        assert found.zeros is None or torch.equal(found.zeros, expected.zeros)
+
+
+@pytest.mark.parametrize("name", ["llama-biases", "gemma2", "gpt2", "qwen3_moe"])
+@pytest.mark.parametrize("scheme", [Int4(group_size=32), Int3(group_size=32, symmetric=False)], ids=["int4", "int3"])
+def test_a_block_never_ends_above_rounding_to_nearest(name, scheme):
+    """The issue's own check: the loss on all calibration samples, of the block as it will be served."""
+    with torch.no_grad():
+        task = task_of(hasten.load(make_reference(name)), scheme)
+        targets = [call(task.before) for call in task.calls_before]
+        SignRounding(steps=25).quantize_block(task)
+        tuned = block_loss(task.block, task.calls, targets)
+        other = task_of(hasten.load(make_reference(name)), scheme)
+        for layer in other.layers:
+            other.place(layer, other.nearest(layer))
+        nearest = block_loss(other.block, other.calls, targets)
+    assert tuned < 0.95 * nearest
+    assert "of rounding to nearest" in task.reports[0].note
+
+
+def test_tuning_that_finds_nothing_ends_as_rounding_to_nearest(monkeypatch):
+    """A step in the wrong direction, on purpose."""
+    task = task_of(hasten.load(make_reference("llama")), Int4(group_size=32))
+
+    def worse(self, task, tuned, calls, targets):
+        for module in tuned.values():
+            module.high.fill_(1.5)
+        return [tensor.clone() for module in tuned.values() for tensor in module.parameters_of_rounding()]
+
+    monkeypatch.setattr(SignRounding, "_tune", worse)
+    with torch.no_grad():
+        SignRounding().quantize_block(task)
+    assert "nothing better" in task.reports[0].note
+    assert all(torch.equal(weight.values, task.nearest(name).values) for name, weight in task.weights.items())
+
+
+def test_activations_are_rounded_as_by_the_kernels():
+    x = torch.randn(5, 96, generator=torch.Generator().manual_seed(0))
+    weight = round_weight(torch.randn(8, 96, generator=torch.Generator().manual_seed(1)), int4_format(32))
+    layer = hasten.ops.linear.PackedLinear.from_weight(weight, dtype=torch.float32)
+    exact = x @ weight.dequantize().T
+    if torch.allclose(layer(x), exact, rtol=1e-5, atol=1e-5):
+        pytest.skip("the kernel that was picked does not round activations")
+    assert torch.allclose(layer(x), rounded_activations(x, 32) @ weight.dequantize().T, rtol=1e-4, atol=1e-4)
+
+
+def test_an_interrupted_block_goes_on_at_its_step(tmp_path):
+    model = hasten.load(make_reference("llama"))
+    method = SignRounding(steps=50)
+    arguments = {"method": method, "calibration": SAMPLES}
+    quantize_to_folder(model, Int4(group_size=32), tmp_path / "whole", **arguments)
+    seen = []
+
+    def stop(step, total):
+        seen.append(step)
+        if len(seen) == 75:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        quantize_to_folder(model, Int4(group_size=32), tmp_path / "out", progress=stop, **arguments)
+    assert seen[-1] == 25
+    seen.clear()
+    quantize_to_folder(model, Int4(group_size=32), tmp_path / "out", progress=lambda *s: seen.append(s[0]), **arguments)
+    assert seen[0] == 21
+    one, other = (hasten.load(tmp_path / folder).state_dict() for folder in ("whole", "out"))
+    assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
+def test_bad_settings_are_refused():
+    with pytest.raises(ConfigError, match="steps must be a whole number"):
+        SignRounding(steps=0)
+    with pytest.raises(ConfigError, match="give calibration="):
+        quantize(hasten.load(make_reference("llama")), Int4(), method=SignRounding())
