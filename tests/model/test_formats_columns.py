@@ -4,6 +4,8 @@ import json
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 import hasten
@@ -193,3 +195,45 @@ def test_tensors_that_do_not_fit_are_one_error(edit, words, plain_folder, tmp_pa
     with pytest.raises(CheckpointError) as caught:
         hasten.load(folder)
     assert all(word in str(caught.value) for word in words), caught.value
+
+
+FIELDS = [
+    "quant_method",
+    "bits",
+    "group_size",
+    "sym",
+    "desc_act",
+    "checkpoint_format",
+    "dynamic",
+    "zero_point",
+    "version",
+]
+VALUES = st.none() | st.booleans() | st.integers(-(10**30), 10**30) | st.floats() | st.text(max_size=5)
+VALUES |= st.sampled_from([2, 3, 4, 8, -1, 16, 32, 64, 128, "gptq", "awq", "gemm", "GEMM", "gptq_v2", {}, []])
+
+
+@pytest.fixture(scope="module", params=["gptq", "awq"])
+def sound(request, plain_folder, tmp_path_factory):
+    folder, _ = write(plain_folder, tmp_path_factory.mktemp("fuzz") / "out", request.param)
+    return folder, (folder / "config.json").read_bytes(), (folder / "model.safetensors").read_bytes()
+
+
+@pytest.mark.filterwarnings("ignore::hasten.errors.HastenWarning")
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    fields=st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=3),
+    damage=st.lists(st.tuples(st.integers(0, 9000), st.integers(0, 255)), max_size=3),
+)
+def test_any_damage_loads_or_is_our_own_error(sound, fields, damage):
+    folder, config, weights = sound
+    (folder / "config.json").write_bytes(config)
+    change(folder, **fields)
+    raw = bytearray(weights)
+    for place, value in damage:
+        raw[place % len(raw)] = value
+    (folder / "model.safetensors").write_bytes(raw)
+    try:
+        hasten.load(folder)
+    except hasten.HastenError as error:
+        message = str(error)
+        assert message
