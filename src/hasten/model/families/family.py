@@ -18,7 +18,7 @@ ACTIVATION_NAMES = {
 }
 
 
-class Rows(NamedTuple):
+class RowSlice(NamedTuple):
     """Output rows of a matrix that holds several: those from start to stop of each of `groups` equal parts of it."""
 
     start: int
@@ -34,7 +34,7 @@ class TensorSlice:
     """
 
     name: str
-    rows: Rows | None = None
+    rows: RowSlice | None = None
     transposed: bool = False
     expert: int | None = None
 
@@ -75,7 +75,7 @@ class Family:
     architecture: str  # the transformers class, written into an exported config.json
     config: Callable[[Fields], ModelConfig]
     names: Mapping[str, str] = field(default_factory=lambda: LLAMA_NAMES)
-    rows: Callable[[ModelConfig], dict[str, Rows]] = lambda config: {}
+    rows: Callable[[ModelConfig], dict[str, RowSlice]] = lambda config: {}
     transposed: bool = False
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
@@ -97,7 +97,7 @@ class Family:
 def stacked_experts(family: Family, config: ModelConfig) -> Places:
     """How transformers 5 holds experts in memory: gate and up stacked in one (E, 2·I, C) tensor."""
     size = config.expert_size
-    rows = {"gate_proj": Rows(0, size), "up_proj": Rows(size, 2 * size)}
+    rows = {"gate_proj": RowSlice(0, size), "up_proj": RowSlice(size, 2 * size)}
     for ours, piece in replace(family, names=LLAMA_NAMES).places(config):
         layer, inside, which = piece.name.partition(".experts.")
         if inside:
@@ -136,10 +136,10 @@ def _named(prefix: str, modules: list[str], *, bias: bool = False) -> list[str]:
     return [f"{prefix}{module}.{kind}" for module in modules for kind in kinds]
 
 
-def qkv_rows(config: ModelConfig, groups: int = 1) -> dict[str, Rows]:
+def qkv_rows(config: ModelConfig, groups: int = 1) -> dict[str, RowSlice]:
     """The rows of q, k and v in one matrix, after each other in each of its groups."""
     q, kv = (heads // groups * config.head_dim for heads in (config.heads, config.kv_heads))
-    return {"q": Rows(0, q, groups), "k": Rows(q, q + kv, groups), "v": Rows(q + kv, q + 2 * kv, groups)}
+    return {"q": RowSlice(0, q, groups), "k": RowSlice(q, q + kv, groups), "v": RowSlice(q + kv, q + 2 * kv, groups)}
 
 
 ROPE_KINDS = {kind: kind for kind in ("default", "linear", "llama3", "yarn", "longrope")}

@@ -1,7 +1,7 @@
 """Phi 3, 3.5 and 4-mini (arXiv 2404.14219): Llama with q, k, v and gate, up stored fused, and longrope."""
 
 from hasten.model.config import Fields, ModelConfig
-from hasten.model.families.family import LLAMA_NAMES, Family, Rows, llama_config, qkv_rows, window_of
+from hasten.model.families.family import LLAMA_NAMES, Family, RowSlice, llama_config, qkv_rows, window_of
 
 
 def config(fields: Fields) -> ModelConfig:
@@ -13,9 +13,9 @@ def config(fields: Fields) -> ModelConfig:
 NAMES = LLAMA_NAMES | dict.fromkeys("qkv", "qkv_proj") | dict.fromkeys(("gate", "up"), "gate_up_proj")
 
 
-def rows(config: ModelConfig) -> dict[str, Rows]:
+def rows(config: ModelConfig) -> dict[str, RowSlice]:
     size = config.intermediate_size
-    return qkv_rows(config) | {"gate": Rows(0, size), "up": Rows(size, 2 * size)}
+    return qkv_rows(config) | {"gate": RowSlice(0, size), "up": RowSlice(size, 2 * size)}
 
 
 DEFAULTS = {"max_position_embeddings": 4096, "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5}
