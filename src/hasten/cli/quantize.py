@@ -11,7 +11,7 @@ import tyro
 
 from hasten.cli.options import same_fields
 from hasten.errors import ConfigError
-from hasten.machine import configure, peak_memory
+from hasten.machine import configure, describe, peak_memory
 from hasten.machine.files import require_writable, write_json
 from hasten.machine.progress import share
 from hasten.machine.threads import Threads
@@ -158,6 +158,7 @@ class Quantize:
         model = load(folder, dtype=None if self.dtype == "auto" else self.dtype)
         calibration = None if method is None else self.calibration_of(model)
         result: dict[str, Any] = {
+            "machine": describe().to_json(),
             "output": str(self.output),
             "scheme": {"name": self.scheme} | asdict(scheme),
             "method": {"name": self.method} | ({} if method is None else asdict(cast(Any, method))),
