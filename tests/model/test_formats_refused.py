@@ -107,7 +107,7 @@ CONFIGS = {
     "no object": (lambda v: v.update(quantization_config=[1]), "quantization_config", "object"),
     "gptq": (lambda v: v["quantization_config"].update(quant_method="gptq"), "bits (gptq) must be"),
     "awq": (lambda v: v["quantization_config"].update(quant_method="awq"), "bits (awq) must be"),
-    "fp8 of others": (lambda v: v["quantization_config"].update(quant_method="fp8"), "fp8"),
+    "fp8 of others": (lambda v: v["quantization_config"].update(quant_method="fbgemm_fp8"), "fbgemm_fp8"),
     "no method": (lambda v: v["quantization_config"].pop("quant_method"), "None"),
 }
 

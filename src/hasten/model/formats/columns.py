@@ -12,7 +12,7 @@ GPTQ stores zero points less one, unless config.json's `checkpoint_format` is "g
 stand in the order 0, 2, 4, 6, 1, 3, 5, 7.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -22,7 +22,14 @@ from torch import Tensor
 
 from hasten.errors import CheckpointError
 from hasten.model.checkpoint import StoredTensor, check_finite
-from hasten.model.formats.file_format import QuantizedFolder, QuantizedModule
+from hasten.model.formats.file_format import (
+    QuantizedFolder,
+    QuantizedModule,
+    ReadOnlyFormat,
+    fail,
+    require_modules,
+    seen,
+)
 from hasten.model.formats.packing import unpack_columns
 from hasten.model.formats.record import LayerFormat, group_places, held_format
 from hasten.ops.linear import INT8, QuantizedWeight, WeightFormat, int4_format
@@ -70,13 +77,8 @@ class ColumnsFolder:
                     f"{module.name}.weight", "BF16", module.shape, tensor.file
                 )
             elif name.endswith(_SUFFIXES) and f"{name.rpartition('.')[0]}.qweight" not in stored:
-                _fail(tensor, f"stands without {name.rpartition('.')[0]}.qweight; download the folder again")
-        if not self.modules:
-            method = "awq" if config.awq else "gptq"
-            raise CheckpointError(
-                f"{config.where}: quantization_config says that weights are quantized by {method}, and no tensor is; "
-                "download the folder again"
-            )
+                fail(tensor, f"stands without {name.rpartition('.')[0]}.qweight; download the folder again")
+        require_modules(self.modules, "awq" if config.awq else "gptq", config.where)
 
     def read(self, module: QuantizedModule) -> QuantizedWeight:
         """The module's numbers as its layer holds them."""
@@ -123,7 +125,7 @@ class ColumnsFolder:
             values, zeros = (values ^ 128).view(torch.int8), (zeros ^ 128).view(torch.int8)
         symmetric = module.stored.symmetric
         if symmetric and (zeros != module.stored.middle).any():
-            _fail(
+            fail(
                 self.stored[f"{module.name}.qzeros"],
                 f"holds other zero points than {module.stored.middle}, though config.json calls them symmetric",
             )
@@ -144,7 +146,7 @@ class ColumnsFolder:
         config = self.config
         weight = self.stored[f"{name}.qweight"]
         if weight.dtype != "I32" or len(weight.shape) != 2:
-            _fail(weight, f"must be a matrix of I32; found {_seen(weight)}")
+            fail(weight, f"must be a matrix of I32; found {seen(weight)}")
         rows, columns = weight.shape
         n, k = (columns * 8, rows) if config.awq else (columns, rows * 32 // config.bits)
         groups = -(-k // config.group_size) if config.group_size else 1
@@ -157,35 +159,23 @@ class ColumnsFolder:
             found = self.stored.get(f"{name}.{leaf}")
             if found is None:
                 if leaf != "g_idx":
-                    _fail(weight, f"lacks {name}.{leaf} beside it; download the folder again")
+                    fail(weight, f"lacks {name}.{leaf} beside it; download the folder again")
             elif found.dtype not in dtypes or found.shape != shape:
-                _fail(found, f"must be {' or '.join(dtypes)} {list(shape)} beside it; found {_seen(found)}")
+                fail(found, f"must be {' or '.join(dtypes)} {list(shape)} beside it; found {seen(found)}")
         dtype = _SCALES[self.stored[f"{name}.scales"].dtype]
         stored = int4_format(config.group_size, symmetric=config.symmetric, scale_dtype=dtype, bits=config.bits)
         module = QuantizedModule(name, (n, k), stored, None, packed=True)
         index = self._groups_of_columns(module)
         least, most = int(index.min()), int(index.max())
         if least < 0 or most >= groups:
-            _fail(self.stored[f"{name}.g_idx"], f"names groups from {least} to {most} of {groups}")
+            fail(self.stored[f"{name}.g_idx"], f"names groups from {least} to {most} of {groups}")
         if not torch.equal(index, torch.arange(k) // (config.group_size or k)):
             return replace(module, stored=replace(stored, permuted=True))
         held = INT8 if (config.bits, config.group_size, config.symmetric) == (8, 0, True) else held_format(stored)
         return module if held is None else replace(module, layer=LayerFormat(held, "float"))
 
 
-class _Columns:
-    """What both `FileFormat`s share. They are only read: hasten writes compressed-tensors."""
-
-    method: str
-
-    def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
-        raise NotImplementedError(f"hasten writes no {self.method} checkpoints")
-
-    def write_config(self, layers: Mapping[str, LayerFormat], ignored: Sequence[str]) -> dict[str, Any]:
-        raise NotImplementedError(f"hasten writes no {self.method} checkpoints")
-
-
-class GPTQFormat(_Columns):
+class GPTQFormat(ReadOnlyFormat):
     """The `FileFormat` of AutoGPTQ and GPTQModel."""
 
     method = "gptq"
@@ -202,7 +192,7 @@ class GPTQFormat(_Columns):
         return ColumnsQuantization(where, False, given["bits"], fields.group_size(), symmetric, offset)
 
 
-class AWQFormat(_Columns):
+class AWQFormat(ReadOnlyFormat):
     """The `FileFormat` of AutoAWQ, packed for its GEMM kernel."""
 
     method = "awq"
@@ -239,11 +229,3 @@ class _Fields:
             f"{self.where}: quantization_config.{name} ({self.method}) must be {wanted}; found {found!r:.60}. "
             "Take such a checkpoint, or the unquantized one and `hasten quantize`"
         )
-
-
-def _seen(tensor: StoredTensor) -> str:
-    return f"{tensor.dtype!s:.20} {list(tensor.shape)}"
-
-
-def _fail(tensor: StoredTensor, what: str) -> NoReturn:
-    raise CheckpointError(f"{tensor.file}: {tensor.name!s:.100} {what}")

@@ -4,15 +4,17 @@ and the config, and read.
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import NoReturn
 
 import torch
 from torch import Tensor
 
-from hasten.errors import CheckpointError
 from hasten.model.checkpoint import StoredTensor, check_finite
 from hasten.model.formats.compressed_config import ConfigGroup
-from hasten.model.formats.file_format import QuantizedModule
+from hasten.model.formats.file_format import (
+    QuantizedModule,
+    fail,
+    seen,
+)
 from hasten.model.formats.packing import unpack_bytes, unpack_columns, unpack_rows
 from hasten.model.formats.record import LayerFormat, group_places, held_format
 from hasten.ops.linear import INT8, QuantizedWeight
@@ -41,10 +43,10 @@ class CompressedFolder:
             if not dot:  # of no module
                 continue
             if leaf == "weight_g_idx":
-                _fail(tensor, "reorders the columns by activation (actorder), which hasten does not read")
+                fail(tensor, "reorders the columns by activation (actorder), which hasten does not read")
             weights = f"{prefix}.weight", f"{prefix}.weight_packed"
             if leaf in ("weight_scale", "weight_zero_point") and not any(weight in stored for weight in weights):
-                _fail(tensor, f"stands without {prefix}.weight or {prefix}.weight_packed; download the folder again")
+                fail(tensor, f"stands without {prefix}.weight or {prefix}.weight_packed; download the folder again")
             if leaf == "weight_packed" or (leaf == "weight" and f"{prefix}.weight_scale" in stored):
                 module = self._module(prefix, leaf == "weight_packed")
                 self.modules[f"{prefix}.weight"] = module
@@ -110,11 +112,11 @@ class CompressedFolder:
         weight = self.stored[f"{name}.weight_packed" if packed else f"{name}.weight"]
         scale = self.stored.get(f"{name}.weight_scale")
         if scale is None:
-            _fail(weight, f"lacks {name}.weight_scale beside it; download the folder again")
+            fail(weight, f"lacks {name}.weight_scale beside it; download the folder again")
         if weight.dtype != ("I32" if packed else "I8") or len(weight.shape) != 2:
-            _fail(weight, f"must be a matrix of {'I32' if packed else 'I8'}; found {_seen(weight)}")
+            fail(weight, f"must be a matrix of {'I32' if packed else 'I8'}; found {seen(weight)}")
         if scale.dtype not in _SCALES or len(scale.shape) not in (1, 2):
-            _fail(scale, f"must be one of {', '.join(_SCALES)} by row and group; found {_seen(scale)}")
+            fail(scale, f"must be one of {', '.join(_SCALES)} by row and group; found {seen(scale)}")
         n = weight.shape[0]
         k, bits = self._true_columns(name, weight) if packed else (weight.shape[1], 8)
         zero = self.stored.get(f"{name}.weight_zero_point")
@@ -127,9 +129,9 @@ class CompressedFolder:
         ]
         if not fits:
             asked = "; ".join(str(group.layer.weight) for group in self.groups[:3])
-            _fail(
+            fail(
                 scale,
-                f"is {_seen(scale)}, beside a weight {n}×{k} of {bits} bits {'without' if zero is None else 'with'} "
+                f"is {seen(scale)}, beside a weight {n}×{k} of {bits} bits {'without' if zero is None else 'with'} "
                 f"zero points: that fits none of config.json's groups ({asked})",
             )
         if zero is not None:
@@ -137,9 +139,9 @@ class CompressedFolder:
             shapes = [(-(-n * bits // 32), groups)] if packed else [(n, groups), scale.shape]
             if zero.dtype != ("I32" if packed else "I8") or zero.shape not in shapes:
                 expected = f"I32 {list(shapes[0])} (packed by row)" if packed else f"I8 {list(shapes[0])}"
-                _fail(zero, f"must be {expected}; found {_seen(zero)}")
+                fail(zero, f"must be {expected}; found {seen(zero)}")
         if bits < 8 and scale.dtype == "F32":
-            _fail(scale, f"must be F16 or BF16 for int{bits}; found F32")
+            fail(scale, f"must be F16 or BF16 for int{bits}; found F32")
         chosen = next((group for group in fits if name in group.targets), fits[0]).layer
         stored_format = chosen.weight
         layer = chosen if stored_format == INT8 else None
@@ -153,21 +155,13 @@ class CompressedFolder:
         """K and the bits of a packed weight, whose own shape only tells the number of int32s."""
         shape = self.stored.get(f"{name}.weight_shape")
         if shape is None:
-            _fail(weight, f"lacks {name}.weight_shape beside it; download the folder again")
+            fail(weight, f"lacks {name}.weight_shape beside it; download the folder again")
         if shape.dtype not in ("I64", "I32") or shape.shape != (2,):
-            _fail(shape, f"must be two I64 numbers; found {_seen(shape)}")
+            fail(shape, f"must be two I64 numbers; found {seen(shape)}")
         rows, columns = (int(x) for x in self.tensors[shape.name])
         n, words = weight.shape
         widths = sorted({group.layer.weight.bits for group in self.groups})
         found = [bits for bits in widths if -(-columns * bits // 32) == words]
         if rows != n or columns < 1 or not found:
-            _fail(weight, f"is {_seen(weight)}, which does not hold the {rows}×{columns} values of {shape.name}")
+            fail(weight, f"is {seen(weight)}, which does not hold the {rows}×{columns} values of {shape.name}")
         return columns, found[0]
-
-
-def _seen(tensor: StoredTensor) -> str:
-    return f"{tensor.dtype!s:.20} {list(tensor.shape)}"
-
-
-def _fail(tensor: StoredTensor, what: str) -> NoReturn:
-    raise CheckpointError(f"{tensor.file}: {tensor.name!s:.100} {what}")

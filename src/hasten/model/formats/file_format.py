@@ -7,11 +7,12 @@ and checks it as ever, and `model/fill_quantized.py` fills it.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
 
+from hasten.errors import CheckpointError
 from hasten.model.checkpoint import StoredTensor
 from hasten.model.formats.record import LayerFormat
 from hasten.ops.linear import QuantizedWeight, WeightFormat
@@ -80,3 +81,34 @@ class FileFormat(Protocol):
 
     def write_config(self, layers: Mapping[str, LayerFormat], ignored: Sequence[str]) -> dict[str, Any]:
         """What config.json says of layers, by published module names, and of linear ones that are left as they are."""
+
+
+class ReadOnlyFormat:
+    """What a `FileFormat` is that hasten reads and does not write."""
+
+    method: str
+
+    def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
+        raise NotImplementedError(f"hasten writes no {self.method} checkpoints")
+
+    def write_config(self, layers: Mapping[str, LayerFormat], ignored: Sequence[str]) -> dict[str, Any]:
+        raise NotImplementedError(f"hasten writes no {self.method} checkpoints")
+
+
+def seen(tensor: StoredTensor) -> str:
+    """A stored tensor's dtype and shape, for an error."""
+    return f"{tensor.dtype!s:.20} {list(tensor.shape)}"
+
+
+def fail(tensor: StoredTensor, what: str) -> NoReturn:
+    """CheckpointError for a stored tensor: file, name, and what is wrong with it."""
+    raise CheckpointError(f"{tensor.file}: {tensor.name!s:.100} {what}")
+
+
+def require_modules(modules: Mapping[str, QuantizedModule], method: str, where: Path) -> None:
+    """CheckpointError where a config says that weights are quantized, and none is."""
+    if not modules:
+        raise CheckpointError(
+            f"{where}: quantization_config says that weights are quantized by {method}, and no tensor is; download the "
+            "folder again"
+        )

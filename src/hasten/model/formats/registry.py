@@ -11,8 +11,10 @@ from hasten.model.checkpoint import StoredTensor
 from hasten.model.formats.columns import AWQFormat, GPTQFormat
 from hasten.model.formats.compressed_tensors import CompressedTensors
 from hasten.model.formats.file_format import FileFormat, QuantizedFolder, StoredQuantization
+from hasten.model.formats.fp8 import FP8Format
 
-FILE_FORMATS: Mapping[str, FileFormat] = {one.method: one for one in (CompressedTensors(), GPTQFormat(), AWQFormat())}
+KNOWN: tuple[FileFormat, ...] = (CompressedTensors(), GPTQFormat(), AWQFormat(), FP8Format())
+FILE_FORMATS: Mapping[str, FileFormat] = {one.method: one for one in KNOWN}
 
 
 def read_quantization(values: Mapping[str, Any], where: Path) -> StoredQuantization | None:

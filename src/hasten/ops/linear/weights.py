@@ -69,6 +69,9 @@ class WeightFormat:
         return -(-in_features // self.group_size) if self.group_size else 1
 
     def __str__(self) -> str:
+        if self.element.startswith("float8"):
+            rows, columns = self.scales[0].rows, self.scales[0].columns
+            return f"{self.element}, {f'blocks of {rows} × {columns}' if columns else 'one scale a row or matrix'}"
         groups = f"groups of {self.group_size}" if self.group_size else "one scale a row"
         return f"{self.bits} bits, {groups}, {'symmetric' if self.symmetric else 'with zero points'}"
 

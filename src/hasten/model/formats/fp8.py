@@ -1,0 +1,139 @@
+"""The layout of FP8 checkpoints: weights in float8_e4m3fn, with scales by block, by row or by matrix.
+
+Beside a linear module's bias stand, in place of its `weight` (N, K) in 16 bits:
+
+    weight             float8_e4m3fn (N, K)
+    weight_scale_inv   float32 or bfloat16 (ceil(N / 128), ceil(K / 128)), where config.json has a `weight_block_size`:
+                       DeepSeek's and Qwen's; it is the scale, in spite of its name
+    weight_scale       the same, (N, 1), (N), (1) or (): of rows, or of the matrix
+    input_scale        left aside: activations are not rounded
+
+W[n, k] = weight[n, k] · scale. No kernel multiplies FP8 here: the weights are held in the model's own dtype.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hasten.errors import CheckpointError
+from hasten.model.checkpoint import StoredTensor, check_finite
+from hasten.model.formats.file_format import (
+    QuantizedFolder,
+    QuantizedModule,
+    ReadOnlyFormat,
+    fail,
+    require_modules,
+)
+from hasten.ops.linear import QuantizedWeight, WeightFormat
+from hasten.ops.linear.weights import Scales
+
+ELEMENT = "float8_e4m3fn"
+_SCALES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_NAMES = ("weight_scale_inv", "weight_scale")
+_ASIDE = (".weight_scale_inv", ".weight_scale", ".input_scale", ".activation_scale")
+
+
+@dataclass(frozen=True, slots=True)
+class FP8Quantization:
+    """The `StoredQuantization`. block: rows and columns that share a scale; None: rows or matrices do."""
+
+    where: Path
+    block: tuple[int, int] | None
+
+    @property
+    def weight_formats(self) -> list[WeightFormat]:
+        """One; without blocks, that of a scale by row."""
+        rows, columns = self.block or (1, 0)
+        return [WeightFormat(element=ELEMENT, scales=(Scales(torch.float32, columns, rows),))]
+
+    def open(self, stored: Mapping[str, StoredTensor], tensors: Mapping[str, Tensor]) -> QuantizedFolder:
+        """The folder, its modules checked by their headers."""
+        return FP8Folder(self, stored, tensors)
+
+
+class FP8Folder:
+    """A `QuantizedFolder` of FP8 weights. Raises CheckpointError for tensors that do not fit each other."""
+
+    def __init__(
+        self, config: FP8Quantization, stored: Mapping[str, StoredTensor], tensors: Mapping[str, Tensor]
+    ) -> None:
+        self.config, self.stored, self.tensors = config, stored, tensors
+        self.logical = {name: tensor for name, tensor in stored.items() if not name.endswith(_ASIDE)}
+        self.modules: dict[str, QuantizedModule] = {}
+        for name, tensor in stored.items():
+            if tensor.dtype == "F8_E4M3" and name.endswith(".weight"):
+                self.modules[name] = self._module(tensor)
+                self.logical[name] = StoredTensor(name, "BF16", self.modules[name].shape, tensor.file)
+        require_modules(self.modules, "fp8", config.where)
+
+    def read(self, module: QuantizedModule) -> QuantizedWeight:
+        """Never called: no layer holds FP8."""
+        raise AssertionError(module.name)
+
+    def int4_words(self, module: QuantizedModule) -> None:
+        """None: there are none."""
+
+    def values(self, module: QuantizedModule) -> Tensor:
+        """The mapped weight."""
+        return self.tensors[f"{module.name}.weight"]
+
+    def dequantize(self, module: QuantizedModule, dtype: torch.dtype) -> Tensor:
+        """The weight (N, K) in float32, rounded once to `dtype`."""
+        n, k = module.shape
+        name = self._scale_name(module.name)
+        scale = self.tensors[name].float()
+        check_finite(name, scale, self.stored[name].file)
+        values, weight = self.values(module), torch.empty(n, k, dtype=dtype)
+        rows, columns = self.config.block or (n if scale.numel() == 1 else 1, k)
+        by_column = torch.arange(k) // columns
+        scale = scale.view(-1, -(-k // columns))
+        for start in range(0, n, step := max(1, (1 << 20) // k)):
+            part = slice(start, min(start + step, n))
+            by_row = torch.arange(part.start, part.stop) // rows
+            weight[part] = (values[part].float() * scale[by_row][:, by_column]).to(dtype)
+        check_finite(f"{module.name}.weight", weight, self.stored[f"{module.name}.weight"].file)
+        return weight
+
+    def _scale_name(self, name: str) -> str:
+        return next((f"{name}.{leaf}" for leaf in _NAMES if f"{name}.{leaf}" in self.stored), "")
+
+    def _module(self, weight: StoredTensor) -> QuantizedModule:
+        name = weight.name.removesuffix(".weight")
+        scale = self.stored.get(self._scale_name(name))
+        if scale is None or len(weight.shape) != 2:
+            fail(weight, f"must be a matrix with {name}.weight_scale or weight_scale_inv beside it")
+        n, k = weight.shape
+        if self.config.block is None:
+            rows, columns = (n if scale.shape in ((), (1,)) else 1), 0
+            fits = scale.shape in ((), (1,), (n,), (n, 1))
+            wanted = f"one number, or [{n}, 1]"
+        else:
+            rows, columns = self.config.block
+            expected = (-(-n // rows), -(-k // columns))
+            fits, wanted = scale.shape == expected, str(list(expected))
+        if not fits or scale.dtype not in _SCALES:
+            fail(scale, f"must be {wanted} in {', '.join(_SCALES)}; found {scale.dtype!s:.20} {list(scale.shape)}")
+        stored = WeightFormat(element=ELEMENT, scales=(Scales(_SCALES[scale.dtype], columns, rows),))
+        return QuantizedModule(name, (n, k), stored, None, packed=False)
+
+
+class FP8Format(ReadOnlyFormat):
+    """The `FileFormat` of fine-grained FP8, and of FP8 with one scale a row or matrix."""
+
+    method = "fp8"
+
+    def read_config(self, given: Any, values: Mapping[str, Any], where: Path) -> FP8Quantization:
+        """Blocks of any size, rows, or whole matrices; activations are kept whatever it says of them."""
+        block = given.get("weight_block_size")
+        sizes = block if isinstance(block, list) else []
+        fits = len(sizes) == 2 and all(type(size) is int and 0 < size < 1 << 31 for size in sizes)
+        if block is not None and not fits:
+            raise CheckpointError(
+                f"{where}: quantization_config.weight_block_size must be two numbers; found {block!r:.60}. "
+                "Take such a checkpoint, or the unquantized one and `hasten quantize`"
+            )
+        return FP8Quantization(where, None if block is None else (block[0], block[1]))

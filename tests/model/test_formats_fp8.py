@@ -1,0 +1,108 @@
+"""FP8 checkpoints: their weights are what the published definition says, in the model's own dtype."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import hasten
+from hasten.errors import CheckpointError, HastenWarning
+from references import make_reference
+
+SCALES = {
+    "blocks": ("weight_scale_inv", [32, 48]),
+    "large blocks": ("weight_scale_inv", [128, 128]),
+    "rows": ("weight_scale", None),
+    "rows without a column": ("weight_scale", None),
+    "matrix": ("weight_scale", None),
+}
+
+
+@pytest.fixture(scope="module")
+def plain_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("plain") / "model"
+    hasten.save(hasten.load(make_reference("llama"), dtype="bfloat16"), folder)
+    return folder
+
+
+def write(folder, out, kind):
+    """A checkpoint, and the weights that it stands for."""
+    leaf, block = SCALES[kind]
+    out.mkdir()
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
+    if block is not None:
+        config["quantization_config"]["weight_block_size"] = block
+    (out / "config.json").write_text(json.dumps(config))
+    tensors, weights = {}, {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        if "_proj." not in name:
+            tensors[name] = tensor
+            continue
+        n, k = tensor.shape
+        rows, columns = block or ((n, k) if kind == "matrix" else (1, k))
+        scale = torch.rand(-(-n // rows), -(-k // columns), generator=torch.Generator().manual_seed(n)) * 0.01 + 0.001
+        whole = scale.repeat_interleave(rows, 0)[:n].repeat_interleave(columns, 1)[:, :k]
+        values = (tensor.float() / whole).to(torch.float8_e4m3fn)
+        weights[name] = (values.float() * whole).bfloat16()
+        stored = {"matrix": scale.squeeze(), "rows without a column": scale.squeeze(1)}.get(kind, scale)
+        tensors |= {name: values, name.replace("weight", leaf): stored}
+        tensors[name.replace("weight", "input_scale")] = torch.tensor(0.5)
+    save_file(tensors, out / "model.safetensors", {"format": "pt"})
+    return out, weights
+
+
+@pytest.mark.parametrize("kind", SCALES)
+def test_the_weights_are_those_of_the_definition(kind, plain_folder, tmp_path):
+    folder, weights = write(plain_folder, tmp_path / "out", kind)
+    with pytest.warns(HastenWarning, match="no kernel takes a quantized weight like .*float8_e4m3fn"):
+        model = hasten.load(folder)
+    assert model.dtype == torch.bfloat16
+    assert torch.equal(model.blocks[2].mlp.down.weight, weights["model.layers.2.mlp.down_proj.weight"])
+    assert torch.equal(model.blocks[0].attention.k.weight, weights["model.layers.0.self_attn.k_proj.weight"])
+    hasten.save(model, tmp_path / "again")
+    assert "quantization_config" not in json.loads((tmp_path / "again" / "config.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        (lambda t, p: t.pop(p + "weight_scale_inv"), ["up_proj.weight", "weight_scale"]),
+        (lambda t, p: t.update({p + "weight_scale_inv": torch.ones(7, 7)}), ["weight_scale_inv", "[7, 7]"]),
+        (lambda t, p: t.update({p + "weight_scale_inv": torch.ones(3, 2, dtype=torch.int32)}), ["I32"]),
+        (
+            lambda t, p: t.update({p + "weight_scale_inv": torch.full((3, 2), torch.inf)}),
+            ["weight_scale_inv", "infinite"],
+        ),
+        (
+            lambda t, p: t.update({p + "weight": torch.full((96, 64), torch.nan).to(torch.float8_e4m3fn)}),
+            ["up_proj.weight", "NaN"],
+        ),
+    ],
+)
+def test_tensors_that_do_not_fit_are_one_error(edit, words, plain_folder, tmp_path):
+    folder, _ = write(plain_folder, tmp_path / "out", "blocks")
+    tensors = load_file(folder / "model.safetensors")
+    edit(tensors, "model.layers.1.mlp.up_proj.")
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError) as caught:
+        hasten.load(folder)
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+@pytest.mark.parametrize("block", [[0, 128], [128], "128", [128, -1], [1.5, 2], [10**30, 1]])
+def test_block_sizes_that_cannot_be_are_refused(block, plain_folder, tmp_path):
+    folder, _ = write(plain_folder, tmp_path / "out", "blocks")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["weight_block_size"] = block
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="weight_block_size must be two numbers"):
+        hasten.load(folder)
+
+
+def test_a_config_without_such_weights_is_refused(plain_folder, tmp_path):
+    folder, _ = write(plain_folder, tmp_path / "out", "rows")
+    save_file(load_file(plain_folder / "model.safetensors"), folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match="quantized by fp8, and no tensor is"):
+        hasten.load(folder)
