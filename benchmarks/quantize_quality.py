@@ -49,7 +49,10 @@ class QuantizeQuality:
     """Of held-out text."""
 
     samples: int = 128
-    """Calibration samples, of 512 tokens."""
+    """Calibration samples."""
+
+    length: int = 512
+    """Tokens of a sample; at most the model's positions."""
 
     methods: tuple[str, ...] = tuple(METHODS)
     """Which methods."""
@@ -73,7 +76,7 @@ class QuantizeQuality:
             held = write_texts(place / "held-out.jsonl", held_out(self.kilobytes * 1000, self.recipe))
             known = write_texts(place / "calibration.jsonl", seen(CALIBRATION_BYTES, self.recipe))
             settings = ["--activations", self.activations]
-            calibration = ["--calibration", str(known), "--samples", str(self.samples)]
+            calibration = ["--calibration", str(known), "--samples", str(self.samples), "--length", str(self.length)]
             wanted = [("int8 rtn", ["--scheme", "int8"])] + [
                 (f"{scheme} {method}", [*SCHEMES[scheme], *METHODS[method], *(calibration if method != "rtn" else [])])
                 for scheme in self.schemes
@@ -98,7 +101,12 @@ class QuantizeQuality:
                 )
                 shutil.rmtree(out)
         if self.output is not None:
-            settings_used = {"recipe": self.recipe, "samples": self.samples, "activations": self.activations}
+            settings_used = {
+                "recipe": self.recipe,
+                "samples": self.samples,
+                "length": self.length,
+                "activations": self.activations,
+            }
             write_json(self.output, {"schema": 1, "machine": describe().to_json(), **settings_used, "rows": rows})
 
 

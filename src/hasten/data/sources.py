@@ -230,7 +230,8 @@ def _python_source(name: str, folder: Path) -> FileSource:
     candidates = _named(folder, (path for path in sources if "_sysconfigdata" not in path.name))
     files = tuple((name, path) for name, path in candidates if _is_text(path))
     if not files:
-        raise DataError(f"{folder}: this Python has no sources (.py files) there; give a text instead of {name!r}")
+        kind = "standard library" if name == "stdlib" else "package"
+        raise DataError(f"{folder}: this Python has no {kind} sources (.py files) there; give a text instead")
     return FileSource(name, files, "text", skipped=len(candidates) - len(files))
 
 

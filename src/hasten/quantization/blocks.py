@@ -2,9 +2,12 @@
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import torch
 from torch import Tensor
+
+Result = TypeVar("Result")
 
 # Elements of a block of rows, of which a thread holds about four copies in float32. Smaller ones spend their time on
 # calls, larger ones leave the caches.
@@ -51,8 +54,8 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     each_slice(len(total), TILE, work)
 
 
-def on_one_thread(work: Callable[[], Tensor]) -> Tensor:
+def on_one_thread(work: Callable[[], Result]) -> Result:
     """What `work` returns, computed by one thread: some of torch's factorisations differ between one and several."""
-    found: list[Tensor] = []
+    found: list[Result] = []
     each_slice(1, 1, lambda _: found.append(work()))
     return found[0]

@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import repeat
 from typing import Literal, get_args
 
@@ -18,7 +19,7 @@ from torch import Tensor
 from hasten.errors import ConfigError
 from hasten.ops.linear.layouts import empty_weight
 from hasten.ops.linear.weights import QuantizedWeight
-from hasten.quantization.blocks import add_product, each_slice, on_one_thread
+from hasten.quantization.blocks import TILE, add_product, each_slice, on_one_thread
 from hasten.quantization.rounding import Grid, check_matrix
 from hasten.quantization.sequential import BlockTask
 from hasten.quantization.walk import Call, inputs_of, inputs_of_each, rows_calls, stages
@@ -128,8 +129,11 @@ class InputStatistics:
 
     def finish(self) -> None:
         """Fill the upper half. Call it once, when all inputs are in."""
-        self.gram = self.gram.tril()
-        self.gram += self.gram.tril(-1).T
+        for start in range(0, len(self.gram), TILE):
+            stop = start + TILE
+            own = self.gram[start:stop, start:stop].tril()
+            self.gram[start:stop, start:stop] = own + own.tril(-1).T
+            self.gram[start:stop, stop:] = self.gram[stop:, start:stop].T
 
     def divide(self, scales: Tensor) -> None:
         """The inputs are from now on divided by these, (K,)."""
@@ -163,21 +167,25 @@ class Solver:
         self.dead = diagonal == 0  # inputs that never occur: nothing can be said of their columns, which become 0
         self.group_size = group_size or len(gram)
         self.order = column_order(diagonal, settings.order, self.group_size)
-        own = gram[self.order][:, self.order]
-        own.diagonal().add_(self.dead[self.order].to(own.dtype))
-        self.damping, mean = settings.damping, float(own.diagonal().mean())
-        for attempt in range(ATTEMPTS):
-            damped = own.clone()
-            damped.diagonal().add_(self.damping * mean)
-            upper, failed = _inverse_factor(damped)
-            if not failed:
+        # From back to front: then H's factor, and its inverse, are the other way round what is wanted (see below).
+        back = self.order.flip(0)
+        mean = float(torch.where(self.dead, 1, diagonal).mean())
+        self.damping = settings.damping
+        for _ in range(ATTEMPTS):
+            damped = gram[back[:, None], back]
+            damped.diagonal().add_(self.dead[back].to(gram.dtype) + self.damping * mean)
+            factor = _factor(damped)
+            if factor is not None:
                 break
             self.damping = max(self.damping, 1e-4) * 10
-            if attempt == ATTEMPTS - 1:
-                raise ConfigError(
-                    "the inputs of a layer cannot be factorised, however damped; give more calibration text"
-                )
-        self.lower = upper.T.contiguous()  # row j: what column j takes of the errors of the columns before it
+        else:
+            raise ConfigError("its inputs cannot be factorised, however damped; give more calibration text")
+        del damped
+        inverse = torch.zeros_like(factor)
+        on_one_thread(partial(_invert_lower, factor, inverse))
+        del factor
+        # H = R·Rᵀ with R upper triangular; U = R⁻¹. Row j: what column j takes of the errors of those before it.
+        self.lower = inverse.flip(0, 1).T.contiguous()
         self.drift = None if inputs.drift is None else inputs.drift[self.order][:, self.order]
 
     def round(self, weight: Tensor, grid: Grid) -> QuantizedWeight:
@@ -242,38 +250,23 @@ def column_order(diagonal: Tensor, order: Order, group_size: int) -> Tensor:
     return by_size[torch.argsort(rank[by_size // group_size], stable=True)]
 
 
-def _inverse_factor(gram: Tensor) -> tuple[Tensor, bool]:
-    """U, upper triangular with UᵀU = H⁻¹, and whether H could not be factorised.
-
-    From back to front H = R·Rᵀ with R upper triangular, and U is R⁻¹: no inverse of H itself is made.
-    """
-    failed = False
-
-    def work() -> Tensor:
-        nonlocal failed
-        factor, info = torch.linalg.cholesky_ex(gram.flip(0, 1))
-        failed = bool(info) or not bool(torch.isfinite(factor).all())
-        if failed:
-            return factor
-        inverse = torch.zeros_like(factor)
-        _invert_upper(factor.flip(0, 1), inverse)
-        return inverse
-
-    upper = on_one_thread(work)
-    return upper, failed
+def _factor(gram: Tensor) -> Tensor | None:
+    """L, lower triangular with L·Lᵀ = H; None where rounding has left H not positive definite."""
+    factor, info = on_one_thread(lambda: torch.linalg.cholesky_ex(gram))
+    return None if bool(info) or not bool(torch.isfinite(factor).all()) else factor
 
 
-def _invert_upper(matrix: Tensor, inverse: Tensor) -> None:
-    """Write the inverse of an upper triangular matrix, by quarters: half the time of solving for the identity."""
+def _invert_lower(matrix: Tensor, inverse: Tensor) -> None:
+    """Write the inverse of a lower triangular matrix, by quarters: half the time of solving for the identity."""
     half = len(matrix) // 2
     if half < 128:
         identity = torch.eye(len(matrix), dtype=matrix.dtype)
-        inverse.copy_(torch.linalg.solve_triangular(matrix, identity, upper=True))
+        inverse.copy_(torch.linalg.solve_triangular(matrix, identity, upper=False))
         return
     first, last = slice(0, half), slice(half, None)
-    _invert_upper(matrix[first, first], inverse[first, first])
-    _invert_upper(matrix[last, last], inverse[last, last])
-    inverse[first, last] = -(inverse[first, first] @ (matrix[first, last] @ inverse[last, last]))
+    _invert_lower(matrix[first, first], inverse[first, first])
+    _invert_lower(matrix[last, last], inverse[last, last])
+    inverse[last, first] = -(inverse[last, last] @ (matrix[last, first] @ inverse[first, first]))
 
 
 def output_error(weight: Tensor, rounded: QuantizedWeight, gram: Tensor) -> float:

@@ -8,7 +8,6 @@ from hasten.quantization.report import LayerReport
 
 def draw_errors(reports: Sequence[LayerReport], method: str, file: Path) -> None:
     """A PNG: for each kind of layer the relative error of its outputs, block by block, of rtn and of the method."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     kinds: dict[str, list[LayerReport]] = {}
@@ -18,7 +17,6 @@ def draw_errors(reports: Sequence[LayerReport], method: str, file: Path) -> None
     columns = min(4, max(1, len(kinds)))
     rows = max(1, -(-len(kinds) // columns))
     figure = Figure(figsize=(3.2 * columns, 2.6 * rows), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.subplots(rows, columns, squeeze=False, sharey=True)
     for axis, (kind, found) in zip(axes.flat, kinds.items(), strict=False):
         axis.plot([report.nearest_output_error for report in found], "o-", label="rtn", color="#999999", markersize=3)
