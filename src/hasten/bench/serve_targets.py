@@ -13,21 +13,14 @@ from hasten.bench.serve_workload import Planned, Workload
 from hasten.errors import ConfigError, HastenError
 from hasten.generation.params import SamplingParams
 from hasten.serving.request import Request
+from hasten.serving.settings import COUNTERS, GAUGES
 
 if TYPE_CHECKING:
     from hasten.serving.async_engine import AsyncEngine
 
-# name in the report -> name of the metric, behind `hasten:` or `vllm:`
-METRICS = {
-    "prefix_queries": "prefix_cache_queries_total",
-    "prefix_hits": "prefix_cache_hits_total",
-    "preemptions": "num_preemptions_total",
-    "cache_usage": "kv_cache_usage_perc",
-    "blocks": "kv_cache_blocks",
-    "blocks_saved": "kv_cache_blocks_saved",
-    "running": "num_requests_running",
-    "waiting": "num_requests_waiting",
-}
+# field of Stats -> name of the metric, behind `hasten:` or `vllm:`
+METRICS = {field: name for name, (field, _) in GAUGES.items()}
+METRICS |= {field: f"{name}_total" for name, (field, _) in COUNTERS.items()}
 _LINE = re.compile(r"^(?:hasten|vllm):(\w+)(?:\{[^}]*\})? ([0-9.eE+-]+|NaN)", re.MULTILINE)
 
 

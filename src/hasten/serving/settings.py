@@ -92,3 +92,23 @@ class Stats(BlockStats):
     cache_usage: float = 0.0
     cache_bytes: int = 0
     preemptions: int = 0
+
+
+# As Prometheus metrics, behind the prefix `hasten:`: name -> (field of Stats, what it is)
+GAUGES = {
+    "num_requests_running": ("running", "Sequences that run in the engine."),
+    "num_requests_waiting": ("waiting", "Requests that wait for room."),
+    "kv_cache_usage_perc": ("cache_usage", "Share of the cache's blocks in use, 1 for all."),
+    "kv_cache_blocks": ("blocks", "Blocks of the cache."),
+    "kv_cache_bytes": ("cache_bytes", "Bytes of the cache, of all its blocks."),
+    "kv_cache_blocks_saved": ("blocks_saved", "Blocks that sharing saves at this moment."),
+    "kv_cache_blocks_shared": ("shared_blocks", "Blocks that more than one sequence refers to."),
+}
+COUNTERS = {  # their names end in _total
+    "prefix_cache_queries": ("prefix_queries", "Prompt tokens looked up in the prefix cache."),
+    "prefix_cache_hits": ("prefix_hits", "Prompt tokens found in the prefix cache."),
+    "num_preemptions": ("preemptions", "Sequences that were put back to wait because the cache was full."),
+    "prompt_tokens": ("prompt_tokens", "Prompt tokens taken in."),
+    "generation_tokens": ("generated_tokens", "Tokens generated."),
+    "kv_cache_block_copies": ("copied_blocks", "Blocks copied because a sequence wrote to a shared one."),
+}

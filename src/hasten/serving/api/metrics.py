@@ -9,38 +9,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-if TYPE_CHECKING:
-    from hasten.serving.settings import Stats
+from hasten.serving.settings import COUNTERS, GAUGES, Stats
 
 SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
 BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10, 20, 40)
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 SAMPLES = (1, 2, 5, 10, 20)
-
-# metric -> (field of Stats, what it is)
-GAUGES = {
-    "num_requests_running": ("running", "Sequences that run in the engine."),
-    "num_requests_waiting": ("waiting", "Requests that wait for room."),
-    "kv_cache_usage_perc": ("cache_usage", "Share of the cache's blocks in use, 1 for all."),
-    "kv_cache_blocks": ("blocks", "Blocks of the cache."),
-    "kv_cache_bytes": ("cache_bytes", "Bytes of the cache, of all its blocks."),
-    "kv_cache_blocks_saved": ("blocks_saved", "Blocks that sharing saves at this moment."),
-    "kv_cache_blocks_shared": ("shared_blocks", "Blocks that more than one sequence refers to."),
-}
-COUNTERS = {
-    "prefix_cache_queries": ("prefix_queries", "Prompt tokens looked up in the prefix cache."),
-    "prefix_cache_hits": ("prefix_hits", "Prompt tokens found in the prefix cache."),
-    "num_preemptions": ("preemptions", "Sequences that were put back to wait because the cache was full."),
-    "prompt_tokens": ("prompt_tokens", "Prompt tokens taken in."),
-    "generation_tokens": ("generated_tokens", "Tokens generated."),
-    "kv_cache_block_copies": ("copied_blocks", "Blocks copied because a sequence wrote to a shared one."),
-}
 
 
 class Metrics:
