@@ -81,8 +81,8 @@ def matrix_rate(dtype: str | torch.dtype, *, device: str | torch.device = "cpu",
         if not probing and operations / expected > seconds:
             break
         try:
-            product = _product(name, rows, outputs, inputs, device)
-            product()
+            call = product(name, rows, outputs, inputs, device)
+            call()
         except (RuntimeError, AttributeError, NotImplementedError) as error:
             if isinstance(error, torch.OutOfMemoryError) and best:
                 break
@@ -91,10 +91,10 @@ def matrix_rate(dtype: str | torch.dtype, *, device: str | torch.device = "cpu",
             # On one thread: where other programs run, a small product on several threads waits whole time slices for
             # its last thread and looks a hundred times as slow as a large one.
             with limited_threads(1):
-                fastest = operations / min(_times(product, device=device, seconds=seconds / 20))
+                fastest = operations / min(_times(call, device=device, seconds=seconds / 20))
             best, expected = fastest, fastest * torch.get_num_threads()
             continue
-        times = _times(product, device=device, seconds=seconds / (len(shapes) - 1))
+        times = _times(call, device=device, seconds=seconds / (len(shapes) - 1))
         best, expected = max(best, operations / median(times)), max(expected, operations / min(times))
     return best
 
@@ -119,8 +119,11 @@ def measure_limits(
     return Limits(bandwidth=read_bandwidth(device=device, seconds=seconds), rates=rates)
 
 
-def _product(dtype: str, rows: int, outputs: int, inputs: int, device: str | torch.device) -> Callable[[], object]:
-    """A call that multiplies (rows, inputs) by the transpose of (outputs, inputs), as a linear layer does."""
+def product(dtype: str, rows: int, outputs: int, inputs: int, device: str | torch.device) -> Callable[[], object]:
+    """A call that multiplies (rows, inputs) by the transpose of (outputs, inputs), as a linear layer does.
+
+    dtype: one of MATRIX_DTYPES. The values are drawn from torch's own generator.
+    """
     import torch
 
     if dtype == "int8":

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
+from hasten.machine.measure import product
 from hasten.machine.measured import compare, slower
 from hasten.machine.processor import instruction_sets
 
@@ -100,13 +101,5 @@ def _flags() -> tuple[str, ...]:
 def _products(name: str) -> dict[str, Callable[[], object]]:
     import torch
 
-    rows, outputs, inputs = SHAPE
-    generator = torch.Generator().manual_seed(0)  # torch's own stays where it is
-    x = torch.randn(rows, inputs, generator=generator)
-    weight = torch.randn(outputs, inputs, generator=generator)
-
-    def product(dtype: torch.dtype) -> Callable[[], object]:
-        left, right = x.to(dtype), weight.to(dtype)
-        return lambda: torch.nn.functional.linear(left, right)
-
-    return {"float32": product(torch.float32), name: product(getattr(torch, name))}
+    with torch.random.fork_rng(devices=[]):  # the caller's random numbers stay as they are
+        return {dtype: product(dtype, *SHAPE, "cpu") for dtype in ("float32", name)}
