@@ -56,10 +56,10 @@ def test_limits_leave_out_what_cannot_be_multiplied(monkeypatch: pytest.MonkeyPa
 def test_vendor_figures_are_matched_by_whole_words() -> None:
     h200 = vendor_limits("NVIDIA H200")
     assert h200 is not None
-    assert (h200.bandwidth, h200.bfloat16) == (4.8e12, 989e12)
+    assert (h200.bandwidth, h200.rates["bfloat16"]) == (4.8e12, 989e12)
     nvl = vendor_limits("NVIDIA H200 NVL")
     assert nvl is not None
-    assert nvl.bfloat16 == 835e12
+    assert nvl.rates["bfloat16"] == 835e12
     for name in ("NVIDIA GH200 480GB", "NVIDIA L40", "Some GPU"):
         assert vendor_limits(name) is None
 

@@ -23,7 +23,7 @@ from statistics import median
 from typing import Any
 
 from hasten.bench.process import RungRun
-from hasten.machine import VendorLimits, vendor_limits
+from hasten.machine import Limits, vendor_limits
 
 SCHEMA = 1
 # the metric that is the speed of a ladder, by its kind
@@ -40,7 +40,8 @@ def build_report(
 ) -> dict[str, Any]:
     """The report of rungs that have run. `limits`: what measured the machine's limits beside them."""
     speed, device = SPEED_METRICS[kind], limits.rung.device
-    vendor = _vendor(machine, device)
+    gpu = gpu_name(machine, device)
+    vendor = None if gpu is None else vendor_limits(gpu)
     first = next((run for run in runs if run.error is None), None)
     rows: list[dict[str, Any]] = []
     for run in runs:
@@ -100,12 +101,12 @@ def _utilisation(
     metrics: Mapping[str, float],
     description: Mapping[str, Any],
     limit: Mapping[str, float],
-    vendor: VendorLimits | None,
+    vendor: Limits | None,
 ) -> dict[str, float]:
     known = {**description, **metrics}
     dtype, flops = known.get("matrix_dtype", "float32"), known.get("flops_per_token")
     bandwidth, rate = limit.get("bandwidth"), limit.get(f"rate {dtype}")
-    vendor_rate = vendor.bfloat16 if vendor and dtype == "bfloat16" else None
+    vendor_rate = vendor.rates.get(dtype) if vendor else None
     found = {"bandwidth_gb_s": bandwidth / 1e9} if bandwidth else {}
     for name, speed, cost, measured, of_vendor in (
         ("mbu", "decode_tokens_per_second", known.get("bytes_per_token"), bandwidth, vendor and vendor.bandwidth),
@@ -121,7 +122,7 @@ def _utilisation(
     return found
 
 
-def _limits(limits: RungRun, vendor: VendorLimits | None, device: str) -> dict[str, Any]:
+def _limits(limits: RungRun, vendor: Limits | None, device: str) -> dict[str, Any]:
     if limits.error is not None and not limits.rounds:
         return {"device": device, "error": limits.error}
     middle = _over_rounds(limits.rounds, median)
@@ -132,14 +133,11 @@ def _limits(limits: RungRun, vendor: VendorLimits | None, device: str) -> dict[s
         "rounds": limits.rounds,
     }
     if vendor:
-        found["vendor"] = {"bandwidth_gb_s": vendor.bandwidth / 1e9, "matrix_rates": {"bfloat16": vendor.bfloat16}}
+        found["vendor"] = {"bandwidth_gb_s": vendor.bandwidth / 1e9, "matrix_rates": vendor.rates}
     return found
 
 
-def _vendor(machine: Mapping[str, Any], device: str) -> VendorLimits | None:
-
-    gpus = machine.get("gpus", [])
-    if not device.startswith("cuda") or not gpus:
-        return None
-    index = int(device.partition(":")[2] or 0)
-    return vendor_limits(gpus[index]["name"]) if index < len(gpus) else None
+def gpu_name(machine: Mapping[str, Any], device: str) -> str | None:
+    """The GPU that `device` is, of a report's machine; None for another device."""
+    gpus, index = machine.get("gpus", []), int(device.partition(":")[2] or 0)
+    return gpus[index]["name"] if device.startswith("cuda") and index < len(gpus) else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from hasten.bench.report import SPEED_METRICS
+from hasten.bench.report import SPEED_METRICS, gpu_name
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -92,9 +92,8 @@ def limits_line(report: Mapping[str, Any]) -> str:
 def machine_line(machine: Mapping[str, Any], device: str = "cpu") -> str:
     """The machine in one line, as it stands under a picture."""
     torch = f"torch {machine.get('versions', {}).get('torch', 'unknown')}"
-    if device.startswith("cuda") and machine.get("gpus"):
-        return f"{machine['gpus'][int(device.partition(':')[2] or 0)]['name']}, {torch}"
-    return f"{machine['cpu']}, {machine['physical_cores']} cores, {torch}"
+    gpu = gpu_name(machine, device)
+    return f"{gpu}, {torch}" if gpu else f"{machine['cpu']}, {machine['physical_cores']} cores, {torch}"
 
 
 def standard_error(*, width: int) -> Console:

@@ -94,7 +94,7 @@ def _measure(device: str) -> dict[str, Any]:
     found["threads"] = torch.get_num_threads() if device == "cpu" else None
     vendor = vendor_limits(torch.cuda.get_device_name(device)) if device != "cpu" else None
     if vendor:
-        found["vendor"] = asdict(vendor)
+        found["vendor"] = {"bandwidth": vendor.bandwidth} | vendor.rates
     return found
 
 

@@ -4,7 +4,7 @@ from hasten.machine.caches import cache_folder, cache_root, cache_sizes
 from hasten.machine.compiler import Compiler, find_compiler
 from hasten.machine.describe import Machine, describe
 from hasten.machine.device import configure, resolve_device, resolve_dtype
-from hasten.machine.limits import VendorLimits, vendor_limits
+from hasten.machine.limits import Limits, vendor_limits
 from hasten.machine.measure import MATRIX_DTYPES, matrix_rate, measure_limits, read_bandwidth
 from hasten.machine.memory import (
     PeakMemory,
@@ -26,11 +26,11 @@ from hasten.machine.threads import Threads, thread_count
 __all__ = [
     "MATRIX_DTYPES",
     "Compiler",
+    "Limits",
     "Machine",
     "PeakMemory",
     "ProductPrecision",
     "Threads",
-    "VendorLimits",
     "amx_permitted",
     "available_cores",
     "available_memory",

@@ -10,11 +10,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING
 
 from hasten.errors import ConfigError, ResourceError
+from hasten.machine.limits import Limits
 from hasten.machine.memory import available_memory
 from hasten.machine.processor import last_level_cache_bytes
 
@@ -28,14 +28,6 @@ MATRIX_DTYPES = ("float32", "bfloat16", "float16", "int8")
 # would take minutes. 512 rows by a feed-forward matrix is the shape prefill sees; the cubes are for wide devices.
 CPU_SHAPES = ((128, 512, 512), (512, 5632, 2048), (2048, 2048, 2048))
 CUDA_SHAPES = ((512, 512, 512), (2048, 2048, 2048), (4096, 4096, 4096), (8192, 8192, 8192))
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Measured limits of one device: bandwidth in bytes/s, rates in FLOP/s (OP/s for int8) by dtype name."""
-
-    bandwidth: float
-    rates: dict[str, float]
 
 
 def read_bandwidth(*, device: str | torch.device = "cpu", threads: int | None = None, seconds: float = 0.5) -> float:
