@@ -120,7 +120,8 @@ class ServeBenchmark(Benchmark, EngineOptions, LoadOptions):
             await target.prepare()
             facts: dict[str, Any] = {"in_process": False, "model": target.model}
         else:
-            target = EngineTarget(self._engine())
+            model = self.load()
+            target = EngineTarget(self.start_engine(model, model.tokenizer))
             facts = {"in_process": True, "dtype": self.dtype, "quantize": self.quantize}
             facts["model"] = self.shape or str(self.model).rstrip("/").rsplit("/", 1)[-1]
             facts |= {"max_sequences": self.engine.max_sequences, "token_budget": self.engine.token_budget}
@@ -140,13 +141,6 @@ class ServeBenchmark(Benchmark, EngineOptions, LoadOptions):
         finally:
             await target.close()
         return summaries, requests, facts
-
-    def _engine(self) -> Any:
-        from hasten.serving.async_engine import AsyncEngine
-        from hasten.serving.engine import Engine
-
-        settings, model = self.engine_settings(), self.load()
-        return AsyncEngine(Engine(model, model.tokenizer, settings))
 
     def read_model(self, device: str) -> Transformer:
         """The checkpoint, or random weights of the shape."""

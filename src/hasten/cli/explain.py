@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 
 from hasten.cli.explain_attention import ExplainAttention
-from hasten.cli.options import ModelOptions
+from hasten.cli.options import ModelOptions, parse
 from hasten.machine.files import require_writable, write_json
 from hasten.machine.measured import known
 
@@ -16,15 +16,11 @@ class Explain:
     @staticmethod
     def main(arguments: list[str]) -> None:
         """Parse what follows `hasten explain` and run it."""
-        import tyro
-
         if arguments and arguments[0] == "attention":
-            tyro.cli(ExplainAttention, args=arguments[1:], prog="hasten explain attention").run()
+            parse(ExplainAttention, arguments[1:], prog="hasten explain attention").run()
             return
         note = "`hasten explain attention` tells of one call of attention instead of a model."
-        tyro.cli(
-            ExplainModel, args=arguments, prog="hasten explain", description=f"{ExplainModel.__doc__} {note}"
-        ).run()
+        parse(ExplainModel, arguments, prog="hasten explain", description=f"{ExplainModel.__doc__} {note}").run()
 
 
 @dataclass(frozen=True, kw_only=True)

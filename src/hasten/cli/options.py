@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from hasten.model.tokenizer import Tokenizer
     from hasten.model.transformer import Transformer
+    from hasten.serving.async_engine import AsyncEngine
 
 
 def parse(command: Any, arguments: list[str], *, prog: str, description: str | None = None) -> Any:
@@ -122,13 +123,19 @@ class EngineOptions:
     cache_gib: float | None = None
     """Memory of the cache in GiB; by default half of what is free, and never more than can be used."""
 
-    def engine_settings(self) -> EngineSettings:
-        """Raises ConfigError for values that cannot work."""
-        if self.cache_gib is None:
-            return self.engine
-        if not 0 < self.cache_gib < math.inf:
+    def __post_init__(self) -> None:
+        if self.cache_gib is not None and not 0 < self.cache_gib < math.inf:
             raise ConfigError(f"--cache-gib is {self.cache_gib}; it must be above 0 and finite")
-        return replace(self.engine, cache_bytes=int(self.cache_gib * 2**30))
+
+    def start_engine(self, model: Transformer, tokenizer: Tokenizer | None) -> AsyncEngine:
+        """The engine of a loaded model, with its cache and its thread."""
+        from hasten.serving.async_engine import AsyncEngine
+        from hasten.serving.engine import Engine
+
+        settings = self.engine
+        if self.cache_gib is not None:
+            settings = replace(settings, cache_bytes=int(self.cache_gib * 2**30))
+        return AsyncEngine(Engine(model, tokenizer, settings))
 
 
 @dataclass(frozen=True, kw_only=True)

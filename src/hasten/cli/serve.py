@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
     from hasten.model.tokenizer import Tokenizer
     from hasten.model.transformer import Transformer
-    from hasten.serving.settings import EngineSettings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,14 +54,14 @@ class Serve(EngineOptions, LoadOptions):
         require_packages()
         from hasten.serving.api.server import Server, bind, curl_line, url_of
 
-        settings, engine_settings = self._settings(), self.engine_settings()
+        settings = self._settings()
         if self.served_model_name is not None and not self.served_model_name.strip():
             raise ConfigError("--served-model-name is empty; leave it out for the folder's own name, or give one")
         sock = bind(self.host, self.port)  # before the model: a port that is taken is told at once
         try:
             self._warn_of_strangers(settings)
             model = self.load()
-            app = self._app(model, settings, engine_settings)
+            app = self._app(model, settings)
         except BaseException:
             sock.close()
             raise
@@ -80,16 +79,14 @@ class Serve(EngineOptions, LoadOptions):
         """The name under which the model is served: never a path."""
         return self.served_model_name or (Path(self.model).resolve().name if Path(self.model).is_dir() else self.model)
 
-    def _app(self, model: Transformer, settings: ServerSettings, engine_settings: EngineSettings) -> FastAPI:
+    def _app(self, model: Transformer, settings: ServerSettings) -> FastAPI:
         from hasten.serving.api.app import make_app
         from hasten.serving.api.logs import configure_logs
         from hasten.serving.api.service import Service
-        from hasten.serving.async_engine import AsyncEngine
-        from hasten.serving.engine import Engine
 
         tokenizer = self._tokenizer(model)
         configure_logs(self.log)
-        engine = AsyncEngine(Engine(model, tokenizer, engine_settings))
+        engine = self.start_engine(model, tokenizer)
         service = Service(
             engine,
             model_name=self.name(),
