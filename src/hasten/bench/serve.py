@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from itertools import pairwise
+from itertools import count, pairwise
 from statistics import mean
 from typing import Any
 
@@ -48,9 +48,13 @@ class LatencyLimits:
     """Limit of the whole time."""
 
 
-async def measure(target: Target, workload: Workload, *, progress: Callable[[int], None] = lambda _: None) -> Load:
-    """Send one load and wait for all of it. progress: told of each request that has ended."""
+async def measure(
+    target: Target, workload: Workload, *, progress: Callable[[int, int], None] = lambda done, whole: None
+) -> Load:
+    """Send one load and wait for all of it. progress: told how many requests have ended, and of how many."""
     planned = plan(workload, vocabulary=target.vocabulary)
+    ended = count(1)
+    progress(0, len(planned))
     gate = asyncio.Semaphore(workload.concurrency or len(planned))
     before = await target.counters()
     samples: list[dict[str, float]] = []
@@ -66,7 +70,7 @@ async def measure(target: Target, workload: Workload, *, progress: Callable[[int
         await asyncio.sleep(max(0.0, start + planned[index].at - time.perf_counter()))
         async with gate:
             outcome = await target.ask(planned[index], workload, seed=workload.seed + index)
-        progress(1)
+        progress(next(ended), len(planned))
         return outcome
 
     watcher = asyncio.create_task(watch()) if before else None

@@ -19,7 +19,7 @@ from hasten.bench.table import machine_line
 from hasten.cli.options import EngineOptions, LoadOptions
 from hasten.errors import ConfigError
 from hasten.machine import describe
-from hasten.machine.progress import counter
+from hasten.machine.progress import share
 from hasten.serving.settings import EngineSettings
 
 if TYPE_CHECKING:
@@ -133,8 +133,8 @@ class ServeBenchmark(Benchmark, EngineOptions, LoadOptions):
             for index, rate in enumerate(self.rates):
                 # A seed of its own: else the prompts of the load before would lie in the prefix cache.
                 workload = replace(self.workload, rate=rate, seed=self.workload.seed + 1000 * index)
-                with counter(f"{rate:g} requests/s", workload.requests) as advance:
-                    load = await measure(target, workload, progress=advance)
+                with share(f"{rate:g} requests/s") as progress:
+                    load = await measure(target, workload, progress=progress)
                 summaries.append(load.summary(self.limits))
                 requests += load.requests(index)
                 show_load(summaries[-1])

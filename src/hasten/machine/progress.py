@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-COUNTED = ("count", "elapsed", "left", "remaining")
-
 
 def bars(*columns: str, shown: bool = True, transient: bool = True) -> Progress:
     """rich's progress display, to be entered: each task's description, its bar, and these columns behind it.
@@ -43,17 +41,9 @@ def on_terminal() -> bool:
 
 
 @contextmanager
-def counter(description: str, total: int | None = None) -> Iterator[Callable[[int], None]]:
-    """A bar that counts up; yields the function that advances it. Gone when done."""
-    with bars(*COUNTED) as progress:
-        task = progress.add_task(description, total=total)
-        yield lambda count: progress.advance(task, count)
-
-
-@contextmanager
 def share(description: str) -> Iterator[Callable[[int, int | None], None]]:
     """A bar with the time left; yields the function that is told how much is done, and of how much. Gone when done."""
-    with bars(*COUNTED) as progress:
+    with bars("count", "elapsed", "left", "remaining") as progress:
         task = progress.add_task(description, total=None)
         yield lambda done, whole: progress.update(task, completed=done, total=whole)
 
