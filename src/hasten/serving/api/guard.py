@@ -14,17 +14,14 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic_core import from_json
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hasten.serving.api.logs import log_exception, log_request
 from hasten.serving.api.responses import ApiError, ClientGone, overloaded
-
-if TYPE_CHECKING:
-    from starlette.types import ASGIApp, Message, Receive, Scope, Send
-
-    from hasten.serving.api.service import Service
+from hasten.serving.api.service import Service
 
 OPEN = ("/health", "/ready")  # without a key
 WATCHED = (*OPEN, "/metrics")  # answered under load and while the server drains

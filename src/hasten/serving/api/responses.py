@@ -7,17 +7,15 @@ Events: one `data:` line a chunk, `[DONE]` at the end, https://html.spec.whatwg.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic_core import to_json
 from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
 
 from hasten.errors import HastenError
 from hasten.serving.api.logs import log_exception
 from hasten.serving.request import DeadlineExceeded, EngineFailed, QueueFull, RequestRefused
-
-if TYPE_CHECKING:
-    from starlette.types import Receive, Scope, Send
 
 # status -> (OpenAI's type, when it is sent)
 ERRORS = {
