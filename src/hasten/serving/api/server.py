@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
-import signal
 import socket
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import h11
@@ -16,6 +14,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from hasten.errors import ConfigError
+from hasten.machine.signals import capture_signals
 from hasten.serving.api.settings import ServerSettings
 
 if TYPE_CHECKING:
@@ -106,18 +105,9 @@ class Server(uvicorn.Server):
             self.force_exit = True
         self.should_exit = True
 
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
+    def capture_signals(self) -> AbstractContextManager[None]:  # type: ignore[override]
         """Ours in place of uvicorn's, which raises the signal again at the end: a drained server ends with status 0."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = {sig: signal.signal(sig, self.handle_exit) for sig in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for sig, handler in before.items():
-                signal.signal(sig, handler)
+        return capture_signals(self.handle_exit)
 
     def run_on(self, sock: socket.socket) -> None:
         """Serve until a signal (or `should_exit`) ends it."""
