@@ -27,6 +27,21 @@ def llama(hidden: int, inner: int, layers: int, heads: int, kv_heads: int, **cha
     } | changes
 
 
+def gpt2(hidden: int, layers: int, heads: int, **changes: Any) -> dict[str, Any]:
+    """The config.json of a GPT-2 of these sizes, with `changes`."""
+    return {
+        "model_type": "gpt2",
+        "n_embd": hidden,
+        "n_layer": layers,
+        "n_head": heads,
+        "n_inner": 4 * hidden,
+        "n_positions": 1024,
+        "vocab_size": 50_257,
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": 1e-5,
+    } | changes
+
+
 # name -> config.json; llama-7b and llama-70b are Llama 2's (arXiv 2307.09288), qwen3-0.6b is arXiv 2505.09388's.
 SHAPES: Mapping[str, dict[str, Any]] = {
     "tiny": llama(64, 128, 2, 4, 2, vocab_size=250, max_position_embeddings=512),
@@ -34,15 +49,7 @@ SHAPES: Mapping[str, dict[str, Any]] = {
     "llama-1.1b": llama(2048, 5632, 22, 32, 4),
     "llama-7b": llama(4096, 11_008, 32, 32, 32),
     "llama-70b": llama(8192, 28_672, 80, 64, 8),
-    "gpt2-124m": {
-        "model_type": "gpt2",
-        "n_embd": 768,
-        "n_layer": 12,
-        "n_head": 12,
-        "n_positions": 1024,
-        "vocab_size": 50_257,
-        "activation_function": "gelu_new",
-    },
+    "gpt2-124m": gpt2(768, 12, 12),
     "qwen3-0.6b": llama(1024, 3072, 28, 16, 8)
     | {
         "model_type": "qwen3",

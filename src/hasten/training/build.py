@@ -20,7 +20,7 @@ from hasten.ops.activation import KERNELS, ActivationRequest, bind
 from hasten.ops.attention.pattern_text import parse_pattern, pattern_values
 from hasten.ops.native import library
 from hasten.ops.picker import explain
-from hasten.planning.shapes import llama
+from hasten.planning.shapes import gpt2, llama
 from hasten.training.activations import checkpoint_activations
 from hasten.training.allocator import keep_freed_memory
 from hasten.training.optimizers import make_optimizer
@@ -58,16 +58,8 @@ def _published(shape: Shape, *, kv_heads: int, positions: int) -> dict[str, Any]
     if shape.family == "gpt2":
         if kv_heads != shape.heads:
             raise ConfigError("model.kv_heads: gpt2 has as many key/value heads as heads; use the llama family")
-        return {
-            "model_type": "gpt2",
-            "n_embd": shape.hidden_size,
-            "n_layer": shape.layers,
-            "n_head": shape.heads,
-            "n_inner": shape.feed_forward or 4 * shape.hidden_size,
-            "n_positions": positions,
-            "activation_function": "gelu_new",
-            "layer_norm_epsilon": 1e-5,
-        }
+        inner = shape.feed_forward or 4 * shape.hidden_size
+        return gpt2(shape.hidden_size, shape.layers, shape.heads, n_inner=inner, n_positions=positions)
     inner = shape.feed_forward or -(-shape.hidden_size * 8 // 3 // 64) * 64
     sizes = (shape.hidden_size, inner, shape.layers, shape.heads, kv_heads)
     return llama(*sizes, max_position_embeddings=positions, rope_theta=shape.rope_theta)
