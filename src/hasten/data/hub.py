@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hasten.data.documents import Item
-from hasten.data.readers import item_of_record
+from hasten.data.readers import item_of_record, no_text
 from hasten.errors import DataError, ResourceError
 
 
@@ -39,10 +39,7 @@ class HubSource:
                 "(hf:owner/name:split) and the network"
             ) from error
         if text_field not in rows.column_names and "messages" not in rows.column_names:
-            raise DataError(
-                f"{source}: has no column {text_field!r} (found: {', '.join(rows.column_names)}); name the right one "
-                "with text_field, or give 'messages' for a chat"
-            )
+            raise no_text(source, f"column {text_field!r}", rows.column_names)
         return cls(source, rows, text_field)
 
     def items(self) -> Iterator[Item]:

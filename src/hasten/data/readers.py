@@ -2,7 +2,7 @@
 
 import codecs
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -76,11 +76,7 @@ def item_of_record(record: Mapping[str, Any], *, name: str, text_field: str) -> 
     if record.get("messages") is not None:
         return Conversation(name, _checked_messages(record["messages"], name=name))
     if text_field not in record:
-        found = ", ".join(sorted(map(str, record))) or "nothing"
-        raise DataError(
-            f"{name}: has no field {text_field!r} (found: {found}); name the right one with text_field, or give "
-            "'messages' for a chat"
-        )
+        raise no_text(name, f"field {text_field!r}", sorted(map(str, record)))
     text = record[text_field]
     if text is None:
         return None
@@ -88,6 +84,14 @@ def item_of_record(record: Mapping[str, Any], *, name: str, text_field: str) -> 
         raise DataError(f"{name}: the field {text_field!r} is a {type(text).__name__}, expected text")
     _check_unicode(text, name=name)
     return Document.of_text(name, text) if text else None
+
+
+def no_text(where: object, wanted: str, found: Iterable[str]) -> DataError:
+    """The error for rows that have neither the field or column that is wanted nor messages."""
+    return DataError(
+        f"{where}: has no {wanted} (found: {', '.join(found) or 'nothing'}); name the right one with text_field, or "
+        "give 'messages' for a chat"
+    )
 
 
 def _checked_messages(messages: object, *, name: str) -> tuple[Mapping[str, Any], ...]:
@@ -150,11 +154,7 @@ def _read_parquet(path: Path, *, name: str, text_field: str) -> Iterator[Item]:
     with reading(path), _open_parquet(path) as file:
         columns = [column for column in (text_field, "messages") if column in file.schema_arrow.names]
         if not columns:
-            found = ", ".join(file.schema_arrow.names)
-            raise DataError(
-                f"{path}: has no column {text_field!r} (found: {found}); name the right one with text_field, or give "
-                "'messages' for a chat"
-            )
+            raise no_text(path, f"column {text_field!r}", file.schema_arrow.names)
         row = 0
         try:
             for batch in file.iter_batches(batch_size=256, columns=columns):
