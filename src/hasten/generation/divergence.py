@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hasten.errors import ConfigError
-from hasten.generation.perplexity import Padded, batches, cut_windows
+from hasten.generation.perplexity import Padded, batches, cut_windows, exp
 from hasten.model.context import training_context
 from hasten.model.transformer import Transformer
 
@@ -55,8 +55,7 @@ def divergence(
         )
     total = sum(len(window.tokens) - window.first for window in cut)
     losses, against_losses, divergences, same = 0.0, 0.0, [], 0
-    for batch in batches(cut):
-        own = Padded.of(batch, model.device)
+    for own in batches(cut, model.device):
         states = [_states(one, own) for one in (model, against)]
         for start in range(0, len(own.rows), ROWS):
             part = slice(start, start + ROWS)
@@ -73,8 +72,8 @@ def divergence(
             progress(sum(len(part) for part in divergences), total)
     found = torch.cat(divergences)
     return Divergence(
-        perplexity=_exp(losses / total),
-        against_perplexity=_exp(against_losses / total),
+        perplexity=exp(losses / total),
+        against_perplexity=exp(against_losses / total),
         kl_mean=float(found.mean()),
         kl_99=float(found.kthvalue(math.ceil(0.99 * len(found))).values),
         top1=same / total,
@@ -93,7 +92,3 @@ def _same(one: Sequence, other: Sequence) -> bool:
     return len(one) == len(other) and all(
         a.first == b.first and torch.equal(a.tokens, b.tokens) for a, b in zip(one, other, strict=True)
     )
-
-
-def _exp(mean: float) -> float:
-    return math.exp(mean) if mean < 700 else math.inf

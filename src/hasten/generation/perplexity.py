@@ -66,14 +66,19 @@ def perplexity(
     cut, size = cut_windows(model, documents, context=context, stride=stride)
     total = sum(len(window.tokens) - window.first for window in cut)
     nats, count = 0.0, 0
-    for batch in batches(cut):
-        nats += _score(model, batch)
-        count += sum(len(window.tokens) - window.first for window in batch)
+    for batch in batches(cut, model.device):
+        pass_context = training_context(model, batch.tokens.shape[1])
+        nats += float(model(batch.tokens, batch.positions, pass_context, rows=batch.rows, targets=batch.targets))
+        count += len(batch.targets)
         if progress is not None:
             progress(count, total)
     bits = nats / math.log(2) / size if size else None
-    mean = nats / count
-    return Perplexity(math.exp(mean) if mean < 700 else math.inf, bits, count)
+    return Perplexity(exp(nats / count), bits, count)
+
+
+def exp(mean: float) -> float:
+    """e^mean, infinite where that is too large for a float."""
+    return math.exp(mean) if mean < 700 else math.inf
 
 
 def cut_windows(
@@ -116,15 +121,6 @@ def _tokens(model: Transformer, document: str | Sequence[int]) -> Tensor:
     return torch.tensor(document, dtype=torch.int32)
 
 
-def batches(cut: Sequence[Window]) -> Iterator[list[Window]]:
-    """As many windows as BATCH_TOKENS hold, or one, padded to the first, which is the longest."""
-    room, start = max(len(cut[0].tokens), BATCH_TOKENS), 0
-    while start < len(cut):
-        count = room // len(cut[start].tokens)
-        yield list(cut[start : start + count])
-        start += count
-
-
 @dataclass(frozen=True, slots=True)
 class Padded:
     """A batch of windows as a model takes it. rows: those of the flattened tokens whose next one is scored, targets."""
@@ -135,7 +131,7 @@ class Padded:
     targets: Tensor
 
     @classmethod
-    def of(cls, batch: list[Window], device: torch.device) -> "Padded":
+    def of(cls, batch: Sequence[Window], device: torch.device) -> "Padded":
         """Windows, the longest first. Only the scored rows reach the head: with half an overlap, half of them."""
         longest = len(batch[0].tokens) - 1
         inputs = torch.zeros(len(batch), longest, dtype=torch.int64)
@@ -149,8 +145,10 @@ class Padded:
         return cls(inputs.to(device), positions, torch.cat(rows).to(device), torch.cat(targets).to(device, torch.int64))
 
 
-def _score(model: Transformer, batch: list[Window]) -> float:
-    """The sum of the losses, in nats, of the scored tokens of a batch of windows."""
-    own = Padded.of(batch, model.device)
-    context = training_context(model, own.tokens.shape[1])
-    return float(model(own.tokens, own.positions, context, rows=own.rows, targets=own.targets))
+def batches(cut: Sequence[Window], device: torch.device) -> Iterator[Padded]:
+    """As many windows as BATCH_TOKENS hold, or one, padded to the first, which is the longest."""
+    room, start = max(len(cut[0].tokens), BATCH_TOKENS), 0
+    while start < len(cut):
+        count = room // len(cut[start].tokens)
+        yield Padded.of(cut[start : start + count], device)
+        start += count
