@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hasten.model.swap import replace_modules, take_over
+from hasten.model.swap import replace_modules, swap_kinds, take_over
 from hasten.model.transformer import Transformer
 from hasten.ops.linear.wide import WideLinear, wide_linear
 
@@ -50,8 +50,7 @@ def compile_blocks(model: Transformer) -> None:
     """
     if model.device.type == "cpu" and model.dtype != torch.float32:
         # Plain ones only: another kind would lose what it adds.
-        layers = [module for module in model.modules() if type(module) in (nn.Linear, WideLinear)]
-        replace_modules(model, {layer: take_over(OneRowLinear, layer) for layer in layers})
+        swap_kinds(model, {nn.Linear: OneRowLinear, WideLinear: OneRowLinear})
     # Each cache size and batch size is a graph of its own; past the default of 8 a full graph would be refused.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
     parts = [*model.blocks]

@@ -22,3 +22,8 @@ def take_over(kind: type[Module], other: nn.Module) -> Module:
     nn.Module.__init__(new)
     new.__dict__.update(other.__dict__)
     return new
+
+
+def swap_kinds(model: nn.Module, kinds: Mapping[type[nn.Module], type[nn.Module]]) -> None:
+    """Put a module of the other kind, with everything that it has, in the place of each whose class is in `kinds`."""
+    replace_modules(model, {old: take_over(kinds[type(old)], old) for old in model.modules() if type(old) in kinds})

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from hasten.machine import ProductPrecision, emulated
-from hasten.model.swap import replace_modules, take_over
+from hasten.model.swap import swap_kinds
 from hasten.ops.linear.modules import PackedLinear
 from hasten.ops.linear.wide import WideEmbedding, WideLinear
 
@@ -54,8 +54,7 @@ def precision_of(model: "Transformer") -> ProductPrecision:
 
 
 def _swap(model: "Transformer", kinds: dict[type[nn.Module], type[nn.Module]], dtype: torch.dtype) -> None:
-    swapped = [module for module in model.modules() if type(module) in kinds]
-    replace_modules(model, {module: take_over(kinds[type(module)], module) for module in swapped})
+    swap_kinds(model, kinds)
     for module in model.modules():
         if isinstance(module, PackedLinear) and module.request.dtype != dtype:
             module.to(dtype)  # it holds the same numbers, and picks its kernel for such activations

@@ -12,7 +12,7 @@ from hasten.errors import CheckpointError, ConfigError, HastenWarning
 from hasten.machine import find_compiler
 from hasten.model.config import ModelConfig
 from hasten.model.families import read_config
-from hasten.model.swap import replace_modules, take_over
+from hasten.model.swap import replace_modules, swap_kinds
 from hasten.model.tokenizer import Tokenizer
 from hasten.model.transformer import MLP, Attention, Transformer
 from hasten.model.vocabulary import pad_vocabulary
@@ -169,8 +169,7 @@ def fuse_activations(model: Transformer, dtype: torch.dtype) -> bool:
 
 def join_projections(model: Transformer) -> None:
     """One product for queries, keys and values, forward and backward: x is read once, by a wider product."""
-    layers = [module for module in model.modules() if isinstance(module, Attention)]
-    replace_modules(model, {layer: take_over(JoinedAttention, layer) for layer in layers})
+    swap_kinds(model, {Attention: JoinedAttention})
 
 
 def compile_blocks(model: Transformer) -> None:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hasten.model.swap import replace_modules, take_over
+from hasten.model.swap import swap_kinds, take_over
 from hasten.model.transformer import MLP, Attention, Transformer
 from hasten.ops.activation import Functions
 
@@ -62,8 +62,7 @@ PLAIN: Mapping[type[nn.Module], type[nn.Module]] = {JoinedAttention: Attention, 
 
 def swap_back(model: Transformer) -> None:
     """Put plain attention and MLP modules back."""
-    swapped = [module for module in model.modules() if type(module) in PLAIN]
-    replace_modules(model, {module: take_over(PLAIN[type(module)], module) for module in swapped})
+    swap_kinds(model, PLAIN)
 
 
 def _is_plain(layer: nn.Module) -> TypeGuard[nn.Linear]:
