@@ -91,11 +91,9 @@ def numbers(line: Mapping[str, Any], validation: float | None) -> str:
 
 def draw_losses(lines: Sequence[Mapping[str, Any]], path: Path, *, title: str) -> None:
     """A picture (PNG) of training and validation loss over tokens, from the lines of train.jsonl."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.add_subplot()
 
     def points(key: str, some: Sequence[Mapping[str, Any]]) -> tuple[list[float], list[float]]:
