@@ -10,11 +10,11 @@ import ctypes
 import sys
 
 from hasten.machine import available_memory
+from hasten.ops.pages import LARGE_PAGE
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 _NEVER = -1  # as a size: the largest there is
-_MADV_HUGEPAGE = 14
-LARGE_PAGE = 2 << 20
+_MADV_HUGEPAGE = 14  # Python's mmap lacks it where it was built with older headers
 SMALLEST = 64 << 20
 
 
@@ -23,8 +23,8 @@ def keep_freed_memory() -> bool:
 
     The process then stays as large as its largest moment. Results do not change.
     """
-    library = _glibc()
-    if library is None:
+    # musl has no mallopt.
+    if sys.platform != "linux" or not hasattr(library := ctypes.CDLL(None), "mallopt"):
         return False
     mallopt = library.mallopt
     mallopt.argtypes, mallopt.restype = (ctypes.c_int, ctypes.c_int), ctypes.c_int
@@ -61,14 +61,3 @@ def _allowed() -> int:
 
     limits = [resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_DATA, resource.RLIMIT_AS)]
     return min((limit for limit in limits if limit != resource.RLIM_INFINITY), default=sys.maxsize)
-
-
-def _glibc() -> ctypes.CDLL | None:
-    """The C library, if it is one with mallopt."""
-    if not sys.platform.startswith("linux"):
-        return None
-    try:
-        library = ctypes.CDLL(None)
-        return library if hasattr(library, "mallopt") else None
-    except OSError:
-        return None
