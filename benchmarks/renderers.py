@@ -135,6 +135,20 @@ def quantize_perplexity(report: Report) -> str:
     return markdown(["weights, activations", "perplexity", "against bf16"], rows)
 
 
+def quantize_quality(report: Report) -> str:
+    """`quantize_quality.py`: how far each is from the model, and what rounding to nearest of the same format is."""
+    nearest: dict[str, float] = {}
+    rows = []
+    for one in report["rows"]:
+        scheme, _, method = one["name"].rpartition(" ")
+        if method == "rtn":
+            nearest[scheme] = one["kl_mean"]
+        share = f"{one['kl_mean'] / nearest[scheme]:.2f}" if method != "rtn" else ""
+        change = f"{one['perplexity'] / one['against_perplexity'] - 1:+.3%}"
+        rows.append([one["name"], f"{one['kl_mean']:.5f}", share, f"{one['top1']:.1%}", change])
+    return markdown(["weights, method", "KL divergence", "of rtn's", "same top token", "perplexity"], rows)
+
+
 def quantize_memory(report: Report) -> str:
     """`quantize_memory.py`."""
     rows = []
@@ -306,6 +320,7 @@ RENDERERS: dict[str, Callable[[Report], str]] = {
     "prefill-attention-amx": prefill_attention,
     "demo-ladder": demo_ladder,
     "quantize-perplexity": quantize_perplexity,
+    "quantize-quality-demo": quantize_quality,
     "quantize-memory": quantize_memory,
     "load-memory": load_memory,
     "sharing": sharing,
