@@ -7,8 +7,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.overrides import TorchFunctionMode
 
 from hasten.errors import ConfigError
+from hasten.generation.batch_sampler import BatchSampler
 from hasten.generation.params import LogitBias, SamplingParams
 from hasten.generation.sampling import (
     History,
@@ -296,3 +298,21 @@ def test_top_p_looks_at_few_tokens_without_changing_what_is_kept(scale, top_k, m
     found = process(logits, rows)
     monkeypatch.setattr("hasten.generation.sampling._FEW", 5000)  # sort all
     assert torch.equal(found, process(logits, rows))
+
+
+class NoCopies(TorchFunctionMode):
+    """Fails where a list becomes a tensor: on a GPU that waits for everything before it."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        assert func is not torch.tensor
+        return func(*args, **(kwargs or {}))
+
+
+def test_rows_at_one_step_wait_for_no_copy():
+    params = [SamplingParams(seed=seed) for seed in (1, 2)]
+    sampler = BatchSampler(params, [(), ()], eos_ids=(0,), vocab_size=50, device=torch.device("cpu"))
+    logits = torch.randn(2, 50, generator=torch.Generator().manual_seed(0))
+    with NoCopies():
+        together = sampler.next_tokens(logits, steps=[7, 7])
+    apart = [sampler.next_tokens(logits, steps=steps) for steps in ([7, 8], [6, 7])]
+    assert together.tolist() == [apart[0][0], apart[1][1]]

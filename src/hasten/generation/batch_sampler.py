@@ -38,7 +38,10 @@ class BatchSampler:
         banned = banned_ends(
             self._params, steps=steps, end_ids=self._end_ids, vocab_size=self._rows.vocab_size, device=self._device
         )
-        at = torch.tensor(steps, device=self._device)
+        if min(steps) == max(steps):  # as in `generate`: no copy to a GPU, which would wait there for the logits
+            at = torch.full((len(steps),), steps[0], device=self._device)
+        else:
+            at = torch.tensor(steps, device=self._device)
         tokens = next_tokens(logits, self._rows, steps=at, history=self._history, banned=banned)
         if self._history is not None:
             self._history.observe(tokens)
