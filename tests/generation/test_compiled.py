@@ -81,3 +81,11 @@ def test_another_number_of_sequences_is_compiled_once() -> None:
         with torch._dynamo.config.patch(error_on_recompile=True):
             decoder.decode(torch.tensor([5] * batch), active=[True] * (batch - 1) + [False])
             decoder.decode(torch.tensor([5] * batch))
+
+
+def test_models_of_one_kind_share_their_graphs() -> None:
+    ours, another = make("float32"), make("float32")
+    for model in (ours, another):
+        compile_blocks(model)
+    assert type(ours.blocks[0]) is type(another.blocks[1])
+    assert type(ours.head) is type(another.head)

@@ -1,5 +1,6 @@
 """torch.compile for inference: each block compiled once, the one graph serving every block of a kind."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -56,11 +57,13 @@ def compile_blocks(model: Transformer) -> None:
     parts = [*model.blocks]
     if model.stack is None:
         parts.append(model.head)
-    # One class for all parts of a kind: a graph serves what is of one class.
-    kinds: dict[type[nn.Module], type[CompiledForOneToken]] = {
-        kind: type(f"Compiled{kind.__name__}", (CompiledForOneToken, kind), {}) for kind in set(map(type, parts))
-    }
-    new = {part: take_over(kinds[type(part)], part) for part in parts}
+    new = {part: take_over(_compiled_kind(type(part)), part) for part in parts}  # type: ignore[arg-type]
     for part in new.values():
         part.compiled = torch.compile(super(CompiledForOneToken, part).forward, fullgraph=True, dynamic=False)
     replace_modules(model, new)
+
+
+@functools.cache
+def _compiled_kind(kind: type[nn.Module]) -> type[CompiledForOneToken]:
+    """One class for all parts of a kind, of every model: a graph serves what is of one class."""
+    return type(f"Compiled{kind.__name__}", (CompiledForOneToken, kind), {})
