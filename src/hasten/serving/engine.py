@@ -85,9 +85,9 @@ class Engine:
         return sum(not sequence.begun for sequence in self.scheduler.waiting.copy())  # other threads may ask
 
     def check_open(self) -> None:
-        """Raise EngineFailed after a failure."""
+        """Raise EngineFailed after a failure, or when it was closed."""
         if self.error is not None:
-            raise EngineFailed(f"the engine stopped after an error and takes no requests: {self.error}")
+            raise EngineFailed(f"the engine takes no requests: {self.error}")
 
     def check_room(self, waiting: int, *, more: int = 1) -> None:
         """Raise QueueFull if there is no room for so many more beside those that wait, RequestRefused if never."""
