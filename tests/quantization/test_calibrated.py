@@ -1,6 +1,7 @@
 """Quantization with calibration samples: whole models, block by block, in memory and into a folder that can resume."""
 
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -168,6 +169,57 @@ def test_a_damaged_work_folder_is_one_error(tmp_path):
     (tmp_path / "out.partial" / "settings.json").write_text("{")
     with pytest.raises(hasten.HastenError, match=r"out.partial.*remove it"):
         quantize_to_folder(model, Int4(), tmp_path / "out", method=GPTQ(), calibration=SAMPLES)
+
+
+def test_a_finished_block_that_is_damaged_is_one_error(tmp_path):
+    model = hasten.load(make_reference("llama"))
+
+    def stop(name):
+        if name == "blocks.1":
+            raise KeyboardInterrupt
+
+    arguments = {"method": GPTQ(), "calibration": SAMPLES}
+    with pytest.raises(KeyboardInterrupt):
+        quantize_to_folder(model, Int4(group_size=32), tmp_path / "out", **arguments, started=stop)
+    block = tmp_path / "out.partial" / "block-00000.safetensors"
+    block.write_bytes(block.read_bytes()[:100])
+    with pytest.raises(hasten.HastenError, match=r"out.partial.*remove it"):
+        quantize_to_folder(model, Int4(group_size=32), tmp_path / "out", **arguments)
+
+
+def test_other_files_where_blocks_are_kept_are_left_alone(tmp_path):
+    """Nobody's download that happens to be called OUT.partial is removed."""
+    (tmp_path / "out.partial").mkdir()
+    (tmp_path / "out.partial" / "mine.txt").write_text("mine")
+    model = hasten.load(make_reference("llama"))
+    with pytest.raises(ConfigError, match=r"out.partial, which holds other files \('mine.txt'\)"):
+        quantize_to_folder(model, Int4(group_size=32), tmp_path / "out", method=GPTQ(), calibration=SAMPLES)
+    assert [path.name for path in (tmp_path / "out.partial").iterdir()] == ["mine.txt"]
+
+
+def test_two_runs_into_one_folder_do_not_mix(tmp_path):
+    """The second says so; before, it removed the blocks of the first, whose later ones it then took for its own."""
+    model = hasten.load(make_reference("llama"))
+    errors = []
+
+    def meanwhile(name):
+        if name == "blocks.1":
+            with pytest.raises(ConfigError, match="another process is quantizing into") as caught:
+                quantize_to_folder(model, Int4(group_size=32), tmp_path / "out", method=GPTQ(damping=0.1), calibration=SAMPLES)
+            errors.append(caught.value)
+
+    quantize_to_folder(model, Int4(group_size=32), tmp_path / "out", method=GPTQ(), calibration=SAMPLES, started=meanwhile)
+    assert len(errors) == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+
+
+def test_the_folder_one_stands_in(tmp_path, monkeypatch):
+    (tmp_path / "out").mkdir()
+    monkeypatch.chdir(tmp_path / "out")
+    model = hasten.load(make_reference("llama"))
+    quantize_to_folder(model, Int4(group_size=32), Path("."), method=GPTQ(), calibration=SAMPLES)
+    assert (tmp_path / "out" / "config.json").exists()
+    assert not (tmp_path / "out.partial").exists()
 
 
 def test_the_bits_do_not_depend_on_the_number_of_threads():

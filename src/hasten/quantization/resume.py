@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import os
+import re
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,23 +12,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from filelock import Timeout
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from hasten.errors import CheckpointError
-from hasten.machine.files import replacing, save_json
+from hasten.errors import CheckpointError, ConfigError
+from hasten.machine.files import locked, replacing, save_json
 from hasten.model.formats.record import LayerFormat
 from hasten.model.transformer import Transformer
 from hasten.ops.linear.weights import QuantizedWeight
 from hasten.quantization.report import LayerReport
 from hasten.quantization.sequential import BlockResult
 
+_FILES = r"settings\.json|(block-\d+|states|tuning)\.safetensors"
+_OWN = re.compile(rf"lock|{_FILES}|\.({_FILES})\.[\d-]+\.partial")  # the last: cut off while it was written
+
 
 class WorkFolder:
     """The folder OUT.partial beside an output folder OUT. Use `open`, which removes it when all has ended well.
 
-    It holds settings.json, which says of what run it is; block-00000.safetensors and so on, a file for each block's
+    It holds settings.json, which says of what run it is; lock, which one process holds; block-00000.safetensors and so on, a file for each block's
     integers, scales and zeros; states.safetensors: what the block after the finished ones is given; tuning.safetensors:
     how far a method has come in that block.
     """
@@ -44,8 +50,10 @@ class WorkFolder:
     ) -> Iterator["WorkFolder"]:
         """The work of this very run, begun or gone on with; what another one left there is removed.
 
-        Raises CheckpointError where it cannot be written.
+        Raises CheckpointError where it cannot be written, ConfigError where it holds other files or another process
+        works there.
         """
+        folder = Path(os.path.abspath(folder))  # "." has no name to put an ending to
         path = folder.with_name(f"{folder.name}.partial")
         identity = {
             "settings": settings,
@@ -55,14 +63,25 @@ class WorkFolder:
         }
         try:
             path.mkdir(parents=True, exist_ok=True)
-            known = path / "settings.json"
-            if not known.exists() or json.loads(known.read_text()) != identity:
+            foreign = sorted(one.name for one in path.iterdir() if not _OWN.fullmatch(one.name))
+            if foreign:
+                raise ConfigError(
+                    f"finished blocks are kept in {path}, which holds other files ({foreign[0]!r:.60}); move it away, or "
+                    "choose another output"
+                )
+            with locked(path / "lock", waiting=None):
+                known = path / "settings.json"
+                if not known.exists() or json.loads(known.read_text()) != identity:
+                    for stale in (*path.glob("*.json"), *path.glob("*.safetensors"), *path.glob(".*.partial")):
+                        stale.unlink()
+                    save_json(known, identity)
+                yield cls(path, formats)
                 shutil.rmtree(path)
-                path.mkdir()
-                save_json(known, identity)
-            yield cls(path, formats)
-            shutil.rmtree(path)
-        except (OSError, ValueError) as error:
+        except Timeout:
+            raise ConfigError(
+                f"another process is quantizing into {folder}; wait until it has ended, or choose another output"
+            ) from None
+        except (OSError, SafetensorError, json.JSONDecodeError) as error:
             raise CheckpointError(
                 f"{path}, where finished blocks are kept, cannot be written or read: {error}; make room, or remove it"
             ) from error
