@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import hasten
 from hasten.model.context import training_context
@@ -98,4 +99,31 @@ def test_a_folder_is_the_model_quantized_in_memory(name, tmp_path):
     model = with_large_channels(name)
     quantize_to_folder(model, Int4(group_size=32), tmp_path / "out", method=AWQ(), calibration=SAMPLES)
     quantize(model, Int4(group_size=32), method=AWQ(), calibration=SAMPLES)
+    assert torch.equal(logits(hasten.load(tmp_path / "out")), logits(model))
+
+
+@pytest.mark.filterwarnings("ignore:hasten reads this quantized model")
+def test_everything_keeps_its_dtype(tmp_path):
+    """Scales are folded in float32; what is stored, routers too, is in the model's dtype, and so are the sizes told."""
+    reports = []
+    model = quantize(
+        hasten.load(make_reference("qwen3_moe"), dtype="bfloat16"),
+        Int4(group_size=32, activations="float"),
+        method=AWQ(),
+        calibration=SAMPLES,
+        report=reports.append,
+    )
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert logits(model).isfinite().all()
+    sizes = {report.name: report.bytes_before for report in reports}
+    assert sizes["blocks.0.attention.q"] == 4 * 32 * 64 * 2
+    quantize_to_folder(
+        hasten.load(make_reference("qwen3_moe"), dtype="bfloat16"),
+        Int4(group_size=32, activations="float"),
+        tmp_path / "out",
+        method=AWQ(),
+        calibration=SAMPLES,
+    )
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    assert stored["model.layers.0.mlp.gate.weight"].dtype == torch.bfloat16
     assert torch.equal(logits(hasten.load(tmp_path / "out")), logits(model))

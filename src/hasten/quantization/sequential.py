@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -57,13 +57,16 @@ class BlockTask:
         return getattr(self.before.get_submodule(owner), leaf).detach()
 
     def change(self, name: str, tensor: Tensor) -> None:
-        """Put a tensor into the place of another: a weight that will be quantized, or one that is stored as it is."""
-        self.changed[name] = tensor
+        """Put a tensor into the place of another: a weight that will be quantized, or one that is stored as it is, in
+        the dtype that stands there.
+        """
         owner, _, leaf = name.rpartition(".")
         if owner not in self.layers:
             module = shared_copy(self.block.get_submodule(owner))
-            setattr(module, leaf, nn.Parameter(tensor.to(getattr(module, leaf).dtype), requires_grad=False))
+            tensor = tensor.to(getattr(module, leaf).dtype)
+            setattr(module, leaf, nn.Parameter(tensor, requires_grad=False))
             self.block.set_submodule(owner, module)
+        self.changed[name] = tensor
 
     def nearest(self, name: str) -> QuantizedWeight:
         """The layer rounded to nearest."""
@@ -99,8 +102,8 @@ class BlockTask:
         self.block.set_submodule(name, served(weight, linear, bias, layer, self.dtype))
         self.weights[name] = weight
         errors = {"output_error": output_error, "nearest_output_error": nearest_output_error, "note": note}
-        exact = self.tensor(f"{name}.weight")
-        self.reports.append(compare(self.prefix + name, exact, weight, layer, **errors))
+        report = compare(self.prefix + name, self.tensor(f"{name}.weight"), weight, layer, **errors)
+        self.reports.append(replace(report, bytes_before=linear.weight.nbytes))  # a changed weight is in float32
 
 
 class BlockMethod(Protocol):
