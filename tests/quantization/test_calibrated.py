@@ -199,16 +199,16 @@ def test_other_files_where_blocks_are_kept_are_left_alone(tmp_path):
 
 def test_two_runs_into_one_folder_do_not_mix(tmp_path):
     """The second says so; before, it removed the blocks of the first, whose later ones it then took for its own."""
-    model = hasten.load(make_reference("llama"))
+    model, scheme = hasten.load(make_reference("llama")), Int4(group_size=32)
     errors = []
 
     def meanwhile(name):
         if name == "blocks.1":
             with pytest.raises(ConfigError, match="another process is quantizing into") as caught:
-                quantize_to_folder(model, Int4(group_size=32), tmp_path / "out", method=GPTQ(damping=0.1), calibration=SAMPLES)
+                quantize_to_folder(model, scheme, tmp_path / "out", method=GPTQ(damping=0.1), calibration=SAMPLES)
             errors.append(caught.value)
 
-    quantize_to_folder(model, Int4(group_size=32), tmp_path / "out", method=GPTQ(), calibration=SAMPLES, started=meanwhile)
+    quantize_to_folder(model, scheme, tmp_path / "out", method=GPTQ(), calibration=SAMPLES, started=meanwhile)
     assert len(errors) == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
 

@@ -32,9 +32,9 @@ _OWN = re.compile(rf"lock|{_FILES}|\.({_FILES})\.[\d-]+\.partial")  # the last: 
 class WorkFolder:
     """The folder OUT.partial beside an output folder OUT. Use `open`, which removes it when all has ended well.
 
-    It holds settings.json, which says of what run it is; lock, which one process holds; block-00000.safetensors and so on, a file for each block's
-    integers, scales and zeros; states.safetensors: what the block after the finished ones is given; tuning.safetensors:
-    how far a method has come in that block.
+    It holds settings.json, which says of what run it is; lock, which one process holds; block-00000.safetensors and so
+    on, a file for each block's integers, scales and zeros; states.safetensors: what the block after the finished ones
+    is given; tuning.safetensors: how far a method has come in that block.
     """
 
     def __init__(self, path: Path, formats: dict[str, LayerFormat]) -> None:
@@ -66,8 +66,8 @@ class WorkFolder:
             foreign = sorted(one.name for one in path.iterdir() if not _OWN.fullmatch(one.name))
             if foreign:
                 raise ConfigError(
-                    f"finished blocks are kept in {path}, which holds other files ({foreign[0]!r:.60}); move it away, or "
-                    "choose another output"
+                    f"finished blocks are kept in {path}, which holds other files ({foreign[0]!r:.60}); move it away, "
+                    "or choose another output"
                 )
             with locked(path / "lock", waiting=None):
                 known = path / "settings.json"
