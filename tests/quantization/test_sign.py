@@ -114,3 +114,20 @@ def test_bad_settings_are_refused():
         SignRounding(steps=0)
     with pytest.raises(ConfigError, match="give calibration="):
         quantize(hasten.load(make_reference("llama")), Int4(), method=SignRounding())
+
+
+def test_plain_weights_are_tuned_for_activations_as_they_are():
+    """No kernel multiplies 3 bits, so nothing that serves them rounds activations."""
+    task = task_of(hasten.load(make_reference("llama")), Int3(group_size=32))
+    assert not TunedLinear(task, "attention.q").rounds
+    task = task_of(hasten.load(make_reference("llama")), Int4(group_size=32))
+    assert TunedLinear(task, "attention.q").rounds
+
+
+def test_outputs_that_are_not_finite_are_one_error():
+    """Their gradients would move every offset to NaN, and a model of any integers was written."""
+    model = hasten.load(make_reference("llama"))
+    with torch.no_grad():
+        model.blocks[1].mlp_norm.weight[0] = float("nan")
+    with pytest.raises(ConfigError, match=r"blocks.1: the calibration samples give NaN or infinite outputs"):
+        quantize(model, Int4(group_size=32), method=SignRounding(steps=1), calibration=SAMPLES[:2])

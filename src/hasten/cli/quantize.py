@@ -199,10 +199,12 @@ class Quantize:
         from hasten.machine.measure import matrix_rate
         from hasten.quantization import SignRounding
         from hasten.quantization.cost import predicted_bytes, tuning_flops
+        from hasten.quantization.schemes import layer_formats, rounds_activations
 
         samples, length = calibration.shape
         expected = predicted_bytes(model, calibration, method)
-        rounded = "rounded to int8 as in the products that serve it" if self.activations == "int8" else "not rounded"
+        served = next(iter(layer_formats(model, self.scheme_of()).values()))
+        rounded = "rounded to int8 as in the products that serve it" if rounds_activations(served) else "not rounded"
         line = (
             f"{samples} calibration samples of {length} tokens, activations {rounded}; memory beside the checkpoint: "
             f"{expected / 1e9:.2f} GB"

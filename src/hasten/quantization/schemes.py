@@ -105,6 +105,11 @@ def layer_formats(model: Transformer, scheme: Scheme) -> dict[str, LayerFormat]:
     return found if head is None else found | {"head": head}
 
 
+def rounds_activations(layer: LayerFormat) -> bool:
+    """Whether the products that serve a layer round activations to int8: plain weights are never multiplied so."""
+    return layer.activations == "int8" and layer.weight.bits in KERNEL_BITS
+
+
 def _linears(blocks: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
     for name, module in blocks.named_modules():
         if isinstance(module, nn.Linear) and not name.endswith(".router"):

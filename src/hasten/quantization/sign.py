@@ -5,6 +5,7 @@ are moved by the sign of their gradient, a fixed and falling step at a time, so 
 those of the block before quantization. Nothing but the integers, scales and zeros that come out is stored.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ from hasten.errors import ConfigError
 from hasten.ops.linear.layouts import empty_weight
 from hasten.ops.linear.weights import QuantizedWeight
 from hasten.quantization.rounding import Grid
+from hasten.quantization.schemes import rounds_activations
 from hasten.quantization.sequential import BlockTask
 
 NARROWEST, WIDEST = 0.5, 1.5  # how far a group's range may move from the one that rounding to nearest searched
@@ -62,6 +64,10 @@ class SignRounding:
         for name, module in tuned.items():
             task.block.set_submodule(name, module)
         nearest = block_loss(task.block, calls, targets)
+        if not math.isfinite(nearest):
+            raise ConfigError(
+                "the calibration samples give NaN or infinite outputs; this checkpoint cannot be calibrated"
+            )
         best = self._tune(task, tuned, calls, targets)
         losses = []
         for parameters in (best, [tensor.clone() for tensor in _parameters(tuned)]):
@@ -96,7 +102,7 @@ class SignRounding:
             gradients, loss = None, 0.0
             for index in chosen.tolist():  # one call at a time: its activations are let go before the next
                 with torch.enable_grad():
-                    own = F.mse_loss(calls[index](task.block).float(), targets[index].float(), reduction="sum")
+                    own = _squared_error(calls[index](task.block), targets[index])
                     found = torch.autograd.grad(own, parameters, allow_unused=True)  # an expert may see nothing
                 loss += float(own.detach())
                 parts = [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, found, strict=True)]
@@ -127,7 +133,7 @@ class TunedLinear(nn.Module):
         linear = task.before.get_submodule(name)
         assert isinstance(linear, nn.Linear)
         self.grid, self.dtype = task.grid(name), task.dtype
-        self.rounds = task.layers[name].activations == "int8"
+        self.rounds = rounds_activations(task.layers[name])
         weight = linear.weight.detach()
         self.size = tuple(weight.shape)
         n, k = weight.shape
@@ -202,10 +208,12 @@ def rounded_activations(x: Tensor, group: int) -> Tensor:
 
 def block_loss(block: nn.Module, calls: Sequence[Callable[[nn.Module], Tensor]], targets: Sequence[Tensor]) -> float:
     """The squared error of a block's outputs on all calibration samples."""
-    return sum(
-        float(F.mse_loss(call(block).float(), target.float(), reduction="sum"))
-        for call, target in zip(calls, targets, strict=True)
-    )
+    return sum(float(_squared_error(call(block), target)) for call, target in zip(calls, targets, strict=True))
+
+
+def _squared_error(found: Tensor, target: Tensor) -> Tensor:
+    """Summed by row first: a sum of all at once has other bits for each number of threads."""
+    return (found.float() - target.float()).square().sum(dim=-1).sum()
 
 
 def _parameters(tuned: dict[str, TunedLinear]) -> list[Tensor]:
