@@ -256,9 +256,12 @@ def test_calibration_that_cannot_be_is_one_clear_error(tokenizer):
         calibration_tokens(tokenizer, ["short"], length=100)
     with pytest.raises(ConfigError, match="samples must be a whole number from 1"):
         calibration_tokens(tokenizer, ["short"], samples=0)
+    with pytest.raises(ConfigError, match="calibration seed must be a whole number from 0"):
+        calibration_tokens(tokenizer, ["short"], seed=10**30)
     model = hasten.load(make_reference("llama"))
     for tokens, message in (
         (None, "give calibration="),
+        (SAMPLES.tolist(), "int64 tokens.*found list"),
         (SAMPLES.float(), "int64 tokens"),
         (SAMPLES[0], "int64 tokens"),
         (SAMPLES + 200, "tokens are 0 to 100"),

@@ -23,6 +23,8 @@ def calibration_tokens(
     for name, value, least in (("samples", samples, 1), ("length", length, 2)):
         if type(value) is not int or value < least:
             raise ConfigError(f"calibration {name} must be a whole number from {least}; found {value!r}")
+    if type(seed) is not int or not 0 <= seed < 1 << 63:
+        raise ConfigError(f"the calibration seed must be a whole number from 0 to 2⁶³ - 1; found {seed!r}")
     generator = torch.Generator().manual_seed(seed)
     texts = list(documents)
     before = tokenizer.encode("")
@@ -51,6 +53,8 @@ def check_calibration(tokens: Tensor | None, vocab_size: int, positions: int) ->
     """The tokens; ConfigError where there are none, or they are not samples (S, L) that the model takes."""
     if tokens is None:
         raise ConfigError("this method looks at calibration text; give calibration= (tokens), or --calibration TEXT")
+    if not isinstance(tokens, Tensor):
+        raise ConfigError(f"calibration is int64 tokens (samples, length); found {type(tokens).__name__}")
     if tokens.dtype != torch.int64 or tokens.dim() != 2 or not tokens.numel():
         raise ConfigError(f"calibration is int64 tokens (samples, length); found {tokens.dtype} {tuple(tokens.shape)}")
     least, most = (int(end) for end in tokens.aminmax())
