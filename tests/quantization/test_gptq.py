@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hasten.errors import ConfigError
 from hasten.ops.linear.weights import INT8, int4_format
 from hasten.quantization import GPTQ, gptq
-from hasten.quantization.gptq import InputStatistics, Solver, column_order, gptq_round, output_error
+from hasten.quantization.gptq import InputStatistics, Solver, _invert_lower, column_order, gptq_round, output_error
 from hasten.quantization.rounding import Grid, round_weight
 
 
@@ -198,3 +198,16 @@ def test_bad_settings_and_numbers_are_refused():
     found.finish()
     with pytest.raises(ConfigError, match="NaN or infinite inputs"):
         Solver(found, GPTQ(), 32)
+
+
+@pytest.mark.parametrize("order", ["columns", "activation", "groups"])
+def test_everything_is_made_on_the_inputs_device(order):
+    """The meta device stands for any that is not the processor: it mixes with no other."""
+    inputs = InputStatistics(64, drift=True, device=torch.device("meta"))
+    x = torch.empty(10, 64, device="meta")
+    inputs.add(x, x)
+    inputs.finish()
+    assert inputs.gram.device == inputs.drift.device == inputs.absolute.device == x.device
+    assert column_order(inputs.gram.diagonal(), order, 32).device == x.device
+    lower = torch.empty(300, 300, device="meta")
+    _invert_lower(lower, torch.empty_like(lower))

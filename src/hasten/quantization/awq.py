@@ -161,7 +161,7 @@ def _statistics(task: BlockTask, name: str) -> InputStatistics:
     found: InputStatistics | None = None
     for x in inputs_of(task.block, name, task.calls):
         if found is None:
-            found = InputStatistics(x.shape[1])
+            found = InputStatistics(x.shape[1], device=x.device)
         found.add(x)
     assert found is not None, "there is a sample"
     found.finish()

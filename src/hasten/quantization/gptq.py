@@ -92,7 +92,7 @@ class GPTQ:
         own = [name.removeprefix(prefix) for name in names]
         for stage in stages(module, own, calls[0]):
             weight = task.weight(prefix + stage[0])
-            inputs = InputStatistics(weight.shape[1], drift=calls_before is not None)
+            inputs = InputStatistics(weight.shape[1], drift=calls_before is not None, device=weight.device)
             exact = inputs_of(before, stage[0], calls_before) if calls_before is not None else repeat(None)
             for x, x_before in zip(inputs_of(module, stage[0], calls), exact, strict=False):
                 inputs.add(x, x_before)
@@ -111,10 +111,17 @@ class GPTQ:
 class InputStatistics:
     """H = XᵀX of a layer's inputs X, and (X_before - X)ᵀX where the inputs before quantization are given too."""
 
-    def __init__(self, features: int, *, drift: bool = False, dtype: torch.dtype = torch.float32) -> None:
-        self.gram = torch.zeros(features, features, dtype=dtype)
-        self.drift = torch.zeros(features, features, dtype=dtype) if drift else None
-        self.absolute = torch.zeros(features, dtype=dtype)  # the sum of |x|
+    def __init__(
+        self,
+        features: int,
+        *,
+        drift: bool = False,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | None = None,
+    ) -> None:
+        self.gram = torch.zeros(features, features, dtype=dtype, device=device)
+        self.drift = torch.zeros_like(self.gram) if drift else None
+        self.absolute = torch.zeros(features, dtype=dtype, device=device)  # the sum of |x|
         self.divisor: Tensor | None = None
         self.rows = 0
 
@@ -239,14 +246,12 @@ class Solver:
 def column_order(diagonal: Tensor, order: Order, group_size: int) -> Tensor:
     """The columns in the order in which they are rounded, int64 (K,). diagonal: of H, (K,)."""
     if order == "columns":
-        return torch.arange(len(diagonal))
+        return torch.arange(len(diagonal), device=diagonal.device)
     by_size = torch.argsort(diagonal, descending=True, stable=True)
     if order == "activation":
         return by_size
-    groups = math.ceil(len(diagonal) / group_size)
     largest = torch.stack([part.max() for part in diagonal.split(group_size)])
-    rank = torch.empty(groups, dtype=torch.int64)
-    rank[torch.argsort(largest, descending=True, stable=True)] = torch.arange(groups)
+    rank = torch.argsort(torch.argsort(largest, descending=True, stable=True))
     return by_size[torch.argsort(rank[by_size // group_size], stable=True)]
 
 
@@ -260,7 +265,7 @@ def _invert_lower(matrix: Tensor, inverse: Tensor) -> None:
     """Write the inverse of a lower triangular matrix, by quarters: half the time of solving for the identity."""
     half = len(matrix) // 2
     if half < 128:
-        identity = torch.eye(len(matrix), dtype=matrix.dtype)
+        identity = torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
         inverse.copy_(torch.linalg.solve_triangular(matrix, identity, upper=False))
         return
     first, last = slice(0, half), slice(half, None)

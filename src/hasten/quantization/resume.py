@@ -57,7 +57,7 @@ class WorkFolder:
         path = folder.with_name(f"{folder.name}.partial")
         identity = {
             "settings": settings,
-            "tokens": hashlib.sha256(tokens.numpy().tobytes()).hexdigest(),
+            "tokens": hashlib.sha256(tokens.cpu().numpy().tobytes()).hexdigest(),
             "model": _fingerprint(model),
             "layers": {name: str(layer) for name, layer in formats.items()},
         }

@@ -143,8 +143,8 @@ class TunedLinear(nn.Module):
         self.bias = None if linear.bias is None else linear.bias.detach().to(task.dtype)
         self.scale, self.zero = self.grid.choose(self.weight)
         self.offset = torch.zeros_like(self.weight).requires_grad_()
-        self.low = torch.ones(n, groups, 1).requires_grad_()
-        self.high = torch.ones(n, groups, 1).requires_grad_()
+        self.low = torch.ones(n, groups, 1, device=weight.device).requires_grad_()
+        self.high = torch.ones_like(self.low).requires_grad_()
 
     def parameters_of_rounding(self) -> list[Tensor]:
         """The offsets, and of each group's range the ends: one factor where it is symmetric."""
