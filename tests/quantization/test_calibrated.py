@@ -144,23 +144,25 @@ def test_folders_of_3_and_2_bits_are_read_as_plain_weights(tmp_path, scheme, sym
     assert words.nbytes == 64 * 64 * kind.bits // 8
 
 
-def test_what_another_run_left_is_not_gone_on_with(tmp_path):
+def test_the_blocks_of_another_run_are_neither_gone_on_with_nor_lost(tmp_path):
     model = hasten.load(make_reference("llama"))
     scheme = Int4(group_size=32)
 
     def stop(name):
-        started.append(name)
         if name == "blocks.2":
             raise KeyboardInterrupt
 
-    started = []
     with pytest.raises(KeyboardInterrupt):
         quantize_to_folder(model, scheme, tmp_path / "out", method=GPTQ(), calibration=SAMPLES, started=stop)
+    before = {path.name: path.read_bytes() for path in (tmp_path / "out.partial").iterdir()}
     for other, tokens in ((GPTQ(damping=0.02), SAMPLES), (GPTQ(), SAMPLES[1:])):
-        started.clear()
-        with pytest.raises(KeyboardInterrupt):
-            quantize_to_folder(model, scheme, tmp_path / "out", method=other, calibration=tokens, started=stop)
-        assert started == ["blocks.0", "blocks.1", "blocks.2"]
+        with pytest.raises(ConfigError, match="holds 2 finished blocks of a run with other settings"):
+            quantize_to_folder(model, scheme, tmp_path / "out", method=other, calibration=tokens)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "out.partial").iterdir()} == before
+    for path in (tmp_path / "out.partial").glob("states*"):
+        path.unlink()  # none is finished then
+    quantize_to_folder(model, scheme, tmp_path / "out", method=GPTQ(damping=0.02), calibration=SAMPLES)
+    assert hasten.load(tmp_path / "out").quantization is not None
 
 
 def test_a_damaged_work_folder_is_one_error(tmp_path):

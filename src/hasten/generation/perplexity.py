@@ -77,8 +77,8 @@ def perplexity(
 
 
 def exp(mean: float) -> float:
-    """e^mean, infinite where that is too large for a float."""
-    return math.exp(mean) if mean < 700 else math.inf
+    """e^mean, infinite where that is too large for a float; NaN stays NaN."""
+    return math.inf if mean >= 700 else math.exp(mean)
 
 
 def cut_windows(

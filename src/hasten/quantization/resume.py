@@ -48,10 +48,10 @@ class WorkFolder:
     def open(
         cls, folder: Path, model: Transformer, tokens: Tensor, formats: dict[str, LayerFormat], settings: str
     ) -> Iterator["WorkFolder"]:
-        """The work of this very run, begun or gone on with; what another one left there is removed.
+        """The work of this very run, begun or gone on with.
 
-        Raises CheckpointError where it cannot be written, ConfigError where it holds other files or another process
-        works there.
+        Raises CheckpointError where it cannot be written, ConfigError where it holds other files or finished blocks of
+        another run, or another process works there.
         """
         folder = Path(os.path.abspath(folder))  # "." has no name to put an ending to
         path = folder.with_name(f"{folder.name}.partial")
@@ -71,11 +71,17 @@ class WorkFolder:
                 )
             with locked(path / "lock", waiting=None):
                 known = path / "settings.json"
+                work = cls(path, formats)
                 if not known.exists() or json.loads(known.read_text()) != identity:
+                    if done := work.blocks():
+                        raise ConfigError(
+                            f"{path} holds {done} finished blocks of a run with other settings, text or weights; repeat "
+                            "that run, remove the folder, or choose another output"
+                        )
                     for stale in (*path.glob("*.json"), *path.glob("*.safetensors"), *path.glob(".*.partial")):
                         stale.unlink()
                     save_json(known, identity)
-                yield cls(path, formats)
+                yield work
                 shutil.rmtree(path)
         except Timeout:
             raise ConfigError(
