@@ -75,8 +75,8 @@ class WorkFolder:
                 if not known.exists() or json.loads(known.read_text()) != identity:
                     if done := work.blocks():
                         raise ConfigError(
-                            f"{path} holds {done} finished blocks of a run with other settings, text or weights; repeat "
-                            "that run, remove the folder, or choose another output"
+                            f"{path} holds {done} finished blocks of a run with other settings, text or weights; "
+                            "repeat that run, remove the folder, or choose another output"
                         )
                     for stale in (*path.glob("*.json"), *path.glob("*.safetensors"), *path.glob(".*.partial")):
                         stale.unlink()
