@@ -20,6 +20,29 @@ SAMPLES = torch.randint(3, 101, (24, 32), generator=torch.Generator().manual_see
 HELD_OUT = torch.randint(3, 101, (8, 32), generator=torch.Generator().manual_seed(1))
 
 
+@pytest.fixture
+def before_block(monkeypatch):
+    """Call what is given with the name of each block that GPTQ begins (the head's is empty)."""
+    plain = GPTQ.quantize_block
+
+    def watch(call):
+        def watched(self, task):
+            call(task.prefix.rstrip("."))
+            plain(self, task)
+
+        monkeypatch.setattr(GPTQ, "quantize_block", watched)
+
+    return watch
+
+
+def stop_at(block):
+    def stop(name):
+        if name == block:
+            raise KeyboardInterrupt
+
+    return stop
+
+
 def logits(model, tokens=HELD_OUT):
     with torch.no_grad():
         positions = torch.arange(tokens.shape[1]).expand(len(tokens), -1)
@@ -57,13 +80,13 @@ def test_the_inputs_are_those_of_the_quantized_blocks_before():
     logits(other, SAMPLES)
     hook.remove()
     from hasten.ops.linear.weights import INT8
-    from hasten.quantization.gptq import InputStatistics, gptq_round
+    from hasten.quantization.gptq import InputStatistics, Solver
     from hasten.quantization.rounding import Grid
 
     found = InputStatistics(64)
     found.add(seen[0].flatten(0, 1))
     found.finish()
-    expected = gptq_round(other.blocks[1].attention.q.weight.detach(), found, Grid(INT8), GPTQ())
+    expected = Solver(found, GPTQ(), 0).round(other.blocks[1].attention.q.weight.detach(), Grid(INT8))
     again = model.blocks[1].attention.q.to_weight()
     assert torch.equal(again.scales, expected.scales)
     assert (again.values != expected.values).float().mean() < 0.01  # sums of other batches round otherwise
@@ -103,7 +126,7 @@ def test_a_folder_is_the_model_quantized_in_memory(tmp_path):
 
 
 @pytest.mark.parametrize("gptaq", [False, True])
-def test_an_interrupted_run_goes_on_at_its_block(tmp_path, monkeypatch, gptaq):
+def test_an_interrupted_run_goes_on_at_its_block(tmp_path, before_block, gptaq):
     method = GPTQ(gptaq=gptaq)
     model = hasten.load(make_reference("llama"))
     quantize_to_folder(model, Int4(group_size=32), tmp_path / "whole", method=method, calibration=SAMPLES)
@@ -114,7 +137,8 @@ def test_an_interrupted_run_goes_on_at_its_block(tmp_path, monkeypatch, gptaq):
             raise KeyboardInterrupt
 
     names = []
-    arguments = {"method": method, "calibration": SAMPLES, "started": started}
+    before_block(started)
+    arguments = {"method": method, "calibration": SAMPLES}
     with pytest.raises(KeyboardInterrupt):
         quantize_to_folder(model, Int4(group_size=32), tmp_path / "out", **arguments)
     assert not (tmp_path / "out").exists()
@@ -122,7 +146,7 @@ def test_an_interrupted_run_goes_on_at_its_block(tmp_path, monkeypatch, gptaq):
         hasten.load(tmp_path / "out.partial")  # never taken for a model
     reports = []
     quantize_to_folder(model, Int4(group_size=32), tmp_path / "out", report=reports.append, **arguments)
-    assert names == ["blocks.0", "blocks.1", "blocks.2", "blocks.2", "blocks.3", "head"]
+    assert names == ["blocks.0", "blocks.1", "blocks.2", "blocks.2", "blocks.3", ""]
     assert len(reports) == 4 * 7 + 1
     assert not (tmp_path / "out.partial").exists()
     one, other = (load_file(tmp_path / folder / "model.safetensors") for folder in ("whole", "out"))
@@ -144,16 +168,13 @@ def test_folders_of_3_and_2_bits_are_read_as_plain_weights(tmp_path, scheme, sym
     assert words.nbytes == 64 * 64 * kind.bits // 8
 
 
-def test_the_blocks_of_another_run_are_neither_gone_on_with_nor_lost(tmp_path):
+def test_the_blocks_of_another_run_are_neither_gone_on_with_nor_lost(tmp_path, before_block):
     model = hasten.load(make_reference("llama"))
     scheme = Int4(group_size=32)
-
-    def stop(name):
-        if name == "blocks.2":
-            raise KeyboardInterrupt
-
+    before_block(stop_at("blocks.2"))
     with pytest.raises(KeyboardInterrupt):
-        quantize_to_folder(model, scheme, tmp_path / "out", method=GPTQ(), calibration=SAMPLES, started=stop)
+        quantize_to_folder(model, scheme, tmp_path / "out", method=GPTQ(), calibration=SAMPLES)
+    before_block(stop_at(None))
     before = {path.name: path.read_bytes() for path in (tmp_path / "out.partial").iterdir()}
     for other, tokens in ((GPTQ(damping=0.02), SAMPLES), (GPTQ(), SAMPLES[1:])):
         with pytest.raises(ConfigError, match="holds 2 finished blocks of a run with other settings"):
@@ -173,16 +194,12 @@ def test_a_damaged_work_folder_is_one_error(tmp_path):
         quantize_to_folder(model, Int4(), tmp_path / "out", method=GPTQ(), calibration=SAMPLES)
 
 
-def test_a_finished_block_that_is_damaged_is_one_error(tmp_path):
+def test_a_finished_block_that_is_damaged_is_one_error(tmp_path, before_block):
     model = hasten.load(make_reference("llama"))
-
-    def stop(name):
-        if name == "blocks.1":
-            raise KeyboardInterrupt
-
+    before_block(stop_at("blocks.1"))
     arguments = {"method": GPTQ(), "calibration": SAMPLES}
     with pytest.raises(KeyboardInterrupt):
-        quantize_to_folder(model, Int4(group_size=32), tmp_path / "out", **arguments, started=stop)
+        quantize_to_folder(model, Int4(group_size=32), tmp_path / "out", **arguments)
     block = tmp_path / "out.partial" / "block-00000.safetensors"
     block.write_bytes(block.read_bytes()[:100])
     with pytest.raises(hasten.HastenError, match=r"out.partial.*remove it"):
@@ -199,7 +216,7 @@ def test_other_files_where_blocks_are_kept_are_left_alone(tmp_path):
     assert [path.name for path in (tmp_path / "out.partial").iterdir()] == ["mine.txt"]
 
 
-def test_two_runs_into_one_folder_do_not_mix(tmp_path):
+def test_two_runs_into_one_folder_do_not_mix(tmp_path, before_block):
     """The second says so; before, it removed the blocks of the first, whose later ones it then took for its own."""
     model, scheme = hasten.load(make_reference("llama")), Int4(group_size=32)
     errors = []
@@ -210,7 +227,8 @@ def test_two_runs_into_one_folder_do_not_mix(tmp_path):
                 quantize_to_folder(model, scheme, tmp_path / "out", method=GPTQ(damping=0.1), calibration=SAMPLES)
             errors.append(caught.value)
 
-    quantize_to_folder(model, scheme, tmp_path / "out", method=GPTQ(), calibration=SAMPLES, started=meanwhile)
+    before_block(meanwhile)
+    quantize_to_folder(model, scheme, tmp_path / "out", method=GPTQ(), calibration=SAMPLES)
     assert len(errors) == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
 

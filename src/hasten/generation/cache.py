@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from hasten.errors import ConfigError
-from hasten.generation.sparse import SparseSight
+from hasten.generation.sparse import SparseMasks
 from hasten.model.config import ModelConfig
 from hasten.ops.attention import LayerAttention
 from hasten.ops.attention.block_mask import BlockMask
@@ -94,7 +94,7 @@ class StaticCache:
         self.windows = [layer.window for layer in config.layers]
         self.sparse = None
         if config.attention_pattern is not None:
-            self.sparse = SparseSight(config, positions=capacity, device=device)
+            self.sparse = SparseMasks(config, positions=capacity, device=device)
         slots = batch * self.rows + 1
         memory = key_value_memory(config, slots=slots, row=config.head_dim, dtype=dtype, device=device)
         self.k, self.v = list(memory[: len(config.layers)]), list(memory[len(config.layers) :])

@@ -11,7 +11,7 @@ from hasten.ops.attention.masks import visible
 from hasten.ops.attention.pattern_layout import Pattern
 
 
-class SparseSight:
+class SparseMasks:
     """What a model's pattern shows at any position below `positions`.
 
     Held as one table a layer, bool (1 or H, blocks, blocks): a causal row stays what it is however long the text

@@ -9,6 +9,7 @@ value projection (before the attention's output) or of `up` (before `down`).
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,34 @@ from hasten.quantization.walk import inputs_of
 EXPONENTS = 20  # that are tried, from 0 to 1
 
 
+class ChannelStatistics(InputStatistics):
+    """H of a layer's inputs, and the mean |x| of each channel; both follow when the inputs are divided."""
+
+    def __init__(self, task: BlockTask, name: str) -> None:
+        """Of what the submodule `name` of the block is given, before any of its layers is rounded."""
+        inputs = inputs_of(task.block, name, task.calls)
+        first = next(inputs)
+        super().__init__(first.shape[1], device=first.device)
+        self.mean, rows = torch.zeros_like(self.gram[0]), 0
+        for x in chain([first], inputs):
+            self.add(x)
+            self.mean += x.float().abs().sum(dim=0)
+            rows += len(x)
+        self.finish()
+        self.mean /= rows
+        self.divisor = torch.ones_like(self.mean)
+
+    def divide(self, scales: Tensor) -> None:
+        """The inputs are from now on divided by these, (K,)."""
+        self.gram /= scales[:, None] * scales
+        self.mean /= scales
+        self.divisor *= scales
+
+    def before_division(self) -> Tensor:
+        """H of the inputs as they were."""
+        return self.gram * (self.divisor[:, None] * self.divisor)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AWQ:
     """The method has no settings: the search decides. Scales of groups are searched for the inputs' sizes, too."""
@@ -36,7 +65,7 @@ class AWQ:
     def quantize_block(self, task: BlockTask) -> None:
         """Choose the scales of all places in the block, then round its layers."""
         if not task.prefix:
-            inputs = _statistics(task, "head")
+            inputs = ChannelStatistics(task, "head")
             self._round(task, ["head"], inputs)
             return
         block = task.before
@@ -47,11 +76,11 @@ class AWQ:
         first = [name for name in task.layers if name.startswith("mlp.") and not name.endswith(".down")]
         if isinstance(mlp, MLP):
             down = ["mlp.down"]
-            of_mlp = _statistics(task, first[0])
+            of_mlp = ChannelStatistics(task, first[0])
         else:
-            of_mlp = _statistics(task, "mlp.router")
-        of_qkv, of_output = _statistics(task, "attention.q"), _statistics(task, "attention.output")
-        of_down = _statistics(task, "mlp.down") if down else None
+            of_mlp = ChannelStatistics(task, "mlp.router")
+        of_qkv, of_output = ChannelStatistics(task, "attention.q"), ChannelStatistics(task, "attention.output")
+        of_down = ChannelStatistics(task, "mlp.down") if down else None
         # From the back: what a layer's rows are divided by belongs to the weight that is then scaled itself.
         self._fold_rows(
             task,
@@ -77,7 +106,7 @@ class AWQ:
             )
 
     def _fold_norm(
-        self, task: BlockTask, norm: str, names: Sequence[str], plain: Sequence[str], inputs: InputStatistics
+        self, task: BlockTask, norm: str, names: Sequence[str], plain: Sequence[str], inputs: ChannelStatistics
     ) -> None:
         """Divide a norm by the best scales, and multiply the columns behind it; `plain` ones are not quantized."""
         scales = self._best(task, names, inputs)
@@ -100,7 +129,7 @@ class AWQ:
         task: BlockTask,
         producer: str,
         names: Sequence[str],
-        inputs: InputStatistics,
+        inputs: ChannelStatistics,
         *,
         repeats: int = 1,
         size: int = 1,
@@ -121,9 +150,9 @@ class AWQ:
             task.change(f"{name}.weight", task.tensor(f"{name}.weight").float() * scales)
         inputs.divide(scales)
 
-    def _best(self, task: BlockTask, names: Sequence[str], inputs: InputStatistics) -> Tensor:
+    def _best(self, task: BlockTask, names: Sequence[str], inputs: ChannelStatistics) -> Tensor:
         """The scales of the input channels, (K,)."""
-        mean = inputs.absolute / max(1, inputs.rows)
+        mean = inputs.mean
         usual = torch.where(mean > 0, mean, 1.0)
         best, least = torch.ones_like(usual), math.inf
         for step in range(EXPONENTS):
@@ -142,7 +171,7 @@ class AWQ:
     def _rounded(self, task: BlockTask, name: str, weight: Tensor, importance: Tensor) -> QuantizedWeight:
         return round_weight(weight, task.layers[name].weight, search=task.search, importance=importance)
 
-    def _round(self, task: BlockTask, names: Sequence[str], inputs: InputStatistics) -> None:
+    def _round(self, task: BlockTask, names: Sequence[str], inputs: ChannelStatistics) -> None:
         """Round layers for inputs as they now are."""
         for name in names:
             weight = task.tensor(f"{name}.weight").float()
@@ -154,18 +183,6 @@ class AWQ:
                 output_error=output_error(weight, rounded, inputs.gram),
                 nearest_output_error=original,
             )
-
-
-def _statistics(task: BlockTask, name: str) -> InputStatistics:
-    """Of what a submodule of the block is given, before any of its layers is rounded."""
-    found: InputStatistics | None = None
-    for x in inputs_of(task.block, name, task.calls):
-        if found is None:
-            found = InputStatistics(x.shape[1], device=x.device)
-        found.add(x)
-    assert found is not None, "there is a sample"
-    found.finish()
-    return found
 
 
 def _squared_error(wrong: Tensor, gram: Tensor) -> float:

@@ -121,9 +121,6 @@ class InputStatistics:
     ) -> None:
         self.gram = torch.zeros(features, features, dtype=dtype, device=device)
         self.drift = torch.zeros_like(self.gram) if drift else None
-        self.absolute = torch.zeros(features, dtype=dtype, device=device)  # the sum of |x|
-        self.divisor: Tensor | None = None
-        self.rows = 0
 
     def add(self, x: Tensor, before: Tensor | None = None) -> None:
         """Inputs (T, K); summed in an order that depends on nothing else."""
@@ -131,8 +128,6 @@ class InputStatistics:
         add_product(self.gram, wide, wide)
         if self.drift is not None and before is not None:
             add_product(self.drift, before.to(wide.dtype) - wide, wide)
-        self.absolute += wide.abs().sum(dim=0)
-        self.rows += len(x)
 
     def finish(self) -> None:
         """Fill the upper half. Call it once, when all inputs are in."""
@@ -141,24 +136,6 @@ class InputStatistics:
             own = self.gram[start:stop, start:stop].tril()
             self.gram[start:stop, start:stop] = own + own.tril(-1).T
             self.gram[start:stop, stop:] = self.gram[stop:, start:stop].T
-
-    def divide(self, scales: Tensor) -> None:
-        """The inputs are from now on divided by these, (K,)."""
-        self.gram /= scales[:, None] * scales
-        self.absolute /= scales
-        self.divisor = scales if self.divisor is None else self.divisor * scales
-
-    def before_division(self) -> Tensor:
-        """H of the inputs as they were added."""
-        return self.gram if self.divisor is None else self.gram * (self.divisor[:, None] * self.divisor)
-
-
-def gptq_round(weight: Tensor, inputs: InputStatistics, grid: Grid, settings: GPTQ) -> QuantizedWeight:
-    """Round a weight (N, K) for inputs of these statistics, in their precision.
-
-    Raises ConfigError for NaN and infinity in the weight or the inputs.
-    """
-    return Solver(inputs, settings, grid.format.group_size).round(weight, grid)
 
 
 class Solver:
@@ -196,7 +173,7 @@ class Solver:
         self.drift = None if inputs.drift is None else inputs.drift[self.order][:, self.order]
 
     def round(self, weight: Tensor, grid: Grid) -> QuantizedWeight:
-        """See `gptq_round`."""
+        """Round a weight (N, K), in the precision of the statistics. Raises ConfigError for NaN and infinity in it."""
         check_matrix(weight)
         rounded = empty_weight((weight.shape[0], weight.shape[1]), grid.format, weight.device)
         each_slice(len(weight), ROWS, lambda rows: self._rows(weight[rows], grid, rounded.rows(rows)))

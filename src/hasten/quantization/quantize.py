@@ -21,7 +21,7 @@ from hasten.quantization.report import LayerReport, compare
 from hasten.quantization.resume import WorkFolder
 from hasten.quantization.rounding import round_weight
 from hasten.quantization.schemes import Int4, Int8, Scheme, layer_formats
-from hasten.quantization.sequential import BlockMethod, quantize_blocks, served
+from hasten.quantization.sequential import BlockMethod, BlockResult, quantize_blocks, served
 
 Report = Callable[[LayerReport], None]
 
@@ -63,7 +63,7 @@ def quantize(
         model.config = replace(model.config, tie_embeddings=False)
     if len(done) < len(formats):
         warnings.warn(
-            f"no kernel multiplies weights of {scheme.bits} bits: they are held as plain "  # type: ignore[union-attr]
+            f"no kernel multiplies weights of {scheme.bits} bits: they are held as plain "
             f"{str(model.dtype).removeprefix('torch.')}, as large and as fast as before",
             HastenWarning,
             stacklevel=2,
@@ -85,12 +85,17 @@ def _weights(
         return
     tokens = check_calibration(calibration, model.config.vocab_size, model.config.max_positions)
     for result in quantize_blocks(model, formats, tokens, method, search=scheme.search):
-        for one in result.reports if report is not None else ():
-            report(one)  # type: ignore[misc]
+        _report_all(result, report)
         for name, tensor in result.changed.items():
             owner, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(owner), leaf, torch.nn.Parameter(tensor))
         yield from result.weights.items()
+
+
+def _report_all(result: BlockResult, report: Report | None) -> None:
+    for one in result.reports:
+        if report is not None:
+            report(one)
 
 
 @torch.no_grad()
@@ -102,7 +107,6 @@ def quantize_to_folder(
     method: BlockMethod | None = None,
     calibration: Tensor | None = None,
     report: Report | None = None,
-    started: Callable[[str], None] = lambda name: None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
     """Write `model` quantized, as a folder of the layout that `hasten.model.formats` describes; it is not changed.
@@ -111,8 +115,8 @@ def quantize_to_folder(
     input's pages and about one layer (the largest: often the lm_head). With a method, finished blocks are kept beside
     the folder (its name and ".partial") until all are done: after an interruption the same call goes on there.
 
-    method, calibration: as in `quantize`. `report` is called for each layer, `started` with each block that is begun,
-    `progress` with the steps of a block that takes many. The folder is written whole or not at all. Raises ConfigError
+    method, calibration: as in `quantize`. `report` is called for each layer, `progress` with the steps of a block
+    that takes many. The folder is written whole or not at all. Raises ConfigError
     as `quantize` does, CheckpointError where the folder cannot be written.
     """
     formats = check_quantizable(model, scheme)
@@ -126,13 +130,10 @@ def quantize_to_folder(
         return
     tokens = check_calibration(calibration, model.config.vocab_size, model.config.max_positions)
     with WorkFolder.open(folder, model, tokens, formats, repr((scheme, method))) as work:
-        results = quantize_blocks(
-            model, formats, tokens, method, search=scheme.search, saved=work, started=started, progress=progress
-        )
+        results = quantize_blocks(model, formats, tokens, method, search=scheme.search, saved=work, progress=progress)
         for index, result in enumerate(results):
             work.keep(index, result)
-            for one in result.reports if report is not None else ():
-                report(one)  # type: ignore[misc]
+            _report_all(result, report)
         export_model(model, folder, quantized=Quantized(formats, work.weight, work.changed))
 
 

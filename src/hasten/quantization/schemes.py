@@ -32,6 +32,7 @@ class Int8:
     are computed at once), "float" keeps them. lm_head: "same" or "int8" quantizes it too, "none" leaves it.
     """
 
+    bits: ClassVar[int] = 8
     search: ClassVar[Search] = "minmax"
     activations: Literal["int8", "float"] = "int8"
     lm_head: Literal["same", "int8", "none"] = "same"

@@ -153,13 +153,12 @@ def quantize_blocks(
     *,
     search: Search,
     saved: Saved | None = None,
-    started: Callable[[str], None] = lambda name: None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Iterator[BlockResult]:
     """Quantize the layers `formats` for calibration tokens (S, T), a result for each block and one for the head.
 
-    The model is not changed. Blocks that `saved` has are not computed again. `started` is told the block at work,
-    `progress` what of it is done, by methods that take long.
+    The model is not changed. Blocks that `saved` has are not computed again. `progress` is told what of a
+    block is done, by methods that take long.
     """
     walks = [CalibrationWalk(model, tokens)]
     if method.needs_before:
@@ -175,7 +174,6 @@ def quantize_blocks(
             yield saved.load(index)
             continue
         prefix = f"blocks.{index}."
-        started(prefix.rstrip("."))
         calls = [walk.calls(index) for walk in walks]
         task = _task(model, block, prefix, formats, calls, search)
         task.samples_of_a_call, task.saved, task.progress = walks[0].step, saved, progress
@@ -187,7 +185,6 @@ def quantize_blocks(
             saved.save(index, result, [walk.states for walk in walks])
         yield result
     if "head" in formats:
-        started("head")
         head = _Head(model.norm, model.head)
         calls = [walk.whole_calls() for walk in walks]
         task = _task(model, head, "", formats, calls, search)

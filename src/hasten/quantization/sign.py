@@ -69,15 +69,15 @@ class SignRounding:
                 "the calibration samples give NaN or infinite outputs; this checkpoint cannot be calibrated"
             )
         best = self._tune(task, tuned, calls, targets)
-        losses = []
-        for parameters in (best, [tensor.clone() for tensor in _parameters(tuned)]):
-            _set(tuned, parameters)
-            losses.append(block_loss(task.block, calls, targets))
-        chosen = best if losses[0] <= losses[1] else None
-        if chosen is not None:
-            _set(tuned, chosen)
-        note = f"block error {min(losses) / max(nearest, 1e-30):.3f} of rounding to nearest"
-        if min(losses) > nearest:  # of all samples: tuning saw a few at a time
+        last = [tensor.clone() for tensor in _parameters(tuned)]
+        loss = block_loss(task.block, calls, targets)
+        _set(tuned, best)
+        if (of_best := block_loss(task.block, calls, targets)) <= loss:
+            loss = of_best
+        else:
+            _set(tuned, last)
+        note = f"block error {loss / max(nearest, 1e-30):.3f} of rounding to nearest"
+        if loss > nearest:  # of all samples: tuning saw a few at a time
             note = "tuning found nothing better than rounding to nearest"
             for module in tuned.values():
                 module.reset()

@@ -15,18 +15,19 @@ stand in the order 0, 2, 4, 6, 1, 3, 5, 7.
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from hasten.errors import CheckpointError
-from hasten.model.checkpoint import StoredTensor, check_finite
+from hasten.model.checkpoint import DTYPES, StoredTensor, check_finite
+from hasten.model.formats.config_fields import ConfigFields
 from hasten.model.formats.file_format import (
     QuantizedFolder,
     QuantizedModule,
     ReadOnlyFormat,
     fail,
+    in_rows,
     require_modules,
     seen,
 )
@@ -35,7 +36,7 @@ from hasten.model.formats.record import LayerFormat, group_places, held_format
 from hasten.ops.linear import INT8, QuantizedWeight, WeightFormat, int4_format
 
 _SUFFIXES = (".qweight", ".qzeros", ".scales", ".g_idx")
-_SCALES = {"F16": torch.float16, "BF16": torch.bfloat16}
+_SCALES = ("F16", "BF16")
 _AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # where in a word the values 0 … 7 stand
 
 
@@ -95,15 +96,8 @@ class ColumnsFolder:
 
     def dequantize(self, module: QuantizedModule, dtype: torch.dtype) -> Tensor:
         """The weight (N, K) that the module's integers stand for, each rounded once, to `dtype`."""
-        whole = self._whole(module)
-        groups = self._groups_of_columns(module)
-        weight = torch.empty(module.shape, dtype=dtype)
-        zeros = whole.zeros
-        for start in range(0, len(weight), rows := max(1, (1 << 20) // module.shape[1])):
-            part = slice(start, start + rows)
-            zero = float(whole.format.middle) if zeros is None else zeros[part].float()[:, groups]
-            weight[part] = ((whole.values[part].float() - zero) * whole.scales[part].float()[:, groups]).to(dtype)
-        return weight
+        whole, groups = self._whole(module), self._groups_of_columns(module)
+        return in_rows(module.shape, dtype, lambda rows: whole.rows(rows).dequantize(groups=groups))
 
     def values(self, module: QuantizedModule) -> Tensor:
         """The words, as they stand in the file."""
@@ -151,7 +145,7 @@ class ColumnsFolder:
         n, k = (columns * 8, rows) if config.awq else (columns, rows * 32 // config.bits)
         groups = -(-k // config.group_size) if config.group_size else 1
         wanted = {
-            "scales": (tuple(_SCALES), (groups, n)),
+            "scales": (_SCALES, (groups, n)),
             "qzeros": (("I32",), (groups, -(-n * config.bits // 32))),
             "g_idx": (("I32", "I64"), (k,)),
         }
@@ -162,7 +156,7 @@ class ColumnsFolder:
                     fail(weight, f"lacks {name}.{leaf} beside it; download the folder again")
             elif found.dtype not in dtypes or found.shape != shape:
                 fail(found, f"must be {' or '.join(dtypes)} {list(shape)} beside it; found {seen(found)}")
-        dtype = _SCALES[self.stored[f"{name}.scales"].dtype]
+        dtype = DTYPES[self.stored[f"{name}.scales"].dtype]
         stored = int4_format(config.group_size, symmetric=config.symmetric, scale_dtype=dtype, bits=config.bits)
         module = QuantizedModule(name, (n, k), stored, None, packed=True)
         index = self._groups_of_columns(module)
@@ -182,14 +176,12 @@ class GPTQFormat(ReadOnlyFormat):
 
     def read_config(self, given: Any, values: Mapping[str, Any], where: Path) -> ColumnsQuantization:
         """Bits 2, 3, 4 and 8, any group size, both ways of storing zero points, activation order."""
-        fields = _Fields(self.method, given, where)
-        fields.only("bits", 2, 3, 4, 8)
-        fields.only("checkpoint_format", None, "gptq", "gptq_v2")
-        fields.only("dynamic", None, {})
-        fields.only("pack_dtype", None, "int32")
+        fields = ConfigFields(where, given, method=self.method)
+        fields.only(bits=(2, 3, 4, 8), checkpoint_format=(None, "gptq", "gptq_v2"))
+        fields.only(dynamic=(None, {}), pack_dtype=(None, "int32"))
         offset = 0 if given.get("checkpoint_format") == "gptq_v2" else 1
         symmetric = given.get("sym", True) is True
-        return ColumnsQuantization(where, False, given["bits"], fields.group_size(), symmetric, offset)
+        return ColumnsQuantization(where, False, given["bits"], _group_size(fields), symmetric, offset)
 
 
 class AWQFormat(ReadOnlyFormat):
@@ -199,33 +191,14 @@ class AWQFormat(ReadOnlyFormat):
 
     def read_config(self, given: Any, values: Mapping[str, Any], where: Path) -> ColumnsQuantization:
         """4 bits with zero points, any group size."""
-        fields = _Fields(self.method, given | {"version": str(given.get("version", "gemm")).lower()}, where)
-        fields.only("bits", 4)
-        fields.only("version", "gemm")
-        fields.only("zero_point", None, True)
-        return ColumnsQuantization(where, True, 4, fields.group_size(), False, 0)
+        fields = ConfigFields(where, given, method=self.method)
+        fields.only(bits=(4,), version=(None, "gemm", "GEMM"), zero_point=(None, True))
+        return ColumnsQuantization(where, True, 4, _group_size(fields), False, 0)
 
 
-class _Fields:
-    """The fields of a quantization_config, and errors that name them."""
-
-    def __init__(self, method: str, values: Mapping[str, Any], where: Path) -> None:
-        self.method, self.values, self.where = method, values, where
-
-    def only(self, name: str, *known: Any) -> None:
-        found = self.values.get(name)
-        if not any(type(found) is type(one) and found == one for one in known):
-            self.fail(name, " or ".join("absent" if one is None else repr(one) for one in known), found)
-
-    def group_size(self) -> int:
-        """0: all of a row."""
-        found = self.values.get("group_size", self.values.get("q_group_size", -1))
-        if type(found) is not int or (found < 1 and found != -1):
-            self.fail("group_size", "a number of input features, or -1", found)
-        return max(0, found)
-
-    def fail(self, name: str, wanted: str, found: Any) -> NoReturn:
-        raise CheckpointError(
-            f"{self.where}: quantization_config.{name} ({self.method}) must be {wanted}; found {found!r:.60}. "
-            "Take such a checkpoint, or the unquantized one and `hasten quantize`"
-        )
+def _group_size(fields: ConfigFields) -> int:
+    """0: all of a row."""
+    found = fields.values.get("group_size", fields.values.get("q_group_size", -1))
+    if type(found) is not int or (found < 1 and found != -1):
+        fields.fail("group_size", "a number of input features, or -1", found)
+    return max(0, found)

@@ -5,11 +5,11 @@ the rest.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
-from hasten.errors import CheckpointError
+from hasten.model.formats.config_fields import ConfigFields
 from hasten.model.formats.record import GROUP_SIZES, Activations, LayerFormat
 from hasten.ops.linear.weights import Scales, WeightFormat, int4_format
 
@@ -34,7 +34,7 @@ def read_groups(given: Any, values: Mapping[str, Any], where: Path) -> tuple[Con
     Understood are weights of 2, 3, 4 and 8 bits with scales by group or by row, with or without zero points.
     CheckpointError names the field that asks for anything else.
     """
-    fields = _Reader(where, given)
+    fields = ConfigFields(where, given)
     fields.only(format=(*FORMATS, None))
     for name in ("kv_cache_scheme", "transform_config", "sparsity_config"):
         section = fields.values.get(name)
@@ -45,40 +45,17 @@ def read_groups(given: Any, values: Mapping[str, Any], where: Path) -> tuple[Con
         fields.fail("config_groups", "an object with one group or more", groups)
     private = values.get("hasten")
     ours = private.get("activations") if isinstance(private, dict) else None
-    return tuple(_group(_Reader(where, group, f"config_groups.{name!s:.40}."), ours) for name, group in groups.items())
+    return tuple(
+        _group(ConfigFields(where, group, f"config_groups.{name!s:.40}."), ours) for name, group in groups.items()
+    )
 
 
-class _Reader:
-    """Values of one object, and errors that say where in the file it is."""
-
-    def __init__(self, where: Path, values: Any, prefix: str = "") -> None:
-        self.where, self.values, self.prefix = where, values, prefix
-        if not isinstance(values, dict):
-            self.prefix = prefix.rstrip(".")
-            self.fail("", "an object", values)
-
-    def only(self, **known: tuple[Any, ...]) -> None:
-        """Refuse a value that is none of those known for its name; None: the name may be absent."""
-        for name, values in known.items():
-            found = self.values.get(name)
-            if not any(found is one or (type(found) is type(one) and found == one) for one in values):
-                self.fail(name, " or ".join("absent" if one is None else repr(one) for one in values), found)
-
-    def fail(self, name: str, wanted: str, found: Any) -> NoReturn:
-        raise CheckpointError(
-            f"{self.where}: {f'quantization_config.{self.prefix}{name}'.rstrip('.')} must be {wanted}; "
-            f"found {found!r:.60}. "
-            "hasten reads weights of 2, 3, 4 and 8 bits: take such a checkpoint, or the unquantized one and "
-            "`hasten quantize`"
-        )
-
-
-def _group(group: _Reader, own_activations: Any) -> ConfigGroup:
+def _group(group: ConfigFields, own_activations: Any) -> ConfigGroup:
     group.only(format=(PACKED, W8A8, WEIGHT_ONLY, None), output_activations=(None,))
     targets = group.values.get("targets")
     if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
         group.fail("targets", "a list of names", targets)
-    weights = _Reader(group.where, group.values.get("weights"), f"{group.prefix}weights.")
+    weights = ConfigFields(group.where, group.values.get("weights"), f"{group.prefix}weights.")
     # actorder "weight" and "static" only order the calibration; "group" needs an index of the columns.
     weights.only(
         num_bits=(2, 3, 4, 8),
@@ -98,7 +75,7 @@ def _group(group: _Reader, own_activations: Any) -> ConfigGroup:
             weights.fail("group_size", "32, 64 or a multiple of 128", size)
     activations: Activations = "int8" if own_activations == "int8" else "float"
     if group.values.get("input_activations") is not None:
-        inputs = _Reader(group.where, group.values.get("input_activations"), f"{group.prefix}input_activations.")
+        inputs = ConfigFields(group.where, group.values.get("input_activations"), f"{group.prefix}input_activations.")
         inputs.only(num_bits=(8,), type=("int", None), symmetric=(True, None), strategy=("token",), dynamic=(True,))
         activations = "int8"
     format = int4_format(size, symmetric=symmetric, bits=bits)

@@ -8,20 +8,15 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from hasten.model.checkpoint import StoredTensor, check_finite
+from hasten.model.checkpoint import DTYPES, StoredTensor, check_finite
 from hasten.model.formats.compressed_config import ConfigGroup
-from hasten.model.formats.file_format import (
-    QuantizedModule,
-    fail,
-    seen,
-)
+from hasten.model.formats.file_format import QuantizedModule, fail, in_rows, seen
 from hasten.model.formats.packing import unpack_bytes, unpack_columns, unpack_rows
 from hasten.model.formats.record import LayerFormat, group_places, held_format
 from hasten.ops.linear import INT8, QuantizedWeight
 from hasten.ops.linear.weights import Scales
 
-_SCALES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
-_BLOCK_ELEMENTS = 1 << 20
+_SCALES = ("F16", "BF16", "F32")
 _SUFFIXES = ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx")
 
 
@@ -68,15 +63,9 @@ class CompressedFolder:
 
     def dequantize(self, module: QuantizedModule, dtype: torch.dtype) -> Tensor:
         """The weight (N, K) that the module's integers stand for, each rounded once, to `dtype`."""
-        n, k = module.shape
         scales, zeros = self._scales(module)
         whole = QuantizedWeight(format=module.stored, values=self._values(module), scales=scales, zeros=zeros)
-        weight = torch.empty(n, k, dtype=dtype)
-        step = max(1, _BLOCK_ELEMENTS // k)  # a few rows at a time, so that the float32 between them stays small
-        for start in range(0, n, step):
-            rows = slice(start, start + step)
-            weight[rows] = whole.rows(rows).dequantize(dtype)
-        return weight
+        return in_rows(module.shape, dtype, lambda rows: whole.rows(rows).dequantize())
 
     def _values(self, module: QuantizedModule) -> Tensor:
         if not module.packed:
@@ -146,7 +135,7 @@ class CompressedFolder:
         stored_format = chosen.weight
         layer = chosen if stored_format == INT8 else None
         if bits < 8:
-            stored_format = replace(stored_format, scales=(Scales(_SCALES[scale.dtype], stored_format.group_size),))
+            stored_format = replace(stored_format, scales=(Scales(DTYPES[scale.dtype], stored_format.group_size),))
             held = held_format(stored_format)
             layer = None if held is None else LayerFormat(held, chosen.activations)
         return QuantizedModule(name, (n, k), stored_format, layer, packed)

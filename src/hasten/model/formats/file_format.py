@@ -4,7 +4,7 @@ The rest of the loader sees a folder in which every quantized module has a plain
 and checks it as ever, and `model/fill_quantized.py` fills it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
@@ -16,6 +16,8 @@ from hasten.errors import CheckpointError
 from hasten.model.checkpoint import StoredTensor
 from hasten.model.formats.record import LayerFormat
 from hasten.ops.linear import QuantizedWeight, WeightFormat
+
+BLOCK_ELEMENTS = 1 << 20  # of a weight that are in float32 at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +83,17 @@ class FileFormat(Protocol):
 
     def write_config(self, layers: Mapping[str, LayerFormat], ignored: Sequence[str]) -> dict[str, Any]:
         """What config.json says of layers, by published module names, and of linear ones that are left as they are."""
+
+
+def in_rows(size: tuple[int, int], dtype: torch.dtype, rows: Callable[[slice], Tensor]) -> Tensor:
+    """A weight (N, K) in `dtype`, of what `rows` makes of a few rows at a time: little of it is in float32 at once."""
+    n, k = size
+    weight = torch.empty(n, k, dtype=dtype)
+    step = max(1, BLOCK_ELEMENTS // k)
+    for start in range(0, n, step):
+        part = slice(start, min(start + step, n))
+        weight[part] = rows(part).to(dtype)
+    return weight
 
 
 class ReadOnlyFormat:

@@ -19,20 +19,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hasten.errors import CheckpointError
-from hasten.model.checkpoint import StoredTensor, check_finite
+from hasten.model.checkpoint import DTYPES, StoredTensor, check_finite
+from hasten.model.formats.config_fields import ConfigFields
 from hasten.model.formats.file_format import (
     QuantizedFolder,
     QuantizedModule,
     ReadOnlyFormat,
     fail,
+    in_rows,
     require_modules,
+    seen,
 )
 from hasten.ops.linear import QuantizedWeight, WeightFormat
 from hasten.ops.linear.weights import Scales
 
 ELEMENT = "float8_e4m3fn"
-_SCALES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_SCALES = ("F32", "BF16", "F16")
 _NAMES = ("weight_scale_inv", "weight_scale")
 _ASIDE = (".weight_scale_inv", ".weight_scale", ".input_scale", ".activation_scale")
 
@@ -87,14 +89,14 @@ class FP8Folder:
         name = self._scale_name(module.name)
         scale = self.tensors[name].float()
         check_finite(name, scale, self.stored[name].file)
-        values, weight = self.values(module), torch.empty(n, k, dtype=dtype)
+        values = self.values(module)
         rows, columns = self.config.block or (n if scale.numel() == 1 else 1, k)
-        by_column = torch.arange(k) // columns
-        scale = scale.view(-1, -(-k // columns))
-        for start in range(0, n, step := max(1, (1 << 20) // k)):
-            part = slice(start, min(start + step, n))
-            by_row = torch.arange(part.start, part.stop) // rows
-            weight[part] = (values[part].float() * scale[by_row][:, by_column]).to(dtype)
+        scale = scale.view(-1, -(-k // columns))[:, torch.arange(k) // columns]  # (row blocks, K)
+
+        def part(these: slice) -> Tensor:
+            return values[these].float() * scale[torch.arange(these.start, these.stop) // rows]
+
+        weight = in_rows(module.shape, dtype, part)
         check_finite(f"{module.name}.weight", weight, self.stored[f"{module.name}.weight"].file)
         return weight
 
@@ -116,8 +118,8 @@ class FP8Folder:
             expected = (-(-n // rows), -(-k // columns))
             fits, wanted = scale.shape == expected, str(list(expected))
         if not fits or scale.dtype not in _SCALES:
-            fail(scale, f"must be {wanted} in {', '.join(_SCALES)}; found {scale.dtype!s:.20} {list(scale.shape)}")
-        stored = WeightFormat(element=ELEMENT, scales=(Scales(_SCALES[scale.dtype], columns, rows),))
+            fail(scale, f"must be {wanted} in {', '.join(_SCALES)}; found {seen(scale)}")
+        stored = WeightFormat(element=ELEMENT, scales=(Scales(DTYPES[scale.dtype], columns, rows),))
         return QuantizedModule(name, (n, k), stored, None, packed=False)
 
 
@@ -132,8 +134,5 @@ class FP8Format(ReadOnlyFormat):
         sizes = block if isinstance(block, list) else []
         fits = len(sizes) == 2 and all(type(size) is int and 0 < size < 1 << 31 for size in sizes)
         if block is not None and not fits:
-            raise CheckpointError(
-                f"{where}: quantization_config.weight_block_size must be two numbers; found {block!r:.60}. "
-                "Take such a checkpoint, or the unquantized one and `hasten quantize`"
-            )
+            ConfigFields(where, given).fail("weight_block_size", "two numbers", block)
         return FP8Quantization(where, None if block is None else (block[0], block[1]))

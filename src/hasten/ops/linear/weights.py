@@ -132,10 +132,12 @@ class QuantizedWeight:
             zeros=join(zeros) if zeros else None,
         )
 
-    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The weight (N, K) that the integers stand for."""
+    def dequantize(self, dtype: torch.dtype = torch.float32, *, groups: Tensor | None = None) -> Tensor:
+        """The weight (N, K) that the integers stand for. groups: that of each input feature (K,), where permuted."""
         _, k = self.shape
-        group = torch.arange(k, device=self.values.device) // (self.format.group_size or k)  # (K,)
+        group = groups
+        if group is None:
+            group = torch.arange(k, device=self.values.device) // (self.format.group_size or k)
         zero: Tensor | float = float(self.format.middle)
         if self.zeros is not None:
             zero = self.zeros.float()[:, group]
