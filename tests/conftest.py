@@ -7,6 +7,8 @@ import torch
 
 # Rules decide in tests, and never a time: the same test runs the same kernels on every machine. Children inherit it.
 os.environ["HASTEN_MEASURE"] = "0"
+if os.environ.get("TRITON_INTERPRET") == "1":  # a child of triton_cases.run_interpreted
+    import quick_interpreter  # noqa: F401
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,7 @@ import torch
 import hasten
 from hasten.generation.decoder import Decoder
 from hasten.ops.linear import PackedLinear
-from references import tiny_llama
+from tiny_model import tiny_llama
 
 
 @pytest.fixture(autouse=True)
