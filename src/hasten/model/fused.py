@@ -27,6 +27,7 @@ from hasten.model.fused_linear import (
     split_gate_up,
     split_qkv,
 )
+from hasten.model.initialize import unfilled
 from hasten.model.interfaces import Context, LayerContext
 from hasten.model.norms import LayerNorm, RMSNorm
 from hasten.model.require import require_model
@@ -112,7 +113,8 @@ def unfuse(model: Transformer) -> Transformer:
         head = plain(model.head)
         model.head = head
         if isinstance(model.embedding, PackedEmbedding) and isinstance(head, nn.Linear):
-            embedding = nn.Embedding(head.out_features, head.in_features, device="meta")
+            with unfilled():
+                embedding = nn.Embedding(head.out_features, head.in_features)
             embedding.weight = head.weight
             model.embedding = embedding
     model.bind()
@@ -234,7 +236,7 @@ class FusedBlock(nn.Module):
 
     def readable(self, config: ModelConfig, layer: LayerConfig) -> Block:
         """The block that this one was made of."""
-        with torch.device("meta"):
+        with unfilled():
             block = Block(config, layer)
         block.eval()
         sizes = [self.spec.heads, self.spec.kv_heads, self.spec.kv_heads]

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from hasten.model.initialize import unfilled
 from hasten.model.transformer import MLP, Attention, Block, Linear, Transformer
 from hasten.ops.linear.layouts import PANEL, Packed
 from hasten.ops.linear.modules import PackedLinear, request_of
@@ -154,7 +155,8 @@ def _linear(weight: QuantizedWeight | Tensor, bias: Tensor | None, *, like: Pack
     """A layer of these numbers that treats its activations as another one does; an nn.Linear of plain ones."""
     if isinstance(weight, QuantizedWeight):
         return PackedLinear.from_weight(weight, bias, activations=like.activations)
-    new = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+    with unfilled():
+        new = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None)
     new.weight = nn.Parameter(weight)
     if bias is not None:
         new.bias = nn.Parameter(bias)

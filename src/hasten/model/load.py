@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from hasten.errors import CheckpointError, ConfigError, HastenWarning
 from hasten.machine.device import resolve_device, resolve_dtype
@@ -23,6 +22,7 @@ from hasten.model.formats.pieces import take
 from hasten.model.formats.registry import open_quantized, read_quantization
 from hasten.model.formats.stream import NAMES
 from hasten.model.hub import resolve_folder
+from hasten.model.initialize import unfilled
 from hasten.model.tokenizer import Tokenizer
 from hasten.model.transformer import Transformer
 
@@ -105,21 +105,8 @@ def _from_transformers(module: nn.Module, dtype: torch.dtype | None, device: tor
     return model
 
 
-class _Uninitialised(TorchFunctionMode):
-    """Leaves new parameters as they are.
-
-    On the meta device there is nothing to fill, and the first random number drawn there imports all of torch's symbolic
-    reasoning: measured, 155 MB and over a second of a process's start.
-    """
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__module__", None) == "torch.nn.init":
-            return args[0] if args else kwargs["tensor"]
-        return func(*args, **(kwargs or {}))
-
-
 def _skeleton(config: ModelConfig) -> Transformer:
-    with torch.device("meta"), _Uninitialised():
+    with unfilled():
         return Transformer(config).eval()
 
 
