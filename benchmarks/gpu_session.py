@@ -163,11 +163,12 @@ def products(*, device: str, tune: bool, bandwidth: float) -> list[dict[str, Any
             data, scales = layer.data.random_(), layer.scales.uniform_(0, 1e-3)
             for rows in (1, 4, 16):
                 x = torch.randn(rows, k, device=device, dtype=torch.bfloat16)
-                usual = choose(rows, n, group_size)
+                group_bytes = group_size * stored.bits // 8
+                usual = choose(rows, n, group_bytes)
                 configs = [usual]
                 if tune:
                     configs += [
-                        Config(block_n=size, block_j=group_size // 2 or step, splits=splits, warps=warps, stages=stages)
+                        Config(block_n=size, block_j=group_bytes or step, splits=splits, warps=warps, stages=stages)
                         for size in ((16, 32, 64, 128) if rows == 1 else (64, 128))
                         for step in ((128,) if group_size else (64, 128, 256))
                         for splits in (1, 2, 4, 8)
@@ -175,7 +176,7 @@ def products(*, device: str, tune: bool, bandwidth: float) -> list[dict[str, Any
                         for stages in (2, 4)
                     ]
                 for config in configs:
-                    arguments = (x, Operands(data, scales, None, None, n, group_size))
+                    arguments = (x, Operands(data, scales, None, None, n, stored))
                     ms = do_bench(lambda a=arguments, c=config: few_rows(*a, config=c), warmup=5, rep=20)
                     gb = (data.nbytes + scales.nbytes) / (ms / 1e3)
                     entry = {"n": n, "k": k, "format": format, "group_size": group_size, "rows": rows}

@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from hypothesis import strategies as st
 
-from hasten.ops.linear import BFLOAT16, INT8, PackedLinear, QuantizedWeight, int4_format
+from hasten.ops.linear import BFLOAT16, INT8, PackedLinear, QuantizedWeight
+from hasten.ops.linear.weights import group_format
 
 SIZES = st.integers(1, 200)
 CASES = st.sampled_from(
@@ -15,7 +16,8 @@ CASES = st.sampled_from(
         ("bfloat16", 0, True, "float"),
         *(("int8", 0, True, activations) for activations in ("int8", "float")),
         *(
-            ("int4", group, symmetric, activations)
+            (element, group, symmetric, activations)
+            for element in ("int4", "int8")
             for group in (32, 64, 128)
             for symmetric in (True, False)
             for activations in ("int8", "float")
@@ -26,6 +28,7 @@ LAYERS = [
     ("bfloat16", 0, "float"),
     ("int8", 0, "int8"),
     ("int8", 0, "float"),
+    ("int8", 32, "int8"),
     ("int4", 32, "int8"),
     ("int4", 32, "float"),
 ]
@@ -33,18 +36,19 @@ TORCHS = ("float32", "pytorch")  # whichever a processor multiplies faster
 
 
 def make_weight(n, k, *, format=None, group_size=0, symmetric=True, scale_dtype=torch.float16, seed=0):
-    """A random int8 (group_size 0) or int4 weight, or a tensor where the format is bfloat16."""
+    """A random int8 or int4 weight (the latter where no format is named and there are groups), or a bfloat16 tensor."""
     generator = torch.Generator().manual_seed(seed)
     if format == "bfloat16":
         return torch.randn(n, k, generator=generator).bfloat16()
     if not group_size:
         values = torch.randint(-128, 128, (n, k), generator=generator).to(torch.int8)
         return QuantizedWeight(format=INT8, values=values, scales=torch.rand(n, 1, generator=generator) + 0.1)
-    size = (n, -(-k // group_size))
-    zeros = torch.randint(0, 16, size, generator=generator).to(torch.uint8)
+    size, element = (n, -(-k // group_size)), format or "int4"
+    least, most, dtype = (-128, 128, torch.int8) if element == "int8" else (0, 16, torch.uint8)
+    zeros = torch.randint(least, most, size, generator=generator).to(dtype)
     return QuantizedWeight(
-        format=int4_format(group_size, symmetric=symmetric, scale_dtype=scale_dtype),
-        values=torch.randint(0, 16, (n, k), generator=generator).to(torch.uint8),
+        format=group_format(element, group_size, symmetric=symmetric, scale_dtype=scale_dtype),
+        values=torch.randint(least, most, (n, k), generator=generator).to(dtype),
         scales=(torch.rand(size, generator=generator) + 0.1).to(scale_dtype),
         zeros=None if symmetric else zeros,
     )

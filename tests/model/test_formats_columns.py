@@ -107,6 +107,8 @@ CASES = {
     "gptq g64": {"method": "gptq", "group": 64},
     "gptq row": {"method": "gptq", "group": -1, "symmetric": True},
     "gptq int8 row": {"method": "gptq", "bits": 8, "group": -1, "symmetric": True},
+    "gptq int8 groups": {"method": "gptq", "bits": 8},
+    "gptq int8 row with zero points": {"method": "gptq", "bits": 8, "group": -1},
     "awq": {"method": "awq"},
     "awq row": {"method": "awq", "group": -1},
 }
@@ -114,7 +116,6 @@ PLAIN = {
     "gptq activation order": {"method": "gptq", "act_order": True},
     "gptq 3 bits": {"method": "gptq", "bits": 3},
     "gptq 2 bits": {"method": "gptq", "bits": 2},
-    "gptq int8 groups": {"method": "gptq", "bits": 8},
     "gptq g16": {"method": "gptq", "group": 16},
 }
 

@@ -11,7 +11,10 @@ from hasten.ops.linear.triton_linear import Config, choose, few_rows, linear_ope
 from linear_cases import make_weight, rms
 from triton_cases import check_linear
 
-FORMATS = [(0, True), *((group, symmetric) for group in (32, 64, 128) for symmetric in (True, False))]
+FORMATS = [
+    ("int8", 0, True),
+    *((name, group, symmetric) for name in ("int4", "int8") for group in (32, 64, 128) for symmetric in (True, False)),
+]
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -25,15 +28,15 @@ FORMATS = [(0, True), *((group, symmetric) for group in (32, 64, 128) for symmet
     with_bias=st.booleans(),
 )
 def test_errs_at_most_twice_plain_pytorch(format, n, k, rows, dtype, scale_dtype, with_bias):
-    group_size, symmetric = format
-    weight = make_weight(n, k, group_size=group_size, symmetric=symmetric, scale_dtype=scale_dtype)
+    name, group_size, symmetric = format
+    weight = make_weight(n, k, format=name, group_size=group_size, symmetric=symmetric, scale_dtype=scale_dtype)
     check_linear(weight, rows=rows, dtype=dtype, with_bias=with_bias, device="cpu")
 
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("rows", [1, 16])
 def test_every_format_with_k_in_several_parts(format, rows):
-    weight = make_weight(40, 600, group_size=format[0], symmetric=format[1])
+    weight = make_weight(40, 600, format=format[0], group_size=format[1], symmetric=format[2])
     check_linear(weight, rows=rows, dtype=torch.bfloat16, with_bias=True, device="cpu")
 
 
@@ -48,7 +51,7 @@ def test_any_number_of_parts_gives_the_product(splits):
     packed = PIECES.pack(weight)
     x, bias = torch.randn(3, 300).half(), torch.randn(20)
     exact = x.double() @ weight.dequantize().double().T + bias.double()
-    y = few_rows(x, Operands(*packed, bias, 20, 32), config=Config(block_n=16, block_j=16, splits=splits))
+    y = few_rows(x, Operands(*packed, bias, 20, weight.format), config=Config(block_n=16, block_j=16, splits=splits))
     plain = torch.nn.functional.linear(x, weight.dequantize(x.dtype), bias.half())
     assert rms(y - exact) <= 2 * rms(plain - exact)
 
@@ -94,7 +97,7 @@ def test_sizes_of_the_buffers_are_those_packed():
 def test_operator_is_registered_as_pytorch_wants_it():
     packed = PIECES.pack(make_weight(10, 64, group_size=32, symmetric=False))
     for rows in (1, 2, 17):
-        torch.library.opcheck(linear_operator, (torch.randn(rows, 64).bfloat16(), *packed, torch.randn(10), 10, 32))
+        torch.library.opcheck(linear_operator, (torch.randn(rows, 64).bfloat16(), *packed, torch.randn(10), 10, 4, 32))
 
 
 def test_configurations_read_sixteen_bytes_a_thread():

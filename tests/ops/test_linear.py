@@ -56,6 +56,7 @@ def test_errs_at_most_twice_plain_pytorch(isa, case, n, k, rows, dtype, scale_dt
         ("int4", 32, "int8"),
         ("int4", 128, "int8"),
         ("int4", 64, "float"),
+        ("int8", 32, "int8"),
     ],
 )
 def test_a_row_is_the_same_bits_in_any_company(isa, format, group_size, activations):
@@ -143,7 +144,8 @@ def test_opcheck_passes_for_every_operator(isa):
     words = torch.randint(-(2**31), 2**31 - 1, (70, 13), dtype=torch.int32)
     samples = [
         (ops.pack_bf16.default, (w,)),
-        (ops.pack_int8.default, (q.values,)),
+        (ops.pack_int8.default, (q.values, 0)),
+        (ops.pack_int8.default, (q.values, 64)),
         (ops.pack_int4.default, (four.values, 32)),
         (ops.pack_int4_words.default, (words, 64)),
     ]

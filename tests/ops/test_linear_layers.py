@@ -206,6 +206,6 @@ def test_the_picker_gives_its_reasons(monkeypatch):
 @needs_native
 def test_groups_that_the_native_kernel_lacks_are_slow_with_a_warning():
     weight = make_weight(70, 96, format="int4", group_size=48)
-    with pytest.warns(HastenWarning, match=r"'\w+' is used: its int4 groups are multiples of 32, not 48"):
+    with pytest.warns(HastenWarning, match=r"'\w+' is used: its groups are multiples of 32, not 48"):
         assert PackedLinear.from_weight(weight).kernel in TORCHS
     assert PackedLinear.from_weight(weight, kernel="pytorch").kernel == "pytorch", "asked for: no warning"

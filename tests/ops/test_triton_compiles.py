@@ -41,24 +41,26 @@ def compiled(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("one_row", [True, False])
-@pytest.mark.parametrize(("bits", "block_j", "zeros"), [(8, 128, False), (4, 16, True), (4, 32, False), (4, 64, True)])
+@pytest.mark.parametrize(("bits", "block_j", "zeros"), [(8, 128, False), (8, 32, True), (4, 16, True), (4, 64, False)])
 def test_product(compiled, dtype, one_row, bits, block_j, zeros):
     from hasten.ops.linear.triton_kernels import product
     from hasten.ops.linear.triton_linear import choose
 
-    config = choose(1 if one_row else 16, 4096, 0 if bits == 8 else 2 * block_j)
+    grouped = bits == 4 or zeros
+    config = choose(1 if one_row else 16, 4096, block_j if grouped else 0)
     assert config.block_j == block_j
     types = {
         "x": f"*{dtype}",
         "data": "*i8" if bits == 8 else "*u8",
-        "scales": "*fp32" if bits == 8 else "*fp16",
+        "scales": "*fp16" if grouped else "*fp32",
         "out": "*fp32",
         **dict.fromkeys(("n_size", "k_size", "pieces", "steps_per_split"), "i32"),
         **({} if one_row else {"rows": "i32"}),
-        **({"zeros": "*u8"} if zeros else {}),
+        **({"zeros": "*i8" if bits == 8 else "*u8"} if zeros else {}),
     }
     constants = {
         "BITS": bits,
+        "GROUPED": grouped,
         "ONE_ROW": one_row,
         "M": 1 if one_row else 16,
         "rows": 1,
@@ -84,13 +86,13 @@ def test_adding_the_parts(compiled, bias):
     assert compiled(add_splits, types, {"SPLITS": 4, "BLOCK": 1024}).asm["cubin"]
 
 
-@pytest.mark.parametrize(("bits", "block_j", "zeros"), [(8, 64, False), (4, 64, True), (4, 16, False)])
+@pytest.mark.parametrize(("bits", "block_j", "zeros"), [(8, 64, False), (8, 64, True), (4, 16, False)])
 def test_dequantizing(compiled, bits, block_j, zeros):
     from hasten.ops.linear.triton_kernels import dequantize
 
     types = {"data": "*i8" if bits == 8 else "*u8", "scales": "*fp16", "out": "*bf16", "n_size": "i32", "k_size": "i32"}
-    types |= {"zeros": "*u8"} if zeros else {}
-    constants = {"BITS": bits, "BLOCK_N": 32, "BLOCK_J": block_j}
+    types |= {"zeros": "*i8"} if zeros else {}
+    constants = {"BITS": bits, "GROUPED": bits == 4 or zeros, "BLOCK_N": 32, "BLOCK_J": block_j}
     assert compiled(dequantize, types, constants).asm["cubin"]
 
 

@@ -27,7 +27,7 @@ def request(**changes):
     [
         ({"device": torch.device("cpu")}, "it runs on CUDA, the layer is on cpu"),
         ({"dtype": torch.float32}, "not float32"),
-        ({"format": int4_format(48)}, "int4 groups are 32, 64, 128, 256, not 48"),
+        ({"format": int4_format(48)}, "its groups are 32, 64, 128, 256, not 48"),
         ({"format": BFLOAT16}, "PyTorch's own product"),
     ],
 )
@@ -64,10 +64,14 @@ def test_nothing_of_triton_is_imported_before_it_is_asked_for():
 @needs_gpu
 @pytest.mark.parametrize("rows", [1, 2, 7, 16, 17, 100])
 @pytest.mark.parametrize(
-    "format", [(0, True), *((group, symmetric) for group in (32, 64, 128) for symmetric in (True, False))]
+    "format",
+    [
+        ("int8", 0, True),
+        *((e, group, zero) for e in ("int4", "int8") for group in (32, 64, 128) for zero in (True, False)),
+    ],
 )
 def test_on_a_gpu(rows, format):
     for size in ((70, 200), (4096, 4096), (11_008, 1000)):
-        weight = make_weight(*size, group_size=format[0], symmetric=format[1])
+        weight = make_weight(*size, format=format[0], group_size=format[1], symmetric=format[2])
         for dtype in (torch.bfloat16, torch.float16):
             check_linear(weight, rows=rows, dtype=dtype, with_bias=True, device="cuda")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hasten.ops.linear.layouts import empty_panels
-from hasten.ops.linear.weights import BFLOAT16, INT8, int4_format
+from hasten.ops.linear.weights import BFLOAT16, group_format, int4_format
 
 # linear/linear.cpp
 
@@ -22,8 +22,8 @@ def pack_bf16(w: Tensor) -> Tensor:
     return empty_panels(w, w.shape[1], BFLOAT16)
 
 
-def pack_int8(q: Tensor) -> Tensor:
-    return empty_panels(q, q.shape[1], INT8)
+def pack_int8(q: Tensor, group_size: int) -> Tensor:
+    return empty_panels(q, q.shape[1], group_format("int8", group_size))
 
 
 def pack_int4(q: Tensor, group_size: int) -> Tensor:

@@ -17,6 +17,8 @@ namespace hasten {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
+constexpr int64_t PADDING = 32;  // K of weights without groups is padded to a multiple of this
+
 inline int64_t round_up(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }
 
 inline Tensor as_contiguous(const Tensor& t) { return t.is_contiguous() ? t : torch::stable::contiguous(t); }
@@ -57,21 +59,25 @@ inline Weight weight_of(const Tensor& data, const std::optional<Tensor>& scales,
     w.k = data.size(1) * 2;
   } else {
     STD_TORCH_CHECK(scales.has_value(), "quantized weights need scales");
-    w.format = group ? Format::int4 : Format::int8;
-    w.k = data.size(1) * (group ? 8 : 4);
+    STD_TORCH_CHECK(group >= 0 && group % PADDING == 0, "the group size must be a multiple of 32");
+    w.k = round_up(k, group ? group : PADDING);
+    const int64_t words = data.size(1);  // of 4 bytes, of a row
+    STD_TORCH_CHECK(words * 4 == w.k || (group && words * 8 == w.k), "x has ", k, " columns, the packed weight others");
+    w.format = words * 4 == w.k ? Format::int8 : Format::int4;
     w.scales = scales->const_data_ptr();
-    STD_TORCH_CHECK(group || scales->scalar_type() == ScalarType::Float, "int8 weights need float32 scales");
-    const int64_t count = data.size(0) * PANEL * (group ? w.k / group : 1);
+    STD_TORCH_CHECK(group || scales->scalar_type() == ScalarType::Float, "a scale for each row is float32");
+    const int64_t count = data.size(0) * PANEL * w.groups();
     STD_TORCH_CHECK(scales->is_contiguous() && scales->numel() == count, "the scales do not fit the packed weight");
-    STD_TORCH_CHECK(!zeros || (zeros->is_contiguous() && zeros->numel() == count &&
-                               zeros->scalar_type() == ScalarType::Byte), "the zeros do not fit the packed weight");
+    const ScalarType zero_type = w.format == Format::int8 ? ScalarType::Char : ScalarType::Byte;
+    STD_TORCH_CHECK(!zeros || (group && zeros->is_contiguous() && zeros->numel() == count &&
+                               zeros->scalar_type() == zero_type), "the zeros do not fit the packed weight");
     switch (scales->scalar_type()) {
       case ScalarType::Float: w.scale_type = ScaleType::f32; break;
       case ScalarType::BFloat16: w.scale_type = ScaleType::bf16; break;
       case ScalarType::Half: w.scale_type = ScaleType::f16; break;
       default: STD_TORCH_CHECK(false, "scales must be float32, bfloat16 or float16");
     }
-    if (zeros) w.zeros = static_cast<const uint8_t*>(zeros->const_data_ptr());
+    if (zeros) w.zeros = static_cast<const int8_t*>(zeros->const_data_ptr());
   }
   STD_TORCH_CHECK(data.size(0) * PANEL >= n && w.k >= k, "the packed weight is smaller than the product needs");
   return w;

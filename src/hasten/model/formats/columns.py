@@ -33,7 +33,7 @@ from hasten.model.formats.file_format import (
 )
 from hasten.model.formats.packing import unpack_columns
 from hasten.model.formats.record import LayerFormat, group_places, held_format
-from hasten.ops.linear import INT8, QuantizedWeight, WeightFormat, int4_format
+from hasten.ops.linear import QuantizedWeight, WeightFormat, int4_format
 
 _SUFFIXES = (".qweight", ".qzeros", ".scales", ".g_idx")
 _SCALES = ("F16", "BF16")
@@ -85,11 +85,10 @@ class ColumnsFolder:
         """The module's numbers as its layer holds them."""
         assert module.layer is not None
         whole = self._whole(module)
-        if module.layer.weight == INT8:
-            return replace(whole, format=INT8, scales=whole.scales.float())
         place = group_places(module.stored, module.layer.weight, module.shape[1])
         zeros = None if whole.zeros is None else whole.zeros[:, place]
-        return replace(whole, format=module.layer.weight, scales=whole.scales[:, place], zeros=zeros)
+        scales = whole.scales[:, place].to(module.layer.weight.scale_dtype)
+        return replace(whole, format=module.layer.weight, scales=scales, zeros=zeros)
 
     def int4_words(self, module: QuantizedModule) -> None:
         """None: the words run the other way."""
@@ -165,7 +164,7 @@ class ColumnsFolder:
             fail(self.stored[f"{name}.g_idx"], f"names groups from {least} to {most} of {groups}")
         if not torch.equal(index, torch.arange(k) // (config.group_size or k)):
             return replace(module, stored=replace(stored, permuted=True))
-        held = INT8 if (config.bits, config.group_size, config.symmetric) == (8, 0, True) else held_format(stored)
+        held = held_format(stored)
         return module if held is None else replace(module, layer=LayerFormat(held, "float"))
 
 

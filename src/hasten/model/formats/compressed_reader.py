@@ -13,7 +13,7 @@ from hasten.model.formats.compressed_config import ConfigGroup
 from hasten.model.formats.file_format import QuantizedModule, fail, in_rows, seen
 from hasten.model.formats.packing import unpack_bytes, unpack_columns, unpack_rows
 from hasten.model.formats.record import LayerFormat, group_places, held_format
-from hasten.ops.linear import INT8, QuantizedWeight
+from hasten.ops.linear import QuantizedWeight
 from hasten.ops.linear.weights import Scales
 
 _SCALES = ("F16", "BF16", "F32")
@@ -77,10 +77,9 @@ class CompressedFolder:
         """Scales and zeros as the module's layer holds them."""
         assert module.layer is not None
         scales, zeros = self._scales(module)
-        if module.stored.bits == 8:
-            return scales.float(), None
-        place = group_places(module.stored, module.layer.weight, module.shape[1])
-        return scales[:, place], None if zeros is None else zeros[:, place]
+        held = module.layer.weight
+        place = group_places(module.stored, held, module.shape[1])
+        return scales[:, place].to(held.scale_dtype), None if zeros is None else zeros[:, place]
 
     def _scales(self, module: QuantizedModule) -> tuple[Tensor, Tensor | None]:
         """Scales (N, G) as they stand in the file, and zeros of the same shape: int8 for int8, else uint8."""
@@ -132,12 +131,9 @@ class CompressedFolder:
         if bits < 8 and scale.dtype == "F32":
             fail(scale, f"must be F16 or BF16 for int{bits}; found F32")
         chosen = next((group for group in fits if name in group.targets), fits[0]).layer
-        stored_format = chosen.weight
-        layer = chosen if stored_format == INT8 else None
-        if bits < 8:
-            stored_format = replace(stored_format, scales=(Scales(DTYPES[scale.dtype], stored_format.group_size),))
-            held = held_format(stored_format)
-            layer = None if held is None else LayerFormat(held, chosen.activations)
+        stored_format = replace(chosen.weight, scales=(Scales(DTYPES[scale.dtype], chosen.weight.group_size),))
+        held = held_format(stored_format)
+        layer = None if held is None else LayerFormat(held, chosen.activations)
         return QuantizedModule(name, (n, k), stored_format, layer, packed)
 
     def _true_columns(self, name: str, weight: StoredTensor) -> tuple[int, int]:

@@ -2,7 +2,7 @@
 
 Beside a linear module's bias stand, in place of its `weight` (N, K):
 
-  int4, int3, int2, "pack-quantized"                      int8, "int-quantized" or "naive-quantized"
+  int4, int3, int2, grouped int8, "pack-quantized"        int8, "int-quantized" or "naive-quantized"
     weight_packed      int32 (N, ceil(K · bits / 32))       weight        int8 (N, K)
     weight_scale       float16 or bfloat16 (N, G)           weight_scale  float32 (N, 1)
     weight_zero_point  int32 (ceil(N · bits / 32), G), asymmetric
@@ -65,7 +65,7 @@ class CompressedTensors:
     def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
         """The tensors that stand for a weight (N, K), by what follows the module's name."""
         bits = weight.format.bits
-        if bits == 8 and not self.pack_int8:
+        if not self._packs(weight.format):
             return {"weight": weight.values, "weight_scale": weight.scales}
         tensors = {
             "weight_packed": pack_bytes(weight.values) if bits == 8 else pack_columns(weight.values, bits),
@@ -73,7 +73,8 @@ class CompressedTensors:
             "weight_shape": torch.tensor(weight.shape),
         }
         if weight.zeros is not None:
-            tensors["weight_zero_point"] = pack_rows(weight.zeros, bits)
+            zeros = weight.zeros.view(torch.uint8) ^ 0x80 if bits == 8 else weight.zeros  # without their signs
+            tensors["weight_zero_point"] = pack_rows(zeros, bits)
         return tensors
 
     def write_config(self, layers: Mapping[str, LayerFormat], ignored: Sequence[str]) -> dict[str, Any]:
@@ -107,9 +108,12 @@ class CompressedTensors:
         return {"quantization_config": config} | private
 
     def _format(self, weight: WeightFormat, *, w8a8: bool) -> str:
-        if weight.bits < 8 or self.pack_int8:
+        if self._packs(weight):
             return PACKED
         return W8A8 if w8a8 else WEIGHT_ONLY
+
+    def _packs(self, weight: WeightFormat) -> bool:
+        return weight != INT8 or self.pack_int8
 
 
 _ROUNDED_BY_TOKEN = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}

@@ -24,8 +24,8 @@ BLOCK_ELEMENTS = 1 << 20  # of a weight that are in float32 at a time
 class QuantizedModule:
     """One quantized linear module of a folder: its published name, its true shape (N, K), how the file stores it.
 
-    layer: how a packed layer holds it (its groups may be parts of the file's), or None where no kernel can: int8 with
-    scales by group, or with zero points. packed: several values stand in one word.
+    layer: how a packed layer holds it (its groups may be parts of the file's), or None where no kernel can. packed:
+    several values stand in one word.
     """
 
     name: str

@@ -6,9 +6,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from hasten.ops.linear.weights import WeightFormat
+from hasten.ops.linear.weights import INT8, WeightFormat
 
-GROUP_SIZES = (32, 64, 128)  # of int4 that kernels multiply
+GROUP_SIZES = (32, 64, 128)  # that kernels multiply
 
 Activations = Literal["int8", "float"]
 
@@ -24,12 +24,18 @@ class LayerFormat:
 
 
 def held_format(stored: WeightFormat) -> WeightFormat | None:
-    """The int4 format in which a kernel holds a stored one of the same bits; None where there is none.
+    """The format in which a kernel holds a stored one with the same values; None where there is none.
 
     Groups wider than the widest are held as several with the same scale.
     """
     size = stored.group_size
-    if stored.bits != 4 or stored.permuted or (size not in GROUP_SIZES and size % GROUP_SIZES[-1]):
+    if stored.element == "int8" and not size and stored.symmetric:
+        return INT8
+    if (
+        stored.element not in ("int4", "int8")
+        or stored.permuted
+        or (size not in GROUP_SIZES and size % GROUP_SIZES[-1])
+    ):
         return None
     return replace(
         stored, scales=(replace(stored.scales[0], columns=size if size in GROUP_SIZES else GROUP_SIZES[-1]),)

@@ -66,11 +66,10 @@ struct ByteWeights {
 #endif
 };
 
+// acc[m][v] += w·x over `steps` steps of four values.
 template <int M, int V, bool STREAM>
-__attribute__((noinline)) static void tile_int8(const uint8_t* w, const int8_t* x, int64_t stride, int64_t steps, int32_t* sums, bool fresh,
-                      const char* next_lines) {
-  I32 acc[M][V];
-  EACH(m, M, EACH(v, V, acc[m][v] = fresh ? I32{} : load(sums + m * PANEL + v * LANES)));
+INLINE void multiply_bytes(I32 (&acc)[M][V], const uint8_t* w, const int8_t* x, int64_t stride, int64_t steps,
+                           const char* next_lines) {
   for (int64_t s = 0; s < steps; s++) {
     const uint8_t* line = w + s * PANEL * 4;
     if constexpr (STREAM)
@@ -88,36 +87,20 @@ __attribute__((noinline)) static void tile_int8(const uint8_t* w, const int8_t* 
            EACH(m, M, weights.add_to(acc[m][v], quad_at(x + m * stride + 4 * s))));
     }
   }
-  EACH(m, M, EACH(v, V, store(sums + m * PANEL + v * LANES, acc[m][v])));
 }
 
-// One group of int4 weights: sums[m][v] += scale · (w·q - zero · Σq), for M rows of planes from `row` on. lines: the
-// group's first line of vector `first`.
+// The same over `steps` steps of eight values of 4 bits, a multiple of 4.
 template <int M, int V, bool STREAM>
-INLINE void group_int4(const Weight& w, const uint8_t* lines, int64_t panel, int64_t first, int64_t g, const Rows& x,
-                       int64_t row, float* sums, const char* next_lines) {
-  const int64_t at = (panel * x.groups + g) * PANEL + first * LANES;
-  const int8_t* q = x.q + row * x.stride + g * w.group;
-  if constexpr (STREAM) {  // a stream of their own, too thin for the prefetcher of the processor to see in time
-    const char* scales = static_cast<const char*>(w.scales) + (at + SCALES_AHEAD * PANEL) * bytes_of(w.scale_type);
-    for (int v = 0; v < V; v += 64 / LANES / bytes_of(w.scale_type)) __builtin_prefetch(scales + v * LANES * bytes_of(w.scale_type), 0, 3);
-    if (w.zeros) __builtin_prefetch(w.zeros + at + SCALES_AHEAD * PANEL, 0, 3);
-  }
-  I32 acc[M][V];
-  // The sums start at what the weights' offset will have added.
-  if (!w.zeros) EACH(m, M, EACH(v, V, acc[m][v] = splat(-8 * x.sums[(row + m) * x.groups + g])));
-  else
-    EACH(v, V,
-         const I32 zero = load_int8(w.zeros + at + v * LANES);  // 0 … 15
-         EACH(m, M, acc[m][v] = zero * -x.sums[(row + m) * x.groups + g]));
+INLINE void multiply_nibbles(I32 (&acc)[M][V], const uint8_t* w, const int8_t* x, int64_t stride, int64_t steps,
+                             const char* next_lines) {
   constexpr uint32_t nibbles = 0x0f0f0f0fu;
 #if HASTEN_VNNI || !defined(__AVX2__)
   // With registers to spare, the high halves stay where they are, as 16 times their value, and have sums of their own:
   // no shifts, and twice as many dot products that do not wait for each other.
   constexpr bool APART = SPARE && M * V <= 8;
   I32 sixteenfold[APART ? M : 1][V] = {};
-  for (int64_t s = 0; s < w.group / 8; s++) {
-    const uint8_t* line = lines + s * PANEL * 4;
+  for (int64_t s = 0; s < steps; s++) {
+    const uint8_t* line = w + s * PANEL * 4;
     if constexpr (STREAM)
       for (int v = 0; v < V; v++) ask_line<M>(next_lines, s * V + v);
     U32 low[V], high[V];
@@ -129,7 +112,7 @@ INLINE void group_int4(const Weight& w, const uint8_t* lines, int64_t panel, int
     for (int m = 0; m < M; m++) {
       // Two loads of 4 bytes, each broadcast as it is read: 8 at once would pass through a general register, and
       // moving them from there to all lanes costs as much as a dot product.
-      const int8_t* from = q + m * x.stride + 8 * s;
+      const int8_t* from = x + m * stride + 8 * s;
       for (int v = 0; v < V; v++) acc[m][v] = dot_u8s8(acc[m][v], low[v], quad_at(from));
       for (int v = 0; v < V; v++) {
         I32& sum = APART ? sixteenfold[m][v] : acc[m][v];
@@ -142,42 +125,82 @@ INLINE void group_int4(const Weight& w, const uint8_t* lines, int64_t panel, int
       for (int v = 0; v < V; v++) acc[m][v] += sixteenfold[m][v] >> 4;
 #else
   // Eight pairs of products of at most 15·127 are summed in 16 bits before they are made wider.
-  for (int64_t s = 0; s < w.group / 8; s += 4) {
+  for (int64_t s = 0; s < steps; s += 4) {
     I32 pairs[M][V] = {};
 #pragma GCC unroll 1  // or g++ sums in an order that spills
     for (int64_t t = s; t < s + 4; t++) {
-      const uint8_t* line = lines + t * PANEL * 4;
+      const uint8_t* line = w + t * PANEL * 4;
       if constexpr (STREAM)
         for (int v = 0; v < V; v++) ask_line<M>(next_lines, t * V + v);
-      const int8_t* from = q + 8 * t;
+      const int8_t* from = x + 8 * t;
       EACH(v, V,
            const U32 low = load_line(line + v * 64) & nibbles;
-           EACH(m, M, add_pairs(pairs[m][v], pairs_u8s8(low, splat(quad_at(from + m * x.stride)))));
+           EACH(m, M, add_pairs(pairs[m][v], pairs_u8s8(low, splat(quad_at(from + m * stride)))));
            const U32 high = (load_line(line + v * 64) >> 4) & nibbles;
-           EACH(m, M, add_pairs(pairs[m][v], pairs_u8s8(high, splat(quad_at(from + m * x.stride + 4))))));
+           EACH(m, M, add_pairs(pairs[m][v], pairs_u8s8(high, splat(quad_at(from + m * stride + 4))))));
     }
     EACH(m, M, EACH(v, V, acc[m][v] += sum_pairs(pairs[m][v])));
   }
 #endif
-  F32 scale[V];
-  for (int v = 0; v < V; v++) scale[v] = load_scale(w.scales, w.scale_type, at + v * LANES);
-  EACH(m, M,
-       const int64_t plane_row = row + m;
-       float own = x.scales[(plane_row >> (x.planes - 1)) * x.groups + g];
-       if (x.planes == 2 && plane_row % 2 == 0) own *= PLANE_BASE;
-       EACH(v, V,
-            float* out = sums + m * PANEL + v * LANES;
-            store(out, multiply_add(to_float(acc[m][v]), scale[v] * own, g ? load(out) : F32{}))));
 }
 
-// Groups g0 … g1 - 1 after each other. base: the panel's first line.
+// int8 weights with one scale a row: their sums alone.
 template <int M, int V, bool STREAM>
-__attribute__((noinline)) static void tile_int4(const Weight& w, const uint8_t* base, int64_t panel, int64_t first,
-                                                int64_t g0, int64_t g1, const Rows& x, int64_t row, float* sums) {
-  const int64_t steps = w.group / 8, size = steps * PANEL * 4;  // bytes of a packed group
-  for (int64_t g = g0; g < g1; g++)
-    group_int4<M, V, STREAM>(w, base + g * size + first * 64, panel, first, g, x, row, sums,
-                             ahead_of(base + g * size, first, steps));
+__attribute__((noinline)) static void tile_int8(const uint8_t* w, const int8_t* x, int64_t stride, int64_t steps, int32_t* sums, bool fresh,
+                      const char* next_lines) {
+  I32 acc[M][V];
+  EACH(m, M, EACH(v, V, acc[m][v] = fresh ? I32{} : load(sums + m * PANEL + v * LANES)));
+  multiply_bytes<M, V, STREAM>(acc, w, x, stride, steps, next_lines);
+  EACH(m, M, EACH(v, V, store(sums + m * PANEL + v * LANES, acc[m][v])));
+}
+
+// Groups of a panel's rows, after each other: lines of BITS for each value, [count][64] scales and zeros.
+struct Groups {
+  const uint8_t* lines;
+  const void* scales;
+  ScaleType scale_type;
+  const int8_t* zeros;   // null: all are the middle
+  int64_t size;          // values of a group
+  int64_t first, count;  // which of the row's they are
+};
+
+// sums[m][v] += scale · (w·q - zero · Σq) group by group, for M rows of planes from `row` on and the panel's vectors
+// from `first` on.
+template <int BITS, int M, int V, bool STREAM>
+__attribute__((noinline)) static void tile_groups(const Groups& w, int64_t first, const Rows& x, int64_t row, float* sums) {
+  // The sums start at what the weights' offset will have added.
+  constexpr int32_t offset = BITS == 8 ? ByteWeights::surplus : 0, middle = BITS == 8 ? 0 : 8;
+  const int64_t steps = w.size * BITS / 32, bytes = steps * PANEL * 4;
+  for (int64_t i = 0; i < w.count; i++) {
+    const int64_t g = w.first + i, at = i * PANEL + first * LANES;
+    const uint8_t* lines = w.lines + i * bytes;
+    const char* next_lines = ahead_of(lines, first, steps);
+    const int64_t scale_bytes = bytes_of(w.scale_type);
+    const char* scales = static_cast<const char*>(w.scales) + at * scale_bytes;
+    if constexpr (STREAM) {  // a stream of their own, too thin for the prefetcher of the processor to see in time
+      const char* next = scales + SCALES_AHEAD * PANEL * scale_bytes;
+      for (int v = 0; v < V; v += 64 / LANES / scale_bytes) __builtin_prefetch(next + v * LANES * scale_bytes, 0, 3);
+      if (w.zeros) __builtin_prefetch(w.zeros + at + SCALES_AHEAD * PANEL, 0, 3);
+    }
+    I32 acc[M][V];
+    if (!w.zeros) EACH(m, M, EACH(v, V, acc[m][v] = splat(-(middle + offset) * x.sums[(row + m) * x.groups + g])));
+    else
+      EACH(v, V,
+           const I32 zero = load_int8(w.zeros + at + v * LANES) + offset;
+           EACH(m, M, acc[m][v] = zero * -x.sums[(row + m) * x.groups + g]));
+    const int8_t* q = x.q + row * x.stride + g * w.size;
+    if constexpr (BITS == 8) multiply_bytes<M, V, STREAM>(acc, lines + first * 64, q, x.stride, steps, next_lines);
+    else multiply_nibbles<M, V, STREAM>(acc, lines + first * 64, q, x.stride, steps, next_lines);
+    F32 scale[V];
+    for (int v = 0; v < V; v++) scale[v] = load_scale(scales, w.scale_type, v * LANES);
+    EACH(m, M,
+         const int64_t plane_row = row + m;
+         float own = x.scales[(plane_row >> (x.planes - 1)) * x.groups + g];
+         if (x.planes == 2 && plane_row % 2 == 0) own *= PLANE_BASE;
+         EACH(v, V,
+              float* out = sums + m * PANEL + v * LANES;
+              store(out, multiply_add(to_float(acc[m][v]), scale[v] * own, g ? load(out) : F32{}))));
+  }
 }
 
 static void product_bf16(const Weight& w, const Rows& x, int64_t panel, int64_t m0, int64_t rows, float* out) {
@@ -232,21 +255,29 @@ static void product_int8(const Weight& w, const Rows& x, int64_t panel, int64_t 
     }
 }
 
-static void product_int4(const Weight& w, const Rows& x, int64_t panel, int64_t m0, int64_t rows, float* out) {
-  const int64_t plane_rows = rows * x.planes, from_row = m0 * x.planes;
+template <int BITS>
+static void product_groups(const Weight& w, const Rows& x, int64_t panel, int64_t m0, int64_t rows, float* out) {
+  const int64_t plane_rows = rows * x.planes, from_row = m0 * x.planes, groups = x.groups;
   float* sums = x.planes == 1 ? out : scratch<float, 1>(ROW_BLOCK * 2 * PANEL);
   const uint8_t* base = static_cast<const uint8_t*>(w.data) + panel * w.panel_bytes();
-  const int64_t block = plane_rows <= 2 * INT4_TILE.most ? 1 : std::max<int64_t>(1, MANY_VALUES / w.group);
+  const int64_t block = plane_rows <= 2 * INT8_TILE.most ? 1 : std::max<int64_t>(1, MANY_VALUES / w.group);
+  auto each = [&](int64_t g0) {
+    const int64_t at = panel * groups + g0;
+    const Groups some{.lines = base + g0 * w.group * BITS / 8 * PANEL,
+                      .scales = static_cast<const char*>(w.scales) + at * PANEL * bytes_of(w.scale_type),
+                      .scale_type = w.scale_type,
+                      .zeros = w.zeros ? w.zeros + at * PANEL : nullptr,
+                      .size = w.group, .first = g0, .count = std::min(groups - g0, block)};
+    for_tiles<INT8_TILE>(plane_rows, [&](int64_t m, auto count, auto span, auto stream) {
+      for (int64_t first = 0; first < VECTORS; first += span)
+        tile_groups<BITS, count, span, stream>(some, first, x, from_row + m, sums + m * PANEL + first * LANES);
+    });
+  };
 #if defined(__AMX_TILE__)
-  if (plane_rows >= AMX_INT4_ROWS) amx_int4(w, base, panel, x, from_row, plane_rows, sums);
+  if (BITS == 4 && plane_rows >= AMX_INT4_ROWS) amx_int4(w, base, panel, x, from_row, plane_rows, sums);
   else
 #endif
-    for (int64_t g0 = 0; g0 < x.groups; g0 += block)
-      for_tiles<INT4_TILE>(plane_rows, [&](int64_t m, auto count, auto span, auto stream) {
-        for (int64_t first = 0; first < VECTORS; first += span)
-          tile_int4<count, span, stream>(w, base, panel, first, g0, std::min(x.groups, g0 + block), x, from_row + m,
-                                         sums + m * PANEL + first * LANES);
-      });
+    for (int64_t g0 = 0; g0 < groups; g0 += block) each(g0);
   if (x.planes == 2)
     for (int64_t m = 0; m < rows; m++)
       for (int v = 0; v < VECTORS; v++) {
@@ -258,8 +289,8 @@ static void product_int4(const Weight& w, const Rows& x, int64_t panel, int64_t 
 void panel_product(const Weight& w, const Rows& x, int64_t panel, int64_t m0, int64_t m1, float* out) {
   switch (w.format) {
     case Format::bf16: return product_bf16(w, x, panel, m0, m1 - m0, out);
-    case Format::int8: return product_int8(w, x, panel, m0, m1 - m0, out);
-    case Format::int4: return product_int4(w, x, panel, m0, m1 - m0, out);
+    case Format::int8: return w.group ? product_groups<8>(w, x, panel, m0, m1 - m0, out) : product_int8(w, x, panel, m0, m1 - m0, out);
+    case Format::int4: return product_groups<4>(w, x, panel, m0, m1 - m0, out);
   }
 }
 

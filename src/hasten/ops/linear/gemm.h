@@ -9,7 +9,8 @@
 //   bf16   [N/64][K/2][64][2]
 //   int8   [N/64][K/4][64][4]   value + 128 (the dot product wants one unsigned operand)
 //   int4   [N/64][K/8][64][4]   byte j of a row: low nibble k+j, high nibble k+4+j, values 0 … 15
-//   scales int8 [N/64][64] float32; int4 [N/64][K/group][64] float16 or bfloat16; zeros int4 [N/64][K/group][64] uint8
+//   scales [N/64][K/group][64]  float32, float16 or bfloat16; of int8 with one a row [N/64][64] float32
+//   zeros  [N/64][K/group][64]  of int4 uint8, of int8 int8
 //
 // Every output is summed in one chain along K, whatever the number of rows: results do not depend on the batch.
 #pragma once
@@ -34,13 +35,13 @@ struct TileShape {
   constexpr int span(int rows) const { return rows <= four ? VECTORS : rows <= two ? 2 : 1; }
 };
 #if HASTEN_512
-constexpr TileShape BF16_TILE{12, 6, 12, 6}, INT8_TILE = BF16_TILE, INT4_TILE = BF16_TILE;
+constexpr TileShape BF16_TILE{12, 6, 12, 6}, INT8_TILE = BF16_TILE;
 constexpr bool SPARE = true;       // registers for twice the accumulators of two rows
 #elif defined(__AVX2__)
-constexpr TileShape BF16_TILE{6, 6, 3, 1}, INT8_TILE{4, 4, 2, 1}, INT4_TILE{4, 4, 2, 1};
+constexpr TileShape BF16_TILE{6, 6, 3, 1}, INT8_TILE{4, 4, 2, 1};  // INT8_TILE: int4 too
 constexpr bool SPARE = false;
 #else
-constexpr TileShape BF16_TILE{3, 3, 1, 0}, INT8_TILE = BF16_TILE, INT4_TILE = BF16_TILE;
+constexpr TileShape BF16_TILE{3, 3, 1, 0}, INT8_TILE = BF16_TILE;
 constexpr bool SPARE = false;
 #endif
 #if defined(__AMX_TILE__)
@@ -59,10 +60,11 @@ struct Weight {
   Format format;
   const void* data;
   const void* scales;      // null for bf16
-  const uint8_t* zeros;    // int4 with zero points; null: the zero is 8
+  const int8_t* zeros;     // zero points; null: 8 of int4, 0 of int8
   ScaleType scale_type;
   int64_t n, k;            // k: padded to the layout
-  int64_t group;           // int4: values that share a scale
+  int64_t group;           // values that share a scale; 0: all of a row
+  int64_t groups() const { return group ? k / group : 1; }
   int64_t panels() const { return (n + PANEL - 1) / PANEL; }
   int64_t panel_bytes() const {
     return format == Format::bf16 ? k * PANEL * 2 : format == Format::int8 ? k * PANEL : k * PANEL / 2;
@@ -74,7 +76,7 @@ struct Weight {
 constexpr int32_t PLANE_BASE = 255;
 
 // Rows of x as the kernel wants them, `stride` values apart. bf16 weights: rows of k values. Others: `planes` rows of k
-// values for each row of x; one scale a row (int8 weights) or one a group (int4).
+// values for each row of x, with a scale for each of the weight's.
 struct Rows {
   Operand* plain = nullptr;  // of bf16 weights
   int8_t* q = nullptr;

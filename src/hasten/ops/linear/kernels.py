@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hasten.ops.linear.layouts import ROWS, Operands, Packed
-from hasten.ops.linear.weights import BFLOAT16, INT8, QuantizedWeight, int4_format
+from hasten.ops.linear.weights import INT8, QuantizedWeight
 from hasten.ops.linear.wide import wide_linear
 
 
@@ -16,12 +16,12 @@ def reference(x: Tensor, weight: Operands) -> Tensor:
 
 
 def pytorch(x: Tensor, weight: Operands) -> Tensor:
-    """PyTorch's product in x's dtype. int8 values are exact in it, so their scales multiply the outputs (as gpt-fast
-    does, which a compiler fuses); int4 weights are rounded to it first.
+    """PyTorch's product in x's dtype. int8 values are exact in it, so their scales multiply the outputs where a row has
+    one (as gpt-fast does, which a compiler fuses); other weights are rounded to it first.
 
     torch._weight_int8pack_mm is not used: in torch 2.13 it crashes where K is not a multiple of 16.
     """
-    if weight.data.dtype == torch.int8:
+    if weight.format == INT8:
         assert weight.scales is not None
         y = wide_linear(x, weight.data, None) * weight.scales.flatten()
         return (y if weight.bias is None else y + weight.bias).to(x.dtype)
@@ -38,10 +38,6 @@ def float32(x: Tensor, weight: Operands) -> Tensor:
 
 def _dequantized(x: Tensor, weight: Operands, dtype: torch.dtype) -> Tensor:
     """W (N, K)."""
-    if weight.data.dtype == torch.uint8:
-        format = int4_format(weight.group_size, symmetric=weight.zeros is None)
-    else:
-        format = INT8 if weight.data.dtype == torch.int8 else BFLOAT16
     packed = Packed(weight.data, weight.scales, weight.zeros)
-    rows = ROWS.rows(packed, format, (weight.out_features, x.shape[-1]), None)
+    rows = ROWS.rows(packed, weight.format, (weight.out_features, x.shape[-1]), None)
     return rows.dequantize(dtype) if isinstance(rows, QuantizedWeight) else rows.to(dtype)

@@ -5,12 +5,12 @@ number of groups in K, P = ceil(N / 64) panels; K' is K padded to 32, or to the 
 
              panels (described in gemm.h)                            rows
   bfloat16   data bf16 (P, K'/2, 64, 2)                              data bf16 (N, K)
-  int8       data uint8 (P, K'/4, 64, 4), scales f32 (P, 64)         data int8 (N, K), scales f32 (N, 1)
+  int8       data uint8 (P, K'/4, 64, 4), scales, zeros (P, G, 64)   data int8 (N, K), scales, zeros (N, G)
   int4       data uint8 (P, K'/8, 64, 4), scales, zeros (P, G, 64)   data uint8 (N, ceil(K/2)), scales, zeros (N, G)
 
 Pieces (for GPUs): 16 bytes of every row, then the next 16 bytes of every row, so that neighbouring threads read
-neighbouring bytes, 16 each, whatever part of K they stand in. int8 data (ceil(K/16), N, 16), scales f32 (1, N); int4
-data uint8 (K'/32, N, 16), where byte j of a piece holds the values j and 16 + j of 32, and scales, zeros (G, N).
+neighbouring bytes, 16 each, whatever part of K they stand in. int8 data (ceil(K'/16), N, 16); int4 data uint8
+(K'/32, N, 16), where byte j of a piece holds the values j and 16 + j of 32; scales, zeros (G, N).
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from hasten.errors import ConfigError
-from hasten.ops.linear.weights import BFLOAT16, INT8, QuantizedWeight, WeightFormat, int4_format
+from hasten.ops.linear.weights import BFLOAT16, INT8, QuantizedWeight, WeightFormat, group_format
 from hasten.ops.native import native_ops
 
 PANEL = 64  # output rows that stand interleaved
@@ -41,10 +41,10 @@ class Packed(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """What a product takes beside x: a packed weight, a bias (N,), N, and the group size (0 unless int4).
+    """What a product takes beside x: a packed weight and its format, a bias (N,), and N.
 
-    `planes` is how many int8 planes the activations become where a kernel multiplies integers: 1 is int8 with one scale
-    a row (int8 weights) or a group (int4), 2 is 16 bits, closer to x than bfloat16 is.
+    `planes` is how many int8 planes the activations become where a kernel multiplies integers: 1 is int8 with a scale
+    for each of the weight's, 2 is 16 bits, closer to x than bfloat16 is.
     """
 
     data: Tensor
@@ -52,7 +52,7 @@ class Operands(NamedTuple):
     zeros: Tensor | None
     bias: Tensor | None
     out_features: int
-    group_size: int
+    format: WeightFormat
     planes: int = 1
 
 
@@ -80,7 +80,7 @@ def empty_weight(size: tuple[int, int], format: WeightFormat, device: torch.devi
         format=format,
         values=torch.empty(size, dtype=VALUE_DTYPES[format.element], device=device),
         scales=torch.empty(groups, dtype=format.scale_dtype, device=device),
-        zeros=None if format.symmetric else torch.empty(groups, dtype=torch.uint8, device=device),
+        zeros=None if format.symmetric else torch.empty(groups, dtype=VALUE_DTYPES[format.element], device=device),
     )
 
 
@@ -101,9 +101,16 @@ def _pack_panels(weight: Tensor | QuantizedWeight) -> Packed:
     if isinstance(weight, Tensor):
         return Packed(ops.pack_bf16(weight))
     if weight.format.element == "int8":
-        return Packed(ops.pack_int8(weight.values), panel_scales(weight.scales.float()).flatten(1))
-    zeros = None if weight.zeros is None else panel_scales(weight.zeros)
-    return Packed(ops.pack_int4(weight.values, weight.format.group_size), panel_scales(weight.scales), zeros)
+        data = ops.pack_int8(weight.values, weight.format.group_size)
+    else:
+        data = ops.pack_int4(weight.values, weight.format.group_size)
+    scales, zeros = row_scales(weight), weight.zeros
+    return Packed(data, panel_scales(scales), None if zeros is None else panel_scales(zeros))
+
+
+def row_scales(weight: QuantizedWeight) -> Tensor:
+    """The scales (N, G), in float32 where a row has one."""
+    return weight.scales if weight.format.group_size else weight.scales.float()
 
 
 def panel_scales(scales: Tensor) -> Tensor:
@@ -132,7 +139,7 @@ def _panel_rows(
     return QuantizedWeight(
         format=format,
         values=values,
-        scales=take(packed.scales.view(len(packed.scales), -1, PANEL)),  # of int8 there is one a row: no groups
+        scales=take(packed.scales),
         zeros=None if packed.zeros is None else take(packed.zeros),
     )
 
@@ -147,10 +154,11 @@ def _pack_rows(weight: Tensor | QuantizedWeight) -> Packed:
     if isinstance(weight, Tensor):
         return Packed(weight.contiguous())
     if weight.format.element == "int8":
-        return Packed(weight.values.contiguous(), weight.scales.float().contiguous())
-    values = pad(weight.values, (0, weight.values.shape[1] % 2))
-    zeros = None if weight.zeros is None else weight.zeros.contiguous()
-    return Packed(values[:, ::2] | values[:, 1::2] << 4, weight.scales.contiguous(), zeros)
+        data = weight.values.contiguous()
+    else:
+        values = pad(weight.values, (0, weight.values.shape[1] % 2))
+        data = values[:, ::2] | values[:, 1::2] << 4
+    return Packed(data, row_scales(weight).contiguous(), None if weight.zeros is None else weight.zeros.contiguous())
 
 
 def _row_rows(
@@ -181,8 +189,8 @@ def _pack_pieces(weight: Tensor | QuantizedWeight) -> Packed:
         halves = values.view(n, -1, 2, PIECE)  # (N, pieces, 2, 16)
         values = halves[:, :, 0] | halves[:, :, 1] << 4
     data = values.view(n, -1, PIECE).transpose(0, 1).contiguous()
-    scales = weight.scales.float() if weight.format.element == "int8" else weight.scales
-    return Packed(data, scales.T.contiguous(), None if weight.zeros is None else weight.zeros.T.contiguous())
+    zeros = None if weight.zeros is None else weight.zeros.T.contiguous()
+    return Packed(data, row_scales(weight).T.contiguous(), zeros)
 
 
 def _piece_rows(packed: Packed, format: WeightFormat, size: tuple[int, int], ids: Tensor | None) -> QuantizedWeight:
@@ -210,11 +218,13 @@ def check_format(format: WeightFormat, *elements: str) -> None:
             f"a format is BFLOAT16, INT8 or an int4_format(...) of hasten.ops.linear; found {format!r:.40}"
         )
     fits = format in (BFLOAT16, INT8)
-    if format.element == "int4" and format.scale_dtype in SCALE_DTYPES and type(format.group_size) is int:
-        same = int4_format(format.group_size, symmetric=format.symmetric, scale_dtype=format.scale_dtype)
-        fits = format.group_size > 0 and format == same
+    if format.element in ("int8", "int4") and format.scale_dtype in SCALE_DTYPES and type(format.group_size) is int:
+        same = group_format(
+            format.element, format.group_size, symmetric=format.symmetric, scale_dtype=format.scale_dtype
+        )
+        fits |= format.group_size > 0 and format == same
     if not fits or (elements and format.element not in elements):
-        known = " or ".join(elements) or "bfloat16, int8 with a scale for each row, or int4 in groups"
+        known = " or ".join(elements) or "bfloat16, int8 with a scale for each row, or int8 or int4 in groups"
         raise ConfigError(f"no linear layer can be made of weights in {format!r}; use {known}")
 
 
@@ -234,7 +244,7 @@ def check_weight(weight: QuantizedWeight) -> None:
 
 def check_scales(format: WeightFormat, size: tuple[int, int], scales: Tensor, zeros: Tensor | None) -> None:
     """Raise ConfigError where scales, or zero points, are not what a weight of so many rows and groups has."""
-    kinds = (format.scale_dtype,) if format.element == "int4" else SCALE_DTYPES
+    kinds = (format.scale_dtype,) if format.group_size else SCALE_DTYPES
     if scales.dtype not in kinds or tuple(scales.shape) != size:
         raise ConfigError(
             f"an {format.element} weight wants scales {size} in {' or '.join(map(str, kinds))}; "
@@ -242,11 +252,13 @@ def check_scales(format: WeightFormat, size: tuple[int, int], scales: Tensor, ze
         )
     if format.symmetric and zeros is None:
         return
-    if format.symmetric or zeros is None or zeros.dtype != torch.uint8 or tuple(zeros.shape) != size:
-        wanted = "none" if format.symmetric else f"{size} in torch.uint8"
+    dtype = VALUE_DTYPES[format.element]
+    if format.symmetric or zeros is None or zeros.dtype != dtype or tuple(zeros.shape) != size:
+        wanted = "none" if format.symmetric else f"{size} in {dtype}"
         found = "none" if zeros is None else f"{tuple(zeros.shape)} in {zeros.dtype}"
         raise ConfigError(f"an {format.element} weight ({format}) wants zero points {wanted}; found {found}")
-    check_nibbles("zero points", zeros)
+    if format.element == "int4":
+        check_nibbles("zero points", zeros)
 
 
 def check_nibbles(name: str, values: Tensor) -> None:

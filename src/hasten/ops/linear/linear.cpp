@@ -6,8 +6,6 @@ namespace hasten {
 
 using torch::stable::Tensor;
 
-constexpr int64_t PADDING = 32;  // K of bf16 and int8 weights is padded to a multiple of this
-
 static void check_group(int64_t group_size) {
   STD_TORCH_CHECK(group_size > 0 && group_size % PADDING == 0, "the group size must be a multiple of 32");
 }
@@ -94,9 +92,11 @@ Tensor pack_bf16(Tensor w) {
   return out;
 }
 
-// q (N, K) int8 -> uint8 panels, offset by 128, K padded to a multiple of 32.
-Tensor pack_int8(Tensor q) {
-  const int64_t n = q.size(0), k = q.size(1), steps = round_up(k, PADDING) / 4, panels = (n + PANEL - 1) / PANEL;
+// q (N, K) int8 -> uint8 panels, offset by 128; K padded with zeros to a multiple of the group, or of 32.
+Tensor pack_int8(Tensor q, int64_t group_size) {
+  if (group_size) check_group(group_size);
+  const int64_t n = q.size(0), k = q.size(1), steps = round_up(k, group_size ? group_size : PADDING) / 4;
+  const int64_t panels = (n + PANEL - 1) / PANEL;
   q = as_contiguous(q);
   const uint8_t* from = static_cast<const uint8_t*>(q.const_data_ptr());
   Tensor out = empty({panels, steps, PANEL, 4}, ScalarType::Byte);
@@ -162,7 +162,7 @@ Tensor pack_int4_words(Tensor words, int64_t group_size) {
 STABLE_TORCH_LIBRARY_FRAGMENT(HASTEN_LIBRARY, m) {
   m.def("linear(Tensor x, Tensor data, Tensor? scales, Tensor? zeros, Tensor? bias, int out_features, int group_size, int planes) -> Tensor");
   m.def("pack_bf16(Tensor w) -> Tensor");
-  m.def("pack_int8(Tensor q) -> Tensor");
+  m.def("pack_int8(Tensor q, int group_size) -> Tensor");
   m.def("pack_int4(Tensor q, int group_size) -> Tensor");
   m.def("pack_int4_words(Tensor words, int group_size) -> Tensor");
 }

@@ -168,7 +168,7 @@ class PackedLinear(nn.Module):
         if x.requires_grad and torch.is_grad_enabled():
             raise ConfigError("packed layers have no gradient; call them under torch.no_grad()")
         packed = (self.data, self.scales, self.zeros, self.bias)
-        return self._product(x, Operands(*packed, self.out_features, self.format.group_size, self.planes))
+        return self._product(x, Operands(*packed, self.out_features, self.format, self.planes))
 
     def to_weight(self) -> QuantizedWeight:
         """The quantized weight as it was given, bit for bit."""

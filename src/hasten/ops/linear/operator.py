@@ -10,7 +10,7 @@ from hasten.machine import emulated
 from hasten.ops import triton_support
 from hasten.ops.linear import kernels
 from hasten.ops.linear.layouts import PADDING, PANELS, PIECES, ROWS, Layout, Operands
-from hasten.ops.linear.weights import WeightFormat
+from hasten.ops.linear.weights import BFLOAT16, INT8, WeightFormat
 from hasten.ops.native import library, missing_library, native_ops, slower_than_pytorch
 from hasten.ops.picker import Kernel
 
@@ -41,9 +41,9 @@ def native_unsupported(request: LinearRequest) -> str | None:
         return f"it runs on a CPU, the layer is on {request.device}"
     if request.dtype not in NATIVE_DTYPES:
         return f"it takes bfloat16 and float32 activations, not {str(request.dtype).removeprefix('torch.')}"
-    if request.format.element == "int4" and request.format.group_size % PADDING:
-        return f"its int4 groups are multiples of {PADDING}, not {request.format.group_size}"
-    if request.format.element == "int8" and request.in_features > LARGEST_INT8_ROW:
+    if request.format.group_size % PADDING:
+        return f"its groups are multiples of {PADDING}, not {request.format.group_size}"
+    if request.format == INT8 and request.in_features > LARGEST_INT8_ROW:
         return f"its int8 sums hold {LARGEST_INT8_ROW} products, not {request.in_features}"
     return missing_library()
 
@@ -65,7 +65,7 @@ def _contenders() -> dict[str, Callable[[], object]]:
     row = prompt[:1]
 
     def run(product: Product, layout: Layout) -> Callable[[], object]:
-        packed = Operands(*layout.pack(weight), None, 4096, 0, 1)
+        packed = Operands(*layout.pack(weight), None, 4096, BFLOAT16)
 
         def call() -> object:
             with torch.inference_mode():
@@ -84,8 +84,8 @@ def _triton_unsupported(request: LinearRequest) -> str | None:
         return "PyTorch's own product is the best for bfloat16 weights on a GPU"
     if request.dtype not in TRITON_DTYPES:
         return f"it takes bfloat16 and float16 activations, not {str(request.dtype).removeprefix('torch.')}"
-    if request.format.element == "int4" and request.format.group_size not in TRITON_GROUPS:
-        return f"its int4 groups are {', '.join(map(str, TRITON_GROUPS))}, not {request.format.group_size}"
+    if request.format.group_size and request.format.group_size not in TRITON_GROUPS:
+        return f"its groups are {', '.join(map(str, TRITON_GROUPS))}, not {request.format.group_size}"
     return triton_support.refusal(request.device)
 
 
@@ -101,7 +101,11 @@ def _pytorch_opt_in(request: LinearRequest) -> str | None:
 
 def _native() -> Product:
     operator = native_ops().linear.default
-    return lambda x, weight: operator(x, *weight)
+
+    def product(x: Tensor, weight: Operands) -> Tensor:
+        return operator(x, *weight[:5], weight.format.group_size, weight.planes)
+
+    return product
 
 
 def _triton() -> Product:

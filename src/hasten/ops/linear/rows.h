@@ -152,7 +152,7 @@ class Preparation {
     const bool plain = w_.format == Format::bf16;
     out.stride = plain ? spread_rows<Operand>(w_.k) : spread_rows<int8_t>(w_.k);
     out.planes = planes_;
-    out.groups = w_.format == Format::int4 ? w_.k / w_.group : 1;
+    out.groups = w_.groups();
     if (plain) {
       out.plain = take(rows_ * out.stride, Slot<Operand, 3>{});
       return out;

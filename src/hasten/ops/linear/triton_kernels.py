@@ -42,8 +42,8 @@ def load_x(x, k, m, rows, k_size, ONE_ROW: tl.constexpr):
 def product(
     x,  # (rows, K) bfloat16 or float16
     data,  # (pieces, N, 16) bytes
-    scales,  # int8: (N,), int4: (G, N)
-    zeros,  # (G, N) uint8
+    scales,  # (G, N)
+    zeros,  # (G, N), or None: all are the middle
     bias,  # (N,)
     out,  # (splits, rows, N)
     rows,
@@ -52,18 +52,19 @@ def product(
     pieces,
     steps_per_split,
     BITS: tl.constexpr,
+    GROUPED: tl.constexpr,  # a scale for each step; else one for each row
     ONE_ROW: tl.constexpr,
     M: tl.constexpr,  # rows, filled up to what a tensor core takes
     BLOCK_N: tl.constexpr,
-    BLOCK_J: tl.constexpr,  # bytes of a weight row in one step; int4: half a group
+    BLOCK_J: tl.constexpr,  # bytes of a weight row in one step: those of a group
     STAGES: tl.constexpr,
     WIDE: tl.constexpr,
 ):
     """One tile of outputs over one part of K, in float32.
 
-    int4: Σ (q - z)·x = Σ (c + q)·x - (c + z)·Σ x over each group, with the c of `nibbles`: all terms but Σ x come from
-    the tensor core, and the weights are never rounded. One row has no use for a tensor core: each thread keeps sums of
-    its own bytes of each row, added up at the end.
+    Σ (q - z)·x = Σ (c + q)·x - (c + z)·Σ x over each group, with the c of `nibbles` (int8: 0): all terms but Σ x come
+    from the tensor core, and the weights are never rounded. One row has no use for a tensor core: each thread keeps
+    sums of its own bytes of each row, added up at the end.
     """
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.arange(0, M)
@@ -76,20 +77,21 @@ def product(
         piece = step * (BLOCK_J // 16) + j // 16
         places = piece.to(tl.int64)[None, :] * (n_size * 16) + (n[:, None] * 16 + (j % 16)[None, :])
         q = tl.load(data + places, mask=inside[:, None] & (piece < pieces)[None, :], other=0)  # (N, J)
+        if zeros is not None:
+            zero = tl.load(zeros + step * n_size + n, mask=inside, other=0).to(tl.float32)
+        else:
+            zero = tl.full((BLOCK_N,), 8.0 if BITS == 4 else 0.0, dtype=tl.float32)
         if BITS == 8:
             part_of_x = load_x(x, piece * 16 + j % 16, m, rows, k_size, ONE_ROW)
             if ONE_ROW:
-                acc += q.to(tl.float32) * part_of_x[None, :]
+                part = (q.to(tl.float32) - zero[:, None]) * part_of_x[None, :]
             else:  # through float32, because the interpreter knows no way from integers to bfloat16
-                acc += dot(q.to(tl.float32).to(x.dtype.element_ty), part_of_x, WIDE)
+                part = dot(q.to(tl.float32).to(x.dtype.element_ty), part_of_x, WIDE)
+                if zeros is not None:
+                    part -= zero[:, None] * tl.sum(part_of_x.to(tl.float32), axis=0)[None, :]
         else:
             low_x = load_x(x, piece * 32 + j % 16, m, rows, k_size, ONE_ROW)
             high_x = load_x(x, piece * 32 + 16 + j % 16, m, rows, k_size, ONE_ROW)
-            scale = tl.load(scales + step * n_size + n, mask=inside, other=0.0).to(tl.float32)
-            if zeros is not None:
-                zero = tl.load(zeros + step * n_size + n, mask=inside, other=0).to(tl.float32)
-            else:
-                zero = tl.full((BLOCK_N,), 8.0, dtype=tl.float32)
             if ONE_ROW:
                 low = nibbles(q & 15, tl.bfloat16).to(tl.float32) - (128.0 + zero)[:, None]
                 high = nibbles(q >> 4, tl.bfloat16).to(tl.float32) - (128.0 + zero)[:, None]
@@ -100,10 +102,12 @@ def product(
                 part = dot(nibbles(q & 15, x.dtype.element_ty), low_x, WIDE)
                 part += dot(nibbles(q >> 4, x.dtype.element_ty), high_x, WIDE)
                 part -= offset[:, None] * sums[None, :]
-            acc += part * scale[:, None]
+        if GROUPED:
+            part *= tl.load(scales + step * n_size + n, mask=inside, other=0.0).to(tl.float32)[:, None]
+        acc += part
     if ONE_ROW:
         acc = tl.sum(acc, axis=1)[:, None]
-    if BITS == 8:
+    if not GROUPED:
         acc *= tl.load(scales + n, mask=inside, other=0.0)[:, None]
     if bias is not None:
         acc += tl.load(bias + n, mask=inside, other=0.0).to(tl.float32)[:, None]
@@ -142,10 +146,11 @@ def dequantize(
     n_size,
     k_size,
     BITS: tl.constexpr,
+    GROUPED: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_J: tl.constexpr,
 ):
-    """The weight in a 16-bit dtype: int4 rounded to it; int8 exact, without its scales."""
+    """The weight in a 16-bit dtype, rounded to it; where a row has one scale, exact and without it."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     j = tl.arange(0, BLOCK_J)
     piece = tl.program_id(1) * (BLOCK_J // 16) + j // 16
@@ -155,7 +160,7 @@ def dequantize(
     places = piece.to(tl.int64)[None, :] * (n_size * 16) + (n[:, None] * 16 + (j % 16)[None, :])
     q = tl.load(data + places, mask=mask, other=0)
     to = out + n.to(tl.int64)[:, None] * k_size + k[None, :]
-    if BITS == 8:
+    if not GROUPED:
         tl.store(to, q.to(tl.float32).to(out.dtype.element_ty), mask=mask)
     else:
         group = tl.program_id(1)
@@ -163,7 +168,10 @@ def dequantize(
         if zeros is not None:
             zero = tl.load(zeros + group * n_size + n, mask=inside, other=0).to(tl.float32)[:, None]
         else:
-            zero = tl.full((BLOCK_N, 1), 8.0, dtype=tl.float32)
-        tl.store(to, (((q & 15).to(tl.float32) - zero) * scale).to(out.dtype.element_ty), mask=mask)
-        high = inside[:, None] & (k + 16 < k_size)[None, :]
-        tl.store(to + 16, (((q >> 4).to(tl.float32) - zero) * scale).to(out.dtype.element_ty), mask=high)
+            zero = tl.full((BLOCK_N, 1), 8.0 if BITS == 4 else 0.0, dtype=tl.float32)
+        if BITS == 8:
+            tl.store(to, ((q.to(tl.float32) - zero) * scale).to(out.dtype.element_ty), mask=mask)
+        else:
+            tl.store(to, (((q & 15).to(tl.float32) - zero) * scale).to(out.dtype.element_ty), mask=mask)
+            high = inside[:, None] & (k + 16 < k_size)[None, :]
+            tl.store(to + 16, (((q >> 4).to(tl.float32) - zero) * scale).to(out.dtype.element_ty), mask=high)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hasten.ops.linear import triton_kernels as kernels
 from hasten.ops.linear.layouts import PIECE, Operands
+from hasten.ops.linear.weights import WeightFormat, group_format
 
 MOST_ROWS = 16  # the smallest side of a tensor core's tile: as many rows cost what one does
 SUM_BLOCK = 1024
@@ -37,9 +38,9 @@ PROGRAMS_FEW_ROWS = 528
 MOST_SPLITS = 16
 
 
-def choose(rows: int, out_features: int, group_size: int) -> Config:
-    """The configuration for a product of so many rows and outputs; group_size 0: int8."""
-    block_j = group_size // 2 or 128  # a step of int4 is a group
+def choose(rows: int, out_features: int, group_bytes: int) -> Config:
+    """The configuration for a product of so many rows and outputs; group_bytes: of a group of weights, 0: of a row."""
+    block_j = group_bytes or 128  # a step is a group
     # 16 bytes a step for each thread of 4 warps; the tensor cores' tile has 64 rows of weights.
     block_n = max(16 if rows == 1 else 64, 2048 // block_j)
     tiles = triton.cdiv(out_features, block_n)
@@ -52,7 +53,7 @@ def choose(rows: int, out_features: int, group_size: int) -> Config:
 
 def linear(x: Tensor, weight: Operands) -> Tensor:
     """A `Product` (operator.py) of x (…, K) bfloat16 or float16. Activations are never rounded, whatever `planes`."""
-    return linear_operator(x, *weight[:-1])
+    return linear_operator(x, *weight[:5], weight.format.bits, weight.format.group_size)
 
 
 @torch.library.custom_op("hasten_triton::linear", mutates_args=())
@@ -63,9 +64,10 @@ def linear_operator(
     zeros: Tensor | None,
     bias: Tensor | None,
     out_features: int,
+    bits: int,
     group_size: int,
 ) -> Tensor:
-    """x (…, K), data (pieces, N, 16), scales (1, N) or (G, N), zeros (G, N), bias (N,) -> (…, N).
+    """x (…, K), data (pieces, N, 16), scales (G, N), zeros (G, N), bias (N,) -> (…, N).
 
     torch.library wants every tensor named: only here the fields of `Operands` stand one by one.
     """
@@ -73,12 +75,13 @@ def linear_operator(
     if rows.shape[0] == 0:
         return x.new_empty((*x.shape[:-1], out_features))
     run = few_rows if rows.shape[0] <= MOST_ROWS else many_rows
-    y = run(rows, Operands(data, scales, zeros, bias, out_features, group_size))
+    format = group_format(f"int{bits}", group_size)  # zeros and scales speak for themselves
+    y = run(rows, Operands(data, scales, zeros, bias, out_features, format))
     return y.view(*x.shape[:-1], out_features)
 
 
 @linear_operator.register_fake
-def _fake(x: Tensor, data: Any, scales: Any, zeros: Any, bias: Any, out_features: int, group_size: int) -> Tensor:
+def _fake(x: Tensor, data: Any, scales: Any, zeros: Any, bias: Any, out_features: int, *rest: int) -> Tensor:
     return x.new_empty((*x.shape[:-1], out_features))
 
 
@@ -86,7 +89,8 @@ def few_rows(x: Tensor, weight: Operands, *, config: Config | None = None) -> Te
     """x (R, K), R from 1 to 16 -> (R, N). `config` is for tuning; that of `choose` by default."""
     rows, k = x.shape
     n = weight.out_features
-    config = config or choose(rows, n, weight.group_size)
+    format = weight.format
+    config = config or choose(rows, n, _group_bytes(format))
     pieces = weight.data.shape[0]
     steps = triton.cdiv(pieces, config.block_j // PIECE)
     steps_per_split = triton.cdiv(steps, min(config.splits, steps))
@@ -106,7 +110,8 @@ def few_rows(x: Tensor, weight: Operands, *, config: Config | None = None) -> Te
             k,
             pieces,
             steps_per_split,
-            BITS=4 if weight.group_size else 8,
+            BITS=format.bits,
+            GROUPED=format.group_size > 0,
             ONE_ROW=rows == 1,
             M=1 if rows == 1 else MOST_ROWS,
             BLOCK_N=config.block_n,
@@ -133,9 +138,9 @@ def many_rows(x: Tensor, weight: Operands) -> Tensor:
 
     torch._int_mm would be twice as fast, but needs x rounded to int8; this kernel promises not to round it.
     """
-    n, k = weight.out_features, x.shape[1]
+    n, k, format = weight.out_features, x.shape[1], weight.format
     plain = _result(x, n, k)
-    block_j = weight.group_size // 2 if weight.group_size else 64
+    block_j = _group_bytes(format) or 64
     grid = (triton.cdiv(n, 32), triton.cdiv(weight.data.shape[0], block_j // PIECE))
     with torch.cuda.device_of(x):
         kernels.dequantize[grid](
@@ -145,16 +150,21 @@ def many_rows(x: Tensor, weight: Operands) -> Tensor:
             plain,
             n,
             k,
-            BITS=4 if weight.group_size else 8,
+            BITS=format.bits,
+            GROUPED=format.group_size > 0,
             BLOCK_N=32,
             BLOCK_J=block_j,
         )
     plain = plain.to(x.dtype)
-    if weight.group_size:
+    if format.group_size:
         return F.linear(x, plain, None if weight.bias is None else weight.bias.to(x.dtype))
     assert weight.scales is not None
     y = F.linear(x, plain) * weight.scales.flatten()
     return (y if weight.bias is None else y + weight.bias).to(x.dtype)
+
+
+def _group_bytes(format: WeightFormat) -> int:
+    return format.group_size * format.bits // 8
 
 
 def _result(x: Tensor, *size: int) -> Tensor:

@@ -80,24 +80,27 @@ BFLOAT16 = WeightFormat(element="bfloat16")
 INT8 = WeightFormat(element="int8", scales=(Scales(torch.float32),))
 
 
+def group_format(
+    element: str, group_size: int, *, symmetric: bool = True, scale_dtype: torch.dtype = torch.bfloat16
+) -> WeightFormat:
+    """Integers with a scale, and unless symmetric a zero point, for each `group_size` input features of a row."""
+    zero: Zero = "middle" if symmetric else "point"
+    return WeightFormat(element=element, scales=(Scales(scale_dtype, group_size),), zero=zero)
+
+
 def int4_format(
     group_size: int, *, symmetric: bool = True, scale_dtype: torch.dtype = torch.bfloat16, bits: int = 4
 ) -> WeightFormat:
-    """4 bits with a scale, and unless symmetric a zero point, for each `group_size` input features of a row.
-
-    3 and 2 bits are the same with fewer integers; no kernel multiplies them.
-    """
-    zero: Zero = "middle" if symmetric else "point"
-    return WeightFormat(element=f"int{bits}", scales=(Scales(scale_dtype, group_size),), zero=zero)
+    """`group_format` of 4 bits. 3 and 2 bits are the same with fewer integers; no kernel multiplies them."""
+    return group_format(f"int{bits}", group_size, symmetric=symmetric, scale_dtype=scale_dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizedWeight:
     """The numbers of a weight: W[n, k] ≈ scales[n, g] · (values[n, k] - zeros[n, g]) with g = k // group size.
 
-    INT8: values int8 (N, K), scales float32 (N, 1), zeros None. int4: values uint8 (N, K) in 0 … 15 (int3: 0 … 7),
-    scales of the format's dtype (N, ceil(K / group size)), zeros uint8 of the same shape, or None where the format is
-    symmetric.
+    int8: values int8 (N, K). int4: values uint8 (N, K) in 0 … 15 (int3: 0 … 7). scales of the format's dtype (N,
+    ceil(K / group size)), zeros of the values' dtype and the same shape, or None where the format is symmetric.
     """
 
     format: WeightFormat
