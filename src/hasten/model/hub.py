@@ -11,6 +11,25 @@ _HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.t
 _HUB_DUPLICATES = ("consolidated*", "original/*", "onnx/*")
 
 
+def resolve_model(source: str | Path) -> Path:
+    """The local folder of a model as `resolve_folder` gives it, or its GGUF file: the path itself, or the only weights
+    of a folder.
+    """
+    path = Path(source).expanduser() if isinstance(source, str | Path) and str(source).endswith(".gguf") else None
+    if path is not None and path.is_file():
+        return path
+    folder = resolve_folder(source)
+    found = sorted(folder.glob("*.gguf"))
+    if not found or any(folder.glob("*.safetensors*")):
+        return folder
+    if len(found) > 1:
+        raise CheckpointError(
+            f"{folder} holds {len(found)} GGUF files: name one of them, such as {found[0]} (parts of one model are "
+            "joined by llama-gguf-split --merge)"
+        )
+    return found[0]
+
+
 def resolve_folder(source: str | Path) -> Path:
     """The local folder of a model: the path itself, or the hub's snapshot of an id "owner/name".
 
@@ -26,6 +45,8 @@ def resolve_folder(source: str | Path) -> Path:
         is_file = folder.exists()
     except (OSError, RuntimeError, ValueError) as error:  # no permission, a name too long, an unknown ~user
         raise CheckpointError(f"{name!r:.200} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    if is_file and name.endswith(".gguf"):
+        raise CheckpointError(f"{name} is a GGUF file, and a folder is needed: `hasten export {name} FOLDER` makes one")
     if is_file:
         raise CheckpointError(f"{name} is a file; give the model's folder, the one that holds config.json")
     if not _HUB_ID.fullmatch(name):

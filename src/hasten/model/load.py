@@ -1,9 +1,9 @@
-"""`hasten.load`: a decoder from a Hugging Face folder, a hub id, or a transformers model already in memory."""
+"""`hasten.load`: a decoder from a Hugging Face folder, a GGUF file, a hub id, or a transformers model already in memory."""
 
 import math
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,20 +13,20 @@ from torch import Tensor, nn
 
 from hasten.errors import CheckpointError, ConfigError, HastenWarning
 from hasten.machine.device import resolve_device, resolve_dtype
-from hasten.model.checkpoint import DTYPES, MappedTensors, StoredTensor, check_finite, read_headers, read_json
+from hasten.model.checkpoint import DTYPES, StoredTensor, check_finite
 from hasten.model.config import ModelConfig
-from hasten.model.families import family_of, read_config
+from hasten.model.families import FAMILIES, family_of, read_config
 from hasten.model.families.family import Family, TensorSlice, stacked_experts
 from hasten.model.fill_quantized import fill_quantized
 from hasten.model.formats.pieces import take
-from hasten.model.formats.registry import open_quantized, read_quantization
 from hasten.model.formats.stream import NAMES
-from hasten.model.hub import resolve_folder
+from hasten.model.gguf.open import open_gguf
+from hasten.model.hub import resolve_folder, resolve_model
 from hasten.model.initialize import unfilled
-from hasten.model.tokenizer import Tokenizer
+from hasten.model.source import Checkpoint, open_folder
 from hasten.model.transformer import Transformer
 
-__all__ = ["load", "resolve_folder"]
+__all__ = ["load", "open_checkpoint", "resolve_folder", "resolve_model"]
 
 # Buffers that older versions of transformers saved beside the weights.
 _LEFTOVERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
@@ -35,8 +35,8 @@ _LEFTOVERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 def load(source: str | Path | nn.Module, *, dtype: str | torch.dtype | None = None, device: str = "cpu") -> Transformer:
     """Load a language model, ready for inference.
 
-    source: a folder with config.json and safetensors, a hub id such as "owner/name" (downloaded with
-    huggingface_hub), or a transformers model, whose weights are taken over without a copy. dtype: "float32",
+    source: a folder with config.json and safetensors, a GGUF file or a folder with one, a hub id such as "owner/name"
+    (downloaded with huggingface_hub), or a transformers model, whose weights are taken over without a copy. dtype: "float32",
     "bfloat16", "float16", or None or "auto" for the checkpoint's own. device: "auto", "cpu", "cuda", "cuda:0", ….
 
     A folder's weights are memory-mapped: in their own dtype on the CPU they cost no second copy. The model carries
@@ -49,33 +49,32 @@ def load(source: str | Path | nn.Module, *, dtype: str | torch.dtype | None = No
     wanted = None if dtype is None or dtype == "auto" else resolve_dtype(dtype)
     if isinstance(source, nn.Module):
         return _from_transformers(source, wanted, place)
-    folder = resolve_folder(source)
-    where = folder / "config.json"
-    values = read_json(where)
-    family, config = family_of(values, str(where)), read_config(values, str(where))
-    found = read_quantization(values, where)
-    stored = read_headers(folder)
-    tensors = MappedTensors(stored)
-    quantized = open_quantized(stored, found, tensors)
+    checkpoint = open_checkpoint(source)
+    config, stored, quantized = checkpoint.config, checkpoint.stored, checkpoint.quantized
     seen, modules = (stored, {}) if quantized is None else (quantized.logical, quantized.modules)
-    pieces = _locate(config, family, [family.places(config)], seen, str(folder))
+    family = FAMILIES[config.family]
+    pieces = _locate(config, family, [family.places(config)], seen, str(checkpoint.path))
     # Where others store a weight transposed, its quantized form is (out, in) all the same.
     pieces = {o: replace(p, transposed=False) if p.name in modules else p for o, p in pieces.items()}
     model = _skeleton(config)
     _check(pieces, seen, model)
-    _warn_of_unused(seen, pieces, folder)
-    generation = folder / "generation_config.json"
-    model.generation = read_json(generation) if generation.exists() else {}
-    model.tokenizer = Tokenizer.from_folder(folder)
+    _warn_of_unused(seen, pieces, checkpoint.path)
+    model.generation, model.tokenizer = checkpoint.generation, checkpoint.tokenizer
     # The weights last: whatever else is wrong with a folder shows before gigabytes are read.
     plain = {o: p for o, p in pieces.items() if p.name not in modules}
-    own = wanted or _own_dtype([stored[piece.name] for piece in plain.values()])
-    _fill(model, plain, tensors, stored, dtype=own, device=place)
+    own = wanted or checkpoint.dtype or _own_dtype([stored[piece.name] for piece in plain.values()])
+    _fill(model, plain, checkpoint.read, stored, dtype=own, device=place)
     if quantized is not None:
         packed = {ours: piece for ours, piece in pieces.items() if ours not in plain}
         fill_quantized(model, packed, quantized, dtype=own, device=place)
     _finish(model, place)
     return model
+
+
+def open_checkpoint(source: str | Path) -> Checkpoint:
+    """What a folder, a GGUF file or a hub id holds, its headers checked. Raises as `load` does."""
+    path = resolve_model(source)
+    return open_gguf(path) if path.is_file() else open_folder(path)
 
 
 def _from_transformers(module: nn.Module, dtype: torch.dtype | None, device: torch.device) -> Transformer:
@@ -97,7 +96,7 @@ def _from_transformers(module: nn.Module, dtype: torch.dtype | None, device: tor
     }
     _check(pieces, stored, model)
     place = device if str(device) != "cpu" else None
-    _fill(model, pieces, tensors, stored, dtype=dtype, device=place)
+    _fill(model, pieces, tensors.__getitem__, stored, dtype=dtype, device=place)
     _finish(model, place)
     generation = getattr(module, "generation_config", None)
     if generation is not None:
@@ -195,7 +194,7 @@ def _own_dtype(stored: Iterable[StoredTensor]) -> torch.dtype:
 def _fill(
     model: Transformer,
     pieces: Mapping[str, TensorSlice],
-    tensors: Mapping[str, Tensor],
+    read: Callable[[str], Tensor],
     stored: Mapping[str, StoredTensor],
     *,
     dtype: torch.dtype | None,
@@ -204,7 +203,7 @@ def _fill(
     """Put every tensor into the skeleton, converting one at a time where dtype or device differ."""
     checked: set[str] = set()
     for ours, piece in pieces.items():
-        whole = tensors[piece.name]
+        whole = read(piece.name)
         if piece.name not in checked:  # a fused tensor once, not once for each of its parts
             check_finite(piece.name, whole, stored[piece.name].file)
             checked.add(piece.name)

@@ -6,7 +6,7 @@ tokenizer_config.json, special_tokens_map.json, generation_config.json and confi
 
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
@@ -56,7 +56,7 @@ def read_parts(folder: Path) -> dict[str, Any] | None:
     add_tokens(backend, tokens=_added_tokens(folder, settings), special_tokens=special.values())
     finish_backend(backend)
     if not has_json:
-        _add_bos_eos(backend, special, settings)
+        add_bos_eos(backend, special, settings)
 
     generation = read_json(folder / "generation_config.json")
     text_config = model_config.get("text_config")
@@ -251,14 +251,19 @@ def _llama_spaces(backend: tokenizers.Tokenizer, *, config: Mapping[str, Any], m
     if not isinstance(backend.model, models.BPE) or "ByteLevel" in str(backend.pre_tokenizer):
         return
     prefix = config.get("add_prefix_space") is not False
-    scheme = ("always" if config.get("legacy") else "first") if prefix else "never"
+    set_spaces(backend, ("always" if config.get("legacy") else "first") if prefix else "never")
+
+
+def set_spaces(backend: tokenizers.Tokenizer, scheme: Literal["always", "first", "never"]) -> None:
+    """Sentencepiece's spaces: "▁", with one before a text ("first"), also after every special token, or with none."""
     backend.normalizer = None
     backend.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme=scheme, split=False)
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    backend.decoder = decoders.Sequence([*steps, decoders.Strip(content=" ", left=1)] if prefix else steps)
+    strip = [] if scheme == "never" else [decoders.Strip(content=" ", left=1)]
+    backend.decoder = decoders.Sequence([*steps, *strip])
 
 
-def _add_bos_eos(backend: tokenizers.Tokenizer, special: Mapping[str, str], settings: Mapping[str, Any]) -> None:
+def add_bos_eos(backend: tokenizers.Tokenizer, special: Mapping[str, str], settings: Mapping[str, Any]) -> None:
     """add_bos_token / add_eos_token, which count only where no tokenizer.json says it."""
     single, used = "$A:0", []
     for name, before in (("bos", True), ("eos", False)):

@@ -34,6 +34,7 @@ def held_format(stored: WeightFormat) -> WeightFormat | None:
     if (
         stored.element not in ("int4", "int8")
         or stored.permuted
+        or len(stored.scales) > 1
         or (size not in GROUP_SIZES and size % GROUP_SIZES[-1])
     ):
         return None

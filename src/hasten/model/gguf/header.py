@@ -1,0 +1,193 @@
+"""The header of a GGUF file, checked against the file before anything is allocated; the weights stay in the file.
+
+Layout, little endian: "GGUF", the version (2 or 3), how many tensors and how many metadata entries there are; each
+entry's key, type and value; each tensor's name, shape (innermost first), type and place; padding; then the tensors'
+bytes, one after the other, each padded to the alignment.
+"""
+
+import math
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hasten.errors import CheckpointError
+from hasten.model.gguf.types import TYPE_NAMES, TYPES, TensorType
+from hasten.model.header import MAX_ELEMENTS, open_regular
+
+MAX_ENTRIES = 1 << 16  # of metadata, and of tensors; published files have tens and hundreds
+MAX_TEXT_BYTES = 1 << 24  # of one text; chat templates have thousands
+MAX_TEXTS = 1 << 22  # in one list; vocabularies have up to 2^18
+MAX_RANK = 4
+
+_NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_TEXT, _ARRAY = 8, 9
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFTensor:
+    """One tensor of a file: shape (outermost first), type, and the byte of the file at which it begins."""
+
+    name: str
+    type: TensorType
+    shape: tuple[int, ...]
+    begin: int = 0
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row: of the innermost dimension."""
+        return self.shape[-1] // self.type.elements * self.type.bytes
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape[:-1]) * self.row_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFFile:
+    """A file's metadata (numbers, texts, lists of texts, numpy arrays of numbers) and tensors, by name.
+
+    data: the whole file, uint8, memory-mapped. The mapping is private: what is written to it never reaches the file.
+    """
+
+    path: Path
+    metadata: Mapping[str, Any]
+    tensors: Mapping[str, GGUFTensor]
+    data: Tensor
+
+    def raw(self, name: str) -> Tensor:
+        """A tensor's bytes, uint8 (rows, bytes of a row), as they stand in the file."""
+        tensor = self.tensors[name]
+        return self.data[tensor.begin : tensor.begin + tensor.bytes].view(-1, tensor.row_bytes)
+
+
+def read_gguf(path: Path) -> GGUFFile:
+    """Map a GGUF file and read its header. CheckpointError says what is wrong with it, and what to do."""
+    file, size = open_regular(path, f"there is no file {path}")
+    with file:
+        first = file.read(8)
+    if first[:4] != b"GGUF" or size < 24:
+        raise CheckpointError(f"{path} is not a GGUF file: it begins with {first[:4]!r}; download it again")
+    version = int.from_bytes(first[4:], "little")
+    if version not in (2, 3):
+        fault = "it is big-endian" if version > 1 << 16 else f"it is of version {version}, and 2 and 3 are read"
+        raise CheckpointError(f"{path}: {fault}; convert the model again with today's llama.cpp")
+    try:
+        data = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
+    except RuntimeError as error:
+        raise CheckpointError(f"{path} cannot be mapped: {error!s:.200}") from None
+    return _Reader(path, data).read()
+
+
+class _Reader:
+    """Goes through a header once. Every count is compared with the bytes that are left before it is believed."""
+
+    def __init__(self, path: Path, data: Tensor) -> None:
+        self.path, self.data = path, data
+        self.raw = memoryview(data.numpy())
+        self.at = 8
+
+    def fail(self, what: str) -> NoReturn:
+        raise CheckpointError(f"{self.path}: {what}; the file is damaged, download it again")
+
+    def read(self) -> GGUFFile:
+        tensors, entries = self.count("tensors", MAX_ENTRIES, 24), self.count("metadata entries", MAX_ENTRIES, 13)
+        metadata: dict[str, Any] = {}
+        for _ in range(entries):
+            key = self.text()
+            if key in metadata:
+                self.fail(f"the metadata entry {key!r:.100} stands in it twice")
+            metadata[key] = self.value(key, self.number("I"))
+        split = metadata.get("split.count", 0)
+        if type(split) is not int or split > 1:
+            raise CheckpointError(
+                f"{self.path} is one of {split!s:.20} parts of a model; join them first: llama-gguf-split --merge "
+                f"{self.path} WHOLE.gguf"
+            )
+        found = [self.tensor() for _ in range(tensors)]
+        alignment = metadata.get("general.alignment", 32)
+        if type(alignment) is not int or alignment not in (8 << i for i in range(14)):
+            self.fail(f"general.alignment is {alignment!r:.40}, no power of two from 8 to 65,536")
+        return GGUFFile(self.path, metadata, self.placed(found, alignment), self.data)
+
+    def placed(self, found: list[tuple[GGUFTensor, int]], alignment: int) -> dict[str, GGUFTensor]:
+        """The tensors by name, each where the one before it ends."""
+        start = -(-self.at // alignment) * alignment
+        placed: dict[str, GGUFTensor] = {}
+        end = 0
+        for tensor, offset in found:
+            name = tensor.name
+            if name in placed:
+                self.fail(f"the tensor {name!r:.100} stands in it twice")
+            if offset != -(-end // alignment) * alignment:
+                self.fail(
+                    f"the tensor {name!r:.100} begins at byte {offset:,} of the data, and the one before at {end:,} ends"
+                )
+            end = offset + tensor.bytes
+            if start + end > len(self.raw):
+                self.fail(f"the tensor {name!r:.100} ends at byte {start + end:,}, and the file has {len(self.raw):,}")
+            placed[name] = GGUFTensor(name, tensor.type, tensor.shape, start + offset)
+        return placed
+
+    def take(self, size: int) -> memoryview:
+        if size > len(self.raw) - self.at:
+            self.fail(f"at byte {self.at:,} it claims {size:,} more, and has {len(self.raw) - self.at:,}")
+        self.at += size
+        return self.raw[self.at - size : self.at]
+
+    def number(self, code: str) -> Any:
+        (value,) = struct.unpack(f"<{code}", self.take(struct.calcsize(code)))
+        # The shortest number that is this float32: 1e-05, not 9.999999747378752e-06.
+        return float(str(np.float32(value))) if code == "f" else value
+
+    def count(self, what: str, most: int, least_bytes: int) -> int:
+        """A number of things of at least so many bytes each."""
+        count = self.number("Q")
+        if count > most or count * least_bytes > len(self.raw) - self.at:
+            self.fail(f"it claims {count:,} {what}, which do not fit its {len(self.raw):,} bytes (at most {most:,})")
+        return count
+
+    def text(self) -> str:
+        size = self.count("bytes of text", MAX_TEXT_BYTES, 1)
+        try:
+            return str(self.take(size), "utf-8")
+        except UnicodeDecodeError:
+            self.fail(f"the text at byte {self.at - size:,} is not UTF-8")
+
+    def value(self, key: str, kind: int) -> Any:
+        if kind == _TEXT:
+            return self.text()
+        if kind in _NUMBERS:
+            return self.number(_NUMBERS[kind])
+        inner = self.number("I") if kind == _ARRAY else kind
+        if inner == _TEXT:
+            return [self.text() for _ in range(self.count(f"texts in {key:.100}", MAX_TEXTS, 8))]
+        if inner not in _NUMBERS:
+            self.fail(f"{key!r:.100} is {'a list of lists' if inner == _ARRAY else f'of the unknown type {inner}'}")
+        dtype = np.dtype(_NUMBERS[inner]).newbyteorder("<")
+        count = self.count(f"numbers in {key:.100}", len(self.raw), dtype.itemsize)
+        return np.frombuffer(self.take(count * dtype.itemsize), dtype)
+
+    def tensor(self) -> tuple[GGUFTensor, int]:
+        """A tensor, and where in the data it says it begins."""
+        name, rank = self.text(), self.number("I")
+        if not 1 <= rank <= MAX_RANK:
+            self.fail(f"the tensor {name!r:.100} has {rank} dimensions, and 1 to {MAX_RANK} are known")
+        shape = tuple(reversed([self.number("Q") for _ in range(rank)]))
+        kind, offset = self.number("I"), self.number("Q")
+        if min(shape) < 1 or math.prod(shape) > MAX_ELEMENTS:
+            self.fail(f"the tensor {name!r:.100} has the shape {list(shape)}")
+        known = TYPE_NAMES[kind] if kind < len(TYPE_NAMES) else str(kind)
+        if known not in TYPES:
+            raise CheckpointError(
+                f"{self.path}: the tensor {name!r:.100} is of type {known}, which hasten does not read; it reads "
+                f"{', '.join(TYPES)}: take the model in one of these"
+            )
+        if shape[-1] % TYPES[known].elements:
+            self.fail(f"the tensor {name!r:.100} has rows of {shape[-1]:,} numbers, which {known} cannot hold")
+        return GGUFTensor(name, TYPES[known], shape), offset

@@ -1,0 +1,132 @@
+"""A GGUF file as a checkpoint: its tensors under the names that Hugging Face gives them, in its order of rows."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hasten.model.checkpoint import StoredTensor, check_finite
+from hasten.model.config import ModelConfig
+from hasten.model.families import FAMILIES, read_config
+from hasten.model.formats.file_format import QuantizedModule, in_rows
+from hasten.model.formats.record import LayerFormat, held_format
+from hasten.model.gguf.config import config_values
+from hasten.model.gguf.header import GGUFFile, read_gguf
+from hasten.model.gguf.names import FREQUENCIES, Place, place_of
+from hasten.model.gguf.tokenizer import read_tokenizer
+from hasten.model.source import Checkpoint
+from hasten.ops.linear import QuantizedWeight
+
+
+def open_gguf(path: Path) -> Checkpoint:
+    """The model of a GGUF file. CheckpointError for what is damaged, hostile, or of an unknown architecture."""
+    file = read_gguf(path)
+    values = config_values(file)
+    tokenizer = read_tokenizer(file)
+    if tokenizer is not None:
+        special = {"bos_token_id": tokenizer.bos_id, "eos_token_id": list(tokenizer.eos_ids) or None}
+        values |= {name: value for name, value in special.items() if value is not None}
+    weights = GGUFWeights(file, read_config(values, str(path)))
+    return Checkpoint(
+        path=path,
+        config=weights.config,
+        stored=weights.logical,
+        read=weights.plain,
+        quantized=weights if weights.modules else None,
+        dtype=weights.dtype(),
+        generation={name: values[name] for name in ("bos_token_id", "eos_token_id") if name in values},
+        tokenizer=tokenizer,
+    )
+
+
+class GGUFWeights:
+    """The plain tensors, and the `QuantizedFolder` of the others."""
+
+    def __init__(self, file: GGUFFile, config: ModelConfig) -> None:
+        self.file, self.config = file, config
+        self.places: dict[str, Place] = {}
+        self.modules: dict[str, QuantizedModule] = {}
+        self.logical: dict[str, StoredTensor] = {}
+        named = {FREQUENCIES}
+        for ours, piece in FAMILIES[config.family].places(config):
+            place = place_of(ours, config)
+            if place.name in file.tensors:
+                self.places[piece.name] = place
+                named.add(place.name)
+                self._add(piece.name)
+        for name in file.tensors.keys() - named:  # for the warning that they stay unread
+            self.places[name] = Place(name, None, 0.0)
+            self.logical[name] = StoredTensor(name, "F32", file.tensors[name].shape, file.path)
+
+    def _add(self, name: str) -> None:
+        tensor = self.file.tensors[self.places[name].name]
+        stored, shape = tensor.type.format, tensor.shape
+        plain = tensor.type.name
+        if stored is not None and len(shape) == 2:
+            held = held_format(stored)
+            layer = None if held is None else LayerFormat(held)  # activations are rounded, as llama.cpp does
+            self.modules[name] = QuantizedModule(
+                name.removesuffix(".weight"), (shape[0], shape[1]), stored, layer, True
+            )
+            plain = "BF16"
+        self.logical[name] = StoredTensor(name, plain, shape, self.file.path)
+
+    def dtype(self) -> torch.dtype:
+        """bfloat16 where most is quantized, else the dtype of most bytes of the matrices; norms are always float32."""
+        counts: dict[torch.dtype, int] = {}
+        for place in self.places.values():
+            tensor = self.file.tensors[place.name]
+            if len(tensor.shape) > 1:
+                dtype = tensor.type.dtype or torch.bfloat16
+                counts[dtype] = counts.get(dtype, 0) + tensor.bytes
+        return max(counts, key=lambda dtype: counts[dtype], default=torch.float32)
+
+    def plain(self, name: str) -> Tensor:
+        """A plain tensor: a view of the file, unless llama.cpp keeps it otherwise."""
+        place = self.places[name]
+        stored = self.file.tensors[place.name]
+        assert stored.type.dtype is not None
+        tensor = self._rows(name, self.file.raw(place.name)).view(stored.type.dtype).view(stored.shape)
+        return tensor - place.offset if place.offset else tensor
+
+    def values(self, module: QuantizedModule) -> Tensor:
+        """The blocks as they stand in the file, uint8 (N, bytes of a row)."""
+        return self.file.raw(self.places[f"{module.name}.weight"].name)
+
+    def dequantize(self, module: QuantizedModule, dtype: torch.dtype) -> Tensor:
+        """The weight (N, K) that the module's integers stand for, each rounded once, to `dtype`."""
+        place = self.places[f"{module.name}.weight"]
+        kind, raw = self.file.tensors[place.name].type, self.values(module)
+        places = None if place.order is None else place.order.argsort()
+        ours = in_rows(module.shape, dtype, lambda rows: kind.dequantize(raw[rows if places is None else places[rows]]))
+        check_finite(place.name, ours, self.file.path)
+        return ours
+
+    def int4_words(self, module: QuantizedModule) -> tuple[Tensor, Tensor, None] | None:
+        """The nibbles of Q4_0, which has the values 0 to 15 of a block in its low ones, in the order of the words."""
+        if module.stored.element != "int4":
+            return None
+        scales, values = self._blocks(module).split((2, 16), 2)  # (N, G, 2), (N, G, 16)
+        halves = [half[..., ::2] | half[..., 1::2] << 4 for half in (values & 15, values >> 4)]  # (N, G, 8) each
+        return torch.cat(halves, 2).flatten(1).view(torch.int32), self._scales(module, scales), None
+
+    def read(self, module: QuantizedModule) -> QuantizedWeight:
+        """The integers of Q8_0 and their scales."""
+        assert module.layer is not None
+        scales, values = self._blocks(module).split((2, 32), 2)
+        integers = values.flatten(1).view(torch.int8)
+        return QuantizedWeight(format=module.layer.weight, values=integers, scales=self._scales(module, scales))
+
+    def _blocks(self, module: QuantizedModule) -> Tensor:
+        """uint8 (N, blocks, bytes), the rows in our order."""
+        kind = self.file.tensors[self.places[f"{module.name}.weight"].name].type
+        return self._rows(f"{module.name}.weight", self.values(module)).unflatten(1, (-1, kind.bytes))
+
+    def _scales(self, module: QuantizedModule, scales: Tensor) -> Tensor:
+        found = scales.flatten(1).view(torch.float16)
+        check_finite(self.places[f"{module.name}.weight"].name, found, self.file.path)
+        return found
+
+    def _rows(self, name: str, rows: Tensor) -> Tensor:
+        order = self.places[name].order
+        return rows if order is None else rows[order.argsort()]

@@ -1,0 +1,196 @@
+"""The tokenizer in a GGUF file's metadata, as the `tokenizers` library runs it.
+
+`tokenizer.ggml.model` "gpt2" is byte-level BPE whose split into words `tokenizer.ggml.pre` names; "llama" is
+sentencepiece's BPE, whose merges follow from its scores.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+
+from hasten.errors import CheckpointError
+from hasten.model.chat import ChatTemplate
+from hasten.model.gguf.header import GGUFFile
+from hasten.model.tokenizer import Tokenizer
+from hasten.model.tokenizer_files import add_bos_eos, add_tokens, finish_backend, set_spaces
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # `tokenizer.ggml.token_type`
+# Ends of a turn that llama.cpp knows by their text, whatever the metadata say.
+ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<|end_of_text|>")
+MAX_TOKEN = 1024  # characters of a token whose merges are looked for; that takes their square
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """How a text is split into words: by patterns, one after the other, digit by digit, as GPT-2 does.
+
+    ignore_merges: a word that is a token stays whole. bos: a text begins with BOS unless the metadata say otherwise.
+    nfc: composed first, which llama.cpp leaves out.
+    """
+
+    patterns: tuple[str, ...] = ()
+    digits: bool = False
+    gpt2: bool = False
+    ignore_merges: bool = False
+    bos: bool = False
+    nfc: bool = False
+
+    def apply(self, backend: tokenizers.Tokenizer) -> None:
+        """Split and decode byte by byte, as the published tokenizer.json of such models says it."""
+        steps: list[Any] = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in self.patterns]
+        steps += [pre_tokenizers.Digits(individual_digits=True)] * self.digits
+        last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=self.gpt2)
+        backend.pre_tokenizer = pre_tokenizers.Sequence([*steps, last]) if steps else last
+        backend.normalizer = normalizers.NFC() if self.nfc else None
+        backend.decoder = decoders.ByteLevel()
+
+
+_ENGLISH = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_SPACES = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LETTERS = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_TEKKEN = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_LETTERS[0]}*{_LETTERS[1]}+|[^\r\n\p{{L}}\p{{N}}]?{_LETTERS[0]}+{_LETTERS[1]}*|"
+    r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_BY_SPLIT = {
+    Split(gpt2=True): "gpt-2 phi-2 mpt olmo jais trillion",
+    Split(digits=True, gpt2=True): "smollm starcoder refact command-r codeshell exaone",
+    Split(
+        (_ENGLISH + r"\p{N}{1,3}" + _SPACES,), ignore_merges=True, bos=True
+    ): "llama-bpe llama3 llama-v3 falcon3 pixtral",
+    Split((_ENGLISH + r"\p{N}{1,3}" + _SPACES,)): "dbrx smaug-bpe",
+    Split((_ENGLISH + r"\p{N}" + _SPACES,), nfc=True): "qwen2 deepseek-r1-qwen megrez",
+    Split((_ENGLISH + r"\p{N}" + _SPACES,)): "stablelm2 hunyuan",
+    Split((_TEKKEN,), ignore_merges=True, bos=True): "tekken",
+    Split((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")): "default",
+}
+SPLITS = {name: split for split, names in _BY_SPLIT.items() for name in names.split()}
+
+
+def read_tokenizer(file: GGUFFile) -> Tokenizer | None:
+    """The tokenizer, None where there is none. CheckpointError for an unknown or a damaged one."""
+    own = {key.removeprefix("tokenizer.ggml."): value for key, value in file.metadata.items()}
+    model, where = own.get("model"), file.path
+    if model in (None, "no_vocab", "none"):
+        return None
+    if model not in ("gpt2", "llama"):
+        raise CheckpointError(f"{where}: tokenizer.ggml.model is {model!r:.60}; gpt2 and llama are read")
+    tokens = own.get("tokens")
+    vocabulary = {token: i for i, token in enumerate(tokens)} if isinstance(tokens, list) else {}
+    if not vocabulary or len(vocabulary) != len(tokens):
+        raise CheckpointError(f"{where}: tokenizer.ggml.tokens must be a list of texts, none of them twice")
+    kinds = _numbers(own, "token_type", len(tokens), where, default=NORMAL)
+    try:
+        backend, defaults = (_byte_level if model == "gpt2" else _sentencepiece)(own, vocabulary, where)
+    except CheckpointError:
+        raise
+    except Exception as error:  # of the library, which has no kind of its own
+        raise CheckpointError(f"{where}: its tokenizer does not fit together ({error!s:.200})") from None
+    own = defaults | own
+    special = {}
+    for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
+        if (place := _id(own, f"{key}_token_id", len(tokens), where)) is not None:
+            special[f"{name}_token"] = tokens[place]
+    control = [tokens[i] for i in np.flatnonzero(kinds == CONTROL)]
+    others = [tokens[i] for i in np.flatnonzero(kinds == USER_DEFINED)]
+    add_tokens(
+        backend,
+        tokens=[AddedToken(token, special=True, normalized=False) for token in control if token]
+        + [AddedToken(token, special=False, normalized=False) for token in others if token],
+        special_tokens=special.values(),
+    )
+    finish_backend(backend)
+    add_bos_eos(backend, special, own)
+    ends = [_id(own, f"{name}_token_id", len(tokens), where) for name in ("eos", "eot", "eom")]
+    ends += [vocabulary[text] for text in ENDS if text in control]
+    return Tokenizer(
+        backend=backend,
+        bos_id=_id(own, "bos_token_id", len(tokens), where),
+        eos_ids=tuple(dict.fromkeys(end for end in ends if end is not None)),
+        pad_id=_id(own, "padding_token_id", len(tokens), where),
+        special_tokens=special,
+        templates=dict(_templates(file)),
+    )
+
+
+def _byte_level(
+    own: Mapping[str, Any], vocabulary: dict[str, int], where: Path
+) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
+    name = own.get("pre", "default")
+    split = SPLITS.get(name) if isinstance(name, str) else None
+    if split is None:
+        raise CheckpointError(f"{where}: tokenizer.ggml.pre is {name!r:.60}; known are {', '.join(SPLITS)}")
+    merges = own.get("merges")
+    pairs = [tuple(merge.split(" ")) for merge in merges] if isinstance(merges, list) else None
+    if pairs is None or any(len(pair) != 2 for pair in pairs):
+        raise CheckpointError(f"{where}: tokenizer.ggml.merges must be a list of two tokens each")
+    backend = tokenizers.Tokenizer(models.BPE(vocabulary, pairs, ignore_merges=split.ignore_merges))
+    split.apply(backend)
+    return backend, {"add_bos_token": split.bos}
+
+
+def _sentencepiece(
+    own: Mapping[str, Any], vocabulary: dict[str, int], where: Path
+) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
+    scores = _numbers(own, "scores", len(vocabulary), where, default=0)
+    defaults = {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0, "add_bos_token": True}
+    unknown = _id(defaults | dict(own), "unknown_token_id", len(vocabulary), where)
+    backend = tokenizers.Tokenizer(
+        models.BPE(
+            vocabulary,
+            merges_of(vocabulary, scores.tolist()),
+            unk_token=None if unknown is None else list(vocabulary)[unknown],
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    set_spaces(backend, "never" if own.get("add_space_prefix") is False else "first")
+    return backend, defaults
+
+
+def merges_of(vocabulary: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
+    """The merges of a sentencepiece vocabulary: every way to make a token of two others, the best score first.
+
+    The order among equals is that of transformers' conversion.
+    """
+    found: list[tuple[float, int, int, str, str]] = []
+    for token, place in vocabulary.items():
+        if len(token) > MAX_TOKEN:
+            continue
+        pairs = [(token[:i], token[i:]) for i in range(1, len(token))]
+        pairs = [(left, right) for left, right in pairs if left in vocabulary and right in vocabulary]
+        pairs.sort(key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]))
+        found += [(scores[place], len(left), len(right), left, right) for left, right in pairs]
+    found.sort(key=lambda one: one[:3], reverse=True)
+    return [(left, right) for *_, left, right in found]
+
+
+def _numbers(own: Mapping[str, Any], key: str, count: int, where: Path, *, default: int) -> np.ndarray:
+    """One number for each token."""
+    values = own.get(key)
+    if values is None:
+        return np.full(count, default)
+    if not isinstance(values, np.ndarray) or len(values) != count or not np.isfinite(values).all():
+        raise CheckpointError(f"{where}: tokenizer.ggml.{key} must be {count:,} numbers, one for each token")
+    return values
+
+
+def _id(own: Mapping[str, Any], key: str, count: int, where: Path) -> int | None:
+    value = own.get(key)
+    if value is not None and not (type(value) is int and 0 <= value < count):
+        raise CheckpointError(f"{where}: tokenizer.ggml.{key} is {value!r:.40}; there are {count:,} tokens")
+    return value
+
+
+def _templates(file: GGUFFile) -> Iterator[tuple[str, ChatTemplate]]:
+    """Chat templates by name: "default" has none in the file."""
+    for key, value in file.metadata.items():
+        if isinstance(value, str) and (key == "tokenizer.chat_template" or key.startswith("tokenizer.chat_template.")):
+            name = key.removeprefix("tokenizer.chat_template").removeprefix(".") or "default"
+            yield name, ChatTemplate(value, origin=str(file.path))

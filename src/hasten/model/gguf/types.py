@@ -1,0 +1,157 @@
+"""The types of a GGUF file's tensors: blocks of bytes, and the numbers that they stand for.
+
+A row of K numbers is K / `elements` blocks of `bytes` bytes. All but the plain ones hold integers with a scale for a
+group of them, some with a minimum too, which is taken away: W = scale · integer - minimum. The k-quants' scales and
+minima are integers of 4 to 8 bits themselves, with one float16 for each 256 numbers. Every number is exactly that of
+`gguf.quants.dequantize`, in float32.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hasten.ops.linear.weights import Scales, WeightFormat, Zero
+
+# By the number that stands in a file; those that are not in TYPES are known by name only.
+NAMES = "F32 F16 Q4_0 Q4_1 4 5 Q5_0 Q5_1 Q8_0 Q8_1 Q2_K Q3_K Q4_K Q5_K Q6_K Q8_K IQ2_XXS IQ2_XS IQ3_XXS IQ1_S IQ4_NL"
+NAMES += " IQ3_S IQ2_S IQ4_XS I8 I16 I32 I64 F64 IQ1_M BF16 31 32 33 TQ1_0 TQ2_0 36 37 38 MXFP4 NVFP4"
+TYPE_NAMES: tuple[str, ...] = tuple(NAMES.split())
+
+NIBBLES, PAIRS, BITS = (0, 4), (0, 2, 4, 6), range(8)  # where in a byte the parts of a value begin
+IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+
+
+class Integers(NamedTuple):
+    """What blocks hold: values int8 or uint8 (B, elements), scales and minima float32 (B, groups)."""
+
+    values: Tensor
+    scales: Tensor
+    minima: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TensorType:
+    """One type: plain numbers of a dtype, or integers, which `decode` takes out of blocks uint8 (B, bytes)."""
+
+    name: str
+    elements: int
+    bytes: int
+    dtype: torch.dtype | None = None
+    format: WeightFormat | None = None
+    decode: Callable[[Tensor], Integers] | None = None
+
+    def dequantize(self, raw: Tensor) -> Tensor:
+        """uint8 (R, bytes of a row) -> float32 (R, K)."""
+        if self.decode is None:
+            assert self.dtype is not None
+            return raw.view(self.dtype).float()
+        found = self.decode(raw.reshape(-1, self.bytes))
+        weight = found.values.view(*found.scales.shape, -1) * found.scales.unsqueeze(2)
+        if found.minima is not None:
+            weight -= found.minima.unsqueeze(2)
+        return weight.view(len(raw), -1)
+
+
+def _parts(data: Tensor, shifts: Sequence[int], width: int, mask: int) -> Tensor:
+    """uint8 (B, n) -> (B, n · shifts): of every `width` bytes the parts at the first shift, then those at the next."""
+    places = torch.tensor(shifts, dtype=torch.uint8).view(-1, 1)
+    return (data.reshape(len(data), -1, 1, width) >> places & mask).flatten(1)
+
+
+def _half(data: Tensor) -> Tensor:
+    """uint8 (B, 2) -> float32 (B, 1)."""
+    return data.contiguous().view(torch.float16).float()
+
+
+def _signed(values: Tensor, middle: int) -> Tensor:
+    return values.view(torch.int8) - middle
+
+
+def _q4_0(blocks: Tensor) -> Integers:
+    scale, low = blocks.split((2, 16), 1)
+    return Integers(_signed(_parts(low, NIBBLES, 16, 15), 8), _half(scale))
+
+
+def _q5_0(blocks: Tensor) -> Integers:
+    scale, high, low = blocks.split((2, 4, 16), 1)
+    values = _parts(low, NIBBLES, 16, 15) | _parts(high, BITS, 1, 1) << 4
+    return Integers(_signed(values, 16), _half(scale))
+
+
+def _q8_0(blocks: Tensor) -> Integers:
+    scale, values = blocks.split((2, 32), 1)
+    return Integers(values.contiguous().view(torch.int8), _half(scale))
+
+
+def _q2_k(blocks: Tensor) -> Integers:
+    scales, low, scale, minimum = blocks.split((16, 64, 2, 2), 1)
+    return Integers(_parts(low, PAIRS, 32, 3), _half(scale) * (scales & 15), _half(minimum) * (scales >> 4))
+
+
+def _q3_k(blocks: Tensor) -> Integers:
+    high, low, scales, scale = blocks.split((32, 64, 12, 2), 1)
+    six_bits = _parts(scales[:, :8], NIBBLES, 8, 15) | _parts(scales[:, 8:], PAIRS, 4, 3) << 4
+    values = _parts(low, PAIRS, 32, 3) | _parts(high, BITS, 32, 1) << 2
+    return Integers(_signed(values, 4), _half(scale) * _signed(six_bits, 32))
+
+
+def _six_bits(data: Tensor) -> tuple[Tensor, Tensor]:
+    """Eight scales and eight minima of 6 bits each, out of uint8 (B, 12)."""
+    first, second, rest = data.split(4, 1)
+    scales = torch.cat((first & 63, rest & 15 | first >> 2 & 48), 1)
+    return scales, torch.cat((second & 63, rest >> 4 | second >> 2 & 48), 1)
+
+
+def _q4_k(blocks: Tensor) -> Integers:
+    scale, minimum, both, low = blocks.split((2, 2, 12, 128), 1)
+    scales, minima = _six_bits(both)
+    return Integers(_parts(low, NIBBLES, 32, 15), _half(scale) * scales, _half(minimum) * minima)
+
+
+def _q5_k(blocks: Tensor) -> Integers:
+    scale, minimum, both, high, low = blocks.split((2, 2, 12, 32, 128), 1)
+    scales, minima = _six_bits(both)
+    values = _parts(low, NIBBLES, 32, 15) | _parts(high, BITS, 32, 1) << 4
+    return Integers(values, _half(scale) * scales, _half(minimum) * minima)
+
+
+def _q6_k(blocks: Tensor) -> Integers:
+    low, high, scales, scale = blocks.split((128, 64, 16, 2), 1)
+    values = _parts(low, NIBBLES, 64, 15) | _parts(high, PAIRS, 32, 3) << 4
+    return Integers(_signed(values, 32), _half(scale) * scales.contiguous().view(torch.int8))
+
+
+def _iq4_xs(blocks: Tensor) -> Integers:
+    scale, high, low, places = blocks.split((2, 2, 4, 128), 1)
+    six_bits = _parts(low, NIBBLES, 1, 15) | _parts(high, PAIRS, 1, 3) << 4
+    values = torch.tensor(IQ4_VALUES, dtype=torch.int8)[_parts(places, NIBBLES, 16, 15).int()]
+    return Integers(values, _half(scale) * _signed(six_bits, 32))
+
+
+def _format(element: str, group: int, *, levels: int = 2, zero: Zero = "middle") -> WeightFormat:
+    inner, outer = Scales(torch.uint8, group), Scales(torch.float16, 256)
+    return WeightFormat(
+        element=element, scales=(inner, outer) if levels == 2 else (Scales(torch.float16, 32),), zero=zero
+    )
+
+
+TYPES: dict[str, TensorType] = {
+    one.name: one
+    for one in (
+        TensorType("F32", 1, 4, torch.float32),
+        TensorType("F16", 1, 2, torch.float16),
+        TensorType("BF16", 1, 2, torch.bfloat16),
+        TensorType("Q4_0", 32, 18, None, _format("int4", 32, levels=1), _q4_0),
+        TensorType("Q5_0", 32, 22, None, _format("int5", 32, levels=1), _q5_0),
+        TensorType("Q8_0", 32, 34, None, _format("int8", 32, levels=1), _q8_0),
+        TensorType("Q2_K", 256, 84, None, _format("q2_k", 16, zero="minimum"), _q2_k),
+        TensorType("Q3_K", 256, 110, None, _format("q3_k", 16), _q3_k),
+        TensorType("Q4_K", 256, 144, None, _format("q4_k", 32, zero="minimum"), _q4_k),
+        TensorType("Q5_K", 256, 176, None, _format("q5_k", 32, zero="minimum"), _q5_k),
+        TensorType("Q6_K", 256, 210, None, _format("q6_k", 16), _q6_k),
+        TensorType("IQ4_XS", 256, 136, None, _format("iq4_xs", 32), _iq4_xs),
+    )
+}

@@ -1,0 +1,221 @@
+"""Writing a model as a GGUF file that llama.cpp loads, one tensor at a time in memory; it takes the package gguf."""
+
+import warnings
+from collections.abc import Callable
+from dataclasses import fields
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hasten.errors import CheckpointError, ConfigError, HastenWarning, ResourceError
+from hasten.machine.files import replacing
+from hasten.model.binding import kernels
+from hasten.model.checkpoint import check_finite
+from hasten.model.config import ModelConfig, RopeConfig
+from hasten.model.export import is_tied
+from hasten.model.families import read_config
+from hasten.model.families.family import parameter_names
+from hasten.model.formats.file_format import BLOCK_ELEMENTS
+from hasten.model.gguf.config import config_values
+from hasten.model.gguf.header import GGUFFile, GGUFTensor
+from hasten.model.gguf.names import ARCHITECTURES, FREQUENCIES, place_of
+from hasten.model.gguf.tokenizer_write import tokenizer_entries
+from hasten.model.gguf.types import TYPES
+from hasten.model.require import require_model
+from hasten.model.rope import frequencies
+from hasten.model.transformer import Transformer
+from hasten.ops.linear import PackedLinear
+
+Kind = Literal["BF16", "F16", "Q8_0", "Q4_0"]
+_FILE_TYPES = {"F16": 1, "Q4_0": 2, "Q8_0": 7, "BF16": 32}  # `general.file_type`, which says what most of it is
+_FREE = ("family", "initializer_range", "source")  # of a ModelConfig, what a GGUF file need not say
+
+
+class _Item(NamedTuple):
+    """A tensor to be written: name, type and shape (outermost first) in the file, and what makes its bytes."""
+
+    tensor: GGUFTensor
+    make: Callable[[], np.ndarray]
+
+
+def write_gguf(model: Transformer, path: str | Path, kind: Kind = "BF16") -> None:
+    """Write a GGUF file with the model's tokenizer, whole or not at all.
+
+    kind: of the plain matrices; norms and biases are F32. In a Q4_0 file the head (or the embedding, if they are one
+    matrix) is Q8_0, and rows that 32 does not divide are F16. Layers that are quantized already keep their integers:
+    int4 as Q4_0; int8 as Q8_0, whose scales are rounded to float16, with a warning.
+
+    Raises ConfigError for a model that a GGUF file cannot state, or whose quantized weights no type of GGUF holds;
+    CheckpointError where the file cannot be written; ResourceError without the package gguf.
+    """
+    require_model(model, "write_gguf")
+    try:
+        from gguf import GGMLQuantizationType, GGUFValueType, GGUFWriter
+    except ImportError:
+        raise ResourceError("writing GGUF takes the package gguf: pip install 'hasten[gguf]'") from None
+    if kind not in get_args(Kind):
+        raise ConfigError(f"kind is {kind!r}; use one of {', '.join(get_args(Kind))}")
+    target = Path(path)
+    with kernels(model, block="readable"):
+        items = _items(model, kind)
+        entries = config_entries(model.config, items, target) | {"general.quantization_version": 2}
+        entries |= tokenizer_entries(model.tokenizer, model.config.vocab_size) | {
+            "general.file_type": _FILE_TYPES[kind]
+        }
+        try:
+            with replacing(target) as temporary:
+                writer = GGUFWriter(temporary, entries["general.architecture"])
+                for key, value in entries.items():
+                    number = GGUFValueType.UINT32 if type(value) is int else GGUFValueType.get_type(value)
+                    if key != "general.architecture":  # which the writer has put there
+                        writer.add_key_value(key, value, number)
+                for tensor, _ in items:
+                    size = (*tensor.shape[:-1], tensor.row_bytes)
+                    stored = GGMLQuantizationType[tensor.type.name]
+                    writer.add_tensor_info(tensor.name, size, np.dtype(np.uint8), tensor.bytes, stored)
+                writer.write_header_to_file()
+                writer.write_kv_data_to_file()
+                writer.write_ti_data_to_file()
+                for _, make in items:
+                    writer.write_tensor_data(make())
+                writer.close()
+        except OSError as error:
+            raise CheckpointError(f"{target} cannot be written: {error.strerror or error}") from None
+
+
+def config_entries(config: ModelConfig, items: list[_Item], target: Path) -> dict[str, Any]:
+    """The metadata of a config, which read back give the same one: llama.cpp would compute another model otherwise."""
+    names = {family: name for name, family in ARCHITECTURES.items()} | {"mistral": "llama"}
+    if config.family not in names:
+        raise ConfigError(f"GGUF files of {', '.join(names)} are written; found {config.family}")
+    name, rope = names[config.family], config.ropes[-1]
+    windows = [layer.window for layer in config.layers]
+    own: dict[str, Any] = {
+        "context_length": config.max_positions,
+        "embedding_length": config.hidden_size,
+        "block_count": len(config.layers),
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.heads,
+        "attention.head_count_kv": config.kv_heads,
+        "attention.key_length": config.head_dim,
+        "attention.value_length": config.head_dim,
+        "attention.layer_norm_rms_epsilon": config.norm_eps,
+        "rope.dimension_count": rope.dim,
+        "rope.freq_base": rope.theta,
+        "vocab_size": config.vocab_size,
+    }
+    if config.post_norms:
+        own |= {"attention.sliding_window": max(filter(None, windows), default=0)}
+        own |= {"attention.sliding_window_pattern": windows.index(None) + 1 if None in windows else len(windows) + 1}
+        own |= {"rope.freq_base_swa": config.ropes[0].theta}
+        caps = {"attn_logit_softcapping": config.attention_softcap, "final_logit_softcapping": config.logit_softcap}
+        own |= {key: cap for key, cap in caps.items() if cap is not None}
+    if rope.scaling in ("linear", "yarn"):
+        own |= {"rope.scaling.type": rope.scaling, "rope.scaling.factor": rope.factor}
+    if rope.scaling == "yarn":
+        own |= {"rope.scaling.original_context_length": rope.original_positions}
+        own |= {"rope.scaling.yarn_beta_fast": rope.beta_fast, "rope.scaling.yarn_beta_slow": rope.beta_slow}
+    entries = {"general.architecture": name} | {f"{name}.{key}": value for key, value in own.items()}
+    factors = torch.ones(0) if rope.scaling != "llama3" else _factors(rope)
+    tensors = {tensor.name: tensor for tensor, _ in items}
+    read = read_config(config_values(GGUFFile(target, entries, tensors, factors.view(torch.uint8))))
+    changed = [f.name for f in fields(read) if f.name not in _FREE and getattr(read, f.name) != getattr(config, f.name)]
+    if changed:
+        raise ConfigError(
+            f"a GGUF file cannot state this {config.family}'s {', '.join(changed)} as llama.cpp would follow it; write a "
+            "folder instead (hasten export)"
+        )
+    return entries
+
+
+def _factors(rope: RopeConfig) -> Tensor:
+    """By what each rotary frequency is divided, float32 (dim / 2,)."""
+    return frequencies(RopeConfig(theta=rope.theta, dim=rope.dim)) / frequencies(rope)
+
+
+def _items(model: Transformer, kind: Kind) -> list[_Item]:
+    """What is written; a tied head is one matrix with the embedding. ConfigError for integers that no type holds."""
+    config, tied, items = model.config, is_tied(model), []
+    if config.ropes and config.ropes[-1].scaling == "llama3":
+        factors = _factors(config.ropes[-1])
+        items.append(_Item(GGUFTensor(FREQUENCIES, TYPES["F32"], tuple(factors.shape)), factors.numpy))
+    rounded = []
+    for ours in parameter_names(config):
+        if ours == "head.weight" and tied:
+            continue
+        owner, _, leaf = ours.rpartition(".")
+        module: Any = model.get_submodule(owner)
+        place = place_of(ours, config)
+        rows: Any = slice(config.vocab_size if owner in ("embedding", "head") else None)
+        rows = rows if place.order is None else place.order
+        if isinstance(module, PackedLinear) and leaf == "weight":
+            shape, type_name = (module.out_features, module.in_features), _type_of(module, ours)
+            rounded += [ours] * (type_name == "Q8_0")
+            make = partial(_blocks, module, rows, ours)
+        else:
+            tensor = getattr(module, leaf).detach()
+            shape, type_name = tuple(tensor.shape), "F32" if tensor.dim() == 1 else kind
+            if kind == "Q4_0" and owner == ("embedding" if tied else "head"):
+                type_name = "Q8_0"
+            if shape[-1] % TYPES[type_name].elements:
+                type_name = "F16"
+            make = partial(_encoded, tensor, rows, place.offset, type_name)
+        shape = (config.vocab_size, *shape[1:]) if owner in ("embedding", "head") else shape
+        items.append(_Item(GGUFTensor(place.name, TYPES[type_name], shape), make))
+    if rounded:
+        warnings.warn(
+            f"{len(rounded)} int8 layers become Q8_0, such as {rounded[0]}: their integers stay, and their scales are "
+            "rounded to float16, by at most 0.05%",
+            HastenWarning,
+            stacklevel=3,
+        )
+    return items
+
+
+def _type_of(module: PackedLinear, ours: str) -> str:
+    """The type whose blocks hold a quantized layer's integers."""
+    stored = module.format
+    if (
+        stored.element in ("int4", "int8")
+        and stored.symmetric
+        and not (stored.group_size % 32 or module.in_features % 32)
+    ):
+        return "Q4_0" if stored.element == "int4" else "Q8_0"
+    raise ConfigError(
+        f"{ours} is quantized in {stored}, which no type of GGUF holds; write the plain model, or quantize with "
+        "--scheme int4 --group-size 32 --symmetric"
+    )
+
+
+def _blocks(module: PackedLinear, rows: Any, ours: str) -> np.ndarray:
+    """The blocks of a quantized layer, uint8 (N, bytes): of 32 integers each, and their scale."""
+    weight = module.to_weight().rows(rows)
+    k = weight.shape[1]
+    scales = weight.scales.repeat_interleave((weight.format.group_size or k) // 32, 1)[:, : k // 32]
+    half = scales.half()
+    values = weight.values.view(torch.uint8).unflatten(1, (-1, 32))
+    if weight.format.element == "int4":
+        values = values[..., :16] | values[..., 16:] << 4
+        if not torch.equal(half.float(), scales.float()):
+            raise ConfigError(
+                f"{ours} has scales that float16 does not hold, as Q4_0 needs; quantize with float16 scales"
+            )
+    return torch.cat((half.unsqueeze(2).view(torch.uint8), values), 2).flatten(1).numpy()
+
+
+def _encoded(tensor: Tensor, rows: Any, offset: float, type_name: str) -> np.ndarray:
+    """A plain tensor as a type holds it, quantized as llama.cpp does: uint8 (…, bytes of a row)."""
+    from gguf import GGMLQuantizationType
+    from gguf.quants import quantize
+
+    dtype = TYPES[type_name].dtype
+    if dtype is not None:
+        plain = (tensor[rows].float() + offset if offset else tensor[rows]).to(dtype)
+        check_finite(f"a weight in {type_name}", plain, Path("the model"))
+        return plain.contiguous().view(torch.uint8).numpy()
+    parts = tensor[rows].split(max(1, BLOCK_ELEMENTS // tensor.shape[-1]))
+    return np.concatenate([quantize(part.float().numpy(), GGMLQuantizationType[type_name]) for part in parts])

@@ -1,0 +1,54 @@
+"""A model as it lies on the disk, whatever its layout: what `load` needs to know before it reads a weight."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hasten.model.checkpoint import MappedTensors, StoredTensor, read_headers, read_json
+from hasten.model.config import ModelConfig
+from hasten.model.families import read_config
+from hasten.model.formats.file_format import QuantizedFolder
+from hasten.model.formats.registry import open_quantized, read_quantization
+from hasten.model.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """A checkpoint whose headers have been checked, its tensors by the names that Hugging Face gives them.
+
+    stored: the tensors as their headers describe them. read: a plain one, by name. quantized: the others. dtype: the
+    model's own; None: that of most bytes of its plain tensors.
+    """
+
+    path: Path
+    config: ModelConfig
+    stored: Mapping[str, StoredTensor]
+    read: Callable[[str], Tensor]
+    quantized: QuantizedFolder | None = None
+    dtype: torch.dtype | None = None
+    generation: dict[str, Any] = field(default_factory=dict)
+    tokenizer: Tokenizer | None = None
+
+
+def open_folder(folder: Path) -> Checkpoint:
+    """A Hugging Face folder with safetensors. CheckpointError names the file that is missing or damaged."""
+    where = folder / "config.json"
+    values = read_json(where)
+    config = read_config(values, str(where))
+    found = read_quantization(values, where)
+    stored = read_headers(folder)
+    tensors = MappedTensors(stored)
+    generation = folder / "generation_config.json"
+    return Checkpoint(
+        path=folder,
+        config=config,
+        stored=stored,
+        read=tensors.__getitem__,
+        quantized=open_quantized(stored, found, tensors),
+        generation=read_json(generation) if generation.exists() else {},
+        tokenizer=Tokenizer.from_folder(folder),
+    )
