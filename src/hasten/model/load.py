@@ -1,4 +1,4 @@
-"""`hasten.load`: a decoder from a Hugging Face folder, a GGUF file, a hub id, or a transformers model already in memory."""
+"""`hasten.load`: a decoder from a folder, a GGUF file, a hub id, or a transformers model already in memory."""
 
 import math
 import warnings
@@ -36,8 +36,9 @@ def load(source: str | Path | nn.Module, *, dtype: str | torch.dtype | None = No
     """Load a language model, ready for inference.
 
     source: a folder with config.json and safetensors, a GGUF file or a folder with one, a hub id such as "owner/name"
-    (downloaded with huggingface_hub), or a transformers model, whose weights are taken over without a copy. dtype: "float32",
-    "bfloat16", "float16", or None or "auto" for the checkpoint's own. device: "auto", "cpu", "cuda", "cuda:0", ….
+    (downloaded with huggingface_hub), or a transformers model, whose weights are taken over without a copy. dtype:
+    "float32", "bfloat16", "float16", or None or "auto" for the checkpoint's own. device: "auto", "cpu", "cuda",
+    "cuda:0", ….
 
     A folder's weights are memory-mapped: in their own dtype on the CPU they cost no second copy. The model carries
     the folder's tokenizer, or None where it has none: then prompts are token ids.

@@ -6,7 +6,7 @@ tokenizer_config.json, special_tokens_map.json, generation_config.json and confi
 
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
@@ -251,16 +251,11 @@ def _llama_spaces(backend: tokenizers.Tokenizer, *, config: Mapping[str, Any], m
     if not isinstance(backend.model, models.BPE) or "ByteLevel" in str(backend.pre_tokenizer):
         return
     prefix = config.get("add_prefix_space") is not False
-    set_spaces(backend, ("always" if config.get("legacy") else "first") if prefix else "never")
-
-
-def set_spaces(backend: tokenizers.Tokenizer, scheme: Literal["always", "first", "never"]) -> None:
-    """Sentencepiece's spaces: "▁", with one before a text ("first"), also after every special token, or with none."""
+    scheme = ("always" if config.get("legacy") else "first") if prefix else "never"
     backend.normalizer = None
     backend.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme=scheme, split=False)
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    strip = [] if scheme == "never" else [decoders.Strip(content=" ", left=1)]
-    backend.decoder = decoders.Sequence([*steps, *strip])
+    backend.decoder = decoders.Sequence([*steps, decoders.Strip(content=" ", left=1)] if prefix else steps)
 
 
 def add_bos_eos(backend: tokenizers.Tokenizer, special: Mapping[str, str], settings: Mapping[str, Any]) -> None:

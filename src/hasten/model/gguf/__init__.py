@@ -1,1 +1,1 @@
-"""Models in GGUF files (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md), llama.cpp's format: read and written."""
+"""Models in GGUF, llama.cpp's format (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md): read and written."""

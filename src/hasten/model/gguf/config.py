@@ -12,102 +12,77 @@ from hasten.model.gguf.header import GGUFFile
 from hasten.model.gguf.names import ARCHITECTURES, FIELDS, FREQUENCIES
 from hasten.model.rope import frequencies
 
-TIED = "output.weight"  # where it is missing, head and embedding are one
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
 def config_values(file: GGUFFile) -> dict[str, Any]:
     """As a published config.json of the model would state it. Raises CheckpointError for what no family here has."""
-    metadata, where = file.metadata, file.path
-    architecture = metadata.get("general.architecture")
+    architecture = file.metadata.get("general.architecture")
     if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
         raise CheckpointError(
-            f"{where}: general.architecture is {architecture!r:.60}; GGUF files of {', '.join(ARCHITECTURES)} are read"
+            f"{file.path}: general.architecture is {architecture!r:.60}; hasten knows {', '.join(ARCHITECTURES)}"
         )
-    own = {key.removeprefix(f"{architecture}."): value for key, value in metadata.items()}
-    for key in ("expert_count", "rope.scaling.attn_factor"):
-        if own.get(key, 0) not in (0, 1):
-            raise CheckpointError(
-                f"{where}: {architecture}.{key} is {own[key]!r:.40}, which is not read from GGUF files"
-            )
-    found = {field: _single(own[key], key, file) for key, field in FIELDS.items() if key in own}
+    own = {key.removeprefix(f"{architecture}."): value for key, value in file.metadata.items()}
+    embedding = file.tensors.get("token_embd.weight")
+    if embedding is None or own.get("expert_count"):
+        raise CheckpointError(f"{file.path} has experts, or no token_embd.weight; hasten reads whole, dense models")
+    if architecture == "gemma3" and "attention.sliding_window" not in own:
+        raise CheckpointError(f"{file.path} lacks gemma3.attention.sliding_window; hasten reads gemma 3 with windows")
+    found = {field: own[key] for key, (field, _) in FIELDS.items() if key in own}
     hidden, heads = found.get("hidden_size"), found.get("num_attention_heads")
     if type(hidden) is int and type(heads) is int and heads:
         found = {"num_key_value_heads": heads, "head_dim": hidden // heads} | found
-    dim = found.get("head_dim")
-    for key in ("attention.value_length", "rope.dimension_count"):
-        if own.get(key, dim) != dim:
-            raise CheckpointError(
-                f"{where}: {architecture}.{key} is {own[key]!r:.40} and a head has {dim!r:.40}; hasten reads equal ones"
-            )
-    embedding = file.tensors.get("token_embd.weight")
-    if embedding is None:
-        raise CheckpointError(f"{where} has no tensor token_embd.weight: it is not a whole model")
     found |= {
         "model_type": ARCHITECTURES[architecture],
         "vocab_size": embedding.shape[0],
-        "tie_word_embeddings": TIED not in file.tensors,
+        "tie_word_embeddings": "output.weight" not in file.tensors,
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
     }
     if architecture.startswith("gemma"):
-        found |= _gemma(own, found, file)
-    scaling = _scaling(own, found, file)
-    return found | ({"rope_scaling": scaling} if scaling else {})
-
-
-def _single(value: Any, key: str, file: GGUFFile) -> Any:
-    """A number, also where it stands once for each layer."""
-    if not isinstance(value, np.ndarray):
-        return value
-    if len(value) and (value == value[0]).all():
-        return value[0].item()
-    raise CheckpointError(f"{file.path}: {key} differs from layer to layer, which hasten does not read")
-
-
-def _gemma(own: Mapping[str, Any], found: Mapping[str, Any], file: GGUFFile) -> dict[str, Any]:
-    layers, dim = found.get("num_hidden_layers"), found.get("head_dim")
-    if "sliding_window" not in found:
-        raise CheckpointError(f"{file.path}: it has no attention.sliding_window, which a gemma needs")
-    # As llama.cpp decides it: the two models of 27 B divide by another number than the size of a head.
-    wide = layers == {"gemma2": 46, "gemma3_text": 62}[found["model_type"]]
-    values = {"query_pre_attn_scalar": found["hidden_size"] // found["num_attention_heads"] if wide else dim}
-    pattern = own.get("attention.sliding_window_pattern")
-    if isinstance(pattern, np.ndarray):
-        return values | {"layer_types": ["sliding_attention" if one else "full_attention" for one in pattern.tolist()]}
-    return values | ({} if pattern is None else {"sliding_window_pattern": pattern})
+        # As llama.cpp decides it: the two models of 27 B divide scores by another number than the size of a head.
+        wide = {"gemma2": 46, "gemma3": 62}[architecture] == found.get("num_hidden_layers")
+        found["query_pre_attn_scalar"] = hidden // heads if wide and hidden and heads else found.get("head_dim")
+        if isinstance(pattern := found.get("sliding_window_pattern"), np.ndarray):  # which layers have the window
+            found["layer_types"] = ["sliding_attention" if one else "full_attention" for one in pattern]
+            del found["sliding_window_pattern"]
+    return found | _scaling(own, found, file)
 
 
 def _scaling(own: Mapping[str, Any], found: Mapping[str, Any], file: GGUFFile) -> dict[str, Any]:
     """`rope_scaling`: linear and yarn by metadata, Llama 3's by the factors of its frequencies."""
-    kind, factor = own.get("rope.scaling.type", "none"), own.get("rope.scaling.factor", own.get("rope.scale_linear"))
-    original = own.get("rope.scaling.original_context_length")
     if FREQUENCIES in file.tensors:
-        return _of_factors(found, file)
+        return {"rope_scaling": _llama3(found, file)}
+    scaling = {
+        key.removeprefix("rope.scaling."): value for key, value in own.items() if key.startswith("rope.scaling.")
+    }
+    kind, factor = scaling.get("type", "linear"), scaling.get("factor", own.get("rope.scale_linear"))
     if kind == "yarn":
-        betas = {
-            name: own[f"rope.scaling.yarn_{name}"]
-            for name in ("beta_fast", "beta_slow")
-            if f"rope.scaling.yarn_{name}" in own
-        }
-        return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original} | betas
+        names = {"original_context_length": "original_max_position_embeddings"}
+        names |= {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"}
+        given = {field: scaling[key] for key, field in names.items() if key in scaling}
+        return {"rope_scaling": given | {"rope_type": "yarn", "factor": factor}}
     if kind not in ("none", "linear"):
         raise CheckpointError(f"{file.path}: rope.scaling.type is {kind!r:.40}; none, linear and yarn are read")
-    return {} if factor in (None, 0, 1) else {"rope_type": "linear", "factor": factor}
+    return (
+        {} if kind == "none" or factor in (None, 0, 1) else {"rope_scaling": {"rope_type": "linear", "factor": factor}}
+    )
 
 
-def _of_factors(found: Mapping[str, Any], file: GGUFFile) -> dict[str, Any]:
-    """Llama 3's parameters where they give these factors, else the factors themselves."""
+def _llama3(found: Mapping[str, Any], file: GGUFFile) -> dict[str, Any]:
+    """Llama 3's parameters, which must give the factors that stand in the file."""
     tensor, dim, theta = file.tensors[FREQUENCIES], found.get("head_dim"), found.get("rope_theta", 10_000.0)
-    if tensor.type.name != "F32" or tensor.shape != (dim // 2 if type(dim) is int else 0,):
-        raise CheckpointError(f"{file.path}: {FREQUENCIES} must be {dim!r:.40} / 2 numbers of F32")
-    factors = file.raw(FREQUENCIES).flatten().view(torch.float32)
-    given = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-    factor = float(factors.max())
-    if type(theta) is float and theta > 1 and 1 < factor < 1e6:
-        common = {"theta": theta, "dim": dim}
-        plain = frequencies(RopeConfig(**common))
-        llama3 = frequencies(RopeConfig(**common, scaling="llama3", factor=factor, original_positions=8192))
-        if torch.allclose(plain / llama3, factors, rtol=1e-5):
-            return {"rope_type": "llama3", "factor": factor} | given
-    values = factors.tolist()
-    return {"rope_type": "longrope", "factor": 1.0, "short_factor": values, "long_factor": values}
+    if (
+        tensor.type.name == "F32"
+        and type(dim) is int
+        and tensor.shape == (dim // 2,)
+        and type(theta) is float
+        and theta > 1
+    ):
+        factors = file.raw(FREQUENCIES).flatten().view(torch.float32)
+        factor = float(factors.max())
+        llama3 = RopeConfig(theta=theta, dim=dim, scaling="llama3", factor=factor, original_positions=8192)
+        plain = RopeConfig(theta=theta, dim=dim)
+        if factor >= 1 and torch.allclose(frequencies(plain) / frequencies(llama3), factors, rtol=1e-4):
+            return {"rope_type": "llama3", "factor": factor} | _LLAMA3
+    raise CheckpointError(f"{file.path}: {FREQUENCIES} is not as Llama 3.1 scales rotary frequencies; no other is read")

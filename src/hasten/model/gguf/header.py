@@ -10,7 +10,7 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import numpy as np
 import torch
@@ -89,7 +89,7 @@ class _Reader:
 
     def __init__(self, path: Path, data: Tensor) -> None:
         self.path, self.data = path, data
-        self.raw = memoryview(data.numpy())
+        self.raw = memoryview(cast(Any, data.numpy()))
         self.at = 8
 
     def fail(self, what: str) -> NoReturn:
@@ -125,9 +125,7 @@ class _Reader:
             if name in placed:
                 self.fail(f"the tensor {name!r:.100} stands in it twice")
             if offset != -(-end // alignment) * alignment:
-                self.fail(
-                    f"the tensor {name!r:.100} begins at byte {offset:,} of the data, and the one before at {end:,} ends"
-                )
+                self.fail(f"the tensor {name!r:.100} begins at byte {offset:,}, and the one before it ends at {end:,}")
             end = offset + tensor.bytes
             if start + end > len(self.raw):
                 self.fail(f"the tensor {name!r:.100} ends at byte {start + end:,}, and the file has {len(self.raw):,}")

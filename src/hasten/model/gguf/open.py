@@ -55,7 +55,7 @@ class GGUFWeights:
                 named.add(place.name)
                 self._add(piece.name)
         for name in file.tensors.keys() - named:  # for the warning that they stay unread
-            self.places[name] = Place(name, None, 0.0)
+            self.places[name] = Place(name)
             self.logical[name] = StoredTensor(name, "F32", file.tensors[name].shape, file.path)
 
     def _add(self, name: str) -> None:
@@ -86,7 +86,7 @@ class GGUFWeights:
         place = self.places[name]
         stored = self.file.tensors[place.name]
         assert stored.type.dtype is not None
-        tensor = self._rows(name, self.file.raw(place.name)).view(stored.type.dtype).view(stored.shape)
+        tensor = self._rows(name, self.file.raw(place.name).view(stored.type.dtype).view(stored.shape))
         return tensor - place.offset if place.offset else tensor
 
     def values(self, module: QuantizedModule) -> Tensor:

@@ -17,7 +17,7 @@ from hasten.errors import CheckpointError
 from hasten.model.chat import ChatTemplate
 from hasten.model.gguf.header import GGUFFile
 from hasten.model.tokenizer import Tokenizer
-from hasten.model.tokenizer_files import add_bos_eos, add_tokens, finish_backend, set_spaces
+from hasten.model.tokenizer_files import add_bos_eos, add_tokens, finish_backend
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # `tokenizer.ggml.token_type`
 # Ends of a turn that llama.cpp knows by their text, whatever the metadata say.
@@ -81,7 +81,7 @@ def read_tokenizer(file: GGUFFile) -> Tokenizer | None:
         return None
     if model not in ("gpt2", "llama"):
         raise CheckpointError(f"{where}: tokenizer.ggml.model is {model!r:.60}; gpt2 and llama are read")
-    tokens = own.get("tokens")
+    tokens: Any = own.get("tokens")
     vocabulary = {token: i for i, token in enumerate(tokens)} if isinstance(tokens, list) else {}
     if not vocabulary or len(vocabulary) != len(tokens):
         raise CheckpointError(f"{where}: tokenizer.ggml.tokens must be a list of texts, none of them twice")
@@ -150,7 +150,12 @@ def _sentencepiece(
             byte_fallback=True,
         )
     )
-    set_spaces(backend, "never" if own.get("add_space_prefix") is False else "first")
+    # As llama.cpp: a space before a text, and after every special token.
+    prefix = own.get("add_space_prefix") is not False
+    spaces = [normalizers.Replace(" ", "▁")]
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), *spaces] if prefix else spaces)
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence([*steps, decoders.Strip(content=" ", left=1)] if prefix else steps)
     return backend, defaults
 
 

@@ -12,7 +12,7 @@ from hasten.model.tokenizer import Tokenizer
 
 
 def tokenizer_entries(tokenizer: Tokenizer | None, rows: int) -> dict[str, Any]:
-    """The metadata; rows: of the embedding, each of which llama.cpp wants a token for. ConfigError for what it lacks."""
+    """The metadata. rows: of the embedding; llama.cpp wants a token for each. ConfigError for what it does not have."""
     if tokenizer is None:
         return {"tokenizer.ggml.model": "no_vocab"}
     backend = tokenizer.backend
@@ -46,9 +46,9 @@ def _model(backend: tokenizers.Tokenizer, tokens: list[str], kinds: list[int]) -
         scratch = tokenizers.Tokenizer(models.BPE())
         split.apply(scratch)
         wanted = json.loads(scratch.to_str())
-        if all(_steps(spec[part]) == _steps(wanted[part]) for part in ("normalizer", "pre_tokenizer")):
-            if split.ignore_merges == model["ignore_merges"]:
-                return {"model": "gpt2", "pre": name, "merges": [" ".join(pair) for pair in pairs]}
+        same = all(_steps(spec[part]) == _steps(wanted[part]) for part in ("normalizer", "pre_tokenizer"))
+        if same and split.ignore_merges == model.get("ignore_merges"):
+            return {"model": "gpt2", "pre": name, "merges": [" ".join(pair) for pair in pairs]}
     spaces = _spaces(spec)
     if model["type"] == "BPE" and model.get("byte_fallback") and spaces is not None:
         scores = [0.0] * len(tokens)
@@ -64,8 +64,8 @@ def _model(backend: tokenizers.Tokenizer, tokens: list[str], kinds: list[int]) -
             named = {} if unknown is None else {"unknown_token_id": unknown}
             return {"model": "llama", "scores": scores, "add_space_prefix": spaces} | named
     raise ConfigError(
-        f"llama.cpp has no tokenizer that splits text as this one does; it has byte-level BPE as in {', '.join(SPLITS)}, "
-        "and sentencepiece's BPE. Write a folder instead (hasten export)"
+        "llama.cpp has no tokenizer that splits text as this one does: it has sentencepiece's BPE, and byte-level BPE "
+        f"as in {', '.join(SPLITS)}. Write a folder instead (hasten export)"
     )
 
 
@@ -81,10 +81,7 @@ def _spaces(spec: dict[str, Any]) -> bool | None:
     if not before and len(words) == 1 and words[0]["type"] == "Metaspace" and not words[0]["split"]:
         return words[0]["prepend_scheme"] != "never"
     kinds = [step["type"] for step in before]
-    if (
-        kinds in (["Prepend", "Replace"], ["Replace"])
-        and before[-1]["content"] == "▁"
-        and all(step["type"] == "Split" for step in words)
-    ):
+    whole = all(step["type"] == "Split" for step in words)  # at spaces, of which none is left
+    if kinds in (["Prepend", "Replace"], ["Replace"]) and before[-1]["content"] == "▁" and whole:
         return len(kinds) == 2
     return None

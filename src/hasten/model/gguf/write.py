@@ -22,7 +22,7 @@ from hasten.model.families.family import parameter_names
 from hasten.model.formats.file_format import BLOCK_ELEMENTS
 from hasten.model.gguf.config import config_values
 from hasten.model.gguf.header import GGUFFile, GGUFTensor
-from hasten.model.gguf.names import ARCHITECTURES, FREQUENCIES, place_of
+from hasten.model.gguf.names import ARCHITECTURES, FIELDS, FREQUENCIES, place_of
 from hasten.model.gguf.tokenizer_write import tokenizer_entries
 from hasten.model.gguf.types import TYPES
 from hasten.model.require import require_model
@@ -32,6 +32,7 @@ from hasten.ops.linear import PackedLinear
 
 Kind = Literal["BF16", "F16", "Q8_0", "Q4_0"]
 _FILE_TYPES = {"F16": 1, "Q4_0": 2, "Q8_0": 7, "BF16": 32}  # `general.file_type`, which says what most of it is
+_NAMES = {family: name for name, family in ARCHITECTURES.items()} | {"mistral": "llama"}
 _FREE = ("family", "initializer_range", "source")  # of a ModelConfig, what a GGUF file need not say
 
 
@@ -59,6 +60,8 @@ def write_gguf(model: Transformer, path: str | Path, kind: Kind = "BF16") -> Non
         raise ResourceError("writing GGUF takes the package gguf: pip install 'hasten[gguf]'") from None
     if kind not in get_args(Kind):
         raise ConfigError(f"kind is {kind!r}; use one of {', '.join(get_args(Kind))}")
+    if model.config.family not in _NAMES:
+        raise ConfigError(f"GGUF files of {', '.join(_NAMES)} are written; found {model.config.family}")
     target = Path(path)
     with kernels(model, block="readable"):
         items = _items(model, kind)
@@ -88,46 +91,33 @@ def write_gguf(model: Transformer, path: str | Path, kind: Kind = "BF16") -> Non
 
 
 def config_entries(config: ModelConfig, items: list[_Item], target: Path) -> dict[str, Any]:
-    """The metadata of a config, which read back give the same one: llama.cpp would compute another model otherwise."""
-    names = {family: name for name, family in ARCHITECTURES.items()} | {"mistral": "llama"}
-    if config.family not in names:
-        raise ConfigError(f"GGUF files of {', '.join(names)} are written; found {config.family}")
-    name, rope = names[config.family], config.ropes[-1]
-    windows = [layer.window for layer in config.layers]
-    own: dict[str, Any] = {
-        "context_length": config.max_positions,
-        "embedding_length": config.hidden_size,
-        "block_count": len(config.layers),
-        "feed_forward_length": config.intermediate_size,
-        "attention.head_count": config.heads,
-        "attention.head_count_kv": config.kv_heads,
-        "attention.key_length": config.head_dim,
-        "attention.value_length": config.head_dim,
-        "attention.layer_norm_rms_epsilon": config.norm_eps,
-        "rope.dimension_count": rope.dim,
-        "rope.freq_base": rope.theta,
-        "vocab_size": config.vocab_size,
-    }
+    """The metadata of a config. ConfigError where they, read back, are another one: llama.cpp would compute that."""
+    rope, windows = config.ropes[-1], [layer.window for layer in config.layers]
+    own: dict[str, Any] = {key: getattr(config, field) for key, (_, field) in FIELDS.items() if field}
+    own |= {"block_count": len(windows), "vocab_size": config.vocab_size, "attention.value_length": config.head_dim}
+    own |= {"rope.dimension_count": rope.dim, "rope.freq_base": rope.theta}
     if config.post_norms:
-        own |= {"attention.sliding_window": max(filter(None, windows), default=0)}
-        own |= {"attention.sliding_window_pattern": windows.index(None) + 1 if None in windows else len(windows) + 1}
-        own |= {"rope.freq_base_swa": config.ropes[0].theta}
-        caps = {"attn_logit_softcapping": config.attention_softcap, "final_logit_softcapping": config.logit_softcap}
-        own |= {key: cap for key, cap in caps.items() if cap is not None}
+        own |= {
+            "attention.sliding_window": max(filter(None, windows), default=1),
+            "rope.freq_base_swa": config.ropes[0].theta,
+        }
+        own["attention.sliding_window_pattern"] = [*windows, None].index(None) + 1
     if rope.scaling in ("linear", "yarn"):
         own |= {"rope.scaling.type": rope.scaling, "rope.scaling.factor": rope.factor}
     if rope.scaling == "yarn":
         own |= {"rope.scaling.original_context_length": rope.original_positions}
         own |= {"rope.scaling.yarn_beta_fast": rope.beta_fast, "rope.scaling.yarn_beta_slow": rope.beta_slow}
-    entries = {"general.architecture": name} | {f"{name}.{key}": value for key, value in own.items()}
-    factors = torch.ones(0) if rope.scaling != "llama3" else _factors(rope)
+    name = _NAMES[config.family]
+    entries = {f"{name}.{key}": value for key, value in own.items() if value is not None}
+    entries["general.architecture"] = name
+    factors = _factors(rope) if rope.scaling == "llama3" else torch.ones(0)
     tensors = {tensor.name: tensor for tensor, _ in items}
     read = read_config(config_values(GGUFFile(target, entries, tensors, factors.view(torch.uint8))))
     changed = [f.name for f in fields(read) if f.name not in _FREE and getattr(read, f.name) != getattr(config, f.name)]
     if changed:
         raise ConfigError(
-            f"a GGUF file cannot state this {config.family}'s {', '.join(changed)} as llama.cpp would follow it; write a "
-            "folder instead (hasten export)"
+            f"a GGUF file cannot state {', '.join(changed)} of this {config.family}: llama.cpp would compute another "
+            "model; write a folder instead (hasten export)"
         )
     return entries
 

@@ -1,0 +1,131 @@
+"""A damaged or hostile GGUF file is refused by one error of ours, before anything is allocated for its claims."""
+
+import struct
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import hasten
+from hasten.errors import HastenError
+from hasten.model.gguf.header import read_gguf
+from hostile_cases import refused
+from tiny_model import tiny_llama
+
+HUGE = (1 << 64) - 1
+
+
+def text(value):
+    raw = value if isinstance(value, bytes) else value.encode()
+    return struct.pack("<Q", len(raw)) + raw
+
+
+def entry(key, kind, value):
+    return text(key) + struct.pack("<I", kind) + value
+
+
+def tensor(name, shape, kind=0, offset=0):
+    return text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, kind, offset)
+
+
+def header(entries=(), tensors=(), *, version=3, counts=None):
+    tensor_count, entry_count = counts or (len(tensors), len(entries))
+    return b"GGUF" + struct.pack("<IQQ", version, tensor_count, entry_count) + b"".join([*entries, *tensors])
+
+
+NUMBER = entry("a", 4, struct.pack("<I", 1))
+CASES = {
+    "empty": (b"", "is not a GGUF file"),
+    "another": (b"PK\x03\x04" + bytes(40), "is not a GGUF file"),
+    "big-endian": (header(version=3 << 24), "it is big-endian"),
+    "version 1": (header(version=1), "of version 1, and 2 and 3 are read"),
+    "tensors claimed": (header(counts=(HUGE, 0)), "it claims 18,446,744,073,709,551,615 tensors"),
+    "entries claimed": (header(counts=(0, 65_000)), "it claims 65,000 metadata entries"),
+    "long key": (header([struct.pack("<QI", 1 << 40, 4) + bytes(20)]), "it claims 1,099,511,627,776 bytes of text"),
+    "not UTF-8": (header([text(b"\xff\xfe") + bytes(12)]), "is not UTF-8"),
+    "twice": (header([NUMBER, NUMBER]), "the metadata entry 'a' stands in it twice"),
+    "type": (header([entry("a", 13, bytes(9))]), "'a' is of the unknown type 13"),
+    "nested": (header([entry("a", 9, struct.pack("<IQ", 9, 1) + bytes(40))]), "'a' is a list of lists"),
+    "array type": (header([entry("a", 9, struct.pack("<IQ", 99, 1))]), "'a' is of the unknown type 99"),
+    "array count": (header([entry("a", 9, struct.pack("<IQ", 6, 1 << 60))]), "numbers in a"),
+    "text count": (header([entry("a", 9, struct.pack("<IQ", 8, 1 << 20))]), "it claims 1,048,576 texts in a"),
+    "cut": (header([NUMBER], counts=(0, 2)) + bytes(9), "it claims"),
+    "alignment": (header([entry("general.alignment", 4, struct.pack("<I", 3))]), "alignment is 3, no power of two"),
+    "split": (header([entry("split.count", 2, struct.pack("<H", 3))]), "one of 3 parts of a model; join them first: "),
+    "rank": (header(tensors=[tensor("t", (1,) * 5)]), "'t' has 5 dimensions"),
+    "no numbers": (header(tensors=[tensor("t", (0, 4))]), "'t' has the shape [4, 0]"),
+    "shape": (header(tensors=[tensor("t", (1 << 40, 1 << 40))]), "'t' has the shape"),
+    "IQ1_S": (
+        header(tensors=[tensor("t", (256,), 19)]),
+        "'t' is of type IQ1_S, which hasten does not read",
+    ),
+    "unknown type": (header(tensors=[tensor("t", (256,), 1 << 31)]), "'t' is of type 2147483648"),
+    "rows": (header(tensors=[tensor("t", (100,), 2)]), "'t' has rows of 100 numbers, which Q4_0 cannot hold"),
+    "offset": (header(tensors=[tensor("t", (8,), 0, 32)]) + bytes(200), "'t' begins at byte 32"),
+    "overlap": (header(tensors=[tensor("t", (8,)), tensor("u", (8,))]) + bytes(200), "'u' begins at byte 0"),
+    "same name": (header(tensors=[tensor("t", (8,)), tensor("t", (8,), 0, 32)]) + bytes(99), "'t' stands in it twice"),
+    "past the end": (header(tensors=[tensor("t", (1 << 30,))]), "'t' ends at byte 4,294,96"),
+    "no architecture": (header([NUMBER]), "general.architecture is None; hasten knows llama"),
+    "architecture": (header([entry("general.architecture", 8, text("mamba"))]), "general.architecture is 'mamba'"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_hostile_header_is_refused_cheaply(name, tmp_path):
+    raw, words = CASES[name]
+    (tmp_path / "x.gguf").write_bytes(raw)
+    with refused(tmp_path / "x.gguf", words):
+        hasten.load(tmp_path / "x.gguf")
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory):
+    """A file, its bytes, and how many of them are its header."""
+    pytest.importorskip("gguf", reason="the package gguf is not installed (hasten[gguf])")
+    from hasten.model.gguf.write import write_gguf
+
+    path = tmp_path_factory.mktemp("gguf") / "x.gguf"
+    model = tiny_llama(hidden_size=32, intermediate_size=32, num_hidden_layers=1)
+    write_gguf(model, path, "Q4_0")
+    return path, path.read_bytes(), min(tensor.begin for tensor in read_gguf(path).tensors.values())
+
+
+@settings(
+    max_examples=150, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(data=st.data())
+@pytest.mark.filterwarnings("ignore::hasten.errors.HastenWarning")
+def test_any_change_of_bytes_loads_or_is_refused(sound, data):
+    path, raw, size = sound
+    damaged = bytearray(raw)
+    # Two thirds where names, counts and types stand; the vocabulary and the merges fill the rest.
+    places = st.integers(0, 1500) | st.integers(size - 1500, size - 1) | st.integers(0, len(raw) - 1)
+    for place, value in data.draw(st.lists(st.tuples(places, st.integers(0, 255)), min_size=1, max_size=4)):
+        damaged[place] = value
+    path.write_bytes(damaged[: data.draw(st.sampled_from([len(raw)] * 4 + [size, size // 2, 100]))])
+    try:
+        hasten.load(path)
+    except HastenError as error:
+        message = str(error)
+        assert str(path) in message
+
+
+@pytest.mark.parametrize("key", ["llama.block_count", "llama.embedding_length", "llama.attention.head_count"])
+@pytest.mark.parametrize("claim", [0, 1000, (1 << 32) - 1])
+def test_a_config_of_another_model_is_refused_cheaply(sound, key, claim):
+    path, raw, _ = sound
+    place = raw.index(key.encode()) + len(key) + 4
+    path.write_bytes(raw[:place] + struct.pack("<I", claim) + raw[place + 4 :])
+    with refused(path):
+        hasten.load(path)
+
+
+@pytest.mark.filterwarnings("ignore::hasten.errors.HastenWarning")
+def test_scales_that_are_not_finite_are_refused(sound):
+    path, raw, _ = sound
+    for name in ("blk.0.ffn_up.weight", "token_embd.weight", "output_norm.weight"):
+        path.write_bytes(raw)
+        begin = read_gguf(path).tensors[name].begin
+        path.write_bytes(raw[:begin] + b"\xff\xff\xff\xff" + raw[begin + 4 :])
+        with refused("values that are NaN or infinite"):
+            hasten.load(path)
