@@ -14,6 +14,7 @@ from hasten.cli.main import main
 from hasten.errors import ConfigError
 from hasten.training.recipe import Data, Recipe, Run, Shape
 from hasten.training.recipes import RECIPES
+from own_cache import make_cache
 
 
 @given(st.integers(0, 300), st.integers(1, 300))
@@ -153,7 +154,7 @@ def test_a_race_through_the_command_line(tmp_path, monkeypatch, capfd):
     )
     # The contestants are processes of their own: the recipe travels with them, the text's cache by the environment.
     monkeypatch.setitem(RECIPES, "demo", small)
-    monkeypatch.setenv("HASTEN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HASTEN_CACHE", make_cache(tmp_path / "cache"))
     options = ["--recipe", "demo", "--source", str(text), "--seconds", "0.2", "--rounds", "2", "--threads", "1"]
     picture = tmp_path / "race.png"
     main(["bench", "race", *options, "--rungs", "explicit-float32,math", "--json", "-", "--picture", str(picture)])

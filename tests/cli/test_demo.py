@@ -14,6 +14,7 @@ from hasten.training import recipes, setup
 from hasten.training.journal import read
 from hasten.training.recipe import Data, Recipe, Run, Schedule, Shape, Techniques
 from hasten.training.recipes import Size
+from own_cache import make_cache
 
 
 @pytest.fixture
@@ -37,7 +38,7 @@ def run(tmp_path, monkeypatch):
     monkeypatch.setattr(recipes, "DEMO_SIZES", (size,))
     monkeypatch.setattr("hasten.data.bigram.bigram_loss", lambda *arguments, **options: 99.0)  # ten steps beat that
     monkeypatch.setattr(setup, "matrix_rate", lambda dtype, **options: 1e11)
-    monkeypatch.setenv("HASTEN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HASTEN_CACHE", make_cache(tmp_path / "cache"))
 
     def start(**options):
         Demo(**({"minutes": 1.0, "folder": tmp_path / "runs", "threads": 1, "ladder": False} | options)).run()

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from hasten.training.recipe import Data, Optimizer, Recipe, Run, Schedule, Shape, Techniques
+from own_cache import make_cache
 
 MODULES = ("abc.py", "bisect.py", "colorsys.py", "contextlib.py", "copy.py", "heapq.py", "queue.py", "textwrap.py")
 
@@ -28,7 +29,7 @@ TINY = Recipe(
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Token shards of one session, never the user's."""
     before = os.environ.get("HASTEN_CACHE")
-    os.environ["HASTEN_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+    os.environ["HASTEN_CACHE"] = make_cache(tmp_path_factory.mktemp("cache"))
     yield
     if before is None:
         del os.environ["HASTEN_CACHE"]
