@@ -7,6 +7,8 @@ import torch
 
 # Rules decide in tests, and never a time: the same test runs the same kernels on every machine. Children inherit it.
 os.environ["HASTEN_MEASURE"] = "0"
+# torch.compile asks the compiler for each new cache which of the processor's instructions it knows: 5 s of tests.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 if os.environ.get("TRITON_INTERPRET") == "1":  # a child of triton_cases.run_interpreted
     import quick_interpreter  # noqa: F401
 

@@ -126,7 +126,17 @@ def test_errors_are_one_line_and_exit_2(arguments, words, tiny_folder, capfd):
 
 
 def test_chat_reads_lines_and_answers(tiny_folder):
-    done = run("chat", tiny_folder, "--max-new-tokens", "4", "--seed", "0", input="hello\n/clear\nagain\n/exit\n")
+    done = run(
+        "chat",
+        tiny_folder,
+        "--threads",
+        "1",
+        "--max-new-tokens",
+        "4",
+        "--seed",
+        "0",
+        input="hello\n/clear\nagain\n/exit\n",
+    )
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("from the cache") == 2
     assert len(done.stdout.splitlines()) >= 2
@@ -155,8 +165,9 @@ def test_export_writes_a_folder_that_transformers_loads(tiny_folder, tmp_path):
 
 
 def test_ctrl_c_stops_the_answer_and_not_the_chat(tiny_folder):
+    options = ["--max-new-tokens", "450", "--ignore-eos", "--threads", "1"]
     process = subprocess.Popen(
-        [sys.executable, "-u", "-m", "hasten", "chat", str(tiny_folder), "--max-new-tokens", "450", "--ignore-eos"],
+        [sys.executable, "-u", "-m", "hasten", "chat", str(tiny_folder), *options],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
