@@ -87,20 +87,21 @@ def test_transformers_reads_the_same_tensors_from_our_file(name, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:no kernel takes")
-def test_q4_0_is_held_as_int4_and_other_types_as_plain_weights(tmp_path, tiny):
+def test_q4_0_and_q8_0_are_held_as_their_integers_and_others_as_plain_weights(tmp_path, tiny):
     path = tmp_path / "model.gguf"
     write_gguf(tiny, path, "Q4_0")
     read, file = hasten.load(path), read_gguf(path)
     q = read.blocks[0].attention.q
     assert isinstance(q, PackedLinear)
     assert (q.format.element, q.format.group_size, q.format.scale_dtype) == ("int4", 32, torch.float16)
-    assert len(read.quantization) == 14  # the head is Q8_0
+    assert len(read.quantization) == 15
+    assert (read.head.format.element, read.head.format.group_size) == ("int8", 32)  # Q8_0
     stored = file.raw("blk.0.attn_v.weight").numpy()
     expected = quants.dequantize(stored, gguf.GGMLQuantizationType.Q4_0)
     SAME(read.blocks[0].attention.v.dequantize(), torch.from_numpy(expected))
     head = quants.dequantize(file.raw("output.weight").numpy(), gguf.GGMLQuantizationType.Q8_0)
     assert file.tensors["output.weight"].type.name == "Q8_0"
-    SAME(read.head.weight.data, torch.from_numpy(head).bfloat16())
+    SAME(read.head.dequantize(), torch.from_numpy(head))
     # Again from what was read: the same integers and scales.
     with pytest.warns(HastenWarning, match="no kernel takes"):
         again = hasten.load(path, dtype="float32")

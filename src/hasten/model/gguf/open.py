@@ -14,6 +14,7 @@ from hasten.model.gguf.config import config_values
 from hasten.model.gguf.header import GGUFFile, read_gguf
 from hasten.model.gguf.names import FREQUENCIES, Place, place_of
 from hasten.model.gguf.tokenizer import read_tokenizer
+from hasten.model.gguf.types import TYPES, TensorType
 from hasten.model.source import Checkpoint
 from hasten.ops.linear import QuantizedWeight
 
@@ -96,7 +97,7 @@ class GGUFWeights:
     def dequantize(self, module: QuantizedModule, dtype: torch.dtype) -> Tensor:
         """The weight (N, K) that the module's integers stand for, each rounded once, to `dtype`."""
         place = self.places[f"{module.name}.weight"]
-        kind, raw = self.file.tensors[place.name].type, self.values(module)
+        kind, raw = self._type(module), self.values(module)
         places = None if place.order is None else place.order.argsort()
         ours = in_rows(module.shape, dtype, lambda rows: kind.dequantize(raw[rows if places is None else places[rows]]))
         check_finite(place.name, ours, self.file.path)
@@ -104,28 +105,35 @@ class GGUFWeights:
 
     def int4_words(self, module: QuantizedModule) -> tuple[Tensor, Tensor, None] | None:
         """The nibbles of Q4_0, which has the values 0 to 15 of a block in its low ones, in the order of the words."""
-        if module.stored.element != "int4":
+        if module.stored != TYPES["Q4_0"].format:
             return None
         scales, values = self._blocks(module).split((2, 16), 2)  # (N, G, 2), (N, G, 16)
         halves = [half[..., ::2] | half[..., 1::2] << 4 for half in (values & 15, values >> 4)]  # (N, G, 8) each
-        return torch.cat(halves, 2).flatten(1).view(torch.int32), self._scales(module, scales), None
+        found = scales.flatten(1).view(torch.float16)
+        check_finite(self.places[f"{module.name}.weight"].name, found, self.file.path)
+        return torch.cat(halves, 2).flatten(1).view(torch.int32), found, None
 
     def read(self, module: QuantizedModule) -> QuantizedWeight:
-        """The integers of Q8_0 and their scales."""
+        """The integers and their scales."""
         assert module.layer is not None
-        scales, values = self._blocks(module).split((2, 32), 2)
-        integers = values.flatten(1).view(torch.int8)
-        return QuantizedWeight(format=module.layer.weight, values=integers, scales=self._scales(module, scales))
+        blocks = self._blocks(module)
+        decode = self._type(module).decode
+        assert decode is not None
+        parts = {name: part for name, part in decode(blocks.flatten(0, 1))._asdict().items() if part is not None}
+        for part in parts.values():
+            if part.is_floating_point():
+                check_finite(self.places[f"{module.name}.weight"].name, part, self.file.path)
+        return QuantizedWeight(
+            format=module.layer.weight, **{name: part.view(len(blocks), -1) for name, part in parts.items()}
+        )
+
+    def _type(self, module: QuantizedModule) -> TensorType:
+        return self.file.tensors[self.places[f"{module.name}.weight"].name].type
 
     def _blocks(self, module: QuantizedModule) -> Tensor:
         """uint8 (N, blocks, bytes), the rows in our order."""
-        kind = self.file.tensors[self.places[f"{module.name}.weight"].name].type
-        return self._rows(f"{module.name}.weight", self.values(module)).unflatten(1, (-1, kind.bytes))
-
-    def _scales(self, module: QuantizedModule, scales: Tensor) -> Tensor:
-        found = scales.flatten(1).view(torch.float16)
-        check_finite(self.places[f"{module.name}.weight"].name, found, self.file.path)
-        return found
+        rows = self._rows(f"{module.name}.weight", self.values(module))
+        return rows.unflatten(1, (-1, self._type(module).bytes))
 
     def _rows(self, name: str, rows: Tensor) -> Tensor:
         order = self.places[name].order

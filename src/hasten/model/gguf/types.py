@@ -1,9 +1,8 @@
 """The types of a GGUF file's tensors: blocks of bytes, and the numbers that they stand for.
 
 A row of K numbers is K / `elements` blocks of `bytes` bytes. All but the plain ones hold integers with a scale for a
-group of them, some with a minimum too, which is taken away: W = scale · integer - minimum. The k-quants' scales and
-minima are integers of 4 to 8 bits themselves, with one float16 for each 256 numbers. Every number is exactly that of
-`gguf.quants.dequantize`, in float32.
+group of them; the k-quants' scales are integers too, with a float16 for each 256 numbers, and some take a minimum away.
+Every number is exactly that of `gguf.quants.dequantize`, in float32.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,16 +24,19 @@ IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 8
 
 
 class Integers(NamedTuple):
-    """What blocks hold: values int8 or uint8 (B, elements), scales and minima float32 (B, groups)."""
+    """What B blocks hold, as a `QuantizedWeight` of one row each does: values (B, elements), scales and the minima that
+    are taken away (B, groups), float16 scales of both (B, 1 or 2).
+    """
 
     values: Tensor
     scales: Tensor
-    minima: Tensor | None = None
+    zeros: Tensor | None = None
+    outer: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class TensorType:
-    """One type: plain numbers of a dtype, or integers, which `decode` takes out of blocks uint8 (B, bytes)."""
+    """One type: plain numbers of a dtype, or integers in a format, which `decode` takes out of uint8 (B, bytes)."""
 
     name: str
     elements: int
@@ -45,13 +47,15 @@ class TensorType:
 
     def dequantize(self, raw: Tensor) -> Tensor:
         """uint8 (R, bytes of a row) -> float32 (R, K)."""
-        if self.decode is None:
+        if self.format is None or self.decode is None:
             assert self.dtype is not None
             return raw.view(self.dtype).float()
-        found = self.decode(raw.reshape(-1, self.bytes))
-        weight = found.values.view(*found.scales.shape, -1) * found.scales.unsqueeze(2)
-        if found.minima is not None:
-            weight -= found.minima.unsqueeze(2)
+        values, scales, zeros, outer = self.decode(raw.reshape(-1, self.bytes))
+        scales = scales.float() if outer is None else outer[:, :1].float() * scales
+        middle = self.format.middle if self.format.symmetric else 0
+        weight = (values.float() - middle).view(*scales.shape, -1) * scales.unsqueeze(2)
+        if zeros is not None and outer is not None:
+            weight -= (outer[:, 1:].float() * zeros).unsqueeze(2)
         return weight.view(len(raw), -1)
 
 
@@ -62,23 +66,18 @@ def _parts(data: Tensor, shifts: Sequence[int], width: int, mask: int) -> Tensor
 
 
 def _half(data: Tensor) -> Tensor:
-    """uint8 (B, 2) -> float32 (B, 1)."""
-    return data.contiguous().view(torch.float16).float()
-
-
-def _signed(values: Tensor, middle: int) -> Tensor:
-    return values.view(torch.int8) - middle
+    """uint8 (B, 2 n) -> float16 (B, n)."""
+    return data.contiguous().view(torch.float16)
 
 
 def _q4_0(blocks: Tensor) -> Integers:
     scale, low = blocks.split((2, 16), 1)
-    return Integers(_signed(_parts(low, NIBBLES, 16, 15), 8), _half(scale))
+    return Integers(_parts(low, NIBBLES, 16, 15), _half(scale))
 
 
 def _q5_0(blocks: Tensor) -> Integers:
     scale, high, low = blocks.split((2, 4, 16), 1)
-    values = _parts(low, NIBBLES, 16, 15) | _parts(high, BITS, 1, 1) << 4
-    return Integers(_signed(values, 16), _half(scale))
+    return Integers(_parts(low, NIBBLES, 16, 15) | _parts(high, BITS, 1, 1) << 4, _half(scale))
 
 
 def _q8_0(blocks: Tensor) -> Integers:
@@ -87,15 +86,15 @@ def _q8_0(blocks: Tensor) -> Integers:
 
 
 def _q2_k(blocks: Tensor) -> Integers:
-    scales, low, scale, minimum = blocks.split((16, 64, 2, 2), 1)
-    return Integers(_parts(low, PAIRS, 32, 3), _half(scale) * (scales & 15), _half(minimum) * (scales >> 4))
+    scales, low, outer = blocks.split((16, 64, 4), 1)
+    return Integers(_parts(low, PAIRS, 32, 3), scales & 15, scales >> 4, _half(outer))
 
 
 def _q3_k(blocks: Tensor) -> Integers:
-    high, low, scales, scale = blocks.split((32, 64, 12, 2), 1)
+    high, low, scales, outer = blocks.split((32, 64, 12, 2), 1)
     six_bits = _parts(scales[:, :8], NIBBLES, 8, 15) | _parts(scales[:, 8:], PAIRS, 4, 3) << 4
     values = _parts(low, PAIRS, 32, 3) | _parts(high, BITS, 32, 1) << 2
-    return Integers(_signed(values, 4), _half(scale) * _signed(six_bits, 32))
+    return Integers(values, six_bits.view(torch.int8) - 32, None, _half(outer))
 
 
 def _six_bits(data: Tensor) -> tuple[Tensor, Tensor]:
@@ -106,36 +105,35 @@ def _six_bits(data: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _q4_k(blocks: Tensor) -> Integers:
-    scale, minimum, both, low = blocks.split((2, 2, 12, 128), 1)
-    scales, minima = _six_bits(both)
-    return Integers(_parts(low, NIBBLES, 32, 15), _half(scale) * scales, _half(minimum) * minima)
+    outer, both, low = blocks.split((4, 12, 128), 1)
+    return Integers(_parts(low, NIBBLES, 32, 15), *_six_bits(both), _half(outer))
 
 
 def _q5_k(blocks: Tensor) -> Integers:
-    scale, minimum, both, high, low = blocks.split((2, 2, 12, 32, 128), 1)
-    scales, minima = _six_bits(both)
+    outer, both, high, low = blocks.split((4, 12, 32, 128), 1)
     values = _parts(low, NIBBLES, 32, 15) | _parts(high, BITS, 32, 1) << 4
-    return Integers(values, _half(scale) * scales, _half(minimum) * minima)
+    return Integers(values, *_six_bits(both), _half(outer))
 
 
 def _q6_k(blocks: Tensor) -> Integers:
-    low, high, scales, scale = blocks.split((128, 64, 16, 2), 1)
+    low, high, scales, outer = blocks.split((128, 64, 16, 2), 1)
     values = _parts(low, NIBBLES, 64, 15) | _parts(high, PAIRS, 32, 3) << 4
-    return Integers(_signed(values, 32), _half(scale) * scales.contiguous().view(torch.int8))
+    return Integers(values, scales.contiguous().view(torch.int8), None, _half(outer))
 
 
 def _iq4_xs(blocks: Tensor) -> Integers:
-    scale, high, low, places = blocks.split((2, 2, 4, 128), 1)
+    outer, high, low, places = blocks.split((2, 2, 4, 128), 1)
     six_bits = _parts(low, NIBBLES, 1, 15) | _parts(high, PAIRS, 1, 3) << 4
     values = torch.tensor(IQ4_VALUES, dtype=torch.int8)[_parts(places, NIBBLES, 16, 15).int()]
-    return Integers(values, _half(scale) * _signed(six_bits, 32))
+    return Integers(values, six_bits.view(torch.int8) - 32, None, _half(outer))
 
 
-def _format(element: str, group: int, *, levels: int = 2, zero: Zero = "middle") -> WeightFormat:
-    inner, outer = Scales(torch.uint8, group), Scales(torch.float16, 256)
-    return WeightFormat(
-        element=element, scales=(inner, outer) if levels == 2 else (Scales(torch.float16, 32),), zero=zero
-    )
+def _k_quant(element: str, group: int, scale: torch.dtype, zero: Zero = "middle") -> WeightFormat:
+    return WeightFormat(element=element, scales=(Scales(scale, group), Scales(torch.float16, 256)), zero=zero)
+
+
+def _groups_of_32(element: str) -> WeightFormat:
+    return WeightFormat(element=element, scales=(Scales(torch.float16, 32),))
 
 
 TYPES: dict[str, TensorType] = {
@@ -144,14 +142,14 @@ TYPES: dict[str, TensorType] = {
         TensorType("F32", 1, 4, torch.float32),
         TensorType("F16", 1, 2, torch.float16),
         TensorType("BF16", 1, 2, torch.bfloat16),
-        TensorType("Q4_0", 32, 18, None, _format("int4", 32, levels=1), _q4_0),
-        TensorType("Q5_0", 32, 22, None, _format("int5", 32, levels=1), _q5_0),
-        TensorType("Q8_0", 32, 34, None, _format("int8", 32, levels=1), _q8_0),
-        TensorType("Q2_K", 256, 84, None, _format("q2_k", 16, zero="minimum"), _q2_k),
-        TensorType("Q3_K", 256, 110, None, _format("q3_k", 16), _q3_k),
-        TensorType("Q4_K", 256, 144, None, _format("q4_k", 32, zero="minimum"), _q4_k),
-        TensorType("Q5_K", 256, 176, None, _format("q5_k", 32, zero="minimum"), _q5_k),
-        TensorType("Q6_K", 256, 210, None, _format("q6_k", 16), _q6_k),
-        TensorType("IQ4_XS", 256, 136, None, _format("iq4_xs", 32), _iq4_xs),
+        TensorType("Q4_0", 32, 18, None, _groups_of_32("int4"), _q4_0),
+        TensorType("Q5_0", 32, 22, None, _groups_of_32("int5"), _q5_0),
+        TensorType("Q8_0", 32, 34, None, _groups_of_32("int8"), _q8_0),
+        TensorType("Q2_K", 256, 84, None, _k_quant("int2", 16, torch.uint8, "minimum"), _q2_k),
+        TensorType("Q3_K", 256, 110, None, _k_quant("int3", 16, torch.int8), _q3_k),
+        TensorType("Q4_K", 256, 144, None, _k_quant("int4", 32, torch.uint8, "minimum"), _q4_k),
+        TensorType("Q5_K", 256, 176, None, _k_quant("int5", 32, torch.uint8, "minimum"), _q5_k),
+        TensorType("Q6_K", 256, 210, None, _k_quant("int6", 16, torch.int8), _q6_k),
+        TensorType("IQ4_XS", 256, 136, None, _k_quant("int8", 32, torch.int8), _iq4_xs),
     )
 }

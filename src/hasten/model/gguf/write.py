@@ -28,7 +28,7 @@ from hasten.model.gguf.types import TYPES
 from hasten.model.require import require_model
 from hasten.model.rope import frequencies
 from hasten.model.transformer import Transformer
-from hasten.ops.linear import PackedLinear
+from hasten.ops.linear import INT8, PackedLinear
 
 Kind = Literal["BF16", "F16", "Q8_0", "Q4_0"]
 _FILE_TYPES = {"F16": 1, "Q4_0": 2, "Q8_0": 7, "BF16": 32}  # `general.file_type`, which says what most of it is
@@ -48,7 +48,7 @@ def write_gguf(model: Transformer, path: str | Path, kind: Kind = "BF16") -> Non
 
     kind: of the plain matrices; norms and biases are F32. In a Q4_0 file the head (or the embedding, if they are one
     matrix) is Q8_0, and rows that 32 does not divide are F16. Layers that are quantized already keep their integers:
-    int4 as Q4_0; int8 as Q8_0, whose scales are rounded to float16, with a warning.
+    int4 as Q4_0; int8 as Q8_0, where a scale for each row is rounded to float16, with a warning.
 
     Raises ConfigError for a model that a GGUF file cannot state, or whose quantized weights no type of GGUF holds;
     CheckpointError where the file cannot be written; ResourceError without the package gguf.
@@ -144,7 +144,7 @@ def _items(model: Transformer, kind: Kind) -> list[_Item]:
         rows = rows if place.order is None else place.order
         if isinstance(module, PackedLinear) and leaf == "weight":
             shape, type_name = (module.out_features, module.in_features), _type_of(module, ours)
-            rounded += [ours] * (type_name == "Q8_0")
+            rounded += [ours] * (module.format == INT8)
             make = partial(_blocks, module, rows, ours)
         else:
             tensor = getattr(module, leaf).detach()
@@ -158,8 +158,8 @@ def _items(model: Transformer, kind: Kind) -> list[_Item]:
         items.append(_Item(GGUFTensor(place.name, TYPES[type_name], shape), make))
     if rounded:
         warnings.warn(
-            f"{len(rounded)} int8 layers become Q8_0, such as {rounded[0]}: their integers stay, and their scales are "
-            "rounded to float16, by at most 0.05%",
+            f"{len(rounded)} int8 layers become Q8_0, such as {rounded[0]}: their integers stay, and their scale for each "
+            "row is rounded to float16, by at most 0.05%",
             HastenWarning,
             stacklevel=3,
         )
@@ -190,10 +190,8 @@ def _blocks(module: PackedLinear, rows: Any, ours: str) -> np.ndarray:
     values = weight.values.view(torch.uint8).unflatten(1, (-1, 32))
     if weight.format.element == "int4":
         values = values[..., :16] | values[..., 16:] << 4
-        if not torch.equal(half.float(), scales.float()):
-            raise ConfigError(
-                f"{ours} has scales that float16 does not hold, as Q4_0 needs; quantize with float16 scales"
-            )
+    if weight.format != INT8 and not torch.equal(half.float(), scales.float()):
+        raise ConfigError(f"{ours} has scales that float16 does not hold, as in GGUF; quantize with float16 scales")
     return torch.cat((half.unsqueeze(2).view(torch.uint8), values), 2).flatten(1).numpy()
 
 
