@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hasten.errors import ConfigError, ResourceError
@@ -20,6 +19,7 @@ from hasten.planning.shapes import check_shape, shape_config
 if TYPE_CHECKING:
     import torch
 
+    from hasten.model.source import Checkpoint
     from hasten.model.transformer import Transformer
 
 
@@ -52,12 +52,8 @@ class BenchmarkModel:
 
     def config(self) -> ModelConfig:
         """The model's config: the shape's, or what the folder's config.json says."""
-        from hasten.model.checkpoint import read_json
-        from hasten.model.families import read_config
-
         if self.shape is None:
-            path = self._config_file()
-            return read_config(read_json(path), str(path))
+            return self._checkpoint().config
         config = shape_config(self.shape)
         return config if self.kv_heads is None else replace(config, kv_heads=self.kv_heads)
 
@@ -66,25 +62,18 @@ class BenchmarkModel:
 
         A head may be in another format than the blocks, whose lower number of bits it is that counts.
         """
-        from hasten.model.checkpoint import read_json
-        from hasten.model.formats.registry import read_quantization
-        from hasten.ops.linear import INT8
-
-        if self.model is None:
-            return None
-        path = self._config_file()
-        found = read_quantization(read_json(path), path)
-        formats = [] if found is None else found.weight_formats
-        # int8 by group or with zero points is held as plain weights: no kernel takes it.
-        bits = [format.bits for format in formats if format.bits == 4 or format == INT8]
+        found = None if self.model is None else self._checkpoint().quantized
+        held = [] if found is None else [module.layer.weight for module in found.modules.values() if module.layer]
+        bits = [weight.bits for weight in held if weight.element in ("int4", "int8")]
         return f"int{min(bits)}" if bits else None
 
     def stored_bytes(self) -> int:
         """The size of the checkpoint's weights in their files."""
-        from hasten.model.load import resolve_folder
+        from hasten.model.load import resolve_model
 
         assert self.model is not None
-        return sum(file.stat().st_size for file in resolve_folder(self.model).glob("*.safetensors"))
+        path = resolve_model(self.model)
+        return sum(file.stat().st_size for file in ([path] if path.is_file() else path.glob("*.safetensors")))
 
     def build(self, *, dtype: torch.dtype, device: str, seed: int) -> Transformer:
         """The model, ready for inference: random weights made on the device, or the checkpoint's."""
@@ -95,10 +84,11 @@ class BenchmarkModel:
             return load(self.model, dtype=dtype, device=device)
         return initialize(self.config(), seed=seed, dtype=dtype, device=device).eval()
 
-    def _config_file(self) -> Path:
-        from hasten.model.load import resolve_folder
+    def _checkpoint(self) -> Checkpoint:
+        from hasten.model.load import open_checkpoint
 
-        return Path(resolve_folder(str(self.model))) / "config.json"
+        assert self.model is not None
+        return open_checkpoint(self.model)
 
 
 def check_fits(name: str, parts: Mapping[str, int], device: str) -> int:

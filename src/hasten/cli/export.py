@@ -21,7 +21,7 @@ class Export:
     """
 
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
-    """A Hugging Face folder, or a hub id (owner/name)."""
+    """A Hugging Face folder, a GGUF file, or a hub id (owner/name)."""
 
     output: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUTPUT")]
     """The folder to write; it may be the model's own."""

@@ -77,7 +77,7 @@ class LoadOptions:
     """Which model, and how it is run."""
 
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
-    """A Hugging Face folder, or a hub id such as owner/name."""
+    """A Hugging Face folder, a GGUF file, or a hub id such as owner/name."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Of the weights; auto is the checkpoint's own. Where a processor only emulates it, products are in float32."""
     device: str = "auto"

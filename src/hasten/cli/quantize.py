@@ -37,7 +37,7 @@ class Quantize:
     """
 
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
-    """A Hugging Face folder, or a hub id (owner/name)."""
+    """A Hugging Face folder, a GGUF file, or a hub id (owner/name)."""
     output: Path
     """The folder to write; another than the model's own."""
     scheme: Literal["int8", "int4", "int3", "int2"]
@@ -144,7 +144,7 @@ class Quantize:
     def run(self) -> None:
         from time import perf_counter
 
-        from hasten.model.load import load, resolve_folder
+        from hasten.model.load import load, resolve_model
         from hasten.quantization import quantize_to_folder
         from hasten.quantization.schemes import layer_formats
 
@@ -153,7 +153,7 @@ class Quantize:
         scheme, method = self.scheme_of(), self.method_of()
         configure(threads=self.threads)
         start = perf_counter()
-        folder = resolve_folder(self.model)
+        folder = resolve_model(self.model)
         self.check_output(folder)
         model = load(folder, dtype=None if self.dtype == "auto" else self.dtype)
         calibration = None if method is None else self.calibration_of(model)

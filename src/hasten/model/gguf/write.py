@@ -158,7 +158,7 @@ def _items(model: Transformer, kind: Kind) -> list[_Item]:
         items.append(_Item(GGUFTensor(place.name, TYPES[type_name], shape), make))
     if rounded:
         warnings.warn(
-            f"{len(rounded)} int8 layers become Q8_0, such as {rounded[0]}: their integers stay, and their scale for each "
+            f"{len(rounded)} int8 layers become Q8_0, such as {rounded[0]}: their integers stay, and the scale of each "
             "row is rounded to float16, by at most 0.05%",
             HastenWarning,
             stacklevel=3,
