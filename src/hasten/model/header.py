@@ -27,7 +27,7 @@ _FOREIGN = (
      "you trust it, with transformers' save_pretrained"),
     (b"\x80\x02", "a pickle, which can run code when opened; convert it where you trust it, with transformers' "
      "save_pretrained"),
-    (b"GGUF", "a GGUF file; get the model's safetensors instead"),
+    (b"GGUF", "a GGUF file, which is read where it is called NAME.gguf"),
     (b"version ", "a Git LFS pointer; fetch the real file with `git lfs pull`"),
     (b"<!DOCTYP", "a web page; download the file itself"),
 )  # fmt: skip
