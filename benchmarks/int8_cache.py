@@ -16,7 +16,7 @@ from typing import Any
 import tyro
 from quantize_perplexity import held_out
 
-KINDS = (("float32", "auto"), ("bfloat16", "auto"), ("bfloat16", "int8"))
+KINDS = (("float32", "auto"), ("bfloat16", "auto"), ("bfloat16", "int8-plain"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,14 +100,15 @@ def tokens_that_fit() -> dict[str, dict[str, float]]:
 
     from hasten.generation.paged import PagedCache
     from hasten.model.families import read_config
+    from hasten.ops.attention.cache_rows import PLAIN, RowFormat
     from hasten.planning.shapes import SHAPES
 
     found: dict[str, dict[str, float]] = {}
     for shape in ("llama-1.1b", "llama-7b"):
         config, size = read_config(SHAPES[shape]), 16
         auto, int8 = (
-            2**30 // PagedCache.bytes_per_block(config, block_size=size, dtype=torch.bfloat16, int8=kind) * size
-            for kind in (False, True)
+            2**30 // PagedCache.bytes_per_block(config, block_size=size, dtype=torch.bfloat16, row_format=rows) * size
+            for rows in (PLAIN, RowFormat(8))
         )
         found[shape] = {"auto": auto, "int8": int8, "ratio": int8 / auto}
     return found

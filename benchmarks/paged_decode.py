@@ -82,7 +82,7 @@ class PagedDecode:
 
         from hasten.generation.decoder import Decoder
         from hasten.generation.paged import PagedCache, Rows
-        from hasten.ops.attention.int8_rows import quantize_rows
+        from hasten.ops.attention.cache_rows import RowFormat
         from hasten.ops.native import library
 
         native = library()
@@ -91,13 +91,14 @@ class PagedDecode:
         config = model.config
         decoder = Decoder(model, batch=batch, capacity=room * size)
         make: dict[str, Any] = {"blocks": batch * room, "block_size": size, "dtype": model.dtype, "device": "cpu"}
-        paged, int8 = PagedCache(config, **make), PagedCache(config, **make, int8=True)
+        rows8 = RowFormat(8)
+        paged, int8 = PagedCache(config, **make), PagedCache(config, **make, row_format=rows8)
         order = torch.randperm(batch * room, generator=torch.Generator().manual_seed(0))
         held = [(*cache.k, *cache.v) for cache in (decoder.cache, paged, int8)]
-        for whole, blocks, rows8 in zip(*held, strict=True):
+        for whole, blocks, small in zip(*held, strict=True):
             whole.normal_()
             blocks[:-1].unflatten(0, (-1, size))[order] = whole[:-1].unflatten(0, (-1, size))
-            rows8.copy_(quantize_rows(blocks))
+            small.copy_(rows8.write(blocks))
         rows = [Rows(table, self.tokens - 1, 1) for table in order.view(batch, room).tolist()]
         tokens = torch.arange(batch) + 5
         q = torch.randn(batch, config.heads, config.head_dim)

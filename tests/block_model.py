@@ -13,7 +13,7 @@ import torch
 from hasten.generation.paged import PagedCache, Rows
 from hasten.model.config import LayerConfig, ModelConfig
 from hasten.ops.attention import AttentionSpec
-from hasten.ops.attention.int8_rows import quantize_rows
+from hasten.ops.attention.cache_rows import PLAIN
 from hasten.ops.attention.reference import reference
 from hasten.ops.native import library
 from hasten.serving.blocks import BlockManager, OutOfBlocks
@@ -28,7 +28,7 @@ QUERY = torch.randn(1, 1, HEAD, generator=_generator)
 KEYS, VALUES = torch.randn(2, STATES, 1, HEAD, generator=_generator).to(DTYPE).unbind()
 
 
-def new_cache(blocks, size, int8):
+def new_cache(blocks, size, rows):
     config = ModelConfig(
         family="llama",
         vocab_size=8,
@@ -41,7 +41,7 @@ def new_cache(blocks, size, int8):
         head_dim=HEAD,
         max_positions=1024,
     )
-    return PagedCache(config, blocks=blocks, block_size=size, dtype=DTYPE, device="cpu", int8=int8)
+    return PagedCache(config, blocks=blocks, block_size=size, dtype=DTYPE, device="cpu", row_format=rows)
 
 
 def states(tokens, salt):
@@ -58,10 +58,8 @@ def write(cache, rows):
     view = cache.step([Rows(table, start, len(new)) for table, start, new in rows]).layers[0].held
     which = torch.tensor([state for _, _, new in rows for state in new])
     keys, values = KEYS[which], VALUES[which]
-    if view.k.dtype == torch.int8:
-        keys, values = quantize_rows(keys), quantize_rows(values)
-    slots = view.metadata.slot_mapping
-    view.k[slots], view.v[slots] = keys, values
+    slots, kept = view.metadata.slot_mapping, view.metadata.rows
+    view.k[slots], view.v[slots] = kept.write(keys), kept.write(values)
 
 
 def read(cache, rows):
@@ -74,10 +72,10 @@ def read(cache, rows):
 class Checked:
     """Every operation of the manager beside the model; `check` compares books and contents."""
 
-    def __init__(self, blocks, size, int8=False):
+    def __init__(self, blocks, size, rows=PLAIN):
         self.manager = BlockManager(blocks=blocks, block_size=size)
-        self.blocks, self.size, self.int8 = blocks, size, int8
-        self.cache, self.plain = new_cache(blocks, size, int8), None
+        self.blocks, self.size, self.rows = blocks, size, rows
+        self.cache, self.plain = new_cache(blocks, size, rows), None
         self.tokens = {}  # sequence -> tokens whose keys are in the cache, or will be after the step
         self.todo = {}  # sequence -> the rest of its prompt
         self.salts = {}
@@ -195,7 +193,7 @@ class Checked:
         needed = [-(-length // self.size) for length in rows.values()]
         ends = np.cumsum(needed).tolist()
         if self.plain is None or self.plain.blocks < ends[-1]:
-            self.plain = new_cache(2 * ends[-1], self.size, self.int8)
+            self.plain = new_cache(2 * ends[-1], self.size, self.rows)
         own = [list(range(end - count, end)) for end, count in zip(ends, needed, strict=True)]
         write(self.plain, [(t, 0, states(self.tokens[n], self.salts[n])) for t, n in zip(own, rows, strict=True)])
         return read(self.plain, list(zip(own, rows.values(), strict=True)))

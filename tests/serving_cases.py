@@ -1,5 +1,6 @@
 """Engines and requests for the tests of serving."""
 
+from hasten.generation.cache import row_format
 from hasten.generation.paged import PagedCache
 from hasten.generation.params import SamplingParams
 from hasten.serving.engine import Engine
@@ -10,8 +11,8 @@ from hasten.serving.settings import EngineSettings
 def make_engine(model, *, blocks: int = 200, block_size: int = 4, **settings) -> Engine:
     """An engine with so many blocks exactly."""
     values = {"max_sequences": 8, "token_budget": 16} | settings
-    int8 = values.get("kv_cache_dtype") == "int8"
-    size = PagedCache.bytes_per_block(model.config, block_size=block_size, dtype=model.dtype, int8=int8)
+    rows = row_format(values.get("kv_cache_dtype", "auto"))
+    size = PagedCache.bytes_per_block(model.config, block_size=block_size, dtype=model.dtype, row_format=rows)
     return Engine(model, model.tokenizer, EngineSettings(cache_bytes=blocks * size, block_size=block_size, **values))
 
 

@@ -38,12 +38,12 @@ def test_a_captured_step_says_the_same(tiny, monkeypatch):
     """As on a GPU: the decoder is captured, truncated between turns, and captured again after the cache has grown."""
     captured = []
 
-    def fastest(model, *, batch, capacity):
+    def fastest(model, *, batch, capacity, kv_cache_dtype):
         def capture(step, reset):
             captured.append(step)
             return step
 
-        return GraphDecoder(model, batch=batch, capacity=capacity, capture=capture)
+        return GraphDecoder(model, batch=batch, capacity=capacity, kv_cache_dtype=kv_cache_dtype, capture=capture)
 
     monkeypatch.setattr("hasten.generation.chat.fastest_decoder", fastest)
     chat = Chat(tiny)

@@ -92,6 +92,18 @@ def test_rows_of_different_lengths_stay_apart(pattern):
         torch.testing.assert_close(last, whole(model, grown)[0, -1], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("pattern", ["local:block=16,radius=1", "bigbird:block=16"])
+def test_small_rows_are_read_however_a_prompt_comes(pattern):
+    model, [row] = model_of(pattern), tokens_of().tolist()
+    found = {}
+    for name, size in (("auto", LENGTH), ("int4", LENGTH), ("int4", 15)):
+        decoder = Decoder(model, batch=1, capacity=LENGTH, kv_cache_dtype=name)
+        for start in range(0, LENGTH, size):
+            found[name, size] = decoder.prefill([row[start : start + size]])
+    torch.testing.assert_close(found["int4", 15], found["int4", LENGTH], rtol=1e-3, atol=1e-4)
+    assert (found["int4", 15] - found["auto", LENGTH]).abs().max() > 1e-3
+
+
 def test_a_local_pattern_bounds_the_cache():
     local, far = model_of("local:block=16,radius=1"), model_of("bigbird:block=16")
     make = {"batch": 2, "dtype": torch.float32, "device": "cpu"}

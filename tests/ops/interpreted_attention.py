@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from hasten.errors import ConfigError
 from hasten.ops.attention import AttentionSpec, attention, paged
-from hasten.ops.attention.int8_rows import quantize_rows
+from hasten.ops.attention.cache_rows import PLAIN, RowFormat
 from hasten.ops.attention.paged import groups_of
 from hasten.ops.attention.reference import reference
 from hasten.ops.attention.sdpa import sdpa
@@ -103,9 +103,9 @@ def testoperator_is_registered_as_pytorch_wants_it():
     counts=st.lists(st.tuples(st.integers(0, 40), st.integers(1, 9)), min_size=1, max_size=4),
     window=st.sampled_from([None, 5]),
     size=st.sampled_from([4, 16]),
-    int8=st.booleans(),
+    kept=st.sampled_from([PLAIN, RowFormat(8), RowFormat(8, rotated=True)]),
 )
-def test_chunks_and_decodes_over_blocks_in_one_call(counts, window, size, int8):
+def test_chunks_and_decodes_over_blocks_in_one_call(counts, window, size, kept):
     """A ragged step errs at most twice what plain PyTorch errs on the keys brought side by side."""
     generator = torch.Generator().manual_seed(len(counts))
     lengths = [before + new for before, new in counts]
@@ -116,14 +116,13 @@ def test_chunks_and_decodes_over_blocks_in_one_call(counts, window, size, int8):
         for i in range(-(-n // size)):
             row[i] = order.pop()
     k, v = torch.randn(2, blocks * size + 1, 2, 16, generator=generator).half().unbind()
-    if int8:
-        k, v = quantize_rows(k), quantize_rows(v)
+    k, v = kept.write(k), kept.write(v)
     starts = torch.tensor([0, *(new for _, new in counts)]).cumsum(0)
-    view = KVView(k, v, AttentionMetadata(starts, starts, torch.tensor(lengths), None, table, size))
+    view = KVView(k, v, AttentionMetadata(starts, starts, torch.tensor(lengths), None, table, size, kept))
     q = torch.randn(int(starts[-1]), 4, 16, generator=generator).half()
     spec = AttentionSpec(heads=4, kv_heads=2, head_dim=16, scale=0.25, window=window)
     side_by_side = groups_of(starts.numpy(), view.metadata.seq_lens.numpy(), table.numpy(), size)
-    wide = view._replace(k=k.double(), v=v.double()) if not int8 else view
+    wide = view._replace(k=k.double(), v=v.double()) if kept.bits is None else view
     exact = paged.gathered(q.double(), wide, spec=spec, groups=lambda: side_by_side, dense=layer_of(reference, spec))
     plain = paged.gathered(q, view, spec=spec, groups=lambda: side_by_side, dense=layer_of(sdpa, spec))
     found = paged.triton(q, view, spec=spec)

@@ -6,14 +6,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hasten.ops.attention import attention
-from hasten.ops.attention.int8_rows import dequantize_rows, quantize_rows
+from hasten.ops.attention.cache_rows import PLAIN, RowFormat
 from hasten.ops.native import library
 from instruction_sets import ISAS
 
 pytestmark = pytest.mark.skipif(library() is None, reason="the native kernels cannot be built here (no C++ compiler)")
 
 
-def run(isa, q, k, v, lengths, *, window=None, softcap=None, scale=None):
+def run(isa, q, k, v, lengths, *, window=None, softcap=None, scale=None, rows=PLAIN):
     """q (B, T, H, D); k, v (B, S, Hkv, D): T queries of each sequence, the last of its lengths[b] positions."""
     batch, tokens, _, size = q.shape
     room = k.shape[1]
@@ -26,6 +26,7 @@ def run(isa, q, k, v, lengths, *, window=None, softcap=None, scale=None):
         torch.arange(batch) * room,
         None,
         0,
+        rows.rotated,
         size**-0.5 if scale is None else scale,
         window or 0,
         softcap or 0.0,
@@ -117,24 +118,21 @@ def test_a_query_gets_the_same_bits_alone_and_in_company(isa, window):
     st.sampled_from([(8, 1), (16, 2), (6, 2), (4, 4)]),
     st.sampled_from([64, 80, 128]),
     st.sampled_from([None, 100, 513]),
-    st.booleans(),
+    st.sampled_from([PLAIN, RowFormat(8), RowFormat(4, rotated=True)]),
 )
-def test_long_prompts_have_the_bits_of_single_queries(isa, seed, tokens, before, heads, size, window, int8):
+def test_long_prompts_have_the_bits_of_single_queries(isa, seed, tokens, before, heads, size, window, rows):
     """Pieces of many lines, several of them, over several spans: from 130 × 8 lines on with two threads."""
     room = tokens + before
     q, k, v = case(seed, 1, tokens, room, *heads, size, torch.bfloat16)
-    if int8:
-        rows = [quantize_rows(t.float()) for t in (k, v)]
-        exact_k, exact_v = (dequantize_rows(t, torch.float64) for t in rows)
-    else:
-        rows, exact_k, exact_v = [k, v], k.double(), v.double()
+    kept = [rows.write(t) for t in (k, v)]
+    exact_k, exact_v = (rows.read(t, size, torch.float64) for t in kept)
     torch.set_num_threads(2)
-    found = run(isa, q, *rows, [room], window=window)
+    found = run(isa, q, *kept, [room], window=window, rows=rows)
     exact = attention(q.double(), exact_k, exact_v, window=window, kernel="reference")
     # Weights and results in bf16; a wrong tile or line is off by far more.
     torch.testing.assert_close(found.double(), exact, rtol=0.02, atol=0.02)
     for t in {0, 31, 64, tokens // 2, tokens - 1}:
-        alone = run(isa, q[:, t : t + 1], *rows, [before + t + 1], window=window)
+        alone = run(isa, q[:, t : t + 1], *kept, [before + t + 1], window=window, rows=rows)
         assert torch.equal(alone[0, 0], found[0, t]), t
 
 
@@ -154,6 +152,7 @@ def test_block_table_reads_what_a_contiguous_cache_holds(isa):
         None,
         order.view(2, 6),
         16,
+        False,
         32**-0.5,
         0,
         0.0,
@@ -179,6 +178,7 @@ def test_opcheck():
         torch.tensor([0]),
         None,
         0,
+        False,
         0.25,
         0,
         0.0,

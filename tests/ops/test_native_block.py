@@ -122,7 +122,8 @@ def test_attention_input(isa, size, half, head_norms):
     caches = [torch.zeros(12, kv_heads, size, dtype=torch.bfloat16) for _ in range(2)]
     slots = torch.tensor([3, 0, -1, 5, 7, -1, 9])
     q = library(isa).ops.attention_input(
-        x, weight, None, 1e-5, 0.0, False, *arguments(layer), heads, size, q_norm, k_norm, cos, sin, *caches, slots
+        *(x, weight, None, 1e-5, 0.0, False, *arguments(layer), heads, size, q_norm, k_norm, cos, sin, *caches),
+        *(slots, False),
     )
     values = product(rms(x.double(), weight, 1e-5, 0.0), layer, isa).unflatten(-1, (-1, size))  # (R, H + 2·Hkv, D)
     parts = list(values.split([heads, kv_heads, kv_heads], dim=1))
@@ -151,7 +152,7 @@ def test_opcheck():
     torch.library.opcheck(ops.mlp_input.default, (x, *none, *arguments(layer), 24, False, 0), test_utils=checks)
     torch.library.opcheck(
         ops.attention_input.default,
-        (x, *none, *arguments(layer), 1, 8, None, None, None, None, *caches, torch.tensor([0, 1])),
+        (x, *none, *arguments(layer), 1, 8, None, None, None, None, *caches, torch.tensor([0, 1]), False),
         test_utils=checks,
     )
 
@@ -169,7 +170,7 @@ def test_a_plan_is_the_tensor_that_was_made_and_no_other():
     def call(plan, angles=angles, numbers=numbers):
         x = torch.randn(1, 2, model.config.hidden_size)
         turns = [[angles[0]], [angles[1]], [0]]
-        return library().ops.blocks(x, *turns, *([cache] for cache in caches), *numbers, None, 0, [plan])
+        return library().ops.blocks(x, *turns, *([cache] for cache in caches), *numbers, None, 0, False, [plan])
 
     assert call(plan).shape == (1, 2, model.config.hidden_size)
     for other in (plan.clone(), torch.zeros_like(plan), plan[8:], plan.view(torch.int64), torch.empty(0)):
@@ -183,4 +184,4 @@ def test_a_plan_is_the_tensor_that_was_made_and_no_other():
     for turns, plans in (([1], [plan]), ([0, 0], [plan]), ([0], [])):
         lists = ([angles[0]], [angles[1]], turns, *([cache] for cache in caches))
         with pytest.raises(RuntimeError, match=r"no rotary table|each block needs"):
-            library().ops.blocks(x, *lists, *numbers, None, 0, plans)
+            library().ops.blocks(x, *lists, *numbers, None, 0, False, plans)

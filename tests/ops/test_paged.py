@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hasten.ops.attention import AttentionSpec, paged
-from hasten.ops.attention.int8_rows import dequantize_rows, quantize_rows
+from hasten.ops.attention.cache_rows import PLAIN, RowFormat
 from hasten.ops.attention.reference import reference
 from hasten.ops.attention.sdpa import sdpa
 from hasten.ops.attention.view import AttentionMetadata, KVView
@@ -16,7 +16,7 @@ from layer_attention import layer_of
 native = pytest.mark.skipif(library() is None, reason="the native kernels cannot be built here (no C++ compiler)")
 
 
-def a_step(counts, *, kv_heads, head_dim, size, int8, seed, by_head=True):
+def a_step(counts, *, kv_heads, head_dim, size, rows, seed, by_head=True):
     """A view of sequences with (earlier, new) tokens, blocks in a random order, NaN where no token is."""
     generator = torch.Generator().manual_seed(seed)
     lengths = [before + new for before, new in counts]
@@ -31,19 +31,19 @@ def a_step(counts, *, kv_heads, head_dim, size, int8, seed, by_head=True):
         else torch.randn(shape, generator=generator).bfloat16()
     ).unbind()
     held = torch.zeros(slots, dtype=torch.bool)
-    for row, n, blocks in zip(table, lengths, needed, strict=True):
-        row[:blocks] = torch.tensor([order.pop() for _ in range(blocks)])
+    for own, n, blocks in zip(table, lengths, needed, strict=True):
+        own[:blocks] = torch.tensor([order.pop() for _ in range(blocks)])
         places = torch.arange(n)
-        held[row[places // size] * size + places % size] = True
+        held[own[places // size] * size + places % size] = True
     k[~held], v[~held] = float("nan"), float("nan")
-    if int8:
-        k, v = quantize_rows(k), quantize_rows(v)
+    k, v = rows.write(k), rows.write(v)
     starts = torch.tensor([0, *(new for _, new in counts)]).cumsum(0)
-    return KVView(k, v, AttentionMetadata(starts[:-1], starts, torch.tensor(lengths), None, table, size)), generator
+    metadata = AttentionMetadata(starts[:-1], starts, torch.tensor(lengths), None, table, size, rows)
+    return KVView(k, v, metadata), generator
 
 
 def gathered(q, view, spec, dense):
-    _, starts, lengths, _, table, size = view.metadata
+    _, starts, lengths, _, table, size, _ = view.metadata
     side_by_side = paged.groups_of(starts.numpy(), lengths.numpy(), table.numpy(), size)
     return paged.gathered(q, view, spec=spec, groups=lambda: side_by_side, dense=layer_of(dense, spec))
 
@@ -52,6 +52,7 @@ def mean_square(x):
     return x.double().square().mean()
 
 
+ROWS = (PLAIN, RowFormat(8), RowFormat(8, rotated=True), RowFormat(4), RowFormat(4, rotated=True))
 COUNTS = st.lists(st.tuples(st.integers(0, 150), st.one_of(st.just(1), st.integers(1, 40))), min_size=1, max_size=6)
 
 
@@ -64,22 +65,24 @@ COUNTS = st.lists(st.tuples(st.integers(0, 150), st.one_of(st.just(1), st.intege
     window=st.sampled_from([None, 1, 5, 64]),
     softcap=st.sampled_from([None, 5.0]),
     size=st.sampled_from([1, 4, 16]),
-    int8=st.booleans(),
+    rows=st.sampled_from(ROWS),
     seed=st.integers(0, 99),
 )
-def test_native_errs_at_most_twice_what_gathered_errs(counts, heads, head_dim, window, softcap, size, int8, seed):
-    view, generator = a_step(counts, kv_heads=heads[1], head_dim=head_dim, size=size, int8=int8, seed=seed)
+def test_native_errs_at_most_twice_what_gathered_errs(counts, heads, head_dim, window, softcap, size, rows, seed):
+    view, generator = a_step(counts, kv_heads=heads[1], head_dim=head_dim, size=size, rows=rows, seed=seed)
     spec = AttentionSpec(
         heads=heads[0], kv_heads=heads[1], head_dim=head_dim, scale=head_dim**-0.5, window=window, softcap=softcap
     )
     q = torch.randn(int(view.metadata.query_start_loc[-1]), heads[0], head_dim, generator=generator).bfloat16()
 
-    def side(rows, dtype):
+    def side(kept, dtype):
         """What lies behind a sequence's end takes part in the reference, with weight 0: there it may not be NaN."""
-        return torch.nan_to_num(dequantize_rows(rows, dtype) if int8 else rows.to(dtype))
+        return torch.nan_to_num(rows.read(kept, head_dim, dtype))
 
-    wide = view._replace(k=side(view.k, torch.float64), v=side(view.v, torch.float64))
-    narrow = view._replace(k=side(view.k, torch.bfloat16), v=side(view.v, torch.bfloat16))
+    plainly = view.metadata._replace(rows=PLAIN)
+    wide, narrow = (
+        KVView(side(view.k, dtype), side(view.v, dtype), plainly) for dtype in (torch.float64, torch.bfloat16)
+    )
     exact = gathered(q.double(), wide, spec, reference)
     plain = gathered(q, narrow, spec, sdpa if softcap is None else reference)
     found = paged.native(q, view, spec=spec)
@@ -91,9 +94,9 @@ def test_native_errs_at_most_twice_what_gathered_errs(counts, heads, head_dim, w
 
 @native
 @settings(max_examples=40, deadline=None)
-@given(counts=COUNTS, int8=st.booleans(), seed=st.integers(0, 99), by_head=st.booleans())
-def test_a_token_has_the_same_bits_in_any_company_and_chunk(counts, int8, seed, by_head):
-    view, generator = a_step(counts, kv_heads=2, head_dim=64, size=4, int8=int8, seed=seed, by_head=by_head)
+@given(counts=COUNTS, rows=st.sampled_from(ROWS), seed=st.integers(0, 99), by_head=st.booleans())
+def test_a_token_has_the_same_bits_in_any_company_and_chunk(counts, rows, seed, by_head):
+    view, generator = a_step(counts, kv_heads=2, head_dim=64, size=4, rows=rows, seed=seed, by_head=by_head)
     spec = AttentionSpec(heads=4, kv_heads=2, head_dim=64, scale=0.125)
     q = torch.randn(int(view.metadata.query_start_loc[-1]), 4, 64, generator=generator).bfloat16()
     together = paged.native(q, view, spec=spec)

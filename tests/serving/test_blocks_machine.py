@@ -19,11 +19,13 @@ from hypothesis.stateful import (
 )
 
 from block_model import Checked
+from hasten.ops.attention.cache_rows import PLAIN, RowFormat
 
 STEPS = int(os.environ.get("HASTEN_BLOCK_STEPS", "10000"))
 SEED = os.environ.get("HASTEN_BLOCK_SEED")
 AT_ONCE = 50
 TOTAL: Counter = Counter()
+ROWS = (PLAIN, RowFormat(8), RowFormat(4, rotated=True))
 
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=14)
 INDEX = st.integers(0, 30)
@@ -35,9 +37,9 @@ class Machine(RuleBasedStateMachine):
     Forks and cuts stand between steps; that they are refused inside of one is tried too.
     """
 
-    @initialize(blocks=st.integers(3, 24), size=st.integers(1, 4), int8=st.booleans())
-    def start(self, blocks, size, int8):
-        self.checked = Checked(blocks, size, int8)
+    @initialize(blocks=st.integers(3, 24), size=st.integers(1, 4), rows=st.sampled_from(ROWS))
+    def start(self, blocks, size, rows):
+        self.checked = Checked(blocks, size, rows)
 
     def any(self):
         return bool(self.checked.tokens)

@@ -143,7 +143,7 @@ def test_right_guesses_save_steps():
     assert max(len(piece.tokens) for piece in found) == 4
 
 
-@pytest.mark.parametrize("kind", ["bfloat16", "int8", "int8 cache"])
+@pytest.mark.parametrize("kind", ["bfloat16", "int8", "int4 cache"])
 def test_the_native_kernels_give_the_same_bits_beside_anybody(kind):
     model = tiny_llama().bfloat16()
     if kind == "int8":
@@ -151,7 +151,7 @@ def test_the_native_kernels_give_the_same_bits_beside_anybody(kind):
     if reason := refusal(model):
         pytest.skip(reason)
     hasten.fuse(model)
-    cache = {"kv_cache_dtype": "int8" if kind == "int8 cache" else "auto"}
+    cache = {"kv_cache_dtype": "int4" if kind == "int4 cache" else "auto"}
     chance = random.Random(1)
     prompt = [chance.randrange(300) for _ in range(45)]
     settings = [
@@ -171,7 +171,7 @@ def test_the_native_kernels_give_the_same_bits_beside_anybody(kind):
         said(run(make_engine(model, token_budget=64, **cache), [probe(number)])[f"probe {number}"])
         for number in range(3)
     ]
-    if kind == "int8 cache":
+    if kind == "int4 cache":
         assert wanted[0] != said(run(make_engine(model, token_budget=64), [probe(0)])["probe 0"])
     for budget, blocks, warm in ((8, 60, False), (13, 40, True), (40, 200, True), (9, 24, False)):
         engine = make_engine(model, token_budget=budget, blocks=blocks, **cache)

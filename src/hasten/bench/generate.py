@@ -31,6 +31,7 @@ from hasten.bench.measure import Ladder
 from hasten.bench.models import BenchmarkModel, check_fits, choose_rungs
 from hasten.bench.process import Rung
 from hasten.errors import ConfigError
+from hasten.generation.params import KVCacheDtype
 from hasten.machine import emulated, resolve_device, resolve_dtype
 from hasten.model.config import ModelConfig
 from hasten.planning.cost import kv_bytes_per_token, parameters
@@ -91,6 +92,8 @@ class GenerateLadder(Ladder):
     """Numbers of sequences decoded at once, separated by commas: 1,8 also measures 8 rows, beside one."""
     contexts: tuple[int, ...] = ()
     """Also decode after prompts of these lengths, separated by commas, each held against the first: 16,2048."""
+    kv_cache_dtype: KVCacheDtype = "auto"
+    """Of the rungs' caches: the model's dtype, or int8 or int4 after a rotation; -plain: not rotated."""
     text: str | None = None
     """Also report each rung's perplexity on this text (a file, folder, glob or stdlib); needs --model."""
 
@@ -163,6 +166,7 @@ class GenerateLadder(Ladder):
                 "prompt_tokens": ladder.prompt_tokens,
                 "contexts": list(ladder.contexts),
                 "new_tokens": ladder.new_tokens,
+                "kv_cache_dtype": ladder.kv_cache_dtype,
                 "text_bytes": None if ladder.text is None else TEXT_BYTES,
             },
             dtypes=("float32" if wide else ladder.dtype, *(("int8",) if integers else ())),

@@ -40,14 +40,17 @@ class GenerateRung:
         self.matrix_dtype: str = dtype if emulated(dtype, device) is None else "float32"
         if mode.weights is not None or self.model.quantization is not None:
             self.pack(mode)
+        self.kv_cache_dtype = ladder.kv_cache_dtype if mode.cache else "auto"
         self.perplexity = None if ladder.text is None else self.score(ladder.text)
         if mode.compiled:
             compile_blocks(self.model)
         self.new_tokens = ladder.new_tokens  # the same for all rungs, where the bytes of a mean token are counted
         decoded = self.new_tokens if mode.cache else min(self.new_tokens, NO_CACHE_TOKENS)
-        self.rows = ladder.rows(mode)
+        self.rows, cache = ladder.rows(mode), self.kv_cache_dtype
         self.streams = {
-            ending: Stream(self.model, mode, row, new_tokens=decoded, seed=seed, keep_prompt=bool(ending))
+            ending: Stream(
+                self.model, mode, row, new_tokens=decoded, seed=seed, keep_prompt=bool(ending), kv_cache_dtype=cache
+            )
             for ending, row in self.rows.items()
         }
 
@@ -78,7 +81,8 @@ class GenerateRung:
         from hasten.data import read_documents
         from hasten.generation.perplexity import perplexity
 
-        return perplexity(self.model, list(read_documents(text, limit_bytes=TEXT_BYTES))).perplexity
+        documents = list(read_documents(text, limit_bytes=TEXT_BYTES))
+        return perplexity(self.model, documents, kv_cache_dtype=self.kv_cache_dtype).perplexity
 
     def describe(self) -> dict[str, Any]:
         """What one token costs and what the cache takes, and the same of each further row."""
@@ -94,7 +98,10 @@ class GenerateRung:
         return facts
 
     def _facts(self, ending: str) -> dict[str, Any]:
-        size, row, stream = self.model.compute_dtype.itemsize, self.rows[ending], self.streams[ending]
+        from hasten.generation.cache import row_format
+
+        row, stream, head_dim = self.rows[ending], self.streams[ending], self.config.head_dim
+        size = row_format(self.kv_cache_dtype).bytes(head_dim, self.model.compute_dtype) / head_dim
         context = row["prompt_tokens"] + self.new_tokens // 2  # the mean of the tokens decoded
         facts: dict[str, Any] = {
             **row,
@@ -138,6 +145,7 @@ class Stream:
         new_tokens: int,
         seed: int,
         keep_prompt: bool,
+        kv_cache_dtype: str,
     ) -> None:
         import torch
 
@@ -150,7 +158,9 @@ class Stream:
         self.decoder: Decoder | None = None
         if mode.cache:
             capacity = row["prompt_tokens"] + new_tokens
-            self.decoder = fastest_decoder(model, batch=self.batch, capacity=capacity, compiled=mode.compiled)
+            self.decoder = fastest_decoder(
+                model, batch=self.batch, capacity=capacity, compiled=mode.compiled, kv_cache_dtype=kv_cache_dtype
+            )
         self.compile_seconds: float | None = None
         self.kept: list[int] | None = None  # the tokens after prompts that are kept
         if mode.compiled or keep_prompt:

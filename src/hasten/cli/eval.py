@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from hasten.cli.options import ModelOptions
+from hasten.cli.options import CacheOptions, ModelOptions
 from hasten.errors import ConfigError
 from hasten.machine.files import require_writable, write_json
 from hasten.machine.progress import share
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Eval(ModelOptions):
+class Eval(CacheOptions, ModelOptions):
     """Perplexity and bits per byte of a text; every token after the first of a document is predicted once.
 
     With --against also how far the model is from another one, for example from itself before quantization.
@@ -48,21 +48,22 @@ class Eval(ModelOptions):
         from hasten.generation.divergence import divergence
         from hasten.generation.perplexity import DEFAULT_CONTEXT, perplexity
 
-        # Another model is taken as it lies in its folder: --quantize is for the one that is evaluated.
+        # Another model is taken as it lies in its folder: --quantize and the cache are for the one that is evaluated.
         other = None if self.against is None else replace(self, model=self.against, quantize="none").prepared()
         limit = min(one.config.max_positions for one in (model, other) if one is not None)
         context = min(limit, DEFAULT_CONTEXT) if self.context is None else self.context
         stride = self.stride if self.overlap else context
         start = time.perf_counter()
         with share("scored tokens") as progress:
+            how: dict[str, Any] = {"context": context, "stride": stride, "kv_cache_dtype": self.kv_cache_dtype}
             if other is None:
-                found = perplexity(model, documents, context=context, stride=stride, progress=progress)
+                found = perplexity(model, documents, **how, progress=progress)
                 seconds = time.perf_counter() - start
                 write_json(self.json, asdict(found) | {"seconds": seconds})
                 bits = "" if found.bits_per_byte is None else f"bits per byte {found.bits_per_byte:.4f}   "
                 line = f"perplexity {found.perplexity:.4f}   {bits}tokens {found.tokens:,} in {seconds:.1f} s"
             else:
-                both = divergence(model, other, documents, context=context, stride=stride, progress=progress)
+                both = divergence(model, other, documents, **how, progress=progress)
                 seconds = time.perf_counter() - start
                 write_json(self.json, asdict(both) | {"model": self.model, "against": self.against, "seconds": seconds})
                 line = (

@@ -6,7 +6,7 @@ import sys
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from hasten.cli.options import ModelOptions, SamplingOptions
+from hasten.cli.options import CacheOptions, ModelOptions, SamplingOptions
 from hasten.errors import ConfigError
 from hasten.machine.files import require_writable, write_json
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Generate(SamplingOptions, ModelOptions):
+class Generate(SamplingOptions, CacheOptions, ModelOptions):
     """Continue a prompt, or several at once."""
 
     prompt: tuple[str, ...] = ()
@@ -43,7 +43,8 @@ class Generate(SamplingOptions, ModelOptions):
 
             compile_blocks(model)
         timing = Timing()
-        run = Generation(model, prompts, params, compiled=self.compile, timing=timing)
+        cache = self.kv_cache_dtype
+        run = Generation(model, prompts, params, compiled=self.compile, kv_cache_dtype=cache, timing=timing)
         show = self.json != "-"
         streamed = show and len(prompts) == 1
         if streamed:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from hasten.errors import CheckpointError, ConfigError
-from hasten.generation.params import SamplingParams, recommended
+from hasten.generation.params import KVCacheDtype, SamplingParams, recommended
 from hasten.machine import configure, resolve_device
 from hasten.machine.threads import Threads
 from hasten.serving.settings import EngineSettings
@@ -146,6 +146,14 @@ class ModelOptions(LoadOptions):
     """Makes sampling reproducible."""
     ignore_eos: bool = False
     """Go on after the end-of-text token (for measuring)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheOptions:
+    """How keys and values are kept."""
+
+    kv_cache_dtype: KVCacheDtype = "auto"
+    """Keys and values in the model's dtype, or rounded to int8 or int4 after a rotation; -plain: not rotated."""
 
 
 @dataclass(frozen=True, kw_only=True)

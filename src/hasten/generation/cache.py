@@ -1,39 +1,55 @@
 """The static key/value cache: allocated once, so that every decode step has the same shapes and addresses."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from hasten.errors import ConfigError
+from hasten.generation.params import check_kv_cache_dtype
 from hasten.generation.sparse import SparseMasks
 from hasten.model.config import ModelConfig
 from hasten.ops.attention import LayerAttention
 from hasten.ops.attention.block_mask import BlockMask
+from hasten.ops.attention.cache_rows import PLAIN, RowFormat
 from hasten.ops.attention.masks import visible
 from hasten.ops.attention.view import AttentionMetadata, KVView, StackView
 from hasten.ops.pages import zeros_in_large_pages
 
+ROW_FORMATS: Mapping[str, RowFormat] = {
+    "auto": PLAIN,
+    "int8": RowFormat(8, rotated=True),
+    "int4": RowFormat(4, rotated=True),
+    "int8-plain": RowFormat(8),
+    "int4-plain": RowFormat(4),
+}
+
+
+def row_format(kv_cache_dtype: str) -> RowFormat:
+    """The format of a name. Raises ConfigError for one that is not known."""
+    check_kv_cache_dtype(kv_cache_dtype)
+    return ROW_FORMATS[kv_cache_dtype]
+
 
 def key_value_memory(
-    config: ModelConfig, *, slots: int, row: int, dtype: torch.dtype, device: torch.device | str
+    config: ModelConfig, *, slots: int, rows: RowFormat, dtype: torch.dtype, device: torch.device | str
 ) -> Tensor:
-    """Room for the keys of all layers, then their values: (2·layers, slots, Hkv, row).
+    """Room for the keys of all layers, then their values: (2·layers, slots, Hkv, …), `dtype` being the model's.
 
     In memory a head's rows follow each other, as attention reads them: between those of other heads, a processor does
     not foresee what is read next.
     """
-    shape = (2 * len(config.layers), config.kv_heads, slots, row)
+    shape = (2 * len(config.layers), config.kv_heads, slots, rows.length(config.head_dim))
     # Zeros, not garbage: a masked row still takes part in a product with probability 0, and 0·NaN is NaN.
-    return zeros_in_large_pages(shape, dtype=dtype, device=device).transpose(1, 2)
+    return zeros_in_large_pages(shape, dtype=rows.element(dtype), device=device).transpose(1, 2)
 
 
 @dataclass(frozen=True, slots=True)
 class CachedLayer:
     """One layer's view of the cache during one step.
 
-    held: its keys and values (B·S + 1, Hkv, D), in which sequence b keeps its position p in row b·S + p (a local
+    held: its keys and values (B·S + 1, Hkv, …), in which sequence b keeps its position p in row b·S + p (a local
     pattern: p modulo S); the last row takes the padding and is never read. mask: (B, T, S') of the rows that each
     query sees, or (B, H, T, S'); in a prefill of empty sequences, where the tokens at hand are all there is, None,
     or the blocks of a sparse pattern. read: S', how many of a sequence's S rows are read.
@@ -49,12 +65,13 @@ class CachedLayer:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, *, attention: LayerAttention, dropout: float) -> Tensor:
         """Write the step's k, v (B, T, Hkv, D); attention of q (B, T, H, D) over what its queries may look at."""
-        held = self.held
-        slots = held.metadata.slot_mapping
+        held, rows = self.held, self.held.metadata.rows
+        slots, head_dim, dtype = held.metadata.slot_mapping, k.shape[-1], k.dtype
+        k, v = rows.write(k), rows.write(v)
         held.k[slots], held.v[slots] = k.flatten(0, 1), v.flatten(0, 1)
         if isinstance(self.mask, Tensor):
-            k = held.k[:-1].unflatten(0, (len(q), -1))[:, : self.read]  # (B, S', Hkv, D)
-            v = held.v[:-1].unflatten(0, (len(q), -1))[:, : self.read]
+            k, v = (t[:-1].unflatten(0, (len(q), -1))[:, : self.read] for t in (held.k, held.v))  # (B, S', Hkv, …)
+        k, v = (rows.read(t, head_dim, dtype) for t in (k, v))
         return attention(q, k, v, mask=self.mask, dropout=dropout)
 
 
@@ -73,21 +90,28 @@ class Step:
 
 
 class StaticCache:
-    """Keys and values of B sequences of at most `capacity` tokens each, in (B·rows + 1, Hkv, D) a layer.
+    """Keys and values of B sequences of at most `capacity` tokens each, in (B·rows + 1, Hkv, …) a layer.
 
-    rows is the capacity; under a local attention pattern no more than twice what a query can look back, however long
-    the texts get: position p then stands in row p modulo rows.
+    row_format: how each is kept, `dtype` being the model's. rows is the capacity; under a local attention pattern no
+    more than twice what a query can look back, however long the texts get: position p then stands in row p modulo rows.
     """
 
     def __init__(
-        self, config: ModelConfig, *, batch: int, capacity: int, dtype: torch.dtype, device: torch.device | str
+        self,
+        config: ModelConfig,
+        *,
+        batch: int,
+        capacity: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        row_format: RowFormat = PLAIN,
     ) -> None:
         if config.learned_positions and capacity > config.max_positions:
             raise ConfigError(
                 f"{capacity} tokens of prompt and answer do not fit this model's {config.max_positions} learned "
                 "positions; shorten the prompt or max_new_tokens"
             )
-        self.batch, self.capacity = batch, capacity
+        self.batch, self.capacity, self.row_format = batch, capacity, row_format
         self.reach = config.attention_pattern.reach if config.attention_pattern is not None else None
         self.rows = capacity if self.reach is None else min(capacity, 2 * self.reach)
         self.config = config
@@ -96,7 +120,7 @@ class StaticCache:
         if config.attention_pattern is not None:
             self.sparse = SparseMasks(config, positions=capacity, device=device)
         slots = batch * self.rows + 1
-        memory = key_value_memory(config, slots=slots, row=config.head_dim, dtype=dtype, device=device)
+        memory = key_value_memory(config, slots=slots, rows=row_format, dtype=dtype, device=device)
         self.k, self.v = list(memory[: len(config.layers)]), list(memory[len(config.layers) :])
         self.first_slots = torch.arange(batch, device=device) * self.rows  # (B,)
         self._query_start_loc: dict[int, Tensor] = {}  # by the tokens of a step: the same in all of them
@@ -109,10 +133,15 @@ class StaticCache:
     def grow(self, capacity: int) -> None:
         """Make room for more tokens a sequence, keeping what is there (a copy; the addresses change)."""
         larger = StaticCache(
-            self.config, batch=self.batch, capacity=capacity, dtype=self.k[0].dtype, device=self.k[0].device
+            self.config,
+            batch=self.batch,
+            capacity=capacity,
+            dtype=self.k[0].dtype,
+            device=self.k[0].device,
+            row_format=self.row_format,
         )
         for old, new in zip((*self.k, *self.v), (*larger.k, *larger.v), strict=True):
-            rows = old[:-1].unflatten(0, (self.batch, -1))  # (B, S, Hkv, D)
+            rows = old[:-1].unflatten(0, (self.batch, -1))  # (B, S, Hkv, …)
             new[:-1].unflatten(0, (self.batch, -1))[:, : self.rows] = rows
         self.k, self.v, self.capacity, self.rows = larger.k, larger.v, larger.capacity, larger.rows
         self.first_slots, self.sparse = larger.first_slots, larger.sparse
@@ -150,7 +179,8 @@ class StaticCache:
             slots = slots.masked_fill(positions <= positions[:, -1:] - self.rows, -1)
         read = self.rows if read is None else min(read, self.rows)
         made = self._masks(positions, read, fresh) if masks else [None] * len(self.windows)
-        metadata = AttentionMetadata(slots.flatten(), self._query_start_loc[tokens], seq_lens, self.first_slots)
+        where = (slots.flatten(), self._query_start_loc[tokens], seq_lens, self.first_slots)
+        metadata = AttentionMetadata(*where, rows=self.row_format)
         return Step(StackView(self.k, self.v, metadata), read, made)
 
     def _masks(self, positions: Tensor, read: int, fresh: bool) -> Sequence[Tensor | BlockMask | None]:

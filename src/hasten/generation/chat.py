@@ -8,7 +8,7 @@ from hasten.errors import ConfigError
 from hasten.generation.decoder import Decoder
 from hasten.generation.generate import Generation, Timing
 from hasten.generation.graphs import fastest_decoder
-from hasten.generation.params import SamplingParams
+from hasten.generation.params import SamplingParams, check_kv_cache_dtype
 from hasten.generation.prompts import fit
 from hasten.model.transformer import Transformer
 
@@ -19,13 +19,15 @@ class Chat:
     Raises ConfigError at once if the model has no tokenizer or no chat template.
     """
 
-    def __init__(self, model: Transformer, *, system: str | None = None) -> None:
+    def __init__(self, model: Transformer, *, system: str | None = None, kv_cache_dtype: str = "auto") -> None:
         if model.tokenizer is None:
             raise ConfigError("this model's folder has no tokenizer; a chat needs one")
         self.model = model
         self.tokenizer = model.tokenizer
         self.messages: list[dict[str, Any]] = []
         self.system = system
+        check_kv_cache_dtype(kv_cache_dtype)
+        self.kv_cache_dtype = kv_cache_dtype
         self.clear()
         self.tokenizer.render_chat([{"role": "user", "content": "?"}])  # refuses a model without a template now
         self._decoder: Decoder | None = None
@@ -69,7 +71,7 @@ class Chat:
         """The decoder, with a cache of at least so many tokens: doubled when it must grow, its contents kept."""
         if self._decoder is None:
             capacity = min(max(tokens, 1024), self.model.config.max_positions)
-            self._decoder = fastest_decoder(self.model, batch=1, capacity=capacity)
+            self._decoder = fastest_decoder(self.model, batch=1, capacity=capacity, kv_cache_dtype=self.kv_cache_dtype)
         elif tokens > self._decoder.cache.capacity:
             capacity = min(max(tokens, 2 * self._decoder.cache.capacity), self.model.config.max_positions)
             self._decoder.cache.grow(capacity)

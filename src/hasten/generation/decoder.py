@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from hasten.errors import ConfigError
-from hasten.generation.cache import StaticCache
+from hasten.generation.cache import StaticCache, row_format
 from hasten.model.fused import FusedBlock
 from hasten.model.transformer import Transformer
 
@@ -22,7 +22,9 @@ _PREFILL_TOKENS = 4096
 class Decoder:
     """B sequences that grow together; row b has `lengths[b]` tokens in the cache."""
 
-    def __init__(self, model: Transformer, *, batch: int, capacity: int, static: bool = False) -> None:
+    def __init__(
+        self, model: Transformer, *, batch: int, capacity: int, static: bool = False, kv_cache_dtype: str = "auto"
+    ) -> None:
         """capacity: tokens a sequence can hold. static: every decode step has the same shapes (for compiled blocks)."""
         self.model = model
         self.static = static
@@ -30,7 +32,12 @@ class Decoder:
             rounded = -(-capacity // _STATIC_STEP) * _STATIC_STEP
             capacity = max(capacity, min(rounded, model.config.max_positions))
         self.cache = StaticCache(
-            model.config, batch=batch, capacity=capacity, dtype=model.compute_dtype, device=model.device
+            model.config,
+            batch=batch,
+            capacity=capacity,
+            dtype=model.compute_dtype,
+            device=model.device,
+            row_format=row_format(kv_cache_dtype),
         )
         self.lengths = [0] * batch
         # longrope has one set of frequencies for sequences within the pretraining context and one for longer ones: a

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from hasten.errors import ConfigError
-from hasten.generation.perplexity import Padded, batches, cut_windows, exp
-from hasten.model.context import training_context
+from hasten.generation.perplexity import Padded, batches, cut_windows, exp, scoring_context
 from hasten.model.transformer import Transformer
 
 ROWS = 256  # of which both models' logits are in memory
@@ -38,12 +37,14 @@ def divergence(
     *,
     context: int | None = None,
     stride: int | None = None,
+    kv_cache_dtype: str = "auto",
     progress: Callable[[int, int], None] | None = None,
 ) -> Divergence:
     """Compare a model with another one, token by token: KL(against ‖ model) = Σ p·log(p / q), p of `against`.
 
-    Arguments as in `perplexity`. Both score the same windows, each by its own kernels. Raises ConfigError as it does,
-    and for models that do not read a text as the same tokens.
+    Arguments as in `perplexity`; kv_cache_dtype is that of `model`, and `against` keeps its own dtype. Both score the
+    same windows, each by its own kernels. Raises ConfigError as it does, and for models that do not read a text as the
+    same tokens.
     """
     documents = list(documents) if not isinstance(documents, str) else documents
     cut, _ = cut_windows(model, documents, context=context, stride=stride)
@@ -56,7 +57,7 @@ def divergence(
     total = sum(len(window.tokens) - window.first for window in cut)
     losses, against_losses, divergences, same = 0.0, 0.0, [], 0
     for own in batches(cut, model.device):
-        states = [_states(one, own) for one in (model, against)]
+        states = [_states(model, own, kv_cache_dtype), _states(against, own, "auto")]
         for start in range(0, len(own.rows), ROWS):
             part = slice(start, start + ROWS)
             q, p = (
@@ -81,11 +82,12 @@ def divergence(
     )
 
 
-def _states(model: Transformer, own: Padded) -> Tensor:
+def _states(model: Transformer, own: Padded, kv_cache_dtype: str) -> Tensor:
     """The scored rows, (R, C), as they come out of the last block."""
     device = model.device
-    context = training_context(model, own.tokens.shape[1])
-    return model.states(own.tokens.to(device), own.positions.to(device), context).flatten(0, -2)[own.rows.to(device)]
+    positions = own.positions.to(device)
+    context = scoring_context(model, positions, kv_cache_dtype)
+    return model.states(own.tokens.to(device), positions, context).flatten(0, -2)[own.rows.to(device)]
 
 
 def _same(one: Sequence, other: Sequence) -> bool:

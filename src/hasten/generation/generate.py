@@ -51,23 +51,30 @@ def generate(
     params: SamplingParams | Sequence[SamplingParams] | None = None,
     *,
     compiled: bool = False,
+    kv_cache_dtype: str = "auto",
     timing: Timing | None = None,
     **settings: Any,
 ) -> list[Output]:
     """Continue prompts, all of them in one batch; every one gets what it would get alone.
 
     prompts: a text, a list of token ids, or a sequence of either. params: for all, or one for each prompt; single
-    fields may be given by keyword instead (temperature=0, max_new_tokens=100, …). Raises ConfigError for a prompt that
-    does not fit, a text without a tokenizer, or an id outside the vocabulary.
+    fields may be given by keyword instead (temperature=0, max_new_tokens=100, …). kv_cache_dtype: how keys and values
+    are kept, one of `hasten.generation.params.KVCacheDtype`. Raises ConfigError for a prompt that does not fit, a text
+    without a tokenizer, or an id outside the vocabulary.
     """
-    run = Generation(model, prompts, params, compiled=compiled, timing=timing, **settings)
+    run = Generation(
+        model, prompts, params, compiled=compiled, kv_cache_dtype=kv_cache_dtype, timing=timing, **settings
+    )
     for _ in run:
         pass
     return run.results()
 
 
 def stream(model: Transformer, prompt: Prompt, params: SamplingParams | None = None, **settings: Any) -> Iterator[str]:
-    """Continue one prompt and yield its text piece by piece: whole characters, never a part of a stop string."""
+    """Continue one prompt and yield its text piece by piece: whole characters, never a part of a stop string.
+
+    settings: as of `generate`.
+    """
     run = Generation(model, prompt, params, **settings)
     if len(run.prompts) != 1:
         raise ConfigError(f"stream takes one prompt, found {len(run.prompts)}; use generate for several")
@@ -89,6 +96,7 @@ class Generation:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         compiled: bool = False,
+        kv_cache_dtype: str = "auto",
         timing: Timing | None = None,
         decoder: Decoder | None = None,
         reused: int = 0,
@@ -101,7 +109,9 @@ class Generation:
         self.timing = timing if timing is not None else Timing()
         capacity = max(len(p) + row.max_new_tokens for p, row in zip(self.prompts, self.params, strict=True))
         self.reused = reused
-        self.decoder = decoder or fastest_decoder(model, batch=len(self.prompts), capacity=capacity, compiled=compiled)
+        self.decoder = decoder or fastest_decoder(
+            model, batch=len(self.prompts), capacity=capacity, compiled=compiled, kv_cache_dtype=kv_cache_dtype
+        )
         self.eos_ids = end_ids(model)
         self.outputs = [
             OutputText(row, tokenizer=model.tokenizer, eos_ids=self.eos_ids, context=prompt)

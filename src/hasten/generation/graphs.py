@@ -54,11 +54,13 @@ def cuda_graph(step: Callable[[], None], reset: Callable[[], None]) -> Callable[
     return graph.replay
 
 
-def fastest_decoder(model: Transformer, *, batch: int, capacity: int, compiled: bool = False) -> Decoder:
+def fastest_decoder(
+    model: Transformer, *, batch: int, capacity: int, compiled: bool = False, kv_cache_dtype: str = "auto"
+) -> Decoder:
     """A `GraphDecoder` where the model's step can be captured, else a `Decoder`, static for compiled blocks."""
     if refusal(model) is None:
-        return GraphDecoder(model, batch=batch, capacity=capacity)
-    return Decoder(model, batch=batch, capacity=capacity, static=compiled)
+        return GraphDecoder(model, batch=batch, capacity=capacity, kv_cache_dtype=kv_cache_dtype)
+    return Decoder(model, batch=batch, capacity=capacity, static=compiled, kv_cache_dtype=kv_cache_dtype)
 
 
 class FixedStep:
@@ -90,11 +92,19 @@ class GraphDecoder(Decoder):
     captured (`refusal` says so before). `capture` is for tests.
     """
 
-    def __init__(self, model: Transformer, *, batch: int, capacity: int, capture: Capture = cuda_graph) -> None:
+    def __init__(
+        self,
+        model: Transformer,
+        *,
+        batch: int,
+        capacity: int,
+        kv_cache_dtype: str = "auto",
+        capture: Capture = cuda_graph,
+    ) -> None:
         reason = refusal(model) if capture is cuda_graph else _refusal(model)
         if reason is not None:
             raise ConfigError(f"the decode step of this model cannot be captured: {reason}")
-        super().__init__(model, batch=batch, capacity=capacity, static=True)
+        super().__init__(model, batch=batch, capacity=capacity, static=True, kv_cache_dtype=kv_cache_dtype)
         self._capture = capture
         self._step: FixedStep | None = None
         self._replay: Callable[[], None] | None = None

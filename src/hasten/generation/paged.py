@@ -16,7 +16,7 @@ from hasten.errors import ConfigError
 from hasten.generation.cache import key_value_memory
 from hasten.model.config import ModelConfig
 from hasten.ops.attention import AttentionRequest, AttentionSpec, LayerAttention
-from hasten.ops.attention.int8_rows import SCALE_BYTES, quantize_rows
+from hasten.ops.attention.cache_rows import PLAIN, RowFormat
 from hasten.ops.attention.paged import PAGED_KERNELS, PagedGroup, groups_of
 from hasten.ops.attention.view import AttentionMetadata, KVView, StackView
 from hasten.ops.picker import pick
@@ -46,9 +46,8 @@ class PagedLayer:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, *, attention: LayerAttention, dropout: float) -> Tensor:
         """Write the step's k, v (1, N, Hkv, D); attention of q (1, N, H, D) over all that its sequences hold."""
         held = self.held
-        k, v = (quantize_rows(k), quantize_rows(v)) if held.k.dtype == torch.int8 else (k, v)
-        slots = held.metadata.slot_mapping
-        held.k[slots], held.v[slots] = k[0], v[0]
+        slots, rows = held.metadata.slot_mapping, held.metadata.rows
+        held.k[slots], held.v[slots] = rows.write(k)[0], rows.write(v)[0]
         return self.kernel(q[0], held, spec=attention.spec, groups=self.groups, dense=attention)[None]
 
 
@@ -72,10 +71,7 @@ class PagedStep:
 
 
 class PagedCache:
-    """Keys and values in `blocks` blocks of `block_size` tokens, (blocks·block_size + 1, Hkv, D) a layer.
-
-    int8: D + 4 bytes in the place of D values, see hasten.ops.attention.int8_rows.
-    """
+    """Keys and values in `blocks` blocks of `block_size` tokens, (blocks·block_size + 1, Hkv, …) a layer."""
 
     def __init__(
         self,
@@ -85,9 +81,9 @@ class PagedCache:
         block_size: int = 16,
         dtype: torch.dtype,
         device: torch.device | str,
-        int8: bool = False,
+        row_format: RowFormat = PLAIN,
     ) -> None:
-        """dtype: of the model, and without `int8` of the cache. `bytes_per_block` says what a block takes.
+        """dtype: of the model. row_format: how keys and values are kept. `bytes_per_block` says what a block takes.
 
         Raises ConfigError for sizes below 1.
         """
@@ -98,17 +94,20 @@ class PagedCache:
         self.blocks, self.block_size = blocks, block_size
         self.device = torch.device(device)
         layers = len(config.layers)
-        row, held = (config.head_dim + SCALE_BYTES, torch.int8) if int8 else (config.head_dim, dtype)
         slots = blocks * block_size + 1
-        self._memory = key_value_memory(config, slots=slots, row=row, dtype=held, device=device)
+        self._memory = key_value_memory(config, slots=slots, rows=row_format, dtype=dtype, device=device)
         self.k, self.v = list(self._memory[:layers]), list(self._memory[layers:])
         spec = AttentionSpec(heads=config.heads, kv_heads=config.kv_heads, head_dim=config.head_dim, scale=1.0)
-        self.kernel = pick(PAGED_KERNELS, AttentionRequest(spec=spec, device=self.device, dtype=dtype, int8_cache=int8))
+        self.row_format = row_format
+        request = AttentionRequest(spec=spec, device=self.device, dtype=dtype, rows=row_format)
+        self.kernel = pick(PAGED_KERNELS, request)
 
     @staticmethod
-    def bytes_per_block(config: ModelConfig, *, block_size: int = 16, dtype: torch.dtype, int8: bool = False) -> int:
+    def bytes_per_block(
+        config: ModelConfig, *, block_size: int = 16, dtype: torch.dtype, row_format: RowFormat = PLAIN
+    ) -> int:
         """Bytes that one block takes in all layers together."""
-        row = config.head_dim + SCALE_BYTES if int8 else config.head_dim * dtype.itemsize
+        row = row_format.bytes(config.head_dim, dtype)
         return 2 * len(config.layers) * block_size * config.kv_heads * row
 
     @property
@@ -154,7 +153,13 @@ class PagedCache:
             return [PagedGroup(*(t.to(self.device) for t in group)) for group in found]
 
         metadata = AttentionMetadata(
-            there(slot_mapping), there(query_start_loc), there(seq_lens), None, there(block_table), size
+            there(slot_mapping),
+            there(query_start_loc),
+            there(seq_lens),
+            first_slots=None,
+            block_table=there(block_table),
+            block_size=size,
+            rows=self.row_format,
         )
         all_layers = StackView(self.k, self.v, metadata)
         return PagedStep(all_layers, there(positions[None]), self.kernel.run, groups)

@@ -4,9 +4,12 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, Literal, get_args
 
 from hasten.errors import ConfigError
+
+# How a cache keeps keys and values (hasten.generation.cache.ROW_FORMATS); -plain: not rotated.
+KVCacheDtype = Literal["auto", "int8", "int4", "int8-plain", "int4-plain"]
 
 _MAX_SEED = 2**63 - 1
 LARGEST_BIAS = 1e30  # far above any logit, and within float32
@@ -151,6 +154,13 @@ def real(name: str, value: Any, *, low: float = -math.inf, high: float = math.in
         bounds = f"between {low} and {high}" if math.isfinite(high) else f"at least {low} and finite"
         raise ConfigError(f"{name} is {value!r:.80}; it must be {bounds}")
     return number
+
+
+def check_kv_cache_dtype(name: object) -> None:
+    """Raise ConfigError for what is no `KVCacheDtype`."""
+    if name not in get_args(KVCacheDtype):
+        known = ", ".join(map(repr, get_args(KVCacheDtype)))
+        raise ConfigError(f"kv_cache_dtype must be one of {known} ('auto' is the model's dtype); found {name!r:.40}")
 
 
 def whole(name: str, value: Any, *, low: int, high: int | None = None) -> int:

@@ -8,9 +8,12 @@ import torch
 from torch import Tensor
 
 from hasten.errors import ConfigError
+from hasten.generation.cache import StaticCache, row_format
 from hasten.generation.prompts import check_ids
 from hasten.model.context import training_context
+from hasten.model.interfaces import Context
 from hasten.model.transformer import Transformer
+from hasten.ops.attention.cache_rows import PLAIN
 
 BATCH_TOKENS = 2048  # enough for products at the machine's rate; with more, activations leave the caches
 DEFAULT_CONTEXT = 2048  # of a window, where the model has more positions
@@ -55,25 +58,41 @@ def perplexity(
     *,
     context: int | None = None,
     stride: int | None = None,
+    kv_cache_dtype: str = "auto",
     progress: Callable[[int, int], None] | None = None,
 ) -> Perplexity:
     """Score documents (texts, or token ids where the model has no tokenizer), each on its own.
 
     context: tokens a window holds; the model's positions, at most 2,048, by default. stride: how far a window moves,
-    half the context by default; the context itself means windows that do not overlap, half the work. progress is
-    called with the number of tokens scored so far and that of all. Raises ConfigError if nothing can be predicted.
+    half the context by default; the context itself means windows that do not overlap, half the work. kv_cache_dtype:
+    what attention reads its keys and values from, one of `hasten.generation.params.KVCacheDtype`. progress is called
+    with the number of tokens scored so far and that of all. Raises ConfigError if nothing can be predicted.
     """
     cut, size = cut_windows(model, documents, context=context, stride=stride)
     total = sum(len(window.tokens) - window.first for window in cut)
     nats, count = 0.0, 0
     for batch in batches(cut, model.device):
-        pass_context = training_context(model, batch.tokens.shape[1])
+        pass_context = scoring_context(model, batch.positions, kv_cache_dtype)
         nats += float(model(batch.tokens, batch.positions, pass_context, rows=batch.rows, targets=batch.targets))
         count += len(batch.targets)
         if progress is not None:
             progress(count, total)
     bits = nats / math.log(2) / size if size else None
     return Perplexity(exp(nats / count), bits, count)
+
+
+def scoring_context(model: Transformer, positions: Tensor, kv_cache_dtype: str) -> Context:
+    """The context in which whole rows, positions (B, T) from 0, are scored: through a cache of that format.
+
+    Raises ConfigError for an unknown one. In the model's own dtype the tokens at hand are what a cache would hold.
+    """
+    rows = row_format(kv_cache_dtype)
+    batch, tokens = positions.shape
+    if rows == PLAIN:
+        return training_context(model, tokens)
+    size = {"batch": batch, "capacity": tokens}
+    cache = StaticCache(model.config, **size, dtype=model.compute_dtype, device=model.device, row_format=rows)
+    return cache.step(positions, fresh=True)
 
 
 def exp(mean: float) -> float:

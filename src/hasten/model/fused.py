@@ -227,9 +227,10 @@ class FusedBlock(nn.Module):
         k, v, metadata = view
         if self.experts is None:
             tables = ([], [], [-1]) if rope is None else ([rope[0]], [rope[1]], [0])
-            return bound.blocks(x, *tables, [k], [v], *metadata, [bound.plan])
+            return bound.blocks(x, *tables, [k], [v], metadata.slot_mapping, *metadata.to_read, [bound.plan])
         cos, sin = rope or (None, None)  # (B, T, dim/2)
-        q = bound.attention_input(x, *bound.input_arguments, cos, sin, k, v, metadata.slot_mapping)  # (B·T, H, D)
+        slots, rotated = metadata.slot_mapping, metadata.rows.rotated
+        q = bound.attention_input(x, *bound.input_arguments, cos, sin, k, v, slots, rotated)  # (B·T, H, D)
         attended = bound.attention(q, k, v, *metadata.to_read, *bound.scores)  # (B·T, H, D)
         x = bound.linear_add(attended, *bound.output, x, *bound.output_norm)
         return x + self.mlp_post_norm(self.experts(self.mlp_norm(x)))
@@ -284,7 +285,8 @@ class FusedStack:
             return self.model.each_block(x, ropes, context.layers)
         cos, sin = [table[0] for table in ropes], [table[1] for table in ropes]
         plans = [block._bound.plan for block in blocks]
-        return blocks[0]._bound.blocks(x.float(), cos, sin, self.rope_index, cache.k, cache.v, *cache.metadata, plans)
+        step = (cache.metadata.slot_mapping, *cache.metadata.to_read)
+        return blocks[0]._bound.blocks(x.float(), cos, sin, self.rope_index, cache.k, cache.v, *step, plans)
 
     def scores(self, x: Tensor) -> Tensor:
         """x (…, C) before the last norm -> logits (…, out features of the head) in float32."""

@@ -6,6 +6,7 @@ import dataclasses
 import warnings
 
 from hasten.errors import ConfigError, HastenWarning, ResourceError
+from hasten.generation.cache import row_format
 from hasten.generation.paged import PagedCache
 from hasten.generation.params import SamplingParams, real, whole
 from hasten.generation.prompts import check_ids, fit
@@ -111,7 +112,10 @@ def _check_beams(request: Request) -> None:
 def cache_blocks(model: Transformer, settings: EngineSettings, *, max_length: int) -> int:
     """How many blocks the cache gets: what all sequences could need, or as many as the memory allows."""
     size = PagedCache.bytes_per_block(
-        model.config, block_size=settings.block_size, dtype=model.compute_dtype, int8=settings.int8_cache
+        model.config,
+        block_size=settings.block_size,
+        dtype=model.compute_dtype,
+        row_format=row_format(settings.kv_cache_dtype),
     )
     most = settings.max_sequences * -(-max_length // settings.block_size)
     if settings.cache_bytes is not None:

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from hasten.generation.cache import row_format
 from hasten.generation.paged import PagedCache
 from hasten.generation.prompts import end_ids
 from hasten.model.tokenizer import Tokenizer
@@ -48,7 +49,7 @@ class Engine:
             block_size=settings.block_size,
             dtype=model.compute_dtype,
             device=model.device,
-            int8=settings.int8_cache,
+            row_format=row_format(settings.kv_cache_dtype),
         )
         self.cache_bytes = self.cache.bytes
         self.blocks = BlockManager(

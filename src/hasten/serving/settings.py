@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from tyro.conf import Suppress
 
 from hasten.errors import ConfigError
-from hasten.generation.params import whole
+from hasten.generation.params import KVCacheDtype, check_kv_cache_dtype, whole
 from hasten.serving.blocks import BlockStats
 
 
@@ -24,8 +23,8 @@ class EngineSettings:
         block_size: Tokens in a block of the cache.
         cache_bytes: Memory of the cache; None takes `cache_share`, never more than max_sequences of max_length need.
         cache_share: Share of the free memory that the cache takes, never more than can be used.
-        kv_cache_dtype: Keys and values in the model's own dtype, or in int8 with a scale for every token and head:
-            about half the bytes of bfloat16.
+        kv_cache_dtype: Keys and values in the model's own dtype, or in about half (int8) or less than a third (int4) of
+            bfloat16's bytes, rotated before they are rounded; -plain: not rotated.
         prefix_cache: Share the blocks of prompts that begin alike.
         queue_limit: Requests that may wait; further ones are told when to come again.
         reader_limit: Outputs that may lie unread, for each prompt that is read together; with more all are given up.
@@ -37,14 +36,10 @@ class EngineSettings:
     block_size: int = 16
     cache_bytes: Suppress[int | None] = None  # --cache-gib on the command line
     cache_share: float = 0.5
-    kv_cache_dtype: Literal["auto", "int8"] = "auto"
+    kv_cache_dtype: KVCacheDtype = "auto"
     prefix_cache: bool = True
     queue_limit: int = 1024
     reader_limit: int = 1024
-
-    @property
-    def int8_cache(self) -> bool:
-        return self.kv_cache_dtype == "int8"
 
     def __post_init__(self) -> None:
         for name in ("max_sequences", "token_budget", "block_size", "queue_limit", "reader_limit"):
@@ -54,10 +49,7 @@ class EngineSettings:
                 whole(name, getattr(self, name), low=1)
         if not 0 < self.cache_share <= 1:
             raise ConfigError(f"cache_share is {self.cache_share}; it is a share of the free memory, above 0, up to 1")
-        if self.kv_cache_dtype not in ("auto", "int8"):
-            raise ConfigError(
-                f"kv_cache_dtype must be 'auto' (the model's dtype) or 'int8', found {self.kv_cache_dtype!r:.40}"
-            )
+        check_kv_cache_dtype(self.kv_cache_dtype)
         if self.token_budget < self.max_sequences:
             raise ConfigError(
                 f"token_budget is {self.token_budget}, below max_sequences, which is {self.max_sequences}: a step must "

@@ -16,25 +16,26 @@ static int64_t lines_size(int64_t count, int64_t padded) {
 AttentionPhases::AttentionPhases(Arena& arena, const void* q, void* out, Type type, int64_t rows, int64_t heads,
                                  int64_t head_dim, const Tensor& k, const Tensor& v, const Tensor& query_start_loc,
                                  const Tensor& seq_lens, const std::optional<Tensor>& first,
-                                 const std::optional<Tensor>& block_table, int64_t block_size, double scale,
-                                 int64_t window, double softcap)
-    : q(q), out(out), type(type), heads(heads), threads(torch::stable::get_num_threads()) {
-  int8 = holds_int8(k, head_dim);
-  STD_TORCH_CHECK(holds_int8(v, head_dim) == int8, "k and v must be of one dtype");
+                                 const std::optional<Tensor>& block_table, int64_t block_size, bool rotated,
+                                 double scale, int64_t window, double softcap)
+    : q(q), out(out), type(type), heads(heads), threads(torch::stable::get_num_threads()),
+      held(row_format(k, head_dim)), rotated(rotated) {
+  STD_TORCH_CHECK(row_format(v, head_dim) == held, "k and v must be of one dtype");
   STD_TORCH_CHECK(lie_alike(k, v), "keys and values must lie alike, each head's in one piece");
   STD_TORCH_CHECK(query_start_loc.is_contiguous() && seq_lens.is_contiguous(),
                   "query_start_loc and seq_lens must be contiguous");
   STD_TORCH_CHECK(first.has_value() != block_table.has_value(), "give either first slots or a block table");
-  const int64_t row_bytes = int8 ? head_dim + SCALE_BYTES : 2 * head_dim, value_bytes = int8 ? 1 : 2;
+  const int64_t value_bytes = held == RowFormat::bf16 ? 2 : 1;
   kv = {static_cast<const uint8_t*>(k.const_data_ptr()), static_cast<const uint8_t*>(v.const_data_ptr()),
         first ? static_cast<const int64_t*>(first->const_data_ptr()) : nullptr,
         block_table ? static_cast<const int64_t*>(block_table->const_data_ptr()) : nullptr,
-        block_table ? block_table->size(1) : 0, block_size, k.size(1), head_dim, row_bytes, k.size(0),
+        block_table ? block_table->size(1) : 0, block_size, k.size(1), head_dim,
+        row_bytes(held, head_dim), k.size(0),
         k.stride(0) * value_bytes, k.stride(1) * value_bytes};
   how = {float(scale), float(softcap), window};
   group = heads / kv.kv_heads;
   padded = round_up(head_dim, PANEL);
-  STD_TORCH_CHECK(padded <= 256, "head sizes up to 256");
+  STD_TORCH_CHECK(padded <= LARGEST_ROW, "head sizes up to 256");
   const int64_t* start = static_cast<const int64_t*>(query_start_loc.const_data_ptr());
   const int64_t* length = static_cast<const int64_t*>(seq_lens.const_data_ptr());
   int64_t together = LINES;  // half of them where threads would have too few pieces
@@ -110,6 +111,13 @@ void AttentionPhases::gather(const Piece& p, Operand* lines, int64_t* position) 
     int64_t from = first_value(p, t);
     for (int64_t g = 0; g < group; g++, from += d, lines += padded) {
       int64_t i = 0;
+      if (rotated) {
+        alignas(64) float x[LARGEST_ROW];
+        for (; i + LANES <= d; i += LANES) store(x + i, load_as(q, type, from + i));
+        for (; i < d; i++) x[i] = load_one(q, type, from + i);
+        turn(x, d);
+        for (i = 0; i < padded; i++) lines[i] = i < d ? to_operand(x[i]) : 0;
+      }
       if (type == Type::bf16 && sizeof(Operand) == 2)
         for (; i + 2 * LANES <= d; i += 2 * LANES) std::memcpy(lines + i, static_cast<const uint16_t*>(q) + from + i, 64);
       for (; i + LANES <= d; i += LANES) store_operand(lines + i, load_as(q, type, from + i));
@@ -162,11 +170,12 @@ void AttentionPhases::span(const Piece& p, int64_t index, const Operand* lines_q
       rows[1 - now].find(kv, p.sequence, p.head, begin + TILE_KEYS, end);
       coming.tile = {rows[1 - now], together > 1 ? 1 : parts};
       if (together > 1) coming.tile.ask();  // packed before anything is multiplied
-      (int8 ? pack_int8_tile : pack_tile)(rows[now], padded, lines.count <= 2 * TOGETHER, tiles[count]);
+      auto pack = held == RowFormat::int4 ? pack_int4_tile : held == RowFormat::int8 ? pack_int8_tile : pack_tile;
+      pack(rows[now], padded, lines.count <= 2 * TOGETHER, tiles[count]);
     }
     const int64_t skip = unseen(first);
     const Attended what{lines_q + skip * padded, position + skip, first, first == from, tiles, count, how};
-    (int8 ? attend_tiles<true> : attend_tiles<false>)(what, lines.from(skip), coming);
+    (held == RowFormat::int8 ? attend_tiles<true> : attend_tiles<false>)(what, lines.from(skip), coming);
   }
 }
 
@@ -176,30 +185,28 @@ void AttentionPhases::finish(const Piece& p, const Lines& lines) const {
     int64_t to = first_value(p, t);
     for (int64_t g = 0; g < group; g++, line++, to += d) {
       const float share = 1.0f / sum_lanes(load(lines.sum + line * LANES));
+      alignas(64) float row[LARGEST_ROW];
       for (int64_t begin = 0; begin < d; begin += PANEL) {
         alignas(64) float ordered[PANEL];
         const float* own = in_order(lines.value(begin / PANEL, line), ordered);
-        const int64_t count = std::min<int64_t>(PANEL, d - begin);
-        int64_t i = 0;
-        if (type == Type::bf16)
-          for (; i + 2 * LANES <= count; i += 2 * LANES)
-            store_bf16(static_cast<uint16_t*>(out) + to + begin + i, load(own + i) * share, load(own + i + LANES) * share);
-        for (; i + LANES <= count; i += LANES) store_as(out, type, to + begin + i, load(own + i) * share);
-        for (; i < count; i++) store_one(out, type, to + begin + i, own[i] * share);
+        for (int i = 0; i < PANEL; i += LANES) store(row + begin + i, load(own + i) * share);
       }
+      if (rotated) turn(row, d);
+      store_row(out, type, to, row, d);
     }
   }
 }
 
 // q (R, H, D) float32 or bf16 -> (R, H, D); see AttentionPhases.
 Tensor attention(Tensor q, Tensor k, Tensor v, Tensor query_start_loc, Tensor seq_lens, std::optional<Tensor> first,
-                 std::optional<Tensor> block_table, int64_t block_size, double scale, int64_t window, double softcap) {
+                 std::optional<Tensor> block_table, int64_t block_size, bool rotated, double scale, int64_t window,
+                 double softcap) {
   q = as_contiguous(q);
   Tensor out = empty({q.size(0), q.size(1), q.size(2)}, q.scalar_type());
   Arena arena;
   const AttentionPhases phases(arena, q.const_data_ptr(), out.mutable_data_ptr(), type_of(q), q.size(0), q.size(1),
-                               q.size(2), k, v, query_start_loc, seq_lens, first, block_table, block_size, scale,
-                               window, softcap);
+                               q.size(2), k, v, query_start_loc, seq_lens, first, block_table, block_size,
+                               rotated, scale, window, softcap);
   parallel_region([&](Worker& worker) { phases.run(worker); });
   return out;
 }
@@ -207,6 +214,6 @@ Tensor attention(Tensor q, Tensor k, Tensor v, Tensor query_start_loc, Tensor se
 }  // namespace hasten
 
 STABLE_TORCH_LIBRARY_FRAGMENT(HASTEN_LIBRARY, m) {
-  m.def("attention(Tensor q, Tensor k, Tensor v, Tensor query_start_loc, Tensor seq_lens, Tensor? first, Tensor? block_table, int block_size, float scale, int window, float softcap) -> Tensor");
+  m.def("attention(Tensor q, Tensor k, Tensor v, Tensor query_start_loc, Tensor seq_lens, Tensor? first, Tensor? block_table, int block_size, bool rotated, float scale, int window, float softcap) -> Tensor");
 }
 STABLE_TORCH_LIBRARY_IMPL(HASTEN_LIBRARY, CPU, m) { m.impl("attention", TORCH_BOX(&hasten::attention)); }

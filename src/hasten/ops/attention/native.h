@@ -1,4 +1,4 @@
-// Causal attention over a key/value cache in bf16 or int8: one kernel for decode, prefill and everything between.
+// Causal attention over a key/value cache in bf16, int8 or int4: one kernel for decode, prefill and everything between.
 //
 // Keys are taken in tiles of 64 at fixed positions. A tile of K and one of V are brought into the layout of the linear
 // kernels (keys, then value elements, side by side in lanes), so both products run at their speed; the score matrix
@@ -13,7 +13,7 @@
 #include <limits>
 
 #include "../linear/amx.h"
-#include "tiles.h"
+#include "int4_tiles.h"
 
 namespace hasten {
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hasten.ops import triton_support
-from hasten.ops.attention.int8_rows import SCALE_BYTES, dequantize_rows
+from hasten.ops.attention.cache_rows import SCALE_BYTES, turn
 from hasten.ops.attention.masks import visible
 from hasten.ops.attention.request import AttentionRequest
 from hasten.ops.attention.spec import HALVES, AttentionSpec
@@ -65,9 +65,7 @@ def gathered(
     """The reference: keys and values brought side by side, then plain attention of equally long rows."""
     out = torch.empty_like(q)
     for rows, slots, positions in groups():
-        keys, values = view.k[slots], view.v[slots]  # (n, S, Hkv, D)
-        if keys.dtype == torch.int8:
-            keys, values = dequantize_rows(keys, q.dtype), dequantize_rows(values, q.dtype)
+        keys, values = (view.metadata.rows.read(t[slots], spec.head_dim, q.dtype) for t in (view.k, view.v))
         queries = q[rows].unflatten(0, positions.shape)  # (n, T, H, D)
         mask = None
         if len(slots) > 1:
@@ -93,7 +91,10 @@ def triton(q: Tensor, view: KVView, *, spec: AttentionSpec, **unused: object) ->
     of = torch.searchsorted(step.query_start_loc[1:], rows, right=True)  # (N,) sequences
     seq_lens = step.seq_lens[of] - (step.query_start_loc[of + 1] - 1 - rows)
     each = view._replace(metadata=step._replace(seq_lens=seq_lens, block_table=step.block_table[of]))
-    return over_view(q, each, spec=spec, longest=step.block_table.shape[1] * step.block_size)
+    longest = step.block_table.shape[1] * step.block_size
+    if not step.rows.rotated:
+        return over_view(q, each, spec=spec, longest=longest)
+    return turn(over_view(turn(q.float()).to(q.dtype), each, spec=spec, longest=longest).float()).to(q.dtype)
 
 
 def _native_unsupported(request: AttentionRequest) -> str | None:
@@ -107,7 +108,9 @@ def _native_unsupported(request: AttentionRequest) -> str | None:
 def _triton_unsupported(request: AttentionRequest) -> str | None:
     if (reason := request.outside(*HALVES)) is not None:
         return reason
-    if request.int8_cache and request.spec.head_dim % SCALE_BYTES:
+    if request.rows.bits == 4:
+        return f"it reads caches in {request.dtype_name} and int8, not int4"
+    if request.rows.bits == 8 and request.spec.head_dim % SCALE_BYTES:
         return f"the head size is {request.spec.head_dim}; over an int8 cache it must be a multiple of {SCALE_BYTES}"
     return triton_support.refusal(request.device, request.compute_capability)
 

@@ -15,13 +15,13 @@ struct Piece {
 class AttentionPhases {
  public:
   // q (R, H, D) float32 or bf16, may be written until the phases begin; out as q. Rows query_start_loc[b] …
-  // query_start_loc[b+1] - 1 are the last ones of sequence b's seq_lens[b] positions. k, v (slots, Hkv, D) bf16 or
-  // (slots, Hkv, D + 4) int8, see int8_rows.h. Contiguous: first (B,), the slot of each sequence's position 0. Paged:
-  // block_table (B, blocks) of block numbers.
+  // query_start_loc[b+1] - 1 are the last ones of sequence b's seq_lens[b] positions. k, v (slots, Hkv, …) rows as in
+  // cache_rows.h; where they are rotated, q is turned on the way in and out on the way back. Contiguous: first (B,), the
+  // slot of each sequence's position 0. Paged: block_table (B, blocks) of block numbers.
   AttentionPhases(Arena& arena, const void* q, void* out, Type type, int64_t rows, int64_t heads, int64_t head_dim,
                   const Tensor& k, const Tensor& v, const Tensor& query_start_loc, const Tensor& seq_lens,
                   const std::optional<Tensor>& first, const std::optional<Tensor>& block_table, int64_t block_size,
-                  double scale, int64_t window, double softcap);
+                  bool rotated, double scale, int64_t window, double softcap);
   // prefetcher: what this thread will read next.
   void run(Worker& worker, Prefetcher prefetcher = {}) const;
 
@@ -42,7 +42,8 @@ class AttentionPhases {
   KeyValues kv;
   Scores how;
   int64_t heads, threads, group, padded, spans = 1, most, size;
-  bool int8, split;
+  RowFormat held;
+  bool rotated, split;
   float* parts = nullptr;
   std::vector<Piece> pieces;
 };

@@ -1,15 +1,15 @@
-// Cached keys and values brought into tiles of 64 keys, in the layout of the linear kernels: out of bf16 rows, or out of
-// rows of int8 values with a scale each (int8_rows.h).
+// Cached keys and values brought into tiles of 64 keys, in the layout of the linear kernels: out of rows of bf16, int8 or
+// int4 (cache_rows.h).
 #pragma once
 
-#include "int8_rows.h"
+#include "cache_rows.h"
 
 namespace hasten {
 
 constexpr int64_t TILE_KEYS = 64;
 
 struct KeyValues {
-  const uint8_t* k;       // (slots, Hkv) rows of row_bytes: D values in bf16, or in int8 and their scale
+  const uint8_t* k;       // (slots, Hkv) rows of row_bytes
   const uint8_t* v;
   const int64_t* first;   // contiguous: the slot of position 0 of each sequence
   const int64_t* block_table;   // paged: (B, blocks) block numbers, null if contiguous
@@ -144,7 +144,7 @@ struct TileRows {
 };
 
 // K as [padded/2][64][2] and V as panels [padded/64][32][64][2], bf16. Of int8 rows the values as they are, which bf16
-// holds exactly; their scales belong to the scores and to the weights of the keys. Without AVX-512 nothing multiplies
+// holds exactly; their scales belong to the scores and to the weights of the keys. Of int4 rows the products. Without AVX-512 nothing multiplies
 // pairs of values, and V is taken row by row as it lies: `v` are then [64][padded], where rows had to be copied.
 struct Tile {
   uint16_t *k, *v;

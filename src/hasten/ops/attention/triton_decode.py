@@ -40,7 +40,7 @@ def operator(
 ) -> Tensor:
     """q (B, H, D) -> (B, H, D). k, v (B, S, Hkv, D), or with `lengths` (slots, Hkv, D); window, softcap 0: none.
 
-    k, v int8: rows of D + 4 bytes, D a multiple of 4 (int8_rows.py).
+    k, v int8: rows of D + 4 bytes, D a multiple of 4 (cache_rows.py).
     """
     batch, heads, size = q.shape
     dtype, int8, kv_heads = q.dtype, k.dtype == torch.int8, k.shape[-2]

@@ -12,7 +12,7 @@ def attend(
     q,  # (B, H, D)
     k,  # rows of head_dim values, at strides below
     v,
-    k_scales,  # of int8 rows (int8_rows.py): the same memory as float32
+    k_scales,  # of int8 rows (cache_rows.py): the same memory as float32
     v_scales,
     mask,  # (B, S) bool
     first,  # (B,)

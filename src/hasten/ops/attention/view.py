@@ -4,6 +4,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from hasten.ops.attention.cache_rows import PLAIN, RowFormat
+
 
 class AttentionMetadata(NamedTuple):
     """Where the tokens of one step stand in the cache: the same for all layers.
@@ -11,7 +13,7 @@ class AttentionMetadata(NamedTuple):
     slot_mapping int64 (R,): the cache's row for each of the step's R tokens, -1 for padding. Tokens
     query_start_loc[b] … query_start_loc[b+1] - 1 belong to sequence b and are the last of its seq_lens[b] positions;
     int64 (B + 1,) and (B,). Contiguous: first_slots int64 (B,), the row of each sequence's position 0. Paged:
-    block_table int64 (B, blocks).
+    block_table int64 (B, blocks). rows: how the cache keeps keys and values.
     """
 
     slot_mapping: Tensor
@@ -20,17 +22,18 @@ class AttentionMetadata(NamedTuple):
     first_slots: Tensor | None
     block_table: Tensor | None = None
     block_size: int = 0
+    rows: RowFormat = PLAIN
 
     @property
     def to_read(self) -> tuple[Tensor | int | None, ...]:
         """What is needed to read the cache: everything but slot_mapping, in the native operators' order."""
-        return self[1:]
+        return *self[1:-1], self.rows.rotated
 
 
 class KVView(NamedTuple):
     """One layer's keys and values during one step.
 
-    k, v (slots + 1, Hkv, D), or int8 (slots + 1, Hkv, D + 4) (int8_rows.py), the last row taking the padding.
+    k, v (slots + 1, Hkv, …): rows of `metadata.rows` (cache_rows.py), the last one taking the padding.
     """
 
     k: Tensor

@@ -12,7 +12,8 @@ namespace hasten {
 
 // x (…, C) -> q (R, H, D); see AttentionInput.
 Tensor attention_input(Tensor x, HASTEN_NORM, HASTEN_WEIGHT, int64_t heads, int64_t head_dim, Maybe q_norm,
-                       Maybe k_norm, Maybe cos, Maybe sin, Tensor k_cache, Tensor v_cache, Tensor slot_mapping) {
+                       Maybe k_norm, Maybe cos, Maybe sin, Tensor k_cache, Tensor v_cache, Tensor slot_mapping,
+                       bool rotated) {
   x = as_contiguous(x);
   cos = as_contiguous(cos);
   sin = as_contiguous(sin);
@@ -24,7 +25,7 @@ Tensor attention_input(Tensor x, HASTEN_NORM, HASTEN_WEIGHT, int64_t heads, int6
                             PackedWeight((heads + 2 * k_cache.size(1)) * head_dim, c, HASTEN_WEIGHT_ARGUMENTS), heads,
                             head_dim, norm_of(q_norm, std::nullopt, eps, offset, centred),
                             norm_of(k_norm, std::nullopt, eps, offset, centred), cos, sin, k_cache, v_cache,
-                            slot_mapping);
+                            slot_mapping, rotated);
   parallel_region([&](Worker& worker) { step.run(worker); });
   return q;
 }
@@ -154,13 +155,14 @@ struct BlockPhases {
   // x and out (rows, C) float32.
   BlockPhases(Arena& arena, const Plan& p, const float* x, float* out, int64_t rows, const Maybe& cos, const Maybe& sin,
               const Tensor& k_cache, const Tensor& v_cache, const Tensor& slot_mapping, const Tensor& query_start_loc,
-              const Tensor& seq_lens, const Maybe& first, const Maybe& block_table, int64_t block_size)
+              const Tensor& seq_lens, const Maybe& first, const Maybe& block_table, int64_t block_size,
+              bool rotated)
       : q(arena.take<float>(rows * p.heads * p.head_dim)), attended(arena.take<float>(rows * p.heads * p.head_dim)),
         middle(arena.take<float>(rows * p.c)), act(arena.take<float>(rows * p.inner)),
         input(arena, x, Type::f32, rows, q, p.attention_norm, p.qkv, p.heads, p.head_dim, p.q_norm, p.k_norm, cos, sin,
-              k_cache, v_cache, slot_mapping),
+              k_cache, v_cache, slot_mapping, rotated),
         attention(arena, q, attended, Type::f32, rows, p.heads, p.head_dim, k_cache, v_cache, query_start_loc, seq_lens,
-                  first, block_table, block_size, p.scale, p.window, p.softcap),
+                  first, block_table, block_size, rotated, p.scale, p.window, p.softcap),
         output(arena, attended, Type::f32, rows, p.output, x, middle, Type::f32, p.output_norm),
         mlp(arena, middle, Type::f32, rows, act, p.mlp_norm, p.mlp, p.inner, p.gated, p.kind),
         down(arena, act, Type::f32, rows, p.down, middle, out, Type::f32, p.down_norm) {}
@@ -185,7 +187,8 @@ struct BlockPhases {
 // tables of cosines and sines block i takes, -1 for none. All caches have the same slots.
 Tensor blocks(Tensor x, std::vector<Tensor> cos, std::vector<Tensor> sin, std::vector<int64_t> rope_index,
               std::vector<Tensor> k_caches, std::vector<Tensor> v_caches, Tensor slot_mapping, Tensor query_start_loc,
-              Tensor seq_lens, Maybe first, Maybe block_table, int64_t block_size, std::vector<Tensor> plans) {
+              Tensor seq_lens, Maybe first, Maybe block_table, int64_t block_size, bool rotated,
+              std::vector<Tensor> plans) {
   x = as_contiguous(x);
   const int64_t count = int64_t(plans.size()), c = x.size(-1), rows = x.numel() / c;
   STD_TORCH_CHECK(count && int64_t(rope_index.size()) == count && int64_t(k_caches.size()) == count &&
@@ -210,7 +213,7 @@ Tensor blocks(Tensor x, std::vector<Tensor> cos, std::vector<Tensor> sin, std::v
     arena.back_to(mark);  // a block begins when the one before it has ended: they share their memory
     phases.emplace_back(arena, p, from, to, rows, turned ? Maybe(cos[rope_index[i]]) : Maybe(),
                         turned ? Maybe(sin[rope_index[i]]) : Maybe(), k_caches[i], v_caches[i], slot_mapping,
-                        query_start_loc, seq_lens, first, block_table, block_size);
+                        query_start_loc, seq_lens, first, block_table, block_size, rotated);
     from = to;
   }
   parallel_region([&](Worker& worker) {
@@ -222,10 +225,10 @@ Tensor blocks(Tensor x, std::vector<Tensor> cos, std::vector<Tensor> sin, std::v
 }  // namespace hasten
 
 STABLE_TORCH_LIBRARY_FRAGMENT(HASTEN_LIBRARY, m) {
-  m.def("attention_input(Tensor x, Tensor? norm_weight, Tensor? norm_bias, float eps, float offset, bool centred, Tensor data, Tensor? scales, Tensor? zeros, Tensor? bias, int group_size, int planes, int heads, int head_dim, Tensor? q_norm, Tensor? k_norm, Tensor? cos, Tensor? sin, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping) -> Tensor");
+  m.def("attention_input(Tensor x, Tensor? norm_weight, Tensor? norm_bias, float eps, float offset, bool centred, Tensor data, Tensor? scales, Tensor? zeros, Tensor? bias, int group_size, int planes, int heads, int head_dim, Tensor? q_norm, Tensor? k_norm, Tensor? cos, Tensor? sin, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping, bool rotated) -> Tensor");
   m.def("plan_weight(int n, int k, Tensor data, Tensor? scales, Tensor? zeros, Tensor? bias, int group_size, int planes) -> Tensor");
   m.def("plan_block(int kv_heads, Tensor? norm_weight, Tensor? norm_bias, float eps, float offset, bool centred, Tensor qkv, int heads, int head_dim, Tensor? q_norm, Tensor? k_norm, float scale, int window, float softcap, Tensor output, Tensor? o_norm_weight, Tensor? o_norm_bias, Tensor? m_norm_weight, Tensor? m_norm_bias, Tensor mlp, int inner, bool gated, int activation, Tensor down, Tensor? d_norm_weight, Tensor? d_norm_bias) -> Tensor");
-  m.def("blocks(Tensor x, Tensor[] cos, Tensor[] sin, int[] rope_index, Tensor(a!)[] k_caches, Tensor(b!)[] v_caches, Tensor slot_mapping, Tensor query_start_loc, Tensor seq_lens, Tensor? first, Tensor? block_table, int block_size, Tensor[] plans) -> Tensor");
+  m.def("blocks(Tensor x, Tensor[] cos, Tensor[] sin, int[] rope_index, Tensor(a!)[] k_caches, Tensor(b!)[] v_caches, Tensor slot_mapping, Tensor query_start_loc, Tensor seq_lens, Tensor? first, Tensor? block_table, int block_size, bool rotated, Tensor[] plans) -> Tensor");
   m.def("linear_add(Tensor x, Tensor data, Tensor? scales, Tensor? zeros, Tensor? bias, int group_size, int planes, Tensor residual, Tensor? norm_weight, Tensor? norm_bias, float eps, float offset, bool centred) -> Tensor");
   m.def("norm_linear(Tensor x, Tensor? norm_weight, Tensor? norm_bias, float eps, float offset, bool centred, Tensor data, Tensor? scales, Tensor? zeros, Tensor? bias, int group_size, int planes, int out_features) -> Tensor");
   m.def("mlp_input(Tensor x, Tensor? norm_weight, Tensor? norm_bias, float eps, float offset, bool centred, Tensor data, Tensor? scales, Tensor? zeros, Tensor? bias, int group_size, int planes, int inner, bool gated, int activation) -> Tensor");

@@ -3,7 +3,7 @@
 // twice. R rows of x, C: hidden size, H: query heads, D: head size.
 #pragma once
 
-#include "../attention/int8_rows.h"
+#include "../attention/cache_rows.h"
 
 namespace hasten {
 
@@ -93,22 +93,22 @@ inline void finish_head(float* x, int64_t size, const Norm& norm, const float* c
 }
 
 // norm + q, k, v + head norms + rotary turn + cache write. x (R, C), cos and sin (R, dim/2) -> q (R, H, D) in x's
-// dtype; k, v go into row slot_mapping[r] of the caches, (slots, Hkv, D) bf16 or (slots, Hkv, D + 4) int8
-// (attention/int8_rows.h), -1 being the last row, which nobody reads.
+// dtype; k, v go into row slot_mapping[r] of the caches (slots, Hkv, …), as attention/cache_rows.h says, rotated or not;
+// -1 is the last row, which nobody reads.
 struct AttentionInput {
   AttentionInput(Arena& arena, const void* x, Type type, int64_t rows, void* q, const Norm& norm,
                  const PackedWeight& weight, int64_t heads, int64_t head_dim, const Norm& q_norm, const Norm& k_norm,
                  const Maybe& cos, const Maybe& sin, const Tensor& k_cache, const Tensor& v_cache,
-                 const Tensor& slot_mapping)
+                 const Tensor& slot_mapping, bool rotated)
       : heads(heads), kv_heads(k_cache.size(1)), head_dim(head_dim), q(q), type(type), q_norm(q_norm),
         k_norm(k_norm), linear(arena, x, type, rows, norm, weight),
         values(arena.take<float>(rows * linear.w.n)), last(k_cache.size(0) - 1),
-        slot_stride(k_cache.stride(0)), head_stride(k_cache.stride(1)), half(cos ? cos->size(-1) : 0) {
+        slot_stride(k_cache.stride(0)), head_stride(k_cache.stride(1)), half(cos ? cos->size(-1) : 0),
+        rotated(rotated), held(row_format(k_cache, head_dim)), value_bytes(held == RowFormat::bf16 ? 2 : 1) {
     STD_TORCH_CHECK(linear.w.n == (heads + 2 * kv_heads) * head_dim,
                     "the weight of q, k and v does not fit the cache");
-    STD_TORCH_CHECK(head_dim <= 256, "head sizes up to 256");
-    int8 = holds_int8(k_cache, head_dim);
-    STD_TORCH_CHECK(holds_int8(v_cache, head_dim) == int8 && lie_alike(k_cache, v_cache),
+    STD_TORCH_CHECK(head_dim <= LARGEST_ROW, "head sizes up to 256");
+    STD_TORCH_CHECK(row_format(v_cache, head_dim) == held && lie_alike(k_cache, v_cache),
                     "the fused step writes caches of one dtype that lie alike, each head's rows in one piece");
     STD_TORCH_CHECK(slot_mapping.scalar_type() == ScalarType::Long && slot_mapping.is_contiguous() &&
                         slot_mapping.numel() == rows,
@@ -145,9 +145,7 @@ struct AttentionInput {
     const bool key = h < heads + kv_heads;
     const int64_t own = h - heads - (key ? 0 : kv_heads);
     const int64_t to = (slot[r] < 0 ? last : slot[r]) * slot_stride + own * head_stride;
-    uint8_t* out = key ? k_out : v_out;
-    if (int8) quantize_row(x, head_dim, out + to);
-    else store_row(out, Type::bf16, to, x, head_dim);
+    store_cached(held, rotated, x, head_dim, (key ? k_out : v_out) + to * value_bytes);
   }
 
   const int64_t heads, kv_heads, head_dim;
@@ -158,7 +156,9 @@ struct AttentionInput {
   float* const values;
   const int64_t last, slot_stride, head_stride, half;
   uint8_t *k_out, *v_out;
-  bool int8;
+  const bool rotated;
+  const RowFormat held;
+  const int64_t value_bytes;
   const int64_t* slot;
   const float *cosines, *sines;
 };
