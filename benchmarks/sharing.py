@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 import tyro
 
-from hasten.serving.blocks import BlockManager
+from hasten.generation.blocks import BlockManager
 from hasten.serving.scheduler import ScheduledSequence, Scheduler
 
 BLOCK, SLOTS, SEQUENCES = 16, 15_700, 256

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 
+from hasten.generation.blocks import BlockManager, OutOfBlocks
 from hasten.generation.paged import PagedCache, Rows
 from hasten.model.config import LayerConfig, ModelConfig
 from hasten.ops.attention import AttentionSpec
 from hasten.ops.attention.cache_rows import PLAIN
 from hasten.ops.attention.reference import reference
 from hasten.ops.native import library
-from hasten.serving.blocks import BlockManager, OutOfBlocks
 from layer_attention import layer_of
 
 STATES = 8191

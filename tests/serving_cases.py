@@ -1,5 +1,7 @@
 """Engines and requests for the tests of serving."""
 
+import math
+
 from hasten.generation.cache import row_format
 from hasten.generation.paged import PagedCache
 from hasten.generation.params import SamplingParams
@@ -46,3 +48,30 @@ def text_of(pieces: list[RequestOutput], index: int = 0) -> str:
 
 def reason_of(pieces: list[RequestOutput], index: int = 0) -> str | None:
     return [piece.finish_reason for piece in pieces if piece.index == index][-1]
+
+
+class Counting:
+    """Allows the ids first, first + 1, … in this order, `length` of them."""
+
+    def __init__(self, first: int, length: int, *, at: int = 0, broken_at: int | None = None):
+        self.first, self.length, self.at, self.broken_at = first, length, at, broken_at
+
+    @property
+    def done(self) -> bool:
+        return self.at >= self.length
+
+    def mask(self, row):
+        if self.at == self.broken_at:
+            row.fill_(-math.inf)
+            return
+        keep = row[self.first + self.at].clone()
+        row.fill_(-math.inf)
+        row[self.first + self.at] = keep
+
+    def advance(self, token: int) -> None:
+        if token != self.first + self.at:
+            raise ValueError(f"{token} was not allowed")
+        self.at += 1
+
+    def fork(self):
+        return Counting(self.first, self.length, at=self.at, broken_at=self.broken_at)

@@ -110,6 +110,9 @@ def test_eval_json(tiny_folder, tmp_path, capfd, options):
         (["generate", "FOLDER", "--prompt", "x", "--threads", "0"], "threads"),
         (["generate", "FOLDER", "--prompt", "x", "--threads", "1000000"], "threads"),
         (["generate", "FOLDER", "--prompt", "x", "--json", "/tmp"], "/tmp is a folder"),
+        (["generate", "FOLDER", "--prompt", "x", "--draft", "no/such/draft"], "no/such/draft"),
+        (["generate", "FOLDER", "--prompt", "x", "--draft", "self:99-layers"], "take from 1 to"),
+        (["generate", "FOLDER", "--prompt", "x", "--draft", "suffix", "--speculate", "0"], "speculate"),
         (["eval", "FOLDER", "--text", "stdlib", "--json", "/no/such/folder/x.json"], "no folder"),
         (["eval", "FOLDER", "--text", "/no/such/file"], "/no/such/file"),
         (["chat", "FOLDER", "--template", "/no/such/file"], "/no/such/file"),
@@ -200,3 +203,22 @@ def test_eval_without_overlap(tiny_folder, tmp_path, capfd):
     with pytest.raises(SystemExit):
         main([*command, "--no-overlap", "--stride", "8"])
     assert "not both" in capfd.readouterr().err
+
+
+def test_generate_with_drafts_says_the_same(tiny_folder, capfd):
+    arguments = ["generate", str(tiny_folder), "--prompt", "def add", "--max-new-tokens", "24", "--seed", "3"]
+    found = []
+    for draft in (
+        [],
+        ["--draft", "suffix"],
+        ["--draft", str(tiny_folder), "--speculate", "4"],
+        ["--draft", "self:int4"],
+    ):
+        main([*arguments, *draft, "--ignore-eos", "--json", "-"])
+        found.append(json.loads(capfd.readouterr().out))
+    assert {result["text"] for result in found} == {found[0]["text"]}
+    assert "speculation" not in found[0]
+    for result in found[1:]:
+        told = result["speculation"]
+        assert told["tokens"] == 23
+        assert told["accepted_tokens"] == sum(told["accepted_by_position"]) <= told["draft_tokens"]

@@ -3,7 +3,7 @@
 import pytest
 
 from hasten.errors import ConfigError, HastenError
-from hasten.serving.blocks import BlockManager, OutOfBlocks
+from hasten.generation.blocks import BlockManager, OutOfBlocks
 
 
 def grown(manager, sequence, tokens, *, salt=""):

@@ -1,38 +1,9 @@
 """Structured output: masks before the draw, each sample with its own state, failures that stay with their request."""
 
-import math
-
 import pytest
 
 from references import tiny_llama
-from serving_cases import make_engine, reason_of, request, run, tokens_of
-
-
-class Counting:
-    """Allows the ids first, first + 1, … in this order, `length` of them."""
-
-    def __init__(self, first: int, length: int, *, at: int = 0, broken_at: int | None = None):
-        self.first, self.length, self.at, self.broken_at = first, length, at, broken_at
-
-    @property
-    def done(self) -> bool:
-        return self.at >= self.length
-
-    def mask(self, row):
-        if self.at == self.broken_at:
-            row.fill_(-math.inf)
-            return
-        keep = row[self.first + self.at].clone()
-        row.fill_(-math.inf)
-        row[self.first + self.at] = keep
-
-    def advance(self, token: int) -> None:
-        if token != self.first + self.at:
-            raise ValueError(f"{token} was not allowed")
-        self.at += 1
-
-    def fork(self):
-        return Counting(self.first, self.length, at=self.at, broken_at=self.broken_at)
+from serving_cases import Counting, make_engine, reason_of, request, run, tokens_of
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hasten
+from drafting import proposing
 from hasten.generation.params import SamplingParams
 from hasten.model.fused import refusal
 from references import make_reference, tiny_llama
@@ -83,7 +84,7 @@ def serve_and_compare(name, arrivals, blocks, budget, prefix_cache):
         right = next((text[at : at + 2] for text in known if text[:at] == sequence.tokens), [])
         return [*(right if chance.random() < 0.3 else []), *chance.choices(TEXT, k=chance.randrange(3))]
 
-    engine.propose = guess
+    engine.speculator = proposing(guess)
 
     def step():
         nonlocal steps, aborted
@@ -136,7 +137,7 @@ def test_right_guesses_save_steps():
     wanted = alone("llama", prompt, 16, None)
     engine = make_engine(model, token_budget=32)
     whole = list(prompt) + wanted
-    engine.propose = lambda sequence: whole[len(sequence.tokens) : len(sequence.tokens) + 3]
+    engine.speculator = proposing(lambda text: whole[len(text.tokens) : len(text.tokens) + 3])
     found = run(engine, [request("a", prompt, max_new_tokens=16)])["a"]
     assert tokens_of(found) == wanted
     assert engine.stats().steps == 1 + -(-15 // 4)

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hasten.errors import ConfigError
-from hasten.serving.blocks import BlockManager
+from hasten.generation.blocks import BlockManager
 from hasten.serving.scheduler import Scheduler
 
 

@@ -6,14 +6,14 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from hasten.cli.options import CacheOptions, ModelOptions, SamplingOptions, with_chat_template
+from hasten.cli.options import CacheOptions, DraftOptions, ModelOptions, SamplingOptions, with_chat_template
 from hasten.errors import ConfigError
 
 HELP = "/clear forgets the conversation, /exit (or Ctrl-D) leaves, Ctrl-C stops an answer"
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChatInTerminal(SamplingOptions, CacheOptions, ModelOptions):
+class ChatInTerminal(SamplingOptions, DraftOptions, CacheOptions, ModelOptions):
     """Talk to a model that has a chat template. Ctrl-C stops the answer, Ctrl-D leaves."""
 
     system: str | None = None
@@ -29,7 +29,7 @@ class ChatInTerminal(SamplingOptions, CacheOptions, ModelOptions):
         if self.template is not None and model.tokenizer is not None:
             model.tokenizer = with_chat_template(model.tokenizer, self.template, option="--template")
         params = self.params(model.generation)
-        chat = Chat(model, system=self.system, kv_cache_dtype=self.kv_cache_dtype)
+        chat = Chat(model, system=self.system, kv_cache_dtype=self.kv_cache_dtype, **self.drafting(model))
         print(HELP, file=sys.stderr)
         while True:
             try:

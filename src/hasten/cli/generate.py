@@ -6,7 +6,7 @@ import sys
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from hasten.cli.options import CacheOptions, ModelOptions, SamplingOptions
+from hasten.cli.options import CacheOptions, DraftOptions, ModelOptions, SamplingOptions
 from hasten.errors import ConfigError
 from hasten.machine.files import require_writable, write_json
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Generate(SamplingOptions, CacheOptions, ModelOptions):
+class Generate(SamplingOptions, DraftOptions, CacheOptions, ModelOptions):
     """Continue a prompt, or several at once."""
 
     prompt: tuple[str, ...] = ()
@@ -36,6 +36,7 @@ class Generate(SamplingOptions, CacheOptions, ModelOptions):
         # Compiled blocks are PyTorch's path; the fused ones are the other.
         model = (replace(self, fuse=False) if self.compile else self).load()
         from hasten.generation.generate import Generation, Timing
+        from hasten.generation.speculation import make_speculator
 
         params = self.params(model.generation)
         if self.compile:
@@ -43,8 +44,16 @@ class Generate(SamplingOptions, CacheOptions, ModelOptions):
 
             compile_blocks(model)
         timing = Timing()
-        cache = self.kv_cache_dtype
-        run = Generation(model, prompts, params, compiled=self.compile, kv_cache_dtype=cache, timing=timing)
+        speculator = make_speculator(model, **self.drafting(model))
+        run = Generation(
+            model,
+            prompts,
+            params,
+            compiled=self.compile,
+            kv_cache_dtype=self.kv_cache_dtype,
+            timing=timing,
+            speculator=speculator,
+        )
         show = self.json != "-"
         streamed = show and len(prompts) == 1
         if streamed:
@@ -53,11 +62,13 @@ class Generate(SamplingOptions, CacheOptions, ModelOptions):
         if show and len(prompts) > 1:
             for prompt, result in zip(prompts, results, strict=True):
                 print(f"--- {prompt!r}\n{prompt}{result['text']}")
-        speeds = {
+        speeds: dict[str, Any] = {
             "prefill_tokens_per_second": timing.prefill_tokens_per_second,
             "decode_tokens_per_second": timing.decode_tokens_per_second,
             "time_to_first_token_seconds": timing.first_token,
         }
+        if speculator is not None:
+            speeds["speculation"] = asdict(speculator.stats) | {"tokens_per_step": speculator.stats.tokens_per_step}
         if show:
             print(
                 f"\n[{timing.prefill_tokens} prompt tokens at {speeds['prefill_tokens_per_second']:.1f}/s, "
@@ -65,6 +76,8 @@ class Generate(SamplingOptions, CacheOptions, ModelOptions):
                 f"first after {timing.first_token:.2f} s]",
                 file=sys.stderr,
             )
+        if show and speculator is not None:
+            print(speculator.stats, file=sys.stderr)
         write_json(self.json, (results[0] if len(results) == 1 else {"outputs": results}) | speeds)
 
 

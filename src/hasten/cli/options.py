@@ -108,11 +108,47 @@ class LoadOptions:
         print(f"matrix products in {precision_of(model)}", file=sys.stderr)
         return model
 
+    def in_int4(self, model: Transformer) -> Transformer:
+        """The same weights in int4, to draft for the model. Raises ConfigError where it is in int4 itself."""
+        if any(layer.weight.bits < 8 for layer in (model.quantization or {}).values()):
+            raise ConfigError("--draft self:int4 is for a model of more bits; this one is in int4 itself")
+        if model.quantization is not None and self.quantize == "none":
+            raise ConfigError(
+                "--draft self:int4 rounds the weights anew, and this folder has them in int8 already; give the folder "
+                "of an int4 model of the same checkpoint instead"
+            )
+        small = replace(self, quantize="int4").load()
+        held = sum(tensor.nbytes for tensor in small.state_dict().values())
+        print(f"the draft in int4 takes {held / 1e9:.2f} GB beside the model", file=sys.stderr)
+        return small
+
     def read_model(self, device: str) -> Transformer:
         """The model as it lies in its folder."""
         from hasten.model.load import load
 
         return load(self.model, dtype=self.dtype, device=device)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftOptions:
+    """Speculative decoding: the same text, sooner."""
+
+    draft: str = "none"
+    """What proposes tokens for the model to check together: suffix (what followed the same words before), a FOLDER with
+    a smaller model of the same vocabulary, self:N-layers (its own first layers), self:int4, or none."""
+    speculate: int | None = None
+    """The most tokens of a draft, 16 by default; as many are proposed as pay here."""
+    accept: Literal["exact", "distribution"] = "exact"
+    """exact takes what the model would have drawn: the same text. distribution, for a model that drafts, takes a token
+    with min(1, p/q): another text of the same distribution, sooner at high temperatures."""
+
+    def drafting(self, model: Transformer) -> dict[str, Any]:
+        """The same, as the library's functions take it."""
+        draft: str | Transformer = self.draft
+        if draft == "self:int4":
+            assert isinstance(self, LoadOptions)
+            draft = self.in_int4(model)
+        return {"draft": draft, "speculate": self.speculate, "accept": self.accept}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,13 +165,18 @@ class EngineOptions:
 
     def start_engine(self, model: Transformer, tokenizer: Tokenizer | None) -> AsyncEngine:
         """The engine of a loaded model, with its cache and its thread."""
+        from hasten.generation.speculation import make_speculator
         from hasten.serving.async_engine import AsyncEngine
         from hasten.serving.engine import Engine
+        from hasten.serving.llm import DRAFT_TOKENS
 
         settings = self.engine
         if self.cache_gib is not None:
             settings = replace(settings, cache_bytes=int(self.cache_gib * 2**30))
-        return AsyncEngine(Engine(model, tokenizer, settings))
+        speculator = None
+        if isinstance(self, DraftOptions):
+            speculator = make_speculator(model, **self.drafting(model), tokens=DRAFT_TOKENS)
+        return AsyncEngine(Engine(model, tokenizer, settings, speculator=speculator))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,13 +1,32 @@
-"""The next token of every row of a batch, step after step: `hasten.generation.sampling` with what it must remember."""
+"""The next tokens of every row of a batch, step after step: `hasten.generation.sampling` with what it must remember.
+
+A row may come with a draft: tokens that were guessed to follow its text, and the logits after each of them. A guessed
+token is taken if it is what is drawn at its place, from the logits, noise, history and constraint of that place. So the
+text is the same with any draft or none; a good one only makes it come sooner.
+"""
 
 from collections.abc import Collection, Sequence
+from itertools import accumulate
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from hasten.generation.params import SamplingParams
-from hasten.generation.sampling import History, RowParams, banned_ends, next_tokens
+from hasten.generation.sampling import History, RowParams, banned_ends, exponential_noise, next_tokens, process
 from hasten.generation.stopping import stop_ids
+
+_STREAM = 0x5851F42D4C957F2D  # between the seeds of streams of noise that have nothing to do with each other
+
+
+class Guide(Protocol):
+    """Says which tokens may come in rows that are constrained."""
+
+    def mask(self, row: int, logits: Tensor) -> None:
+        """Set the logits (V,) of what may not come to -inf, in place."""
+
+    def took(self, row: int, token: int) -> bool:
+        """A token was taken; whether another one may follow."""
 
 
 class BatchSampler:
@@ -35,14 +54,126 @@ class BatchSampler:
 
     def next_tokens(self, logits: Tensor, *, steps: Sequence[int]) -> Tensor:
         """Logits of the last position (B, V or more) -> tokens (B,) int64. steps: tokens generated so far by each."""
-        banned = banned_ends(
-            self._params, steps=steps, end_ids=self._end_ids, vocab_size=self._rows.vocab_size, device=self._device
-        )
+        tokens = self._draw(logits, None, steps)
+        if self._history is not None:
+            self._history.observe(tokens)
+        return tokens
+
+    def take(
+        self,
+        logits: Tensor,
+        drafts: Sequence[Sequence[int]],
+        *,
+        steps: Sequence[int],
+        guide: Guide | None = None,
+        probabilities: Sequence[Sequence[Tensor]] | None = None,
+    ) -> list[list[int]]:
+        """What each row takes: its draft as far as it is what is drawn, and one token more.
+
+        logits (R, V or more): of each row those after its text, then those after each token of its draft. steps: tokens
+        generated so far by each row. Where a draw depends on those before it (penalties, a guide), the drafts' places
+        are drawn for one after the other; else all at once. probabilities: those (V,) that each token of a draft was
+        drawn from, with noise of its own; where a row has them and no penalty or guide, a token is taken with
+        min(1, p/q) instead, and one that is not is replaced by a draw from what p has more than q (arXiv 2211.17192).
+        """
+        first = [0, *accumulate(1 + len(draft) for draft in drafts)]
+        if guide is None and self._history is None:
+            if not any(drafts):
+                return [[token] for token in self._draw(logits, None, steps).tolist()]
+            rows = [row for row, draft in enumerate(drafts) for _ in range(1 + len(draft))]
+            places = [steps[row] + at - first[row] for at, row in enumerate(rows)]
+            if probabilities is not None and any(probabilities):
+                return self._by_distribution(logits, drafts, probabilities, rows, places)
+            drawn = self._draw(logits, rows, places).tolist()
+            return [agreed(drawn[first[row] : first[row + 1]], draft) for row, draft in enumerate(drafts)]
+        taken: list[list[int]] = [[] for _ in drafts]
+        going = list(range(len(drafts)))
+        for place in range(1 + max(map(len, drafts))):
+            part = logits[torch.tensor([first[row] + place for row in going], device=logits.device)]
+            for row, own in zip(going, part, strict=True):
+                if guide is not None:
+                    guide.mask(row, own)
+            tokens = self._draw(part, going, [steps[row] + place for row in going])
+            if self._history is not None:
+                self._history.observe(tokens, rows=going)
+            more: list[int] = []
+            for row, token in zip(going, tokens.tolist(), strict=True):
+                taken[row].append(token)
+                goes_on = guide is None or guide.took(row, token)
+                if goes_on and place < len(drafts[row]) and drafts[row][place] == token:
+                    more.append(row)
+            going = more
+            if not going:
+                break
+        return taken
+
+    def probabilities(self, logits: Tensor, *, steps: Sequence[int]) -> Tensor:
+        """What the tokens of the rows are drawn from (B, V), where none has a penalty."""
+        return self._processed(logits, None, steps).softmax(-1)
+
+    def _by_distribution(
+        self,
+        logits: Tensor,
+        drafts: Sequence[Sequence[int]],
+        drawn_from: Sequence[Sequence[Tensor]],
+        rows: Sequence[int],
+        places: Sequence[int],
+    ) -> list[list[int]]:
+        """What each row takes by the rule of min(1, p/q); by the other one where a draft has no probabilities."""
+        drawn = self._draw(logits, rows, places).tolist()
+        target = self._processed(logits, rows, places).softmax(-1)  # (R, V)
+        seeds, at = self._rows.seeds[list(rows)], torch.tensor(places, device=self._device)
+        # A third stream of noise beside the target's and the draft's: e^-E is uniform.
+        uniform = (-exponential_noise(seeds + 2 * _STREAM, at, vocab_size=1)[:, 0]).exp().tolist()
+        taken, start = [], 0
+        for draft, own in zip(drafts, drawn_from, strict=True):
+            found, start = start, start + 1 + len(draft)
+            if len(own) < len(draft):
+                taken.append(agreed(drawn[found:start], draft))
+                continue
+            count = 0
+            while count < len(draft):
+                q, p = own[count][draft[count]], target[found + count, draft[count]]
+                if uniform[found + count] * q >= p:
+                    break
+                count += 1
+            last = drawn[found + count]  # by the noise of its place
+            if count < len(draft):
+                noise = exponential_noise(seeds[[found + count]], at[[found + count]], vocab_size=target.shape[1])[0]
+                last = int(((target[found + count] - own[count]).clamp(min=0).log() - noise.log()).argmax())
+            taken.append([*draft[:count], last])
+        return taken
+
+    def _processed(self, logits: Tensor, rows: Sequence[int] | None, steps: Sequence[int]) -> Tensor:
+        """The logits to draw from (R, V), without penalties."""
+        params, ends = self._params, self._end_ids
+        settings = self._rows
+        if rows is not None:
+            params, ends, settings = [params[row] for row in rows], [ends[row] for row in rows], settings.select(rows)
+        banned = banned_ends(params, steps=steps, end_ids=ends, vocab_size=settings.vocab_size, device=self._device)
+        return process(logits, settings, banned=banned)
+
+    def _draw(self, logits: Tensor, rows: Sequence[int] | None, steps: Sequence[int]) -> Tensor:
+        """A token (R,) for each of the logits (R, V), which belong to these rows (None: to all, in order)."""
+        params, ends, settings, history = self._params, self._end_ids, self._rows, self._history
+        if rows is not None and list(rows) != list(range(len(params))):
+            params, ends = [params[row] for row in rows], [ends[row] for row in rows]
+            settings = settings.select(rows)
+            history = None if history is None else history.select(rows)
+        banned = banned_ends(params, steps=steps, end_ids=ends, vocab_size=settings.vocab_size, device=self._device)
         if min(steps) == max(steps):  # as in `generate`: no copy to a GPU, which would wait there for the logits
             at = torch.full((len(steps),), steps[0], device=self._device)
         else:
             at = torch.tensor(steps, device=self._device)
-        tokens = next_tokens(logits, self._rows, steps=at, history=self._history, banned=banned)
-        if self._history is not None:
-            self._history.observe(tokens)
-        return tokens
+        return next_tokens(logits, settings, steps=at, history=history, banned=banned)
+
+
+def other_seed(seed: int | None) -> int | None:
+    """The seed of a draft that draws with noise of its own."""
+    return None if seed is None else (seed + _STREAM) % (1 << 63)
+
+
+def agreed(drawn: Sequence[int], draft: Sequence[int]) -> list[int]:
+    """Of tokens drawn at a draft's places and at the one behind it, those that are taken."""
+    count = next((i for i, token in enumerate(draft) if drawn[i] != token), len(draft))
+    return list(drawn[: count + 1])

@@ -2,6 +2,7 @@
 
 from collections.abc import Generator
 from itertools import takewhile
+from pathlib import Path
 from typing import Any
 
 from hasten.errors import ConfigError
@@ -10,16 +11,27 @@ from hasten.generation.generate import Generation, Timing
 from hasten.generation.graphs import fastest_decoder
 from hasten.generation.params import SamplingParams, check_kv_cache_dtype
 from hasten.generation.prompts import fit
+from hasten.generation.speculation import Accept, make_speculator
 from hasten.model.transformer import Transformer
 
 
 class Chat:
     """The history of one conversation and the cache that holds its tokens.
 
-    Raises ConfigError at once if the model has no tokenizer or no chat template.
+    draft, speculate, accept: as in `hasten.generate`. Raises ConfigError at once if the model has no tokenizer or no
+    chat template.
     """
 
-    def __init__(self, model: Transformer, *, system: str | None = None, kv_cache_dtype: str = "auto") -> None:
+    def __init__(
+        self,
+        model: Transformer,
+        *,
+        system: str | None = None,
+        kv_cache_dtype: str = "auto",
+        draft: str | Path | Transformer = "none",
+        speculate: int | None = None,
+        accept: Accept = "exact",
+    ) -> None:
         if model.tokenizer is None:
             raise ConfigError("this model's folder has no tokenizer; a chat needs one")
         self.model = model
@@ -29,6 +41,7 @@ class Chat:
         check_kv_cache_dtype(kv_cache_dtype)
         self.kv_cache_dtype = kv_cache_dtype
         self.clear()
+        self._speculator = make_speculator(model, draft, speculate=speculate, accept=accept)
         self.tokenizer.render_chat([{"role": "user", "content": "?"}])  # refuses a model without a template now
         self._decoder: Decoder | None = None
         self._cached: list[int] = []  # the ids whose keys and values stand in the cache
@@ -58,7 +71,15 @@ class Chat:
             self.reused = 0
         decoder.truncate(self.reused)
         self._cached = self._cached[: self.reused]
-        run = Generation(self.model, [prompt], params, decoder=decoder, reused=self.reused, timing=timing)
+        run = Generation(
+            self.model,
+            [prompt],
+            params,
+            decoder=decoder,
+            reused=self.reused,
+            timing=timing,
+            speculator=self._speculator,
+        )
         try:
             yield from run.texts()
         finally:

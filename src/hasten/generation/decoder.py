@@ -80,7 +80,8 @@ class Decoder:
         assert logits is not None
         return logits
 
-    def _append(self, part: list[list[int]]) -> Tensor:
+    def _append(self, part: list[list[int]], *, every: bool = False) -> Tensor:
+        """Logits after the last token of each row, or after `every` token."""
         longest = max(len(tokens) for tokens in part)
         device = self.model.device
         tokens = torch.tensor([p + [0] * (longest - len(p)) for p in part], device=device)  # (B, T)
@@ -94,7 +95,7 @@ class Decoder:
         self.lengths = [n + len(p) for n, p in zip(self.lengths, part, strict=True)]
         context = self.cache.step(positions, valid=valid, fresh=fresh, read=max(self.lengths), masks=not self._fused())
         last = torch.arange(len(part), device=device) * longest + (counts - 1).clamp(min=0)
-        return self.model(tokens, positions, context, rows=last)
+        return self.model(tokens, positions, context, rows=valid.flatten().nonzero()[:, 0] if every else last)
 
     @torch.inference_mode()
     def decode(self, tokens: Tensor, *, active: Sequence[bool] | None = None) -> Tensor:
@@ -117,17 +118,41 @@ class Decoder:
         context = self.cache.step(positions, valid=valid, read=read, masks=not self._fused())
         return self.model(tokens[:, None], positions, context)[:, 0]
 
-    def truncate(self, length: int) -> None:
-        """Forget everything after the first `length` tokens of every row; what lies behind is overwritten later.
+    @torch.inference_mode()
+    def verify(self, tokens: Sequence[Sequence[int]]) -> Tensor:
+        """Append each row's tokens, none for rows that have ended; return the logits (R, V) after every one of them,
+        row by row. `truncate` forgets those that turn out wrong.
+        """
+        grown = [n + len(t) for n, t in zip(self.lengths, tokens, strict=True)]
+        self._check_room(max(grown))
+        if self._rescale_at is not None:
+            self._history = [[*h[:n], *t] for h, n, t in zip(self._history, self.lengths, tokens, strict=True)]
+        return self._append([list(row) for row in tokens], every=True)
+
+    def room(self, row: int) -> int:
+        """How many tokens a draft of a row may have that `verify` takes beside its next token."""
+        length = self.lengths[row]
+        room = self.cache.capacity - length - 1
+        if self.cache.longest_step is not None:
+            room = min(room, self.cache.longest_step - 1)
+        if self._rescale_at is not None and length <= self._rescale_at:
+            room = min(room, self._rescale_at - length - 1)
+        return max(0, room)
+
+    def truncate(self, lengths: int | Sequence[int]) -> None:
+        """Forget everything after the first so many tokens of every row, or of each; what lies behind is overwritten
+        later.
 
         Raises ConfigError where a cache bounded by a local attention pattern no longer holds what came before.
         """
-        if any(self.forgets(n, length) for n in self.lengths):
-            raise ConfigError(
-                f"the cache of a local attention pattern keeps the last {self.cache.rows} tokens; it cannot go back to "
-                f"{length} of {max(self.lengths)}: make a new Decoder"
-            )
-        self.lengths = [min(n, length) for n in self.lengths]
+        wanted = [lengths] * len(self.lengths) if isinstance(lengths, int) else lengths
+        for length, grown in zip(wanted, self.lengths, strict=True):
+            if self.forgets(grown, length):
+                raise ConfigError(
+                    f"the cache of a local attention pattern keeps the last {self.cache.rows} tokens; it cannot go "
+                    f"back to {length} of {grown}: make a new Decoder"
+                )
+        self.lengths = [min(n, length) for n, length in zip(self.lengths, wanted, strict=True)]
 
     def forgets(self, grown: int, length: int) -> bool:
         """Whether a row of `grown` tokens, going back to `length`, would miss keys that were overwritten since."""

@@ -1,9 +1,13 @@
 """`hasten.generate` and `hasten.stream`: prompts in, tokens and text out."""
 
+import secrets
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
+
+import torch
 
 from hasten.errors import ConfigError
 from hasten.generation.batch_sampler import BatchSampler
@@ -11,8 +15,11 @@ from hasten.generation.decoder import Decoder
 from hasten.generation.graphs import fastest_decoder
 from hasten.generation.params import SamplingParams
 from hasten.generation.prompts import Prompt, encode_prompts, end_ids, fit, params_of
+from hasten.generation.speculation import Accept, Speculator, Text, make_speculator
 from hasten.generation.stopping import FinishReason, OutputText
 from hasten.model.transformer import Transformer
+
+Draft = str | Path | Transformer
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,29 +60,50 @@ def generate(
     compiled: bool = False,
     kv_cache_dtype: str = "auto",
     timing: Timing | None = None,
+    draft: Draft = "none",
+    speculate: int | None = None,
+    accept: Accept = "exact",
     **settings: Any,
 ) -> list[Output]:
     """Continue prompts, all of them in one batch; every one gets what it would get alone.
 
     prompts: a text, a list of token ids, or a sequence of either. params: for all, or one for each prompt; single
     fields may be given by keyword instead (temperature=0, max_new_tokens=100, …). kv_cache_dtype: how keys and values
-    are kept, one of `hasten.generation.params.KVCacheDtype`. Raises ConfigError for a prompt that does not fit, a text
-    without a tokenizer, or an id outside the vocabulary.
+    are kept, one of `hasten.generation.params.KVCacheDtype`. draft, speculate, accept: what proposes tokens, for the
+    same text sooner, how many at most, and which are taken (`make_speculator`). Raises ConfigError for a prompt that
+    does not fit, a text without a tokenizer, or an id outside the vocabulary.
     """
     run = Generation(
-        model, prompts, params, compiled=compiled, kv_cache_dtype=kv_cache_dtype, timing=timing, **settings
+        model,
+        prompts,
+        params,
+        compiled=compiled,
+        kv_cache_dtype=kv_cache_dtype,
+        timing=timing,
+        speculator=make_speculator(model, draft, speculate=speculate, accept=accept),
+        **settings,
     )
     for _ in run:
         pass
     return run.results()
 
 
-def stream(model: Transformer, prompt: Prompt, params: SamplingParams | None = None, **settings: Any) -> Iterator[str]:
+def stream(
+    model: Transformer,
+    prompt: Prompt,
+    params: SamplingParams | None = None,
+    *,
+    draft: Draft = "none",
+    speculate: int | None = None,
+    accept: Accept = "exact",
+    **settings: Any,
+) -> Iterator[str]:
     """Continue one prompt and yield its text piece by piece: whole characters, never a part of a stop string.
 
-    settings: as of `generate`.
+    draft, speculate, accept, settings: as in `generate`.
     """
-    run = Generation(model, prompt, params, **settings)
+    speculator = make_speculator(model, draft, speculate=speculate, accept=accept)
+    run = Generation(model, prompt, params, speculator=speculator, **settings)
     if len(run.prompts) != 1:
         raise ConfigError(f"stream takes one prompt, found {len(run.prompts)}; use generate for several")
     yield from run.texts()
@@ -86,7 +114,7 @@ class Generation:
     unfinished rows. `results` is what there is so far.
 
     decoder: one whose cache already holds the beginning of the (only) prompt, as a chat does; `reused` of its tokens
-    are then not computed again.
+    are then not computed again. speculator: proposes tokens that are checked together, for the same text sooner.
     """
 
     def __init__(
@@ -100,12 +128,15 @@ class Generation:
         timing: Timing | None = None,
         decoder: Decoder | None = None,
         reused: int = 0,
+        speculator: Speculator | None = None,
         **settings: Any,
     ) -> None:
         self.model = model
+        self.speculator = speculator
         self.prompts = encode_prompts(model, prompts)
         rows = params_of(params, prompts=len(self.prompts), **settings)
         self.params = [fit(row, len(p), model) for row, p in zip(rows, self.prompts, strict=True)]
+        self.params = [_seeded(row) for row in self.params]
         self.timing = timing if timing is not None else Timing()
         capacity = max(len(p) + row.max_new_tokens for p, row in zip(self.prompts, self.params, strict=True))
         self.reused = reused
@@ -118,6 +149,7 @@ class Generation:
             for row, prompt in zip(self.params, self.prompts, strict=True)
         ]
         self._taken: list[list[tuple[int, str]]] = [[] for _ in self.prompts]  # (token, text it added) of each row
+        self._tokens = [list(prompt) for prompt in self.prompts]  # of prompt and answer
 
     def results(self) -> list[Output]:
         """Every prompt's continuation up to now; finish_reason "length" stands for a row that has not ended, too."""
@@ -143,25 +175,82 @@ class Generation:
         )
         start = time.perf_counter()
         logits = self.decoder.prefill([prompt[self.reused :] for prompt in self.prompts])
+        drafts: list[list[int]] = []
         active = [True] * len(self.prompts)
-        for step in range(max(row.max_new_tokens for row in self.params)):
-            # Everything that depends on the logits is queued before the one unavoidable wait, for the token itself.
-            tokens = sampler.next_tokens(logits, steps=[step] * len(self.prompts))
-            found = tokens.tolist()
+        while True:
+            counts = [output.count for output in self.outputs]
+            # All that depends on the logits is queued before the one unavoidable wait, for the tokens themselves.
+            if any(drafts):
+                told = None if self.speculator is None else [*map(self.speculator.probabilities, range(len(drafts)))]
+                taken = sampler.take(logits, drafts, steps=counts, probabilities=told)
+                tokens = torch.tensor([own[-1] for own in taken], device=self.model.device)
+            else:
+                tokens = sampler.next_tokens(logits, steps=counts if self.speculator else [max(counts)] * len(counts))
+                taken = [[token] for token in tokens.tolist()]
             now = time.perf_counter()
-            if step == 0:
+            pushed = [one for row, on in enumerate(active) if on for one in self._push(row, taken[row])]
+            if self.speculator is not None:
+                self._learn(self.speculator, drafts, counts, now - start)
+            if timing.first_token == 0.0:
                 timing.prefill_tokens += sum(len(p) - self.reused for p in self.prompts)
                 timing.prefill_seconds += now - start
                 timing.first_token = now - timing.started
             else:
                 timing.decode_seconds += now - start
-                timing.decode_tokens += sum(active)
-            pushed = [(row, found[row], self.outputs[row].push(found[row])) for row, on in enumerate(active) if on]
-            for row, token, text in pushed:
-                self._taken[row].append((token, text))
+                timing.decode_tokens += len(pushed)
             yield pushed
             active = [output.finish_reason is None for output in self.outputs]
             if not any(active):
                 return
             start = time.perf_counter()
-            logits = self.decoder.decode(tokens, active=active)
+            drafts = self._drafts(active)
+            if any(drafts):  # rows that have ended go along, and back
+                logits = self.decoder.verify([[own[-1], *draft] for own, draft in zip(taken, drafts, strict=True)])
+            else:
+                logits = self.decoder.decode(tokens, active=active)
+
+    def _push(self, row: int, tokens: Sequence[int]) -> list[tuple[int, int, str]]:
+        """Give a row its tokens, up to the one that ends it."""
+        output, pushed = self.outputs[row], []
+        for token in tokens:
+            pushed.append((row, token, output.push(token)))
+            if output.finish_reason is not None:
+                break
+        self._taken[row] += [(token, text) for _, token, text in pushed]
+        self._tokens[row] += [token for _, token, _ in pushed]
+        return pushed
+
+    def _drafts(self, active: Sequence[bool]) -> list[list[int]]:
+        """What the speculator proposes for the rows that go on; empty for all others."""
+        drafts: list[list[int]] = [[] for _ in active]
+        if self.speculator is None:
+            return drafts
+        texts = []
+        for row in (row for row, on in enumerate(active) if on):
+            params, count = self.params[row], self.outputs[row].count
+            room = min(self.decoder.room(row), params.max_new_tokens - count - 1)
+            texts.append(Text(number=row, tokens=self._tokens[row], step=count, params=params, room=room))
+        for text, draft in zip(texts, self.speculator.propose(texts), strict=True):
+            drafts[text.number] = draft
+        return drafts
+
+    def _learn(
+        self, speculator: Speculator, drafts: Sequence[Sequence[int]], counts: Sequence[int], seconds: float
+    ) -> None:
+        """Forget the keys of what was wrong, and tell the speculator what was right and how long it took."""
+        if any(drafts):  # the newest token's keys are not there yet
+            self.decoder.truncate([len(tokens) - 1 for tokens in self._tokens])
+        grown = [output.count - count for output, count in zip(self.outputs, counts, strict=True)]
+        for row, taken in enumerate(grown):
+            if taken and counts[row]:
+                speculator.observe(row, taken, checked=len(drafts[row]) if drafts else 0)
+            if self.outputs[row].finish_reason is not None:
+                speculator.end(row, self._tokens[row][len(self.prompts[row]) :])
+        if max(counts):
+            rows = sum(1 + len(draft) for draft in drafts)
+            speculator.stepped(rows, sum(map(len, self._tokens)) / len(self._tokens), seconds)
+
+
+def _seeded(params: SamplingParams) -> SamplingParams:
+    """With a seed in any case: a draft model draws with the same."""
+    return params if params.greedy or params.seed is not None else replace(params, seed=secrets.randbits(63))

@@ -1,6 +1,6 @@
 """The paged key/value cache: blocks of a fixed number of tokens in any order, a table a sequence (arXiv 2309.06180).
 
-The tensors only; which block belongs to whom is `hasten.serving.blocks.BlockManager`'s business. A step takes any
+The tensors only; which block belongs to whom is `hasten.generation.blocks.BlockManager`'s business. A step takes any
 number of tokens of any number of sequences, laid end to end in one row: chunks of prompts and decodes in the same call.
 """
 

@@ -20,7 +20,8 @@ counter-based generator, in int64 tensor arithmetic, on whatever device the logi
 import math
 import secrets
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -103,6 +104,13 @@ class RowParams:
     def needs_history(self) -> bool:
         return any(setting is not None for setting in (self.repetition, self.presence, self.frequency))
 
+    def select(self, rows: Sequence[int]) -> "RowParams":
+        """The settings of these rows, in this order; one may stand there several times."""
+        at = torch.tensor(rows, device=self.seeds.device)
+        own = {name: getattr(self, name) for name in self.__slots__}
+        chosen: dict[str, Any] = {name: value[at] for name, value in own.items() if isinstance(value, Tensor)}
+        return replace(self, **chosen)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class History:
@@ -129,11 +137,22 @@ class History:
             seen[row, torch.tensor(prompt, dtype=torch.int64)] = True
         return cls(counts=counts.to(device), seen=seen.to(device))
 
-    def observe(self, tokens: Tensor) -> None:
-        """Count the tokens (B,) int64 that were just taken, in place (the addresses stay, for captured graphs)."""
-        column = tokens.unsqueeze(1)  # (B, 1)
-        self.counts.scatter_add_(1, column, torch.ones_like(column, dtype=torch.int32))
-        self.seen.scatter_(1, column, True)
+    def observe(self, tokens: Tensor, *, rows: Sequence[int] | None = None) -> None:
+        """Count the tokens int64 that were just taken, one of each of the rows (all B), in place: the addresses stay,
+        for captured graphs.
+        """
+        at = (
+            torch.arange(len(tokens), device=tokens.device)
+            if rows is None
+            else torch.tensor(rows, device=tokens.device)
+        )
+        self.counts.index_put_((at, tokens), torch.ones_like(tokens, dtype=torch.int32), accumulate=True)
+        self.seen[at, tokens] = True
+
+    def select(self, rows: Sequence[int]) -> "History":
+        """A copy of these rows."""
+        at = torch.tensor(rows, device=self.counts.device)
+        return History(counts=self.counts[at], seen=self.seen[at])
 
 
 def banned_ends(

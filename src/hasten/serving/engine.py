@@ -16,17 +16,18 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from hasten.generation.blocks import BlockManager
 from hasten.generation.cache import row_format
 from hasten.generation.paged import PagedCache
 from hasten.generation.prompts import end_ids
+from hasten.generation.speculation import SpeculationStats, Speculator, Text
 from hasten.model.tokenizer import Tokenizer
 from hasten.model.transformer import Transformer
 from hasten.serving import beams
 from hasten.serving.admission import admitted, cache_blocks, longest
 from hasten.serving.beams import BeamSearch
-from hasten.serving.blocks import BlockManager
 from hasten.serving.logprobs import TokenTexts
-from hasten.serving.model_runner import Proposer, Sampler, embed, guess, step_logits
+from hasten.serving.model_runner import Sampler, embed, step_logits
 from hasten.serving.request import EngineFailed, FinishReason, QueueFull, Request, RequestOutput, RequestRefused
 from hasten.serving.request_state import OutputSequence, RequestState, RequestTable
 from hasten.serving.scheduler import ScheduledSequence, ScheduledTokens, Scheduler
@@ -36,11 +37,18 @@ from hasten.serving.settings import EngineSettings, Stats
 class Engine:
     """Continues many requests at once. Every method is to be called by one thread, unless it says otherwise.
 
-    propose: None, or a function that guesses the next tokens of a sequence (speculation). Guesses are verified in one
-    step and taken as far as they are what would have been drawn, so that the text does not change.
+    speculator: None, or what proposes the next tokens of sequences. Drafts are checked in one step and taken as far as
+    they are what would have been drawn, so that the text does not change.
     """
 
-    def __init__(self, model: Transformer, tokenizer: Tokenizer | None, settings: EngineSettings) -> None:
+    def __init__(
+        self,
+        model: Transformer,
+        tokenizer: Tokenizer | None,
+        settings: EngineSettings,
+        *,
+        speculator: Speculator | None = None,
+    ) -> None:
         self.model, self.tokenizer, self.settings = model, tokenizer, settings
         self.max_length = longest(model, settings)
         self.cache = PagedCache(
@@ -63,7 +71,7 @@ class Engine:
         self.sampler = Sampler(
             vocab_size=model.config.vocab_size, eos_ids=self.eos_ids, texts=self.texts, device=model.device
         )
-        self.propose: Proposer | None = None
+        self.speculator = speculator
         self.error: str | None = None  # why the engine stopped for good
         self._table = RequestTable()
         self._pending: list[RequestOutput] = []  # of aborted requests, for the next step
@@ -153,9 +161,14 @@ class Engine:
 
     def stats(self) -> Stats:
         """What was counted, and the engine at this moment."""
+        told = SpeculationStats() if self.speculator is None else self.speculator.stats
         return dataclasses.replace(
             self._counts,
             **dataclasses.asdict(self.blocks.stats),
+            drafts=told.drafts,
+            draft_tokens=told.draft_tokens,
+            accepted_tokens=told.accepted_tokens,
+            accepted_by_position=tuple(told.accepted_by_position),
             running=len(self.scheduler.running),
             waiting=len(self.scheduler.waiting),
             blocks=self.blocks.blocks,
@@ -195,8 +208,8 @@ class Engine:
     def _step(self) -> list[RequestOutput]:
         """Plan, copy, compute, sample, emit."""
         table = self._table
-        if self.propose is not None:
-            guess(self.propose, [table.outputs[s] for s in self.scheduler.running if s in table.outputs])
+        if self.speculator is not None:
+            self._propose(self.speculator)
         plan = self.scheduler.plan()
         if not plan:
             return []
@@ -223,10 +236,32 @@ class Engine:
                 scored[state.search, sequence] = row
         return self._grow(logits, growing) + self._search(logits, scored)
 
+    def _propose(self, speculator: Speculator) -> None:
+        """Have drafts made for the output sequences that are one token behind."""
+        outputs = self._table.outputs
+        level = [outputs[s] for s in self.scheduler.running if s in outputs and len(s.tokens) - s.computed == 1]
+        texts = [
+            Text(
+                number=one.sequence.number,
+                tokens=one.sequence.tokens,
+                step=one.count,
+                params=one.params,
+                room=one.params.max_new_tokens - one.count - 1,
+                salt=one.sequence.salt,
+            )
+            for one in level
+        ]
+        for one, draft in zip(level, speculator.propose(texts, other_rows=self.scheduler.behind), strict=True):
+            one.sequence.drafts = draft
+
     def _compute(self, plan: list[ScheduledTokens]) -> tuple[Tensor, list[int]]:
         started = time.perf_counter()
         computed = step_logits(self.model, self.cache, plan, self.blocks)
-        self._counts.model_seconds += time.perf_counter() - started
+        seconds = time.perf_counter() - started
+        self._counts.model_seconds += seconds
+        if self.speculator is not None:
+            rows = sum(entry.count for entry in plan)
+            self.speculator.stepped(rows, sum(entry.end for entry in plan) / len(plan), seconds)
         self._counts.steps += 1
         self._counts.computed_tokens += sum(entry.count for entry in plan)
         return computed
@@ -237,13 +272,18 @@ class Engine:
             return []
         found: list[RequestOutput] = []
         owners = list(growing)
-        for output, sampled in zip(owners, self.sampler.sample(logits, owners, list(growing.values())), strict=True):
+        first = list(growing.values())
+        drawn = self.sampler.sample(logits, owners, first, speculator=self.speculator)
+        for output, sampled in zip(owners, drawn, strict=True):
             text, count = output.append(sampled.tokens, failure=sampled.failure)
             self._counts.generated_tokens += count
+            if self.speculator is not None:
+                self.speculator.observe(output.sequence.number, count, checked=len(output.sequence.drafts))
             self.scheduler.accept(output.sequence, sampled.tokens[:count])
             if output.finish_reason is not None:
                 self.scheduler.finish(output.sequence)
                 del self._table.outputs[output.sequence]
+                self._forget(output)
             found += output.state.emit(
                 output, text=text, tokens=sampled.tokens[:count], logprobs=sampled.logprobs[:count]
             )
@@ -279,6 +319,10 @@ class Engine:
         self.blocks.forget()  # what was promised to be written in this step may not have been
         return outputs
 
+    def _forget(self, output: OutputSequence) -> None:
+        if self.speculator is not None:
+            self.speculator.end(output.sequence.number, output.generated, salt=output.sequence.salt)
+
     def _complete(self, state: RequestState, *, failed: bool = False) -> None:
         self._counts.failed += failed
         self._counts.finished += not failed
@@ -288,6 +332,8 @@ class Engine:
         """Stop a request from outside: its blocks back, and a last word for each of its unfinished texts."""
         for sequence in state.sequences:
             self.scheduler.finish(sequence)
-            self._table.outputs.pop(sequence, None)
+            output = self._table.outputs.pop(sequence, None)
+            if output is not None:
+                self._forget(output)
         self._table.remove(state)
         return state.emit_end(reason, why)

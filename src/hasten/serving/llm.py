@@ -14,11 +14,14 @@ from typing import Any
 from hasten.errors import ConfigError
 from hasten.generation.params import SamplingParams
 from hasten.generation.prompts import Prompt, encode_prompts, params_of
+from hasten.generation.speculation import Accept, make_speculator
 from hasten.model.transformer import Transformer
 from hasten.serving.async_engine import AsyncEngine
 from hasten.serving.engine import Engine
 from hasten.serving.request import EngineFailed, FinishReason, QueueFull, Request, RequestOutput, TokenLogprob
 from hasten.serving.settings import EngineSettings, Stats
+
+DRAFT_TOKENS = 1 << 16  # of all sequences of an engine, for which a draft model keeps keys and values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,10 +75,14 @@ class LLM:
         settings: EngineSettings | None = None,
         *,
         dtype: str | None = None,
+        draft: str | Path | Transformer = "none",
+        speculate: int | None = None,
+        accept: Accept = "exact",
         **more: Any,
     ) -> None:
         """model: a loaded one, or a folder or hub id, which is loaded (in its own dtype unless `dtype` says otherwise)
-        and fused where it can be. settings, or single fields of `EngineSettings` by keyword. Raises ConfigError.
+        and fused where it can be. settings, or single fields of `EngineSettings` by keyword. draft, speculate,
+        accept: what proposes tokens, for the same texts sooner (`hasten.generate`). Raises ConfigError.
         """
         if more:
             if settings is not None:
@@ -92,7 +99,8 @@ class LLM:
         elif dtype is not None:
             raise ConfigError("dtype is for a model that is loaded here; this one has its own")
         self.model = model
-        self.engine = Engine(model, model.tokenizer, settings or EngineSettings())
+        speculator = make_speculator(model, draft, speculate=speculate, accept=accept, tokens=DRAFT_TOKENS)
+        self.engine = Engine(model, model.tokenizer, settings or EngineSettings(), speculator=speculator)
         self._numbers = itertools.count()
         self._async: AsyncEngine | None = None
 

@@ -3,29 +3,31 @@
 The tokens of a step's sequences go through the model end to end (`step_logits`). What is drawn (`Sampler`) is one batch
 for all output sequences that got to their last token. A row's token depends on its own logits, settings, seed and step
 alone (see `hasten.generation.sampling`): it does not matter who else is drawn for. What is laid out for a set of rows
-is kept until the set changes. Before a step, tokens may be guessed (speculation); who guesses well is not decided here.
+is kept until the set changes. A sequence may come with a draft, tokens that were proposed for it (speculation).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from hasten.errors import ConfigError
-from hasten.generation.batch_sampler import BatchSampler
+from hasten.generation.batch_sampler import BatchSampler, agreed
+from hasten.generation.blocks import BlockManager
 from hasten.generation.paged import PagedCache, Rows
 from hasten.generation.prompts import check_ids
+from hasten.generation.speculation import Speculator
+from hasten.generation.stopping import stop_ids
 from hasten.model.context import training_context
 from hasten.model.transformer import Transformer
-from hasten.serving.blocks import BlockManager
 from hasten.serving.logprobs import TokenTexts, token_logprobs
-from hasten.serving.request import Constraint, RequestRefused, TokenLogprob
+from hasten.serving.request import RequestRefused, TokenLogprob
 from hasten.serving.request_state import OutputSequence
-from hasten.serving.scheduler import ScheduledSequence, ScheduledTokens
+from hasten.serving.scheduler import ScheduledTokens
 
 
 def step_logits(
@@ -80,22 +82,6 @@ def embed(model: Transformer, prompt: Sequence[int], *, pooling: str, max_length
     return x[-1] if pooling == "last" else x.mean(dim=0)
 
 
-# A guess at the next tokens of a sequence that is about to draw one.
-Proposer = Callable[[ScheduledSequence], Sequence[int]]
-
-
-def guess(propose: Proposer, outputs: Iterable[OutputSequence]) -> None:
-    """Have the next tokens of output sequences that are one behind guessed, no more than they may still take."""
-    for output in outputs:
-        sequence = output.sequence
-        if len(sequence.tokens) - sequence.computed != 1:
-            continue
-        if output.constraint is not None or output.params.needs_history:
-            continue  # each of their draws depends on the one before
-        room = output.params.max_new_tokens - output.count - 1
-        sequence.drafts = list(propose(sequence))[: max(0, room)]
-
-
 @dataclass(slots=True)  # not frozen, which takes longer to make: there is one for each row of each step
 class SampledTokens:
     """What an output sequence takes in a step. failure: why its constraint allows nothing, if so."""
@@ -105,101 +91,141 @@ class SampledTokens:
     failure: str | None
 
 
+class _Walk:
+    """The constraints of drawn rows, each walked along its draft; what is not taken is forgotten with a fork."""
+
+    def __init__(self, outputs: Sequence[OutputSequence], end_ids: Sequence[Collection[int]]) -> None:
+        self.failures: dict[int, str] = {}
+        self._end_ids = end_ids
+        self._drafted = [bool(output.sequence.drafts) for output in outputs]
+        self._constraints = [
+            one.constraint.fork() if drafted and one.constraint is not None else one.constraint
+            for one, drafted in zip(outputs, self._drafted, strict=True)
+        ]
+
+    def mask(self, row: int, logits: Tensor) -> None:
+        constraint = self._constraints[row]
+        if constraint is None:
+            return
+        try:
+            constraint.mask(logits)
+            if logits.amax().item() == -math.inf:
+                self.failures[row] = "the constraint on the answer allows no token here"
+        except Exception as error:  # of a grammar that came with a request: its own failure, not the engine's
+            self.failures[row] = f"the constraint on the answer failed: {error}"
+
+    def took(self, row: int, token: int) -> bool:
+        constraint = self._constraints[row]
+        if constraint is None or row in self.failures or not self._drafted[row] or token in self._end_ids[row]:
+            return constraint is None
+        try:
+            constraint.advance(token)
+            return not constraint.done
+        except Exception:  # it fails again where the token is appended, which says so
+            return False
+
+
 class Sampler:
     """Draws for a changing set of rows."""
 
     def __init__(self, *, vocab_size: int, eos_ids: Collection[int], texts: TokenTexts, device: torch.device) -> None:
         self.vocab_size, self.eos_ids, self.texts, self.device = vocab_size, frozenset(eos_ids), texts, device
         self._key: tuple[int, ...] = ()
-        self._drawn: list[int] = []  # indices of the rows that are more than an argmax
-        self._rows: Tensor | None = None  # the same, where they are not all
-        self._batch: BatchSampler | None = None
-        self._failures: dict[int, str] = {}  # of the last draw: rows whose constraint raised or left no token
+        self._drawn: list[int] = []  # indices of the outputs whose tokens are more than an argmax
+        self._batch: BatchSampler | None = None  # of those
 
-    def sample(self, logits: Tensor, outputs: Sequence[OutputSequence], first: Sequence[int]) -> list[SampledTokens]:
-        """What each output sequence takes. logits (R, V) float32; its first row, and one more for each guess behind it.
+    def sample(
+        self,
+        logits: Tensor,
+        outputs: Sequence[OutputSequence],
+        first: Sequence[int],
+        *,
+        speculator: Speculator | None = None,
+    ) -> list[SampledTokens]:
+        """What each output sequence takes: its draft as far as it is right, and one token more.
 
-        A guess is right if it is what is drawn at its place, from the same logits and noise as without guessing: so the
-        text is the same, and the more of them are right, the sooner.
-        """
-        rows: list[int] = []
-        owners: list[OutputSequence] = []
-        steps: list[int] = []
-        wanted: dict[int, int] = {}  # rows whose log-probabilities are, and how many alternatives
-        for output, row in zip(outputs, first, strict=True):
-            count = output.count
-            if output.state.wants_logprobs:
-                own = range(len(rows), len(rows) + 1 + len(output.sequence.drafts))
-                wanted |= dict.fromkeys(own, output.state.request.logprobs or 0)
-            for i in range(1 + len(output.sequence.drafts)):
-                rows.append(row + i)
-                owners.append(output)
-                steps.append(count + i)
-        if rows != list(range(len(logits))):  # several outputs of one row, or rows of a prompt's log-probabilities
-            logits = logits[torch.tensor(rows, device=logits.device)]
-        raw = logits[torch.tensor(list(wanted), device=logits.device)] if wanted else None  # constraints mask in place
-        tokens = self._draw(logits, owners, steps)
-        logprobs: dict[int, TokenLogprob] = {}
-        if raw is not None:
-            chosen = [tokens[i] for i in wanted]
-            found = token_logprobs(raw, chosen, tops=list(wanted.values()), texts=self.texts)
-            logprobs = dict(zip(wanted, found, strict=True))
-        sampled: list[SampledTokens] = []
-        at = 0
-        for output in outputs:
-            drafts, end = output.sequence.drafts, at + 1
-            while end - at <= len(drafts) and drafts[end - at - 1] == tokens[end - 1]:
-                end += 1
-            taken = [logprobs[i] for i in range(at, end)] if output.state.wants_logprobs else ()
-            sampled.append(SampledTokens(tokens[at:end], taken, self._failures.get(at)))
-            at += 1 + len(drafts)
-        return sampled
-
-    def _draw(self, logits: Tensor, outputs: Sequence[OutputSequence], steps: Sequence[int]) -> list[int]:
-        """logits (R, V) float32 (masked by constraints in place) -> a token of each row, for its output sequence.
-
-        steps: tokens before it. Rows with penalties or constraints have no guesses.
+        logits (R, V) float32; of each output the row `first`, and one more for each token of its draft behind it.
+        speculator: knows what the drafts were drawn from.
         """
         key = tuple(output.sequence.number for output in outputs)
-        self._failures.clear()
         if key != self._key:
             self._arrange(outputs)
             self._key = key
-        if self._batch is None:
-            return logits.argmax(dim=-1).tolist()
-        own, at = [outputs[i] for i in self._drawn], [steps[i] for i in self._drawn]
-        part = logits if self._rows is None else logits[self._rows]
-        for row, output, place in zip(part, own, self._drawn, strict=True):
-            if output.constraint is not None:
-                self._constrain(row, output.constraint, place)
-        tokens = self._batch.next_tokens(part, steps=at)
-        if self._rows is None:
-            return tokens.tolist()
-        found = logits.argmax(dim=-1)
-        found[self._rows] = tokens
-        return found.tolist()
+        scored = {  # before constraints mask their rows, in place
+            i: logits[first[i] : first[i] + 1 + len(output.sequence.drafts)].clone()
+            for i, output in enumerate(outputs)
+            if output.state.wants_logprobs
+        }
+        taken, failures = self._take(logits, outputs, first, speculator)
+        logprobs = self._logprobs(scored, taken, outputs)
+        return [SampledTokens(own, logprobs.get(i, ()), failures.get(i)) for i, own in enumerate(taken)]
 
-    def _constrain(self, row: Tensor, constraint: Constraint, place: int) -> None:
-        try:
-            constraint.mask(row)
-            if row.amax().item() == -math.inf:
-                self._failures[place] = "the constraint on the answer allows no token here"
-        except Exception as error:  # of a grammar that came with a request: its own failure, not the engine's
-            self._failures[place] = f"the constraint on the answer failed: {error}"
+    def _take(
+        self,
+        logits: Tensor,
+        outputs: Sequence[OutputSequence],
+        first: Sequence[int],
+        speculator: Speculator | None,
+    ) -> tuple[list[list[int]], dict[int, str]]:
+        """The tokens of each output, and why those failed whose constraint allows none."""
+        taken: list[list[int]] = [[] for _ in outputs]
+        drawn = set(self._drawn)
+        if len(drawn) < len(outputs):
+            best = logits.argmax(dim=-1).tolist()
+            for i, output in enumerate(outputs):
+                if i not in drawn:
+                    drafts = output.sequence.drafts
+                    taken[i] = agreed(best[first[i] : first[i] + 1 + len(drafts)], drafts)
+        if self._batch is None:
+            return taken, {}
+        own = [outputs[i] for i in self._drawn]
+        rows = [first[i] + at for i in self._drawn for at in range(1 + len(outputs[i].sequence.drafts))]
+        if rows != list(range(len(logits))):  # several outputs of one row, or rows of a prompt's log-probabilities
+            logits = logits[torch.tensor(rows, device=logits.device)]
+        walk = None
+        if any(output.constraint is not None for output in own):
+            walk = _Walk(own, [stop_ids(output.params, eos_ids=self.eos_ids) for output in own])
+        proposed = [output.sequence.drafts for output in own]
+        told = None
+        if speculator is not None:
+            told = [
+                speculator.probabilities(output.sequence.number)[: len(draft)]
+                for output, draft in zip(own, proposed, strict=True)
+            ]
+        steps = [output.count for output in own]
+        found = self._batch.take(logits, proposed, steps=steps, guide=walk, probabilities=told)
+        failures: dict[int, str] = {}
+        for at, (i, tokens) in enumerate(zip(self._drawn, found, strict=True)):
+            taken[i] = tokens
+            if walk is not None and at in walk.failures:
+                if len(tokens) > 1:  # what was right before it counts; the next step fails at once
+                    taken[i] = tokens[:-1]
+                else:
+                    failures[i] = walk.failures[at]
+        return taken, failures
+
+    def _logprobs(
+        self, scored: dict[int, Tensor], taken: Sequence[Sequence[int]], outputs: Sequence[OutputSequence]
+    ) -> dict[int, list[TokenLogprob]]:
+        """Those of the taken tokens, for the outputs that want them."""
+        if not scored:
+            return {}
+        rows = torch.cat([logits[: len(taken[i])] for i, logits in scored.items()])
+        tops = [outputs[i].state.request.logprobs or 0 for i in scored for _ in taken[i]]
+        tokens = [token for i in scored for token in taken[i]]
+        found = iter(token_logprobs(rows, tokens, tops=tops, texts=self.texts))
+        return {i: [next(found) for _ in taken[i]] for i in scored}
 
     def _arrange(self, outputs: Sequence[OutputSequence]) -> None:
         self._drawn = [i for i, one in enumerate(outputs) if not one.plain or one.count < one.params.min_new_tokens]
         own = [outputs[i] for i in self._drawn]
-        self._rows = self._batch = None
-        if not own:
-            return
-        if len(own) < len(outputs):
-            self._rows = torch.tensor(self._drawn, device=self.device)
-        self._batch = BatchSampler(
-            [output.params for output in own],
-            [output.state.request.prompt if output.params.needs_history else () for output in own],
-            [output.generated if output.params.needs_history else () for output in own],
-            eos_ids=self.eos_ids,
-            vocab_size=self.vocab_size,
-            device=self.device,
-        )
+        self._batch = None
+        if own:
+            self._batch = BatchSampler(
+                [output.params for output in own],
+                [output.state.request.prompt if output.params.needs_history else () for output in own],
+                [output.generated if output.params.needs_history else () for output in own],
+                eos_ids=self.eos_ids,
+                vocab_size=self.vocab_size,
+                device=self.device,
+            )

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from operator import attrgetter
 
 from hasten.errors import ConfigError
-from hasten.serving.blocks import BlockManager, OutOfBlocks
+from hasten.generation.blocks import BlockManager, OutOfBlocks
 
 _order = attrgetter("order")
 
@@ -151,6 +151,12 @@ class Scheduler:
             sequence.running = False
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
+
+    @property
+    def behind(self) -> int:
+        """Tokens of prompts that the next step may read beside the sequences that are one behind."""
+        begun = sum(max(0, len(one.tokens) - one.computed - 1) for one in self.running)
+        return min(begun + sum(len(one.tokens) for one in self.waiting[:1]), self.token_budget)
 
     @property
     def _slots(self) -> int:

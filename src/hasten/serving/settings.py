@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from tyro.conf import Suppress
 
 from hasten.errors import ConfigError
+from hasten.generation.blocks import BlockStats
 from hasten.generation.params import KVCacheDtype, check_kv_cache_dtype, whole
-from hasten.serving.blocks import BlockStats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +65,7 @@ class Stats(BlockStats):
     failed by how they ended; prefix_queries, prefix_hits: prompt tokens looked up and found; busy_seconds: time in
     steps, and model_seconds of it in the model. Just now: running, waiting: sequences (samples, beams) and requests;
     cache_usage: share of blocks in use, 0 to 1; blocks_saved: blocks that sharing saves.
+    drafts, draft_tokens, accepted_tokens: of speculation, the accepted ones also by their place in the draft.
     """
 
     steps: int = 0
@@ -84,6 +85,10 @@ class Stats(BlockStats):
     cache_usage: float = 0.0
     cache_bytes: int = 0
     preemptions: int = 0
+    drafts: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    accepted_by_position: tuple[int, ...] = ()
 
 
 # As Prometheus metrics, behind the prefix `hasten:`: name -> (field of Stats, what it is)
@@ -102,5 +107,8 @@ COUNTERS = {  # their names end in _total
     "num_preemptions": ("preemptions", "Sequences that were put back to wait because the cache was full."),
     "prompt_tokens": ("prompt_tokens", "Prompt tokens taken in."),
     "generation_tokens": ("generated_tokens", "Tokens generated."),
+    "spec_decode_num_drafts": ("drafts", "Drafts that were checked."),
+    "spec_decode_num_draft_tokens": ("draft_tokens", "Proposed tokens that were checked."),
+    "spec_decode_num_accepted_tokens": ("accepted_tokens", "Proposed tokens that were taken."),
     "kv_cache_block_copies": ("copied_blocks", "Blocks copied because a sequence wrote to a shared one."),
 }

@@ -102,3 +102,8 @@ class _EngineCollector(Collector):
                 metric = family(f"hasten:{name}", text, labels=["model_name"])
                 metric.add_metric([self._name], float(getattr(stats, field)))
                 yield metric
+        name, text = "spec_decode_num_accepted_tokens_per_pos", "Proposed tokens that were taken, by their place."
+        metric = CounterMetricFamily(f"hasten:{name}", text, labels=["model_name", "position"])
+        for position, count in enumerate(stats.accepted_by_position):
+            metric.add_metric([self._name, str(position)], count)
+        yield metric

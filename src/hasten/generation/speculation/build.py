@@ -1,0 +1,108 @@
+"""From the name of a draft ("suffix", "self:4-layers", a folder) to a `Speculator`."""
+
+import hashlib
+import json
+import re
+from contextlib import suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import get_args
+
+import torch
+from torch import nn
+
+from hasten.errors import ConfigError, ResourceError
+from hasten.generation.params import whole
+from hasten.generation.speculation.cost import StepCost, measure_step_cost
+from hasten.generation.speculation.draft_model import DraftModel, check_vocabulary
+from hasten.generation.speculation.proposer import Accept, Proposer
+from hasten.generation.speculation.speculator import MOST, Speculator
+from hasten.generation.speculation.suffix import SuffixProposer
+from hasten.machine.caches import cache_folder
+from hasten.machine.files import write_atomically
+from hasten.machine.processor import processor_name
+from hasten.model.fused import FusedStack, fuse_where_it_fits
+from hasten.model.load import load
+from hasten.model.transformer import Transformer
+
+LIMIT = 64  # tokens of a draft
+_LAYERS = re.compile(r"self:(\d+)(-layers)?")
+
+
+def make_speculator(
+    model: Transformer,
+    draft: str | Path | Transformer,
+    *,
+    speculate: int | None = None,
+    accept: Accept = "exact",
+    tokens: int = 8192,
+) -> Speculator | None:
+    """What proposes for a model; None for "none".
+
+    draft: "suffix" (what followed the same words before), "self:N-layers" (the model's own first N layers), a folder or
+    hub id of a smaller model with the same vocabulary, or such a model. speculate: the most tokens of a draft; how many
+    are proposed is decided step by step, by what is accepted and what steps cost. accept: "exact" takes what the model
+    would have drawn, so that the text is the one without drafts; "distribution" (for models that draft) takes a token
+    with min(1, p/q), more of them at high temperatures, for another text of the same distribution. tokens: of all
+    sequences together, for which a draft model keeps keys and values.
+
+    Raises ConfigError for a draft that does not fit, CheckpointError for a folder that cannot be read.
+    """
+    most = MOST if speculate is None else whole("speculate", speculate, low=1, high=LIMIT)
+    if accept not in get_args(Accept):
+        raise ConfigError(f"accept is {accept!r:.40}; choose one of {', '.join(get_args(Accept))}")
+    proposer = _proposer(model, draft, tokens, accept)
+    if accept == "distribution" and not isinstance(proposer, DraftModel | None):
+        raise ConfigError(f"accept='distribution' is for a model that drafts; {proposer.name} gives no probabilities")
+    return None if proposer is None else Speculator(proposer, step_cost(model), most=most)
+
+
+def _proposer(model: Transformer, draft: str | Path | Transformer, tokens: int, accept: Accept) -> Proposer | None:
+    if isinstance(draft, Transformer):
+        check_vocabulary(draft, model, name="model")
+        return DraftModel(draft, tokens=tokens, accept=accept)
+    name = str(draft)
+    if name == "none":
+        return None
+    if name in ("auto", "suffix"):
+        return SuffixProposer()
+    if name.startswith("self:"):
+        found = _LAYERS.fullmatch(name)
+        if found is None:
+            raise ConfigError(f"draft is {name!r:.60}; a model drafts for itself as self:int4 or self:N-layers")
+        return DraftModel(first_layers(model, int(found[1])), tokens=tokens, name=name, accept=accept)
+    small = fuse_where_it_fits(load(name, dtype=model.dtype, device=str(model.device)))
+    check_vocabulary(small, model, name=name)
+    return DraftModel(small, tokens=tokens, name=name, accept=accept)
+
+
+def first_layers(model: Transformer, count: int) -> Transformer:
+    """The model without its last layers, of the same tensors. Raises ConfigError unless some stay and some go."""
+    layers = model.config.layers
+    if not 0 < count < len(layers):
+        raise ConfigError(f"self:{count}-layers: this model has {len(layers)} layers; take from 1 to {len(layers) - 1}")
+    with torch.device("meta"):
+        short = Transformer(replace(model.config, layers=layers[:count])).eval()
+    for name in ("embedding", "positions", "ropes", "dropout", "norm", "head"):
+        setattr(short, name, getattr(model, name))
+    short.blocks = nn.ModuleList(model.blocks[:count])
+    short.tokenizer, short.generation, short.quantization = model.tokenizer, model.generation, model.quantization
+    if model.stack is not None:
+        short.stack = FusedStack(short)
+    return short
+
+
+def step_cost(model: Transformer) -> StepCost:
+    """What the model's steps cost on this machine; measured once for a shape, its formats and the threads."""
+    formats = sorted({f"{kind}" for kind in (model.quantization or {}).values()})
+    shape = replace(model.config, source={})
+    where = f"{model.device}, {processor_name()}, {torch.get_num_threads()} threads"
+    key = f"{shape} {formats} {model.dtype} {model.readable} {where}"
+    file = f"{hashlib.sha256(key.encode()).hexdigest()[:20]}.json"
+    with suppress(OSError, ResourceError, ValueError, KeyError, TypeError):
+        return StepCost(**json.loads((cache_folder("steps") / file).read_text(encoding="utf-8"))["cost"])
+    found = measure_step_cost(model)
+    cost = {name: value for name, value in asdict(found).items() if not name.startswith("_")}
+    with suppress(OSError, ResourceError):  # then it is measured again
+        write_atomically(cache_folder("steps") / file, json.dumps({"key": key, "cost": cost}) + "\n")
+    return found

@@ -1,0 +1,122 @@
+"""What a step of a model costs by its rows and context, on this machine: measured block by block, corrected while
+running.
+"""
+
+import itertools
+import statistics
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from hasten.generation.cache import StaticCache
+from hasten.model.transformer import Transformer
+
+ROWS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
+CONTEXTS = (128, 1024)
+_SECONDS = 1.5  # for all of them together
+_WEIGHT = 0.1  # of a new step in the correction
+
+
+@dataclass(slots=True)
+class StepCost:
+    """Seconds of a step of R rows whose sequences hold `context` tokens each, on average.
+
+    base: at no context, by the rows of `ROWS`; per_token: what each token of context adds for each row.
+    """
+
+    rows: Sequence[int]
+    base: Sequence[float]
+    per_token: Sequence[float]
+    _correction: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._correction = [1.0] * len(self.rows)
+
+    def seconds(self, rows: int, context: float) -> float:
+        """Between the measured rows on a line, beyond them in proportion."""
+        return self._at(rows, [f * (b + context * t) for f, b, t in zip(*self._columns, strict=True)])
+
+    def observe(self, rows: int, context: float, seconds: float) -> None:
+        """A step took so long: bend the table towards it."""
+        at = min(bisect_left(self.rows, rows), len(self.rows) - 1)
+        ratio = min(4.0, max(0.25, seconds / self.seconds(rows, context)))
+        step = 1 + _WEIGHT * (ratio - 1)
+        # Mostly where it was measured; a machine that is slower now is so for all rows, half as surely.
+        for i in range(len(self._correction)):
+            self._correction[i] *= step if i == at else 1 + (step - 1) / 2
+
+    @property
+    def _columns(self) -> tuple[Sequence[float], Sequence[float], Sequence[float]]:
+        return self._correction, self.base, self.per_token
+
+    def _at(self, rows: int, values: Sequence[float]) -> float:
+        at = bisect_left(self.rows, rows)
+        if at == len(self.rows):
+            return values[-1] * rows / self.rows[-1]
+        if self.rows[at] == rows or at == 0:
+            return values[at]
+        low, high = self.rows[at - 1], self.rows[at]
+        share = (rows - low) / (high - low)
+        return values[at - 1] * (1 - share) + values[at] * share
+
+
+@torch.inference_mode()
+def measure_step_cost(model: Transformer, *, seconds: float = _SECONDS) -> StepCost:
+    """Time single blocks, times the layers, and the head: rows of one sequence over a cache of its own.
+
+    Each call takes the next block: one that is called again and again would lie in the processor's cache, where in a
+    real step it does not.
+    """
+    config, device = model.config, model.device
+    longest = max(2, min(CONTEXTS[-1], config.max_positions - ROWS[-1]))
+    contexts = [min(CONTEXTS[0], longest // 2), longest]
+    one = replace(config, layers=config.layers[:1])
+    cache = StaticCache(one, batch=1, capacity=longest + ROWS[-1], dtype=model.compute_dtype, device=device)
+    numbers = itertools.cycle(range(len(config.layers)))
+
+    def block_call(rows: int, context: int) -> Callable[[], object]:
+        x = torch.randn(1, rows, config.hidden_size, device=device, dtype=model.compute_dtype)
+        positions = torch.arange(context, context + rows, device=device)[None]
+        ropes = [table(positions) for table in model.ropes]
+        step = cache.step(positions, read=context + rows).layers[0]
+
+        def call() -> object:
+            number = next(numbers)
+            return model.blocks[number](x, ropes[config.layers[number].rope] if ropes else None, step)
+
+        return call
+
+    def head_call(rows: int) -> Callable[[], object]:
+        x = torch.randn(rows, config.hidden_size, device=device, dtype=model.compute_dtype)
+        return lambda: model.scores(x)
+
+    calls = {(rows, context): block_call(rows, context) for rows in ROWS for context in contexts}
+    heads = {rows: head_call(rows) for rows in ROWS}
+    times = _in_turn([*calls.values(), *heads.values()], seconds, device)
+    block, head = dict(zip(calls, times, strict=False)), dict(zip(heads, times[len(calls) :], strict=True))
+    base, per_token = [0.0], [0.0]
+    for rows in ROWS:
+        low, high = (block[rows, context] for context in contexts)
+        slope = max(0.0, high - low) / (contexts[1] - contexts[0])
+        whole = (low - slope * contexts[0]) * len(config.layers) + head[rows]
+        # More rows never cost less: what says so is noise.
+        base.append(max(whole, base[-1]))
+        per_token.append(max(slope * len(config.layers), per_token[-1]))
+    return StepCost(ROWS, base[1:], per_token[1:])
+
+
+def _in_turn(calls: Sequence[Callable[[], object]], seconds: float, device: torch.device) -> list[float]:
+    """The median time of each call, all of them one after the other for so many seconds, twice at least."""
+    times: list[list[float]] = [[] for _ in calls]
+    end = time.perf_counter() + seconds
+    while len(times[0]) < 2 or time.perf_counter() < end:
+        for call, own in zip(calls, times, strict=True):
+            start = time.perf_counter()
+            call()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            own.append(time.perf_counter() - start)
+    return [statistics.median(own[1:]) for own in times]

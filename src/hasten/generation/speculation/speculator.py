@@ -1,0 +1,168 @@
+"""How many tokens to propose: as many as pay, by what was accepted so far and by what a step costs here.
+
+A step over R rows takes `cost(R)`. Of the proposed tokens each is accepted with a chance that is counted while running,
+by its kind. A batch gets the tokens that are most likely accepted, as many as give the most tokens a second; where none
+does, nothing is proposed, and the step is a plain one.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor
+
+from hasten.generation.speculation.cost import StepCost
+from hasten.generation.speculation.proposer import ANY, Draft, Proposer, Text
+
+MOST = 16  # tokens of a draft, unless said otherwise
+_PRIOR = (2.0, 3.0)  # accepted of proposed, before anything was counted
+_MEMORY = 200.0  # proposed tokens of a kind after which older ones count for less
+_PROBE = 32  # of so many steps without a draft, one has a draft all the same: texts change
+_GAIN = 1.02  # a draft must promise so much more than none, because chances and costs are only estimates
+
+
+@dataclass(slots=True)
+class SpeculationStats:
+    """drafts: sequences in steps that had one; draft_tokens and accepted_tokens of them, accepted also by position.
+
+    tokens: all that were taken, in `steps` of the target, plain ones included. seconds: of proposing.
+    """
+
+    drafts: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    accepted_by_position: list[int] = field(default_factory=list)
+    tokens: int = 0
+    steps: int = 0
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        return (
+            f"[{self.accepted_tokens} of {self.draft_tokens} proposed tokens were taken ({self.acceptance:.0%}), "
+            f"{self.tokens_per_step:.2f} tokens a pass of the model]"
+        )
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Tokens of a pass of the target."""
+        return self.tokens / self.steps if self.steps else 0.0
+
+    @property
+    def acceptance(self) -> float:
+        """Of the proposed tokens, the share that was taken."""
+        return self.accepted_tokens / self.draft_tokens if self.draft_tokens else 0.0
+
+
+class Acceptance:
+    """The share of each kind of token that is accepted where all before it were."""
+
+    def __init__(self) -> None:
+        self._counts: dict[int, list[float]] = {}  # accepted, proposed
+
+    def chance(self, kind: int) -> float:
+        accepted, proposed = self._counts.get(kind, _PRIOR)
+        return accepted / proposed
+
+    def count(self, kind: int, accepted: bool) -> None:
+        own = self._counts.setdefault(kind, list(_PRIOR))
+        if own[1] > _MEMORY:
+            own[:] = (0.5 * own[0], 0.5 * own[1])
+        own[0] += accepted
+        own[1] += 1
+
+
+class Speculator:
+    """Asks a proposer for drafts and cuts them to what pays."""
+
+    def __init__(self, proposer: Proposer, cost: StepCost, *, most: int = MOST, always: bool = False) -> None:
+        """most: tokens of a draft. always: propose so many without asking whether they pay (for measuring)."""
+        self.proposer, self.cost, self.most, self.always = proposer, cost, most, always
+        self.acceptance = Acceptance()
+        self.stats = SpeculationStats()
+        self._drafts: dict[int, Draft] = {}  # of this step
+        self._plain_steps = 0
+        self._asked = (0, 0.0, 0.0)  # rows without drafts, context, and when this step began
+
+    def propose(self, texts: Sequence[Text], *, other_rows: int = 0) -> list[list[int]]:
+        """Drafts for the next step of these sequences. other_rows: of the same step, prompts that are read."""
+        started = time.perf_counter()
+        self._drafts.clear()
+        if not texts:
+            return []
+        context = sum(len(text.tokens) for text in texts) / len(texts)
+        rows = len(texts) + other_rows
+        texts = [replace(text, room=min(text.room, self.most)) for text in texts]
+        plain = self.cost.seconds(rows, context)
+        probing = self._plain_steps >= _PROBE
+        floor = 0.0 if self.always or probing else self._floor(rows, context, plain)
+        drafts = [Draft() for _ in texts]
+        # A model that drafts costs time before anything is known of its draft.
+        if floor < 1 and not (self.proposer.seconds and self.acceptance.chance(ANY) < floor):
+            drafts = self.proposer.propose(texts, floor=floor, chance=self.acceptance.chance)
+            if not self.always:
+                drafts = self._paying(drafts, rows, context, probing)
+        self._drafts = {text.number: draft for text, draft in zip(texts, drafts, strict=True)}
+        self._plain_steps = 0 if any(draft.tokens for draft in drafts) or probing else self._plain_steps + 1
+        self.stats.seconds += time.perf_counter() - started
+        return [draft.tokens for draft in drafts]
+
+    def probabilities(self, number: int) -> list[Tensor]:
+        """Those that a sequence's draft was drawn from, where it has such."""
+        draft = self._drafts.get(number)
+        return [] if draft is None else draft.probabilities
+
+    def observe(self, number: int, taken: int, *, checked: int) -> None:
+        """A sequence took so many tokens in this step: what was right of its draft, of which so many tokens were
+        checked, and one more.
+        """
+        stats, draft = self.stats, self._drafts.get(number)
+        stats.tokens += taken
+        if draft is None or not checked or not taken:  # none: its constraint failed
+            return
+        stats.drafts += 1
+        stats.draft_tokens += checked
+        stats.accepted_tokens += taken - 1
+        stats.accepted_by_position += [0] * (checked - len(stats.accepted_by_position))
+        for place, kind in enumerate(draft.kinds[: min(taken, checked)]):
+            accepted = place < taken - 1
+            stats.accepted_by_position[place] += accepted
+            self.acceptance.count(kind, accepted)
+            if place == 0:
+                self.acceptance.count(ANY, accepted)
+
+    def stepped(self, rows: int, context: float, seconds: float) -> None:
+        """The target's step over so many rows took so long."""
+        self.stats.steps += 1
+        self.cost.observe(rows, context, seconds)
+
+    def end(self, number: int, answer: Sequence[int], *, salt: str = "") -> None:
+        """A sequence has ended."""
+        self._drafts.pop(number, None)
+        self.proposer.end(number, answer, salt=salt)
+
+    def _floor(self, rows: int, context: float, plain: float) -> float:
+        """The chance below which no further token can pay: of what a plain step costs a token, what one more adds."""
+        more = min((self.cost.seconds(rows + n, context) - plain) / n for n in (1, 2, 4, 8))
+        return _GAIN * (more * rows + self.proposer.seconds) / plain if plain else 0.0
+
+    def _paying(self, drafts: list[Draft], rows: int, context: float, probing: bool) -> list[Draft]:
+        """The drafts cut to those tokens that together give the most tokens a second."""
+        likely: list[tuple[float, int]] = []
+        for index, draft in enumerate(drafts):
+            chance = 1.0
+            for kind in draft.kinds:
+                chance *= self.acceptance.chance(kind)
+                likely.append((chance, index))
+        likely.sort(key=lambda one: -one[0])
+        spent = self.proposer.seconds * max((len(draft.tokens) for draft in drafts), default=0)
+        expected = float(len(drafts))
+        best, kept = expected / self.cost.seconds(rows, context) * _GAIN, 1 if probing and likely else 0
+        for count, (chance, _) in enumerate(likely, start=1):
+            expected += chance
+            rate = expected / (self.cost.seconds(rows + count, context) + spent)
+            if rate > best:
+                best, kept = rate, count
+        lengths = [0] * len(drafts)
+        for _, index in likely[:kept]:
+            lengths[index] += 1
+        return [draft.first(length) for draft, length in zip(drafts, lengths, strict=True)]

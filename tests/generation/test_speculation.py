@@ -1,0 +1,254 @@
+"""Speculative decoding: the text is the same with any draft, and the drafts that pay are proposed."""
+
+import itertools
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import hasten
+from drafting import FREE, proposing
+from hasten.errors import ConfigError
+from hasten.generation.decoder import Decoder
+from hasten.generation.generate import Generation
+from hasten.generation.params import SamplingParams
+from hasten.generation.speculation import (
+    Draft,
+    Speculator,
+    StepCost,
+    SuffixProposer,
+    Text,
+    make_speculator,
+    measure_step_cost,
+)
+from hasten.generation.speculation.suffix import SuffixIndex
+from hasten.model.fused import refusal
+from references import make_reference, tiny_llama
+
+PROMPTS = [[5, 9, 13, 9, 13, 7], [3, 4], [90, 91, 92, 93, 94, 95, 96, 97, 91, 92]]
+SETTINGS = {
+    "greedy": {"temperature": 0},
+    "draws": {"temperature": 0.9},
+    "filters": {"temperature": 1.3, "top_k": 20, "top_p": 0.9, "min_p": 0.02},
+    "penalties": {"temperature": 0.7, "repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.4},
+    "greedy penalties": {"temperature": 0, "frequency_penalty": 0.7},
+    "bias": {"temperature": 0.8, "logit_bias": {7: 3.0, 9: -5.0}},
+    "minimum": {"temperature": 1.0, "min_new_tokens": 12, "stop_token_ids": (7, 11, 13, 40, 41, 42)},
+    "stop ids": {"temperature": 1.0, "stop_token_ids": tuple(range(40, 60))},
+}
+
+
+def knowing(texts, *, mistakes, most=6, seed=0):
+    """Proposes the tokens of known texts, by the number of the sequence, with mistakes."""
+    chance = random.Random(seed)
+
+    def propose(text):
+        known = texts[text.number][len(text.tokens) :][: chance.randint(0, most)]
+        return [(token + 1) % 101 if chance.random() < mistakes else token for token in known]
+
+    return proposing(propose)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return hasten.load(make_reference("llama"))
+
+
+def texts_of(model, params, speculator=None, prompts=PROMPTS):
+    run = Generation(model, prompts, params, speculator=speculator)
+    for _ in run:
+        pass
+    return run.results()
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+def test_the_text_is_the_same_with_any_draft(model, settings):
+    params = [SamplingParams(max_new_tokens=24, seed=seed, **settings) for seed in (1, 2, 3)]
+    plain = texts_of(model, params)
+    known = [prompt + result.tokens for prompt, result in zip(PROMPTS, plain, strict=True)]
+    for mistakes in (0.0, 0.3, 1.0):
+        speculator = knowing(known, mistakes=mistakes)
+        assert texts_of(model, params, speculator) == plain
+        stats = speculator.stats
+        assert stats.draft_tokens > 4
+        if mistakes == 0:  # all are right, but for what stands behind the end of a text
+            assert stats.accepted_tokens >= stats.draft_tokens - 6
+        else:
+            assert stats.accepted_tokens < stats.draft_tokens
+    assert texts_of(model, params, Speculator(SuffixProposer(), FREE, always=True)) == plain
+
+
+@pytest.fixture(scope="module")
+def fused():
+    model = hasten.load(make_reference("llama"), dtype="bfloat16")
+    if reason := refusal(model):
+        pytest.skip(reason)
+    return hasten.fuse(model)
+
+
+@pytest.mark.parametrize("draft", ["suffix", "self:1-layers", "the model itself"])
+def test_the_native_kernels_give_the_same_bits_with_any_draft(fused, draft):
+    for temperature in (0, 0.8):
+        params = [SamplingParams(max_new_tokens=24, seed=seed, temperature=temperature) for seed in (1, 2, 3)]
+        speculator = make_speculator(fused, fused if draft == "the model itself" else draft)
+        speculator.always = True
+        assert texts_of(fused, params, speculator) == texts_of(fused, params)
+        if draft == "the model itself":  # it draws with the same noise
+            assert speculator.stats.acceptance > 0.8  # behind the end of a text some are not taken
+            assert speculator.stats.tokens_per_step > 10
+
+
+def test_what_was_rejected_leaves_no_trace(model):
+    """The cache is that of a run which never proposed it."""
+    decoders = [Decoder(model, batch=2, capacity=40) for _ in range(2)]
+    for decoder in decoders:
+        decoder.prefill([PROMPTS[0], PROMPTS[2]])
+    decoders[0].verify([[4, 5, 6, 7], [8]])
+    decoders[0].truncate([len(PROMPTS[0]) + 2, len(PROMPTS[2]) + 1])
+    decoders[1].decode(torch.tensor([4, 8]))
+    decoders[1].decode(torch.tensor([5, 0]), active=[True, False])
+    found = [decoder.decode(torch.tensor([9, 10])) for decoder in decoders]
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-5)
+    assert decoders[0].lengths == decoders[1].lengths
+
+
+def test_longrope_is_computed_anew_where_a_text_outgrows_its_context():
+    """No draft goes past that place, so the text is the plain one's."""
+    model = hasten.load(make_reference("phi3-longrope"))
+    at = next(rope.original_positions for rope in model.config.ropes if rope.scaling == "longrope")
+    prompt = [[3 + i % 90 for i in range(at - 9)]]
+    params = SamplingParams(max_new_tokens=16, temperature=0)
+    plain = texts_of(model, params, prompts=prompt)
+    known = knowing([prompt[0] + plain[0].tokens], mistakes=0.1)
+    assert texts_of(model, params, known, prompts=prompt) == plain
+
+
+def test_suffix_takes_what_followed_the_longest_match():
+    proposer = SuffixProposer()
+    text = [1, 2, 3, 4, 5, 9, 2, 3, 4, 6, 8, 1, 2, 3, 4]
+    assert drafted(proposer, text, room=4) == [5, 9, 2, 3]  # 1 2 3 4 stands there, 9 2 3 4 is shorter
+    assert drafted(proposer, [*text, 6], room=9) == [8, 1, 2, 3, 4, 6]
+    assert drafted(proposer, [*text, 6, 70], room=4) == []
+    proposer.end(0, [6, 70, 71, 72], salt="a")
+    assert drafted(proposer, [6, 70], room=4, number=1, salt="a") == [71, 72]
+    assert drafted(proposer, [6, 70], room=4, number=2, salt="b") == []  # another tenant's
+
+
+def test_suffix_takes_what_follows_most_often():
+    text = [1, 2, 3, 50, 1, 2, 4, 51, 1, 2, 3, 52, 1, 2]
+    assert drafted(SuffixProposer(), text, room=1) == [3]
+
+
+def test_what_suffix_remembers_of_others_is_bounded():
+    index = SuffixIndex(capacity=100)
+    for start in range(0, 5000, 10):
+        index.extend(range(start, start + 10))
+    assert len(index.tokens) <= 200
+    assert index.find([4990, 4991])[0] == 2
+    assert index.find([10, 11])[0] == 0
+
+
+def drafted(proposer, tokens, *, room, number=0, salt=""):
+    text = Text(number=number, tokens=tokens, step=0, params=SamplingParams(), room=room, salt=salt)
+    (draft,) = proposer.propose([text], floor=0.0, chance=lambda kind: 1.0)
+    assert len(draft.tokens) == len(draft.kinds)
+    return draft.tokens
+
+
+# -- how many tokens are proposed --------------------------------------------------------------------------------------
+
+
+class Kinds:
+    """Proposes tokens of kind 0, which is right as often as it says."""
+
+    name = "kinds"
+
+    def __init__(self, seconds=0.0):
+        self.seconds, self.calls = seconds, 0
+
+    def propose(self, texts, *, floor, chance):
+        self.calls += 1
+        return [Draft([7] * text.room, [0] * text.room) for text in texts]
+
+    def end(self, number, answer, *, salt=""):
+        pass
+
+
+def lengths_after(cost, right, *, sequences=1, steps=200, seconds=0.0, seed=0):
+    """Lengths of the drafts of the last steps, where each token is right with this chance."""
+    speculator, chance = Speculator(Kinds(seconds), cost), random.Random(seed)
+    found = []
+    for _ in range(steps):
+        texts = [Text(number=n, tokens=[1] * 50, step=1, params=SamplingParams(), room=16) for n in range(sequences)]
+        drafts = speculator.propose(texts)
+        found.append([len(draft) for draft in drafts])
+        for n, draft in enumerate(drafts):
+            taken = 1
+            while taken <= len(draft) and chance.random() < right:
+                taken += 1
+            speculator.observe(n, taken, checked=len(draft))
+    return [length for lengths in found[steps // 2 :] for length in lengths], speculator
+
+
+LINE = StepCost((1, 64), (1.0, 1.0 + 63 * 0.05), (0.0, 0.0))  # each further row costs a twentieth of the first
+
+
+def test_drafts_are_as_long_as_pays():
+    often, _ = lengths_after(LINE, 0.9)
+    seldom, _ = lengths_after(LINE, 0.4)
+    assert 5 <= sum(often) / len(often) <= 16
+    assert sum(seldom) / len(seldom) < 4
+    # The most tokens a second: (1 - a^(k+1)) / (1 - a) / (1 + k/20) is largest at k = 2 for a = 0.4.
+    assert 1 <= sorted(seldom)[len(seldom) // 2] <= 3
+
+
+def test_a_useless_draft_is_hardly_asked_for():
+    useless, _ = lengths_after(LINE, 0.0)
+    assert sum(useless) <= len(useless) / 16
+    dear, _ = lengths_after(StepCost((1, 64), (1.0, 64.0), (0.0, 0.0)), 0.9)  # a row costs what a step costs
+    assert sum(dear) <= len(dear) / 16
+    slow, speculator = lengths_after(LINE, 0.3, seconds=0.6)  # of a draft model
+    assert sum(slow) <= len(slow) / 16
+    assert speculator.proposer.calls < 40
+
+
+def test_a_full_batch_speculates_less():
+    bends = StepCost((1, 16, 64), (1.0, 1.0, 4.0), (0.0, 0.0, 0.0))  # full at 16 rows
+    alone, _ = lengths_after(bends, 0.8, sequences=1)
+    many, _ = lengths_after(bends, 0.8, sequences=16)
+    assert sum(alone) / len(alone) > 6
+    assert sum(many) / len(many) < 1
+
+
+def test_costs_are_measured_and_corrected(model):
+    cost = measure_step_cost(model, seconds=0.05)
+    assert all(0 < a <= b for a, b in itertools.pairwise(cost.base))
+    assert cost.seconds(2, 100) <= cost.seconds(64, 100) < cost.seconds(640, 100)
+    before = cost.seconds(8, 10), cost.seconds(1, 10)
+    for _ in range(100):
+        cost.observe(8, 10, 2 * before[0])
+    assert 1.9 < cost.seconds(8, 10) / before[0] < 2.1
+
+
+def tokenizer(*tokens):
+    return SimpleNamespace(backend=SimpleNamespace(get_vocab=lambda **_: {token: i for i, token in enumerate(tokens)}))
+
+
+def test_drafts_that_do_not_fit_are_refused(model):
+    larger, others = tiny_llama(), hasten.load(make_reference("llama"))
+    others.tokenizer, own = tokenizer("a", "c"), hasten.load(make_reference("llama"))
+    own.tokenizer = tokenizer("a", "b")
+    with pytest.raises(ConfigError, match="token 1 is 'c' there and 'b' in the model"):
+        make_speculator(own, others)
+    for draft, words in (
+        (larger, "same vocabulary"),
+        ("self:9-layers", "from 1 to"),
+        ("self:0-layers", "from 1 to"),
+        ("self:half", "self:int4 or self:N-layers"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            make_speculator(model, draft)
+    for speculate in (0, 65, 2.5):
+        with pytest.raises(ConfigError, match="speculate"):
+            make_speculator(model, "suffix", speculate=speculate)

@@ -1,0 +1,104 @@
+"""The engine with drafts: every answer is the one without, whatever its settings, and is counted."""
+
+import random
+
+import pytest
+
+from drafting import proposing
+from hasten.generation.speculation import make_speculator
+from references import tiny_llama
+from serving_cases import Counting, make_engine, request, run
+
+PROMPT = [5, 9, 13, 9, 13, 7, 9, 13]
+KINDS = {
+    "greedy": {},
+    "draws": {"temperature": 1.0, "seed": 5},
+    "filters": {"temperature": 1.2, "top_k": 30, "top_p": 0.9, "min_p": 0.01, "seed": 6},
+    "penalties": {"temperature": 0.8, "repetition_penalty": 1.3, "frequency_penalty": 0.5, "seed": 7},
+    "bias": {"logit_bias": {9: 4.0}, "temperature": 0.7, "seed": 8},
+    "minimum": {"min_new_tokens": 9, "stop_token_ids": tuple(range(0, 300, 3)), "temperature": 1.0, "seed": 9},
+    "samples": {"n": 3, "temperature": 1.0, "seed": 10, "presence_penalty": 0.4},
+    "best of": {"n": 1, "best_of": 3, "temperature": 1.0, "seed": 11},
+    "logprobs": {"logprobs": 3, "temperature": 0.9, "seed": 12},
+    "constraint": {"constraint": Counting(40, 9)},
+    "broken constraint": {"constraint": Counting(60, 9, broken_at=4)},
+    "constraint, samples": {"constraint": Counting(80, 7), "n": 2, "temperature": 1.0, "seed": 13, "logprobs": 1},
+    "prompt logprobs": {"prompt_logprobs": 1},
+    "beams": {"beam_width": 3, "n": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_llama()
+
+
+def requests():
+    found = []
+    for name, own in KINDS.items():
+        own = dict(own)
+        if "constraint" in own:
+            own["constraint"] = own["constraint"].fork()
+        found.append(request(name, PROMPT, max_new_tokens=14, ignore_eos=True, **own))
+    return found
+
+
+def said(pieces):
+    """What came of each sample, however it was cut into pieces."""
+    found = {}
+    for piece in pieces:
+        one = found.setdefault(piece.index, [[], "", [], None, None])
+        one[0] += piece.tokens
+        one[1] += piece.text
+        one[2] += [(told.token, round(told.logprob, 4)) for told in piece.logprobs or ()]
+        one[3:] = piece.finish_reason, piece.stop_reason
+    return found
+
+
+@pytest.mark.parametrize("blocks", [200, 24])
+def test_answers_are_those_without_drafts(model, blocks):
+    """Beside each other, with preemption (24 blocks), drafts with mistakes that run past ends and constraints."""
+    plain = {name: said(pieces) for name, pieces in run(make_engine(model), requests()).items()}
+    texts = [PROMPT + sample[0] for samples in plain.values() for sample in samples.values()]
+    texts += [PROMPT + list(range(first, first + 14)) for first in (40, 60, 80)]  # past the constraints' ends
+    chance = random.Random(0)
+
+    def propose(text):
+        known = [one[len(text.tokens) :] for one in texts if one[: len(text.tokens)] == list(text.tokens)]
+        draft = chance.choice(known)[: chance.randrange(6)] if known else []
+        return [*draft, 7] if chance.random() < 0.3 else draft
+
+    engine = make_engine(model, blocks=blocks, token_budget=48)
+    engine.speculator = proposing(propose)
+    found = {name: said(pieces) for name, pieces in run(engine, requests()).items()}
+    assert found == plain
+    stats = engine.stats()
+    assert (stats.preemptions > 0) == (blocks == 24)
+    assert stats.draft_tokens > stats.accepted_tokens > 40
+    assert sum(stats.accepted_by_position) == stats.accepted_tokens
+
+
+def test_a_draft_model_follows_sequences_that_come_and_go(model):
+    """The target drafts for itself, so all that it proposes is right; its cache has room for some of the texts only."""
+    plain = run(make_engine(model), requests()[:7])
+    engine = make_engine(model, token_budget=64)
+    engine.speculator = make_speculator(model, model, tokens=100)
+    engine.speculator.always = True
+    found = run(engine, requests()[:7])
+    assert {name: said(pieces) for name, pieces in found.items()} == {n: said(p) for n, p in plain.items()}
+    assert engine.speculator.stats.acceptance > 0.5  # penalties are not the draft's
+    proposer = engine.speculator.proposer
+    assert not proposer._seen  # nothing is kept of sequences that have ended
+    proposer._blocks.check()
+
+
+def test_suffix_learns_from_answers_of_its_tenant(model):
+    engine = make_engine(model, token_budget=64)
+    engine.speculator = make_speculator(model, "suffix")
+    engine.speculator.always = True
+    steps = []
+    for salt in ("a", "a", "b"):
+        before = engine.stats().steps
+        run(engine, [request("x", PROMPT, max_new_tokens=24, salt=salt)])
+        steps.append(engine.stats().steps - before)
+    assert steps[1] < steps[0] == steps[2]
