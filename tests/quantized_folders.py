@@ -9,6 +9,7 @@ from torch import nn
 
 from hasten.model.context import TrainingContext
 from hasten.ops.linear import PackedLinear
+from hasten.ops.linear.embedding import PackedEmbedding
 
 TOKENS = torch.tensor([[3, 7, 1, 9, 4, 4, 10, 2, 60, 99]])
 Q = "model.layers.0.self_attn.q_proj"  # a module of a Llama
@@ -28,6 +29,8 @@ def theirs(folder, dtype=torch.float32, **options):
 
 def exact(model):
     """The same model with plain products in float32 of the weights that its integers stand for."""
+    if isinstance(model.embedding, PackedEmbedding):
+        model.embedding = nn.Embedding.from_pretrained(model.embedding.table.dequantize())
     for name, module in list(model.named_modules()):
         if isinstance(module, PackedLinear):
             linear = nn.Linear(module.in_features, module.out_features, bias=module.bias is not None)

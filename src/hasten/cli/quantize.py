@@ -56,6 +56,8 @@ class Quantize:
     """A zero point for each group."""
     lm_head: Literal["int8", "same", "none"] = "int8"
     """The output matrix: in int8, like the other layers, or left as it is."""
+    embedding: Literal["int8", "same", "none"] = "none"
+    """The input matrix, likewise. Where it is tied to the lm_head they stay one matrix, and --lm-head decides."""
     search: Literal["mse", "minmax"] | None = None
     """How a group's scale is found: least squared error (the default), or the range of the group."""
     activations: Literal["int8", "float"] = "int8"
@@ -146,7 +148,6 @@ class Quantize:
 
         from hasten.model.load import load, resolve_model
         from hasten.quantization import quantize_to_folder
-        from hasten.quantization.schemes import layer_formats
 
         require_writable(self.json)
         require_writable(None if self.picture is None else str(self.picture))
@@ -166,7 +167,7 @@ class Quantize:
         if method is not None and calibration is not None:
             result |= self.announce(model, method, calibration)
         reports: list[LayerReport] = []
-        total = len(layer_formats(model, scheme))
+        total = len(scheme.layers(model))
         with share("quantized layers") as progress:
 
             def note(report: LayerReport) -> None:
@@ -199,11 +200,11 @@ class Quantize:
         from hasten.machine.measure import matrix_rate
         from hasten.quantization import SignRounding
         from hasten.quantization.cost import predicted_bytes, tuning_flops
-        from hasten.quantization.schemes import layer_formats, rounds_activations
+        from hasten.quantization.schemes import rounds_activations
 
         samples, length = calibration.shape
         expected = predicted_bytes(model, calibration, method)
-        served = next(iter(layer_formats(model, self.scheme_of()).values()))
+        served = next(iter(self.scheme_of().layers(model).values()))
         rounded = "rounded to int8 as in the products that serve it" if rounds_activations(served) else "not rounded"
         line = (
             f"{samples} calibration samples of {length} tokens, activations {rounded}; memory beside the checkpoint: "
@@ -226,8 +227,8 @@ def _bits_per_weight(model: Transformer, reports: list[LayerReport]) -> float:
     """Of all that is stored, embeddings and norms included."""
     quantized = {f"{report.name}.weight": 8 * report.bytes_after for report in reports}
     weights = dict(model.named_parameters(remove_duplicate=False))
-    if "head.weight" not in quantized and model.config.tie_embeddings:
-        del weights["head.weight"]
+    if model.tied:  # one matrix, which goes by the head's name where it is quantized
+        del weights["embedding.weight" if "head.weight" in quantized else "head.weight"]
     bits = sum(quantized.get(name, 8 * weight.nbytes) for name, weight in weights.items())
     return bits / sum(weight.numel() for weight in weights.values())
 

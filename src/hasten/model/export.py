@@ -6,7 +6,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from hasten.model.formats.record import LayerFormat
 from hasten.model.formats.stream import write_file as save_file
 from hasten.model.transformer import Transformer
 from hasten.ops.attention.pattern_text import pattern_values
-from hasten.ops.linear import PackedLinear, QuantizedWeight
+from hasten.ops.linear import QuantizedWeight
 from hasten.ops.linear.layouts import empty_weight
 
 SHARD_BYTES = 4_000_000_000  # large checkpoints are written in files of about this size
@@ -113,20 +113,12 @@ def exported_config(model: Transformer, dtype: torch.dtype, *, tied: bool) -> di
     return values
 
 
-def is_tied(model: Transformer) -> bool:
-    """Whether head and embedding still are one matrix, or two with the same values in a model that ties them."""
-    if isinstance(model.head, PackedLinear):
-        return False
-    head, embedding = model.head.weight, model.embedding.weight
-    return head is embedding or (model.config.tie_embeddings and torch.equal(head, embedding))
-
-
 def _held(model: Transformer) -> Quantized | None:
     """The layers that the model itself holds quantized."""
     if model.quantization is None:
         return None
-    modules: Any = dict(model.named_modules())
-    return Quantized(model.quantization, lambda name: modules[name].to_weight())
+    held: Any = model
+    return Quantized(model.quantization, lambda name: held.get_submodule(name).to_weight())
 
 
 class _Plan:
@@ -137,17 +129,25 @@ class _Plan:
     def __init__(self, model: Transformer, dtype: torch.dtype | None, quantized: Quantized | None) -> None:
         self.model, self.dtype, self.quantized = model, dtype, quantized
         self.layers = {} if quantized is None else quantized.layers
-        # transformers reads experts only where they are packed
-        self.format = CompressedTensors(pack_int8=model.config.experts > 0)
-        self.tied = "head" not in self.layers and is_tied(model)
+        self.tied = model.tied
+        self.embedding = self.layers.get(self._owner("embedding.weight"))
+        # others read experts and embeddings only where they are packed
+        self.format = CompressedTensors(pack_int8=model.config.experts > 0 or self.embedding is not None)
         self.parts: dict[str, list[tuple[TensorSlice, str]]] = {}
-        for ours, piece in FAMILIES[model.config.family].places(model.config):
+        self.places = dict(FAMILIES[model.config.family].places(model.config))
+        for ours, piece in self.places.items():
             if not (ours == "head.weight" and self.tied):
                 self.parts.setdefault(piece.name, []).append((piece, ours))
 
     def layer(self, name: str) -> LayerFormat | None:
         """How it is quantized."""
-        return self.layers.get(self.parts[name][0][1].removesuffix(".weight"))
+        ours = self.parts[name][0][1]
+        layer = self.layers.get(self._owner(ours))
+        return layer if layer is None or ours != "embedding.weight" else replace(layer, activations="none")
+
+    def _owner(self, ours: str) -> str:
+        """The layer that holds a weight; of a tied embedding, the head."""
+        return "head" if self.tied and ours == "embedding.weight" else ours.removesuffix(".weight")
 
     def make(self, name: str, device: str = "cpu") -> dict[str, Tensor]:
         """Contiguous tensors by their names in the checkpoint, fused ones put together again.
@@ -174,6 +174,9 @@ class _Plan:
         routers = [name for name, ours in owners.items() if ours.endswith(".router.weight")]
         ignored = routers if "head" in self.layers else [*routers, "lm_head"]
         self._warn(layers)
+        if self.tied and "head" in self.layers:  # readers look for both modules, of which the file holds one
+            embedding, head = (self.places[f"{one}.weight"].name for one in ("embedding", "head"))
+            layers[head.removesuffix(".weight")] = layers[embedding.removesuffix(".weight")]
         written = self.format.write_config(layers, ignored)
         private = values.get("hasten", {}) | written.pop("hasten", {})
         return values | written | ({"hasten": private} if private else {})
@@ -188,10 +191,12 @@ class _Plan:
                 reason = f"{name}.weight is no Linear there but a Conv1D, which compressed-tensors does not know"
             elif size and k % size:
                 reason = f"{name}.weight has {k} input features, no multiple of the group size {size}"
-            elif not layer.weight.symmetric and self.format.pack_int8:
+            elif not layer.weight.symmetric and self.model.config.experts:
                 reason = "it does not read the zero points of experts (use symmetric)"
             elif not layer.weight.symmetric and len(set(layers.values())) > 1:
                 reason = "it reads zero points only where all layers are quantized alike (lm_head: same or none)"
+            elif self.embedding is not None:
+                reason = "it reads quantized embeddings only with dequantize=True and all layers quantized alike"
             if reason is not None:
                 text = f"hasten reads this quantized model; transformers does not: {reason}"
                 warnings.warn(text, HastenWarning, stacklevel=4)
@@ -209,10 +214,13 @@ class _Plan:
         if device == "meta":
             weight = empty_weight(self._size(ours), layer.weight, torch.device(device))
         else:
-            weight = self.quantized.weight(ours.removesuffix(".weight"))
-        return weight.rows(slice(self.model.config.vocab_size)) if ours == "head.weight" else weight
+            weight = self.quantized.weight(self._owner(ours))
+        in_vocabulary = ours in ("embedding.weight", "head.weight")
+        return weight.rows(slice(self.model.config.vocab_size)) if in_vocabulary else weight
 
     def _size(self, ours: str) -> tuple[int, int]:
+        if ours == "embedding.weight":
+            return self.model.config.padded_vocab_size, self.model.config.hidden_size
         linear: Any = self.model.get_submodule(ours.removesuffix(".weight"))
         return linear.out_features, linear.in_features
 

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -16,6 +17,7 @@ from hasten.model.formats.pieces import take
 from hasten.model.formats.record import LayerFormat
 from hasten.model.transformer import Transformer
 from hasten.ops.linear import PackedLinear
+from hasten.ops.linear.embedding import PackedEmbedding
 
 
 def fill_quantized(
@@ -36,15 +38,23 @@ def fill_quantized(
     dequantize, read = lru_cache(1)(folder.dequantize), lru_cache(1)(folder.read)
     layers: dict[str, LayerFormat] = {}
     plain: list[str] = []
+    embedding, head = pieces.get("embedding.weight"), pieces.get("head.weight")
+    tied = embedding is not None and (head == embedding or (head is None and model.head.weight.is_meta))
+    if tied:  # one matrix, which the head holds
+        pieces = {"head.weight" if ours == "embedding.weight" else ours: piece for ours, piece in pieces.items()}
     for ours, piece in pieces.items():
         name = ours.removesuffix(".weight")
         module = folder.modules[piece.name]
-        place = model.get_submodule(name)
+        place: Any = model.get_submodule(name)
         own = partial(_part, piece=piece, device=device)  # the part of a tensor that belongs to this layer
-        if module.layer is None or not isinstance(place, nn.Linear):  # an embedding is read by row, not multiplied
+        if module.layer is None:
             place.weight = nn.Parameter(own(dequantize(module, dtype)))
             plain.append(f"{module.name} ({module.stored})")
             data: Tensor = place.weight
+        elif name == "embedding":
+            layers[name] = replace(module.layer, activations="none")
+            model.embedding = PackedEmbedding.from_weight(read(module).map(own), dtype=dtype)
+            data = model.embedding.table.data
         else:
             layers[name] = module.layer
             options: dict[str, Any] = {"activations": module.layer.activations, "dtype": dtype}
@@ -62,6 +72,10 @@ def fill_quantized(
         mapped = folder.values(module)
         if data.untyped_storage().data_ptr() != mapped.untyped_storage().data_ptr():
             release_pages(mapped)
+    if tied and "head" in layers:
+        model.embedding = PackedEmbedding(model.head)
+    elif tied:
+        model.embedding.weight = model.head.weight
     if layers:
         model.quantization = layers
     if plain:

@@ -34,6 +34,7 @@ from hasten.model.require import require_model
 from hasten.model.transformer import MLP, Block, Transformer
 from hasten.model.wide import narrow
 from hasten.ops.attention.spec import LARGEST_HEAD
+from hasten.ops.linear.embedding import PackedEmbedding
 from hasten.ops.linear.modules import PackedLinear
 from hasten.ops.linear.operator import LinearRequest, native_opt_in
 from hasten.ops.linear.weights import BFLOAT16
@@ -72,7 +73,7 @@ def fuse(model: Transformer) -> Transformer:
         if isinstance(block, Block):
             model.blocks[i] = FusedBlock(block)
             return_freed_memory()
-    tied = isinstance(model.head, nn.Linear) and model.head.weight is model.embedding.weight
+    tied = isinstance(model.embedding, nn.Embedding) and model.tied
     model.head = _settled(packed(model.head))
     if tied:
         model.embedding = PackedEmbedding(model.head)
@@ -110,31 +111,15 @@ def unfuse(model: Transformer) -> Transformer:
         if isinstance(block, FusedBlock):
             model.blocks[i] = block.readable(model.config, model.config.layers[i])
     if isinstance(model.head, PackedLinear):
-        head = plain(model.head)
+        tied, head = model.tied, plain(model.head)
         model.head = head
-        if isinstance(model.embedding, PackedEmbedding) and isinstance(head, nn.Linear):
+        if tied and isinstance(head, nn.Linear):
             with unfilled():
                 embedding = nn.Embedding(head.out_features, head.in_features)
             embedding.weight = head.weight
             model.embedding = embedding
     model.bind()
     return model
-
-
-class PackedEmbedding(nn.Module):
-    """Rows read out of a packed bfloat16 head that the embedding is tied to: no second copy of the matrix."""
-
-    def __init__(self, head: PackedLinear) -> None:
-        super().__init__()
-        self.head = [head]  # in a list: not a submodule, its tensors belong to the head
-
-    @property
-    def weight(self) -> Tensor:
-        return self.head[0].data
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """tokens (…) -> (…, C)."""
-        return self.head[0].rows(tokens, torch.bfloat16)
 
 
 class FusedBlock(nn.Module):

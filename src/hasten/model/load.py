@@ -215,7 +215,7 @@ def _fill(
 
 def _finish(model: Transformer, device: torch.device | None) -> None:
     """Tie head and embedding where the config says so and the checkpoint does not contradict it, and choose kernels."""
-    if model.config.tie_embeddings and "head" not in (model.quantization or {}):
+    if model.config.tie_embeddings and not {"head", "embedding"} & set(model.quantization or {}):
         head, embedding = model.head.weight, model.embedding.weight
         if head.is_meta or head.data_ptr() == embedding.data_ptr() or torch.equal(head, embedding):
             model.head.weight = embedding

@@ -23,6 +23,7 @@ from hasten.model.norms import norm_of
 from hasten.model.rope import RotaryTable, rotate
 from hasten.model.wide import choose_width
 from hasten.ops.attention import AttentionRequest, AttentionSpec, LayerAttention
+from hasten.ops.linear.embedding import PackedEmbedding
 from hasten.ops.linear.modules import PackedLinear, request_of
 from hasten.ops.linear.wide import WideEmbedding, WideLinear
 from hasten.ops.loss import IGNORED, linear_cross_entropy, rows_of_a_chunk
@@ -175,7 +176,8 @@ class Transformer(nn.Module):
 
     tokenizer: Tokenizer | None
     generation: dict[str, Any]
-    embedding: Any  # nn.Embedding; PackedEmbedding where it is tied to a packed head
+    embedding: Any  # nn.Embedding; PackedEmbedding where it is quantized, or tied to a packed head
+    norm: Any  # RMSNorm or nn.LayerNorm
     head: Any  # nn.Linear, or PackedLinear
     quantization: Mapping[str, LayerFormat] | None
 
@@ -301,16 +303,28 @@ class Transformer(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        return self.embedding.weight.device
+        return self.norm.weight.device  # the last norm is a plain tensor, whatever is quantized or packed
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.embedding.weight.dtype
+        return self.norm.weight.dtype
 
     @property
     def compute_dtype(self) -> torch.dtype:
         """Of the activations of readable blocks, and of a cache's keys and values: see `hasten.model.wide`."""
+        if isinstance(self.embedding, PackedEmbedding):
+            return self.embedding.dtype
         return torch.float32 if isinstance(self.embedding, WideEmbedding) else self.dtype
+
+    @property
+    def tied(self) -> bool:
+        """Embedding and head are one matrix, or two of the same numbers in a model that ties them."""
+        if isinstance(self.embedding, PackedEmbedding):
+            return self.embedding.table is self.head
+        if isinstance(self.head, PackedLinear):
+            return False
+        head, embedding = self.head.weight, self.embedding.weight
+        return head is embedding or (self.config.tie_embeddings and torch.equal(head, embedding))
 
     @property
     def readable(self) -> bool:

@@ -33,7 +33,7 @@ def choose_width(model: "Transformer") -> None:
         return
     if model.device.type == "cpu" and emulated(model.dtype, model.device) is not None:
         _swap(model, WIDE, torch.float32)
-    elif isinstance(model.embedding, WideEmbedding):
+    elif model.compute_dtype != model.dtype:
         narrow(model)
 
 
@@ -47,7 +47,7 @@ def precision_of(model: "Transformer") -> ProductPrecision:
     own = str(model.dtype).removeprefix("torch.")
     if not model.readable:
         return ProductPrecision(own, "the native fused steps take its weights as they are")
-    if isinstance(model.embedding, WideEmbedding):
+    if model.compute_dtype != model.dtype:
         reason = emulated(model.dtype, model.device) or f"{own} is emulated where it was bound"
         return ProductPrecision("float32", f"{reason}; the weights stay in {own}")
     return ProductPrecision(own, "the dtype of its weights")

@@ -14,13 +14,14 @@ from hasten.model.export import Quantized, export_model
 from hasten.model.formats.record import LayerFormat
 from hasten.model.require import require_model
 from hasten.model.transformer import Transformer
+from hasten.ops.linear.embedding import PackedEmbedding
 from hasten.ops.linear.modules import PackedLinear
 from hasten.ops.linear.weights import QuantizedWeight
 from hasten.quantization.calibration import check_calibration
 from hasten.quantization.report import LayerReport, compare
 from hasten.quantization.resume import WorkFolder
 from hasten.quantization.rounding import round_weight
-from hasten.quantization.schemes import Int4, Int8, Scheme, layer_formats
+from hasten.quantization.schemes import Scheme
 from hasten.quantization.sequential import BlockMethod, BlockResult, quantize_blocks, served
 
 Report = Callable[[LayerReport], None]
@@ -42,28 +43,34 @@ def quantize(
     give.
 
     Each layer's original weight is let go as soon as its packed form is there (with a method, block by block), so that
-    the peak is about one layer over the model. An lm_head tied to the embedding becomes a matrix of its own; the
-    embedding stays as it is. `report` is called after each layer (and costs a comparison of each). Layers of 3 and 2
-    bits stay plain ones, of the rounded weights.
+    the peak is about one layer over the model. An lm_head tied to the embedding stays one matrix with it. `report` is
+    called after each layer (and costs a comparison of each). Layers of 3 and 2 bits stay plain ones, of the rounded
+    weights.
 
     Raises ConfigError for a model that is quantized or fused already, or whose weights hold NaN or infinity.
     """
-    formats = check_quantizable(model, scheme)
+    formats, tied = check_quantizable(model, scheme), model.tied
     done: dict[str, LayerFormat] = {}
     for name, weight in _weights(model, scheme, formats, method, calibration, report):
-        linear: Any = model.get_submodule(name)
-        layer = served(weight, linear, linear.bias, formats[name], model.compute_dtype)
+        old: Any = model.get_submodule(name)
+        layer = served(weight, old, getattr(old, "bias", None), formats[name], model.compute_dtype)
         model.set_submodule(name, layer)
-        del linear, weight
-        if isinstance(layer, PackedLinear):
+        if name == "head" and tied:  # one matrix still
+            if isinstance(layer, PackedLinear):
+                model.embedding = PackedEmbedding(layer)
+            else:
+                model.embedding.weight = layer.weight
+        del old, weight
+        if isinstance(layer, PackedLinear | PackedEmbedding):
             # Said layer by layer: after an interruption the model is half quantized, and says so.
             done[name] = formats[name]
             model.quantization = dict(done)
-    if "head" in formats:
+    if "head" in formats and not tied:  # the config may have said otherwise
         model.config = replace(model.config, tie_embeddings=False)
-    if len(done) < len(formats):
+    if plain := set(formats) - set(done):
+        bits = " and ".join(sorted({str(formats[name].weight.bits) for name in plain}, reverse=True))
         warnings.warn(
-            f"no kernel multiplies weights of {scheme.bits} bits: they are held as plain "
+            f"no kernel multiplies weights of {bits} bits: they are held as plain "
             f"{str(model.dtype).removeprefix('torch.')}, as large and as fast as before",
             HastenWarning,
             stacklevel=2,
@@ -90,6 +97,8 @@ def _weights(
             owner, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(owner), leaf, torch.nn.Parameter(tensor))
         yield from result.weights.items()
+    if "embedding" in formats:
+        yield "embedding", round_layer(model, "embedding", scheme, formats["embedding"], report)
 
 
 def _report_all(result: BlockResult, report: Report | None) -> None:
@@ -134,19 +143,25 @@ def quantize_to_folder(
         for index, result in enumerate(results):
             work.keep(index, result)
             _report_all(result, report)
-        export_model(model, folder, quantized=Quantized(formats, work.weight, work.changed))
+        if "embedding" in formats:
+            embedding = round_layer(model, "embedding", scheme, formats["embedding"], report)
+
+        def finished(name: str) -> QuantizedWeight:
+            return embedding if name == "embedding" else work.weight(name)
+
+        export_model(model, folder, quantized=Quantized(formats, finished, work.changed))
 
 
 def check_quantizable(model: Transformer, scheme: Scheme) -> dict[str, LayerFormat]:
     """The layers the scheme quantizes; ConfigError where the scheme is none or the model cannot be quantized."""
     require_model(model, "hasten.quantize")
-    if not isinstance(scheme, Int8 | Int4):
+    if not isinstance(scheme, Scheme):
         raise ConfigError(f"a scheme is hasten.Int8(...) or hasten.Int4(...); found {type(scheme).__name__}")
     if model.quantization is not None:
         raise ConfigError("this model is quantized already; quantize the original checkpoint instead")
     if not model.readable:
         raise ConfigError("this model is fused; call hasten.unfuse(model) first, and hasten.fuse(model) afterwards")
-    return layer_formats(model, scheme)
+    return scheme.layers(model)
 
 
 def round_layer(
@@ -154,7 +169,7 @@ def round_layer(
 ) -> QuantizedWeight:
     """Round a layer to nearest and report it; an error names the layer."""
     linear = model.get_submodule(name)
-    assert isinstance(linear, nn.Linear)
+    assert isinstance(linear, nn.Linear | nn.Embedding)
     try:
         quantized = round_weight(linear.weight.detach(), layer.weight, search=scheme.search)
     except ConfigError as error:

@@ -1,7 +1,7 @@
 """What to quantize and how: `Int8()`, `Int4()`, `Int3()` and `Int2()`."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import torch
@@ -10,13 +10,14 @@ from torch import nn
 from hasten.errors import ConfigError
 from hasten.model.formats.record import LayerFormat
 from hasten.model.transformer import Transformer
-from hasten.ops.linear.weights import INT8, int4_format
+from hasten.ops.linear.weights import INT8, WeightFormat, int4_format
 from hasten.quantization.rounding import GROUP_SIZES, Search
 
 CHOICES: dict[str, tuple[object, ...]] = {
     "group_size": GROUP_SIZES,
     "symmetric": (True, False),
     "lm_head": ("same", "int8", "none"),
+    "embedding": ("same", "int8", "none"),
     "search": ("minmax", "mse"),
     "scale_dtype": ("auto", "float16", "bfloat16"),
     "activations": ("int8", "float"),
@@ -29,21 +30,22 @@ class Int8:
     """8-bit integers with one float32 scale for each output row.
 
     activations: "int8" also rounds each token's activations to int8 for the product (faster where more than a few rows
-    are computed at once), "float" keeps them. lm_head: "same" or "int8" quantizes it too, "none" leaves it.
+    are computed at once), "float" keeps them. lm_head: "same" or "int8" quantizes it too, "none" leaves it. embedding:
+    the same; where it is tied to the lm_head they stay one matrix, and `lm_head` says how it is stored.
     """
 
     bits: ClassVar[int] = 8
     search: ClassVar[Search] = "minmax"
     activations: Literal["int8", "float"] = "int8"
     lm_head: Literal["same", "int8", "none"] = "same"
+    embedding: Literal["same", "int8", "none"] = "none"
 
     def __post_init__(self) -> None:
         _check(self)
 
-    def formats(self, dtype: torch.dtype) -> tuple[LayerFormat, LayerFormat | None]:
-        """How the blocks' layers and the lm_head of a model in `dtype` are stored; None: not quantized."""
-        layer = LayerFormat(INT8, self.activations)
-        return layer, None if self.lm_head == "none" else layer
+    def layers(self, model: Transformer) -> dict[str, LayerFormat]:
+        """How each layer is stored."""
+        return _by_kind(self, model, INT8)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,13 +54,14 @@ class Int4:
 
     group_size: 32, 64 or 128. search: "mse" searches each group's scale with the least squared error, "minmax" takes
     the group's range. scale_dtype: "auto" is the model's own where it is float16 or bfloat16, else float16. lm_head:
-    "int8" (it is the layer whose error shows most), "same" or "none". activations: as in `Int8`.
+    "int8" (it is the layer whose error shows most), "same" or "none". embedding, activations: as in `Int8`.
     """
 
     bits: ClassVar[int] = 4
     group_size: int = 128
     symmetric: bool = True
     lm_head: Literal["same", "int8", "none"] = "int8"
+    embedding: Literal["same", "int8", "none"] = "none"
     search: Search = "mse"
     scale_dtype: Literal["auto", "float16", "bfloat16"] = "auto"
     activations: Literal["int8", "float"] = "int8"
@@ -66,15 +69,11 @@ class Int4:
     def __post_init__(self) -> None:
         _check(self)
 
-    def formats(self, dtype: torch.dtype) -> tuple[LayerFormat, LayerFormat | None]:
-        """How the blocks' layers and the lm_head of a model in `dtype` are stored; None: not quantized."""
-        name = self.scale_dtype
-        if name == "auto":
-            name = "bfloat16" if dtype == torch.bfloat16 else "float16"
-        scale_dtype = torch.bfloat16 if name == "bfloat16" else torch.float16
-        weight = int4_format(self.group_size, symmetric=self.symmetric, scale_dtype=scale_dtype, bits=self.bits)
-        layer, int8 = LayerFormat(weight, self.activations), LayerFormat(INT8, self.activations)
-        return layer, {"same": layer, "int8": int8, "none": None}[self.lm_head]
+    def layers(self, model: Transformer) -> dict[str, LayerFormat]:
+        """How each layer is stored."""
+        dtype = stored_scales(self.scale_dtype, model)
+        weight = int4_format(self.group_size, symmetric=self.symmetric, scale_dtype=dtype, bits=self.bits)
+        return _by_kind(self, model, weight)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,15 +94,36 @@ Scheme = Int8 | Int4
 SCHEMES: dict[str, type[Scheme]] = {"int8": Int8, "int4": Int4, "int3": Int3, "int2": Int2}
 
 
-def layer_formats(model: Transformer, scheme: Scheme) -> dict[str, LayerFormat]:
-    """The layers that the scheme quantizes, by name, in the order of the model.
+def layers_to_quantize(model: Transformer) -> list[str]:
+    """The layers that can be quantized, by name: all linear layers of the blocks, then the head, then the embedding.
 
-    All linear layers of the blocks, those of experts too; never a router (it is small, and a token sent to the wrong
-    expert is lost) nor an embedding. The lm_head by its own setting.
+    Those of experts too; never a router (it is small, and a token sent to the wrong expert is lost). An embedding that
+    is tied to the head is one matrix with it, and goes by the head's name.
     """
-    layer, head = scheme.formats(model.dtype)
-    found = {f"blocks.{name}": layer for name, _ in _linears(model.blocks)}
-    return found if head is None else found | {"head": head}
+    blocks = [f"blocks.{name}" for name, _ in _linears(model.blocks)]
+    return [*blocks, "head"] if model.tied else [*blocks, "head", "embedding"]
+
+
+def stored_scales(name: str, model: Transformer) -> torch.dtype:
+    """The dtype of int4 scales: "auto" is the model's own where it can be."""
+    if name == "auto":
+        name = "bfloat16" if model.dtype == torch.bfloat16 else "float16"
+    return torch.bfloat16 if name == "bfloat16" else torch.float16
+
+
+def _by_kind(scheme: "Int8 | Int4", model: Transformer, weight: WeightFormat) -> dict[str, LayerFormat]:
+    """One format for the blocks' layers; lm_head and embedding by their own settings."""
+    layer = LayerFormat(weight, scheme.activations)
+    kinds = {"same": layer, "int8": LayerFormat(INT8, scheme.activations)}
+    head, embedding = kinds.get(scheme.lm_head), kinds.get(scheme.embedding)
+    if model.tied and embedding not in (None, head):
+        raise ConfigError(
+            f"this model's embedding and lm_head are one matrix, so embedding={scheme.embedding!r} and "
+            f"lm_head={scheme.lm_head!r} contradict each other: lm_head decides"
+        )
+    own = {"head": head, "embedding": embedding and replace(embedding, activations="none")}
+    found = {name: own.get(name, layer) for name in layers_to_quantize(model)}
+    return {name: format for name, format in found.items() if format is not None}
 
 
 def rounds_activations(layer: LayerFormat) -> bool:

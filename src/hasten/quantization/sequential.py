@@ -1,6 +1,5 @@
 """Block by block: each block is quantized for the inputs that the quantized blocks before it give."""
 
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 from hasten.errors import ConfigError
 from hasten.model.formats.record import LayerFormat
 from hasten.model.transformer import Transformer
+from hasten.ops.linear.embedding import PackedEmbedding
 from hasten.ops.linear.modules import PackedLinear
 from hasten.ops.linear.weights import QuantizedWeight
 from hasten.quantization.report import LayerReport, compare
@@ -160,10 +160,9 @@ def quantize_blocks(
     The model is not changed. Blocks that `saved` has are not computed again. `progress` is told what of a
     block is done, by methods that take long.
     """
-    walks = [CalibrationWalk(model, tokens)]
+    walks = [_first_walk(model, formats.get("embedding"), tokens, search)]
     if method.needs_before:
-        walks.append(copy.copy(walks[0]))
-        walks[1].states = walks[0].states.clone()
+        walks.append(CalibrationWalk(model, tokens))
     done = 0 if saved is None else saved.blocks()
     if done:
         assert saved is not None
@@ -190,6 +189,18 @@ def quantize_blocks(
         task = _task(model, head, "", formats, calls, search)
         _run(method, task)
         yield _result(task)
+
+
+def _first_walk(model: Transformer, layer: LayerFormat | None, tokens: Tensor, search: Search) -> CalibrationWalk:
+    """The walk through the model as it will be: from an embedding's rows as they will be stored."""
+    exact = model.embedding
+    try:
+        if layer is not None:
+            weight = round_weight(exact.weight.detach(), layer.weight, search=search)
+            model.embedding = served(weight, exact, None, layer, model.compute_dtype)
+        return CalibrationWalk(model, tokens)
+    finally:
+        model.embedding = exact
 
 
 class _Head(nn.Module):
@@ -241,12 +252,19 @@ def _result(task: BlockTask) -> BlockResult:
 
 
 def served(
-    weight: QuantizedWeight, linear: nn.Linear, bias: Tensor | None, layer: LayerFormat, dtype: torch.dtype
+    weight: QuantizedWeight,
+    linear: nn.Linear | nn.Embedding,
+    bias: Tensor | None,
+    layer: LayerFormat,
+    dtype: torch.dtype,
 ) -> nn.Module:
     """A layer of a quantized weight as it is run: packed for its kernel, or plain where no kernel takes the format."""
     if weight.format.bits in KERNEL_BITS:
+        if isinstance(linear, nn.Embedding):
+            return PackedEmbedding.from_weight(weight, dtype=dtype)
         return PackedLinear.from_weight(weight, bias, activations=layer.activations, dtype=dtype)
     plain = shared_copy(linear)
     plain.weight = nn.Parameter(weight.dequantize(linear.weight.dtype), requires_grad=False)
-    plain.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+    if bias is not None:
+        plain.bias = nn.Parameter(bias, requires_grad=False)
     return plain

@@ -8,8 +8,9 @@ Beside a linear module's bias stand, in place of its `weight` (N, K):
     weight_zero_point  int32 (ceil(N · bits / 32), G), asymmetric
     weight_shape       int64 (2): N, K
 
-Where a model has experts, its int8 layers are packed too (weight_packed, four to an int32, and weight_shape): of plain
-int8 transformers reads no experts.
+Where a model has experts or a quantized embedding, its int8 layers are packed too (weight_packed, four to an int32, and
+weight_shape): of plain int8 transformers reads no experts, and vLLM no embedding. An embedding that is the head too
+stands in the file once, under its own name; the config names both.
 
 config.json says so under `quantization_config`. Where all layers are int8 and round their activations too, it says what
 is published as W8A8 ("int-quantized", dynamic by token); everything else is weight-only there. That our products round
@@ -83,7 +84,8 @@ class CompressedTensors:
         for name, layer in layers.items():
             kinds.setdefault(layer, []).append(name)
         w8a8 = all(layer == LayerFormat(INT8, "int8") for layer in kinds)
-        most = max(kinds, key=lambda kind: len(kinds[kind]))
+        linears = [kind for kind in kinds if kind.activations != "none"]
+        most = max(linears, key=lambda kind: len(kinds[kind]))
         groups = {}
         # The kind of most layers is the one of all modules of class Linear that no other group names.
         for i, (kind, names) in enumerate(sorted(kinds.items(), key=lambda item: item[0] != most)):
@@ -104,7 +106,7 @@ class CompressedTensors:
             "kv_cache_scheme": None,
         }
         # How products with weights that are all the file speaks of treat their activations.
-        private = {} if w8a8 else {"hasten": {"activations": next(iter(kinds)).activations}}
+        private = {} if w8a8 else {"hasten": {"activations": linears[0].activations}}
         return {"quantization_config": config} | private
 
     def _format(self, weight: WeightFormat, *, w8a8: bool) -> str:

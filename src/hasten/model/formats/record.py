@@ -10,13 +10,13 @@ from hasten.ops.linear.weights import INT8, WeightFormat
 
 GROUP_SIZES = (32, 64, 128)  # that kernels multiply
 
-Activations = Literal["int8", "float"]
+Activations = Literal["int8", "float", "none"]
 
 
 @dataclass(frozen=True, slots=True)
 class LayerFormat:
     """How one linear layer is stored, and how it is multiplied: activations "int8" rounds each input row to int8 before
-    the product, "float" does not.
+    the product, "float" does not; "none": an embedding, whose rows are looked up.
     """
 
     weight: WeightFormat

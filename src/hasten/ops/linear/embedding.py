@@ -1,0 +1,38 @@
+"""`PackedEmbedding`: rows looked up in a packed weight."""
+
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+
+from hasten.ops.linear.modules import PackedLinear
+from hasten.ops.linear.weights import QuantizedWeight
+
+
+class PackedEmbedding(nn.Module):
+    """An embedding whose rows are those of a packed layer: a head that it is tied to, or one of its own.
+
+    Only the rows that are asked for become floats, in the dtype of the layer's activations.
+    """
+
+    def __init__(self, table: PackedLinear) -> None:
+        super().__init__()
+        self.table = table
+
+    @classmethod
+    def from_weight(cls, weight: QuantizedWeight, *, dtype: torch.dtype) -> Self:
+        """An embedding of a quantized weight (V, C), kept row by row. dtype: of what it gives."""
+        return cls(PackedLinear.from_weight(weight, kernel="pytorch", activations="float", dtype=dtype))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the rows that come out."""
+        return self.table.request.dtype
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """tokens (…) -> (…, C)."""
+        return self.table.rows(tokens, self.dtype)
+
+    def to_weight(self) -> QuantizedWeight:
+        """The quantized weight as it was given, bit for bit."""
+        return self.table.to_weight()
