@@ -23,6 +23,8 @@ _HOMES = {
     "Int4": "hasten.quantization",
     "Int3": "hasten.quantization",
     "Int2": "hasten.quantization",
+    "Mixed": "hasten.quantization",
+    "choose_bits": "hasten.quantization",
     "GPTQ": "hasten.quantization",
     "AWQ": "hasten.quantization",
     "SignRounding": "hasten.quantization",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from hasten.model.transformer import Transformer
+    from hasten.ops.linear.weights import WeightFormat
     from hasten.quantization import LayerReport, Scheme
     from hasten.quantization.sequential import BlockMethod
 
@@ -40,8 +41,16 @@ class Quantize:
     """A Hugging Face folder, a GGUF file, or a hub id (owner/name)."""
     output: Path
     """The folder to write; another than the model's own."""
-    scheme: Literal["int8", "int4", "int3", "int2"]
+    scheme: Literal["int8", "int4", "int3", "int2"] | None = None
     """int8: one scale for each output row. The others: one for each group of input features of a row."""
+    bits: float | None = None
+    """Instead of a scheme: so many bits per weight in all, embeddings and scales included. What rounding a layer costs
+    the model on calibration text decides on its format."""
+    formats: str | None = None
+    """Each layer's format, a JSON file: with --bits what was chosen is written there, else it is read in place of a
+    scheme."""
+    allow_int3: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """--bits may choose 3 bits, which no kernel multiplies."""
     method: Literal["rtn", "gptq", "awq", "sign"] = "rtn"
     """rtn rounds to nearest. The others look at calibration text: gptq makes up for each rounding in the weights to
     come, awq scales the input channels that matter, sign tunes the rounding of a whole block (the most exact, and by
@@ -54,10 +63,10 @@ class Quantize:
     """No zero points (the default; int8 is always symmetric)."""
     asymmetric: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """A zero point for each group."""
-    lm_head: Literal["int8", "same", "none"] = "int8"
-    """The output matrix: in int8, like the other layers, or left as it is."""
-    embedding: Literal["int8", "same", "none"] = "none"
-    """The input matrix, likewise. Where it is tied to the lm_head they stay one matrix, and --lm-head decides."""
+    lm_head: Literal["int8", "same", "none"] | None = None
+    """The output matrix: in int8 (the default), like the other layers, or left as it is."""
+    embedding: Literal["int8", "same", "none"] | None = None
+    """The input matrix, left as it is by default. Tied to the lm_head they stay one matrix, and --lm-head decides."""
     search: Literal["mse", "minmax"] | None = None
     """How a group's scale is found: least squared error (the default), or the range of the group."""
     activations: Literal["int8", "float"] = "int8"
@@ -89,10 +98,23 @@ class Quantize:
     json: str | None = None
     """Write sizes, seconds and the error of each layer as JSON to this file; "-": to standard output."""
 
-    def scheme_of(self) -> Scheme:
-        """The library's scheme. Raises ConfigError for options that contradict each other."""
-        from hasten.quantization.schemes import SCHEMES, Int8
+    def scheme_of(self) -> Scheme | None:
+        """The library's scheme; None: it is to be chosen. Raises ConfigError for options that contradict each other."""
+        from hasten.quantization.schemes import SCHEMES, Int8, Mixed
 
+        if self.allow_int3 and self.bits is None:
+            raise ConfigError("--allow-int3 goes with --bits")
+        if self.scheme is None:
+            for option in ("group_size", "symmetric", "asymmetric", "lm_head", "embedding"):
+                if getattr(self, option):
+                    raise ConfigError(f"--{option.replace('_', '-')} goes with --scheme; a table says it by layer")
+            if self.bits is not None:
+                return None
+            if self.formats is not None:
+                return Mixed.read(Path(self.formats), **same_fields(self, Mixed))
+            raise ConfigError("say how: --scheme int8, int4, int3 or int2, --bits NUMBER, or --formats FILE")
+        if self.bits is not None or self.formats is not None:
+            raise ConfigError("--scheme is one format for all layers; --bits and --formats take its place")
         if self.symmetric and self.asymmetric:
             raise ConfigError("give one of --symmetric and --asymmetric")
         if self.scheme == "int8":
@@ -110,7 +132,7 @@ class Quantize:
         from hasten.quantization import AWQ, GPTQ, SignRounding
 
         methods: dict[str, tuple[type[GPTQ | AWQ | SignRounding] | None, tuple[str, ...]]] = {
-            "rtn": (None, ()),
+            "rtn": (None, CALIBRATION[:-1] if self.bits is not None else ()),
             "gptq": (GPTQ, (*CALIBRATION, "order", "damping", "gptaq")),
             "awq": (AWQ, CALIBRATION),
             "sign": (SignRounding, (*CALIBRATION, "steps", "batch")),
@@ -133,6 +155,24 @@ class Quantize:
         given = {name: value for name, value in wanted.items() if value is not None}
         return calibration_tokens(model.tokenizer, read_documents(self.calibration or "stdlib"), **given)
 
+    def choose(self, model: Transformer, calibration: Tensor) -> Scheme:
+        """The scheme of --bits, which is written to --formats. Says before how long it will take."""
+        from hasten.machine.measure import matrix_rate
+        from hasten.quantization.automatic import choose_bits, probing_flops
+        from hasten.quantization.schemes import Mixed
+
+        flops = probing_flops(model, calibration)
+        seconds = flops / matrix_rate(model.compute_dtype)
+        print(
+            f"measuring each layer: {flops / 1e12:,.1f} TFLOP, {seconds / 60:.1f} minutes at the rate here",
+            file=sys.stderr,
+        )
+        with share("measured layers") as progress:
+            options: dict[str, Any] = {"allow_int3": self.allow_int3, "progress": progress}
+            chosen = choose_bits(model, cast(float, self.bits), calibration=calibration, **options)
+        write_json(self.formats, chosen.table)
+        return replace(chosen, **same_fields(self, Mixed))
+
     def check_output(self, source: Path) -> None:
         """Raise ConfigError, before any work, for an output folder whose files would be lost, or that is a file."""
         if self.output.exists() and not self.output.is_dir():
@@ -151,21 +191,25 @@ class Quantize:
 
         require_writable(self.json)
         require_writable(None if self.picture is None else str(self.picture))
+        require_writable(self.formats if self.bits is not None else None)
         scheme, method = self.scheme_of(), self.method_of()
         configure(threads=self.threads)
         start = perf_counter()
         folder = resolve_model(self.model)
         self.check_output(folder)
         model = load(folder, dtype=None if self.dtype == "auto" else self.dtype)
-        calibration = None if method is None else self.calibration_of(model)
+        calibration = None if method is None and self.bits is None else self.calibration_of(model)
+        if scheme is None:
+            assert calibration is not None
+            scheme = self.choose(model, calibration)
         result: dict[str, Any] = {
             "machine": describe().to_json(),
             "output": str(self.output),
-            "scheme": {"name": self.scheme} | asdict(scheme),
+            "scheme": {"name": self.scheme or "mixed"} | asdict(scheme),
             "method": {"name": self.method} | ({} if method is None else asdict(cast(Any, method))),
         }
         if method is not None and calibration is not None:
-            result |= self.announce(model, method, calibration)
+            result |= self.announce(model, scheme, method, calibration)
         reports: list[LayerReport] = []
         total = len(scheme.layers(model))
         with share("quantized layers") as progress:
@@ -195,7 +239,7 @@ class Quantize:
         if self.json != "-":
             print("\n".join(_summary(result, reports)))
 
-    def announce(self, model: Transformer, method: BlockMethod, calibration: Tensor) -> dict[str, Any]:
+    def announce(self, model: Transformer, scheme: Scheme, method: BlockMethod, calibration: Tensor) -> dict[str, Any]:
         """Say what will be looked at and what memory it takes; returns the same for the JSON."""
         from hasten.machine.measure import matrix_rate
         from hasten.quantization import SignRounding
@@ -204,7 +248,7 @@ class Quantize:
 
         samples, length = calibration.shape
         expected = predicted_bytes(model, calibration, method)
-        served = next(iter(self.scheme_of().layers(model).values()))
+        served = next(iter(scheme.layers(model).values()))
         rounded = "rounded to int8 as in the products that serve it" if rounds_activations(served) else "not rounded"
         line = (
             f"{samples} calibration samples of {length} tokens, activations {rounded}; memory beside the checkpoint: "
@@ -225,10 +269,10 @@ class Quantize:
 
 def _bits_per_weight(model: Transformer, reports: list[LayerReport]) -> float:
     """Of all that is stored, embeddings and norms included."""
+    from hasten.quantization.report import stored_weights
+
     quantized = {f"{report.name}.weight": 8 * report.bytes_after for report in reports}
-    weights = dict(model.named_parameters(remove_duplicate=False))
-    if model.tied:  # one matrix, which goes by the head's name where it is quantized
-        del weights["embedding.weight" if "head.weight" in quantized else "head.weight"]
+    weights = stored_weights(model)
     bits = sum(quantized.get(name, 8 * weight.nbytes) for name, weight in weights.items())
     return bits / sum(weight.numel() for weight in weights.values())
 
@@ -249,17 +293,18 @@ def _row(report: LayerReport) -> dict[str, Any]:
 
 def _summary(result: dict[str, Any], reports: list[LayerReport]) -> list[str]:
     """The errors by kind of layer (layers that differ only in their numbers together), then sizes and time."""
-    kinds: dict[str, list[LayerReport]] = {}
+    kinds: dict[tuple[str, WeightFormat], list[LayerReport]] = {}
     for report in reports:
         kind = ".".join(part for part in report.name.split(".")[1:] if not part.isdigit()) or report.name
-        kinds.setdefault(kind, []).append(report)
+        kinds.setdefault((kind, report.format.weight), []).append(report)
     calibrated = any(report.output_error is not None for report in reports)
     outputs = "   output error: rtn   method" if calibrated else ""
-    lines = [f"{'layers':<24} {'bits':>4} {'count':>6}   relative error: mean   largest{outputs}"]
-    for kind, found in kinds.items():
+    lines = [f"{'layers':<24} {'bits':>4} {'group':>6} {'count':>6}   relative error: mean   largest{outputs}"]
+    for (kind, format), found in kinds.items():
         errors = [report.relative_error for report in found]
         mean, most = sum(errors) / len(errors), max(errors)
-        line = f"{kind:<24} {found[0].format.weight.bits:>4} {len(found):>6} {mean:>22.4%} {most:>9.4%}"
+        size = format.group_size or "row"
+        line = f"{kind:<24} {format.bits:>4} {size:>6} {len(found):>6} {mean:>22.4%} {most:>9.4%}"
         pairs = [(r.nearest_output_error, r.output_error) for r in found if r.output_error is not None]
         if pairs:
             nearest, own = (sum(part or 0.0 for part in column) / len(pairs) for column in zip(*pairs, strict=True))

@@ -289,13 +289,14 @@ class Transformer(nn.Module):
 
     def scores(self, x: Tensor) -> Tensor:
         """Logits (..., V) of states (..., C) as they come out of the last block."""
-        return self.logits(self.norm(x)) if self.stack is None else self._finished(self.stack.scores(x))
+        return self.logits(self.norm(x)) if self.stack is None else self.finished(self.stack.scores(x))
 
     def logits(self, x: Tensor) -> Tensor:
         """Scores (..., V) in float32 of normalised states x (..., C); the padded rows of the vocabulary are cut off."""
-        return self._finished(self.head(x))
+        return self.finished(self.head(x))
 
-    def _finished(self, scores: Tensor) -> Tensor:
+    def finished(self, scores: Tensor) -> Tensor:
+        """Logits of what the head puts out."""
         logits = scores[..., : self.config.vocab_size].float()
         if self.config.logit_softcap is not None:
             logits = self.config.logit_softcap * torch.tanh(logits / self.config.logit_softcap)

@@ -33,7 +33,7 @@ def choose_width(model: "Transformer") -> None:
         return
     if model.device.type == "cpu" and emulated(model.dtype, model.device) is not None:
         _swap(model, WIDE, torch.float32)
-    elif model.compute_dtype != model.dtype:
+    elif isinstance(model.embedding, WideEmbedding) or model.compute_dtype != model.dtype:
         narrow(model)
 
 

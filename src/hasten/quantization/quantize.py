@@ -21,7 +21,7 @@ from hasten.quantization.calibration import check_calibration
 from hasten.quantization.report import LayerReport, compare
 from hasten.quantization.resume import WorkFolder
 from hasten.quantization.rounding import round_weight
-from hasten.quantization.schemes import Scheme
+from hasten.quantization.schemes import Scheme, units_of
 from hasten.quantization.sequential import BlockMethod, BlockResult, quantize_blocks, served
 
 Report = Callable[[LayerReport], None]
@@ -154,14 +154,25 @@ def quantize_to_folder(
 
 def check_quantizable(model: Transformer, scheme: Scheme) -> dict[str, LayerFormat]:
     """The layers the scheme quantizes; ConfigError where the scheme is none or the model cannot be quantized."""
-    require_model(model, "hasten.quantize")
+    check_model(model)
     if not isinstance(scheme, Scheme):
         raise ConfigError(f"a scheme is hasten.Int8(...) or hasten.Int4(...); found {type(scheme).__name__}")
+    formats = scheme.layers(model)
+    for names in units_of(formats).values():
+        one = {formats[name] for name in names}
+        if len(one) > 1 and ".experts." not in names[0]:
+            text = f"{', '.join(names)} have different formats: the model will run without the fused steps, slower"
+            warnings.warn(text, HastenWarning, stacklevel=3)
+    return formats
+
+
+def check_model(model: Transformer) -> None:
+    """ConfigError where a model cannot be quantized as it is."""
+    require_model(model, "hasten.quantize")
     if model.quantization is not None:
         raise ConfigError("this model is quantized already; quantize the original checkpoint instead")
     if not model.readable:
         raise ConfigError("this model is fused; call hasten.unfuse(model) first, and hasten.fuse(model) afterwards")
-    return scheme.layers(model)
 
 
 def round_layer(

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hasten.model.formats.record import LayerFormat
+from hasten.model.transformer import Transformer
 from hasten.ops.linear.weights import QuantizedWeight
 from hasten.quantization.blocks import each_block
 
@@ -35,16 +36,28 @@ def compare(
     name: str, weight: Tensor, quantized: QuantizedWeight, layer: LayerFormat, **of_outputs: Any
 ) -> LayerReport:
     """The report of a weight; of_outputs: the fields of a calibrated one."""
-    n, k = quantized.shape
-    zeros = 0 if quantized.zeros is None else quantized.zeros.numel() * quantized.format.bits // 8
     return LayerReport(
         name=name,
         format=layer,
         relative_error=relative_error(weight.detach(), quantized),
         bytes_before=weight.nbytes,
-        bytes_after=n * k * quantized.format.bits // 8 + quantized.scales.nbytes + zeros,
+        bytes_after=stored_bytes(quantized),
         **of_outputs,
     )
+
+
+def stored_bytes(quantized: QuantizedWeight) -> int:
+    """Of the numbers, scales and zeros; 4 bits are half a byte."""
+    zeros = 0 if quantized.zeros is None else quantized.zeros.numel()
+    return (quantized.values.numel() + zeros) * quantized.format.bits // 8 + quantized.scales.nbytes
+
+
+def stored_weights(model: Transformer) -> dict[str, Tensor]:
+    """All parameters by name; a matrix that is head and embedding goes by the head's."""
+    weights: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    if model.tied:
+        weights.pop("embedding.weight", None)
+    return weights
 
 
 def relative_error(weight: Tensor, quantized: QuantizedWeight) -> float:

@@ -1,13 +1,16 @@
 """What to quantize and how: `Int8()`, `Int4()`, `Int3()` and `Int2()`."""
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import nn
 
 from hasten.errors import ConfigError
+from hasten.model.checkpoint import read_json
 from hasten.model.formats.record import LayerFormat
 from hasten.model.transformer import Transformer
 from hasten.ops.linear.weights import INT8, WeightFormat, int4_format
@@ -90,8 +93,52 @@ class Int2(Int4):
     bits: ClassVar[int] = 2
 
 
-Scheme = Int8 | Int4
-SCHEMES: dict[str, type[Scheme]] = {"int8": Int8, "int4": Int4, "int3": Int3, "int2": Int2}
+FORMATS = ("int8", *(f"int{bits}-g{size}" for bits in (4, 3, 2) for size in GROUP_SIZES))  # as a table names them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mixed:
+    """A format for each layer, as `choose_bits` finds them: int4 and less are symmetric, the rest is as in `Int4`.
+
+    table: by the layers' names ("blocks.0.attention.q", …, "head", "embedding") "int8", "int4-g128" (groups of 128) or
+    any of `FORMATS`. Head and embedding may be missing and stay as they are; an embedding that is tied to the head goes
+    by the head's name.
+    """
+
+    table: Mapping[str, str]
+    search: Search = "mse"
+    scale_dtype: Literal["auto", "float16", "bfloat16"] = "auto"
+    activations: Literal["int8", "float"] = "int8"
+
+    def __post_init__(self) -> None:
+        _check(self)
+        for name, format in self.table.items():
+            if format not in FORMATS:
+                raise ConfigError(f"{name}: there is no format {format!r:.40}; known: {', '.join(FORMATS)}")
+
+    @classmethod
+    def read(cls, path: Path, **settings: Any) -> Self:
+        """The scheme of a table in JSON. CheckpointError for a file that is none."""
+        return cls(table=read_json(path), **settings)
+
+    def layers(self, model: Transformer) -> dict[str, LayerFormat]:
+        """How each layer is stored. ConfigError for a table of another model."""
+        known = layers_to_quantize(model)
+        if unknown := [name for name in self.table if name not in known]:
+            tied = " (it is one matrix with the head)" if unknown[0] == "embedding" else ""
+            raise ConfigError(f"the table of formats names {unknown[0]!r:.80}, which this model does not have{tied}")
+        if missing := [name for name in known if name.startswith("blocks.") and name not in self.table]:
+            raise ConfigError(f"the table of formats lacks {missing[0]!r} ({len(missing)} layers in all)")
+        formats = weight_formats(model, self.scale_dtype)
+        return {
+            name: LayerFormat(formats[self.table[name]], "none" if name == "embedding" else self.activations)
+            for name in known
+            if name in self.table
+        }
+
+
+Scheme = Int8 | Int4 | Mixed
+SCHEMES: dict[str, type[Int8 | Int4]] = {"int8": Int8, "int4": Int4, "int3": Int3, "int2": Int2}
 
 
 def layers_to_quantize(model: Transformer) -> list[str]:
@@ -102,6 +149,30 @@ def layers_to_quantize(model: Transformer) -> list[str]:
     """
     blocks = [f"blocks.{name}" for name, _ in _linears(model.blocks)]
     return [*blocks, "head"] if model.tied else [*blocks, "head", "embedding"]
+
+
+def units_of(names: Iterable[str]) -> dict[str, list[str]]:
+    """Layers that should have one format: q, k and v of a block, and gate and up, are one product in the fused steps.
+
+    A block's experts have one format each for gate and up, and for down.
+    """
+    units: dict[str, list[str]] = {}
+    for name in names:
+        shared = re.sub(r"experts\.\d+\.", "experts.", name)
+        units.setdefault(re.sub(r"(attention)\.[qkv]$|(mlp|experts)\.(gate|up)$", r"\1\2.inputs", shared), []).append(
+            name
+        )
+    return units
+
+
+def weight_formats(model: Transformer, scale_dtype: str) -> dict[str, WeightFormat]:
+    """What the names of FORMATS stand for in a model."""
+    scales = stored_scales(scale_dtype, model)
+    found = {"int8": INT8}
+    for name in FORMATS[1:]:
+        bits, size = (int(part) for part in re.findall(r"\d+", name))
+        found[name] = int4_format(size, scale_dtype=scales, bits=bits)
+    return found
 
 
 def stored_scales(name: str, model: Transformer) -> torch.dtype:

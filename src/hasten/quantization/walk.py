@@ -29,6 +29,12 @@ class CalibrationWalk:
         parts = [model.embed(part.to(model.device), positions) for part in tokens.split(self.step)]
         self.states = torch.cat(parts)
 
+    def copy(self) -> "CalibrationWalk":
+        """The walk as it stands, with states of its own."""
+        own = copy.copy(self)
+        own.states = self.states.clone()
+        return own
+
     def calls(self, index: int) -> list[Call]:
         """A block's calls, on a few samples each."""
         layer = self.model.config.layers[index]

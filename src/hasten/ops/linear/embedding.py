@@ -15,14 +15,21 @@ class PackedEmbedding(nn.Module):
     Only the rows that are asked for become floats, in the dtype of the layer's activations.
     """
 
-    def __init__(self, table: PackedLinear) -> None:
+    def __init__(self, table: PackedLinear, *, own: bool = False) -> None:
         super().__init__()
-        self.table = table
+        # In a list that torch does not look into, unless it is our own: a head's tensors belong to the head.
+        self.tables = nn.ModuleList([table]) if own else [table]
+
+    @property
+    def table(self) -> PackedLinear:
+        """The packed layer."""
+        return self.tables[0]  # type: ignore[return-value]
 
     @classmethod
     def from_weight(cls, weight: QuantizedWeight, *, dtype: torch.dtype) -> Self:
         """An embedding of a quantized weight (V, C), kept row by row. dtype: of what it gives."""
-        return cls(PackedLinear.from_weight(weight, kernel="pytorch", activations="float", dtype=dtype))
+        table = PackedLinear.from_weight(weight, kernel="pytorch", activations="float", dtype=dtype)
+        return cls(table, own=True)
 
     @property
     def dtype(self) -> torch.dtype:
