@@ -1,10 +1,12 @@
-"""`hasten eval`: how well a model predicts a text, and how far it is from another one."""
+"""`hasten eval`: how well a model predicts a text, how far it is from another one, and lm-eval's tasks."""
 
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass, fields, replace
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
 
 from hasten.cli.options import CacheOptions, ModelOptions
 from hasten.errors import ConfigError
@@ -14,15 +16,19 @@ from hasten.machine.progress import share
 if TYPE_CHECKING:
     from hasten.model.transformer import Transformer
 
+FOR_TASKS = ("num_fewshot", "limit", "include_path", "apply_chat_template")  # options that a text has no use for
+FOR_TEXTS = ("against", "stride", "overlap", "limit_bytes", "kv_cache_dtype")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Eval(CacheOptions, ModelOptions):
     """Perplexity and bits per byte of a text; every token after the first of a document is predicted once.
 
-    With --against also how far the model is from another one, for example from itself before quantization.
+    With --against also how far the model is from another one, for example from itself before quantization. With --tasks
+    instead of a text: benchmarks of lm-evaluation-harness (pip install 'hasten[eval]').
     """
 
-    text: str
+    text: str | None = None
     """A file, a folder or a glob of .txt, .py, .md, .jsonl or .parquet; each file or line of .jsonl is a document."""
     against: str | None = None
     """Compare with this model, token by token: mean and 99th percentile of the KL divergence, same top token."""
@@ -35,15 +41,49 @@ class Eval(CacheOptions, ModelOptions):
     limit_bytes: int | None = None
     """Stop after about so many bytes of text."""
     json: str | None = None
-    """Write perplexity, bits_per_byte, tokens and seconds as JSON to this file; "-": to standard output."""
+    """Write perplexity, bits_per_byte, tokens and seconds, or lm-eval's results, as JSON to this file; "-": to standard
+    output."""
+    tasks: tuple[str, ...] = ()
+    """lm-eval's tasks, by name or pattern (arc_easy, mmlu_*); `python -m hasten.cli.lm_eval ls tasks` lists them."""
+    num_fewshot: int | None = None
+    """Examples before each question of --tasks; as the task says by default."""
+    limit: float | None = None
+    """Only so many questions of each of --tasks, or below 1 a share of them (for trying)."""
+    include_path: str | None = None
+    """A folder with further tasks (YAML) for --tasks."""
+    apply_chat_template: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Ask --tasks as the chats that the model's template makes of them."""
 
     def run(self) -> None:
         require_writable(self.json)
+        if (self.text is None) == (not self.tasks):
+            raise ConfigError("give --text FILE, or --tasks NAME,... of lm-eval")
+        for field in fields(self):
+            if field.name in (FOR_TEXTS if self.tasks else FOR_TASKS) and getattr(self, field.name) != field.default:
+                raise ConfigError(f"--{field.name.replace('_', '-')} goes with --{'text' if self.tasks else 'tasks'}")
+        if self.text is None:
+            self.run_tasks()
+        else:
+            self.score(self.text)
+
+    def run_tasks(self) -> None:
+        """lm-eval's tasks."""
+        from hasten.serving.lm_eval import HastenLM, make_table, run_tasks
+
+        lm = HastenLM(self.prepared(), max_length=self.context)
+        names = [name for word in self.tasks for name in word.split(",") if name]
+        results = run_tasks(lm, names, **{option: getattr(self, option) for option in FOR_TASKS})
+        write_json(self.json, results | {"model": self.model})
+        if self.json != "-":
+            print("\n".join(make_table(results, part) for part in ("results", "groups") if results.get(part)))
+
+    def score(self, text: str) -> None:
+        """Perplexity, and the distance from another model."""
         if not self.overlap and self.stride is not None:
             raise ConfigError("--no-overlap is a stride of the whole context: give it or --stride, not both")
         from hasten.data import read_documents
 
-        documents = list(read_documents(self.text, limit_bytes=self.limit_bytes))
+        documents = list(read_documents(text, limit_bytes=self.limit_bytes))
         model = self.prepared()
         from hasten.generation.divergence import divergence
         from hasten.generation.perplexity import DEFAULT_CONTEXT, perplexity
