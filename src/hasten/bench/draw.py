@@ -56,12 +56,12 @@ def draw_ladder(report: Mapping[str, Any], path: str | Path, *, title: str) -> N
         subtitle=f"{settings['model']} on {machine}",
         x_label=UNITS[report["kind"]],
         foot=f"{limits_line(report)}. Medians of {settings.get('rounds', '?')} interleaved rounds",
-        room=1.75 if caches else 1.5,
+        room=1.75 if caches or any("perplexity" in row for row in worked) else 1.5,
     )
 
 
 def _shares(row: Mapping[str, Any], *, cache: bool) -> str:
-    """What of the machine's limits a rung has, and what a token of its cache takes."""
+    """What of the machine's limits a rung has, what a token of its cache takes, and how well it predicts."""
     shares = []
     for name, key in (("MBU", "mbu"), ("MFU", "mfu")):
         if row.get(key) is not None:
@@ -70,6 +70,9 @@ def _shares(row: Mapping[str, Any], *, cache: bool) -> str:
             shares.append(f"{format_value(row[f'vendor_{key}'], 'percent')} of data sheet")
     if cache and row.get("cache_bytes_per_token") is not None:
         shares.append(f"cache {format_value(row['cache_bytes_per_token'], 'count')} bytes/token")
+    for name, key, style in (("perplexity", "perplexity", "speed"), ("KL", "kl_mean", "fine")):
+        if row.get(key) is not None:
+            shares.append(f"{name} {format_value(row[key], style)}")
     return ", ".join(shares)
 
 

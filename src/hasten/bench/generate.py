@@ -6,6 +6,8 @@ Cumulative rungs; their names never change:
 - static-cache-compiled: the same with torch.compile for the decode step; -int8 and -int4: on quantized weights.
 - native-bf16, native-int8, native-int4: the fused native steps instead, on bfloat16, int8 and int4 (groups of 128)
   weights, the head quantized like the rest; on a CPU.
+- int8-weight-only, gptq-int4-g32: int8 weights with activations of 16 bits, and int4 weights in groups of 32 by GPTQ
+  (arXiv 2210.17323), of a checkpoint; with the native steps on a CPU, else compiled.
 
 A checkpoint that is quantized already is measured as it is: by default static-cache and the native rung of its format.
 
@@ -21,13 +23,16 @@ A rung with a cache may also be measured with several sequences at once (`-x8`) 
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from tyro.conf import Suppress
 
-from hasten.bench.measure import Ladder
+from hasten.bench.gptq_folder import gptq_folder
+from hasten.bench.measure import Ladder, say
 from hasten.bench.models import BenchmarkModel, check_fits, choose_rungs
 from hasten.bench.process import Rung
 from hasten.errors import ConfigError
@@ -41,7 +46,8 @@ from hasten.planning.cost import kv_bytes_per_token, parameters
 class DecodeMode:
     """How a rung generates. weights: "bfloat16", "int8" or "int4" whatever the ladder's dtype is; None: that dtype.
 
-    kv_heads: key/value heads in place of the shape's.
+    activations: of products with int8 and int4 weights, as in `hasten quantize`. kv_heads: key/value heads in place of
+    the shape's.
     """
 
     techniques: tuple[str, ...]
@@ -49,6 +55,7 @@ class DecodeMode:
     compiled: bool = False
     fused: bool = False
     weights: str | None = None
+    activations: Literal["int8", "float"] = "int8"
     kv_heads: int | None = None
 
 
@@ -63,8 +70,14 @@ RUNGS: Mapping[str, DecodeMode] = {
     "native-bf16": DecodeMode(techniques=NATIVE_STEPS, fused=True, weights="bfloat16"),
     "native-int8": DecodeMode(techniques=(*NATIVE_STEPS, "int8"), fused=True, weights="int8"),
     "native-int4": DecodeMode(techniques=(*NATIVE_STEPS, "int4"), fused=True, weights="int4"),
+    "int8-weight-only": DecodeMode(
+        techniques=(*NATIVE_STEPS, "int8", "16-bit activations"), fused=True, weights="int8", activations="float"
+    ),
+    "gptq-int4-g32": DecodeMode(techniques=(*NATIVE_STEPS, "int4 in groups of 32", "GPTQ"), fused=True, weights="int4"),
 }
-NATIVE = tuple(name for name, mode in RUNGS.items() if mode.fused)
+GPTQ_RUNG = "gptq-int4-g32"
+OF_CHECKPOINT = {"int8-weight-only", GPTQ_RUNG}  # made of one that is not quantized
+NATIVE = tuple(name for name, mode in RUNGS.items() if mode.fused and name not in OF_CHECKPOINT)
 # Where the native steps are, the compiler's rungs on quantized weights are measured only when they are asked for.
 COMPILED_QUANTIZED = tuple(name for name, mode in RUNGS.items() if mode.compiled and mode.weights)
 HEADS = {"heads-mha": "multi-head", "heads-gqa": "grouped-query", "heads-mqa": "multi-query"}
@@ -95,7 +108,11 @@ class GenerateLadder(Ladder):
     kv_cache_dtype: KVCacheDtype = "auto"
     """Of the rungs' caches: the model's dtype, or int8 or int4 after a rotation; -plain: not rotated."""
     text: str | None = None
-    """Also report each rung's perplexity on this text (a file, folder, glob or stdlib); needs --model."""
+    """Also report each rung's perplexity on this text (a file, folder, glob or stdlib), and its KL divergence from the
+    model in bfloat16; needs --model."""
+    gptq: str | None = None
+    """Also measure gptq-int4-g32, of this folder; if there is none, the model is first quantized there (with stdlib as
+    the calibration text). Without it the rung is measured only if --rungs names it, and its folder is not kept."""
 
     @property
     def source(self) -> BenchmarkModel:
@@ -122,7 +139,9 @@ class GenerateLadder(Ladder):
         names, stored = choose_rungs(RUNGS, self.rungs), self.source.quantized()
         on_cpu = resolve_device(self.device).type == "cpu"
         if stored is not None:  # what runs it as it is; by default eager, and the native or compiled steps
-            possible = [name for name, mode in RUNGS.items() if mode.weights in (None, stored)]
+            possible = [
+                name for name, mode in RUNGS.items() if mode.weights in (None, stored) and name not in OF_CHECKPOINT
+            ]
             refused = [name for name in names if name not in possible]
             if self.rungs and refused:
                 raise ConfigError(
@@ -132,26 +151,57 @@ class GenerateLadder(Ladder):
             if not self.rungs:
                 names = ["static-cache", f"{'native' if on_cpu else 'static-cache-compiled'}-{stored}"]
         elif not self.rungs:
-            others = COMPILED_QUANTIZED if on_cpu else NATIVE
+            others = {*(COMPILED_QUANTIZED if on_cpu else NATIVE), *self.left_out()}
             names = [name for name in names if name not in others]
-        return {name: RUNGS[name] for name in names}
+        elif self.model is None and GPTQ_RUNG in names:
+            raise ConfigError(f"{GPTQ_RUNG} is left out: {self.left_out()[GPTQ_RUNG]}")
+        found = {name: RUNGS[name] for name in names}
+        if not on_cpu:
+            for name in OF_CHECKPOINT & found.keys():
+                techniques = (*COMPILED, *found[name].techniques[len(NATIVE_STEPS) :])
+                found[name] = replace(found[name], fused=False, compiled=True, techniques=techniques)
+        return found
+
+    def left_out(self) -> dict[str, str]:
+        """The rungs that are measured only when they are asked for, or not at all, and why."""
+        if self.model is None:
+            why = "random weights predict no text; it takes --model"
+            return {"int8-weight-only": f"{why}, or --rungs", GPTQ_RUNG: why}
+        return {} if self.gptq else {GPTQ_RUNG: "it takes minutes to make; it takes --gptq DIR, or --rungs"}
+
+    def show(self, report: Mapping[str, Any]) -> bool:
+        """Print the table, and what is not in it, to standard error; whether any rung could be measured."""
+        worked, settings = super().show(report), report["settings"]
+        if settings["gptq"] and not settings["gptq"]["found"]:
+            say(f"{GPTQ_RUNG}: quantized in {settings['gptq']['seconds']:.0f} s")
+        for name, why in settings["left_out"].items():
+            say(f"not {name}: {why}")
+        return worked
 
     def run(self) -> dict[str, Any]:
         """Measure and return the report. Raises ConfigError or ResourceError before anything is allocated."""
+        with tempfile.TemporaryDirectory(prefix="hasten-gptq-") as place:
+            return self._run(self.gptq or f"{place}/model")
+
+    def _run(self, gptq: str) -> dict[str, Any]:
         rungs, device = self.modes(), str(resolve_device(self.device))
         ladder = replace(self, device=device, dtype="bfloat16" if self.dtype == "auto" else self.dtype)
         _check(ladder)
+        made_gptq = gptq_folder(ladder.source, Path(gptq), threads=self.threads) if GPTQ_RUNG in rungs else None
         wide = emulated(ladder.dtype, device) is not None
         quantized = ladder.source.quantized() is not None
         made = []
         for name, mode in rungs.items():
-            model = replace(ladder.source, kv_heads=mode.kv_heads)
+            model = BenchmarkModel(model=gptq) if name == GPTQ_RUNG else replace(ladder.source, kv_heads=mode.kv_heads)
             parts = _memory(model.config(), ladder, ladder.rows(mode).values(), wide=wide)
-            if quantized:
+            if quantized or name == GPTQ_RUNG:
                 parts["weights"] = model.stored_bytes()
+            if ladder.text and not quantized:
+                parts["the model that it is compared with"] = 2 * parameters(model.config()).total
             memory = check_fits(f"{model.name} in {ladder.dtype}", parts, device)
             shown = name if ladder.batches[0] == 1 else f"{name}-x{ladder.batches[0]}"
-            setup, arguments = "hasten.bench.generate_rung:GenerateRung", {"ladder": ladder, "mode": mode}
+            setup = "hasten.bench.generate_rung:GenerateRung"
+            arguments = {"ladder": ladder, "mode": mode, "source": model}
             made.append(Rung(shown, mode.techniques, setup, arguments, memory, twice=mode.compiled))
         integers = quantized or any(mode.weights in ("int8", "int4") for mode in rungs.values())
         return ladder.measure(
@@ -168,6 +218,8 @@ class GenerateLadder(Ladder):
                 "new_tokens": ladder.new_tokens,
                 "kv_cache_dtype": ladder.kv_cache_dtype,
                 "text_bytes": None if ladder.text is None else TEXT_BYTES,
+                "gptq": made_gptq,
+                "left_out": {name: why for name, why in self.left_out().items() if name not in rungs},
             },
             dtypes=("float32" if wide else ladder.dtype, *(("int8",) if integers else ())),
         )
@@ -178,6 +230,8 @@ def _check(ladder: GenerateLadder) -> None:
     config = ladder.source.config()
     if ladder.text is not None and ladder.model is None:
         raise ConfigError("random weights predict no text; give --text with --model")
+    if ladder.gptq and (ladder.model is None or ladder.source.quantized() is not None):
+        raise ConfigError("--gptq quantizes a checkpoint that is not quantized; give it with --model")
     resolve_dtype(ladder.dtype)  # raises for a name that is not known
     for option, numbers in (("--batches", ladder.batches), ("--contexts", ladder.contexts)):
         if any(number < 1 for number in numbers) or len(set(numbers)) != len(numbers):
@@ -219,10 +273,15 @@ class HeadsLadder(GenerateLadder):
     title: ClassVar[str] = "Attention heads"
     model: Suppress[str | None] = None  # a shape only: with other heads a checkpoint is no model
     text: Suppress[str | None] = None
+    gptq: Suppress[str | None] = None
     prompt_tokens: int = 2048
     """The context after which every rung decodes."""
     eager: bool = False
     """Do not compile."""
+
+    def left_out(self) -> dict[str, str]:
+        """None: it has no rungs for checkpoints."""
+        return {}
 
     def modes(self) -> dict[str, DecodeMode]:
         """The rungs to run, by name. Raises ConfigError for those that cannot be."""

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from hasten.bench.generate import TEXT_BYTES, DecodeMode, GenerateLadder
-from hasten.bench.models import require_compiler
+from hasten.bench.models import BenchmarkModel, require_compiler
 from hasten.machine import emulated, reset_peak_memory, resolve_dtype
 from hasten.planning.cost import decode_bytes_per_token, forward_flops_per_token, kv_bytes_per_token
 
@@ -25,15 +24,14 @@ NO_CACHE_TOKENS = 2
 class GenerateRung:
     """The rung's own stream, prompt and answer, and one for each further row, of which only the answer is measured."""
 
-    def __init__(self, *, ladder: GenerateLadder, mode: DecodeMode) -> None:
+    def __init__(self, *, ladder: GenerateLadder, mode: DecodeMode, source: BenchmarkModel | None = None) -> None:
         from hasten.generation.compiled import compile_blocks
 
         device, seed = ladder.device, ladder.seed
         if mode.compiled:
             require_compiler(device)
         dtype = ladder.dtype if mode.weights is None else "bfloat16"
-        source = replace(ladder.source, kv_heads=mode.kv_heads)
-        self.model = source.build(dtype=resolve_dtype(dtype), device=device, seed=seed)
+        self.model = (source or ladder.source).build(dtype=resolve_dtype(dtype), device=device, seed=seed)
         self.config = self.model.config
         self.weight_bytes: float = resolve_dtype(dtype).itemsize
         # Native kernels of a processor without such products compute in float32 too.
@@ -41,7 +39,7 @@ class GenerateRung:
         if mode.weights is not None or self.model.quantization is not None:
             self.pack(mode)
         self.kv_cache_dtype = ladder.kv_cache_dtype if mode.cache else "auto"
-        self.perplexity = None if ladder.text is None else self.score(ladder.text)
+        self.scores = {} if ladder.text is None else self.score(ladder, ladder.text)
         if mode.compiled:
             compile_blocks(self.model)
         self.new_tokens = ladder.new_tokens  # the same for all rungs, where the bytes of a mean token are counted
@@ -64,7 +62,8 @@ class GenerateRung:
         from hasten.quantization import Int4, Int8, Scheme, quantize
 
         int4 = Int4(lm_head="same", search="minmax")  # which scales are chosen changes the error, not the speed
-        schemes: dict[str | None, Scheme] = {"int8": Int8(lm_head="same"), "int4": int4}
+        int8 = Int8(lm_head="same", activations=mode.activations)
+        schemes: dict[str | None, Scheme] = {"int8": int8, "int4": int4}
         if mode.weights in schemes and self.model.quantization is None:  # else in this rung's format already
             quantize(self.model, schemes[mode.weights])
         if mode.fused:
@@ -76,13 +75,23 @@ class GenerateRung:
             self.matrix_dtype = "int8"  # the native kernel rounds activations, and multiplies int8 by int8 or int4
         reset_peak_memory()  # what follows is the model's; making it from random bfloat16 weights is the ladder's
 
-    def score(self, text: str) -> float:
-        """Perplexity of the beginning of a text, computed by what the rung runs."""
+    def score(self, ladder: GenerateLadder, text: str) -> dict[str, float]:
+        """Perplexity of the beginning of a text, computed by what the rung runs, and how far that is from the model in
+        bfloat16 (where it is at hand), on a CPU with the native steps.
+        """
         from hasten.data import read_documents
+        from hasten.generation.divergence import divergence
         from hasten.generation.perplexity import perplexity
+        from hasten.model.fused import fuse_where_it_fits
 
         documents = list(read_documents(text, limit_bytes=TEXT_BYTES))
-        return perplexity(self.model, documents, kv_cache_dtype=self.kv_cache_dtype).perplexity
+        if ladder.source.quantized() is not None:
+            return {"perplexity": perplexity(self.model, documents, kv_cache_dtype=self.kv_cache_dtype).perplexity}
+        plain = ladder.source.build(dtype=resolve_dtype("bfloat16"), device=ladder.device, seed=ladder.seed)
+        found = divergence(self.model, fuse_where_it_fits(plain), documents, kv_cache_dtype=self.kv_cache_dtype)
+        del plain
+        reset_peak_memory()  # the other model is not the rung's
+        return {"perplexity": found.perplexity, "kl_mean": found.kl_mean, "kl_99": found.kl_99, "top1": found.top1}
 
     def describe(self) -> dict[str, Any]:
         """What one token costs and what the cache takes, and the same of each further row."""
@@ -91,8 +100,7 @@ class GenerateRung:
         facts = self._facts("")
         facts["precision"] = precision_of(self.model).to_json()
         facts["rows"] = {ending: self._facts(ending) for ending in self.rows if ending}
-        if self.perplexity is not None:
-            facts["perplexity"] = self.perplexity
+        facts |= self.scores
         if self.streams[""].compile_seconds is not None:
             facts["compile_seconds"] = self.streams[""].compile_seconds
         return facts

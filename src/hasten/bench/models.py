@@ -7,7 +7,7 @@ report says that its weights are random.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from hasten.model.source import Checkpoint
     from hasten.model.transformer import Transformer
+    from hasten.ops.linear import WeightFormat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,10 +63,13 @@ class BenchmarkModel:
 
         A head may be in another format than the blocks, whose lower number of bits it is that counts.
         """
-        found = None if self.model is None else self._checkpoint().quantized
-        held = [] if found is None else [module.layer.weight for module in found.modules.values() if module.layer]
-        bits = [weight.bits for weight in held if weight.element in ("int4", "int8")]
+        bits = [weight.bits for weight in self.weight_formats() if weight.element in ("int4", "int8")]
         return f"int{min(bits)}" if bits else None
+
+    def weight_formats(self) -> Sequence[WeightFormat]:
+        """How the checkpoint's quantized layers are stored; none of a shape, or of plain weights."""
+        found = None if self.model is None else self._checkpoint().quantized
+        return [] if found is None else [module.layer.weight for module in found.modules.values() if module.layer]
 
     def stored_bytes(self) -> int:
         """The size of the checkpoint's weights in their files."""

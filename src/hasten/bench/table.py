@@ -30,6 +30,7 @@ COLUMNS = (
     ("MFU (vendor)", "vendor_mfu", "percent"),
     ("ms/batch", "milliseconds_per_batch", "speed"),
     ("perplexity", "perplexity", "exact"),
+    ("KL from bf16", "kl_mean", "fine"),
     ("compile cold", "compile_seconds", "seconds"),
     ("warm", "warm_compile_seconds", "seconds"),
     ("cache bytes/token", "cache_bytes_per_token", "count"),
@@ -49,11 +50,15 @@ def cell(row: Mapping[str, Any], key: str, style: str) -> str:
 
 
 def format_value(value: float | None, style: str) -> str:
-    """A figure for people: "speed" 3 digits, "times" 1.23×, "percent", "count" 12,345, "exact", "bytes", "seconds"."""
+    """A figure for people: "speed" 3 digits, "times" 1.23×, "percent", "count" 12,345, "exact" and "fine" 4 and 5
+    decimals, "bytes", "seconds".
+    """
     if value is None:
         return ""
     if style == "exact":
         return f"{value:.4f}"
+    if style == "fine":
+        return f"{value:.5f}"
     if style == "times":
         return f"{value:.2f}×" if value < 10 else f"{value:.1f}×"
     if style == "seconds":

@@ -1,0 +1,58 @@
+"""The weights of the rung gptq-int4-g32: a folder that is there already, or that is made once, before the rounds."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from hasten.bench.models import BenchmarkModel
+from hasten.errors import ConfigError
+from hasten.machine import Threads, configure
+from hasten.machine.progress import share
+
+GROUP, TEXT = 32, "stdlib"
+
+
+def gptq_folder(source: BenchmarkModel, folder: Path, *, threads: Threads) -> dict[str, Any]:
+    """Make sure that `folder` holds `source` in int4 by groups of 32; what the report says of how it came there.
+
+    Made as `hasten quantize --scheme int4 --group-size 32 --lm-head same --method gptq` makes it: after an interruption
+    the next call goes on. Raises ConfigError for a folder that holds something else.
+    """
+    if (folder / "config.json").exists():
+        _check(source, BenchmarkModel(model=str(folder)))
+        return {"found": True}
+    from hasten.data import read_documents
+    from hasten.model.load import load, resolve_model
+    from hasten.quantization import GPTQ, Int4, calibration_tokens, quantize_to_folder
+
+    configure(threads=threads)
+    start = time.perf_counter()
+    model = load(resolve_model(str(source.model)))
+    if model.tokenizer is None:
+        raise ConfigError(f"GPTQ looks at text, and {source.name} has no tokenizer to read it: leave gptq-int4-g32 out")
+    length = min(512, model.config.max_positions)
+    tokens = calibration_tokens(model.tokenizer, read_documents(TEXT), length=length)
+    scheme, layers = Int4(group_size=GROUP, lm_head="same"), 0
+    with share("layers quantized by GPTQ") as progress:
+
+        def count(report: object) -> None:
+            nonlocal layers
+            layers += 1
+            progress(layers, None)
+
+        quantize_to_folder(model, scheme, folder, method=GPTQ(), calibration=tokens, report=count)
+    calibration = {"text": TEXT, "samples": len(tokens), "length": length}
+    return {"found": False, "seconds": time.perf_counter() - start, "calibration": calibration}
+
+
+def _check(source: BenchmarkModel, quantized: BenchmarkModel) -> None:
+    """Raise ConfigError unless the folder is one of int4 in groups of 32, of a model of the same sizes."""
+    wanted, found = source.config(), quantized.config()
+    for name in ("vocab_size", "hidden_size", "intermediate_size", "heads", "kv_heads", "layers"):
+        if getattr(wanted, name) != getattr(found, name):
+            raise ConfigError(f"--gptq {quantized.model} is of another model than {source.name}: its {name} differs")
+    formats = quantized.weight_formats()
+    if quantized.quantized() != "int4" or any(format.group_size != GROUP for format in formats if format.bits == 4):
+        raise ConfigError(f"--gptq {quantized.model} holds no int4 weights in groups of {GROUP}; name another folder")

@@ -1,0 +1,103 @@
+"""The rungs of a checkpoint: GPTQ's weights and 16-bit activations, and how well each rung still predicts a text."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import hasten
+from hasten.bench.generate import GPTQ_RUNG, OF_CHECKPOINT, GenerateLadder
+from hasten.bench.measure import Ladder
+from hasten.cli.main import main
+from hasten.errors import ConfigError
+from hasten.generation.divergence import divergence
+from instruction_sets import needs_native
+
+TEXT = "def add(a, b):\n    return a + b\n" * 5
+SHORT = ["--prompt-tokens", "12", "--new-tokens", "4", "--rounds", "1", "--warmup", "0", "--threads", "1"]
+SHORT += ["--limit-seconds", "0.02"]
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calibration by a few tokens."""
+    few = hasten.calibration_tokens
+    monkeypatch.setattr("hasten.quantization.calibration_tokens", lambda *given, **_: few(*given, samples=4, length=32))
+    monkeypatch.setattr("hasten.data.read_documents", lambda source, **_: iter([TEXT * 9]))
+
+
+@needs_native
+def test_gptq_and_weight_only_beside_bfloat16(
+    tiny_folder: Path, tmp_path: Path, quick: None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    text, folder, picture = tmp_path / "text.txt", tmp_path / "gptq", tmp_path / "ladder.png"
+    text.write_text(TEXT)
+    of_checkpoint = ("int8-weight-only", GPTQ_RUNG)
+    names = ("native-bf16", *of_checkpoint)
+    words = ["--text", str(text), "--gptq", str(folder), "--rungs", ",".join(names), "--picture", str(picture)]
+    main(["bench", "generate", "--model", str(tiny_folder), *SHORT, *words, "--json", "-"])
+    said = capfd.readouterr()
+    report = json.loads(said.out)
+    assert "KL from bf16" in said.err
+    assert "gptq-int4-g32: quantized in" in said.err
+    assert picture.stat().st_size > 5000
+    rows = {row["name"]: row for row in report["rows"]}
+    assert list(rows) == list(names)
+    assert all("error" not in row for row in rows.values()), rows
+    # The figures are those of the models, computed here.
+    plain = hasten.fuse(hasten.load(tiny_folder, dtype="bfloat16"))
+    rounded = hasten.quantize(hasten.load(tiny_folder, dtype="bfloat16"), hasten.Int8(activations="float"))
+    gptq = hasten.load(folder, dtype="bfloat16")
+    for name, model in zip(of_checkpoint, (rounded, gptq), strict=True):
+        found = divergence(hasten.fuse(model), plain, [TEXT])
+        assert rows[name]["kl_mean"] == found.kl_mean > 0
+        assert rows[name]["perplexity"] == found.perplexity
+    assert rows["native-bf16"]["kl_mean"] == 0
+    assert rows[GPTQ_RUNG]["kl_mean"] > rows["int8-weight-only"]["kl_mean"]
+    # The folder is taken as it is the next time.
+    before = (folder / "model.safetensors").stat().st_mtime_ns
+    found = run_without_measuring(tiny_folder, gptq=str(folder))
+    assert found["settings"]["gptq"] == {"found": True}
+    assert (folder / "model.safetensors").stat().st_mtime_ns == before
+
+
+def run_without_measuring(model: Path, **options: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Ladder, "measure", lambda ladder, made, **more: found.update(more, made=made) or {})
+        GenerateLadder(model=str(model), device="cpu", prompt_tokens=8, new_tokens=2, **options).run()
+    return found
+
+
+def test_what_is_left_out_says_why(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = GenerateLadder(shape="tiny", device="cpu")
+    assert not OF_CHECKPOINT & shape.modes().keys()
+    assert "random weights predict no text" in shape.left_out()[GPTQ_RUNG]
+    with pytest.raises(ConfigError, match="gptq-int4-g32 is left out: random weights predict no text"):
+        GenerateLadder(shape="tiny", rungs=(GPTQ_RUNG,)).run()
+    found = run_without_measuring(tiny_folder)
+    assert "int8-weight-only" in [rung.name for rung in found["made"]]
+    assert found["settings"]["left_out"] == {GPTQ_RUNG: "it takes minutes to make; it takes --gptq DIR, or --rungs"}
+    monkeypatch.setattr("hasten.bench.generate.resolve_device", lambda name: __import__("torch").device("cuda", 0))
+    on_gpu = GenerateLadder(model=str(tiny_folder), gptq="somewhere").modes()
+    assert on_gpu[GPTQ_RUNG].compiled
+    assert not on_gpu[GPTQ_RUNG].fused
+    assert on_gpu[GPTQ_RUNG].techniques == ("static cache", "torch.compile", "int4 in groups of 32", "GPTQ")
+
+
+def test_a_folder_of_something_else_is_not_measured_as_gptq(tiny_folder: Path, tmp_path: Path) -> None:
+    coarse = tmp_path / "g64"
+    hasten.save(hasten.quantize(hasten.load(tiny_folder), hasten.Int4(group_size=64, search="minmax")), coarse)
+    with pytest.raises(ConfigError, match="holds no int4 weights in groups of 32"):
+        run_without_measuring(tiny_folder, gptq=str(coarse))
+    with pytest.raises(ConfigError, match="holds no int4 weights in groups of 32"):
+        run_without_measuring(tiny_folder, gptq=str(tiny_folder))
+    with pytest.raises(ConfigError, match="--gptq quantizes a checkpoint that is not quantized"):
+        run_without_measuring(coarse, gptq=str(tmp_path / "new"))
+    from tiny_model import tiny_llama
+
+    other = tmp_path / "other"
+    hasten.save(tiny_llama(num_hidden_layers=1), other)
+    with pytest.raises(ConfigError, match="is of another model than model: its layers differs"):
+        run_without_measuring(tiny_folder, gptq=str(other))
