@@ -6,7 +6,6 @@ import transformers
 from safetensors.torch import load_file
 
 import hasten
-from hasten.errors import HastenWarning
 from hasten.model.formats.packing import pack_bytes, unpack_columns
 from hasten.ops.linear import PackedLinear
 from hasten.quantization import Int8, quantize

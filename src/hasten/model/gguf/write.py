@@ -16,7 +16,6 @@ from hasten.machine.files import replacing
 from hasten.model.binding import kernels
 from hasten.model.checkpoint import check_finite
 from hasten.model.config import ModelConfig, RopeConfig
-from hasten.model.export import is_tied
 from hasten.model.families import read_config
 from hasten.model.families.family import parameter_names
 from hasten.model.formats.file_format import BLOCK_ELEMENTS
@@ -29,6 +28,7 @@ from hasten.model.require import require_model
 from hasten.model.rope import frequencies
 from hasten.model.transformer import Transformer
 from hasten.ops.linear import INT8, PackedLinear
+from hasten.ops.linear.embedding import PackedEmbedding
 
 Kind = Literal["BF16", "F16", "Q8_0", "Q4_0"]
 _FILE_TYPES = {"F16": 1, "Q4_0": 2, "Q8_0": 7, "BF16": 32}  # `general.file_type`, which says what most of it is
@@ -129,7 +129,7 @@ def _factors(rope: RopeConfig) -> Tensor:
 
 def _items(model: Transformer, kind: Kind) -> list[_Item]:
     """What is written; a tied head is one matrix with the embedding. ConfigError for integers that no type holds."""
-    config, tied, items = model.config, is_tied(model), []
+    config, tied, items = model.config, model.tied, []
     if config.ropes and config.ropes[-1].scaling == "llama3":
         factors = _factors(config.ropes[-1])
         items.append(_Item(GGUFTensor(FREQUENCIES, TYPES["F32"], tuple(factors.shape)), factors.numpy))
@@ -139,6 +139,7 @@ def _items(model: Transformer, kind: Kind) -> list[_Item]:
             continue
         owner, _, leaf = ours.rpartition(".")
         module: Any = model.get_submodule(owner)
+        module = module.table if isinstance(module, PackedEmbedding) else module
         place = place_of(ours, config)
         rows: Any = slice(config.vocab_size if owner in ("embedding", "head") else None)
         rows = rows if place.order is None else place.order
