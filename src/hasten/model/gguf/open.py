@@ -115,17 +115,16 @@ class GGUFWeights:
 
     def read(self, module: QuantizedModule) -> QuantizedWeight:
         """The integers and their scales."""
+        blocks, decode = self._blocks(module), self._type(module).decode
         assert module.layer is not None
-        blocks = self._blocks(module)
-        decode = self._type(module).decode
         assert decode is not None
         parts = {name: part for name, part in decode(blocks.flatten(0, 1))._asdict().items() if part is not None}
-        for part in parts.values():
+        for name, part in parts.items():
             if part.is_floating_point():
                 check_finite(self.places[f"{module.name}.weight"].name, part, self.file.path)
-        return QuantizedWeight(
-            format=module.layer.weight, **{name: part.view(len(blocks), -1) for name, part in parts.items()}
-        )
+            parts[name] = part.view(len(blocks), -1, part.shape[1])  # (N, blocks, …)
+        parts = {name: part if name == "outer" else part.flatten(1) for name, part in parts.items()}
+        return QuantizedWeight(format=module.layer.weight, **parts)
 
     def _type(self, module: QuantizedModule) -> TensorType:
         return self.file.tensors[self.places[f"{module.name}.weight"].name].type

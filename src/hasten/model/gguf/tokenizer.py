@@ -4,7 +4,7 @@
 sentencepiece's BPE, whose merges follow from its scores.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from hasten.model.gguf.header import GGUFFile
 from hasten.model.tokenizer import Tokenizer
 from hasten.model.tokenizer_files import add_bos_eos, add_tokens, finish_backend
 
+_Entries = Mapping[str, Any]  # of the metadata that begin with "tokenizer.ggml."
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # `tokenizer.ggml.token_type`
 # Ends of a turn that llama.cpp knows by their text, whatever the metadata say.
 ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<|end_of_text|>")
@@ -52,6 +53,7 @@ class Split:
 
 _ENGLISH = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _SPACES = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LLAMA3, _QWEN2 = _ENGLISH + r"\p{N}{1,3}" + _SPACES, _ENGLISH + r"\p{N}" + _SPACES
 _LETTERS = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _TEKKEN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_LETTERS[0]}*{_LETTERS[1]}+|[^\r\n\p{{L}}\p{{N}}]?{_LETTERS[0]}+{_LETTERS[1]}*|"
@@ -61,12 +63,10 @@ _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)
 _BY_SPLIT = {
     Split(gpt2=True): "gpt-2 phi-2 mpt olmo jais trillion",
     Split(digits=True, gpt2=True): "smollm starcoder refact command-r codeshell exaone",
-    Split(
-        (_ENGLISH + r"\p{N}{1,3}" + _SPACES,), ignore_merges=True, bos=True
-    ): "llama-bpe llama3 llama-v3 falcon3 pixtral",
-    Split((_ENGLISH + r"\p{N}{1,3}" + _SPACES,)): "dbrx smaug-bpe",
-    Split((_ENGLISH + r"\p{N}" + _SPACES,), nfc=True): "qwen2 deepseek-r1-qwen megrez",
-    Split((_ENGLISH + r"\p{N}" + _SPACES,)): "stablelm2 hunyuan",
+    Split((_LLAMA3,), ignore_merges=True, bos=True): "llama-bpe llama3 llama-v3 falcon3 pixtral",
+    Split((_LLAMA3,)): "dbrx smaug-bpe",
+    Split((_QWEN2,), nfc=True): "qwen2 deepseek-r1-qwen megrez",
+    Split((_QWEN2,)): "stablelm2 hunyuan",
     Split((_TEKKEN,), ignore_merges=True, bos=True): "tekken",
     Split((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")): "default",
 }
@@ -92,36 +92,30 @@ def read_tokenizer(file: GGUFFile) -> Tokenizer | None:
         raise
     except Exception as error:  # of the library, which has no kind of its own
         raise CheckpointError(f"{where}: its tokenizer does not fit together ({error!s:.200})") from None
-    own = defaults | own
+    own = {**defaults, **own}
     special = {}
     for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
         if (place := _id(own, f"{key}_token_id", len(tokens), where)) is not None:
             special[f"{name}_token"] = tokens[place]
-    control = [tokens[i] for i in np.flatnonzero(kinds == CONTROL)]
-    others = [tokens[i] for i in np.flatnonzero(kinds == USER_DEFINED)]
-    add_tokens(
-        backend,
-        tokens=[AddedToken(token, special=True, normalized=False) for token in control if token]
-        + [AddedToken(token, special=False, normalized=False) for token in others if token],
-        special_tokens=special.values(),
-    )
+    added = [(tokens[i], bool(kinds[i] == CONTROL)) for i in np.flatnonzero(np.isin(kinds, (CONTROL, USER_DEFINED)))]
+    whole = [AddedToken(token, special=control, normalized=False) for token, control in added if token]
+    add_tokens(backend, tokens=whole, special_tokens=special.values())
     finish_backend(backend)
     add_bos_eos(backend, special, own)
     ends = [_id(own, f"{name}_token_id", len(tokens), where) for name in ("eos", "eot", "eom")]
-    ends += [vocabulary[text] for text in ENDS if text in control]
+    ends += [vocabulary[text] for text in ENDS if (text, True) in added]
+    template = file.metadata.get("tokenizer.chat_template")
     return Tokenizer(
         backend=backend,
         bos_id=_id(own, "bos_token_id", len(tokens), where),
         eos_ids=tuple(dict.fromkeys(end for end in ends if end is not None)),
         pad_id=_id(own, "padding_token_id", len(tokens), where),
         special_tokens=special,
-        templates=dict(_templates(file)),
+        templates={"default": ChatTemplate(template, origin=str(where))} if isinstance(template, str) else {},
     )
 
 
-def _byte_level(
-    own: Mapping[str, Any], vocabulary: dict[str, int], where: Path
-) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
+def _byte_level(own: _Entries, vocabulary: dict[str, int], where: Path) -> tuple[tokenizers.Tokenizer, _Entries]:
     name = own.get("pre", "default")
     split = SPLITS.get(name) if isinstance(name, str) else None
     if split is None:
@@ -135,21 +129,13 @@ def _byte_level(
     return backend, {"add_bos_token": split.bos}
 
 
-def _sentencepiece(
-    own: Mapping[str, Any], vocabulary: dict[str, int], where: Path
-) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
+def _sentencepiece(own: _Entries, vocabulary: dict[str, int], where: Path) -> tuple[tokenizers.Tokenizer, _Entries]:
     scores = _numbers(own, "scores", len(vocabulary), where, default=0)
     defaults = {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0, "add_bos_token": True}
-    unknown = _id(defaults | dict(own), "unknown_token_id", len(vocabulary), where)
-    backend = tokenizers.Tokenizer(
-        models.BPE(
-            vocabulary,
-            merges_of(vocabulary, scores.tolist()),
-            unk_token=None if unknown is None else list(vocabulary)[unknown],
-            fuse_unk=True,
-            byte_fallback=True,
-        )
-    )
+    unknown = _id({**defaults, **own}, "unknown_token_id", len(vocabulary), where)
+    named = {} if unknown is None else {"unk_token": list(vocabulary)[unknown]}
+    merges = merges_of(vocabulary, scores.tolist())
+    backend = tokenizers.Tokenizer(models.BPE(vocabulary, merges, fuse_unk=True, byte_fallback=True, **named))
     # As llama.cpp: a space before a text, and after every special token.
     prefix = own.get("add_space_prefix") is not False
     spaces = [normalizers.Replace(" ", "▁")]
@@ -176,7 +162,7 @@ def merges_of(vocabulary: Mapping[str, int], scores: Sequence[float]) -> list[tu
     return [(left, right) for *_, left, right in found]
 
 
-def _numbers(own: Mapping[str, Any], key: str, count: int, where: Path, *, default: int) -> np.ndarray:
+def _numbers(own: _Entries, key: str, count: int, where: Path, *, default: int) -> np.ndarray:
     """One number for each token."""
     values = own.get(key)
     if values is None:
@@ -186,16 +172,8 @@ def _numbers(own: Mapping[str, Any], key: str, count: int, where: Path, *, defau
     return values
 
 
-def _id(own: Mapping[str, Any], key: str, count: int, where: Path) -> int | None:
+def _id(own: _Entries, key: str, count: int, where: Path) -> int | None:
     value = own.get(key)
     if value is not None and not (type(value) is int and 0 <= value < count):
         raise CheckpointError(f"{where}: tokenizer.ggml.{key} is {value!r:.40}; there are {count:,} tokens")
     return value
-
-
-def _templates(file: GGUFFile) -> Iterator[tuple[str, ChatTemplate]]:
-    """Chat templates by name: "default" has none in the file."""
-    for key, value in file.metadata.items():
-        if isinstance(value, str) and (key == "tokenizer.chat_template" or key.startswith("tokenizer.chat_template.")):
-            name = key.removeprefix("tokenizer.chat_template").removeprefix(".") or "default"
-            yield name, ChatTemplate(value, origin=str(file.path))

@@ -32,9 +32,8 @@ def tokenizer_entries(tokenizer: Tokenizer | None, rows: int) -> dict[str, Any]:
     special = {"bos": tokenizer.bos_id, "padding": tokenizer.pad_id} | dict(ends)
     own |= {f"{name}_token_id": value for name, value in special.items() if value is not None}
     entries = {f"tokenizer.ggml.{key}": value for key, value in own.items()}
-    for name, template in tokenizer.templates.items():
-        entries["tokenizer.chat_template" + ("" if name == "default" else f".{name}")] = template.source
-    return entries
+    template = tokenizer.chat_template
+    return entries | ({} if template is None else {"tokenizer.chat_template": template})
 
 
 def _model(backend: tokenizers.Tokenizer, tokens: list[str], kinds: list[int]) -> dict[str, Any]:
@@ -58,11 +57,12 @@ def _model(backend: tokenizers.Tokenizer, tokens: list[str], kinds: list[int]) -
             for i, token in enumerate(tokens):
                 if len(token) == 6 and token.startswith("<0x"):
                     kinds[i] = BYTE
+            entries = {"model": "llama", "scores": scores, "add_space_prefix": spaces}
             unknown = model["vocab"].get(model.get("unk_token"))
-            if unknown is not None:
-                kinds[unknown] = UNKNOWN
-            named = {} if unknown is None else {"unknown_token_id": unknown}
-            return {"model": "llama", "scores": scores, "add_space_prefix": spaces} | named
+            if unknown is None:
+                return entries
+            kinds[unknown] = UNKNOWN
+            return entries | {"unknown_token_id": unknown}
     raise ConfigError(
         "llama.cpp has no tokenizer that splits text as this one does: it has sentencepiece's BPE, and byte-level BPE "
         f"as in {', '.join(SPLITS)}. Write a folder instead (hasten export)"

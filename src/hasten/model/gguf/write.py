@@ -169,13 +169,10 @@ def _items(model: Transformer, kind: Kind) -> list[_Item]:
 
 def _type_of(module: PackedLinear, ours: str) -> str:
     """The type whose blocks hold a quantized layer's integers."""
-    stored = module.format
-    if (
-        stored.element in ("int4", "int8")
-        and stored.symmetric
-        and not (stored.group_size % 32 or module.in_features % 32)
-    ):
-        return "Q4_0" if stored.element == "int4" else "Q8_0"
+    stored, types = module.format, {"int4": "Q4_0", "int8": "Q8_0"}
+    uneven = stored.group_size % 32 or module.in_features % 32
+    if stored.element in types and stored.symmetric and len(stored.scales) == 1 and not uneven:
+        return types[stored.element]
     raise ConfigError(
         f"{ours} is quantized in {stored}, which no type of GGUF holds; write the plain model, or quantize with "
         "--scheme int4 --group-size 32 --symmetric"
