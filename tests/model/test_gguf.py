@@ -13,6 +13,7 @@ from hasten.model.gguf.header import read_gguf
 from hasten.model.gguf.types import TYPE_NAMES, TYPES
 from hasten.model.gguf.write import write_gguf
 from hasten.ops.linear import PackedLinear
+from hasten.ops.linear.embedding import PackedEmbedding
 from quantized_folders import exact
 from references import CASES, make_reference
 from tiny_model import tiny_llama
@@ -86,15 +87,14 @@ def test_transformers_reads_the_same_tensors_from_our_file(name, tmp_path):
         torch.testing.assert_close(tensor.float(), expected[name], rtol=1e-3, atol=1e-6)
 
 
-@pytest.mark.filterwarnings("ignore:no kernel takes")
-def test_q4_0_and_q8_0_are_held_as_their_integers_and_others_as_plain_weights(tmp_path, tiny):
+def test_q4_0_and_q8_0_are_held_as_their_integers(tmp_path, tiny):
     path = tmp_path / "model.gguf"
     write_gguf(tiny, path, "Q4_0")
     read, file = hasten.load(path), read_gguf(path)
     q = read.blocks[0].attention.q
     assert isinstance(q, PackedLinear)
     assert (q.format.element, q.format.group_size, q.format.scale_dtype) == ("int4", 32, torch.float16)
-    assert len(read.quantization) == 15
+    assert len(read.quantization) == 16
     assert (read.head.format.element, read.head.format.group_size) == ("int8", 32)  # Q8_0
     stored = file.raw("blk.0.attn_v.weight").numpy()
     expected = quants.dequantize(stored, gguf.GGMLQuantizationType.Q4_0)
@@ -103,10 +103,36 @@ def test_q4_0_and_q8_0_are_held_as_their_integers_and_others_as_plain_weights(tm
     assert file.tensors["output.weight"].type.name == "Q8_0"
     SAME(read.head.dequantize(), torch.from_numpy(head))
     # Again from what was read: the same integers and scales.
-    with pytest.warns(HastenWarning, match="no kernel takes"):
-        again = hasten.load(path, dtype="float32")
-    write_gguf(again, tmp_path / "again.gguf", "Q8_0")
+    write_gguf(read, tmp_path / "again.gguf", "Q8_0")
     assert torch.equal(read_gguf(tmp_path / "again.gguf").raw("blk.1.ffn_up.weight"), file.raw("blk.1.ffn_up.weight"))
+
+
+def test_other_types_are_held_as_plain_weights_with_one_warning(tmp_path, tiny):
+    path, kind = tmp_path / "model.gguf", gguf.GGMLQuantizationType.Q5_0
+    write_gguf(tiny, tmp_path / "plain.gguf", "F16")
+    file = read_gguf(tmp_path / "plain.gguf")
+    writer = gguf.GGUFWriter(path, "llama")
+    for key, value in file.metadata.items():
+        if key != "general.architecture":
+            value = value.tolist() if isinstance(value, np.ndarray) else value
+            number = gguf.GGUFValueType.UINT32 if type(value) is int else gguf.GGUFValueType.get_type(value)
+            writer.add_key_value(key, value, number)
+    for name, tensor in file.tensors.items():
+        values = file.raw(name).view(tensor.type.dtype).view(tensor.shape).float().numpy()
+        writer.add_tensor(name, quants.quantize(values, kind) if values.ndim == 2 else values, raw_dtype=kind)
+        if values.ndim == 1:
+            writer.tensors[0][name].dtype = gguf.GGMLQuantizationType.F32
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.warns(HastenWarning, match=r"model.embed_tokens \(5 bits, .*: 16 of 16 are held as plain bfloat16"):
+        read = hasten.load(path)
+    expected = quants.dequantize(read_gguf(path).raw("blk.1.ffn_down.weight").numpy(), kind)
+    SAME(read.blocks[1].mlp.down.weight.data, torch.from_numpy(expected).bfloat16())
+    order = torch.arange(64).view(4, 2, 8).transpose(1, 2).flatten()  # llama.cpp's order of the rows of a head
+    stored = torch.from_numpy(quants.dequantize(read_gguf(path).raw("blk.0.attn_q.weight").numpy(), kind)).bfloat16()
+    SAME(read.blocks[0].attention.q.weight.data[order], stored)
 
 
 @pytest.mark.parametrize("group", [32, 64])
@@ -131,6 +157,21 @@ def test_int8_layers_go_to_q8_0_with_a_warning(tmp_path, tiny):
     found, expected = weights(hasten.load(tmp_path / "model.gguf", dtype="float32")), weights(model)
     name = "blocks.0.mlp.down.weight"
     torch.testing.assert_close(found[name], expected[name], rtol=6e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_quantized_embedding_keeps_its_integers_there_and_back(tied, tmp_path):
+    path = tmp_path / "model.gguf"
+    write_gguf(tiny_llama(tie_word_embeddings=tied), path, "Q8_0")
+    read = hasten.load(path, dtype="float32")
+    assert read.tied == tied
+    assert isinstance(read.embedding, PackedEmbedding)
+    write_gguf(read, tmp_path / "again.gguf", "Q8_0")
+    first, second = read_gguf(path), read_gguf(tmp_path / "again.gguf")
+    assert list(first.tensors) == list(second.tensors)
+    assert all(torch.equal(first.raw(name), second.raw(name)) for name in first.tensors)
+    expected = quants.dequantize(first.raw("token_embd.weight").numpy(), gguf.GGMLQuantizationType.Q8_0)
+    SAME(read.embedding.to_weight().dequantize(), torch.from_numpy(expected))
 
 
 def test_what_gguf_does_not_hold_is_refused_and_nothing_is_left(tmp_path, tiny):
