@@ -184,15 +184,21 @@ def sharing(report: Report) -> str:
     return markdown(head, rows, left=2)
 
 
-def int8_cache(report: Report) -> str:
-    """`int8_cache.py`."""
+def cache_formats(report: Report) -> str:
+    """`cache_formats.py`."""
+    found = {(row["model"], row["kv_cache_dtype"]): row for row in report["quality"]}
+    attention = [row for row in report["speed"] if row["what"] == "attention"]
+    steps = {(row["batch"], row["kv_cache_dtype"]): row["milliseconds"] for row in attention}
+    fit, batches = report["tokens_per_gib"]["llama-7b"], report["settings"]["batches"]
     rows = []
-    for one in report["rows"]:
-        cache = one["dtype"] if one["kv_cache_dtype"] == "auto" else one["kv_cache_dtype"]
-        same = [f"{one['same_answers']:.0%}", f"{one['same_tokens']:.1%}"]
-        rows.append([one["dtype"], cache, f"{one['perplexity']:.4f}", *same])
-    head = ["weights", "cache", "perplexity", "answers as with bf16", "tokens before they differ"]
-    return markdown(head, rows, left=2)
+    for cache in fit:
+        own = [found[model, cache] for model in ("bfloat16", "bfloat16, outliers")]
+        quality = [text for row in own for text in (f"{row['perplexity']:.2f}", f"{row['kl_mean']:.6f}")]
+        speed = [f"{steps[batch, cache]:.2f} ms" for batch in batches]
+        rows.append(["bfloat16" if cache == "auto" else cache, *quality, *speed, f"{fit[cache]:,}"])
+    of_model = ["perplexity", "KL divergence, mean", "perplexity with outliers", "KL divergence"]
+    sequences = [f"attention, {batch} sequence{'s' * (batch > 1)}" for batch in batches]
+    return markdown(["cache", *of_model, *sequences, "tokens a GiB"], rows)
 
 
 def paged_decode(report: Report) -> str:
@@ -324,7 +330,7 @@ RENDERERS: dict[str, Callable[[Report], str]] = {
     "quantize-memory": quantize_memory,
     "load-memory": load_memory,
     "sharing": sharing,
-    "int8-cache": int8_cache,
+    "cache-formats": cache_formats,
     "paged-decode": paged_decode,
     "serve-fairness": serve_fairness,
     "serve-latency-llama-1.1b-int8": serve_latency,

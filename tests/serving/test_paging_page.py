@@ -46,14 +46,25 @@ def decode_rows():
         yield f"| {row['what']} | {row['batch']} | {times} | {row['ratio']:.3f} | {int8} |"
 
 
-def int8_rows():
-    for row in json.loads((BENCHMARKS / "results" / "int8-cache.json").read_text())["rows"]:
-        cache = row["dtype"] if row["kv_cache_dtype"] == "auto" else row["kv_cache_dtype"]
-        shares = f"{row['same_answers']:.0%} | {row['same_tokens']:.1%}"
-        yield f"| {row['dtype']} | {cache} | {row['perplexity']:.4f} | {shares} |"
+def format_rows():
+    report = json.loads((BENCHMARKS / "results" / "cache-formats.json").read_text())
+    for row in report["quality"]:
+        if row["model"] == "bfloat16":
+            cache = "bfloat16" if row["kv_cache_dtype"] == "auto" else row["kv_cache_dtype"]
+            yield f"| {cache} | {row['perplexity']:.2f} | {row['kl_mean']:.6f} |"
 
 
-@pytest.mark.parametrize("rows", [sharing_rows, decode_rows, int8_rows])
+def test_rotated_int4_adds_at_most_one_percent_of_perplexity():
+    report = json.loads((BENCHMARKS / "results" / "cache-formats.json").read_text())
+    found = {(row["model"], row["kv_cache_dtype"]): row for row in report["quality"]}
+    for model in ("bfloat16", "bfloat16, outliers"):
+        assert found[model, "int4"]["perplexity"] <= 1.01 * found[model, "auto"]["perplexity"]
+    outliers = [found["bfloat16, outliers", cache]["kl_mean"] for cache in ("int4", "int4-plain", "int8", "int8-plain")]
+    assert outliers[0] < outliers[1]
+    assert outliers[2] < outliers[3]
+
+
+@pytest.mark.parametrize("rows", [sharing_rows, decode_rows, format_rows])
 def test_the_tables_are_those_of_the_measurements(rows):
     for row in rows():
         assert row in PAGE.read_text()
