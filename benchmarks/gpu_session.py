@@ -176,7 +176,7 @@ def products(*, device: str, tune: bool, bandwidth: float) -> list[dict[str, Any
                         for stages in (2, 4)
                     ]
                 for config in configs:
-                    arguments = (x, Operands(data, scales, None, None, n, stored))
+                    arguments = (x, Operands(data, scales, None, None, None, n, stored))
                     ms = do_bench(lambda a=arguments, c=config: few_rows(*a, config=c), warmup=5, rep=20)
                     gb = (data.nbytes + scales.nbytes) / (ms / 1e3)
                     entry = {"n": n, "k": k, "format": format, "group_size": group_size, "rows": rows}

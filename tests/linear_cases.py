@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from hypothesis import strategies as st
 
 from hasten.ops.linear import BFLOAT16, INT8, PackedLinear, QuantizedWeight
-from hasten.ops.linear.weights import group_format
+from hasten.ops.linear.weights import Q4_K, Q6_K, fp8_format, group_format
 
 SIZES = st.integers(1, 200)
 CASES = st.sampled_from(
@@ -32,6 +32,13 @@ LAYERS = [
     ("int4", 32, "int8"),
     ("int4", 32, "float"),
 ]
+PACKED_FORMATS = {
+    "fp8 row": fp8_format(),
+    "fp8 g128": fp8_format(128),
+    "fp8 g32": fp8_format(32),
+    "Q4_K": Q4_K,
+    "Q6_K": Q6_K,
+}
 TORCHS = ("float32", "pytorch")  # whichever a processor multiplies faster
 
 
@@ -52,6 +59,32 @@ def make_weight(n, k, *, format=None, group_size=0, symmetric=True, scale_dtype=
         scales=(torch.rand(size, generator=generator) + 0.1).to(scale_dtype),
         zeros=None if symmetric else zeros,
     )
+
+
+def random_weight(name, n, k, seed=0):
+    """Any numbers that one of PACKED_FORMATS can hold, but NaN and infinity."""
+    format, generator = PACKED_FORMATS[name], torch.Generator().manual_seed(seed)
+
+    def integers(low, high, *size):
+        return torch.randint(low, high, size, generator=generator)
+
+    def floats(*size):
+        return torch.rand(size, generator=generator) + 0.1
+
+    if name.startswith("fp8"):
+        codes = integers(0, 256, n, k).to(torch.uint8)
+        codes[codes & 0x7F == 0x7F] = 0x38
+        return QuantizedWeight(
+            format=format, values=codes.view(torch.float8_e4m3fn), scales=floats(n, format.groups(k)) / 100
+        )
+    values, groups = integers(0, 16 if name == "Q4_K" else 64, n, k).to(torch.uint8), (n, format.groups(k))
+    outer = (floats(n, k // 256, 2 if name == "Q4_K" else 1) * 1e-3).half()
+    if name == "Q6_K":
+        return QuantizedWeight(
+            format=format, values=values, scales=integers(-128, 128, *groups).to(torch.int8), outer=outer
+        )
+    scales, minima = (integers(0, 64, *groups).to(torch.uint8) for _ in range(2))
+    return QuantizedWeight(format=format, values=values, scales=scales, zeros=minima, outer=outer)
 
 
 def layer_of(weight, bias=None, *, isa=None, activations="int8", **settings):

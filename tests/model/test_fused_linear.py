@@ -1,5 +1,7 @@
 """Stacked layers: of whatever kernel their parts were bound to, and where they may go."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -7,12 +9,14 @@ from torch import nn
 import hasten
 from hasten.errors import ConfigError, HastenWarning
 from hasten.machine import find_compiler
-from hasten.model.fused import fuse_where_it_fits, refusal
+from hasten.model.fused import FusedBlock, fuse, fuse_where_it_fits, refusal
 from hasten.model.fused_linear import fuse_qkv, interleave_gate_up, split_gate_up, split_qkv
 from hasten.model.transformer import Block
 from hasten.ops.linear import PackedLinear, QuantizedWeight, int4_format
 from hasten.quantization import Int4, quantize
 from hasten.quantization.rounding import round_int4, round_int8
+from linear_cases import make_weight, random_weight
+from quantized_folders import logits
 from references import make_reference, tiny_llama
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler")
@@ -119,3 +123,23 @@ def test_a_layer_that_the_native_kernel_cannot_serve_is_a_reason_before_anything
     with pytest.raises(ConfigError, match=r"blocks.1.attention.output: its groups are multiples of 32, not 48"):
         hasten.fuse(model)
     assert all(isinstance(block, Block) for block in model.blocks)
+
+
+@pytest.mark.parametrize("name", ["int8 g32", "fp8 g128", "Q4_K", "Q6_K"])
+def test_every_format_that_is_read_fuses_and_comes_apart_with_the_same_numbers(name):
+    model = tiny_llama(hidden_size=256, intermediate_size=256, num_hidden_layers=1).to(torch.bfloat16)
+    block, numbers = model.blocks[0], {}
+    for part in ("attention.q", "attention.k", "attention.v", "attention.output", "mlp.gate", "mlp.up", "mlp.down"):
+        linear = block.get_submodule(part)
+        if name == "int8 g32":
+            numbers[part] = make_weight(*linear.weight.shape, format="int8", group_size=32, symmetric=False)
+            numbers[part] = replace(numbers[part], scales=numbers[part].scales / 1000)
+        else:
+            numbers[part] = random_weight(name, *linear.weight.shape)
+        block.set_submodule(part, PackedLinear.from_weight(numbers[part], activations="float"))
+    expected = logits(model)
+    assert isinstance(fuse(model).blocks[0], FusedBlock)
+    assert (logits(model) - expected).std() < 0.02 * expected.std()
+    hasten.unfuse(model)
+    for part, weight in numbers.items():
+        assert torch.equal(model.blocks[0].get_submodule(part).dequantize(), weight.dequantize())

@@ -144,15 +144,15 @@ def test_opcheck_passes_for_every_operator(isa):
     words = torch.randint(-(2**31), 2**31 - 1, (70, 13), dtype=torch.int32)
     samples = [
         (ops.pack_bf16.default, (w,)),
-        (ops.pack_int8.default, (q.values, 0)),
-        (ops.pack_int8.default, (q.values, 64)),
+        (ops.pack_bytes.default, (q.values, 0)),
+        (ops.pack_bytes.default, (q.values, 64)),
         (ops.pack_int4.default, (four.values, 32)),
         (ops.pack_int4_words.default, (words, 64)),
     ]
     for weight, group_size in ((w, 0), (q, 0), (four, 32)):
         layer = layer_of(weight, isa=isa)
         x = torch.randn(3, 100).bfloat16()
-        arguments = (x, layer.data, layer.scales, layer.zeros, torch.randn(70), 70, group_size, 1)
+        arguments = (x, layer.data, layer.scales, layer.zeros, None, torch.randn(70), 70, group_size, 1)
         samples.append((ops.linear.default, arguments))
     # The compiler's own checks take a second each: once, the operators being the same for all instruction sets.
     limited = {} if isa == ISAS[0] else {"test_utils": ("test_schema", "test_faketensor")}

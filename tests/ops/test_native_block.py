@@ -24,7 +24,7 @@ def linear(n, k, *, bias, generator):
 
 def arguments(layer):
     packed = PackedLinear.from_linear(layer)
-    return packed.data, packed.scales, packed.zeros, packed.bias, packed.format.group_size, packed.planes
+    return packed.data, packed.scales, packed.zeros, packed.outer, packed.bias, packed.format.group_size, packed.planes
 
 
 def product(x, layer, isa):
@@ -95,6 +95,7 @@ def test_mlp_input(isa, seed, rows, inner, k, gated, bias, activation):
         fused.data,
         fused.scales,
         fused.zeros,
+        fused.outer,
         fused.bias,
         fused.format.group_size,
         fused.planes,

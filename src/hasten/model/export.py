@@ -25,7 +25,7 @@ from hasten.model.formats.record import LayerFormat
 from hasten.model.formats.stream import write_file as save_file
 from hasten.model.transformer import Transformer
 from hasten.ops.attention.pattern_text import pattern_values
-from hasten.ops.linear import QuantizedWeight
+from hasten.ops.linear import PackedLinear, QuantizedWeight
 from hasten.ops.linear.layouts import empty_weight
 
 SHARD_BYTES = 4_000_000_000  # large checkpoints are written in files of about this size
@@ -118,7 +118,12 @@ def _held(model: Transformer) -> Quantized | None:
     if model.quantization is None:
         return None
     held: Any = model
-    return Quantized(model.quantization, lambda name: held.get_submodule(name).to_weight())
+    layers = {name: layer for name, layer in model.quantization.items() if CompressedTensors.writes(layer.weight)}
+    if others := [name for name in model.quantization if name not in layers]:
+        format = model.quantization[others[0]].weight
+        text = f"{len(others)} layers like {others[0]} are written as plain weights: {format} is not written"
+        warnings.warn(text, HastenWarning, stacklevel=4)
+    return Quantized(layers, lambda name: held.get_submodule(name).to_weight())
 
 
 class _Plan:
@@ -206,7 +211,11 @@ class _Plan:
         if self.quantized is not None and ours in self.quantized.changed:
             return self.quantized.changed[ours]
         owner, _, leaf = ours.rpartition(".")
-        tensor = getattr(self.model.get_submodule(owner), leaf).detach()  # a packed layer's bias is a buffer
+        module = self.model.get_submodule(owner)
+        if isinstance(module, PackedLinear) and leaf == "weight":
+            tensor = module.dequantize(self.model.dtype)
+        else:
+            tensor = getattr(module, leaf).detach()  # a packed layer's bias is a buffer
         return tensor[: self.model.config.vocab_size] if owner in ("embedding", "head") else tensor
 
     def _weight(self, ours: str, layer: LayerFormat, device: str) -> QuantizedWeight:

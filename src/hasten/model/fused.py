@@ -300,6 +300,7 @@ def _norm_arguments(norm: nn.Module) -> tuple[Tensor | None, Tensor | None, floa
     return None, None, 0.0, 0.0, False  # nn.Identity: no norm here
 
 
-def _weight_arguments(linear: PackedLinear) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, int, int]:
-    """data, scales, zeros, bias, group size, planes of the activations."""
-    return linear.data, linear.scales, linear.zeros, linear.bias, linear.format.group_size, linear.planes
+def _weight_arguments(linear: PackedLinear) -> tuple[Any, ...]:
+    """data, scales, zeros, outer scales, bias, group size, planes of the activations."""
+    packed = linear.data, linear.scales, linear.zeros, linear.outer, linear.bias
+    return *packed, linear.format.group_size, linear.planes

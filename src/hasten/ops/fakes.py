@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 
 from hasten.ops.linear.layouts import empty_panels
-from hasten.ops.linear.weights import BFLOAT16, group_format, int4_format
+from hasten.ops.linear.weights import BFLOAT16, Q6_K, group_format, int4_format
 
 # linear/linear.cpp
 
 
-def linear(x: Tensor, data: Tensor, scales: Any, zeros: Any, bias: Any, out_features: int, *rest: int) -> Tensor:
+def linear(
+    x: Tensor, data: Tensor, scales: Any, zeros: Any, outer: Any, bias: Any, out_features: int, *rest: int
+) -> Tensor:
     return x.new_empty((*x.shape[:-1], out_features))
 
 
@@ -22,8 +24,12 @@ def pack_bf16(w: Tensor) -> Tensor:
     return empty_panels(w, w.shape[1], BFLOAT16)
 
 
-def pack_int8(q: Tensor, group_size: int) -> Tensor:
-    return empty_panels(q, q.shape[1], group_format("int8", group_size))
+def pack_bytes(w: Tensor, group_size: int) -> Tensor:
+    return empty_panels(w, w.shape[1], group_format("int8", group_size))
+
+
+def pack_int6(q: Tensor) -> Tensor:
+    return empty_panels(q, q.shape[1], Q6_K)
 
 
 def pack_int4(q: Tensor, group_size: int) -> Tensor:
@@ -39,11 +45,11 @@ def pack_int4_words(words: Tensor, group_size: int) -> Tensor:
 
 def attention_input(x: Tensor, *rest: Any) -> Tensor:
     """q (R, H, D)."""
-    heads, head_dim = rest[11], rest[12]
+    heads, head_dim = rest[12], rest[13]
     return x.new_empty(x.shape[:-1].numel(), heads, head_dim)
 
 
-def linear_add(x: Tensor, data: Tensor, scales: Any, zeros: Any, bias: Any, *rest: Any) -> Tensor:
+def linear_add(x: Tensor, data: Tensor, scales: Any, zeros: Any, outer: Any, bias: Any, *rest: Any) -> Tensor:
     """As the residual."""
     residual: Tensor = rest[2]
     return residual.new_empty(residual.shape)
@@ -51,12 +57,12 @@ def linear_add(x: Tensor, data: Tensor, scales: Any, zeros: Any, bias: Any, *res
 
 def mlp_input(x: Tensor, *rest: Any) -> Tensor:
     """(…, I)."""
-    return x.new_empty((*x.shape[:-1], rest[11]))
+    return x.new_empty((*x.shape[:-1], rest[12]))
 
 
 def norm_linear(x: Tensor, *rest: Any) -> Tensor:
     """(…, N) in float32."""
-    return x.new_empty((*x.shape[:-1], rest[11]), dtype=torch.float32)
+    return x.new_empty((*x.shape[:-1], rest[12]), dtype=torch.float32)
 
 
 def blocks(x: Tensor, *rest: Any) -> Tensor:

@@ -48,7 +48,7 @@ inline Type type_of(const Tensor& t) {
 }
 
 inline Weight weight_of(const Tensor& data, const std::optional<Tensor>& scales, const std::optional<Tensor>& zeros,
-                        int64_t n, int64_t k, int64_t group) {
+                        const std::optional<Tensor>& outer, int64_t n, int64_t k, int64_t group) {
   Weight w{};
   w.n = n;
   w.group = group;
@@ -59,25 +59,35 @@ inline Weight weight_of(const Tensor& data, const std::optional<Tensor>& scales,
     w.k = data.size(1) * 2;
   } else {
     STD_TORCH_CHECK(scales.has_value(), "quantized weights need scales");
-    STD_TORCH_CHECK(group >= 0 && group % PADDING == 0, "the group size must be a multiple of 32");
-    w.k = round_up(k, group ? group : PADDING);
-    const int64_t words = data.size(1);  // of 4 bytes, of a row
-    STD_TORCH_CHECK(words * 4 == w.k || (group && words * 8 == w.k), "x has ", k, " columns, the packed weight others");
-    w.format = words * 4 == w.k ? Format::int8 : Format::int4;
-    w.scales = scales->const_data_ptr();
-    STD_TORCH_CHECK(group || scales->scalar_type() == ScalarType::Float, "a scale for each row is float32");
-    const int64_t count = data.size(0) * PANEL * w.groups();
+    STD_TORCH_CHECK(outer ? group == 32 || group == 16 : group >= 0 && group % PADDING == 0, "no kernel has groups of ", group);
+    w.k = round_up(k, outer ? SUPER_BLOCK : group ? group : PADDING);
+    const int64_t bits = data.size(1) * 32 / w.k, rows = data.size(0) * PANEL;  // the dimension counts words of 4 bytes
+    const bool floats = data.scalar_type() == ScalarType::Float8_e4m3fn;
+    w.format = floats ? Format::fp8 : bits == 8 ? Format::int8 : bits == 6 ? Format::int6 : Format::int4;
+    const bool q4 = outer && group == 32, fits = outer ? w.format == (q4 ? Format::int4 : Format::int6) : bits != 6;
+    STD_TORCH_CHECK(fits && (group || bits == 8) && data.size(1) * 32 == w.k * w.bits(), "x has ", k,
+                    " columns, the packed weight others");
+    const int64_t blocks = rows * (w.k / SUPER_BLOCK), count = q4 ? 3 * blocks : rows * w.groups();
     STD_TORCH_CHECK(scales->is_contiguous() && scales->numel() == count, "the scales do not fit the packed weight");
+    STD_TORCH_CHECK(group || scales->scalar_type() == ScalarType::Float, "a scale for each row is float32");
     const ScalarType zero_type = w.format == Format::int8 ? ScalarType::Char : ScalarType::Byte;
-    STD_TORCH_CHECK(!zeros || (group && zeros->is_contiguous() && zeros->numel() == count &&
+    STD_TORCH_CHECK(!zeros || (group && !outer && !floats && zeros->is_contiguous() && zeros->numel() == count &&
                                zeros->scalar_type() == zero_type), "the zeros do not fit the packed weight");
-    switch (scales->scalar_type()) {
-      case ScalarType::Float: w.scale_type = ScaleType::f32; break;
-      case ScalarType::BFloat16: w.scale_type = ScaleType::bf16; break;
-      case ScalarType::Half: w.scale_type = ScaleType::f16; break;
-      default: STD_TORCH_CHECK(false, "scales must be float32, bfloat16 or float16");
-    }
+    w.scales = scales->const_data_ptr();
     if (zeros) w.zeros = static_cast<const int8_t*>(zeros->const_data_ptr());
+    if (outer) {
+      STD_TORCH_CHECK(scales->scalar_type() == (q4 ? ScalarType::Int : ScalarType::Char) && outer->is_contiguous() &&
+                          outer->scalar_type() == ScalarType::Half && outer->numel() == blocks * (q4 ? 2 : 1),
+                      "the scales of scales do not fit the packed weight");
+      w.outer = static_cast<const uint16_t*>(outer->const_data_ptr());
+    } else {
+      switch (scales->scalar_type()) {
+        case ScalarType::Float: w.scale_type = ScaleType::f32; break;
+        case ScalarType::BFloat16: w.scale_type = ScaleType::bf16; break;
+        case ScalarType::Half: w.scale_type = ScaleType::f16; break;
+        default: STD_TORCH_CHECK(false, "scales must be float32, bfloat16 or float16");
+      }
+    }
   }
   STD_TORCH_CHECK(data.size(0) * PANEL >= n && w.k >= k, "the packed weight is smaller than the product needs");
   return w;

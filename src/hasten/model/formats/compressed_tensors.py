@@ -63,6 +63,11 @@ class CompressedTensors:
         """The config's groups."""
         return CompressedQuantization(read_groups(given, values, where))
 
+    @staticmethod
+    def writes(weight: WeightFormat) -> bool:
+        """Whether `encode` takes such weights."""
+        return len(weight.scales) == 1 and weight.element.startswith("int")
+
     def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
         """The tensors that stand for a weight (N, K), by what follows the module's name."""
         bits = weight.format.bits

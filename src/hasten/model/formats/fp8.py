@@ -8,7 +8,8 @@ Beside a linear module's bias stand, in place of its `weight` (N, K) in 16 bits:
     weight_scale       the same, (N, 1), (N), (1) or (): of rows, or of the matrix
     input_scale        left aside: activations are not rounded
 
-W[n, k] = weight[n, k] · scale. No kernel multiplies FP8 here: the weights are held in the model's own dtype.
+W[n, k] = weight[n, k] · scale. The weights are held as they are, with the scales spread to every row that
+they belong to.
 """
 
 from collections.abc import Mapping
@@ -30,6 +31,7 @@ from hasten.model.formats.file_format import (
     require_modules,
     seen,
 )
+from hasten.model.formats.record import LayerFormat, group_places, held_format
 from hasten.ops.linear import QuantizedWeight, WeightFormat
 from hasten.ops.linear.weights import Scales
 
@@ -73,8 +75,17 @@ class FP8Folder:
         require_modules(self.modules, "fp8", config.where)
 
     def read(self, module: QuantizedModule) -> QuantizedWeight:
-        """Never called: no layer holds FP8."""
-        raise AssertionError(module.name)
+        """The module's numbers: its values as they stand in the file."""
+        assert module.layer is not None
+        held, (n, k) = module.layer.weight, module.shape
+        values = self.values(module)
+        codes = values.view(torch.uint8)
+        if ((codes & 0x7F) == 0x7F).any():
+            check_finite(f"{module.name}.weight", values.float(), self.stored[f"{module.name}.weight"].file)
+        rows, scale = self._scale(module)
+        place = group_places(module.stored, held, k)
+        scales = scale[torch.arange(n) // rows][:, place].contiguous()
+        return QuantizedWeight(format=held, values=values, scales=scales)
 
     def int4_words(self, module: QuantizedModule) -> None:
         """None: there are none."""
@@ -85,13 +96,9 @@ class FP8Folder:
 
     def dequantize(self, module: QuantizedModule, dtype: torch.dtype) -> Tensor:
         """The weight (N, K) in float32, rounded once to `dtype`."""
-        n, k = module.shape
-        name = self._scale_name(module.name)
-        scale = self.tensors[name].float()
-        check_finite(name, scale, self.stored[name].file)
-        values = self.values(module)
-        rows, columns = self.config.block or (n if scale.numel() == 1 else 1, k)
-        scale = scale.view(-1, -(-k // columns))[:, torch.arange(k) // columns]  # (row blocks, K)
+        k, values = module.shape[1], self.values(module)
+        rows, scale = self._scale(module)
+        scale = scale[:, torch.arange(k) // (module.stored.group_size or k)]  # (row blocks, K)
 
         def part(these: slice) -> Tensor:
             return values[these].float() * scale[torch.arange(these.start, these.stop) // rows]
@@ -99,6 +106,13 @@ class FP8Folder:
         weight = in_rows(module.shape, dtype, part)
         check_finite(f"{module.name}.weight", weight, self.stored[f"{module.name}.weight"].file)
         return weight
+
+    def _scale(self, module: QuantizedModule) -> tuple[int, Tensor]:
+        """How many rows share a scale, and the scales, float32 (row blocks, column blocks)."""
+        name = self._scale_name(module.name)
+        scale = self.tensors[name].float()
+        check_finite(name, scale, self.stored[name].file)
+        return module.stored.scales[0].rows, scale.view(-1, module.stored.groups(module.shape[1]))
 
     def _scale_name(self, name: str) -> str:
         return next((f"{name}.{leaf}" for leaf in _NAMES if f"{name}.{leaf}" in self.stored), "")
@@ -120,7 +134,9 @@ class FP8Folder:
         if not fits or scale.dtype not in _SCALES:
             fail(scale, f"must be {wanted} in {', '.join(_SCALES)}; found {seen(scale)}")
         stored = WeightFormat(element=ELEMENT, scales=(Scales(DTYPES[scale.dtype], columns, rows),))
-        return QuantizedModule(name, (n, k), stored, None, packed=False)
+        held = held_format(stored)
+        layer = None if held is None else LayerFormat(held, "float")
+        return QuantizedModule(name, (n, k), stored, layer, packed=False)
 
 
 class FP8Format(ReadOnlyFormat):

@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from hasten.ops.linear.weights import INT8, WeightFormat
+from hasten.ops.linear.weights import INT8, Q4_K, Q6_K, WeightFormat, fp8_format
 
 GROUP_SIZES = (32, 64, 128)  # that kernels multiply
 
@@ -26,17 +26,18 @@ class LayerFormat:
 def held_format(stored: WeightFormat) -> WeightFormat | None:
     """The format in which a kernel holds a stored one with the same values; None where there is none.
 
-    Groups wider than the widest are held as several with the same scale.
+    Groups wider than the widest are held as several with the same scale, and so are blocks of several rows.
     """
     size = stored.group_size
     if stored.element == "int8" and not size and stored.symmetric:
         return INT8
-    if (
-        stored.element not in ("int4", "int8")
-        or stored.permuted
-        or len(stored.scales) > 1
-        or (size not in GROUP_SIZES and size % GROUP_SIZES[-1])
-    ):
+    if stored in (Q4_K, Q6_K):
+        return stored
+    if stored.permuted or len(stored.scales) != 1 or (size not in GROUP_SIZES and size % GROUP_SIZES[-1]):
+        return None
+    if stored.element == "float8_e4m3fn":
+        return fp8_format(min(size, GROUP_SIZES[-1]))
+    if stored.element not in ("int4", "int8"):
         return None
     return replace(
         stored, scales=(replace(stored.scales[0], columns=size if size in GROUP_SIZES else GROUP_SIZES[-1]),)

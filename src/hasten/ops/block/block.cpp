@@ -6,7 +6,7 @@
 namespace hasten {
 
 #define HASTEN_NORM_ARGUMENTS norm_weight, norm_bias, eps, offset, centred
-#define HASTEN_WEIGHT_ARGUMENTS data, scales, zeros, bias, group_size, planes
+#define HASTEN_WEIGHT_ARGUMENTS data, scales, zeros, outer, bias, group_size, planes
 
 // In all of them the leading shape of x is free: R rows, whatever they are called.
 
@@ -99,7 +99,7 @@ struct WeightPlan {
 Tensor plan_weight(int64_t n, int64_t k, HASTEN_WEIGHT) {
   STD_TORCH_CHECK(n > 0 && k > 0 && (!bias || bias->numel() >= n), "a weight ", n, "×", k, " has no such size, or bias");
   auto plan = std::make_unique<WeightPlan>(WeightPlan{.weight = {n, k, HASTEN_WEIGHT_ARGUMENTS}, .held = {data}});
-  for (const Maybe& one : {scales, zeros, bias})
+  for (const Maybe& one : {scales, zeros, outer, bias})
     if (one) plan->held.push_back(*one);
   return as_bytes(std::move(plan));
 }
@@ -225,13 +225,13 @@ Tensor blocks(Tensor x, std::vector<Tensor> cos, std::vector<Tensor> sin, std::v
 }  // namespace hasten
 
 STABLE_TORCH_LIBRARY_FRAGMENT(HASTEN_LIBRARY, m) {
-  m.def("attention_input(Tensor x, Tensor? norm_weight, Tensor? norm_bias, float eps, float offset, bool centred, Tensor data, Tensor? scales, Tensor? zeros, Tensor? bias, int group_size, int planes, int heads, int head_dim, Tensor? q_norm, Tensor? k_norm, Tensor? cos, Tensor? sin, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping, bool rotated) -> Tensor");
-  m.def("plan_weight(int n, int k, Tensor data, Tensor? scales, Tensor? zeros, Tensor? bias, int group_size, int planes) -> Tensor");
+  m.def("attention_input(Tensor x, Tensor? norm_weight, Tensor? norm_bias, float eps, float offset, bool centred, Tensor data, Tensor? scales, Tensor? zeros, Tensor? outer, Tensor? bias, int group_size, int planes, int heads, int head_dim, Tensor? q_norm, Tensor? k_norm, Tensor? cos, Tensor? sin, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping, bool rotated) -> Tensor");
+  m.def("plan_weight(int n, int k, Tensor data, Tensor? scales, Tensor? zeros, Tensor? outer, Tensor? bias, int group_size, int planes) -> Tensor");
   m.def("plan_block(int kv_heads, Tensor? norm_weight, Tensor? norm_bias, float eps, float offset, bool centred, Tensor qkv, int heads, int head_dim, Tensor? q_norm, Tensor? k_norm, float scale, int window, float softcap, Tensor output, Tensor? o_norm_weight, Tensor? o_norm_bias, Tensor? m_norm_weight, Tensor? m_norm_bias, Tensor mlp, int inner, bool gated, int activation, Tensor down, Tensor? d_norm_weight, Tensor? d_norm_bias) -> Tensor");
   m.def("blocks(Tensor x, Tensor[] cos, Tensor[] sin, int[] rope_index, Tensor(a!)[] k_caches, Tensor(b!)[] v_caches, Tensor slot_mapping, Tensor query_start_loc, Tensor seq_lens, Tensor? first, Tensor? block_table, int block_size, bool rotated, Tensor[] plans) -> Tensor");
-  m.def("linear_add(Tensor x, Tensor data, Tensor? scales, Tensor? zeros, Tensor? bias, int group_size, int planes, Tensor residual, Tensor? norm_weight, Tensor? norm_bias, float eps, float offset, bool centred) -> Tensor");
-  m.def("norm_linear(Tensor x, Tensor? norm_weight, Tensor? norm_bias, float eps, float offset, bool centred, Tensor data, Tensor? scales, Tensor? zeros, Tensor? bias, int group_size, int planes, int out_features) -> Tensor");
-  m.def("mlp_input(Tensor x, Tensor? norm_weight, Tensor? norm_bias, float eps, float offset, bool centred, Tensor data, Tensor? scales, Tensor? zeros, Tensor? bias, int group_size, int planes, int inner, bool gated, int activation) -> Tensor");
+  m.def("linear_add(Tensor x, Tensor data, Tensor? scales, Tensor? zeros, Tensor? outer, Tensor? bias, int group_size, int planes, Tensor residual, Tensor? norm_weight, Tensor? norm_bias, float eps, float offset, bool centred) -> Tensor");
+  m.def("norm_linear(Tensor x, Tensor? norm_weight, Tensor? norm_bias, float eps, float offset, bool centred, Tensor data, Tensor? scales, Tensor? zeros, Tensor? outer, Tensor? bias, int group_size, int planes, int out_features) -> Tensor");
+  m.def("mlp_input(Tensor x, Tensor? norm_weight, Tensor? norm_bias, float eps, float offset, bool centred, Tensor data, Tensor? scales, Tensor? zeros, Tensor? outer, Tensor? bias, int group_size, int planes, int inner, bool gated, int activation) -> Tensor");
 }
 STABLE_TORCH_LIBRARY_IMPL(HASTEN_LIBRARY, CPU, m) {
   m.impl("attention_input", TORCH_BOX(&hasten::attention_input));

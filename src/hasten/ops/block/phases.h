@@ -12,7 +12,7 @@ typedef std::optional<Tensor> Maybe;
 
 // The arguments that a norm and a packed weight have in every operator.
 #define HASTEN_NORM Maybe norm_weight, Maybe norm_bias, double eps, double offset, bool centred
-#define HASTEN_WEIGHT Tensor data, Maybe scales, Maybe zeros, Maybe bias, int64_t group_size, int64_t planes
+#define HASTEN_WEIGHT Tensor data, Maybe scales, Maybe zeros, Maybe outer, Maybe bias, int64_t group_size, int64_t planes
 
 inline Norm norm_of(const Maybe& weight, const Maybe& bias, double eps, double offset, bool centred) {
   Norm n;
@@ -29,7 +29,7 @@ inline Norm norm_of(const Maybe& weight, const Maybe& bias, double eps, double o
 // A packed weight (N, K) with what belongs to it.
 struct PackedWeight {
   PackedWeight(int64_t n, int64_t k, HASTEN_WEIGHT)
-      : w(weight_of(data, scales, zeros, n, k, group_size)), k(k), bias(bias ? bias->const_data_ptr() : nullptr),
+      : w(weight_of(data, scales, zeros, outer, n, k, group_size)), k(k), bias(bias ? bias->const_data_ptr() : nullptr),
         bias_type(bias ? type_of(*bias) : Type::f32), planes(int(planes)) {}
   Weight w;
   int64_t k;

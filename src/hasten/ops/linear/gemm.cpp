@@ -1,5 +1,6 @@
 // The tiles of the products: which rows and vectors are multiplied together, and the three inner loops.
 #include "amx.h"
+#include "unpack.h"
 
 namespace hasten {
 
@@ -9,8 +10,6 @@ constexpr int64_t WIDE_STEPS = HASTEN_512 ? 64 : 32;  // with AVX2 a block is wh
 constexpr int64_t MANY_VALUES = 512;  // of K that all tiles of many rows pass before the next: 16 KB of int4 lines
 
 constexpr int64_t SCALES_AHEAD = 8;     // groups
-
-INLINE int64_t bytes_of(ScaleType type) { return type == ScaleType::f32 ? 4 : 2; }
 
 // Cuts rows into tiles: f(row, Count<M>, Count<V>, STREAM) for M rows by V vectors; STREAM for the tile that takes the
 // weights from memory, the others find them in the cache. A few rows are one tile, and somewhat more are equal ones: a
@@ -154,17 +153,7 @@ __attribute__((noinline)) static void tile_int8(const uint8_t* w, const int8_t* 
   EACH(m, M, EACH(v, V, store(sums + m * PANEL + v * LANES, acc[m][v])));
 }
 
-// Groups of a panel's rows, after each other: lines of BITS for each value, [count][64] scales and zeros.
-struct Groups {
-  const uint8_t* lines;
-  const void* scales;
-  ScaleType scale_type;
-  const int8_t* zeros;   // null: all are the middle
-  int64_t size;          // values of a group
-  int64_t first, count;  // which of the row's they are
-};
-
-// sums[m][v] += scale · (w·q - zero · Σq) group by group, for M rows of planes from `row` on and the panel's vectors
+// sums[m][v] += scale · (w·q - zero · Σq), or scale · w·q - minimum · Σq, group by group, for M rows of planes from `row` on and the panel's vectors
 // from `first` on.
 template <int BITS, int M, int V, bool STREAM>
 __attribute__((noinline)) static void tile_groups(const Groups& w, int64_t first, const Rows& x, int64_t row, float* sums) {
@@ -174,7 +163,7 @@ __attribute__((noinline)) static void tile_groups(const Groups& w, int64_t first
   for (int64_t i = 0; i < w.count; i++) {
     const int64_t g = w.first + i, at = i * PANEL + first * LANES;
     const uint8_t* lines = w.lines + i * bytes;
-    const char* next_lines = ahead_of(lines, first, steps);
+    const char* next_lines = ahead_of(w.next + i * bytes, first, steps);
     const int64_t scale_bytes = bytes_of(w.scale_type);
     const char* scales = static_cast<const char*>(w.scales) + at * scale_bytes;
     if constexpr (STREAM) {  // a stream of their own, too thin for the prefetcher of the processor to see in time
@@ -183,7 +172,8 @@ __attribute__((noinline)) static void tile_groups(const Groups& w, int64_t first
       if (w.zeros) __builtin_prefetch(w.zeros + at + SCALES_AHEAD * PANEL, 0, 3);
     }
     I32 acc[M][V];
-    if (!w.zeros) EACH(m, M, EACH(v, V, acc[m][v] = splat(-(middle + offset) * x.sums[(row + m) * x.groups + g])));
+    const int32_t zero = offset + (w.minima ? 0 : middle);
+    if (!w.zeros) EACH(m, M, EACH(v, V, acc[m][v] = splat(-zero * x.sums[(row + m) * x.groups + g])));
     else
       EACH(v, V,
            const I32 zero = load_int8(w.zeros + at + v * LANES) + offset;
@@ -197,9 +187,12 @@ __attribute__((noinline)) static void tile_groups(const Groups& w, int64_t first
          const int64_t plane_row = row + m;
          float own = x.scales[(plane_row >> (x.planes - 1)) * x.groups + g];
          if (x.planes == 2 && plane_row % 2 == 0) own *= PLANE_BASE;
+         const float sum = own * float(x.sums[plane_row * x.groups + g]);
          EACH(v, V,
               float* out = sums + m * PANEL + v * LANES;
-              store(out, multiply_add(to_float(acc[m][v]), scale[v] * own, g ? load(out) : F32{}))));
+              F32 before = g ? load(out) : F32{};
+              if (w.minima) before = multiply_add(load(w.minima + at + v * LANES), splat(-sum), before);
+              store(out, multiply_add(to_float(acc[m][v]), scale[v] * own, before))));
   }
 }
 
@@ -255,26 +248,48 @@ static void product_int8(const Weight& w, const Rows& x, int64_t panel, int64_t 
     }
 }
 
+// fp8 weights as bf16, whose products those of a row or group are, before its scale.
+static void product_fp8(const Weight& w, const Rows& x, int64_t panel, int64_t m0, int64_t rows, float* out) {
+  constexpr int64_t most = 64;  // values of K at a time: 8 KB of bf16 lines
+  const int64_t size = w.group ? w.group : w.k;
+  uint16_t* lines = scratch<uint16_t, 16>(most * PANEL);
+  float* sums = scratch<float, 17>(ROW_BLOCK * PANEL);
+  const uint8_t* base = static_cast<const uint8_t*>(w.data) + panel * w.panel_bytes();
+  for (int64_t k = 0; k < w.k;) {
+    const int64_t count = std::min(most, size - k % size), group = k / size;
+    unpack_fp8(base + k * PANEL, count / 4, lines);
+    for_tiles<BF16_TILE>(rows, [&](int64_t m, auto rows, auto span, auto stream) {
+      for (int64_t first = 0; first < VECTORS; first += span)
+        tile_bf16<rows, span, stream>(lines + first * 32, x.plain + (m0 + m) * x.stride + k, x.stride, count / 2,
+                                      sums + m * PANEL + first * LANES, k % size == 0,
+                                      reinterpret_cast<const char*>(base + (k + count) * PANEL) + first * count * 32);
+    });
+    k += count;
+    if (k % size) continue;
+    for (int64_t i = 0; i < rows * PANEL; i += LANES) {
+      const F32 scale = load_scale(w.scales, w.scale_type, (panel * w.groups() + group) * PANEL + i % PANEL);
+      store(out + i, multiply_add(load(sums + i), scale, group ? load(out + i) : F32{}));
+    }
+  }
+}
+
+// BITS: of the lines that are multiplied.
 template <int BITS>
 static void product_groups(const Weight& w, const Rows& x, int64_t panel, int64_t m0, int64_t rows, float* out) {
   const int64_t plane_rows = rows * x.planes, from_row = m0 * x.planes, groups = x.groups;
   float* sums = x.planes == 1 ? out : scratch<float, 1>(ROW_BLOCK * 2 * PANEL);
-  const uint8_t* base = static_cast<const uint8_t*>(w.data) + panel * w.panel_bytes();
-  const int64_t block = plane_rows <= 2 * INT8_TILE.most ? 1 : std::max<int64_t>(1, MANY_VALUES / w.group);
+  const int64_t many = std::max<int64_t>(1, MANY_VALUES / w.group);
+  const int64_t block = w.outer ? 8 : plane_rows <= 2 * INT8_TILE.most ? 1 : many;
   auto each = [&](int64_t g0) {
-    const int64_t at = panel * groups + g0;
-    const Groups some{.lines = base + g0 * w.group * BITS / 8 * PANEL,
-                      .scales = static_cast<const char*>(w.scales) + at * PANEL * bytes_of(w.scale_type),
-                      .scale_type = w.scale_type,
-                      .zeros = w.zeros ? w.zeros + at * PANEL : nullptr,
-                      .size = w.group, .first = g0, .count = std::min(groups - g0, block)};
+    const Groups some = groups_of<BITS>(w, panel, g0, block);
     for_tiles<INT8_TILE>(plane_rows, [&](int64_t m, auto count, auto span, auto stream) {
       for (int64_t first = 0; first < VECTORS; first += span)
         tile_groups<BITS, count, span, stream>(some, first, x, from_row + m, sums + m * PANEL + first * LANES);
     });
   };
 #if defined(__AMX_TILE__)
-  if (BITS == 4 && plane_rows >= AMX_INT4_ROWS) amx_int4(w, base, panel, x, from_row, plane_rows, sums);
+  const uint8_t* base = static_cast<const uint8_t*>(w.data) + panel * w.panel_bytes();
+  if (BITS == 4 && !w.outer && plane_rows >= AMX_INT4_ROWS) amx_int4(w, base, panel, x, from_row, plane_rows, sums);
   else
 #endif
     for (int64_t g0 = 0; g0 < groups; g0 += block) each(g0);
@@ -287,10 +302,13 @@ static void product_groups(const Weight& w, const Rows& x, int64_t panel, int64_
 }
 
 void panel_product(const Weight& w, const Rows& x, int64_t panel, int64_t m0, int64_t m1, float* out) {
+  const int64_t rows = m1 - m0;
   switch (w.format) {
-    case Format::bf16: return product_bf16(w, x, panel, m0, m1 - m0, out);
-    case Format::int8: return w.group ? product_groups<8>(w, x, panel, m0, m1 - m0, out) : product_int8(w, x, panel, m0, m1 - m0, out);
-    case Format::int4: return product_groups<4>(w, x, panel, m0, m1 - m0, out);
+    case Format::bf16: return product_bf16(w, x, panel, m0, rows, out);
+    case Format::fp8: return product_fp8(w, x, panel, m0, rows, out);
+    case Format::int8: return w.group ? product_groups<8>(w, x, panel, m0, rows, out) : product_int8(w, x, panel, m0, rows, out);
+    case Format::int6: return product_groups<8>(w, x, panel, m0, rows, out);
+    case Format::int4: return product_groups<4>(w, x, panel, m0, rows, out);
   }
 }
 

@@ -1,4 +1,4 @@
-// Products y = x·Wᵀ for 1 to thousands of rows x, from one packed layout of W in bf16, int8 or int4.
+// Products y = x·Wᵀ for 1 to thousands of rows x, from one packed layout of W in bf16, fp8, int8, int6 or int4.
 //
 // The layout. Output rows stand in panels of 64. Inside a panel, 64-byte lines follow each other along K; a line
 // belongs to 16 rows and holds, row by row, 4 bytes of each: 2 bf16, 4 int8 or 8 int4 values. So every lane of an
@@ -8,9 +8,18 @@
 //
 //   bf16   [N/64][K/2][64][2]
 //   int8   [N/64][K/4][64][4]   value + 128 (the dot product wants one unsigned operand)
+//   fp8    [N/64][K/4][64][4]   float8_e4m3fn, as they are
 //   int4   [N/64][K/8][64][4]   byte j of a row: low nibble k+j, high nibble k+4+j, values 0 … 15
+//   int6   [N/64][K/16][3][64][4]  the low nibbles in two lines of int4, then byte j: the upper bits of k+j, k+4+j,
+//                               k+8+j and k+12+j, the lowest first
 //   scales [N/64][K/group][64]  float32, float16 or bfloat16; of int8 with one a row [N/64][64] float32
 //   zeros  [N/64][K/group][64]  of int4 uint8, of int8 int8
+//
+// GGUF's super-blocks of 256 values, B of them, have scales of scales, `outer` [N/64][B][64] float16:
+//
+//   Q6_K   int6; scales [N/64][K/16][64] int8
+//   Q4_K   int4; scales [N/64][B][3][64] uint32, of 8 groups: the low nibbles of the scales, those of the minima, and the
+//          upper two bits of the scales, then of the minima; outer [N/64][B][2][64]: also that of the minima
 //
 // Every output is summed in one chain along K, whatever the number of rows: results do not depend on the batch.
 #pragma once
@@ -51,9 +60,10 @@ constexpr int64_t ROW_BLOCK = 96;  // most rows of x in a chunk of work: their s
 #endif
 constexpr int64_t AHEAD = 8192;    // bytes that the first tile's stream is prefetched ahead: see ask_line
 
+constexpr int64_t SUPER_BLOCK = 256;      // values of Q4_K and Q6_K that share a scale of scales
 constexpr int64_t BEGINNING = 256 << 10;  // bytes of a weight that may be asked for before its product begins
 
-enum class Format { bf16, int8, int4 };
+enum class Format { bf16, fp8, int8, int6, int4 };
 enum class ScaleType { f32, bf16, f16 };
 
 struct Weight {
@@ -61,24 +71,25 @@ struct Weight {
   const void* data;
   const void* scales;      // null for bf16
   const int8_t* zeros;     // zero points; null: 8 of int4, 0 of int8
+  const uint16_t* outer;   // scales of scales: int4 is Q4_K, int6 Q6_K; null: there are none
   ScaleType scale_type;
   int64_t n, k;            // k: padded to the layout
   int64_t group;           // values that share a scale; 0: all of a row
   int64_t groups() const { return group ? k / group : 1; }
   int64_t panels() const { return (n + PANEL - 1) / PANEL; }
-  int64_t panel_bytes() const {
-    return format == Format::bf16 ? k * PANEL * 2 : format == Format::int8 ? k * PANEL : k * PANEL / 2;
-  }
+  bool integers() const { return format >= Format::int8; }  // which are multiplied with integers
+  int64_t bits() const { return format == Format::bf16 ? 16 : format == Format::int6 ? 6 : format == Format::int4 ? 4 : 8; }
+  int64_t panel_bytes() const { return k * PANEL * bits() / 8; }
 };
 
 // Two planes of an activation: x = scale·(255·high + low), both from -127 to 127. (With 256 a plane could be -128, whose
 // magnitude is no signed byte.)
 constexpr int32_t PLANE_BASE = 255;
 
-// Rows of x as the kernel wants them, `stride` values apart. bf16 weights: rows of k values. Others: `planes` rows of k
+// Rows of x as the kernel wants them, `stride` values apart. bf16 and fp8 weights: rows of k values. Others: `planes` rows of k
 // values for each row of x, with a scale for each of the weight's.
 struct Rows {
-  Operand* plain = nullptr;  // of bf16 weights
+  Operand* plain = nullptr;  // of bf16 and fp8 weights
   int8_t* q = nullptr;
   float* scales = nullptr;   // [rows][groups]
   int32_t* sums = nullptr;   // [rows·planes][groups]: sum of the q of a group, for the weights' offset
@@ -152,7 +163,7 @@ INLINE void with_count(int64_t m, const F& f) {
 // Rows of x in a chunk of work with w. AMX multiplies faster than anything but the second-level cache brings x.
 inline int64_t row_block(const Weight& w) {
 #if defined(__AMX_TILE__)
-  const int64_t bytes = w.format == Format::bf16 ? w.k * 2 : w.k;
+  const int64_t bytes = w.integers() ? w.k : w.k * 2;
   return std::clamp<int64_t>((3 << 19) / bytes / 32 * 32, 96, ROW_BLOCK);
 #else
   return ROW_BLOCK;

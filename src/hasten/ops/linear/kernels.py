@@ -38,6 +38,6 @@ def float32(x: Tensor, weight: Operands) -> Tensor:
 
 def _dequantized(x: Tensor, weight: Operands, dtype: torch.dtype) -> Tensor:
     """W (N, K)."""
-    packed = Packed(weight.data, weight.scales, weight.zeros)
+    packed = Packed(weight.data, weight.scales, weight.zeros, weight.outer)
     rows = ROWS.rows(packed, weight.format, (weight.out_features, x.shape[-1]), None)
     return rows.dequantize(dtype) if isinstance(rows, QuantizedWeight) else rows.to(dtype)

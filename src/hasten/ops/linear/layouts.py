@@ -7,6 +7,11 @@ number of groups in K, P = ceil(N / 64) panels; K' is K padded to 32, or to the 
   bfloat16   data bf16 (P, K'/2, 64, 2)                              data bf16 (N, K)
   int8       data uint8 (P, K'/4, 64, 4), scales, zeros (P, G, 64)   data int8 (N, K), scales, zeros (N, G)
   int4       data uint8 (P, K'/8, 64, 4), scales, zeros (P, G, 64)   data uint8 (N, ceil(K/2)), scales, zeros (N, G)
+  float8     data float8 (P, K'/4, 64, 4), scales f32 (P, G, 64)     data float8 (N, K), scales f32 (N, G)
+  Q6_K       data uint8 (P, 3K/16, 64, 4), scales int8 (P, G, 64),   data uint8 (N, K), scales int8 (N, G),
+             outer f16 (P, K/256, 64)                                outer f16 (N, K/256, 1)
+  Q4_K       data as int4, scales int32 (P, 3K/256, 64),             data as int4, scales, zeros uint8 (N, G),
+             outer f16 (P, 2K/256, 64)                               outer f16 (N, K/256, 2)
 
 Pieces (for GPUs): 16 bytes of every row, then the next 16 bytes of every row, so that neighbouring threads read
 neighbouring bytes, 16 each, whatever part of K they stand in. int8 data (ceil(K'/16), N, 16); int4 data uint8
@@ -22,22 +27,34 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from hasten.errors import ConfigError
-from hasten.ops.linear.weights import BFLOAT16, INT8, QuantizedWeight, WeightFormat, group_format
+from hasten.ops.linear.weights import (
+    BFLOAT16,
+    INT8,
+    Q4_K,
+    Q6_K,
+    SUPER_BLOCK,
+    QuantizedWeight,
+    WeightFormat,
+    fp8_format,
+    group_format,
+)
 from hasten.ops.native import native_ops
 
 PANEL = 64  # output rows that stand interleaved
 PADDING = 32
 PIECE = 16  # bytes: the widest access of a GPU's thread
 SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-VALUE_DTYPES = {"int8": torch.int8, "int4": torch.uint8, "int3": torch.uint8, "int2": torch.uint8}
+VALUE_DTYPES = {"int8": torch.int8, "float8_e4m3fn": torch.float8_e4m3fn}
+VALUE_DTYPES |= dict.fromkeys(("int6", "int4", "int3", "int2"), torch.uint8)
 
 
 class Packed(NamedTuple):
-    """A weight as one layout keeps it; scales and zeros are None where the format has none."""
+    """A weight as one layout keeps it; scales, zeros and outer scales are None where the format has none."""
 
     data: Tensor
     scales: Tensor | None = None
     zeros: Tensor | None = None
+    outer: Tensor | None = None
 
 
 class Operands(NamedTuple):
@@ -50,6 +67,7 @@ class Operands(NamedTuple):
     data: Tensor
     scales: Tensor | None
     zeros: Tensor | None
+    outer: Tensor | None
     bias: Tensor | None
     out_features: int
     format: WeightFormat
@@ -75,12 +93,16 @@ def steps(size: int, step: int) -> int:
 
 def empty_weight(size: tuple[int, int], format: WeightFormat, device: torch.device) -> QuantizedWeight:
     """A quantized weight (N, K) that is not initialised."""
-    groups = (size[0], format.groups(size[1]))
+    groups, outer = (size[0], format.groups(size[1])), None
+    if len(format.scales) > 1:
+        pair = 1 if format.symmetric else 2
+        outer = torch.empty(size[0], size[1] // format.scales[1].columns, pair, dtype=torch.float16, device=device)
     return QuantizedWeight(
         format=format,
         values=torch.empty(size, dtype=VALUE_DTYPES[format.element], device=device),
         scales=torch.empty(groups, dtype=format.scale_dtype, device=device),
         zeros=None if format.symmetric else torch.empty(groups, dtype=VALUE_DTYPES[format.element], device=device),
+        outer=outer,
     )
 
 
@@ -91,21 +113,48 @@ def empty_panels(rows: Tensor, in_features: int, format: WeightFormat) -> Tensor
     """The packed tensor, not initialised, of a weight of as many rows as there are here."""
     multiple = format.group_size or PADDING
     padded = steps(in_features, multiple) * multiple
-    lanes = {"bfloat16": 2, "int8": 4, "int4": 8}[format.element]  # values of a row that stand together
-    size = (steps(len(rows), PANEL), padded // lanes, PANEL, min(lanes, 4))
-    return rows.new_empty(size, dtype=torch.bfloat16 if lanes == 2 else torch.uint8)
+    plain = format.bits == 16
+    size = (steps(len(rows), PANEL), padded * format.bits // 32, PANEL, 2 if plain else 4)  # words of 4 bytes
+    return rows.new_empty(size, dtype=torch.bfloat16 if plain else torch.uint8)
 
 
 def _pack_panels(weight: Tensor | QuantizedWeight) -> Packed:
     ops = native_ops()
     if isinstance(weight, Tensor):
         return Packed(ops.pack_bf16(weight))
-    if weight.format.element == "int8":
-        data = ops.pack_int8(weight.values, weight.format.group_size)
+    element, group_size, values = weight.format.element, weight.format.group_size, weight.values
+    if element == "int8":
+        data = ops.pack_bytes(values, group_size)
+    elif element == "float8_e4m3fn":
+        data = ops.pack_bytes(values.view(torch.uint8), group_size).view(values.dtype)
     else:
-        data = ops.pack_int4(weight.values, weight.format.group_size)
-    scales, zeros = row_scales(weight), weight.zeros
-    return Packed(data, panel_scales(scales), None if zeros is None else panel_scales(zeros))
+        data = ops.pack_int6(values) if element == "int6" else ops.pack_int4(values, group_size)
+    outer = None if weight.outer is None else panel_scales(weight.outer.flatten(1))
+    if weight.format == Q4_K:
+        return Packed(data, panel_scales(_words_of_scales(weight)), None, outer)
+    zeros = None if weight.zeros is None else panel_scales(weight.zeros)
+    return Packed(data, panel_scales(row_scales(weight)), zeros, outer)
+
+
+def _words_of_scales(weight: QuantizedWeight) -> Tensor:
+    """Scales and minima of 6 bits of Q4_K, uint8 (N, G) each -> int32 (N, 3K/256), 3 words for 8 groups (gemm.h)."""
+    assert weight.zeros is not None
+    both = torch.stack((weight.scales, weight.zeros), dim=2).unflatten(1, (-1, 8)).transpose(2, 3)  # (N, B, 2, 8)
+    low = (both & 15)[..., ::2] | (both & 15)[..., 1::2] << 4  # (N, B, 2, 4) bytes
+    pairs = (both >> 4)[..., ::2] | (both >> 4)[..., 1::2] << 2
+    upper = pairs[..., ::2] | pairs[..., 1::2] << 4  # (N, B, 2, 2)
+    return torch.cat((low.flatten(2), upper.flatten(2)), dim=2).flatten(1).contiguous().view(torch.int32)
+
+
+def _scales_of_words(words: Tensor) -> tuple[Tensor, Tensor]:
+    """The other way."""
+    parts = words.contiguous().view(torch.uint8).unflatten(1, (-1, 12))  # (N, B, 12)
+    low = parts[..., :8].unflatten(2, (2, 4))
+    nibbles = torch.stack((low & 15, low >> 4), dim=-1).flatten(3)  # (N, B, 2, 8)
+    rest = parts[..., 8:].unflatten(2, (2, 2))
+    upper = torch.stack([rest >> shift & 3 for shift in (0, 2, 4, 6)], dim=-1).flatten(3)
+    both = nibbles | upper << 4
+    return both[:, :, 0].flatten(1), both[:, :, 1].flatten(1)
 
 
 def row_scales(weight: QuantizedWeight) -> Tensor:
@@ -128,19 +177,28 @@ def _panel_rows(
     def take(tensor: Tensor) -> Tensor:  # (P, anything, 64, …) -> (R, anything, …)
         return tensor[ids // PANEL, :, ids % PANEL]
 
-    values = take(packed.data)  # (R, steps, 2 or 4)
+    if packed.scales is None:
+        return take(packed.data).flatten(1)[:, : size[1]].contiguous()
+    values = take(packed.data.view(torch.uint8))  # (R, steps, 4)
     if format.element == "int8":
-        values = (values ^ 0x80).view(torch.int8)
+        values = values ^ 0x80
     elif format.element == "int4":
         values = torch.cat((values & 15, values >> 4), dim=2)
-    values = values.flatten(1)[:, : size[1]].contiguous()
-    if packed.scales is None:
-        return values
+    elif format.element == "int6":
+        lines = values.unflatten(1, (-1, 3))  # (R, steps, 3, 4)
+        low = torch.cat([part for i in (0, 1) for part in (lines[:, :, i] & 15, lines[:, :, i] >> 4)], dim=2)
+        upper = torch.cat([lines[:, :, 2] >> shift & 3 for shift in (0, 2, 4, 6)], dim=2)
+        values = low | upper << 4
+    scales, zeros = take(packed.scales), None if packed.zeros is None else take(packed.zeros)
+    if format == Q4_K:
+        scales, zeros = _scales_of_words(scales)
+    outer = None if packed.outer is None else take(packed.outer).unflatten(1, (-1, 1 if format.symmetric else 2))
     return QuantizedWeight(
         format=format,
-        values=values,
-        scales=take(packed.scales),
-        zeros=None if packed.zeros is None else take(packed.zeros),
+        values=values.flatten(1)[:, : size[1]].contiguous().view(VALUE_DTYPES[format.element]),
+        scales=scales,
+        zeros=zeros,
+        outer=outer,
     )
 
 
@@ -153,12 +211,12 @@ PANELS = Layout(_pack_panels, _panel_rows)
 def _pack_rows(weight: Tensor | QuantizedWeight) -> Packed:
     if isinstance(weight, Tensor):
         return Packed(weight.contiguous())
-    if weight.format.element == "int8":
-        data = weight.values.contiguous()
-    else:
-        values = pad(weight.values, (0, weight.values.shape[1] % 2))
+    data = weight.values.contiguous()
+    if weight.format.element == "int4":
+        values = pad(data, (0, data.shape[1] % 2))
         data = values[:, ::2] | values[:, 1::2] << 4
-    return Packed(data, row_scales(weight).contiguous(), None if weight.zeros is None else weight.zeros.contiguous())
+    zeros, outer = (None if part is None else part.contiguous() for part in (weight.zeros, weight.outer))
+    return Packed(data, row_scales(weight).contiguous(), zeros, outer)
 
 
 def _row_rows(
@@ -171,7 +229,7 @@ def _row_rows(
     values = packed.data
     if format.element == "int4":
         values = torch.stack((values & 15, values >> 4), dim=2).flatten(1)[:, : size[1]]
-    return QuantizedWeight(format=format, values=values, scales=packed.scales, zeros=packed.zeros)
+    return QuantizedWeight(format=format, values=values, scales=packed.scales, zeros=packed.zeros, outer=packed.outer)
 
 
 ROWS = Layout(_pack_rows, _row_rows)
@@ -217,20 +275,25 @@ def check_format(format: WeightFormat, *elements: str) -> None:
         raise ConfigError(
             f"a format is BFLOAT16, INT8 or an int4_format(...) of hasten.ops.linear; found {format!r:.40}"
         )
-    fits = format in (BFLOAT16, INT8)
+    fits = format in (BFLOAT16, INT8, Q4_K, Q6_K)
     if format.element in ("int8", "int4") and format.scale_dtype in SCALE_DTYPES and type(format.group_size) is int:
         same = group_format(
             format.element, format.group_size, symmetric=format.symmetric, scale_dtype=format.scale_dtype
         )
         fits |= format.group_size > 0 and format == same
+    if format.element == "float8_e4m3fn" and type(format.group_size) is int:
+        fits = format.group_size >= 0 and format == fp8_format(format.group_size)
     if not fits or (elements and format.element not in elements):
-        known = " or ".join(elements) or "bfloat16, int8 with a scale for each row, or int8 or int4 in groups"
+        known = (
+            " or ".join(elements)
+            or "bfloat16, int8 with a scale for each row, int8 or int4 in groups, float8_e4m3fn, Q4_K or Q6_K"
+        )
         raise ConfigError(f"no linear layer can be made of weights in {format!r}; use {known}")
 
 
 def check_weight(weight: QuantizedWeight) -> None:
     """Raise ConfigError for a format, sizes, dtypes and values that no layout holds."""
-    check_format(weight.format, "int8", "int4")
+    check_format(weight.format, "int8", "int4", "int6", "float8_e4m3fn")
     if weight.values.dim() != 2:
         raise ConfigError(f"the values of a weight are (N, K); found shape {tuple(weight.values.shape)}")
     dtype = VALUE_DTYPES[weight.format.element]
@@ -240,6 +303,14 @@ def check_weight(weight: QuantizedWeight) -> None:
         check_nibbles("values", weight.values)
     n, k = weight.shape
     check_scales(weight.format, (n, weight.format.groups(k)), weight.scales, weight.zeros)
+    if len(weight.format.scales) > 1:
+        size, outer = (n, k // SUPER_BLOCK, 1 if weight.format.symmetric else 2), weight.outer
+        if outer is None or k % SUPER_BLOCK or outer.dtype != torch.float16 or tuple(outer.shape) != size:
+            found = "none" if outer is None else f"{outer.dtype} {tuple(outer.shape)}"
+            raise ConfigError(
+                f"a weight {n}×{k} in super-blocks of {SUPER_BLOCK} wants outer scales {size} in torch.float16; "
+                f"found {found}"
+            )
 
 
 def check_scales(format: WeightFormat, size: tuple[int, int], scales: Tensor, zeros: Tensor | None) -> None:
@@ -257,7 +328,7 @@ def check_scales(format: WeightFormat, size: tuple[int, int], scales: Tensor, ze
         wanted = "none" if format.symmetric else f"{size} in {dtype}"
         found = "none" if zeros is None else f"{tuple(zeros.shape)} in {zeros.dtype}"
         raise ConfigError(f"an {format.element} weight ({format}) wants zero points {wanted}; found {found}")
-    if format.element == "int4":
+    if format.element == "int4" and format.zero == "point":
         check_nibbles("zero points", zeros)
 
 

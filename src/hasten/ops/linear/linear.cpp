@@ -12,12 +12,12 @@ static void check_group(int64_t group_size) {
 
 // x (…, K) bf16 or float32 -> (…, N) in x's dtype.
 Tensor linear(Tensor x, Tensor data, std::optional<Tensor> scales, std::optional<Tensor> zeros,
-              std::optional<Tensor> bias, int64_t out_features, int64_t group_size, int64_t planes) {
+              std::optional<Tensor> outer, std::optional<Tensor> bias, int64_t out_features, int64_t group_size, int64_t planes) {
   STD_TORCH_CHECK(x.dim() > 0 && x.size(-1) > 0, "x needs a last dimension of at least one value");
   const int64_t k = x.size(-1), rows = x.numel() / k;
-  const Weight w = weight_of(data, scales, zeros, out_features, k, group_size);
-  STD_TORCH_CHECK(round_up(k, group_size ? group_size : PADDING) == w.k, "x has ", k, " columns, the weight ", w.k,
-                  " with its padding");
+  const Weight w = weight_of(data, scales, zeros, outer, out_features, k, group_size);
+  STD_TORCH_CHECK(w.k - k < std::max({group_size, PADDING, w.outer ? SUPER_BLOCK : 0}), "x has ", k,
+                  " columns, the weight ", w.k, " with its padding");
   STD_TORCH_CHECK(planes == 1 || planes == 2, "planes must be 1 or 2");
   const Type type = type_of(x);
   x = as_contiguous(x);
@@ -92,22 +92,44 @@ Tensor pack_bf16(Tensor w) {
   return out;
 }
 
-// q (N, K) int8 -> uint8 panels, offset by 128; K padded with zeros to a multiple of the group, or of 32.
-Tensor pack_int8(Tensor q, int64_t group_size) {
+// w (N, K) -> uint8 panels, int8 values offset by 128, others (uint8) as they are; K padded with zeros to a multiple of
+// the group, or of 32.
+Tensor pack_bytes(Tensor w, int64_t group_size) {
   if (group_size) check_group(group_size);
-  const int64_t n = q.size(0), k = q.size(1), steps = round_up(k, group_size ? group_size : PADDING) / 4;
+  const int64_t n = w.size(0), k = w.size(1), steps = round_up(k, group_size ? group_size : PADDING) / 4;
   const int64_t panels = (n + PANEL - 1) / PANEL;
-  q = as_contiguous(q);
-  const uint8_t* from = static_cast<const uint8_t*>(q.const_data_ptr());
+  w = as_contiguous(w);
+  const uint8_t* from = static_cast<const uint8_t*>(w.const_data_ptr());
+  const uint32_t offset = w.scalar_type() == ScalarType::Char ? 0x80808080u : 0;
   Tensor out = empty({panels, steps, PANEL, 4}, ScalarType::Byte);
   interleave(
-      n, steps, k / 4, 0x80808080u, out.mutable_data_ptr(),
-      [=](int64_t row, int64_t s) { return word_at(from + row * k + 4 * s) ^ 0x80808080u; },
+      n, steps, k / 4, offset, out.mutable_data_ptr(),
+      [=](int64_t row, int64_t s) { return word_at(from + row * k + 4 * s) ^ offset; },
       [=](int64_t row, int64_t s) SELDOM {
         uint32_t word = 0;
         for (int64_t j = 0; 4 * s + j < k && j < 4; j++) word |= uint32_t(from[row * k + 4 * s + j]) << (8 * j);
-        return word ^ 0x80808080u;
+        return word ^ offset;
       });
+  return out;
+}
+
+INLINE uint32_t nibbles_at(const uint8_t* p) { return (word_at(p) & 0x0f0f0f0fu) | (word_at(p + 4) & 0x0f0f0f0fu) << 4; }
+
+// q (N, K) uint8 with values 0 … 63, K a multiple of 256 -> uint8 panels.
+Tensor pack_int6(Tensor q) {
+  const int64_t n = q.size(0), k = q.size(1), steps = k / 16 * 3;
+  STD_TORCH_CHECK(k % SUPER_BLOCK == 0, "rows of 6 bits are multiples of 256 values, not ", k);
+  q = as_contiguous(q);
+  const uint8_t* from = static_cast<const uint8_t*>(q.const_data_ptr());
+  Tensor out = empty({(n + PANEL - 1) / PANEL, steps, PANEL, 4}, ScalarType::Byte);
+  auto word = [=](int64_t row, int64_t s) {
+    const uint8_t* p = from + row * k + s / 3 * 16;
+    if (s % 3 < 2) return nibbles_at(p + s % 3 * 8);
+    uint32_t upper = 0;
+    for (int i = 0; i < 4; i++) upper |= (word_at(p + 4 * i) >> 4 & 0x03030303u) << (2 * i);
+    return upper;
+  };
+  interleave(n, steps, steps, 0, out.mutable_data_ptr(), word, word);
   return out;
 }
 
@@ -121,10 +143,7 @@ Tensor pack_int4(Tensor q, int64_t group_size) {
   Tensor out = empty({panels, steps, PANEL, 4}, ScalarType::Byte);
   interleave(
       n, steps, k / 8, 0x88888888u, out.mutable_data_ptr(),
-      [=](int64_t row, int64_t s) {
-        const uint8_t* p = from + row * k + 8 * s;
-        return (word_at(p) & 0x0f0f0f0fu) | (word_at(p + 4) & 0x0f0f0f0fu) << 4;
-      },
+      [=](int64_t row, int64_t s) { return nibbles_at(from + row * k + 8 * s); },
       [=](int64_t row, int64_t s) SELDOM {
         uint32_t word = 0x88888888u;
         for (int64_t j = 0; 8 * s + j < k && j < 8; j++) {
@@ -160,16 +179,18 @@ Tensor pack_int4_words(Tensor words, int64_t group_size) {
 }  // namespace hasten
 
 STABLE_TORCH_LIBRARY_FRAGMENT(HASTEN_LIBRARY, m) {
-  m.def("linear(Tensor x, Tensor data, Tensor? scales, Tensor? zeros, Tensor? bias, int out_features, int group_size, int planes) -> Tensor");
+  m.def("linear(Tensor x, Tensor data, Tensor? scales, Tensor? zeros, Tensor? outer, Tensor? bias, int out_features, int group_size, int planes) -> Tensor");
   m.def("pack_bf16(Tensor w) -> Tensor");
-  m.def("pack_int8(Tensor q, int group_size) -> Tensor");
+  m.def("pack_bytes(Tensor w, int group_size) -> Tensor");
+  m.def("pack_int6(Tensor q) -> Tensor");
   m.def("pack_int4(Tensor q, int group_size) -> Tensor");
   m.def("pack_int4_words(Tensor words, int group_size) -> Tensor");
 }
 STABLE_TORCH_LIBRARY_IMPL(HASTEN_LIBRARY, CPU, m) {
   m.impl("linear", TORCH_BOX(&hasten::linear));
   m.impl("pack_bf16", TORCH_BOX(&hasten::pack_bf16));
-  m.impl("pack_int8", TORCH_BOX(&hasten::pack_int8));
+  m.impl("pack_bytes", TORCH_BOX(&hasten::pack_bytes));
+  m.impl("pack_int6", TORCH_BOX(&hasten::pack_int6));
   m.impl("pack_int4", TORCH_BOX(&hasten::pack_int4));
   m.impl("pack_int4_words", TORCH_BOX(&hasten::pack_int4_words));
 }

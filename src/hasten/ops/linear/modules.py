@@ -1,4 +1,4 @@
-"""`PackedLinear`: a linear layer whose weight lies in memory as its kernel reads it, in bf16, int8 or int4."""
+"""`PackedLinear`: a linear layer whose weight lies in memory as its kernel reads it, in any format that one takes."""
 
 import warnings
 from collections.abc import Callable
@@ -39,13 +39,13 @@ ACTIVATION_PLANES = {"int8": 1, "float": 2}
 class PackedLinear(nn.Module):
     """y = x·Wᵀ + b for x (…, K), y (…, N) in x's dtype. For inference: it has no gradient.
 
-    format: BFLOAT16, INT8 or an `int4_format` (weights.py). activations: "int8" rounds x to int8, by row (int8) or by
-    group (int4), the fastest; "float" keeps 16 bits of it. Only the native kernel rounds. With bfloat16 weights it
-    rounds a float32 x to bfloat16 where the processor multiplies such pairs (AVX-512 BF16, AMX), and keeps float32
-    elsewhere.
+    format: BFLOAT16, INT8, Q4_K, Q6_K, a `group_format` or an `fp8_format` (weights.py). activations: "int8" rounds x
+    to int8, by row or group as the weight has its scales, the fastest; "float" keeps 16 bits of it. Only the native
+    kernel rounds. With weights of floats it rounds a float32 x to bfloat16 where the processor multiplies such pairs
+    (AVX-512 BF16, AMX), and keeps float32 elsewhere.
 
-    The buffers `data`, `scales` and `zeros` hold the only copy of the weight, in the layout of the kernel that was
-    picked (`layouts.py`; `kernel` forces one by name). What belongs into files is `to_weight()` or `dequantize()`,
+    The buffers `data`, `scales`, `zeros` and `outer` hold the only copy, in the layout of the kernel that was picked
+    (`layouts.py`; `kernel` forces one by name). What belongs into files is `to_weight()` or `dequantize()`,
     which are exact; the state dict is only for the same kernel. Made directly, the buffers are not initialised.
 
     `.to()`, `.cuda()`, `.half()` and the like pick the kernel anew (one that was forced stays where it can serve) and
@@ -57,6 +57,7 @@ class PackedLinear(nn.Module):
     data: Tensor
     scales: Tensor | None
     zeros: Tensor | None
+    outer: Tensor | None
     bias: Tensor | None
 
     def __init__(
@@ -167,7 +168,7 @@ class PackedLinear(nn.Module):
             )
         if x.requires_grad and torch.is_grad_enabled():
             raise ConfigError("packed layers have no gradient; call them under torch.no_grad()")
-        packed = (self.data, self.scales, self.zeros, self.bias)
+        packed = (self.data, self.scales, self.zeros, self.outer, self.bias)
         return self._product(x, Operands(*packed, self.out_features, self.format, self.planes))
 
     def to_weight(self) -> QuantizedWeight:
@@ -216,7 +217,8 @@ class PackedLinear(nn.Module):
         self.bind(self.kernel)
 
     def _rows(self, ids: Tensor | None) -> Tensor | QuantizedWeight:
-        packed, size = Packed(self.data, self.scales, self.zeros), (self.out_features, self.in_features)
+        packed = Packed(self.data, self.scales, self.zeros, self.outer)
+        size = self.out_features, self.in_features
         return layout_of(self.kernel).rows(packed, self.format, size, ids)
 
     def _pack_empty(self, layout: Layout) -> Packed:

@@ -1,4 +1,4 @@
-"""The linear operator: y = x·Wᵀ + b from bf16, int8 or int4 weights; its kernels in order of preference."""
+"""The linear operator: y = x·Wᵀ + b, W in any format that a layout holds; its kernels in order of preference."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from hasten.machine import emulated
 from hasten.ops import triton_support
 from hasten.ops.linear import kernels
 from hasten.ops.linear.layouts import PADDING, PANELS, PIECES, ROWS, Layout, Operands
-from hasten.ops.linear.weights import BFLOAT16, INT8, WeightFormat
+from hasten.ops.linear.weights import BFLOAT16, INT8, Q6_K, WeightFormat
 from hasten.ops.native import library, missing_library, native_ops, slower_than_pytorch
 from hasten.ops.picker import Kernel
 
@@ -41,7 +41,7 @@ def native_unsupported(request: LinearRequest) -> str | None:
         return f"it runs on a CPU, the layer is on {request.device}"
     if request.dtype not in NATIVE_DTYPES:
         return f"it takes bfloat16 and float32 activations, not {str(request.dtype).removeprefix('torch.')}"
-    if request.format.group_size % PADDING:
+    if request.format.group_size % PADDING and request.format != Q6_K:
         return f"its groups are multiples of {PADDING}, not {request.format.group_size}"
     if request.format == INT8 and request.in_features > LARGEST_INT8_ROW:
         return f"its int8 sums hold {LARGEST_INT8_ROW} products, not {request.in_features}"
@@ -84,6 +84,8 @@ def _triton_unsupported(request: LinearRequest) -> str | None:
         return "PyTorch's own product is the best for bfloat16 weights on a GPU"
     if request.dtype not in TRITON_DTYPES:
         return f"it takes bfloat16 and float16 activations, not {str(request.dtype).removeprefix('torch.')}"
+    if len(request.format.scales) > 1 or not request.format.element.startswith("int"):
+        return f"it unpacks int8 and int4, not {request.format}"
     if request.format.group_size and request.format.group_size not in TRITON_GROUPS:
         return f"its groups are {', '.join(map(str, TRITON_GROUPS))}, not {request.format.group_size}"
     return triton_support.refusal(request.device)
@@ -103,7 +105,7 @@ def _native() -> Product:
     operator = native_ops().linear.default
 
     def product(x: Tensor, weight: Operands) -> Tensor:
-        return operator(x, *weight[:5], weight.format.group_size, weight.planes)
+        return operator(x, *weight[:6], weight.format.group_size, weight.planes)
 
     return product
 

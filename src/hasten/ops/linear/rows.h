@@ -120,7 +120,7 @@ class Preparation {
   // x (rows, k) may be written until the product's phase begins.
   Preparation(Arena& arena, const Weight& w, const void* x, Type type, int64_t rows, int64_t k, const Norm& norm,
               int planes)
-      : w_(w), x_(x), type_(type), rows_(rows), k_(k), norm_(norm), planes_(w.format == Format::bf16 ? 1 : planes) {
+      : w_(w), x_(x), type_(type), rows_(rows), k_(k), norm_(norm), planes_(w.integers() ? planes : 1) {
     if (own()) return;
     shared_ = place([&](int64_t count, auto slot) { return arena.take<typename decltype(slot)::type>(count); });
   }
@@ -149,7 +149,7 @@ class Preparation {
   template <class Take>
   Rows place(const Take& take) const {
     Rows out;
-    const bool plain = w_.format == Format::bf16;
+    const bool plain = !w_.integers();
     out.stride = plain ? spread_rows<Operand>(w_.k) : spread_rows<int8_t>(w_.k);
     out.planes = planes_;
     out.groups = w_.groups();
@@ -166,7 +166,7 @@ class Preparation {
     float* wide = scratch<float, 7>(w_.k + LANES);
     for (int64_t m = m0; m < m1; m++) {
       widen(x_, type_, m, k_, w_.k, norm_, wide);
-      if (w_.format == Format::bf16) {
+      if (!w_.integers()) {
         for (int64_t i = 0; i < w_.k; i += LANES) store_operand(out.plain + m * out.stride + i, load(wide + i));
         continue;
       }

@@ -53,7 +53,8 @@ def choose(rows: int, out_features: int, group_bytes: int) -> Config:
 
 def linear(x: Tensor, weight: Operands) -> Tensor:
     """A `Product` (operator.py) of x (…, K) bfloat16 or float16. Activations are never rounded, whatever `planes`."""
-    return linear_operator(x, *weight[:5], weight.format.bits, weight.format.group_size)
+    parts = weight.data, weight.scales, weight.zeros, weight.bias, weight.out_features
+    return linear_operator(x, *parts, weight.format.bits, weight.format.group_size)
 
 
 @torch.library.custom_op("hasten_triton::linear", mutates_args=())
@@ -76,7 +77,7 @@ def linear_operator(
         return x.new_empty((*x.shape[:-1], out_features))
     run = few_rows if rows.shape[0] <= MOST_ROWS else many_rows
     format = group_format(f"int{bits}", group_size)  # zeros and scales speak for themselves
-    y = run(rows, Operands(data, scales, zeros, bias, out_features, format))
+    y = run(rows, Operands(data, scales, zeros, None, bias, out_features, format))
     return y.view(*x.shape[:-1], out_features)
 
 

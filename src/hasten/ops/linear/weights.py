@@ -24,11 +24,11 @@ class Scales:
 class WeightFormat:
     """How a weight (N, K) is stored. How its activations are multiplied belongs to the operator, not to the format.
 
-    element: what a value is: "int8" (-128 … 127), "int4" (0 … 15), "int3", "int2", or the name of a float dtype.
-    scales: their levels, the finest first; each next one scales the scales before it; none: the values are the weight.
-    zero: what stands for 0 is the "middle" of the integers (0 for int8, 8 for int4, 4 for int3), a "point" for each
-    scale, an integer too; or instead of it each block has a "minimum", which is added. permuted: an index says to which
-    group a column belongs (GPTQ's `g_idx`).
+    element: what a value is: "int8" (-128 … 127), "int6" (0 … 63), "int4" (0 … 15), "int3", "int2", or the name of a
+    float dtype. scales: their levels, the finest first; each next one scales the scales before it; none: the values are
+    the weight. zero: what stands for 0 is the "middle" of the integers (0 for int8, 32 for int6, 8 for int4), a "point"
+    for each scale, an integer too; or instead of it each scale has a "minimum", which is taken away, and has scales
+    like it. permuted: an index says to which group a column belongs (GPTQ's `g_idx`).
 
     Kernels say what of this they take. FP8 in blocks is `Scales(float32, 128, 128)`, MXFP4 `Scales(float8_e8m0fnu,
     32)`, NVFP4 `Scales(float8_e4m3fn, 16), Scales(float32, 0, 0)`; GGUF's k-quants have two levels and a minimum.
@@ -57,7 +57,7 @@ class WeightFormat:
     @property
     def middle(self) -> int:
         """The integer that stands for 0 where all zeros are the same."""
-        return 0 if self.element == "int8" else 1 << (self.bits - 1)
+        return 0 if self.bits > 6 else 1 << (self.bits - 1)
 
     @property
     def scale_dtype(self) -> torch.dtype:
@@ -69,6 +69,8 @@ class WeightFormat:
         return -(-in_features // self.group_size) if self.group_size else 1
 
     def __str__(self) -> str:
+        if len(self.scales) > 1:
+            return f"{self.bits} bits, groups of {self.group_size} in blocks of {self.scales[1].columns}"
         if self.element.startswith("float8"):
             rows, columns = self.scales[0].rows, self.scales[0].columns
             return f"{self.element}, {f'blocks of {rows} × {columns}' if columns else 'one scale a row or matrix'}"
@@ -78,6 +80,16 @@ class WeightFormat:
 
 BFLOAT16 = WeightFormat(element="bfloat16")
 INT8 = WeightFormat(element="int8", scales=(Scales(torch.float32),))
+SUPER_BLOCK = 256  # values of GGUF's k-quants that share the outer scales
+Q4_K = WeightFormat(
+    element="int4", scales=(Scales(torch.uint8, 32), Scales(torch.float16, SUPER_BLOCK)), zero="minimum"
+)
+Q6_K = WeightFormat(element="int6", scales=(Scales(torch.int8, 16), Scales(torch.float16, SUPER_BLOCK)))
+
+
+def fp8_format(group_size: int = 0) -> WeightFormat:
+    """float8_e4m3fn with a float32 scale for each `group_size` input features of a row; 0: for each row."""
+    return WeightFormat(element="float8_e4m3fn", scales=(Scales(torch.float32, group_size),))
 
 
 def group_format(
@@ -99,14 +111,19 @@ def int4_format(
 class QuantizedWeight:
     """The numbers of a weight: W[n, k] ≈ scales[n, g] · (values[n, k] - zeros[n, g]) with g = k // group size.
 
-    int8: values int8 (N, K). int4: values uint8 (N, K) in 0 … 15 (int3: 0 … 7). scales of the format's dtype (N,
-    ceil(K / group size)), zeros of the values' dtype and the same shape, or None where the format is symmetric.
+    int8: values int8 (N, K). int6, int4, …: values uint8 (N, K) without sign, in 0 … 15 of int4. float8_e4m3fn: of
+    that dtype. scales of the format's dtype (N, ceil(K / group size)), zeros of the values' dtype and the same shape,
+    or None where the format is symmetric.
+
+    Of two levels, `outer` float16 (N, K / 256, 1 or 2) scales the scales, and where there are minima, which `zeros`
+    holds, those: W[n, k] = outer[n, b, 0] · scales[n, g] · values[n, k] - outer[n, b, 1] · zeros[n, g] (Q4_K: 0 … 63).
     """
 
     format: WeightFormat
     values: Tensor
     scales: Tensor
     zeros: Tensor | None = None
+    outer: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -118,9 +135,9 @@ class QuantizedWeight:
         return self.map(lambda tensor: tensor[rows])
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> "QuantizedWeight":
-        """The weight of what `fn` makes of values, scales and zeros alike: some of the rows, or another device."""
-        zeros = None if self.zeros is None else fn(self.zeros)
-        return replace(self, values=fn(self.values), scales=fn(self.scales), zeros=zeros)
+        """The weight of what `fn` makes of its tensors alike: some of the rows, or another device."""
+        zeros, outer = (None if part is None else fn(part) for part in (self.zeros, self.outer))
+        return replace(self, values=fn(self.values), scales=fn(self.scales), zeros=zeros, outer=outer)
 
     @staticmethod
     def joined(
@@ -128,11 +145,13 @@ class QuantizedWeight:
     ) -> "QuantizedWeight":
         """One weight of the rows of several of one format, put together by `join`."""
         zeros = [weight.zeros for weight in weights if weight.zeros is not None]
+        outer = [weight.outer for weight in weights if weight.outer is not None]
         return replace(
             weights[0],
             values=join([weight.values for weight in weights]),
             scales=join([weight.scales for weight in weights]),
             zeros=join(zeros) if zeros else None,
+            outer=join(outer) if outer else None,
         )
 
     def dequantize(self, dtype: torch.dtype = torch.float32, *, groups: Tensor | None = None) -> Tensor:
@@ -141,7 +160,12 @@ class QuantizedWeight:
         group = groups
         if group is None:
             group = torch.arange(k, device=self.values.device) // (self.format.group_size or k)
-        zero: Tensor | float = float(self.format.middle)
-        if self.zeros is not None:
-            zero = self.zeros.float()[:, group]
-        return ((self.values.float() - zero) * self.scales.float()[:, group]).to(dtype)
+        values, scales = self.values.float(), self.scales.float()
+        zeros = None if self.zeros is None else self.zeros.float()
+        if self.outer is not None:  # (N, blocks, 1 or 2) -> a pair for each group
+            outer = self.outer.float().repeat_interleave(self.format.scales[1].columns // self.format.group_size, dim=1)
+            scales = outer[..., 0] * scales
+            if zeros is not None:
+                return (scales[:, group] * values - (outer[..., 1] * zeros)[:, group]).to(dtype)
+        values -= float(self.format.middle) if zeros is None else zeros[:, group]
+        return (values * scales[:, group]).to(dtype)
