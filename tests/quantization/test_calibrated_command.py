@@ -49,6 +49,7 @@ def test_the_table_names_both_errors(tiny_folder, text, tmp_path, capsys):
     out = capsys.readouterr().out
     assert "output error: rtn   method" in out
     assert "bits per weight" in out
+    assert "GB predicted beside the checkpoint" in out
 
 
 @pytest.mark.parametrize(
@@ -57,6 +58,9 @@ def test_the_table_names_both_errors(tiny_folder, text, tmp_path, capsys):
         (["--calibration", "x"], ["--calibration goes with --method", "gptq and awq and sign", "found rtn"]),
         (["--method", "sign", "--damping", "0.1"], ["--damping goes with --method gptq; found sign"]),
         (["--method", "gptq", "--steps", "3"], ["--steps goes with --method sign; found gptq"]),
+        (["--calibration", ""], ["--calibration goes with --method"]),
+        (["--method", "awq", "--damping", "0"], ["--damping goes with --method gptq; found awq"]),
+        (["--spill"], ["--spill goes with --method"]),
         (["--method", "gptq", "--damping", "2"], ["damping must be from 0 to 1; found 2.0"]),
         (["--method", "gptq", "--calibration", "/no/such/file"], ["/no/such/file"]),
         (["--method", "gptq", "--length", "100000"], ["fewer than one sample", "--length"]),

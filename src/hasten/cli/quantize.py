@@ -25,7 +25,14 @@ if TYPE_CHECKING:
     from hasten.quantization.sequential import BlockMethod
 
 
-CALIBRATION = ("calibration", "samples", "length", "calibration_seed", "picture")  # options of every calibrated method
+CALIBRATION = (
+    "calibration",
+    "samples",
+    "length",
+    "calibration_seed",
+    "spill",
+    "picture",
+)  # options of every calibrated method
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +86,8 @@ class Quantize:
     """Tokens of a sample (512 by default)."""
     calibration_seed: int | None = None
     """Which samples are drawn from the text (0 by default)."""
+    spill: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Hold the samples on their way through the model in files beside the output instead of in memory."""
     order: Literal["columns", "activation", "groups"] | None = None
     """gptq: columns as they stand; those with the largest inputs first; or whole groups so (the default)."""
     damping: float | None = None
@@ -139,7 +148,8 @@ class Quantize:
         }
         kind, allowed = methods[self.method]
         for option in {name for _, names in methods.values() for name in names} - set(allowed):
-            if getattr(self, option):
+            value = getattr(self, option)
+            if value is not None and value is not False:  # 0 and "" were given
                 fits = " and ".join(name for name, (_, names) in methods.items() if option in names)
                 raise ConfigError(f"--{option.replace('_', '-')} goes with --method {fits}; found {self.method}")
         return None if kind is None else kind(**same_fields(self, kind))
@@ -153,7 +163,9 @@ class Quantize:
             raise ConfigError("calibration text needs a tokenizer, which this model's folder lacks")
         wanted = {"samples": self.samples, "length": self.length, "seed": self.calibration_seed}
         given = {name: value for name, value in wanted.items() if value is not None}
-        return calibration_tokens(model.tokenizer, read_documents(self.calibration or "stdlib"), **given)
+        return calibration_tokens(
+            model.tokenizer, read_documents("stdlib" if self.calibration is None else self.calibration), **given
+        )
 
     def choose(self, model: Transformer, calibration: Tensor) -> Scheme:
         """The scheme of --bits, which is written to --formats. Says before how long it will take."""
@@ -222,7 +234,7 @@ class Quantize:
                 progress(len(reports) + done * (total // len(model.blocks)) // steps, total)
 
             options: dict[str, Any] = {"method": method, "calibration": calibration, "report": note, "progress": step}
-            quantize_to_folder(model, scheme, self.output, **options)
+            quantize_to_folder(model, scheme, self.output, spill=self.spill, **options)
         result |= {
             "bytes_before": sum(parameter.nbytes for parameter in model.parameters()),
             "bytes": sum(path.stat().st_size for path in self.output.glob("model*.safetensors")),
@@ -247,7 +259,7 @@ class Quantize:
         from hasten.quantization.schemes import rounds_activations
 
         samples, length = calibration.shape
-        expected = predicted_bytes(model, calibration, method)
+        expected = predicted_bytes(model, calibration, method, spill=self.spill)
         served = next(iter(scheme.layers(model).values()))
         rounded = "rounded to int8 as in the products that serve it" if rounds_activations(served) else "not rounded"
         line = (
@@ -311,9 +323,17 @@ def _summary(result: dict[str, Any], reports: list[LayerReport]) -> list[str]:
             line += f" {nearest:>19.4%} {own:>8.4%}"
         lines.append(line)
     lines += [f"{report.name}: {report.note}" for report in reports if report.note]
+    if result["method"].get("gptaq"):
+        lines.append(
+            "gptaq aims at the outputs before quantization; its output error is of exact weights on its inputs"
+        )
     before, after = result["bytes_before"], result["bytes"]
+    predicted = result.get("predicted_memory_bytes")
+    memory = f"peak memory {result['peak_memory_bytes'] / 1e9:.2f} GB"
+    if predicted is not None:
+        memory += f" in all ({predicted / 1e9:.2f} GB predicted beside the checkpoint)"
     lines.append(
         f"{result['output']}: {before / 1e9:.3f} GB -> {after / 1e9:.3f} GB in {result['seconds']:.1f} s, "
-        f"{result['bits_per_weight']:.2f} bits per weight, peak memory {result['peak_memory_bytes'] / 1e9:.2f} GB"
+        f"{result['bits_per_weight']:.2f} bits per weight, {memory}"
     )
     return lines

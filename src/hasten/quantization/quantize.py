@@ -49,7 +49,7 @@ def quantize(
 
     Raises ConfigError for a model that is quantized or fused already, or whose weights hold NaN or infinity.
     """
-    formats, tied = check_quantizable(model, scheme), model.tied
+    formats, tied = check_quantizable(model, scheme, method), model.tied
     done: dict[str, LayerFormat] = {}
     for name, weight in _weights(model, scheme, formats, method, calibration, report):
         old: Any = model.get_submodule(name)
@@ -116,6 +116,7 @@ def quantize_to_folder(
     method: BlockMethod | None = None,
     calibration: Tensor | None = None,
     report: Report | None = None,
+    spill: bool = False,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
     """Write `model` quantized, as a folder of the layout that `hasten.model.formats` describes; it is not changed.
@@ -123,12 +124,13 @@ def quantize_to_folder(
     From file to file, layer by layer: a loaded model's weights are mapped from its files, so that the peak is the
     input's pages and about one layer (the largest: often the lm_head). With a method, finished blocks are kept beside
     the folder (its name and ".partial") until all are done: after an interruption the same call goes on there.
+    spill: the samples' states stand there too, in mapped files, and take no memory.
 
     method, calibration: as in `quantize`. `report` is called for each layer, `progress` with the steps of a block
     that takes many. The folder is written whole or not at all. Raises ConfigError
     as `quantize` does, CheckpointError where the folder cannot be written.
     """
-    formats = check_quantizable(model, scheme)
+    formats = check_quantizable(model, scheme, method)
 
     if method is None:
 
@@ -139,7 +141,8 @@ def quantize_to_folder(
         return
     tokens = check_calibration(calibration, model.config.vocab_size, model.config.max_positions)
     with WorkFolder.open(folder, model, tokens, formats, repr((scheme, method))) as work:
-        results = quantize_blocks(model, formats, tokens, method, search=scheme.search, saved=work, progress=progress)
+        options: dict[str, Any] = {"saved": work, "spill": work.path if spill else None, "progress": progress}
+        results = quantize_blocks(model, formats, tokens, method, search=scheme.search, **options)
         for index, result in enumerate(results):
             work.keep(index, result)
             _report_all(result, report)
@@ -152,9 +155,12 @@ def quantize_to_folder(
         export_model(model, folder, quantized=Quantized(formats, finished, work.changed))
 
 
-def check_quantizable(model: Transformer, scheme: Scheme) -> dict[str, LayerFormat]:
-    """The layers the scheme quantizes; ConfigError where the scheme is none or the model cannot be quantized."""
+def check_quantizable(model: Transformer, scheme: Scheme, method: BlockMethod | None = None) -> dict[str, LayerFormat]:
+    """The layers the scheme quantizes; ConfigError where scheme or method is none or the model cannot be quantized."""
     check_model(model)
+    if method is not None and (isinstance(method, type) or not hasattr(method, "quantize_block")):
+        found = f"the class {method.__name__}" if isinstance(method, type) else type(method).__name__
+        raise ConfigError(f"a method is hasten.GPTQ(), hasten.AWQ() or hasten.SignRounding(); found {found}")
     if not isinstance(scheme, Scheme):
         raise ConfigError(f"a scheme is hasten.Int8(...) or hasten.Int4(...); found {type(scheme).__name__}")
     formats = scheme.layers(model)

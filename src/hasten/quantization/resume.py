@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shutil
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -26,7 +27,9 @@ from hasten.quantization.report import LayerReport
 from hasten.quantization.sequential import BlockResult
 
 _FILES = r"settings\.json|(block-\d+|states|tuning)\.safetensors"
-_OWN = re.compile(rf"lock|{_FILES}|\.({_FILES})\.[\d-]+\.partial")  # the last: cut off while it was written
+_OWN = re.compile(
+    rf"lock|(states|before)\.spill|{_FILES}|\.({_FILES})\.[\d-]+\.partial"
+)  # the last: cut off while it was written
 
 
 class WorkFolder:
@@ -34,7 +37,8 @@ class WorkFolder:
 
     It holds settings.json, which says of what run it is; lock, which one process holds; block-00000.safetensors and so
     on, a file for each block's integers, scales and zeros; states.safetensors: what the block after the finished ones
-    is given; tuning.safetensors: how far a method has come in that block.
+    is given; tuning.safetensors: how far a method has come in that block; states.spill and before.spill: the samples'
+    states of a run that spills them.
     """
 
     def __init__(self, path: Path, formats: dict[str, LayerFormat]) -> None:
@@ -173,9 +177,12 @@ class WorkFolder:
 
 
 def _fingerprint(model: Transformer) -> dict[str, Any]:
-    """Enough of a model to tell it from another: its config, its dtype and some of every weight."""
+    """What tells a model from another: its config, its dtype and a checksum of every weight's bytes.
+
+    CRC-32 reads them at the speed of the mapped pages, which a pass needs anyway.
+    """
     digest = hashlib.sha256()
     for name, tensor in model.state_dict().items():
-        some = tensor.detach().flatten()[:: max(1, tensor.numel() // 64)].cpu()
-        digest.update(name.encode() + some.contiguous().view(torch.uint8).numpy().tobytes())
+        data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+        digest.update(f"{name} {zlib.crc32(data)} ".encode())
     return {"weights": digest.hexdigest(), "dtype": str(model.dtype), "config": repr(model.config)[:20000]}

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -153,16 +154,18 @@ def quantize_blocks(
     *,
     search: Search,
     saved: Saved | None = None,
+    spill: Path | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Iterator[BlockResult]:
     """Quantize the layers `formats` for calibration tokens (S, T), a result for each block and one for the head.
 
-    The model is not changed. Blocks that `saved` has are not computed again. `progress` is told what of a
-    block is done, by methods that take long.
+    The model is not changed. Blocks that `saved` has are not computed again. `spill` is a folder for files that hold
+    the samples' states. `progress` is told what of a block is done, by methods that take long.
     """
-    walks = [_first_walk(model, formats.get("embedding"), tokens, search)]
+    files = [None if spill is None else spill / f"{name}.spill" for name in ("states", "before")]
+    walks = [_first_walk(model, formats.get("embedding"), tokens, search, files[0])]
     if method.needs_before:
-        walks.append(CalibrationWalk(model, tokens))
+        walks.append(CalibrationWalk(model, tokens, spill=files[1]))
     done = 0 if saved is None else saved.blocks()
     if done:
         assert saved is not None
@@ -191,14 +194,16 @@ def quantize_blocks(
         yield _result(task)
 
 
-def _first_walk(model: Transformer, layer: LayerFormat | None, tokens: Tensor, search: Search) -> CalibrationWalk:
+def _first_walk(
+    model: Transformer, layer: LayerFormat | None, tokens: Tensor, search: Search, spill: Path | None
+) -> CalibrationWalk:
     """The walk through the model as it will be: from an embedding's rows as they will be stored."""
     exact = model.embedding
     try:
         if layer is not None:
             weight = round_weight(exact.weight.detach(), layer.weight, search=search)
             model.embedding = served(weight, exact, None, layer, model.compute_dtype)
-        return CalibrationWalk(model, tokens)
+        return CalibrationWalk(model, tokens, spill=spill)
     finally:
         model.embedding = exact
 

@@ -1,8 +1,10 @@
 """The calibration samples on their way through a model: what a layer is given, one block in memory at a time."""
 
 import copy
+import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,17 +19,25 @@ Call = Callable[[nn.Module], Tensor]  # runs a module, a block or an expert, on 
 
 
 class CalibrationWalk:
-    """The states (samples, length, C) between two blocks. They begin as embeddings; `advance` takes them on."""
+    """The states (samples, length, C) between two blocks. They begin as embeddings; `advance` takes them on.
 
-    def __init__(self, model: Transformer, tokens: Tensor) -> None:
+    spill: a file that holds them, mapped, instead of memory. It may be there already, and is not removed.
+    """
+
+    def __init__(self, model: Transformer, tokens: Tensor, *, spill: Path | None = None) -> None:
         self.model = model
         length = tokens.shape[1]
         positions = torch.arange(length, device=model.device).unsqueeze(0)
         self._ropes = [table(positions) for table in model.ropes]
         self._context = training_context(model, length)
         self.step = max(1, BATCH_TOKENS // length)
-        parts = [model.embed(part.to(model.device), positions) for part in tokens.split(self.step)]
-        self.states = torch.cat(parts)
+        parts = (model.embed(part.to(model.device), positions) for part in tokens.split(self.step))
+        if spill is None:
+            self.states = torch.cat(list(parts))
+            return
+        self.states = _mapped(spill, (*tokens.shape, model.config.hidden_size), model.compute_dtype)
+        for room, part in zip(self.states.split(self.step), parts, strict=True):
+            room.copy_(part)
 
     def copy(self) -> "CalibrationWalk":
         """The walk as it stands, with states of its own."""
@@ -42,7 +52,7 @@ class CalibrationWalk:
         own = self._context.layers[index]
 
         def call(start: int) -> Call:
-            return lambda block: block(self.states[start : start + self.step], rope, own)
+            return lambda block: block(self.states[start : start + self.step].to(self.model.device), rope, own)
 
         return [call(start) for start in range(0, len(self.states), self.step)]
 
@@ -53,7 +63,23 @@ class CalibrationWalk:
 
     def whole_calls(self) -> list[Call]:
         """The calls of what comes behind the last block: of norm and head."""
-        return [partial(_call, part) for part in self.states.split(self.step)]
+
+        def call(part: Tensor) -> Call:
+            return lambda module: module(part.to(self.model.device))
+
+        return [call(part) for part in self.states.split(self.step)]
+
+
+def _mapped(file: Path, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """A tensor whose memory is a file. OSError where the disk has no room: later a write would end the process."""
+    count = torch.Size(shape).numel()
+    handle = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(handle, 0, count * dtype.itemsize)
+    finally:
+        os.close(handle)
+    return torch.from_file(str(file), shared=True, size=count, dtype=dtype).view(shape)
 
 
 def rows_calls(parts: Sequence[Tensor]) -> list[Call]:
@@ -99,16 +125,16 @@ def inputs_of(module: nn.Module, name: str, calls: Sequence[Call]) -> Iterator[T
     def stop(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         raise _ReachedError(inputs[0])
 
-    target = module.get_submodule(name)
-    for call in calls:
-        hook = target.register_forward_pre_hook(stop)
-        try:
-            call(module)
-        except _ReachedError as reached:
-            found = reached.inputs.flatten(0, -2)
-        finally:
-            hook.remove()
-        yield found
+    hook = module.get_submodule(name).register_forward_pre_hook(stop)
+    try:
+        for call in calls:
+            try:
+                call(module)
+            except _ReachedError as reached:
+                found = reached.inputs.flatten(0, -2)
+            yield found
+    finally:
+        hook.remove()
 
 
 def inputs_of_each(module: nn.Module, names: Sequence[str], calls: Sequence[Call]) -> dict[str, list[Tensor]]:
