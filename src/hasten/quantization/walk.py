@@ -125,16 +125,16 @@ def inputs_of(module: nn.Module, name: str, calls: Sequence[Call]) -> Iterator[T
     def stop(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         raise _ReachedError(inputs[0])
 
-    hook = module.get_submodule(name).register_forward_pre_hook(stop)
-    try:
-        for call in calls:
-            try:
-                call(module)
-            except _ReachedError as reached:
-                found = reached.inputs.flatten(0, -2)
-            yield found
-    finally:
-        hook.remove()
+    target = module.get_submodule(name)
+    for call in calls:
+        hook = target.register_forward_pre_hook(stop)  # for each call: who stops asking must leave no hook behind
+        try:
+            call(module)
+        except _ReachedError as reached:
+            found = reached.inputs.flatten(0, -2)
+        finally:
+            hook.remove()
+        yield found
 
 
 def inputs_of_each(module: nn.Module, names: Sequence[str], calls: Sequence[Call]) -> dict[str, list[Tensor]]:
