@@ -1,16 +1,18 @@
 """`choose_bits`, `Mixed` and `hasten quantize --bits`: formats by layer under a budget, in a table to edit."""
 
 import json
+from itertools import product
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import hasten
 from hasten.cli.main import main
-from hasten.errors import CheckpointError, ConfigError, HastenWarning
+from hasten.errors import ConfigError, HastenWarning
 from hasten.quantization import GPTQ, Mixed, choose_bits, quantize, quantize_to_folder
-from hasten.quantization.automatic import PROBE, Unit, probing_flops
-from hasten.quantization.automatic import _spend as spend
+from hasten.quantization.automatic import PROBE, Unit, probing_flops, spend
 from hasten.quantization.report import stored_weights
 from hasten.quantization.schemes import layers_to_quantize, units_of
 from quantized_folders import exact, logits
@@ -57,22 +59,21 @@ def test_it_fits_and_spends_the_budget(model, chosen):
 def test_the_ends_of_the_scale(model):
     most = choose_bits(model, 16, calibration=TOKENS)
     assert set(most.table.values()) == {"int8"}
-    with pytest.raises(
-        ConfigError, match=r"takes at least (\d\.\d\d) bits per weight; found 3, or allow int3"
-    ) as caught:
+    words = r"in int8, int4-g32, int4-g128 this model takes at least \d\.\d\d bits per weight; found 3"
+    with pytest.raises(ConfigError, match=words) as caught:
         choose_bits(model, 3, calibration=TOKENS)
     least = float(str(caught.value).split("at least ")[1].split(" ")[0])
     smallest = choose_bits(model, least, calibration=TOKENS)
     assert {"int4-g128"} <= set(smallest.table.values()) <= {"int4-g128", "int4-g32"}  # least is rounded up
-    with_int3 = choose_bits(model, least, calibration=TOKENS, allow_int3=True)
-    assert {name[:4] for name in with_int3.table.values()} >= {"int3", "int4"}
+    with_int3 = choose_bits(model, least - 0.2, calibration=TOKENS, allow_int3=True)
+    assert any(name.startswith("int3") for name in with_int3.table.values())
 
 
 def test_each_unit_was_measured_by_itself(model, monkeypatch):
     """The same divergence as of whole passes with one unit rounded."""
     measured = {}
     monkeypatch.setattr(
-        "hasten.quantization.automatic._spend",
+        "hasten.quantization.automatic.spend",
         lambda units, room: (
             measured.update({unit.layers[0]: unit.divergence for unit in units}) or [PROBE] * len(units)
         ),
@@ -93,24 +94,33 @@ def test_each_unit_was_measured_by_itself(model, monkeypatch):
             plain.set_submodule(name, module)
 
 
-def test_what_saves_most_for_its_bytes_is_taken_first():
-    formats = {"int4-g128": (100, 1.0), "int4-g32": (120, 0.8), "int8": (200, 0.0)}
+def of_kinds(divergence, size, ratio):
+    sizes = {"int8": 2 * size, "int4-g32": size + size // 10 + 1, "int4-g128": size}
+    return Unit(["x"], divergence, sizes, {"int8": 0.005, "int4-g32": ratio, "int4-g128": 1.0})
 
-    def unit(divergence):
-        return Unit(
-            ["x"],
-            divergence,
-            {name: size for name, (size, _) in formats.items()},
-            {name: error for name, (_, error) in formats.items()},
-        )
 
-    units = [unit(1.0), unit(3.0), unit(0.0)]
-    assert spend(units, 300) == ["int4-g128"] * 3
-    assert spend(units, 319) == ["int4-g128"] * 3
-    assert spend(units, 320) == ["int4-g128", "int4-g32", "int4-g128"]
-    assert spend(units, 400) == ["int4-g128", "int8", "int4-g128"]
-    assert spend(units, 420) == ["int4-g32", "int8", "int4-g128"]
-    assert spend(units, 10_000) == ["int8", "int8", "int4-g128"]  # what costs nothing stays small
+@settings(max_examples=60, deadline=None)
+@given(
+    kinds=st.lists(st.tuples(st.floats(0, 1), st.integers(10, 500), st.floats(0.5, 0.9)), min_size=1, max_size=5),
+    share=st.floats(0, 1),
+)
+def test_no_choice_that_fits_has_less_divergence(kinds, share):
+    units = [of_kinds(*kind) for kind in kinds]
+    sizes = [sum(unit.bytes[name] for unit in units) for name in ("int4-g128", "int8")]
+    room = int(sizes[0] + share * (sizes[1] - sizes[0]))
+
+    def cost(choice):
+        pairs = list(zip(units, choice, strict=True))
+        return sum(unit.bytes[name] for unit, name in pairs), sum(unit.loss(name) for unit, name in pairs)
+
+    every = [cost(choice) for choice in product(*(unit.bytes for unit in units))]
+    size, loss = cost(spend(units, room))
+    assert size <= room
+    assert loss == pytest.approx(min(loss for size, loss in every if size <= room), abs=1e-12)
+
+
+def test_what_costs_nothing_stays_small():
+    assert spend([of_kinds(0.0, 100, 0.8), of_kinds(1.0, 100, 0.8)], 10_000) == ["int4-g128", "int8"]
 
 
 def test_a_table_is_written_and_read_as_any_scheme(model, chosen, tmp_path):
@@ -189,17 +199,6 @@ def test_what_cannot_be_is_one_line(options, words, tiny_folder, tmp_path, capsy
     assert "Traceback" not in err
 
 
-def test_a_file_that_is_no_table(tmp_path):
-    file = tmp_path / "formats.json"
-    for text in ("[]", "{"):
-        file.write_text(text)
-        with pytest.raises(CheckpointError, match=r"formats\.json"):
-            Mixed.read(file)
-    file.write_text('{"head": 4}')
-    with pytest.raises(ConfigError, match="no format 4"):
-        Mixed.read(file)
-
-
 def test_experts_of_a_block_have_one_format():
     names = layers_to_quantize(hasten.load(make_reference("mixtral")))
     units = units_of(names)
@@ -208,7 +207,9 @@ def test_experts_of_a_block_have_one_format():
     assert units["blocks.0.attention.inputs"] == [f"blocks.0.attention.{one}" for one in "qkv"]
 
 
-def test_numbers_that_are_none():
+def test_what_is_no_format_and_no_number():
+    with pytest.raises(ConfigError, match="head: there is no format 4"):
+        Mixed(table={"head": 4})
     for bits in (True, float("nan"), "4", -1):
         with pytest.raises(ConfigError, match="bits must be a number above 0"):
             choose_bits(tiny_llama(), bits, calibration=TOKENS)

@@ -109,6 +109,7 @@ class Quantize:
 
     def scheme_of(self) -> Scheme | None:
         """The library's scheme; None: it is to be chosen. Raises ConfigError for options that contradict each other."""
+        from hasten.model.checkpoint import read_json
         from hasten.quantization.schemes import SCHEMES, Int8, Mixed
 
         if self.allow_int3 and self.bits is None:
@@ -120,7 +121,7 @@ class Quantize:
             if self.bits is not None:
                 return None
             if self.formats is not None:
-                return Mixed.read(Path(self.formats), **same_fields(self, Mixed))
+                return Mixed(table=read_json(Path(self.formats)), **same_fields(self, Mixed))
             raise ConfigError("say how: --scheme int8, int4, int3 or int2, --bits NUMBER, or --formats FILE")
         if self.bits is not None or self.formats is not None:
             raise ConfigError("--scheme is one format for all layers; --bits and --formats take its place")
@@ -167,17 +168,16 @@ class Quantize:
             model.tokenizer, read_documents("stdlib" if self.calibration is None else self.calibration), **given
         )
 
-    def choose(self, model: Transformer, calibration: Tensor) -> Scheme:
+    def choose(self, model: Transformer, calibration: Any) -> Scheme:
         """The scheme of --bits, which is written to --formats. Says before how long it will take."""
         from hasten.machine.measure import matrix_rate
         from hasten.quantization.automatic import choose_bits, probing_flops
         from hasten.quantization.schemes import Mixed
 
         flops = probing_flops(model, calibration)
-        seconds = flops / matrix_rate(model.compute_dtype)
+        minutes = flops / matrix_rate(model.compute_dtype) / 60
         print(
-            f"measuring each layer: {flops / 1e12:,.1f} TFLOP, {seconds / 60:.1f} minutes at the rate here",
-            file=sys.stderr,
+            f"measuring each layer: {flops / 1e12:,.1f} TFLOP, {minutes:.1f} minutes at the rate here", file=sys.stderr
         )
         with share("measured layers") as progress:
             options: dict[str, Any] = {"allow_int3": self.allow_int3, "progress": progress}
@@ -211,9 +211,7 @@ class Quantize:
         self.check_output(folder)
         model = load(folder, dtype=None if self.dtype == "auto" else self.dtype)
         calibration = None if method is None and self.bits is None else self.calibration_of(model)
-        if scheme is None:
-            assert calibration is not None
-            scheme = self.choose(model, calibration)
+        scheme = scheme or self.choose(model, calibration)
         result: dict[str, Any] = {
             "machine": describe().to_json(),
             "output": str(self.output),
@@ -315,8 +313,7 @@ def _summary(result: dict[str, Any], reports: list[LayerReport]) -> list[str]:
     for (kind, format), found in kinds.items():
         errors = [report.relative_error for report in found]
         mean, most = sum(errors) / len(errors), max(errors)
-        size = format.group_size or "row"
-        line = f"{kind:<24} {format.bits:>4} {size:>6} {len(found):>6} {mean:>22.4%} {most:>9.4%}"
+        line = f"{kind:<24} {format.bits:>4} {format.group_size or 'row':>6} {len(found):>6} {mean:>22.4%} {most:>9.4%}"
         pairs = [(r.nearest_output_error, r.output_error) for r in found if r.output_error is not None]
         if pairs:
             nearest, own = (sum(part or 0.0 for part in column) / len(pairs) for column in zip(*pairs, strict=True))

@@ -72,10 +72,8 @@ def fill_quantized(
         mapped = folder.values(module)
         if data.untyped_storage().data_ptr() != mapped.untyped_storage().data_ptr():
             release_pages(mapped)
-    if tied and "head" in layers:
-        model.embedding = PackedEmbedding(model.head)
-    elif tied:
-        model.embedding.weight = model.head.weight
+    if tied:
+        model.tie()
     if layers:
         model.quantization = layers
     if plain:

@@ -34,7 +34,6 @@ from hasten.model.require import require_model
 from hasten.model.transformer import MLP, Block, Transformer
 from hasten.model.wide import narrow
 from hasten.ops.attention.spec import LARGEST_HEAD
-from hasten.ops.linear.embedding import PackedEmbedding
 from hasten.ops.linear.modules import PackedLinear
 from hasten.ops.linear.operator import LinearRequest, native_opt_in
 from hasten.ops.linear.weights import BFLOAT16
@@ -76,7 +75,7 @@ def fuse(model: Transformer) -> Transformer:
     tied = isinstance(model.embedding, nn.Embedding) and model.tied
     model.head = _settled(packed(model.head))
     if tied:
-        model.embedding = PackedEmbedding(model.head)
+        model.tie()
     return_freed_memory()
     if all(isinstance(block, FusedBlock) and block.experts is None for block in model.blocks):
         model.stack = FusedStack(model)

@@ -310,6 +310,13 @@ class Transformer(nn.Module):
     def dtype(self) -> torch.dtype:
         return self.norm.weight.dtype
 
+    def tie(self) -> None:
+        """Let the embedding read its rows from the head's matrix."""
+        if isinstance(self.head, PackedLinear):
+            self.embedding = PackedEmbedding(self.head)
+        else:
+            self.embedding.weight = self.head.weight
+
     @property
     def compute_dtype(self) -> torch.dtype:
         """Of the activations of readable blocks, and of a cache's keys and values: see `hasten.model.wide`."""

@@ -3,10 +3,10 @@
 The layers that the fused steps compute as one product are one unit: q, k and v; gate and up. Each unit is rounded by
 itself to int4 in groups of 128, and the divergence of the model's next tokens from those before is measured on
 calibration text. For small errors it grows with their square, so the squared errors of the weights tell it for other
-formats. Beginning with the smallest format of each unit, the change that saves most divergence for its bytes is made
-again and again, while it fits.
+formats. Of all choices that fit the one with the least sum of divergences is taken.
 """
 
+import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,10 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from hasten.errors import ConfigError
+from hasten.model.formats.record import LayerFormat
 from hasten.model.transformer import Transformer
 from hasten.ops.linear.weights import WeightFormat
 from hasten.quantization.calibration import check_calibration
-from hasten.quantization.quantize import check_model
+from hasten.quantization.quantize import check_model, round_layer
 from hasten.quantization.report import relative_error, stored_bytes, stored_weights
 from hasten.quantization.rounding import round_weight
 from hasten.quantization.schemes import Mixed, layers_to_quantize, units_of, weight_formats
@@ -29,6 +30,7 @@ PROBE = "int4-g128"
 CANDIDATES = ("int8", "int4-g32", "int4-g128", "int3-g32", "int3-g128")
 TOKENS = 8192  # that a unit's divergence is measured on
 ROWS = 512  # of which logits are in memory
+STEPS = 1 << 15  # in which the budget is spent
 
 
 @dataclass(slots=True)
@@ -78,14 +80,13 @@ def choose_bits(
     total = sum(weight.numel() for weight in weights.values())
     quantized = {f"{name}.weight" for unit in units for name in unit.layers}
     plain = sum(weight.nbytes for name, weight in weights.items() if name not in quantized)
-    least = (sum(min(unit.bytes.values()) for unit in units) + plain) * 8 / total
+    least = math.ceil(800 * (sum(min(unit.bytes.values()) for unit in units) + plain) / total) / 100
     if bits < least:
-        more = "" if allow_int3 else ", or allow int3"
         raise ConfigError(
-            f"this model takes at least {math.ceil(least * 100) / 100:.2f} bits per weight; found {bits}{more}"
+            f"in {', '.join(formats)} this model takes at least {least:.2f} bits per weight; found {bits}"
         )
     _measure(model, units, tokens[: max(1, TOKENS // tokens.shape[1])], known[PROBE], progress)
-    chosen = _spend(units, int(bits * total / 8) - plain)
+    chosen = spend(units, int(bits * total / 8) - plain)
     return Mixed(table={name: format for unit, format in zip(units, chosen, strict=True) for name in unit.layers})
 
 
@@ -93,31 +94,36 @@ def _weigh(model: Transformer, unit: Unit, formats: Mapping[str, WeightFormat]) 
     """Note what the unit takes and how far off it is in each format."""
     for name in unit.layers:
         weight: Tensor = model.get_submodule(name).get_parameter("weight").detach()
-        norm = float(torch.linalg.vector_norm(weight.float()))
+        norm = float(torch.linalg.vector_norm(weight, dtype=torch.float32))
         for key, format in formats.items():
-            try:
-                rounded = round_weight(weight, format)
-            except ConfigError as error:
-                raise ConfigError(f"{name}: {error}") from None
+            rounded = round_layer(model, name, LayerFormat(format), "mse")
             unit.bytes[key] = unit.bytes.get(key, 0) + stored_bytes(rounded)
             unit.errors[key] = unit.errors.get(key, 0.0) + (relative_error(weight, rounded) * norm) ** 2
 
 
-def _spend(units: Sequence[Unit], room: int) -> list[str]:
-    """The format of each unit, of `room` bytes together."""
-    chosen = [min(unit.bytes, key=unit.bytes.__getitem__) for unit in units]
-    room -= sum(unit.bytes[name] for unit, name in zip(units, chosen, strict=True))
-    while True:
-        best, rate = None, 0.0
-        for index, (unit, now) in enumerate(zip(units, chosen, strict=True)):
-            for name, size in unit.bytes.items():
-                more = size - unit.bytes[now]
-                if 0 < more <= room and (saved := (unit.loss(now) - unit.loss(name)) / more) > rate:
-                    best, rate = (index, name, more), saved
-        if best is None:
-            return chosen
-        chosen[best[0]] = best[1]
-        room -= best[2]
+def spend(units: Sequence[Unit], room: int) -> list[str]:
+    """The format of each unit, of at most `room` bytes together, with the least sum of divergences.
+
+    A knapsack, solved unit by unit for every room up to this one: in STEPS steps of what is left beside the smallest.
+    """
+    orders = [sorted(unit.bytes, key=unit.bytes.__getitem__) for unit in units]
+    smallest = [unit.bytes[order[0]] for unit, order in zip(units, orders, strict=True)]
+    step = max(1, -(-(room - sum(smallest)) // STEPS))
+    rooms = (room - sum(smallest)) // step + 1
+    least, choices = torch.zeros(rooms, dtype=torch.float64), []
+    for unit, order, size in zip(units, orders, smallest, strict=True):
+        sums = torch.full((len(order), rooms), math.inf, dtype=torch.float64)
+        for row, name in zip(sums, order, strict=True):
+            taken = -(-(unit.bytes[name] - size) // step)
+            row[taken:] = least[: max(0, rooms - taken)] + unit.loss(name)
+        choices.append(sums.argmin(dim=0))  # of equal ones the first, which is the smallest
+        least = sums.amin(dim=0)
+    chosen, at = [], rooms - 1
+    for unit, order, size, choice in zip(units[::-1], orders[::-1], smallest[::-1], choices[::-1], strict=True):
+        name = order[int(choice[at])]
+        at -= -(-(unit.bytes[name] - size) // step)
+        chosen.append(name)
+    return chosen[::-1]
 
 
 def _measure(
@@ -126,17 +132,16 @@ def _measure(
     """Note each unit's divergence. A unit of a block costs a pass through the blocks from there on."""
     walk = CalibrationWalk(model, tokens)
     target = _states(model, walk, 0)
-    prefixes = {f"blocks.{index}.": index for index in range(len(model.blocks))}
     at = 0  # the block that the walk has come to
     for done, unit in enumerate(units):
         first = unit.layers[0]
-        index = next((index for prefix, index in prefixes.items() if first.startswith(prefix)), None)
-        while index is not None and at < index:
+        own = first.startswith("blocks.")  # else it is the head, or the embedding
+        while own and at < int(first.split(".")[1]):
             walk.advance(at, model.blocks[at])
             at += 1
         head = model.head
         with _rounded(model, unit.layers, probe):
-            if index is not None:
+            if own:
                 states = _states(model, walk, at)
             elif first == "head" and not model.tied:
                 states = target
@@ -174,7 +179,8 @@ def _rounded(model: Transformer, names: Sequence[str], format: WeightFormat) -> 
 
 def _states(model: Transformer, walk: CalibrationWalk, first: int) -> Tensor:
     """What comes out of the last block (samples, length, C), from the walk's states before the block `first` on."""
-    own = walk.copy()
+    own = copy.copy(walk)
+    own.states = walk.states.clone()
     for index in range(first, len(model.blocks)):
         own.advance(index, model.blocks[index])
     return own.states

@@ -20,7 +20,7 @@ from hasten.ops.linear.weights import QuantizedWeight
 from hasten.quantization.calibration import check_calibration
 from hasten.quantization.report import LayerReport, compare
 from hasten.quantization.resume import WorkFolder
-from hasten.quantization.rounding import round_weight
+from hasten.quantization.rounding import Search, round_weight
 from hasten.quantization.schemes import Scheme, units_of
 from hasten.quantization.sequential import BlockMethod, BlockResult, quantize_blocks, served
 
@@ -55,11 +55,8 @@ def quantize(
         old: Any = model.get_submodule(name)
         layer = served(weight, old, getattr(old, "bias", None), formats[name], model.compute_dtype)
         model.set_submodule(name, layer)
-        if name == "head" and tied:  # one matrix still
-            if isinstance(layer, PackedLinear):
-                model.embedding = PackedEmbedding(layer)
-            else:
-                model.embedding.weight = layer.weight
+        if name == "head" and tied:
+            model.tie()
         del old, weight
         if isinstance(layer, PackedLinear | PackedEmbedding):
             # Said layer by layer: after an interruption the model is half quantized, and says so.
@@ -88,7 +85,7 @@ def _weights(
 ) -> Iterator[tuple[str, QuantizedWeight]]:
     if method is None:
         for name, layer in formats.items():
-            yield name, round_layer(model, name, scheme, layer, report)
+            yield name, round_layer(model, name, layer, scheme.search, report)
         return
     tokens = check_calibration(calibration, model.config.vocab_size, model.config.max_positions)
     for result in quantize_blocks(model, formats, tokens, method, search=scheme.search):
@@ -98,7 +95,7 @@ def _weights(
             setattr(model.get_submodule(owner), leaf, torch.nn.Parameter(tensor))
         yield from result.weights.items()
     if "embedding" in formats:
-        yield "embedding", round_layer(model, "embedding", scheme, formats["embedding"], report)
+        yield "embedding", round_layer(model, "embedding", formats["embedding"], scheme.search, report)
 
 
 def _report_all(result: BlockResult, report: Report | None) -> None:
@@ -132,11 +129,10 @@ def quantize_to_folder(
     """
     formats = check_quantizable(model, scheme, method)
 
+    def weight(name: str) -> QuantizedWeight:
+        return round_layer(model, name, formats[name], scheme.search, report)
+
     if method is None:
-
-        def weight(name: str) -> QuantizedWeight:
-            return round_layer(model, name, scheme, formats[name], report)
-
         export_model(model, folder, quantized=Quantized(formats, weight))
         return
     tokens = check_calibration(calibration, model.config.vocab_size, model.config.max_positions)
@@ -146,11 +142,9 @@ def quantize_to_folder(
         for index, result in enumerate(results):
             work.keep(index, result)
             _report_all(result, report)
-        if "embedding" in formats:
-            embedding = round_layer(model, "embedding", scheme, formats["embedding"], report)
 
         def finished(name: str) -> QuantizedWeight:
-            return embedding if name == "embedding" else work.weight(name)
+            return weight(name) if name == "embedding" else work.weight(name)
 
         export_model(model, folder, quantized=Quantized(formats, finished, work.changed))
 
@@ -165,8 +159,7 @@ def check_quantizable(model: Transformer, scheme: Scheme, method: BlockMethod | 
         raise ConfigError(f"a scheme is hasten.Int8(...) or hasten.Int4(...); found {type(scheme).__name__}")
     formats = scheme.layers(model)
     for names in units_of(formats).values():
-        one = {formats[name] for name in names}
-        if len(one) > 1 and ".experts." not in names[0]:
+        if len({formats[name] for name in names}) > 1 and ".experts." not in names[0]:
             text = f"{', '.join(names)} have different formats: the model will run without the fused steps, slower"
             warnings.warn(text, HastenWarning, stacklevel=3)
     return formats
@@ -182,13 +175,13 @@ def check_model(model: Transformer) -> None:
 
 
 def round_layer(
-    model: Transformer, name: str, scheme: Scheme, layer: LayerFormat, report: Report | None
+    model: Transformer, name: str, layer: LayerFormat, search: Search, report: Report | None = None
 ) -> QuantizedWeight:
     """Round a layer to nearest and report it; an error names the layer."""
     linear = model.get_submodule(name)
     assert isinstance(linear, nn.Linear | nn.Embedding)
     try:
-        quantized = round_weight(linear.weight.detach(), layer.weight, search=scheme.search)
+        quantized = round_weight(linear.weight.detach(), layer.weight, search=search)
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}") from None
     if report is not None:

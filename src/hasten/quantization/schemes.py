@@ -3,14 +3,12 @@
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import ClassVar, Literal
 
 import torch
 from torch import nn
 
 from hasten.errors import ConfigError
-from hasten.model.checkpoint import read_json
 from hasten.model.formats.record import LayerFormat
 from hasten.model.transformer import Transformer
 from hasten.ops.linear.weights import INT8, WeightFormat, int4_format
@@ -74,9 +72,8 @@ class Int4:
 
     def layers(self, model: Transformer) -> dict[str, LayerFormat]:
         """How each layer is stored."""
-        dtype = stored_scales(self.scale_dtype, model)
-        weight = int4_format(self.group_size, symmetric=self.symmetric, scale_dtype=dtype, bits=self.bits)
-        return _by_kind(self, model, weight)
+        weight = weight_formats(model, self.scale_dtype)[f"int{self.bits}-g{self.group_size}"]
+        return _by_kind(self, model, weight if self.symmetric else replace(weight, zero="point"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,11 +112,6 @@ class Mixed:
         for name, format in self.table.items():
             if format not in FORMATS:
                 raise ConfigError(f"{name}: there is no format {format!r:.40}; known: {', '.join(FORMATS)}")
-
-    @classmethod
-    def read(cls, path: Path, **settings: Any) -> Self:
-        """The scheme of a table in JSON. CheckpointError for a file that is none."""
-        return cls(table=read_json(path), **settings)
 
     def layers(self, model: Transformer) -> dict[str, LayerFormat]:
         """How each layer is stored. ConfigError for a table of another model."""
@@ -166,20 +158,15 @@ def units_of(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def weight_formats(model: Transformer, scale_dtype: str) -> dict[str, WeightFormat]:
-    """What the names of FORMATS stand for in a model."""
-    scales = stored_scales(scale_dtype, model)
+    """What the names of FORMATS stand for in a model, symmetric; scale_dtype as in `Int4`."""
+    if scale_dtype == "auto":
+        scale_dtype = "bfloat16" if model.dtype == torch.bfloat16 else "float16"
+    scales = torch.bfloat16 if scale_dtype == "bfloat16" else torch.float16
     found = {"int8": INT8}
     for name in FORMATS[1:]:
         bits, size = (int(part) for part in re.findall(r"\d+", name))
         found[name] = int4_format(size, scale_dtype=scales, bits=bits)
     return found
-
-
-def stored_scales(name: str, model: Transformer) -> torch.dtype:
-    """The dtype of int4 scales: "auto" is the model's own where it can be."""
-    if name == "auto":
-        name = "bfloat16" if model.dtype == torch.bfloat16 else "float16"
-    return torch.bfloat16 if name == "bfloat16" else torch.float16
 
 
 def _by_kind(scheme: "Int8 | Int4", model: Transformer, weight: WeightFormat) -> dict[str, LayerFormat]:

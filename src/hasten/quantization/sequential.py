@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -256,20 +256,14 @@ def _result(task: BlockTask) -> BlockResult:
     return BlockResult({task.prefix + name: weight for name, weight in task.weights.items()}, changed, task.reports)
 
 
-def served(
-    weight: QuantizedWeight,
-    linear: nn.Linear | nn.Embedding,
-    bias: Tensor | None,
-    layer: LayerFormat,
-    dtype: torch.dtype,
-) -> nn.Module:
+def served(weight: QuantizedWeight, old: Any, bias: Tensor | None, layer: LayerFormat, dtype: torch.dtype) -> nn.Module:
     """A layer of a quantized weight as it is run: packed for its kernel, or plain where no kernel takes the format."""
     if weight.format.bits in KERNEL_BITS:
-        if isinstance(linear, nn.Embedding):
+        if isinstance(old, nn.Embedding):
             return PackedEmbedding.from_weight(weight, dtype=dtype)
         return PackedLinear.from_weight(weight, bias, activations=layer.activations, dtype=dtype)
-    plain = shared_copy(linear)
-    plain.weight = nn.Parameter(weight.dequantize(linear.weight.dtype), requires_grad=False)
+    plain = shared_copy(old)
+    plain.weight = nn.Parameter(weight.dequantize(old.weight.dtype), requires_grad=False)
     if bias is not None:
         plain.bias = nn.Parameter(bias, requires_grad=False)
     return plain

@@ -39,12 +39,6 @@ class CalibrationWalk:
         for room, part in zip(self.states.split(self.step), parts, strict=True):
             room.copy_(part)
 
-    def copy(self) -> "CalibrationWalk":
-        """The walk as it stands, with states of its own."""
-        own = copy.copy(self)
-        own.states = self.states.clone()
-        return own
-
     def calls(self, index: int) -> list[Call]:
         """A block's calls, on a few samples each."""
         layer = self.model.config.layers[index]
