@@ -149,6 +149,15 @@ def quantize_quality(report: Report) -> str:
     return markdown(["weights, method", "KL divergence", "of rtn's", "same top token", "perplexity"], rows)
 
 
+def quantize_bits(report: Report) -> str:
+    """Uniform schemes and automatic bits of at most as many."""
+    rows = []
+    for one in report["rows"]:
+        divergence = [f"{one['kl_mean']:.6f}", f"{one['kl_99']:.5f}"]
+        rows.append([one["name"], f"{one['bits_per_weight']:.3f}", *divergence, f"{one['top1']:.1%}"])
+    return markdown(["formats", "bits per weight", "KL divergence", "99%", "same top token"], rows)
+
+
 def quantize_memory(report: Report) -> str:
     """`quantize_memory.py`."""
     rows = []
@@ -327,6 +336,7 @@ RENDERERS: dict[str, Callable[[Report], str]] = {
     "demo-ladder": demo_ladder,
     "quantize-perplexity": quantize_perplexity,
     "quantize-quality-demo": quantize_quality,
+    "quantize-bits-demo": quantize_bits,
     "quantize-memory": quantize_memory,
     "load-memory": load_memory,
     "sharing": sharing,
