@@ -23,7 +23,7 @@ from hasten.model.formats.stream import NAMES
 from hasten.model.gguf.open import open_gguf
 from hasten.model.hub import resolve_folder, resolve_model
 from hasten.model.initialize import unfilled
-from hasten.model.source import Checkpoint, open_folder
+from hasten.model.source import ModelSource, open_folder
 from hasten.model.transformer import Transformer
 
 __all__ = ["load", "open_checkpoint", "resolve_folder", "resolve_model"]
@@ -72,7 +72,7 @@ def load(source: str | Path | nn.Module, *, dtype: str | torch.dtype | None = No
     return model
 
 
-def open_checkpoint(source: str | Path) -> Checkpoint:
+def open_checkpoint(source: str | Path) -> ModelSource:
     """What a folder, a GGUF file or a hub id holds, its headers checked. Raises as `load` does."""
     path = resolve_model(source)
     return open_gguf(path) if path.is_file() else open_folder(path)

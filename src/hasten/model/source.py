@@ -17,7 +17,7 @@ from hasten.model.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
-class Checkpoint:
+class ModelSource:
     """A checkpoint whose headers have been checked, its tensors by the names that Hugging Face gives them.
 
     stored: the tensors as their headers describe them. read: a plain one, by name. quantized: the others. dtype: the
@@ -34,7 +34,7 @@ class Checkpoint:
     tokenizer: Tokenizer | None = None
 
 
-def open_folder(folder: Path) -> Checkpoint:
+def open_folder(folder: Path) -> ModelSource:
     """A Hugging Face folder with safetensors. CheckpointError names the file that is missing or damaged."""
     where = folder / "config.json"
     values = read_json(where)
@@ -43,7 +43,7 @@ def open_folder(folder: Path) -> Checkpoint:
     stored = read_headers(folder)
     tensors = MappedTensors(stored)
     generation = folder / "generation_config.json"
-    return Checkpoint(
+    return ModelSource(
         path=folder,
         config=config,
         stored=stored,

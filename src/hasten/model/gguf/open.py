@@ -15,11 +15,11 @@ from hasten.model.gguf.header import GGUFFile, read_gguf
 from hasten.model.gguf.names import FREQUENCIES, Place, place_of
 from hasten.model.gguf.tokenizer import read_tokenizer
 from hasten.model.gguf.types import TYPES, TensorType
-from hasten.model.source import Checkpoint
+from hasten.model.source import ModelSource
 from hasten.ops.linear import QuantizedWeight
 
 
-def open_gguf(path: Path) -> Checkpoint:
+def open_gguf(path: Path) -> ModelSource:
     """The model of a GGUF file. CheckpointError for what is damaged, hostile, or of an unknown architecture."""
     file = read_gguf(path)
     values = config_values(file)
@@ -28,7 +28,7 @@ def open_gguf(path: Path) -> Checkpoint:
         special = {"bos_token_id": tokenizer.bos_id, "eos_token_id": list(tokenizer.eos_ids) or None}
         values |= {name: value for name, value in special.items() if value is not None}
     weights = GGUFWeights(file, read_config(values, str(path)))
-    return Checkpoint(
+    return ModelSource(
         path=path,
         config=weights.config,
         stored=weights.logical,
