@@ -106,6 +106,19 @@ def int4_products(report: Report) -> str:
     return markdown(head, [["of the int8 rate", *(f"{one['of_matrix_rate']:.0%}" for one in report["int4"])]])
 
 
+def weight_formats(report: Report) -> str:
+    """`weight_formats.py`: decoding by bytes, prompts by arithmetic, each beside bf16."""
+    plain = next(one for one in report["rows"] if one["format"] == "bf16")["prefill_seconds"]
+    rows = []
+    for one in report["rows"]:
+        share, speed = f"{one['bandwidth_share']:.0%}", f"{one['against_bf16']:.2f}×"
+        name = f"{one['format']}, {one['activations']}"
+        prompt = f"{plain / one['prefill_seconds']:.2f}×"
+        rows.append([name, f"{one['bits_per_weight']:.2f}", share, speed, prompt])
+    head = ["weights, activations", "bits a weight", "1 row: of the bandwidth", "1 row: beside bf16"]
+    return markdown([*head, "512 rows: beside bf16"], rows)
+
+
 def prefill_attention(report: Report) -> str:
     """`prefill_attention.py`."""
     rows = []
@@ -330,9 +343,8 @@ RENDERERS: dict[str, Callable[[Report], str]] = {
     "linear-amx": linear_products,
     "linear int4": int4_products,
     "linear-amx int4": int4_products,
-    "prefill-attention": prefill_attention,
-    "prefill-attention-avx512": prefill_attention,
-    "prefill-attention-amx": prefill_attention,
+    **dict.fromkeys(("weight-formats", "weight-formats-avx2"), weight_formats),
+    **dict.fromkeys(("prefill-attention", "prefill-attention-avx512", "prefill-attention-amx"), prefill_attention),
     "demo-ladder": demo_ladder,
     "quantize-perplexity": quantize_perplexity,
     "quantize-quality-demo": quantize_quality,
