@@ -19,7 +19,7 @@ from hasten.planning.shapes import check_shape, shape_config
 if TYPE_CHECKING:
     import torch
 
-    from hasten.model.source import Checkpoint
+    from hasten.model.source import ModelSource
     from hasten.model.transformer import Transformer
     from hasten.ops.linear import WeightFormat
 
@@ -88,7 +88,7 @@ class BenchmarkModel:
             return load(self.model, dtype=dtype, device=device)
         return initialize(self.config(), seed=seed, dtype=dtype, device=device).eval()
 
-    def _checkpoint(self) -> Checkpoint:
+    def _checkpoint(self) -> ModelSource:
         from hasten.model.load import open_checkpoint
 
         assert self.model is not None
