@@ -90,9 +90,7 @@ def sound(tmp_path_factory):
     return path, path.read_bytes(), min(tensor.begin for tensor in read_gguf(path).tensors.values())
 
 
-@settings(
-    max_examples=150, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 @pytest.mark.filterwarnings("ignore::hasten.errors.HastenWarning")
 def test_any_change_of_bytes_loads_or_is_refused(sound, data):

@@ -174,8 +174,8 @@ def _type_of(module: PackedLinear, ours: str) -> str:
     if stored.element in types and stored.symmetric and len(stored.scales) == 1 and not uneven:
         return types[stored.element]
     raise ConfigError(
-        f"{ours} is quantized in {stored}, which no type of GGUF holds; write the plain model, or quantize with "
-        "--scheme int4 --group-size 32 --symmetric"
+        f"{ours} is quantized in {stored}, which hasten writes as no type of GGUF; write the plain model, or "
+        "quantize with --scheme int4 --group-size 32 --symmetric"
     )
 
 
