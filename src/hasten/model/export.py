@@ -201,7 +201,10 @@ class _Plan:
             elif not layer.weight.symmetric and len(set(layers.values())) > 1:
                 reason = "it reads zero points only where all layers are quantized alike (lm_head: same or none)"
             elif self.embedding is not None:
-                reason = "it reads quantized embeddings only with dequantize=True and all layers quantized alike"
+                reason = (
+                    "it reads quantized embeddings only with dequantize=True and all layers quantized alike "
+                    f"({'lm_head: none leaves the tied matrix as it is' if self.tied else 'embedding: none'})"
+                )
             if reason is not None:
                 text = f"hasten reads this quantized model; transformers does not: {reason}"
                 warnings.warn(text, HastenWarning, stacklevel=4)
