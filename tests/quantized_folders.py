@@ -2,11 +2,15 @@
 
 import json
 
+import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+import hasten
+from hasten.errors import CheckpointError
+from hasten.machine import PeakMemory
 from hasten.model.context import TrainingContext
 from hasten.ops.linear import PackedLinear
 from hasten.ops.linear.embedding import PackedEmbedding
@@ -54,6 +58,17 @@ def change_tensors(folder, change):
     tensors = {name: tensor.clone() for name, tensor in load_file(folder / "model.safetensors").items()}
     change(tensors)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def refused(folder, *words):
+    """Loading it is one typed error that says all these words, before anything is allocated."""
+    with PeakMemory() as peak, pytest.raises(CheckpointError) as caught:
+        hasten.load(folder)
+    message = str(caught.value)
+    assert peak.bytes < 50_000_000
+    assert len(message) < 1000
+    assert "\n" not in message
+    assert all(word in message for word in words), message
 
 
 def weights_of(values):

@@ -1,104 +1,16 @@
-"""GPTQ and AWQ checkpoints: written here by the published definitions, loop by loop, and read back exactly."""
-
-import json
+"""GPTQ and AWQ checkpoints: read back exactly as they were written by the published definitions."""
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
 
 import hasten
-from hasten.errors import CheckpointError, HastenWarning
-from hasten.model.context import training_context
+from column_folders import write
+from hasten.errors import HastenWarning
+from hasten.model.fused_linear import fusion_conflict
 from hasten.ops.linear import PackedLinear
-from references import make_reference
-
-TOKENS = torch.randint(3, 101, (2, 24), generator=torch.Generator().manual_seed(0))
-
-
-def logits(model):
-    with torch.no_grad():
-        positions = torch.arange(TOKENS.shape[1]).expand(len(TOKENS), -1)
-        return model(TOKENS, positions, training_context(model, TOKENS.shape[1])).double()
-
-
-def word_of(values, bits):
-    """One int32 of unsigned values, the first one lowest."""
-    word = sum(int(value) << (bits * i) for i, value in enumerate(values))
-    return word - (1 << 32) if word >= 1 << 31 else word
-
-
-def packed_down(values, bits):
-    """(K, N) -> (K · bits / 32, N): AutoGPTQ's qweight. Of 3 bits, 32 values stand in three words."""
-    k, n = values.shape
-    if bits == 3:
-        rows = []
-        for start in range(0, k, 32):
-            whole = [sum(int(values[start + i, j]) << (3 * i) for i in range(32)) for j in range(n)]
-            rows += [[(one >> (32 * part)) & 0xFFFFFFFF for one in whole] for part in range(3)]
-        return torch.tensor([[w - (1 << 32) if w >= 1 << 31 else w for w in row] for row in rows], dtype=torch.int32)
-    each = 32 // bits
-    return torch.tensor(
-        [[word_of(values[i : i + each, j], bits) for j in range(n)] for i in range(0, k, each)], dtype=torch.int32
-    )
-
-
-def packed_across(values, bits, order=None):
-    """(R, N) -> (R, N · bits / 32): qzeros, and AWQ's qweight with its order."""
-    if order is None:
-        return packed_down(values.t(), bits).t().contiguous()
-    rows = [[word_of([row[i + o] for o in order], bits) for i in range(0, values.shape[1], 8)] for row in values]
-    return torch.tensor(rows, dtype=torch.int32)
-
-
-def write(folder, out, method, *, bits=4, group=32, symmetric=False, version="gptq", act_order=False):
-    """A checkpoint of a method, of random integers, and the weights that it stands for by their published names."""
-    out.mkdir()
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {
-        "quant_method": method,
-        "bits": bits,
-        "group_size": group,
-        **({"sym": symmetric, "desc_act": act_order, "checkpoint_format": version} if method == "gptq" else {}),
-        **({"zero_point": True, "version": "gemm"} if method == "awq" else {}),
-    }
-    (out / "config.json").write_text(json.dumps(config))
-    generator = torch.Generator().manual_seed(1)
-    tensors, weights = {}, {}
-    for name, tensor in load_file(folder / "model.safetensors").items():
-        if "_proj." not in name or not name.endswith(".weight"):
-            tensors[name] = tensor
-            continue
-        prefix, (n, k) = name.removesuffix("weight"), tensor.shape
-        size = k if group == -1 else group
-        groups = -(-k // size)
-        values = torch.randint(0, 1 << bits, (k, n), generator=generator)
-        zeros = torch.randint(1, 1 << bits, (groups, n), generator=generator)
-        if symmetric:
-            zeros.fill_(1 << (bits - 1))
-        scales = (torch.rand(groups, n, generator=generator) * 0.02 + 0.001).half()
-        index = torch.arange(k) // size
-        if act_order:
-            index = index[torch.randperm(k, generator=generator)]
-        weights[name] = (scales.float()[index] * (values - zeros[index])).t().contiguous()
-        if method == "awq":
-            order = [0, 2, 4, 6, 1, 3, 5, 7]
-            own = {"qweight": packed_across(values, 4, order), "qzeros": packed_across(zeros, 4, order)}
-        else:
-            stored = (zeros - int(version == "gptq")) % (1 << bits)
-            own = {"qweight": packed_down(values, bits), "qzeros": packed_across(stored, bits), "g_idx": index.int()}
-        tensors |= {prefix + leaf: tensor for leaf, tensor in (own | {"scales": scales}).items()}
-    save_file(tensors, out / "model.safetensors", {"format": "pt"})
-    return out, weights
-
-
-@pytest.fixture(scope="module")
-def plain_folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("plain") / "model"
-    hasten.save(hasten.load(make_reference("llama")), folder)
-    return folder
-
+from quantized_folders import change_config, change_tensors, logits, refused
 
 CASES = {
     "gptq": {"method": "gptq"},
@@ -109,11 +21,11 @@ CASES = {
     "gptq int8 row": {"method": "gptq", "bits": 8, "group": -1, "symmetric": True},
     "gptq int8 groups": {"method": "gptq", "bits": 8},
     "gptq int8 row with zero points": {"method": "gptq", "bits": 8, "group": -1},
+    "gptq activation order": {"method": "gptq", "act_order": True},
     "awq": {"method": "awq"},
     "awq row": {"method": "awq", "group": -1},
 }
 PLAIN = {
-    "gptq activation order": {"method": "gptq", "act_order": True},
     "gptq 3 bits": {"method": "gptq", "bits": 3},
     "gptq 2 bits": {"method": "gptq", "bits": 2},
     "gptq g16": {"method": "gptq", "group": 16},
@@ -144,9 +56,7 @@ def test_what_no_kernel_takes_is_held_as_plain_weights(case, plain_folder, tmp_p
 
 
 def change(folder, **fields):
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] |= fields
-    (folder / "config.json").write_text(json.dumps(config))
+    change_config(folder, lambda values: values["quantization_config"].update(fields))
 
 
 @pytest.mark.parametrize(
@@ -169,9 +79,7 @@ def change(folder, **fields):
 def test_configs_that_do_not_fit_are_one_error(fields, words, plain_folder, tmp_path):
     folder, _ = write(plain_folder, tmp_path / "out", "gptq")
     change(folder, **fields)
-    with pytest.raises(CheckpointError) as caught:
-        hasten.load(folder)
-    assert all(word in str(caught.value) for word in words), caught.value
+    refused(folder, *words)
 
 
 @pytest.mark.parametrize(
@@ -190,12 +98,8 @@ def test_configs_that_do_not_fit_are_one_error(fields, words, plain_folder, tmp_
 )
 def test_tensors_that_do_not_fit_are_one_error(edit, words, plain_folder, tmp_path):
     folder, _ = write(plain_folder, tmp_path / "out", "gptq")
-    tensors = load_file(folder / "model.safetensors")
-    edit(tensors, "model.layers.1.mlp.up_proj.")
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    with pytest.raises(CheckpointError) as caught:
-        hasten.load(folder)
-    assert all(word in str(caught.value) for word in words), caught.value
+    change_tensors(folder, lambda tensors: edit(tensors, "model.layers.1.mlp.up_proj."))
+    refused(folder, *words)
 
 
 FIELDS = [
@@ -238,3 +142,10 @@ def test_any_damage_loads_or_is_our_own_error(sound, fields, damage):
     except hasten.HastenError as error:
         message = str(error)
         assert message
+
+
+def test_columns_in_the_order_of_activation_are_not_fused(bfloat16_folder, tmp_path):
+    folder, _ = write(bfloat16_folder, tmp_path / "out", "gptq", act_order=True)
+    model = hasten.load(folder)
+    assert "in the order of its columns (desc_act)" in (fusion_conflict(model) or "")
+    assert model.blocks[0].mlp.down.order is not None

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from hasten.serving.async_engine import AsyncEngine
 
 
+WeightLayout = Literal["compressed-tensors", "gptq"]  # of quantized folders that are written
+
+
 def parse(command: Any, arguments: list[str], *, prog: str, description: str | None = None) -> Any:
     """Make a command of its arguments. What it holds of the library's dataclasses are options of their own names."""
     registry = tyro.constructors.ConstructorRegistry()
@@ -37,6 +40,17 @@ def same_fields(options: Any, kind: type) -> dict[str, Any]:
     """The options that stand among a dataclass's fields, as its arguments; those that are None are left out."""
     values = {field.name: getattr(options, field.name, None) for field in dataclasses.fields(kind)}
     return {name: value for name, value in values.items() if value is not None}
+
+
+def require_new_folder(output: Path, source: Path, *, option: str, overwrite: bool) -> None:
+    """Raise ConfigError, before any work, for an output folder whose files would be lost, or that is a file."""
+    if output.exists() and not output.is_dir():
+        raise ConfigError(f"{option} {output} is a file; name a folder")
+    if output.resolve() == source.resolve():
+        raise ConfigError(f"{option} {output} is the model itself, which would be lost; name another folder")
+    stands = [name for name in ("config.json", "model.safetensors") if (output / name).exists()]
+    if stands and not overwrite:
+        raise ConfigError(f"{option} {output} holds a model already ({stands[0]}); --overwrite replaces it")
 
 
 def with_chat_template(tokenizer: Tokenizer, path: Path, *, option: str) -> Tokenizer:

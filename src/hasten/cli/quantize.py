@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import tyro
 
-from hasten.cli.options import same_fields
+from hasten.cli.options import WeightLayout, require_new_folder, same_fields
 from hasten.errors import ConfigError
 from hasten.machine import configure, describe, peak_memory
 from hasten.machine.files import require_writable, write_json
@@ -70,8 +70,10 @@ class Quantize:
     """No zero points (the default; int8 is always symmetric)."""
     asymmetric: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """A zero point for each group."""
+    format: WeightLayout = "compressed-tensors"
+    """The layout of the folder. gptq holds one bit width, and scales in float16."""
     lm_head: Literal["int8", "same", "none"] | None = None
-    """The output matrix: in int8 (the default), like the other layers, or left as it is."""
+    """The output matrix: in int8 (the default), like the other layers, or left as it is (the default of gptq)."""
     embedding: Literal["int8", "same", "none"] | None = None
     """The input matrix, left as it is by default. Tied to the lm_head they stay one matrix, and --lm-head decides."""
     search: Literal["mse", "minmax"] | None = None
@@ -135,7 +137,8 @@ class Quantize:
                     raise ConfigError(f"int8 has one scale for each row; {option} goes with --scheme int4, int3, int2")
             return Int8(**same_fields(self, Int8))
         kind = SCHEMES[self.scheme]
-        return kind(**same_fields(self, kind) | {"symmetric": not self.asymmetric})
+        own = {"lm_head": self.lm_head or "none", "scale_dtype": "float16"} if self.format == "gptq" else {}
+        return kind(**same_fields(self, kind) | {"symmetric": not self.asymmetric} | own)
 
     def method_of(self) -> BlockMethod | None:
         """The library's method. Raises ConfigError for options that belong to another one."""
@@ -185,16 +188,6 @@ class Quantize:
         write_json(self.formats, chosen.table)
         return replace(chosen, **same_fields(self, Mixed))
 
-    def check_output(self, source: Path) -> None:
-        """Raise ConfigError, before any work, for an output folder whose files would be lost, or that is a file."""
-        if self.output.exists() and not self.output.is_dir():
-            raise ConfigError(f"--output {self.output} is a file; name a folder")
-        if self.output.resolve() == source.resolve():
-            raise ConfigError(f"--output {self.output} is the model itself, which would be lost; name another folder")
-        stands = [name for name in ("config.json", "model.safetensors") if (self.output / name).exists()]
-        if stands and not self.overwrite:
-            raise ConfigError(f"--output {self.output} holds a model already ({stands[0]}); --overwrite replaces it")
-
     def run(self) -> None:
         from time import perf_counter
 
@@ -208,7 +201,7 @@ class Quantize:
         configure(threads=self.threads)
         start = perf_counter()
         folder = resolve_model(self.model)
-        self.check_output(folder)
+        require_new_folder(self.output, folder, option="--output", overwrite=self.overwrite)
         model = load(folder, dtype=None if self.dtype == "auto" else self.dtype)
         calibration = None if method is None and self.bits is None else self.calibration_of(model)
         scheme = scheme or self.choose(model, calibration)
@@ -232,7 +225,8 @@ class Quantize:
                 progress(len(reports) + done * (total // len(model.blocks)) // steps, total)
 
             options: dict[str, Any] = {"method": method, "calibration": calibration, "report": note, "progress": step}
-            quantize_to_folder(model, scheme, self.output, spill=self.spill, **options)
+            options |= {"spill": self.spill, "format": self.format}
+            quantize_to_folder(model, scheme, self.output, **options)
         result |= {
             "bytes_before": sum(parameter.nbytes for parameter in model.parameters()),
             "bytes": sum(path.stat().st_size for path in self.output.glob("model*.safetensors")),

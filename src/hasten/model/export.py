@@ -19,9 +19,9 @@ from hasten.machine.files import save_json
 from hasten.model.checkpoint import DTYPES
 from hasten.model.families import FAMILIES
 from hasten.model.families.family import TensorSlice
-from hasten.model.formats.compressed_tensors import CompressedTensors
 from hasten.model.formats.pieces import join
-from hasten.model.formats.record import LayerFormat
+from hasten.model.formats.record import LayerFormat, of_integers
+from hasten.model.formats.registry import writer
 from hasten.model.formats.stream import write_file as save_file
 from hasten.model.transformer import Transformer
 from hasten.ops.attention.pattern_text import pattern_values
@@ -51,6 +51,7 @@ def export_model(
     dtype: torch.dtype | None = None,
     shard_bytes: int = SHARD_BYTES,
     quantized: Quantized | None = None,
+    format: str = "compressed-tensors",
 ) -> None:
     """Write config.json, safetensors, tokenizer and generation_config.json.
 
@@ -58,13 +59,14 @@ def export_model(
     config says so. dtype converts on the way. Weights past `shard_bytes` are split into files of at most so many bytes
     (a single larger tensor has a file of its own); one tensor at a time is prepared in memory.
 
-    Quantized layers are written in compressed-tensors' layout (`hasten.model.formats`), whatever their kernels hold; a
-    HastenWarning says where others will not be able to read them. `quantized` quantizes on the way: layers that are
-    plain in `model` are written with the numbers it gives for them.
+    Quantized layers are written in the layout `format` ("compressed-tensors" or "gptq": `hasten.model.formats`),
+    whatever their kernels hold; a HastenWarning says where others will not be able to read them. `quantized` quantizes
+    on the way: layers that are plain in `model` are written with the numbers it gives for them.
 
     Everything is first written into a temporary folder inside `folder` and then moved into place, so that a disk that
     fills up leaves the old files as they were. Saving over the folder that the model is mapped from is fine. Raises
-    CheckpointError where it cannot be written, ConfigError for a dtype that cannot be.
+    CheckpointError where it cannot be written, ConfigError for a dtype that cannot be, and for weights that the layout
+    does not hold exactly.
     """
     if dtype is not None and dtype not in DTYPES.values():
         raise ConfigError(f"dtype {dtype} cannot be written; use one of {', '.join(map(str, DTYPES.values()))}")
@@ -77,7 +79,7 @@ def export_model(
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder, prefix=".saving-", ignore_cleanup_errors=True) as temporary:
             staging = Path(temporary)
-            plan = _Plan(model, dtype, quantized)
+            plan = _Plan(model, dtype, quantized, format)
             weights = _write_weights(plan, staging, shard_bytes)
             if model.tokenizer is not None:
                 model.tokenizer.save(staging)
@@ -118,7 +120,7 @@ def _held(model: Transformer) -> Quantized | None:
     if model.quantization is None:
         return None
     held: Any = model
-    layers = {name: layer for name, layer in model.quantization.items() if CompressedTensors.writes(layer.weight)}
+    layers = {name: layer for name, layer in model.quantization.items() if of_integers(layer.weight)}
     if others := [name for name in model.quantization if name not in layers]:
         format = model.quantization[others[0]].weight
         text = f"{len(others)} layers like {others[0]} are written as plain weights: {format} is not written"
@@ -131,13 +133,14 @@ class _Plan:
     is made. `make` then makes one at a time.
     """
 
-    def __init__(self, model: Transformer, dtype: torch.dtype | None, quantized: Quantized | None) -> None:
+    def __init__(self, model: Transformer, dtype: torch.dtype | None, quantized: Quantized | None, format: str) -> None:
         self.model, self.dtype, self.quantized = model, dtype, quantized
         self.layers = {} if quantized is None else quantized.layers
         self.tied = model.tied
         self.embedding = self.layers.get(self._owner("embedding.weight"))
         # others read experts and embeddings only where they are packed
-        self.format = CompressedTensors(pack_int8=model.config.experts > 0 or self.embedding is not None)
+        self.format = writer(format, pack_int8=model.config.experts > 0 or self.embedding is not None)
+        self.format.check(self.layers)
         self.parts: dict[str, list[tuple[TensorSlice, str]]] = {}
         self.places = dict(FAMILIES[model.config.family].places(model.config))
         for ours, piece in self.places.items():
@@ -165,7 +168,10 @@ class _Plan:
             tensor = tensor.t() if pieces[0].transposed else tensor
             return {name: tensor.to(self.dtype).contiguous()}
         weights = [self._weight(ours, layer, device) for _, ours in self.parts[name]]
-        encoded = self.format.encode(QuantizedWeight.joined(weights, partial(join, pieces)))
+        try:
+            encoded = self.format.encode(QuantizedWeight.joined(weights, partial(join, pieces)))
+        except ConfigError as error:
+            raise ConfigError(f"{name}: {error}") from None
         prefix = name.removesuffix("weight")
         return {prefix + key: tensor.to(device).contiguous() for key, tensor in encoded.items()}
 
@@ -178,7 +184,8 @@ class _Plan:
         owners = {name.removesuffix(".weight"): parts[0][1] for name, parts in self.parts.items()}
         routers = [name for name, ours in owners.items() if ours.endswith(".router.weight")]
         ignored = routers if "head" in self.layers else [*routers, "lm_head"]
-        self._warn(layers)
+        if self.format.method == "compressed-tensors":
+            self._warn(layers)
         if self.tied and "head" in self.layers:  # readers look for both modules, of which the file holds one
             embedding, head = (self.places[f"{one}.weight"].name for one in ("embedding", "head"))
             layers[head.removesuffix(".weight")] = layers[embedding.removesuffix(".weight")]

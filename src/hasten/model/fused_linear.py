@@ -41,6 +41,8 @@ def fusion_conflict(model: Transformer) -> str | None:
             if found is not None:
                 return f"its {names} are one product, and those of block {number} differ: {found}"
     for name, module in model.named_modules():
+        if isinstance(module, PackedLinear) and module.order is not None:
+            return f"they take activations as they come, and {name} wants them in the order of its columns (desc_act)"
         if isinstance(module, PackedLinear) and (reason := native_unsupported(module.request)) is not None:
             return f"{name}: {reason}"
     return None

@@ -18,6 +18,7 @@ from hasten.model.config import ModelConfig
 from hasten.model.families import FAMILIES, family_of, read_config
 from hasten.model.families.family import Family, TensorSlice, stacked_experts
 from hasten.model.fill_quantized import fill_quantized
+from hasten.model.formats.file_format import QuantizedFolder
 from hasten.model.formats.pieces import take
 from hasten.model.formats.stream import NAMES
 from hasten.model.gguf.open import open_gguf
@@ -46,10 +47,25 @@ def load(source: str | Path | nn.Module, *, dtype: str | torch.dtype | None = No
     Raises CheckpointError for a folder that is damaged, of an unknown family, or not what its config.json says;
     ResourceError if the device or the hub cannot be reached.
     """
-    place = resolve_device(device)
+    found = resolve_device(device)
+    place = None if found.type == "cpu" else found  # None: where the tensors are
     wanted = None if dtype is None or dtype == "auto" else resolve_dtype(dtype)
     if isinstance(source, nn.Module):
         return _from_transformers(source, wanted, place)
+    model, own, packed, quantized = open_model(source, dtype=wanted, device=place)
+    if quantized is not None:
+        fill_quantized(model, packed, quantized, dtype=own, device=place)
+    _finish(model, place)
+    return model
+
+
+def open_model(
+    source: str | Path, *, dtype: torch.dtype | None = None, device: torch.device | None = None
+) -> tuple[Transformer, torch.dtype, dict[str, TensorSlice], QuantizedFolder | None]:
+    """A model whose quantized layers are still to be filled, the dtype of the others, and where these stand.
+
+    Everything is checked as `load` does. dtype None: the checkpoint's own.
+    """
     checkpoint = open_checkpoint(source)
     config, stored, quantized = checkpoint.config, checkpoint.stored, checkpoint.quantized
     seen, modules = (stored, {}) if quantized is None else (quantized.logical, quantized.modules)
@@ -63,13 +79,9 @@ def load(source: str | Path | nn.Module, *, dtype: str | torch.dtype | None = No
     model.generation, model.tokenizer = checkpoint.generation, checkpoint.tokenizer
     # The weights last: whatever else is wrong with a folder shows before gigabytes are read.
     plain = {o: p for o, p in pieces.items() if p.name not in modules}
-    own = wanted or checkpoint.dtype or _own_dtype([stored[piece.name] for piece in plain.values()])
-    _fill(model, plain, checkpoint.read, stored, dtype=own, device=place)
-    if quantized is not None:
-        packed = {ours: piece for ours, piece in pieces.items() if ours not in plain}
-        fill_quantized(model, packed, quantized, dtype=own, device=place)
-    _finish(model, place)
-    return model
+    own = dtype or checkpoint.dtype or _own_dtype([stored[piece.name] for piece in plain.values()])
+    _fill(model, plain, checkpoint.read, stored, dtype=own, device=device)
+    return model, own, {ours: piece for ours, piece in pieces.items() if ours not in plain}, quantized
 
 
 def open_checkpoint(source: str | Path) -> ModelSource:
@@ -78,7 +90,7 @@ def open_checkpoint(source: str | Path) -> ModelSource:
     return open_gguf(path) if path.is_file() else open_folder(path)
 
 
-def _from_transformers(module: nn.Module, dtype: torch.dtype | None, device: torch.device) -> Transformer:
+def _from_transformers(module: nn.Module, dtype: torch.dtype | None, device: torch.device | None) -> Transformer:
     to_dict = getattr(getattr(module, "config", None), "to_dict", None)
     if to_dict is None:
         raise ConfigError(
@@ -96,9 +108,8 @@ def _from_transformers(module: nn.Module, dtype: torch.dtype | None, device: tor
         for name, tensor in tensors.items()
     }
     _check(pieces, stored, model)
-    place = device if str(device) != "cpu" else None
-    _fill(model, pieces, tensors.__getitem__, stored, dtype=dtype, device=place)
-    _finish(model, place)
+    _fill(model, pieces, tensors.__getitem__, stored, dtype=dtype, device=device)
+    _finish(model, device)
     generation = getattr(module, "generation_config", None)
     if generation is not None:
         model.generation = generation.to_dict()
@@ -213,12 +224,17 @@ def _fill(
         setattr(model.get_submodule(owner), leaf, parameter)
 
 
-def _finish(model: Transformer, device: torch.device | None) -> None:
-    """Tie head and embedding where the config says so and the checkpoint does not contradict it, and choose kernels."""
+def tie(model: Transformer) -> None:
+    """Make head and embedding one matrix where the config says so and the checkpoint does not contradict it."""
     if model.config.tie_embeddings and not {"head", "embedding"} & set(model.quantization or {}):
         head, embedding = model.head.weight, model.embedding.weight
         if head.is_meta or head.data_ptr() == embedding.data_ptr() or torch.equal(head, embedding):
             model.head.weight = embedding
+
+
+def _finish(model: Transformer, device: torch.device | None) -> None:
+    """Tie head and embedding, and choose kernels."""
+    tie(model)
     if device is not None:
         model.ropes.to(device)
     model.bind()

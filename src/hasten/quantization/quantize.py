@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from hasten.errors import ConfigError, HastenWarning
 from hasten.model.export import Quantized, export_model
 from hasten.model.formats.record import LayerFormat
+from hasten.model.formats.registry import writer
 from hasten.model.require import require_model
 from hasten.model.transformer import Transformer
 from hasten.ops.linear.embedding import PackedEmbedding
@@ -115,8 +116,9 @@ def quantize_to_folder(
     report: Report | None = None,
     spill: bool = False,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    format: str = "compressed-tensors",
 ) -> None:
-    """Write `model` quantized, as a folder of the layout that `hasten.model.formats` describes; it is not changed.
+    """Write `model` quantized, as a folder of the layout `format` (see `export_model`); it is not changed.
 
     From file to file, layer by layer: a loaded model's weights are mapped from its files, so that the peak is the
     input's pages and about one layer (the largest: often the lm_head). With a method, finished blocks are kept beside
@@ -128,12 +130,13 @@ def quantize_to_folder(
     as `quantize` does, CheckpointError where the folder cannot be written.
     """
     formats = check_quantizable(model, scheme, method)
+    writer(format).check(formats)
 
     def weight(name: str) -> QuantizedWeight:
         return round_layer(model, name, formats[name], scheme.search, report)
 
     if method is None:
-        export_model(model, folder, quantized=Quantized(formats, weight))
+        export_model(model, folder, quantized=Quantized(formats, weight), format=format)
         return
     tokens = check_calibration(calibration, model.config.vocab_size, model.config.max_positions)
     with WorkFolder.open(folder, model, tokens, formats, repr((scheme, method))) as work:
@@ -146,7 +149,7 @@ def quantize_to_folder(
         def finished(name: str) -> QuantizedWeight:
             return weight(name) if name == "embedding" else work.weight(name)
 
-        export_model(model, folder, quantized=Quantized(formats, finished, work.changed))
+        export_model(model, folder, quantized=Quantized(formats, finished, work.changed), format=format)
 
 
 def check_quantizable(model: Transformer, scheme: Scheme, method: BlockMethod | None = None) -> dict[str, LayerFormat]:

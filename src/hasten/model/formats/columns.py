@@ -12,27 +12,28 @@ GPTQ stores zero points less one, unless config.json's `checkpoint_format` is "g
 stand in the order 0, 2, 4, 6, 1, 3, 5, 7.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hasten.errors import ConfigError
 from hasten.model.checkpoint import DTYPES, StoredTensor, check_finite
 from hasten.model.formats.config_fields import ConfigFields
 from hasten.model.formats.file_format import (
     QuantizedFolder,
     QuantizedModule,
-    ReadOnlyFormat,
     fail,
     in_rows,
+    ordered,
     require_modules,
     seen,
 )
-from hasten.model.formats.packing import unpack_columns
-from hasten.model.formats.record import LayerFormat, group_places, held_format
+from hasten.model.formats.packing import pack_columns, pack_rows, unpack_columns
+from hasten.model.formats.record import Activations, LayerFormat, of_integers, own_activations, regrouped
 from hasten.ops.linear import QuantizedWeight, WeightFormat, int4_format
 
 _SUFFIXES = (".qweight", ".qzeros", ".scales", ".g_idx")
@@ -50,6 +51,7 @@ class ColumnsQuantization:
     group_size: int
     symmetric: bool
     zero_offset: int  # what is added to a stored zero point
+    activations: Activations = "float"
 
     @property
     def weight_formats(self) -> list[WeightFormat]:
@@ -81,28 +83,7 @@ class ColumnsFolder:
                 fail(tensor, f"stands without {name.rpartition('.')[0]}.qweight; download the folder again")
         require_modules(self.modules, "awq" if config.awq else "gptq", config.where)
 
-    def read(self, module: QuantizedModule) -> QuantizedWeight:
-        """The module's numbers as its layer holds them."""
-        assert module.layer is not None
-        whole = self._whole(module)
-        place = group_places(module.stored, module.layer.weight, module.shape[1])
-        zeros = None if whole.zeros is None else whole.zeros[:, place]
-        scales = whole.scales[:, place].to(module.layer.weight.scale_dtype)
-        return replace(whole, format=module.layer.weight, scales=scales, zeros=zeros)
-
-    def int4_words(self, module: QuantizedModule) -> None:
-        """None: the words run the other way."""
-
-    def dequantize(self, module: QuantizedModule, dtype: torch.dtype) -> Tensor:
-        """The weight (N, K) that the module's integers stand for, each rounded once, to `dtype`."""
-        whole, groups = self._whole(module), self._groups_of_columns(module)
-        return in_rows(module.shape, dtype, lambda rows: whole.rows(rows).dequantize(groups=groups))
-
-    def values(self, module: QuantizedModule) -> Tensor:
-        """The words, as they stand in the file."""
-        return self.tensors[f"{module.name}.qweight"]
-
-    def _whole(self, module: QuantizedModule) -> QuantizedWeight:
+    def weight(self, module: QuantizedModule) -> QuantizedWeight:
         """The module as it is stored, a byte for each integer; of the columns in the file's order."""
         n, k = module.shape
         bits, words = self.config.bits, self.values(module)
@@ -122,18 +103,31 @@ class ColumnsFolder:
                 self.stored[f"{module.name}.qzeros"],
                 f"holds other zero points than {module.stored.middle}, though config.json calls them symmetric",
             )
-        return QuantizedWeight(format=module.stored, values=values, scales=scales, zeros=None if symmetric else zeros)
+        columns = self.tensors[f"{module.name}.g_idx"].long() if module.stored.permuted else None
+        own = None if symmetric else zeros
+        return QuantizedWeight(format=module.stored, values=values, scales=scales, zeros=own, columns=columns)
+
+    def read(self, module: QuantizedModule) -> QuantizedWeight:
+        """The module's numbers as its layer holds them."""
+        assert module.layer is not None
+        return regrouped(self.weight(module), module.layer.weight)
+
+    def int4_words(self, module: QuantizedModule) -> None:
+        """None: the words run the other way."""
+
+    def dequantize(self, module: QuantizedModule, dtype: torch.dtype) -> Tensor:
+        """The weight (N, K) that the module's integers stand for, each rounded once, to `dtype`."""
+        whole = self.weight(module)
+        return in_rows(module.shape, dtype, lambda rows: whole.rows(rows).dequantize())
+
+    def values(self, module: QuantizedModule) -> Tensor:
+        """The words, as they stand in the file."""
+        return self.tensors[f"{module.name}.qweight"]
 
     def _unpacked(self, words: Tensor, columns: int) -> Tensor:
         """int32 (R, columns · bits / 32) packed along the columns -> uint8 (R, columns)."""
         values = unpack_columns(words, columns, self.config.bits)
         return values.unflatten(1, (-1, 8))[:, :, _AWQ_ORDER].flatten(1) if self.config.awq else values
-
-    def _groups_of_columns(self, module: QuantizedModule) -> Tensor:
-        """The group of each input feature, int64 (K,)."""
-        index = self.tensors.get(f"{module.name}.g_idx")
-        k = module.shape[1]
-        return torch.arange(k) // (self.config.group_size or k) if index is None else index.long()
 
     def _module(self, name: str) -> QuantizedModule:
         config = self.config
@@ -157,18 +151,13 @@ class ColumnsFolder:
                 fail(found, f"must be {' or '.join(dtypes)} {list(shape)} beside it; found {seen(found)}")
         dtype = DTYPES[self.stored[f"{name}.scales"].dtype]
         stored = int4_format(config.group_size, symmetric=config.symmetric, scale_dtype=dtype, bits=config.bits)
-        module = QuantizedModule(name, (n, k), stored, None, packed=True)
-        index = self._groups_of_columns(module)
-        least, most = int(index.min()), int(index.max())
-        if least < 0 or most >= groups:
-            fail(self.stored[f"{name}.g_idx"], f"names groups from {least} to {most} of {groups}")
-        if not torch.equal(index, torch.arange(k) // (config.group_size or k)):
-            return replace(module, stored=replace(stored, permuted=True))
-        held = held_format(stored)
-        return module if held is None else replace(module, layer=LayerFormat(held, "float"))
+        index = self.stored.get(f"{name}.g_idx")
+        stored, held = ordered(stored, None if index is None else self.tensors[index.name], k, index or weight)
+        layer = None if held is None else LayerFormat(held, config.activations)
+        return QuantizedModule(name, (n, k), stored, layer, packed=True)
 
 
-class GPTQFormat(ReadOnlyFormat):
+class GPTQFormat:
     """The `FileFormat` of AutoGPTQ and GPTQModel."""
 
     method = "gptq"
@@ -180,10 +169,67 @@ class GPTQFormat(ReadOnlyFormat):
         fields.only(dynamic=(None, {}), pack_dtype=(None, "int32"))
         offset = 0 if given.get("checkpoint_format") == "gptq_v2" else 1
         symmetric = given.get("sym", True) is True
-        return ColumnsQuantization(where, False, given["bits"], _group_size(fields), symmetric, offset)
+        activations = own_activations(values)
+        return ColumnsQuantization(where, False, given["bits"], _group_size(fields), symmetric, offset, activations)
+
+    def check(self, layers: Mapping[str, LayerFormat]) -> None:
+        """Integers of one format for all layers."""
+        kinds = {
+            (layer.weight.element, layer.weight.group_size, layer.weight.zero, layer.activations == "none")
+            for layer in layers.values()
+        }
+        for name, layer in layers.items():
+            weight = layer.weight
+            if len(kinds) > 1 or not of_integers(weight) or weight.scale_dtype == torch.float32:
+                raise ConfigError(
+                    "GPTQ's layout takes integers of one width and group size in all layers, with scales in float16; "
+                    f"found {name}: {weight}, scales in {str(weight.scale_dtype)[6:]}, among {len(kinds)} kinds. "
+                    "Write --format compressed-tensors"
+                )
+
+    def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
+        """The four tensors; scales become float16 where that is exact."""
+        format, (n, k) = weight.format, weight.shape
+        if k * format.bits % 32 or n * format.bits % 32:
+            raise ConfigError(f"GPTQ packs {n}×{k} values of {format.bits} bits in no whole words: leave it plain")
+        scales = weight.scales.half()
+        if not scales.is_meta and not torch.equal(scales.to(weight.scales.dtype), weight.scales):
+            raise ConfigError(
+                f"GPTQ's scales are float16, which does not hold those in {str(weight.scales.dtype)[6:]} exactly: "
+                "write --format compressed-tensors"
+            )
+        values, zeros, columns = weight.values, weight.zeros, weight.columns
+        if columns is None:
+            columns = torch.arange(k) // (format.group_size or k)
+        if zeros is None:
+            zeros = torch.full_like(scales, format.middle, dtype=values.dtype)
+        if format.bits == 8:  # unsigned in the file
+            values, zeros = values.view(torch.uint8) ^ 128, zeros.view(torch.uint8) ^ 128
+        zeros = zeros - _zero_offset(format)
+        return {
+            "qweight": pack_columns(values, format.bits).t(),
+            "qzeros": pack_rows(zeros, format.bits).t(),
+            "scales": scales.t(),
+            "g_idx": columns.int(),
+        }
+
+    def write_config(self, layers: Mapping[str, LayerFormat], ignored: Sequence[str]) -> dict[str, Any]:
+        """config.json's `quantization_config`, and our own key `hasten` for the activations."""
+        layer = next(iter(layers.values()))
+        config = {
+            "quant_method": self.method,
+            "bits": layer.weight.bits,
+            "group_size": layer.weight.group_size or -1,
+            "sym": layer.weight.symmetric,
+            "desc_act": any(layer.weight.permuted for layer in layers.values()),
+            "lm_head": "lm_head" in layers,
+            "checkpoint_format": "gptq" if _zero_offset(layer.weight) else "gptq_v2",
+            "pack_dtype": "int32",
+        }
+        return {"quantization_config": config, "hasten": {"activations": layer.activations}}
 
 
-class AWQFormat(ReadOnlyFormat):
+class AWQFormat:
     """The `FileFormat` of AutoAWQ, packed for its GEMM kernel."""
 
     method = "awq"
@@ -193,6 +239,11 @@ class AWQFormat(ReadOnlyFormat):
         fields = ConfigFields(where, given, method=self.method)
         fields.only(bits=(4,), version=(None, "gemm", "GEMM"), zero_point=(None, True))
         return ColumnsQuantization(where, True, 4, _group_size(fields), False, 0)
+
+
+def _zero_offset(format: WeightFormat) -> int:
+    """Of what is written: zero points less one, as every reader knows them, cannot say 0; "gptq_v2" can."""
+    return 1 if format.symmetric else 0
 
 
 def _group_size(fields: ConfigFields) -> int:

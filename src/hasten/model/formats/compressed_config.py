@@ -2,6 +2,7 @@
 the rest.
 """
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,11 +10,16 @@ from typing import Any
 
 import torch
 
+from hasten.errors import HastenWarning
 from hasten.model.formats.config_fields import ConfigFields
-from hasten.model.formats.record import GROUP_SIZES, Activations, LayerFormat
+from hasten.model.formats.file_format import StoredQuantization
+from hasten.model.formats.fp4 import packed_fp4
+from hasten.model.formats.fp8 import FP8Quantization, block_of
+from hasten.model.formats.record import Activations, LayerFormat, own_activations
 from hasten.ops.linear.weights import Scales, WeightFormat, int4_format
 
 FORMATS = PACKED, W8A8, WEIGHT_ONLY, MIXED = "pack-quantized", "int-quantized", "naive-quantized", "mixed-precision"
+FLOATS = "float-quantized", "mxfp4-pack-quantized", "nvfp4-pack-quantized", WEIGHT_ONLY, MIXED
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +40,45 @@ def read_groups(given: Any, values: Mapping[str, Any], where: Path) -> tuple[Con
     Understood are weights of 2, 3, 4 and 8 bits with scales by group or by row, with or without zero points.
     CheckpointError names the field that asks for anything else.
     """
-    fields = ConfigFields(where, given)
-    fields.only(format=(*FORMATS, None))
+    ours = own_activations(values)
+    groups = _groups(ConfigFields(where, given), FORMATS)
+    return tuple(_group(group, ours) for group in groups)
+
+
+def read_floats(given: Any, where: Path) -> StoredQuantization | None:
+    """What `given` says of weights that are floats, all of one kind; None where it speaks of integers.
+
+    A warning says that activations are not rounded, where it asks for that.
+    """
+    sections = given.get("config_groups")
+    groups = [one for one in sections.values() if isinstance(one, dict)] if isinstance(sections, dict) else []
+    weights = [one for group in groups if isinstance(one := group.get("weights"), dict)]
+    if all(one.get("type") != "float" for one in weights):
+        return None
+    found: dict[StoredQuantization, ConfigFields] = {}
+    for group in _groups(ConfigFields(where, given), FLOATS):
+        if group.values.get("input_activations") is not None:
+            text = f"{where} asks for rounded activations; hasten keeps theirs in 16 bits"
+            warnings.warn(text, HastenWarning, stacklevel=5)
+        found[_float_weights(ConfigFields(where, group.values.get("weights"), f"{group.prefix}weights."))] = group
+    if len(found) > 1:
+        [*found.values()][1].fail("weights", "the same in all groups, of floats", "another")
+    return next(iter(found))
+
+
+def _float_weights(weights: ConfigFields) -> StoredQuantization:
+    weights.only(num_bits=(4, 8), type=("float",), dynamic=(False, None), symmetric=(True, None))
+    if weights.values["num_bits"] == 4:
+        weights.only(group_size=(16, 32), strategy=("group", "tensor_group"))
+        return packed_fp4(weights.where, weights.values["group_size"])
+    weights.only(strategy=("tensor", "channel", "block"))
+    block = block_of(weights, "block_structure") if weights.values["strategy"] == "block" else None
+    return FP8Quantization(weights.where, block)
+
+
+def _groups(fields: ConfigFields, formats: tuple[str, ...]) -> list[ConfigFields]:
+    """The config's groups; CheckpointError for what stands beside them and is not understood."""
+    fields.only(format=(*formats, None))
     for name in ("kv_cache_scheme", "transform_config", "sparsity_config"):
         section = fields.values.get(name)
         if section and not (isinstance(section, dict) and section.get("format") in ("dense", "")):
@@ -43,27 +86,23 @@ def read_groups(given: Any, values: Mapping[str, Any], where: Path) -> tuple[Con
     groups = fields.values.get("config_groups")
     if not isinstance(groups, dict) or not 1 <= len(groups) <= 1000:
         fields.fail("config_groups", "an object with one group or more", groups)
-    private = values.get("hasten")
-    ours = private.get("activations") if isinstance(private, dict) else None
-    return tuple(
-        _group(ConfigFields(where, group, f"config_groups.{name!s:.40}."), ours) for name, group in groups.items()
-    )
+    return [ConfigFields(fields.where, group, f"config_groups.{name!s:.40}.") for name, group in groups.items()]
 
 
-def _group(group: ConfigFields, own_activations: Any) -> ConfigGroup:
+def _group(group: ConfigFields, activations: Activations) -> ConfigGroup:
     group.only(format=(PACKED, W8A8, WEIGHT_ONLY, None), output_activations=(None,))
     targets = group.values.get("targets")
     if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
         group.fail("targets", "a list of names", targets)
     weights = ConfigFields(group.where, group.values.get("weights"), f"{group.prefix}weights.")
-    # actorder "weight" and "static" only order the calibration; "group" needs an index of the columns.
+    # actorder "weight" and "static" only order the calibration; the others come with an index of the columns.
     weights.only(
         num_bits=(2, 3, 4, 8),
         type=("int", None),
         dynamic=(False, None),
         symmetric=(True, False, None),
         strategy=("group", "channel"),
-        actorder=(None, False, "weight", "static"),
+        actorder=(None, False, "weight", "static", "group", "dynamic"),
         block_structure=(None,),
     )
     bits, symmetric, size = weights.values.get("num_bits"), weights.values.get("symmetric") is not False, 0
@@ -71,9 +110,6 @@ def _group(group: ConfigFields, own_activations: Any) -> ConfigGroup:
         size = weights.values.get("group_size")
         if type(size) is not int or size < 1:
             weights.fail("group_size", "a number of input features", size)
-        if bits == 4 and size not in GROUP_SIZES and size % GROUP_SIZES[-1]:
-            weights.fail("group_size", "32, 64 or a multiple of 128", size)
-    activations: Activations = "int8" if own_activations == "int8" else "float"
     if group.values.get("input_activations") is not None:
         inputs = ConfigFields(group.where, group.values.get("input_activations"), f"{group.prefix}input_activations.")
         inputs.only(num_bits=(8,), type=("int", None), symmetric=(True, None), strategy=("token",), dynamic=(True,))

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from hasten.model.checkpoint import DTYPES, StoredTensor, check_finite
 from hasten.model.formats.compressed_config import ConfigGroup
-from hasten.model.formats.file_format import QuantizedModule, fail, in_rows, seen
+from hasten.model.formats.file_format import QuantizedModule, fail, in_rows, ordered, seen
 from hasten.model.formats.packing import unpack_bytes, unpack_columns, unpack_rows
-from hasten.model.formats.record import LayerFormat, group_places, held_format
+from hasten.model.formats.record import LayerFormat, group_places, regrouped
 from hasten.ops.linear import QuantizedWeight
 from hasten.ops.linear.weights import Scales
 
@@ -37,8 +37,6 @@ class CompressedFolder:
             prefix, dot, leaf = name.rpartition(".")
             if not dot:  # of no module
                 continue
-            if leaf == "weight_g_idx":
-                fail(tensor, "reorders the columns by activation (actorder), which hasten does not read")
             weights = f"{prefix}.weight", f"{prefix}.weight_packed"
             if leaf in ("weight_scale", "weight_zero_point") and not any(weight in stored for weight in weights):
                 fail(tensor, f"stands without {prefix}.weight or {prefix}.weight_packed; download the folder again")
@@ -50,21 +48,31 @@ class CompressedFolder:
     def read(self, module: QuantizedModule) -> QuantizedWeight:
         """The module's numbers. The values of int8 are views of the file; those of int4 are unpacked, a byte each."""
         assert module.layer is not None
-        scales, zeros = self._layer_scales(module)
-        return QuantizedWeight(format=module.layer.weight, values=self._values(module), scales=scales, zeros=zeros)
+        return regrouped(self.weight(module), module.layer.weight)
 
     def int4_words(self, module: QuantizedModule) -> tuple[Tensor, Tensor, Tensor | None] | None:
         """The words of int4 that stands packed, its scales and zeros."""
-        return (self.values(module), *self._layer_scales(module)) if module.packed and module.stored.bits == 4 else None
+        if not module.packed or module.stored.bits != 4 or module.stored.permuted:
+            return None
+        assert module.layer is not None
+        scales, zeros = self._scales(module)
+        place = group_places(module.stored, module.layer.weight, module.shape[1])
+        return self.values(module), scales[:, place], None if zeros is None else zeros[:, place]
 
     def values(self, module: QuantizedModule) -> Tensor:
         """The values as they stand in the file: int8 (N, K), or int32 words."""
         return self.tensors[f"{module.name}.weight{'_packed' if module.packed else ''}"]
 
+    def weight(self, module: QuantizedModule) -> QuantizedWeight:
+        """The numbers as the file groups them, a byte for each integer."""
+        scales, zeros = self._scales(module)
+        columns = self.tensors[f"{module.name}.weight_g_idx"].long() if module.stored.permuted else None
+        values, format = self._values(module), module.stored
+        return QuantizedWeight(format=format, values=values, scales=scales, zeros=zeros, columns=columns)
+
     def dequantize(self, module: QuantizedModule, dtype: torch.dtype) -> Tensor:
         """The weight (N, K) that the module's integers stand for, each rounded once, to `dtype`."""
-        scales, zeros = self._scales(module)
-        whole = QuantizedWeight(format=module.stored, values=self._values(module), scales=scales, zeros=zeros)
+        whole = self.weight(module)
         return in_rows(module.shape, dtype, lambda rows: whole.rows(rows).dequantize())
 
     def _values(self, module: QuantizedModule) -> Tensor:
@@ -72,14 +80,6 @@ class CompressedFolder:
             return self.values(module)
         words, columns, bits = self.values(module), module.shape[1], module.stored.bits
         return unpack_bytes(words, columns) if bits == 8 else unpack_columns(words, columns, bits)
-
-    def _layer_scales(self, module: QuantizedModule) -> tuple[Tensor, Tensor | None]:
-        """Scales and zeros as the module's layer holds them."""
-        assert module.layer is not None
-        scales, zeros = self._scales(module)
-        held = module.layer.weight
-        place = group_places(module.stored, held, module.shape[1])
-        return scales[:, place].to(held.scale_dtype), None if zeros is None else zeros[:, place]
 
     def _scales(self, module: QuantizedModule) -> tuple[Tensor, Tensor | None]:
         """Scales (N, G) as they stand in the file, and zeros of the same shape: int8 for int8, else uint8."""
@@ -131,10 +131,13 @@ class CompressedFolder:
         if bits < 8 and scale.dtype == "F32":
             fail(scale, f"must be F16 or BF16 for int{bits}; found F32")
         chosen = next((group for group in fits if name in group.targets), fits[0]).layer
-        stored_format = replace(chosen.weight, scales=(Scales(DTYPES[scale.dtype], chosen.weight.group_size),))
-        held = held_format(stored_format)
+        stored = replace(chosen.weight, scales=(Scales(DTYPES[scale.dtype], chosen.weight.group_size),))
+        index = self.stored.get(f"{name}.weight_g_idx")
+        if index is not None and (index.dtype not in ("I32", "I64") or index.shape != (k,)):
+            fail(index, f"must be I32 or I64 [{k}]; found {seen(index)}")
+        stored, held = ordered(stored, None if index is None else self.tensors[index.name], k, index or weight)
         layer = None if held is None else LayerFormat(held, chosen.activations)
-        return QuantizedModule(name, (n, k), stored_format, layer, packed)
+        return QuantizedModule(name, (n, k), stored, layer, packed)
 
     def _true_columns(self, name: str, weight: StoredTensor) -> tuple[int, int]:
         """K and the bits of a packed weight, whose own shape only tells the number of int32s."""

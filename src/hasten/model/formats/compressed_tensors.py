@@ -7,6 +7,7 @@ Beside a linear module's bias stand, in place of its `weight` (N, K):
     weight_scale       float16 or bfloat16 (N, G)           weight_scale  float32 (N, 1)
     weight_zero_point  int32 (ceil(N · bits / 32), G), asymmetric
     weight_shape       int64 (2): N, K
+    weight_g_idx       int32 (K), the group of each column, where they do not follow each other (actorder "group")
 
 Where a model has experts or a quantized embedding, its int8 layers are packed too (weight_packed, four to an int32, and
 weight_shape): of plain int8 transformers reads no experts, and vLLM no embedding. An embedding that is the head too
@@ -26,12 +27,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hasten.errors import ConfigError
 from hasten.model.checkpoint import StoredTensor
-from hasten.model.formats.compressed_config import MIXED, PACKED, W8A8, WEIGHT_ONLY, ConfigGroup, read_groups
+from hasten.model.formats.compressed_config import (
+    MIXED,
+    PACKED,
+    W8A8,
+    WEIGHT_ONLY,
+    ConfigGroup,
+    read_floats,
+    read_groups,
+)
 from hasten.model.formats.compressed_reader import CompressedFolder
-from hasten.model.formats.file_format import QuantizedFolder
+from hasten.model.formats.file_format import QuantizedFolder, StoredQuantization
 from hasten.model.formats.packing import pack_bytes, pack_columns, pack_rows
-from hasten.model.formats.record import LayerFormat
+from hasten.model.formats.record import LayerFormat, of_integers
 from hasten.ops.linear import INT8, QuantizedWeight, WeightFormat
 
 
@@ -59,14 +69,18 @@ class CompressedTensors:
     def __init__(self, *, pack_int8: bool = False) -> None:
         self.pack_int8 = pack_int8
 
-    def read_config(self, given: Any, values: Mapping[str, Any], where: Path) -> CompressedQuantization:
-        """The config's groups."""
-        return CompressedQuantization(read_groups(given, values, where))
+    def read_config(self, given: Any, values: Mapping[str, Any], where: Path) -> StoredQuantization:
+        """The config's groups, of integers; floats stand in the layouts of fp8.py and fp4.py."""
+        return read_floats(given, where) or CompressedQuantization(read_groups(given, values, where))
 
-    @staticmethod
-    def writes(weight: WeightFormat) -> bool:
-        """Whether `encode` takes such weights."""
-        return len(weight.scales) == 1 and weight.element.startswith("int")
+    def check(self, layers: Mapping[str, LayerFormat]) -> None:
+        """Integers of 2, 3, 4 and 8 bits are held."""
+        for name, layer in layers.items():
+            if not of_integers(layer.weight):
+                raise ConfigError(
+                    f"{name} ({layer.weight}): in compressed-tensors' layout hasten writes integers; `hasten export` "
+                    "writes plain weights"
+                )
 
     def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
         """The tensors that stand for a weight (N, K), by what follows the module's name."""
@@ -81,7 +95,7 @@ class CompressedTensors:
         if weight.zeros is not None:
             zeros = weight.zeros.view(torch.uint8) ^ 0x80 if bits == 8 else weight.zeros  # without their signs
             tensors["weight_zero_point"] = pack_rows(zeros, bits)
-        return tensors
+        return tensors if weight.columns is None else tensors | {"weight_g_idx": weight.columns.int()}
 
     def write_config(self, layers: Mapping[str, LayerFormat], ignored: Sequence[str]) -> dict[str, Any]:
         """config.json's `quantization_config`, and our own key `hasten` where it does not say it all."""
@@ -133,5 +147,6 @@ def _weight_arguments(weight: WeightFormat) -> dict[str, Any]:
         "symmetric": weight.symmetric,
         "strategy": "group" if weight.group_size else "channel",
         "group_size": weight.group_size or None,
+        "actorder": "group" if weight.permuted else None,
         "dynamic": False,
     }

@@ -5,7 +5,7 @@ and checks it as ever, and `model/fill_quantized.py` fills it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hasten.errors import CheckpointError
 from hasten.model.checkpoint import StoredTensor
-from hasten.model.formats.record import LayerFormat
+from hasten.model.formats.record import LayerFormat, held_format
 from hasten.ops.linear import QuantizedWeight, WeightFormat
 
 BLOCK_ELEMENTS = 1 << 20  # of a weight that are in float32 at a time
@@ -46,6 +46,9 @@ class QuantizedFolder(Protocol):
     @property
     def logical(self) -> Mapping[str, StoredTensor]: ...
 
+    def weight(self, module: QuantizedModule) -> QuantizedWeight:
+        """The numbers as the file groups them; `stored` is of integers."""
+
     def read(self, module: QuantizedModule) -> QuantizedWeight:
         """The numbers as the module's layer holds them; `layer` is not None."""
 
@@ -71,15 +74,25 @@ class StoredQuantization(Protocol):
 
 
 class FileFormat(Protocol):
-    """A published layout of quantized weights."""
+    """A published layout of quantized weights that is read."""
 
     method: str  # `quant_method` in config.json's quantization_config
 
     def read_config(self, given: Any, values: Mapping[str, Any], where: Path) -> StoredQuantization:
         """What a quantization_config says, of a config.json with these values; CheckpointError names a field."""
 
+
+class WrittenFormat(FileFormat, Protocol):
+    """One that is written too."""
+
+    def check(self, layers: Mapping[str, LayerFormat]) -> None:
+        """ConfigError where this layout cannot hold weights of these formats exactly: which, and what to do."""
+
     def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
-        """The tensors that stand for a weight (N, K), by what follows the module's name; on the meta device too."""
+        """The tensors that stand for a weight (N, K), by what follows the module's name; on the meta device too.
+
+        ConfigError where its numbers cannot be held exactly.
+        """
 
     def write_config(self, layers: Mapping[str, LayerFormat], ignored: Sequence[str]) -> dict[str, Any]:
         """What config.json says of layers, by published module names, and of linear ones that are left as they are."""
@@ -96,16 +109,22 @@ def in_rows(size: tuple[int, int], dtype: torch.dtype, rows: Callable[[slice], T
     return weight
 
 
-class ReadOnlyFormat:
-    """What a `FileFormat` is that hasten reads and does not write."""
+def ordered(
+    stored: WeightFormat, index: Tensor | None, in_features: int, where: StoredTensor
+) -> tuple[WeightFormat, WeightFormat | None]:
+    """A format whose columns belong to the groups that `index` (K,) names, if there is one, and how a layer holds it.
 
-    method: str
-
-    def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
-        raise NotImplementedError(f"hasten writes no {self.method} checkpoints")
-
-    def write_config(self, layers: Mapping[str, LayerFormat], ignored: Sequence[str]) -> dict[str, Any]:
-        raise NotImplementedError(f"hasten writes no {self.method} checkpoints")
+    None: no layer does, because no kernel takes it or a group has more columns than its size. CheckpointError for
+    groups that there are not.
+    """
+    size, groups = stored.group_size or in_features, stored.groups(in_features)
+    if index is None or torch.equal(index.long(), plain := torch.arange(in_features) // size):
+        return stored, held_format(stored)
+    least, most = (int(end) for end in index.aminmax())
+    if least < 0 or most >= groups:
+        fail(where, f"names groups from {least} to {most} of {groups}")
+    stored = replace(stored, permuted=True)
+    return stored, held_format(stored) if torch.equal(index.long().sort().values, plain) else None
 
 
 def seen(tensor: StoredTensor) -> str:

@@ -25,7 +25,6 @@ from hasten.model.formats.config_fields import ConfigFields
 from hasten.model.formats.file_format import (
     QuantizedFolder,
     QuantizedModule,
-    ReadOnlyFormat,
     fail,
     in_rows,
     require_modules,
@@ -87,6 +86,10 @@ class FP8Folder:
         scales = scale[torch.arange(n) // rows][:, place].contiguous()
         return QuantizedWeight(format=held, values=values, scales=scales)
 
+    def weight(self, module: QuantizedModule) -> QuantizedWeight:
+        """Never called: these are no integers."""
+        raise AssertionError(module.name)
+
     def int4_words(self, module: QuantizedModule) -> None:
         """None: there are none."""
 
@@ -139,16 +142,21 @@ class FP8Folder:
         return QuantizedModule(name, (n, k), stored, layer, packed=False)
 
 
-class FP8Format(ReadOnlyFormat):
+class FP8Format:
     """The `FileFormat` of fine-grained FP8, and of FP8 with one scale a row or matrix."""
 
     method = "fp8"
 
     def read_config(self, given: Any, values: Mapping[str, Any], where: Path) -> FP8Quantization:
         """Blocks of any size, rows, or whole matrices; activations are kept whatever it says of them."""
-        block = given.get("weight_block_size")
-        sizes = block if isinstance(block, list) else []
-        fits = len(sizes) == 2 and all(type(size) is int and 0 < size < 1 << 31 for size in sizes)
-        if block is not None and not fits:
-            ConfigFields(where, given).fail("weight_block_size", "two numbers", block)
-        return FP8Quantization(where, None if block is None else (block[0], block[1]))
+        blocks = given.get("weight_block_size") is not None
+        return FP8Quantization(where, block_of(ConfigFields(where, given), "weight_block_size") if blocks else None)
+
+
+def block_of(fields: ConfigFields, name: str) -> tuple[int, int]:
+    """The rows and columns of a block."""
+    block = fields.values.get(name)
+    sizes = block if isinstance(block, list) else []
+    if len(sizes) != 2 or not all(type(size) is int and 0 < size < 1 << 31 for size in sizes):
+        fields.fail(name, "two numbers", block)
+    return sizes[0], sizes[1]

@@ -1,12 +1,13 @@
 """How one layer of a model is quantized: what a checkpoint says, what its kernel holds, what a saved one will say."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from hasten.ops.linear.weights import INT8, Q4_K, Q6_K, WeightFormat, fp8_format
+from hasten.ops.linear.weights import INT8, Q4_K, Q6_K, QuantizedWeight, WeightFormat, fp8_format
 
 GROUP_SIZES = (32, 64, 128)  # that kernels multiply
 
@@ -33,7 +34,7 @@ def held_format(stored: WeightFormat) -> WeightFormat | None:
         return INT8
     if stored in (Q4_K, Q6_K):
         return stored
-    if stored.permuted or len(stored.scales) != 1 or (size not in GROUP_SIZES and size % GROUP_SIZES[-1]):
+    if len(stored.scales) != 1 or (size not in GROUP_SIZES and size % GROUP_SIZES[-1]):
         return None
     if stored.element == "float8_e4m3fn":
         return fp8_format(min(size, GROUP_SIZES[-1]))
@@ -44,8 +45,32 @@ def held_format(stored: WeightFormat) -> WeightFormat | None:
     )
 
 
+def of_integers(weight: WeightFormat) -> bool:
+    """Whether it is one of the formats that are written: integers with one level of scales."""
+    return weight.element in ("int8", "int4", "int3", "int2") and len(weight.scales) == 1
+
+
 def group_places(stored: WeightFormat, held: WeightFormat, in_features: int) -> Tensor:
     """For each group of the held format the stored one it is in, int64 (G,)."""
     return (
         torch.arange(held.groups(in_features)) * (held.group_size or in_features) // (stored.group_size or in_features)
     )
+
+
+def regrouped(whole: QuantizedWeight, held: WeightFormat) -> QuantizedWeight:
+    """A weight in the format in which its layer holds it: the same integers, its scales and zeros by those groups."""
+    place = group_places(whole.format, held, whole.shape[1])
+    zeros, columns = whole.zeros, whole.columns
+    return replace(
+        whole,
+        format=held,
+        scales=whole.scales[:, place].to(held.scale_dtype),
+        zeros=None if zeros is None else zeros[:, place],
+        columns=None if columns is None else columns.argsort(stable=True).argsort() // held.group_size,
+    )
+
+
+def own_activations(values: Mapping[str, Any]) -> Activations:
+    """What a config.json with these values says of activations under our own key, where its format cannot."""
+    private = values.get("hasten")
+    return "int8" if isinstance(private, dict) and private.get("activations") == "int8" else "float"

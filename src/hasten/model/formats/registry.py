@@ -6,15 +6,30 @@ from typing import Any
 
 from torch import Tensor
 
-from hasten.errors import CheckpointError
+from hasten.errors import CheckpointError, ConfigError
 from hasten.model.checkpoint import StoredTensor
 from hasten.model.formats.columns import AWQFormat, GPTQFormat
 from hasten.model.formats.compressed_tensors import CompressedTensors
-from hasten.model.formats.file_format import FileFormat, QuantizedFolder, StoredQuantization
+from hasten.model.formats.file_format import FileFormat, QuantizedFolder, StoredQuantization, WrittenFormat
+from hasten.model.formats.fp4 import ModelOptFormat
 from hasten.model.formats.fp8 import FP8Format
 
-KNOWN: tuple[FileFormat, ...] = (CompressedTensors(), GPTQFormat(), AWQFormat(), FP8Format())
+KNOWN: tuple[FileFormat, ...] = (
+    CompressedTensors(),
+    GPTQFormat(),
+    AWQFormat(),
+    FP8Format(),
+    ModelOptFormat(),
+)
 FILE_FORMATS: Mapping[str, FileFormat] = {one.method: one for one in KNOWN}
+WRITERS: Mapping[str, WrittenFormat] = {one.method: one for one in (CompressedTensors(), GPTQFormat())}
+
+
+def writer(method: str, *, pack_int8: bool = False) -> WrittenFormat:
+    """What writes a folder of quantized weights; ConfigError for a method that is not written."""
+    if method not in WRITERS:
+        raise ConfigError(f"format {method!r:.40} is not written; known: {', '.join(WRITERS)}")
+    return CompressedTensors(pack_int8=True) if pack_int8 and method == CompressedTensors.method else WRITERS[method]
 
 
 def read_quantization(values: Mapping[str, Any], where: Path) -> StoredQuantization | None:

@@ -113,6 +113,10 @@ class GGUFWeights:
         check_finite(self.places[f"{module.name}.weight"].name, found, self.file.path)
         return torch.cat(halves, 2).flatten(1).view(torch.int32), found, None
 
+    def weight(self, module: QuantizedModule) -> QuantizedWeight:
+        """The same: of integers they stand in the file as a layer holds them."""
+        return self.read(module)
+
     def read(self, module: QuantizedModule) -> QuantizedWeight:
         """The integers and their scales."""
         blocks, decode = self._blocks(module), self._type(module).decode

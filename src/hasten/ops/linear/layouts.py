@@ -93,16 +93,17 @@ def steps(size: int, step: int) -> int:
 
 def empty_weight(size: tuple[int, int], format: WeightFormat, device: torch.device) -> QuantizedWeight:
     """A quantized weight (N, K) that is not initialised."""
-    groups, outer = (size[0], format.groups(size[1])), None
+    groups, dtype, outer = (size[0], format.groups(size[1])), VALUE_DTYPES[format.element], None
     if len(format.scales) > 1:
         pair = 1 if format.symmetric else 2
         outer = torch.empty(size[0], size[1] // format.scales[1].columns, pair, dtype=torch.float16, device=device)
     return QuantizedWeight(
         format=format,
-        values=torch.empty(size, dtype=VALUE_DTYPES[format.element], device=device),
+        values=torch.empty(size, dtype=dtype, device=device),
         scales=torch.empty(groups, dtype=format.scale_dtype, device=device),
-        zeros=None if format.symmetric else torch.empty(groups, dtype=VALUE_DTYPES[format.element], device=device),
+        zeros=None if format.symmetric else torch.empty(groups, dtype=dtype, device=device),
         outer=outer,
+        columns=torch.empty(size[1], dtype=torch.int64, device=device) if format.permuted else None,
     )
 
 

@@ -44,6 +44,9 @@ class PackedLinear(nn.Module):
     kernel rounds. With weights of floats it rounds a float32 x to bfloat16 where the processor multiplies such pairs
     (AVX-512 BF16, AMX), and keeps float32 elsewhere.
 
+    Where the format is permuted (the columns of a group do not stand beside each other), they lie sorted by group, and
+    the buffer `order` (K,) brings x's features into their order before the product.
+
     The buffers `data`, `scales`, `zeros` and `outer` hold the only copy, in the layout of the kernel that was picked
     (`layouts.py`; `kernel` forces one by name). What belongs into files is `to_weight()` or `dequantize()`,
     which are exact; the state dict is only for the same kernel. Made directly, the buffers are not initialised.
@@ -59,6 +62,7 @@ class PackedLinear(nn.Module):
     zeros: Tensor | None
     outer: Tensor | None
     bias: Tensor | None
+    order: Tensor | None
 
     def __init__(
         self,
@@ -91,6 +95,7 @@ class PackedLinear(nn.Module):
         self.kernel = chosen.name
         self._product: Product = chosen.run()
         self._hold((pack or self._pack_empty)(layout_of(self.kernel)))
+        self.register_buffer("order", None)
         self.register_buffer(
             "bias", torch.zeros(out_features, dtype=_bias_dtype(dtype), device=device) if bias else None
         )
@@ -114,13 +119,20 @@ class PackedLinear(nn.Module):
 
         options: activations, dtype and kernel, as above.
         """
+        columns, (n, k) = weight.columns, weight.shape
+        if columns is not None:
+            order = columns.argsort(stable=True)
+            format = replace(weight.format, permuted=False)
+            weight = replace(weight, format=format, values=weight.values[:, order], columns=None)
         check_weight(weight)
-        n, k = weight.shape
 
         def pack(layout: Layout) -> Packed:
             return layout.pack(weight)
 
-        return cls(k, n, weight.format, device=weight.values.device, pack=pack, **options)._with_bias(bias)
+        new = cls(k, n, weight.format, device=weight.values.device, pack=pack, **options)._with_bias(bias)
+        if columns is not None:
+            new.order = order.to(weight.values.device)
+        return new
 
     @classmethod
     def from_int4_words(
@@ -168,19 +180,21 @@ class PackedLinear(nn.Module):
             )
         if x.requires_grad and torch.is_grad_enabled():
             raise ConfigError("packed layers have no gradient; call them under torch.no_grad()")
+        if self.order is not None:
+            x = x.index_select(-1, self.order)
         packed = (self.data, self.scales, self.zeros, self.outer, self.bias)
         return self._product(x, Operands(*packed, self.out_features, self.format, self.planes))
 
     def to_weight(self) -> QuantizedWeight:
         """The quantized weight as it was given, bit for bit."""
-        weight = self._rows(None)
+        weight = self._published(None)
         if not isinstance(weight, QuantizedWeight):
             raise ConfigError("a bfloat16 layer holds no quantized weight; use dequantize()")
         return weight
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The weight (N, K) that the layer multiplies with."""
-        weight = self._rows(None)
+        weight = self._published(None)
         return weight.dequantize(dtype) if isinstance(weight, QuantizedWeight) else weight.to(dtype)
 
     def rows(self, ids: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -190,7 +204,7 @@ class PackedLinear(nn.Module):
             least, most = (int(end) for end in ids.aminmax())
             if least < 0 or most >= self.out_features:
                 raise ConfigError(f"this layer has the rows 0 to {self.out_features - 1}; found {least} to {most}")
-        weight = self._rows(ids.flatten())
+        weight = self._published(ids.flatten())
         rows = weight.dequantize(dtype) if isinstance(weight, QuantizedWeight) else weight.to(dtype)
         return rows.view(*ids.shape, self.in_features)
 
@@ -220,6 +234,15 @@ class PackedLinear(nn.Module):
         packed = Packed(self.data, self.scales, self.zeros, self.outer)
         size = self.out_features, self.in_features
         return layout_of(self.kernel).rows(packed, self.format, size, ids)
+
+    def _published(self, ids: Tensor | None) -> Tensor | QuantizedWeight:
+        """Rows of the weight, their columns as they were given."""
+        weight = self._rows(ids)
+        if self.order is None or not isinstance(weight, QuantizedWeight):
+            return weight
+        place = self.order.argsort()
+        format, columns = replace(weight.format, permuted=True), place // weight.format.group_size
+        return replace(weight, format=format, values=weight.values[:, place], columns=columns)
 
     def _pack_empty(self, layout: Layout) -> Packed:
         size, device = (self.out_features, self.in_features), self.request.device

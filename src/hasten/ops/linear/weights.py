@@ -69,11 +69,11 @@ class WeightFormat:
         return -(-in_features // self.group_size) if self.group_size else 1
 
     def __str__(self) -> str:
-        if len(self.scales) > 1:
-            return f"{self.bits} bits, groups of {self.group_size} in blocks of {self.scales[1].columns}"
-        if self.element.startswith("float8"):
+        if self.element.startswith("float"):
             rows, columns = self.scales[0].rows, self.scales[0].columns
             return f"{self.element}, {f'blocks of {rows} × {columns}' if columns else 'one scale a row or matrix'}"
+        if len(self.scales) > 1:
+            return f"{self.bits} bits, groups of {self.group_size} in blocks of {self.scales[1].columns}"
         groups = f"groups of {self.group_size}" if self.group_size else "one scale a row"
         return f"{self.bits} bits, {groups}, {'symmetric' if self.symmetric else 'with zero points'}"
 
@@ -117,6 +117,8 @@ class QuantizedWeight:
 
     Of two levels, `outer` float16 (N, K / 256, 1 or 2) scales the scales, and where there are minima, which `zeros`
     holds, those: W[n, k] = outer[n, b, 0] · scales[n, g] · values[n, k] - outer[n, b, 1] · zeros[n, g] (Q4_K: 0 … 63).
+
+    columns: where the format is permuted, g of each k, (K,).
     """
 
     format: WeightFormat
@@ -124,6 +126,7 @@ class QuantizedWeight:
     scales: Tensor
     zeros: Tensor | None = None
     outer: Tensor | None = None
+    columns: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -154,10 +157,10 @@ class QuantizedWeight:
             outer=join(outer) if outer else None,
         )
 
-    def dequantize(self, dtype: torch.dtype = torch.float32, *, groups: Tensor | None = None) -> Tensor:
-        """The weight (N, K) that the integers stand for. groups: that of each input feature (K,), where permuted."""
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The weight (N, K) that the integers stand for."""
         _, k = self.shape
-        group = groups
+        group = self.columns
         if group is None:
             group = torch.arange(k, device=self.values.device) // (self.format.group_size or k)
         values, scales = self.values.float(), self.scales.float()

@@ -1,0 +1,50 @@
+"""`hasten convert MODEL OUTPUT --format …`: a quantized checkpoint in another layout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from hasten.cli.options import WeightLayout, require_new_folder
+from hasten.machine.files import require_writable, write_json
+
+
+@dataclass(frozen=True, kw_only=True)
+class Convert:
+    """Write a quantized checkpoint (GPTQ, AWQ, compressed-tensors) in another layout, every number as it is.
+
+    Integers, scales and zero points are taken over, never rounded. Where the other layout would not hold them exactly
+    it is refused, and nothing is written.
+    """
+
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
+    """A Hugging Face folder, or a hub id (owner/name), with quantized weights."""
+
+    output: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUTPUT")]
+    """The folder to write; another than the model's own."""
+
+    format: WeightLayout = "compressed-tensors"
+    """The layout of what is written."""
+
+    overwrite: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Replace a model that stands in the output folder already."""
+
+    json: str | None = None
+    """Write what was done as JSON to this file; "-": to standard output."""
+
+    def run(self) -> None:
+        require_writable(self.json)
+        from hasten.model.convert import convert
+        from hasten.model.load import resolve_model
+
+        source = resolve_model(self.model)
+        require_new_folder(self.output, source, option="OUTPUT", overwrite=self.overwrite)
+        model = convert(source, self.output, format=self.format)
+        size = sum(path.stat().st_size for path in self.output.glob("model*.safetensors"))
+        done = {"output": str(self.output), "family": model.config.family, "format": self.format, "bytes": size}
+        write_json(self.json, done)
+        if self.json != "-":
+            print(f"{self.output}: {model.config.family}, {self.format}, {size / 1e9:.3f} GB")

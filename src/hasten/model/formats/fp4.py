@@ -1,0 +1,145 @@
+"""The layouts of MXFP4 and NVFP4 checkpoints: weights in e2m1, two in a byte, the earlier one in its low half.
+
+Beside a linear module's bias stand, in place of its `weight` (N, K):
+
+  compressed-tensors        weight_packed uint8 (N, K / 2)
+    mxfp4-pack-quantized    weight_scale  uint8 (N, K / 32): exponents plus 127 (e8m0)
+    nvfp4-pack-quantized    weight_scale  float8_e4m3fn (N, K / 16); weight_global_scale float32, which divides it
+  modelopt's NVFP4          weight uint8 (N, K / 2), weight_scale likewise; weight_scale_2 float32, which multiplies it
+
+W[n, k] = e2m1 · (scale · outer scale), in float32 (OCP Microscaling Formats 1.0; NVIDIA's NVFP4). No kernel multiplies
+them here: the weights are held in the model's own dtype, and activations are not rounded.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hasten.model.checkpoint import StoredTensor, check_finite
+from hasten.model.formats.config_fields import ConfigFields
+from hasten.model.formats.file_format import (
+    QuantizedModule,
+    StoredQuantization,
+    fail,
+    in_rows,
+    require_modules,
+    seen,
+)
+from hasten.model.formats.fp8 import FP8Quantization
+from hasten.ops.linear import QuantizedWeight, WeightFormat
+from hasten.ops.linear.weights import Scales
+
+MXFP4 = WeightFormat(element="float4_e2m1", scales=(Scales(torch.float8_e8m0fnu, 32),))
+NVFP4 = WeightFormat(element="float4_e2m1", scales=(Scales(torch.float8_e4m3fn, 16), Scales(torch.float32, 0, 0)))
+_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_ASIDE = (".input_global_scale", ".input_scale")
+
+
+@dataclass(frozen=True, slots=True)
+class FP4Quantization:
+    """The `StoredQuantization`: what follows a module's name for its values and its scales, the finest first."""
+
+    where: Path
+    format: WeightFormat
+    values: str
+    scales: tuple[str, ...]
+    divides: bool = False  # the outer scale
+
+    @property
+    def weight_formats(self) -> list[WeightFormat]:
+        """One."""
+        return [self.format]
+
+    def open(self, stored: Mapping[str, StoredTensor], tensors: Mapping[str, Tensor]) -> "FP4Folder":
+        """The folder, its modules checked by their headers."""
+        return FP4Folder(self, stored, tensors)
+
+
+class FP4Folder:
+    """A `QuantizedFolder` of MXFP4 or NVFP4. Raises CheckpointError for tensors that do not fit each other."""
+
+    def __init__(
+        self, config: FP4Quantization, stored: Mapping[str, StoredTensor], tensors: Mapping[str, Tensor]
+    ) -> None:
+        self.config, self.stored, self.tensors = config, stored, tensors
+        aside = (*_ASIDE, *(f".{leaf}" for leaf in config.scales))
+        self.modules: dict[str, QuantizedModule] = {}
+        self.logical: dict[str, StoredTensor] = {}
+        for name, tensor in stored.items():
+            prefix, _, leaf = name.rpartition(".")
+            if leaf == config.values and tensor.dtype == "U8":
+                module = self.modules[f"{prefix}.weight"] = self._module(prefix, tensor)
+                self.logical[f"{prefix}.weight"] = StoredTensor(f"{prefix}.weight", "BF16", module.shape, tensor.file)
+            elif not name.endswith(aside):
+                self.logical[name] = tensor
+        require_modules(self.modules, str(config.format), config.where)
+
+    def weight(self, module: QuantizedModule) -> QuantizedWeight:
+        """Never called: these are no integers."""
+        raise AssertionError(module.name)
+
+    def read(self, module: QuantizedModule) -> QuantizedWeight:
+        """Never called: no layer holds them."""
+        raise AssertionError(module.name)
+
+    def int4_words(self, module: QuantizedModule) -> None:
+        """None: there are none."""
+
+    def values(self, module: QuantizedModule) -> Tensor:
+        """The mapped pairs of values."""
+        return self.tensors[f"{module.name}.{self.config.values}"]
+
+    def dequantize(self, module: QuantizedModule, dtype: torch.dtype) -> Tensor:
+        """The weight (N, K) in float32, rounded once to `dtype`."""
+        inner, *outer = (f"{module.name}.{leaf}" for leaf in self.config.scales)
+        scale = self.tensors[inner].view(self.config.format.scale_dtype).float()
+        for name in outer:
+            scale = scale / self.tensors[name] if self.config.divides else scale * self.tensors[name]
+        check_finite(inner, scale, self.stored[inner].file)
+        pairs = self.values(module)
+        values = torch.tensor([*_VALUES, *(-value for value in _VALUES)])
+
+        def part(rows: slice) -> Tensor:
+            codes = torch.stack((pairs[rows] & 15, pairs[rows] >> 4), dim=2).int()
+            return (values[codes].view(len(codes), scale.shape[1], -1) * scale[rows].unsqueeze(2)).flatten(1)
+
+        return in_rows(module.shape, dtype, part)
+
+    def _module(self, name: str, weight: StoredTensor) -> QuantizedModule:
+        size, found = self.config.format.group_size, self.stored.get(f"{name}.{self.config.scales[0]}")
+        if found is None or len(found.shape) != 2:
+            fail(weight, f"must have {name}.{self.config.scales[0]} beside it, a matrix")
+        n, groups = found.shape
+        dtypes = ("F8_E4M3",) if size == 16 else ("U8", "F8_E8M0")
+        if weight.shape != (n, groups * size // 2) or found.dtype not in dtypes:
+            wanted = f"{' or '.join(dtypes)}, one for {size} values"
+            fail(found, f"must be {wanted}; found {seen(found)} beside {seen(weight)}")
+        for leaf in self.config.scales[1:]:
+            outer = self.stored.get(f"{name}.{leaf}")
+            if outer is None or outer.dtype != "F32" or outer.shape not in ((), (1,)):
+                fail(outer or weight, f"must have one number in {name}.{leaf}, F32")
+        return QuantizedModule(name, (n, groups * size), self.config.format, None, packed=True)
+
+
+def packed_fp4(where: Path, group_size: int) -> FP4Quantization:
+    """compressed-tensors' "mxfp4-pack-quantized" (groups of 32) and "nvfp4-pack-quantized" (of 16)."""
+    if group_size == 32:
+        return FP4Quantization(where, MXFP4, "weight_packed", ("weight_scale",))
+    return FP4Quantization(where, NVFP4, "weight_packed", ("weight_scale", "weight_global_scale"), divides=True)
+
+
+class ModelOptFormat:
+    """The `FileFormat` of NVIDIA's ModelOpt: NVFP4, and FP8 with a scale for each matrix."""
+
+    method = "modelopt"
+
+    def read_config(self, given: Any, values: Mapping[str, Any], where: Path) -> StoredQuantization:
+        """The cache is kept in the model's dtype, whatever it says of it."""
+        ConfigFields(where, given, method=self.method).only(quant_algo=("NVFP4", "FP8"))
+        if given["quant_algo"] == "FP8":
+            return FP8Quantization(where, None)
+        return FP4Quantization(where, NVFP4, "weight", ("weight_scale", "weight_scale_2"))

@@ -1,0 +1,123 @@
+"""`hasten convert` and the GPTQ layout as it is written: every number as it was, or a refusal."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import hasten
+from column_folders import packed_across, packed_down, write
+from hasten.cli.main import main
+from hasten.errors import ConfigError
+from hasten.model.convert import convert
+from hasten.model.export import export_model
+from hasten.quantization import Int4, quantize
+from quantized_folders import Q, change_tensors, logits
+from references import make_reference
+
+pytestmark = pytest.mark.filterwarnings("ignore::hasten.HastenWarning")
+
+CASES = {
+    "gptq symmetric": {"method": "gptq", "symmetric": True},
+    "gptq v2 row": {"method": "gptq", "version": "gptq_v2", "group": -1},
+    "gptq g16": {"method": "gptq", "group": 16},
+    "gptq int8 groups": {"method": "gptq", "bits": 8},
+    "gptq 3 bits": {"method": "gptq", "bits": 3},
+    "activation order": {"method": "gptq", "act_order": True},
+    "awq": {"method": "awq", "group": 64},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_there_and_back_every_number_is_as_it_was(case, plain_folder, tmp_path):
+    folder, weights = write(plain_folder, tmp_path / "out", **CASES[case])
+    convert(folder, tmp_path / "compressed")
+    convert(tmp_path / "compressed", tmp_path / "gptq", format="gptq")
+    expected = logits(hasten.load(folder))
+    assert torch.equal(logits(hasten.load(tmp_path / "compressed")), expected)
+    assert torch.equal(logits(hasten.load(tmp_path / "gptq")), expected)
+    again = load_file(tmp_path / "gptq" / "model.safetensors")
+    if CASES[case].get("symmetric") or "v2" in case:  # the convention for zero points is the same then
+        assert all(torch.equal(again[name], tensor) for name, tensor in load_file(folder / "model.safetensors").items())
+    assert not {name for name in again if name in weights}
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_gptq_is_written_by_the_published_definition(symmetric, tmp_path):
+    scheme = Int4(group_size=32, symmetric=symmetric, lm_head="none")
+    model = quantize(hasten.load(make_reference("llama-biases")), scheme)
+    export_model(model, tmp_path, format="gptq")
+    stored, weight = load_file(tmp_path / "model.safetensors"), model.blocks[0].mlp.down.to_weight()
+    own = {name.rpartition(".")[2]: tensor for name, tensor in stored.items() if ".0.mlp.down_proj." in name}
+    zeros = torch.full(weight.scales.shape, 8) if symmetric else weight.zeros
+    assert torch.equal(own.pop("qweight"), packed_down(weight.values.t(), 4))
+    assert torch.equal(own.pop("qzeros"), packed_across(zeros.t().int() - int(symmetric), 4))
+    assert torch.equal(own.pop("scales"), weight.scales.t())
+    assert torch.equal(own.pop("g_idx"), torch.arange(96, dtype=torch.int32) // 32)
+    assert list(own) == ["bias"]
+    given = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    assert given == {
+        "quant_method": "gptq",
+        "bits": 4,
+        "group_size": 32,
+        "sym": symmetric,
+        "desc_act": False,
+        "lm_head": False,
+        "checkpoint_format": "gptq" if symmetric else "gptq_v2",  # whose zero points cannot be 0
+        "pack_dtype": "int32",
+    }
+    again = hasten.load(tmp_path)
+    assert again.quantization == model.quantization
+    assert torch.equal(logits(again), logits(model))
+
+
+@pytest.mark.parametrize("name", ["phi3", "gpt2", "mixtral"])
+def test_fused_transposed_and_expert_modules_are_written(name, tmp_path):
+    model = quantize(hasten.load(make_reference(name)), Int4(group_size=32, lm_head="none"))
+    export_model(model, tmp_path / "gptq", format="gptq")
+    assert torch.equal(logits(hasten.load(tmp_path / "gptq")), logits(model))
+    convert(tmp_path / "gptq", tmp_path / "back")
+    hasten.save(model, tmp_path / "own")
+    assert (tmp_path / "back/model.safetensors").read_bytes() == (tmp_path / "own/model.safetensors").read_bytes()
+
+
+def refused(source, target, *words, format="gptq"):
+    with pytest.raises(ConfigError) as caught:
+        convert(source, target, format=format)
+    assert all(word in str(caught.value) for word in words), caught.value
+    assert not target.exists()
+
+
+def test_what_would_not_be_exact_is_refused(int4_folder, plain_folder, tmp_path_factory):
+    out = tmp_path_factory.mktemp("out") / "new"
+    refused(plain_folder, out, "is not quantized", "hasten quantize", "hasten export")
+    refused(int4_folder, out, "'awq'", "known: compressed-tensors, gptq", format="awq")
+
+    def tiny(tensors):  # what float16 cannot hold
+        tensors[f"{Q}.weight_scale"] = torch.full((64, 2), 1e-30, dtype=torch.bfloat16)
+
+    change_tensors(int4_folder, tiny)
+    refused(int4_folder, out, Q, "float16", "exactly", "--format compressed-tensors")
+    convert(int4_folder, out)
+
+
+def test_a_head_that_fills_no_word_is_named(tmp_path):
+    model = quantize(hasten.load(make_reference("llama")), Int4(group_size=32, lm_head="same"))  # 101 tokens
+    with pytest.raises(ConfigError, match=r"lm_head\.weight: GPTQ packs 101×64 values of 4 bits in no"):
+        export_model(model, tmp_path, format="gptq")
+
+
+def test_mixed_widths_are_refused_before_any_work(tmp_path, tiny_folder, capsys):
+    command = ["quantize", str(tiny_folder), "--scheme", "int4", "--format", "gptq", "--output", str(tmp_path / "out")]
+    with pytest.raises(SystemExit):
+        main([*command, "--lm-head", "int8"])
+    assert "GPTQ's layout takes integers of one width" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    main([*command, "--group-size", "32", "--json", str(tmp_path / "a.json")])
+    main(["convert", str(tmp_path / "out"), str(tmp_path / "back"), "--json", "-"])
+    assert '"format": "compressed-tensors"' in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["convert", str(tmp_path / "out"), str(tmp_path / "back")])
+    assert "OUTPUT" in capsys.readouterr().err
+    assert torch.equal(logits(hasten.load(tmp_path / "out")), logits(hasten.load(tmp_path / "back")))
