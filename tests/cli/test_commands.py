@@ -167,6 +167,18 @@ def test_export_writes_a_folder_that_transformers_loads(tiny_folder, tmp_path):
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "out").encode("def add")
 
 
+def test_export_writes_a_gguf_file_that_is_read_again(tiny_folder, tmp_path, capfd):
+    pytest.importorskip("gguf")
+    main(["export", str(tiny_folder), str(tmp_path / "tiny.gguf"), "--gguf", "F16", "--json", "-"])
+    told = json.loads(capfd.readouterr().out)
+    assert told["bytes"] == (tmp_path / "tiny.gguf").stat().st_size
+    main(["generate", str(tmp_path / "tiny.gguf"), "--prompt", "def add", "--max-new-tokens", "3", "--json", "-"])
+    assert len(json.loads(capfd.readouterr().out)["tokens"]) <= 3
+    with pytest.raises(SystemExit):
+        main(["export", str(tiny_folder), str(tmp_path / "folder"), "--gguf", "F16"])
+    assert "ends in .gguf" in capfd.readouterr().err
+
+
 def test_ctrl_c_stops_the_answer_and_not_the_chat(tiny_folder):
     options = ["--max-new-tokens", "450", "--ignore-eos", "--threads", "1"]
     process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""`hasten export MODEL OUTPUT`: a model as a Hugging Face folder."""
+"""`hasten export MODEL OUTPUT`: a model as a Hugging Face folder, or as a GGUF file."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 import tyro
 
+from hasten.errors import ConfigError
 from hasten.machine import resolve_dtype
 from hasten.machine.files import require_writable, write_json
 
@@ -15,6 +16,8 @@ from hasten.machine.files import require_writable, write_json
 @dataclass(frozen=True, kw_only=True)
 class Export:
     """Write a model as a Hugging Face folder that transformers loads, converted to another dtype if asked.
+
+    An OUTPUT that ends in .gguf becomes a file that llama.cpp loads; layers in int4 or int8 keep their integers there.
 
     Vocabulary padding is taken off, weights are checked for NaN, and pieces of a checkpoint are brought into the
     layout that the model's family publishes.
@@ -24,10 +27,13 @@ class Export:
     """A Hugging Face folder, a GGUF file, or a hub id (owner/name)."""
 
     output: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUTPUT")]
-    """The folder to write; it may be the model's own."""
+    """The folder to write, which may be the model's own, or a file that ends in .gguf."""
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """The dtype of the weights; auto keeps the model's own."""
+
+    gguf: Literal["BF16", "F16", "Q8_0", "Q4_0"] | None = None
+    """The type of the matrices in a GGUF file, BF16 by default."""
 
     json: str | None = None
     """Write what was done as JSON to this file; "-": to standard output."""
@@ -39,15 +45,25 @@ class Export:
         from hasten.model.export import export_model
         from hasten.model.load import load
 
+        is_file = self.output.suffix == ".gguf"
+        if self.gguf is not None and not is_file:
+            raise ConfigError(f"--gguf {self.gguf} goes with an OUTPUT that ends in .gguf; found {self.output}")
+        if self.dtype != "auto" and is_file:
+            raise ConfigError(f"--dtype is for folders; --gguf says the type of the matrices in {self.output}")
         console = Console(stderr=True)
         with console.status(f"reading {self.model}"):
             model = load(self.model)
         dtype = resolve_dtype(self.dtype, auto=model.dtype)
         with console.status(f"writing {self.output}"):
-            export_model(model, self.output, dtype=dtype)
-        files = sorted(self.output.glob("model*.safetensors"))
+            if is_file:
+                from hasten.model.gguf.write import write_gguf
+
+                write_gguf(model, self.output, self.gguf or "BF16")
+            else:
+                export_model(model, self.output, dtype=dtype)
+        files = [self.output] if is_file else sorted(self.output.glob("model*.safetensors"))
         size = sum(path.stat().st_size for path in files)
-        name = str(dtype).removeprefix("torch.")
+        name = (self.gguf or "BF16") if is_file else str(dtype).removeprefix("torch.")
         done = {"output": str(self.output), "family": model.config.family, "dtype": name, "bytes": size}
         write_json(self.json, done | {"files": [path.name for path in files]})
         if self.json != "-":
