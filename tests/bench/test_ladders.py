@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hasten.bench.generate import COMPILED_QUANTIZED, NATIVE, RUNGS, GenerateLadder, HeadsLadder, grouped
+from hasten.bench.generate import COMPILED_QUANTIZED, NATIVE, OF_CHECKPOINT, RUNGS, GenerateLadder, HeadsLadder, grouped
 from hasten.bench.generate_rung import GenerateRung
 from hasten.bench.measure import Ladder
 from hasten.bench.models import BenchmarkModel
@@ -31,7 +31,7 @@ def test_published_shapes_have_their_published_size() -> None:
 def test_generation_ladder_from_the_command_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     picture = tmp_path / "ladder.png"
     options = ["--prompt-tokens", "24", "--new-tokens", "4", "--rounds", "1", "--threads", "1", "--dtype", "bfloat16"]
-    rungs = [name for name in RUNGS if name not in COMPILED_QUANTIZED]
+    rungs = [name for name in RUNGS if name not in {*COMPILED_QUANTIZED, *OF_CHECKPOINT}]
     main(["bench", "generate", "--shape", "tiny", *options, "--json", "-", "--picture", str(picture)])
     out, err = capfd.readouterr()
     report = json.loads(out)

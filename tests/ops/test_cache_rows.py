@@ -99,7 +99,7 @@ def test_the_fused_step_writes_the_bytes_of_the_reference(isa, size):
     x = draw(1, tokens, k)
     x[4], x[5], x[6, 0] = 0, 1e-30, torch.nan
     p = packed(layer)
-    weight = (p.data, p.scales, p.zeros, p.bias, p.format.group_size, p.planes)
+    weight = (p.data, p.scales, p.zeros, p.outer, p.bias, p.format.group_size, p.planes)
     none = (None, None, 0.0, 0.0, False)
     ops = library(isa).ops
     slots = torch.tensor([3, 0, 8, 5, 7, -1, 9, 1, 2])
@@ -236,7 +236,7 @@ def test_opcheck():
     arguments = (q, view.k, view.v, *view.metadata.to_read, spec.scale, 0, 0.0)
     torch.library.opcheck(library().ops.attention.default, arguments, test_utils=checks)
     p = packed(torch.nn.Linear(8, 3 * 16).bfloat16())
-    weight = (p.data, p.scales, p.zeros, p.bias, p.format.group_size, p.planes)
+    weight = (p.data, p.scales, p.zeros, p.outer, p.bias, p.format.group_size, p.planes)
     caches = [torch.zeros(5, 1, INT8.length(16), dtype=torch.int8) for _ in range(2)]
     arguments = (torch.randn(2, 8), None, None, 0.0, 0.0, False, *weight, 1, 16, None, None, None, None, *caches)
     operator = library().ops.attention_input.default
@@ -245,7 +245,7 @@ def test_opcheck():
 
 def request(*, device="cpu", dtype=torch.bfloat16, head_dim=64, rows=INT8):
     spec = AttentionSpec(heads=8, kv_heads=2, head_dim=head_dim, scale=0.125)
-    return AttentionRequest(spec=spec, device=torch.device(device), dtype=dtype, rows=rows)
+    return AttentionRequest(spec=spec, device=torch.device(device), dtype=dtype, cache_bits=rows.bits)
 
 
 @native

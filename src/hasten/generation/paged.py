@@ -99,7 +99,7 @@ class PagedCache:
         self.k, self.v = list(self._memory[:layers]), list(self._memory[layers:])
         spec = AttentionSpec(heads=config.heads, kv_heads=config.kv_heads, head_dim=config.head_dim, scale=1.0)
         self.row_format = row_format
-        request = AttentionRequest(spec=spec, device=self.device, dtype=dtype, rows=row_format)
+        request = AttentionRequest(spec=spec, device=self.device, dtype=dtype, cache_bits=row_format.bits)
         self.kernel = pick(PAGED_KERNELS, request)
 
     @staticmethod

@@ -304,11 +304,11 @@ class Transformer(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        return self.norm.weight.device  # the last norm is a plain tensor, whatever is quantized or packed
+        return next(self.norm.parameters()).device  # a plain tensor, whatever is quantized or packed
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.norm.weight.dtype
+        return next(self.norm.parameters()).dtype
 
     def tie(self) -> None:
         """Let the embedding read its rows from the head's matrix."""

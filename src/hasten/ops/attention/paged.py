@@ -108,9 +108,9 @@ def _native_unsupported(request: AttentionRequest) -> str | None:
 def _triton_unsupported(request: AttentionRequest) -> str | None:
     if (reason := request.outside(*HALVES)) is not None:
         return reason
-    if request.rows.bits == 4:
+    if request.cache_bits == 4:
         return f"it reads caches in {request.dtype_name} and int8, not int4"
-    if request.rows.bits == 8 and request.spec.head_dim % SCALE_BYTES:
+    if request.cache_bits == 8 and request.spec.head_dim % SCALE_BYTES:
         return f"the head size is {request.spec.head_dim}; over an int8 cache it must be a multiple of {SCALE_BYTES}"
     return triton_support.refusal(request.device, request.compute_capability)
 

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 import torch
 
-from hasten.ops.attention.cache_rows import PLAIN, RowFormat
 from hasten.ops.attention.spec import LARGEST_HEAD, AttentionSpec
 
 # The flags of a request in words, in the order in which a refusal names them.
@@ -27,8 +26,8 @@ class AttentionRequest:
 
     mask: an explicit bool (T, S) or (B, T, S) that replaces causality. key_padding: bool (B, S). bias: added to the
     scores, bias_gradient: and learned. documents: packed by cumulative lengths. block_size: positions of a block of the
-    block mask (None: there is none). gradient: q, k or v needs one (None: unknown). rows: how a cache keeps keys and
-    values (cache_rows.py). capability: of a CUDA device, asked of the device itself where it is None.
+    block mask (None: there is none). gradient: q, k or v needs one (None: unknown). cache_bits: of the keys and values
+    in a cache (None: they are in dtype). capability: of a CUDA device, asked of the device itself where it is None.
     """
 
     spec: AttentionSpec
@@ -47,7 +46,7 @@ class AttentionRequest:
     block_size: int | None = None
     dropout: bool = False
     gradient: bool | None = None
-    rows: RowFormat = PLAIN
+    cache_bits: int | None = None
     capability: tuple[int, int] | None = None
 
     @property

@@ -119,12 +119,13 @@ class PackedLinear(nn.Module):
 
         options: activations, dtype and kernel, as above.
         """
-        columns, (n, k) = weight.columns, weight.shape
+        columns = weight.columns
         if columns is not None:
             order = columns.argsort(stable=True)
             format = replace(weight.format, permuted=False)
             weight = replace(weight, format=format, values=weight.values[:, order], columns=None)
         check_weight(weight)
+        n, k = weight.shape
 
         def pack(layout: Layout) -> Packed:
             return layout.pack(weight)
