@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.made-from-constraints
 PYTEST = $(BIN)/python -m pytest -n 2 --dist worksteal
 MINUTES ?= 4
-KERNEL_TESTS := tests/model/test_fused.py $(addprefix tests/ops/test_, activation.py attention.py int8_rows.py linear.py \
+KERNEL_TESTS := tests/model/test_fused.py $(addprefix tests/ops/test_, activation.py attention.py cache_rows.py linear.py \
   native.py native_attention.py native_block.py paged.py train_attention.py)
 
 .PHONY: help setup demo test test-avx2 lint bench clean
