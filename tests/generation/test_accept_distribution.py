@@ -10,7 +10,7 @@ from hasten.generation.batch_sampler import BatchSampler, other_seed
 from hasten.generation.generate import Generation
 from hasten.generation.params import SamplingParams
 from hasten.generation.sampling import RowParams, exponential_noise, process
-from hasten.generation.speculation import make_speculator
+from hasten.generation.speculation import DraftModel, Text, make_speculator
 from references import make_reference
 
 V, DRAWS = 7, 20_000
@@ -56,6 +56,18 @@ def test_a_broken_rule_is_noticed(monkeypatch):
     monkeypatch.setattr(batch_sampler, "_STREAM", 0)
     first, _, p, _ = tokens_taken(DRAWS // 4, logits_of(0), logits_of(1))
     assert chi_square(first, p) > CHI_SQUARE
+
+
+def test_what_is_proposed_does_not_depend_on_what_was_drawn():
+    """A draft that is cut where it is unsure is cut by its distribution: the tokens alone do not decide."""
+    model = hasten.load(make_reference("llama"))
+    for seed in (1, 2):
+        proposer = DraftModel(model, tokens=2048, accept="distribution")
+        params = [SamplingParams(seed=100 * seed + n) for n in range(40)]
+        texts = [Text(number=n, tokens=[3, 4, 5], step=0, params=own, room=1) for n, own in enumerate(params)]
+        drafts = proposer.propose(texts, floor=0.0, chance=lambda kind: 1.0)
+        assert len({draft.tokens[0] for draft in drafts}) > 5
+        assert len({draft.kinds[0] for draft in drafts}) == 1
 
 
 def test_greedy_texts_stay_the_same_and_others_follow_the_seed():

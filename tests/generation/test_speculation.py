@@ -99,6 +99,21 @@ def test_the_native_kernels_give_the_same_bits_with_any_draft(fused, draft):
             assert speculator.stats.tokens_per_step > 10
 
 
+def test_a_draft_model_forgets_a_text_that_was_left(fused):
+    """Closed early, and another text under the same number with other settings: it agrees with itself again."""
+    speculator = make_speculator(fused, fused)
+    speculator.always = True
+    for seed in (1, 2):
+        before = speculator.stats.draft_tokens, speculator.stats.accepted_tokens
+        params = SamplingParams(max_new_tokens=60, seed=seed, temperature=1.0, ignore_eos=True)
+        run = iter(Generation(fused, [PROMPTS[seed]], params, speculator=speculator))
+        for _ in range(3):
+            next(run)
+        run.close()
+        drafted, taken = speculator.stats.draft_tokens - before[0], speculator.stats.accepted_tokens - before[1]
+        assert taken == drafted > 10
+
+
 def test_what_was_rejected_leaves_no_trace(model):
     """The cache is that of a run which never proposed it."""
     decoders = [Decoder(model, batch=2, capacity=40) for _ in range(2)]
@@ -117,11 +132,11 @@ def test_longrope_is_computed_anew_where_a_text_outgrows_its_context():
     """No draft goes past that place, so the text is the plain one's."""
     model = hasten.load(make_reference("phi3-longrope"))
     at = next(rope.original_positions for rope in model.config.ropes if rope.scaling == "longrope")
-    prompt = [[3 + i % 90 for i in range(at - 9)]]
+    prompts = [[3 + i % 90 for i in range(at - before)] for before in (9, 12, 4)]
     params = SamplingParams(max_new_tokens=16, temperature=0)
-    plain = texts_of(model, params, prompts=prompt)
-    known = knowing([prompt[0] + plain[0].tokens], mistakes=0.1)
-    assert texts_of(model, params, known, prompts=prompt) == plain
+    plain = texts_of(model, params, prompts=prompts)
+    known = knowing([p + r.tokens for p, r in zip(prompts, plain, strict=True)], mistakes=0.1)
+    assert texts_of(model, params, known, prompts=prompts) == plain
 
 
 def test_suffix_takes_what_followed_the_longest_match():

@@ -39,12 +39,12 @@ class Generate(SamplingOptions, DraftOptions, CacheOptions, ModelOptions):
         from hasten.generation.speculation import make_speculator
 
         params = self.params(model.generation)
+        speculator = make_speculator(model, **self.drafting(model))  # of blocks as they are, not yet compiled
         if self.compile:
             from hasten.generation.compiled import compile_blocks
 
             compile_blocks(model)
         timing = Timing()
-        speculator = make_speculator(model, **self.drafting(model))
         run = Generation(
             model,
             prompts,

@@ -76,10 +76,10 @@ class BatchSampler:
         drawn from, with noise of its own; where a row has them and no penalty or guide, a token is taken with
         min(1, p/q) instead, and one that is not is replaced by a draw from what p has more than q (arXiv 2211.17192).
         """
+        if guide is None and not any(drafts):
+            return [[token] for token in self.next_tokens(logits, steps=steps).tolist()]
         first = [0, *accumulate(1 + len(draft) for draft in drafts)]
         if guide is None and self._history is None:
-            if not any(drafts):
-                return [[token] for token in self._draw(logits, None, steps).tolist()]
             rows = [row for row, draft in enumerate(drafts) for _ in range(1 + len(draft))]
             places = [steps[row] + at - first[row] for at, row in enumerate(rows)]
             if probabilities is not None and any(probabilities):

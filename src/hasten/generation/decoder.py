@@ -120,8 +120,8 @@ class Decoder:
 
     @torch.inference_mode()
     def verify(self, tokens: Sequence[Sequence[int]]) -> Tensor:
-        """Append each row's tokens, none for rows that have ended; return the logits (R, V) after every one of them,
-        row by row. `truncate` forgets those that turn out wrong.
+        """Append each row's tokens; return the logits (R, V) after every one of them, row by row. `truncate` forgets
+        those that turn out wrong.
         """
         grown = [n + len(t) for n, t in zip(self.lengths, tokens, strict=True)]
         self._check_room(max(grown))
@@ -131,6 +131,8 @@ class Decoder:
 
     def room(self, row: int) -> int:
         """How many tokens a draft of a row may have that `verify` takes beside its next token."""
+        if self._rescale_at is not None and self._rescale_at in self.lengths:
+            return 0  # the next step computes that row anew, as `decode` does
         length = self.lengths[row]
         room = self.cache.capacity - length - 1
         if self.cache.longest_step is not None:

@@ -169,11 +169,19 @@ class Generation:
             yield from (text for _, _, text in step if text)
 
     def __iter__(self) -> Iterator[list[tuple[int, int, str]]]:
+        try:
+            yield from self._steps()
+        finally:  # closed early, too
+            for row, output in enumerate(self.outputs):
+                if self.speculator is not None and output.finish_reason is None:
+                    self.speculator.end(row, self._tokens[row][len(self.prompts[row]) :])
+
+    def _steps(self) -> Iterator[list[tuple[int, int, str]]]:
         timing, vocabulary = self.timing, self.model.config.vocab_size
         sampler = BatchSampler(
             self.params, self.prompts, eos_ids=self.eos_ids, vocab_size=vocabulary, device=self.model.device
         )
-        start = time.perf_counter()
+        start = drafted = time.perf_counter()
         logits = self.decoder.prefill([prompt[self.reused :] for prompt in self.prompts])
         drafts: list[list[int]] = []
         active = [True] * len(self.prompts)
@@ -190,7 +198,7 @@ class Generation:
             now = time.perf_counter()
             pushed = [one for row, on in enumerate(active) if on for one in self._push(row, taken[row])]
             if self.speculator is not None:
-                self._learn(self.speculator, drafts, counts, now - start)
+                self._learn(self.speculator, drafts, counts, now - drafted)
             if timing.first_token == 0.0:
                 timing.prefill_tokens += sum(len(p) - self.reused for p in self.prompts)
                 timing.prefill_seconds += now - start
@@ -204,6 +212,7 @@ class Generation:
                 return
             start = time.perf_counter()
             drafts = self._drafts(active)
+            drafted = time.perf_counter()
             if any(drafts):  # rows that have ended go along, and back
                 logits = self.decoder.verify([[own[-1], *draft] for own, draft in zip(taken, drafts, strict=True)])
             else:
@@ -244,7 +253,7 @@ class Generation:
         for row, taken in enumerate(grown):
             if taken and counts[row]:
                 speculator.observe(row, taken, checked=len(drafts[row]) if drafts else 0)
-            if self.outputs[row].finish_reason is not None:
+            if taken and self.outputs[row].finish_reason is not None:
                 speculator.end(row, self._tokens[row][len(self.prompts[row]) :])
         if max(counts):
             rows = sum(1 + len(draft) for draft in drafts)

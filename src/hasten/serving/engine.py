@@ -149,6 +149,7 @@ class Engine:
             self.abort(request_id)
         self._pending.clear()
         self.error = self.error or "the engine was closed"
+        self.speculator = None
         if hasattr(self, "cache"):
             del self.cache
 
@@ -215,6 +216,7 @@ class Engine:
             return []
         if copies := [pair for entry in plan for pair in entry.copies]:
             self.cache.copy(copies)
+        started = time.perf_counter()
         logits, first = self._compute(plan)
         self.scheduler.advance(plan)
         growing: dict[OutputSequence, int] = {}  # those that take tokens now, and the first row of each
@@ -234,7 +236,11 @@ class Engine:
                 growing[table.outputs[sequence]] = row
             if state.search is not None:
                 scored[state.search, sequence] = row
-        return self._grow(logits, growing) + self._search(logits, scored)
+        found = self._grow(logits, growing) + self._search(logits, scored)
+        if self.speculator is not None:  # drawing is a part of what rows cost
+            context = sum(entry.end for entry in plan) / len(plan)
+            self.speculator.stepped(sum(entry.count for entry in plan), context, time.perf_counter() - started)
+        return found
 
     def _propose(self, speculator: Speculator) -> None:
         """Have drafts made for the output sequences that are one token behind."""
@@ -247,7 +253,7 @@ class Engine:
                 step=one.count,
                 params=one.params,
                 room=one.params.max_new_tokens - one.count - 1,
-                salt=one.sequence.salt,
+                salt=one.state.request.salt,
             )
             for one in level
         ]
@@ -259,9 +265,6 @@ class Engine:
         computed = step_logits(self.model, self.cache, plan, self.blocks)
         seconds = time.perf_counter() - started
         self._counts.model_seconds += seconds
-        if self.speculator is not None:
-            rows = sum(entry.count for entry in plan)
-            self.speculator.stepped(rows, sum(entry.end for entry in plan) / len(plan), seconds)
         self._counts.steps += 1
         self._counts.computed_tokens += sum(entry.count for entry in plan)
         return computed
@@ -321,7 +324,7 @@ class Engine:
 
     def _forget(self, output: OutputSequence) -> None:
         if self.speculator is not None:
-            self.speculator.end(output.sequence.number, output.generated, salt=output.sequence.salt)
+            self.speculator.end(output.sequence.number, output.generated, salt=output.state.request.salt)
 
     def _complete(self, state: RequestState, *, failed: bool = False) -> None:
         self._counts.failed += failed

@@ -284,6 +284,10 @@ class Scheduler:
             try:
                 copies = self.blocks.reserve(sequence.number, sequence.computed + count)
             except OutOfBlocks:
+                if sequence.drafts:  # nobody makes room for guesses
+                    sequence.drafts.clear()
+                    count = 1
+                    continue
                 victim = self.running[-1]
                 entries.pop(victim, None)
                 self._preempt(victim)

@@ -68,6 +68,11 @@ def _proposer(model: Transformer, draft: str | Path | Transformer, tokens: int, 
         return SuffixProposer()
     if name.startswith("self:"):
         found = _LAYERS.fullmatch(name)
+        if name == "self:int4":
+            raise ConfigError(
+                "self:int4 is the command line's; here load the model again, hasten.quantize(it, hasten.Int4()), and "
+                "give it as draft"
+            )
         if found is None:
             raise ConfigError(f"draft is {name!r:.60}; a model drafts for itself as self:int4 or self:N-layers")
         return DraftModel(first_layers(model, int(found[1])), tokens=tokens, name=name, accept=accept)

@@ -37,7 +37,17 @@ class StepCost:
 
     def seconds(self, rows: int, context: float) -> float:
         """Between the measured rows on a line, beyond them in proportion."""
-        return self._at(rows, [f * (b + context * t) for f, b, t in zip(*self._columns, strict=True)])
+        at = bisect_left(self.rows, rows)
+        if at == len(self.rows):
+            return self._at(at - 1, context) * rows / self.rows[-1]
+        if self.rows[at] == rows or at == 0:
+            return self._at(at, context)
+        low, high = self.rows[at - 1], self.rows[at]
+        share = (rows - low) / (high - low)
+        return self._at(at - 1, context) * (1 - share) + self._at(at, context) * share
+
+    def _at(self, index: int, context: float) -> float:
+        return self._correction[index] * (self.base[index] + context * self.per_token[index])
 
     def observe(self, rows: int, context: float, seconds: float) -> None:
         """A step took so long: bend the table towards it."""
@@ -48,20 +58,6 @@ class StepCost:
         for i in range(len(self._correction)):
             self._correction[i] *= step if i == at else 1 + (step - 1) / 2
 
-    @property
-    def _columns(self) -> tuple[Sequence[float], Sequence[float], Sequence[float]]:
-        return self._correction, self.base, self.per_token
-
-    def _at(self, rows: int, values: Sequence[float]) -> float:
-        at = bisect_left(self.rows, rows)
-        if at == len(self.rows):
-            return values[-1] * rows / self.rows[-1]
-        if self.rows[at] == rows or at == 0:
-            return values[at]
-        low, high = self.rows[at - 1], self.rows[at]
-        share = (rows - low) / (high - low)
-        return values[at - 1] * (1 - share) + values[at] * share
-
 
 @torch.inference_mode()
 def measure_step_cost(model: Transformer, *, seconds: float = _SECONDS) -> StepCost:
@@ -71,10 +67,11 @@ def measure_step_cost(model: Transformer, *, seconds: float = _SECONDS) -> StepC
     real step it does not.
     """
     config, device = model.config, model.device
-    longest = max(2, min(CONTEXTS[-1], config.max_positions - ROWS[-1]))
+    most = [rows for rows in ROWS if rows <= max(1, config.max_positions // 2)]  # learned positions end somewhere
+    longest = max(2, min(CONTEXTS[-1], config.max_positions - most[-1]))
     contexts = [min(CONTEXTS[0], longest // 2), longest]
     one = replace(config, layers=config.layers[:1])
-    cache = StaticCache(one, batch=1, capacity=longest + ROWS[-1], dtype=model.compute_dtype, device=device)
+    cache = StaticCache(one, batch=1, capacity=longest + most[-1], dtype=model.compute_dtype, device=device)
     numbers = itertools.cycle(range(len(config.layers)))
 
     def block_call(rows: int, context: int) -> Callable[[], object]:
@@ -93,19 +90,19 @@ def measure_step_cost(model: Transformer, *, seconds: float = _SECONDS) -> StepC
         x = torch.randn(rows, config.hidden_size, device=device, dtype=model.compute_dtype)
         return lambda: model.scores(x)
 
-    calls = {(rows, context): block_call(rows, context) for rows in ROWS for context in contexts}
-    heads = {rows: head_call(rows) for rows in ROWS}
+    calls = {(rows, context): block_call(rows, context) for rows in most for context in contexts}
+    heads = {rows: head_call(rows) for rows in most}
     times = _in_turn([*calls.values(), *heads.values()], seconds, device)
     block, head = dict(zip(calls, times, strict=False)), dict(zip(heads, times[len(calls) :], strict=True))
     base, per_token = [0.0], [0.0]
-    for rows in ROWS:
+    for rows in most:
         low, high = (block[rows, context] for context in contexts)
         slope = max(0.0, high - low) / (contexts[1] - contexts[0])
         whole = (low - slope * contexts[0]) * len(config.layers) + head[rows]
         # More rows never cost less: what says so is noise.
         base.append(max(whole, base[-1]))
         per_token.append(max(slope * len(config.layers), per_token[-1]))
-    return StepCost(ROWS, base[1:], per_token[1:])
+    return StepCost(most, base[1:], per_token[1:])
 
 
 def _in_turn(calls: Sequence[Callable[[], object]], seconds: float, device: torch.device) -> list[float]:

@@ -83,6 +83,7 @@ class DraftModel:
 
     def end(self, number: int, answer: Sequence[int], *, salt: str = "") -> None:
         """Let the sequence's keys and values go."""
+        self._sampler = None  # a number may come again, for another text
         if self._seen.pop(number, None) is not None:
             self._blocks.release(number)
 
@@ -152,7 +153,8 @@ class DraftModel:
         tokens = sampler.next_tokens(logits, steps=steps)
         own = self.accept == "distribution"
         shares = sampler.probabilities(logits, steps=steps) if own else logits.float().softmax(-1)
-        top = shares.gather(1, tokens[:, None])[:, 0].tolist()
+        # By the largest share where the draft has noise of its own: what is proposed must not depend on what was drawn.
+        top = (shares.amax(-1) if own else shares.gather(1, tokens[:, None])[:, 0]).tolist()
         more = []
         for one, token, share, drawn_from in zip(going, tokens.tolist(), top, shares, strict=True):
             kind = sum(share >= least for least in _CONFIDENCE)

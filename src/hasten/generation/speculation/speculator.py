@@ -81,7 +81,6 @@ class Speculator:
         self.stats = SpeculationStats()
         self._drafts: dict[int, Draft] = {}  # of this step
         self._plain_steps = 0
-        self._asked = (0, 0.0, 0.0)  # rows without drafts, context, and when this step began
 
     def propose(self, texts: Sequence[Text], *, other_rows: int = 0) -> list[list[int]]:
         """Drafts for the next step of these sequences. other_rows: of the same step, prompts that are read."""
@@ -91,9 +90,10 @@ class Speculator:
             return []
         context = sum(len(text.tokens) for text in texts) / len(texts)
         rows = len(texts) + other_rows
-        texts = [replace(text, room=min(text.room, self.most)) for text in texts]
         plain = self.cost.seconds(rows, context)
         probing = self._plain_steps >= _PROBE
+        most = 1 if probing and not self.always else self.most
+        texts = [replace(text, room=min(text.room, most)) for text in texts]
         floor = 0.0 if self.always or probing else self._floor(rows, context, plain)
         drafts = [Draft() for _ in texts]
         # A model that drafts costs time before anything is known of its draft.
@@ -162,6 +162,8 @@ class Speculator:
             rate = expected / (self.cost.seconds(rows + count, context) + spent)
             if rate > best:
                 best, kept = rate, count
+            elif any(draft.probabilities for draft in drafts):
+                break  # what is kept must not depend on what was drawn behind it
         lengths = [0] * len(drafts)
         for _, index in likely[:kept]:
             lengths[index] += 1
