@@ -150,6 +150,7 @@ class GenerateLadder(Ladder):
                 )
             if not self.rungs:
                 names = ["static-cache", f"{'native' if on_cpu else 'static-cache-compiled'}-{stored}"]
+                names = [name for name in names if name in RUNGS]
         elif not self.rungs:
             others = {*(COMPILED_QUANTIZED if on_cpu else NATIVE), *self.left_out()}
             names = [name for name in names if name not in others]

@@ -57,6 +57,8 @@ class GenerateRung:
 
         Scales are among them.
         """
+        from torch import nn
+
         from hasten.model.fused import fuse
         from hasten.ops.linear.modules import PackedLinear
         from hasten.quantization import Int4, Int8, Scheme, quantize
@@ -68,10 +70,13 @@ class GenerateRung:
             quantize(self.model, schemes[mode.weights])
         if mode.fused:
             fuse(self.model)
-        layers = [module for module in self.model.modules() if isinstance(module, PackedLinear)]
-        total = sum(buffer.nbytes for layer in layers for buffer in layer.buffers())
-        self.weight_bytes = total / sum(layer.in_features * layer.out_features for layer in layers)
-        if all(layer.format.scales and layer.kernel == "native" for layer in layers):
+        # What a step reads: of the embedding only single rows, so it does not count unless the head is the same matrix.
+        read = [*self.model.blocks.modules(), self.model.head]
+        linears = [module for module in read if isinstance(module, PackedLinear | nn.Linear)]
+        total = sum(tensor.nbytes for linear in linears for tensor in (*linear.buffers(), *linear.parameters()))
+        self.weight_bytes = total / sum(linear.in_features * linear.out_features for linear in linears)
+        layers = [linear for linear in linears if isinstance(linear, PackedLinear)]
+        if all(layer.format.element.startswith("int") and layer.kernel == "native" for layer in layers):
             self.matrix_dtype = "int8"  # the native kernel rounds activations, and multiplies int8 by int8 or int4
         reset_peak_memory()  # what follows is the model's; making it from random bfloat16 weights is the ladder's
 

@@ -59,12 +59,12 @@ class BenchmarkModel:
         return config if self.kv_heads is None else replace(config, kv_heads=self.kv_heads)
 
     def quantized(self) -> str | None:
-        """ "int8" or "int4" where the checkpoint's blocks are stored so: it is measured as it is, and as nothing else.
+        """ "int8", "int4" or another element where the checkpoint is stored so: it is measured as nothing else.
 
         A head may be in another format than the blocks, whose lower number of bits it is that counts.
         """
-        bits = [weight.bits for weight in self.weight_formats() if weight.element in ("int4", "int8")]
-        return f"int{min(bits)}" if bits else None
+        found = min(self.weight_formats(), key=lambda weight: weight.bits, default=None)
+        return None if found is None else found.element
 
     def weight_formats(self) -> Sequence[WeightFormat]:
         """How the checkpoint's quantized layers are stored; none of a shape, or of plain weights."""
