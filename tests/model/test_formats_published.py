@@ -148,7 +148,8 @@ def test_a_quantized_embedding_is_read_as_it_is(tmp_path):
     )
     model = hasten.load(tmp_path)
     ids = torch.arange(101)
-    assert torch.equal(model.embedding(ids), expected["model.embed_tokens.weight"])
+    # Rows come in the dtype that this processor computes in: float32, not yet rounded, where it lacks bfloat16.
+    assert torch.equal(model.embedding(ids).bfloat16(), expected["model.embed_tokens.weight"])
     assert isinstance(model.head, PackedLinear)
 
 
