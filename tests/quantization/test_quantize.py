@@ -229,6 +229,8 @@ def test_the_command_without_json_tells_the_errors(tiny_folder, tmp_path, capsys
         (["--scheme", "int8", "--group-size", "32"], "--group-size goes with --scheme int4"),
         (["--scheme", "int8", "--search", "minmax"], "--search goes with --scheme int4"),
         (["--json", "/no/such/folder/x.json"], "no folder"),
+        (["--scheme", "None", "--bits", "6", "--format", "gptq"], "holds one bit width"),
+        (["--scheme", "None", "--formats", "/no/such/formats.json"], "formats.json is not there"),
     ],
 )
 def test_options_that_contradict_each_other(extra, word, tiny_folder, tmp_path, capsys):

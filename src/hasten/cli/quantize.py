@@ -120,8 +120,14 @@ class Quantize:
             for option in ("group_size", "symmetric", "asymmetric", "lm_head", "embedding"):
                 if getattr(self, option):
                     raise ConfigError(f"--{option.replace('_', '-')} goes with --scheme; a table says it by layer")
+            if self.bits is not None and self.format == "gptq":
+                raise ConfigError(
+                    "--format gptq holds one bit width, and --bits chooses several: leave out one of them"
+                )
             if self.bits is not None:
                 return None
+            if self.formats is not None and not Path(self.formats).exists():
+                raise ConfigError(f"--formats {self.formats} is not there; --bits NUMBER --formats FILE writes one")
             if self.formats is not None:
                 return Mixed(table=read_json(Path(self.formats)), **same_fields(self, Mixed))
             raise ConfigError("say how: --scheme int8, int4, int3 or int2, --bits NUMBER, or --formats FILE")

@@ -80,13 +80,14 @@ def choose_bits(
     total = sum(weight.numel() for weight in weights.values())
     quantized = {f"{name}.weight" for unit in units for name in unit.layers}
     plain = sum(weight.nbytes for name, weight in weights.items() if name not in quantized)
-    least = math.ceil(800 * (sum(min(unit.bytes.values()) for unit in units) + plain) / total) / 100
+    smallest = sum(min(unit.bytes.values()) for unit in units)
+    least = math.ceil(800 * (smallest + plain) / total) / 100
     if bits < least:
         raise ConfigError(
             f"in {', '.join(formats)} this model takes at least {least:.2f} bits per weight; found {bits}"
         )
     _measure(model, units, tokens[: max(1, TOKENS // tokens.shape[1])], known[PROBE], progress)
-    chosen = spend(units, int(bits * total / 8) - plain)
+    chosen = spend(units, max(smallest, int(bits * total / 8) - plain))  # which rounding may leave a byte below
     return Mixed(table={name: format for unit, format in zip(units, chosen, strict=True) for name in unit.layers})
 
 
