@@ -15,8 +15,8 @@ def resolve_model(source: str | Path) -> Path:
     """The local folder of a model as `resolve_folder` gives it, or its GGUF file: the path itself, or the only weights
     of a folder.
     """
-    path = Path(source).expanduser() if isinstance(source, str | Path) and str(source).endswith(".gguf") else None
-    if path is not None and path.is_file():
+    path = _existing(source)
+    if path is not None and path.name.endswith(".gguf") and path.is_file():
         return path
     folder = resolve_folder(source)
     found = sorted(folder.glob("*.gguf"))
@@ -35,23 +35,28 @@ def resolve_folder(source: str | Path) -> Path:
 
     Raises CheckpointError for what is neither a folder nor a hub id, ResourceError if the hub cannot give it.
     """
-    if not isinstance(source, str | Path):
-        raise ConfigError(f"a model is a folder or a hub id; found {type(source).__name__}")
-    name = str(source)
-    try:
-        folder = Path(source).expanduser()
-        if folder.is_dir():
-            return folder
-        is_file = folder.exists()
-    except (OSError, RuntimeError, ValueError) as error:  # no permission, a name too long, an unknown ~user
-        raise CheckpointError(f"{name!r:.200} cannot be read: {getattr(error, 'strerror', None) or error}") from None
-    if is_file and name.endswith(".gguf"):
+    name, found = str(source), _existing(source)
+    if found is not None and found.is_dir():
+        return found
+    if found is not None and name.endswith(".gguf"):
         raise CheckpointError(f"{name} is a GGUF file, and a folder is needed: `hasten export {name} FOLDER` makes one")
-    if is_file:
+    if found is not None:
         raise CheckpointError(f"{name} is a file; give the model's folder, the one that holds config.json")
     if not _HUB_ID.fullmatch(name):
         raise CheckpointError(f"{name!r:.200} is not a folder here, nor a hub id of the form owner/name")
     return _download(name)
+
+
+def _existing(source: str | Path) -> Path | None:
+    """What stands at a path, None: nothing."""
+    if not isinstance(source, str | Path):
+        raise ConfigError(f"a model is a folder or a hub id; found {type(source).__name__}")
+    try:
+        path = Path(source).expanduser()
+        return path if path.exists() else None
+    except (OSError, RuntimeError, ValueError) as error:  # no permission, a name too long, an unknown ~user
+        reason = getattr(error, "strerror", None) or error
+        raise CheckpointError(f"{str(source)!r:.200} cannot be read: {reason}") from None
 
 
 def _download(name: str) -> Path:
