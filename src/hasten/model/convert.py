@@ -19,14 +19,14 @@ from hasten.ops.linear import QuantizedWeight
 def convert(source: str | Path, output: str | Path, *, format: str = "compressed-tensors") -> Transformer:
     """Write a quantized checkpoint in the layout `format` ("compressed-tensors" or "gptq"), every number as it is.
 
-    source: a folder, a GGUF file or a hub id. Integers, scales, zero points and the order of columns are taken over,
+    source: a folder or a hub id. Integers, scales, zero points and the order of columns are taken over,
     also those that no kernel of ours multiplies; other tensors keep their dtype. One module at a time is in memory.
     Returns the model without its quantized weights (they stay on the meta device).
 
     Raises ConfigError, and writes nothing, where the checkpoint is not quantized or the other layout would not hold it
     exactly; CheckpointError as `hasten.load` and `export_model` do.
     """
-    model, _, pieces, folder = open_model(source)
+    model, _, pieces, folder = open_model(source, keep_dtypes=True)
     if folder is None:
         raise ConfigError(
             f"{source} is not quantized: `hasten quantize --format {format}` quantizes it, `hasten export` writes it "

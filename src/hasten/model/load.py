@@ -60,11 +60,16 @@ def load(source: str | Path | nn.Module, *, dtype: str | torch.dtype | None = No
 
 
 def open_model(
-    source: str | Path, *, dtype: torch.dtype | None = None, device: torch.device | None = None
+    source: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+    keep_dtypes: bool = False,
 ) -> tuple[Transformer, torch.dtype, dict[str, TensorSlice], QuantizedFolder | None]:
     """A model whose quantized layers are still to be filled, the dtype of the others, and where these stand.
 
-    Everything is checked as `load` does. dtype None: the checkpoint's own.
+    Everything is checked as `load` does. dtype None: the checkpoint's own. keep_dtypes: each plain tensor has the one
+    it is stored in.
     """
     checkpoint = open_checkpoint(source)
     config, stored, quantized = checkpoint.config, checkpoint.stored, checkpoint.quantized
@@ -80,7 +85,7 @@ def open_model(
     # The weights last: whatever else is wrong with a folder shows before gigabytes are read.
     plain = {o: p for o, p in pieces.items() if p.name not in modules}
     own = dtype or checkpoint.dtype or _own_dtype([stored[piece.name] for piece in plain.values()])
-    _fill(model, plain, checkpoint.read, stored, dtype=own, device=device)
+    _fill(model, plain, checkpoint.read, stored, dtype=None if keep_dtypes else own, device=device)
     return model, own, {ours: piece for ours, piece in pieces.items() if ours not in plain}, quantized
 
 
@@ -228,7 +233,8 @@ def tie(model: Transformer) -> None:
     """Make head and embedding one matrix where the config says so and the checkpoint does not contradict it."""
     if model.config.tie_embeddings and not {"head", "embedding"} & set(model.quantization or {}):
         head, embedding = model.head.weight, model.embedding.weight
-        if head.is_meta or head.data_ptr() == embedding.data_ptr() or torch.equal(head, embedding):
+        same = head.is_meta or head.data_ptr() == embedding.data_ptr()
+        if same or (head.dtype == embedding.dtype and torch.equal(head, embedding)):
             model.head.weight = embedding
 
 
