@@ -12,9 +12,12 @@ from hasten.cli.main import main
 from hasten.errors import ConfigError
 from hasten.model.convert import convert
 from hasten.model.export import export_model
-from hasten.quantization import Int4, quantize
+from hasten.model.gguf.write import write_gguf
+from hasten.quantization import GPTQ, Int4, Mixed, quantize, quantize_to_folder
+from hasten.quantization.schemes import layers_to_quantize
 from quantized_folders import Q, change_tensors, logits
 from references import make_reference
+from tiny_model import tiny_llama
 
 pytestmark = pytest.mark.filterwarnings("ignore::hasten.HastenWarning")
 
@@ -121,3 +124,36 @@ def test_mixed_widths_are_refused_before_any_work(tmp_path, tiny_folder, capsys)
         main(["convert", str(tmp_path / "out"), str(tmp_path / "back")])
     assert "OUTPUT" in capsys.readouterr().err
     assert torch.equal(logits(hasten.load(tmp_path / "out")), logits(hasten.load(tmp_path / "back")))
+
+
+def test_columns_in_the_order_of_activation_are_no_gguf(plain_folder, tmp_path):
+    folder, _ = write(plain_folder, tmp_path / "act", method="gptq", symmetric=True, act_order=True)
+    with pytest.raises(ConfigError, match="columns stand in the order of activation"):
+        write_gguf(hasten.load(folder), tmp_path / "act.gguf")
+    assert not (tmp_path / "act.gguf").exists()
+
+
+@pytest.mark.parametrize(("name", "format"), [("phi3", "int3-g32"), ("phi3", "int4-g64"), ("gpt2", "int8")])
+def test_parts_of_one_tensor_need_one_format_and_it_is_said_before_calibrating(name, format, tmp_path):
+    model = hasten.load(make_reference(name))
+    table = dict.fromkeys(layers_to_quantize(model), "int4-g32") | {"blocks.0.attention.q": format}
+    with pytest.raises(ConfigError, match="are one tensor in the file"):
+        quantize_to_folder(model, Mixed(table=table), tmp_path / "out", method=GPTQ())  # without samples
+    assert not (tmp_path / "out").exists()
+
+
+def test_gptq_holds_no_quantized_embedding(tmp_path):
+    scheme = Int4(group_size=32, lm_head="same", scale_dtype="float16")
+    with pytest.raises(ConfigError, match="--lm-head none"):
+        quantize_to_folder(tiny_llama(tie_word_embeddings=True), scheme, tmp_path / "out", format="gptq")
+
+
+def test_plain_tensors_keep_their_own_dtypes(plain_folder, tmp_path):
+    folder, _ = write(plain_folder, tmp_path / "mixed", method="gptq", symmetric=True)
+    change_tensors(folder, lambda t: t.update({k: v.half() for k, v in t.items() if k == "lm_head.weight"}))
+    change_tensors(folder, lambda t: t.update({"model.norm.weight": t["model.norm.weight"].float() + 1e-5}))
+    convert(folder, tmp_path / "out")
+    before, after = load_file(folder / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
+    for name in ("lm_head.weight", "model.norm.weight"):
+        assert after[name].dtype == before[name].dtype
+        assert torch.equal(after[name], before[name])

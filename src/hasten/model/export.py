@@ -26,6 +26,7 @@ from hasten.model.formats.stream import write_file as save_file
 from hasten.model.transformer import Transformer
 from hasten.ops.attention.pattern_text import pattern_values
 from hasten.ops.linear import PackedLinear, QuantizedWeight
+from hasten.ops.linear.embedding import PackedEmbedding
 from hasten.ops.linear.layouts import empty_weight
 
 SHARD_BYTES = 4_000_000_000  # large checkpoints are written in files of about this size
@@ -98,6 +99,21 @@ def export_model(
                 folder.rmdir()
 
 
+def check_layers(model: Transformer, layers: Mapping[str, LayerFormat], format: str) -> None:
+    """ConfigError where the layout `format` does not hold the model's layers in these formats."""
+    writer(format).check(layers)
+    if format == "gptq" and ("embedding" in layers or (model.tied and "head" in layers)):
+        instead = "leave the tied matrix as it is (--lm-head none)" if model.tied else "leave it out (--embedding none)"
+        raise ConfigError(f"GPTQ's layout holds no quantized embedding: {instead}")
+    fused: dict[str, list[str]] = {}
+    for ours, piece in FAMILIES[model.config.family].places(model.config):
+        if ours.endswith(".weight"):
+            fused.setdefault(piece.name, []).append(ours.removesuffix(".weight"))
+    for name, parts in fused.items():
+        if len({layers.get(part) for part in parts}) > 1 and not {"embedding", "head"} & set(parts):
+            raise ConfigError(f"{', '.join(parts)} are one tensor in the file ({name}) and need one format")
+
+
 def exported_config(model: Transformer, dtype: torch.dtype, *, tied: bool) -> dict[str, Any]:
     """The config.json of a model: the one it came from, with what has changed since, and without quantization."""
     family = FAMILIES[model.config.family]
@@ -138,9 +154,9 @@ class _Plan:
         self.layers = {} if quantized is None else quantized.layers
         self.tied = model.tied
         self.embedding = self.layers.get(self._owner("embedding.weight"))
+        check_layers(model, self.layers, format)
         # others read experts and embeddings only where they are packed
         self.format = writer(format, pack_int8=model.config.experts > 0 or self.embedding is not None)
-        self.format.check(self.layers)
         self.parts: dict[str, list[tuple[TensorSlice, str]]] = {}
         self.places = dict(FAMILIES[model.config.family].places(model.config))
         for ours, piece in self.places.items():
@@ -222,6 +238,7 @@ class _Plan:
             return self.quantized.changed[ours]
         owner, _, leaf = ours.rpartition(".")
         module = self.model.get_submodule(owner)
+        module = module.table if isinstance(module, PackedEmbedding) else module
         if isinstance(module, PackedLinear) and leaf == "weight":
             tensor = module.dequantize(self.model.dtype)
         else:

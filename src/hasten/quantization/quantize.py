@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from hasten.errors import ConfigError, HastenWarning
-from hasten.model.export import Quantized, export_model
+from hasten.model.export import Quantized, check_layers, export_model
 from hasten.model.formats.record import LayerFormat
-from hasten.model.formats.registry import writer
 from hasten.model.require import require_model
 from hasten.model.transformer import Transformer
 from hasten.ops.linear.embedding import PackedEmbedding
@@ -130,7 +129,7 @@ def quantize_to_folder(
     as `quantize` does, CheckpointError where the folder cannot be written.
     """
     formats = check_quantizable(model, scheme, method)
-    writer(format).check(formats)
+    check_layers(model, formats, format)
 
     def weight(name: str) -> QuantizedWeight:
         return round_layer(model, name, formats[name], scheme.search, report)

@@ -169,6 +169,10 @@ def _items(model: Transformer, kind: Kind) -> list[_Item]:
 
 def _type_of(module: PackedLinear, ours: str) -> str:
     """The type whose blocks hold a quantized layer's integers."""
+    if module.order is not None:
+        raise ConfigError(
+            f"{ours}: its columns stand in the order of activation, which GGUF cannot state; write the plain model"
+        )
     stored, types = module.format, {"int4": "Q4_0", "int8": "Q8_0"}
     uneven = stored.group_size % 32 or module.in_features % 32
     if stored.element in types and stored.symmetric and len(stored.scales) == 1 and not uneven:
