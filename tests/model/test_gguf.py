@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import hasten
+from hasten.data import train_bpe
 from hasten.errors import CheckpointError, ConfigError, HastenWarning
 from hasten.model.context import TrainingContext
 from hasten.model.gguf.header import read_gguf
@@ -209,3 +210,19 @@ def test_a_folder_with_one_gguf_file_is_a_model_and_with_two_says_so(tmp_path, t
         hasten.load(tmp_path)
     with pytest.raises(CheckpointError, match=r"not a folder here"):
         hasten.load(tmp_path / "c.gguf")
+
+
+@pytest.mark.parametrize("kind", ["F16", "Q8_0", "Q4_0"])
+def test_weights_that_are_not_finite_are_not_written(kind, tmp_path):
+    model = tiny_llama()
+    model.blocks[0].mlp.up.weight.data[0, 0] = float("nan")
+    with pytest.raises(CheckpointError, match="NaN or infinite"):
+        write_gguf(model, tmp_path / "x.gguf", kind)
+    assert not (tmp_path / "x.gguf").exists()
+
+
+def test_a_tokenizer_without_merges_goes_there_and_back(tmp_path):
+    model = tiny_llama(vocab_size=304)
+    model.tokenizer = train_bpe(["a"], vocab_size=257)
+    write_gguf(model, tmp_path / "x.gguf", "F16")
+    assert hasten.load(tmp_path / "x.gguf").tokenizer.encode("a b") == model.tokenizer.encode("a b")

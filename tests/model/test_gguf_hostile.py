@@ -2,13 +2,16 @@
 
 import struct
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import hasten
 from hasten.errors import HastenError
-from hasten.model.gguf.header import read_gguf
+from hasten.model.gguf.config import config_values
+from hasten.model.gguf.header import GGUFFile, read_gguf
+from hasten.model.gguf.open import open_gguf
 from hostile_cases import refused
 from tiny_model import tiny_llama
 
@@ -127,3 +130,41 @@ def test_scales_that_are_not_finite_are_refused(sound):
         path.write_bytes(raw[:begin] + b"\xff\xff\xff\xff" + raw[begin + 4 :])
         with refused("values that are NaN or infinite"):
             hasten.load(path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("llama.expert_count", np.array([1, 2]), "llama.expert_count must be a number; found array([1, 2])"),
+        ("llama.embedding_length", "abc", "llama.embedding_length must be a number; found 'abc'"),
+        ("llama.rope.scaling.factor", float("nan"), "llama.rope.scaling.factor must be a number; found nan"),
+        ("llama.rope.scaling.type", np.array([], int), "llama.rope.scaling.type must be a text"),
+        ("llama.rope.dimension_count", 4, "llama.rope.dimension_count is 4, of heads of "),
+        ("tokenizer.ggml.model", np.array([1, 2]), "tokenizer.ggml.model is array([1, 2]), and no str"),
+        (
+            "tokenizer.ggml.add_bos_token",
+            np.array([1, 2]),
+            "tokenizer.ggml.add_bos_token is array([1, 2]), and no bool",
+        ),
+    ],
+)
+def test_metadata_of_another_type_are_refused(sound, key, value, words, monkeypatch):
+    path, raw, _ = sound
+    path.write_bytes(raw)
+    file = read_gguf(path)
+    changed = GGUFFile(path, dict(file.metadata) | {key: value}, file.tensors, file.data)
+    monkeypatch.setattr("hasten.model.gguf.open.read_gguf", lambda _: changed)
+    with refused(words):
+        open_gguf(path)
+
+
+@pytest.mark.parametrize("architecture", ["gemma2", "gemma3"])
+def test_a_gemma_whose_sizes_are_texts_is_refused(sound, architecture):
+    path, raw, _ = sound
+    path.write_bytes(raw)
+    file = read_gguf(path)
+    entries = {key.replace("llama.", f"{architecture}."): value for key, value in file.metadata.items()}
+    entries |= {f"{architecture}.block_count": {"gemma2": 46, "gemma3": 62}[architecture]}
+    entries |= {"general.architecture": architecture, f"{architecture}.attention.sliding_window": 8}
+    with refused(f"{architecture}.embedding_length must be a number; found 'abc'"):
+        config_values(GGUFFile(path, entries | {f"{architecture}.embedding_length": "abc"}, file.tensors, file.data))

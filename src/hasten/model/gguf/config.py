@@ -1,5 +1,6 @@
 """The config.json that a GGUF file's metadata come to."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +13,9 @@ from hasten.model.gguf.header import GGUFFile
 from hasten.model.gguf.names import ARCHITECTURES, FIELDS, FREQUENCIES
 from hasten.model.rope import frequencies
 
+# Metadata that are computed with, and are numbers; the pattern of windows may be a list.
+_NUMBERS = (*FIELDS, "expert_count", "rope.dimension_count", "rope.scale_linear", "rope.scaling.factor")
+_NUMBERS += tuple(f"rope.scaling.{key}" for key in ("original_context_length", "yarn_beta_fast", "yarn_beta_slow"))
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
@@ -23,6 +27,14 @@ def config_values(file: GGUFFile) -> dict[str, Any]:
             f"{file.path}: general.architecture is {architecture!r:.60}; hasten knows {', '.join(ARCHITECTURES)}"
         )
     own = {key.removeprefix(f"{architecture}."): value for key, value in file.metadata.items()}
+    scaling = own.get("rope.scaling.type", "none")
+    if not isinstance(scaling, str):
+        raise CheckpointError(f"{file.path}: {architecture}.rope.scaling.type must be a text; found {scaling!r:.60}")
+    for key in _NUMBERS:
+        value = own.get(key, 0)
+        pattern = key == "attention.sliding_window_pattern" and isinstance(value, np.ndarray)
+        if not pattern and (type(value) not in (int, float) or not math.isfinite(value)):
+            raise CheckpointError(f"{file.path}: {architecture}.{key} must be a number; found {value!r:.60}")
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or own.get("expert_count"):
         raise CheckpointError(f"{file.path} has experts, or no token_embd.weight; hasten reads whole, dense models")
@@ -30,8 +42,14 @@ def config_values(file: GGUFFile) -> dict[str, Any]:
         raise CheckpointError(f"{file.path} lacks gemma3.attention.sliding_window; hasten reads gemma 3 with windows")
     found = {field: own[key] for key, (field, _) in FIELDS.items() if key in own}
     hidden, heads = found.get("hidden_size"), found.get("num_attention_heads")
-    if type(hidden) is int and type(heads) is int and heads:
-        found = {"num_key_value_heads": heads, "head_dim": hidden // heads} | found
+    share: Any = hidden // heads if type(hidden) is int and type(heads) is int and heads > 0 else None
+    if share is not None:
+        found = {"num_key_value_heads": heads, "head_dim": share} | found
+    if own.get("rope.dimension_count", found.get("head_dim")) != found.get("head_dim"):
+        raise CheckpointError(
+            f"{file.path}: {architecture}.rope.dimension_count is {own['rope.dimension_count']}, of heads of "
+            f"{found.get('head_dim')}; hasten reads models whose heads are rotated whole"
+        )
     found |= {
         "model_type": ARCHITECTURES[architecture],
         "vocab_size": embedding.shape[0],
@@ -42,7 +60,7 @@ def config_values(file: GGUFFile) -> dict[str, Any]:
     if architecture.startswith("gemma"):
         # As llama.cpp decides it: the two models of 27 B divide scores by another number than the size of a head.
         wide = {"gemma2": 46, "gemma3": 62}[architecture] == found.get("num_hidden_layers")
-        found["query_pre_attn_scalar"] = hidden // heads if wide and hidden and heads else found.get("head_dim")
+        found["query_pre_attn_scalar"] = share if wide and share else found.get("head_dim")
         if isinstance(pattern := found.get("sliding_window_pattern"), np.ndarray):  # which layers have the window
             found["layer_types"] = ["sliding_attention" if one else "full_attention" for one in pattern]
             del found["sliding_window_pattern"]

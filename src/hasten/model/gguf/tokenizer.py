@@ -77,6 +77,9 @@ def read_tokenizer(file: GGUFFile) -> Tokenizer | None:
     """The tokenizer, None where there is none. CheckpointError for an unknown or a damaged one."""
     own = {key.removeprefix("tokenizer.ggml."): value for key, value in file.metadata.items()}
     model, where = own.get("model"), file.path
+    for key, kind in (("model", str), ("add_bos_token", bool), ("add_eos_token", bool)):
+        if not isinstance(own.get(key, kind()), kind):
+            raise CheckpointError(f"{where}: tokenizer.ggml.{key} is {own[key]!r:.60}, and no {kind.__name__}")
     if model in (None, "no_vocab", "none"):
         return None
     if model not in ("gpt2", "llama"):
@@ -120,7 +123,7 @@ def _byte_level(own: _Entries, vocabulary: dict[str, int], where: Path) -> tuple
     split = SPLITS.get(name) if isinstance(name, str) else None
     if split is None:
         raise CheckpointError(f"{where}: tokenizer.ggml.pre is {name!r:.60}; known are {', '.join(SPLITS)}")
-    merges = own.get("merges")
+    merges = own.get("merges", [])
     pairs = [tuple(merge.split(" ")) for merge in merges] if isinstance(merges, list) else None
     if pairs is None or any(len(pair) != 2 for pair in pairs):
         raise CheckpointError(f"{where}: tokenizer.ggml.merges must be a list of two tokens each")

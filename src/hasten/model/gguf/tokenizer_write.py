@@ -31,7 +31,7 @@ def tokenizer_entries(tokenizer: Tokenizer | None, rows: int) -> dict[str, Any]:
     ends = zip(("eos", "eot", "eom"), tokenizer.eos_ids, strict=False)
     special = {"bos": tokenizer.bos_id, "padding": tokenizer.pad_id} | dict(ends)
     own |= {f"{name}_token_id": value for name, value in special.items() if value is not None}
-    entries = {f"tokenizer.ggml.{key}": value for key, value in own.items()}
+    entries = {f"tokenizer.ggml.{key}": value for key, value in own.items() if value != []}
     template = tokenizer.chat_template
     return entries | ({} if template is None else {"tokenizer.chat_template": template})
 

@@ -95,7 +95,7 @@ def config_entries(config: ModelConfig, items: list[_Item], target: Path) -> dic
     rope, windows = config.ropes[-1], [layer.window for layer in config.layers]
     own: dict[str, Any] = {key: getattr(config, field) for key, (_, field) in FIELDS.items() if field}
     own |= {"block_count": len(windows), "vocab_size": config.vocab_size, "attention.value_length": config.head_dim}
-    own |= {"rope.dimension_count": rope.dim, "rope.freq_base": rope.theta}
+    own |= {"rope.dimension_count": config.head_dim, "rope.freq_base": rope.theta}
     if config.post_norms:
         own |= {
             "attention.sliding_window": max(filter(None, windows), default=1),
@@ -207,5 +207,6 @@ def _encoded(tensor: Tensor, rows: Any, offset: float, type_name: str) -> np.nda
         plain = (tensor[rows].float() + offset if offset else tensor[rows]).to(dtype)
         check_finite(f"a weight in {type_name}", plain, Path("the model"))
         return plain.contiguous().view(torch.uint8).numpy()
+    check_finite(f"a weight for {type_name}", tensor, Path("the model"))
     parts = tensor[rows].split(max(1, BLOCK_ELEMENTS // tensor.shape[-1]))
     return np.concatenate([quantize(part.float().numpy(), GGMLQuantizationType[type_name]) for part in parts])
