@@ -12,9 +12,12 @@ from hasten.cli.main import main
 from hasten.errors import ConfigError
 from hasten.model.convert import convert
 from hasten.model.export import export_model
+from hasten.model.formats.record import LayerFormat
 from hasten.model.gguf.write import write_gguf
+from hasten.ops.linear.embedding import PackedEmbedding
 from hasten.quantization import GPTQ, Int4, Mixed, quantize, quantize_to_folder
 from hasten.quantization.schemes import layers_to_quantize
+from linear_cases import random_weight
 from quantized_folders import Q, change_tensors, logits
 from references import make_reference
 from tiny_model import tiny_llama
@@ -157,3 +160,14 @@ def test_plain_tensors_keep_their_own_dtypes(plain_folder, tmp_path):
     for name in ("lm_head.weight", "model.norm.weight"):
         assert after[name].dtype == before[name].dtype
         assert torch.equal(after[name], before[name])
+
+
+@pytest.mark.parametrize("name", ["Q4_K", "Q6_K", "fp8 g32"])
+def test_an_embedding_of_floats_is_written_as_the_plain_one_it_stands_for(name, tmp_path):
+    model, weight = tiny_llama(vocab_size=304, hidden_size=256), random_weight(name, 304, 256)
+    model.embedding = PackedEmbedding.from_weight(weight, dtype=torch.float32)
+    model.quantization = {"embedding": LayerFormat(weight.format, "none")}
+    export_model(model, tmp_path)
+    written = load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"]
+    assert torch.equal(written, weight.dequantize(written.dtype))
+    assert hasten.load(tmp_path).quantization is None
