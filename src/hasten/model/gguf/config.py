@@ -32,8 +32,8 @@ def config_values(file: GGUFFile) -> dict[str, Any]:
         raise CheckpointError(f"{file.path}: {architecture}.rope.scaling.type must be a text; found {scaling!r:.60}")
     for key in _NUMBERS:
         value = own.get(key, 0)
-        pattern = key == "attention.sliding_window_pattern" and isinstance(value, np.ndarray)
-        if not pattern and (type(value) not in (int, float) or not math.isfinite(value)):
+        listed = key == "attention.sliding_window_pattern" and isinstance(value, np.ndarray)
+        if not listed and (type(value) not in (int, float) or not math.isfinite(value)):
             raise CheckpointError(f"{file.path}: {architecture}.{key} must be a number; found {value!r:.60}")
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or own.get("expert_count"):
@@ -45,10 +45,11 @@ def config_values(file: GGUFFile) -> dict[str, Any]:
     share: Any = hidden // heads if type(hidden) is int and type(heads) is int and heads > 0 else None
     if share is not None:
         found = {"num_key_value_heads": heads, "head_dim": share} | found
-    if own.get("rope.dimension_count", found.get("head_dim")) != found.get("head_dim"):
+    head: Any = found.get("head_dim")
+    if own.get("rope.dimension_count", head) != head:
         raise CheckpointError(
             f"{file.path}: {architecture}.rope.dimension_count is {own['rope.dimension_count']}, of heads of "
-            f"{found.get('head_dim')}; hasten reads models whose heads are rotated whole"
+            f"{head}; hasten reads models whose heads are rotated whole"
         )
     found |= {
         "model_type": ARCHITECTURES[architecture],
@@ -60,7 +61,7 @@ def config_values(file: GGUFFile) -> dict[str, Any]:
     if architecture.startswith("gemma"):
         # As llama.cpp decides it: the two models of 27 B divide scores by another number than the size of a head.
         wide = {"gemma2": 46, "gemma3": 62}[architecture] == found.get("num_hidden_layers")
-        found["query_pre_attn_scalar"] = share if wide and share else found.get("head_dim")
+        found["query_pre_attn_scalar"] = share if wide and share else head
         if isinstance(pattern := found.get("sliding_window_pattern"), np.ndarray):  # which layers have the window
             found["layer_types"] = ["sliding_attention" if one else "full_attention" for one in pattern]
             del found["sliding_window_pattern"]
