@@ -8,7 +8,7 @@ FREE = StepCost((1, 64), (1.0, 1.0), (0.0, 0.0))  # further rows cost nothing
 class Proposing:
     """Proposes what a function of a text says."""
 
-    name, seconds = "function", 0.0
+    name = "function"
 
     def __init__(self, function):
         self.function = function

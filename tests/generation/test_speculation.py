@@ -175,15 +175,16 @@ def drafted(proposer, tokens, *, room, number=0, salt=""):
 
 
 class Kinds:
-    """Proposes tokens of kind 0, which is right as often as it says."""
+    """Proposes tokens of kind 0, and takes so many seconds for each of the longest draft."""
 
     name = "kinds"
 
     def __init__(self, seconds=0.0):
-        self.seconds, self.calls = seconds, 0
+        self.seconds, self.calls, self.now = seconds, 0, 0.0
 
     def propose(self, texts, *, floor, chance):
         self.calls += 1
+        self.now += self.seconds * max(text.room for text in texts)
         return [Draft([7] * text.room, [0] * text.room) for text in texts]
 
     def end(self, number, answer, *, salt=""):
@@ -192,10 +193,11 @@ class Kinds:
 
 def lengths_after(cost, right, *, sequences=1, steps=200, seconds=0.0, seed=0):
     """Lengths of the drafts of the last steps, where each token is right with this chance."""
-    speculator, chance = Speculator(Kinds(seconds), cost), random.Random(seed)
+    proposer, chance = Kinds(seconds), random.Random(seed)
+    speculator = Speculator(proposer, cost, clock=lambda: proposer.now)
     found = []
     for _ in range(steps):
-        texts = [Text(number=n, tokens=[1] * 50, step=1, params=SamplingParams(), room=16) for n in range(sequences)]
+        texts = [Text(number=n, tokens=[1] * 50, step=2, params=SamplingParams(), room=16) for n in range(sequences)]
         drafts = speculator.propose(texts)
         found.append([len(draft) for draft in drafts])
         for n, draft in enumerate(drafts):
@@ -226,6 +228,7 @@ def test_a_useless_draft_is_hardly_asked_for():
     slow, speculator = lengths_after(LINE, 0.3, seconds=0.6)  # of a draft model
     assert sum(slow) <= len(slow) / 16
     assert speculator.proposer.calls < 40
+    assert speculator.seconds == pytest.approx(0.6)
 
 
 def test_a_full_batch_speculates_less():

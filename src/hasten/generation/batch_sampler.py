@@ -79,6 +79,7 @@ class BatchSampler:
         if guide is None and not any(drafts):
             return [[token] for token in self.next_tokens(logits, steps=steps).tolist()]
         first = [0, *accumulate(1 + len(draft) for draft in drafts)]
+        rows: list[int] | None
         if guide is None and self._history is None:
             rows = [row for row, draft in enumerate(drafts) for _ in range(1 + len(draft))]
             places = [steps[row] + at - first[row] for at, row in enumerate(rows)]
@@ -90,10 +91,11 @@ class BatchSampler:
         going = list(range(len(drafts)))
         for place in range(1 + max(map(len, drafts))):
             part = logits[torch.tensor([first[row] + place for row in going], device=logits.device)]
+            rows = going if len(going) < len(drafts) else None
             for row, own in zip(going, part, strict=True):
                 if guide is not None:
                     guide.mask(row, own)
-            tokens = self._draw(part, going, [steps[row] + place for row in going])
+            tokens = self._draw(part, rows, [steps[row] + place for row in going])
             if self._history is not None:
                 self._history.observe(tokens, rows=going)
             more: list[int] = []
@@ -146,26 +148,26 @@ class BatchSampler:
 
     def _processed(self, logits: Tensor, rows: Sequence[int] | None, steps: Sequence[int]) -> Tensor:
         """The logits to draw from (R, V), without penalties."""
-        params, ends = self._params, self._end_ids
-        settings = self._rows
-        if rows is not None:
-            params, ends, settings = [params[row] for row in rows], [ends[row] for row in rows], settings.select(rows)
-        banned = banned_ends(params, steps=steps, end_ids=ends, vocab_size=settings.vocab_size, device=self._device)
+        settings, banned = self._settings(rows, steps)
         return process(logits, settings, banned=banned)
 
     def _draw(self, logits: Tensor, rows: Sequence[int] | None, steps: Sequence[int]) -> Tensor:
         """A token (R,) for each of the logits (R, V), which belong to these rows (None: to all, in order)."""
-        params, ends, settings, history = self._params, self._end_ids, self._rows, self._history
-        if rows is not None and list(rows) != list(range(len(params))):
-            params, ends = [params[row] for row in rows], [ends[row] for row in rows]
-            settings = settings.select(rows)
-            history = None if history is None else history.select(rows)
-        banned = banned_ends(params, steps=steps, end_ids=ends, vocab_size=settings.vocab_size, device=self._device)
+        settings, banned = self._settings(rows, steps)
+        history = self._history if rows is None or self._history is None else self._history.select(rows)
         if min(steps) == max(steps):  # as in `generate`: no copy to a GPU, which would wait there for the logits
             at = torch.full((len(steps),), steps[0], device=self._device)
         else:
             at = torch.tensor(steps, device=self._device)
         return next_tokens(logits, settings, steps=at, history=history, banned=banned)
+
+    def _settings(self, rows: Sequence[int] | None, steps: Sequence[int]) -> tuple[RowParams, Tensor | None]:
+        """The settings of these rows (None: of all), and the tokens that must not come after so many."""
+        params, ends, settings = self._params, self._end_ids, self._rows
+        if rows is not None:
+            params, ends, settings = [params[row] for row in rows], [ends[row] for row in rows], settings.select(rows)
+        banned = banned_ends(params, steps=steps, end_ids=ends, vocab_size=settings.vocab_size, device=self._device)
+        return settings, banned
 
 
 def other_seed(seed: int | None) -> int | None:

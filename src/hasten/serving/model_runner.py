@@ -151,8 +151,8 @@ class Sampler:
         if key != self._key:
             self._arrange(outputs)
             self._key = key
-        scored = {  # before constraints mask their rows, in place
-            i: logits[first[i] : first[i] + 1 + len(output.sequence.drafts)].clone()
+        scored = {
+            i: logits[first[i] : first[i] + 1 + len(output.sequence.drafts)]
             for i, output in enumerate(outputs)
             if output.state.wants_logprobs
         }

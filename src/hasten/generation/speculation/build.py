@@ -15,7 +15,7 @@ from hasten.errors import ConfigError, ResourceError
 from hasten.generation.params import whole
 from hasten.generation.speculation.cost import StepCost, measure_step_cost
 from hasten.generation.speculation.draft_model import DraftModel, check_vocabulary
-from hasten.generation.speculation.proposer import Accept, Proposer
+from hasten.generation.speculation.proposer import LIMIT, Accept, Proposer
 from hasten.generation.speculation.speculator import MOST, Speculator
 from hasten.generation.speculation.suffix import SuffixProposer
 from hasten.machine.caches import cache_folder
@@ -25,7 +25,6 @@ from hasten.model.fused import FusedStack, fuse_where_it_fits
 from hasten.model.load import load
 from hasten.model.transformer import Transformer
 
-LIMIT = 64  # tokens of a draft
 _LAYERS = re.compile(r"self:(\d+)(-layers)?")
 
 

@@ -4,7 +4,6 @@ It draws as the target will: with the same settings, seed and step, so the same 
 than a draft of its own noise would. What the target did not take is forgotten by the next call, whose tokens tell.
 """
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -15,7 +14,7 @@ from hasten.errors import ConfigError
 from hasten.generation.batch_sampler import BatchSampler, other_seed
 from hasten.generation.blocks import BlockManager, OutOfBlocks
 from hasten.generation.paged import PagedCache, Rows
-from hasten.generation.speculation.proposer import Accept, Chance, Draft, Text
+from hasten.generation.speculation.proposer import LIMIT, Accept, Chance, Draft, Text
 from hasten.model.tokenizer import Tokenizer
 from hasten.model.transformer import Transformer
 
@@ -23,7 +22,6 @@ from hasten.model.transformer import Transformer
 _CONFIDENCE = (0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.97)
 _PREFILL_TOKENS = 2048  # of a text that are taken in at once
 _STEP_TOKENS = 32  # of a text that are taken in beside others
-_MOST = 64  # tokens of a draft
 
 
 @dataclass(slots=True)
@@ -47,7 +45,6 @@ class DraftModel:
         accept: "distribution" draws with noise of its own, and says from what probabilities.
         """
         self.model, self.name, self.accept = model, name, accept
-        self.seconds = 0.0
         self._cache = PagedCache(
             model.config,
             blocks=-(-tokens // block_size),
@@ -68,17 +65,9 @@ class DraftModel:
             for text, draft in zip(texts, drafts, strict=True)
             if text.room > 0 and len(text.tokens) + text.room <= self.model.config.max_positions
         ]
-        self._catch_up(going)
-        started, longest = time.perf_counter(), 0
-        while going := [one for one in going if len(one.draft.tokens) < one.text.room]:
-            logits, going = self._step(going)
-            if not going:
-                break
-            going = self._draw(logits, going, floor, chance)
-            longest += 1
-        if longest:
-            spent = (time.perf_counter() - started) / longest
-            self.seconds = spent if not self.seconds else 0.9 * self.seconds + 0.1 * spent
+        going = [one for one in going if self._catch_up(one)]
+        while going := [one for one in going if len(one.draft.tokens) < one.text.room and self._fits(one, one.feed)]:
+            going = self._draw(self._run(going, [one.feed for one in going]), going, floor, chance)
         return drafts
 
     def end(self, number: int, answer: Sequence[int], *, salt: str = "") -> None:
@@ -96,53 +85,41 @@ class DraftModel:
             return list(text.tokens[held:])
         # Texts only grow: what differs is the last draft's, behind the text as it was then.
         same = min(len(seen), len(text.tokens) - 1)
-        start = next((at for at in range(max(0, same - _MOST), same) if seen[at] != text.tokens[at]), same)
+        start = next((at for at in range(max(0, same - LIMIT), same) if seen[at] != text.tokens[at]), same)
         del seen[start:]
         self._blocks.truncate(text.number, start)
         return list(text.tokens[start:])
 
-    def _catch_up(self, going: list[_Drafting]) -> None:
-        """Take in long texts, but for their last tokens, which the first step feeds for all together."""
-        for one in list(going):
-            while len(one.feed) > _STEP_TOKENS:
-                part = one.feed[: min(len(one.feed) - 1, _PREFILL_TOKENS)]
-                if self._run([(one, part)]) is None:
-                    going.remove(one)
-                    break
-                del one.feed[: len(part)]
+    def _catch_up(self, one: _Drafting) -> bool:
+        """Take in a long text, but for its last tokens, which the first step feeds for all together; False: no room."""
+        while len(one.feed) > _STEP_TOKENS:
+            part = one.feed[: min(len(one.feed) - 1, _PREFILL_TOKENS)]
+            if not self._fits(one, part):
+                return False
+            self._run([one], [part])
+            del one.feed[: len(part)]
+        return True
 
-    def _step(self, going: list[_Drafting]) -> tuple[Tensor, list[_Drafting]]:
-        """The logits after each text and its draft, and those for which there was room."""
-        fitting = []
-        for one in going:
-            try:
-                self._reserve(one, len(one.feed))
-            except OutOfBlocks:
-                continue
-            fitting.append(one)
-        logits = self._run([(one, one.feed) for one in fitting]) if fitting else None
-        return (torch.empty(0) if logits is None else logits), fitting
-
-    def _reserve(self, one: _Drafting, count: int) -> None:
+    def _fits(self, one: _Drafting, tokens: Sequence[int]) -> bool:
+        """Reserve room for further tokens of a text; False where there is none."""
         number = one.text.number
-        copies = self._blocks.reserve(number, len(self._seen[number]) + count)
-        if copies:
-            self._cache.copy(copies)
+        try:
+            copies = self._blocks.reserve(number, len(self._seen[number]) + len(tokens))
+        except OutOfBlocks:
+            return False
+        self._cache.copy(copies)
+        return True
 
-    def _run(self, parts: list[tuple[_Drafting, list[int]]]) -> Tensor | None:
-        """Logits (R, V) after each part, whose keys are in the cache then; None where there is no room for them."""
+    def _run(self, going: Sequence[_Drafting], parts: Sequence[list[int]]) -> Tensor:
+        """Logits (R, V) after each text's part, for which there is room; its keys are in the cache then."""
         rows = []
-        for one, tokens in parts:
+        for one, tokens in zip(going, parts, strict=True):
             number, seen = one.text.number, self._seen[one.text.number]
-            try:
-                self._reserve(one, len(tokens))
-            except OutOfBlocks:
-                return None
             rows.append(Rows(self._blocks.block_table(number), len(seen), len(tokens)))
             seen.extend(tokens)
             self._blocks.written(number, seen if len(seen) <= len(one.text.tokens) else seen[: len(one.text.tokens)])
         step = self._cache.step(rows)
-        ids = torch.tensor([[token for _, tokens in parts for token in tokens]], device=self.model.device)
+        ids = torch.tensor([[token for tokens in parts for token in tokens]], device=self.model.device)
         logits = self.model(ids, step.positions, step, rows=step.last)
         self._blocks.computed()
         return logits

@@ -43,6 +43,7 @@ class Draft:
         return Draft(self.tokens[:count], self.kinds[:count], self.probabilities[:count])
 
 
+LIMIT = 64  # tokens of a draft, at most
 ANY = -1  # the kind of a draft's first token while nothing is known of it
 # How a proposed token is accepted: if it is what the target draws there ("exact": the text is that without drafts), or
 # with min(1, p/q) ("distribution": another text of the same distribution; more are taken at high temperatures).
@@ -54,14 +55,10 @@ Chance = Callable[[int], float]
 class Proposer(Protocol):
     """Proposes tokens for a batch of sequences.
 
-    It sees what was accepted by the tokens of the next call. seconds: what a call costs for each token of the longest
-    draft, as far as known (0: nothing worth counting).
+    It sees what was accepted by the tokens of the next call.
     """
 
     name: str
-
-    @property
-    def seconds(self) -> float: ...
 
     def propose(self, texts: Sequence[Text], *, floor: float, chance: Chance) -> list[Draft]:
         """A draft for each text; it ends where the chance that all of it is accepted falls below `floor`."""

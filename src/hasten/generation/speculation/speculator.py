@@ -6,7 +6,7 @@ does, nothing is proposed, and the step is a plain one.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import Tensor
@@ -18,6 +18,7 @@ MOST = 16  # tokens of a draft, unless said otherwise
 _PRIOR = (2.0, 3.0)  # accepted of proposed, before anything was counted
 _MEMORY = 200.0  # proposed tokens of a kind after which older ones count for less
 _PROBE = 32  # of so many steps without a draft, one has a draft all the same: texts change
+_COSTLY = 0.05  # of a plain step: a proposer that takes longer for a token is not asked where its first hardly pays
 _GAIN = 1.02  # a draft must promise so much more than none, because chances and costs are only estimates
 
 
@@ -74,9 +75,19 @@ class Acceptance:
 class Speculator:
     """Asks a proposer for drafts and cuts them to what pays."""
 
-    def __init__(self, proposer: Proposer, cost: StepCost, *, most: int = MOST, always: bool = False) -> None:
+    def __init__(
+        self,
+        proposer: Proposer,
+        cost: StepCost,
+        *,
+        most: int = MOST,
+        always: bool = False,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         """most: tokens of a draft. always: propose so many without asking whether they pay (for measuring)."""
         self.proposer, self.cost, self.most, self.always = proposer, cost, most, always
+        self.seconds = 0.0  # that proposing takes, for each token of the longest draft
+        self._clock = clock
         self.acceptance = Acceptance()
         self.stats = SpeculationStats()
         self._drafts: dict[int, Draft] = {}  # of this step
@@ -84,7 +95,7 @@ class Speculator:
 
     def propose(self, texts: Sequence[Text], *, other_rows: int = 0) -> list[list[int]]:
         """Drafts for the next step of these sequences. other_rows: of the same step, prompts that are read."""
-        started = time.perf_counter()
+        started = self._clock()
         self._drafts.clear()
         if not texts:
             return []
@@ -97,13 +108,17 @@ class Speculator:
         floor = 0.0 if self.always or probing else self._floor(rows, context, plain)
         drafts = [Draft() for _ in texts]
         # A model that drafts costs time before anything is known of its draft.
-        if floor < 1 and not (self.proposer.seconds and self.acceptance.chance(ANY) < floor):
+        hopeless = self.seconds > _COSTLY * plain and self.acceptance.chance(ANY) < floor
+        if floor < 1 and not hopeless:
             drafts = self.proposer.propose(texts, floor=floor, chance=self.acceptance.chance)
+            if all(text.step > 1 for text in texts):  # else prompts were read
+                spent = (self._clock() - started) / max(1, *(len(draft.tokens) for draft in drafts))
+                self.seconds += (spent - self.seconds) / (10 if self.seconds else 1)
             if not self.always:
                 drafts = self._paying(drafts, rows, context, probing)
         self._drafts = {text.number: draft for text, draft in zip(texts, drafts, strict=True)}
         self._plain_steps = 0 if any(draft.tokens for draft in drafts) or probing else self._plain_steps + 1
-        self.stats.seconds += time.perf_counter() - started
+        self.stats.seconds += self._clock() - started
         return [draft.tokens for draft in drafts]
 
     def probabilities(self, number: int) -> list[Tensor]:
@@ -143,7 +158,7 @@ class Speculator:
     def _floor(self, rows: int, context: float, plain: float) -> float:
         """The chance below which no further token can pay: of what a plain step costs a token, what one more adds."""
         more = min((self.cost.seconds(rows + n, context) - plain) / n for n in (1, 2, 4, 8))
-        return _GAIN * (more * rows + self.proposer.seconds) / plain if plain else 0.0
+        return _GAIN * (more * rows + self.seconds) / plain if plain else 0.0
 
     def _paying(self, drafts: list[Draft], rows: int, context: float, probing: bool) -> list[Draft]:
         """The drafts cut to those tokens that together give the most tokens a second."""
@@ -154,9 +169,10 @@ class Speculator:
                 chance *= self.acceptance.chance(kind)
                 likely.append((chance, index))
         likely.sort(key=lambda one: -one[0])
-        spent = self.proposer.seconds * max((len(draft.tokens) for draft in drafts), default=0)
+        spent = self.seconds * max(len(draft.tokens) for draft in drafts)  # whatever is kept of them
         expected = float(len(drafts))
-        best, kept = expected / self.cost.seconds(rows, context) * _GAIN, 1 if probing and likely else 0
+        best = expected / (self.cost.seconds(rows, context) + spent) * _GAIN
+        kept = 1 if probing and likely else 0
         for count, (chance, _) in enumerate(likely, start=1):
             expected += chance
             rate = expected / (self.cost.seconds(rows + count, context) + spent)

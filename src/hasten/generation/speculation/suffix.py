@@ -69,7 +69,6 @@ class SuffixProposer:
     """Drafts by the longest match in the text itself, or where that is longer, in earlier answers."""
 
     name = "suffix"
-    seconds = 0.0
 
     def __init__(self) -> None:
         self._own: dict[int, SuffixIndex] = {}
