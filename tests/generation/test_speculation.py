@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -191,20 +192,24 @@ class Kinds:
         pass
 
 
-def lengths_after(cost, right, *, sequences=1, steps=200, seconds=0.0, seed=0):
-    """Lengths of the drafts of the last steps, where each token is right with this chance."""
+def lengths_after(cost, right, *, sequences=1, steps=200, seconds=0.0, seed=0, real=None):
+    """Lengths of the drafts of the last steps, where each token is right with this chance. real: what steps cost."""
     proposer, chance = Kinds(seconds), random.Random(seed)
     speculator = Speculator(proposer, cost, clock=lambda: proposer.now)
     found = []
     for _ in range(steps):
         texts = [Text(number=n, tokens=[1] * 50, step=2, params=SamplingParams(), room=16) for n in range(sequences)]
-        drafts = speculator.propose(texts)
+        drafts = [[] for _ in texts] if speculator.rests() else speculator.propose(texts)
         found.append([len(draft) for draft in drafts])
         for n, draft in enumerate(drafts):
             taken = 1
             while taken <= len(draft) and chance.random() < right:
                 taken += 1
             speculator.observe(n, taken, checked=len(draft))
+        rows = sequences + sum(map(len, drafts))
+        took = (real or cost).seconds(rows, 50)
+        speculator.stepped(rows, 50, took)
+        proposer.now += took
     return [length for lengths in found[steps // 2 :] for length in lengths], speculator
 
 
@@ -229,6 +234,17 @@ def test_a_useless_draft_is_hardly_asked_for():
     assert sum(slow) <= len(slow) / 16
     assert speculator.proposer.calls < 40
     assert speculator.seconds == pytest.approx(0.6)
+
+
+@pytest.mark.parametrize("right", [0.0, 0.3, 0.6])
+@pytest.mark.parametrize("seconds", [0.0, 0.5])
+def test_drafts_never_lose_much(right, seconds):
+    dear = StepCost((1, 64), (1.0, 64.0), (0.0, 0.0))
+    for believed, real in ((LINE, LINE), (LINE, dear)):
+        cost = replace(believed, rows=believed.rows)  # of its own: it is corrected
+        _, speculator = lengths_after(cost, right, steps=1000, seconds=seconds, real=replace(real, rows=real.rows))
+        plain = speculator.stats.tokens * 1.0
+        assert speculator.proposer.now <= 1.02 * plain + 8  # 8: the first drafts of all
 
 
 def test_a_full_batch_speculates_less():

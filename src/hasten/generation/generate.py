@@ -232,7 +232,7 @@ class Generation:
     def _drafts(self, active: Sequence[bool]) -> list[list[int]]:
         """What the speculator proposes for the rows that go on; empty for all others."""
         drafts: list[list[int]] = [[] for _ in active]
-        if self.speculator is None:
+        if self.speculator is None or self.speculator.rests():
             return drafts
         texts = []
         for row in (row for row, on in enumerate(active) if on):

@@ -246,6 +246,10 @@ class Engine:
         """Have drafts made for the output sequences that are one token behind."""
         outputs = self._table.outputs
         level = [outputs[s] for s in self.scheduler.running if s in outputs and len(s.tokens) - s.computed == 1]
+        if speculator.rests():
+            for one in level:
+                one.sequence.drafts = []
+            return
         texts = [
             Text(
                 number=one.sequence.number,

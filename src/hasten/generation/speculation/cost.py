@@ -31,9 +31,10 @@ class StepCost:
     base: Sequence[float]
     per_token: Sequence[float]
     _correction: list[float] = field(default_factory=list)
+    _seen: list[int] = field(default_factory=list)  # steps of so many rows
 
     def __post_init__(self) -> None:
-        self._correction = [1.0] * len(self.rows)
+        self._correction, self._seen = [1.0] * len(self.rows), [0] * len(self.rows)
 
     def seconds(self, rows: int, context: float) -> float:
         """Between the measured rows on a line, beyond them in proportion."""
@@ -53,7 +54,8 @@ class StepCost:
         """A step took so long: bend the table towards it."""
         at = min(bisect_left(self.rows, rows), len(self.rows) - 1)
         ratio = min(4.0, max(0.25, seconds / self.seconds(rows, context)))
-        step = 1 + _WEIGHT * (ratio - 1)
+        self._seen[at] += 1
+        step = 1 + max(_WEIGHT, 0.5 / self._seen[at]) * (ratio - 1)
         # Mostly where it was measured; a machine that is slower now is so for all rows, half as surely.
         for i in range(len(self._correction)):
             self._correction[i] *= step if i == at else 1 + (step - 1) / 2

@@ -44,7 +44,6 @@ class Draft:
 
 
 LIMIT = 64  # tokens of a draft, at most
-ANY = -1  # the kind of a draft's first token while nothing is known of it
 # How a proposed token is accepted: if it is what the target draws there ("exact": the text is that without drafts), or
 # with min(1, p/q) ("distribution": another text of the same distribution; more are taken at high temperatures).
 Accept = Literal["exact", "distribution"]

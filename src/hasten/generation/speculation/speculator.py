@@ -2,7 +2,9 @@
 
 A step over R rows takes `cost(R)`. Of the proposed tokens each is accepted with a chance that is counted while running,
 by its kind. A batch gets the tokens that are most likely accepted, as many as give the most tokens a second; where none
-does, nothing is proposed, and the step is a plain one.
+does, nothing is proposed, and the step is a plain one. Chances and costs are estimates, so what drafts gained or lost
+is measured too: a small credit, in plain steps, pays for losses and grows a little with each step. Where it is used up,
+nothing is proposed until it has grown again. So drafts that never help cost `_CREDIT` steps and `_INTEREST` of all.
 """
 
 import time
@@ -12,13 +14,15 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 
 from hasten.generation.speculation.cost import StepCost
-from hasten.generation.speculation.proposer import ANY, Draft, Proposer, Text
+from hasten.generation.speculation.proposer import Draft, Proposer, Text
 
 MOST = 16  # tokens of a draft, unless said otherwise
 _PRIOR = (2.0, 3.0)  # accepted of proposed, before anything was counted
 _MEMORY = 200.0  # proposed tokens of a kind after which older ones count for less
 _PROBE = 32  # of so many steps without a draft, one has a draft all the same: texts change
-_COSTLY = 0.05  # of a plain step: a proposer that takes longer for a token is not asked where its first hardly pays
+_PLAIN = 4  # steps without drafts at first: they say what plain ones take
+_CREDIT = 2.0  # plain steps that drafts may lose
+_INTEREST = 0.01  # of a plain step that they may lose more, with each step
 _GAIN = 1.02  # a draft must promise so much more than none, because chances and costs are only estimates
 
 
@@ -87,33 +91,47 @@ class Speculator:
         """most: tokens of a draft. always: propose so many without asking whether they pay (for measuring)."""
         self.proposer, self.cost, self.most, self.always = proposer, cost, most, always
         self.seconds = 0.0  # that proposing takes, for each token of the longest draft
+        self._timed = False  # whether that is known
         self._clock = clock
+        self._known: set[int] = set()  # sequences for which a draft was asked before
         self.acceptance = Acceptance()
         self.stats = SpeculationStats()
         self._drafts: dict[int, Draft] = {}  # of this step
         self._plain_steps = 0
+        self._credit = _CREDIT
+        self._asked: tuple[float, float] | None = None  # seconds: of proposing in this step, and of a plain one
+        self._texts = 0  # for which drafts were asked in this step
+        self._taken = 0  # tokens of this step, of sequences that might have had a draft
+
+    def rests(self) -> bool:
+        """Begin a step; True: nothing is to be proposed in it, because drafts lost of late."""
+        self._drafts.clear()
+        self._asked, self._taken = None, 0
+        self._credit = min(_CREDIT, self._credit + _INTEREST)
+        return not self.always and (self._credit < 0 or self.stats.steps < _PLAIN)
 
     def propose(self, texts: Sequence[Text], *, other_rows: int = 0) -> list[list[int]]:
         """Drafts for the next step of these sequences. other_rows: of the same step, prompts that are read."""
-        started = self._clock()
-        self._drafts.clear()
         if not texts:
             return []
+        started = self._clock()
+        self._texts = len(texts)
         context = sum(len(text.tokens) for text in texts) / len(texts)
         rows = len(texts) + other_rows
         plain = self.cost.seconds(rows, context)
-        probing = self._plain_steps >= _PROBE
+        probing = self._plain_steps >= _PROBE or not self._timed
         most = 1 if probing and not self.always else self.most
         texts = [replace(text, room=min(text.room, most)) for text in texts]
         floor = 0.0 if self.always or probing else self._floor(rows, context, plain)
         drafts = [Draft() for _ in texts]
-        # A model that drafts costs time before anything is known of its draft.
-        hopeless = self.seconds > _COSTLY * plain and self.acceptance.chance(ANY) < floor
-        if floor < 1 and not hopeless:
+        if floor < 1:
             drafts = self.proposer.propose(texts, floor=floor, chance=self.acceptance.chance)
-            if all(text.step > 1 for text in texts):  # else prompts were read
-                spent = (self._clock() - started) / max(1, *(len(draft.tokens) for draft in drafts))
-                self.seconds += (spent - self.seconds) / (10 if self.seconds else 1)
+            asked, numbers = self._clock() - started, {text.number for text in texts}
+            if self._known.issuperset(numbers):  # else prompts were read, which is done once
+                spent = asked / max(1, *(len(draft.tokens) for draft in drafts))
+                self.seconds += (spent - self.seconds) / (10 if self._timed else 1)
+                self._asked, self._timed = (asked, plain), True
+            self._known |= numbers
             if not self.always:
                 drafts = self._paying(drafts, rows, context, probing)
         self._drafts = {text.number: draft for text, draft in zip(texts, drafts, strict=True)}
@@ -132,6 +150,7 @@ class Speculator:
         """
         stats, draft = self.stats, self._drafts.get(number)
         stats.tokens += taken
+        self._taken += 0 if draft is None else taken
         if draft is None or not checked or not taken:  # none: its constraint failed
             return
         stats.drafts += 1
@@ -142,17 +161,19 @@ class Speculator:
             accepted = place < taken - 1
             stats.accepted_by_position[place] += accepted
             self.acceptance.count(kind, accepted)
-            if place == 0:
-                self.acceptance.count(ANY, accepted)
 
     def stepped(self, rows: int, context: float, seconds: float) -> None:
         """The target's step over so many rows took so long."""
         self.stats.steps += 1
         self.cost.observe(rows, context, seconds)
+        if self._asked is not None:
+            proposing, plain = self._asked
+            self._credit += self._taken / self._texts - (seconds + proposing) / plain
 
     def end(self, number: int, answer: Sequence[int], *, salt: str = "") -> None:
         """A sequence has ended."""
         self._drafts.pop(number, None)
+        self._known.discard(number)
         self.proposer.end(number, answer, salt=salt)
 
     def _floor(self, rows: int, context: float, plain: float) -> float:
