@@ -34,8 +34,10 @@ def test_gptq_and_weight_only_beside_bfloat16(
     text, folder, picture = tmp_path / "text.txt", tmp_path / "gptq", tmp_path / "ladder.png"
     text.write_text(TEXT)
     of_checkpoint = ("int8-weight-only", GPTQ_RUNG)
-    names = ("native-bf16", *of_checkpoint)
+    drafted = ("speculation", "all-together")
+    names = ("native-bf16", *of_checkpoint, *drafted)
     words = ["--text", str(text), "--gptq", str(folder), "--rungs", ",".join(names), "--picture", str(picture)]
+    words += ["--draft", "suffix"]
     main(["bench", "generate", "--model", str(tiny_folder), *SHORT, *words, "--json", "-"])
     said = capfd.readouterr()
     report = json.loads(said.out)
@@ -55,11 +57,24 @@ def test_gptq_and_weight_only_beside_bfloat16(
         assert rows[name]["perplexity"] == found.perplexity
     assert rows["native-bf16"]["kl_mean"] == 0
     assert rows[GPTQ_RUNG]["kl_mean"] > rows["int8-weight-only"]["kl_mean"]
+    # Drafts change no text: they are as far from bfloat16 as the same weights without.
+    assert (rows["speculation"]["kl_mean"], rows["all-together"]["kl_mean"]) == (0, rows[GPTQ_RUNG]["kl_mean"])
+    for name in drafted:
+        row = rows[name]
+        assert row["predicted_tokens_per_second"] > 0
+        assert row["decoded_tokens"] == 4
+        assert 1 <= row["tokens_per_pass"] <= 4
+        assert row["bytes_per_token"] * row["tokens_per_pass"] == pytest.approx(bytes_per_pass(rows, name))
     # The folder is taken as it is the next time.
     before = (folder / "model.safetensors").stat().st_mtime_ns
     found = run_without_measuring(tiny_folder, gptq=str(folder))
     assert found["settings"]["gptq"] == {"found": True}
     assert (folder / "model.safetensors").stat().st_mtime_ns == before
+
+
+def bytes_per_pass(rows: dict[str, Any], name: str) -> float:
+    of: float = rows["native-bf16" if name == "speculation" else GPTQ_RUNG]["bytes_per_token"]
+    return of
 
 
 def run_without_measuring(model: Path, **options: Any) -> dict[str, Any]:
@@ -78,7 +93,16 @@ def test_what_is_left_out_says_why(tiny_folder: Path, monkeypatch: pytest.Monkey
         GenerateLadder(shape="tiny", rungs=(GPTQ_RUNG,)).run()
     found = run_without_measuring(tiny_folder)
     assert "int8-weight-only" in [rung.name for rung in found["made"]]
-    assert found["settings"]["left_out"] == {GPTQ_RUNG: "it takes minutes to make; it takes --gptq DIR, or --rungs"}
+    assert found["settings"]["left_out"] == {
+        GPTQ_RUNG: "it takes minutes to make; it takes --gptq DIR, or --rungs",
+        "speculation": "it takes --draft",
+        "all-together": "it takes --draft and --gptq DIR",
+    }
+    with pytest.raises(ConfigError, match="speculation is left out: it takes --draft"):
+        run_without_measuring(tiny_folder, rungs=("speculation",))
+    for draft in ({"draft": "suffix"}, {"draft": "none", "text": "stdlib"}):
+        with pytest.raises(ConfigError, match="--draft takes suffix"):
+            run_without_measuring(tiny_folder, **draft)
     monkeypatch.setattr("hasten.bench.generate.resolve_device", lambda name: __import__("torch").device("cuda", 0))
     on_gpu = GenerateLadder(model=str(tiny_folder), gptq="somewhere").modes()
     assert on_gpu[GPTQ_RUNG].compiled

@@ -99,6 +99,7 @@ def test_further_rows_of_a_rung() -> None:
         "prefill_tokens_per_second",
         "time_to_first_token_seconds",
         "decode_tokens_per_second",
+        "predicted_tokens_per_second",
     }
     assert "x8|prefill_tokens_per_second" not in found, "its prompts are taken in once"
     stream = rung.streams["x8"]

@@ -8,6 +8,7 @@ Cumulative rungs; their names never change:
   weights, the head quantized like the rest; on a CPU.
 - int8-weight-only, gptq-int4-g32: int8 weights with activations of 16 bits, and int4 weights in groups of 32 by GPTQ
   (arXiv 2210.17323), of a checkpoint; with the native steps on a CPU, else compiled.
+- speculation, all-together: bfloat16 and the GPTQ folder's weights with drafts (arXiv 2211.17192), after --text.
 
 A checkpoint that is quantized already is measured as it is: by default static-cache and the native rung of its format.
 
@@ -47,7 +48,7 @@ class DecodeMode:
     """How a rung generates. weights: "bfloat16", "int8" or "int4" whatever the ladder's dtype is; None: that dtype.
 
     activations: of products with int8 and int4 weights, as in `hasten quantize`. kv_heads: key/value heads in place of
-    the shape's.
+    the shape's. drafted: with the ladder's draft. gptq: of the ladder's GPTQ folder.
     """
 
     techniques: tuple[str, ...]
@@ -57,10 +58,13 @@ class DecodeMode:
     weights: str | None = None
     activations: Literal["int8", "float"] = "int8"
     kv_heads: int | None = None
+    drafted: bool = False
+    gptq: bool = False
 
 
 COMPILED = ("static cache", "torch.compile")
 NATIVE_STEPS = ("static cache", "native fused steps")
+GPTQ = ("int4 in groups of 32", "GPTQ")
 RUNGS: Mapping[str, DecodeMode] = {
     "no-cache": DecodeMode(techniques=("eager",), cache=False),
     "static-cache": DecodeMode(techniques=("eager", "static cache")),
@@ -73,10 +77,14 @@ RUNGS: Mapping[str, DecodeMode] = {
     "int8-weight-only": DecodeMode(
         techniques=(*NATIVE_STEPS, "int8", "16-bit activations"), fused=True, weights="int8", activations="float"
     ),
-    "gptq-int4-g32": DecodeMode(techniques=(*NATIVE_STEPS, "int4 in groups of 32", "GPTQ"), fused=True, weights="int4"),
+    "gptq-int4-g32": DecodeMode(techniques=(*NATIVE_STEPS, *GPTQ), fused=True, weights="int4", gptq=True),
+    "speculation": DecodeMode(techniques=(*NATIVE_STEPS, "drafts"), fused=True, weights="bfloat16", drafted=True),
+    "all-together": DecodeMode(
+        techniques=(*NATIVE_STEPS, *GPTQ, "drafts"), fused=True, weights="int4", gptq=True, drafted=True
+    ),
 }
 GPTQ_RUNG = "gptq-int4-g32"
-OF_CHECKPOINT = {"int8-weight-only", GPTQ_RUNG}  # made of one that is not quantized
+OF_CHECKPOINT = {"int8-weight-only", GPTQ_RUNG, "speculation", "all-together"}  # made of one that is not quantized
 NATIVE = tuple(name for name, mode in RUNGS.items() if mode.fused and name not in OF_CHECKPOINT)
 # Where the native steps are, the compiler's rungs on quantized weights are measured only when they are asked for.
 COMPILED_QUANTIZED = tuple(name for name, mode in RUNGS.items() if mode.compiled and mode.weights)
@@ -113,6 +121,9 @@ class GenerateLadder(Ladder):
     gptq: str | None = None
     """Also measure gptq-int4-g32, of this folder; if there is none, the model is first quantized there (with stdlib as
     the calibration text). Without it the rung is measured only if --rungs names it, and its folder is not kept."""
+    draft: str | None = None
+    """Also measure speculation and, with --gptq, all-together, with drafts by this: suffix, a FOLDER with a smaller
+    model, self:N-layers or self:int4. Needs --text, whose documents are the prompts of these rungs."""
 
     @property
     def source(self) -> BenchmarkModel:
@@ -127,7 +138,8 @@ class GenerateLadder(Ladder):
         """
         first, *more = self.batches
         found: dict[str, dict[str, Any]] = {"": {"batch": first, "prompt_tokens": self.prompt_tokens}}
-        if mode.cache:  # without one a token costs a whole prompt: eight, or a longer one, would show nothing new
+        # Without a cache a token costs a whole prompt: eight, or a longer one, would show nothing new.
+        if mode.cache and not mode.drafted:
             for batch in more:
                 found[f"x{batch}"] = {"batch": batch, "prompt_tokens": self.prompt_tokens, "ratio_to": ""}
             for context in self.contexts:
@@ -154,8 +166,9 @@ class GenerateLadder(Ladder):
         elif not self.rungs:
             others = {*(COMPILED_QUANTIZED if on_cpu else NATIVE), *self.left_out()}
             names = [name for name in names if name not in others]
-        elif self.model is None and GPTQ_RUNG in names:
-            raise ConfigError(f"{GPTQ_RUNG} is left out: {self.left_out()[GPTQ_RUNG]}")
+        for name in names:
+            if (RUNGS[name].drafted and self.draft is None) or (self.model is None and RUNGS[name].gptq):
+                raise ConfigError(f"{name} is left out: {self.left_out()[name]}")
         found = {name: RUNGS[name] for name in names}
         if not on_cpu:
             for name in OF_CHECKPOINT & found.keys():
@@ -167,8 +180,14 @@ class GenerateLadder(Ladder):
         """The rungs that are measured only when they are asked for, or not at all, and why."""
         if self.model is None:
             why = "random weights predict no text; it takes --model"
-            return {"int8-weight-only": f"{why}, or --rungs", GPTQ_RUNG: why}
-        return {} if self.gptq else {GPTQ_RUNG: "it takes minutes to make; it takes --gptq DIR, or --rungs"}
+            return {"int8-weight-only": f"{why}, or --rungs"} | {
+                name: why for name, mode in RUNGS.items() if mode.gptq or mode.drafted
+            }
+        found = {} if self.gptq else {GPTQ_RUNG: "it takes minutes to make; it takes --gptq DIR, or --rungs"}
+        for name, mode in RUNGS.items():
+            if mode.drafted and (self.draft is None or (mode.gptq and not self.gptq)):
+                found[name] = "it takes --draft and --gptq DIR" if mode.gptq else "it takes --draft"
+        return found
 
     def show(self, report: Mapping[str, Any]) -> bool:
         """Print the table, and what is not in it, to standard error; whether any rung could be measured."""
@@ -188,14 +207,15 @@ class GenerateLadder(Ladder):
         rungs, device = self.modes(), str(resolve_device(self.device))
         ladder = replace(self, device=device, dtype="bfloat16" if self.dtype == "auto" else self.dtype)
         _check(ladder)
-        made_gptq = gptq_folder(ladder.source, Path(gptq), threads=self.threads) if GPTQ_RUNG in rungs else None
+        from_gptq = any(mode.gptq for mode in rungs.values())
+        made_gptq = gptq_folder(ladder.source, Path(gptq), threads=self.threads) if from_gptq else None
         wide = emulated(ladder.dtype, device) is not None
         quantized = ladder.source.quantized() is not None
         made = []
         for name, mode in rungs.items():
-            model = BenchmarkModel(model=gptq) if name == GPTQ_RUNG else replace(ladder.source, kv_heads=mode.kv_heads)
+            model = BenchmarkModel(model=gptq) if mode.gptq else replace(ladder.source, kv_heads=mode.kv_heads)
             parts = _memory(model.config(), ladder, ladder.rows(mode).values(), wide=wide)
-            if quantized or name == GPTQ_RUNG:
+            if quantized or mode.gptq:
                 parts["weights"] = model.stored_bytes()
             if ladder.text and not quantized:
                 parts["the model that it is compared with"] = 2 * parameters(model.config()).total
@@ -220,6 +240,7 @@ class GenerateLadder(Ladder):
                 "kv_cache_dtype": ladder.kv_cache_dtype,
                 "text_bytes": None if ladder.text is None else TEXT_BYTES,
                 "gptq": made_gptq,
+                "draft": None if ladder.draft is None else ladder.draft.rstrip("/").rsplit("/", 1)[-1],
                 "left_out": {name: why for name, why in self.left_out().items() if name not in rungs},
             },
             dtypes=("float32" if wide else ladder.dtype, *(("int8",) if integers else ())),
@@ -233,6 +254,11 @@ def _check(ladder: GenerateLadder) -> None:
         raise ConfigError("random weights predict no text; give --text with --model")
     if ladder.gptq and (ladder.model is None or ladder.source.quantized() is not None):
         raise ConfigError("--gptq quantizes a checkpoint that is not quantized; give it with --model")
+    if ladder.draft is not None:
+        if ladder.text is None or ladder.draft == "none":
+            raise ConfigError("--draft takes suffix, a folder, self:N-layers or self:int4, and --text for its prompts")
+        if ladder.source.quantized() is not None:
+            raise ConfigError("--draft is measured on a checkpoint that is not quantized, which has all rungs")
     resolve_dtype(ladder.dtype)  # raises for a name that is not known
     for option, numbers in (("--batches", ladder.batches), ("--contexts", ladder.contexts)):
         if any(number < 1 for number in numbers) or len(set(numbers)) != len(numbers):
@@ -275,6 +301,7 @@ class HeadsLadder(GenerateLadder):
     model: Suppress[str | None] = None  # a shape only: with other heads a checkpoint is no model
     text: Suppress[str | None] = None
     gptq: Suppress[str | None] = None
+    draft: Suppress[str | None] = None
     prompt_tokens: int = 2048
     """The context after which every rung decodes."""
     eager: bool = False

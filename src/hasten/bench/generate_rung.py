@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from hasten.bench.drafted_stream import DraftedStream, load_draft, real_prompts
 from hasten.bench.generate import TEXT_BYTES, DecodeMode, GenerateLadder
 from hasten.bench.models import BenchmarkModel, require_compiler
 from hasten.machine import emulated, reset_peak_memory, resolve_dtype
@@ -39,18 +40,25 @@ class GenerateRung:
         if mode.weights is not None or self.model.quantization is not None:
             self.pack(mode)
         self.kv_cache_dtype = ladder.kv_cache_dtype if mode.cache else "auto"
-        self.scores = {} if ladder.text is None else self.score(ladder, ladder.text)
+        self.scores = {} if ladder.text is None else self.score(ladder)
         if mode.compiled:
             compile_blocks(self.model)
         self.new_tokens = ladder.new_tokens  # the same for all rungs, where the bytes of a mean token are counted
         decoded = self.new_tokens if mode.cache else min(self.new_tokens, NO_CACHE_TOKENS)
         self.rows, cache = ladder.rows(mode), self.kv_cache_dtype
-        self.streams = {
-            ending: Stream(
+        self.streams: dict[str, Stream | DraftedStream] = {}
+        if mode.drafted:
+            assert ladder.draft is not None, "the ladder has no such rung without a draft"
+            draft = load_draft(ladder.draft, ladder.source, dtype=self.model.dtype, device=device)
+            prompts = real_prompts(self.model, self.documents(ladder), ladder.prompt_tokens)
+            self.streams[""] = DraftedStream(
+                self.model, draft, prompts, new_tokens=decoded, compiled=mode.compiled, kv_cache_dtype=cache
+            )
+            return
+        for ending, row in self.rows.items():
+            self.streams[ending] = Stream(
                 self.model, mode, row, new_tokens=decoded, seed=seed, keep_prompt=bool(ending), kv_cache_dtype=cache
             )
-            for ending, row in self.rows.items()
-        }
 
     def pack(self, mode: DecodeMode) -> None:
         """Quantize, where the checkpoint is not, and fuse as the rung says; count the bytes that a weight now takes.
@@ -80,16 +88,23 @@ class GenerateRung:
             self.matrix_dtype = "int8"  # the native kernel rounds activations, and multiplies int8 by int8 or int4
         reset_peak_memory()  # what follows is the model's; making it from random bfloat16 weights is the ladder's
 
-    def score(self, ladder: GenerateLadder, text: str) -> dict[str, float]:
+    @staticmethod
+    def documents(ladder: GenerateLadder) -> list[str]:
+        """The beginning of the ladder's text."""
+        from hasten.data import read_documents
+
+        assert ladder.text is not None, "asked for only where there is one"
+        return list(read_documents(ladder.text, limit_bytes=TEXT_BYTES))
+
+    def score(self, ladder: GenerateLadder) -> dict[str, float]:
         """Perplexity of the beginning of a text, computed by what the rung runs, and how far that is from the model in
         bfloat16 (where it is at hand), on a CPU with the native steps.
         """
-        from hasten.data import read_documents
         from hasten.generation.divergence import divergence
         from hasten.generation.perplexity import perplexity
         from hasten.model.fused import fuse_where_it_fits
 
-        documents = list(read_documents(text, limit_bytes=TEXT_BYTES))
+        documents = self.documents(ladder)
         if ladder.source.quantized() is not None:
             return {"perplexity": perplexity(self.model, documents, kv_cache_dtype=self.kv_cache_dtype).perplexity}
         plain = ladder.source.build(dtype=resolve_dtype("bfloat16"), device=ladder.device, seed=ladder.seed)
@@ -134,11 +149,14 @@ class GenerateRung:
 
     def measure(self) -> dict[str, float]:
         """The rung's own stream, then those of the further rows, whose metrics are marked with their ending."""
-        return {
+        found = {
             f"{ending}|{metric}" if ending else metric: value
             for ending, stream in self.streams.items()
             for metric, value in stream.measure().items()
         }
+        if "tokens_per_pass" in found:  # of the model alone, not of one that drafts
+            found["bytes_per_token"] = self._facts("")["bytes_per_token"] / found["tokens_per_pass"]
+        return found
 
 
 class Stream:
@@ -201,6 +219,11 @@ class Stream:
             tokens = self.next_tokens(tokens)
         each = self.new_tokens / (time.perf_counter() - start)
         found["decode_tokens_per_second"] = self.batch * each
+        if self.decoder is not None and self.batch == 1:
+            from hasten.generation.speculation import measure_step_cost
+
+            cost = measure_step_cost(self.model, row_counts=(1,), seconds=0.1)
+            found["predicted_tokens_per_second"] = 1 / cost.seconds(1, len(self.prompts[0]) + self.new_tokens / 2)
         if self.batch > 1:
             found["decode_tokens_per_second_per_sequence"] = each
         return found

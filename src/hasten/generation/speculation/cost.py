@@ -36,7 +36,7 @@ class StepCost:
     def __post_init__(self) -> None:
         self._correction, self._seen = [1.0] * len(self.rows), [0] * len(self.rows)
 
-    def seconds(self, rows: int, context: float) -> float:
+    def seconds(self, rows: float, context: float) -> float:
         """Between the measured rows on a line, beyond them in proportion."""
         at = bisect_left(self.rows, rows)
         if at == len(self.rows):
@@ -62,14 +62,17 @@ class StepCost:
 
 
 @torch.inference_mode()
-def measure_step_cost(model: Transformer, *, seconds: float = _SECONDS) -> StepCost:
+def measure_step_cost(model: Transformer, *, row_counts: Sequence[int] = ROWS, seconds: float = _SECONDS) -> StepCost:
     """Time single blocks, times the layers, and the head: rows of one sequence over a cache of its own.
 
     Each call takes the next block: one that is called again and again would lie in the processor's cache, where in a
     real step it does not.
     """
     config, device = model.config, model.device
-    most = [rows for rows in ROWS if rows <= max(1, config.max_positions // 2)]  # learned positions end somewhere
+    # Learned positions end somewhere.
+    most = [
+        count for count in row_counts if count <= max(1, config.max_positions // 2)
+    ]  # learned positions end somewhere
     longest = max(2, min(CONTEXTS[-1], config.max_positions - most[-1]))
     contexts = [min(CONTEXTS[0], longest // 2), longest]
     one = replace(config, layers=config.layers[:1])

@@ -1,0 +1,97 @@
+"""What a rung with a draft decodes: the ends of real documents, one after the other, greedy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from hasten.bench.models import BenchmarkModel
+from hasten.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+    from hasten.model.transformer import Transformer
+
+PROMPTS = 4  # documents: how often a draft is right differs between texts
+
+
+class DraftedStream:
+    """Decodes after each prompt with a new speculator, so that nothing is remembered from one round to the next."""
+
+    compile_seconds: float | None = None
+    decoder = None
+
+    def __init__(
+        self,
+        model: Transformer,
+        draft: str | Transformer,
+        prompts: Sequence[Sequence[int]],
+        *,
+        new_tokens: int,
+        compiled: bool,
+        kv_cache_dtype: str,
+    ) -> None:
+        self.model, self.draft, self.prompts, self.new_tokens = model, draft, prompts, new_tokens
+        self.compiled, self.kv_cache_dtype = compiled, kv_cache_dtype
+
+    def measure(self) -> dict[str, float]:
+        """Tokens a second, and what the table of costs predicts for the lengths and the share taken that were seen."""
+        from hasten.generation.generate import Generation, Timing
+        from hasten.generation.speculation import make_speculator, measure_step_cost
+
+        cost = measure_step_cost(self.model, seconds=0.3)
+        timings, found, predicted = [], [], 0.0
+        for prompt in self.prompts:
+            speculator, timing = make_speculator(self.model, self.draft), Timing()
+            assert speculator is not None, "the ladder refuses a draft of none"
+            run = Generation(
+                self.model,
+                [list(prompt)],
+                max_new_tokens=self.new_tokens,
+                temperature=0.0,
+                ignore_eos=True,
+                timing=timing,
+                speculator=speculator,
+                compiled=self.compiled,
+                kv_cache_dtype=self.kv_cache_dtype,
+            )
+            for _ in run:
+                pass
+            stats = speculator.stats
+            rows = 1 + stats.draft_tokens / max(1, stats.steps)
+            predicted += stats.steps * cost.seconds(rows, len(prompt) + self.new_tokens / 2) + stats.seconds
+            timings.append(timing)
+            found.append(stats)
+        tokens, proposed = sum(stats.tokens for stats in found), sum(stats.draft_tokens for stats in found)
+        return {
+            "decode_tokens_per_second": sum(t.decode_tokens for t in timings) / sum(t.decode_seconds for t in timings),
+            "predicted_tokens_per_second": tokens / predicted,
+            "tokens_per_pass": tokens / max(1, sum(stats.steps for stats in found)),
+            "acceptance": sum(stats.accepted_tokens for stats in found) / max(1, proposed),
+        }
+
+
+def load_draft(draft: str, source: BenchmarkModel, *, dtype: torch.dtype, device: str) -> str | Transformer:
+    """A draft by its name, as `make_speculator` takes it; a model that drafts is loaded once."""
+    from hasten.model.fused import fuse_where_it_fits
+    from hasten.quantization import Int4, quantize
+
+    if draft == "self:int4":
+        return fuse_where_it_fits(quantize(source.build(dtype=dtype, device=device, seed=0), Int4()))
+    if draft == "suffix" or draft.startswith("self:"):
+        return draft
+    return fuse_where_it_fits(BenchmarkModel(model=draft).build(dtype=dtype, device=device, seed=0))
+
+
+def real_prompts(model: Transformer, documents: Sequence[str], length: int) -> list[list[int]]:
+    """The first `length` tokens of documents that are longer. Raises ConfigError where there are too few."""
+    assert model.tokenizer is not None, "the ladder refuses a model without one"
+    found: list[list[int]] = []
+    for document in documents:
+        ids = model.tokenizer.encode(document)
+        if len(ids) > length and len(found) < PROMPTS:
+            found.append(ids[:length])
+    if not found:
+        raise ConfigError(f"--text has no document of more than {length} tokens; lower --prompt-tokens")
+    return found
