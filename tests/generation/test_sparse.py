@@ -1,14 +1,17 @@
 """Generation by a model with a sparse pattern: what whole-sequence scoring sees, over a cache that stays small."""
 
+import random
 from dataclasses import replace
 
 import pytest
 import torch
 
 import hasten
+from drafting import proposing
 from hasten.errors import CheckpointError, ConfigError, HastenWarning
 from hasten.generation.cache import StaticCache
 from hasten.generation.decoder import Decoder
+from hasten.generation.generate import Generation
 from hasten.generation.paged import PagedCache
 from hasten.generation.perplexity import perplexity
 from hasten.model.context import training_context
@@ -102,6 +105,22 @@ def test_small_rows_are_read_however_a_prompt_comes(pattern):
             found[name, size] = decoder.prefill([row[start : start + size]])
     torch.testing.assert_close(found["int4", 15], found["int4", LENGTH], rtol=1e-3, atol=1e-4)
     assert (found["int4", 15] - found["auto", LENGTH]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("pattern", ["local:block=16,radius=1", "bigbird:block=16"])
+def test_drafts_change_no_text(pattern):
+    model, [prompt] = model_of(pattern), tokens_of(length=40).tolist()
+    settings = {"max_new_tokens": 40, "temperature": 0.9, "seed": 5, "ignore_eos": True}
+    plain = hasten.generate(model, [prompt], **settings)[0].tokens
+    wrong = random.Random(0)
+
+    def propose(text):
+        known = plain[text.step :][: wrong.randint(0, 6)]
+        return [(token + 1) % 60 if wrong.random() < 0.3 else token for token in known]
+
+    run = Generation(model, [prompt], speculator=proposing(propose), **settings)
+    assert [token for step in run for _, token, _ in step] == plain
+    assert 0 < run.speculator.stats.accepted_tokens < run.speculator.stats.draft_tokens
 
 
 def test_a_local_pattern_bounds_the_cache():

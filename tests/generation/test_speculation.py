@@ -56,8 +56,8 @@ def model():
     return hasten.load(make_reference("llama"))
 
 
-def texts_of(model, params, speculator=None, prompts=PROMPTS):
-    run = Generation(model, prompts, params, speculator=speculator)
+def texts_of(model, params, speculator=None, prompts=PROMPTS, **settings):
+    run = Generation(model, prompts, params, speculator=speculator, **settings)
     for _ in run:
         pass
     return run.results()
@@ -98,6 +98,28 @@ def test_the_native_kernels_give_the_same_bits_with_any_draft(fused, draft):
         if draft == "the model itself":  # it draws with the same noise
             assert speculator.stats.acceptance > 0.8  # behind the end of a text some are not taken
             assert speculator.stats.tokens_per_step > 10
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["int8", "int4"])
+def test_the_bits_are_the_same_over_a_quantized_cache(fused, kv_cache_dtype):
+    params = [SamplingParams(max_new_tokens=24, seed=seed, temperature=0.9) for seed in (1, 2, 3)]
+    plain = texts_of(fused, params, kv_cache_dtype=kv_cache_dtype)
+    known = [prompt + result.tokens for prompt, result in zip(PROMPTS, plain, strict=True)]
+    speculator = knowing(known, mistakes=0.3)
+    assert texts_of(fused, params, speculator, kv_cache_dtype=kv_cache_dtype) == plain
+    assert 0 < speculator.stats.accepted_tokens < speculator.stats.draft_tokens
+
+
+@pytest.mark.parametrize("weights", [hasten.Int8(), hasten.Int4(group_size=32)])
+def test_the_bits_are_the_same_with_quantized_weights(weights):
+    model = hasten.quantize(hasten.load(make_reference("llama"), dtype="bfloat16"), weights)
+    if reason := refusal(model):
+        pytest.skip(reason)
+    hasten.fuse(model)
+    params = [SamplingParams(max_new_tokens=24, seed=seed, temperature=0.9) for seed in (1, 2, 3)]
+    plain = texts_of(model, params)
+    known = [prompt + result.tokens for prompt, result in zip(PROMPTS, plain, strict=True)]
+    assert texts_of(model, params, knowing(known, mistakes=0.3)) == plain
 
 
 def test_a_draft_model_forgets_a_text_that_was_left(fused):

@@ -55,10 +55,10 @@ def said(pieces):
     return found
 
 
-@pytest.mark.parametrize("blocks", [200, 20])
-def test_answers_are_those_without_drafts(model, blocks):
+@pytest.mark.parametrize(("blocks", "cache"), [(200, "auto"), (20, "auto"), (20, "int8"), (20, "int4")])
+def test_answers_are_those_without_drafts(model, blocks, cache):
     """Beside each other, with preemption (20 blocks), drafts with mistakes that run past ends and constraints."""
-    plain = {name: said(pieces) for name, pieces in run(make_engine(model), requests()).items()}
+    plain = {name: said(pieces) for name, pieces in run(make_engine(model, kv_cache_dtype=cache), requests()).items()}
     texts = [PROMPT + sample[0] for samples in plain.values() for sample in samples.values()]
     texts += [PROMPT + list(range(first, first + 14)) for first in (40, 60, 80)]  # past the constraints' ends
     chance = random.Random(0)
@@ -68,7 +68,7 @@ def test_answers_are_those_without_drafts(model, blocks):
         draft = chance.choice(known)[: chance.randrange(6)] if known else []
         return [*draft, 7] if chance.random() < 0.3 else draft
 
-    engine = make_engine(model, blocks=blocks, token_budget=48)
+    engine = make_engine(model, blocks=blocks, token_budget=48, kv_cache_dtype=cache)
     engine.speculator = proposing(propose)
     found = {name: said(pieces) for name, pieces in run(engine, requests()).items()}
     assert found == plain
