@@ -17,7 +17,7 @@ from hasten.model.transformer import Transformer
 ROWS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
 CONTEXTS = (128, 1024)
 _SECONDS = 1.5  # for all of them together
-_WEIGHT = 0.1  # of a new step in the correction
+_BEND = 0.1  # of a cost, by one step
 
 
 @dataclass(slots=True)
@@ -53,12 +53,18 @@ class StepCost:
     def observe(self, rows: int, context: float, seconds: float) -> None:
         """A step took so long: bend the table towards it."""
         at = min(bisect_left(self.rows, rows), len(self.rows) - 1)
-        ratio = min(4.0, max(0.25, seconds / self.seconds(rows, context)))
         self._seen[at] += 1
-        step = 1 + max(_WEIGHT, 0.5 / self._seen[at]) * (ratio - 1)
-        # Mostly where it was measured; a machine that is slower now is so for all rows, half as surely.
+        step = towards(1.0, seconds / self.seconds(rows, context), most=max(_BEND, 0.5 / self._seen[at]))
+        # Mostly where it was measured; but a machine that is slower now is so for all rows.
         for i in range(len(self._correction)):
-            self._correction[i] *= step if i == at else 1 + (step - 1) / 2
+            self._correction[i] *= step if i == at else 1 + (step - 1) / 5
+
+
+def towards(old: float, new: float, *, most: float) -> float:
+    """A running estimate: half the way to a new value, by a share of `most` at most. One that lies far off, as when
+    others took the processor, counts no more than one that lies a little off.
+    """
+    return old * min(1 + most, max(1 / (1 + most), (1 + new / old) / 2))
 
 
 @torch.inference_mode()

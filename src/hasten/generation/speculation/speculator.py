@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-from hasten.generation.speculation.cost import StepCost
+from hasten.generation.speculation.cost import StepCost, towards
 from hasten.generation.speculation.proposer import Draft, Proposer, Text
 
 MOST = 16  # tokens of a draft, unless said otherwise
@@ -21,6 +21,7 @@ _PRIOR = (2.0, 3.0)  # accepted of proposed, before anything was counted
 _MEMORY = 200.0  # proposed tokens of a kind after which older ones count for less
 _PROBE = 32  # of so many steps without a draft, one has a draft all the same: texts change
 _PLAIN = 4  # steps without drafts at first: they say what plain ones take
+_PLAIN_AGAIN = 64  # and one of so many later
 _CREDIT = 2.0  # plain steps that drafts may lose
 _INTEREST = 0.01  # of a plain step that they may lose more, with each step
 _GAIN = 1.02  # a draft must promise so much more than none, because chances and costs are only estimates
@@ -91,7 +92,6 @@ class Speculator:
         """most: tokens of a draft. always: propose so many without asking whether they pay (for measuring)."""
         self.proposer, self.cost, self.most, self.always = proposer, cost, most, always
         self.seconds = 0.0  # that proposing takes, for each token of the longest draft
-        self._timed = False  # whether that is known
         self._clock = clock
         self._known: set[int] = set()  # sequences for which a draft was asked before
         self.acceptance = Acceptance()
@@ -99,7 +99,7 @@ class Speculator:
         self._drafts: dict[int, Draft] = {}  # of this step
         self._plain_steps = 0
         self._credit = _CREDIT
-        self._asked: tuple[float, float] | None = None  # seconds: of proposing in this step, and of a plain one
+        self._asked: tuple[float, float] | None = None  # seconds: proposing in this step, a plain one
         self._texts = 0  # for which drafts were asked in this step
         self._taken = 0  # tokens of this step, of sequences that might have had a draft
 
@@ -108,7 +108,8 @@ class Speculator:
         self._drafts.clear()
         self._asked, self._taken = None, 0
         self._credit = min(_CREDIT, self._credit + _INTEREST)
-        return not self.always and (self._credit < 0 or self.stats.steps < _PLAIN)
+        plain = self.stats.steps < _PLAIN or self.stats.steps % _PLAIN_AGAIN == 0
+        return not self.always and (self._credit < 0 or plain)
 
     def propose(self, texts: Sequence[Text], *, other_rows: int = 0) -> list[list[int]]:
         """Drafts for the next step of these sequences. other_rows: of the same step, prompts that are read."""
@@ -119,18 +120,19 @@ class Speculator:
         context = sum(len(text.tokens) for text in texts) / len(texts)
         rows = len(texts) + other_rows
         plain = self.cost.seconds(rows, context)
-        probing = self._plain_steps >= _PROBE or not self._timed
+        probing = self._plain_steps >= _PROBE or not self.seconds  # as little is known of it
         most = 1 if probing and not self.always else self.most
         texts = [replace(text, room=min(text.room, most)) for text in texts]
         floor = 0.0 if self.always or probing else self._floor(rows, context, plain)
         drafts = [Draft() for _ in texts]
         if floor < 1:
             drafts = self.proposer.propose(texts, floor=floor, chance=self.acceptance.chance)
-            asked, numbers = self._clock() - started, {text.number for text in texts}
+            spent, numbers = self._clock() - started, {text.number for text in texts}
             if self._known.issuperset(numbers):  # else prompts were read, which is done once
-                spent = asked / max(1, *(len(draft.tokens) for draft in drafts))
-                self.seconds += (spent - self.seconds) / (10 if self._timed else 1)
-                self._asked, self._timed = (asked, plain), True
+                longest = max(1, *(len(draft.tokens) for draft in drafts))
+                each = max(spent / longest, 1e-9)
+                self.seconds = towards(self.seconds, each, most=0.3) if self.seconds else each
+                self._asked = self.seconds * longest, plain
             self._known |= numbers
             if not self.always:
                 drafts = self._paying(drafts, rows, context, probing)
@@ -168,7 +170,8 @@ class Speculator:
         self.cost.observe(rows, context, seconds)
         if self._asked is not None:
             proposing, plain = self._asked
-            self._credit += self._taken / self._texts - (seconds + proposing) / plain
+            spent = self.cost.seconds(rows, context) + proposing
+            self._credit += self._taken / self._texts - spent / plain
 
     def end(self, number: int, answer: Sequence[int], *, salt: str = "") -> None:
         """A sequence has ended."""

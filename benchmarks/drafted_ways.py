@@ -1,0 +1,155 @@
+"""Ways to decode with and without drafts, each timed: after real texts, over real edits, and in the engine."""
+
+import random
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+from quantize_perplexity import held_out
+
+import hasten
+from hasten.generation.generate import Generation, Timing
+from hasten.generation.graphs import fastest_decoder
+from hasten.generation.params import SamplingParams
+from hasten.generation.speculation import Text, make_speculator
+from hasten.generation.speculation.build import step_cost
+from hasten.model.fused import fuse_where_it_fits
+from hasten.serving.engine import Engine, EngineSettings
+from hasten.serving.request import Request
+
+REPOSITORY = Path(__file__).parent.parent
+EDIT = 10  # lines on each side of a change
+Result = dict[str, float]
+
+
+def load(folder: Path, scheme: str | None) -> Any:
+    """A model as it is served: bfloat16 or quantized, fused."""
+    model = hasten.load(folder, dtype="bfloat16")
+    if scheme is not None:
+        hasten.quantize(model, hasten.Int8() if scheme == "int8" else hasten.Int4(group_size=32))
+    return fuse_where_it_fits(model)
+
+
+def beginnings(model: Any, recipe: str, count: int, tokens: int) -> list[list[int]]:
+    """The first tokens of held-out files that are long enough."""
+    found = []
+    for text in held_out(1 << 60, recipe):
+        ids = model.tokenizer.encode(text[: 20 * tokens])
+        if len(ids) >= 2 * tokens:
+            found.append(ids[:tokens])
+    random.Random(0).shuffle(found)
+    return found[:count]
+
+
+def facts(speculators: Sequence[Any], model: Any, context: float) -> dict[str, float]:
+    """What was proposed and taken, and the ratio to plain decoding that the table of costs predicts for that."""
+    all_stats = [speculator.stats for speculator in speculators if speculator is not None]
+    if not all_stats:
+        return {}
+    steps, tokens = sum(s.steps for s in all_stats), sum(s.tokens for s in all_stats)
+    proposed, taken = sum(s.draft_tokens for s in all_stats), sum(s.accepted_tokens for s in all_stats)
+    cost, seconds = step_cost(model), sum(s.seconds for s in all_stats)
+    rows = 1 + proposed / max(1, steps)
+    predicted = tokens * cost.seconds(1, context) / (steps * cost.seconds(rows, context) + seconds)
+    return {
+        "acceptance": taken / max(1, proposed),
+        "tokens_per_pass": tokens / max(1, steps),
+        "proposed_per_pass": rows - 1,
+        "predicted_ratio": predicted,
+    }
+
+
+def generated(model: Any, draft: Any, prompts: list[list[int]], settings: dict[str, Any]) -> tuple[Any, Result]:
+    """One stream after the other."""
+    texts, timings, speculators = [], [], []
+    for prompt in prompts:
+        timing, speculator = Timing(), make_speculator(model, draft)
+        run = Generation(model, [prompt], timing=timing, speculator=speculator, ignore_eos=True, **settings)
+        texts.append([token for step in run for _, token, _ in step])
+        timings.append(timing)
+        speculators.append(speculator)
+    speed = sum(t.decode_tokens for t in timings) / sum(t.decode_seconds for t in timings)
+    context = len(prompts[0]) + settings["max_new_tokens"] / 2
+    found = {"tokens_per_second": speed, "repeated_16_grams": median(repeated(text) for text in texts)}
+    return texts, found | facts(speculators, model, context)
+
+
+def repeated(tokens: list[int], size: int = 16) -> float:
+    """The share of pieces of 16 tokens that stood in the text before: loops would be easy to guess."""
+    pieces = [tuple(tokens[at : at + size]) for at in range(len(tokens) - size + 1)]
+    return 1 - len(set(pieces)) / len(pieces) if pieces else 0.0
+
+
+def changed(model: Any, count: int) -> list[tuple[list[int], list[int]]]:
+    """(prompt, output): a window of a file before and after a commit of this repository, as tokens."""
+    log = ["git", "-C", str(REPOSITORY), "log", "--no-merges", "-n", "400", "--format=%H", "--", "src/*.py"]
+    found: list[tuple[list[int], list[int]]] = []
+    most = model.config.max_positions
+    for commit in subprocess.run(log, capture_output=True, text=True, check=True).stdout.split():
+        show = ["git", "-C", str(REPOSITORY), "show", "--format=", f"-U{EDIT}", commit, "--", "src/*.py"]
+        for hunk in subprocess.run(show, capture_output=True, text=True, check=True).stdout.split("\n@@ ")[1:]:
+            lines = [line for line in hunk.split("\n")[1:] if line[:1] in ("+", "-", " ")]
+            if not all(any(line[:1] == mark for line in lines) for mark in ("+", "-")):
+                continue
+            before, after = ("\n".join(line[1:] for line in lines if line[:1] in (" ", mark)) for mark in ("-", "+"))
+            prompt, output = (model.tokenizer.encode(f"{text}\n", add_special_tokens=False) for text in (before, after))
+            if len(prompt) + len(output) + 20 < most and len(output) > 100:
+                found.append((prompt, output))
+                break
+        if len(found) == count:
+            break
+    return found
+
+
+def written(model: Any, draft: Any, pairs: list[tuple[list[int], list[int]]]) -> tuple[Any, Result]:
+    """Each output, token for token, by the model's passes over it."""
+    seconds, tokens, speculators = 0.0, 0, []
+    for prompt, output in pairs:
+        speculator = make_speculator(model, draft)
+        decoder = fastest_decoder(model, batch=1, capacity=len(prompt) + len(output) + 32, compiled=False)
+        decoder.prefill([prompt])
+        at, started = 1, perf_counter()  # output[0] is there after the prompt
+        while at < len(output):
+            drafted: list[int] = []
+            if speculator is not None and not speculator.rests():
+                room, text = len(output) - at - 1, prompt + output[:at]
+                (drafted,) = speculator.propose(
+                    [Text(number=0, tokens=text, step=at, params=SamplingParams(temperature=0), room=room)]
+                )
+            stepped = perf_counter()
+            if drafted:
+                decoder.verify([[output[at - 1], *drafted]]).argmax(-1).tolist()
+            else:
+                decoder.decode(torch.tensor([output[at - 1]])).argmax(-1).tolist()
+            right = next((i for i, token in enumerate(drafted) if token != output[at + i]), len(drafted))
+            at += right + 1
+            decoder.truncate([len(prompt) + at - 1])
+            if speculator is not None:
+                speculator.observe(0, right + 1, checked=len(drafted))
+                speculator.stepped(1 + len(drafted), len(prompt) + at, perf_counter() - stepped)
+        seconds += perf_counter() - started
+        tokens += at - 1
+        speculators.append(speculator)
+    context = sum(len(p) + len(o) / 2 for p, o in pairs) / len(pairs)
+    return None, {"tokens_per_second": tokens / seconds} | facts(speculators, model, context)
+
+
+def served(model: Any, draft: Any, prompts: list[list[int]], new_tokens: int) -> tuple[Any, Result]:
+    """All requests at once in the engine."""
+    speculator = make_speculator(model, draft, tokens=64 * 1024)
+    engine = Engine(model, model.tokenizer, EngineSettings(cache_bytes=512 << 20), speculator=speculator)
+    params = SamplingParams(temperature=0, max_new_tokens=new_tokens, ignore_eos=True)
+    texts: dict[str, list[int]] = {}
+    for number, prompt in enumerate(prompts):
+        engine.add(Request(id=str(number), prompt=tuple(prompt), params=params))
+    started = perf_counter()
+    while not engine.idle:
+        for piece in engine.step():
+            texts.setdefault(piece.request_id, []).extend(piece.tokens)
+    speed = sum(map(len, texts.values())) / (perf_counter() - started)
+    stats = engine.stats()
+    return texts, {"tokens_per_second": speed, "acceptance": stats.accepted_tokens / max(1, stats.draft_tokens)}

@@ -1,0 +1,177 @@
+"""What drafts give on real text: tokens a second with each proposer over those without, in interleaved rounds.
+
+    python benchmarks/speculation.py --model runs/code-25m/model --draft runs/code-draft/model \\
+        --output benchmarks/results/speculation.json --picture benchmarks/results/speculation.png
+
+- `texts`: the model goes on from the beginnings of held-out files, greedy and at temperature 0.8, with weights in
+  bfloat16, int8 and int4. Every answer is checked to be the one without drafts.
+- `edits`: a window of a file as it was stands in the prompt, and the model is made to write the same window as it is
+  after a commit of this repository (the output is given, so what is measured is checking and proposing).
+- `many`: 1, 4, 16 and 32 requests at once in the engine.
+Every figure is the median over rounds of a ratio formed within a round.
+"""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from drafted_ways import beginnings, changed, generated, load, served, written
+
+WEIGHTS = {"bfloat16": None, "int8": "int8", "int4": "int4"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speculation:
+    """Measure drafts for a model."""
+
+    model: Path
+    """The target's folder."""
+
+    draft: Path | None = None
+    """A smaller model of the same vocabulary."""
+
+    recipe: str = "code-25m"
+    """The target's recipe: it says which files are held out."""
+
+    parts: tuple[str, ...] = ("texts", "edits", "many")
+    """What to measure."""
+
+    weights: tuple[str, ...] = tuple(WEIGHTS)
+    """Of the target."""
+
+    prompts: int = 8
+    """Files."""
+
+    prompt_tokens: int = 200
+    """Of each that are given."""
+
+    new_tokens: int = 256
+    """That follow."""
+
+    streams: tuple[int, ...] = (1, 4, 16, 32)
+    """Requests at once."""
+
+    rounds: int = 5
+    """Every contestant once in each."""
+
+    seed: int = 0
+    """Of the draws."""
+
+    output: Path | None = None
+    """Where to write the JSON; a line a figure is printed in any case."""
+
+    picture: Path | None = None
+    """Where to draw speed against acceptance."""
+
+    def run(self) -> None:
+        from hasten.machine import configure, describe
+        from hasten.machine.files import write_json
+
+        configure(threads="auto", seed=None)
+        rows = [row for weights in self.weights for row in self.of(weights)]
+        report = {"schema": 1, "machine": describe().to_json(), "settings": self.settings(), "rows": rows}
+        if self.output is not None:
+            write_json(self.output, report)
+        if self.picture is not None:
+            draw(report, self.picture)
+
+    def settings(self) -> dict[str, Any]:
+        """All but where things lie."""
+        found = {name: value for name, value in asdict(self).items() if not isinstance(value, Path | None)}
+        return found | {"model": self.model.parent.name, "draft": self.draft and self.draft.parent.name}
+
+    def of(self, weights: str) -> list[dict[str, Any]]:
+        """The rows of one format of the target's weights."""
+        model, drafts = load(self.model, WEIGHTS[weights]), {"none": "none", "suffix": "suffix"}
+        if self.draft is not None:
+            drafts["draft model"] = load(self.draft, None)
+        if weights != "int4":
+            drafts["self:int4"] = load(self.model, "int4")
+        rows = []
+        for part in self.parts:
+            for row in getattr(self, part)(model, drafts):
+                row = {"part": part, "weights": weights, **row}
+                shown = {name: value for name, value in row.items() if not isinstance(value, list)}
+                print(*(f"{n} {v:.3f}" if isinstance(v, float) else v for n, v in shown.items()), flush=True)
+                rows.append(row)
+        return rows
+
+    def texts(self, model: Any, drafts: dict[str, Any]) -> list[dict[str, Any]]:
+        """Held-out files, gone on with."""
+        prompts = beginnings(model, self.recipe, self.prompts, self.prompt_tokens)
+        rows = []
+        for temperature in (0.0, 0.8):
+            settings = {"temperature": temperature, "seed": self.seed, "max_new_tokens": self.new_tokens}
+            found = contest(self.rounds, drafts, lambda draft, s=settings: generated(model, draft, prompts, s))
+            rows += [{"temperature": temperature, **row} for row in found]
+        return rows
+
+    def edits(self, model: Any, drafts: dict[str, Any]) -> list[dict[str, Any]]:
+        """Files that a commit changed, written anew as they are after it."""
+        pairs = changed(model, self.prompts)
+        chosen = {name: draft for name, draft in drafts.items() if name in ("none", "suffix")}
+        return contest(self.rounds, chosen, lambda draft: written(model, draft, pairs))
+
+    def many(self, model: Any, drafts: dict[str, Any]) -> list[dict[str, Any]]:
+        """Requests that come together."""
+        rows = []
+        for count in self.streams:
+            prompts = beginnings(model, self.recipe, count, self.prompt_tokens)
+            found = contest(self.rounds, drafts, lambda draft, p=prompts: served(model, draft, p, self.new_tokens))
+            rows += [{"streams": count, **row} for row in found]
+        return rows
+
+
+def contest(rounds: int, drafts: dict[str, Any], measure: Any) -> list[dict[str, Any]]:
+    """Each draft once in each round, in changing order; medians of what it gives over "none" of the same round."""
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in drafts}
+    texts: dict[str, Any] = {}
+    names = list(drafts)
+    for number in range(rounds + 1):
+        for name in names if number % 2 else reversed(names):
+            text, result = measure(drafts[name])
+            texts.setdefault("none", text)
+            if text != texts["none"]:
+                raise SystemExit(f"with {name} the text is another one")
+            if number:  # the first warms up
+                found[name].append(result)
+    rows = []
+    for name, results in found.items():
+        pairs = zip(results, found["none"], strict=True)
+        ratios = [own["tokens_per_second"] / base["tokens_per_second"] for own, base in pairs]
+        middle = {key: median(result[key] for result in results) for key in results[0]}
+        rows.append({"draft": name, "ratio": median(ratios), "ratios": ratios, **middle})
+    return rows
+
+
+def draw(report: dict[str, Any], path: Path) -> None:
+    """Speed against the tokens of a pass, measured and as the table of costs predicts it."""
+    from hasten.bench.draw import LINES, curve_axes
+    from hasten.bench.table import machine_line
+
+    rows = [row for row in report["rows"] if row["part"] == "texts" and "predicted_ratio" in row]
+    with curve_axes(
+        path,
+        title="Speculative decoding: speed over plain decoding",
+        subtitle=machine_line(report["machine"]),
+        x_label="tokens of a pass of the model",
+        y_label="times as fast; line: predicted from costs",
+    ) as axes:
+        for color, weights in zip(LINES, dict.fromkeys(row["weights"] for row in rows), strict=False):
+            own = sorted((r for r in rows if r["weights"] == weights), key=lambda r: r["tokens_per_pass"])
+            at = [row["tokens_per_pass"] for row in own]
+            axes.plot(at, [row["predicted_ratio"] for row in own], color=color, linewidth=1.2)
+            axes.plot(at, [row["ratio"] for row in own], "o", color=color, label=weights)
+            for row in own:
+                label = row["draft"] if row["temperature"] == 0 else f"{row['draft']}, {row['temperature']}"
+                axes.annotate(
+                    label, (row["tokens_per_pass"], row["ratio"]), fontsize=7, xytext=(4, 3), textcoords="offset points"
+                )
+        axes.axhline(1, color="#66717d", linewidth=0.8, linestyle=":")
+
+
+if __name__ == "__main__":
+    import tyro
+
+    tyro.cli(Speculation).run()
