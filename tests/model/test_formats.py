@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 import hasten
 from hasten.errors import HastenWarning
-from hasten.model.formats.packing import pack_bytes, pack_columns, pack_rows, unpack_bytes, unpack_columns, unpack_rows
+from hasten.model.formats.packing import pack_columns, pack_rows, signed, unpack_columns, unpack_rows, unsigned
 from hasten.model.formats.stream import write_file
 from hasten.quantization import Int4, Int8, quantize
 from quantized_folders import exact, logits, theirs
@@ -31,13 +31,14 @@ def test_packing_is_that_of_the_package(rows, columns, seed):
     generator = torch.Generator().manual_seed(seed)
     four = torch.randint(0, 16, (rows, columns), dtype=torch.uint8, generator=generator)
     eight = torch.randint(-128, 128, (rows, columns), dtype=torch.int8, generator=generator)
-    signed = four.to(torch.int8) - 8
-    assert torch.equal(pack_columns(four), helpers.pack_to_int32(signed, 4))
-    assert torch.equal(pack_rows(four), helpers.pack_to_int32(signed, 4, packed_dim=0))
-    assert torch.equal(pack_bytes(eight), helpers.pack_to_int32(eight, 8))
+    centred = four.to(torch.int8) - 8
+    assert torch.equal(pack_columns(four), helpers.pack_to_int32(centred, 4))
+    assert torch.equal(pack_rows(four), helpers.pack_to_int32(centred, 4, packed_dim=0))
+    packed = pack_columns(unsigned(eight), 8)
+    assert torch.equal(packed, helpers.pack_to_int32(eight, 8))
     assert torch.equal(unpack_columns(pack_columns(four), columns), four)
     assert torch.equal(unpack_rows(pack_rows(four), rows), four)
-    assert torch.equal(unpack_bytes(pack_bytes(eight), columns), eight)
+    assert torch.equal(signed(unpack_columns(packed, columns, 8), 8), eight)
 
 
 def test_a_file_written_tensor_by_tensor_is_a_safetensors_file(tmp_path):

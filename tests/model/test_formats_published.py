@@ -6,7 +6,7 @@ import transformers
 from safetensors.torch import load_file
 
 import hasten
-from hasten.model.formats.packing import pack_bytes, unpack_columns
+from hasten.model.formats.packing import pack_columns, unpack_columns, unsigned
 from hasten.ops.linear import PackedLinear
 from hasten.quantization import Int8, quantize
 from quantized_folders import Q, change_config, change_tensors, exact, logits, theirs, weights_of
@@ -104,7 +104,8 @@ def test_int8_packed_as_w8a16_is_published(tmp_path):
     def pack(tensors):
         for name in [name for name, tensor in tensors.items() if tensor.dtype == torch.int8]:
             values = tensors.pop(name)
-            tensors[f"{name}_packed"], tensors[f"{name}_shape"] = pack_bytes(values), torch.tensor(values.shape)
+            tensors[f"{name}_packed"] = pack_columns(unsigned(values), 8)
+            tensors[f"{name}_shape"] = torch.tensor(values.shape)
             tensors[f"{name}_scale"] = tensors[f"{name}_scale"].bfloat16()
 
     change_tensors(tmp_path, pack)

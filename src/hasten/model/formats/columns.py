@@ -14,6 +14,7 @@ stand in the order 0, 2, 4, 6, 1, 3, 5, 7.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +25,16 @@ from hasten.errors import ConfigError
 from hasten.model.checkpoint import DTYPES, StoredTensor, check_finite
 from hasten.model.formats.config_fields import ConfigFields
 from hasten.model.formats.file_format import (
+    OpenFolder,
     QuantizedFolder,
     QuantizedModule,
     fail,
-    in_rows,
     ordered,
     require_modules,
     seen,
 )
-from hasten.model.formats.packing import pack_columns, pack_rows, unpack_columns
-from hasten.model.formats.record import Activations, LayerFormat, of_integers, own_activations, regrouped
+from hasten.model.formats.packing import pack_columns, pack_rows, signed, unpack_columns, unsigned
+from hasten.model.formats.record import Activations, LayerFormat, of_integers, own_activations
 from hasten.ops.linear import QuantizedWeight, WeightFormat, int4_format
 
 _SUFFIXES = (".qweight", ".qzeros", ".scales", ".g_idx")
@@ -42,8 +43,8 @@ _AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # where in a word the values 0 … 7 stan
 
 
 @dataclass(frozen=True, slots=True)
-class ColumnsQuantization:
-    """The `StoredQuantization`: bits and group size (0: one group a row) of all modules, and how they are packed."""
+class ColumnsLayout:
+    """Bits and group size (0: one group a row) of all modules, and how they are packed."""
 
     where: Path
     awq: bool
@@ -53,38 +54,24 @@ class ColumnsQuantization:
     zero_offset: int  # what is added to a stored zero point
     activations: Activations = "float"
 
-    @property
-    def weight_formats(self) -> list[WeightFormat]:
-        """One; the dtype of the scales is only known from their tensors."""
-        return [int4_format(self.group_size, symmetric=self.symmetric, bits=self.bits)]
 
-    def open(self, stored: Mapping[str, StoredTensor], tensors: Mapping[str, Tensor]) -> QuantizedFolder:
-        """The folder, its modules checked by their headers."""
-        return ColumnsFolder(self, stored, tensors)
-
-
-class ColumnsFolder:
-    """A `QuantizedFolder` of GPTQ or AWQ. Raises CheckpointError for tensors that do not fit each other."""
+class ColumnsFolder(QuantizedFolder):
+    """GPTQ or AWQ."""
 
     def __init__(
-        self, config: ColumnsQuantization, stored: Mapping[str, StoredTensor], tensors: Mapping[str, Tensor]
+        self, config: ColumnsLayout, stored: Mapping[str, StoredTensor], tensors: Mapping[str, Tensor]
     ) -> None:
-        self.config, self.stored, self.tensors = config, stored, tensors
-        self.logical = {name: tensor for name, tensor in stored.items() if not name.endswith(_SUFFIXES)}
-        self.modules: dict[str, QuantizedModule] = {}
+        super().__init__(stored, tensors, _SUFFIXES)
+        self.config = config
         for name, tensor in stored.items():
             if name.endswith(".qweight"):
-                module = self._module(name.removesuffix(".qweight"))
-                self.modules[f"{module.name}.weight"] = module
-                self.logical[f"{module.name}.weight"] = StoredTensor(
-                    f"{module.name}.weight", "BF16", module.shape, tensor.file
-                )
+                self.add(self._module(name.removesuffix(".qweight")), tensor.file)
             elif name.endswith(_SUFFIXES) and f"{name.rpartition('.')[0]}.qweight" not in stored:
                 fail(tensor, f"stands without {name.rpartition('.')[0]}.qweight; download the folder again")
         require_modules(self.modules, "awq" if config.awq else "gptq", config.where)
 
     def weight(self, module: QuantizedModule) -> QuantizedWeight:
-        """The module as it is stored, a byte for each integer; of the columns in the file's order."""
+        """Of the columns in the file's order."""
         n, k = module.shape
         bits, words = self.config.bits, self.values(module)
         scales = self.tensors[f"{module.name}.scales"].t().contiguous()
@@ -95,8 +82,7 @@ class ColumnsFolder:
             values = self._unpacked(words, n).t().contiguous()
         else:
             values = unpack_columns(words.t().contiguous(), k, bits)
-        if bits == 8:  # unsigned in the file
-            values, zeros = (values ^ 128).view(torch.int8), (zeros ^ 128).view(torch.int8)
+        values, zeros = signed(values, bits), signed(zeros, bits)
         symmetric = module.stored.symmetric
         if symmetric and (zeros != module.stored.middle).any():
             fail(
@@ -106,23 +92,6 @@ class ColumnsFolder:
         columns = self.tensors[f"{module.name}.g_idx"].long() if module.stored.permuted else None
         own = None if symmetric else zeros
         return QuantizedWeight(format=module.stored, values=values, scales=scales, zeros=own, columns=columns)
-
-    def read(self, module: QuantizedModule) -> QuantizedWeight:
-        """The module's numbers as its layer holds them."""
-        assert module.layer is not None
-        return regrouped(self.weight(module), module.layer.weight)
-
-    def int4_words(self, module: QuantizedModule) -> None:
-        """None: the words run the other way."""
-
-    def dequantize(self, module: QuantizedModule, dtype: torch.dtype) -> Tensor:
-        """The weight (N, K) that the module's integers stand for, each rounded once, to `dtype`."""
-        whole = self.weight(module)
-        return in_rows(module.shape, dtype, lambda rows: whole.rows(rows).dequantize())
-
-    def values(self, module: QuantizedModule) -> Tensor:
-        """The words, as they stand in the file."""
-        return self.tensors[f"{module.name}.qweight"]
 
     def _unpacked(self, words: Tensor, columns: int) -> Tensor:
         """int32 (R, columns · bits / 32) packed along the columns -> uint8 (R, columns)."""
@@ -154,23 +123,30 @@ class ColumnsFolder:
         index = self.stored.get(f"{name}.g_idx")
         stored, held = ordered(stored, None if index is None else self.tensors[index.name], k, index or weight)
         layer = None if held is None else LayerFormat(held, config.activations)
-        return QuantizedModule(name, (n, k), stored, layer, packed=True)
+        return QuantizedModule(name, (n, k), stored, layer, weight.name)
+
+
+def read_gptq(given: Any, values: Mapping[str, Any], where: Path) -> OpenFolder:
+    """AutoGPTQ and GPTQModel: 2, 3, 4 and 8 bits, any group size, both kinds of zero points, activation order."""
+    fields = ConfigFields(where, given, method="gptq")
+    fields.only(bits=(2, 3, 4, 8), checkpoint_format=(None, "gptq", "gptq_v2"))
+    fields.only(dynamic=(None, {}), pack_dtype=(None, "int32"))
+    offset = 0 if given.get("checkpoint_format") == "gptq_v2" else 1
+    size, symmetric, activations = _group_size(fields), given.get("sym", True) is True, own_activations(values)
+    return partial(ColumnsFolder, ColumnsLayout(where, False, given["bits"], size, symmetric, offset, activations))
+
+
+def read_awq(given: Any, values: Mapping[str, Any], where: Path) -> OpenFolder:
+    """AutoAWQ, packed for its GEMM kernel: 4 bits with zero points, any group size."""
+    fields = ConfigFields(where, given, method="awq")
+    fields.only(bits=(4,), version=(None, "gemm", "GEMM"), zero_point=(None, True))
+    return partial(ColumnsFolder, ColumnsLayout(where, True, 4, _group_size(fields), False, 0))
 
 
 class GPTQFormat:
-    """The `FileFormat` of AutoGPTQ and GPTQModel."""
+    """The `WrittenFormat` of AutoGPTQ and GPTQModel."""
 
     method = "gptq"
-
-    def read_config(self, given: Any, values: Mapping[str, Any], where: Path) -> ColumnsQuantization:
-        """Bits 2, 3, 4 and 8, any group size, both ways of storing zero points, activation order."""
-        fields = ConfigFields(where, given, method=self.method)
-        fields.only(bits=(2, 3, 4, 8), checkpoint_format=(None, "gptq", "gptq_v2"))
-        fields.only(dynamic=(None, {}), pack_dtype=(None, "int32"))
-        offset = 0 if given.get("checkpoint_format") == "gptq_v2" else 1
-        symmetric = given.get("sym", True) is True
-        activations = own_activations(values)
-        return ColumnsQuantization(where, False, given["bits"], _group_size(fields), symmetric, offset, activations)
 
     def check(self, layers: Mapping[str, LayerFormat]) -> None:
         """Integers of one format for all layers."""
@@ -203,12 +179,9 @@ class GPTQFormat:
             columns = torch.arange(k) // (format.group_size or k)
         if zeros is None:
             zeros = torch.full_like(scales, format.middle, dtype=values.dtype)
-        if format.bits == 8:  # unsigned in the file
-            values, zeros = values.view(torch.uint8) ^ 128, zeros.view(torch.uint8) ^ 128
-        zeros = zeros - _zero_offset(format)
         return {
-            "qweight": pack_columns(values, format.bits).t(),
-            "qzeros": pack_rows(zeros, format.bits).t(),
+            "qweight": pack_columns(unsigned(values), format.bits).t(),
+            "qzeros": pack_rows(unsigned(zeros) - _zero_offset(format), format.bits).t(),
             "scales": scales.t(),
             "g_idx": columns.int(),
         }
@@ -227,18 +200,6 @@ class GPTQFormat:
             "pack_dtype": "int32",
         }
         return {"quantization_config": config, "hasten": {"activations": layer.activations}}
-
-
-class AWQFormat:
-    """The `FileFormat` of AutoAWQ, packed for its GEMM kernel."""
-
-    method = "awq"
-
-    def read_config(self, given: Any, values: Mapping[str, Any], where: Path) -> ColumnsQuantization:
-        """4 bits with zero points, any group size."""
-        fields = ConfigFields(where, given, method=self.method)
-        fields.only(bits=(4,), version=(None, "gemm", "GEMM"), zero_point=(None, True))
-        return ColumnsQuantization(where, True, 4, _group_size(fields), False, 0)
 
 
 def _zero_offset(format: WeightFormat) -> int:

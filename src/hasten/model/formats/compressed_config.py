@@ -5,6 +5,7 @@ the rest.
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,9 @@ import torch
 
 from hasten.errors import HastenWarning
 from hasten.model.formats.config_fields import ConfigFields
-from hasten.model.formats.file_format import StoredQuantization
-from hasten.model.formats.fp4 import packed_fp4
-from hasten.model.formats.fp8 import FP8Quantization, block_of
+from hasten.model.formats.file_format import OpenFolder
+from hasten.model.formats.fp4 import FP4Folder, FP4Layout, packed_fp4
+from hasten.model.formats.fp8 import FP8Folder, FP8Layout, block_of
 from hasten.model.formats.record import Activations, LayerFormat, own_activations
 from hasten.ops.linear.weights import Scales, WeightFormat, int4_format
 
@@ -45,7 +46,7 @@ def read_groups(given: Any, values: Mapping[str, Any], where: Path) -> tuple[Con
     return tuple(_group(group, ours) for group in groups)
 
 
-def read_floats(given: Any, where: Path) -> StoredQuantization | None:
+def read_floats(given: Any, where: Path) -> OpenFolder | None:
     """What `given` says of weights that are floats, all of one kind; None where it speaks of integers.
 
     A warning says that activations are not rounded, where it asks for that.
@@ -55,7 +56,7 @@ def read_floats(given: Any, where: Path) -> StoredQuantization | None:
     weights = [one for group in groups if isinstance(one := group.get("weights"), dict)]
     if all(one.get("type") != "float" for one in weights):
         return None
-    found: dict[StoredQuantization, ConfigFields] = {}
+    found: dict[FP4Layout | FP8Layout, ConfigFields] = {}
     for group in _groups(ConfigFields(where, given), FLOATS):
         if group.values.get("input_activations") is not None:
             text = f"{where} asks for rounded activations; hasten keeps theirs in 16 bits"
@@ -63,17 +64,18 @@ def read_floats(given: Any, where: Path) -> StoredQuantization | None:
         found[_float_weights(ConfigFields(where, group.values.get("weights"), f"{group.prefix}weights."))] = group
     if len(found) > 1:
         [*found.values()][1].fail("weights", "the same in all groups, of floats", "another")
-    return next(iter(found))
+    layout = next(iter(found))
+    return partial(FP8Folder, layout) if isinstance(layout, FP8Layout) else partial(FP4Folder, layout)
 
 
-def _float_weights(weights: ConfigFields) -> StoredQuantization:
+def _float_weights(weights: ConfigFields) -> FP4Layout | FP8Layout:
     weights.only(num_bits=(4, 8), type=("float",), dynamic=(False, None), symmetric=(True, None))
     if weights.values["num_bits"] == 4:
         weights.only(group_size=(16, 32), strategy=("group", "tensor_group"))
         return packed_fp4(weights.where, weights.values["group_size"])
     weights.only(strategy=("tensor", "channel", "block"))
     block = block_of(weights, "block_structure") if weights.values["strategy"] == "block" else None
-    return FP8Quantization(weights.where, block)
+    return FP8Layout(weights.where, block)
 
 
 def _groups(fields: ConfigFields, formats: tuple[str, ...]) -> list[ConfigFields]:

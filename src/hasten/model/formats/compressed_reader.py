@@ -10,9 +10,9 @@ from torch import Tensor
 
 from hasten.model.checkpoint import DTYPES, StoredTensor, check_finite
 from hasten.model.formats.compressed_config import ConfigGroup
-from hasten.model.formats.file_format import QuantizedModule, fail, in_rows, ordered, seen
-from hasten.model.formats.packing import unpack_bytes, unpack_columns, unpack_rows
-from hasten.model.formats.record import LayerFormat, group_places, regrouped
+from hasten.model.formats.file_format import QuantizedFolder, QuantizedModule, fail, ordered, seen
+from hasten.model.formats.packing import signed, unpack_columns, unpack_rows
+from hasten.model.formats.record import LayerFormat, group_places
 from hasten.ops.linear import QuantizedWeight
 from hasten.ops.linear.weights import Scales
 
@@ -20,19 +20,17 @@ _SCALES = ("F16", "BF16", "F32")
 _SUFFIXES = ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx")
 
 
-class CompressedFolder:
-    """A `QuantizedFolder` of compressed-tensors: every module's tensors fit each other and one of the config's groups.
+class CompressedFolder(QuantizedFolder):
+    """compressed-tensors: every module's tensors fit each other and one of the config's groups.
 
-    Made from headers, and the `weight_shape` (two numbers) of each packed module. Raises CheckpointError for a tensor
-    that is missing, has the wrong shape or dtype, or fits none of the groups.
+    Made from headers, and the `weight_shape` (two numbers) of each packed module.
     """
 
     def __init__(
         self, groups: tuple[ConfigGroup, ...], stored: Mapping[str, StoredTensor], tensors: Mapping[str, Tensor]
     ) -> None:
-        self.groups, self.stored, self.tensors = groups, stored, tensors
-        self.logical = {name: tensor for name, tensor in stored.items() if not name.endswith(_SUFFIXES)}
-        self.modules: dict[str, QuantizedModule] = {}
+        super().__init__(stored, tensors, _SUFFIXES)
+        self.groups = groups
         for name, tensor in stored.items():
             prefix, dot, leaf = name.rpartition(".")
             if not dot:  # of no module
@@ -41,45 +39,25 @@ class CompressedFolder:
             if leaf in ("weight_scale", "weight_zero_point") and not any(weight in stored for weight in weights):
                 fail(tensor, f"stands without {prefix}.weight or {prefix}.weight_packed; download the folder again")
             if leaf == "weight_packed" or (leaf == "weight" and f"{prefix}.weight_scale" in stored):
-                module = self._module(prefix, leaf == "weight_packed")
-                self.modules[f"{prefix}.weight"] = module
-                self.logical[f"{prefix}.weight"] = StoredTensor(f"{prefix}.weight", "BF16", module.shape, tensor.file)
-
-    def read(self, module: QuantizedModule) -> QuantizedWeight:
-        """The module's numbers. The values of int8 are views of the file; those of int4 are unpacked, a byte each."""
-        assert module.layer is not None
-        return regrouped(self.weight(module), module.layer.weight)
+                self.add(self._module(prefix, leaf == "weight_packed"), tensor.file)
 
     def int4_words(self, module: QuantizedModule) -> tuple[Tensor, Tensor, Tensor | None] | None:
         """The words of int4 that stands packed, its scales and zeros."""
-        if not module.packed or module.stored.bits != 4 or module.stored.permuted:
+        if module.stored.bits != 4 or module.stored.permuted:
             return None
         assert module.layer is not None
         scales, zeros = self._scales(module)
         place = group_places(module.stored, module.layer.weight, module.shape[1])
         return self.values(module), scales[:, place], None if zeros is None else zeros[:, place]
 
-    def values(self, module: QuantizedModule) -> Tensor:
-        """The values as they stand in the file: int8 (N, K), or int32 words."""
-        return self.tensors[f"{module.name}.weight{'_packed' if module.packed else ''}"]
-
     def weight(self, module: QuantizedModule) -> QuantizedWeight:
-        """The numbers as the file groups them, a byte for each integer."""
+        """Of int8 that is not packed the values are views of the file."""
         scales, zeros = self._scales(module)
         columns = self.tensors[f"{module.name}.weight_g_idx"].long() if module.stored.permuted else None
-        values, format = self._values(module), module.stored
+        values, format = self.values(module), module.stored
+        if values.dtype == torch.int32:
+            values = signed(unpack_columns(values, module.shape[1], format.bits), format.bits)
         return QuantizedWeight(format=format, values=values, scales=scales, zeros=zeros, columns=columns)
-
-    def dequantize(self, module: QuantizedModule, dtype: torch.dtype) -> Tensor:
-        """The weight (N, K) that the module's integers stand for, each rounded once, to `dtype`."""
-        whole = self.weight(module)
-        return in_rows(module.shape, dtype, lambda rows: whole.rows(rows).dequantize())
-
-    def _values(self, module: QuantizedModule) -> Tensor:
-        if not module.packed:
-            return self.values(module)
-        words, columns, bits = self.values(module), module.shape[1], module.stored.bits
-        return unpack_bytes(words, columns) if bits == 8 else unpack_columns(words, columns, bits)
 
     def _scales(self, module: QuantizedModule) -> tuple[Tensor, Tensor | None]:
         """Scales (N, G) as they stand in the file, and zeros of the same shape: int8 for int8, else uint8."""
@@ -90,11 +68,9 @@ class CompressedFolder:
         if module.stored.symmetric:
             return scales, None
         zeros = self.tensors[f"{module.name}.weight_zero_point"]
-        if not module.packed:
-            return scales, zeros.view(n, -1)
-        if module.stored.bits < 8:
-            return scales, unpack_rows(zeros, n, module.stored.bits)
-        return scales, unpack_bytes(zeros.t().clone(memory_format=torch.contiguous_format), n).t()
+        if zeros.dtype == torch.int32:
+            return scales, signed(unpack_rows(zeros, n, module.stored.bits), module.stored.bits)
+        return scales, zeros.view(n, -1)
 
     def _module(self, name: str, packed: bool) -> QuantizedModule:
         weight = self.stored[f"{name}.weight_packed" if packed else f"{name}.weight"]
@@ -137,7 +113,7 @@ class CompressedFolder:
             fail(index, f"must be I32 or I64 [{k}]; found {seen(index)}")
         stored, held = ordered(stored, None if index is None else self.tensors[index.name], k, index or weight)
         layer = None if held is None else LayerFormat(held, chosen.activations)
-        return QuantizedModule(name, (n, k), stored, layer, packed)
+        return QuantizedModule(name, (n, k), stored, layer, weight.name)
 
     def _true_columns(self, name: str, weight: StoredTensor) -> tuple[int, int]:
         """K and the bits of a packed weight, whose own shape only tells the number of int32s."""

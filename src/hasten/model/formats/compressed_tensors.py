@@ -20,7 +20,7 @@ own key `hasten`.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,50 +28,33 @@ import torch
 from torch import Tensor
 
 from hasten.errors import ConfigError
-from hasten.model.checkpoint import StoredTensor
 from hasten.model.formats.compressed_config import (
     MIXED,
     PACKED,
     W8A8,
     WEIGHT_ONLY,
-    ConfigGroup,
     read_floats,
     read_groups,
 )
 from hasten.model.formats.compressed_reader import CompressedFolder
-from hasten.model.formats.file_format import QuantizedFolder, StoredQuantization
-from hasten.model.formats.packing import pack_bytes, pack_columns, pack_rows
+from hasten.model.formats.file_format import OpenFolder
+from hasten.model.formats.packing import pack_columns, pack_rows, unsigned
 from hasten.model.formats.record import LayerFormat, of_integers
 from hasten.ops.linear import INT8, QuantizedWeight, WeightFormat
 
 
-@dataclass(frozen=True, slots=True)
-class CompressedQuantization:
-    """The `StoredQuantization`."""
-
-    groups: tuple[ConfigGroup, ...]
-
-    @property
-    def weight_formats(self) -> list[WeightFormat]:
-        """Those of the groups; the dtype of int4 scales is only known from their tensors."""
-        return [group.layer.weight for group in self.groups]
-
-    def open(self, stored: Mapping[str, StoredTensor], tensors: Mapping[str, Tensor]) -> QuantizedFolder:
-        """The folder, its modules checked."""
-        return CompressedFolder(self.groups, stored, tensors)
+def read_compressed(given: Any, values: Mapping[str, Any], where: Path) -> OpenFolder:
+    """The config's groups, of integers; floats stand in the layouts of fp8.py and fp4.py."""
+    return read_floats(given, where) or partial(CompressedFolder, read_groups(given, values, where))
 
 
 class CompressedTensors:
-    """The `FileFormat`. pack_int8: of what is written, int8 layers are packed too."""
+    """The `WrittenFormat`. pack_int8: int8 layers are packed too."""
 
     method = "compressed-tensors"
 
     def __init__(self, *, pack_int8: bool = False) -> None:
         self.pack_int8 = pack_int8
-
-    def read_config(self, given: Any, values: Mapping[str, Any], where: Path) -> StoredQuantization:
-        """The config's groups, of integers; floats stand in the layouts of fp8.py and fp4.py."""
-        return read_floats(given, where) or CompressedQuantization(read_groups(given, values, where))
 
     def check(self, layers: Mapping[str, LayerFormat]) -> None:
         """Integers of 2, 3, 4 and 8 bits are held."""
@@ -88,13 +71,12 @@ class CompressedTensors:
         if not self._packs(weight.format):
             return {"weight": weight.values, "weight_scale": weight.scales}
         tensors = {
-            "weight_packed": pack_bytes(weight.values) if bits == 8 else pack_columns(weight.values, bits),
+            "weight_packed": pack_columns(unsigned(weight.values), bits),
             "weight_scale": weight.scales,
             "weight_shape": torch.tensor(weight.shape),
         }
         if weight.zeros is not None:
-            zeros = weight.zeros.view(torch.uint8) ^ 0x80 if bits == 8 else weight.zeros  # without their signs
-            tensors["weight_zero_point"] = pack_rows(zeros, bits)
+            tensors["weight_zero_point"] = pack_rows(unsigned(weight.zeros), bits)
         return tensors if weight.columns is None else tensors | {"weight_g_idx": weight.columns.int()}
 
     def write_config(self, layers: Mapping[str, LayerFormat], ignored: Sequence[str]) -> dict[str, Any]:

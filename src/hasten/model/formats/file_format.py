@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from hasten.errors import CheckpointError
-from hasten.model.checkpoint import StoredTensor
-from hasten.model.formats.record import LayerFormat, held_format
+from hasten.model.checkpoint import StoredTensor, check_finite
+from hasten.model.formats.record import LayerFormat, held_format, regrouped
 from hasten.ops.linear import QuantizedWeight, WeightFormat
 
 BLOCK_ELEMENTS = 1 << 20  # of a weight that are in float32 at a time
@@ -24,66 +24,70 @@ BLOCK_ELEMENTS = 1 << 20  # of a weight that are in float32 at a time
 class QuantizedModule:
     """One quantized linear module of a folder: its published name, its true shape (N, K), how the file stores it.
 
-    layer: how a packed layer holds it (its groups may be parts of the file's), or None where no kernel can. packed:
-    several values stand in one word.
+    layer: how a packed layer holds it (its groups may be parts of the file's), or None where no kernel can. values: the
+    name of the tensor with its values.
     """
 
     name: str
     shape: tuple[int, int]
     stored: WeightFormat
     layer: LayerFormat | None
-    packed: bool
+    values: str
 
 
-class QuantizedFolder(Protocol):
+class QuantizedFolder:
     """A folder's quantized modules by the name of the weight that each stands for, and what reads them.
 
-    logical: the folder's tensors as the loader sees them.
+    A layout finds its modules (`add`) and reads their numbers (`weight`); it refuses tensors that do not fit each other
+    with CheckpointError. logical: the folder's tensors as the loader sees them, without those that end in `aside`.
     """
 
-    @property
-    def modules(self) -> Mapping[str, QuantizedModule]: ...
-    @property
-    def logical(self) -> Mapping[str, StoredTensor]: ...
+    def __init__(
+        self, stored: Mapping[str, StoredTensor], tensors: Mapping[str, Tensor], aside: tuple[str, ...] = ()
+    ) -> None:
+        self.stored, self.tensors = stored, tensors
+        self.modules: dict[str, QuantizedModule] = {}
+        self.logical = {name: tensor for name, tensor in stored.items() if not (aside and name.endswith(aside))}
+
+    def add(self, module: QuantizedModule, file: Path) -> None:
+        """Take a module in."""
+        name = f"{module.name}.weight"
+        self.modules[name], self.logical[name] = module, StoredTensor(name, "BF16", module.shape, file)
 
     def weight(self, module: QuantizedModule) -> QuantizedWeight:
-        """The numbers as the file groups them; `stored` is of integers."""
+        """The numbers as the file groups them, a byte for each integer."""
+        raise NotImplementedError(module.name)
 
     def read(self, module: QuantizedModule) -> QuantizedWeight:
         """The numbers as the module's layer holds them; `layer` is not None."""
+        assert module.layer is not None
+        weight, held = self.weight(module), module.layer.weight
+        return weight if weight.format == held else regrouped(weight, held)
 
     def int4_words(self, module: QuantizedModule) -> tuple[Tensor, Tensor, Tensor | None] | None:
         """Words, scales and zeros as PackedLinear.from_int4_words takes them; None where they are not stored so."""
+        return None
 
     def dequantize(self, module: QuantizedModule, dtype: torch.dtype) -> Tensor:
-        """The weight (N, K) that the module's integers stand for, each rounded once, to `dtype`."""
+        """The weight (N, K) that the module's numbers stand for, each rounded once, to `dtype`."""
+        whole, name = self.weight(module), f"{module.name}.weight"
+        weight = in_rows(module.shape, dtype, lambda rows: whole.rows(rows).dequantize())
+        check_finite(name, weight, self.logical[name].file)
+        return weight
 
     def values(self, module: QuantizedModule) -> Tensor:
         """The mapped tensor of the module's values, as it stands in the file."""
+        return self.tensors[module.values]
 
 
-class StoredQuantization(Protocol):
-    """What a checkpoint's config says of its quantized weights."""
-
-    @property
-    def weight_formats(self) -> list[WeightFormat]:
-        """The formats that the config names."""
-
-    def open(self, stored: Mapping[str, StoredTensor], tensors: Mapping[str, Tensor]) -> QuantizedFolder:
-        """The quantized modules of a folder, checked by their headers. CheckpointError for tensors that do not fit."""
+# What a config says of the folder beside it, which reads the folder: its tensors by their headers, and mapped.
+OpenFolder = Callable[[Mapping[str, StoredTensor], Mapping[str, Tensor]], QuantizedFolder]
 
 
-class FileFormat(Protocol):
-    """A published layout of quantized weights that is read."""
+class WrittenFormat(Protocol):
+    """A published layout of quantized weights that is written."""
 
     method: str  # `quant_method` in config.json's quantization_config
-
-    def read_config(self, given: Any, values: Mapping[str, Any], where: Path) -> StoredQuantization:
-        """What a quantization_config says, of a config.json with these values; CheckpointError names a field."""
-
-
-class WrittenFormat(FileFormat, Protocol):
-    """One that is written too."""
 
     def check(self, layers: Mapping[str, LayerFormat]) -> None:
         """ConfigError where this layout cannot hold weights of these formats exactly: which, and what to do."""

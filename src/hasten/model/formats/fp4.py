@@ -13,6 +13,7 @@ them here: the weights are held in the model's own dtype, and activations are no
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +23,16 @@ from torch import Tensor
 from hasten.model.checkpoint import StoredTensor, check_finite
 from hasten.model.formats.config_fields import ConfigFields
 from hasten.model.formats.file_format import (
+    OpenFolder,
+    QuantizedFolder,
     QuantizedModule,
-    StoredQuantization,
     fail,
     in_rows,
     require_modules,
     seen,
 )
-from hasten.model.formats.fp8 import FP8Quantization
-from hasten.ops.linear import QuantizedWeight, WeightFormat
-from hasten.ops.linear.weights import Scales
+from hasten.model.formats.fp8 import FP8Folder, FP8Layout
+from hasten.ops.linear.weights import Scales, WeightFormat
 
 MXFP4 = WeightFormat(element="float4_e2m1", scales=(Scales(torch.float8_e8m0fnu, 32),))
 NVFP4 = WeightFormat(element="float4_e2m1", scales=(Scales(torch.float8_e4m3fn, 16), Scales(torch.float32, 0, 0)))
@@ -40,8 +41,8 @@ _ASIDE = (".input_global_scale", ".input_scale")
 
 
 @dataclass(frozen=True, slots=True)
-class FP4Quantization:
-    """The `StoredQuantization`: what follows a module's name for its values and its scales, the finest first."""
+class FP4Layout:
+    """What follows a module's name for its values and its scales, the finest first."""
 
     where: Path
     format: WeightFormat
@@ -49,49 +50,19 @@ class FP4Quantization:
     scales: tuple[str, ...]
     divides: bool = False  # the outer scale
 
-    @property
-    def weight_formats(self) -> list[WeightFormat]:
-        """One."""
-        return [self.format]
 
-    def open(self, stored: Mapping[str, StoredTensor], tensors: Mapping[str, Tensor]) -> "FP4Folder":
-        """The folder, its modules checked by their headers."""
-        return FP4Folder(self, stored, tensors)
+class FP4Folder(QuantizedFolder):
+    """MXFP4 or NVFP4, which no layer holds and no `QuantizedWeight`."""
 
-
-class FP4Folder:
-    """A `QuantizedFolder` of MXFP4 or NVFP4. Raises CheckpointError for tensors that do not fit each other."""
-
-    def __init__(
-        self, config: FP4Quantization, stored: Mapping[str, StoredTensor], tensors: Mapping[str, Tensor]
-    ) -> None:
-        self.config, self.stored, self.tensors = config, stored, tensors
-        aside = (*_ASIDE, *(f".{leaf}" for leaf in config.scales))
-        self.modules: dict[str, QuantizedModule] = {}
-        self.logical: dict[str, StoredTensor] = {}
+    def __init__(self, config: FP4Layout, stored: Mapping[str, StoredTensor], tensors: Mapping[str, Tensor]) -> None:
+        super().__init__(stored, tensors, (*_ASIDE, *(f".{leaf}" for leaf in config.scales)))
+        self.config = config
         for name, tensor in stored.items():
             prefix, _, leaf = name.rpartition(".")
             if leaf == config.values and tensor.dtype == "U8":
-                module = self.modules[f"{prefix}.weight"] = self._module(prefix, tensor)
-                self.logical[f"{prefix}.weight"] = StoredTensor(f"{prefix}.weight", "BF16", module.shape, tensor.file)
-            elif not name.endswith(aside):
-                self.logical[name] = tensor
+                del self.logical[name]
+                self.add(self._module(prefix, tensor), tensor.file)
         require_modules(self.modules, str(config.format), config.where)
-
-    def weight(self, module: QuantizedModule) -> QuantizedWeight:
-        """Never called: these are no integers."""
-        raise AssertionError(module.name)
-
-    def read(self, module: QuantizedModule) -> QuantizedWeight:
-        """Never called: no layer holds them."""
-        raise AssertionError(module.name)
-
-    def int4_words(self, module: QuantizedModule) -> None:
-        """None: there are none."""
-
-    def values(self, module: QuantizedModule) -> Tensor:
-        """The mapped pairs of values."""
-        return self.tensors[f"{module.name}.{self.config.values}"]
 
     def dequantize(self, module: QuantizedModule, dtype: torch.dtype) -> Tensor:
         """The weight (N, K) in float32, rounded once to `dtype`."""
@@ -122,24 +93,22 @@ class FP4Folder:
             outer = self.stored.get(f"{name}.{leaf}")
             if outer is None or outer.dtype != "F32" or outer.shape not in ((), (1,)):
                 fail(outer or weight, f"must have one number in {name}.{leaf}, F32")
-        return QuantizedModule(name, (n, groups * size), self.config.format, None, packed=True)
+        return QuantizedModule(name, (n, groups * size), self.config.format, None, weight.name)
 
 
-def packed_fp4(where: Path, group_size: int) -> FP4Quantization:
+def packed_fp4(where: Path, group_size: int) -> FP4Layout:
     """compressed-tensors' "mxfp4-pack-quantized" (groups of 32) and "nvfp4-pack-quantized" (of 16)."""
     if group_size == 32:
-        return FP4Quantization(where, MXFP4, "weight_packed", ("weight_scale",))
-    return FP4Quantization(where, NVFP4, "weight_packed", ("weight_scale", "weight_global_scale"), divides=True)
+        return FP4Layout(where, MXFP4, "weight_packed", ("weight_scale",))
+    return FP4Layout(where, NVFP4, "weight_packed", ("weight_scale", "weight_global_scale"), divides=True)
 
 
-class ModelOptFormat:
-    """The `FileFormat` of NVIDIA's ModelOpt: NVFP4, and FP8 with a scale for each matrix."""
+def read_modelopt(given: Any, values: Mapping[str, Any], where: Path) -> OpenFolder:
+    """NVIDIA's ModelOpt: NVFP4, and FP8 with a scale for each matrix.
 
-    method = "modelopt"
-
-    def read_config(self, given: Any, values: Mapping[str, Any], where: Path) -> StoredQuantization:
-        """The cache is kept in the model's dtype, whatever it says of it."""
-        ConfigFields(where, given, method=self.method).only(quant_algo=("NVFP4", "FP8"))
-        if given["quant_algo"] == "FP8":
-            return FP8Quantization(where, None)
-        return FP4Quantization(where, NVFP4, "weight", ("weight_scale", "weight_scale_2"))
+    The cache is kept in the model's dtype, whatever the config says of it.
+    """
+    ConfigFields(where, given, method="modelopt").only(quant_algo=("NVFP4", "FP8"))
+    if given["quant_algo"] == "FP8":
+        return partial(FP8Folder, FP8Layout(where, None))
+    return partial(FP4Folder, FP4Layout(where, NVFP4, "weight", ("weight_scale", "weight_scale_2")))

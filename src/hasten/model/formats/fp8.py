@@ -14,6 +14,7 @@ they belong to.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +23,9 @@ from torch import Tensor
 
 from hasten.model.checkpoint import DTYPES, StoredTensor, check_finite
 from hasten.model.formats.config_fields import ConfigFields
-from hasten.model.formats.file_format import (
-    QuantizedFolder,
-    QuantizedModule,
-    fail,
-    in_rows,
-    require_modules,
-    seen,
-)
-from hasten.model.formats.record import LayerFormat, group_places, held_format
-from hasten.ops.linear import QuantizedWeight, WeightFormat
-from hasten.ops.linear.weights import Scales
+from hasten.model.formats.file_format import OpenFolder, QuantizedFolder, QuantizedModule, fail, require_modules, seen
+from hasten.model.formats.record import LayerFormat, held_format
+from hasten.ops.linear.weights import QuantizedWeight, Scales, WeightFormat
 
 ELEMENT = "float8_e4m3fn"
 _SCALES = ("F32", "BF16", "F16")
@@ -41,81 +34,35 @@ _ASIDE = (".weight_scale_inv", ".weight_scale", ".input_scale", ".activation_sca
 
 
 @dataclass(frozen=True, slots=True)
-class FP8Quantization:
-    """The `StoredQuantization`. block: rows and columns that share a scale; None: rows or matrices do."""
+class FP8Layout:
+    """block: rows and columns that share a scale; None: rows or matrices do."""
 
     where: Path
     block: tuple[int, int] | None
 
-    @property
-    def weight_formats(self) -> list[WeightFormat]:
-        """One; without blocks, that of a scale by row."""
-        rows, columns = self.block or (1, 0)
-        return [WeightFormat(element=ELEMENT, scales=(Scales(torch.float32, columns, rows),))]
 
-    def open(self, stored: Mapping[str, StoredTensor], tensors: Mapping[str, Tensor]) -> QuantizedFolder:
-        """The folder, its modules checked by their headers."""
-        return FP8Folder(self, stored, tensors)
+class FP8Folder(QuantizedFolder):
+    """FP8 weights."""
 
-
-class FP8Folder:
-    """A `QuantizedFolder` of FP8 weights. Raises CheckpointError for tensors that do not fit each other."""
-
-    def __init__(
-        self, config: FP8Quantization, stored: Mapping[str, StoredTensor], tensors: Mapping[str, Tensor]
-    ) -> None:
-        self.config, self.stored, self.tensors = config, stored, tensors
-        self.logical = {name: tensor for name, tensor in stored.items() if not name.endswith(_ASIDE)}
-        self.modules: dict[str, QuantizedModule] = {}
+    def __init__(self, config: FP8Layout, stored: Mapping[str, StoredTensor], tensors: Mapping[str, Tensor]) -> None:
+        super().__init__(stored, tensors, _ASIDE)
+        self.config = config
         for name, tensor in stored.items():
             if tensor.dtype == "F8_E4M3" and name.endswith(".weight"):
-                self.modules[name] = self._module(tensor)
-                self.logical[name] = StoredTensor(name, "BF16", self.modules[name].shape, tensor.file)
+                self.add(self._module(tensor), tensor.file)
         require_modules(self.modules, "fp8", config.where)
 
-    def read(self, module: QuantizedModule) -> QuantizedWeight:
-        """The module's numbers: its values as they stand in the file."""
-        assert module.layer is not None
-        held, (n, k) = module.layer.weight, module.shape
-        values = self.values(module)
-        codes = values.view(torch.uint8)
-        if ((codes & 0x7F) == 0x7F).any():
-            check_finite(f"{module.name}.weight", values.float(), self.stored[f"{module.name}.weight"].file)
-        rows, scale = self._scale(module)
-        place = group_places(module.stored, held, k)
-        scales = scale[torch.arange(n) // rows][:, place].contiguous()
-        return QuantizedWeight(format=held, values=values, scales=scales)
-
     def weight(self, module: QuantizedModule) -> QuantizedWeight:
-        """Never called: these are no integers."""
-        raise AssertionError(module.name)
-
-    def int4_words(self, module: QuantizedModule) -> None:
-        """None: there are none."""
-
-    def values(self, module: QuantizedModule) -> Tensor:
-        """The mapped weight."""
-        return self.tensors[f"{module.name}.weight"]
-
-    def dequantize(self, module: QuantizedModule, dtype: torch.dtype) -> Tensor:
-        """The weight (N, K) in float32, rounded once to `dtype`."""
-        k, values = module.shape[1], self.values(module)
-        rows, scale = self._scale(module)
-        scale = scale[:, torch.arange(k) // (module.stored.group_size or k)]  # (row blocks, K)
-
-        def part(these: slice) -> Tensor:
-            return values[these].float() * scale[torch.arange(these.start, these.stop) // rows]
-
-        weight = in_rows(module.shape, dtype, part)
-        check_finite(f"{module.name}.weight", weight, self.stored[f"{module.name}.weight"].file)
-        return weight
-
-    def _scale(self, module: QuantizedModule) -> tuple[int, Tensor]:
-        """How many rows share a scale, and the scales, float32 (row blocks, column blocks)."""
-        name = self._scale_name(module.name)
-        scale = self.tensors[name].float()
-        check_finite(name, scale, self.stored[name].file)
-        return module.stored.scales[0].rows, scale.view(-1, module.stored.groups(module.shape[1]))
+        """The values as they stand in the file, and the scales in float32, spread to every row: (N, column blocks)."""
+        values, name = self.values(module), self._scale_name(module.name)
+        if ((values.view(torch.uint8) & 0x7F) == 0x7F).any():
+            check_finite(module.values, values.float(), self.stored[module.values].file)
+        scales = self.tensors[name].float()
+        check_finite(name, scales, self.stored[name].file)
+        n, k = module.shape
+        blocks = torch.arange(n) // module.stored.scales[0].rows
+        scales = scales.view(-1, module.stored.groups(k))[blocks]
+        return QuantizedWeight(format=module.stored, values=values, scales=scales)
 
     def _scale_name(self, name: str) -> str:
         return next((f"{name}.{leaf}" for leaf in _NAMES if f"{name}.{leaf}" in self.stored), "")
@@ -139,18 +86,14 @@ class FP8Folder:
         stored = WeightFormat(element=ELEMENT, scales=(Scales(DTYPES[scale.dtype], columns, rows),))
         held = held_format(stored)
         layer = None if held is None else LayerFormat(held, "float")
-        return QuantizedModule(name, (n, k), stored, layer, packed=False)
+        return QuantizedModule(name, (n, k), stored, layer, weight.name)
 
 
-class FP8Format:
-    """The `FileFormat` of fine-grained FP8, and of FP8 with one scale a row or matrix."""
-
-    method = "fp8"
-
-    def read_config(self, given: Any, values: Mapping[str, Any], where: Path) -> FP8Quantization:
-        """Blocks of any size, rows, or whole matrices; activations are kept whatever it says of them."""
-        blocks = given.get("weight_block_size") is not None
-        return FP8Quantization(where, block_of(ConfigFields(where, given), "weight_block_size") if blocks else None)
+def read_fp8(given: Any, values: Mapping[str, Any], where: Path) -> OpenFolder:
+    """Blocks of any size, rows, or whole matrices; activations are kept whatever it says of them."""
+    blocks = given.get("weight_block_size") is not None
+    block = block_of(ConfigFields(where, given), "weight_block_size") if blocks else None
+    return partial(FP8Folder, FP8Layout(where, block))
 
 
 def block_of(fields: ConfigFields, name: str) -> tuple[int, int]:

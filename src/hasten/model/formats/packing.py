@@ -1,8 +1,8 @@
 """Values of few bits as compressed-tensors' "pack-quantized" layout stores them: in int32 words, the first one lowest.
 
-A value is stored without its sign (of int4 plus 8, as 0 … 15), which is what QuantizedWeight holds anyway; so are zero
-points, which are packed along the rows (N) and not along the columns. On a little-endian machine eight nibbles of an
-int32 are four bytes with the earlier value in the low half; of 3 bits a value may stand in two words.
+A value is stored without its sign (of int4 plus 8, as 0 … 15), which QuantizedWeight holds anyway but for int8; so are
+zero points, which are packed along the rows (N) and not along the columns. On a little-endian machine eight nibbles of
+an int32 are four bytes with the earlier value in the low half; of 3 bits a value may stand in two words.
 """
 
 import numpy as np
@@ -13,6 +13,8 @@ from torch.nn.functional import pad
 
 def pack_columns(values: Tensor, bits: int = 4) -> Tensor:
     """uint8 (R, C) of `bits` each -> int32 (R, ceil(C · bits / 32)); missing values are 0."""
+    if bits == 8:
+        return pad(values.contiguous(), (0, -values.shape[1] % 4)).view(torch.int32)
     if bits != 4:
         if values.is_meta:
             return values.new_empty(values.shape[0], -(-values.shape[1] * bits // 32), dtype=torch.int32)
@@ -28,16 +30,16 @@ def pack_columns(values: Tensor, bits: int = 4) -> Tensor:
 
 def unpack_columns(packed: Tensor, columns: int, bits: int = 4) -> Tensor:
     """int32 (R, ceil(columns · bits / 32)) -> uint8 (R, columns)."""
-    if bits != 4:
-        as_bytes = packed.contiguous().view(torch.uint8).numpy()
-        single = np.unpackbits(as_bytes, axis=1, count=columns * bits, bitorder="little")
+    values = packed.contiguous().view(torch.uint8)
+    if bits in (2, 3):
+        single = np.unpackbits(values.numpy(), axis=1, count=columns * bits, bitorder="little")
         each = np.packbits(single.reshape(len(packed), columns, bits), axis=2, bitorder="little")
         return torch.from_numpy(each[..., 0])
-    pairs = packed.contiguous().view(torch.uint8)  # (R, C / 2)
-    values = torch.empty(*pairs.shape, 2, dtype=torch.uint8, device=packed.device)
-    torch.bitwise_and(pairs, 15, out=values[..., 0])
-    torch.bitwise_right_shift(pairs, 4, out=values[..., 1])
-    values = values.flatten(1)
+    if bits == 4:
+        pairs, values = values, torch.empty(*values.shape, 2, dtype=torch.uint8, device=packed.device)  # (R, C / 2, 2)
+        torch.bitwise_and(pairs, 15, out=values[..., 0])
+        torch.bitwise_right_shift(pairs, 4, out=values[..., 1])
+        values = values.flatten(1)
     return values if values.shape[1] == columns else values[:, :columns].contiguous()
 
 
@@ -56,13 +58,11 @@ def _turned(matrix: Tensor) -> Tensor:
     return matrix.t().clone(memory_format=torch.contiguous_format)
 
 
-def pack_bytes(values: Tensor) -> Tensor:
-    """8-bit values in the same layout, four to an int32 and each stored plus 128: int8 (R, C) -> (R, ceil(C / 4))."""
-    raised = values.contiguous().view(torch.uint8) ^ 0x80
-    return pad(raised, (0, -values.shape[1] % 4)).view(torch.int32)
+def unsigned(values: Tensor) -> Tensor:
+    """Values as they are packed: int8 plus 128; those of fewer bits are unsigned already."""
+    return values.view(torch.uint8) ^ 0x80 if values.dtype == torch.int8 else values
 
 
-def unpack_bytes(packed: Tensor, columns: int) -> Tensor:
-    """int32 (R, ceil(columns / 4)) -> int8 (R, columns)."""
-    values = (packed.contiguous().view(torch.uint8) ^ 0x80).view(torch.int8)
-    return values if values.shape[1] == columns else values[:, :columns].contiguous()
+def signed(values: Tensor, bits: int) -> Tensor:
+    """Unpacked values as QuantizedWeight holds them."""
+    return (values ^ 0x80).view(torch.int8) if bits == 8 else values

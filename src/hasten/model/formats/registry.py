@@ -1,6 +1,6 @@
 """The published layouts of quantized weights that hasten reads, by the `quant_method` of config.json."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -8,20 +8,20 @@ from torch import Tensor
 
 from hasten.errors import CheckpointError, ConfigError
 from hasten.model.checkpoint import StoredTensor
-from hasten.model.formats.columns import AWQFormat, GPTQFormat
-from hasten.model.formats.compressed_tensors import CompressedTensors
-from hasten.model.formats.file_format import FileFormat, QuantizedFolder, StoredQuantization, WrittenFormat
-from hasten.model.formats.fp4 import ModelOptFormat
-from hasten.model.formats.fp8 import FP8Format
+from hasten.model.formats.columns import GPTQFormat, read_awq, read_gptq
+from hasten.model.formats.compressed_tensors import CompressedTensors, read_compressed
+from hasten.model.formats.file_format import OpenFolder, QuantizedFolder, WrittenFormat
+from hasten.model.formats.fp4 import read_modelopt
+from hasten.model.formats.fp8 import read_fp8
 
-KNOWN: tuple[FileFormat, ...] = (
-    CompressedTensors(),
-    GPTQFormat(),
-    AWQFormat(),
-    FP8Format(),
-    ModelOptFormat(),
-)
-FILE_FORMATS: Mapping[str, FileFormat] = {one.method: one for one in KNOWN}
+# What reads a quantization_config, of a config.json with some values at a path; CheckpointError names a field.
+READERS: Mapping[str, Callable[[Any, Mapping[str, Any], Path], OpenFolder]] = {
+    "compressed-tensors": read_compressed,
+    "gptq": read_gptq,
+    "awq": read_awq,
+    "fp8": read_fp8,
+    "modelopt": read_modelopt,
+}
 WRITERS: Mapping[str, WrittenFormat] = {one.method: one for one in (CompressedTensors(), GPTQFormat())}
 
 
@@ -32,7 +32,7 @@ def writer(method: str, *, pack_int8: bool = False) -> WrittenFormat:
     return CompressedTensors(pack_int8=True) if pack_int8 and method == CompressedTensors.method else WRITERS[method]
 
 
-def read_quantization(values: Mapping[str, Any], where: Path) -> StoredQuantization | None:
+def read_quantization(values: Mapping[str, Any], where: Path) -> OpenFolder | None:
     """What a config.json says of quantized weights, None: nothing. CheckpointError names what hasten does not read."""
     given = values.get("quantization_config", values.get("compression_config"))
     if given is None:
@@ -44,22 +44,22 @@ def read_quantization(values: Mapping[str, Any], where: Path) -> StoredQuantizat
             "`hasten quantize`"
         )
     method = given.get("quant_method")
-    found = FILE_FORMATS.get(method) if isinstance(method, str) else None
+    found = READERS.get(method) if isinstance(method, str) else None
     if found is None:
         raise CheckpointError(
             f"{where}: quantization_config says that the weights are quantized ({method!r:.40}), which hasten does not "
-            f"read; it reads {', '.join(FILE_FORMATS)} (2, 3, 4 and 8 bits). Load the unquantized checkpoint and use "
+            f"read; it reads {', '.join(READERS)} (2, 3, 4 and 8 bits). Load the unquantized checkpoint and use "
             "`hasten quantize`"
         )
-    return found.read_config(given, values, where)
+    return found(given, values, where)
 
 
 def open_quantized(
-    stored: Mapping[str, StoredTensor], found: StoredQuantization | None, tensors: Mapping[str, Tensor]
+    stored: Mapping[str, StoredTensor], found: OpenFolder | None, tensors: Mapping[str, Tensor]
 ) -> QuantizedFolder | None:
     """The quantized modules of a folder, or None where its config names none; CheckpointError where it should."""
     if found is not None:
-        return found.open(stored, tensors)
+        return found(stored, tensors)
     for name, tensor in stored.items():
         if name.endswith(".weight_packed"):
             raise CheckpointError(

@@ -8,13 +8,13 @@ from torch import Tensor
 from hasten.model.checkpoint import StoredTensor, check_finite
 from hasten.model.config import ModelConfig
 from hasten.model.families import FAMILIES, read_config
-from hasten.model.formats.file_format import QuantizedModule, in_rows
+from hasten.model.formats.file_format import QuantizedFolder, QuantizedModule
 from hasten.model.formats.record import LayerFormat, held_format
 from hasten.model.gguf.config import config_values
 from hasten.model.gguf.header import GGUFFile, read_gguf
 from hasten.model.gguf.names import FREQUENCIES, Place, place_of
 from hasten.model.gguf.tokenizer import read_tokenizer
-from hasten.model.gguf.types import TYPES, TensorType
+from hasten.model.gguf.types import TYPES
 from hasten.model.source import ModelSource
 from hasten.ops.linear import QuantizedWeight
 
@@ -40,14 +40,13 @@ def open_gguf(path: Path) -> ModelSource:
     )
 
 
-class GGUFWeights:
-    """The plain tensors, and the `QuantizedFolder` of the others."""
+class GGUFWeights(QuantizedFolder):
+    """The plain tensors, and the quantized modules."""
 
     def __init__(self, file: GGUFFile, config: ModelConfig) -> None:
+        super().__init__({}, {})
         self.file, self.config = file, config
         self.places: dict[str, Place] = {}
-        self.modules: dict[str, QuantizedModule] = {}
-        self.logical: dict[str, StoredTensor] = {}
         named = {FREQUENCIES}
         for ours, piece in FAMILIES[config.family].places(config):
             place = place_of(ours, config)
@@ -62,15 +61,13 @@ class GGUFWeights:
     def _add(self, name: str) -> None:
         tensor = self.file.tensors[self.places[name].name]
         stored, shape = tensor.type.format, tensor.shape
-        plain = tensor.type.name
-        if stored is not None and len(shape) == 2:
-            held = held_format(stored)
-            layer = None if held is None else LayerFormat(held)  # activations are rounded, as llama.cpp does
-            self.modules[name] = QuantizedModule(
-                name.removesuffix(".weight"), (shape[0], shape[1]), stored, layer, True
-            )
-            plain = "BF16"
-        self.logical[name] = StoredTensor(name, plain, shape, self.file.path)
+        if stored is None or len(shape) != 2:
+            self.logical[name] = StoredTensor(name, tensor.type.name, shape, self.file.path)
+            return
+        held = held_format(stored)
+        layer = None if held is None else LayerFormat(held)  # activations are rounded, as llama.cpp does
+        module = QuantizedModule(name.removesuffix(".weight"), (shape[0], shape[1]), stored, layer, tensor.name)
+        self.add(module, self.file.path)
 
     def dtype(self) -> torch.dtype:
         """bfloat16 where most is quantized, else the dtype of most bytes of the matrices; norms are always float32."""
@@ -92,51 +89,28 @@ class GGUFWeights:
 
     def values(self, module: QuantizedModule) -> Tensor:
         """The blocks as they stand in the file, uint8 (N, bytes of a row)."""
-        return self.file.raw(self.places[f"{module.name}.weight"].name)
-
-    def dequantize(self, module: QuantizedModule, dtype: torch.dtype) -> Tensor:
-        """The weight (N, K) that the module's integers stand for, each rounded once, to `dtype`."""
-        place = self.places[f"{module.name}.weight"]
-        kind, raw = self._type(module), self.values(module)
-        places = None if place.order is None else place.order.argsort()
-        ours = in_rows(module.shape, dtype, lambda rows: kind.dequantize(raw[rows if places is None else places[rows]]))
-        check_finite(place.name, ours, self.file.path)
-        return ours
+        return self.file.raw(module.values)
 
     def int4_words(self, module: QuantizedModule) -> tuple[Tensor, Tensor, None] | None:
         """The nibbles of Q4_0, which has the values 0 to 15 of a block in its low ones, in the order of the words."""
         if module.stored != TYPES["Q4_0"].format:
             return None
-        scales, values = self._blocks(module).split((2, 16), 2)  # (N, G, 2), (N, G, 16)
+        scales, values = self._our_rows(module).unflatten(1, (-1, 18)).split((2, 16), 2)  # (N, G, 2), (N, G, 16)
         halves = [half[..., ::2] | half[..., 1::2] << 4 for half in (values & 15, values >> 4)]  # (N, G, 8) each
         found = scales.flatten(1).view(torch.float16)
-        check_finite(self.places[f"{module.name}.weight"].name, found, self.file.path)
+        check_finite(module.values, found, self.file.path)
         return torch.cat(halves, 2).flatten(1).view(torch.int32), found, None
 
     def weight(self, module: QuantizedModule) -> QuantizedWeight:
-        """The same: of integers they stand in the file as a layer holds them."""
-        return self.read(module)
+        """The integers and their scales, which a layer holds as they stand in the file."""
+        weight = self.file.tensors[module.values].type.weight(self._our_rows(module))
+        for part in (weight.scales, weight.outer):
+            if part is not None and part.is_floating_point():
+                check_finite(module.values, part, self.file.path)
+        return weight
 
-    def read(self, module: QuantizedModule) -> QuantizedWeight:
-        """The integers and their scales."""
-        blocks, decode = self._blocks(module), self._type(module).decode
-        assert module.layer is not None
-        assert decode is not None
-        parts = {name: part for name, part in decode(blocks.flatten(0, 1))._asdict().items() if part is not None}
-        for name, part in parts.items():
-            if part.is_floating_point():
-                check_finite(self.places[f"{module.name}.weight"].name, part, self.file.path)
-            parts[name] = part.view(len(blocks), -1, part.shape[1])  # (N, blocks, …)
-        parts = {name: part if name == "outer" else part.flatten(1) for name, part in parts.items()}
-        return QuantizedWeight(format=module.layer.weight, **parts)
-
-    def _type(self, module: QuantizedModule) -> TensorType:
-        return self.file.tensors[self.places[f"{module.name}.weight"].name].type
-
-    def _blocks(self, module: QuantizedModule) -> Tensor:
-        """uint8 (N, blocks, bytes), the rows in our order."""
-        rows = self._rows(f"{module.name}.weight", self.values(module))
-        return rows.unflatten(1, (-1, self._type(module).bytes))
+    def _our_rows(self, module: QuantizedModule) -> Tensor:
+        return self._rows(f"{module.name}.weight", self.values(module))
 
     def _rows(self, name: str, rows: Tensor) -> Tensor:
         order = self.places[name].order

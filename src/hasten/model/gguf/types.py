@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hasten.ops.linear.weights import Scales, WeightFormat, Zero
+from hasten.ops.linear.weights import QuantizedWeight, Scales, WeightFormat, Zero
 
 # By the number that stands in a file; those that are not in TYPES are known by name only.
 NAMES = "F32 F16 Q4_0 Q4_1 4 5 Q5_0 Q5_1 Q8_0 Q8_1 Q2_K Q3_K Q4_K Q5_K Q6_K Q8_K IQ2_XXS IQ2_XS IQ3_XXS IQ1_S IQ4_NL"
@@ -45,18 +45,14 @@ class TensorType:
     format: WeightFormat | None = None
     decode: Callable[[Tensor], Integers] | None = None
 
-    def dequantize(self, raw: Tensor) -> Tensor:
-        """uint8 (R, bytes of a row) -> float32 (R, K)."""
-        if self.format is None or self.decode is None:
-            assert self.dtype is not None
-            return raw.view(self.dtype).float()
-        values, scales, zeros, outer = self.decode(raw.reshape(-1, self.bytes))
-        scales = scales.float() if outer is None else outer[:, :1].float() * scales
-        middle = self.format.middle if self.format.symmetric else 0
-        weight = (values.float() - middle).view(*scales.shape, -1) * scales.unsqueeze(2)
-        if zeros is not None and outer is not None:
-            weight -= (outer[:, 1:].float() * zeros).unsqueeze(2)
-        return weight.view(len(raw), -1)
+    def weight(self, rows: Tensor) -> QuantizedWeight:
+        """The integers of uint8 (N, bytes of a row), and their scales."""
+        assert self.format is not None
+        assert self.decode is not None
+        parts = self.decode(rows.reshape(-1, self.bytes))._asdict()
+        by_row = {name: part.view(len(rows), -1, part.shape[1]) for name, part in parts.items() if part is not None}
+        by_row = {name: part if name == "outer" else part.flatten(1) for name, part in by_row.items()}
+        return QuantizedWeight(format=self.format, **by_row)
 
 
 def _parts(data: Tensor, shifts: Sequence[int], width: int, mask: int) -> Tensor:
