@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import pytest
 
 from hasten.errors import CheckpointError
-from hasten.machine import PeakMemory
+from peak_memory import PeakMemory
 
 CPU_SECONDS = 2.0
 BYTES = 50_000_000

@@ -10,10 +10,10 @@ from torch import nn
 
 import hasten
 from hasten.errors import CheckpointError
-from hasten.machine import PeakMemory
 from hasten.model.context import TrainingContext
 from hasten.ops.linear import PackedLinear
 from hasten.ops.linear.embedding import PackedEmbedding
+from peak_memory import PeakMemory
 
 TOKENS = torch.tensor([[3, 7, 1, 9, 4, 4, 10, 2, 60, 99]])
 Q = "model.layers.0.self_attn.q_proj"  # a module of a Llama

@@ -3,8 +3,9 @@ from pathlib import Path
 import numpy
 import pytest
 
-from hasten.machine import PeakMemory, available_memory, peak_memory, process_memory, reset_peak_memory
+from hasten.machine import available_memory, peak_memory, process_memory, reset_peak_memory
 from hasten.machine.cgroup import CgroupLimits
+from peak_memory import PeakMemory
 
 MIB = 1 << 20
 

@@ -14,10 +14,10 @@ from hasten.model.fused_linear import fuse_qkv, interleave_gate_up, split_gate_u
 from hasten.model.transformer import Block
 from hasten.ops.linear import PackedLinear, QuantizedWeight, int4_format
 from hasten.quantization import Int4, quantize
-from hasten.quantization.rounding import round_int4, round_int8
 from linear_cases import make_weight, random_weight
 from quantized_folders import logits
 from references import make_reference, tiny_llama
+from rounded import round_int4, round_int8
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler")
 

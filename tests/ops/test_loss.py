@@ -147,7 +147,7 @@ def test_memory_grows_with_a_chunk_and_not_with_all_rows():
     # 2,048 x 16,384 logits are 128 MiB in float32, and the plain way holds three times that at its peak.
     code = textwrap.dedent("""
         import sys, torch
-        from hasten.machine import PeakMemory
+        from peak_memory import PeakMemory
         from hasten.ops.loss import linear_cross_entropy
         torch.set_num_threads(1)
         kernel = sys.argv[1]

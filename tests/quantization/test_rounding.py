@@ -9,7 +9,7 @@ from hasten.errors import ConfigError
 from hasten.ops.linear import QuantizedWeight
 from hasten.quantization import blocks
 from hasten.quantization.report import relative_error
-from hasten.quantization.rounding import round_int4, round_int8
+from rounded import round_int4, round_int8
 
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 SCALE_DTYPES = st.sampled_from([torch.float16, torch.bfloat16])

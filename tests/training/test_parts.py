@@ -132,7 +132,7 @@ def test_the_memory_estimate_is_what_a_step_takes():
         import gc, json, sys, torch
         from dataclasses import fields, replace
         from hasten.data import Batch
-        from hasten.machine import PeakMemory
+        from peak_memory import PeakMemory
         from hasten.model.initialize import initialize
         from hasten.training.build import shape_config, training_step
         from hasten.training.memory import step_memory

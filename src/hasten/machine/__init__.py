@@ -7,7 +7,6 @@ from hasten.machine.device import configure, resolve_device, resolve_dtype
 from hasten.machine.limits import Limits, vendor_limits
 from hasten.machine.measure import MATRIX_DTYPES, matrix_rate, measure_limits, read_bandwidth
 from hasten.machine.memory import (
-    PeakMemory,
     available_memory,
     peak_memory,
     process_memory,
@@ -28,7 +27,6 @@ __all__ = [
     "Compiler",
     "Limits",
     "Machine",
-    "PeakMemory",
     "ProductPrecision",
     "Threads",
     "amx_permitted",

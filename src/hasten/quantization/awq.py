@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -57,10 +58,7 @@ class ChannelStatistics(InputStatistics):
 class AWQ:
     """The method has no settings: the search decides. Scales of groups are searched for the inputs' sizes, too."""
 
-    @property
-    def needs_before(self) -> bool:
-        """Only the inputs that the quantized blocks before give are looked at."""
-        return False
+    needs_before: ClassVar[bool] = False  # only the inputs that the quantized blocks before give are looked at
 
     def quantize_block(self, task: BlockTask) -> None:
         """Choose the scales of all places in the block, then round its layers."""

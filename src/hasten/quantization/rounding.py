@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 
 from hasten.errors import ConfigError
 from hasten.ops.linear.layouts import empty_weight
-from hasten.ops.linear.weights import INT8, QuantizedWeight, WeightFormat, int4_format
+from hasten.ops.linear.weights import QuantizedWeight, WeightFormat
 from hasten.quantization.blocks import each_block
 
 Search = Literal["minmax", "mse"]
@@ -67,23 +67,6 @@ def round_weight(
 
     each_block(n, groups * size, work)
     return rounded
-
-
-def round_int8(weight: Tensor) -> QuantizedWeight:
-    """`round_weight` to int8 with one scale a row."""
-    return round_weight(weight, INT8)
-
-
-def round_int4(
-    weight: Tensor,
-    *,
-    group_size: int = 128,
-    symmetric: bool = True,
-    search: Search = "mse",
-    scale_dtype: torch.dtype = torch.bfloat16,
-) -> QuantizedWeight:
-    """`round_weight` to 4 bits, one scale for each `group_size` values of a row."""
-    return round_weight(weight, int4_format(group_size, symmetric=symmetric, scale_dtype=scale_dtype), search=search)
 
 
 class Grid:

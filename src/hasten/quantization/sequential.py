@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,9 @@ from hasten.quantization.report import LayerReport, compare
 from hasten.quantization.rounding import Grid, Search, round_weight
 from hasten.quantization.schemes import KERNEL_BITS
 from hasten.quantization.walk import CalibrationWalk, Call, shared_copy
+
+if TYPE_CHECKING:
+    from hasten.quantization.resume import WorkFolder
 
 
 @dataclass(slots=True)
@@ -38,7 +41,7 @@ class BlockTask:
     dtype: torch.dtype
     prefix: str
     samples_of_a_call: int = 1
-    saved: "Saved | None" = None
+    saved: "WorkFolder | None" = None
     progress: Callable[[int, int], None] = lambda done, total: None
     weights: dict[str, QuantizedWeight] = field(default_factory=dict)
     changed: dict[str, Tensor] = field(default_factory=dict)
@@ -127,24 +130,6 @@ class BlockResult:
     reports: list[LayerReport]
 
 
-class Saved(Protocol):
-    """Where finished blocks are kept, for a run that is interrupted to go on from."""
-
-    def blocks(self) -> int:
-        """How many are there."""
-
-    def load(self, index: int) -> BlockResult: ...
-
-    def states(self) -> list[Tensor]:
-        """What the block after them is given."""
-
-    def save(self, index: int, result: BlockResult, states: Sequence[Tensor]) -> None: ...
-
-    def load_tuning(self, prefix: str) -> dict[str, Tensor] | None: ...
-
-    def save_tuning(self, prefix: str, tensors: dict[str, Tensor]) -> None: ...
-
-
 @torch.no_grad()
 def quantize_blocks(
     model: Transformer,
@@ -153,7 +138,7 @@ def quantize_blocks(
     method: BlockMethod,
     *,
     search: Search,
-    saved: Saved | None = None,
+    saved: "WorkFolder | None" = None,
     spill: Path | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Iterator[BlockResult]:

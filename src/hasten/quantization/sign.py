@@ -8,6 +8,7 @@ those of the block before quantization. Nothing but the integers, scales and zer
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -35,6 +36,7 @@ class SignRounding:
     samples a step looks at.
     """
 
+    needs_before: ClassVar[bool] = True  # the targets are outputs of the model before quantization
     steps: int = 200
     batch: int = 8
     quantized_inputs: bool = True
@@ -45,11 +47,6 @@ class SignRounding:
             value = getattr(self, name)
             if type(value) is not int or value < 1:
                 raise ConfigError(f"{name} must be a whole number from 1; found {value!r}")
-
-    @property
-    def needs_before(self) -> bool:
-        """The targets are outputs of the model before quantization, whatever the inputs are."""
-        return True
 
     def quantize_block(self, task: BlockTask) -> None:
         """Tune all layers of the block together; the head, whose outputs are no state, is rounded to nearest."""
