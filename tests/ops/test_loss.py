@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 import torch
@@ -166,7 +167,8 @@ def test_memory_grows_with_a_chunk_and_not_with_all_rows():
     """)
 
     def peaks(kernel):
-        done = subprocess.run([sys.executable, "-c", code, kernel], capture_output=True, text=True, check=True)
+        command, folder = [sys.executable, "-c", code, kernel], Path(__file__).parents[1]  # of peak_memory.py
+        done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=folder)
         return [int(line) for line in done.stdout.split()]
 
     plain, ours = peaks("reference"), peaks("chunked")

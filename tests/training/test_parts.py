@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -166,7 +167,12 @@ def test_the_memory_estimate_is_what_a_step_takes():
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
     cases = json.dumps(list(MEMORY_CASES.values()))
     done = subprocess.run(
-        [sys.executable, "-c", code, cases], capture_output=True, text=True, check=True, env=environment
+        [sys.executable, "-c", code, cases],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=environment,
+        cwd=Path(__file__).parents[1],  # of peak_memory.py
     )
     lines = done.stdout.splitlines()[1:]  # the first loads libraries
     for name, line in zip(MEMORY_CASES, lines, strict=True):
