@@ -146,19 +146,13 @@ class Fields:
 
     def integer(self, *names: str, default: Any = _MISSING, low: int = 1, high: int = 1 << 20) -> Any:
         """An integer in [low, high]; the default limit of 2^20 is far above any published width."""
-
-        def fits(value: Any) -> bool:
-            return type(value) is int and low <= value <= high
-
-        return self._checked(names, fits, f"an integer from {low} to {high}", default)
+        wanted = f"an integer from {low} to {high}"
+        return self._checked(names, lambda value: type(value) is int and low <= value <= high, wanted, default)
 
     def number(self, *names: str, default: Any = _MISSING, low: float = 0.0, high: float = 1e12) -> Any:
         """A finite number in [low, high]."""
-
-        def fits(value: Any) -> bool:
-            return type(value) in (int, float) and low <= value <= high
-
-        value = self._checked(names, fits, f"a number from {low:g} to {high:g}", default)
+        wanted = f"a number from {low:g} to {high:g}"
+        value = self._checked(names, lambda x: type(x) in (int, float) and low <= x <= high, wanted, default)
         return None if value is None else float(value)
 
     def flag(self, name: str, default: bool) -> bool:
@@ -167,11 +161,8 @@ class Fields:
 
     def choice(self, *names: str, options: Mapping[str, Any], default: Any = _MISSING) -> Any:
         """One of the keys of `options`; returns its value."""
-
-        def fits(value: Any) -> bool:
-            return isinstance(value, str) and value in options
-
-        return options[self._checked(names, fits, f"one of {', '.join(options)}", default)]
+        wanted = f"one of {', '.join(options)}"
+        return options[self._checked(names, lambda x: isinstance(x, str) and x in options, wanted, default)]
 
     def numbers(self, name: str, length: int) -> tuple[float, ...]:
         """A list of `length` positive numbers."""

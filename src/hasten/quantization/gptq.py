@@ -5,7 +5,6 @@ through H = XᵀX alone. With U upper triangular and H⁻¹ = UᵀU, the error e
 for by taking e·U[i, j] off every column j to come.
 """
 
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from torch import Tensor
 from hasten.errors import ConfigError
 from hasten.ops.linear.layouts import empty_weight
 from hasten.ops.linear.weights import QuantizedWeight
-from hasten.quantization.blocks import TILE, add_product, each_slice, on_one_thread
+from hasten.quantization.blocks import TILE, add_product, each_slice, on_one_thread, root_of_shares
 from hasten.quantization.rounding import Grid, check_matrix
 from hasten.quantization.sequential import BlockTask
 from hasten.quantization.walk import Call, inputs_of, inputs_of_each, rows_calls, stages
@@ -258,13 +257,11 @@ def output_error(weight: Tensor, rounded: QuantizedWeight, gram: Tensor) -> floa
     """
     every = slice(None, None, -(-len(weight) // ERROR_ROWS))
     weight, rounded = weight[every], rounded.rows(every)
-    sums: dict[int, tuple[float, float]] = {}
 
-    def work(rows: slice) -> None:
+    def work(rows: slice) -> tuple[float, float]:
         exact = weight[rows].to(gram.dtype)
         wrong = exact - rounded.rows(rows).dequantize(gram.dtype)
-        sums[rows.start] = (float(((part @ gram) * part).sum()) for part in (wrong, exact))  # type: ignore[assignment]
+        error, whole = (max(0.0, float(((part @ gram) * part).sum())) for part in (wrong, exact))
+        return error, whole
 
-    each_slice(len(weight), ROWS, work)
-    wrong, total = (math.fsum(max(0.0, part) for part in column) for column in zip(*sums.values(), strict=True))
-    return math.sqrt(wrong / total) if total else 0.0
+    return root_of_shares(each_slice(len(weight), ROWS, work))

@@ -1,6 +1,5 @@
 """What quantizing a layer cost and saved."""
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +9,7 @@ from torch import Tensor
 from hasten.model.formats.record import LayerFormat
 from hasten.model.transformer import Transformer
 from hasten.ops.linear.weights import QuantizedWeight
-from hasten.quantization.blocks import each_block
+from hasten.quantization.blocks import each_block, root_of_shares
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,13 +62,10 @@ def stored_weights(model: Transformer) -> dict[str, Tensor]:
 def relative_error(weight: Tensor, quantized: QuantizedWeight) -> float:
     """Root mean square of the difference to a weight (N, K), over the weight's own; 0 for a weight of zeros."""
     n, k = quantized.shape
-    sums: dict[int, tuple[float, float]] = {}
 
-    def work(rows: slice) -> None:
+    def work(rows: slice) -> tuple[float, float]:
         exact = weight[rows].float()
         wrong = torch.linalg.vector_norm(quantized.rows(rows).dequantize() - exact)
-        sums[rows.start] = float(wrong) ** 2, float(torch.linalg.vector_norm(exact)) ** 2
+        return float(wrong) ** 2, float(torch.linalg.vector_norm(exact)) ** 2
 
-    each_block(n, k, work)
-    wrong, total = (math.fsum(column) for column in zip(*sums.values(), strict=True))
-    return math.sqrt(wrong / total) if total else 0.0
+    return root_of_shares(each_block(n, k, work))

@@ -136,9 +136,8 @@ class WorkFolder:
         tensors: dict[str, Tensor] = {}
         for name, weight in result.weights.items():
             self._owner[name] = index
-            tensors |= {f"{name}.values": weight.values, f"{name}.scales": weight.scales}
-            if weight.zeros is not None:
-                tensors[f"{name}.zeros"] = weight.zeros
+            parts = {"values": weight.values, "scales": weight.scales, "zeros": weight.zeros}
+            tensors |= {f"{name}.{key}": part for key, part in parts.items() if part is not None}
         tensors |= {f"changed.{name}": tensor for name, tensor in result.changed.items()}
         self.changed |= result.changed
         reports = [asdict(report) | {"format": None} for report in result.reports]

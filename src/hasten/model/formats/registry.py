@@ -10,6 +10,7 @@ from hasten.errors import CheckpointError, ConfigError
 from hasten.model.checkpoint import StoredTensor
 from hasten.model.formats.columns import GPTQFormat, read_awq, read_gptq
 from hasten.model.formats.compressed_tensors import CompressedTensors, read_compressed
+from hasten.model.formats.config_fields import ConfigFields
 from hasten.model.formats.file_format import OpenFolder, QuantizedFolder, WrittenFormat
 from hasten.model.formats.fp4 import read_modelopt
 from hasten.model.formats.fp8 import read_fp8
@@ -37,13 +38,7 @@ def read_quantization(values: Mapping[str, Any], where: Path) -> OpenFolder | No
     given = values.get("quantization_config", values.get("compression_config"))
     if given is None:
         return None
-    if not isinstance(given, dict):
-        raise CheckpointError(
-            f"{where}: quantization_config must be an object; found {given!r:.60}. "
-            "hasten reads weights of 2, 3, 4 and 8 bits: take such a checkpoint, or the unquantized one and "
-            "`hasten quantize`"
-        )
-    method = given.get("quant_method")
+    method = ConfigFields(where, given).values.get("quant_method")
     found = READERS.get(method) if isinstance(method, str) else None
     if found is None:
         raise CheckpointError(
