@@ -38,7 +38,7 @@ def divergence(
     context: int | None = None,
     stride: int | None = None,
     kv_cache_dtype: str = "auto",
-    progress: Callable[[int, int], None] | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Divergence:
     """Compare a model with another one, token by token: KL(against ‖ model) = Σ p·log(p / q), p of `against`.
 
@@ -69,8 +69,7 @@ def divergence(
             against_losses -= float(p.gather(1, targets).double().sum())
             same += int((q.argmax(dim=-1) == p.argmax(dim=-1)).sum())
             divergences.append((p.exp() * (p - q)).sum(dim=-1).double())
-        if progress is not None:
-            progress(sum(len(part) for part in divergences), total)
+        progress(sum(len(part) for part in divergences), total)
     found = torch.cat(divergences)
     return Divergence(
         perplexity=exp(losses / total),

@@ -18,7 +18,7 @@ def log_likelihoods(
     model: Transformer,
     pairs: Sequence[tuple[Sequence[int], Sequence[int]]],
     *,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[tuple[float, bool]]:
     """Of each (context, continuation), both token ids: the continuation's log-probability in nats, and whether each of
     its tokens is the most likely one, which greedy decoding would take.
@@ -61,6 +61,5 @@ def log_likelihoods(
             sums.index_add_(0, pair_of_row, found.gather(1, targets[:, None])[:, 0].double())
             misses.index_add_(0, pair_of_row, (found.argmax(dim=-1) != targets).long())
         start, done = start + len(batch), done + sum(map(len, batch))
-        if progress is not None:
-            progress(done, total)
+        progress(done, total)
     return list(zip(sums.tolist(), (misses == 0).tolist(), strict=True))

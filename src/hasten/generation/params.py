@@ -12,6 +12,8 @@ from hasten.errors import ConfigError
 KVCacheDtype = Literal["auto", "int8", "int4", "int8-plain", "int4-plain"]
 
 _MAX_SEED = 2**63 - 1
+_RANGES = (("temperature", 0, math.inf), ("top_p", 0, 1), ("min_p", 0, 1), ("repetition_penalty", 0, math.inf))
+_RANGES += (("presence_penalty", -2, 2), ("frequency_penalty", -2, 2))
 LARGEST_BIAS = 1e30  # far above any logit, and within float32
 
 
@@ -87,23 +89,18 @@ class SamplingParams:
         def keep(name: str, value: Any) -> None:
             object.__setattr__(self, name, value)
 
-        keep("temperature", real("temperature", self.temperature, low=0))
-        keep("top_k", whole("top_k", self.top_k, low=0))
-        keep("top_p", real("top_p", self.top_p, low=0, high=1))
+        for name, low, high in _RANGES:
+            keep(name, real(name, getattr(self, name), low=low, high=high))
+        for name, least in (("top_k", 0), ("max_new_tokens", 1), ("min_new_tokens", 0)):
+            keep(name, whole(name, getattr(self, name), low=least))
         if self.top_p == 0:
             raise ConfigError("top_p is 0, which keeps no token; use temperature=0 for the most likely one")
-        keep("min_p", real("min_p", self.min_p, low=0, high=1))
-        keep("repetition_penalty", real("repetition_penalty", self.repetition_penalty, low=0))
         if self.repetition_penalty == 0:
             raise ConfigError("repetition_penalty is 0; it divides: 1 is off, 1.1 is mild")
-        for name in ("presence_penalty", "frequency_penalty"):
-            keep(name, real(name, getattr(self, name), low=-2, high=2))
         if not isinstance(self.logit_bias, LogitBias):
             keep("logit_bias", LogitBias(self.logit_bias))
         if self.seed is not None:
             keep("seed", whole("seed", self.seed, low=0, high=_MAX_SEED))
-        keep("max_new_tokens", whole("max_new_tokens", self.max_new_tokens, low=1))
-        keep("min_new_tokens", whole("min_new_tokens", self.min_new_tokens, low=0))
         if self.min_new_tokens > self.max_new_tokens:
             raise ConfigError(
                 f"min_new_tokens is {self.min_new_tokens}, above max_new_tokens, which is {self.max_new_tokens}"

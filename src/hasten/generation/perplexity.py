@@ -59,7 +59,7 @@ def perplexity(
     context: int | None = None,
     stride: int | None = None,
     kv_cache_dtype: str = "auto",
-    progress: Callable[[int, int], None] | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Perplexity:
     """Score documents (texts, or token ids where the model has no tokenizer), each on its own.
 
@@ -75,8 +75,7 @@ def perplexity(
         pass_context = scoring_context(model, batch.positions, kv_cache_dtype)
         nats += float(model(batch.tokens, batch.positions, pass_context, rows=batch.rows, targets=batch.targets))
         count += len(batch.targets)
-        if progress is not None:
-            progress(count, total)
+        progress(count, total)
     bits = nats / math.log(2) / size if size else None
     return Perplexity(exp(nats / count), bits, count)
 

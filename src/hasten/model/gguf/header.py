@@ -31,7 +31,7 @@ _TEXT, _ARRAY = 8, 9
 
 @dataclass(frozen=True, slots=True)
 class GGUFTensor:
-    """One tensor of a file: shape (outermost first), type, and the byte of the file at which it begins."""
+    """One tensor of a file: shape (outermost first), type, and the byte of the data at which it begins."""
 
     name: str
     type: TensorType
@@ -52,7 +52,8 @@ class GGUFTensor:
 class GGUFFile:
     """A file's metadata (numbers, texts, lists of texts, numpy arrays of numbers) and tensors, by name.
 
-    data: the whole file, uint8, memory-mapped. The mapping is private: what is written to it never reaches the file.
+    data: the file behind its header, uint8, memory-mapped. The mapping is private: what is written to it never reaches
+    the file.
     """
 
     path: Path
@@ -109,28 +110,24 @@ class _Reader:
                 f"{self.path} is one of {split!s:.20} parts of a model; join them first: llama-gguf-split --merge "
                 f"{self.path} WHOLE.gguf"
             )
-        found = [self.tensor() for _ in range(tensors)]
         alignment = metadata.get("general.alignment", 32)
         if type(alignment) is not int or alignment not in (8 << i for i in range(14)):
             self.fail(f"general.alignment is {alignment!r:.40}, no power of two from 8 to 65,536")
-        return GGUFFile(self.path, metadata, self.placed(found, alignment), self.data)
-
-    def placed(self, found: list[tuple[GGUFTensor, int]], alignment: int) -> dict[str, GGUFTensor]:
-        """The tensors by name, each where the one before it ends."""
+        found = [self.tensor() for _ in range(tensors)]
         start = -(-self.at // alignment) * alignment
         placed: dict[str, GGUFTensor] = {}
-        end = 0
-        for tensor, offset in found:
-            name = tensor.name
-            if name in placed:
-                self.fail(f"the tensor {name!r:.100} stands in it twice")
-            if offset != -(-end // alignment) * alignment:
-                self.fail(f"the tensor {name!r:.100} begins at byte {offset:,}, and the one before it ends at {end:,}")
-            end = offset + tensor.bytes
+        end = 0  # of the tensor before
+        for tensor in found:
+            name = f"the tensor {tensor.name!r:.100}"
+            if tensor.name in placed:
+                self.fail(f"{name} stands in it twice")
+            if tensor.begin != -(-end // alignment) * alignment:
+                self.fail(f"{name} begins at byte {tensor.begin:,}, and the one before it ends at {end:,}")
+            end = tensor.begin + tensor.bytes
             if start + end > len(self.raw):
-                self.fail(f"the tensor {name!r:.100} ends at byte {start + end:,}, and the file has {len(self.raw):,}")
-            placed[name] = GGUFTensor(name, tensor.type, tensor.shape, start + offset)
-        return placed
+                self.fail(f"{name} ends at byte {start + end:,}, and the file has {len(self.raw):,}")
+            placed[tensor.name] = tensor
+        return GGUFFile(self.path, metadata, placed, self.data[start:])
 
     def take(self, size: int) -> memoryview:
         if size > len(self.raw) - self.at:
@@ -171,8 +168,8 @@ class _Reader:
         count = self.count(f"numbers in {key:.100}", len(self.raw), dtype.itemsize)
         return np.frombuffer(self.take(count * dtype.itemsize), dtype)
 
-    def tensor(self) -> tuple[GGUFTensor, int]:
-        """A tensor, and where in the data it says it begins."""
+    def tensor(self) -> GGUFTensor:
+        """A tensor, which begins in the data where it says."""
         name, rank = self.text(), self.number("I")
         if not 1 <= rank <= MAX_RANK:
             self.fail(f"the tensor {name!r:.100} has {rank} dimensions, and 1 to {MAX_RANK} are known")
@@ -188,4 +185,4 @@ class _Reader:
             )
         if shape[-1] % TYPES[known].elements:
             self.fail(f"the tensor {name!r:.100} has rows of {shape[-1]:,} numbers, which {known} cannot hold")
-        return GGUFTensor(name, TYPES[known], shape), offset
+        return GGUFTensor(name, TYPES[known], shape, offset)

@@ -133,26 +133,46 @@ class Fixed(Pattern):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Variable(Pattern):
+class _WithGlobals(Pattern):
+    """global_indices: blocks that everyone sees; with global_ends, of the same length, ranges [index, end)."""
+
+    global_indices: tuple[int, ...] = (0,)
+    global_ends: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        Pattern.__post_init__(self)
+        starts, ends = self.global_indices, self._ends()
+        if len(starts) != len(ends) or any(not 0 <= a < b for a, b in zip(starts, ends, strict=True)):
+            raise ConfigError(
+                f"{type(self).__name__}: each global range must begin at 0 or later and end past its begin; found "
+                f"{starts}, {ends}"
+            )
+
+    def globals(self, blocks: int) -> set[int]:
+        """The global ones of so many blocks."""
+        return {j for a, b in zip(self.global_indices, self._ends(), strict=True) for j in _within(a, b, blocks)}
+
+    def _ends(self) -> tuple[int, ...]:
+        return tuple(start + 1 for start in self.global_indices) if self.global_ends is None else self.global_ends
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variable(_WithGlobals):
     """Windows of the given sizes one after the other (the last repeats), random blocks a row, and global blocks.
 
-    global_indices: blocks that everyone sees; with global_ends, of the same length, ranges [index, end). horizontal,
-    for bidirectional attention: global blocks also see everything.
+    horizontal, for bidirectional attention: global blocks also see everything.
     """
 
     windows: tuple[int, ...] = (4,)
     random_blocks: int = size(0, least=0)
-    global_indices: tuple[int, ...] = (0,)
-    global_ends: tuple[int, ...] | None = None
     horizontal: bool = False
 
     def __post_init__(self) -> None:
-        Pattern.__post_init__(self)
+        _WithGlobals.__post_init__(self)
         if not self.windows:
             raise ConfigError("Variable: windows must hold at least one size; found ()")
         for blocks in self.windows:
             self._require("windows", blocks, 1)
-        _check_ranges(self, self.global_indices, self.global_ends)
         _refuse_causal_rows(self, self.horizontal)
 
     def columns(self, row: int, blocks: int, *, head: int, layer: int) -> Iterable[int]:
@@ -164,7 +184,7 @@ class Variable(Pattern):
         else:
             window = self.windows[-1]
             start += (row - start) // window * window
-        globals_ = _globals(self.global_indices, self.global_ends, blocks)
+        globals_ = self.globals(blocks)
         if self.horizontal and row in globals_:
             return range(blocks)
         seen = {*_within(start, start + window, blocks), *globals_}
@@ -192,22 +212,13 @@ class BigBird(Pattern):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BSLongformer(Pattern):
-    """A sliding window and global blocks, which everyone sees and which see everything (arXiv 2004.05150).
-
-    global_indices, and with global_ends of the same length, ranges [index, end).
-    """
+class BSLongformer(_WithGlobals):
+    """A sliding window and global blocks, which everyone sees and which see everything (arXiv 2004.05150)."""
 
     window: int = size(3, least=1)
-    global_indices: tuple[int, ...] = (0,)
-    global_ends: tuple[int, ...] | None = None
-
-    def __post_init__(self) -> None:
-        Pattern.__post_init__(self)
-        _check_ranges(self, self.global_indices, self.global_ends)
 
     def columns(self, row: int, blocks: int, *, head: int, layer: int) -> Iterable[int]:
-        globals_ = _globals(self.global_indices, self.global_ends, blocks)
+        globals_ = self.globals(blocks)
         if row in globals_:
             return range(blocks)
         return {*_window(row, self.window, blocks), *globals_}
@@ -220,20 +231,6 @@ def _within(start: int, stop: int, blocks: int) -> range:
 
 def _window(row: int, window: int, blocks: int) -> range:
     return _within(row - window // 2, row + window // 2 + 1, blocks)
-
-
-def _globals(starts: tuple[int, ...], ends: tuple[int, ...] | None, blocks: int) -> set[int]:
-    ends = tuple(start + 1 for start in starts) if ends is None else ends
-    return {j for a, b in zip(starts, ends, strict=True) for j in _within(a, b, blocks)}
-
-
-def _check_ranges(pattern: Pattern, starts: tuple[int, ...], ends: tuple[int, ...] | None) -> None:
-    ends = tuple(start + 1 for start in starts) if ends is None else ends
-    if len(starts) != len(ends) or any(not 0 <= a < b for a, b in zip(starts, ends, strict=True)):
-        raise ConfigError(
-            f"{type(pattern).__name__}: each global range must begin at 0 or later and end past its begin; found "
-            f"{starts}, {ends}"
-        )
 
 
 def _refuse_causal_rows(pattern: Pattern, horizontal: bool) -> None:

@@ -139,23 +139,15 @@ class QuantizedWeight:
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> "QuantizedWeight":
         """The weight of what `fn` makes of its tensors alike: some of the rows, or another device."""
-        zeros, outer = (None if part is None else fn(part) for part in (self.zeros, self.outer))
-        return replace(self, values=fn(self.values), scales=fn(self.scales), zeros=zeros, outer=outer)
+        return self.joined([self], lambda own: fn(own[0]))
 
     @staticmethod
     def joined(
         weights: Sequence["QuantizedWeight"], join: Callable[[list[Tensor]], Tensor] = torch.cat
     ) -> "QuantizedWeight":
         """One weight of the rows of several of one format, put together by `join`."""
-        zeros = [weight.zeros for weight in weights if weight.zeros is not None]
-        outer = [weight.outer for weight in weights if weight.outer is not None]
-        return replace(
-            weights[0],
-            values=join([weight.values for weight in weights]),
-            scales=join([weight.scales for weight in weights]),
-            zeros=join(zeros) if zeros else None,
-            outer=join(outer) if outer else None,
-        )
+        parts = {name: [getattr(weight, name) for weight in weights] for name in ("values", "scales", "zeros", "outer")}
+        return replace(weights[0], **{name: join(own) for name, own in parts.items() if own[0] is not None})
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The weight (N, K) that the integers stand for."""
