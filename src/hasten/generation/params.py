@@ -12,8 +12,11 @@ from hasten.errors import ConfigError
 KVCacheDtype = Literal["auto", "int8", "int4", "int8-plain", "int4-plain"]
 
 _MAX_SEED = 2**63 - 1
-_RANGES = (("temperature", 0, math.inf), ("top_p", 0, 1), ("min_p", 0, 1), ("repetition_penalty", 0, math.inf))
-_RANGES += (("presence_penalty", -2, 2), ("frequency_penalty", -2, 2))
+_RANGES: dict[tuple[str, str], tuple[float, float]] = {
+    ("temperature", "repetition_penalty"): (0, math.inf),
+    ("top_p", "min_p"): (0, 1),
+    ("presence_penalty", "frequency_penalty"): (-2, 2),
+}
 LARGEST_BIAS = 1e30  # far above any logit, and within float32
 
 
@@ -89,8 +92,9 @@ class SamplingParams:
         def keep(name: str, value: Any) -> None:
             object.__setattr__(self, name, value)
 
-        for name, low, high in _RANGES:
-            keep(name, real(name, getattr(self, name), low=low, high=high))
+        for names, (low, high) in _RANGES.items():
+            for name in names:
+                keep(name, real(name, getattr(self, name), low=low, high=high))
         for name, least in (("top_k", 0), ("max_new_tokens", 1), ("min_new_tokens", 0)):
             keep(name, whole(name, getattr(self, name), low=least))
         if self.top_p == 0:

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -147,7 +147,8 @@ class QuantizedWeight:
     ) -> "QuantizedWeight":
         """One weight of the rows of several of one format, put together by `join`."""
         parts = {name: [getattr(weight, name) for weight in weights] for name in ("values", "scales", "zeros", "outer")}
-        return replace(weights[0], **{name: join(own) for name, own in parts.items() if own[0] is not None})
+        joined: dict[str, Any] = {name: join(own) for name, own in parts.items() if own[0] is not None}
+        return replace(weights[0], **joined)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The weight (N, K) that the integers stand for."""
