@@ -275,9 +275,9 @@ def test_samples_are_drawn_by_the_seed(tokenizer):
 def test_calibration_that_cannot_be_is_one_clear_error(tokenizer):
     with pytest.raises(ConfigError, match="fewer than one sample"):
         calibration_tokens(tokenizer, ["short"], length=100)
-    with pytest.raises(ConfigError, match="samples must be a whole number from 1"):
+    with pytest.raises(ConfigError, match="samples must be a whole number, at least 1"):
         calibration_tokens(tokenizer, ["short"], samples=0)
-    with pytest.raises(ConfigError, match="calibration seed must be a whole number from 0"):
+    with pytest.raises(ConfigError, match="calibration seed must be a whole number, at least 0"):
         calibration_tokens(tokenizer, ["short"], seed=10**30)
     model = hasten.load(make_reference("llama"))
     for tokens, message in (

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import operator
 import os
 import shutil
 import uuid
@@ -12,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from hasten.checks import whole
 from hasten.data.encode import Encoder, training_texts
 from hasten.data.sources import Source, open_source
 from hasten.data.splits import SplitPlan, plan_split
@@ -75,10 +75,9 @@ def prepare(
     run would take: the shards are made in a temporary folder and renamed as the last step.
     """
     source = str(source)
-    vocab_size = _whole_number("vocab_size", vocab_size)
-    if limit_bytes is not None:
-        limit_bytes = _whole_number("limit_bytes", limit_bytes)
-    _check(tokenizer_kind, validation_fraction=validation_fraction, limit_bytes=limit_bytes)
+    vocab_size = whole("vocab_size", vocab_size)
+    limit_bytes = None if limit_bytes is None else whole("limit_bytes", limit_bytes)
+    _check(tokenizer_kind, validation_fraction=validation_fraction)
     given_folder = None if tokenizer is None else Path(tokenizer)
     given = None if given_folder is None else _load_tokenizer(given_folder)
     corpus = open_source(source, text_field=text_field, limit_bytes=limit_bytes)
@@ -112,23 +111,11 @@ def prepare(
     return TokenData.load(target)
 
 
-def _check(kind: str, *, validation_fraction: float, limit_bytes: int | None) -> None:
+def _check(kind: str, *, validation_fraction: float) -> None:
     if kind not in ("bpe", "character"):
         raise ConfigError(f"tokenizer_kind is {kind!r}; choose 'bpe' or 'character'")
     if not 0 <= validation_fraction < 1:
         raise ConfigError(f"validation_fraction is {validation_fraction}; it must be at least 0 and less than 1")
-    if limit_bytes is not None and limit_bytes < 1:
-        raise ConfigError(f"limit_bytes is {limit_bytes}; it must be at least 1")
-
-
-def _whole_number(name: str, value: Any) -> int:
-    """The value as an int; other types of integers count too. Raises ConfigError for anything else."""
-    if not isinstance(value, bool):
-        try:
-            return operator.index(value)
-        except TypeError:
-            pass
-    raise ConfigError(f"{name} is {value!r} ({type(value).__name__}); it must be a whole number")
 
 
 def _load_tokenizer(folder: Path) -> Tokenizer:

@@ -3,15 +3,14 @@
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from numbers import Integral, Real
 from typing import Any, Literal, get_args
 
+from hasten.checks import LARGEST_SEED, real, whole
 from hasten.errors import ConfigError
 
 # How a cache keeps keys and values (hasten.generation.cache.ROW_FORMATS); -plain: not rotated.
 KVCacheDtype = Literal["auto", "int8", "int4", "int8-plain", "int4-plain"]
 
-_MAX_SEED = 2**63 - 1
 _RANGES: dict[tuple[str, str], tuple[float, float]] = {
     ("temperature", "repetition_penalty"): (0, math.inf),
     ("top_p", "min_p"): (0, 1),
@@ -104,7 +103,7 @@ class SamplingParams:
         if not isinstance(self.logit_bias, LogitBias):
             keep("logit_bias", LogitBias(self.logit_bias))
         if self.seed is not None:
-            keep("seed", whole("seed", self.seed, low=0, high=_MAX_SEED))
+            keep("seed", whole("seed", self.seed, low=0, high=LARGEST_SEED))
         if self.min_new_tokens > self.max_new_tokens:
             raise ConfigError(
                 f"min_new_tokens is {self.min_new_tokens}, above max_new_tokens, which is {self.max_new_tokens}"
@@ -143,31 +142,8 @@ def recommended(folder: Mapping[str, Any]) -> dict[str, Any]:
     return {name: folder[name] for name in names if folder.get(name) is not None}
 
 
-def real(name: str, value: Any, *, low: float = -math.inf, high: float = math.inf, finite: bool = True) -> float:
-    """The number as a float; ConfigError naming it unless it is one, finite (if so asked) and within the bounds."""
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise ConfigError(f"{name} must be a number, found {value!r:.80}")
-    try:
-        number = float(value)
-    except OverflowError:
-        number = math.inf
-    if finite and not (math.isfinite(number) and low <= number <= high):
-        bounds = f"between {low} and {high}" if math.isfinite(high) else f"at least {low} and finite"
-        raise ConfigError(f"{name} is {value!r:.80}; it must be {bounds}")
-    return number
-
-
 def check_kv_cache_dtype(name: object) -> None:
     """Raise ConfigError for what is no `KVCacheDtype`."""
     if name not in get_args(KVCacheDtype):
         known = ", ".join(map(repr, get_args(KVCacheDtype)))
         raise ConfigError(f"kv_cache_dtype must be one of {known} ('auto' is the model's dtype); found {name!r:.40}")
-
-
-def whole(name: str, value: Any, *, low: int, high: int | None = None) -> int:
-    """The whole number as an int; ConfigError naming it unless it is one within the bounds."""
-    most = "" if high is None else f", at most {high}"
-    integral = isinstance(value, Integral) and not isinstance(value, bool)
-    if not integral or value < low or (high is not None and value > high):
-        raise ConfigError(f"{name} must be a whole number, at least {low}{most}; found {value!r:.80}")
-    return int(value)

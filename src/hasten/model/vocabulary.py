@@ -7,7 +7,7 @@ the model computes what it did; `hasten.save` takes them off again.
 import torch
 from torch import Tensor, nn
 
-from hasten.errors import ConfigError
+from hasten.checks import whole
 from hasten.model.transformer import Transformer
 
 LARGEST_MULTIPLE = 1 << 16  # far above any tile of a product
@@ -21,11 +21,7 @@ def pad_vocabulary(model: Transformer, multiple: int = 64) -> Transformer:
     (..., vocab_size); a matrix product of another size may sum in another order, so that they agree to the last few
     bits. Raises ConfigError for a multiple below 1.
     """
-    if isinstance(multiple, bool) or not isinstance(multiple, int) or not 1 <= multiple <= LARGEST_MULTIPLE:
-        raise ConfigError(
-            f"the vocabulary can be padded to a multiple of 1 to {LARGEST_MULTIPLE:,}; found {multiple!r}"
-        )
-    config = model.config.padded_to(multiple)
+    config = model.config.padded_to(whole("the multiple of the vocabulary's rows", multiple, high=LARGEST_MULTIPLE))
     if config.padded_vocab_size == model.config.padded_vocab_size:
         return model
     tied = model.head.weight is model.embedding.weight

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from hasten.checks import LARGEST_SEED, whole
 from hasten.errors import ConfigError
 from hasten.model.tokenizer import Tokenizer
 
@@ -20,12 +21,8 @@ def calibration_tokens(
     pieces, is drawn too. Each begins with the tokens that the tokenizer puts before every text. Raises ConfigError for
     a text shorter than one sample.
     """
-    for name, value, least in (("samples", samples, 1), ("length", length, 2)):
-        if type(value) is not int or value < least:
-            raise ConfigError(f"calibration {name} must be a whole number from {least}; found {value!r}")
-    if type(seed) is not int or not 0 <= seed < 1 << 63:
-        raise ConfigError(f"the calibration seed must be a whole number from 0 to 2⁶³ - 1; found {seed!r}")
-    generator = torch.Generator().manual_seed(seed)
+    samples, length = whole("calibration samples", samples), whole("calibration length", length, low=2)
+    generator = torch.Generator().manual_seed(whole("the calibration seed", seed, low=0, high=LARGEST_SEED))
     texts = list(documents)
     before = tokenizer.encode("")
     size = length - len(before)

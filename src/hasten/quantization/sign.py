@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from hasten.checks import whole
 from hasten.errors import ConfigError
 from hasten.ops.linear.layouts import empty_weight
 from hasten.ops.linear.weights import QuantizedWeight
@@ -44,9 +45,7 @@ class SignRounding:
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch"):
-            value = getattr(self, name)
-            if type(value) is not int or value < 1:
-                raise ConfigError(f"{name} must be a whole number from 1; found {value!r}")
+            whole(name, getattr(self, name))
 
     def quantize_block(self, task: BlockTask) -> None:
         """Tune all layers of the block together; the head, whose outputs are no state, is rounded to nearest."""

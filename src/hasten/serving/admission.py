@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import warnings
 
+from hasten.checks import real, whole
 from hasten.errors import ConfigError, HastenWarning, ResourceError
 from hasten.generation.cache import row_format
 from hasten.generation.paged import PagedCache
-from hasten.generation.params import SamplingParams, real, whole
+from hasten.generation.params import SamplingParams
 from hasten.generation.prompts import check_ids, fit
 from hasten.machine.memory import available_memory
 from hasten.model.transformer import Transformer

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 from tyro.conf import Suppress
 
+from hasten.checks import whole
 from hasten.errors import ConfigError
 from hasten.generation.blocks import BlockStats
-from hasten.generation.params import KVCacheDtype, check_kv_cache_dtype, whole
+from hasten.generation.params import KVCacheDtype, check_kv_cache_dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

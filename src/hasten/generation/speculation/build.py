@@ -11,8 +11,8 @@ from typing import get_args
 import torch
 from torch import nn
 
+from hasten.checks import whole
 from hasten.errors import ConfigError, ResourceError
-from hasten.generation.params import whole
 from hasten.generation.speculation.cost import StepCost, measure_step_cost
 from hasten.generation.speculation.draft_model import DraftModel, check_vocabulary
 from hasten.generation.speculation.proposer import LIMIT, Accept, Proposer

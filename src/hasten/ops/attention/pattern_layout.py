@@ -7,6 +7,7 @@ import random
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 
+from hasten.checks import whole
 from hasten.errors import ConfigError
 
 
@@ -71,14 +72,10 @@ class Pattern:
         for f in fields(self):
             value = getattr(self, f.name)
             if "least" in f.metadata:
-                self._require(f.name, value, f.metadata["least"])
+                whole(f"{type(self).__name__}: {f.name}", value, low=f.metadata["least"])
             several = isinstance(f.default, tuple | None) and value != f.default
             if several and not (isinstance(value, tuple | list) and all(type(one) is int for one in value)):
                 raise ConfigError(f"{type(self).__name__}: {f.name} must be a tuple of integers; found {value!r}")
-
-    def _require(self, name: str, value: object, least: int) -> None:
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ConfigError(f"{type(self).__name__}: {name} must be an integer of at least {least}; found {value!r}")
 
     @property
     def differs_by_head(self) -> bool:
@@ -99,9 +96,8 @@ class Pattern:
     def layout(self, blocks_q: int, blocks_k: int | None = None, *, heads: int = 1, layer: int = 0) -> BlockLayout:
         """The blocks that the last `blocks_q` of `blocks_k` (default: as many) query blocks see."""
         blocks_k = blocks_q if blocks_k is None else blocks_k
-        self._require("blocks_q", blocks_q, 1)
-        self._require("heads", heads, 1)
-        self._require("layer", layer, 0)
+        for name, value, low in (("blocks_q", blocks_q, 1), ("heads", heads, 1), ("layer", layer, 0)):
+            whole(name, value, low=low)
         if not isinstance(blocks_k, int) or blocks_k < blocks_q:
             raise ConfigError(f"{blocks_q} query blocks are the last of at least as many key blocks; found {blocks_k}")
         laid = tuple(

@@ -16,6 +16,7 @@ so every process draws the same, and a causal row stays what it is when the sequ
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from hasten.checks import whole
 from hasten.errors import ConfigError
 from hasten.ops.attention.pattern_layout import Pattern, size
 
@@ -172,7 +173,7 @@ class Variable(_WithGlobals):
         if not self.windows:
             raise ConfigError("Variable: windows must hold at least one size; found ()")
         for blocks in self.windows:
-            self._require("windows", blocks, 1)
+            whole("Variable: windows", blocks)
         _refuse_causal_rows(self, self.horizontal)
 
     def columns(self, row: int, blocks: int, *, head: int, layer: int) -> Iterable[int]:
