@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from hasten.errors import HastenWarning
 from hasten.model.families.family import TensorSlice
 from hasten.model.formats.file_format import QuantizedFolder
-from hasten.model.formats.pages import release_pages
 from hasten.model.formats.pieces import take
 from hasten.model.formats.record import LayerFormat
 from hasten.model.transformer import Transformer
 from hasten.ops.linear import PackedLinear
 from hasten.ops.linear.embedding import PackedEmbedding
+from hasten.ops.pages import release_pages
 
 
 def fill_quantized(

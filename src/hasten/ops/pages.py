@@ -1,4 +1,4 @@
-"""Memory pages of 2 MB for what a decode step reads: weights and cached keys and values.
+"""Memory pages: those of 2 MB for what a decode step reads (weights, cached keys and values), and giving pages back.
 
 With pages of 4 kB a core's prefetcher stops at every page's end, and two cores streamed 60 of 85 GB/s; rows of a cache
 that lie apart cost a walk through the page tables each, and attention over 2,048 tokens took three times as long.
@@ -18,6 +18,7 @@ from hasten.errors import ResourceError
 from hasten.machine.memory import available_memory
 
 LARGE_PAGE = 2 << 20
+MADV_DONTNEED = 4  # of Linux, on every architecture it runs torch on
 
 
 def in_large_pages(tensor: Tensor) -> Tensor:
@@ -48,6 +49,21 @@ def return_freed_memory() -> None:
     """
     if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
         libc.malloc_trim(ctypes.c_size_t(0))
+
+
+def release_pages(tensor: Tensor) -> None:
+    """Let go of the pages of a tensor that is a view of a mapped file and was never written to.
+
+    They then no longer count as memory of this process; reading the tensor again would read the file again. Only whole
+    pages are let go, only on Linux, and a refusal changes nothing: this is a matter of memory alone.
+    """
+    if sys.platform != "linux" or tensor.device.type != "cpu" or not tensor.is_contiguous():
+        return
+    page = mmap.PAGESIZE
+    start = -(-tensor.data_ptr() // page) * page
+    length = (tensor.data_ptr() + tensor.nbytes) // page * page - start
+    if length > 0:
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), MADV_DONTNEED)
 
 
 def _worthwhile(size: int) -> bool:
