@@ -83,6 +83,20 @@ def test_replayed_steps_are_the_plain_ones():
     assert len(capturer.recordings[0].calls) > 50  # the whole step was noted
 
 
+def test_replayed_checks_of_drafts_are_the_plain_ones():
+    model = tiny_llama()
+    plain, captured, capturer = pair(model)
+    for rows in ([[4, 5, 6], [7]], [[8], [9, 10, 11, 12]], [[1, 2, 3, 4, 5], [6, 7]], [[3], [4]], [[2, 9, 1], []]):
+        torch.testing.assert_close(plain.verify(rows), captured.verify(rows), rtol=0, atol=1e-5)
+        assert plain.lengths == captured.lengths
+        for decoder in (plain, captured):  # some were wrong
+            wrong = [len(row) > 1 for row in rows]
+            decoder.truncate([length - one for length, one in zip(decoder.lengths, wrong, strict=True)])
+        after = [decoder.decode(torch.tensor([7, 14])) for decoder in (plain, captured)]
+        torch.testing.assert_close(*after, rtol=0, atol=1e-5)
+    assert len(capturer.recordings) == 3  # of 1, 4 and 8 tokens: not one a call
+
+
 def test_what_the_host_counts_would_be_caught():
     """The stand-in for a graph is strict enough: a plain decoder's step, recorded, repeats its first position."""
     plain, other, _ = pair(tiny_llama())

@@ -64,32 +64,39 @@ def fastest_decoder(
 
 
 class FixedStep:
-    """One decode step of B sequences over tensors that stay where they are.
+    """One step of B sequences by up to W tokens each over tensors that stay where they are.
 
-    tokens and positions int64 (B, 1), going bool (B, 1), logits float32 (B, V). The step writes the logits after
-    `tokens` and moves the positions of the rows that are `going` on by one; the others stay as they are.
+    tokens and positions int64 (B, W), going bool (B, W), False behind a row's last token; logits float32 (B, W, V). The
+    step writes the logits after `tokens` and moves the positions of what is `going` on by one.
     """
 
-    def __init__(self, model: Transformer, cache: StaticCache) -> None:
+    def __init__(self, model: Transformer, cache: StaticCache, width: int) -> None:
         self.model, self.cache = model, cache
-        self.tokens = torch.zeros(cache.batch, 1, dtype=torch.int64, device=model.device)
+        self.tokens = torch.zeros(cache.batch, width, dtype=torch.int64, device=model.device)
         self.positions = torch.zeros_like(self.tokens)
         self.going = torch.ones_like(self.tokens, dtype=torch.bool)
-        self.logits = torch.zeros(cache.batch, model.config.vocab_size, device=model.device)
+        self.logits = torch.zeros(cache.batch, width, model.config.vocab_size, device=model.device)
+
+    def set(self, starts: Sequence[int], counts: Sequence[int]) -> None:
+        """So many tokens of each row come after so many that are there."""
+        offsets, own = torch.arange(self.tokens.shape[1]), torch.tensor(counts).long()[:, None]
+        self.positions.copy_(torch.tensor(starts)[:, None] + torch.minimum(offsets, own))
+        self.going.copy_(offsets < own)
 
     def __call__(self) -> None:
-        # A row that has ended repeats its last position, as it must not look longer than it is; its key goes nowhere.
+        # Padding repeats the row's last position, as it must not look longer than it is; its key goes nowhere.
         positions = (self.positions - (~self.going).long()).clamp(min=0)
         context = self.cache.step(positions, valid=self.going)
-        self.logits.copy_(self.model(self.tokens, positions, context)[:, 0])
+        self.logits.copy_(self.model(self.tokens, positions, context))
         self.positions.add_(self.going.long())
 
 
 class GraphDecoder(Decoder):
     """A static `Decoder` whose decode step is captured at its first call, and again only after the cache has grown.
 
-    The logits that `decode` returns are overwritten by the next call. Raises ConfigError for a model that cannot be
-    captured (`refusal` says so before). `capture` is for tests.
+    Checking drafts is captured too, for 2, 4, 8, … tokens a row. The logits that `decode` returns are overwritten by
+    the next call. Raises ConfigError for a model that cannot be captured (`refusal` says so before). `capture` is for
+    tests.
     """
 
     def __init__(
@@ -106,8 +113,7 @@ class GraphDecoder(Decoder):
             raise ConfigError(f"the decode step of this model cannot be captured: {reason}")
         super().__init__(model, batch=batch, capacity=capacity, static=True, kv_cache_dtype=kv_cache_dtype)
         self._capture = capture
-        self._step: FixedStep | None = None
-        self._replay: Callable[[], None] | None = None
+        self._captured: dict[int, tuple[FixedStep, Callable[[], None]]] = {}  # by the width
         self._captured_at = (0, 0)  # capacity and address of the cache that was captured
         self._on_device: tuple[list[int], list[bool]] = ([], [])  # what positions and going are there
 
@@ -120,21 +126,41 @@ class GraphDecoder(Decoder):
         going = [True] * len(self.lengths) if active is None else list(active)
         grown = [n + on for n, on in zip(self.lengths, going, strict=True)]
         self._check_room(max(grown))
-        place = (self.cache.capacity, self.cache.k[0].data_ptr())
-        if self._step is None or self._captured_at != place:
-            step = FixedStep(self.model, self.cache)
-            # Warming up writes the same keys to the same places again and again, never beyond the cache.
-            self._replay = self._capture(step, lambda: self._set(step, going))
-            self._step, self._captured_at, self._on_device = step, place, ([], [])
-        assert self._replay is not None
-        self._step.tokens.copy_(tokens[:, None])
+        step, replay = self._ready(1, going)
+        step.tokens.copy_(tokens[:, None])
         if self._on_device != (self.lengths, going):  # else the step has moved the positions on by itself
-            self._set(self._step, going)
-        self._replay()
+            step.set(self.lengths, going)
+        replay()
         self.lengths = grown
         self._on_device = (grown, going)
-        return self._step.logits
+        return step.logits[:, 0]
 
-    def _set(self, step: FixedStep, going: list[bool]) -> None:
-        step.positions.copy_(torch.tensor(self.lengths)[:, None])
-        step.going.copy_(torch.tensor(going)[:, None])
+    @torch.inference_mode()
+    def verify(self, tokens: Sequence[Sequence[int]]) -> Tensor:
+        """As `Decoder.verify`."""
+        counts = [len(row) for row in tokens]
+        grown = [n + count for n, count in zip(self.lengths, counts, strict=True)]
+        self._check_room(max(grown))
+        width = 1 << (max(counts) - 1).bit_length()
+        step, replay = self._ready(width, counts)
+        step.tokens.copy_(torch.tensor([[*row, *[0] * (width - len(row))] for row in tokens]))
+        step.set(self.lengths, counts)
+        replay()
+        self.lengths = grown
+        if width == 1:
+            self._on_device = ([], [])
+        rows = [width * row + i for row, count in enumerate(counts) for i in range(count)]
+        return step.logits.flatten(0, 1)[torch.tensor(rows, device=step.logits.device)]
+
+    def _ready(self, width: int, counts: Sequence[int]) -> tuple[FixedStep, Callable[[], None]]:
+        """The step of this width, and what runs it."""
+        place = (self.cache.capacity, self.cache.k[0].data_ptr())
+        if self._captured_at != place:
+            self._captured, self._captured_at, self._on_device = {}, place, ([], [])
+        if width not in self._captured:
+            step = FixedStep(self.model, self.cache, width)
+            # Warming up writes the same keys to the same places again and again, never beyond the cache.
+            self._captured[width] = step, self._capture(step, lambda: step.set(self.lengths, counts))
+            if width == 1:
+                self._on_device = ([], [])
+        return self._captured[width]
