@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hasten.ops.linear.layouts import empty_panels
+from hasten.ops.linear.layouts import PANEL, empty_panels
 from hasten.ops.linear.weights import BFLOAT16, Q6_K, group_format, int4_format
 
 # linear/linear.cpp
@@ -38,6 +38,16 @@ def pack_int4(q: Tensor, group_size: int) -> Tensor:
 
 def pack_int4_words(words: Tensor, group_size: int) -> Tensor:
     return empty_panels(words, words.shape[1] * 8, int4_format(group_size))
+
+
+# linear/transposed.cpp
+
+
+def transposed_panels(
+    data: Tensor, scales: Any, zeros: Any, outer: Any, first: int, count: int, in_features: int, group_size: int
+) -> Tensor:
+    """(K, 64·count) in float32."""
+    return data.new_empty((in_features, count * PANEL), dtype=torch.float32)
 
 
 # block/block.cpp

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from hasten.errors import ConfigError, HastenWarning
+from hasten.ops.linear.gradient import frozen_product
 from hasten.ops.linear.layouts import (
+    PANEL,
     PANELS,
     Layout,
     Operands,
@@ -30,14 +32,14 @@ from hasten.ops.linear.operator import (
     takes,
 )
 from hasten.ops.linear.weights import BFLOAT16, QuantizedWeight, WeightFormat
-from hasten.ops.native import native_ops
+from hasten.ops.native import library, native_ops
 from hasten.ops.picker import pick
 
 ACTIVATION_PLANES = {"int8": 1, "float": 2}
 
 
 class PackedLinear(nn.Module):
-    """y = x·Wᵀ + b for x (…, K), y (…, N) in x's dtype. For inference: it has no gradient.
+    """y = x·Wᵀ + b for x (…, K), y (…, N) in x's dtype. The weight is frozen: only x has a gradient (gradient.py).
 
     format: BFLOAT16, INT8, Q4_K, Q6_K, a `group_format` or an `fp8_format` (weights.py). activations: "int8" rounds x
     to int8, by row or group as the weight has its scales, the fastest; "float" keeps 16 bits of it. Only the native
@@ -179,12 +181,25 @@ class PackedLinear(nn.Module):
                 f"the kernel {self.kernel!r} of this layer takes no {str(x.dtype).removeprefix('torch.')} activations; "
                 "convert x, or the layer with .to(dtype), which picks another kernel"
             )
-        if x.requires_grad and torch.is_grad_enabled():
-            raise ConfigError("packed layers have no gradient; call them under torch.no_grad()")
         if self.order is not None:
             x = x.index_select(-1, self.order)
+        if x.requires_grad and torch.is_grad_enabled():
+            return frozen_product(x, self._multiply, self._some_rows)
+        return self._multiply(x)
+
+    def _multiply(self, x: Tensor) -> Tensor:
         packed = (self.data, self.scales, self.zeros, self.outer, self.bias)
         return self._product(x, Operands(*packed, self.out_features, self.format, self.planes))
+
+    def _some_rows(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        """Rows of the weight as it lies here, columns in its own order; `start` is the first of a panel."""
+        if self.kernel == "native" and (native := library(part="training")) is not None:
+            packed = (self.data, self.scales, self.zeros, self.outer)
+            panels = start // PANEL, steps(stop - start, PANEL)
+            columns = native.ops.transposed_panels(*packed, *panels, self.in_features, self.format.group_size)
+            return columns.t()[: stop - start].to(dtype)
+        rows = self._rows(torch.arange(start, stop, device=self.data.device))
+        return rows.dequantize(dtype) if isinstance(rows, QuantizedWeight) else rows.to(dtype)
 
     def to_weight(self) -> QuantizedWeight:
         """The quantized weight as it was given, bit for bit."""

@@ -4,9 +4,13 @@ The weights keep their dtype and their place; nothing else of them is ever in me
 caches. Activations are float32 from the embedding on.
 """
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from hasten.ops.linear.gradient import frozen_product
 
 PIECE = 4 << 20  # bytes of a weight in float32 at a time; a whole one would be written to memory and read again
 
@@ -21,6 +25,9 @@ def wide_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(x, weight, bias)
     wide = None if bias is None else bias.to(x.dtype)
     learns = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    if learns and not weight.requires_grad and not torch.compiler.is_compiling():  # a compiled graph widens it anew
+        product = partial(wide_linear, weight=weight, bias=bias)
+        return frozen_product(x, product, lambda start, stop, dtype: weight[start:stop].to(dtype))
     if x.device.type != "cpu" or learns or torch.compiler.is_compiling():
         return F.linear(x, weight.to(x.dtype), wide)
     n, k = weight.shape
