@@ -102,7 +102,7 @@ class FakeEngine:
     def _of_prompt(self, request):
         return (None, *(self._logprob(token, request.prompt_logprobs) for token in request.prompt[1:]))
 
-    async def embed(self, prompts, *, pooling, timeout=None):
+    async def embed(self, prompts, *, pooling, adapter="", timeout=None):
         return torch.tensor([[float(len(prompt)), 1.0 if pooling == "mean" else 2.0, 0.5] for prompt in prompts])
 
     async def close(self):

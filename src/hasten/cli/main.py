@@ -18,6 +18,7 @@ COMMANDS = {
     "eval": ("hasten.cli.eval", "Eval", "perplexity and bits per byte of a text"),
     "quantize": ("hasten.cli.quantize", "Quantize", "write a model in int8 or int4, as a folder"),
     "convert": ("hasten.cli.convert", "Convert", "a quantized model in another layout, its numbers as they are"),
+    "merge": ("hasten.cli.merge", "Merge", "an adapter added to its model's weights"),
     "export": ("hasten.cli.export", "Export", "write a model as a Hugging Face folder"),
     "bench": ("hasten.cli.bench", "Bench", "the ladder: every technique, cumulative, measured, drawn"),
     "explain": ("hasten.cli.explain", "Explain", "which kernel runs where, and why not the others"),

@@ -18,7 +18,7 @@ from hasten.machine.threads import Threads
 from hasten.serving.settings import EngineSettings
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from hasten.model.tokenizer import Tokenizer
     from hasten.model.transformer import Transformer
@@ -177,8 +177,10 @@ class EngineOptions:
         if self.cache_gib is not None and not 0 < self.cache_gib < math.inf:
             raise ConfigError(f"--cache-gib is {self.cache_gib}; it must be above 0 and finite")
 
-    def start_engine(self, model: Transformer, tokenizer: Tokenizer | None) -> AsyncEngine:
-        """The engine of a loaded model, with its cache and its thread."""
+    def start_engine(
+        self, model: Transformer, tokenizer: Tokenizer | None, *, adapters: Sequence[str] = ()
+    ) -> AsyncEngine:
+        """The engine of a loaded model, with its cache and its thread. adapters: the names of the model's."""
         from hasten.generation.speculation import make_speculator
         from hasten.serving.async_engine import AsyncEngine
         from hasten.serving.engine import Engine
@@ -190,7 +192,7 @@ class EngineOptions:
         speculator = None
         if isinstance(self, DraftOptions):
             speculator = make_speculator(model, **self.drafting(model), tokens=DRAFT_TOKENS)
-        return AsyncEngine(Engine(model, tokenizer, settings, speculator=speculator))
+        return AsyncEngine(Engine(model, tokenizer, settings, speculator=speculator, adapters=adapters))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,6 +203,17 @@ class ModelOptions(LoadOptions):
     """Makes sampling reproducible."""
     ignore_eos: bool = False
     """Go on after the end-of-text token (for measuring)."""
+    adapter: Path | None = None
+    """A LoRA adapter of the model: a folder in peft's format, as `hasten train --lora.rank` writes it."""
+
+    def load(self) -> Transformer:
+        """As every command does, and give the model its adapter."""
+        model = super().load()
+        if self.adapter is not None:
+            from hasten.model.adapters import load_adapters
+
+            load_adapters(model, [self.adapter])
+        return model
 
 
 @dataclass(frozen=True, kw_only=True)

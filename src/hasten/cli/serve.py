@@ -39,6 +39,8 @@ class Serve(EngineOptions, DraftOptions, LoadOptions):
     """Further names that the Host header may carry; "*" allows all. Checked only without keys and on loopback."""
     served_model_name: str | None = None
     """The name that requests give; the hub id or the folder's own name by default."""
+    adapter: tuple[str, ...] = ()
+    """LoRA adapters as NAME=FOLDER, several at once: requests choose one by its name in `model`."""
     chat_template: Path | None = None
     """A file with a chat template (Jinja), where the folder has none or another is wanted."""
     server: tyro.conf.OmitArgPrefixes[ServerSettings] = field(default_factory=ServerSettings)
@@ -55,6 +57,7 @@ class Serve(EngineOptions, DraftOptions, LoadOptions):
         from hasten.serving.api.server import Server, bind, curl_line, url_of
 
         settings = self._settings()
+        self.adapters()  # refused before the model is loaded
         if self.served_model_name is not None and not self.served_model_name.strip():
             raise ConfigError("--served-model-name is empty; leave it out for the folder's own name, or give one")
         sock = bind(self.host, self.port)  # before the model: a port that is taken is told at once
@@ -79,6 +82,16 @@ class Serve(EngineOptions, DraftOptions, LoadOptions):
         """The name under which the model is served: never a path."""
         return self.served_model_name or (Path(self.model).resolve().name if Path(self.model).is_dir() else self.model)
 
+    def adapters(self) -> dict[str, Path]:
+        """The folders of --adapter by their names. Raises ConfigError for a name that is none, or stands twice."""
+        found: dict[str, Path] = {}
+        for text in self.adapter:
+            name, _, folder = text.partition("=")
+            if not name.isprintable() or not name.strip() or not folder or name in (*found, self.name()):
+                raise ConfigError(f"--adapter {text!r:.200}: give NAME=FOLDER, with a name that nothing else here has")
+            found[name] = Path(folder)
+        return found
+
     def _app(self, model: Transformer, settings: ServerSettings) -> FastAPI:
         from hasten.serving.api.app import make_app
         from hasten.serving.api.logs import configure_logs
@@ -86,7 +99,12 @@ class Serve(EngineOptions, DraftOptions, LoadOptions):
 
         tokenizer = self._tokenizer(model)
         configure_logs(self.log)
-        engine = self.start_engine(model, tokenizer)
+        adapters = self.adapters()
+        if adapters:
+            from hasten.model.adapters import load_adapters
+
+            load_adapters(model, list(adapters.values()))
+        engine = self.start_engine(model, tokenizer, adapters=list(adapters))
         service = Service(
             engine,
             model_name=self.name(),
@@ -95,6 +113,7 @@ class Serve(EngineOptions, DraftOptions, LoadOptions):
             max_length=engine.engine.max_length,
             vocabulary=model.config.vocab_size,
             eos_ids=engine.engine.eos_ids,
+            adapters=list(adapters),
         )
         return make_app(service)
 

@@ -29,6 +29,7 @@ from hasten.model.fused_linear import (
 )
 from hasten.model.initialize import unfilled
 from hasten.model.interfaces import Context, LayerContext
+from hasten.model.lora import Choice
 from hasten.model.norms import LayerNorm, RMSNorm
 from hasten.model.require import require_model
 from hasten.model.transformer import MLP, Block, Transformer
@@ -105,6 +106,8 @@ def fuse_where_it_fits(model: Transformer) -> Transformer:
 def unfuse(model: Transformer) -> Transformer:
     """Undo `fuse` in place: readable blocks again, of the same numbers (quantized layers stay packed)."""
     require_model(model, "hasten.unfuse")
+    if any(isinstance(block, FusedBlock) and block.factors for block in model.blocks):
+        raise ConfigError("this model has adapters, which its fused steps hold; load it anew to take it apart")
     model.stack = None
     for i, block in enumerate(model.blocks):
         if isinstance(block, FusedBlock):
@@ -134,6 +137,8 @@ class FusedBlock(nn.Module):
         self.q_norm, self.k_norm = attention.q_norm, attention.k_norm
         self.mlp_norm, self.mlp_post_norm = block.mlp_norm, block.mlp_post_norm
         self.experts: nn.Module | None = None
+        self.choice: Choice | None = None  # of adapters, whose factors `factors` holds by the name of our layer
+        self.factors: dict[str, tuple[Tensor, Tensor]] = {}
         if isinstance(block.mlp, Experts):
             self.experts = block.mlp
             replace_linears(self.experts, packed)
@@ -154,8 +159,11 @@ class FusedBlock(nn.Module):
         sizes = (spec.heads, spec.head_dim, *norms)
         scores = (spec.scale, spec.window or 0, spec.softcap or 0.0)
 
-        def weight(linear: PackedLinear) -> Tensor:
-            return ops.plan_weight.default(linear.out_features, linear.in_features, *_weight_arguments(linear))
+        def weight(name: str) -> Tensor:
+            linear, factors = getattr(self, name), self.factors.get(name, (None, None))
+            return ops.plan_weight.default(
+                linear.out_features, linear.in_features, *_weight_arguments(linear), *factors
+            )
 
         if self.experts is None:
             # eps, offset and centred are those of the first norm: all of a model are of one kind.
@@ -164,9 +172,9 @@ class FusedBlock(nn.Module):
                 _norm_arguments(norm)[:2] for norm in (self.attention_post_norm, self.mlp_norm, self.mlp_post_norm)
             )
             plan = ops.plan_block.default(
-                *(spec.kv_heads, *first, weight(self.qkv), *sizes, *scores),
-                *(weight(self.output), *post, *mlp),
-                *(weight(self.inner), self.inner_size, self.gated, self.activation, weight(self.down), *mlp_post),
+                *(spec.kv_heads, *first, weight("qkv"), *sizes, *scores),
+                *(weight("output"), *post, *mlp),
+                *(weight("inner"), self.inner_size, self.gated, self.activation, weight("down"), *mlp_post),
             )
             self._bound = SimpleNamespace(blocks=ops.blocks.default, norm_linear=ops.norm_linear.default, plan=plan)
         else:
@@ -211,7 +219,8 @@ class FusedBlock(nn.Module):
         k, v, metadata = view
         if self.experts is None:
             tables = ([], [], [-1]) if rope is None else ([rope[0]], [rope[1]], [0])
-            return bound.blocks(x, *tables, [k], [v], metadata.slot_mapping, *metadata.to_read, [bound.plan])
+            chosen = None if self.choice is None else self.choice.of(batch * tokens)
+            return bound.blocks(x, *tables, [k], [v], metadata.slot_mapping, *metadata.to_read, [bound.plan], chosen)
         cos, sin = rope or (None, None)  # (B, T, dim/2)
         slots, rotated = metadata.slot_mapping, metadata.rows.rotated
         q = bound.attention_input(x, *bound.input_arguments, cos, sin, k, v, slots, rotated)  # (B·T, H, D)
@@ -270,7 +279,9 @@ class FusedStack:
         cos, sin = [table[0] for table in ropes], [table[1] for table in ropes]
         plans = [block._bound.plan for block in blocks]
         step = (cache.metadata.slot_mapping, *cache.metadata.to_read)
-        return blocks[0]._bound.blocks(x.float(), cos, sin, self.rope_index, cache.k, cache.v, *step, plans)
+        choice = blocks[0].choice
+        chosen = None if choice is None else choice.of(x.shape[0] * x.shape[1])
+        return blocks[0]._bound.blocks(x.float(), cos, sin, self.rope_index, cache.k, cache.v, *step, plans, chosen)
 
     def scores(self, x: Tensor) -> Tensor:
         """x (…, C) before the last norm -> logits (…, out features of the head) in float32."""

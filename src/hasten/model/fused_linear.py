@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from hasten.model.initialize import unfilled
+from hasten.model.lora import LoRALinear
 from hasten.model.transformer import MLP, Attention, Block, Linear, Transformer
 from hasten.ops.linear.layouts import PANEL, Packed
 from hasten.ops.linear.modules import PackedLinear, request_of
@@ -41,6 +42,8 @@ def fusion_conflict(model: Transformer) -> str | None:
             if found is not None:
                 return f"its {names} are one product, and those of block {number} differ: {found}"
     for name, module in model.named_modules():
+        if isinstance(module, LoRALinear):
+            return f"they were given no adapter when they were made, and {name} has one"
         if isinstance(module, PackedLinear) and module.order is not None:
             return f"they take activations as they come, and {name} wants them in the order of its columns (desc_act)"
         if isinstance(module, PackedLinear) and (reason := native_unsupported(module.request)) is not None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from hasten.errors import ConfigError
 from hasten.model.config import LayerConfig, ModelConfig
@@ -30,6 +31,7 @@ from hasten.ops.loss import IGNORED, linear_cross_entropy, rows_of_a_chunk
 from hasten.ops.loss import KERNELS as LOSS_KERNELS
 
 if TYPE_CHECKING:
+    from hasten.model.lora import Choice
     from hasten.model.tokenizer import Tokenizer
 
 
@@ -83,7 +85,7 @@ class Attention(nn.Module):
     def request(self) -> AttentionRequest:
         """What a kernel has to serve here."""
         like = request_of(self.q)
-        dtype = torch.float32 if isinstance(self.q, WideLinear) else like.dtype
+        dtype = torch.float32 if isinstance(getattr(self.q, "base", self.q), WideLinear) else like.dtype
         sparse = self.block_size is not None
         return AttentionRequest(
             spec=self.spec, device=like.device, dtype=dtype, block_mask=sparse, block_size=self.block_size
@@ -189,6 +191,7 @@ class Transformer(nn.Module):
         self.quantization = None
         self.loss_kernel: str | None = None
         self.stack: Stack | None = None  # all blocks in one call, where the model is fused
+        self.adapters: Choice | None = None  # which of its adapters a step's rows take, where it has any
         self.embedding = nn.Embedding(config.padded_vocab_size, config.hidden_size)
         self.positions = nn.Embedding(config.max_positions, config.hidden_size) if config.learned_positions else None
         self.ropes = nn.ModuleList(RotaryTable(rope) for rope in config.ropes)
@@ -272,10 +275,11 @@ class Transformer(nn.Module):
         if not plain:
             size = rows_of_a_chunk(self.config.padded_vocab_size)
             parts = zip(x.flatten(0, -2).split(size), targets.flatten().split(size), strict=True)
-            losses = [
-                F.cross_entropy(self.logits(part), wanted, ignore_index=IGNORED, reduction="sum")
-                for part, wanted in parts
-            ]
+
+            def own(x: Tensor, targets: Tensor) -> Tensor:
+                return F.cross_entropy(self.logits(x), targets, ignore_index=IGNORED, reduction="sum")
+
+            losses = [checkpoint(own, *part, use_reentrant=False, preserve_rng_state=False) for part in parts]
             return torch.stack(losses).sum()
         return linear_cross_entropy(
             x,

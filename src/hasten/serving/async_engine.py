@@ -89,7 +89,12 @@ class AsyncEngine:
                 self.thread.abort(name, sink)
 
     async def embed(
-        self, prompts: Sequence[Sequence[int]], *, pooling: str = "mean", timeout: float | None = None
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        pooling: str = "mean",
+        adapter: str = "",
+        timeout: float | None = None,
     ) -> Tensor:
         """States (P, C) float32 of the prompts, see `Engine.embed`; one prompt, read whole, between two steps.
 
@@ -101,7 +106,8 @@ class AsyncEngine:
         self.thread.enter()
         try:
             async with asyncio.timeout(timeout):
-                found = [await self._ask(partial(self.engine.embed, prompt, pooling=pooling)) for prompt in prompts]
+                embed = partial(self.engine.embed, pooling=pooling, adapter=adapter)
+                found = [await self._ask(partial(embed, prompt)) for prompt in prompts]
         except TimeoutError:
             message = f"the embeddings of {len(prompts)} texts were not complete after {timeout} seconds"
             raise DeadlineExceeded(message) from None

@@ -38,7 +38,7 @@ class Engine:
     """Continues many requests at once. Every method is to be called by one thread, unless it says otherwise.
 
     speculator: None, or what proposes the next tokens of sequences. Drafts are checked in one step and taken as far as
-    they are what would have been drawn, so that the text does not change.
+    they are what would have been drawn, so that the text does not change. adapters: the names of the model's, in order.
     """
 
     def __init__(
@@ -48,8 +48,10 @@ class Engine:
         settings: EngineSettings,
         *,
         speculator: Speculator | None = None,
+        adapters: Sequence[str] = (),
     ) -> None:
         self.model, self.tokenizer, self.settings = model, tokenizer, settings
+        self.adapters = {name: number for number, name in enumerate(adapters)} | {"": -1}
         self.max_length = longest(model, settings)
         self.cache = PagedCache(
             model.config,
@@ -113,6 +115,7 @@ class Engine:
         Raises RequestRefused if it can never be served, EngineFailed after a failure.
         """
         self.check_open()
+        self._adapter(request.adapter)
         return admitted(request, self.model, self.settings, max_length=self.max_length, blocks=self.blocks.blocks)
 
     def enqueue(self, request: Request) -> None:
@@ -120,12 +123,15 @@ class Engine:
         self.check_open()
         if request.id in self._table.states:
             raise RequestRefused(f"a request with the id {request.id!r} is in flight; ids must differ")
+        salt = f"{request.adapter}\0{request.salt}"
+        if request.prompt_logprobs is not None:  # a cached token gives no logits: such a prompt adopts nothing
+            salt = f"{salt}\0{secrets.token_hex(8)}"
         prompt = self.scheduler.add(
             request.prompt,
             priority=request.priority,
-            # A cached token gives no logits: a prompt whose logits are wanted adopts nothing.
-            salt=request.salt if request.prompt_logprobs is None else f"{request.salt}\0{secrets.token_hex(8)}",
+            salt=salt,
             slots=request.samples,
+            adapter=self._adapter(request.adapter),
         )
         self._table.add(RequestState(request, prompt, tokenizer=self.tokenizer, eos_ids=self.eos_ids))
         self._counts.requests += 1
@@ -179,13 +185,20 @@ class Engine:
             preemptions=self.scheduler.preemptions,
         )
 
-    def embed(self, prompt: Sequence[int], *, pooling: str = "mean") -> Tensor:
+    def _adapter(self, name: str) -> int:
+        if name not in self.adapters:
+            known = ", ".join(filter(None, self.adapters)) or "none"
+            raise RequestRefused(f"there is no adapter {name!r:.100} here; loaded: {known}", field="adapter")
+        return self.adapters[name]
+
+    def embed(self, prompt: Sequence[int], *, pooling: str = "mean", adapter: str = "") -> Tensor:
         """The model's last normalised states (C,) float32 of a prompt: their mean, or the last token's.
 
         Not scaled to length 1. Raises RequestRefused, EngineFailed.
         """
         self.check_open()
-        return embed(self.model, prompt, pooling=pooling, max_length=self.max_length)
+        number = self._adapter(adapter)
+        return embed(self.model, prompt, pooling=pooling, max_length=self.max_length, adapter=number)
 
     # -- a step -------------------------------------------------------------------------------------------------------
 

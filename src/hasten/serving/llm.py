@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import queue
 import weakref
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,11 +78,13 @@ class LLM:
         draft: str | Path | Transformer = "none",
         speculate: int | None = None,
         accept: Accept = "exact",
+        adapters: Mapping[str, str | Path] | None = None,
         **more: Any,
     ) -> None:
         """model: a loaded one, or a folder or hub id, which is loaded (in its own dtype unless `dtype` says otherwise)
         and fused where it can be. settings, or single fields of `EngineSettings` by keyword. draft, speculate,
-        accept: what proposes tokens, for the same texts sooner (`hasten.generate`). Raises ConfigError.
+        accept: what proposes tokens, for the same texts sooner (`hasten.generate`). adapters: LoRA folders by the names
+        that requests give (`adapter="name"`). Raises ConfigError.
         """
         if more:
             if settings is not None:
@@ -100,7 +102,14 @@ class LLM:
             raise ConfigError("dtype is for a model that is loaded here; this one has its own")
         self.model = model
         speculator = make_speculator(model, draft, speculate=speculate, accept=accept, tokens=DRAFT_TOKENS)
-        self.engine = Engine(model, model.tokenizer, settings or EngineSettings(), speculator=speculator)
+        if adapters:
+            from hasten.model.adapters import load_adapters
+
+            load_adapters(model, list(adapters.values()))
+        names = list(adapters or ())
+        self.engine = Engine(
+            model, model.tokenizer, settings or EngineSettings(), speculator=speculator, adapters=names
+        )
         self._numbers = itertools.count()
         self._async: AsyncEngine | None = None
 

@@ -57,13 +57,16 @@ def step_logits(
         if entry.complete:
             wanted += range(len(tokens) - 1 - len(drafts), len(tokens))
         rows.append(Rows(blocks.block_table(sequence.number), start, count))
+    if model.adapters is not None:
+        chosen = [entry.sequence.adapter for entry in plan for _ in range(entry.count)]
+        model.adapters.choose(chosen, model.device)
     step = cache.step(rows)
     ids = torch.tensor([tokens], device=model.device)  # (1, N)
     return model(ids, step.positions, step, rows=torch.tensor(wanted or [len(tokens) - 1], device=model.device)), first
 
 
 @torch.no_grad()
-def embed(model: Transformer, prompt: Sequence[int], *, pooling: str, max_length: int) -> Tensor:
+def embed(model: Transformer, prompt: Sequence[int], *, pooling: str, max_length: int, adapter: int = -1) -> Tensor:
     """States (C,) float32: the mean over the prompt's tokens ("mean"), or the last one's ("last"). Not normalised.
 
     Raises RequestRefused.
@@ -76,6 +79,8 @@ def embed(model: Transformer, prompt: Sequence[int], *, pooling: str, max_length
         raise RequestRefused(str(error)) from error
     if not 0 < len(prompt) <= max_length:
         raise RequestRefused(f"the text has {len(prompt)} tokens; it must have from 1 to {max_length}")
+    if model.adapters is not None:
+        model.adapters.choose([adapter] * len(prompt), model.device)
     tokens = torch.tensor([list(prompt)], device=model.device)  # (1, T)
     positions = torch.arange(len(prompt), device=tokens.device)[None]
     x = model.norm(model.states(tokens, positions, training_context(model, len(prompt)))).float()[0]  # (T, C)

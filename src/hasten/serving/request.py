@@ -77,7 +77,8 @@ class Request:
     logprobs: alternatives wanted for each output token, 0 for the taken one's value alone; they are those of the
     model, before bias, penalties and temperature. prompt_logprobs: the same of the prompt (which is then computed
     whole, and shared with nobody).
-    priority: smaller is served first. salt: prompts share cached blocks only under the same salt.
+    priority: smaller is served first. salt: prompts share cached blocks only under the same salt. adapter: the name of
+    one of the engine's, which also shares no blocks with others; "" is the model itself.
     timeout: seconds from arrival after which the request is given up.
     """
 
@@ -93,6 +94,7 @@ class Request:
     prompt_logprobs: int | None = None
     priority: int = 0
     salt: str = ""
+    adapter: str = ""
     timeout: float | None = None
     constraint: Constraint | None = None
     skip_special_tokens: bool = True

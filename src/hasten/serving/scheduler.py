@@ -40,6 +40,7 @@ class ScheduledSequence:
     order: tuple[int, int, int]
     tokens: list[int]
     salt: str = ""
+    adapter: int = -1  # which of the model's, -1 for none
     slots: int = 1
     drafts: list[int] = field(default_factory=list)
     computed: int = 0
@@ -105,7 +106,9 @@ class Scheduler:
 
     # -- sequences come and go ----------------------------------------------------------------------------------------
 
-    def add(self, tokens: Sequence[int], *, priority: int = 0, salt: str = "", slots: int = 1) -> ScheduledSequence:
+    def add(
+        self, tokens: Sequence[int], *, priority: int = 0, salt: str = "", slots: int = 1, adapter: int = -1
+    ) -> ScheduledSequence:
         """The prompt of a new request, which waits. slots: how many it will be forked into, itself included."""
         self._numbers += 1
         self._requests += 1
@@ -114,6 +117,7 @@ class Scheduler:
             order=(priority, self._requests, self._numbers),
             tokens=list(tokens),
             salt=salt,
+            adapter=adapter,
             slots=slots,
         )
         insort(self.waiting, new, key=_order)

@@ -12,6 +12,7 @@ from hasten.errors import CheckpointError, ConfigError, HastenWarning
 from hasten.machine import find_compiler
 from hasten.model.config import ModelConfig
 from hasten.model.families import read_config
+from hasten.model.lora import Factors, attach, new_adapter
 from hasten.model.swap import replace_modules, swap_kinds
 from hasten.model.tokenizer import Tokenizer
 from hasten.model.transformer import MLP, Attention, Transformer
@@ -25,7 +26,7 @@ from hasten.training.activations import checkpoint_activations
 from hasten.training.allocator import keep_freed_memory
 from hasten.training.optimizers import make_optimizer
 from hasten.training.precision import Precision
-from hasten.training.recipe import Recipe, Shape
+from hasten.training.recipe import Lora, Recipe, Shape
 from hasten.training.step import TrainStep
 from hasten.training.swapped import FusedMLP, JoinedAttention
 
@@ -71,11 +72,15 @@ def training_config(recipe: Recipe, config: ModelConfig) -> ModelConfig:
 
 
 def pretrained_model(source: str, recipe: Recipe, *, device: torch.device) -> Transformer:
-    """The weights of a folder or hub id in float32, copied, so that training does not write into the mapped file."""
+    """The weights of a folder or hub id: in float32, copied, so that training does not write into the mapped file.
+
+    Under LoRA they are only read, and are as the folder has them, or in `lora.base`.
+    """
     from hasten.model.load import load
 
-    model = load(source, dtype="float32", device=str(device))
-    for parameter in model.parameters():
+    frozen = recipe.lora.rank is not None
+    model = load(source, dtype=recipe.lora.base if frozen else "float32", device=str(device))
+    for parameter in () if frozen else model.parameters():
         parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
     set_dropout(model, recipe.dropout)
     return model
@@ -94,19 +99,24 @@ def set_dropout(model: Transformer, probability: float) -> None:
 def training_step(model: Transformer, recipe: Recipe, *, should_stop: Callable[[], bool] = lambda: False) -> TrainStep:
     """From a model with weights in float32 to the step that trains it: every technique of a recipe, in their one order.
 
+    For LoRA the weights may be in any format, and stay as they are.
+
     should_stop: asked between micro-batches.
     """
     techniques, on_cpu = recipe.techniques, model.device.type == "cpu"
     if techniques.keep_memory and on_cpu:
         keep_freed_memory()
-    pad_vocabulary(model, techniques.pad_vocabulary_to)
+    if recipe.lora.rank is None:
+        pad_vocabulary(model, techniques.pad_vocabulary_to)
     precision = Precision(techniques.precision, model.device)
     choose_kernels(model, attention_kernel(recipe, model.device), techniques.loss)
     if techniques.fused_activation:
         fuse_activations(model, precision.dtype)
     if techniques.joined_projections and on_cpu:
         join_projections(model)
-    # Here will stand: LoRA and quantization-aware training, then tensor parallelism.
+    if recipe.lora.rank is not None:
+        add_lora(model, recipe.lora, seed=recipe.run.seed)
+    # Here will stand: quantization-aware training, then tensor parallelism.
     checkpoint_activations(model, techniques.checkpointing)
     if techniques.compile:
         compile_blocks(model)
@@ -170,6 +180,22 @@ def fuse_activations(model: Transformer, dtype: torch.dtype) -> bool:
 def join_projections(model: Transformer) -> None:
     """One product for queries, keys and values, forward and backward: x is read once, by a wider product."""
     swap_kinds(model, {Attention: JoinedAttention})
+
+
+def add_lora(model: Transformer, settings: Lora, *, seed: int) -> None:
+    """Freeze all weights and put what is trained beside the layers that are targeted."""
+    adapter = lora_adapter(model.config, settings, seed=seed, device=model.device)
+    attach(model, [adapter], dropout=settings.dropout)
+
+
+def lora_adapter(
+    config: ModelConfig, settings: Lora, *, seed: int = 0, device: torch.device | str = "cpu"
+) -> dict[str, Factors]:
+    """The factors that are trained. Raises ConfigError for targets that the model does not have."""
+    rank = settings.rank or 1
+    alpha = 2 * rank if settings.alpha is None else settings.alpha
+    targets, rslora = settings.targets, settings.rslora
+    return new_adapter(config, rank=rank, alpha=alpha, targets=targets, rslora=rslora, seed=seed, device=device)
 
 
 def compile_blocks(model: Transformer) -> None:

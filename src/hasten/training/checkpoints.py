@@ -43,7 +43,7 @@ def save(
     Raises ResourceError for a full disk and CheckpointError for another failure; the one that was there stays whole.
     """
     step = values["progress"]["step"]
-    weights: dict[str, Tensor] = dict(model.named_parameters())  # tied ones once
+    weights: dict[str, Tensor] = dict(trained(model))
     moments = dict(_named_moments(model, optimizer)) | {"random.cpu": random.cpu}
     if random.cuda is not None:
         moments["random.cuda"] = random.cuda
@@ -96,9 +96,14 @@ def load(stored: Checkpoint, *, model: nn.Module, optimizer: torch.optim.Optimiz
         raise CheckpointError(f"{stored.folder}: the random state is damaged ({error}); {REMEDY}") from None
 
 
+def trained(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters that a checkpoint holds, tied ones once: frozen ones are read from where they came from."""
+    return ((name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)
+
+
 def load_weights(stored: Checkpoint, model: nn.Module) -> None:
     """Put the weights back, in place. Raises CheckpointError where they do not fit the model."""
-    wanted = dict(model.named_parameters())
+    wanted = dict(trained(model))
     found = dict(read_tensors(stored, "weights"))
     for name in wanted.keys() | found.keys():
         ours, theirs = wanted.get(name), found.get(name)

@@ -1,5 +1,8 @@
 """Refusing a recipe that will not fit, before any of it is allocated."""
 
+from dataclasses import replace
+from pathlib import Path
+
 import torch
 
 from hasten.errors import ResourceError
@@ -9,16 +12,18 @@ from hasten.ops.loss import KERNELS, LossRequest
 from hasten.ops.picker import pick
 from hasten.planning.cost import parameters
 from hasten.planning.memory import MemoryEstimate, estimate
-from hasten.training.build import attention_kernel
+from hasten.training.build import attention_kernel, lora_adapter
 from hasten.training.recipe import Recipe
 
 
-def step_memory(config: ModelConfig, recipe: Recipe, device: torch.device) -> MemoryEstimate:
-    """The estimate for a recipe's own batch and techniques."""
+def step_memory(
+    config: ModelConfig, recipe: Recipe, device: torch.device, *, init: Path | None = None
+) -> MemoryEstimate:
+    """The estimate for a recipe's own batch and techniques. init: the model's folder, as large as a frozen model is."""
     techniques = recipe.techniques
     dtype = resolve_dtype(techniques.precision, auto=torch.bfloat16)
     loss = pick(KERNELS, LossRequest(device=device, dtype=dtype, softcap=config.logit_softcap), forced=techniques.loss)
-    return estimate(
+    found = estimate(
         config,
         batch_size=recipe.data.batch_size,
         sequence_length=recipe.data.context,
@@ -30,11 +35,20 @@ def step_memory(config: ModelConfig, recipe: Recipe, device: torch.device) -> Me
         explicit_attention=attention_kernel(recipe, device) == "reference",
         loss=loss.name,
     )
+    if init is None or recipe.lora.rank is None:
+        return found
+    frozen = sum(path.stat().st_size for path in init.glob("*.safetensors"))
+    if recipe.lora.base == "float32":
+        frozen = max(frozen, 4 * parameters(config).total)
+    factors = {id(one): one.numel() for own in lora_adapter(config, recipe.lora).values() for one in (own.a, own.b)}
+    return replace(found, state=frozen + 16 * sum(factors.values()), later_gradients=0)
 
 
-def check_memory(config: ModelConfig, recipe: Recipe, device: torch.device) -> MemoryEstimate:
+def check_memory(
+    config: ModelConfig, recipe: Recipe, device: torch.device, *, init: Path | None = None
+) -> MemoryEstimate:
     """Raise ResourceError, with the numbers and the field to lower, where the estimate is more than there is."""
-    need, free = step_memory(config, recipe, device), available_memory(device)
+    need, free = step_memory(config, recipe, device, init=init), available_memory(device)
     if need.total <= free:
         return need
     if need.state > free:

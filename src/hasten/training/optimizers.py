@@ -42,8 +42,8 @@ def muon(model: nn.Module, settings: Optimizer, *, fused: bool = True) -> "Toget
 
     Muon's step is scaled to the length of AdamW's (arXiv 2502.16982), so that one learning rate serves both.
     """
-    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    own = {id(p) for name, p in named if name.startswith("blocks.") and p.dim() == 2}
+    named = list(model.named_parameters())
+    own = {id(p) for name, p in named if p.requires_grad and name.startswith("blocks.") and p.dim() == 2}
     if not own:
         raise ConfigError("optimizer.kind is 'muon', and the model has no matrices in `blocks` that it could update")
     matrices: list[dict[str, Any]] = []
@@ -84,6 +84,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 
 def _groups(named: list[tuple[str, nn.Parameter]], settings: Optimizer) -> list[dict[str, Any]]:
+    named = [(name, parameter) for name, parameter in named if parameter.requires_grad]
     rules = [parse_rule(text) for text in settings.groups]
     groups = parameter_groups(named, weight_decay=settings.weight_decay, rules=rules)
     return [group | {"lr": settings.learning_rate * group["rate_factor"]} for group in groups]

@@ -32,9 +32,13 @@ POSITIVE = {
     "data": ("vocab_size", "limit_bytes", "context", "batch_size", "accumulation"),
     "optimizer": ("learning_rate", "epsilon", "clip"),
     "techniques": ("pad_vocabulary_to", "layer_drop", "layer_drop_decay"),
+    "lora": ("rank", "alpha"),
     "run": ("steps", "epochs", "minutes", "validate_every", "validation_batches", "checkpoint_every"),
 }
-SHARES_BELOW_1 = ("dropout", "optimizer.beta1", "optimizer.beta2", "optimizer.momentum", "data.validation_fraction")
+SHARES_BELOW_1 = (
+    *("dropout", "lora.dropout"),
+    *("optimizer.beta1", "optimizer.beta2", "optimizer.momentum", "data.validation_fraction"),
+)
 # What a number must be: in words, the test, and of which fields.
 RANGES: tuple[tuple[str, Callable[[float], bool], Iterable[str]], ...] = (
     ("more than 0", lambda n: n > 0, [f"{section}.{key}" for section, keys in POSITIVE.items() for key in keys]),
@@ -170,6 +174,24 @@ class Techniques:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Lora:
+    """Finetune with LoRA: the model stays as it is, narrow matrices beside its layers are trained (docs/lora.md)."""
+
+    rank: int | None = None
+    """Rows of A and columns of B in each adapted layer, for example 16 (none: all weights are trained)."""
+    alpha: float | None = None
+    """What is added is scaled by alpha/rank (none: twice the rank)."""
+    targets: tuple[str, ...] = ("all-linear",)
+    """The adapted layers, by the names that the checkpoint gives them (q_proj,v_proj); all-linear: all in blocks."""
+    dropout: float = 0.0
+    """Probability of dropping an input of A while training."""
+    rslora: bool = False
+    """Scale by alpha/sqrt(rank) (arXiv 2312.03732)."""
+    base: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """How the frozen weights are held; auto as the folder has them, quantized layers always."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
     """How long, where, and what is written. The run ends at the first of steps, epochs and minutes."""
 
@@ -214,12 +236,14 @@ class Recipe:
     optimizer: Optimizer = field(default_factory=Optimizer)
     schedule: Schedule = field(default_factory=Schedule)
     techniques: Techniques = field(default_factory=Techniques)
+    lora: Lora = field(default_factory=Lora)
     run: Run = field(default_factory=Run)
 
     def to_json(self) -> dict[str, Any]:
         """The fields as plain JSON values, nested."""
         values = dataclasses.asdict(self)
         values["optimizer"]["groups"] = list(self.optimizer.groups)  # JSON has lists only
+        values["lora"]["targets"] = list(self.lora.targets)
         return values
 
     @classmethod
@@ -230,8 +254,9 @@ class Recipe:
             raise ConfigError(f"a recipe is an object with fields; found {values!r:.60}")
         try:
             recipe = cls(**{name: sections[name](**v) if name in sections else v for name, v in values.items()})
-            groups = tuple(recipe.optimizer.groups)
-            return dataclasses.replace(recipe, optimizer=dataclasses.replace(recipe.optimizer, groups=groups))
+            optimizer = dataclasses.replace(recipe.optimizer, groups=tuple(recipe.optimizer.groups))
+            lora = dataclasses.replace(recipe.lora, targets=tuple(recipe.lora.targets))
+            return dataclasses.replace(recipe, optimizer=optimizer, lora=lora)
         except TypeError as error:
             raise ConfigError(f"this is not a recipe of this version of hasten: {error}") from None
 
@@ -262,6 +287,8 @@ def _wrong_values(recipe: Recipe) -> Iterator[str]:
     sparse = recipe.model.attention_pattern is not None and recipe.init is None
     if sparse and (recipe.dropout or data.separate_documents):
         yield "with model.attention_pattern there can be no dropout and no data.separate_documents"
+    if recipe.lora.rank is not None and (recipe.init is None or not recipe.lora.targets):
+        yield "lora.rank goes with a model to start from (--init) and with targets (lora.targets)"
     if run.threads not in (None, "auto") and (type(run.threads) is not int or run.threads < 1):
         yield f"run.threads is {run.threads!r}; it must be at least 1, or auto"
     if run.steps is None and run.epochs is None and run.minutes is None:

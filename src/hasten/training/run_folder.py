@@ -22,6 +22,7 @@ class RunFolder:
         self.recipe = path / "recipe.json"
         self.picture = path / "loss.png"
         self.model = path / "model"
+        self.adapter = path / "adapter"  # instead of a model, under LoRA
         self.tensorboard = path / "tensorboard"
 
 

@@ -10,6 +10,8 @@ from typing import Any, get_args
 from hasten.errors import ConfigError
 from hasten.machine import measured
 from hasten.machine.files import locked, save_json
+from hasten.model.adapter_files import save_adapter
+from hasten.model.lora import attached
 from hasten.model.save import save
 from hasten.training import checkpoints, display
 from hasten.training.checkpoint_state import TrainingState
@@ -25,8 +27,9 @@ from hasten.training.stopping import StopRequest, stop_on_signals
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainResult:
-    """folder: runs/NAME. model_folder: the Hugging Face folder in it. loss, validation_loss: of the last step (nats).
+    """folder: runs/NAME. model_folder: the Hugging Face folder in it, under LoRA the adapter's.
 
+    loss, validation_loss: of the last step (nats).
     best_step: the step with the lowest validation loss. tokens_per_second, mfu: medians over the steps. stopped_by: the
     number of the signal that ended the run early, None for one that is finished; the model folder is then not written.
     precision: {dtype, reason} of the matrix products. measured: the times that kernels were chosen by, if any were.
@@ -125,7 +128,7 @@ def _train(recipe: Recipe, folder: RunFolder, *, progress: bool, resume: Resume,
         display.draw_losses(lines, folder.picture, title=f"{recipe.name}: {state.tokens:,} tokens")
     return TrainResult(
         folder=folder.path,
-        model_folder=folder.model,
+        model_folder=folder.model if recipe.lora.rank is None else folder.adapter,
         steps=state.step,
         total_steps=state.total,
         loss=state.loss,
@@ -173,7 +176,12 @@ def _export(recipe: Recipe, folder: RunFolder, setup: Setup) -> None:
     if best is not None:
         checkpoints.load_weights(best, setup.model)
     setup.model.eval()
-    save(setup.model, folder.model)
+    if recipe.lora.rank is None:
+        save(setup.model, folder.model)
+    else:
+        save_adapter(
+            folder.adapter, attached(setup.model), setup.model.config, base=recipe.init, dropout=recipe.lora.dropout
+        )
 
 
 def _median(lines: list[dict[str, Any]], name: str) -> float | None:

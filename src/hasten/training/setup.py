@@ -91,7 +91,8 @@ def set_up(recipe: Recipe, *, progress: bool, should_stop: Callable[[], bool] = 
         )
     model = _model(recipe, data, init=init, device=device)
     step = build.training_step(model, recipe, should_stop=should_stop)
-    rate = _rate(step.precision.dtype, device)
+    # LoRA computes no gradients of frozen weights: these FLOPs are not its own.
+    rate = _rate(step.precision.dtype, device) if recipe.lora.rank is None else None
     # Last: measuring draws random numbers, how many depends on the machine's mood, and dropout must not.
     configure(threads=recipe.run.threads, seed=recipe.run.seed)
     whole = training_flops_per_token(model.config, recipe.data.context)
@@ -131,7 +132,7 @@ def _model(recipe: Recipe, data: TokenData, *, init: Path | None, device: torch.
                 f"data.context is {context:,} and the model {init} knows {config.max_positions:,} positions; lower it"
             )
     config = build.training_config(recipe, config)
-    check_memory(config, recipe, device)
+    check_memory(config, recipe, device, init=init)
     if init is None:
         model = initialize(config, seed=recipe.run.seed, device=device)
         eos = next(iter(data.tokenizer.eos_ids), None)

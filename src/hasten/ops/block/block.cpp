@@ -96,11 +96,22 @@ struct WeightPlan {
   std::vector<Tensor> held;  // what the pointers point to
 };
 
-Tensor plan_weight(int64_t n, int64_t k, HASTEN_WEIGHT) {
+// lora_a (adapters, K, rank) and lora_b (adapters, panels, rank, 64) float32: see Adapters.
+Tensor plan_weight(int64_t n, int64_t k, HASTEN_WEIGHT, Maybe lora_a, Maybe lora_b) {
   STD_TORCH_CHECK(n > 0 && k > 0 && (!bias || bias->numel() >= n), "a weight ", n, "×", k, " has no such size, or bias");
   auto plan = std::make_unique<WeightPlan>(WeightPlan{.weight = {n, k, HASTEN_WEIGHT_ARGUMENTS}, .held = {data}});
-  for (const Maybe& one : {scales, zeros, outer, bias})
+  for (const Maybe& one : {scales, zeros, outer, bias, lora_a, lora_b})
     if (one) plan->held.push_back(*one);
+  if (lora_a) {
+    const int64_t count = lora_a->size(0), rank = lora_a->size(2);
+    for (const Maybe& one : {lora_a, lora_b})
+      STD_TORCH_CHECK(one && one->is_contiguous() && one->scalar_type() == ScalarType::Float, "adapters are in float32");
+    STD_TORCH_CHECK(rank % LANES == 0 && lora_a->numel() == count * k * rank &&
+                        lora_b->numel() == count * plan->weight.w.panels() * rank * PANEL,
+                    "the adapters do not fit a weight ", n, "×", k);
+    plan->weight.adapters = {static_cast<const float*>(lora_a->const_data_ptr()),
+                             static_cast<const float*>(lora_b->const_data_ptr()), count, rank};
+  }
   return as_bytes(std::move(plan));
 }
 
@@ -156,16 +167,16 @@ struct BlockPhases {
   BlockPhases(Arena& arena, const Plan& p, const float* x, float* out, int64_t rows, const Maybe& cos, const Maybe& sin,
               const Tensor& k_cache, const Tensor& v_cache, const Tensor& slot_mapping, const Tensor& query_start_loc,
               const Tensor& seq_lens, const Maybe& first, const Maybe& block_table, int64_t block_size,
-              bool rotated)
+              bool rotated, const int64_t* chosen)
       : q(arena.take<float>(rows * p.heads * p.head_dim)), attended(arena.take<float>(rows * p.heads * p.head_dim)),
         middle(arena.take<float>(rows * p.c)), act(arena.take<float>(rows * p.inner)),
         input(arena, x, Type::f32, rows, q, p.attention_norm, p.qkv, p.heads, p.head_dim, p.q_norm, p.k_norm, cos, sin,
-              k_cache, v_cache, slot_mapping, rotated),
+              k_cache, v_cache, slot_mapping, rotated, chosen),
         attention(arena, q, attended, Type::f32, rows, p.heads, p.head_dim, k_cache, v_cache, query_start_loc, seq_lens,
                   first, block_table, block_size, rotated, p.scale, p.window, p.softcap),
-        output(arena, attended, Type::f32, rows, p.output, x, middle, Type::f32, p.output_norm),
-        mlp(arena, middle, Type::f32, rows, act, p.mlp_norm, p.mlp, p.inner, p.gated, p.kind),
-        down(arena, act, Type::f32, rows, p.down, middle, out, Type::f32, p.down_norm) {}
+        output(arena, attended, Type::f32, rows, p.output, x, middle, Type::f32, p.output_norm, chosen),
+        mlp(arena, middle, Type::f32, rows, act, p.mlp_norm, p.mlp, p.inner, p.gated, p.kind, chosen),
+        down(arena, act, Type::f32, rows, p.down, middle, out, Type::f32, p.down_norm, chosen) {}
 
   void run(Worker& worker) const {
     input.run(worker);
@@ -184,17 +195,21 @@ struct BlockPhases {
 };
 
 // Dense blocks after each other, x (…, C) float32 -> the same, the threads started once. rope_index[i]: which of the
-// tables of cosines and sines block i takes, -1 for none. All caches have the same slots.
+// tables of cosines and sines block i takes, -1 for none. All caches have the same slots. chosen int64 (rows,): the adapter
+// that each row takes, -1 for none.
 Tensor blocks(Tensor x, std::vector<Tensor> cos, std::vector<Tensor> sin, std::vector<int64_t> rope_index,
               std::vector<Tensor> k_caches, std::vector<Tensor> v_caches, Tensor slot_mapping, Tensor query_start_loc,
               Tensor seq_lens, Maybe first, Maybe block_table, int64_t block_size, bool rotated,
-              std::vector<Tensor> plans) {
+              std::vector<Tensor> plans, Maybe chosen) {
   x = as_contiguous(x);
   const int64_t count = int64_t(plans.size()), c = x.size(-1), rows = x.numel() / c;
   STD_TORCH_CHECK(count && int64_t(rope_index.size()) == count && int64_t(k_caches.size()) == count &&
                       int64_t(v_caches.size()) == count && cos.size() == sin.size(),
                   "each block needs its plan, its cache and its rope_index");
   STD_TORCH_CHECK(x.scalar_type() == ScalarType::Float, "the blocks want x in float32");
+  STD_TORCH_CHECK(!chosen || (chosen->scalar_type() == ScalarType::Long && chosen->is_contiguous() && chosen->numel() == rows),
+                  "each row needs its adapter, int64");
+  const int64_t* own = chosen ? static_cast<const int64_t*>(chosen->const_data_ptr()) : nullptr;
   for (auto* tables : {&cos, &sin})
     for (Tensor& one : *tables) one = as_contiguous(one);
   Tensor out = empty_like_with_last(x, c);
@@ -207,13 +222,16 @@ Tensor blocks(Tensor x, std::vector<Tensor> cos, std::vector<Tensor> sin, std::v
   for (int64_t i = 0; i < count; i++) {
     const Plan& p = plan_in<Plan>(plans[i]);
     STD_TORCH_CHECK(p.c == c, "a block of size ", p.c, " cannot take x (…, ", c, ")");
+    for (const PackedWeight* weight : {&p.qkv, &p.output, &p.mlp, &p.down})
+      for (int64_t r = 0; own && weight->adapters.a && r < rows; r++)
+        STD_TORCH_CHECK(own[r] < weight->adapters.count, "there is no adapter ", own[r]);
     STD_TORCH_CHECK(rope_index[i] < int64_t(cos.size()), "there is no rotary table ", rope_index[i]);
     float* to = i + 1 < count ? between[i % 2] : static_cast<float*>(out.mutable_data_ptr());
     const bool turned = rope_index[i] >= 0;
     arena.back_to(mark);  // a block begins when the one before it has ended: they share their memory
     phases.emplace_back(arena, p, from, to, rows, turned ? Maybe(cos[rope_index[i]]) : Maybe(),
                         turned ? Maybe(sin[rope_index[i]]) : Maybe(), k_caches[i], v_caches[i], slot_mapping,
-                        query_start_loc, seq_lens, first, block_table, block_size, rotated);
+                        query_start_loc, seq_lens, first, block_table, block_size, rotated, own);
     from = to;
   }
   parallel_region([&](Worker& worker) {
@@ -226,9 +244,9 @@ Tensor blocks(Tensor x, std::vector<Tensor> cos, std::vector<Tensor> sin, std::v
 
 STABLE_TORCH_LIBRARY_FRAGMENT(HASTEN_LIBRARY, m) {
   m.def("attention_input(Tensor x, Tensor? norm_weight, Tensor? norm_bias, float eps, float offset, bool centred, Tensor data, Tensor? scales, Tensor? zeros, Tensor? outer, Tensor? bias, int group_size, int planes, int heads, int head_dim, Tensor? q_norm, Tensor? k_norm, Tensor? cos, Tensor? sin, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping, bool rotated) -> Tensor");
-  m.def("plan_weight(int n, int k, Tensor data, Tensor? scales, Tensor? zeros, Tensor? outer, Tensor? bias, int group_size, int planes) -> Tensor");
+  m.def("plan_weight(int n, int k, Tensor data, Tensor? scales, Tensor? zeros, Tensor? outer, Tensor? bias, int group_size, int planes, Tensor? lora_a, Tensor? lora_b) -> Tensor");
   m.def("plan_block(int kv_heads, Tensor? norm_weight, Tensor? norm_bias, float eps, float offset, bool centred, Tensor qkv, int heads, int head_dim, Tensor? q_norm, Tensor? k_norm, float scale, int window, float softcap, Tensor output, Tensor? o_norm_weight, Tensor? o_norm_bias, Tensor? m_norm_weight, Tensor? m_norm_bias, Tensor mlp, int inner, bool gated, int activation, Tensor down, Tensor? d_norm_weight, Tensor? d_norm_bias) -> Tensor");
-  m.def("blocks(Tensor x, Tensor[] cos, Tensor[] sin, int[] rope_index, Tensor(a!)[] k_caches, Tensor(b!)[] v_caches, Tensor slot_mapping, Tensor query_start_loc, Tensor seq_lens, Tensor? first, Tensor? block_table, int block_size, bool rotated, Tensor[] plans) -> Tensor");
+  m.def("blocks(Tensor x, Tensor[] cos, Tensor[] sin, int[] rope_index, Tensor(a!)[] k_caches, Tensor(b!)[] v_caches, Tensor slot_mapping, Tensor query_start_loc, Tensor seq_lens, Tensor? first, Tensor? block_table, int block_size, bool rotated, Tensor[] plans, Tensor? chosen) -> Tensor");
   m.def("linear_add(Tensor x, Tensor data, Tensor? scales, Tensor? zeros, Tensor? outer, Tensor? bias, int group_size, int planes, Tensor residual, Tensor? norm_weight, Tensor? norm_bias, float eps, float offset, bool centred) -> Tensor");
   m.def("norm_linear(Tensor x, Tensor? norm_weight, Tensor? norm_bias, float eps, float offset, bool centred, Tensor data, Tensor? scales, Tensor? zeros, Tensor? outer, Tensor? bias, int group_size, int planes, int out_features) -> Tensor");
   m.def("mlp_input(Tensor x, Tensor? norm_weight, Tensor? norm_bias, float eps, float offset, bool centred, Tensor data, Tensor? scales, Tensor? zeros, Tensor? outer, Tensor? bias, int group_size, int planes, int inner, bool gated, int activation) -> Tensor");

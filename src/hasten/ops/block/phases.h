@@ -26,6 +26,13 @@ inline Norm norm_of(const Maybe& weight, const Maybe& bias, double eps, double o
   return n;
 }
 
+// What adapters (LoRA) add to a product with a weight: B·(A·x), of each row with the factors that it takes.
+struct Adapters {
+  const float* a = nullptr;  // [adapters][K][rank]; null: there are none
+  const float* b = nullptr;  // [adapters][N/64][rank][64], scaled
+  int64_t count = 0, rank = 0;  // rank: of all, filled up with zeros to a multiple of 16
+};
+
 // A packed weight (N, K) with what belongs to it.
 struct PackedWeight {
   PackedWeight(int64_t n, int64_t k, HASTEN_WEIGHT)
@@ -36,17 +43,27 @@ struct PackedWeight {
   const void* bias;
   Type bias_type;
   int planes;
+  Adapters adapters;
 };
 
 // A product with the rows that it takes.
 struct Linear : PackedWeight {
-  // x (rows, K), may be written until the phases begin.
-  Linear(Arena& arena, const void* x, Type type, int64_t rows, const Norm& norm, const PackedWeight& weight)
-      : PackedWeight(weight), rows(rows), x(arena, w, x, type, rows, k, norm, planes) {}
+  // x (rows, K), may be written until the phases begin. chosen [rows]: the adapter that each row takes, -1 for none;
+  // null: nobody takes any.
+  Linear(Arena& arena, const void* x, Type type, int64_t rows, const Norm& norm, const PackedWeight& weight,
+         const int64_t* chosen = nullptr)
+      : PackedWeight(weight), rows(rows), x(arena, w, x, type, rows, k, norm, planes), from(x), type(type), norm(norm),
+        chosen(adapters.a ? chosen : nullptr),
+        narrow(this->chosen ? arena.take<float>(rows * adapters.rank) : nullptr) {}
 
   template <class Finish>
   void run(Worker& worker, const Finish& finish) const {
-    product(worker, w, x, rows, finish);
+    if (!chosen) return product(worker, w, x, rows, finish);
+    worker.each(rows, [&](int64_t r) { narrow_row(r); });
+    product(worker, w, x, rows, [&](int64_t panel, int64_t m0, int64_t m1, float* values) {
+      for (int64_t m = m0; m < m1; m++) add_adapted(panel, m, values + (m - m0) * PANEL);
+      finish(panel, m0, m1, values);
+    });
   }
   // All of it as float32 rows, bias added.
   void run_into(Worker& worker, float* out) const {
@@ -69,6 +86,34 @@ struct Linear : PackedWeight {
 
   const int64_t rows;
   const Preparation x;
+
+ private:
+  // A·x of one row, in four chains along K that are the same for any number of rows.
+  void narrow_row(int64_t r) const {
+    if (chosen[r] < 0) return;
+    float* wide = scratch<float, 20>(w.k + LANES);
+    widen(from, type, r, k, w.k, norm, wide);
+    const float* a = adapters.a + chosen[r] * k * adapters.rank;
+    for (int64_t i = 0; i < adapters.rank; i += LANES) {
+      F32 acc[4] = {};
+      for (int64_t j = 0; j < k; j++) accumulate(acc[j % 4], load(a + j * adapters.rank + i), splat(wide[j]));
+      store(narrow + r * adapters.rank + i, (acc[0] + acc[1]) + (acc[2] + acc[3]));
+    }
+  }
+  void add_adapted(int64_t panel, int64_t m, float* values) const {
+    if (chosen[m] < 0) return;
+    const float* b = adapters.b + (chosen[m] * w.panels() + panel) * adapters.rank * PANEL;
+    const float* h = narrow + m * adapters.rank;
+    F32 acc[VECTORS] = {};
+    for (int64_t i = 0; i < adapters.rank; i++)
+      for (int v = 0; v < VECTORS; v++) accumulate(acc[v], load(b + i * PANEL + v * LANES), splat(h[i]));
+    for (int v = 0; v < VECTORS; v++) store(values + v * LANES, load(values + v * LANES) + acc[v]);
+  }
+  const void* const from;
+  const Type type;
+  const Norm norm;
+  const int64_t* const chosen;
+  float* const narrow;
 };
 
 // One head: norm, then the rotary turn of its first 2·half elements (element i with element i + half).
@@ -99,9 +144,9 @@ struct AttentionInput {
   AttentionInput(Arena& arena, const void* x, Type type, int64_t rows, void* q, const Norm& norm,
                  const PackedWeight& weight, int64_t heads, int64_t head_dim, const Norm& q_norm, const Norm& k_norm,
                  const Maybe& cos, const Maybe& sin, const Tensor& k_cache, const Tensor& v_cache,
-                 const Tensor& slot_mapping, bool rotated)
+                 const Tensor& slot_mapping, bool rotated, const int64_t* chosen = nullptr)
       : heads(heads), kv_heads(k_cache.size(1)), head_dim(head_dim), q(q), type(type), q_norm(q_norm),
-        k_norm(k_norm), linear(arena, x, type, rows, norm, weight),
+        k_norm(k_norm), linear(arena, x, type, rows, norm, weight, chosen),
         values(arena.take<float>(rows * linear.w.n)), last(k_cache.size(0) - 1),
         slot_stride(k_cache.stride(0)), head_stride(k_cache.stride(1)), half(cos ? cos->size(-1) : 0),
         rotated(rotated), held(row_format(k_cache, head_dim)), value_bytes(held == RowFormat::bf16 ? 2 : 1) {
@@ -166,8 +211,8 @@ struct AttentionInput {
 // residual + norm(x·Wᵀ + b), the norm being optional. x (R, K), residual and out (R, N).
 struct LinearAdd {
   LinearAdd(Arena& arena, const void* x, Type x_type, int64_t rows, const PackedWeight& weight, const void* residual,
-            void* out, Type type, const Norm& norm)
-      : linear(arena, x, x_type, rows, Norm{}, weight), norm(norm), residual(residual), out(out), type(type),
+            void* out, Type type, const Norm& norm, const int64_t* chosen = nullptr)
+      : linear(arena, x, x_type, rows, Norm{}, weight, chosen), norm(norm), residual(residual), out(out), type(type),
         values(norm.weight ? arena.take<float>(rows * linear.w.n) : nullptr) {}
 
   Prefetcher beginning(const Worker& worker) const { return hasten::beginning(worker, linear.w, linear.rows); }
@@ -232,9 +277,9 @@ INLINE F32 activate(F32 x, Activation kind) {
 // alternate 32 rows of gate and 32 rows of up, so that both halves of a product meet in one panel.
 struct MlpInput {
   MlpInput(Arena& arena, const void* x, Type type, int64_t rows, void* out, const Norm& norm,
-           const PackedWeight& weight, int64_t inner, bool gated, Activation kind)
+           const PackedWeight& weight, int64_t inner, bool gated, Activation kind, const int64_t* chosen = nullptr)
       : each(rows_of_panel(gated)), inner(inner), gated(gated), kind(kind), out(out), type(type),
-        linear(arena, x, type, rows, norm, weight) {}
+        linear(arena, x, type, rows, norm, weight, chosen) {}
   static int64_t rows_of_panel(bool gated) { return gated ? PANEL / 2 : PANEL; }
   // Rows of the weight for so many outputs.
   static int64_t weight_rows(int64_t inner, bool gated) {

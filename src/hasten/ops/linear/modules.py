@@ -296,6 +296,7 @@ class PackedLinear(nn.Module):
 
 def request_of(linear: nn.Linear | PackedLinear) -> LinearRequest:
     """What a layer asks of its kernel; a plain one, what it would ask if it were packed."""
+    linear = getattr(linear, "base", linear)  # beside which LoRA's factors stand
     if isinstance(linear, PackedLinear):
         return linear.request
     weight = linear.weight

@@ -135,7 +135,7 @@ class AnswerBuilder(ABC, Generic[Body]):
             "id": self.id,
             "object": kind,
             "created": self.created,
-            "model": self.service.model_name,
+            "model": self.body.model,
             "choices": choices,
         }
 

@@ -94,19 +94,20 @@ def _add_status(router: APIRouter, service: Service) -> None:
 
     @router.get("/v1/models", response_model=Models)
     async def models() -> Response:
-        """The served model."""
-        return reply({"object": "list", "data": [_model(service)]})
+        """The served model, and its adapters."""
+        return reply({"object": "list", "data": [_model(service, name) for name in service.models]})
 
     @router.get("/v1/models/{model:path}", response_model=Model, responses={404: ERRORS[404]})
     async def model(model: str) -> Response:
-        """The served model, by its exact name."""
+        """The served model or one of its adapters, by its exact name."""
         service.check_model(model)
-        return reply(_model(service))
+        return reply(_model(service, model))
 
 
-def _model(service: Service) -> dict[str, Any]:
-    return {
-        "id": service.model_name,
+def _model(service: Service, name: str) -> dict[str, Any]:
+    parent = {} if name == service.model_name else {"parent": service.model_name}
+    return parent | {
+        "id": name,
         "object": "model",
         "created": service.created,
         "owned_by": "hasten",

@@ -31,6 +31,7 @@ def build_request(
         params=sampling_params(body, service, max_tokens=max_tokens, constrained=constraint is not None),
         priority=body.priority or 0,
         salt=body.cache_salt or "",
+        adapter=service.check_model(body.model),
         timeout=service.settings.request_timeout,
         constraint=constraint,
         **fields,

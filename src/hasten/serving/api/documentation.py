@@ -105,9 +105,10 @@ class Detokenized(BaseModel):
 
 
 class Model(BaseModel):
-    """The served model."""
+    """The served model, or an adapter of it (parent: the model's name)."""
 
     id: str
+    parent: str | None = None
     object: Literal["model"]
     created: int
     owned_by: str

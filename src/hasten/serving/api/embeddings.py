@@ -44,7 +44,8 @@ def add_embeddings(router: APIRouter, service: Service) -> None:
         given = await prompts_of(body.input, service, param="input", add_special_tokens=body.add_special_tokens)
         try:
             limit = service.settings.request_timeout
-            vectors = await service.engine.embed(given, pooling=body.pooling or "mean", timeout=limit)  # (N, C)
+            how: Any = {"pooling": body.pooling or "mean", "adapter": service.check_model(body.model), "timeout": limit}
+            vectors = await service.engine.embed(given, **how)  # (N, C)
         except HastenError as error:
             raise from_library(error) from None
         vectors = vectors.float().cpu()
@@ -55,7 +56,7 @@ def add_embeddings(router: APIRouter, service: Service) -> None:
         tokens = sum(map(len, given))
         http.state.facts["prompt_tokens"] = tokens
         usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-        return reply({"object": "list", "data": data, "model": service.model_name, "usage": usage})
+        return reply({"object": "list", "data": data, "model": body.model, "usage": usage})
 
 
 def _encoded(vector: Any, as_bytes: bool) -> Any:

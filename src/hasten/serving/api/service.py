@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -31,6 +31,7 @@ class Service:
     """One served model.
 
     max_length: tokens of prompt and answer together. vocabulary: the number of logits. eos_ids: tokens that end a text.
+    adapters: the names of the engine's.
     """
 
     def __init__(
@@ -43,7 +44,9 @@ class Service:
         max_length: int,
         vocabulary: int,
         eos_ids: Collection[int],
+        adapters: Sequence[str] = (),
     ) -> None:
+        self.adapters = adapters
         self.engine, self.model_name, self.settings = engine, model_name, settings
         self._tokenizer = tokenizer
         self.max_length, self.vocabulary = max_length, vocabulary
@@ -68,11 +71,18 @@ class Service:
     def has_tokenizer(self) -> bool:
         return self._tokenizer is not None
 
-    def check_model(self, name: str) -> None:
-        """Raises ApiError (404) unless it is exactly the served model's name."""
-        if name != self.model_name:
-            message = f"the model {name[:200]!r} does not exist here; served: {self.model_name!r}"
+    @property
+    def models(self) -> list[str]:
+        """The names that requests may give: the model's, then its adapters'."""
+        return [self.model_name, *self.adapters]
+
+    def check_model(self, name: str) -> str:
+        """The adapter of that name, "" for the model itself. Raises ApiError (404) unless it is exactly one of them."""
+        if name not in self.models:
+            served = ", ".join(map(repr, self.models))
+            message = f"the model {name[:200]!r} does not exist here; served: {served}"
             raise ApiError(message, status=404, param="model", code="model_not_found")
+        return "" if name == self.model_name else name
 
     def check_in(self, body: Any, http: HttpRequest) -> None:
         """What every request for an answer begins with: its model is checked, its user noted for the log."""

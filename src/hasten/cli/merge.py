@@ -1,0 +1,85 @@
+"""`hasten merge MODEL ADAPTER OUTPUT`: an adapter added to the weights of its model, as a folder of its own."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from hasten.cli.options import require_new_folder
+from hasten.errors import ConfigError
+from hasten.machine import resolve_dtype
+from hasten.machine.files import require_writable, write_json
+
+
+@dataclass(frozen=True, kw_only=True)
+class Merge:
+    """Add a LoRA adapter to its model's weights, and write the result as a model folder.
+
+    Plain weights are computed in float64 and rounded once. Layers in int8 or int4 are rounded anew: what that costs is
+    told, and with --text in perplexity. `hasten serve --adapter` needs no merging, and loses nothing.
+    """
+
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
+    """A Hugging Face folder, or a hub id (owner/name), that the adapter was trained on."""
+    adapter: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="ADAPTER")]
+    """A folder with adapter_config.json and adapter_model.safetensors."""
+    output: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUTPUT")]
+    """The folder to write; another than the model's own."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """The dtype of the weights that are not quantized; auto keeps the model's own."""
+    text: str | None = None
+    """Measure the perplexity of this text before and after: a file, a folder or a glob."""
+    limit_bytes: int | None = 200_000
+    """Of the text, about so many bytes."""
+    overwrite: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Replace a model that stands in the output folder already."""
+    json: str | None = None
+    """Write what was done as JSON to this file; "-": to standard output."""
+
+    def run(self) -> None:
+        require_writable(self.json)
+        from hasten.model.adapter_files import load_adapter
+        from hasten.model.load import load, resolve_model
+        from hasten.model.lora import attach
+        from hasten.quantization.merge import merge
+
+        source = resolve_model(self.model)
+        if not source.is_dir():
+            raise ConfigError(f"{source} is a file; an adapter is merged into a model folder")
+        require_new_folder(self.output, source, option="OUTPUT", overwrite=self.overwrite)
+        model = load(source)
+        adapter = load_adapter(self.adapter, model)
+        documents = self._documents()
+        rounded = merge(model, adapter, self.output, dtype=resolve_dtype(self.dtype, auto=model.dtype))
+        done: dict[str, Any] = {
+            "output": str(self.output),
+            "layers": len(adapter),
+            "rounded": [asdict(r) for r in rounded],
+        }
+        lines = [f"{self.output}: {len(adapter)} layers merged"]
+        if rounded:
+            lost, error = median(r.lost for r in rounded), median(r.relative_error for r in rounded)
+            lines.append(
+                f"{len(rounded)} of them rounded anew: an error of {error:.1%} of the weight, {lost:.0%} of what the "
+                "adapter adds (medians)"
+            )
+        if documents:
+            from hasten.generation.perplexity import perplexity
+
+            attach(model, [adapter])
+            done["perplexity"] = perplexity(model, documents).perplexity
+            done["merged_perplexity"] = perplexity(load(self.output), documents).perplexity
+            before, after = done["perplexity"], done["merged_perplexity"]
+            lines.append(f"perplexity {before:.4f} with the adapter, {after:.4f} merged ({after / before - 1:+.2%})")
+        write_json(self.json, done)
+        if self.json != "-":
+            print("\n".join(lines))
+
+    def _documents(self) -> list[str]:
+        from hasten.data import read_documents
+
+        return [] if self.text is None else list(read_documents(self.text, limit_bytes=self.limit_bytes))

@@ -1,0 +1,89 @@
+"""Adapters in a model that generates: beside the layers of readable blocks, or inside the fused steps."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hasten.errors import ConfigError
+from hasten.model.adapter_files import load_adapter
+from hasten.model.fused import FusedBlock, unfuse
+from hasten.model.fused_linear import HALF_PANEL
+from hasten.model.lora import Adapter, Choice, Factors, attach
+from hasten.model.transformer import Transformer
+from hasten.ops.linear.layouts import PANEL
+
+LANES = 16  # the fused steps take ranks that are multiples of it
+
+
+def load_adapters(model: Transformer, folders: Sequence[str | Path]) -> Choice:
+    """Give a loaded model the adapters in these folders (peft's format); what is returned says who takes which.
+
+    At first every row takes the first one. It is `model.adapters` from then on. A fused model stays fused,
+    unless it has experts. Raises ConfigError for a model that has adapters, and as `load_adapter` does.
+    """
+    if model.adapters is not None:
+        raise ConfigError("this model has adapters already; load it anew and name all of them at once")
+    adapters = [load_adapter(folder, model) for folder in folders]
+    if model.stack is None:
+        if not model.readable:  # its experts are outside the fused steps, which take no adapters then
+            unfuse(model)
+        model.adapters = attach(model, adapters)
+    else:
+        model.adapters = _attach_fused(model, adapters)
+    return model.adapters
+
+
+def _attach_fused(model: Transformer, adapters: Sequence[Adapter]) -> Choice:
+    choice, size = Choice(), model.config.head_dim
+    model.requires_grad_(False)
+    for index, block in enumerate(model.blocks):
+        assert isinstance(block, FusedBlock)
+        q, kv = model.config.heads * size, model.config.kv_heads * size
+        inner = torch.arange(block.inner_size)
+        panels = inner // HALF_PANEL * PANEL + inner % HALF_PANEL if block.gated else inner
+        places = {  # the rows of a fused weight that each layer's outputs are
+            "qkv": {
+                "attention.q": torch.arange(q),
+                "attention.k": torch.arange(q, q + kv),
+                "attention.v": torch.arange(q + kv, q + 2 * kv),
+            },
+            "output": {"attention.output": torch.arange(block.output.out_features)},
+            "inner": {"mlp.gate": panels, "mlp.up": panels + HALF_PANEL} if block.gated else {"mlp.up": panels},
+            "down": {"mlp.down": torch.arange(block.down.out_features)},
+        }
+        for name, parts in places.items():
+            own = [
+                [
+                    (f, rows)
+                    for layer, rows in parts.items()
+                    if (f := adapter.get(f"blocks.{index}.{layer}")) is not None
+                ]
+                for adapter in adapters
+            ]
+            if any(own):
+                linear = getattr(block, name)
+                block.factors[name] = _stacked(own, linear.in_features, linear.out_features)
+        block.choice = choice
+        block.bind()
+    return choice
+
+
+def _stacked(adapters: Sequence[Sequence[tuple[Factors, Tensor]]], inputs: int, outputs: int) -> tuple[Tensor, Tensor]:
+    """What plan_weight takes: A (adapters, K, R) and scaled B (adapters, panels, R, 64) of a fused weight (N, K).
+
+    adapters: of each the factors of its layers, with the rows of the weight that are theirs.
+    """
+    ranks = [sum(own.a.shape[0] for own, _ in parts) for parts in adapters]
+    rank = -(-max(ranks) // LANES) * LANES
+    a = torch.zeros(len(adapters), inputs, rank)
+    b = torch.zeros(len(adapters), -(-outputs // PANEL) * PANEL, rank)
+    for number, parts in enumerate(adapters):
+        first = 0
+        for own, rows in parts:
+            last = first + own.a.shape[0]
+            a[number, :, first:last] = own.a.detach().t()
+            b[number, rows, first:last] = own.b.detach() * own.scale
+            first = last
+    return a, b.unflatten(1, (-1, PANEL)).transpose(2, 3).contiguous()

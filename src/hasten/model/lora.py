@@ -1,0 +1,201 @@
+"""LoRA (arXiv 2106.09685): y = W·x + s·B(A·x), W frozen in whatever format it is held, A (r, K) and B (N, r) narrow.
+
+An adapter is the factors of some of a model's linear layers, by the names of our modules. Where a checkpoint holds
+several layers as one (GPT-2's c_attn, Phi-3's qkv_proj), they share one A and each has its rows of B, as an adapter of
+that checkpoint's module has.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hasten.errors import ConfigError
+from hasten.model.config import ModelConfig
+from hasten.model.families import FAMILIES
+from hasten.model.families.family import TensorSlice
+from hasten.model.transformer import Transformer
+from hasten.ops.linear import PackedLinear
+
+LINEARS = ("q", "k", "v", "output", "gate", "up", "down")  # of our modules, those that can be adapted
+ALL_LINEAR = "all-linear"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Factors:
+    """What an adapter adds to one layer: a (r, K), b (N, r); the scale is alpha/r, with rslora alpha/√r."""
+
+    a: Tensor
+    b: Tensor
+    alpha: float
+    rslora: bool = False
+
+    @property
+    def scale(self) -> float:
+        """What B·A is multiplied with."""
+        rank = self.a.shape[0]
+        return self.alpha / (math.sqrt(rank) if self.rslora else rank)
+
+    @property
+    def delta(self) -> Tensor:
+        """s·B·A (N, K), computed and given in float64."""
+        return self.scale * (self.b.detach().double() @ self.a.detach().double())
+
+
+Adapter = Mapping[str, Factors]
+
+
+@dataclass(slots=True, eq=False)
+class Choice:
+    """Which of a model's adapters the rows of the next step take; their numbers count from 0, -1 is none.
+
+    rows: int64, one for each of the step's tokens in their order; None: all take `every`.
+    """
+
+    every: int = 0
+    rows: Tensor | None = None
+
+    def choose(self, numbers: list[int], device: torch.device) -> None:
+        """The next step's rows take these."""
+        self.every, self.rows = -1, None
+        if any(number >= 0 for number in numbers):
+            self.rows = torch.tensor(numbers, device=device)
+
+    def of(self, rows: int) -> Tensor | None:
+        """The adapter of each of a step's rows, as the native steps take it; None where nobody takes any."""
+        if self.rows is not None:
+            assert len(self.rows) == rows, f"{rows} rows were computed, and adapters chosen for {len(self.rows)}"
+            return self.rows
+        return None if self.every < 0 else torch.full((rows,), self.every)
+
+    def groups(self) -> Iterator[tuple[int, Tensor]]:
+        """Each adapter that is taken, and the rows (R,) that take it."""
+        assert self.rows is not None
+        for number in self.rows.unique().tolist():
+            if number >= 0:
+                yield number, (self.rows == number).nonzero().squeeze(1)
+
+
+class LoRALinear(nn.Module):
+    """A linear layer with what adapters add to it. Trained, it has one, whose factors are parameters."""
+
+    def __init__(
+        self,
+        base: nn.Linear | PackedLinear,
+        adapters: Sequence[Factors | None],
+        choice: Choice,
+        *,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.base, self.choice, self.dropout = base, choice, nn.Dropout(dropout)
+        self.factors = list(adapters)
+        held = [one for one in adapters if one is not None]
+        self.a, self.b = (nn.ParameterList(getattr(one, name) for one in held) for name in ("a", "b"))
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The frozen layer's."""
+        return self.base.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (…, K) -> (…, N) in the frozen layer's dtype."""
+        y: Tensor = self.base(x)
+        if self.choice.rows is None:
+            own = None if self.choice.every < 0 else self.factors[self.choice.every]
+            return y if own is None else y + self._added(own, x).to(y.dtype)
+        flat, rows_of_x = y.flatten(0, -2), x.flatten(0, -2)
+        for number, rows in self.choice.groups():
+            if (own := self.factors[number]) is not None:
+                flat[rows] = flat[rows] + self._added(own, rows_of_x[rows]).to(y.dtype)
+        return flat.view(y.shape)
+
+    def _added(self, own: Factors, x: Tensor) -> Tensor:
+        narrow = F.linear(self.dropout(x).to(own.a.dtype), own.a)  # (…, r)
+        return F.linear(narrow, own.b) * own.scale
+
+
+def adaptable(config: ModelConfig) -> dict[str, list[tuple[str, TensorSlice]]]:
+    """The layers that can have an adapter: by the names in a checkpoint, our modules and the piece that each is."""
+    found: dict[str, list[tuple[str, TensorSlice]]] = {}
+    for ours, piece in FAMILIES[config.family].places(config):
+        parts = ours.split(".")
+        if parts[-1] == "weight" and parts[-2] in LINEARS and "experts" not in parts:
+            found.setdefault(piece.name.removesuffix(".weight"), []).append((ours.removesuffix(".weight"), piece))
+    return found
+
+
+def targeted(config: ModelConfig, targets: Sequence[str]) -> list[str]:
+    """The checkpoint's names of the layers that targets mean: ends of names, or "all-linear", for all in the blocks.
+
+    Raises ConfigError for one that means none.
+    """
+    known = list(adaptable(config))
+    found: set[str] = set()
+    for target in targets:
+        fitting = [name for name in known if target == ALL_LINEAR or f".{name}".endswith(f".{target}")]
+        if not fitting:
+            leaves = dict.fromkeys(name.rpartition(".")[2] for name in known)
+            raise ConfigError(
+                f"LoRA's target {target!r:.80} is no linear layer of a {config.family}'s blocks that can have an "
+                f"adapter; use {ALL_LINEAR} or some of {', '.join(leaves)}"
+            )
+        found.update(fitting)
+    return [name for name in known if name in found]
+
+
+def layer_size(config: ModelConfig, name: str) -> tuple[int, int]:
+    """Input and output features (K, N) of a layer that can have an adapter."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    into = {"q": q, "k": kv, "v": kv, "gate": inner, "up": inner}
+    leaf = name.rpartition(".")[2]
+    return (hidden, into[leaf]) if leaf in into else (q if leaf == "output" else inner, hidden)
+
+
+def new_adapter(
+    config: ModelConfig,
+    *,
+    rank: int,
+    alpha: float,
+    targets: Sequence[str],
+    rslora: bool = False,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+) -> dict[str, Factors]:
+    """Factors in float32 to be trained: A uniform in ±1/√K, as peft has it, B zero, so that nothing is added yet."""
+    generator = torch.Generator().manual_seed(seed)
+    places, adapter = adaptable(config), {}
+    for name in targeted(config, targets):
+        inputs = layer_size(config, places[name][0][0])[0]
+        a = torch.empty(rank, inputs).uniform_(-1 / math.sqrt(inputs), 1 / math.sqrt(inputs), generator=generator)
+        shared = nn.Parameter(a.to(device))
+        for ours, _ in places[name]:
+            b = torch.zeros(layer_size(config, ours)[1], rank, device=device)
+            adapter[ours] = Factors(shared, nn.Parameter(b), alpha, rslora)
+    return adapter
+
+
+def attach(model: Transformer, adapters: Sequence[Adapter], *, dropout: float = 0.0) -> Choice:
+    """Freeze a model of readable blocks and put the adapters' layers in the place of its own.
+
+    What is returned decides which of them the next step's rows take; at first all take the first.
+    """
+    model.requires_grad_(False)
+    choice = Choice()
+    for name in dict.fromkeys(name for adapter in adapters for name in adapter):
+        base = model.get_submodule(name)
+        assert isinstance(base, nn.Linear | PackedLinear)
+        model.set_submodule(
+            name, LoRALinear(base, [adapter.get(name) for adapter in adapters], choice, dropout=dropout)
+        )
+    return choice
+
+
+def attached(model: Transformer) -> dict[str, Factors]:
+    """The adapter of a model that has one, by the names of our modules."""
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, LoRALinear)}
+    return {name: own for name, layer in layers.items() if (own := layer.factors[0]) is not None}

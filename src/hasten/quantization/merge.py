@@ -1,0 +1,79 @@
+"""`merge`: an adapter added to the weights of its model; quantized ones are rounded anew, at a cost that is told."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hasten.errors import ConfigError
+from hasten.model.export import Quantized, export_model
+from hasten.model.formats.record import of_integers
+from hasten.model.lora import Adapter
+from hasten.model.transformer import Transformer
+from hasten.ops.linear import PackedLinear, QuantizedWeight
+from hasten.quantization.rounding import round_weight
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MergedLayer:
+    """A quantized layer whose merged weight was rounded. lost: root mean square of what rounding changed, over that of
+    what the adapter added: from 1 on the rounding is as large as the adapter. relative_error: the same over the weight.
+    """
+
+    name: str
+    lost: float
+    relative_error: float
+
+
+class _Merged(Mapping[str, Tensor]):
+    """The adapted weights by their names, each made when it is asked for."""
+
+    def __init__(self, model: Transformer, adapter: Adapter) -> None:
+        self._model, self._adapter = model, adapter
+
+    def __getitem__(self, ours: str) -> Tensor:
+        name = ours.removesuffix(".weight")
+        delta = self._adapter[name].delta
+        layer: Any = self._model.get_submodule(name)
+        if isinstance(layer, PackedLinear):
+            return (layer.dequantize().double() + delta).to(self._model.dtype)
+        return (layer.weight.detach().double() + delta).to(layer.weight.dtype)
+
+    def __iter__(self) -> Iterator[str]:
+        return (f"{name}.weight" for name in self._adapter)
+
+    def __len__(self) -> int:
+        return len(self._adapter)
+
+
+@torch.no_grad()
+def merge(model: Transformer, adapter: Adapter, folder: Path, *, dtype: torch.dtype | None = None) -> list[MergedLayer]:
+    """Write a model (readable blocks) with W + s·B·A in the place of W, computed in float64 and rounded once to the
+    dtype of W, or to `dtype`; the model is not changed.
+
+    Layers in int8 or int4 are rounded to nearest in their own format, and what that costs is returned. Raises
+    ConfigError for formats that hasten does not round to, CheckpointError where the folder cannot be written.
+    """
+    layers = {name: layer for name, layer in (model.quantization or {}).items() if of_integers(layer.weight)}
+    reports: list[MergedLayer] = []
+
+    def weight(name: str) -> QuantizedWeight:
+        held: Any = model.get_submodule(name)
+        if name not in adapter:
+            return held.to_weight()
+        if layers[name].weight.permuted:
+            raise ConfigError(f"{name}: its groups are permuted (desc_act), which hasten does not round to")
+        delta = adapter[name].delta
+        merged = (held.dequantize().double() + delta).float()
+        rounded = round_weight(merged, layers[name].weight, search="mse")
+        off = (rounded.dequantize() - merged).norm().item()
+        if all(one.name != name for one in reports):
+            lost = off / max(delta.norm().item(), 1e-30)
+            reports.append(MergedLayer(name=name, lost=lost, relative_error=off / max(merged.norm().item(), 1e-30)))
+        return rounded
+
+    export_model(model, folder, dtype=dtype, quantized=Quantized(layers, weight, _Merged(model, adapter)))
+    return reports

@@ -1,0 +1,133 @@
+"""Several adapters in one engine: each row has what it has alone, rows of the model itself keep every bit."""
+
+import json
+
+import pytest
+import torch
+
+import hasten
+from hasten.errors import CheckpointError, ConfigError
+from hasten.generation.params import SamplingParams
+from hasten.model.adapter_files import load_adapter, save_adapter
+from hasten.model.adapters import load_adapters
+from hasten.model.context import training_context
+from hasten.model.fused import fuse
+from hasten.model.lora import attach, new_adapter
+from hasten.quantization import Int4, Int8, quantize
+from hasten.serving.request import RequestRefused
+from instruction_sets import needs_native
+from tiny_model import tiny_llama
+
+GREEDY = SamplingParams(temperature=0.0, max_new_tokens=12, ignore_eos=True)
+PROMPTS = ["def add(a, b):", "for name in names:", "print(", "def add(a, b):\n    return"]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Two adapters of the tiny model, of other ranks and layers."""
+    folder, config = tmp_path_factory.mktemp("adapters"), tiny_llama().config
+    for number, (rank, targets) in enumerate([(3, ["q_proj", "v_proj", "down_proj"]), (17, ["all-linear"])]):
+        adapter = new_adapter(config, rank=rank, alpha=2 * rank, targets=targets, seed=number)
+        for index, own in enumerate(adapter.values()):
+            torch.nn.init.normal_(own.b, std=0.2, generator=torch.Generator().manual_seed(index))
+        save_adapter(folder / f"a{number}", adapter, config)
+    return {name: folder / name for name in ("a0", "a1")}
+
+
+def bases(kind):
+    """The tiny model in a format that the fused steps take, fused."""
+    if kind == "bfloat16":
+        return fuse(tiny_llama().to(torch.bfloat16))
+    scheme = Int8() if kind == "int8" else Int4(group_size=32)
+    return fuse(quantize(tiny_llama().to(torch.bfloat16), scheme))
+
+
+def logits(model, tokens):
+    with torch.inference_mode():
+        return model(tokens, torch.arange(tokens.shape[1])[None], training_context(model, tokens.shape[1]))
+
+
+@needs_native
+@pytest.mark.parametrize("kind", ["bfloat16", "int8", "int4"])
+def test_inside_the_fused_steps_they_add_their_definition(kind, folders):
+    """Against the readable float32 model of the same weights, off by no more than twice what the fused base is."""
+    tokens = torch.arange(40)[None] * 7 % 300
+    model = bases(kind)
+    plain = logits(model, tokens)
+    choice = load_adapters(model, list(folders.values()))
+    readable = hasten.unfuse(bases(kind)).float()
+    base_error = (plain - logits(readable, tokens)).norm() / plain.norm()
+    for number, folder in enumerate(folders.values()):
+        wanted = hasten.unfuse(bases(kind)).float()
+        attach(wanted, [load_adapter(folder, wanted)])
+        expected, choice.every = logits(wanted, tokens), number
+        found = logits(model, tokens)
+        assert (found - expected).norm() / expected.norm() <= 2 * base_error + 1e-3
+        assert (found - plain).norm() / plain.norm() > 20 * base_error
+    choice.every = -1
+    assert torch.equal(logits(model, tokens), plain)
+    with pytest.raises(ConfigError, match="has adapters"):
+        hasten.unfuse(model)
+    with pytest.raises(ConfigError, match="has adapters already"):
+        load_adapters(model, list(folders.values()))
+
+
+@needs_native
+@pytest.mark.parametrize("kind", ["bfloat16", "int4"])
+def test_a_mixed_batch_has_every_bit_of_rows_alone(kind, folders):
+    """The logits of each sequence in a batch of both adapters and the model itself are those that it has alone."""
+    model, batch = bases(kind), torch.randint(0, 300, (6, 9), generator=torch.Generator().manual_seed(0))
+    plain = logits(model, batch)
+    choice = load_adapters(model, list(folders.values()))
+    numbers = [0, -1, 1, 1, -1, 0]
+    choice.choose([number for number in numbers for _ in range(9)], model.device)
+    mixed = logits(model, batch)
+    assert torch.equal(mixed[[1, 4]], plain[[1, 4]])
+    for row, number in enumerate(numbers):
+        choice.choose([number] * 9, model.device)
+        assert torch.equal(logits(model, batch[row : row + 1])[0], mixed[row])
+
+
+@pytest.mark.parametrize("kind", [pytest.param("int4", marks=needs_native), "float32"])
+def test_an_engine_serves_them_together(kind, folders):
+    """Tokens alone, in a mixed batch, and again from the prefix cache; the model's own are those without adapters."""
+    make = (lambda: tiny_llama()) if kind == "float32" else (lambda: bases(kind))
+    without = hasten.LLM(make())
+    base = [answer.tokens for answer in without.generate(PROMPTS, GREEDY)]
+    without.close()
+    llm = hasten.LLM(make(), adapters=folders, block_size=4)
+    alone = {
+        name: [llm.generate(prompt, GREEDY, adapter=name)[0].tokens for prompt in PROMPTS] for name in ("", "a0", "a1")
+    }
+    assert alone[""] == base
+    assert alone["a0"] != base != alone["a1"] != alone["a0"]
+    requests = [(name, i) for i in range(len(PROMPTS)) for name in ("a1", "", "a0")]
+    made = [llm._requests(PROMPTS[i], GREEDY, {"adapter": name})[0] for name, i in requests]
+    found = {one.id: [] for one in made}
+    for output in llm._run(made):
+        found[output.request_id] += output.tokens
+    for one, (name, i) in zip(made, requests, strict=True):
+        assert found[one.id] == alone[name][i]
+    with pytest.raises(RequestRefused, match=r"no adapter 'a2' here; loaded: a0, a1"):
+        llm.generate("x", GREEDY, adapter="a2")
+    llm.close()
+
+
+def test_their_prompts_share_no_cached_blocks(folders):
+    llm = hasten.LLM(tiny_llama(), adapters=folders, block_size=4)
+    prompt = PROMPTS[3]
+    cached = [
+        llm.generate(prompt, GREEDY, **how)[0].cached_tokens
+        for how in ({}, {"adapter": "a0"}, {"salt": "a0\0"}, {"salt": "\0a0"}, {"adapter": "a0"}, {"adapter": "a1"})
+    ]
+    assert [count > 0 for count in cached] == [False, False, False, False, True, False]
+    llm.close()
+
+
+def test_a_hostile_adapter_loads_nothing(folders, tmp_path):
+    model = tiny_llama()
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 3}))
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"\xff" * 64)
+    with pytest.raises(CheckpointError, match="not a whole safetensors file"):
+        load_adapters(model, [folders["a0"], tmp_path])
+    assert model.adapters is None
