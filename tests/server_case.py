@@ -19,7 +19,7 @@ TOOL_TEMPLATE = (
 )
 
 
-def app_of(engine, tokenizer, *, vocabulary=None, max_length=4096, **settings):
+def app_of(engine, tokenizer, *, vocabulary=None, max_length=4096, adapters=(), **settings):
     service = Service(
         engine,
         model_name="tiny",
@@ -28,6 +28,7 @@ def app_of(engine, tokenizer, *, vocabulary=None, max_length=4096, **settings):
         max_length=max_length,
         vocabulary=vocabulary or tokenizer.vocab_size,
         eos_ids=tokenizer.eos_ids,
+        adapters=adapters,
     )
     return make_app(service)
 

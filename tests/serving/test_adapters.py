@@ -2,10 +2,12 @@
 
 import json
 
+import httpx
 import pytest
 import torch
 
 import hasten
+from hasten.cli.serve import Serve
 from hasten.errors import CheckpointError, ConfigError
 from hasten.generation.params import SamplingParams
 from hasten.model.adapter_files import load_adapter, save_adapter
@@ -14,8 +16,12 @@ from hasten.model.context import training_context
 from hasten.model.fused import fuse
 from hasten.model.lora import attach, new_adapter
 from hasten.quantization import Int4, Int8, quantize
+from hasten.serving.async_engine import AsyncEngine
+from hasten.serving.engine import Engine
 from hasten.serving.request import RequestRefused
+from hasten.serving.settings import EngineSettings
 from instruction_sets import needs_native
+from server_case import app_of, serving
 from tiny_model import tiny_llama
 
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=12, ignore_eos=True)
@@ -44,7 +50,8 @@ def bases(kind):
 
 def logits(model, tokens):
     with torch.inference_mode():
-        return model(tokens, torch.arange(tokens.shape[1])[None], training_context(model, tokens.shape[1]))
+        positions = torch.arange(tokens.shape[1]).expand(tokens.shape)
+        return model(tokens, positions, training_context(model, tokens.shape[1]))
 
 
 @needs_native
@@ -122,6 +129,41 @@ def test_their_prompts_share_no_cached_blocks(folders):
     ]
     assert [count > 0 for count in cached] == [False, False, False, False, True, False]
     llm.close()
+
+
+def test_a_request_chooses_by_its_model(folders):
+    """/v1/models lists them, `model` chooses, the answer says which it was; an unknown name is 404."""
+    model = tiny_llama()
+    load_adapters(model, list(folders.values()))
+    engine = AsyncEngine(Engine(model, model.tokenizer, EngineSettings(block_size=4), adapters=list(folders)))
+    texts = {}
+    with serving(app_of(engine, model.tokenizer, max_length=512, adapters=list(folders))) as (url, _):
+        listed = httpx.get(f"{url}/v1/models").json()["data"]
+        assert [(one["id"], one.get("parent")) for one in listed] == [("tiny", None), ("a0", "tiny"), ("a1", "tiny")]
+        assert httpx.get(f"{url}/v1/models/a1").json()["id"] == "a1"
+        for name in ("tiny", "a0", "a1", "a2"):
+            body = {"model": name, "prompt": "def add", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+            answer = httpx.post(f"{url}/v1/completions", json=body)
+            if name == "a2":
+                assert answer.status_code == 404
+                assert "served: 'tiny', 'a0', 'a1'" in answer.json()["error"]["message"]
+            else:
+                assert answer.json()["model"] == name
+                texts[name] = answer.json()["choices"][0]["text"]
+        vectors = [
+            httpx.post(f"{url}/v1/embeddings", json={"model": name, "input": "def"}).json()["data"][0]["embedding"]
+            for name in ("tiny", "a0")
+        ]
+    assert len(set(texts.values())) == 3
+    assert vectors[0] != vectors[1]
+
+
+def test_names_of_adapters_are_refused_in_words():
+    for wrong in ("folder", "=folder", "a=", "m=folder"):
+        with pytest.raises(ConfigError, match="give NAME=FOLDER"):
+            Serve(model="m", adapter=(wrong,)).adapters()
+    with pytest.raises(ConfigError, match="that nothing else here has"):
+        Serve(model="m", adapter=("a=x", "a=y")).adapters()
 
 
 def test_a_hostile_adapter_loads_nothing(folders, tmp_path):
