@@ -17,11 +17,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
+from lora_tables import lora, lora_cost
 from renderers import RENDERERS, Report, markdown
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+TABLES = RENDERERS | {"lora": lora, "lora cost": lora_cost}
 TABLE = re.compile(r"(<!-- table: (\S+)(?: (\S+))? -->\n).*?(<!-- /table -->)", re.DOTALL)
 
 
@@ -159,7 +161,7 @@ def versions(report: Report) -> str:
 def render(name: str, way: str) -> str:
     """One result of benchmarks/results as Markdown."""
     report = json.loads((RESULTS / f"{name}.json").read_text())
-    if shown := RENDERERS.get(f"{name} {way}".strip()):
+    if shown := TABLES.get(f"{name} {way}".strip()):
         return shown(report)
     if way == "limits":
         return limits(report)

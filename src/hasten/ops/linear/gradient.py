@@ -4,6 +4,8 @@ Autograd would keep, from the forward pass to the backward one, whatever the pro
 a quantized model as floats. Nothing is kept here but the weight as it is.
 """
 
+import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -26,11 +28,26 @@ class _FrozenProduct(torch.autograd.Function):
         return input_gradient(gradients[0], ctx.rows, ctx.size).to(ctx.dtype), None, None
 
 
-@torch.compiler.disable(recursive=False)
+def _apply() -> Callable[..., Tensor]:
+    """What calls it; a compiled graph is broken there, for what is called are kernels, and closures of them.
+
+    torch.compiler.disable imports the compiler: only where somebody else did.
+    """
+    return _outside_graphs() if "torch._dynamo" in sys.modules else _FrozenProduct.apply
+
+
+# This is torch.compiler.assume_constant_result, which imports the compiler too.
+_apply._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _outside_graphs() -> Callable[..., Tensor]:
+    return torch.compiler.disable(_FrozenProduct.apply)
+
+
 def frozen_product(x: Tensor, product: Callable[[Tensor], Tensor], rows: SomeRows) -> Tensor:
     """`product(x)`, x·Wᵀ for x (…, K), whose gradient is `input_gradient`'s; W has none."""
-    result: Tensor = _FrozenProduct.apply(x, product, rows)
-    return result
+    return _apply()(x, product, rows)
 
 
 def input_gradient(dy: Tensor, rows: SomeRows, in_features: int) -> Tensor:
