@@ -13,6 +13,8 @@ from typing import Any
 _HOMES = {
     "load": "hasten.model.load",
     "save": "hasten.model.save",
+    "load_adapters": "hasten.model.adapters",
+    "merge": "hasten.quantization.merge",
     "initialize": "hasten.model.initialize",
     "pad_vocabulary": "hasten.model.vocabulary",
     "kernels": "hasten.model.binding",

@@ -74,7 +74,7 @@ def test_each_row_takes_its_own_adapter(tmp_path):
     plain = logits(model, tokens)
     choice = attach(model, [load_adapter(tmp_path / name, model) for name in "ab"])
     layer, x = model.blocks[1].attention.q, torch.randn(6, 64)
-    choice.rows = torch.tensor([0, -1, 1, 1, 0, -1])
+    choice.choose([0, -1, 1, 1, 0, -1], x.device)
     mixed = layer(x)
     assert torch.equal(mixed[[1, 5]], layer.base(x)[[1, 5]])
     choice.rows = None

@@ -29,15 +29,12 @@ def load_adapters(model: Transformer, folders: Sequence[str | Path]) -> Choice:
     if model.stack is None:
         if not model.readable:  # its experts are outside the fused steps, which take no adapters then
             unfuse(model)
-        model.adapters = attach(model, adapters)
-    else:
-        model.adapters = _attach_fused(model, adapters)
-    return model.adapters
+        return attach(model, adapters)
+    return _attach_fused(model, adapters)
 
 
 def _attach_fused(model: Transformer, adapters: Sequence[Adapter]) -> Choice:
-    choice, size = Choice(), model.config.head_dim
-    model.requires_grad_(False)
+    model.adapters, size = (choice := Choice()), model.config.head_dim
     for index, block in enumerate(model.blocks):
         assert isinstance(block, FusedBlock)
         q, kv = model.config.heads * size, model.config.kv_heads * size

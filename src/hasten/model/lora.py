@@ -6,8 +6,8 @@ that checkpoint's module has.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -52,17 +52,20 @@ Adapter = Mapping[str, Factors]
 class Choice:
     """Which of a model's adapters the rows of the next step take; their numbers count from 0, -1 is none.
 
-    rows: int64, one for each of the step's tokens in their order; None: all take `every`.
+    rows: int64, one for each of the step's tokens in their order; None: all take `every`. groups: the same, an adapter
+    after the other with its rows.
     """
 
     every: int = 0
     rows: Tensor | None = None
+    groups: list[tuple[int, Tensor]] = field(default_factory=list)
 
     def choose(self, numbers: list[int], device: torch.device) -> None:
         """The next step's rows take these."""
-        self.every, self.rows = -1, None
-        if any(number >= 0 for number in numbers):
-            self.rows = torch.tensor(numbers, device=device)
+        taken = sorted({number for number in numbers if number >= 0})
+        rows = torch.tensor(numbers, device=device)
+        self.every, self.rows = -1, rows if taken else None
+        self.groups = [(number, (rows == number).nonzero().squeeze(1)) for number in taken]
 
     def of(self, rows: int) -> Tensor | None:
         """The adapter of each of a step's rows, as the native steps take it; None where nobody takes any."""
@@ -70,13 +73,6 @@ class Choice:
             assert len(self.rows) == rows, f"{rows} rows were computed, and adapters chosen for {len(self.rows)}"
             return self.rows
         return None if self.every < 0 else torch.full((rows,), self.every)
-
-    def groups(self) -> Iterator[tuple[int, Tensor]]:
-        """Each adapter that is taken, and the rows (R,) that take it."""
-        assert self.rows is not None
-        for number in self.rows.unique().tolist():
-            if number >= 0:
-                yield number, (self.rows == number).nonzero().squeeze(1)
 
 
 class LoRALinear(nn.Module):
@@ -108,7 +104,7 @@ class LoRALinear(nn.Module):
             own = None if self.choice.every < 0 else self.factors[self.choice.every]
             return y if own is None else y + self._added(own, x).to(y.dtype)
         flat, rows_of_x = y.flatten(0, -2), x.flatten(0, -2)
-        for number, rows in self.choice.groups():
+        for number, rows in self.choice.groups:
             if (own := self.factors[number]) is not None:
                 flat[rows] = flat[rows] + self._added(own, rows_of_x[rows]).to(y.dtype)
         return flat.view(y.shape)
@@ -182,10 +178,11 @@ def new_adapter(
 def attach(model: Transformer, adapters: Sequence[Adapter], *, dropout: float = 0.0) -> Choice:
     """Freeze a model of readable blocks and put the adapters' layers in the place of its own.
 
-    What is returned decides which of them the next step's rows take; at first all take the first.
+    What is returned, `model.adapters` from then on, decides which of them the next step's rows take; at first all take
+    the first.
     """
     model.requires_grad_(False)
-    choice = Choice()
+    model.adapters = choice = Choice()
     for name in dict.fromkeys(name for adapter in adapters for name in adapter):
         base = model.get_submodule(name)
         assert isinstance(base, nn.Linear | PackedLinear)

@@ -18,5 +18,7 @@ def save(model: Transformer, folder: str | Path) -> None:
     require_model(model, "hasten.save")
     if not isinstance(folder, str | Path):
         raise ConfigError(f"a model is saved into a folder; found {type(folder).__name__}")
+    if model.adapters is not None:
+        raise ConfigError("this model has adapters beside its weights; hasten.merge writes their sum")
     with kernels(model, block="readable"):
         export_model(model, Path(folder))

@@ -101,11 +101,11 @@ class LLM:
         elif dtype is not None:
             raise ConfigError("dtype is for a model that is loaded here; this one has its own")
         self.model = model
-        speculator = make_speculator(model, draft, speculate=speculate, accept=accept, tokens=DRAFT_TOKENS)
         if adapters:
             from hasten.model.adapters import load_adapters
 
             load_adapters(model, list(adapters.values()))
+        speculator = make_speculator(model, draft, speculate=speculate, accept=accept, tokens=DRAFT_TOKENS)
         names = list(adapters or ())
         self.engine = Engine(
             model, model.tokenizer, settings or EngineSettings(), speculator=speculator, adapters=names

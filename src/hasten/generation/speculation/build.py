@@ -83,6 +83,8 @@ def _proposer(model: Transformer, draft: str | Path | Transformer, tokens: int, 
 def first_layers(model: Transformer, count: int) -> Transformer:
     """The model without its last layers, of the same tensors. Raises ConfigError unless some stay and some go."""
     layers = model.config.layers
+    if model.adapters is not None:
+        raise ConfigError("self:N-layers drafts with layers that have adapters, which is not supported; take suffix")
     if not 0 < count < len(layers):
         raise ConfigError(f"self:{count}-layers: this model has {len(layers)} layers; take from 1 to {len(layers) - 1}")
     with torch.device("meta"):
