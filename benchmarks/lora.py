@@ -3,8 +3,8 @@
     python benchmarks/lora.py --text '/usr/include/**/*.h' --output benchmarks/results/lora.json
 
 Quality: a small model of characters that was trained on Python's standard library is finetuned on C headers: all
-weights, or an adapter beside a base in float32 or int4; the same steps and held-out files for all, three seeds. The gain
-is what the held-out loss falls by; an int4 base begins with another loss, so that all gains count from the float32
+weights, or an adapter beside a base in float32 or int4; the same steps and held-out files for all, three seeds. The
+gain is what the held-out loss falls by; an int4 base begins with another loss, so that all gains count from the float32
 model's.
 
 Memory and speed: a shape with random weights, a process for each way to train: its peak resident memory above that

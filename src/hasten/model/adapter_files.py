@@ -117,10 +117,6 @@ def save_adapter(
         "rank_pattern": {name: own for name, own in ranks.items() if own != rank},
         "alpha_pattern": {name: own for name, own in alphas.items() if own != alpha},
         "fan_in_fan_out": FAMILIES[config.family].transposed,
-        "bias": "none",
-        "use_dora": False,
-        "modules_to_save": None,
-        "init_lora_weights": True,
     }
     try:
         folder.mkdir(parents=True, exist_ok=True)

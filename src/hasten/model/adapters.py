@@ -35,20 +35,17 @@ def load_adapters(model: Transformer, folders: Sequence[str | Path]) -> Choice:
 
 def _attach_fused(model: Transformer, adapters: Sequence[Adapter]) -> Choice:
     model.adapters, size = (choice := Choice()), model.config.head_dim
+    heads = (model.config.heads, model.config.kv_heads, model.config.kv_heads)
     for index, block in enumerate(model.blocks):
         assert isinstance(block, FusedBlock)
-        q, kv = model.config.heads * size, model.config.kv_heads * size
-        inner = torch.arange(block.inner_size)
-        panels = inner // HALF_PANEL * PANEL + inner % HALF_PANEL if block.gated else inner
+        inner, hidden = torch.arange(block.inner_size), torch.arange(model.config.hidden_size)
+        panels = inner // HALF_PANEL * PANEL + inner % HALF_PANEL
+        projected = torch.arange(block.qkv.out_features).split([n * size for n in heads])
         places = {  # the rows of a fused weight that each layer's outputs are
-            "qkv": {
-                "attention.q": torch.arange(q),
-                "attention.k": torch.arange(q, q + kv),
-                "attention.v": torch.arange(q + kv, q + 2 * kv),
-            },
-            "output": {"attention.output": torch.arange(block.output.out_features)},
-            "inner": {"mlp.gate": panels, "mlp.up": panels + HALF_PANEL} if block.gated else {"mlp.up": panels},
-            "down": {"mlp.down": torch.arange(block.down.out_features)},
+            "qkv": dict(zip(("attention.q", "attention.k", "attention.v"), projected, strict=True)),
+            "output": {"attention.output": hidden},
+            "inner": {"mlp.gate": panels, "mlp.up": panels + HALF_PANEL} if block.gated else {"mlp.up": inner},
+            "down": {"mlp.down": hidden},
         }
         for name, parts in places.items():
             own = [
