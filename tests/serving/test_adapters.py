@@ -13,8 +13,11 @@ from hasten.generation.params import SamplingParams
 from hasten.model.adapter_files import load_adapter, save_adapter
 from hasten.model.adapters import load_adapters
 from hasten.model.context import training_context
+from hasten.model.families import read_config
 from hasten.model.fused import fuse
+from hasten.model.initialize import initialize
 from hasten.model.lora import attach, new_adapter
+from hasten.planning.shapes import gpt2
 from hasten.quantization import Int4, Int8, quantize
 from hasten.serving.async_engine import AsyncEngine
 from hasten.serving.engine import Engine
@@ -77,6 +80,24 @@ def test_inside_the_fused_steps_they_add_their_definition(kind, folders):
         hasten.unfuse(model)
     with pytest.raises(ConfigError, match="has adapters already"):
         load_adapters(model, list(folders.values()))
+
+
+@needs_native
+def test_a_fused_projection_without_gate(tmp_path):
+    """GPT-2: biases, one c_attn, no gate; sizes that fill no panel."""
+    config = read_config(gpt2(48, 2, 2, n_inner=90, n_positions=64) | {"vocab_size": 300, "initializer_range": 0.15})
+    adapter = new_adapter(config, rank=5, alpha=10, targets=["all-linear"])
+    for index, own in enumerate(adapter.values()):
+        torch.nn.init.normal_(own.b, std=0.2, generator=torch.Generator().manual_seed(index))
+    save_adapter(tmp_path, adapter, config)
+    plain, wanted, model = (initialize(config, seed=0).to(torch.bfloat16).eval() for _ in range(3))
+    tokens, model = torch.arange(30)[None] * 7 % 300, fuse(model)
+    error = (logits(model, tokens) - logits(plain.float(), tokens)).norm()
+    load_adapters(model, [tmp_path])
+    load_adapters(wanted.float(), [tmp_path])
+    expected = logits(wanted, tokens)
+    assert (logits(model, tokens) - expected).norm() <= 2 * error + 1e-3 * expected.norm()
+    assert (expected - logits(plain, tokens)).norm() > 20 * error
 
 
 @needs_native
