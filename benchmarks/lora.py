@@ -49,7 +49,7 @@ class LoraBenchmark:
     """The new domain."""
     megabytes: float = 2.0
     """Of it."""
-    steps: int = 150
+    steps: int = 250
     """Of 8 rows of 128 characters."""
     rank: int = 32
     learning_rate: float = 5e-3
@@ -120,7 +120,7 @@ class LoraBenchmark:
                         separate_documents=False,
                     ),
                     optimizer=replace(FINETUNE.optimizer, learning_rate=rate),
-                    schedule=replace(FINETUNE.schedule, warmup_steps=20),
+                    schedule=replace(FINETUNE.schedule, warmup_steps=30),
                     techniques=replace(FINETUNE.techniques, compile=False, precision="float32"),
                     run=replace(
                         FINETUNE.run,

@@ -19,6 +19,7 @@ from hasten.model.transformer import MLP, Attention, Transformer
 from hasten.model.vocabulary import pad_vocabulary
 from hasten.ops.activation import KERNELS, ActivationRequest, bind
 from hasten.ops.attention.pattern_text import parse_pattern, pattern_values
+from hasten.ops.linear.gradient import outside_graphs
 from hasten.ops.native import library
 from hasten.ops.picker import explain
 from hasten.planning.shapes import gpt2, llama
@@ -208,5 +209,6 @@ def compile_blocks(model: Transformer) -> None:
             stacklevel=2,
         )
         return
+    outside_graphs()
     for block in model.blocks:
         block.compile()

@@ -4,8 +4,6 @@ Autograd would keep, from the forward pass to the backward one, whatever the pro
 a quantized model as floats. Nothing is kept here but the weight as it is.
 """
 
-import functools
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -28,26 +26,21 @@ class _FrozenProduct(torch.autograd.Function):
         return input_gradient(gradients[0], ctx.rows, ctx.size).to(ctx.dtype), None, None
 
 
-def _apply() -> Callable[..., Tensor]:
-    """What calls it; a compiled graph is broken there, for what is called are kernels, and closures of them.
-
-    torch.compiler.disable imports the compiler: only where somebody else did.
-    """
-    return _outside_graphs() if "torch._dynamo" in sys.modules else _FrozenProduct.apply
-
-
-# This is torch.compiler.assume_constant_result, which imports the compiler too.
-_apply._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-@functools.cache
-def _outside_graphs() -> Callable[..., Tensor]:
-    return torch.compiler.disable(_FrozenProduct.apply)
+_apply: Callable[..., Tensor] = _FrozenProduct.apply
 
 
 def frozen_product(x: Tensor, product: Callable[[Tensor], Tensor], rows: SomeRows) -> Tensor:
     """`product(x)`, x·Wᵀ for x (…, K), whose gradient is `input_gradient`'s; W has none."""
-    return _apply()(x, product, rows)
+    return _apply(x, product, rows)
+
+
+def outside_graphs() -> None:
+    """To be called before torch.compile: graphs end at these products, which are kernels, and closures of them.
+
+    Not when this is imported, because torch.compiler.disable imports the compiler.
+    """
+    global _apply
+    _apply = torch.compiler.disable(_FrozenProduct.apply)
 
 
 def input_gradient(dy: Tensor, rows: SomeRows, in_features: int) -> Tensor:
