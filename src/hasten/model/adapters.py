@@ -10,14 +10,14 @@ from hasten.errors import ConfigError
 from hasten.model.adapter_files import load_adapter
 from hasten.model.fused import FusedBlock, unfuse
 from hasten.model.fused_linear import HALF_PANEL
-from hasten.model.lora import Adapter, Choice, Factors, attach
+from hasten.model.lora import Adapter, AdapterChoice, Factors, attach
 from hasten.model.transformer import Transformer
 from hasten.ops.linear.layouts import PANEL
 
 LANES = 16  # the fused steps take ranks that are multiples of it
 
 
-def load_adapters(model: Transformer, folders: Sequence[str | Path]) -> Choice:
+def load_adapters(model: Transformer, folders: Sequence[str | Path]) -> AdapterChoice:
     """Give a loaded model the adapters in these folders (peft's format); what is returned says who takes which.
 
     At first every row takes the first one. It is `model.adapters` from then on. A fused model stays fused,
@@ -33,8 +33,8 @@ def load_adapters(model: Transformer, folders: Sequence[str | Path]) -> Choice:
     return _attach_fused(model, adapters)
 
 
-def _attach_fused(model: Transformer, adapters: Sequence[Adapter]) -> Choice:
-    model.adapters, size = (choice := Choice()), model.config.head_dim
+def _attach_fused(model: Transformer, adapters: Sequence[Adapter]) -> AdapterChoice:
+    model.adapters, size = (choice := AdapterChoice()), model.config.head_dim
     heads = (model.config.heads, model.config.kv_heads, model.config.kv_heads)
     for index, block in enumerate(model.blocks):
         assert isinstance(block, FusedBlock)

@@ -29,7 +29,7 @@ from hasten.model.fused_linear import (
 )
 from hasten.model.initialize import unfilled
 from hasten.model.interfaces import Context, LayerContext
-from hasten.model.lora import Choice
+from hasten.model.lora import AdapterChoice
 from hasten.model.norms import LayerNorm, RMSNorm
 from hasten.model.require import require_model
 from hasten.model.transformer import MLP, Block, Transformer
@@ -137,7 +137,7 @@ class FusedBlock(nn.Module):
         self.q_norm, self.k_norm = attention.q_norm, attention.k_norm
         self.mlp_norm, self.mlp_post_norm = block.mlp_norm, block.mlp_post_norm
         self.experts: nn.Module | None = None
-        self.choice: Choice | None = None  # of adapters, whose factors `factors` holds by the name of our layer
+        self.choice: AdapterChoice | None = None  # of adapters, whose factors `factors` holds by the name of our layer
         self.factors: dict[str, tuple[Tensor, Tensor]] = {}
         if isinstance(block.mlp, Experts):
             self.experts = block.mlp

@@ -49,7 +49,7 @@ Adapter = Mapping[str, Factors]
 
 
 @dataclass(slots=True, eq=False)
-class Choice:
+class AdapterChoice:
     """Which of a model's adapters the rows of the next step take; their numbers count from 0, -1 is none.
 
     rows: int64, one for each of the step's tokens in their order; None: all take `every`. groups: the same, an adapter
@@ -82,7 +82,7 @@ class LoRALinear(nn.Module):
         self,
         base: nn.Linear | PackedLinear,
         adapters: Sequence[Factors | None],
-        choice: Choice,
+        choice: AdapterChoice,
         *,
         dropout: float = 0.0,
     ) -> None:
@@ -175,14 +175,14 @@ def new_adapter(
     return adapter
 
 
-def attach(model: Transformer, adapters: Sequence[Adapter], *, dropout: float = 0.0) -> Choice:
+def attach(model: Transformer, adapters: Sequence[Adapter], *, dropout: float = 0.0) -> AdapterChoice:
     """Freeze a model of readable blocks and put the adapters' layers in the place of its own.
 
     What is returned, `model.adapters` from then on, decides which of them the next step's rows take; at first all take
     the first.
     """
     model.requires_grad_(False)
-    model.adapters = choice = Choice()
+    model.adapters = choice = AdapterChoice()
     for name in dict.fromkeys(name for adapter in adapters for name in adapter):
         base = model.get_submodule(name)
         assert isinstance(base, nn.Linear | PackedLinear)

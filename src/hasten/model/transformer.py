@@ -31,7 +31,7 @@ from hasten.ops.loss import IGNORED, linear_cross_entropy, rows_of_a_chunk
 from hasten.ops.loss import KERNELS as LOSS_KERNELS
 
 if TYPE_CHECKING:
-    from hasten.model.lora import Choice
+    from hasten.model.lora import AdapterChoice
     from hasten.model.tokenizer import Tokenizer
 
 
@@ -191,7 +191,7 @@ class Transformer(nn.Module):
         self.quantization = None
         self.loss_kernel: str | None = None
         self.stack: Stack | None = None  # all blocks in one call, where the model is fused
-        self.adapters: Choice | None = None  # which of its adapters a step's rows take, where it has any
+        self.adapters: AdapterChoice | None = None  # which of its adapters a step's rows take, where it has any
         self.embedding = nn.Embedding(config.padded_vocab_size, config.hidden_size)
         self.positions = nn.Embedding(config.max_positions, config.hidden_size) if config.learned_positions else None
         self.ropes = nn.ModuleList(RotaryTable(rope) for rope in config.ropes)
