@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+from collections.abc import Sequence
 
 from hasten.checks import real, whole
 from hasten.errors import ConfigError, HastenWarning, ResourceError
@@ -17,6 +18,20 @@ from hasten.serving.request import Request, RequestRefused
 from hasten.serving.settings import EngineSettings
 
 MOST_LENGTH_PENALTY = 10  # length ** penalty must stay a float
+
+
+class AdapterNumbers:
+    """The numbers of a model's adapters by their names."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = list(names)
+
+    def number(self, name: str) -> int:
+        """From 0, or -1 for "", which is none. Raises RequestRefused for a name that there is not."""
+        if name and name not in self.names:
+            known = ", ".join(self.names) or "none"
+            raise RequestRefused(f"there is no adapter {name!r:.100} here; loaded: {known}", field="adapter")
+        return self.names.index(name) if name else -1
 
 
 def admitted(

@@ -24,7 +24,7 @@ from hasten.generation.speculation import SpeculationStats, Speculator, Text
 from hasten.model.tokenizer import Tokenizer
 from hasten.model.transformer import Transformer
 from hasten.serving import beams
-from hasten.serving.admission import admitted, cache_blocks, longest
+from hasten.serving.admission import AdapterNumbers, admitted, cache_blocks, longest
 from hasten.serving.beams import BeamSearch
 from hasten.serving.logprobs import TokenTexts
 from hasten.serving.model_runner import Sampler, embed, step_logits
@@ -51,7 +51,7 @@ class Engine:
         adapters: Sequence[str] = (),
     ) -> None:
         self.model, self.tokenizer, self.settings = model, tokenizer, settings
-        self.adapters = {name: number for number, name in enumerate(adapters)} | {"": -1}
+        self.adapters = AdapterNumbers(adapters)
         self.max_length = longest(model, settings)
         self.cache = PagedCache(
             model.config,
@@ -115,7 +115,7 @@ class Engine:
         Raises RequestRefused if it can never be served, EngineFailed after a failure.
         """
         self.check_open()
-        self._adapter(request.adapter)
+        self.adapters.number(request.adapter)
         return admitted(request, self.model, self.settings, max_length=self.max_length, blocks=self.blocks.blocks)
 
     def enqueue(self, request: Request) -> None:
@@ -123,15 +123,13 @@ class Engine:
         self.check_open()
         if request.id in self._table.states:
             raise RequestRefused(f"a request with the id {request.id!r} is in flight; ids must differ")
-        salt = f"{request.adapter}\0{request.salt}"
-        if request.prompt_logprobs is not None:  # a cached token gives no logits: such a prompt adopts nothing
-            salt = f"{salt}\0{secrets.token_hex(8)}"
+        alone = "" if request.prompt_logprobs is None else secrets.token_hex(8)  # a cached token gives no logits
         prompt = self.scheduler.add(
             request.prompt,
             priority=request.priority,
-            salt=salt,
+            salt=f"{request.adapter}\0{request.salt}\0{alone}",
             slots=request.samples,
-            adapter=self._adapter(request.adapter),
+            adapter=self.adapters.number(request.adapter),
         )
         self._table.add(RequestState(request, prompt, tokenizer=self.tokenizer, eos_ids=self.eos_ids))
         self._counts.requests += 1
@@ -185,20 +183,13 @@ class Engine:
             preemptions=self.scheduler.preemptions,
         )
 
-    def _adapter(self, name: str) -> int:
-        if name not in self.adapters:
-            known = ", ".join(filter(None, self.adapters)) or "none"
-            raise RequestRefused(f"there is no adapter {name!r:.100} here; loaded: {known}", field="adapter")
-        return self.adapters[name]
-
     def embed(self, prompt: Sequence[int], *, pooling: str = "mean", adapter: str = "") -> Tensor:
         """The model's last normalised states (C,) float32 of a prompt: their mean, or the last token's.
 
         Not scaled to length 1. Raises RequestRefused, EngineFailed.
         """
         self.check_open()
-        number = self._adapter(adapter)
-        return embed(self.model, prompt, pooling=pooling, max_length=self.max_length, adapter=number)
+        return embed(self.model, prompt, self.adapters.number(adapter), pooling=pooling, max_length=self.max_length)
 
     # -- a step -------------------------------------------------------------------------------------------------------
 

@@ -66,7 +66,7 @@ def step_logits(
 
 
 @torch.no_grad()
-def embed(model: Transformer, prompt: Sequence[int], *, pooling: str, max_length: int, adapter: int = -1) -> Tensor:
+def embed(model: Transformer, prompt: Sequence[int], adapter: int = -1, *, pooling: str, max_length: int) -> Tensor:
     """States (C,) float32: the mean over the prompt's tokens ("mean"), or the last one's ("last"). Not normalised.
 
     Raises RequestRefused.
