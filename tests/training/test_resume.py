@@ -13,6 +13,7 @@ import pytest
 
 from hasten.errors import ConfigError
 from hasten.training.journal import read
+from hasten.training.recipe import Qat
 from hasten.training.session import train
 
 # Trains the recipe in a JSON file, and sends itself a signal after one of the steps.
@@ -51,9 +52,11 @@ def same_weights(one, other):
     ).read_bytes()
 
 
-@pytest.mark.parametrize("precision", ["float32", "float16"])
+@pytest.mark.parametrize("precision", ["float32", "float16", "rounded"])
 def test_forty_steps_are_twenty_a_kill_and_twenty_more_bit_for_bit(recipe, tmp_path, precision):
     hard = {"steps": 40, "dropout": 0.2, "accumulation": 2, "checkpoint_every": 20, "precision": precision}
+    if precision == "rounded":
+        hard |= {"precision": "float32", "qat": Qat(bits=3)}
     whole = train(recipe(name="whole", **hard), progress=False)
     killed = recipe(name="killed", **hard)
     done = run_child(killed, tmp_path, at=27, number=signal.SIGKILL)

@@ -99,7 +99,7 @@ class Grid:
         if self.format.element == "int8":
             largest = groups.abs().amax(dim=-1, keepdim=True)
             _check_finite(largest)
-            return _stored(largest / 127, self.format.scale_dtype), 0.0
+            return stored_scale(largest / 127, self.format.scale_dtype), 0.0
         return self._search(groups, weights)
 
     def round(self, w: Tensor, scale: Tensor, zero: Tensor | float) -> Tensor:
@@ -135,8 +135,8 @@ class Grid:
         if self.format.symmetric:
             # Half a step more on either side: the outermost value on the positive side is then half a step off.
             steps = self.format.middle - 0.5
-            return _stored(torch.maximum(-low, high) / steps, self.format.scale_dtype), self.format.middle
-        scale = _stored((high - low) / self.highest, self.format.scale_dtype)
+            return stored_scale(torch.maximum(-low, high) / steps, self.format.scale_dtype), self.format.middle
+        scale = stored_scale((high - low) / self.highest, self.format.scale_dtype)
         return scale, (-low / scale).round_().clamp_(0, self.highest)
 
     def _signed_range(self, low: Tensor, high: Tensor, factor: float) -> Tensor:
@@ -144,7 +144,7 @@ class Grid:
 
         The idea is llama.cpp's Q4_0: none of the values is wasted; 4 to 6% less error than positive scales alone.
         """
-        scale = _stored(torch.maximum(-low, high) * (factor / self.format.middle), self.format.scale_dtype)
+        scale = stored_scale(torch.maximum(-low, high) * (factor / self.format.middle), self.format.scale_dtype)
         return torch.where(high > -low, -scale, scale)
 
     def _error(
@@ -168,7 +168,7 @@ class Grid:
         return torch.linalg.vector_norm(wrong, dim=-1, keepdim=True).mul_(scale.abs())
 
 
-def _stored(scale: Tensor, dtype: torch.dtype) -> Tensor:
+def stored_scale(scale: Tensor, dtype: torch.dtype) -> Tensor:
     """The scale as `dtype` holds it, rounded up so that the range it spans shrinks no further; in float32.
 
     Never zero: a group of zeros gets the smallest scale there is (and the value of its zero point).

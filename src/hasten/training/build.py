@@ -27,6 +27,7 @@ from hasten.training.activations import checkpoint_activations
 from hasten.training.allocator import keep_freed_memory
 from hasten.training.optimizers import make_optimizer
 from hasten.training.precision import Precision
+from hasten.training.qat import round_while_training
 from hasten.training.recipe import Lora, Recipe, Shape
 from hasten.training.step import TrainStep
 from hasten.training.swapped import FusedMLP, JoinedAttention
@@ -117,7 +118,8 @@ def training_step(model: Transformer, recipe: Recipe, *, should_stop: Callable[[
         join_projections(model)
     if recipe.lora.rank is not None:
         add_lora(model, recipe.lora, seed=recipe.run.seed)
-    # Here will stand: quantization-aware training, then tensor parallelism.
+    round_while_training(model, recipe.qat)
+    # Here will stand: tensor parallelism.
     checkpoint_activations(model, techniques.checkpointing)
     if techniques.compile:
         compile_blocks(model)

@@ -192,6 +192,30 @@ class Lora:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Qat:
+    """Quantization-aware training: the weights are multiplied as they will be stored."""
+
+    bits: int | None = None
+    """Of the blocks' weights: 8, 4, 3 or 2 (none: not rounded). The exported folder holds them so."""
+    group_size: int = 32
+    """Weights with one scale: 32, 64 or 128 (0: a row)."""
+    head: Literal["none", "int8", "same"] = "none"
+    """How the head is stored (none: as it is; transformers reads no quantized head that is one with the embedding)."""
+    activations: Literal["int8", "float"] = "int8"
+    """int8 rounds what comes into a layer too, as the kernels that will serve it do."""
+    learned_scales: bool = True
+    """Train the scales (LSQ); else they follow the largest weight of their group."""
+    start_bits: int | None = None
+    """Begin with so many bits, and take one off after period, 2 period, 4 period, … steps (MoQ; none: at once)."""
+    period: int = 100
+    """Steps to the first bit less."""
+    mixing_steps: int = 0
+    """Steps after each bit less in which the exact weights fade out."""
+    stochastic: bool = False
+    """Round up or down with the chance that keeps the mean (without learned scales)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
     """How long, where, and what is written. The run ends at the first of steps, epochs and minutes."""
 
@@ -237,6 +261,7 @@ class Recipe:
     schedule: Schedule = field(default_factory=Schedule)
     techniques: Techniques = field(default_factory=Techniques)
     lora: Lora = field(default_factory=Lora)
+    qat: Qat = field(default_factory=Qat)
     run: Run = field(default_factory=Run)
 
     def to_json(self) -> dict[str, Any]:
@@ -289,6 +314,9 @@ def _wrong_values(recipe: Recipe) -> Iterator[str]:
         yield "with model.attention_pattern there can be no dropout and no data.separate_documents"
     if recipe.lora.rank is not None and (recipe.init is None or not recipe.lora.targets):
         yield "lora.rank goes with a model to start from (--init) and with targets (lora.targets)"
+    if recipe.lora.rank is not None and recipe.qat.bits is not None:
+        yield "lora.rank trains beside frozen weights, and qat.bits trains the weights; choose one of them"
+    yield from _wrong_rounding(recipe.qat)
     if run.threads not in (None, "auto") and (type(run.threads) is not int or run.threads < 1):
         yield f"run.threads is {run.threads!r}; it must be at least 1, or auto"
     if run.steps is None and run.epochs is None and run.minutes is None:
@@ -298,6 +326,20 @@ def _wrong_values(recipe: Recipe) -> Iterator[str]:
             f"with run.minutes the speed is measured during the warm-up: schedule.warmup_steps must be at least "
             f"{CALIBRATION_STEPS}, and is {warmup_steps}"
         )
+
+
+def _wrong_rounding(qat: Qat) -> Iterator[str]:
+    if qat.bits not in (None, 8, 4, 3, 2):
+        yield f"qat.bits is {qat.bits!r}; it must be 8, 4, 3 or 2"
+    elif qat.group_size not in (0, 32, 64, 128):
+        yield f"qat.group_size is {qat.group_size!r}; it must be 32, 64, 128, or 0 for a row"
+    elif qat.bits is not None and qat.start_bits is not None:
+        if not qat.bits < qat.start_bits <= 16:
+            yield f"qat.start_bits is {qat.start_bits}; it must be above qat.bits ({qat.bits}) and at most 16"
+        if qat.learned_scales:
+            yield "qat.start_bits changes the levels, which learned scales cannot follow; give --qat.no-learned-scales"
+    if qat.bits is not None and qat.stochastic and qat.learned_scales:
+        yield "qat.stochastic rounds without learned scales; give --qat.no-learned-scales"
 
 
 def flat(recipe: Recipe) -> dict[str, Any]:

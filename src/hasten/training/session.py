@@ -11,8 +11,10 @@ from hasten.errors import ConfigError
 from hasten.machine import measured
 from hasten.machine.files import locked, save_json
 from hasten.model.adapter_files import save_adapter
+from hasten.model.export import export_model
 from hasten.model.lora import attached
 from hasten.model.save import save
+from hasten.quantization.qat import as_stored
 from hasten.training import checkpoints, display
 from hasten.training.checkpoint_state import TrainingState
 from hasten.training.journal import read
@@ -172,16 +174,20 @@ def _restore(stored: checkpoints.Checkpoint, setup: Setup, folder: RunFolder) ->
 
 def _export(recipe: Recipe, folder: RunFolder, setup: Setup) -> None:
     """Write the model folder, from the best weights where they were kept and wanted."""
-    best = checkpoints.find(folder.best) if recipe.run.export == "best" else None
+    # While bits fall, a loss says nothing of the last ones.
+    wanted = recipe.run.export == "best" and recipe.qat.start_bits is None
+    best = checkpoints.find(folder.best) if wanted else None
     if best is not None:
         checkpoints.load_weights(best, setup.model)
     setup.model.eval()
-    if recipe.lora.rank is None:
-        save(setup.model, folder.model)
-    else:
+    if recipe.lora.rank is not None:
         save_adapter(
             folder.adapter, attached(setup.model), setup.model.config, base=recipe.init, dropout=recipe.lora.dropout
         )
+    elif recipe.qat.bits is not None:
+        export_model(setup.model, folder.model, quantized=as_stored(setup.model))
+    else:
+        save(setup.model, folder.model)
 
 
 def _median(lines: list[dict[str, Any]], name: str) -> float | None:

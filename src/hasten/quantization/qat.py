@@ -1,0 +1,236 @@
+"""Quantization-aware training: linear layers that multiply with the numbers their weight will be rounded to.
+
+The parameter stays exact; `weight` is what it rounds to, and the gradient passes the rounding as if it were not there
+(straight-through, arXiv 1308.3432). With learned scales the gradient reaches those too (LSQ, arXiv 1902.08153). The
+integers are the export format's own, so that the trained loss is the exported model's loss.
+
+2 bits take the levels {-3, -1, 1, 3}·s/2, symmetric around zero. They are stored as int4, which holds them exactly.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hasten.errors import ConfigError
+from hasten.model.export import Quantized
+from hasten.model.formats.record import LayerFormat
+from hasten.model.swap import take_over
+from hasten.model.transformer import Transformer
+from hasten.ops.linear.weights import INT8, QuantizedWeight, WeightFormat, int4_format
+from hasten.quantization.rounding import stored_scale
+from hasten.quantization.schemes import layers_to_quantize
+
+CONTAINER_GROUP = 128  # of a row with one scale, which is stored for each of its groups
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FakeRounding:
+    """How a layer's weight is rounded while it trains.
+
+    bits: 2, 3, 4 or 8. group_size: values with one scale; 0: a row. learned: the scales are trained. activations:
+    "int8" rounds what comes in, for each token, as the kernels do. stochastic: up or down with the chance that keeps
+    the mean, in training.
+    """
+
+    bits: int
+    group_size: int = 32
+    learned: bool = True
+    activations: Literal["int8", "float"] = "int8"
+    stochastic: bool = False
+
+    @property
+    def format(self) -> WeightFormat:
+        """In which the weight is stored."""
+        if self.bits == 8:
+            return INT8
+        group = self.group_size or CONTAINER_GROUP
+        return int4_format(group, scale_dtype=torch.bfloat16, bits=4 if self.bits == 2 else self.bits)
+
+
+class FakeQuantized(nn.Linear):
+    """A linear layer whose `weight` is the rounded one. `bits` and `mix` may change from step to step.
+
+    mix: 0-dim, the share of the exact weight in the one that is multiplied with. scales: (N · groups,), if learned.
+    """
+
+    rounding: FakeRounding
+    bits: int
+    mix: Tensor
+    scales: nn.Parameter | None
+
+    @classmethod
+    def of(cls, linear: nn.Linear, rounding: FakeRounding) -> "FakeQuantized":
+        """In the place of `linear`, with its parameters. Raises ConfigError for a width that is no whole group."""
+        new = take_over(cls, linear)
+        new.rounding, new.bits = rounding, rounding.bits
+        width = new.group
+        if new.in_features % width:
+            raise ConfigError(f"a layer of {new.in_features} inputs cannot be cut into groups of {width}")
+        new.register_buffer("mix", torch.zeros((), device=linear.weight.device), persistent=False)
+        new.scales = None
+        if rounding.learned and rounding.bits < 8:
+            exact = new.exact.detach().float()
+            # LSQ's own start: twice the mean size over the root of the largest level.
+            start = 2 * exact.unflatten(1, (-1, width)).abs().mean(-1, keepdim=True)
+            start = start.clamp(min=1e-8) / math.sqrt(2 ** (rounding.bits - 1) - 1)
+            new.scales = nn.Parameter(start.flatten())  # one dimension: optimizers decay matrices, not these
+        return new
+
+    @property
+    def group(self) -> int:
+        """Values with one scale."""
+        return self.in_features if self.rounding.bits == 8 else self.rounding.group_size or self.in_features
+
+    @property
+    def exact(self) -> Tensor:
+        """The parameter."""
+        found = self._parameters["weight"]
+        assert found is not None
+        return found
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        """(N, K), what the parameter rounds to, or on the way there."""
+        exact = self.exact
+        groups = exact.float().unflatten(1, (-1, self.group))
+        levels, scale = self._levels(groups)
+        rounded = (levels * scale).flatten(1)
+        if self.scales is None:
+            rounded = exact + (rounded - exact).detach()
+        return torch.lerp(rounded, exact.float(), self.mix).to(exact.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (…, K) -> (…, N)."""
+        if self.rounding.activations == "int8":
+            size = x.detach().float().abs().amax(-1, keepdim=True).clamp(min=1e-30) / 127
+            x = x + ((x / size).round() * size - x).detach().to(x.dtype)
+        return F.linear(x, self.weight, self.bias)
+
+    def _levels(self, groups: Tensor) -> tuple[Tensor, Tensor]:
+        """What the groups' values are rounded to, in units of their scale, with a gradient where scales are learned."""
+        bits = self.bits
+        most = 2 ** (bits - 1)
+        low, high = (-most, most - 1) if bits < 8 else (-127, 127)
+        if self.scales is None:
+            with torch.no_grad():
+                largest = groups.abs().amax(-1, keepdim=True)
+                scale = stored_scale(largest / (127 if bits == 8 else most - 0.5), self.rounding.format.scale_dtype)
+                return self._round(groups / scale, bits).clamp(low, high), scale
+        # The gradient of a scale is made as large as those of the weights it serves.
+        share = 1 / math.sqrt(self.group * max(1, high))
+        scales = self.scales.view(self.out_features, -1, 1)
+        scale = scales * share + (scales * (1 - share)).detach()
+        unit = 2 if bits == 2 else 1  # two bits are stored in units of half a step
+        held = stored_scale(scales.detach().abs() / unit, self.rounding.format.scale_dtype) * unit
+        scale = scale + (held - scale).detach()
+        inside = (groups / scale).clamp(low, high + (1 if bits == 2 else 0))
+        return inside + (self._round(inside, bits) - inside).detach(), scale
+
+    def _round(self, x: Tensor, bits: int) -> Tensor:
+        if bits == 2 and self.scales is not None:
+            return x.floor().clamp(-2, 1) + 0.5
+        if self.rounding.stochastic and self.training:
+            return (x + torch.rand_like(x)).floor()
+        return x.round()
+
+    @torch.no_grad()
+    def quantized(self) -> QuantizedWeight:
+        """The weight as it is stored: what `weight` is with nothing of the exact one in it."""
+        groups = self.exact.float().unflatten(1, (-1, self.group))
+        training, self.training = self.training, False
+        try:
+            levels, scale = self._levels(groups)
+        finally:
+            self.training = training
+        format = self.rounding.format
+        if format == INT8:
+            return QuantizedWeight(
+                format=format, values=levels.flatten(1).to(torch.int8), scales=scale.squeeze(-1).to(format.scale_dtype)
+            )
+        if self.rounding.bits == 2 and self.scales is not None:
+            levels, scale = 2 * levels, scale / 2
+        scales = scale.squeeze(-1).repeat_interleave(self.group // (format.group_size or self.group), dim=1)
+        values = (levels.flatten(1) + format.middle).to(torch.uint8)
+        return QuantizedWeight(format=format, values=values, scales=scales.to(format.scale_dtype))
+
+
+class FakeQuantizedEmbedding(nn.Embedding):
+    """The embedding of a model whose head, one matrix with it, is rounded."""
+
+    head: tuple[FakeQuantized]  # in a tuple: not a module of this one
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """tokens (…) -> (…, C)."""
+        return F.embedding(tokens, self.head[0].weight)
+
+
+def fake_quantize(
+    model: Transformer, rounding: FakeRounding, *, head: Literal["none", "int8", "same"] = "none"
+) -> None:
+    """Put rounding layers in the place of all linear layers of the blocks, and of the head as `head` says."""
+    for name in layers_to_quantize(model):
+        own = rounding
+        if name == "embedding" or (name == "head" and head == "none"):
+            continue
+        if name == "head":  # what comes in is not rounded: the loss reads the weight
+            own = replace(rounding, activations="float", bits=8 if head == "int8" else rounding.bits)
+        layer = model.get_submodule(name)
+        assert isinstance(layer, nn.Linear), "a quantized model is refused before"
+        tied = name == "head" and model.tied
+        model.set_submodule(name, new := FakeQuantized.of(layer, own))
+        if tied:
+            model.embedding = take_over(FakeQuantizedEmbedding, model.embedding)
+            model.embedding.head = (new,)
+
+
+def fake_layers(model: nn.Module) -> dict[str, FakeQuantized]:
+    """The rounding layers, by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, FakeQuantized)}
+
+
+def as_stored(model: Transformer) -> Quantized:
+    """The layers as `export_model` writes them; the model gets plain ones of the exact weights back."""
+    layers: Mapping[str, FakeQuantized] = fake_layers(model)
+    for name, layer in layers.items():
+        layer.bits = layer.rounding.bits
+        model.set_submodule(name, plain := take_over(nn.Linear, layer))
+        # Dictionaries of its own: the rounding layer is still asked for its numbers.
+        plain._parameters = {one: tensor for one, tensor in layer._parameters.items() if one != "scales"}
+        plain._buffers = {}
+    if isinstance(model.embedding, FakeQuantizedEmbedding):
+        model.embedding = take_over(nn.Embedding, model.embedding)
+    formats = {name: LayerFormat(layer.rounding.format, layer.rounding.activations) for name, layer in layers.items()}
+    rows = slice(model.config.vocab_size)  # without those that pad the vocabulary
+
+    def weight(name: str) -> QuantizedWeight:
+        found = layers[name].quantized()
+        return found.rows(rows) if name == "head" else found
+
+    return Quantized(formats, weight)
+
+
+def bits_at(step: int, *, start: int, target: int, period: int, mixing: int) -> tuple[int, float]:
+    """MoQ's schedule: bits in a step (from 0), and the share of the exact weight in it.
+
+    One bit less at `period`, 2·period, 4·period, … steps, down to the target; after each the exact weight's share
+    falls from 1 to 0 in `mixing` steps.
+    """
+    bits, last, next_drop = start, None, period
+    while bits > target and step >= next_drop:
+        bits, last, next_drop = bits - 1, next_drop, 2 * next_drop
+    if last is None or not mixing:
+        return bits, 0.0
+    return bits, max(0.0, 1 - (step - last) / mixing)
+
+
+def set_bits(model: nn.Module, bits: int, mix: float) -> None:
+    """What the layers of fewer than 8 bits round to from now on."""
+    for layer in fake_layers(model).values():
+        if layer.rounding.bits < 8:
+            layer.bits = bits
+            layer.mix.fill_(mix)

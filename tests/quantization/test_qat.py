@@ -1,0 +1,136 @@
+"""Layers that multiply with rounded weights while they train: their numbers, their gradients, MoQ's schedule."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from hasten.errors import ConfigError
+from hasten.ops.linear.weights import INT8
+from hasten.quantization.qat import FakeQuantized, FakeRounding, bits_at, fake_layers, fake_quantize, set_bits
+from hasten.quantization.rounding import round_weight
+from tiny_model import tiny_llama
+
+
+def layer(n=6, k=64, seed=0, **rounding):
+    linear = nn.Linear(k, n, bias=False)
+    with torch.no_grad():
+        linear.weight.copy_(torch.randn(n, k, generator=torch.Generator().manual_seed(seed)))
+    return FakeQuantized.of(linear, FakeRounding(**rounding))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    bits=st.sampled_from([8, 4, 3, 2]),
+    group=st.sampled_from([32, 64, 128, 0]),
+    learned=st.booleans(),
+    rows=st.integers(1, 9),
+    seed=st.integers(0, 99),
+)
+def test_what_is_stored_is_what_was_trained(bits, group, learned, rows, seed):
+    made = layer(rows, 256, seed, bits=bits, group_size=group, learned=learned)
+    if made.scales is not None:
+        with torch.no_grad():
+            made.scales.mul_(torch.rand(made.scales.shape, generator=torch.Generator().manual_seed(seed)) + 0.5)
+    stored = made.quantized()
+    assert torch.equal(stored.dequantize(), made.weight.detach())
+    assert made.weight.unique().numel() <= 2**bits * made.out_features * (256 // made.group)
+    if not learned and bits in (4, 3) and group:  # rounding to nearest as everywhere else
+        wanted = round_weight(made.exact.detach(), made.rounding.format, search="minmax")
+        assert torch.equal(stored.values, wanted.values)
+        assert torch.equal(stored.scales, wanted.scales)
+    if bits == 8:
+        wanted = round_weight(made.exact.detach(), INT8)
+        assert torch.equal(stored.values, wanted.values)
+        assert torch.equal(stored.scales, wanted.scales)
+
+
+def test_two_bits_are_four_levels_around_zero():
+    made = layer(bits=2)
+    units = made.quantized()
+    assert set((units.values.int() - 8).unique().tolist()) == {-3, -1, 1, 3}
+    assert units.format.bits == 4
+
+
+@pytest.mark.parametrize("bits", [4, 3, 2])
+def test_gradients_of_learned_scales_are_lsqs(bits):
+    made = layer(bits=bits)
+    upstream = torch.randn(6, 64, generator=torch.Generator().manual_seed(1))
+    (made.weight * upstream).sum().backward()
+    most = 2 ** (bits - 1)
+    low, high, stored = -most, most - 1, made.quantized()
+    for n in range(6):
+        for g in range(2):
+            s, ds = float(stored.scales[n, g]) * (2 if bits == 2 else 1), 0.0
+            for k in range(32 * g, 32 * g + 32):
+                v, up = made.exact[n, k].item() / s, float(upstream[n, k])
+                near = min(max(v, low), high)
+                level = max(min(math.floor(v), 1), -2) + 0.5 if bits == 2 else round(near)  # to even, as torch
+                inside = low < v < high + (bits == 2)
+                assert made.exact.grad[n, k] == pytest.approx(up if inside else 0.0, abs=1e-6)
+                ds += up * (level - v if inside else level)
+            share = 1 / (32 * max(1, high)) ** 0.5
+            assert made.scales.grad.view(6, 2)[n, g] == pytest.approx(ds * share, rel=1e-3, abs=1e-4)
+
+
+def test_without_learned_scales_the_gradient_goes_straight_through():
+    made = layer(bits=4, learned=False)
+    upstream = torch.randn(6, 64)
+    (made.weight * upstream).sum().backward()
+    assert torch.equal(made.exact.grad, upstream)
+    assert [name for name, _ in made.named_parameters()] == ["weight"]
+
+
+def test_what_comes_in_is_rounded_for_each_token():
+    x = torch.randn(3, 64, requires_grad=True)
+    made, plain = layer(bits=4), layer(bits=4, activations="float")
+    size = x.detach().abs().amax(-1, keepdim=True) / 127
+    rounded = (x.detach() / size).round() * size
+    torch.testing.assert_close(made(x), rounded @ made.weight.T)
+    torch.testing.assert_close(plain(x), x @ plain.weight.T)
+    made(x).sum().backward()
+    torch.testing.assert_close(x.grad, made.weight.detach().sum(0).expand(3, -1))
+
+
+def test_rounding_up_and_down_keeps_the_mean():
+    made = layer(bits=3, learned=False, stochastic=True)
+    mean = torch.stack([made.weight.detach() for _ in range(3000)]).mean(0)
+    step = made.quantized().scales.float().repeat_interleave(32, dim=1)
+    inside = (made.exact / step).abs() < 3
+    assert ((mean - made.exact).abs() / step)[inside].max() < 0.06
+    made.eval()
+    assert torch.equal(made.weight, made.weight)
+
+
+def test_moqs_bits_fall_at_doubling_steps():
+    def bits(step, mixing=0):
+        return bits_at(step, start=8, target=4, period=10, mixing=mixing)
+
+    assert [bits(step)[0] for step in (0, 9, 10, 19, 20, 39, 40, 79, 80, 500)] == [8, 8, 7, 7, 6, 6, 5, 5, 4, 4]
+    assert [bits(step, mixing=4)[1] for step in (9, 10, 11, 12, 13, 14, 20, 22)] == [0, 1, 0.75, 0.5, 0.25, 0, 1, 0.5]
+    assert bits_at(7, start=4, target=4, period=1, mixing=2) == (4, 0.0)
+
+
+def test_bits_and_mix_of_a_model():
+    model = tiny_llama()
+    fake_quantize(model, FakeRounding(bits=4, group_size=32, learned=False), head="int8")
+    layers = fake_layers(model)
+    one = layers["blocks.0.mlp.up"]
+    final = one.weight.detach().clone()
+    set_bits(model, 6, 0.0)
+    finer = (one.weight - one.exact).abs().mean()
+    set_bits(model, 4, 0.25)
+    torch.testing.assert_close(one.weight.detach(), 0.75 * final + 0.25 * one.exact.detach())
+    set_bits(model, 4, 0.0)
+    assert torch.equal(one.weight, final)
+    assert finer < (one.weight - one.exact).abs().mean() / 2
+    assert layers["head"].rounding.bits == 8
+    assert layers["head"].bits == 8
+
+
+def test_a_width_that_is_no_whole_group_is_refused():
+    with pytest.raises(ConfigError, match="48 inputs cannot be cut into groups of 32"):
+        layer(4, 48, bits=4)

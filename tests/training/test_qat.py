@@ -1,0 +1,76 @@
+"""A recipe with quantization-aware training: the exported folder has the loss that was trained."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import hasten
+from hasten.errors import ConfigError
+from hasten.training.evaluate import Validation
+from hasten.training.journal import read
+from hasten.training.precision import Precision
+from hasten.training.recipe import Qat
+from hasten.training.session import train
+from hasten.training.setup import prepare_data
+from hasten.training.step import TrainStep
+
+CASES = {
+    "learned": Qat(bits=4, head="int8"),
+    "row": Qat(bits=3, group_size=0, activations="float"),
+    "two bits": Qat(bits=2, head="same"),
+    "moq": Qat(bits=4, learned_scales=False, start_bits=6, period=4, mixing_steps=2, stochastic=True),
+}
+
+
+def wide(recipe, **changes):
+    """With widths that have whole groups, the row's 128 too."""
+    made = recipe(**changes)
+    return replace(made, model=replace(made.model, hidden_size=128, feed_forward=128))
+
+
+@pytest.mark.filterwarnings("ignore:hasten reads this quantized model; transformers does not")
+@pytest.mark.filterwarnings("ignore:no kernel takes a quantized weight like")
+@pytest.mark.parametrize("name", CASES)
+def test_the_folder_has_the_loss_that_was_trained(recipe, name):
+    made = wide(recipe, name=name.replace(" ", "-"), qat=CASES[name], export="last")
+    result = train(made, progress=False)
+    data = prepare_data(made, init=None, progress=False)
+    validation = Validation(
+        data.validation,
+        batch_size=made.data.batch_size,
+        sequence_length=made.data.context,
+        batches=made.run.validation_batches,
+    )
+    model = hasten.load(result.model_folder)
+    loss = validation.loss(TrainStep(model, None, Precision("float32", torch.device("cpu"))))
+    # Activations that are rounded may fall to the other side of a tie.
+    rounded = CASES[name].activations == "int8"
+    assert loss == pytest.approx(result.validation_loss, abs=2e-3 if rounded else 1e-5)
+    assert set(model.quantization or {}) == kept(CASES[name])
+    losses = [line["loss"] for line in read(result.folder / "train.jsonl")]
+    assert losses[-1] < losses[0] - 0.5, "it learns"
+
+
+def kept(qat):
+    """The layers that a loaded model holds in integers; those of 3 bits are plain."""
+    blocks = {f"blocks.{i}.{n}" for i in range(2) for n in ("attention.q", "attention.k", "attention.v")}
+    blocks |= {f"blocks.{i}.{n}" for i in range(2) for n in ("attention.output", "mlp.gate", "mlp.up", "mlp.down")}
+    found = set() if qat.bits == 3 else blocks
+    if qat.head != "none":
+        found.add("head")
+    return found
+
+
+def test_wrong_settings_are_named(recipe):
+    for qat, words in (
+        (Qat(bits=5), r"qat\.bits is 5"),
+        (Qat(bits=4, group_size=48), r"qat\.group_size is 48"),
+        (Qat(bits=4, start_bits=8), "--qat.no-learned-scales"),
+        (Qat(bits=4, start_bits=4, learned_scales=False), r"qat\.start_bits is 4"),
+        (Qat(bits=4, stochastic=True), "without learned scales"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            recipe(qat=qat).check()
+    with pytest.raises(ConfigError, match="48 inputs cannot be cut"):
+        train(recipe(name="odd", hidden_size=48, heads=3, qat=Qat(bits=4)), progress=False)
