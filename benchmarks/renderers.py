@@ -7,6 +7,8 @@ from collections.abc import Callable
 from statistics import median
 from typing import Any
 
+import zero
+
 Report = dict[str, Any]
 
 
@@ -334,6 +336,7 @@ def largest_batch(report: Report) -> str:
 
 RENDERERS: dict[str, Callable[[Report], str]] = {
     "attention-growth": attention_growth,
+    "zero-bytes": lambda report: markdown(*zero.table(report), left=2),
     "attention-bfloat16": attention_speed,
     "attention-bfloat16-amx": attention_speed,
     "attention-errors": attention_errors,

@@ -58,13 +58,24 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def recipe(corpus: Path, tmp_path: Path) -> Callable[..., Recipe]:
     """`recipe(steps=5, dropout=0.1)`: the tiny recipe with any of its fields changed, whatever section they are in."""
+    return recipes_in(tmp_path, corpus)
+
+
+@pytest.fixture(scope="module")
+def recipe_of_module(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Recipe]:
+    """The same for all tests of a module: they share the runs."""
+    return recipes_in(tmp_path_factory.mktemp("module"), corpus)
+
+
+def recipes_in(folder: Path, corpus: Path) -> Callable[..., Recipe]:
+    """What makes recipes of runs in a folder."""
 
     def make(base: Recipe = TINY, **changes: Any) -> Recipe:
         made = replace(
-            base, data=replace(base.data, source=str(corpus)), run=replace(base.run, folder=str(tmp_path / "runs"))
+            base, data=replace(base.data, source=str(corpus)), run=replace(base.run, folder=str(folder / "runs"))
         )
         for name, value in changes.items():
-            sections = ("model", "data", "optimizer", "schedule", "techniques", "run")
+            sections = ("model", "data", "optimizer", "schedule", "techniques", "parallel", "run")
             owner = next((s for s in sections if hasattr(getattr(made, s), name)), None)
             if owner is None:
                 made = replace(made, **{name: value})

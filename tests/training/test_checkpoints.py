@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from hasten.distributed.placement import Placement
 from hasten.errors import CheckpointError, ResourceError
 from hasten.model.initialize import initialize
 from hasten.training import checkpoints
@@ -37,7 +38,8 @@ def trained(seed=0, steps=2):
 def save(folder, model, optimizer, step=2):
     progress = TrainingState(step=step, tokens=100 * step).to_json()
     values = {"progress": progress, "data": "tokens", "scaler": {}, "recipe": Recipe(name="small").to_json()}
-    checkpoints.save(folder, model=model, optimizer=optimizer, random=RandomState.capture(CPU), values=values)
+    random = RandomState.capture(CPU)
+    checkpoints.save(folder, placement=Placement(model), optimizer=optimizer, random=random, values=values)
 
 
 def assert_holds(folder, model, optimizer, step=2):
@@ -45,7 +47,7 @@ def assert_holds(folder, model, optimizer, step=2):
     assert stored is not None
     assert stored.step == step
     other, moments = trained(seed=9, steps=0)
-    checkpoints.load(stored, model=other, optimizer=moments, device=CPU)
+    checkpoints.load(stored, placement=Placement(other), optimizer=moments, device=CPU)
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, other.get_parameter(name))
         mine, theirs = optimizer.state[parameter], moments.state[other.get_parameter(name)]
@@ -163,7 +165,7 @@ def test_a_damaged_one_is_told(tmp_path, damage):
     if damage == "other shape":
         model = initialize(CONFIG.padded_to(64), seed=0)
     with pytest.raises(CheckpointError, match=str(tmp_path)):
-        checkpoints.load(checkpoints.find(tmp_path), model=model, optimizer=optimizer, device=CPU)
+        checkpoints.load(checkpoints.find(tmp_path), placement=Placement(model), optimizer=optimizer, device=CPU)
 
 
 def without(*path):
@@ -239,4 +241,4 @@ def test_damaged_states_are_told(tmp_path, damage):
         tensors["random.cpu"] = tensors["random.cpu"][:10].clone()
     save_file(tensors, path)
     with pytest.raises(CheckpointError, match=str(tmp_path)):
-        checkpoints.load(checkpoints.find(tmp_path), model=model, optimizer=optimizer, device=CPU)
+        checkpoints.load(checkpoints.find(tmp_path), placement=Placement(model), optimizer=optimizer, device=CPU)

@@ -31,7 +31,7 @@ class FixedScale(Precision):
     def backward(self, loss):
         (loss * self.factor).backward()
 
-    def unscale(self, optimizer):
+    def unscale(self, optimizer, ranks):
         for group in optimizer.param_groups:
             for p in group["params"]:
                 if p.grad is not None:

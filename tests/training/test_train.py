@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import hasten
 from hasten.errors import ConfigError, DataError, HastenWarning, ResourceError, TrainingError
@@ -58,7 +59,7 @@ def test_the_exported_weights_are_the_best_or_the_last_as_asked(recipe, monkeypa
     for result, name, step in ((best, "best", 10), (last, "last", 20)):
         assert stored[name].step == step
         model = hasten.load(result.model_folder)
-        kept = dict(checkpoints.read_tensors(stored[name], "weights"))
+        kept = load_file(stored[name].folder / stored[name].files["weights"][0])
         assert torch.equal(model.norm.weight, kept["norm.weight"])
     assert not torch.equal(hasten.load(best.model_folder).norm.weight, hasten.load(last.model_folder).norm.weight)
 
@@ -236,14 +237,14 @@ def test_without_a_validation_split(recipe):
 
 
 def test_a_full_disk_leaves_the_last_good_checkpoint(recipe, monkeypatch):
-    original = checkpoints.save_file
+    original = checkpoints.write
 
-    def full(tensors, path):
+    def full(path, parts):
         if "00000020" in str(path):
             raise OSError(errno.ENOSPC, "No space left on device")
-        original(tensors, path)
+        original(path, parts)
 
-    monkeypatch.setattr(checkpoints, "save_file", full)
+    monkeypatch.setattr(checkpoints, "write", full)
     with pytest.raises(ResourceError, match="disk is full"):
         train(recipe(steps=40), progress=False)
     monkeypatch.undo()

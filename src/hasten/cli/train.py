@@ -1,6 +1,7 @@
 """`hasten train RECIPE --key value ...`: pretrain, or finetune with --init."""
 
 import json
+import os
 import sys
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -9,6 +10,7 @@ import tyro
 
 from hasten.bench.table import print_profile
 from hasten.cli.train_help import first_screen
+from hasten.distributed import launched
 from hasten.machine.files import require_writable, write_json
 from hasten.training.recipe import Recipe
 from hasten.training.recipes import DESCRIPTIONS, RECIPES
@@ -28,6 +30,10 @@ class Train:
     """auto: go on from the run's last checkpoint where there is one; never: start over; must: insist on one."""
     print_config: bool = False
     """Print the recipe as JSON and end."""
+    processes: int = 0
+    """Train in so many processes of this machine, which share the work as --parallel says (0: in this one)."""
+    max_restarts: int = 0
+    """With --processes: start all of them again, so many times, when one has died."""
     profile: bool = False
     """Train nothing: measure some steps, print where their time goes, and write runs/NAME/profile/ with a trace."""
     progress: bool = True
@@ -47,6 +53,8 @@ class Train:
         from hasten.training.session import train
 
         result = train(self.recipe, progress=self.progress, resume=self.resume)
+        if launched() and os.environ["RANK"] != "0":  # the first one tells
+            raise SystemExit(0 if result.stopped_by is None else 128 + result.stopped_by)
         write_json(self.json, result.to_json())
         if result.stopped_by is not None:
             print(
@@ -81,7 +89,12 @@ class Train:
             description="Train a recipe. `hasten train RECIPE --help` has what people use, `--help-all` every field.",
             args=argv,
         )
-        command.run()
+        if command.processes and not command.print_config and not launched():
+            from hasten.distributed.launch import start
+
+            start(["train", *argv], processes=command.processes, max_restarts=command.max_restarts)
+        else:
+            command.run()
 
 
 def summary(result: Any) -> str:

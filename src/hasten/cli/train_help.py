@@ -17,7 +17,6 @@ USUAL: dict[str, tuple[str | None, str]] = {
     "--data.batch-size": ("data.batch_size", "rows in memory at once"),
     "--optimizer.learning-rate": ("optimizer.learning_rate", "at its peak"),
     "--model.layers": ("model.layers", "decoder blocks"),
-    "--model.hidden-size": ("model.hidden_size", "width of the model"),
     "--techniques.precision": ("techniques.precision", "of the matrix products"),
     "--resume": (None, "or never, or must: from the last checkpoint"),
 }

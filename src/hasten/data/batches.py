@@ -45,6 +45,10 @@ class Batch:
             documents=None if self.documents is None else self.documents.to(device, non_blocking=non_blocking),
         )
 
+    def only(self, rows: slice) -> "Batch":
+        """Some rows of it."""
+        return Batch(self.inputs[rows], self.targets[rows], None if self.documents is None else self.documents[rows])
+
 
 @dataclass(slots=True)
 class Batches:

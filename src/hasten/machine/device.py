@@ -64,12 +64,12 @@ def resolve_dtype(name: str | torch.dtype, *, auto: torch.dtype | None = None) -
     return dtype
 
 
-def configure(*, threads: Threads | None = None, seed: int | None = None) -> None:
+def configure(*, threads: Threads | None = None, seed: int | None = None, processes: int = 1) -> None:
     """Sets torch's thread count and the seeds of torch and `random` for this process.
 
     `threads` None or "auto" keeps torch's own count, cut to the physical cores of this process and to what the control
-    group allows: more threads share a core's arithmetic or stall at every barrier. `seed=None` seeds nothing. Raises
-    ConfigError for threads < 1 or a negative seed.
+    group allows: more threads share a core's arithmetic or stall at every barrier. `processes` that do the same work
+    beside each other share the cores. `seed=None` seeds nothing. Raises ConfigError for threads < 1 or a negative seed.
     """
     import torch
 
@@ -82,7 +82,7 @@ def configure(*, threads: Threads | None = None, seed: int | None = None) -> Non
     if seed is not None and not 0 <= seed < 1 << 63:
         raise ConfigError(f"seed is {seed}; it must be between 0 and 2^63 - 1")
     if threads is None:
-        threads = min(torch.get_num_threads(), available_cores().physical)
+        threads = min(torch.get_num_threads(), max(1, available_cores().physical // processes))
     if threads != torch.get_num_threads():
         torch.set_num_threads(threads)
     if seed is not None:

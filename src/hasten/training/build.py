@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from hasten.distributed.placement import Copies, Placement, Replicated, Sharded
+from hasten.distributed.ranks import ALONE, Ranks
 from hasten.errors import CheckpointError, ConfigError, HastenWarning
 from hasten.machine import find_compiler
 from hasten.model.config import ModelConfig
@@ -98,7 +100,9 @@ def set_dropout(model: Transformer, probability: float) -> None:
             module.dropout = probability
 
 
-def training_step(model: Transformer, recipe: Recipe, *, should_stop: Callable[[], bool] = lambda: False) -> TrainStep:
+def training_step(
+    model: Transformer, recipe: Recipe, *, ranks: Ranks = ALONE, should_stop: Callable[[], bool] = lambda: False
+) -> TrainStep:
     """From a model with weights in float32 to the step that trains it: every technique of a recipe, in their one order.
 
     For LoRA the weights may be in any format, and stay as they are.
@@ -111,6 +115,8 @@ def training_step(model: Transformer, recipe: Recipe, *, should_stop: Callable[[
     if recipe.lora.rank is None:
         pad_vocabulary(model, techniques.pad_vocabulary_to)
     precision = Precision(techniques.precision, model.device)
+    if recipe.parallel.policy == "float32-masters":
+        model.to(precision.dtype)
     choose_kernels(model, attention_kernel(recipe, model.device), techniques.loss)
     if techniques.fused_activation:
         fuse_activations(model, precision.dtype)
@@ -123,8 +129,8 @@ def training_step(model: Transformer, recipe: Recipe, *, should_stop: Callable[[
     checkpoint_activations(model, techniques.checkpointing)
     if techniques.compile:
         compile_blocks(model)
-    # Here will stand: sharding (FSDP2), before the optimizer takes the parameters.
-    optimizer = make_optimizer(model, recipe.optimizer, fused=techniques.fused_optimizer)
+    placement = place(model, recipe, ranks)
+    optimizer = make_optimizer(placement, recipe.optimizer, fused=techniques.fused_optimizer)
     return TrainStep(
         model,
         optimizer,
@@ -132,6 +138,39 @@ def training_step(model: Transformer, recipe: Recipe, *, should_stop: Callable[[
         clip=recipe.optimizer.clip,
         separate_documents=recipe.data.separate_documents,
         should_stop=should_stop,
+        placement=placement,
+    )
+
+
+def place(model: Transformer, recipe: Recipe, ranks: Ranks = ALONE) -> Placement:
+    """Spread the model over the ranks as the recipe says. Raises ConfigError for what does not fit together."""
+    parallel = recipe.parallel
+    copies = None
+    if parallel.offload == "optimizer" or parallel.policy == "float32-masters":
+        copies = Copies(model.device if parallel.offload == "none" else torch.device("cpu"))
+    if not ranks.joined:
+        if parallel.offload == "all":
+            raise ConfigError("parallel.offload all is FSDP2's, which wants torchrun or --processes (1 is enough)")
+        return Placement(model, copies=copies)
+    experts = bool(model.config.experts)
+    if parallel.zero == 0:
+        unused = experts or recipe.techniques.layer_drop is not None
+        return Replicated(model, ranks=ranks, unused=unused, copies=copies)
+    if experts:
+        raise ConfigError(
+            f"parallel.zero {parallel.zero} cannot share a model with experts: one that no token of a rank has reached "
+            "has no gradient there to reduce; use --parallel.zero 0"
+        )
+    if ranks.size % parallel.replicas:
+        raise ConfigError(f"parallel.replicas is {parallel.replicas}, which {ranks.size} processes cannot share evenly")
+    return Sharded(
+        model,
+        ranks=ranks,
+        stage=parallel.zero,
+        replicas=parallel.replicas,
+        offload=parallel.offload == "all",
+        prefetch=parallel.prefetch,
+        copies=copies,
     )
 
 

@@ -2,6 +2,7 @@
 
 import json
 import random
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from types import UnionType
@@ -54,7 +55,7 @@ class Checkpoint:
     """A checkpoint on disk, its checkpoint.json checked.
 
     data: the folder of the tokens. scaler: the state of float16's loss scaling. measured: the times by which kernels
-    were chosen (hasten.machine.measured). files: names by kind.
+    were chosen (hasten.machine.measured). files: names by kind, one a rank.
     """
 
     folder: Path
@@ -64,7 +65,7 @@ class Checkpoint:
     scaler: dict[str, Any]
     measured: dict[str, Any]
     python_random: tuple[Any, ...]
-    files: dict[str, str]
+    files: dict[str, list[str]]
 
     @property
     def step(self) -> int:
@@ -88,7 +89,7 @@ def find(folder: Path) -> Checkpoint | None:
         stored = _checked(folder, values)
     except (_Wrong, ConfigError) as wrong:
         raise CheckpointError(f"{index} is damaged: {wrong}; {REMEDY}") from None
-    missing = [name for name in stored.files.values() if not (folder / name).is_file()]
+    missing = [name for name in file_names(stored.files) if not (folder / name).is_file()]
     if missing:
         raise CheckpointError(f"{folder} lacks {missing[0]}, which {INDEX} names; {REMEDY}")
     return stored
@@ -124,7 +125,7 @@ def _checked(folder: Path, values: dict[str, Any]) -> Checkpoint:
         measured=_field({"measured": {}} | values, "measured", dict),  # older checkpoints have none
         python_random=_python_random(_field(values, "python_random", list)),
         # Only the names count: a checkpoint never reaches outside its folder.
-        files={kind: Path(_field(files, kind, str, "files.")).name for kind in KINDS},
+        files={kind: [Path(name).name for name in _names(files, kind)] for kind in KINDS},
     )
 
 
@@ -134,6 +135,16 @@ def _field(values: dict[str, Any], name: str, kind: Any, owner: str = "") -> Any
     if not _fits(values[name], kind):
         raise _Wrong(f"{owner}{name} is {values[name]!r:.60}")
     return values[name]
+
+
+def _names(files: dict[str, Any], kind: str) -> list[str]:
+    names: str | list[str] = _field(files, kind, str | list[str], "files.")
+    return [names] if isinstance(names, str) else names
+
+
+def file_names(files: Mapping[str, Any]) -> list[str]:
+    """All names that a checkpoint.json has under `files`: of a kind one, or a list."""
+    return [name for kept in files.values() for name in ([kept] if isinstance(kept, str) else kept)]
 
 
 def _progress(values: dict[str, Any]) -> TrainingState:

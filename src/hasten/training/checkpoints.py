@@ -10,53 +10,157 @@ import errno
 import json
 import os
 import shutil
+import threading
+import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from torch import Tensor, nn
+from safetensors import SafetensorError
+from torch import Tensor
 
+from hasten.distributed.parts import Part, write
+from hasten.distributed.placement import Placement
+from hasten.distributed.ranks import Ranks
 from hasten.errors import CheckpointError, HastenError, ResourceError
 from hasten.machine.files import replacing, save_json, write_atomically
-from hasten.training.checkpoint_state import FORMAT_VERSION, INDEX, REMEDY, Checkpoint, find
+from hasten.training.checkpoint_state import FORMAT_VERSION, INDEX, KINDS, REMEDY, Checkpoint, file_names, find
 from hasten.training.random_state import RandomState
 
-__all__ = ["Checkpoint", "find", "link", "load", "load_weights", "read_tensors", "save", "write_error", "writing"]
+if TYPE_CHECKING:
+    from hasten.distributed.storage import StoredFile
 
+__all__ = ["Checkpoint", "Pending", "find", "link", "load", "load_weights", "save", "write_error", "writing"]
+
+MASTER = "master"  # the float32 weight behind a 16-bit one, among what the optimizer keeps
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class Pending:
+    """A checkpoint that is being written over the one that is there; `finish` makes it the one that counts.
+
+    From that moment on it is also the one in the folder `also`.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        files: Mapping[str, list[Part]],
+        values: dict[str, Any],
+        *,
+        ranks: Ranks,
+        background: bool,
+        also: Path | None,
+    ) -> None:
+        self.folder, self.files, self.values, self.ranks, self.also = folder, files, values, ranks, also
+        self.error: Exception | None = None
+        if background:  # a copy, because training goes on
+            self.files = {name: [replace(p, data=p.data.detach().cpu().clone()) for p in files[name]] for name in files}
+        self.thread = threading.Thread(target=self._write)
+        self.thread.start()
+        if not background:
+            self.thread.join()
+
+    def _write(self) -> None:
+        try:
+            with writing(self.folder):
+                self.folder.mkdir(parents=True, exist_ok=True)
+                for name, parts in self.files.items():
+                    with replacing(self.folder / name) as temporary:
+                        write(temporary, parts)
+        except Exception as error:
+            self.error = error
+        self.files = {}
+
+    def written(self) -> bool:
+        """Whether every rank has written its part. Called on all of them at once."""
+        return not self.ranks.any(self.thread.is_alive())
+
+    def finish(self) -> None:
+        """Wait for every rank, then put the new one into the place of the old one."""
+        self.thread.join()
+        if self.error is not None and self.ranks.size == 1:
+            raise self.error
+        for rank, text in enumerate(self.ranks.texts("" if self.error is None else str(self.error))):
+            if text:
+                raise ResourceError(f"rank {rank}: {text}")
+        if not self.ranks.first:
+            return
+        names = file_names(self.values["files"])
+        with writing(self.folder):
+            lost = [name for name in names if not (self.folder / name).is_file()]
+            if lost:
+                raise CheckpointError(
+                    f"{self.folder} lacks {lost[0]}: all machines must have the run's folder in common"
+                )
+            save_json(self.folder / INDEX, self.values, indent=1)
+            _remove_others(self.folder, names)
+        if self.also is not None:
+            link(self.folder, self.also)
 
 
 def save(
     folder: Path,
     *,
-    model: nn.Module,
+    placement: Placement,
     optimizer: torch.optim.Optimizer,
     random: RandomState,
     values: Mapping[str, Any],
-) -> None:
+    background: bool = False,
+    also: Path | None = None,
+) -> Pending | None:
     """Write a checkpoint over the one that is there. values: `progress`, `recipe`, `data` and `scaler` of Checkpoint.
 
-    Raises ResourceError for a full disk and CheckpointError for another failure; the one that was there stays whole.
+    Each rank writes the part that it has. background: return at once, for the caller to `finish`. also: a folder that
+    then becomes the same checkpoint. Raises ResourceError for a full disk and CheckpointError for another failure; the
+    one that was there stays whole.
     """
-    step = values["progress"]["step"]
-    weights: dict[str, Tensor] = dict(trained(model))
-    moments = dict(_named_moments(model, optimizer)) | {"random.cpu": random.cpu}
+    ranks = placement.ranks
+    tensors: dict[str, Tensor] = {
+        f"weights/{name}": parameter for name, parameter in placement.parameters.items()
+    }  # tied ones once
+    tensors |= {f"state/{name}": tensor for name, tensor in _state(placement, optimizer)}
+    tensors |= {f"state/{_random(ranks.rank)}.cpu": random.cpu}
     if random.cuda is not None:
-        moments["random.cuda"] = random.cuda
-    with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        files = {}
-        for kind, tensors in (("weights", weights), ("state", moments)):
-            files[kind] = f"{kind}-{step:08d}.safetensors"
-            with replacing(folder / files[kind]) as temporary:
-                save_file({name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}, temporary)
-        document = {"version": FORMAT_VERSION, **values, "python_random": random.python, "files": files}
-        save_json(folder / INDEX, document, indent=1)
-        _remove_others(folder, files.values())
+        tensors[f"state/{_random(ranks.rank)}.cuda"] = random.cuda
+    ending = f"{values['progress']['step']:08d}"
+    if ranks.joined:
+        from hasten.distributed.storage import own_parts
+
+        parts = own_parts(tensors)
+        ending += f"-{int(ranks.of_first(time.time() * 1000)):x}"  # never a name that the old one has
+        endings = [f"{ending}-{rank}" for rank in range(ranks.size)]
+    else:
+        parts, endings = [Part.whole(name, tensor) for name, tensor in tensors.items()], [ending]
+    files: dict[str, list[Part]] = {}
+    for kind in KINDS:
+        own = [replace(p, name=p.name.partition("/")[2]) for p in parts if p.name.startswith(f"{kind}/")]
+        files[f"{kind}-{endings[ranks.rank]}.safetensors"] = own
+    names = {kind: [f"{kind}-{one}.safetensors" for one in endings] for kind in KINDS}
+    document = {"version": FORMAT_VERSION, **values, "python_random": random.python}
+    document["files"] = names if ranks.joined else {kind: names[kind][0] for kind in KINDS}
+    pending = Pending(folder, files, document, ranks=ranks, background=background, also=also)
+    if background:
+        return pending
+    pending.finish()
+    return None
+
+
+def _random(rank: int) -> str:
+    return "random" if rank == 0 else f"random.{rank}"
+
+
+def _state(placement: Placement, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
+    """What the optimizer keeps, by the name of the weight and its own; float32 masters of other weights too."""
+    for name, worked in placement.worked.items():
+        for key, value in optimizer.state.get(worked, {}).items():
+            yield f"{name}.{key}", placement.placed(name, value) if value.dim() else value
+        if worked.dtype != placement.parameters[name].dtype:
+            yield f"{name}.{MASTER}", placement.placed(name, worked.detach())
 
 
 def link(source: Path, target: Path) -> None:
@@ -64,57 +168,69 @@ def link(source: Path, target: Path) -> None:
     with writing(target):
         target.mkdir(parents=True, exist_ok=True)
         text = (source / INDEX).read_text(encoding="utf-8")
-        files = json.loads(text)["files"].values()
+        files = file_names(json.loads(text)["files"])
         for name in files:
             _link_file(source / name, target / name)
         write_atomically(target / INDEX, text)
         _remove_others(target, files)
 
 
-def load(stored: Checkpoint, *, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Put weights, optimizer state and random states back. Raises CheckpointError where they do not fit the model."""
-    load_weights(stored, model)
-    parameters = dict(model.named_parameters())
-    states: dict[str, dict[str, Tensor]] = {}
-    random: dict[str, Tensor] = {}
-    for name, tensor in read_tensors(stored, "state"):
+def load(stored: Checkpoint, *, placement: Placement, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    """Put weights, optimizer state and random states back, whoever wrote them.
+
+    Each rank reads what is its own. Raises CheckpointError where they do not fit the model.
+    """
+    from hasten.distributed.storage import read
+
+    load_weights(stored, placement)
+    placement.adopt()
+    files = _files(stored, "state")
+    table = {name: (shape, file.dtypes[name]) for file in files for name, (shape, _) in file.parts.items()}
+    own = _random(placement.ranks.rank)
+    wanted, states, random = {}, defaultdict[str, dict[str, Tensor]](dict), {}
+    for name, (shape, dtype) in table.items():
         owner, _, key = name.rpartition(".")
-        if owner == "random":
-            random[key] = tensor
-        elif owner in parameters:
-            if tensor.dim() and tensor.shape != parameters[owner].shape:
-                raise CheckpointError(f"{stored.folder}: {name} is {_describe(tensor)}, unlike its weight; {REMEDY}")
-            # AdamW keeps its step count on the device only because the kernel is fused.
-            states.setdefault(owner, {})[key] = tensor.to(device)
-        else:
+        if owner.partition(".")[0] == "random":
+            if owner == own:
+                wanted[name] = random[key] = torch.empty(shape, dtype=dtype)
+            continue
+        worked = placement.worked.get(owner)
+        if worked is None:
             raise CheckpointError(f"{stored.folder}: optimizer state for {owner!r}, which the model lacks; {REMEDY}")
+        if shape and shape != placement.parameters[owner].shape:
+            raise CheckpointError(f"{stored.folder}: {name} is of shape {list(shape)}, unlike its weight; {REMEDY}")
+        # AdamW keeps its step count on the device only because the kernel is fused.
+        held = torch.zeros_like(worked, dtype=dtype) if shape else torch.zeros((), dtype=dtype, device=worked.device)
+        if key == MASTER:
+            held = worked.detach()
+        else:
+            states[owner][key] = held
+        wanted[name] = placement.placed(owner, held) if shape else held
+    read(files, wanted)
     for name, state in states.items():
-        optimizer.state[parameters[name]] = state
+        optimizer.state[placement.worked[name]] = state
     try:
-        RandomState(cpu=random["cpu"], cuda=random.get("cuda"), python=stored.python_random).restore(device)
+        if random or placement.ranks.first:  # a rank that was not there before goes on with its own
+            RandomState(cpu=random["cpu"], cuda=random.get("cuda"), python=stored.python_random).restore(device)
     except (KeyError, TypeError, RuntimeError) as error:
         raise CheckpointError(f"{stored.folder}: the random state is damaged ({error}); {REMEDY}") from None
 
 
-def trained(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters that a checkpoint holds, tied ones once: frozen ones are read from where they came from."""
-    return ((name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)
-
-
-def load_weights(stored: Checkpoint, model: nn.Module) -> None:
+def load_weights(stored: Checkpoint, placement: Placement) -> None:
     """Put the weights back, in place. Raises CheckpointError where they do not fit the model."""
-    wanted = dict(trained(model))
-    found = dict(read_tensors(stored, "weights"))
+    from hasten.distributed.storage import read
+
+    files = _files(stored, "weights")
+    wanted = placement.parameters
+    found = {name: shape for file in files for name, (shape, _) in file.parts.items()}
     for name in wanted.keys() | found.keys():
-        ours, theirs = wanted.get(name), found.get(name)
-        if ours is None or theirs is None or ours.shape != theirs.shape:
+        ours, theirs = wanted[name].shape if name in wanted else None, found.get(name)
+        if ours != theirs:
             raise CheckpointError(
                 f"{stored.folder}: {name} is {_describe(theirs)} in the checkpoint and {_describe(ours)} in the model; "
                 f"{REMEDY}"
             )
-    with torch.no_grad():
-        for name, tensor in wanted.items():
-            tensor.copy_(found[name])
+    read(files, wanted)
 
 
 @contextmanager
@@ -134,12 +250,6 @@ def write_error(place: Path, error: Exception) -> HastenError:
     return CheckpointError(f"{place} cannot be written: {text}")
 
 
-def _named_moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
-    for name, parameter in model.named_parameters():
-        for key, value in optimizer.state.get(parameter, {}).items():
-            yield f"{name}.{key}", value
-
-
 def _link_file(source: Path, target: Path) -> None:
     with replacing(target) as temporary:
         temporary.unlink(missing_ok=True)
@@ -156,16 +266,14 @@ def _remove_others(folder: Path, kept: Any) -> None:
             path.unlink(missing_ok=True)
 
 
-def read_tensors(stored: Checkpoint, kind: str) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a checkpoint by name. kind: "weights", or "state" (optimizer and random states)."""
-    path = stored.folder / stored.files[kind]
+def _files(stored: Checkpoint, kind: str) -> list["StoredFile"]:
+    from hasten.distributed.storage import StoredFile
+
     try:
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 (not a dict)
-                yield name, file.get_tensor(name).clone()
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} cannot be read ({error}); {REMEDY}") from None
+        return [StoredFile(stored.folder / name) for name in stored.files[kind]]
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}; {REMEDY}") from None
 
 
-def _describe(tensor: Tensor | None) -> str:
-    return "absent" if tensor is None else f"of shape {list(tensor.shape)}"
+def _describe(shape: torch.Size | None) -> str:
+    return "absent" if shape is None else f"of shape {list(shape)}"

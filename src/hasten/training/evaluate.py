@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import torch
 
 from hasten.data import Batch, Batches, TokenSplit, evaluation_windows
+from hasten.distributed.ranks import ALONE, Ranks
 from hasten.training.step import IGNORED, TrainStep
 
 # Not the recipe's seed: runs with different seeds are compared on the same windows.
@@ -16,11 +17,15 @@ class Validation:
     """Measures the mean loss per token (nats) on up to `batches` batches of a split.
 
     Where the split is larger than that, the windows are spread over it at random, else it is read once from end to
-    end. Raises DataError for a split shorter than one window.
+    end. Each rank takes its rows of every batch. Raises DataError for a split shorter than one window.
     """
 
-    def __init__(self, split: TokenSplit, *, batch_size: int, sequence_length: int, batches: int) -> None:
+    def __init__(
+        self, split: TokenSplit, *, batch_size: int, sequence_length: int, batches: int, ranks: Ranks = ALONE
+    ) -> None:
         self.split = split
+        own = ranks.rows(batch_size)
+        self.rows = slice(ranks.rank * own, (ranks.rank + 1) * own)
         self.batch_size = batch_size
         self.sequence_length = sequence_length
         whole = math.ceil((len(split) - 1) / sequence_length / batch_size)
@@ -40,12 +45,14 @@ class Validation:
 
     def loss(self, step: TrainStep) -> float:
         """The mean over all targets, in the step's precision, without dropout."""
-        total = torch.zeros((), dtype=torch.float64, device=step.model.device)
-        targets = 0
+        total = torch.zeros((), dtype=torch.float64, device=step.device)
+        targets = torch.zeros((), dtype=torch.int64)
         step.model.eval()
         with torch.no_grad():
             for batch in self._batches():
-                targets += int((batch.targets != IGNORED).sum())
-                total += step.loss(batch.to(step.model.device, non_blocking=True)).double()
+                own = batch.only(self.rows)
+                targets += (own.targets != IGNORED).sum()
+                total += step.loss(own.to(step.device, non_blocking=True)).double()
         step.model.train()
-        return total.item() / max(1, targets)
+        step.where.rest()
+        return step.ranks.sum(total).item() / max(1, int(step.ranks.sum(targets)))

@@ -13,13 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hasten.distributed.placement import Parts
+
 BOUNDS = (0.01, 10.0)
 
 
 class Lamb(torch.optim.Optimizer):
     """foreach: a few operations on lists of tensors; without it one tensor after the other, the reference.
 
-    bounds: smallest and largest c. State per parameter: exp_avg, exp_avg_sq (like the parameter), step (0-dim).
+    bounds: smallest and largest c. parts: how to know a whole tensor's norm. State per parameter: exp_avg, exp_avg_sq
+    (like the parameter), step (0-dim).
     """
 
     def __init__(
@@ -32,9 +35,11 @@ class Lamb(torch.optim.Optimizer):
         weight_decay: float = 0.0,
         bounds: tuple[float, float] = BOUNDS,
         foreach: bool = True,
+        parts: Parts | None = None,
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "bounds": bounds})
         self.foreach = foreach
+        self.parts = parts or Parts()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -46,7 +51,8 @@ class Lamb(torch.optim.Optimizer):
                 continue
             for p in trained:
                 self._begin(p)
-            (_many if self.foreach else _one_by_one)(trained, [self.state[p] for p in trained], group)
+            update = _many if self.foreach else _one_by_one
+            update(trained, [self.state[p] for p in trained], group, self.parts)
 
     def _begin(self, parameter: Tensor) -> None:
         state = self.state[parameter]
@@ -62,7 +68,7 @@ def _corrections(states: list[dict[str, Tensor]], beta: float) -> list[float]:
     return [1 - beta ** float(state["step"]) for state in states]
 
 
-def _one_by_one(trained: list[Tensor], states: list[dict[str, Tensor]], group: dict[str, Any]) -> None:
+def _one_by_one(trained: list[Tensor], states: list[dict[str, Tensor]], group: dict[str, Any], parts: Parts) -> None:
     beta1, beta2 = group["betas"]
     low, high = group["bounds"]
     for x, state in zip(trained, states, strict=True):
@@ -73,12 +79,12 @@ def _one_by_one(trained: list[Tensor], states: list[dict[str, Tensor]], group: d
         m_hat = m / (1 - beta1 ** float(state["step"]))
         v_hat = v / (1 - beta2 ** float(state["step"]))
         u = m_hat / (v_hat.sqrt() + group["eps"]) + group["weight_decay"] * x
-        size, length = x.norm(), u.norm()
+        size, length = parts.norms([x, u])
         c = torch.where((size > 0) & (length > 0), (size / length).clamp(low, high), 1.0)
         x -= group["lr"] * c * u
 
 
-def _many(trained: list[Tensor], states: list[dict[str, Tensor]], group: dict[str, Any]) -> None:
+def _many(trained: list[Tensor], states: list[dict[str, Tensor]], group: dict[str, Any], parts: Parts) -> None:
     beta1, beta2 = group["betas"]
     low, high = group["bounds"]
     gradients = [x.grad for x in trained if x.grad is not None]
@@ -92,7 +98,7 @@ def _many(trained: list[Tensor], states: list[dict[str, Tensor]], group: dict[st
     torch._foreach_div_(u, denominators)
     if group["weight_decay"]:
         torch._foreach_add_(u, trained, alpha=group["weight_decay"])
-    sizes, lengths = torch.stack(torch._foreach_norm(trained)), torch.stack(torch._foreach_norm(u))
+    sizes, lengths = parts.norms([*trained, *u]).chunk(2)
     c = torch.where((sizes > 0) & (lengths > 0), (sizes / lengths).clamp(low, high), 1.0)
     torch._foreach_mul_(u, list(c.unbind()))
     torch._foreach_add_(trained, u, alpha=-group["lr"])

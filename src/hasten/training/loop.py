@@ -43,17 +43,20 @@ class Loop:
     _lowered: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
-        self.device = self.setup.model.device
+        self.device, self.ranks = self.setup.step.device, self.setup.step.ranks
         self.step_seconds: list[float] = []
         self._start = time.perf_counter() - self.state.seconds
+        self._pending: checkpoints.Pending | None = None
 
     def run(self) -> bool:
         state, run = self.state, self.recipe.run
         if state.total is None and run.minutes is None:
             state.total = budget.fixed_steps(self.recipe, windows=self.setup.batches.windows)
-        micro = self.recipe.data.accumulation
-        board = display.TensorBoard(self.folder.tensorboard, after_step=state.step) if run.tensorboard else None
-        journal = Journal(self.folder.journal, keep_steps=state.step)
+        micro, first = self.recipe.data.accumulation, self.ranks.first
+        board = (
+            display.TensorBoard(self.folder.tensorboard, after_step=state.step) if run.tensorboard and first else None
+        )
+        journal = Journal(self.folder.journal, keep_steps=state.step) if first else None
         source = self.setup.batches.iterate(state.step * micro)
         try:
             while not state.finished:
@@ -75,23 +78,33 @@ class Loop:
                     self._save(random)
                     return False
                 line = self._account(result, rate=rate, started=started, block_scales=block_scales)
-                if state.finished or (state.step % run.validate_every == 0 and not self.stop.asked()):
+                if state.finished or (state.step % run.validate_every == 0 and not self._asked_to_stop()):
                     line |= self._validate()
-                journal.write(line)
+                if journal is not None:
+                    journal.write(line)
                 if board is not None:
                     board.write(line)
                 self.progress.show(line, total=state.total, validation=state.validation_loss)
                 self._save_where_due(line)
                 if self.on_step is not None:
                     self.on_step(line)
-                if self.stop.asked() and not state.finished:
+                if not state.finished and self._asked_to_stop():
                     self._save(RandomState.capture(self.device))
                     return False
+            self._finish_save()
         finally:
-            journal.close()
+            if journal is not None:
+                journal.close()
             if board is not None:
                 board.close()
         return True
+
+    def _asked_to_stop(self) -> bool:
+        return self.ranks.any(self.stop.asked())
+
+    def _seconds(self) -> float:
+        """Of the run, up to now."""
+        return self.ranks.of_first(time.perf_counter() - self._start)
 
     def _account(
         self, result: StepResult, *, rate: float, started: float, block_scales: list[list[float]] | None
@@ -99,11 +112,11 @@ class Loop:
         """Wait for the step, count it, and give its line for train.jsonl."""
         state = self.state
         loss, norm = result.loss.item(), result.gradient_norm.item()
-        elapsed = time.perf_counter() - started
+        elapsed = self.ranks.of_first(time.perf_counter() - started)
         skipped = self._check(loss, norm)
         state.step += 1
         state.tokens += result.tokens
-        state.seconds = time.perf_counter() - self._start
+        state.seconds = self._seconds()
         spike = math.isfinite(loss) and is_spike(loss, state.recent_losses)
         state.spikes += spike
         state.loss = loss if math.isfinite(loss) else state.loss
@@ -168,7 +181,7 @@ class Loop:
             validation = self.setup.validation
             if validation is not None:
                 validation.loss(self.setup.step)  # compiles; that time is then spent, and known
-                state.seconds = time.perf_counter() - self._start
+                state.seconds = self._seconds()
             more = budget.timed_steps(
                 self.recipe,
                 step_seconds=self.step_seconds,
@@ -204,11 +217,13 @@ class Loop:
         if self.setup.validation is None:
             return {}
         self.state.validation_loss = self.setup.validation.loss(self.setup.step)
-        self.state.seconds = time.perf_counter() - self._start
+        self.state.seconds = self._seconds()
         return {"validation_loss": self.state.validation_loss}
 
     def _save_where_due(self, line: Mapping[str, Any]) -> None:
         state = self.state
+        if self._pending is not None and self._pending.written():
+            self._finish_save()
         measured = line.get("validation_loss")
         best = measured is not None and (state.best_loss is None or measured < state.best_loss)
         if best:
@@ -216,11 +231,15 @@ class Loop:
         # A new total is stored before a step depends on it, so that whoever goes on goes on with the same one.
         if best or state.finished or self._lowered or state.step % self.recipe.run.checkpoint_every == 0:
             self._lowered = False
-            self._save(RandomState.capture(self.device))
-        if best:
-            checkpoints.link(self.folder.last, self.folder.best)
+            self._save(RandomState.capture(self.device), best=best, background=self.recipe.run.background_checkpoints)
 
-    def _save(self, random: RandomState) -> None:
+    def _finish_save(self) -> None:
+        if self._pending is not None:
+            self._pending.finish()
+        self._pending = None
+
+    def _save(self, random: RandomState, *, best: bool = False, background: bool = False) -> None:
+        self._finish_save()
         values = {
             "progress": self.state.to_json(),
             "data_position": self.state.step * self.recipe.data.accumulation,
@@ -229,12 +248,14 @@ class Loop:
             "recipe": self.recipe.to_json(),
             "measured": known(),
         }
-        checkpoints.save(
+        self._pending = checkpoints.save(
             self.folder.last,
-            model=self.setup.model,
+            placement=self.setup.step.where,
             optimizer=self.setup.step.optimizer,
             random=random,
             values=values,
+            background=background,
+            also=self.folder.best if best else None,
         )
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from hasten.distributed.ranks import ALONE, Ranks
 from hasten.errors import ResourceError
 from hasten.machine import available_memory, resolve_dtype
 from hasten.model.config import ModelConfig
@@ -12,20 +13,25 @@ from hasten.ops.loss import KERNELS, LossRequest
 from hasten.ops.picker import pick
 from hasten.planning.cost import parameters
 from hasten.planning.memory import MemoryEstimate, estimate
+from hasten.planning.sharing import fsdp_bytes
 from hasten.training.build import attention_kernel, lora_adapter
 from hasten.training.recipe import Recipe
 
 
 def step_memory(
-    config: ModelConfig, recipe: Recipe, device: torch.device, *, init: Path | None = None
+    config: ModelConfig, recipe: Recipe, device: torch.device, *, init: Path | None = None, ranks: Ranks = ALONE
 ) -> MemoryEstimate:
-    """The estimate for a recipe's own batch and techniques. init: the model's folder, as large as a frozen model is."""
+    """The estimate for a recipe's own batch and techniques, of one rank.
+
+    init: the model's folder, as large as a frozen model is.
+    """
     techniques = recipe.techniques
     dtype = resolve_dtype(techniques.precision, auto=torch.bfloat16)
+    parallel = recipe.parallel
     loss = pick(KERNELS, LossRequest(device=device, dtype=dtype, softcap=config.logit_softcap), forced=techniques.loss)
     found = estimate(
         config,
-        batch_size=recipe.data.batch_size,
+        batch_size=ranks.rows(recipe.data.batch_size),
         sequence_length=recipe.data.context,
         activation_bytes=dtype.itemsize,
         accumulation=recipe.data.accumulation,
@@ -35,6 +41,10 @@ def step_memory(
         explicit_attention=attention_kernel(recipe, device) == "reference",
         loss=loss.name,
     )
+    if ranks.size > 1 and parallel.zero:
+        shared = ranks.size // parallel.replicas
+        bytes_ = fsdp_bytes(config, stage=parallel.zero, ranks=shared, accumulation=recipe.data.accumulation)
+        return replace(found, state=int(bytes_.peak), later_gradients=0)
     if init is None or recipe.lora.rank is None:
         return found
     frozen = sum(path.stat().st_size for path in init.glob("*.safetensors"))
@@ -45,10 +55,12 @@ def step_memory(
 
 
 def check_memory(
-    config: ModelConfig, recipe: Recipe, device: torch.device, *, init: Path | None = None
+    config: ModelConfig, recipe: Recipe, device: torch.device, *, init: Path | None = None, ranks: Ranks = ALONE
 ) -> MemoryEstimate:
     """Raise ResourceError, with the numbers and the field to lower, where the estimate is more than there is."""
-    need, free = step_memory(config, recipe, device, init=init), available_memory(device)
+    need, free = step_memory(config, recipe, device, init=init, ranks=ranks), available_memory(device)
+    if device.type == "cpu":  # all of this machine's processes take from the same
+        free //= ranks.local_size
     if need.total <= free:
         return need
     if need.state > free:

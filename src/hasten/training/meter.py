@@ -27,7 +27,12 @@ class MeteredStep(TrainStep):
 
     def __init__(self, step: TrainStep, read: Callable[[], float]) -> None:
         super().__init__(
-            step.model, step.optimizer, step.precision, clip=step.clip, separate_documents=step.separate_documents
+            step.model,
+            step.optimizer,
+            step.precision,
+            clip=step.clip,
+            separate_documents=step.separate_documents,
+            placement=step.where,
         )
         self.read = read
         self.spent = dict.fromkeys(PARTS, 0.0)

@@ -7,9 +7,12 @@ of the training step. So on a CPU ours iterates in float32, with all matrices of
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from hasten.distributed.placement import Parts
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic a·s + b·s³ + c·s⁵, steep at zero
 ITERATIONS = 5
@@ -18,7 +21,15 @@ BATCH_ELEMENTS = 1 << 22  # of matrices that are stacked: 16 MiB in float32
 
 
 class Muon(torch.optim.Muon):
-    """PyTorch's Muon with `match_rms_adamw`, whose state and groups it has; only the step is another."""
+    """PyTorch's Muon with `match_rms_adamw`, whose state and groups it has; only the step is another.
+
+    Where a rank has some rows of each matrix, the momentum is theirs; the directions are gathered, and brought to one
+    length on every rank alike.
+    """
+
+    def __init__(self, params: Any, *, parts: Parts | None = None, **settings: Any) -> None:
+        super().__init__(params, **settings)
+        self.parts = parts or Parts()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -28,15 +39,17 @@ class Muon(torch.optim.Muon):
             by_shape: dict[torch.Size, list[Tensor]] = defaultdict(list)
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    by_shape[parameter.shape].append(parameter)
+                    by_shape[self.parts.shape(parameter)].append(parameter)
             for shape, members in by_shape.items():
                 count = max(1, BATCH_ELEMENTS // shape.numel())
                 for start in range(0, len(members), count):
                     self._update(members[start : start + count], group["lr"], group["weight_decay"], group["momentum"])
 
     def _update(self, members: Sequence[Tensor], rate: float, decay: float, momentum: float) -> None:
-        directions = orthogonal(torch.stack([self._nesterov(parameter, momentum) for parameter in members]))
-        length = rate * ADAMW_LENGTH * math.sqrt(max(members[0].shape))
+        steps = torch.stack([self._nesterov(parameter, momentum) for parameter in members])
+        whole = orthogonal(self.parts.whole(steps, members[0]))
+        directions = self.parts.part(whole, members[0])
+        length = rate * ADAMW_LENGTH * math.sqrt(max(whole.shape[1:]))
         for parameter, direction in zip(members, directions, strict=True):
             parameter.mul_(1 - rate * decay).add_(direction, alpha=-length)
 

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hasten.distributed.placement import Placement
 from hasten.errors import ConfigError
 from hasten.training.lamb import Lamb
 from hasten.training.muon import Muon
@@ -13,47 +14,53 @@ from hasten.training.parameter_groups import parameter_groups, parse_rule
 from hasten.training.recipe import Optimizer
 
 
-def make_optimizer(model: nn.Module, settings: Optimizer, *, fused: bool = True) -> torch.optim.Optimizer:
-    """The optimizer that a recipe asks for. fused: one kernel for many tensors, else one tensor after the other."""
+def make_optimizer(model: nn.Module | Placement, settings: Optimizer, *, fused: bool = True) -> torch.optim.Optimizer:
+    """The optimizer that a recipe asks for, of a model or of what a placement has of one.
+
+    fused: one kernel for many tensors, else one tensor after the other.
+    """
     makers: dict[str, Callable[..., torch.optim.Optimizer]] = {"adamw": adamw, "lamb": lamb, "muon": muon}
     if settings.kind not in makers:
         raise ConfigError(f"optimizer.kind is {settings.kind!r}; choose one of {', '.join(makers)}")
     return makers[settings.kind](model, settings, fused=fused)
 
 
-def adamw(model: nn.Module, settings: Optimizer, *, fused: bool = True) -> torch.optim.AdamW:
+def adamw(model: nn.Module | Placement, settings: Optimizer, *, fused: bool = True) -> torch.optim.AdamW:
     """AdamW; fused: one kernel updates all parameters of a group."""
-    return _adamw(_groups(list(model.named_parameters()), settings), settings, fused=fused)
+    return _adamw(_groups(_placement(model), settings), settings, fused=fused)
 
 
-def lamb(model: nn.Module, settings: Optimizer, *, fused: bool = True) -> Lamb:
+def lamb(model: nn.Module | Placement, settings: Optimizer, *, fused: bool = True) -> Lamb:
     """LAMB; fused: in operations on lists of tensors."""
+    placement = _placement(model)
     return Lamb(
-        _groups(list(model.named_parameters()), settings),
+        _groups(placement, settings),
         lr=settings.learning_rate,
         betas=(settings.beta1, settings.beta2),
         eps=settings.epsilon,
         foreach=fused,
+        parts=placement,
     )
 
 
-def muon(model: nn.Module, settings: Optimizer, *, fused: bool = True) -> "Together":
+def muon(model: nn.Module | Placement, settings: Optimizer, *, fused: bool = True) -> "Together":
     """Muon for the matrices inside the blocks, AdamW for embeddings, head, norms and biases.
 
     Muon's step is scaled to the length of AdamW's (arXiv 2502.16982), so that one learning rate serves both.
     """
-    named = list(model.named_parameters())
-    own = {id(p) for name, p in named if p.requires_grad and name.startswith("blocks.") and p.dim() == 2}
+    placement = _placement(model)
+    own = {id(p) for name, p in placement.worked.items() if name.startswith("blocks.") and p.dim() == 2}
     if not own:
         raise ConfigError("optimizer.kind is 'muon', and the model has no matrices in `blocks` that it could update")
     matrices: list[dict[str, Any]] = []
     others: list[dict[str, Any]] = []
-    for group in _groups(named, settings):
+    for group in _groups(placement, settings):
         for target, inside in ((matrices, True), (others, False)):
             members = [p for p in group["params"] if (id(p) in own) == inside]
             if members:
                 target.append(group | {"params": members})
-    first = Muon(matrices, lr=settings.learning_rate, momentum=settings.momentum, adjust_lr_fn="match_rms_adamw")
+    chosen = {"lr": settings.learning_rate, "momentum": settings.momentum, "adjust_lr_fn": "match_rms_adamw"}
+    first = Muon(matrices, parts=placement, **chosen)
     return Together([first, _adamw(others, settings, fused=fused)] if others else [first])
 
 
@@ -83,10 +90,13 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
         group["lr"] = rate * group.get("rate_factor", 1.0)
 
 
-def _groups(named: list[tuple[str, nn.Parameter]], settings: Optimizer) -> list[dict[str, Any]]:
-    named = [(name, parameter) for name, parameter in named if parameter.requires_grad]
+def _placement(model: nn.Module | Placement) -> Placement:
+    return model if isinstance(model, Placement) else Placement(model)
+
+
+def _groups(placement: Placement, settings: Optimizer) -> list[dict[str, Any]]:
     rules = [parse_rule(text) for text in settings.groups]
-    groups = parameter_groups(named, weight_decay=settings.weight_decay, rules=rules)
+    groups = parameter_groups(list(placement.worked.items()), weight_decay=settings.weight_decay, rules=rules)
     return [group | {"lr": settings.learning_rate * group["rate_factor"]} for group in groups]
 
 

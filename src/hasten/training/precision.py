@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from hasten.distributed.ranks import ALONE, Ranks
 from hasten.machine import ProductPrecision, resolve_device, resolve_dtype, training_precision
 from hasten.training.recipe import PrecisionName, Recipe
 
@@ -57,9 +58,12 @@ class Precision:
         """Add the (scaled) gradients of `loss`."""
         self.scaler.scale(loss).backward()
 
-    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
-        """Make the gradients true ones, for clipping; once a step."""
+    def unscale(self, optimizer: torch.optim.Optimizer, ranks: Ranks = ALONE) -> None:
+        """Make the gradients true ones, for clipping; once a step. What overflowed on one rank overflowed on all."""
         self.scaler.unscale_(optimizer)
+        if self.scales:
+            for found in self.scaler._found_inf_per_device(optimizer).values():
+                ranks.sum(found)
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         """Take the step, unless the gradients overflowed."""

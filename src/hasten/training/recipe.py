@@ -19,12 +19,15 @@ PrecisionName = Literal["auto", "float32", "bfloat16", "float16"]
 ScheduleName = Literal["cosine", "wsd", "constant"]
 OptimizerName = Literal["adamw", "lamb", "muon"]
 CheckpointingName = Literal["none", "selective", "full"]
+OffloadName = Literal["none", "optimizer", "all"]
+PolicyName = Literal["float32-weights", "float32-masters"]
 
 # Steps whose speed is measured before `run.minutes` becomes a number of steps; the warm-up must cover them.
 CALIBRATION_STEPS = 8
 # Fields that change nothing that is computed: a run may be continued with other values of them.
 FREE_FIELDS = frozenset(
     {"run.folder", "run.checkpoint_every", "run.tensorboard", "run.threads", "data.workers", "run.export"}
+    | {"run.background_checkpoints", "parallel.zero", "parallel.offload", "parallel.replicas", "parallel.prefetch"}
 )
 # Fields that must be above 0, by their section.
 POSITIVE = {
@@ -33,6 +36,7 @@ POSITIVE = {
     "optimizer": ("learning_rate", "epsilon", "clip"),
     "techniques": ("pad_vocabulary_to", "layer_drop", "layer_drop_decay"),
     "lora": ("rank", "alpha"),
+    "parallel": ("replicas",),
     "run": ("steps", "epochs", "minutes", "validate_every", "validation_batches", "checkpoint_every"),
 }
 SHARES_BELOW_1 = (
@@ -42,7 +46,11 @@ SHARES_BELOW_1 = (
 # What a number must be: in words, the test, and of which fields.
 RANGES: tuple[tuple[str, Callable[[float], bool], Iterable[str]], ...] = (
     ("more than 0", lambda n: n > 0, [f"{section}.{key}" for section, keys in POSITIVE.items() for key in keys]),
-    ("at least 0", lambda n: n >= 0, ("optimizer.weight_decay", "schedule.warmup_steps", "data.workers")),
+    (
+        "at least 0",
+        lambda n: n >= 0,
+        ("optimizer.weight_decay", "schedule.warmup_steps", "data.workers", "parallel.prefetch"),
+    ),
     ("at least 0 and less than 1", lambda n: 0 <= n < 1, SHARES_BELOW_1),
     ("from 0 to 1", lambda n: 0 <= n <= 1, ("schedule.final_fraction", "schedule.decay_fraction")),
     ("at most 1", lambda n: n <= 1, ("techniques.layer_drop",)),
@@ -216,6 +224,22 @@ class Qat:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Parallel:
+    """What several processes share (torchrun, or --processes), and where it is kept. Nothing here changes the loss."""
+
+    zero: Literal[0, 1, 2, 3] = 0
+    """0: everything on every process (DDP). ZeRO 1-3: shares of weights, gradients and states (FSDP2)."""
+    replicas: int = 1
+    """So many groups of processes each have the whole, in shares (HSDP); for several machines."""
+    offload: OffloadName = "none"
+    """On the host: nothing, the optimizer (its weights, states and step), or all that no block is using (zero 1-3)."""
+    policy: PolicyName = "float32-weights"
+    """float32 weights under autocast, or weights and gradients in 16 bits with float32 masters in the optimizer."""
+    prefetch: int = 0
+    """Blocks whose weights are gathered ahead of the one that runs (zero 3)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
     """How long, where, and what is written. The run ends at the first of steps, epochs and minutes."""
 
@@ -233,6 +257,8 @@ class Run:
     """Batches it is measured on, always the same ones."""
     checkpoint_every: int = 200
     """Steps from one checkpoint to the next; one is also written with every validation and at the end."""
+    background_checkpoints: bool = False
+    """Write checkpoints while training goes on, from one copy in memory."""
     export: Literal["best", "last"] = "best"
     """Which weights become runs/NAME/model: those with the best validation loss, or the last ones."""
     device: Annotated[str, arg(aliases=["--device"])] = "auto"
@@ -262,6 +288,7 @@ class Recipe:
     techniques: Techniques = field(default_factory=Techniques)
     lora: Lora = field(default_factory=Lora)
     qat: Qat = field(default_factory=Qat)
+    parallel: Parallel = field(default_factory=Parallel)
     run: Run = field(default_factory=Run)
 
     def to_json(self) -> dict[str, Any]:
@@ -317,6 +344,18 @@ def _wrong_values(recipe: Recipe) -> Iterator[str]:
     if recipe.lora.rank is not None and recipe.qat.bits is not None:
         yield "lora.rank trains beside frozen weights, and qat.bits trains the weights; choose one of them"
     yield from _wrong_rounding(recipe.qat)
+    parallel = recipe.parallel
+    beside = recipe.lora.rank is not None or recipe.qat.bits is not None
+    if beside and (parallel.zero or parallel.policy != "float32-weights"):
+        yield "lora and qat are trained with parallel.zero 0 and parallel.policy float32-weights only"
+    if parallel.zero not in (0, 1, 2, 3):
+        yield f"parallel.zero is {parallel.zero!r}; choose one of 0, 1, 2, 3"
+    if parallel.zero == 0 and (parallel.replicas > 1 or parallel.offload == "all"):
+        yield "parallel.replicas and parallel.offload all are of shared weights; set parallel.zero to 1, 2 or 3"
+    if parallel.policy == "float32-masters" and recipe.techniques.precision in ("auto", "float32"):
+        yield "parallel.policy float32-masters needs techniques.precision bfloat16 or float16"
+    if parallel.prefetch and recipe.techniques.layer_drop is not None:
+        yield "parallel.prefetch would gather blocks that techniques.layer_drop leaves out; choose one of them"
     if run.threads not in (None, "auto") and (type(run.threads) is not int or run.threads < 1):
         yield f"run.threads is {run.threads!r}; it must be at least 1, or auto"
     if run.steps is None and run.epochs is None and run.minutes is None:

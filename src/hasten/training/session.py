@@ -1,19 +1,25 @@
 """`train`: a run from a recipe to a model folder, resumed where an earlier one stopped."""
 
+import json
 import shutil
-from contextlib import AbstractContextManager
+import signal
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any, get_args
 
+from hasten.distributed.launch import joined, restarted
+from hasten.distributed.placement import Placement, Sharded
+from hasten.distributed.ranks import Ranks
 from hasten.errors import ConfigError
 from hasten.machine import measured
-from hasten.machine.files import locked, save_json
+from hasten.machine.files import code_digest, locked, save_json
 from hasten.model.adapter_files import save_adapter
 from hasten.model.export import export_model
 from hasten.model.lora import attached
 from hasten.model.save import save
+from hasten.model.transformer import Transformer
 from hasten.quantization.qat import as_stored
 from hasten.training import checkpoints, display
 from hasten.training.checkpoint_state import TrainingState
@@ -68,14 +74,19 @@ def train(
     resumed run computes what the whole run would have computed: on the CPU bit for bit. progress: a bar on standard
     error. on_step: called with each line of train.jsonl. SIGINT and SIGTERM save and end the run (`stopped_by`).
 
+    In a process of torchrun the ranks train together, and have the folder in common; the first writes and shows. An
+    error of any of them is raised by the first one and names the rank.
+
     Raises ConfigError for a recipe that cannot work or is not the one of the run that is there, and where another
     process trains in the same folder; DataError for its text, ResourceError where memory or disk do not suffice,
     TrainingError where the loss is no longer a number, CheckpointError for a damaged checkpoint.
     """
     _check(recipe, resume)
     folder = RunFolder(path=Path(recipe.run.folder).expanduser() / recipe.name)
-    with _alone(folder):
-        return _train(recipe, folder, progress=progress, resume=resume, on_step=on_step)
+    if restarted():
+        resume = "auto"  # what the processes before this one have done is not to be lost
+    with joined() as ranks, _alone(folder) if ranks.first else nullcontext():
+        return _train(recipe, folder, ranks, progress=progress and ranks.first, resume=resume, on_step=on_step)
 
 
 def _check(recipe: Recipe, resume: Resume) -> None:
@@ -108,25 +119,33 @@ def _alone(folder: RunFolder) -> AbstractContextManager[object]:
         raise checkpoints.write_error(folder.path, error) from None
 
 
-def _train(recipe: Recipe, folder: RunFolder, *, progress: bool, resume: Resume, on_step: OnStep | None) -> TrainResult:
+def _train(
+    recipe: Recipe, folder: RunFolder, ranks: Ranks, *, progress: bool, resume: Resume, on_step: OnStep | None
+) -> TrainResult:
     stored = find_start(folder, recipe, resume)
+    if ranks.size > 1:
+        at = "none" if stored is None else f"of step {stored.step}"
+        recipes = json.dumps(recipe.to_json())
+        ranks.require_same({"version of hasten's code": code_digest(), "recipe": recipes, "checkpoint": at})
     if stored is not None:
         measured.adopt(stored.measured)
     recipe, precision = choose_precision(recipe, None if stored is None else stored.recipe)
     stop = StopRequest()
     # Until the first step there is nothing to save: Ctrl-C while text is being prepared ends at once.
-    setup = set_up(recipe, progress=progress, should_stop=stop.asked)
+    # Several ranks stop together, between two steps.
+    setup = set_up(recipe, progress=progress, ranks=ranks, should_stop=_never if ranks.size > 1 else stop.asked)
     state = TrainingState() if stored is None else _restore(stored, setup, folder)
-    _begin_folder(folder, recipe, fresh=stored is None)
+    if ranks.first:
+        _begin_folder(folder, recipe, fresh=stored is None)
     with stop_on_signals(stop):
         with display.progress_bar(recipe.name, shown=progress) as bar:
             bar.note(f"matrix products in {precision}")
             loop = Loop(recipe, folder, setup, state, stop=stop, progress=bar, on_step=on_step)
             finished = loop.run()
-        if finished:
+        if finished and ranks.first:
             _export(recipe, folder, setup)
     lines = read(folder.journal)
-    if lines:
+    if lines and ranks.first:
         display.draw_losses(lines, folder.picture, title=f"{recipe.name}: {state.tokens:,} tokens")
     return TrainResult(
         folder=folder.path,
@@ -144,7 +163,7 @@ def _train(recipe: Recipe, folder: RunFolder, *, progress: bool, resume: Resume,
         precision=precision.to_json(),
         measured=measured.known(),
         spikes=state.spikes,
-        stopped_by=None if finished else stop.signal,
+        stopped_by=None if finished else stop.signal or signal.SIGTERM,  # or it came to another rank
     )
 
 
@@ -165,29 +184,36 @@ def _restore(stored: checkpoints.Checkpoint, setup: Setup, folder: RunFolder) ->
             f"{stored.data}): give back the old text, or start over with --resume never"
         )
     state = stored.progress
-    checkpoints.load(stored, model=setup.model, optimizer=setup.step.optimizer, device=setup.model.device)
+    checkpoints.load(stored, placement=setup.step.where, optimizer=setup.step.optimizer, device=setup.step.device)
     setup.step.precision.load(stored.scaler)
-    if state.best_step == state.step and stored.folder == folder.last:
+    if state.best_step == state.step and stored.folder == folder.last and setup.step.ranks.first:
         checkpoints.link(folder.last, folder.best)  # in case the run was killed between the two
     return state
 
 
 def _export(recipe: Recipe, folder: RunFolder, setup: Setup) -> None:
-    """Write the model folder, from the best weights where they were kept and wanted."""
+    """Write the model folder, from the best weights where they were kept and wanted; of shares, from a checkpoint."""
     # While bits fall, a loss says nothing of the last ones.
     wanted = recipe.run.export == "best" and recipe.qat.start_bits is None
-    best = checkpoints.find(folder.best) if wanted else None
-    if best is not None:
-        checkpoints.load_weights(best, setup.model)
-    setup.model.eval()
+    stored = checkpoints.find(folder.best) if wanted else None
+    model, placement = setup.model, setup.step.where
+    if isinstance(placement, Sharded):
+        stored, model = stored or checkpoints.find(folder.last), Transformer(setup.model.config).to(setup.model.dtype)
+        model.tokenizer, model.generation = setup.model.tokenizer, setup.model.generation
+        placement = Placement(model)
+    if stored is not None:
+        checkpoints.load_weights(stored, placement)
+    model.eval()
     if recipe.lora.rank is not None:
-        save_adapter(
-            folder.adapter, attached(setup.model), setup.model.config, base=recipe.init, dropout=recipe.lora.dropout
-        )
+        save_adapter(folder.adapter, attached(model), model.config, base=recipe.init, dropout=recipe.lora.dropout)
     elif recipe.qat.bits is not None:
-        export_model(setup.model, folder.model, quantized=as_stored(setup.model))
+        export_model(model, folder.model, quantized=as_stored(model))
     else:
-        save(setup.model, folder.model)
+        save(model, folder.model)
+
+
+def _never() -> bool:
+    return False
 
 
 def _median(lines: list[dict[str, Any]], name: str) -> float | None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from hasten.data import Batches, TokenData, prepare
+from hasten.distributed.ranks import ALONE, Ranks
 from hasten.errors import ConfigError, HastenError
 from hasten.machine import configure, matrix_rate, resolve_device
 from hasten.model.checkpoint import read_json
@@ -70,31 +71,47 @@ def prepare_data(recipe: Recipe, *, init: Path | None, progress: bool) -> TokenD
     )
 
 
-def set_up(recipe: Recipe, *, progress: bool, should_stop: Callable[[], bool] = lambda: False) -> Setup:
+def set_up(
+    recipe: Recipe, *, progress: bool, ranks: Ranks = ALONE, should_stop: Callable[[], bool] = lambda: False
+) -> Setup:
     """Prepare the data, check that the run fits into memory, then build the model and its step.
 
     should_stop: asked between micro-batches.
     """
     recipe, _ = choose_precision(recipe)
-    device = resolve_device(recipe.run.device)
-    configure(threads=recipe.run.threads)
+    device = own_device(recipe, ranks)
+    configure(threads=recipe.run.threads, processes=ranks.local_size)
     init = None if recipe.init is None else resolve_folder(recipe.init)
     data = prepare_data(recipe, init=init, progress=progress)
     rows, context = recipe.data.batch_size, recipe.data.context
     batches = Batches(
-        data.train, batch_size=rows, sequence_length=context, seed=recipe.run.seed, workers=recipe.data.workers
+        data.train,
+        batch_size=ranks.rows(rows),
+        sequence_length=context,
+        seed=recipe.run.seed,
+        rank=ranks.rank,
+        world_size=ranks.size,
+        workers=recipe.data.workers,
     )
     validation = None
     if recipe.data.validation_fraction:
         validation = Validation(
-            data.validation, batch_size=rows, sequence_length=context, batches=recipe.run.validation_batches
+            data.validation,
+            batch_size=rows,
+            sequence_length=context,
+            batches=recipe.run.validation_batches,
+            ranks=ranks,
         )
-    model = _model(recipe, data, init=init, device=device)
-    step = build.training_step(model, recipe, should_stop=should_stop)
+    model = _model(recipe, data, init=init, device=device, ranks=ranks)
+    if ranks.size > 1:
+        ranks.require_same(
+            {"torch": torch.__version__, "data": data.folder.name, "weights": f"{float(_sum(model)):.6g}"}
+        )
+    step = build.training_step(model, recipe, ranks=ranks, should_stop=should_stop)
     # LoRA computes no gradients of frozen weights: these FLOPs are not its own.
     rate = _rate(step.precision.dtype, device) if recipe.lora.rank is None else None
     # Last: measuring draws random numbers, how many depends on the machine's mood, and dropout must not.
-    configure(threads=recipe.run.threads, seed=recipe.run.seed)
+    configure(threads=recipe.run.threads, seed=recipe.run.seed + ranks.rank, processes=ranks.local_size)
     whole = training_flops_per_token(model.config, recipe.data.context)
     return Setup(
         data=data,
@@ -110,13 +127,23 @@ def set_up(recipe: Recipe, *, progress: bool, should_stop: Callable[[], bool] = 
     )
 
 
+def own_device(recipe: Recipe, ranks: Ranks) -> torch.device:
+    """Where this process computes: of several GPUs the one with its number on this machine."""
+    device = resolve_device(recipe.run.device)
+    return device if device.type == "cpu" or ranks.local_size == 1 else resolve_device(f"cuda:{ranks.local_rank}")
+
+
+def _sum(model: Transformer) -> torch.Tensor:
+    return torch.stack([p.detach().sum(dtype=torch.float64) for p in model.parameters()]).sum()
+
+
 def _without_each(config: ModelConfig) -> Iterator[ModelConfig]:
     """The config without its first block, without its second, …"""
     for index in range(len(config.layers)):
         yield replace(config, layers=config.layers[:index] + config.layers[index + 1 :])
 
 
-def _model(recipe: Recipe, data: TokenData, *, init: Path | None, device: torch.device) -> Transformer:
+def _model(recipe: Recipe, data: TokenData, *, init: Path | None, device: torch.device, ranks: Ranks) -> Transformer:
     context, vocab = recipe.data.context, data.tokenizer.vocab_size
     if init is None:
         config = build.shape_config(recipe.model, vocab_size=vocab, positions=context, tokenizer=data.tokenizer)
@@ -132,7 +159,7 @@ def _model(recipe: Recipe, data: TokenData, *, init: Path | None, device: torch.
                 f"data.context is {context:,} and the model {init} knows {config.max_positions:,} positions; lower it"
             )
     config = build.training_config(recipe, config)
-    check_memory(config, recipe, device, init=init)
+    check_memory(config, recipe, device, init=init, ranks=ranks)
     if init is None:
         model = initialize(config, seed=recipe.run.seed, device=device)
         eos = next(iter(data.tokenizer.eos_ids), None)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hasten.data import Batch
+from hasten.distributed.placement import Placement
 from hasten.model.context import TrainingContext, training_context
 from hasten.model.transformer import Transformer
 from hasten.ops.loss import IGNORED
@@ -38,7 +39,8 @@ class TrainStep:
     """The step of one model with one optimizer.
 
     clip: the largest gradient norm, None for no clipping. separate_documents: attention stays inside the documents that
-    `Batch.documents` numbers. should_stop: asked between micro-batches.
+    `Batch.documents` numbers. should_stop: asked between micro-batches. placement: where weights, gradients and states
+    are (None: here); of several ranks each has its own rows, and what is counted is everybody's.
     """
 
     model: Transformer
@@ -48,9 +50,12 @@ class TrainStep:
     clip: float | None = 1.0
     separate_documents: bool = False
     should_stop: Callable[[], bool] = lambda: False
+    placement: Placement | None = None
 
     def __post_init__(self) -> None:
-        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
+        self.where = Placement(self.model) if self.placement is None else self.placement
+        self.ranks, self.device = self.where.ranks, self.precision.device
+        self.parameters = list(self.where.worked.values())
         self._plain: dict[int, TrainingContext] = {}  # by the number of tokens in a row
 
     def run(
@@ -69,32 +74,36 @@ class TrainStep:
         if learning_rate is not None:
             set_learning_rate(self.optimizer, learning_rate)
         self.model.train()
-        device = self.model.device
-        targets = torch.stack([(batch.targets != IGNORED).sum() for batch in batches]).sum().to(device)
-        # A step without any target has the loss 0, not 0/0.
-        share = 1.0 / targets.clamp(min=1).float()
+        device = self.device
+        targets = self.ranks.sum(torch.stack([(batch.targets != IGNORED).sum() for batch in batches]).sum()).to(device)
+        # A step without any target has the loss 0, not 0/0. The ranks' gradients are averaged; their sum is meant.
+        share = self.ranks.size / targets.clamp(min=1).float()
         total = torch.zeros((), device=device)
         for number, batch in enumerate(batches):
             if self.should_stop():
-                self.optimizer.zero_grad()
+                self.where.forget()
                 return None
+            self.where.micro_batch(last=number == len(batches) - 1)
             own = None if block_scales is None else block_scales[number]
             loss = self.loss(batch.to(device, non_blocking=True), block_scales=own) * share
             self.precision.backward(loss)
             total += loss.detach()
         norm = self.update()
-        tokens = sum(batch.inputs.numel() for batch in batches)
-        return StepResult(loss=total, gradient_norm=norm, tokens=tokens, targets=targets)
+        tokens = sum(batch.inputs.numel() for batch in batches) * self.ranks.size
+        return StepResult(
+            loss=self.ranks.sum(total) / self.ranks.size, gradient_norm=norm, tokens=tokens, targets=targets
+        )
 
     def update(self) -> Tensor:
         """Clip the gradients, take the optimizer's step, and forget them; returns their norm before clipping."""
-        self.precision.unscale(self.optimizer)
-        gradients = [p.grad for p in self.parameters if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients)
+        self.where.collect()
+        self.precision.unscale(self.optimizer, self.ranks)
+        norm = torch.linalg.vector_norm(self.where.norms([p.grad for p in self.parameters if p.grad is not None]))
         if self.clip is not None:
             torch.nn.utils.clip_grads_with_norm_(self.parameters, self.clip, norm)
         self.precision.step(self.optimizer)
-        self.optimizer.zero_grad()
+        self.where.forget()
+        self.where.publish()
         return norm
 
     def loss(self, batch: Batch, *, block_scales: Sequence[float] | None = None) -> Tensor:
@@ -109,4 +118,4 @@ class TrainStep:
         # (1, T) instead of (B, T): the rotary table is the same for every row, and is made once.
         positions = torch.arange(tokens, device=batch.inputs.device).unsqueeze(0)
         with self.precision.autocast():
-            return self.model(batch.inputs, positions, context, targets=batch.targets, block_scales=block_scales)
+            return self.where.module(batch.inputs, positions, context, targets=batch.targets, block_scales=block_scales)

@@ -19,14 +19,21 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 NAMES |= {torch.int64: "I64", torch.int32: "I32", torch.int8: "I8", torch.uint8: "U8"}
 
 
-def write_file(specs: Mapping[str, Tensor], path: Path, *, tensors: Iterable[tuple[str, Tensor]]) -> None:
+def write_file(
+    specs: Mapping[str, Tensor],
+    path: Path,
+    *,
+    tensors: Iterable[tuple[str, Tensor]],
+    metadata: Mapping[str, str] | None = None,
+) -> None:
     """Write a file that holds exactly the tensors of `specs`, which `tensors` yields by name in any order.
 
-    specs: tensors of their dtypes and shapes, on the meta device where they are still to be made. The data is on the
-    disk (fsync) when this returns. Raises OSError where it cannot be written.
+    specs: tensors of their dtypes and shapes, on the meta device where they are still to be made. metadata: texts
+    in the header beside them. The data is on the disk (fsync) when this returns. Raises OSError where it cannot be
+    written.
     """
     order = sorted(specs, key=lambda name: (-specs[name].dtype.itemsize, name))
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, object] = {"__metadata__": {"format": "pt"} | dict(metadata or {})}
     places, end = {}, 0
     for name in order:
         spec, begin = specs[name], end

@@ -1,0 +1,79 @@
+"""What a rank holds and sends, counted: bytes of weights, gradients and optimizer states, and of every collective.
+
+Resident memory is not looked at: it has activations, buffers of a collective and whatever an allocator keeps.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# What a rank sends of N in a ring, of the bytes of the tensor that is whole; and which argument that is.
+_SENT = {"allreduce_": (2, 0), "_allgather_base_": (1, 0), "_reduce_scatter_base_": (1, 1), "allgather_": (1, 0)}
+SMALL = 1024  # bytes: counts of targets, norms and flags, which no formula has
+
+
+class Counted(TorchDispatchMode):
+    """Inside `with`: `held()` at any moment, `peak` of it over all operations, `sent` by collective, and their `order`.
+
+    Everything is found that is a parameter when the block is entered; so take a step before it. order: (collective,
+    bytes of the whole tensor), of all that are not `SMALL`.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__()
+        self.optimizer = optimizer
+        self.sent: Counter[str] = Counter()
+        self.order: list[tuple[str, int]] = []
+        self.peak = 0
+        self.parameters = [found for found in gc.get_objects() if isinstance(found, nn.Parameter)]
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = function._schema.name.partition("::")
+        if name[0] == "c10d" and name[2] in _SENT:
+            times, place = _SENT[name[2]]
+            whole = sum(_bytes(tensor) for tensor in _flat(args[place]))
+            if whole > SMALL:
+                at = [argument.name for argument in function._schema.arguments].index("process_group")
+                count = ProcessGroup.unbox(args[at]).size()
+                self.sent[name[2].strip("_")] += times * whole * (count - 1) // count
+                self.order.append((name[2].strip("_"), whole))
+        result = function(*args, **(kwargs or {}))
+        self.peak = max(self.peak, self.held())
+        return result
+
+    def held(self, device: str | None = None) -> int:
+        """Bytes of weights, whole or in parts, their gradients and the optimizer's states; on one kind of device."""
+        storages = {}
+        for tensor in self._tensors():
+            storage = getattr(tensor, "_local_tensor", tensor).untyped_storage()
+            if device in (None, storage.device.type):
+                storages[storage.data_ptr()] = storage.nbytes()
+        return sum(storages.values())
+
+    def _tensors(self) -> Iterator[Tensor]:
+        for parameter in self.parameters:
+            yield parameter
+            if parameter.grad is not None:
+                yield parameter.grad
+        for state in self.optimizer.state.values():
+            yield from (value for value in state.values() if isinstance(value, Tensor) and value.dim())
+
+
+def _flat(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from _flat(one)
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

@@ -1,0 +1,199 @@
+"""Becoming one of several processes, telling one error for all of them, and starting them.
+
+Rank 0 speaks for all. A rank that fails leaves its reason in the store through which the processes found each other,
+breaks its connections, so that nobody waits for it, and stays until the reason was told; rank 0 tells it as its own.
+One that was killed leaves none; then the others say that they are there, and rank 0 names who does not.
+"""
+
+import atexit
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+
+from hasten.distributed import launched
+from hasten.distributed.ranks import ALONE, Ranks
+from hasten.errors import ConfigError, HastenError, TrainingError
+
+PATIENCE = 20.0  # seconds that a failed rank waits for its reason to be told
+ROLL_CALL = 2.0  # seconds in which every rank that is still there says so
+BY_US = "HASTEN_PROCESSES"  # set where `start` has started us: it says itself which process was killed
+
+
+def restarted() -> bool:
+    """Whether torchrun has started the processes again."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+
+
+@contextmanager
+def joined() -> Iterator[Ranks]:
+    """This process among its like, inside the block; `ALONE` where there are none.
+
+    On a GPU each process of a machine has its own, by its number. An error of any rank is raised on rank 0, with the
+    rank's name; the others end without a word, with status 2. Raises ConfigError where they cannot meet.
+    """
+    if not launched():
+        yield ALONE
+        return
+    names = {"rank": "RANK", "size": "WORLD_SIZE", "local_rank": "LOCAL_RANK", "local_size": "LOCAL_WORLD_SIZE"}
+    try:
+        given = {name: int(os.environ.get(variable, name == "local_size")) for name, variable in names.items()}
+        ranks = Ranks(**given, joined=True)
+        if torch.cuda.is_available():
+            torch.cuda.set_device(ranks.local_rank)
+        if not dist.is_initialized():  # once a process: a second group would find what the first has left in the store
+            dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+            atexit.register(_leave)
+    except (ValueError, RuntimeError) as error:
+        raise ConfigError(_unmet(error)) from None
+    watch = _Watch(ranks)
+    try:
+        yield ranks
+        if ranks.size > 1:
+            dist.barrier()  # the first may still be writing
+    except Exception as error:
+        failure = watch.failed(error)
+        if failure is error:
+            raise
+        raise failure from None
+    finally:
+        watch.over.set()
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _unmet(error: Exception) -> str:
+    place = f"{os.environ.get('MASTER_ADDR', 'MASTER_ADDR')}:{os.environ.get('MASTER_PORT', 'MASTER_PORT')}"
+    text = str(error).split("\n")[0]
+    if "EADDRINUSE" in text or "address already in use" in text.lower():
+        return (
+            f"port {place} is taken, perhaps by another run; choose another one (torchrun --master-port, MASTER_PORT)"
+        )
+    return f"the processes cannot meet at {place}: {text:.200}"
+
+
+class _Watch:
+    """What the ranks tell each other when something goes wrong."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+        self.over = threading.Event()
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store: Any = dist.distributed_c10d._get_default_store()
+        own, other = (PrefixStore(f"hasten/{attempt}", store.clone()) for _ in range(2))  # one a thread
+        self.store = own
+        if ranks.first and ranks.size > 1:
+            threading.Thread(target=self._listen, args=(other,), daemon=True).start()
+
+    def _listen(self, store: Any) -> None:
+        """Tell another rank's error even where this one computes, or waits for what does not come."""
+        while not self.over.wait(0.5):
+            with suppress(RuntimeError):
+                if not store.check(["error"]):
+                    continue
+                if not self.over.wait(5):
+                    print(f"error: {store.get('error').decode()}", file=sys.stderr, flush=True)
+                    store.set("told", "")
+                    os._exit(2)
+            return
+
+    def failed(self, error: Exception) -> BaseException:
+        """What this rank raises: its own error, another one's, or the status of one that has left its reason."""
+        if self.ranks.size == 1:
+            return error
+        with suppress(RuntimeError):  # the store may be gone as well
+            broken = _is_broken(error)
+            if broken:
+                self.store.set(f"here/{self.ranks.rank}", "")
+            elif not self.ranks.first:
+                told = isinstance(error, HastenError | MemoryError) or "out of memory" in str(error)
+                reason = str(error).split("\n")[0] or "memory ran out"
+                self.store.set("error", f"rank {self.ranks.rank}: {reason}")
+                dist.distributed_c10d._abort_process_group()
+                self._wait("told", PATIENCE)
+                return SystemExit(2) if told else error
+            if self.ranks.first:
+                self.over.set()
+                try:
+                    return self._named() if broken else error
+                finally:
+                    self.store.set("told", "")
+        return SystemExit(2) if _is_broken(error) else error
+
+    def _named(self) -> HastenError | SystemExit:
+        """Who ended, and why."""
+        if self._wait("error", ROLL_CALL):
+            return TrainingError(self.store.get("error").decode())
+        missing = [rank for rank in range(1, self.ranks.size) if not self.store.check([f"here/{rank}"])]
+        if BY_US in os.environ:
+            return SystemExit(2)
+        names = ", ".join(map(str, missing)) or "?"
+        return TrainingError(f"rank {names} ended without a word: it was killed, or the machine's memory ran out")
+
+    def _wait(self, key: str, seconds: float) -> bool:
+        end = time.monotonic() + seconds
+        while not self.store.check([key]):
+            if time.monotonic() > end:
+                return False
+            time.sleep(0.05)
+        return True
+
+
+def _is_broken(error: Exception) -> bool:
+    """Whether another rank is gone, or has not come."""
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and any(word in str(error).lower() for word in ("gloo", "nccl", "peer"))
+    )
+
+
+def start(arguments: Sequence[str], *, processes: int, max_restarts: int = 0) -> None:
+    """Run `python -m hasten ARGUMENTS` in so many processes of this machine, by torchrun's agent; they find each other.
+
+    max_restarts: how often all are started again when one has died. Raises TrainingError that names a rank that was
+    killed, and SystemExit where one has ended with a status of its own.
+    """
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    if processes < 1 or max_restarts < 0:
+        raise ConfigError(f"--processes is {processes} and --max-restarts {max_restarts}; at least 1, and at least 0")
+    os.environ[BY_US] = "1"
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # what happened is told below
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=processes,
+        run_id="hasten",
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=max_restarts,
+        local_addr="localhost",
+        logs_specs=DefaultLogsSpecs(),
+    )
+    try:
+        elastic_launch(config, sys.executable)("-m", "hasten", *arguments)
+    except SignalException as stopped:
+        raise SystemExit(128 + stopped.sigval) from None
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        if failure.exitcode >= 0:
+            raise SystemExit(failure.exitcode) from None
+        name = signal.Signals(-failure.exitcode).name
+        raise TrainingError(
+            f"rank {rank} was ended by {name}; the same command goes on from the last checkpoint"
+            + ("" if max_restarts else " (--max-restarts 3 does so by itself)")
+        ) from None

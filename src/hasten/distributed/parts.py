@@ -1,0 +1,36 @@
+"""Rows of tensors in safetensors files: the place of a part in the whole tensor stands in the file's header."""
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from hasten.model.formats.stream import write_file
+
+PLACES = "hasten_parts"  # in a header, as JSON: {name: [shape of the whole, offsets]}; a tensor that it lacks is whole
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Some rows of a tensor, or all of it: what one rank writes. shape: of the whole. offsets: of its first element."""
+
+    name: str
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    data: Tensor
+
+    @classmethod
+    def whole(cls, name: str, data: Tensor) -> "Part":
+        """All of a tensor."""
+        return cls(name, tuple(data.shape), (0,) * data.dim(), data)
+
+
+def write(path: Path, parts: Iterable[Part]) -> None:
+    """Write a file, one tensor at a time. Raises OSError."""
+    parts = list(parts)
+    places = {part.name: [part.shape, part.offsets] for part in parts if part.data.shape != part.shape}
+    metadata = {PLACES: json.dumps(places)} if places else {}
+    data = {part.name: part.data for part in parts}
+    write_file(data, path, tensors=((name, one.detach().cpu()) for name, one in data.items()), metadata=metadata)

@@ -1,0 +1,85 @@
+"""This process among those that train together: who it is, and the few small things they tell each other.
+
+Numbers and words travel between the hosts (gloo), whatever carries the tensors: nothing here waits for a GPU.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hasten.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranks:
+    """rank of size processes; local_rank of local_size on this machine. Without a process group: one process alone."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    joined: bool = False
+    """There is a process group, be it of one."""
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the one that prints and writes what there is once."""
+        return self.rank == 0
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum over all ranks, in place."""
+        if self.size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def any(self, flag: bool) -> bool:
+        """Whether it is so on any rank."""
+        return flag if self.size == 1 else bool(self.sum(torch.tensor(int(flag))))
+
+    def of_first(self, number: float) -> float:
+        """The first rank's number: what is decided by a clock is decided there."""
+        if self.size == 1:
+            return number
+        told = torch.tensor(number, dtype=torch.float64)
+        dist.broadcast(told, 0)
+        return told.item()
+
+    def texts(self, own: str) -> list[str]:
+        """Every rank's text."""
+        if self.size == 1:
+            return [own]
+        data = torch.tensor(list(own.encode()), dtype=torch.uint8)
+        lengths = [torch.zeros((), dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(lengths, torch.tensor(len(data)))
+        longest = max(map(int, lengths))
+        found = [torch.zeros(longest, dtype=torch.uint8) for _ in lengths]
+        dist.all_gather(found, torch.nn.functional.pad(data, (0, longest - len(data))))
+        return [
+            bytes(one[: int(length)].tolist()).decode(errors="replace")
+            for one, length in zip(found, lengths, strict=True)
+        ]
+
+    def require_same(self, facts: dict[str, str]) -> None:
+        """Raise ConfigError, on every rank, where one has other facts than the first: by its number and both values."""
+        told = self.texts("\0".join(facts.values()))
+        for rank, other in enumerate(told):
+            for name, first, here in zip(facts, told[0].split("\0"), other.split("\0"), strict=False):
+                if first != here:
+                    raise ConfigError(
+                        f"rank {rank} has another {name} than rank 0 ({here:.80}, not {first:.80}): give every process "
+                        "the same"
+                    )
+
+    def rows(self, batch_size: int) -> int:
+        """Rows of a micro-batch that are this rank's. Raises ConfigError where they cannot be shared evenly."""
+        if batch_size % self.size:
+            raise ConfigError(
+                f"data.batch_size is {batch_size}, which {self.size} processes cannot share evenly; make it a multiple "
+                f"of {self.size} (it counts the rows of all processes together)"
+            )
+        return batch_size // self.size
+
+
+ALONE = Ranks()

@@ -1,0 +1,173 @@
+"""When one of several processes goes wrong: one clear error on rank 0 that names it, no hang, nothing half-written."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+
+import psutil
+import pytest
+
+import ranks
+from hasten.distributed.ranks import Ranks
+from hasten.errors import ConfigError, ResourceError
+from hasten.model.initialize import initialize
+from hasten.training import build, checkpoints
+from hasten.training.checkpoint_state import find
+from hasten.training.journal import read
+from hasten.training.recipe import flat
+from hasten.training.recipes import RECIPES
+from hasten.training.session import train
+
+# Trains; what goes wrong, on rank 1 alone, is the second argument.
+CHILD = textwrap.dedent("""
+    import json, os, signal, sys
+    import torch
+    from hasten.errors import HastenError, ResourceError
+    from hasten.training import setup
+    from hasten.training.recipe import Recipe
+    from hasten.training.session import train
+    setup.matrix_rate = lambda dtype, **options: 1e11
+    torch.set_num_threads(1)
+    values, wrong = json.load(open(sys.argv[1])), sys.argv[2]
+    def memory(*given, **options):
+        raise ResourceError("the memory is gone")
+    def on_step(line):
+        if line["step"] == 3 and wrong == "killed" and os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+    if os.environ["RANK"] == "1" and wrong == "memory":
+        setup.check_memory = memory
+    try:
+        train(Recipe.from_json(values), progress=False, on_step=on_step)
+    except HastenError as error:
+        print(f"{type(error).__name__}: {error}")
+        sys.exit(2)
+""")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ("memory", "TrainingError: rank 1: the memory is gone"),
+        ("killed", "TrainingError: rank 1 ended without a word"),
+    ],
+)
+def test_the_first_rank_names_who_went_wrong(recipe, tmp_path, wrong, told):
+    file = tmp_path / "case.json"
+    file.write_text(json.dumps(recipe(steps=2000, zero=1, checkpoint_every=2).to_json()))
+    (status, said, errors), (other, silent, _) = ranks.run(CHILD, file, wrong, timeout=120)
+    assert (status, other) == (2, -9 if wrong == "killed" else 2), errors
+    assert said.startswith(told), (said, errors)
+    assert silent == ""
+    if wrong == "killed":
+        assert find(tmp_path / "runs/tiny/checkpoints/last").step == 2
+
+
+def test_a_port_that_is_taken_is_named(recipe, tmp_path):
+    file = tmp_path / "case.json"
+    file.write_text(json.dumps(recipe().to_json()))
+    with socket.socket() as taken:
+        taken.bind(("localhost", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        variables = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+        command = [sys.executable, "-c", CHILD, str(file), "nothing"]
+        done = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, check=False)
+    assert done.stdout.startswith(f"ConfigError: port localhost:{port} is taken"), done.stderr
+
+
+def test_ranks_with_other_facts_are_named():
+    class Two(Ranks):
+        def texts(self, own):
+            return [own, own.replace("4df1", "90aa")]
+
+    with pytest.raises(ConfigError, match=r"rank 1 has another data than rank 0 \(90aa, not 4df1\)"):
+        Two(size=2).require_same({"recipe": "{}", "data": "4df1"})
+    Two(size=2).require_same({"recipe": "{}"})
+
+
+def refuse(model, made, two):
+    made.check()
+    build.place(model, made, two)
+
+
+def test_what_does_not_fit_together_is_refused_before_anything_is_shared(recipe):
+    two = Ranks(rank=0, size=2, joined=True)
+    config = build.shape_config(recipe().model, vocab_size=64, positions=32)
+    model = initialize(config, seed=0)
+    for made, told in [
+        (recipe(zero=1, replicas=3), "parallel.replicas is 3, which 2 processes cannot share"),
+        (recipe(offload="all"), "set parallel.zero to 1, 2 or 3"),
+        (recipe(zero=4), "parallel.zero is 4"),
+        (recipe(policy="float32-masters"), "needs techniques.precision bfloat16 or float16"),
+        (recipe(zero=3, prefetch=1, layer_drop=0.5), "layer_drop leaves out"),
+    ]:
+        with pytest.raises(ConfigError, match=told):
+            refuse(model, made, two)
+
+
+def test_a_part_that_one_rank_cannot_write_is_told_and_the_old_one_stays(recipe, monkeypatch, tmp_path):
+    """As on two ranks: what `texts` gives is every rank's."""
+    made = recipe(steps=4, checkpoint_every=2)
+    train(made, progress=False)
+    folder = tmp_path / "runs/tiny/checkpoints/last"
+    before = (folder / "checkpoint.json").read_text()
+
+    class Two(Ranks):
+        def texts(self, own):
+            return [own, "the disk is full"]
+
+        def any(self, flag):
+            return flag
+
+    pending = checkpoints.Pending(folder, {}, {"files": {}}, ranks=Two(size=2), background=False, also=None)
+    with pytest.raises(ResourceError, match="rank 1: the disk is full"):
+        pending.finish()
+    assert (folder / "checkpoint.json").read_text() == before
+
+
+def flags(made):
+    """The recipe as options of `hasten train demo`."""
+    usual, words = flat(RECIPES["demo"]), []
+    for name, value in flat(made).items():
+        section, _, field = name.rpartition(".")
+        option = "--" + ".".join(filter(None, (section, field.replace("_", "-"))))
+        if value is False and usual[name]:
+            words.append(f"--{section}.no-{field.replace('_', '-')}")
+        elif value != usual[name]:
+            words += (
+                [option] if value is True else [option, *(map(str, value) if isinstance(value, list) else [str(value)])]
+            )
+    return words
+
+
+@pytest.mark.slow  # nine processes, one after the other in twos and threes
+def test_a_killed_rank_is_restarted_and_everything_goes_on_bit_for_bit(recipe, tmp_path):
+    """`hasten train --processes 2 --max-restarts 1`, whose rank 1 is killed somewhere after a checkpoint."""
+    fields = {"zero": 3, "steps": 40, "checkpoint_every": 3, "validate_every": 20, "dropout": 0.1, "accumulation": 2}
+    whole, killed = recipe(name="whole", **fields), recipe(name="killed", **fields)
+    ranks.train_all([whole.to_json()], tmp_path)
+    command = [sys.executable, "-m", "hasten", "train", "demo", *flags(killed), "--processes", "2"]
+    child = subprocess.Popen(
+        [*command, "--max-restarts", "1"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    journal = tmp_path / "runs/killed/train.jsonl"
+    for _ in range(3000):
+        if len(read(journal)) > 5 or child.poll() is not None:
+            break
+        time.sleep(0.02)
+    (worker,) = [one for one in psutil.Process(child.pid).children() if one.environ().get("RANK") == "1"]
+    worker.kill()
+    output, errors = child.communicate(timeout=200)
+    assert child.returncode == 0, errors
+    assert output.count("40 steps") == 1
+    assert "Traceback" not in errors
+    ours, theirs = (read(tmp_path / "runs" / name / "train.jsonl") for name in ("killed", "whole"))
+    assert [line["step"] for line in ours] == list(range(1, 41))
+    for one, other in zip(ours, theirs, strict=True):
+        assert all(one.get(key) == other.get(key) for key in ("loss", "gradient_norm", "validation_loss"))
+    first, second = (tmp_path / "runs" / name / "model/model.safetensors" for name in ("killed", "whole"))
+    assert first.read_bytes() == second.read_bytes()

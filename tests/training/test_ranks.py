@@ -1,0 +1,142 @@
+"""Two processes compute what one computes: the same losses, gradient norms and validation losses, whoever has what."""
+
+import math
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+import hasten
+import ranks
+from hasten.distributed.ranks import Ranks
+from hasten.errors import ConfigError
+from hasten.training.checkpoint_state import find
+from hasten.training.journal import read
+from hasten.training.session import train
+
+SHAPE = {"hidden_size": 40, "feed_forward": 51}  # rows that two ranks cannot share evenly
+HARD = {"accumulation": 2, "separate_documents": True, "steps": 20, "validate_every": 10, **SHAPE}
+SHORT = {"steps": 10, "validate_every": 5, "validation_batches": 1, **SHAPE}
+DROP = {"layer_drop": 0.5, "layers": 4, "accumulation": 2, **SHORT}
+PATTERN = "bigbird:block=16,window=1,random-blocks=1"
+MASTERS = {"policy": "float32-masters", "precision": "bfloat16", **SHORT}
+
+# What one process computes, and in which ways two do.
+CASES = {
+    "adamw": (
+        HARD,
+        [{"zero": zero} for zero in (0, 1)] + [{"zero": 2, "offload": "optimizer"}, {"zero": 3, "offload": "all"}],
+    ),
+    "lamb": ({"kind": "lamb", **SHORT}, [{"zero": 3}]),
+    "muon": ({"kind": "muon", **SHORT}, [{"zero": 3, "prefetch": 1}]),
+    "drop": (DROP, [{"zero": 0}, {"zero": 1}]),
+    "sparse": ({"attention_pattern": PATTERN, "context": 64, "checkpointing": "full", **SHORT}, [{"zero": 2}]),
+    "half": ({"precision": "float16", **SHORT}, [{"zero": 3}]),
+    "masters": (MASTERS, [{"zero": 0}, {"zero": 3, "offload": "optimizer"}]),
+}
+# Stopped after step 7 by the first, gone on by the second; 1 process: no ranks.
+CONTINUED = [
+    ({"zero": 3}, None),
+    ({"zero": 0}, {"zero": 3}),
+    ({"zero": 1, "background_checkpoints": True, "checkpoint_every": 3}, {"zero": 2, "offload": "optimizer"}),
+    (None, {"zero": 3}),
+]
+
+
+def named(name, way):
+    return "-".join([name, *(f"{key}={value}" for key, value in way.items())])
+
+
+@pytest.fixture(scope="module")
+def runs(recipe_of_module):
+    """The folder of all runs, trained: by one process, by two, and those of `CONTINUED` up to step 7."""
+    folder = Path(recipe_of_module().run.folder)
+    cases = []
+    for name, (fields, ways) in CASES.items():
+        train(recipe_of_module(name=name, **fields), progress=False)
+        cases += [recipe_of_module(name=named(name, way), **fields, **way).to_json() for way in ways]
+    cases.append(recipe_of_module(name="overflow", precision="float16", zero=2, steps=8).to_json() | {"overflow": 5})
+    for number, (first, _) in enumerate(CONTINUED):
+        made = recipe_of_module(name=f"continued-{number}", **(HARD | (first or {})))
+        if first is None:
+            stop_after(made, 7)
+        else:
+            cases.append(made.to_json() | {"stop_after": 7})
+    ranks.train_all(cases, folder.parent)
+    return folder
+
+
+def stop_after(made, step):
+    train(made, progress=False, on_step=lambda line: line["step"] == step and os.kill(os.getpid(), signal.SIGTERM))
+
+
+def lines(runs, name):
+    return read(runs / name / "train.jsonl")
+
+
+def assert_same(ours, theirs, tolerance=1e-5, keys=("loss", "gradient_norm", "validation_loss")):
+    assert [line["step"] for line in ours] == [line["step"] for line in theirs]
+    for one, other in zip(ours, theirs, strict=True):
+        for key in ("scale", "skipped", "kept_blocks", "tokens"):
+            assert one.get(key) == other.get(key), (one, other)
+        for key in keys:
+            assert (key in one) == (key in other)
+            if key in one:
+                allowed = tolerance * (100 if key == "gradient_norm" else 1)  # it magnifies what rounding has left
+                assert math.isclose(one[key], other[key], rel_tol=allowed, abs_tol=allowed), (one, other, key)
+
+
+@pytest.mark.filterwarnings("ignore:hasten runs")
+@pytest.mark.parametrize("name", CASES)
+def test_two_ranks_compute_what_one_does(runs, name):
+    half = name in ("half", "masters")  # gradients are summed in 16 bits, in another order
+    for way in CASES[name][1]:
+        ours = lines(runs, named(name, way))
+        assert_same(ours, lines(runs, name), *((2e-3, ("loss",)) if half else ()))
+        one, two = (load_file(runs / run / "model/model.safetensors") for run in (name, named(name, way)))
+        assert {key: (t.shape, t.dtype) for key, t in one.items()} == {
+            key: (t.shape, t.dtype) for key, t in two.items()
+        }
+
+
+@pytest.mark.slow  # four processes on two cores
+def test_four_ranks_and_two_replicas_of_two(runs, recipe_of_module):
+    ways = {"adamw": {"zero": 2, "replicas": 2}, "muon": {"zero": 3}, "lamb": {"zero": 1, "replicas": 2}}
+    made = [recipe_of_module(name=f"four-{name}", **(CASES[name][0] | way)) for name, way in ways.items()]
+    ranks.train_all([one.to_json() for one in made], runs.parent, ranks=4)
+    for name in ways:
+        assert_same(lines(runs, f"four-{name}"), lines(runs, name))
+
+
+def test_what_overflows_on_one_rank_is_skipped_on_all(runs):
+    told = lines(runs, "overflow")
+    assert [line["step"] for line in told if line["skipped"]] == [5]
+    assert [line["scale"] for line in told[3:6]] == [65536.0, 32768.0, 32768.0]
+    assert told[-1]["loss"] < told[0]["loss"]
+
+
+def test_any_number_of_ranks_goes_on_from_what_any_has_written(runs, recipe_of_module):
+    cases = []
+    for number, (_, then) in enumerate(CONTINUED):
+        made = recipe_of_module(name=f"continued-{number}", **(HARD | (then or {})))
+        stored = find(runs / made.name / "checkpoints/last")
+        assert stored.step == 7
+        if then is None:
+            train(made, progress=False, resume="must")
+        else:
+            cases.append(made.to_json())
+    ranks.train_all(cases, runs.parent)
+    for number in range(len(CONTINUED)):
+        assert_same(lines(runs, f"continued-{number}"), lines(runs, "adamw"))
+    model = hasten.load(runs / "continued-1/model")
+    whole = hasten.load(runs / "adamw/model")
+    assert all((a - b).abs().max() < 1e-4 for a, b in zip(model.parameters(), whole.parameters(), strict=True))
+
+
+def test_rows_that_do_not_divide_are_refused(recipe):
+    with pytest.raises(ConfigError, match=r"data.batch_size is 4, which 3 processes"):
+        Ranks(size=3).rows(recipe().data.batch_size)
+    with pytest.raises(ConfigError, match=r"offload all.*--processes"):
+        train(recipe(zero=1, offload="all"), progress=False)
