@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import hasten
 from hasten.errors import ConfigError
@@ -15,7 +16,6 @@ from hasten.model.lora import LoRALinear, attached
 from hasten.ops.linear import PackedLinear
 from hasten.quantization import Int4, Int8, quantize
 from hasten.training.checkpoint_state import find
-from hasten.training.checkpoints import read_tensors
 from hasten.training.journal import read
 from hasten.training.recipe import Lora, Recipe
 from hasten.training.session import train
@@ -63,7 +63,8 @@ def test_only_the_adapter_learns_and_is_kept(recipe, bases, base):
     result = train(own, progress=False)
     found = losses(result)
     assert found[-1][3] < found[0][1] - 0.3
-    assert {name for name, _ in read_tensors(find(result.folder / "checkpoints" / "last"), "weights")} == trained
+    stored = find(result.folder / "checkpoints" / "last")
+    assert load_file(stored.folder / stored.files["weights"][0]).keys() == trained
     assert sorted(path.name for path in result.model_folder.iterdir()) == [
         "adapter_config.json",
         "adapter_model.safetensors",

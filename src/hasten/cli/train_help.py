@@ -13,10 +13,8 @@ USUAL: dict[str, tuple[str | None, str]] = {
     "--name": ("name", "of the run: its folder is runs/NAME"),
     "--init": ("init", "a model folder or hub id to go on from"),
     "--data.source": ("data.source", "a file, folder, glob or hf:owner/name"),
-    "--data.context": ("data.context", "tokens in a row of a batch"),
     "--data.batch-size": ("data.batch_size", "rows in memory at once"),
     "--optimizer.learning-rate": ("optimizer.learning_rate", "at its peak"),
-    "--model.layers": ("model.layers", "decoder blocks"),
     "--techniques.precision": ("techniques.precision", "of the matrix products"),
     "--resume": (None, "or never, or must: from the last checkpoint"),
 }
