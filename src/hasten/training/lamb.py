@@ -52,7 +52,10 @@ class Lamb(torch.optim.Optimizer):
             for p in trained:
                 self._begin(p)
             update = _many if self.foreach else _one_by_one
-            update(trained, [self.state[p] for p in trained], group, self.parts)
+            self._lengths(trained, update(trained, [self.state[p] for p in trained], group, self.parts))
+
+    def _lengths(self, parameters: list[Tensor], lengths: Tensor) -> None:
+        """Told how long the steps were, c of each parameter."""
 
     def _begin(self, parameter: Tensor) -> None:
         state = self.state[parameter]
@@ -68,9 +71,10 @@ def _corrections(states: list[dict[str, Tensor]], beta: float) -> list[float]:
     return [1 - beta ** float(state["step"]) for state in states]
 
 
-def _one_by_one(trained: list[Tensor], states: list[dict[str, Tensor]], group: dict[str, Any], parts: Parts) -> None:
+def _one_by_one(trained: list[Tensor], states: list[dict[str, Tensor]], group: dict[str, Any], parts: Parts) -> Tensor:
     beta1, beta2 = group["betas"]
     low, high = group["bounds"]
+    found = []
     for x, state in zip(trained, states, strict=True):
         assert x.grad is not None
         m, v = state["exp_avg"], state["exp_avg_sq"]
@@ -82,9 +86,11 @@ def _one_by_one(trained: list[Tensor], states: list[dict[str, Tensor]], group: d
         size, length = parts.norms([x, u])
         c = torch.where((size > 0) & (length > 0), (size / length).clamp(low, high), 1.0)
         x -= group["lr"] * c * u
+        found.append(c)
+    return torch.stack(found)
 
 
-def _many(trained: list[Tensor], states: list[dict[str, Tensor]], group: dict[str, Any], parts: Parts) -> None:
+def _many(trained: list[Tensor], states: list[dict[str, Tensor]], group: dict[str, Any], parts: Parts) -> Tensor:
     beta1, beta2 = group["betas"]
     low, high = group["bounds"]
     gradients = [x.grad for x in trained if x.grad is not None]
@@ -102,3 +108,4 @@ def _many(trained: list[Tensor], states: list[dict[str, Tensor]], group: dict[st
     c = torch.where((sizes > 0) & (lengths > 0), (sizes / lengths).clamp(low, high), 1.0)
     torch._foreach_mul_(u, list(c.unbind()))
     torch._foreach_add_(trained, u, alpha=-group["lr"])
+    return c

@@ -1,0 +1,178 @@
+"""1-bit Adam (arXiv 2102.02888) and 1-bit LAMB (arXiv 2104.06069): after a warm-up only signs of the momentum travel.
+
+Warm-up: AdamW or LAMB on gradients that were averaged over all ranks. Then the variance v is frozen, gradients stay on
+their ranks, and the momentum's mean over ranks comes from `compressed_mean`, one bit an element:
+
+    m = mean over ranks of (β1·m + (1-β1)·g)
+    Adam:  x = x - rate·(m̂/(√v̂ + ε) + decay·x)
+    LAMB:  u = m̂/(√v̂ + ε) + decay·x;  x = x - rate·c̄·f·u
+
+LAMB's step length c = ‖x‖/‖u‖ is averaged in the warm-up (c̄) and corrected by f, by how far the variance of the
+gradients that the momentum implies, ĝ = (m - β1·m_before)/(1-β1), has moved from the frozen one. Its momenta travel
+scaled to one size, because one bit has one size for all.
+
+Elements whose variance is zero at the freeze (padded rows of a vocabulary) never move, and do not travel.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hasten.distributed.compressed import Errors, OneBit, compressed_mean, no_errors
+from hasten.errors import ConfigError
+from hasten.training.lamb import Lamb
+
+LEAST_BETA2 = 0.999
+STEADY = 0.96  # of the variance's sum, against that 1/(1-β2) steps before: from there on it is frozen
+_MEAN = 0.9  # of c̄ that stays in each step of the warm-up
+_FACTORS = (0.5, 4.0)  # smallest and largest f
+_CHANGE = 0.1  # of f, from one step to the next
+
+
+class OneBitOptimizer(torch.optim.Optimizer):
+    """What both have in common; mixed into AdamW and Lamb, whose step is that of the warm-up, bit for bit.
+
+    The gradients are averages over ranks until `frozen`, and each rank's own after it. Further state per parameter:
+    frozen_at (0-dim; 0: not yet), mark (0-dim: the sum of its variance when that was last looked at).
+    """
+
+    freeze_after: int | None = None
+    """Steps of warm-up; None: until the sum of the variance has become steady."""
+    ranks: int = 1
+    errors: Errors | None = None  # of the momenta of all parameters, one after the other
+
+    @property
+    def frozen(self) -> bool:
+        """Whether the warm-up is over: the next gradients are to stay on their ranks."""
+        return any("frozen_at" in state and state["frozen_at"] > 0 for state in self.state.values())
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Update every parameter; one without a gradient takes part with a gradient of zero once frozen."""
+        assert closure is None
+        if not self.frozen:
+            super().step()
+            if self._is_time():
+                self._freeze([p for p, _ in self._members()])
+            return
+        self._agree()
+        for p, group in self._members():
+            self._update(p, self.state[p], group)
+
+    def _members(self) -> list[tuple[Tensor, dict[str, Any]]]:
+        """Parameters that were seen in the warm-up; the others never move."""
+        return [(p, group) for group in self.param_groups for p in group["params"] if self.state[p]]
+
+    def _agree(self) -> None:
+        """The momenta become the means over all ranks."""
+        parts, kept = [], []
+        for p, group in self._members():
+            state, beta1 = self.state[p], group["betas"][0]
+            state["step"] = state["step"] + 1
+            gradient = torch.zeros_like(p) if p.grad is None else p.grad
+            moved = torch.lerp(state["exp_avg"], gradient.to(state["exp_avg"].dtype), 1 - beta1)
+            parts.append((moved * self._scaling(state)).flatten().float())
+            kept.append((state["exp_avg_sq"] > 0).flatten())
+        whole = torch.cat(parts)
+        if self.errors is None:
+            self.errors = no_errors(len(whole), self.ranks, whole.device)
+        mean = compressed_mean(whole, self.errors, OneBit(), kept=torch.cat(kept))
+        for (p, _), part in zip(self._members(), mean.split([len(part) for part in parts]), strict=True):
+            state = self.state[p]
+            self._take(state, (part.view_as(p) / self._scaling(state)).to(state["exp_avg"].dtype))
+
+    def _is_time(self) -> bool:
+        members = self._members()
+        step = max((int(self.state[p]["step"]) for p, _ in members), default=0)
+        if self.freeze_after is not None:
+            return step >= self.freeze_after
+        every = round(1 / (1 - self.param_groups[0]["betas"][1]))
+        if not step or step % every:
+            return False
+        now = torch.stack([self.state[p]["exp_avg_sq"].float().sum() for p, _ in members]).cpu()
+        before = sum(float(self.state[p].get("mark", 0.0)) for p, _ in members)
+        for (p, _), mark in zip(members, now, strict=True):
+            self.state[p]["mark"] = mark.clone()
+        return STEADY * float(now.sum()) <= before <= float(now.sum()) / STEADY
+
+    def _freeze(self, parameters: list[Tensor]) -> None:
+        for p in parameters:
+            self.state[p]["frozen_at"] = self.state[p]["step"].clone()
+
+    def _scaling(self, state: dict[str, Tensor]) -> float:
+        """What a momentum is multiplied with while it travels."""
+        return 1.0
+
+    def _take(self, state: dict[str, Tensor], mean: Tensor) -> None:
+        state["exp_avg"] = mean
+
+    def _update(self, p: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> None:
+        """Move a parameter by its momentum."""
+        raise NotImplementedError
+
+    def _direction(self, state: dict[str, Tensor], group: dict[str, Any]) -> Tensor:
+        """m̂/(√v̂ + ε), both without the bias towards their zero start."""
+        beta1, beta2 = group["betas"]
+        v = state["exp_avg_sq"] / (1 - beta2 ** float(state["frozen_at"]))
+        return state["exp_avg"] / (1 - beta1 ** float(state["step"])) / (v.sqrt_() + group["eps"])
+
+
+class OneBitAdam(OneBitOptimizer, torch.optim.AdamW):
+    """AdamW whose variance is frozen after the warm-up."""
+
+    def _update(self, p: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> None:
+        p.mul_(1 - group["lr"] * group["weight_decay"])
+        p.add_(self._direction(state, group).to(p.dtype), alpha=-group["lr"])
+
+
+class OneBitLamb(OneBitOptimizer, Lamb):
+    """LAMB in the same way.
+
+    Further state per parameter: mean_length (c̄), factor (f), scaling (0-dim), fresh (the variance of ĝ).
+    """
+
+    def _lengths(self, parameters: list[Tensor], lengths: Tensor) -> None:
+        for p, c in zip(parameters, lengths, strict=True):
+            mean = self.state[p].get("mean_length", c)
+            self.state[p]["mean_length"] = _MEAN * mean + (1 - _MEAN) * c
+
+    def _freeze(self, parameters: list[Tensor]) -> None:
+        super()._freeze(parameters)
+        sizes = torch.stack([self.state[p]["exp_avg"].float().square().mean().sqrt() for p in parameters])
+        for p, size in zip(parameters, sizes, strict=True):
+            state = self.state[p]
+            state["fresh"], state["factor"] = state["exp_avg_sq"].clone(), torch.ones_like(size)
+            state["scaling"] = sizes.mean() / size if size > 0 else torch.ones_like(size)
+
+    def _scaling(self, state: dict[str, Tensor]) -> float:
+        return float(state["scaling"])
+
+    def _take(self, state: dict[str, Tensor], mean: Tensor) -> None:
+        state["before"], state["exp_avg"] = state["exp_avg"], mean
+
+    def _update(self, p: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> None:
+        beta1, beta2 = group["betas"]
+        implied = (state["exp_avg"] - beta1 * state.pop("before")) / (1 - beta1)
+        state["fresh"].mul_(beta2).addcmul_(implied, implied, value=1 - beta2)
+        moving = state["exp_avg_sq"] > 0
+        ratio = (state["exp_avg_sq"].sqrt() + group["eps"]) / (state["fresh"].sqrt() + group["eps"])
+        f = torch.where(moving, ratio, 0).max()
+        direction = self._direction(state, group)
+        u = direction.add(p, alpha=group["weight_decay"])
+        if group["weight_decay"]:
+            share = (direction.norm() / u.norm().clamp(min=1e-38)).clamp(max=1)
+            f = f * share + 1 - share
+        last = state["factor"]
+        state["factor"] = f = f.clamp(*_FACTORS).clamp((1 - _CHANGE) * last, (1 + _CHANGE) * last)
+        p.add_((state["mean_length"] * f * u).to(p.dtype), alpha=-group["lr"])
+
+
+def check_betas(beta2: float) -> None:
+    """Raise ConfigError for a beta2 that a frozen variance cannot have."""
+    if beta2 < LEAST_BETA2:
+        raise ConfigError(
+            f"optimizer.beta2 is {beta2}; one-bit optimizers freeze the variance and need at least {LEAST_BETA2}: with "
+            "less, what was not seen for a while has almost none left, and moves far at each sign"
+        )

@@ -1,0 +1,166 @@
+"""Run by every rank: compressed means and one-bit optimizers, compared with their definitions."""
+
+import torch
+import torch.distributed as dist
+
+from hasten.distributed.compressed import (
+    EightBits,
+    OneBit,
+    SixteenBits,
+    compressed_mean,
+    no_errors,
+    reference_mean,
+)
+from hasten.distributed.diloco import DiLoCo
+from hasten.training.lamb import Lamb
+from hasten.training.onebit import OneBitAdam, OneBitLamb
+
+N = 1000
+ROWS = 40  # of a vocabulary, of which the last eight never occur
+
+
+def everywhere(tensor):
+    """The tensors of all ranks."""
+    found = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, tensor.contiguous())
+    return found
+
+
+def same_everywhere(tensor):
+    return all(torch.equal(tensor, other) for other in everywhere(tensor))
+
+
+def means(rank, ranks):
+    for code in (OneBit(), EightBits(), SixteenBits()):
+        own, all_errors = no_errors(N, ranks, torch.device("cpu")), None
+        for step in range(4):
+            xs = [torch.randn(N, generator=torch.Generator().manual_seed(100 * step + r)) for r in range(ranks)]
+            before = own.worker.clone()
+            found = compressed_mean(xs[rank], own, code)
+            all_errors = all_errors or [no_errors(N, ranks, torch.device("cpu")) for _ in range(ranks)]
+            wanted = reference_mean(xs, all_errors, code)
+            torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-7)
+            torch.testing.assert_close(own.worker, all_errors[rank].worker, rtol=1e-6, atol=1e-6)
+            torch.testing.assert_close(own.server, all_errors[rank].server, rtol=1e-6, atol=1e-6)
+            assert same_everywhere(found)
+            # What is left out is what is missing, to the bit.
+            c = before.clone()
+            c[:N] += xs[rank]
+            mask = torch.arange(len(c)) < N
+            q = code.unpack(code.pack(c.view(ranks, -1), mask.view(ranks, -1)), len(c) // ranks).flatten() * mask
+            assert torch.equal(own.worker, c - q)
+            assert not own.worker[N:].any()
+    kept = torch.rand(N, generator=torch.Generator().manual_seed(1)) > 0.3
+    x = torch.randn(N) * kept
+    found = compressed_mean(x, no_errors(N, ranks, torch.device("cpu")), OneBit(), kept=kept)
+    assert not found[~kept].any()
+    assert found[kept].all()
+
+
+def text(rank, step, ranks):
+    """Tokens whose frequencies fall as 1/rank, the same on all ranks together."""
+    generator = torch.Generator().manual_seed(step * ranks + rank)
+    weights = 1 / torch.arange(1, ROWS - 7, dtype=torch.float)
+    return torch.multinomial(weights, 65, replacement=True, generator=generator)
+
+
+class Bigram(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        generator = torch.Generator().manual_seed(3)
+        self.rows = torch.nn.Parameter(torch.randn(ROWS, 16, generator=generator) * 0.3)
+        self.head = torch.nn.Parameter(torch.randn(16, ROWS, generator=generator) * 0.3)
+        with torch.no_grad():
+            self.rows[-8:] = 0
+
+    def forward(self, tokens):
+        logits = self.rows[tokens[:-1]] @ self.head
+        return torch.nn.functional.cross_entropy(logits[:, :-8], tokens[1:])
+
+
+def train(kind, rank, ranks, *, steps, plain=None, freeze_after=30, weight_decay=0.01):
+    """The loss at the end; one-bit, or (`plain`) the optimizer of the warm-up for all steps."""
+    model = Bigram()
+    settings = {"lr": 0.02, "betas": (0.9, 0.999), "weight_decay": weight_decay}
+    if plain:
+        optimizer = plain(model.parameters(), **settings)
+    else:
+        optimizer = kind(model.parameters(), **settings)
+        optimizer.freeze_after, optimizer.ranks = freeze_after, ranks
+    trace, warm = [], None
+    for step in range(steps):
+        loss = model(text(rank, step, ranks))
+        loss.backward()
+        if plain or not optimizer.frozen:
+            for p in model.parameters():
+                dist.all_reduce(p.grad)
+                p.grad /= ranks
+        optimizer.step()
+        optimizer.zero_grad()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        trace.append(float(total) / ranks)
+        if step == freeze_after - 1:
+            warm = [p.detach().clone() for p in model.parameters()]
+    assert same_everywhere(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    return sum(trace[-20:]) / 20, warm, model, optimizer
+
+
+def optimizers(rank, ranks):
+    for kind, plain in ((OneBitAdam, torch.optim.AdamW), (OneBitLamb, Lamb)):
+        loss, warm, model, optimizer = train(kind, rank, ranks, steps=120)
+        wanted, warm_wanted, other, _ = train(kind, rank, ranks, steps=120, plain=plain)
+        assert all(torch.equal(a, b) for a, b in zip(warm, warm_wanted, strict=True)), "the warm-up is the plain one"
+        assert optimizer.frozen
+        assert not torch.equal(model.head, other.head)
+        assert loss < wanted * 1.03
+        assert not model.rows[-8:].any(), "rows that never occur do not move"
+
+
+def outer(rank, ranks):
+    # By definition, with deltas that bfloat16 holds exactly.
+    x = torch.nn.Parameter(torch.zeros(5))
+    diloco = DiLoCo([x], sync_every=2)
+    start, momentum = torch.zeros(5), torch.zeros(5)
+    for step in range(1, 7):
+        with torch.no_grad():
+            x -= 0.25 * (rank + 1)
+        inner = x.detach().clone()
+        diloco.step()
+        if step % 2:
+            assert torch.equal(x, inner)
+            continue
+        delta = torch.full((5,), 0.5 * (ranks + 1) / 2)
+        momentum = 0.9 * momentum + delta
+        start = start - 0.7 * (delta + 0.9 * momentum)
+        torch.testing.assert_close(x.detach(), start, rtol=1e-2, atol=0)
+        assert same_everywhere(x.detach())
+    for settings in ({}, {"should_quantize": True}, {"fragment_sync_delay": 3, "fragment_update_alpha": 0.3}):
+        assert trained_apart(rank, ranks, **settings) < 3.1
+
+
+def trained_apart(rank, ranks, **settings):
+    model, trace = Bigram(), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    diloco, again = DiLoCo(list(model.parameters()), sync_every=10, **settings), None
+    for step in range(150):
+        model(text(rank, step, ranks)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        diloco.step()
+        if step == 107:  # as after a checkpoint
+            again = DiLoCo(list(model.parameters()), sync_every=10, **settings)
+            again.load_state_dict({name: tensor.clone() for name, tensor in diloco.state_dict().items()})
+            diloco = again
+        if step >= 130:
+            trace.append(model(text(rank, 1000 + step, ranks)).item())
+    return sum(trace) / len(trace)
+
+
+dist.init_process_group("gloo")
+rank, ranks = dist.get_rank(), dist.get_world_size()
+torch.set_num_threads(1)
+means(rank, ranks)
+optimizers(rank, ranks)
+outer(rank, ranks)
+dist.destroy_process_group()

@@ -1,0 +1,93 @@
+"""Compressed means, 1-bit Adam and LAMB, and DiLoCo."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import ranks
+from hasten.distributed.compressed import OneBit, SixteenBits
+from hasten.errors import ConfigError
+from hasten.training import onebit
+from hasten.training.onebit import OneBitAdam, OneBitLamb, check_betas
+
+CASES = (Path(__file__).parent / "onebit_cases.py").read_text()
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])  # slow: four processes on two cores
+def test_ranks_agree_and_learn(size):
+    for status, _, errors in ranks.run(CASES, ranks=size):
+        assert status == 0, errors
+
+
+def test_bytes_on_the_way():
+    n = 4096
+    for code, each in ((OneBit(), n / 8 + 4), (SixteenBits(), 2 * n)):
+        packed = code.pack(torch.randn(2, n), torch.ones(2, n, dtype=torch.bool))
+        assert packed.dtype == torch.uint8
+        assert packed.shape == (2, each)
+
+
+@pytest.fixture
+def uncompressed(monkeypatch):
+    """The mean of one rank that loses nothing."""
+    monkeypatch.setattr(onebit, "compressed_mean", lambda x, errors, code, kept: x * kept)
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_lamb_after_the_freeze_is_the_papers(uncompressed, weight_decay):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.nn.Parameter(torch.randn(6, 5, generator=generator))
+    y = torch.nn.Parameter(torch.randn(7, generator=generator) * 0.1)
+    rate, eps, b1, b2 = 0.05, 1e-6, 0.9, 0.999
+    optimizer = OneBitLamb([x, y], lr=rate, betas=(b1, b2), eps=eps, weight_decay=weight_decay)
+    optimizer.freeze_after = 5
+    wanted = {p: {"m": 0.0, "v": 0.0, "x": p.detach().clone().double(), "c": None, "f": 1.0} for p in (x, y)}
+    for step in range(1, 12):
+        for p, own in wanted.items():
+            p.grad = torch.randn(p.shape, generator=generator) * (1 + 0.2 * step)
+            g, before = p.grad.double(), own["m"]
+            own["m"] = b1 * own["m"] + (1 - b1) * g
+            m_hat = own["m"] / (1 - b1**step)
+            if step <= 5:
+                own["v"] = b2 * own["v"] + (1 - b2) * g**2
+                u = m_hat / ((own["v"] / (1 - b2**step)).sqrt() + eps) + weight_decay * own["x"]
+                c = (own["x"].norm() / u.norm()).clamp(0.01, 10)
+                own["c"] = c if own["c"] is None else 0.9 * own["c"] + 0.1 * c
+                own["x"] = own["x"] - rate * c * u
+                own["fresh"] = own["v"]
+                continue
+            implied = (own["m"] - b1 * before) / (1 - b1)
+            own["fresh"] = b2 * own["fresh"] + (1 - b2) * implied**2
+            f = ((own["v"].sqrt() + eps) / (own["fresh"].sqrt() + eps)).max()
+            direction = m_hat / ((own["v"] / (1 - b2**5)).sqrt() + eps)
+            u = direction + weight_decay * own["x"]
+            if weight_decay:
+                share = min(1.0, float(direction.norm() / u.norm()))
+                f = f * share + 1 - share
+            own["f"] = float(f.clamp(0.5, 4.0).clamp(0.9 * own["f"], 1.1 * own["f"]))
+            own["x"] = own["x"] - rate * own["c"] * own["f"] * u
+        optimizer.step()
+        for p, own in wanted.items():
+            torch.testing.assert_close(p.detach().double(), own["x"], rtol=2e-5, atol=2e-5)
+    assert optimizer.frozen
+
+
+def test_the_variance_ends_the_warm_up_when_it_is_steady(uncompressed):
+    x = torch.nn.Parameter(torch.zeros(3))
+    optimizer = OneBitAdam([x], lr=1e-4, betas=(0.9, 0.99))  # looked at every 100 steps
+    frozen_at = None
+    for step in range(1, 1500):
+        x.grad = torch.full((3,), 1.0 + 10.0 * (step < 350))
+        optimizer.step()
+        if optimizer.frozen and frozen_at is None:
+            frozen_at = step
+    assert frozen_at is not None
+    assert frozen_at % 100 == 0
+    assert frozen_at >= 500, "not while the variance falls"
+
+
+def test_a_short_memory_of_the_variance_is_refused():
+    with pytest.raises(ConfigError, match=r"beta2 is 0\.95; one-bit optimizers"):
+        check_betas(0.95)
+    check_betas(0.999)
