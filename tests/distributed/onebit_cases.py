@@ -86,7 +86,10 @@ def train(kind, rank, ranks, *, steps, plain=None, freeze_after=30, weight_decay
         optimizer = plain(model.parameters(), **settings)
     else:
         optimizer = kind(model.parameters(), **settings)
-        optimizer.freeze_after, optimizer.ranks = freeze_after, ranks
+        n = sum(p.numel() for p in model.parameters())
+        errors = no_errors(n, ranks, torch.device("cpu"))
+        optimizer.freeze_after = freeze_after
+        optimizer.mean = lambda x, kept: compressed_mean(x, errors, OneBit(), kept=kept)
     trace, warm = [], None
     for step in range(steps):
         loss = model(text(rank, step, ranks))

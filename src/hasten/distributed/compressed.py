@@ -79,6 +79,15 @@ class Errors:
     worker: Tensor
     server: Tensor
 
+    def to_state(self) -> dict[str, Tensor]:
+        """For a checkpoint; they are this rank's alone."""
+        return {"worker_error": self.worker, "server_error": self.server}
+
+    @classmethod
+    def of_state(cls, state: dict[str, Tensor], device: torch.device) -> "Errors":
+        """The inverse."""
+        return cls(state["worker_error"].to(device), state["server_error"].to(device))
+
 
 def padded(n: int, ranks: int) -> int:
     """Elements of a tensor that can be cut into a piece for each rank, of whole groups."""

@@ -19,13 +19,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hasten.distributed.compressed import Code, EightBits, SixteenBits, compressed_mean, no_errors
-from hasten.errors import ConfigError
 
 
 class DiLoCo:
     """The outer optimizer of parameters that lie whole on every rank; `step` is called after each inner step.
 
-    should_quantize: Δ in 8 bits an element, else 16. Raises ConfigError for a delay that reaches the next sync.
+    should_quantize: Δ in 8 bits an element, else 16.
     """
 
     def __init__(
@@ -39,12 +38,7 @@ class DiLoCo:
         learning_rate: float = 0.7,
         momentum: float = 0.9,
     ) -> None:
-        if not 0 <= fragment_sync_delay < sync_every:
-            raise ConfigError(
-                f"fragment_sync_delay is {fragment_sync_delay}; it must be from 0 to sync_every - 1 ({sync_every - 1})"
-            )
-        if not 0 <= fragment_update_alpha < 1:
-            raise ConfigError(f"fragment_update_alpha is {fragment_update_alpha}; it must be from 0 up to below 1")
+        assert 0 <= fragment_sync_delay < sync_every, "the recipe says so before"
         self.parameters, self.sync_every, self.delay = list(parameters), sync_every, fragment_sync_delay
         self.alpha, self.learning_rate, self.momentum = fragment_update_alpha, learning_rate, momentum
         self.code: Code = EightBits() if should_quantize else SixteenBits()
@@ -76,22 +70,16 @@ class DiLoCo:
                 p.copy_(torch.lerp(part.view_as(p), p.float(), self.alpha))
 
     def state_dict(self) -> dict[str, Tensor]:
-        """All that the next step depends on, of this rank; what travels just now is waited for by `step` first."""
-        assert self._mean is None, "a checkpoint is taken between the syncs"
-        return {
-            "steps": torch.tensor(self.steps),
-            "start": self.start,
-            "outer": self.outer,
-            "worker_error": self.errors.worker,
-            "server_error": self.errors.server,
-        }
+        """All that the next step depends on, of this rank; what is on its way is waited for."""
+        found = {"steps": torch.tensor(self.steps), "start": self.start, "outer": self.outer}
+        return found | ({} if self._mean is None else {"mean": self._mean.result()}) | self.errors.to_state()
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Go on from a state."""
         self.steps = int(state["steps"])
-        for own, saved in zip(
-            (self.start, self.outer, self.errors.worker, self.errors.server),
-            (state[name] for name in ("start", "outer", "worker_error", "server_error")),
-            strict=True,
-        ):
-            own.copy_(saved)
+        held = {"start": self.start, "outer": self.outer, **self.errors.to_state()}
+        for name, own in held.items():
+            own.copy_(state[name])
+        if "mean" in state:
+            self._mean = Future()
+            self._mean.set_result(state["mean"].to(self.start.device))

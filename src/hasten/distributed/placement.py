@@ -2,6 +2,7 @@
 
     Placement     whole, in one process
     Replicated    whole on every rank, gradients averaged (DistributedDataParallel)
+    Apart         whole on every rank, which trains by itself; the weights agree now and then (DiLoCo)
     Sharded       a share on every rank: ZeRO 1-3 (arXiv 1910.02054) and HSDP, by FSDP2's `fully_shard`
 
 The optimizer works on plain tensors, `worked`: the parameters; or this rank's shares of them; or copies in float32, of
@@ -11,7 +12,7 @@ own rows, the norm of a whole tensor (LAMB) or the whole matrix (Muon), it asks 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -19,10 +20,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hasten.distributed.compressed import Errors, OneBit, compressed_mean, no_errors
+from hasten.distributed.diloco import DiLoCo
 from hasten.distributed.ranks import ALONE, Ranks
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+
+RANK = "@"  # before the number of the rank whose own a tensor of a checkpoint is
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +118,17 @@ class Placement(Parts):
         """A tensor like `worked[name]` with its place in the whole one, for a checkpoint."""
         return tensor
 
+    def named(self, name: str) -> str:
+        """What a weight is called in a checkpoint; where every rank has its own, with the rank."""
+        return name
+
+    def own(self) -> dict[str, Tensor]:
+        """What else a checkpoint keeps of this rank."""
+        return {}
+
+    def restore(self, own: dict[str, Tensor]) -> None:
+        """The inverse of `own`; of a rank that was not there, nothing."""
+
 
 class Replicated(Placement):
     """Everything whole on every rank; while gradients are made they are averaged, a bucket at a time.
@@ -129,6 +146,21 @@ class Replicated(Placement):
         )
         self.module = self._ddp
         self._unused = unused
+        self.averages: Callable[[], bool] = lambda: True  # whether gradients are; else they stay each rank's own
+        self._errors: Errors | None = None
+
+    def one_bit_mean(self, x: Tensor, kept: Tensor) -> Tensor:
+        """The mean over ranks of x (n,), always of the same tensors, by one bit an element: see `compressed_mean`."""
+        if self._errors is None:
+            self._errors = no_errors(len(x), self.ranks.size, x.device)
+        return compressed_mean(x, self._errors, OneBit(), kept=kept)
+
+    def own(self) -> dict[str, Tensor]:
+        return {} if self._errors is None else self._errors.to_state()
+
+    def restore(self, own: dict[str, Tensor]) -> None:
+        if own:
+            self._errors = Errors.of_state(own, next(iter(self.parameters.values())).device)
 
     @torch.no_grad()
     def collect(self) -> None:
@@ -146,7 +178,31 @@ class Replicated(Placement):
                 own.grad = None
 
     def micro_batch(self, *, last: bool) -> None:
-        self._ddp.require_backward_grad_sync = last
+        self._ddp.require_backward_grad_sync = last and self.averages()
+
+
+class Apart(Replicated):
+    """Every rank trains by itself, and all agree now and then: DiLoCo (arXiv 2311.08105)."""
+
+    def __init__(self, model: nn.Module, *, ranks: Ranks, unused: bool, copies: Copies | None, **outer: Any) -> None:
+        super().__init__(model, ranks=ranks, unused=unused, copies=copies)
+        self.averages = lambda: False
+        self.outer = DiLoCo(list(self.worked.values()), **outer)
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        self.outer.step()
+        super().publish()
+
+    def named(self, name: str) -> str:
+        return name if self.ranks.first else f"{name}{RANK}{self.ranks.rank}"
+
+    def own(self) -> dict[str, Tensor]:
+        return self.outer.state_dict()
+
+    def restore(self, own: dict[str, Tensor]) -> None:
+        if own:
+            self.outer.load_state_dict(own)
 
 
 class Sharded(Placement):

@@ -2,13 +2,13 @@
 
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from hasten.distributed.placement import Copies, Placement, Replicated, Sharded
+from hasten.distributed.placement import Apart, Copies, Placement, Replicated, Sharded
 from hasten.distributed.ranks import ALONE, Ranks
 from hasten.errors import CheckpointError, ConfigError, HastenWarning
 from hasten.machine import find_compiler
@@ -151,10 +151,14 @@ def place(model: Transformer, recipe: Recipe, ranks: Ranks = ALONE) -> Placement
     if not ranks.joined:
         if parallel.offload == "all":
             raise ConfigError("parallel.offload all is FSDP2's, which wants torchrun or --processes (1 is enough)")
+        if recipe.diloco.sync_every is not None:
+            raise ConfigError("diloco.sync_every is for several processes: start them with torchrun or --processes")
         return Placement(model, copies=copies)
     experts = bool(model.config.experts)
     if parallel.zero == 0:
         unused = experts or recipe.techniques.layer_drop is not None
+        if recipe.diloco.sync_every is not None:
+            return Apart(model, ranks=ranks, unused=unused, copies=copies, **asdict(recipe.diloco))
         return Replicated(model, ranks=ranks, unused=unused, copies=copies)
     if experts:
         raise ConfigError(

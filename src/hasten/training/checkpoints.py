@@ -13,7 +13,7 @@ import shutil
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +24,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from hasten.distributed.parts import Part, write
-from hasten.distributed.placement import Placement
+from hasten.distributed.placement import RANK, Placement
 from hasten.distributed.ranks import Ranks
 from hasten.errors import CheckpointError, HastenError, ResourceError
 from hasten.machine.files import replacing, save_json, write_atomically
@@ -121,12 +121,11 @@ def save(
     """
     ranks = placement.ranks
     tensors: dict[str, Tensor] = {
-        f"weights/{name}": parameter for name, parameter in placement.parameters.items()
+        f"weights/{placement.named(name)}": parameter for name, parameter in placement.parameters.items()
     }  # tied ones once
     tensors |= {f"state/{name}": tensor for name, tensor in _state(placement, optimizer)}
-    tensors |= {f"state/{_random(ranks.rank)}.cpu": random.cpu}
-    if random.cuda is not None:
-        tensors[f"state/{_random(ranks.rank)}.cuda"] = random.cuda
+    mine = {"cpu": random.cpu} | ({} if random.cuda is None else {"cuda": random.cuda}) | placement.own()
+    tensors |= {f"state/{_random(ranks.rank)}.{name}": tensor for name, tensor in mine.items()}
     ending = f"{values['progress']['step']:08d}"
     if ranks.joined:
         from hasten.distributed.storage import own_parts
@@ -158,9 +157,9 @@ def _state(placement: Placement, optimizer: torch.optim.Optimizer) -> Iterator[t
     """What the optimizer keeps, by the name of the weight and its own; float32 masters of other weights too."""
     for name, worked in placement.worked.items():
         for key, value in optimizer.state.get(worked, {}).items():
-            yield f"{name}.{key}", placement.placed(name, value) if value.dim() else value
+            yield f"{placement.named(name)}.{key}", placement.placed(name, value) if value.dim() else value
         if worked.dtype != placement.parameters[name].dtype:
-            yield f"{name}.{MASTER}", placement.placed(name, worked.detach())
+            yield f"{placement.named(name)}.{MASTER}", placement.placed(name, worked.detach())
 
 
 def link(source: Path, target: Path) -> None:
@@ -186,6 +185,7 @@ def load(stored: Checkpoint, *, placement: Placement, optimizer: torch.optim.Opt
     placement.adopt()
     files = _files(stored, "state")
     table = {name: (shape, file.dtypes[name]) for file in files for name, (shape, _) in file.parts.items()}
+    names = _named(placement, {name.rpartition(".")[0] for name in table})
     own = _random(placement.ranks.rank)
     wanted, states, random = {}, defaultdict[str, dict[str, Tensor]](dict), {}
     for name, (shape, dtype) in table.items():
@@ -194,6 +194,9 @@ def load(stored: Checkpoint, *, placement: Placement, optimizer: torch.optim.Opt
             if owner == own:
                 wanted[name] = random[key] = torch.empty(shape, dtype=dtype)
             continue
+        if owner not in names and RANK in owner:
+            continue  # another rank's own
+        owner = names.get(owner, owner)
         worked = placement.worked.get(owner)
         if worked is None:
             raise CheckpointError(f"{stored.folder}: optimizer state for {owner!r}, which the model lacks; {REMEDY}")
@@ -211,7 +214,9 @@ def load(stored: Checkpoint, *, placement: Placement, optimizer: torch.optim.Opt
         optimizer.state[placement.worked[name]] = state
     try:
         if random or placement.ranks.first:  # a rank that was not there before goes on with its own
-            RandomState(cpu=random["cpu"], cuda=random.get("cuda"), python=stored.python_random).restore(device)
+            cpu, cuda = random.pop("cpu"), random.pop("cuda", None)
+            RandomState(cpu=cpu, cuda=cuda, python=stored.python_random).restore(device)
+            placement.restore(random)
     except (KeyError, TypeError, RuntimeError) as error:
         raise CheckpointError(f"{stored.folder}: the random state is damaged ({error}); {REMEDY}") from None
 
@@ -221,9 +226,10 @@ def load_weights(stored: Checkpoint, placement: Placement) -> None:
     from hasten.distributed.storage import read
 
     files = _files(stored, "weights")
-    wanted = placement.parameters
     found = {name: shape for file in files for name, (shape, _) in file.parts.items()}
-    for name in wanted.keys() | found.keys():
+    names = _named(placement, found)
+    wanted = {stored_name: placement.parameters[name] for stored_name, name in names.items()}
+    for name in wanted.keys() | {name for name in found if RANK not in name and name not in names.values()}:
         ours, theirs = wanted[name].shape if name in wanted else None, found.get(name)
         if ours != theirs:
             raise CheckpointError(
@@ -231,6 +237,12 @@ def load_weights(stored: Checkpoint, placement: Placement) -> None:
                 f"{REMEDY}"
             )
     read(files, wanted)
+
+
+def _named(placement: Placement, stored: Container[str]) -> dict[str, str]:
+    """Each weight by its name in a checkpoint: this rank's own where there is one, else everybody's."""
+    own = {name: placement.named(name) for name in placement.parameters}
+    return {mine if mine in stored else name: name for name, mine in own.items()}
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """1-bit Adam (arXiv 2102.02888) and 1-bit LAMB (arXiv 2104.06069): after a warm-up only signs of the momentum travel.
 
 Warm-up: AdamW or LAMB on gradients that were averaged over all ranks. Then the variance v is frozen, gradients stay on
-their ranks, and the momentum's mean over ranks comes from `compressed_mean`, one bit an element:
+their ranks, and the momentum's mean over ranks comes by one bit an element (`compressed_mean`):
 
     m = mean over ranks of (β1·m + (1-β1)·g)
     Adam:  x = x - rate·(m̂/(√v̂ + ε) + decay·x)
@@ -20,11 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hasten.distributed.compressed import Errors, OneBit, compressed_mean, no_errors
-from hasten.errors import ConfigError
 from hasten.training.lamb import Lamb
 
-LEAST_BETA2 = 0.999
 STEADY = 0.96  # of the variance's sum, against that 1/(1-β2) steps before: from there on it is frozen
 _MEAN = 0.9  # of c̄ that stays in each step of the warm-up
 _FACTORS = (0.5, 4.0)  # smallest and largest f
@@ -40,8 +37,8 @@ class OneBitOptimizer(torch.optim.Optimizer):
 
     freeze_after: int | None = None
     """Steps of warm-up; None: until the sum of the variance has become steady."""
-    ranks: int = 1
-    errors: Errors | None = None  # of the momenta of all parameters, one after the other
+    mean: Callable[[Tensor, Tensor], Tensor]
+    """Of a tensor (n,) over all ranks, by one bit an element; and which elements (n,) are not zero for good."""
 
     @property
     def frozen(self) -> bool:
@@ -75,10 +72,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
             moved = torch.lerp(state["exp_avg"], gradient.to(state["exp_avg"].dtype), 1 - beta1)
             parts.append((moved * self._scaling(state)).flatten().float())
             kept.append((state["exp_avg_sq"] > 0).flatten())
-        whole = torch.cat(parts)
-        if self.errors is None:
-            self.errors = no_errors(len(whole), self.ranks, whole.device)
-        mean = compressed_mean(whole, self.errors, OneBit(), kept=torch.cat(kept))
+        mean = self.mean(torch.cat(parts), torch.cat(kept))
         for (p, _), part in zip(self._members(), mean.split([len(part) for part in parts]), strict=True):
             state = self.state[p]
             self._take(state, (part.view_as(p) / self._scaling(state)).to(state["exp_avg"].dtype))
@@ -167,12 +161,3 @@ class OneBitLamb(OneBitOptimizer, Lamb):
         last = state["factor"]
         state["factor"] = f = f.clamp(*_FACTORS).clamp((1 - _CHANGE) * last, (1 + _CHANGE) * last)
         p.add_((state["mean_length"] * f * u).to(p.dtype), alpha=-group["lr"])
-
-
-def check_betas(beta2: float) -> None:
-    """Raise ConfigError for a beta2 that a frozen variance cannot have."""
-    if beta2 < LEAST_BETA2:
-        raise ConfigError(
-            f"optimizer.beta2 is {beta2}; one-bit optimizers freeze the variance and need at least {LEAST_BETA2}: with "
-            "less, what was not seen for a while has almost none left, and moves far at each sign"
-        )

@@ -6,10 +6,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from hasten.distributed.placement import Placement
+from hasten.distributed.placement import Placement, Replicated
 from hasten.errors import ConfigError
 from hasten.training.lamb import Lamb
 from hasten.training.muon import Muon
+from hasten.training.onebit import OneBitAdam, OneBitLamb, OneBitOptimizer
 from hasten.training.parameter_groups import parameter_groups, parse_rule
 from hasten.training.recipe import Optimizer
 
@@ -19,7 +20,13 @@ def make_optimizer(model: nn.Module | Placement, settings: Optimizer, *, fused: 
 
     fused: one kernel for many tensors, else one tensor after the other.
     """
-    makers: dict[str, Callable[..., torch.optim.Optimizer]] = {"adamw": adamw, "lamb": lamb, "muon": muon}
+    makers: dict[str, Callable[..., torch.optim.Optimizer]] = {
+        "adamw": adamw,
+        "lamb": lamb,
+        "muon": muon,
+        "onebit-adam": onebit,
+        "onebit-lamb": onebit,
+    }
     if settings.kind not in makers:
         raise ConfigError(f"optimizer.kind is {settings.kind!r}; choose one of {', '.join(makers)}")
     return makers[settings.kind](model, settings, fused=fused)
@@ -41,6 +48,32 @@ def lamb(model: nn.Module | Placement, settings: Optimizer, *, fused: bool = Tru
         foreach=fused,
         parts=placement,
     )
+
+
+def onebit(model: nn.Module | Placement, settings: Optimizer, *, fused: bool = True) -> OneBitOptimizer:
+    """1-bit Adam or LAMB; fused: their warm-up's step, as adamw's and lamb's. Raises ConfigError unless every rank has
+    the whole model.
+    """
+    placement = _placement(model)
+    if type(placement) is not Replicated:
+        raise ConfigError(
+            f"optimizer.kind {settings.kind} is for several processes (torchrun, or --processes) that all have the "
+            "whole model (parallel.zero 0): its errors, 4 + 4/N bytes a parameter, would undo what ZeRO saves"
+        )
+    shared: dict[str, Any] = {
+        "lr": settings.learning_rate,
+        "betas": (settings.beta1, settings.beta2),
+        "eps": settings.epsilon,
+    }
+    groups = _groups(placement, settings)
+    made: OneBitOptimizer
+    if settings.kind == "onebit-adam":
+        made = OneBitAdam(groups, **shared, fused=fused, foreach=None if fused else False)
+    else:
+        made = OneBitLamb(groups, **shared, foreach=fused)
+    made.freeze_after, made.mean = settings.freeze_after, placement.one_bit_mean
+    placement.averages = lambda: not made.frozen
+    return made
 
 
 def muon(model: nn.Module | Placement, settings: Optimizer, *, fused: bool = True) -> "Together":

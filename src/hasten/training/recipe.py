@@ -17,11 +17,12 @@ from hasten.machine.threads import Threads
 
 PrecisionName = Literal["auto", "float32", "bfloat16", "float16"]
 ScheduleName = Literal["cosine", "wsd", "constant"]
-OptimizerName = Literal["adamw", "lamb", "muon"]
+OptimizerName = Literal["adamw", "lamb", "muon", "onebit-adam", "onebit-lamb"]
 CheckpointingName = Literal["none", "selective", "full"]
 OffloadName = Literal["none", "optimizer", "all"]
 PolicyName = Literal["float32-weights", "float32-masters"]
 
+LEAST_BETA2 = 0.999  # of one-bit optimizers
 # Steps whose speed is measured before `run.minutes` becomes a number of steps; the warm-up must cover them.
 CALIBRATION_STEPS = 8
 # Fields that change nothing that is computed: a run may be continued with other values of them.
@@ -33,23 +34,25 @@ FREE_FIELDS = frozenset(
 POSITIVE = {
     "model": ("layers", "hidden_size", "heads", "kv_heads", "feed_forward", "rope_theta", "max_positions"),
     "data": ("vocab_size", "limit_bytes", "context", "batch_size", "accumulation"),
-    "optimizer": ("learning_rate", "epsilon", "clip"),
+    "optimizer": ("learning_rate", "epsilon", "clip", "freeze_after"),
     "techniques": ("pad_vocabulary_to", "layer_drop", "layer_drop_decay"),
     "lora": ("rank", "alpha"),
     "parallel": ("replicas",),
+    "diloco": ("sync_every", "learning_rate"),
     "run": ("steps", "epochs", "minutes", "validate_every", "validation_batches", "checkpoint_every"),
 }
 SHARES_BELOW_1 = (
-    *("dropout", "lora.dropout"),
-    *("optimizer.beta1", "optimizer.beta2", "optimizer.momentum", "data.validation_fraction"),
+    *("dropout", "lora.dropout", "data.validation_fraction"),
+    *("optimizer.beta1", "optimizer.beta2", "optimizer.momentum", "diloco.fragment_update_alpha", "diloco.momentum"),
 )
+AT_LEAST_0 = ("parallel.prefetch", "diloco.fragment_sync_delay")
 # What a number must be: in words, the test, and of which fields.
 RANGES: tuple[tuple[str, Callable[[float], bool], Iterable[str]], ...] = (
     ("more than 0", lambda n: n > 0, [f"{section}.{key}" for section, keys in POSITIVE.items() for key in keys]),
     (
         "at least 0",
         lambda n: n >= 0,
-        ("optimizer.weight_decay", "schedule.warmup_steps", "data.workers", "parallel.prefetch"),
+        ("optimizer.weight_decay", "schedule.warmup_steps", "data.workers", *AT_LEAST_0),
     ),
     ("at least 0 and less than 1", lambda n: 0 <= n < 1, SHARES_BELOW_1),
     ("from 0 to 1", lambda n: 0 <= n <= 1, ("schedule.final_fraction", "schedule.decay_fraction")),
@@ -118,7 +121,8 @@ class Optimizer:
     """How the weights are updated."""
 
     kind: OptimizerName = "adamw"
-    """adamw (arXiv 1711.05101), lamb (arXiv 1904.00962), or muon for the blocks' matrices and adamw for the rest."""
+    """adamw (arXiv 1711.05101), lamb (arXiv 1904.00962), muon for the blocks' matrices and adamw for the rest; for
+    several processes onebit-adam (arXiv 2102.02888) and onebit-lamb (arXiv 2104.06069)."""
     learning_rate: float = 6e-4
     """Peak of the schedule."""
     beta1: float = 0.9
@@ -134,7 +138,9 @@ class Optimizer:
     groups: tuple[str, ...] = ()
     """Exceptions by name, the first that matches counts: PATTERN:rate=0.1,decay=0 (rate: times the learning rate)."""
     clip: float | None = 1.0
-    """Largest norm of the gradient (none: not clipped, still reported)."""
+    """Largest norm of the gradient (none: not clipped, still reported); after a one-bit warm-up, of each process's."""
+    freeze_after: int | None = None
+    """Steps of a one-bit optimizer's warm-up (none: until the variance is steady, 2/(1-beta2) steps at least)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,6 +246,24 @@ class Parallel:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Diloco:
+    """Processes that train by themselves and agree now and then, for slow links (arXiv 2311.08105; torchft's names)."""
+
+    sync_every: int | None = None
+    """Steps from one agreement to the next (none: in every step, as usual)."""
+    should_quantize: bool = False
+    """What they tell each other has 8 bits a weight, not 16."""
+    fragment_sync_delay: int = 0
+    """Steps that are taken while it is on its way."""
+    fragment_update_alpha: float = 0.0
+    """Share of a process's own weights that stays when it goes on from what was agreed."""
+    learning_rate: float = 0.7
+    """Of the outer step, towards the mean of where they have come to."""
+    momentum: float = 0.9
+    """Of the outer steps (Nesterov's)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
     """How long, where, and what is written. The run ends at the first of steps, epochs and minutes."""
 
@@ -289,6 +313,7 @@ class Recipe:
     lora: Lora = field(default_factory=Lora)
     qat: Qat = field(default_factory=Qat)
     parallel: Parallel = field(default_factory=Parallel)
+    diloco: Diloco = field(default_factory=Diloco)
     run: Run = field(default_factory=Run)
 
     def to_json(self) -> dict[str, Any]:
@@ -354,6 +379,18 @@ def _wrong_values(recipe: Recipe) -> Iterator[str]:
         yield "parallel.replicas and parallel.offload all are of shared weights; set parallel.zero to 1, 2 or 3"
     if parallel.policy == "float32-masters" and recipe.techniques.precision in ("auto", "float32"):
         yield "parallel.policy float32-masters needs techniques.precision bfloat16 or float16"
+    if recipe.diloco.sync_every is not None:
+        if parallel.zero:
+            yield "diloco.sync_every is for processes that have the whole model; set parallel.zero 0"
+        if recipe.optimizer.kind.startswith("onebit"):
+            yield "diloco.sync_every and a one-bit optimizer both say what travels; choose one of them"
+        if recipe.diloco.fragment_sync_delay >= recipe.diloco.sync_every:
+            yield "diloco.fragment_sync_delay must be less than diloco.sync_every"
+    if recipe.optimizer.kind.startswith("onebit") and recipe.optimizer.beta2 < LEAST_BETA2:
+        yield (
+            f"optimizer.beta2 is {recipe.optimizer.beta2}; one-bit optimizers freeze the variance and need at least "
+            f"{LEAST_BETA2}: with less, what was not seen for a while has almost none left, and moves far at each sign"
+        )
     if parallel.prefetch and recipe.techniques.layer_drop is not None:
         yield "parallel.prefetch would gather blocks that techniques.layer_drop leaves out; choose one of them"
     if run.threads not in (None, "auto") and (type(run.threads) is not int or run.threads < 1):

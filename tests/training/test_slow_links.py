@@ -1,0 +1,78 @@
+"""Recipes for slow links: 1-bit Adam and LAMB, and DiLoCo, trained by two processes, stopped and continued."""
+
+from pathlib import Path
+
+import pytest
+
+import ranks
+from hasten.errors import ConfigError
+from hasten.training.journal import read
+from hasten.training.recipe import Diloco
+from hasten.training.session import train
+
+ONEBIT = {"steps": 24, "beta2": 0.999, "freeze_after": 9, "validate_every": 12, "validation_batches": 1}
+APART = {"steps": 24, "validate_every": 12, "validation_batches": 1}
+WAYS = {
+    "onebit-adam": {"kind": "onebit-adam", **ONEBIT},
+    "onebit-lamb": {"kind": "onebit-lamb", "learning_rate": 0.05, **ONEBIT},
+    "diloco": {"diloco": Diloco(sync_every=6), **APART},
+    "diloco-8-bits-late": {
+        "diloco": Diloco(sync_every=6, should_quantize=True, fragment_sync_delay=2, fragment_update_alpha=0.2),
+        **APART,
+    },
+}
+STOPPED = {"onebit-adam": 14, "onebit-lamb": 5, "diloco-8-bits-late": 13}  # after so many steps
+
+
+@pytest.fixture(scope="module")
+def runs(recipe_of_module):
+    """All trained whole, and some stopped and gone on with."""
+    folder = Path(recipe_of_module().run.folder)
+    whole = [recipe_of_module(name=name, **fields).to_json() for name, fields in WAYS.items()]
+    again = [recipe_of_module(name=f"{name}-again", **WAYS[name]).to_json() for name in STOPPED]
+    stops = [case | {"stop_after": STOPPED[case["name"].removesuffix("-again")]} for case in again]
+    ranks.train_all([*whole, *stops], folder.parent)
+    ranks.train_all(again, folder.parent)
+    return folder
+
+
+def losses(runs, name):
+    return [(line["step"], line["loss"], line.get("validation_loss")) for line in read(runs / name / "train.jsonl")]
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_they_learn(runs, recipe_of_module, name):
+    plain = {key: value for key, value in WAYS[name].items() if key not in ("kind", "freeze_after", "diloco")}
+    kind = "lamb" if name == "onebit-lamb" else "adamw"
+    one = train(recipe_of_module(name=f"plain-{name}", kind=kind, **plain), progress=False)
+    found = losses(runs, name)
+    wanted = losses(runs, one.folder.name)
+    assert found[-1][2] < found[0][1] - 0.5
+    assert found[-1][2] < 1.1 * wanted[-1][2]
+    if name.startswith("onebit"):  # the warm-up is that of one process
+        for ours, theirs in zip(found[:9], wanted[:9], strict=True):
+            assert ours[1] == pytest.approx(theirs[1], abs=1e-4)
+        assert found[-1][1] != wanted[-1][1]
+
+
+@pytest.mark.parametrize("name", STOPPED)
+def test_they_go_on_bit_for_bit(runs, name):
+    assert losses(runs, f"{name}-again") == losses(runs, name)
+    one, other = (runs / run / "model/model.safetensors" for run in (name, f"{name}-again"))
+    assert one.read_bytes() == other.read_bytes()
+
+
+def test_what_does_not_fit_is_refused(recipe):
+    for changes, words in (
+        ({"kind": "onebit-adam"}, r"beta2 is 0\.95; one-bit optimizers"),
+        ({"kind": "onebit-adam", "beta2": 0.999, "diloco": Diloco(sync_every=5)}, "choose one of them"),
+        ({"zero": 1, "diloco": Diloco(sync_every=5)}, r"set parallel\.zero 0"),
+        ({"diloco": Diloco(sync_every=5, fragment_sync_delay=5)}, "less than diloco.sync_every"),
+        ({"diloco": Diloco(sync_every=0)}, r"diloco\.sync_every is 0"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            recipe(**changes).check()
+    with pytest.raises(ConfigError, match=r"onebit-lamb is for several processes .* 4 \+ 4/N bytes"):
+        train(recipe(kind="onebit-lamb", beta2=0.999), progress=False)
+    with pytest.raises(ConfigError, match=r"diloco\.sync_every is for several processes"):
+        train(recipe(diloco=Diloco(sync_every=5)), progress=False)
