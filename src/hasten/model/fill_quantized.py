@@ -14,8 +14,9 @@ from hasten.model.families.family import TensorSlice
 from hasten.model.formats.file_format import QuantizedFolder
 from hasten.model.formats.pieces import take
 from hasten.model.formats.record import LayerFormat
+from hasten.model.shares import Share
 from hasten.model.transformer import Transformer
-from hasten.ops.linear import PackedLinear
+from hasten.ops.linear import PackedLinear, QuantizedWeight
 from hasten.ops.linear.embedding import PackedEmbedding
 from hasten.ops.pages import release_pages
 
@@ -27,12 +28,13 @@ def fill_quantized(
     *,
     dtype: torch.dtype,
     device: torch.device | None,
+    share: Share | None = None,
 ) -> None:
     """Fill each layer whose weight stands in `pieces` straight from the mapped tensors: with a packed one, or, where
     no kernel takes its format, with its plain weight, of which one warning tells.
 
     Its bias, where it has one, is in place already. dtype: of the activations to come. One module at a time is unpacked
-    (none of int4: its words go to the kernel's layout as they are).
+    (none of int4: its words go to the kernel's layout as they are). share: the part that this rank holds.
     """
     # The last module's numbers are kept: several layers may share one (Phi-3).
     dequantize, read = lru_cache(1)(folder.dequantize), lru_cache(1)(folder.read)
@@ -47,23 +49,31 @@ def fill_quantized(
         module = folder.modules[piece.name]
         place: Any = model.get_submodule(name)
         own = partial(_part, piece=piece, device=device)  # the part of a tensor that belongs to this layer
+        cut = None if share is None else share.cut(ours)
         if module.layer is None:
-            place.weight = nn.Parameter(own(dequantize(module, dtype)))
+            weight = own(dequantize(module, dtype))
+            place.weight = nn.Parameter(weight if cut is None else cut.of(weight))
             plain.append(f"{module.name} ({module.stored})")
             data: Tensor = place.weight
         elif name == "embedding":
             layers[name] = replace(module.layer, activations="none")
-            model.embedding = PackedEmbedding.from_weight(read(module).map(own), dtype=dtype)
+            numbers = read(module).map(own)
+            model.embedding = PackedEmbedding.from_weight(numbers if cut is None else cut.of_weight(numbers), dtype=dtype)
             data = model.embedding.table.data
         else:
             layers[name] = module.layer
             options: dict[str, Any] = {"activations": module.layer.activations, "dtype": dtype}
             if (words := folder.int4_words(module)) is None:
-                packed = PackedLinear.from_weight(read(module).map(own), place.bias, **options)
+                numbers = read(module).map(own)
+                numbers = numbers if cut is None else cut.of_weight(numbers)
+                packed = PackedLinear.from_weight(numbers, place.bias, **options)
             else:
                 values, scales, zeros = words
-                parts = own(values), own(scales), None if zeros is None else own(zeros), place.bias
-                options |= {"in_features": module.shape[1], "format": module.layer.weight}
+                held = module.layer.weight
+                numbers = QuantizedWeight(format=held, values=values, scales=scales, zeros=zeros).map(own)
+                numbers = numbers if cut is None else cut.of_weight(numbers, values=8)
+                parts = numbers.values, numbers.scales, numbers.zeros, place.bias
+                options |= {"in_features": place.in_features, "format": held}
                 packed = PackedLinear.from_int4_words(*parts, **options)
             model.set_submodule(name, packed.eval())
             data = packed.data

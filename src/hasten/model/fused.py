@@ -32,6 +32,7 @@ from hasten.model.interfaces import Context, LayerContext
 from hasten.model.lora import AdapterChoice
 from hasten.model.norms import LayerNorm, RMSNorm
 from hasten.model.require import require_model
+from hasten.model.sharded import ShardedTransformer, SumOfRanks
 from hasten.model.transformer import MLP, Block, Transformer
 from hasten.model.wide import narrow
 from hasten.ops.attention.spec import LARGEST_HEAD
@@ -54,6 +55,8 @@ def refusal(model: Transformer) -> str | None:
         return f"the head size is {model.config.head_dim}; the fused steps go up to {LARGEST_HEAD}"
     if model.config.attention_pattern is not None:
         return "the fused steps know no sparse attention pattern"
+    if isinstance(model, ShardedTransformer) and model.group.segment is None:
+        return "the fused steps need ranks that share memory: native kernels, on one machine with Linux"
     if library() is None:
         return "the native kernels could not be built here (see the warning, and `hasten doctor`)"
     return fusion_conflict(model)
@@ -171,10 +174,13 @@ class FusedBlock(nn.Module):
             post, mlp, mlp_post = (
                 _norm_arguments(norm)[:2] for norm in (self.attention_post_norm, self.mlp_norm, self.mlp_post_norm)
             )
+            sums = self.attention_post_norm
+            ranks = sums.group.plan if isinstance(sums, SumOfRanks) else None
             plan = ops.plan_block.default(
                 *(spec.kv_heads, *first, weight("qkv"), *sizes, *scores),
                 *(weight("output"), *post, *mlp),
                 *(weight("inner"), self.inner_size, self.gated, self.activation, weight("down"), *mlp_post),
+                ranks,
             )
             self._bound = SimpleNamespace(blocks=ops.blocks.default, norm_linear=ops.norm_linear.default, plan=plan)
         else:
@@ -186,6 +192,7 @@ class FusedBlock(nn.Module):
                 linear_add=ops.linear_add.default,
                 output=_weight_arguments(self.output),
                 output_norm=_norm_arguments(self.attention_post_norm),
+                summed=isinstance(self.attention_post_norm, SumOfRanks),
             )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -225,7 +232,11 @@ class FusedBlock(nn.Module):
         slots, rotated = metadata.slot_mapping, metadata.rows.rotated
         q = bound.attention_input(x, *bound.input_arguments, cos, sin, k, v, slots, rotated)  # (B·T, H, D)
         attended = bound.attention(q, k, v, *metadata.to_read, *bound.scores)  # (B·T, H, D)
-        x = bound.linear_add(attended, *bound.output, x, *bound.output_norm)
+        if bound.summed:  # by the ranks, before the norm
+            part = bound.linear_add(attended, *bound.output, torch.zeros_like(x), *_norm_arguments(nn.Identity()))
+            x = x + self.attention_post_norm(part)
+        else:
+            x = bound.linear_add(attended, *bound.output, x, *bound.output_norm)
         return x + self.mlp_post_norm(self.experts(self.mlp_norm(x)))
 
     def readable(self, config: ModelConfig, layer: LayerConfig) -> Block:
@@ -303,6 +314,8 @@ def _bind_again(block: FusedBlock, _: object) -> None:
 
 def _norm_arguments(norm: nn.Module) -> tuple[Tensor | None, Tensor | None, float, float, bool]:
     """weight, bias, eps, offset, centred."""
+    if isinstance(norm, SumOfRanks):
+        return _norm_arguments(norm.norm)
     if isinstance(norm, RMSNorm):
         return norm.weight, None, norm.eps, norm.offset, False
     if isinstance(norm, LayerNorm):

@@ -24,8 +24,12 @@ from hasten.model.formats.stream import NAMES
 from hasten.model.gguf.open import open_gguf
 from hasten.model.hub import resolve_folder, resolve_model
 from hasten.model.initialize import unfilled
+from hasten.model.sharded import connect
+from hasten.model.shares import Share, shares, whole_groups
 from hasten.model.source import ModelSource, open_folder
 from hasten.model.transformer import Transformer
+from hasten.ops.collective import RankGroup
+from hasten.ops.pages import release_pages
 
 __all__ = ["load", "open_checkpoint", "resolve_folder", "resolve_model"]
 
@@ -33,13 +37,20 @@ __all__ = ["load", "open_checkpoint", "resolve_folder", "resolve_model"]
 _LEFTOVERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 
 
-def load(source: str | Path | nn.Module, *, dtype: str | torch.dtype | None = None, device: str = "cpu") -> Transformer:
+def load(
+    source: str | Path | nn.Module,
+    *,
+    dtype: str | torch.dtype | None = None,
+    device: str = "cpu",
+    group: RankGroup | None = None,
+) -> Transformer:
     """Load a language model, ready for inference.
 
     source: a folder with config.json and safetensors, a GGUF file or a folder with one, a hub id such as "owner/name"
     (downloaded with huggingface_hub), or a transformers model, whose weights are taken over without a copy. dtype:
     "float32", "bfloat16", "float16", or None or "auto" for the checkpoint's own. device: "auto", "cpu", "cuda",
-    "cuda:0", ….
+    "cuda:0", …. group: the ranks that hold the model together (`hasten.distributed.tensor_parallel`); this one then reads
+    its share of any folder or file, and no more.
 
     A folder's weights are memory-mapped: in their own dtype on the CPU they cost no second copy. The model carries
     the folder's tokenizer, or None where it has none: then prompts are token ids.
@@ -51,12 +62,32 @@ def load(source: str | Path | nn.Module, *, dtype: str | torch.dtype | None = No
     place = None if found.type == "cpu" else found  # None: where the tensors are
     wanted = None if dtype is None or dtype == "auto" else resolve_dtype(dtype)
     if isinstance(source, nn.Module):
+        if group is not None:
+            raise ConfigError("ranks load a model together from a folder or a file; this one is in memory already")
         return _from_transformers(source, wanted, place)
-    model, own, packed, quantized = open_model(source, dtype=wanted, device=place)
+    checkpoint = open_checkpoint(source)
+    held = None if group is None else shares_of(checkpoint, group.size)
+    share = None if group is None or held is None else held[group.rank]
+    model, own, packed, quantized = fill_plain(checkpoint, share, dtype=wanted, device=place)
     if quantized is not None:
-        fill_quantized(model, packed, quantized, dtype=own, device=place)
+        fill_quantized(model, packed, quantized, dtype=own, device=place, share=share)
+    if group is not None and held is not None:
+        model = connect(model, group, held)
     _finish(model, place)
     return model
+
+
+def shares_of(checkpoint: ModelSource, size: int) -> list[Share]:
+    """What each of so many ranks holds of a checkpoint. Raises ConfigError where there cannot be so many."""
+    together = {"output": 1, "down": 1}
+    if checkpoint.quantized is not None:
+        family = FAMILIES[checkpoint.config.family]
+        modules = checkpoint.quantized.modules
+        for role in together:
+            names = {place.name for ours, place in family.places(checkpoint.config) if f".{role}.weight" in ours}
+            formats = (modules[name].layer for name in names & set(modules))
+            together[role] = whole_groups(one.weight for one in formats if one is not None)
+    return shares(checkpoint.config, size, **together)
 
 
 def open_model(
@@ -71,7 +102,18 @@ def open_model(
     Everything is checked as `load` does. dtype None: the checkpoint's own. keep_dtypes: each plain tensor has the one
     it is stored in.
     """
-    checkpoint = open_checkpoint(source)
+    return fill_plain(open_checkpoint(source), None, dtype=dtype, device=device, keep_dtypes=keep_dtypes)
+
+
+def fill_plain(
+    checkpoint: ModelSource,
+    share: Share | None,
+    *,
+    dtype: torch.dtype | None,
+    device: torch.device | None,
+    keep_dtypes: bool = False,
+) -> tuple[Transformer, torch.dtype, dict[str, TensorSlice], QuantizedFolder | None]:
+    """`open_model` of an opened checkpoint; share: the part of it that this rank holds."""
     config, stored, quantized = checkpoint.config, checkpoint.stored, checkpoint.quantized
     seen, modules = (stored, {}) if quantized is None else (quantized.logical, quantized.modules)
     family = FAMILIES[config.family]
@@ -81,11 +123,13 @@ def open_model(
     model = _skeleton(config)
     _check(pieces, seen, model)
     _warn_of_unused(seen, pieces, checkpoint.path)
+    if share is not None:
+        model = _skeleton(share.config(config))
     model.generation, model.tokenizer = checkpoint.generation, checkpoint.tokenizer
     # The weights last: whatever else is wrong with a folder shows before gigabytes are read.
     plain = {o: p for o, p in pieces.items() if p.name not in modules}
     own = dtype or checkpoint.dtype or _own_dtype([stored[piece.name] for piece in plain.values()])
-    _fill(model, plain, checkpoint.read, stored, dtype=None if keep_dtypes else own, device=device)
+    _fill(model, plain, checkpoint.read, stored, dtype=None if keep_dtypes else own, device=device, share=share)
     return model, own, {ours: piece for ours, piece in pieces.items() if ours not in plain}, quantized
 
 
@@ -216,17 +260,24 @@ def _fill(
     *,
     dtype: torch.dtype | None,
     device: torch.device | None,
+    share: Share | None = None,
 ) -> None:
-    """Put every tensor into the skeleton, converting one at a time where dtype or device differ."""
+    """Put every tensor, or a share of it, into the skeleton, converting one at a time where dtype or device differ."""
     checked: set[str] = set()
     for ours, piece in pieces.items():
         whole = read(piece.name)
-        if piece.name not in checked:  # a fused tensor once, not once for each of its parts
+        cut = None if share is None else share.cut(ours)
+        held = take(whole, piece)
+        if cut is not None:
+            held = cut.of(held)
+            check_finite(piece.name, held, stored[piece.name].file)
+        elif piece.name not in checked:  # a fused tensor once, not once for each of its parts
             check_finite(piece.name, whole, stored[piece.name].file)
             checked.add(piece.name)
         owner, _, leaf = ours.rpartition(".")
-        parameter = nn.Parameter(take(whole, piece).to(device=device, dtype=dtype))
-        setattr(model.get_submodule(owner), leaf, parameter)
+        setattr(model.get_submodule(owner), leaf, nn.Parameter(held.to(device=device, dtype=dtype)))
+        if cut is not None and cut.dim == 1:  # copied: its pages are the file's again
+            release_pages(whole)
 
 
 def tie(model: Transformer) -> None:

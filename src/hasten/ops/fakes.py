@@ -92,6 +92,32 @@ def plan_block(
     return rest[0].new_empty(0, dtype=torch.uint8)
 
 
+# collective/collective.cpp
+
+
+def plan_ranks(segment: Tensor, rank: int, size: int, peers: Any) -> Tensor:
+    """As plan_weight."""
+    return segment.new_empty(0)
+
+
+def sum_of_ranks(ranks: Tensor, x: Tensor) -> None:
+    """In place."""
+
+
+def abandon_ranks(ranks: Tensor) -> None:
+    """Nothing."""
+
+
+def segment_bytes(size: int) -> int:
+    """Known to the native code alone."""
+    return 0
+
+
+def gather_ranks(ranks: Tensor, x: Tensor, sizes: Any) -> Tensor:
+    """(…, sum of sizes)."""
+    return x.new_empty((*x.shape[:-1], sum(sizes)))
+
+
 # attention/native.cpp and train.cpp
 
 

@@ -2,6 +2,7 @@
 #include "phases.h"
 
 #include "../attention/phases.h"
+#include "../plans.h"
 
 namespace hasten {
 
@@ -71,24 +72,6 @@ Tensor norm_linear(Tensor x, HASTEN_NORM, HASTEN_WEIGHT, int64_t n) {
   return out;
 }
 
-// What stays the same from step to step is laid out once, as a tensor of bytes that owns it: handing over 50 arguments
-// takes longer than the sums of a small model, and several times longer still after a layer's weights have swept the caches.
-// `self` is where it lies: a copy of its bytes would not hold what it points to, and is refused.
-template <class T>
-Tensor as_bytes(std::unique_ptr<T> plan) {
-  plan->self = plan.get();
-  const torch::stable::Device cpu(torch::headeronly::DeviceType::CPU);
-  return torch::stable::from_blob(plan.release(), {int64_t(sizeof(T))}, {1}, cpu, ScalarType::Byte,
-                                  [](void* p) { delete static_cast<T*>(p); });
-}
-template <class T>
-const T& plan_in(const Tensor& bytes) {
-  STD_TORCH_CHECK(bytes.scalar_type() == ScalarType::Byte && bytes.numel() == sizeof(T), "that is no plan of ", T::name);
-  const T& p = *static_cast<const T*>(bytes.const_data_ptr());
-  STD_TORCH_CHECK(p.self == &p, "that is no plan of ", T::name);
-  return p;
-}
-
 struct WeightPlan {
   static constexpr const char* name = "a weight";
   const WeightPlan* self;
@@ -124,6 +107,7 @@ struct Plan {
   Activation kind;
   Norm attention_norm, q_norm, k_norm, output_norm, mlp_norm, down_norm;
   PackedWeight qkv, output, mlp, down;
+  Ranks* ranks;              // with which the sums of output and down are shared, or nullptr
   std::vector<Tensor> held;  // what the pointers point to
 };
 
@@ -132,7 +116,7 @@ Tensor plan_block(int64_t kv_heads, HASTEN_NORM, Tensor qkv, int64_t heads, int6
                   double scale, int64_t window, double softcap,  //
                   Tensor output, Maybe o_norm_weight, Maybe o_norm_bias,  //
                   Maybe m_norm_weight, Maybe m_norm_bias, Tensor mlp, int64_t inner, bool gated, int64_t activation,  //
-                  Tensor down, Maybe d_norm_weight, Maybe d_norm_bias) {
+                  Tensor down, Maybe d_norm_weight, Maybe d_norm_bias, Maybe ranks) {
   auto norm = [&](const Maybe& weight, const Maybe& bias) { return norm_of(weight, bias, eps, offset, centred); };
   const int64_t c = plan_in<WeightPlan>(qkv).weight.k;
   auto weight = [](const Tensor& bytes, int64_t n, int64_t k) {
@@ -154,9 +138,10 @@ Tensor plan_block(int64_t kv_heads, HASTEN_NORM, Tensor qkv, int64_t heads, int6
       .output = weight(output, c, heads * head_dim),
       .mlp = inner_weight,
       .down = weight(down, c, inner),
+      .ranks = ranks ? &mutable_plan<Ranks>(*ranks) : nullptr,
       .held = {qkv, output, mlp, down}});
   for (const Maybe& one : {norm_weight, norm_bias, q_norm, k_norm, o_norm_weight, o_norm_bias, m_norm_weight, m_norm_bias,
-                           d_norm_weight, d_norm_bias})
+                           d_norm_weight, d_norm_bias, ranks})
     if (one) plan->held.push_back(*one);
   return as_bytes(std::move(plan));
 }
@@ -174,9 +159,9 @@ struct BlockPhases {
               k_cache, v_cache, slot_mapping, rotated, chosen),
         attention(arena, q, attended, Type::f32, rows, p.heads, p.head_dim, k_cache, v_cache, query_start_loc, seq_lens,
                   first, block_table, block_size, rotated, p.scale, p.window, p.softcap),
-        output(arena, attended, Type::f32, rows, p.output, x, middle, Type::f32, p.output_norm, chosen),
+        output(arena, attended, Type::f32, rows, p.output, x, middle, Type::f32, p.output_norm, chosen, p.ranks),
         mlp(arena, middle, Type::f32, rows, act, p.mlp_norm, p.mlp, p.inner, p.gated, p.kind, chosen),
-        down(arena, act, Type::f32, rows, p.down, middle, out, Type::f32, p.down_norm, chosen) {}
+        down(arena, act, Type::f32, rows, p.down, middle, out, Type::f32, p.down_norm, chosen, p.ranks) {}
 
   void run(Worker& worker) const {
     input.run(worker);
@@ -245,7 +230,7 @@ Tensor blocks(Tensor x, std::vector<Tensor> cos, std::vector<Tensor> sin, std::v
 STABLE_TORCH_LIBRARY_FRAGMENT(HASTEN_LIBRARY, m) {
   m.def("attention_input(Tensor x, Tensor? norm_weight, Tensor? norm_bias, float eps, float offset, bool centred, Tensor data, Tensor? scales, Tensor? zeros, Tensor? outer, Tensor? bias, int group_size, int planes, int heads, int head_dim, Tensor? q_norm, Tensor? k_norm, Tensor? cos, Tensor? sin, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping, bool rotated) -> Tensor");
   m.def("plan_weight(int n, int k, Tensor data, Tensor? scales, Tensor? zeros, Tensor? outer, Tensor? bias, int group_size, int planes, Tensor? lora_a, Tensor? lora_b) -> Tensor");
-  m.def("plan_block(int kv_heads, Tensor? norm_weight, Tensor? norm_bias, float eps, float offset, bool centred, Tensor qkv, int heads, int head_dim, Tensor? q_norm, Tensor? k_norm, float scale, int window, float softcap, Tensor output, Tensor? o_norm_weight, Tensor? o_norm_bias, Tensor? m_norm_weight, Tensor? m_norm_bias, Tensor mlp, int inner, bool gated, int activation, Tensor down, Tensor? d_norm_weight, Tensor? d_norm_bias) -> Tensor");
+  m.def("plan_block(int kv_heads, Tensor? norm_weight, Tensor? norm_bias, float eps, float offset, bool centred, Tensor qkv, int heads, int head_dim, Tensor? q_norm, Tensor? k_norm, float scale, int window, float softcap, Tensor output, Tensor? o_norm_weight, Tensor? o_norm_bias, Tensor? m_norm_weight, Tensor? m_norm_bias, Tensor mlp, int inner, bool gated, int activation, Tensor down, Tensor? d_norm_weight, Tensor? d_norm_bias, Tensor? ranks) -> Tensor");
   m.def("blocks(Tensor x, Tensor[] cos, Tensor[] sin, int[] rope_index, Tensor(a!)[] k_caches, Tensor(b!)[] v_caches, Tensor slot_mapping, Tensor query_start_loc, Tensor seq_lens, Tensor? first, Tensor? block_table, int block_size, bool rotated, Tensor[] plans, Tensor? chosen) -> Tensor");
   m.def("linear_add(Tensor x, Tensor data, Tensor? scales, Tensor? zeros, Tensor? outer, Tensor? bias, int group_size, int planes, Tensor residual, Tensor? norm_weight, Tensor? norm_bias, float eps, float offset, bool centred) -> Tensor");
   m.def("norm_linear(Tensor x, Tensor? norm_weight, Tensor? norm_bias, float eps, float offset, bool centred, Tensor data, Tensor? scales, Tensor? zeros, Tensor? outer, Tensor? bias, int group_size, int planes, int out_features) -> Tensor");

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "../attention/cache_rows.h"
+#include "../collective/collective.h"
 
 namespace hasten {
 
@@ -208,19 +209,23 @@ struct AttentionInput {
   const float *cosines, *sines;
 };
 
-// residual + norm(x·Wᵀ + b), the norm being optional. x (R, K), residual and out (R, N).
+// residual + norm(x·Wᵀ + b), the norm being optional. x (R, K), residual and out (R, N). ranks: those whose products are
+// parts of one sum, which the norm and the residual wait for.
 struct LinearAdd {
   LinearAdd(Arena& arena, const void* x, Type x_type, int64_t rows, const PackedWeight& weight, const void* residual,
-            void* out, Type type, const Norm& norm, const int64_t* chosen = nullptr)
+            void* out, Type type, const Norm& norm, const int64_t* chosen = nullptr,
+            Ranks* ranks = nullptr)
       : linear(arena, x, x_type, rows, Norm{}, weight, chosen), norm(norm), residual(residual), out(out), type(type),
-        values(norm.weight ? arena.take<float>(rows * linear.w.n) : nullptr) {}
+        ranks(ranks), values(norm.weight || ranks ? arena.take<float>(rows * linear.w.n) : nullptr) {}
 
   Prefetcher beginning(const Worker& worker) const { return hasten::beginning(worker, linear.w, linear.rows); }
   void run(Worker& worker) const {
     const int64_t n = linear.w.n;
-    if (norm.weight) {
+    if (norm.weight || ranks) {
       linear.run_into(worker, values);
+      if (ranks) worker.each(1, [&](int64_t) { ranks->sum(values, Type::f32, linear.rows * n); });
       return worker.each(linear.rows, [&](int64_t r) {
+        if (!norm.weight) return add(values + r * n, r * n, n, nullptr, Type::f32, 0);
         float* normal = scratch<float, 7>(n + LANES);
         widen(values, Type::f32, r, n, n, norm, normal);
         add(normal, r * n, n, nullptr, Type::f32, 0);
@@ -251,6 +256,7 @@ struct LinearAdd {
   const void* const residual;
   void* const out;
   const Type type;
+  Ranks* const ranks;
   float* const values;
 };
 

@@ -1,0 +1,43 @@
+"""Memory that the processes of one machine share, for what they tell each other in every step of a model.
+
+It has no name in any folder: rank 0 makes it (memfd), the others open it through rank 0's open files, and the kernel
+takes it back when the last of them has ended, however that came about.
+"""
+
+import mmap
+import os
+from contextlib import suppress
+
+import torch
+from torch import Tensor
+
+from hasten.distributed.ranks import Ranks
+from hasten.ops.collective import RankGroup
+from hasten.ops.native import library
+
+
+def open_group(ranks: Ranks) -> RankGroup:
+    """The ranks as a group that shares memory where all can: on one machine, on Linux, with the native operators.
+
+    Called on every rank at once. Elsewhere a group that talks by torch.distributed.
+    """
+    native, file = library(), -1
+    able = native is not None and ranks.local_size == ranks.size and hasattr(os, "memfd_create")
+    size = native.ops.segment_bytes(ranks.size) if able and native is not None else 0
+    segment: Tensor | None = None
+    peers: list[int] = []
+    with suppress(OSError):
+        if ranks.first and able:
+            file = os.memfd_create("hasten")
+            os.ftruncate(file, size)
+    told = [text.split() for text in ranks.texts(f"{os.getpid()} {file} {int(able)}")]
+    if all(able == "1" for _, _, able in told) and told[0][1] != "-1":
+        with suppress(OSError):
+            if not ranks.first:
+                file = os.open(f"/proc/{told[0][0]}/fd/{told[0][1]}", os.O_RDWR)
+            segment = torch.frombuffer(mmap.mmap(file, size), dtype=torch.uint8)
+            peers = [-1 if rank == ranks.rank else os.pidfd_open(int(one[0])) for rank, one in enumerate(told)]
+    shared = not ranks.any(len(peers) < ranks.size)  # after this, all have opened it
+    if file >= 0:
+        os.close(file)  # the mapping keeps it
+    return RankGroup(ranks.rank, ranks.size, segment if shared else None, tuple(peers))

@@ -1,0 +1,37 @@
+"""One model over several processes, each with a share of every matrix. See docs/parallel-inference.md."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from hasten import __version__
+from hasten.distributed.ranks import Ranks
+from hasten.distributed.shared_memory import open_group
+from hasten.ops.collective import RankGroup
+
+_current: list[RankGroup] = []
+
+
+@contextmanager
+def tensor_parallel(ranks: Ranks) -> Iterator[RankGroup | None]:
+    """The ranks as the group that `hasten.load(…, group=…)` takes, inside the block; None for a process alone.
+
+    Where one fails in the block, the others end with an error instead of waiting for it.
+    """
+    if ranks.size == 1:
+        yield None
+        return
+    ranks.require_same({"version of hasten": __version__})
+    group = open_group(ranks)
+    _current.append(group)
+    try:
+        yield group
+    except BaseException:
+        group.abandon()
+        raise
+    finally:
+        _current.remove(group)
+
+
+def current_group() -> RankGroup | None:
+    """The group of the block in which this process is, or None."""
+    return _current[-1] if _current else None

@@ -1,0 +1,62 @@
+"""A model of which several ranks hold a share each: an ordinary one with smaller sizes, and three places where they meet.
+
+A block's output and down put out parts of a sum; it is made by `SumOfRanks`, which stands where the norm after them
+stands, in readable blocks and in fused ones (there inside the native step). Each rank looks up the words that it holds,
+and the logits of all are put side by side: then every rank has the same bits, and draws the same token from them.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from hasten.model.shares import Share
+from hasten.model.swap import take_over
+from hasten.model.transformer import Transformer
+from hasten.ops.collective import RankGroup
+from hasten.ops.loss import IGNORED, rows_of_a_chunk
+
+
+class SumOfRanks(nn.Module):
+    """The sum of what all ranks put in, then a norm."""
+
+    def __init__(self, group: RankGroup, norm: nn.Module) -> None:
+        super().__init__()
+        self.group, self.norm = group, norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.group.sum(x))
+
+
+class ShardedTransformer(Transformer):
+    """The model of one rank. `config` has the rank's own sizes, but for the vocabulary's, and so has all that follows
+    from it: the cache, its memory, the cost of a step."""
+
+    group: RankGroup
+    words: list[range]  # of each rank
+
+    def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        words = self.words[self.group.rank]
+        own = (tokens >= words.start) & (tokens < words.stop)
+        x = super().embed((tokens - words.start).clamp(0, len(words) - 1), positions)
+        return self.group.sum(x.masked_fill(~own[..., None], 0.0))  # all but one of the ranks add zeros
+
+    def finished(self, scores: Tensor) -> Tensor:
+        return super().finished(self.group.gather(scores.float(), [len(words) for words in self.words]))
+
+    def loss(self, x: Tensor, targets: Tensor) -> Tensor:
+        size = rows_of_a_chunk(self.config.vocab_size)
+        parts = zip(x.flatten(0, -2).split(size), targets.flatten().split(size), strict=True)
+        return torch.stack(
+            [cross_entropy(self.logits(x), wanted, ignore_index=IGNORED, reduction="sum") for x, wanted in parts]
+        ).sum()
+
+
+def connect(model: Transformer, group: RankGroup, shares: list[Share]) -> ShardedTransformer:
+    """The model of a rank's share, from now on with the others'. To be called before it is fused."""
+    assert model.readable
+    for block in model.blocks:
+        block.attention_post_norm = SumOfRanks(group, block.attention_post_norm)
+        block.mlp_post_norm = SumOfRanks(group, block.mlp_post_norm)
+    sharded = take_over(ShardedTransformer, model)
+    sharded.group, sharded.words = group, [share.words for share in shares]
+    return sharded

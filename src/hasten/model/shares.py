@@ -1,0 +1,169 @@
+"""Which part of a model each of several ranks holds: whole heads, whole groups of a quantized weight, rows of the words.
+
+By the roles of modules and not by families (Megatron-LM, arXiv 1909.08053): q, k, v, gate and up are cut into columns
+(of the product; rows of the weight), output and down into the rows that meet them (columns of the weight), so that
+between the two nobody waits, and what output and down put out are parts of a sum. Embedding and head are cut by words.
+Everything else is small, and whole on each rank. Shares may differ in size.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from hasten.errors import ConfigError
+from hasten.model.config import ModelConfig
+from hasten.ops.linear.weights import QuantizedWeight, WeightFormat
+
+TILE = 64  # rows of a panel of the native kernels: a share of many of them has whole ones
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """The part of a parameter that a rank holds: `part` of its dimension 0 or 1, or none of it but zeros (None)."""
+
+    dim: int
+    part: range | None
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Of a plain parameter: a view of whole rows, which costs nothing, or a copy of columns."""
+        if self.part is None:
+            return torch.zeros_like(tensor)
+        return tensor.narrow(self.dim, self.part.start, len(self.part)).contiguous()
+
+    def of_weight(self, weight: QuantizedWeight, values: int = 1) -> QuantizedWeight:
+        """Of a quantized weight, whole groups. values: how many stand in a number of its tensor (words of int4: 8)."""
+        part = self.part
+        assert part is not None, "only a bias is another rank's"
+        if self.dim == 0:
+            return weight.rows(slice(part.start, part.stop))
+        if weight.columns is not None:
+            raise ConfigError(
+                "a weight whose columns are in another order than its groups (desc_act) cannot be shared by ranks; take "
+                "a checkpoint without it, or one process"
+            )
+        steps = [level.columns for level in weight.format.scales]
+
+        def columns(tensor: Tensor, step: int) -> Tensor:
+            """Of a tensor with one column for `step` of the weight's; 0: one for all of them."""
+            if not step:
+                return tensor
+            return tensor[:, part.start // step : -(-part.stop // step)].contiguous()
+
+        return replace(
+            weight,
+            values=columns(weight.values, values),
+            scales=columns(weight.scales, steps[0]),
+            zeros=None if weight.zeros is None else columns(weight.zeros, steps[0]),
+            outer=None if weight.outer is None else columns(weight.outer, steps[-1]),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What rank `rank` holds: ranges of query heads, of key/value heads, of the MLP's inner size, of an expert's, and of
+    the vocabulary's rows."""
+
+    rank: int
+    head_dim: int
+    heads: range
+    kv_heads: range
+    inner: range
+    expert: range
+    words: range
+
+    def config(self, whole: ModelConfig) -> ModelConfig:
+        """Of the rank's own model: the same but for its sizes."""
+        return replace(
+            whole,
+            heads=len(self.heads),
+            kv_heads=len(self.kv_heads),
+            intermediate_size=len(self.inner),
+            expert_size=len(self.expert),
+            padded_vocab_size=len(self.words),
+        )
+
+    def cut(self, name: str) -> Cut | None:
+        """The part of a parameter, by its name in a Transformer; None: it is whole on each rank."""
+        *owners, module, kind = name.split(".")
+        inner = self.expert if "experts" in owners else self.inner
+        heads, kv_heads = (
+            range(held.start * self.head_dim, held.stop * self.head_dim) for held in (self.heads, self.kv_heads)
+        )
+        columns = {"q": heads, "k": kv_heads, "v": kv_heads, "gate": inner, "up": inner}
+        columns |= {"embedding": self.words, "head": self.words}
+        rows = {"output": heads, "down": inner}
+        if module in columns:
+            return Cut(0, columns[module])
+        if module not in rows:
+            return None
+        if kind == "weight":
+            return Cut(1, rows[module])
+        return Cut(0, None) if self.rank else None  # a bias is added once
+
+
+def whole_groups(formats: Iterable[WeightFormat]) -> int:
+    """How many columns of weights of these formats belong together: cut between, no scale and no word is cut."""
+    groups = (level.columns for one in formats for level in one.scales)
+    return math.lcm(8, *(columns for columns in groups if columns))
+
+
+def shares(config: ModelConfig, size: int, *, output: int = 1, down: int = 1) -> list[Share]:
+    """What each of `size` ranks holds. output, down: columns of these modules' weights that belong together.
+
+    Raises ConfigError for a size that cannot be, with the largest one that can.
+    """
+    if config.attention_pattern is not None:
+        raise ConfigError("a model with a sparse attention pattern runs in one process: its patterns belong to heads")
+    sizes = [config.intermediate_size] * any(not layer.experts for layer in config.layers)
+    sizes += [config.expert_size] * any(layer.experts for layer in config.layers)
+    most = min(config.padded_vocab_size, max(_most_ranks(config, output)), *(-(-one // down) for one in sizes))
+    if not 1 <= size <= most:
+        groups = f", in whole groups of {max(output, down)} columns" if max(output, down) > 8 else ""
+        raise ConfigError(
+            f"--tensor-parallel is {size}; a model of {config.heads} heads ({config.kv_heads} of keys and values) and "
+            f"{min(sizes):,} inner features{groups}, can be shared by 1 to {most} ranks: take at most {most}"
+        )
+    heads = _heads(config, size, output)
+    inner, expert = (_shared(one, _in_tiles(one, down, size), size) for one in (sizes[0], sizes[-1]))
+    words = _shared(config.padded_vocab_size, _in_tiles(config.padded_vocab_size, 1, size), size)
+    return [
+        Share(rank, config.head_dim, *heads[rank], inner=inner[rank], expert=expert[rank], words=words[rank])
+        for rank in range(size)
+    ]
+
+
+def _shared(count: int, unit: int, size: int) -> list[range]:
+    """Ranges of whole units, as even as that allows; the last unit may be smaller."""
+    units = -(-count // unit)
+    ends = [min(count, units * rank // size * unit) for rank in range(size + 1)]
+    return [range(*pair) for pair in pairwise(ends)]
+
+
+def _in_tiles(count: int, unit: int, size: int) -> int:
+    """The unit, or a multiple of it that fills whole tiles, where there are many of them for each rank."""
+    tiles = math.lcm(unit, TILE)
+    return tiles if count >= 4 * size * tiles else unit
+
+
+def _most_ranks(config: ModelConfig, output: int) -> tuple[int, int]:
+    """How many ranks heads can be shared by: with all the query heads of one of the keys together, and with parts."""
+    ratio, unit = config.heads // config.kv_heads, output // math.gcd(output, config.head_dim)
+    together = unit // math.gcd(unit, ratio)
+    return -(-config.kv_heads // together), config.kv_heads * (ratio // unit) if ratio % unit == 0 else 0
+
+
+def _heads(config: ModelConfig, size: int, output: int) -> list[tuple[range, range]]:
+    """(query heads, key/value heads) of each rank. More ranks than heads of keys: several hold the same one."""
+    ratio, unit = config.heads // config.kv_heads, output // math.gcd(output, config.head_dim)
+    if size <= _most_ranks(config, output)[0]:
+        held = _shared(config.kv_heads, unit // math.gcd(unit, ratio), size)
+        return [(range(own.start * ratio, own.stop * ratio), own) for own in held]
+    return [
+        (range(head * ratio + part.start, head * ratio + part.stop), range(head, head + 1))
+        for head, ranks in enumerate(_shared(size, 1, config.kv_heads))
+        for part in _shared(ratio, unit, len(ranks))
+    ]

@@ -1,0 +1,165 @@
+"""Two ranks with a share each compute what one process computes, whatever the model and however it is stored."""
+
+import json
+
+import pytest
+import torch
+
+import hasten
+import ranks
+from hasten.errors import ConfigError
+from hasten.model.families import read_config
+from hasten.model.initialize import initialize
+from hasten.model.shares import shares, whole_groups
+from hasten.ops.linear.weights import INT8, Q4_K, int4_format
+from hasten.quantization import Int4, Int8, quantize
+from tiny_model import tiny_llama
+
+PROMPTS = [[3, 7, 1, 9, 4], [60, 99, 2, 5, 5, 8, 13, 1, 1, 40, 7]]
+GREEDY = {"temperature": 0.0, "max_new_tokens": 12, "ignore_eos": True}
+GEMMA = {"model_type": "gemma2", "sliding_window": 6, "head_dim": 32, "query_pre_attn_scalar": 32, "tie_word_embeddings": True}
+MOE = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+BIASES = {"attention_bias": True, "mlp_bias": True}
+UNEVEN = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 111, "vocab_size": 301}
+# name -> (changes of the tiny Llama, scheme of its weights, dtype)
+CASES = {
+    "grouped": ({}, None, "float32"),
+    "one-kv-head": ({"num_key_value_heads": 1, **BIASES}, None, "float32"),
+    "uneven": (UNEVEN, None, "float32"),
+    "gemma": (GEMMA, None, "float32"),
+    "experts": (MOE, None, "float32"),
+    "int8": ({}, Int8(), "bfloat16"),
+    "int4": ({"intermediate_size": 160}, Int4(group_size=32), "bfloat16"),
+    "int4-experts": (MOE, Int4(group_size=32), "bfloat16"),
+    "bfloat16": (BIASES, None, "bfloat16"),
+}
+
+# Prints, for each case, what one rank has: tokens, logits of the first step, and how much of each weight it holds.
+WORKER = """
+import json, sys
+import torch
+import hasten
+from hasten.distributed.launch import joined
+from hasten.distributed.tensor_parallel import tensor_parallel
+from hasten.generation.cache import StaticCache
+from hasten.model.fused import fuse_where_it_fits
+from hasten.model.load import load
+torch.set_num_threads(1)
+folder, cases, prompts, settings = sys.argv[1], *map(json.loads, sys.argv[2:])
+with joined() as ranks, tensor_parallel(ranks) as group, torch.inference_mode():
+    for name in cases:
+        model = load(f"{folder}/{name}", group=group)
+        said = {"case": name, "held": sum(one.nbytes for one in model.state_dict().values())}
+        for form in ["readable"] + ["fused"] * (model.dtype == torch.bfloat16):
+            if form == "fused":
+                fuse_where_it_fits(model)
+            ids = torch.tensor([prompts[1]])
+            cache = StaticCache(model.config, batch=1, capacity=ids.shape[1], dtype=model.compute_dtype, device=model.device)
+            positions = torch.arange(ids.shape[1])[None]
+            logits = model(ids, positions, cache.step(positions, fresh=True))
+            tokens = [one.tokens for one in hasten.generate(model, prompts, **settings)]
+            again = [one.tokens for one in hasten.generate(model, prompts, **settings)]
+            drawn = hasten.generate(model, prompts, temperature=1.0, seed=5, max_new_tokens=8, ignore_eos=True)
+            said[form] = {"tokens": tokens, "again": again, "drawn": [one.tokens for one in drawn],
+                          "logits": logits[0].tolist()}
+        print(json.dumps(said), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """The models of all cases, and what a process alone makes of each."""
+    root, alone = tmp_path_factory.mktemp("shared"), {}
+    for name, (changes, scheme, dtype) in CASES.items():
+        model = make(changes).to(getattr(torch, dtype))
+        if scheme is not None:
+            quantize(model, scheme)
+        hasten.save(model, root / name)
+        alone[name] = hasten.load(root / name)
+    return root, alone
+
+
+def make(changes):
+    """The tiny Llama with these changes; biases are random too."""
+    plain = tiny_llama()
+    model = initialize(read_config(dict(plain.config.source) | {"head_dim": None} | changes), seed=3)
+    for name, one in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(one, std=0.3)
+    return model.eval()
+
+
+def states_of(model):
+    """Logits (T, V) of the second prompt, and greedy tokens of both."""
+    from hasten.generation.cache import StaticCache
+
+    ids = torch.tensor([PROMPTS[1]])
+    cache = StaticCache(model.config, batch=1, capacity=ids.shape[1], dtype=model.compute_dtype, device=model.device)
+    positions = torch.arange(ids.shape[1])[None]
+    with torch.inference_mode():
+        logits = model(ids, positions, cache.step(positions, fresh=True))[0]
+    return logits, [one.tokens for one in hasten.generate(model, PROMPTS, **GREEDY)]
+
+
+@pytest.fixture(scope="module")
+def said(folders):
+    """What each rank says of each case, and with HASTEN_ISA=none (torch.distributed alone) of the float32 ones."""
+    root, _ = folders
+    arguments = (root, json.dumps(list(CASES)), json.dumps(PROMPTS), json.dumps(GREEDY))
+    found = ranks.run(WORKER, *arguments, ranks=2)
+    assert [status for status, _, _ in found] == [0, 0], found
+    return [{line["case"]: line for line in map(json.loads, output.splitlines())} for _, output, _ in found]
+
+
+@pytest.mark.parametrize("name", [name for name, (_, _, dtype) in CASES.items() if dtype == "float32"])
+def test_greedy_text_in_float32_is_that_of_one_process(folders, said, name):
+    logits, tokens = states_of(folders[1][name])
+    for rank in said:
+        assert rank[name]["readable"]["tokens"] == tokens
+        torch.testing.assert_close(torch.tensor(rank[name]["readable"]["logits"]), logits, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", [name for name, (_, _, dtype) in CASES.items() if dtype != "float32"])
+def test_fast_formats_err_as_little_as_one_process(folders, said, name):
+    """Against the same numbers in float32: at most twice what one process errs."""
+    alone = folders[1][name]
+    exact, (ours, _) = reference(alone), states_of(alone)
+    allowed = 2 * (ours - exact).norm()
+    for rank in said:
+        for form in said[0][name].keys() & {"readable", "fused"}:
+            assert (torch.tensor(rank[name][form]["logits"]) - exact).norm() <= allowed, form
+
+
+def reference(model):
+    """The model's logits with float32 products of the numbers that it holds."""
+    import copy
+
+    from hasten.ops.linear import PackedLinear
+
+    plain = copy.deepcopy(model)
+    for name, module in list(plain.named_modules()):
+        if isinstance(module, PackedLinear):
+            linear = torch.nn.Linear(module.in_features, module.out_features, bias=module.bias is not None)
+            linear.weight.data = module.dequantize()
+            if module.bias is not None:
+                linear.bias.data = module.bias.float()
+            plain.set_submodule(name, linear)
+    plain.quantization = None
+    plain = plain.float()
+    plain.bind()
+    return states_of(plain)[0]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_rank_and_every_run_gives_the_same_bits(said, name):
+    first, second = (rank[name] for rank in said)
+    for form in first.keys() & {"readable", "fused"}:
+        assert first[form] == second[form]
+        assert first[form]["tokens"] == first[form]["again"]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_rank_holds_its_share(folders, said, name):
+    model = folders[1][name]
+    whole = sum(one.nbytes for one in model.state_dict().values())
+    assert max(rank[name]["held"] for rank in said) < 0.85 * whole
