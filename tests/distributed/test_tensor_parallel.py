@@ -12,15 +12,28 @@ from hasten.model.families import read_config
 from hasten.model.initialize import initialize
 from hasten.model.shares import shares, whole_groups
 from hasten.ops.linear.weights import INT8, Q4_K, int4_format
+from hasten.ops.native import library
 from hasten.quantization import Int4, Int8, quantize
 from tiny_model import tiny_llama
 
 PROMPTS = [[3, 7, 1, 9, 4], [60, 99, 2, 5, 5, 8, 13, 1, 1, 40, 7]]
 GREEDY = {"temperature": 0.0, "max_new_tokens": 12, "ignore_eos": True}
-GEMMA = {"model_type": "gemma2", "sliding_window": 6, "head_dim": 32, "query_pre_attn_scalar": 32, "tie_word_embeddings": True}
+GEMMA = {
+    "model_type": "gemma2",
+    "sliding_window": 6,
+    "head_dim": 32,
+    "query_pre_attn_scalar": 32,
+    "tie_word_embeddings": True,
+}
 MOE = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
 BIASES = {"attention_bias": True, "mlp_bias": True}
-UNEVEN = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 111, "vocab_size": 301}
+UNEVEN = {
+    "hidden_size": 96,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "intermediate_size": 111,
+    "vocab_size": 301,
+}
 # name -> (changes of the tiny Llama, scheme of its weights, dtype)
 CASES = {
     "grouped": ({}, None, "float32"),
@@ -34,7 +47,7 @@ CASES = {
     "bfloat16": (BIASES, None, "bfloat16"),
 }
 
-# Prints, for each case, what one rank has: tokens, logits of the first step, and how much of each weight it holds.
+# Writes, for each case, what one rank has: tokens, logits of the first step, and how much of each weight it holds.
 WORKER = """
 import json, sys
 import torch
@@ -46,10 +59,11 @@ from hasten.model.fused import fuse_where_it_fits
 from hasten.model.load import load
 torch.set_num_threads(1)
 folder, cases, prompts, settings = sys.argv[1], *map(json.loads, sys.argv[2:])
+found = {}
 with joined() as ranks, tensor_parallel(ranks) as group, torch.inference_mode():
     for name in cases:
         model = load(f"{folder}/{name}", group=group)
-        said = {"case": name, "held": sum(one.nbytes for one in model.state_dict().values())}
+        said = {"held": sum(one.nbytes for one in model.state_dict().values())}
         for form in ["readable"] + ["fused"] * (model.dtype == torch.bfloat16):
             if form == "fused":
                 fuse_where_it_fits(model)
@@ -61,8 +75,10 @@ with joined() as ranks, tensor_parallel(ranks) as group, torch.inference_mode():
             again = [one.tokens for one in hasten.generate(model, prompts, **settings)]
             drawn = hasten.generate(model, prompts, temperature=1.0, seed=5, max_new_tokens=8, ignore_eos=True)
             said[form] = {"tokens": tokens, "again": again, "drawn": [one.tokens for one in drawn],
-                          "logits": logits[0].tolist()}
-        print(json.dumps(said), flush=True)
+                          "logits": logits[0].tolist(), "block": type(model.blocks[0]).__name__}
+        found[name] = said
+    with open(f"{folder}/rank-{ranks.rank}.json", "w") as file:
+        json.dump(found, file)
 """
 
 
@@ -103,12 +119,12 @@ def states_of(model):
 
 @pytest.fixture(scope="module")
 def said(folders):
-    """What each rank says of each case, and with HASTEN_ISA=none (torch.distributed alone) of the float32 ones."""
+    """What each rank says of each case."""
     root, _ = folders
     arguments = (root, json.dumps(list(CASES)), json.dumps(PROMPTS), json.dumps(GREEDY))
     found = ranks.run(WORKER, *arguments, ranks=2)
     assert [status for status, _, _ in found] == [0, 0], found
-    return [{line["case"]: line for line in map(json.loads, output.splitlines())} for _, output, _ in found]
+    return [json.loads((root / f"rank-{rank}.json").read_text()) for rank in range(2)]
 
 
 @pytest.mark.parametrize("name", [name for name, (_, _, dtype) in CASES.items() if dtype == "float32"])
@@ -126,7 +142,9 @@ def test_fast_formats_err_as_little_as_one_process(folders, said, name):
     exact, (ours, _) = reference(alone), states_of(alone)
     allowed = 2 * (ours - exact).norm()
     for rank in said:
-        for form in said[0][name].keys() & {"readable", "fused"}:
+        for form in ("readable", "fused"):
+            if library() is not None:
+                assert rank[name][form]["block"] == {"readable": "Block", "fused": "FusedBlock"}[form]
             assert (torch.tensor(rank[name][form]["logits"]) - exact).norm() <= allowed, form
 
 
@@ -163,3 +181,41 @@ def test_a_rank_holds_its_share(folders, said, name):
     model = folders[1][name]
     whole = sum(one.nbytes for one in model.state_dict().values())
     assert max(rank[name]["held"] for rank in said) < 0.85 * whole
+
+
+def test_shares_are_whole_heads_and_groups():
+    config = read_config(dict(tiny_llama().config.source) | SHAPE_OF_A_BILLION)
+    assert whole_groups([INT8]) == 8
+    assert whole_groups([int4_format(128), int4_format(32)]) == 128
+    assert whole_groups([Q4_K]) == 256
+    for size in range(1, 33):
+        own = shares(config, size, output=128, down=128) if size <= 16 else shares(config, size)
+        for parts in ([share.inner for share in own], [share.words for share in own]):
+            assert [part.start for part in parts] == [0, *(part.stop for part in parts[:-1])]
+            assert min(map(len, parts)) > 0
+        assert sum(len(share.inner) for share in own) == 5632
+        assert [head for share in own for head in share.heads] == list(range(32))
+        for share in own:  # the query heads are those of the rank's key heads, equally many of each
+            ratio = len(share.heads) // len(share.kv_heads)
+            assert ratio * len(share.kv_heads) == len(share.heads)
+            seen = [share.kv_heads[i // ratio] for i in range(len(share.heads))]
+            assert seen == [head // 8 for head in share.heads]
+            assert size > 16 or share.heads.start * 64 % 128 == share.inner.start % 128 == 0
+
+
+SHAPE_OF_A_BILLION = {
+    "hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads": 32, "num_key_value_heads": 4,
+    "vocab_size": 32_000,
+}  # fmt: skip
+
+
+def test_eight_ranks_share_44_groups():
+    config = read_config(dict(tiny_llama().config.source) | SHAPE_OF_A_BILLION)
+    assert [len(share.inner) // 128 for share in shares(config, 8, output=128, down=128)] == [5, 6, 5, 6, 5, 6, 5, 6]
+
+
+@pytest.mark.parametrize(("size", "group", "most"), [(33, 1, 32), (17, 128, 16), (0, 1, 32)])
+def test_more_ranks_than_there_are_parts_are_refused_with_what_would_do(size, group, most):
+    config = read_config(dict(tiny_llama().config.source) | SHAPE_OF_A_BILLION)
+    with pytest.raises(ConfigError, match=f"--tensor-parallel is {size}.* at most {most}$"):
+        shares(config, size, output=group, down=group)

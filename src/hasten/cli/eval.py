@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from hasten.cli.options import CacheOptions, ModelOptions
+from hasten.cli.options import CacheOptions, ModelOptions, RankOptions
 from hasten.errors import ConfigError
 from hasten.machine.files import require_writable, write_json
 from hasten.machine.progress import share
@@ -21,7 +21,7 @@ FOR_TEXTS = ("against", "stride", "overlap", "limit_bytes", "kv_cache_dtype")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Eval(CacheOptions, ModelOptions):
+class Eval(CacheOptions, RankOptions, ModelOptions):
     """Perplexity and bits per byte of a text; every token after the first of a document is predicted once.
 
     With --against also how far the model is from another one, for example from itself before quantization. With --tasks
@@ -68,6 +68,8 @@ class Eval(CacheOptions, ModelOptions):
 
     def run_tasks(self) -> None:
         """lm-eval's tasks."""
+        if self.tensor_parallel > 1:
+            raise ConfigError("--tasks runs in one process; --tensor-parallel goes with --text")
         from hasten.serving.lm_eval import HastenLM, make_table, run_tasks
 
         lm = HastenLM(self.prepared(), max_length=self.context)

@@ -6,7 +6,7 @@ import sys
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from hasten.cli.options import CacheOptions, DraftOptions, ModelOptions, SamplingOptions
+from hasten.cli.options import CacheOptions, DraftOptions, ModelOptions, RankOptions, SamplingOptions
 from hasten.errors import ConfigError
 from hasten.machine.files import require_writable, write_json
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Generate(SamplingOptions, DraftOptions, CacheOptions, ModelOptions):
+class Generate(SamplingOptions, DraftOptions, CacheOptions, RankOptions, ModelOptions):
     """Continue a prompt, or several at once."""
 
     prompt: tuple[str, ...] = ()

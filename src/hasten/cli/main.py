@@ -68,7 +68,9 @@ def main(arguments: list[str] | None = None) -> None:
                 from hasten.machine.threads import pin_threads
 
                 pin_threads()
-            parsed.run()
+            from hasten.cli.ranks import run
+
+            run(parsed, given)
         sys.stdout.flush()
     except HastenError as error:
         print(f"error: {as_option(str(error), given)}", file=sys.stderr)

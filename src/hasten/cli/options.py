@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -107,7 +108,8 @@ class LoadOptions:
 
     def load(self) -> Transformer:
         """Load the model onto the device, with the threads and the seed set, quantized and fused as asked."""
-        configure(threads=self.threads, seed=getattr(self, "seed", None))
+        processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        configure(threads=self.threads, seed=getattr(self, "seed", None), processes=processes)
         model = self.read_model(str(resolve_device(self.device)))
         if self.quantize != "none":
             from hasten.quantization import Int4, Int8, quantize
@@ -138,9 +140,10 @@ class LoadOptions:
 
     def read_model(self, device: str) -> Transformer:
         """The model as it lies in its folder."""
+        from hasten.distributed.tensor_parallel import current_group
         from hasten.model.load import load
 
-        return load(self.model, dtype=self.dtype, device=device)
+        return load(self.model, dtype=self.dtype, device=device, group=current_group())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,6 +217,15 @@ class ModelOptions(LoadOptions):
 
             load_adapters(model, [self.adapter])
         return model
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankOptions:
+    """Several processes that hold one model together (`hasten.cli.ranks`)."""
+
+    tensor_parallel: int = 1
+    """Hold the model in so many processes of this machine, a share of every matrix in each (as does torchrun … -m
+    hasten); they share the cores."""
 
 
 @dataclass(frozen=True, kw_only=True)

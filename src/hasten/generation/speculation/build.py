@@ -23,6 +23,7 @@ from hasten.machine.files import write_atomically
 from hasten.machine.processor import processor_name
 from hasten.model.fused import FusedStack, fuse_where_it_fits
 from hasten.model.load import load
+from hasten.model.sharded import ShardedTransformer
 from hasten.model.transformer import Transformer
 
 _LAYERS = re.compile(r"self:(\d+)(-layers)?")
@@ -50,6 +51,8 @@ def make_speculator(
     most = MOST if speculate is None else whole("speculate", speculate, low=1, high=LIMIT)
     if accept not in get_args(Accept):
         raise ConfigError(f"accept is {accept!r:.40}; choose one of {', '.join(get_args(Accept))}")
+    if draft != "none" and isinstance(model, ShardedTransformer):
+        raise ConfigError("drafts follow each rank's clock: a model that several ranks hold is run without --draft")
     proposer = _proposer(model, draft, tokens, accept)
     if accept == "distribution" and not isinstance(proposer, DraftModel | None):
         raise ConfigError(f"accept='distribution' is for a model that drafts; {proposer.name} gives no probabilities")

@@ -1,0 +1,46 @@
+"""`--tensor-parallel`: a command in several processes that hold one model together, of which the first one speaks."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+from contextlib import ExitStack, redirect_stderr, redirect_stdout
+from dataclasses import replace
+from io import StringIO
+from typing import Any
+
+from hasten.errors import ConfigError
+
+
+def run(command: Any, arguments: list[str]) -> None:
+    """Run a command that was made of these arguments, in as many processes as it asks for.
+
+    They are started here, by torchrun's agent; or this is one of those that torchrun has started.
+    """
+    degree = getattr(command, "tensor_parallel", None)
+    if degree is None or ("RANK" not in os.environ and degree == 1):
+        command.run()
+        return
+    from hasten.distributed.launch import joined, launched, start
+    from hasten.distributed.tensor_parallel import tensor_parallel
+
+    if degree < 1:
+        raise ConfigError(f"--tensor-parallel is {degree}; it must be at least 1")
+    if not launched():
+        start(arguments, processes=degree)
+        return
+    with joined() as ranks:
+        if degree not in (1, ranks.size):
+            raise ConfigError(f"--tensor-parallel is {degree}, and torchrun has started {ranks.size} processes")
+        if getattr(command, "seed", 0) is None:  # all draw alike
+            command = replace(command, seed=int(ranks.of_first(secrets.randbits(31))))
+        if "-" in getattr(command, "prompt", ()):  # what the first one reads
+            sys.stdin = StringIO(ranks.texts(sys.stdin.read() if ranks.first else "")[0])
+        with tensor_parallel(ranks), ExitStack() as quiet:
+            if not ranks.first:
+                command = replace(command, json=None) if hasattr(command, "json") else command
+                nowhere = quiet.enter_context(open(os.devnull, "w"))
+                quiet.enter_context(redirect_stdout(nowhere))
+                quiet.enter_context(redirect_stderr(nowhere))
+            command.run()
