@@ -47,6 +47,8 @@ CASES = {
     "bfloat16": (BIASES, None, "bfloat16"),
 }
 
+SERVED = ["grouped", "int4"]
+
 # Writes, for each case, what one rank has: tokens, logits of the first step, and how much of each weight it holds.
 WORKER = """
 import json, sys
@@ -55,10 +57,12 @@ import hasten
 from hasten.distributed.launch import joined
 from hasten.distributed.tensor_parallel import tensor_parallel
 from hasten.generation.cache import StaticCache
+from hasten.serving.following import follow
+from hasten.serving.settings import EngineSettings
 from hasten.model.fused import fuse_where_it_fits
 from hasten.model.load import load
 torch.set_num_threads(1)
-folder, cases, prompts, settings = sys.argv[1], *map(json.loads, sys.argv[2:])
+folder, cases, prompts, settings, served = sys.argv[1], *map(json.loads, sys.argv[2:])
 found = {}
 with joined() as ranks, tensor_parallel(ranks) as group, torch.inference_mode():
     for name in cases:
@@ -68,14 +72,23 @@ with joined() as ranks, tensor_parallel(ranks) as group, torch.inference_mode():
             if form == "fused":
                 fuse_where_it_fits(model)
             ids = torch.tensor([prompts[1]])
-            cache = StaticCache(model.config, batch=1, capacity=ids.shape[1], dtype=model.compute_dtype, device=model.device)
             positions = torch.arange(ids.shape[1])[None]
+            size = {"batch": 1, "capacity": ids.shape[1]}
+            cache = StaticCache(model.config, **size, dtype=model.compute_dtype, device=model.device)
             logits = model(ids, positions, cache.step(positions, fresh=True))
             tokens = [one.tokens for one in hasten.generate(model, prompts, **settings)]
             again = [one.tokens for one in hasten.generate(model, prompts, **settings)]
             drawn = hasten.generate(model, prompts, temperature=1.0, seed=5, max_new_tokens=8, ignore_eos=True)
             said[form] = {"tokens": tokens, "again": again, "drawn": [one.tokens for one in drawn],
                           "logits": logits[0].tolist(), "block": type(model.blocks[0]).__name__}
+        if name in served:
+            if ranks.first:
+                llm = hasten.LLM(model, block_size=4)
+                answers = llm.generate(prompts * 3, hasten.SamplingParams(**settings))
+                said["served"] = [answer.tokens for answer in answers]
+                llm.close()
+            else:
+                follow(model, EngineSettings(block_size=4))
         found[name] = said
     with open(f"{folder}/rank-{ranks.rank}.json", "w") as file:
         json.dump(found, file)
@@ -121,7 +134,7 @@ def states_of(model):
 def said(folders):
     """What each rank says of each case."""
     root, _ = folders
-    arguments = (root, json.dumps(list(CASES)), json.dumps(PROMPTS), json.dumps(GREEDY))
+    arguments = (root, json.dumps(list(CASES)), json.dumps(PROMPTS), json.dumps(GREEDY), json.dumps(SERVED))
     found = ranks.run(WORKER, *arguments, ranks=2)
     assert [status for status, _, _ in found] == [0, 0], found
     return [json.loads((root / f"rank-{rank}.json").read_text()) for rank in range(2)]
@@ -181,6 +194,11 @@ def test_a_rank_holds_its_share(folders, said, name):
     model = folders[1][name]
     whole = sum(one.nbytes for one in model.state_dict().values())
     assert max(rank[name]["held"] for rank in said) < 0.85 * whole
+
+
+@pytest.mark.parametrize(("name", "form"), [("grouped", "readable"), ("int4", "fused")])
+def test_the_first_rank_serves_and_the_others_follow(said, name, form):
+    assert said[0][name]["served"] == said[0][name][form]["tokens"] * 3
 
 
 def test_shares_are_whole_heads_and_groups():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import signal
 import sys
 import time
 import warnings
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 
 import tyro
 
-from hasten.cli.options import DraftOptions, EngineOptions, LoadOptions, with_chat_template
+from hasten.cli.options import DraftOptions, EngineOptions, LoadOptions, RankOptions, with_chat_template
 from hasten.errors import CheckpointError, ConfigError, HastenWarning
 from hasten.generation.params import recommended
 from hasten.serving.api.settings import ServerSettings
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Serve(EngineOptions, DraftOptions, LoadOptions):
+class Serve(EngineOptions, DraftOptions, RankOptions, LoadOptions):
     """Serve a model over HTTP, as OpenAI's API does. SIGTERM or Ctrl-C drains; a second one ends at once."""
 
     host: str = "127.0.0.1"
@@ -51,6 +52,7 @@ class Serve(EngineOptions, DraftOptions, LoadOptions):
 
     def run(self) -> None:
         start = time.perf_counter()
+        from hasten.distributed.tensor_parallel import current_group
         from hasten.serving.api import require_packages
 
         require_packages()
@@ -60,6 +62,10 @@ class Serve(EngineOptions, DraftOptions, LoadOptions):
         self.adapters()  # refused before the model is loaded
         if self.served_model_name is not None and not self.served_model_name.strip():
             raise ConfigError("--served-model-name is empty; leave it out for the folder's own name, or give one")
+        group = current_group()
+        if group is not None and group.rank:
+            self._follow()
+            return
         sock = bind(self.host, self.port)  # before the model: a port that is taken is told at once
         try:
             self._warn_of_strangers(settings)
@@ -77,6 +83,17 @@ class Serve(EngineOptions, DraftOptions, LoadOptions):
 
         Server(app, settings, listening=listening).run_on(sock)
         print("drained and closed", file=sys.stderr)
+
+    def _follow(self) -> None:
+        """As a rank that is not the first: compute what that one serves, until it has drained."""
+        from hasten.model.sharded import ShardedTransformer
+        from hasten.serving.following import follow
+
+        for stop in (signal.SIGINT, signal.SIGTERM):  # they are for the first one, which tells when it is done
+            signal.signal(stop, signal.SIG_IGN)
+        model = self.load()
+        assert isinstance(model, ShardedTransformer)
+        follow(model, self.engine)
 
     def name(self) -> str:
         """The name under which the model is served: never a path."""

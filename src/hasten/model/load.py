@@ -49,8 +49,8 @@ def load(
     source: a folder with config.json and safetensors, a GGUF file or a folder with one, a hub id such as "owner/name"
     (downloaded with huggingface_hub), or a transformers model, whose weights are taken over without a copy. dtype:
     "float32", "bfloat16", "float16", or None or "auto" for the checkpoint's own. device: "auto", "cpu", "cuda",
-    "cuda:0", …. group: the ranks that hold the model together (`hasten.distributed.tensor_parallel`); this one then reads
-    its share of any folder or file, and no more.
+    "cuda:0", …. group: the ranks that hold the model together (`hasten.distributed.tensor_parallel`); this one then
+    takes its share of any folder or file, and no more.
 
     A folder's weights are memory-mapped: in their own dtype on the CPU they cost no second copy. The model carries
     the folder's tokenizer, or None where it has none: then prompts are token ids.

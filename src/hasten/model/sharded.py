@@ -1,4 +1,4 @@
-"""A model of which several ranks hold a share each: an ordinary one with smaller sizes, and three places where they meet.
+"""A model of which each of several ranks holds a share: an ordinary one of smaller sizes, and where the ranks meet.
 
 A block's output and down put out parts of a sum; it is made by `SumOfRanks`, which stands where the norm after them
 stands, in readable blocks and in fused ones (there inside the native step). Each rank looks up the words that it holds,
@@ -55,8 +55,8 @@ def connect(model: Transformer, group: RankGroup, shares: list[Share]) -> Sharde
     """The model of a rank's share, from now on with the others'. To be called before it is fused."""
     assert model.readable
     for block in model.blocks:
-        block.attention_post_norm = SumOfRanks(group, block.attention_post_norm)
-        block.mlp_post_norm = SumOfRanks(group, block.mlp_post_norm)
+        block.attention_post_norm = SumOfRanks(group, block.get_submodule("attention_post_norm"))
+        block.mlp_post_norm = SumOfRanks(group, block.get_submodule("mlp_post_norm"))
     sharded = take_over(ShardedTransformer, model)
     sharded.group, sharded.words = group, [share.words for share in shares]
     return sharded

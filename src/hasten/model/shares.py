@@ -1,4 +1,4 @@
-"""Which part of a model each of several ranks holds: whole heads, whole groups of a quantized weight, rows of the words.
+"""Which part of a model each of several ranks holds: whole heads, whole groups of a quantized weight, words.
 
 By the roles of modules and not by families (Megatron-LM, arXiv 1909.08053): q, k, v, gate and up are cut into columns
 (of the product; rows of the weight), output and down into the rows that meet them (columns of the weight), so that
@@ -42,8 +42,8 @@ class Cut:
             return weight.rows(slice(part.start, part.stop))
         if weight.columns is not None:
             raise ConfigError(
-                "a weight whose columns are in another order than its groups (desc_act) cannot be shared by ranks; take "
-                "a checkpoint without it, or one process"
+                "a weight whose columns are in another order than its groups (desc_act) cannot be shared by ranks; "
+                "take a checkpoint without it, or one process"
             )
         steps = [level.columns for level in weight.format.scales]
 
@@ -64,8 +64,8 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What rank `rank` holds: ranges of query heads, of key/value heads, of the MLP's inner size, of an expert's, and of
-    the vocabulary's rows."""
+    """What rank `rank` holds: ranges of query heads, of key/value heads, of the MLP's inner size, of an expert's, and
+    of the vocabulary's rows."""
 
     rank: int
     head_dim: int

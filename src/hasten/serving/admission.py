@@ -13,6 +13,7 @@ from hasten.generation.paged import PagedCache
 from hasten.generation.params import SamplingParams
 from hasten.generation.prompts import check_ids, fit
 from hasten.machine.memory import available_memory
+from hasten.model.sharded import ShardedTransformer
 from hasten.model.transformer import Transformer
 from hasten.serving.request import Request, RequestRefused
 from hasten.serving.settings import EngineSettings
@@ -137,7 +138,7 @@ def cache_blocks(model: Transformer, settings: EngineSettings, *, max_length: in
     if settings.cache_bytes is not None:
         allowed, whence = settings.cache_bytes, "cache_bytes"
     else:
-        free = available_memory(model.device)
+        free = available_memory(model.device) // (model.group.size if isinstance(model, ShardedTransformer) else 1)
         allowed, whence = int(free * settings.cache_share), f"{settings.cache_share:.0%} of the free memory"
     if allowed < size:
         raise ResourceError(f"{whence} is {allowed:,} bytes; one block of {settings.block_size} tokens takes {size:,}")

@@ -21,13 +21,15 @@ from hasten.generation.cache import row_format
 from hasten.generation.paged import PagedCache
 from hasten.generation.prompts import end_ids
 from hasten.generation.speculation import SpeculationStats, Speculator, Text
+from hasten.model.sharded import ShardedTransformer
 from hasten.model.tokenizer import Tokenizer
 from hasten.model.transformer import Transformer
 from hasten.serving import beams
 from hasten.serving.admission import AdapterNumbers, admitted, cache_blocks, longest
 from hasten.serving.beams import BeamSearch
+from hasten.serving.following import LeadingRunner
 from hasten.serving.logprobs import TokenTexts
-from hasten.serving.model_runner import Sampler, embed, step_logits
+from hasten.serving.model_runner import ModelRunner, Sampler, embed, step_logits
 from hasten.serving.request import EngineFailed, FinishReason, QueueFull, Request, RequestOutput, RequestRefused
 from hasten.serving.request_state import OutputSequence, RequestState, RequestTable
 from hasten.serving.scheduler import ScheduledSequence, ScheduledTokens, Scheduler
@@ -61,6 +63,7 @@ class Engine:
             device=model.device,
             row_format=row_format(settings.kv_cache_dtype),
         )
+        self.runner = (LeadingRunner if isinstance(model, ShardedTransformer) else ModelRunner)(model, self.cache)
         self.cache_bytes = self.cache.bytes
         self.blocks = BlockManager(
             blocks=self.cache.blocks, block_size=settings.block_size, prefix_cache=settings.prefix_cache
@@ -155,7 +158,8 @@ class Engine:
         self.error = self.error or "the engine was closed"
         self.speculator = None
         if hasattr(self, "cache"):
-            del self.cache
+            self.runner.close()
+            del self.cache, self.runner
 
     def check(self) -> None:
         """Raise AssertionError where the books do not agree."""
@@ -189,7 +193,7 @@ class Engine:
         Not scaled to length 1. Raises RequestRefused, EngineFailed.
         """
         self.check_open()
-        return embed(self.model, prompt, self.adapters.number(adapter), pooling=pooling, max_length=self.max_length)
+        return embed(self.runner, prompt, self.adapters.number(adapter), pooling=pooling, max_length=self.max_length)
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
@@ -219,7 +223,7 @@ class Engine:
         if not plan:
             return []
         if copies := [pair for entry in plan for pair in entry.copies]:
-            self.cache.copy(copies)
+            self.runner.copy(copies)
         started = time.perf_counter()
         logits, first = self._compute(plan)
         self.scheduler.advance(plan)
@@ -270,7 +274,7 @@ class Engine:
 
     def _compute(self, plan: list[ScheduledTokens]) -> tuple[Tensor, list[int]]:
         started = time.perf_counter()
-        computed = step_logits(self.model, self.cache, plan, self.blocks)
+        computed = step_logits(self.runner, plan, self.blocks)
         seconds = time.perf_counter() - started
         self._counts.model_seconds += seconds
         self._counts.steps += 1

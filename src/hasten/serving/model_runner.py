@@ -30,9 +30,36 @@ from hasten.serving.request_state import OutputSequence
 from hasten.serving.scheduler import ScheduledTokens
 
 
+class ModelRunner:
+    """A model over its cache: what a step, or a text to embed, has it compute. (`serving/following.py` has another.)"""
+
+    def __init__(self, model: Transformer, cache: PagedCache) -> None:
+        self.model, self.cache = model, cache
+
+    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks of the cache (source, target), as if one after the other."""
+        self.cache.copy(pairs)
+
+    def logits(self, tokens: Sequence[int], rows: Sequence[Rows], wanted: Sequence[int]) -> Tensor:
+        """Logits (R, V) float32 of the wanted ones among the rows' tokens, which stand end to end."""
+        step, device = self.cache.step(rows), self.model.device
+        return self.model(
+            torch.tensor([tokens], device=device), step.positions, step, rows=torch.tensor(wanted, device=device)
+        )
+
+    def states(self, tokens: Sequence[int]) -> Tensor:
+        """The last states (T, C) float32 of a text, normalised."""
+        ids = torch.tensor([list(tokens)], device=self.model.device)  # (1, T)
+        positions = torch.arange(len(tokens), device=ids.device)[None]
+        context = training_context(self.model, len(tokens))
+        return self.model.norm(self.model.states(ids, positions, context)).float()[0]
+
+    def close(self) -> None:
+        """There will be no more steps."""
+
+
 def step_logits(
-    model: Transformer,
-    cache: PagedCache,
+    runner: ModelRunner,
     plan: Sequence[ScheduledTokens],
     blocks: BlockManager,
 ) -> tuple[Tensor, list[int]]:
@@ -57,16 +84,17 @@ def step_logits(
         if entry.complete:
             wanted += range(len(tokens) - 1 - len(drafts), len(tokens))
         rows.append(Rows(blocks.block_table(sequence.number), start, count))
+    model = runner.model
     if model.adapters is not None:
         chosen = [entry.sequence.adapter for entry in plan for _ in range(entry.count)]
         model.adapters.choose(chosen, model.device)
-    step = cache.step(rows)
-    ids = torch.tensor([tokens], device=model.device)  # (1, N)
-    return model(ids, step.positions, step, rows=torch.tensor(wanted or [len(tokens) - 1], device=model.device)), first
+    return runner.logits(tokens, rows, wanted or [len(tokens) - 1]), first
 
 
 @torch.no_grad()
-def embed(model: Transformer, prompt: Sequence[int], adapter: int = -1, *, pooling: str, max_length: int) -> Tensor:
+def embed(
+    runner: ModelRunner, prompt: Sequence[int], adapter: int = -1, *, pooling: str, max_length: int
+) -> Tensor:
     """States (C,) float32: the mean over the prompt's tokens ("mean"), or the last one's ("last"). Not normalised.
 
     Raises RequestRefused.
@@ -74,16 +102,15 @@ def embed(model: Transformer, prompt: Sequence[int], adapter: int = -1, *, pooli
     if pooling not in ("mean", "last"):
         raise RequestRefused(f"pooling is {pooling!r:.40}; it must be 'mean' or 'last'")
     try:
-        check_ids(model, prompt)
+        check_ids(runner.model, prompt)
     except ConfigError as error:
         raise RequestRefused(str(error)) from error
     if not 0 < len(prompt) <= max_length:
         raise RequestRefused(f"the text has {len(prompt)} tokens; it must have from 1 to {max_length}")
+    model = runner.model
     if model.adapters is not None:
         model.adapters.choose([adapter] * len(prompt), model.device)
-    tokens = torch.tensor([list(prompt)], device=model.device)  # (1, T)
-    positions = torch.arange(len(prompt), device=tokens.device)[None]
-    x = model.norm(model.states(tokens, positions, training_context(model, len(prompt)))).float()[0]  # (T, C)
+    x = runner.states(prompt)
     return x[-1] if pooling == "last" else x.mean(dim=0)
 
 

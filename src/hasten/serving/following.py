@@ -1,0 +1,88 @@
+"""Serving a model that several ranks hold: the first one has the engine, the others compute what it computes.
+
+Everything that only one must decide (which requests, whose turn, which token) is decided there; before each step it
+tells the others the tokens, and where their keys are kept.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hasten.errors import ConfigError
+from hasten.generation.cache import row_format
+from hasten.generation.paged import PagedCache, Rows
+from hasten.model.sharded import ShardedTransformer
+from hasten.model.transformer import Transformer
+from hasten.serving.model_runner import ModelRunner
+from hasten.serving.settings import EngineSettings
+
+END, COPY, STEP, STATES = range(4)  # what a message is
+
+
+class LeadingRunner(ModelRunner):
+    """The first rank's part of the model over its part of the cache; the others follow."""
+
+    def __init__(self, model: Transformer, cache: PagedCache) -> None:
+        super().__init__(model, cache)
+        assert isinstance(model, ShardedTransformer)
+        self.group = model.group
+        if self.group.rank:
+            raise ConfigError("the first rank has the engine; the others call hasten.serving.following.follow")
+        self.group.of_first([cache.blocks])  # what the others make theirs of
+
+    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        self.group.of_first([COPY, *(block for pair in pairs for block in pair)])
+        super().copy(pairs)
+
+    def logits(self, tokens: Sequence[int], rows: Sequence[Rows], wanted: Sequence[int]) -> Tensor:
+        told = [STEP, len(tokens), *tokens, len(wanted), *wanted]
+        for row in rows:
+            told += [row.start, row.count, len(row.block_table), *row.block_table]
+        self.group.of_first(told)
+        return super().logits(tokens, rows, wanted)
+
+    def states(self, tokens: Sequence[int]) -> Tensor:
+        self.group.of_first([STATES, *tokens])
+        return super().states(tokens)
+
+    def close(self) -> None:
+        self.group.of_first([END])
+
+
+@torch.inference_mode()
+def follow(model: ShardedTransformer, settings: EngineSettings) -> None:
+    """Compute what the first rank computes, until it ends. RuntimeError where it has died."""
+    (blocks,) = model.group.of_first()
+    cache = PagedCache(
+        model.config,
+        blocks=blocks,
+        block_size=settings.block_size,
+        dtype=model.compute_dtype,
+        device=model.device,
+        row_format=row_format(settings.kv_cache_dtype),
+    )
+    runner = ModelRunner(model, cache)
+    while True:
+        kind, *told = model.group.of_first()
+        if kind == END:
+            return
+        if kind == COPY:
+            runner.copy(list(zip(told[::2], told[1::2], strict=True)))
+        elif kind == STATES:
+            runner.states(told)
+        else:
+            tokens, rest = _several(told)
+            wanted, rest = _several(rest)
+            rows = []
+            while rest:
+                start, count, *rest = rest
+                table, rest = _several(rest)
+                rows.append(Rows(table, start, count))
+            runner.logits(tokens, rows, wanted)
+
+
+def _several(told: list[int]) -> tuple[list[int], list[int]]:
+    """What stands behind its count, and the rest."""
+    end = 1 + told[0]
+    return told[1:end], told[end:]
