@@ -10,6 +10,7 @@ from dataclasses import replace
 from io import StringIO
 from typing import Any
 
+from hasten.distributed import launched
 from hasten.errors import ConfigError
 
 
@@ -19,10 +20,10 @@ def run(command: Any, arguments: list[str]) -> None:
     They are started here, by torchrun's agent; or this is one of those that torchrun has started.
     """
     degree = getattr(command, "tensor_parallel", None)
-    if degree is None or ("RANK" not in os.environ and degree == 1):
+    if degree is None or (degree == 1 and not launched()):
         command.run()
         return
-    from hasten.distributed.launch import joined, launched, start
+    from hasten.distributed.launch import joined, start
     from hasten.distributed.tensor_parallel import tensor_parallel
 
     if degree < 1:

@@ -276,7 +276,7 @@ def _fill(
             checked.add(piece.name)
         owner, _, leaf = ours.rpartition(".")
         setattr(model.get_submodule(owner), leaf, nn.Parameter(held.to(device=device, dtype=dtype)))
-        if cut is not None and cut.dim == 1:  # copied: its pages are the file's again
+        if cut is not None:  # copied: its pages are the file's again
             release_pages(whole)
 
 

@@ -6,6 +6,7 @@ from hasten.errors import ConfigError
 from hasten.model.binding import kernels
 from hasten.model.export import export_model
 from hasten.model.require import require_model
+from hasten.model.sharded import ShardedTransformer
 from hasten.model.transformer import Transformer
 
 
@@ -20,5 +21,7 @@ def save(model: Transformer, folder: str | Path) -> None:
         raise ConfigError(f"a model is saved into a folder; found {type(folder).__name__}")
     if model.adapters is not None:
         raise ConfigError("this model has adapters beside its weights; hasten.merge writes their sum")
+    if isinstance(model, ShardedTransformer):
+        raise ConfigError("this rank holds a share of the model; save it from a process that has all of it")
     with kernels(model, block="readable"):
         export_model(model, Path(folder))

@@ -29,10 +29,10 @@ class Cut:
     part: range | None
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Of a plain parameter: a view of whole rows, which costs nothing, or a copy of columns."""
+        """Of a plain parameter: a copy, so that the file's pages, of which others' parts stand too, can be let go."""
         if self.part is None:
             return torch.zeros_like(tensor)
-        return tensor.narrow(self.dim, self.part.start, len(self.part)).contiguous()
+        return tensor.narrow(self.dim, self.part.start, len(self.part)).clone(memory_format=torch.contiguous_format)
 
     def of_weight(self, weight: QuantizedWeight, values: int = 1) -> QuantizedWeight:
         """Of a quantized weight, whole groups. values: how many stand in a number of its tensor (words of int4: 8)."""

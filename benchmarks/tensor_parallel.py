@@ -1,0 +1,183 @@
+"""One model in ranks of one thread each, against one process of as many threads, on the same cores.
+
+    python benchmarks/tensor_parallel.py --shape llama-1.1b --layers 4 --rounds 20 --output FILE.json
+
+Writes a random model into a temporary folder in each format. All processes stay alive and measure in turns, so that they
+see the same states of a shared machine; what is compared is the median over rounds of the ratio within a round.
+`communication` is the time of a token's sums and gathers by themselves, over that of the token: an upper bound, since
+inside a step the ranks' waiting for each other counts in it too. `peak` is the memory that loading and fusing takes at
+its peak, in times of what the rank then holds.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any, Literal
+
+import torch.distributed as dist
+import tyro
+
+WARMUP = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorParallel:
+    """Measure decode and prefill of one model held by several ranks."""
+
+    shape: str = "llama-1.1b"
+    layers: int = 4
+    """Of the shape's; the ratio hardly depends on them, and the head's share falls with them."""
+    ranks: int = 2
+    formats: tuple[Literal["bf16", "int8", "int4"], ...] = ("bf16", "int8", "int4")
+    prompt: int = 256
+    tokens: int = 32
+    """Decoded in a round."""
+    rounds: int = 20
+    output: Path | None = None
+    """Where to write the JSON; printed in any case."""
+
+    def run(self) -> None:
+        from hasten.machine import describe
+        from hasten.machine.files import write_json
+
+        rows = []
+        for name in self.formats:
+            with tempfile.TemporaryDirectory(prefix="hasten-tensor-parallel-") as folder:
+                write_model(Path(folder), self.shape, self.layers, name)
+                rows.append({"format": name} | self.measure(folder))
+                print(json.dumps(rows[-1]), flush=True)
+        settings = {name: getattr(self, name) for name in ("shape", "layers", "ranks", "prompt", "tokens", "rounds")}
+        report = {"schema": 1, "machine": describe().to_json(), **settings, "rows": rows}
+        write_json("-", report)
+        write_json(self.output, report)
+
+    def measure(self, folder: str) -> dict[str, Any]:
+        """What the ranks and the one process do, and the ratios."""
+        arguments = [folder, str(self.prompt), str(self.tokens)]
+        store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        common = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        common |= {"WORLD_SIZE": str(self.ranks), "LOCAL_WORLD_SIZE": str(self.ranks)}
+        several = [
+            start([*arguments, "1"], common | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
+            for rank in range(self.ranks)
+        ]
+        alone = [start([*arguments, str(self.ranks)], {})]
+        try:
+            about = {"ranks": [answer(one) for one in several], "alone": answer(alone[0])}
+            found: dict[str, list[dict[str, float]]] = {"ranks": [], "alone": []}
+            for number in range(WARMUP + self.rounds):
+                for name, group in (("ranks", several), ("alone", alone)):
+                    for one in group:
+                        assert one.stdin is not None
+                        one.stdin.write("go\n")
+                        one.stdin.flush()
+                    measured = [answer(one) for one in group][0]
+                    if number >= WARMUP:
+                        found[name].append(measured)
+        finally:
+            for one in (*several, *alone):
+                one.kill()
+        speed = {
+            phase: {
+                **{name: median(self._rate(one, phase) for one in rounds) for name, rounds in found.items()},
+                "ratio": median(
+                    other[phase] / one[phase] for one, other in zip(found["ranks"], found["alone"], strict=True)
+                ),
+            }
+            for phase in ("decode", "prefill")
+        }
+        share = median(one["communication"] * self.tokens / one["decode"] for one in found["ranks"])
+        microseconds = 1e6 * median(one["sum"] for one in found["ranks"])
+        return {"speed": speed, "communication": share, "sum_microseconds": microseconds, "memory": about}
+
+    def _rate(self, one: dict[str, float], phase: str) -> float:
+        """Tokens a second."""
+        return (self.tokens if phase == "decode" else self.prompt) / one[phase]
+
+
+def start(arguments: list[str], environment: dict[str, str]) -> subprocess.Popen[str]:
+    """A process that measures when it is told."""
+    command = [sys.executable, __file__, "--child", *arguments]
+    return subprocess.Popen(
+        command, env=os.environ | environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+
+
+def answer(process: subprocess.Popen[str]) -> dict[str, float]:
+    """Its next line."""
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    if not line:
+        sys.exit("a process has ended")
+    found: dict[str, float] = json.loads(line)
+    return found
+
+
+def write_model(folder: Path, shape: str, layers: int, format: str) -> None:
+    """A random model of the shape, with so many layers."""
+    import torch
+
+    import hasten
+    from hasten.model.families import read_config
+    from hasten.model.initialize import initialize
+    from hasten.planning.shapes import shape_config
+    from hasten.quantization import Int4, Int8, quantize
+
+    config = read_config(dict(shape_config(shape).source) | {"num_hidden_layers": layers})
+    model = initialize(config, seed=0, dtype=torch.bfloat16).eval()
+    if format != "bf16":
+        quantize(model, Int8() if format == "int8" else Int4(group_size=128))
+    hasten.save(model, folder)
+
+
+def child(folder: str, prompt: int, tokens: int, threads: int) -> None:
+    """Load, say how much memory that took, and measure a round for each line of standard input."""
+    import torch
+
+    from hasten.distributed.launch import joined
+    from hasten.distributed.tensor_parallel import tensor_parallel
+    from hasten.generation.decoder import Decoder
+    from hasten.machine.memory import PeakMemory
+    from hasten.model.fused import fuse
+    from hasten.model.load import load
+    from hasten.ops.native import library
+
+    torch.set_num_threads(threads)
+    library()
+    with joined() as ranks, tensor_parallel(ranks) as group, torch.inference_mode():
+        with PeakMemory() as peak:
+            model = fuse(load(folder, group=group))
+        held = sum(tensor.nbytes for tensor in model.state_dict().values())
+        print(json.dumps({"held": held, "peak": peak.bytes, "times": peak.bytes / held}), flush=True)
+        decoder = Decoder(model, batch=1, capacity=prompt + tokens + 1)
+        ids = torch.randint(model.config.vocab_size, (prompt,), generator=torch.Generator().manual_seed(0)).tolist()
+        x = torch.randn(1, model.config.hidden_size)
+        for _ in sys.stdin:
+            begun = time.perf_counter()
+            next_tokens = decoder.prefill([ids]).argmax(dim=-1)
+            first = time.perf_counter()
+            for _ in range(tokens):
+                next_tokens = decoder.decode(next_tokens).argmax(dim=-1)
+            told = {"prefill": first - begun, "decode": time.perf_counter() - first}
+            if group is not None:
+                sums = 2 * len(model.config.layers) + 1
+                begun = time.perf_counter()
+                for _ in range(sums):
+                    group.sum(x)
+                told["sum"] = (time.perf_counter() - begun) / sums
+                told["communication"] = told["sum"] * sums
+            decoder.truncate(0)
+            print(json.dumps(told), flush=True)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--child"]:
+        child(sys.argv[2], *map(int, sys.argv[3:]))
+    else:
+        tyro.cli(TensorParallel).run()
