@@ -2,8 +2,8 @@
 
     python benchmarks/tensor_parallel.py --shape llama-1.1b --layers 4 --rounds 20 --output FILE.json
 
-Writes a random model into a temporary folder in each format. All processes stay alive and measure in turns, so that they
-see the same states of a shared machine; what is compared is the median over rounds of the ratio within a round.
+Writes a random model into a temporary folder in each format. All processes stay alive and measure in turns, so that
+they see the same states of a shared machine; what is compared is the median over rounds of the ratio within a round.
 `communication` is the time of a token's sums and gathers by themselves, over that of the token: an upper bound, since
 inside a step the ranks' waiting for each other counts in it too. `peak` is the memory that loading and fusing takes at
 its peak, in times of what the rank then holds.
@@ -77,9 +77,9 @@ class TensorParallel:
                         assert one.stdin is not None
                         one.stdin.write("go\n")
                         one.stdin.flush()
-                    measured = [answer(one) for one in group][0]
+                    first, *_ = [answer(one) for one in group]
                     if number >= WARMUP:
-                        found[name].append(measured)
+                        found[name].append(first)
         finally:
             for one in (*several, *alone):
                 one.kill()
@@ -143,7 +143,7 @@ def child(folder: str, prompt: int, tokens: int, threads: int) -> None:
     from hasten.distributed.launch import joined
     from hasten.distributed.tensor_parallel import tensor_parallel
     from hasten.generation.decoder import Decoder
-    from hasten.machine.memory import PeakMemory
+    from hasten.machine import peak_memory, process_memory, reset_peak_memory
     from hasten.model.fused import fuse
     from hasten.model.load import load
     from hasten.ops.native import library
@@ -151,10 +151,12 @@ def child(folder: str, prompt: int, tokens: int, threads: int) -> None:
     torch.set_num_threads(threads)
     library()
     with joined() as ranks, tensor_parallel(ranks) as group, torch.inference_mode():
-        with PeakMemory() as peak:
-            model = fuse(load(folder, group=group))
+        reset_peak_memory()
+        before = process_memory()
+        model = fuse(load(folder, group=group))
+        peak = peak_memory() - before
         held = sum(tensor.nbytes for tensor in model.state_dict().values())
-        print(json.dumps({"held": held, "peak": peak.bytes, "times": peak.bytes / held}), flush=True)
+        print(json.dumps({"held": held, "peak": peak, "times": peak / held}), flush=True)
         decoder = Decoder(model, batch=1, capacity=prompt + tokens + 1)
         ids = torch.randint(model.config.vocab_size, (prompt,), generator=torch.Generator().manual_seed(0)).tolist()
         x = torch.randn(1, model.config.hidden_size)

@@ -29,7 +29,7 @@ def run(command: Any, arguments: list[str]) -> None:
     if degree < 1:
         raise ConfigError(f"--tensor-parallel is {degree}; it must be at least 1")
     if not launched():
-        start(arguments, processes=degree)
+        start(arguments, processes=degree, resumes=False)
         return
     with joined() as ranks:
         if degree not in (1, ranks.size):

@@ -158,10 +158,11 @@ def _is_broken(error: Exception) -> bool:
     )
 
 
-def start(arguments: Sequence[str], *, processes: int, max_restarts: int = 0) -> None:
+def start(arguments: Sequence[str], *, processes: int, max_restarts: int = 0, resumes: bool = True) -> None:
     """Run `python -m hasten ARGUMENTS` in so many processes of this machine, by torchrun's agent; they find each other.
 
-    max_restarts: how often all are started again when one has died. Raises TrainingError that names a rank that was
+    max_restarts: how often all are started again when one has died. resumes: the command goes on from where it was.
+    Raises TrainingError that names a rank that was
     killed, and SystemExit where one has ended with a status of its own.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
@@ -193,7 +194,7 @@ def start(arguments: Sequence[str], *, processes: int, max_restarts: int = 0) ->
         if failure.exitcode >= 0:
             raise SystemExit(failure.exitcode) from None
         name = signal.Signals(-failure.exitcode).name
-        raise TrainingError(
-            f"rank {rank} was ended by {name}; the same command goes on from the last checkpoint"
-            + ("" if max_restarts else " (--max-restarts 3 does so by itself)")
-        ) from None
+        advice = "; the same command goes on from the last checkpoint" if resumes else ""
+        if resumes and not max_restarts:
+            advice += " (--max-restarts 3 does so by itself)"
+        raise TrainingError(f"rank {rank} was ended by {name}{advice}") from None

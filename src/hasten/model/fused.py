@@ -77,7 +77,8 @@ def fuse(model: Transformer) -> Transformer:
             model.blocks[i] = FusedBlock(block)
             return_freed_memory()
     tied = isinstance(model.embedding, nn.Embedding) and model.tied
-    model.head = _settled(packed(model.head))
+    model.head = packed(model.head)
+    _settled(model.head)  # now that the original is let go
     if tied:
         model.tie()
     return_freed_memory()
