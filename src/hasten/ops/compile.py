@@ -30,6 +30,7 @@ COMPILE_SECONDS: Mapping[str, float] = {
     "attention/native.cpp": 5.0,
     "activation/activation.cpp": 4.0,
     "linear/gemm.cpp": 3.5,
+    "collective/collective.cpp": 1.5,
     "linear/amx.cpp": 1.0,
 }
 UNKNOWN_SECONDS = 1.0
