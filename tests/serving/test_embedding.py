@@ -9,7 +9,7 @@ import hasten
 from hasten.model.context import training_context
 from hasten.ops.attention.pattern_text import parse_pattern, pattern_values
 from hasten.ops.native import library
-from hasten.serving.model_runner import embed
+from hasten.serving.model_runner import ModelRunner, embed
 from references import tiny_llama
 
 TOKENS = torch.randint(3, 250, (1, 48), generator=torch.Generator().manual_seed(0))
@@ -28,13 +28,15 @@ def test_states_are_what_the_head_scores(changes):
     model = tiny_llama(**changes)
     scores, states = both(model)
     torch.testing.assert_close(model.logits(model.norm(states)), scores, rtol=0, atol=0)
-    last = embed(model, TOKENS[0].tolist(), pooling="last", max_length=48)
+    last = embed(ModelRunner(model, None), TOKENS[0].tolist(), pooling="last", max_length=48)
     torch.testing.assert_close(last, model.norm(states)[0, -1])
 
 
 def test_a_pattern_changes_the_embedding():
     models = (tiny_llama(**changes) for changes in ({}, PATTERN))
-    dense, sparse = (embed(model, TOKENS[0].tolist(), pooling="mean", max_length=48) for model in models)
+    dense, sparse = (
+        embed(ModelRunner(model, None), TOKENS[0].tolist(), pooling="mean", max_length=48) for model in models
+    )
     assert (dense - sparse).abs().max() > 0.01
 
 

@@ -31,9 +31,9 @@ def run(command: Any, arguments: list[str]) -> None:
     if not launched():
         start(arguments, processes=degree, resumes=False)
         return
+    if degree not in (1, size := int(os.environ["WORLD_SIZE"])):
+        raise ConfigError(f"--tensor-parallel is {degree}, and torchrun has started {size} processes; leave it out")
     with joined() as ranks:
-        if degree not in (1, ranks.size):
-            raise ConfigError(f"--tensor-parallel is {degree}, and torchrun has started {ranks.size} processes")
         if getattr(command, "seed", 0) is None:  # all draw alike
             command = replace(command, seed=int(ranks.of_first(secrets.randbits(31))))
         if "-" in getattr(command, "prompt", ()):  # what the first one reads

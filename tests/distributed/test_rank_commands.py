@@ -1,0 +1,65 @@
+"""`--tensor-parallel` at the command line, and what is refused."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+import hasten
+from hasten.cli.main import main
+from hasten.errors import ConfigError
+from hasten.model.load import load
+from hasten.ops.collective import RankGroup
+from tiny_model import tiny_llama
+
+
+def test_a_command_starts_its_ranks_and_the_first_one_speaks(tmp_path, tiny_folder):
+    out = tmp_path / "out.json"
+    settings = ["--temperature", "0.8", "--seed", "5", "--max-new-tokens", "12", "--ignore-eos"]
+    command = [sys.executable, "-m", "hasten", "generate", str(tiny_folder), "--prompt", "-", *settings]
+    done = subprocess.run(
+        [*command, "--tensor-parallel", "2", "--json", str(out)], input="def add", capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    alone = hasten.generate(
+        hasten.load(tiny_folder), "def add", temperature=0.8, seed=5, max_new_tokens=12, ignore_eos=True
+    )
+    assert json.loads(out.read_text())["tokens"] == alone[0].tokens
+    assert done.stdout == f"def add{alone[0].text}\n"
+    assert done.stderr.count("prompt tokens at") == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--tensor-parallel", "0"], "--tensor-parallel is 0"),
+        (["--tensor-parallel", "2"], "torchrun has started 3 processes"),
+    ],
+)
+def test_a_degree_that_does_not_fit_its_processes(options, told, tiny_folder, monkeypatch, capsys):
+    if told.startswith("torchrun"):
+        for name, value in {"RANK": "0", "WORLD_SIZE": "3"}.items():
+            monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as ended:
+        main(["generate", str(tiny_folder), "--prompt", "x", *options])
+    assert ended.value.code == 2
+    assert told in capsys.readouterr().err
+
+
+def test_more_ranks_than_heads_are_refused_before_a_weight_is_read(tiny_folder):
+    with pytest.raises(ConfigError, match=r"--tensor-parallel is 5; .* take at most 4$"):
+        load(tiny_folder, group=RankGroup(0, 5))
+
+
+def test_a_share_is_not_saved_and_takes_no_drafts(tiny_folder, tmp_path):
+    share = load(tiny_folder, group=RankGroup(0, 2))
+    with pytest.raises(ConfigError, match="this rank holds a share"):
+        hasten.save(share, tmp_path / "share")
+    with pytest.raises(ConfigError, match="without --draft"):
+        hasten.generate(share, "x", draft="suffix")
+
+
+def test_a_model_in_memory_is_not_shared():
+    with pytest.raises(ConfigError, match="from a folder or a file"):
+        load(tiny_llama(), group=RankGroup(0, 2))
