@@ -9,6 +9,7 @@ import pytest
 import hasten
 from hasten.cli.main import main
 from hasten.errors import ConfigError
+from hasten.generation.compiled import compile_blocks
 from hasten.model.load import load
 from hasten.ops.collective import RankGroup
 from tiny_model import tiny_llama
@@ -52,12 +53,14 @@ def test_more_ranks_than_heads_are_refused_before_a_weight_is_read(tiny_folder):
         load(tiny_folder, group=RankGroup(0, 5))
 
 
-def test_a_share_is_not_saved_and_takes_no_drafts(tiny_folder, tmp_path):
+def test_a_share_is_not_saved_nor_compiled_and_takes_no_drafts(tiny_folder, tmp_path):
     share = load(tiny_folder, group=RankGroup(0, 2))
     with pytest.raises(ConfigError, match="this rank holds a share"):
         hasten.save(share, tmp_path / "share")
     with pytest.raises(ConfigError, match="without --draft"):
         hasten.generate(share, "x", draft="suffix")
+    with pytest.raises(ConfigError, match="without --compile"):
+        compile_blocks(share)
 
 
 def test_a_model_in_memory_is_not_shared():

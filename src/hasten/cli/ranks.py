@@ -31,7 +31,7 @@ def run(command: Any, arguments: list[str]) -> None:
     if not launched():
         start(arguments, processes=degree, resumes=False)
         return
-    if degree not in (1, size := int(os.environ["WORLD_SIZE"])):
+    if str(degree) not in ("1", size := os.environ["WORLD_SIZE"]):
         raise ConfigError(f"--tensor-parallel is {degree}, and torchrun has started {size} processes; leave it out")
     with joined() as ranks:
         if getattr(command, "seed", 0) is None:  # all draw alike

@@ -185,6 +185,8 @@ def start(arguments: Sequence[str], *, processes: int, max_restarts: int = 0, re
         local_addr="localhost",
         logs_specs=DefaultLogsSpecs(),
     )
+    for part in ("agent.server", "multiprocessing"):  # the rank that fails says why
+        logging.getLogger(f"torch.distributed.elastic.{part}.api").setLevel(logging.CRITICAL)
     try:
         elastic_launch(config, sys.executable)("-m", "hasten", *arguments)
     except SignalException as stopped:

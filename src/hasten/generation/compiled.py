@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hasten.errors import ConfigError
+from hasten.model.sharded import ShardedTransformer
 from hasten.model.swap import replace_modules, swap_kinds, take_over
 from hasten.model.transformer import Transformer
 from hasten.ops.linear.wide import WideLinear, wide_linear
@@ -47,8 +49,10 @@ def compile_blocks(model: Transformer) -> None:
     Per block rather than the whole model: the graph is compiled once instead of once a layer, because a block's
     weights, cache and context are its inputs. Only steps of one token a row are compiled. Prompts have every length,
     and eager blocks are as fast on them: their time is in large matrix products, which a compiler leaves as they are.
-    Raises nothing by itself; Inductor needs a C++ compiler on a CPU.
+    Inductor needs a C++ compiler on a CPU. Raises ConfigError for a model that several ranks hold.
     """
+    if isinstance(model, ShardedTransformer):
+        raise ConfigError("the sums of ranks are not compiled; a model that several ranks hold runs without --compile")
     if model.device.type == "cpu" and model.dtype != torch.float32:
         # Plain ones only: another kind would lose what it adds.
         swap_kinds(model, {nn.Linear: OneRowLinear, WideLinear: OneRowLinear})
