@@ -17,19 +17,16 @@ import torch
 from torch import Tensor
 
 from hasten.generation.blocks import BlockManager
-from hasten.generation.cache import row_format
-from hasten.generation.paged import PagedCache
 from hasten.generation.prompts import end_ids
 from hasten.generation.speculation import SpeculationStats, Speculator, Text
-from hasten.model.sharded import ShardedTransformer
 from hasten.model.tokenizer import Tokenizer
 from hasten.model.transformer import Transformer
 from hasten.serving import beams
 from hasten.serving.admission import AdapterNumbers, admitted, cache_blocks, longest
 from hasten.serving.beams import BeamSearch
-from hasten.serving.following import LeadingRunner
+from hasten.serving.following import runner_of
 from hasten.serving.logprobs import TokenTexts
-from hasten.serving.model_runner import ModelRunner, Sampler, embed, step_logits
+from hasten.serving.model_runner import Sampler, embed, step_logits
 from hasten.serving.request import EngineFailed, FinishReason, QueueFull, Request, RequestOutput, RequestRefused
 from hasten.serving.request_state import OutputSequence, RequestState, RequestTable
 from hasten.serving.scheduler import ScheduledSequence, ScheduledTokens, Scheduler
@@ -55,18 +52,10 @@ class Engine:
         self.model, self.tokenizer, self.settings = model, tokenizer, settings
         self.adapters = AdapterNumbers(adapters)
         self.max_length = longest(model, settings)
-        self.cache = PagedCache(
-            model.config,
-            blocks=cache_blocks(model, settings, max_length=self.max_length),
-            block_size=settings.block_size,
-            dtype=model.compute_dtype,
-            device=model.device,
-            row_format=row_format(settings.kv_cache_dtype),
-        )
-        self.runner = (LeadingRunner if isinstance(model, ShardedTransformer) else ModelRunner)(model, self.cache)
-        self.cache_bytes = self.cache.bytes
+        self.runner = runner_of(model, settings, blocks=cache_blocks(model, settings, max_length=self.max_length))
+        self.cache_bytes = self.runner.cache.bytes
         self.blocks = BlockManager(
-            blocks=self.cache.blocks, block_size=settings.block_size, prefix_cache=settings.prefix_cache
+            blocks=self.runner.cache.blocks, block_size=settings.block_size, prefix_cache=settings.prefix_cache
         )
         self.scheduler = Scheduler(
             self.blocks, max_sequences=settings.max_sequences, token_budget=settings.token_budget
@@ -157,9 +146,9 @@ class Engine:
         self._pending.clear()
         self.error = self.error or "the engine was closed"
         self.speculator = None
-        if hasattr(self, "cache"):
+        if hasattr(self, "runner"):
             self.runner.close()
-            del self.cache, self.runner
+            del self.runner
 
     def check(self) -> None:
         """Raise AssertionError where the books do not agree."""

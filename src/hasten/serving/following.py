@@ -50,11 +50,14 @@ class LeadingRunner(ModelRunner):
         self.group.of_first([END])
 
 
-@torch.inference_mode()
-def follow(model: ShardedTransformer, settings: EngineSettings) -> None:
-    """Compute what the first rank computes, until it ends. RuntimeError where it has died."""
-    (blocks,) = model.group.of_first()
-    cache = PagedCache(
+def runner_of(model: Transformer, settings: EngineSettings, *, blocks: int) -> ModelRunner:
+    """What computes an engine's steps, with a cache of so many blocks."""
+    kind = LeadingRunner if isinstance(model, ShardedTransformer) else ModelRunner
+    return kind(model, _cache(model, settings, blocks))
+
+
+def _cache(model: Transformer, settings: EngineSettings, blocks: int) -> PagedCache:
+    return PagedCache(
         model.config,
         blocks=blocks,
         block_size=settings.block_size,
@@ -62,7 +65,13 @@ def follow(model: ShardedTransformer, settings: EngineSettings) -> None:
         device=model.device,
         row_format=row_format(settings.kv_cache_dtype),
     )
-    runner = ModelRunner(model, cache)
+
+
+@torch.inference_mode()
+def follow(model: ShardedTransformer, settings: EngineSettings) -> None:
+    """Compute what the first rank computes, until it ends. RuntimeError where it has died."""
+    (blocks,) = model.group.of_first()
+    runner = ModelRunner(model, _cache(model, settings, blocks))
     while True:
         kind, *told = model.group.of_first()
         if kind == END:

@@ -92,9 +92,7 @@ def step_logits(
 
 
 @torch.no_grad()
-def embed(
-    runner: ModelRunner, prompt: Sequence[int], adapter: int = -1, *, pooling: str, max_length: int
-) -> Tensor:
+def embed(runner: ModelRunner, prompt: Sequence[int], adapter: int = -1, *, pooling: str, max_length: int) -> Tensor:
     """States (C,) float32: the mean over the prompt's tokens ("mean"), or the last one's ("last"). Not normalised.
 
     Raises RequestRefused.
