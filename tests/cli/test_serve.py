@@ -93,7 +93,7 @@ def test_every_limit_on_a_request_is_an_option_that_says_so(capsys, monkeypatch)
     from hasten.cli.main import main
     from hasten.serving.api.settings import ServerSettings
 
-    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("COLUMNS", "120")  # one column
     with pytest.raises(SystemExit):
         main(["serve", "--help"])
     text = " ".join(capsys.readouterr().out.replace("│", " ").split())

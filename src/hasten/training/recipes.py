@@ -116,10 +116,10 @@ RECIPES: dict[str, Recipe] = {
 }
 
 DESCRIPTIONS: dict[str, str] = {
-    "demo": "A Llama shape of about 10 M parameters on Python's standard library: minutes on two cores.",
-    "code-25m": "A Llama shape of 25 M parameters on all installed Python packages: a night on two cores.",
+    "demo": "Llama, about 10 M parameters, on Python's own library: minutes on two cores.",
+    "code-25m": "Llama, 25 M parameters, on all installed packages: a night on two cores.",
     "gpt2-124m": "GPT-2 small from scratch; give a large text with --data.source.",
-    "llama-120m": "A Llama shape of 110 M parameters from scratch; give a large text with --data.source.",
+    "llama-120m": "Llama, 110 M parameters, from scratch; give a large text with --data.source.",
     "shakespeare-char": "A character-level model of 10 M parameters on the file given with --data.source.",
-    "finetune": "Go on training a model folder or hub id, given with --init, on --data.source (a chat .jsonl too).",
+    "finetune": "Go on training a model (--init) on --data.source, which may be a chat .jsonl.",
 }
