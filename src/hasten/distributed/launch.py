@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from hasten.distributed import launched
 from hasten.distributed.ranks import ALONE, Ranks
@@ -51,7 +52,12 @@ def joined() -> Iterator[Ranks]:
         if torch.cuda.is_available():
             torch.cuda.set_device(ranks.local_rank)
         if not dist.is_initialized():  # once a process: a second group would find what the first has left in the store
-            dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+            backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+            # torchrun may keep its store when it restarts the processes: what stands there of those before, such as
+            # their addresses, must not be taken for ours.
+            shared, rank, size = next(iter(rendezvous("env://")))
+            store = PrefixStore(f"attempt/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", shared)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=size)
             atexit.register(_leave)
     except (ValueError, RuntimeError) as error:
         raise ConfigError(_unmet(error)) from None
