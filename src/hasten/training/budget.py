@@ -5,7 +5,8 @@ from collections import deque
 from collections.abc import Sequence
 from statistics import median
 
-from hasten.training.recipe import CALIBRATION_STEPS, Recipe
+from hasten.training.recipe import Recipe
+from hasten.training.recipe_checks import CALIBRATION_STEPS
 
 # The very first steps compile and fill caches; their time is spent, and says nothing about the ones to come.
 WARMING_STEPS = 2
