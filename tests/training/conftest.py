@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
+from hasten.training import display
 from hasten.training.recipe import Data, Optimizer, Recipe, Run, Schedule, Shape, Techniques
 from own_cache import make_cache
 
+DRAW = display.draw_losses
 MODULES = ("abc.py", "bisect.py", "colorsys.py", "contextlib.py", "copy.py", "heapq.py", "queue.py", "textwrap.py")
 
 TINY = Recipe(
@@ -43,6 +45,20 @@ def known_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     from hasten.training import setup
 
     monkeypatch.setattr(setup, "matrix_rate", lambda dtype, **options: 1e11)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_pictures() -> Iterator[None]:
+    """Drawing the losses takes longer than a tiny run."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(display, "draw_losses", lambda *given, **options: None)
+        yield
+
+
+@pytest.fixture
+def pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests that look at one."""
+    monkeypatch.setattr(display, "draw_losses", DRAW)
 
 
 @pytest.fixture(scope="session")

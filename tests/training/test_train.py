@@ -18,7 +18,7 @@ from hasten.training.session import train
 from hasten.training.step import TrainStep
 
 
-def test_a_run_leaves_a_model_that_transformers_loads_and_files_that_tell_about_it(recipe, corpus):
+def test_a_run_leaves_a_model_that_transformers_loads_and_files_that_tell_about_it(recipe, corpus, pictures):
     made = recipe(steps=120, vocab_size=301)
     seen = []
     result = train(made, progress=False, on_step=seen.append)
@@ -260,7 +260,7 @@ def test_epochs_and_steps_decide_the_number_of_steps(recipe):
     assert both.steps == 12
 
 
-def test_a_skipped_step_can_be_shown_and_drawn(tmp_path):
+def test_a_skipped_step_can_be_shown_and_drawn(tmp_path, pictures):
     line = {"step": 1, "loss": None, "tokens": 10, "tokens_per_second": 5.0, "mfu": None, "spike": False}
     assert display.numbers(line, None) == "skipped · 5 tokens/s"
     display.draw_losses([line, line | {"loss": 2.0, "spike": True}], tmp_path / "x.png", title="x")
