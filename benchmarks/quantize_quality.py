@@ -4,7 +4,9 @@
         --output benchmarks/results/quantize-quality.json
 
 Every row is `hasten quantize` and then `hasten eval --against MODEL`, each in a process of its own. The held-out files
-are those that the recipe keeps for validation; calibration text is drawn from the others.
+are those that the recipe keeps for validation; calibration text is drawn from the others. With --llama-python (a Python
+that has llama-cpp-python) the model is exported to GGUF and quantized by llama.cpp too, alone and with an importance
+matrix from the same calibration text; those files are scored by hasten, so that only the weights differ.
 """
 
 import json
@@ -13,7 +15,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +33,15 @@ METHODS = {
     "sign": ["--method", "sign"],
 }
 SCHEMES = {
+    "int8": ["--scheme", "int8"],
     "int4 g128": ["--scheme", "int4", "--group-size", "128"],
+    "int4 g64": ["--scheme", "int4", "--group-size", "64"],
     "int4 g32": ["--scheme", "int4", "--group-size", "32"],
     "int3 g128": ["--scheme", "int3", "--group-size", "128"],
     "int3 g32": ["--scheme", "int3", "--group-size", "32"],
 }
+SLOW = ("int4 g64", "int4 g32")  # by sign rounding: --slow
+PUBLISHED = ("Q8_0", "Q4_0", "Q4_K_M", "Q3_K_M")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +69,15 @@ class QuantizeQuality:
     schemes: tuple[str, ...] = tuple(SCHEMES)
     """Which schemes."""
 
+    bits: tuple[float, ...] = (4.5, 4.8)
+    """Of automatic bits, by gptq."""
+
+    slow: bool = False
+    """Sign rounding of int4 in groups of 64 and 32 too."""
+
+    llama_python: Path | None = None
+    """A Python that has llama-cpp-python."""
+
     activations: str = "float"
     """Of the products: float shows what the weights lost, int8 what is served by default."""
 
@@ -75,47 +93,115 @@ class QuantizeQuality:
             place = Path(name)
             held = write_texts(place / "held-out.jsonl", held_out(self.kilobytes * 1000, self.recipe))
             known = write_texts(place / "calibration.jsonl", seen(CALIBRATION_BYTES, self.recipe))
-            settings = ["--activations", self.activations]
-            calibration = ["--calibration", str(known), "--samples", str(self.samples), "--length", str(self.length)]
-            wanted = [("int8 rtn", ["--scheme", "int8"])] + [
-                (f"{scheme} {method}", [*SCHEMES[scheme], *METHODS[method], *(calibration if method != "rtn" else [])])
-                for scheme in self.schemes
-                for method in self.methods
-            ]
-            for row, options in wanted:
-                out = place / "out"
+            for row, make in self.contestants(place, known):
                 start = time.perf_counter()
-                made = command(["quantize", str(self.model), *options, *settings, "--output", str(out)])
-                found = command(["eval", str(out), "--against", str(self.model), "--text", str(held)])
-                kept = ("bits_per_weight", "bytes", "bytes_before", "seconds", "peak_memory_bytes", "predicted_seconds")
+                file, made = make()
+                found = command(["eval", str(file), "--against", str(self.model), "--text", str(held)])
                 rows.append(
-                    {"name": row, "options": [one for one in options if one != str(known)]}
-                    | {key: made[key] for key in kept if key in made}
+                    {"name": row}
+                    | made
                     | {key: value for key, value in found.items() if key not in ("model", "against", "seconds")}
                 )
                 print(
-                    f"{row:<18} {made['bits_per_weight']:>6.2f} bits KL {found['kl_mean']:.5f} 99% {found['kl_99']:.4f}"
+                    f"{row:<20} {made['bits_per_weight']:>6.2f} bits KL {found['kl_mean']:.5f} 99% {found['kl_99']:.4f}"
                     f"  top-1 {found['top1']:.2%}  perplexity {found['perplexity']:.4f} "
                     f"({found['against_perplexity']:.4f})  {time.perf_counter() - start:.0f} s",
                     flush=True,
                 )
-                shutil.rmtree(out)
-        if self.output is not None:
-            settings_used = {
-                "recipe": self.recipe,
-                "samples": self.samples,
-                "length": self.length,
-                "activations": self.activations,
-            }
-            write_json(self.output, {"schema": 1, "machine": describe().to_json(), **settings_used, "rows": rows})
+                shutil.rmtree(file) if file.is_dir() else file.unlink()
+                if self.output is not None:  # after each: a later one may stop
+                    settings = {name: getattr(self, name) for name in ("recipe", "samples", "length", "activations")}
+                    write_json(self.output, {"schema": 1, "machine": describe().to_json(), **settings, "rows": rows})
+
+    def contestants(self, place: Path, known: Path) -> Iterator[tuple[str, Callable[[], tuple[Path, dict[str, Any]]]]]:
+        """(name, what makes it: the folder or file, and what is known of it)."""
+        calibration = ["--calibration", str(known), "--samples", str(self.samples), "--length", str(self.length)]
+        for scheme in self.schemes:
+            for method in self.methods if scheme != "int8" else ("rtn",):
+                if method == "sign" and scheme in SLOW and not self.slow:
+                    continue
+                options = [*SCHEMES[scheme], *METHODS[method], *(calibration if method != "rtn" else [])]
+                yield f"{scheme} {method}", partial(self.quantized, place / "out", options)
+        bits = list(self.bits)
+        if self.llama_python is not None:
+            plain, importance = place / "model.gguf", place / "importance.npz"
+            command(["export", str(self.model), str(plain), "--gguf", "BF16"], parse=False)
+            save_importance(self.model, known, importance, self.samples, self.length)
+            for kind in PUBLISHED:
+                for name, matrix in ((kind, []), (f"{kind} imatrix", [importance])):
+                    if not (matrix and kind == "Q8_0"):  # which takes no notice of one
+                        yield f"llama.cpp {name}", partial(self.published, plain, place / "out.gguf", kind, matrix)
+                if kind == "Q4_K_M":  # ours in the same bytes
+                    self.published(plain, place / "size.gguf", kind, [])
+                    bits.append(round(stored_bits(place / "size.gguf") - 0.005, 2))
+        for number in bits:
+            options = ["--bits", str(number), "--method", "gptq", *calibration]
+            yield f"automatic {number} gptq", partial(self.quantized, place / "out", options)
+            yield f"automatic {number} gptaq", partial(self.quantized, place / "out", [*options, "--gptaq"])
+
+    def quantized(self, out: Path, options: list[str]) -> tuple[Path, dict[str, Any]]:
+        """A folder by `hasten quantize`."""
+        made = command(["quantize", str(self.model), *options, "--activations", self.activations, "--output", str(out)])
+        kept = ("bits_per_weight", "bytes", "bytes_before", "seconds", "peak_memory_bytes", "predicted_seconds")
+        shown = [one for one in options if not one.startswith("/")]
+        return out, {"options": shown} | {key: made[key] for key in kept if key in made}
+
+    def published(self, plain: Path, out: Path, kind: str, matrix: list[Path]) -> tuple[Path, dict[str, Any]]:
+        """A file by llama.cpp's quantizer."""
+        script = Path(__file__).with_name("llama_cpp_quantize.py")
+        subprocess.run([self.llama_python, script, plain, out, kind, *matrix], check=True)  # type: ignore[list-item]
+        return out, {"bits_per_weight": stored_bits(out)}
 
 
-def command(arguments: list[str]) -> dict[str, Any]:
+def stored_bits(file: Path) -> float:
+    """Bits per weight of all tensors of a GGUF file."""
+    from hasten.model.gguf.header import read_gguf
+
+    tensors = read_gguf(file).tensors.values()
+    return 8 * sum(tensor.bytes for tensor in tensors) / sum(prod(tensor.shape) for tensor in tensors)
+
+
+def save_importance(folder: Path, text: Path, file: Path, samples: int, length: int) -> None:
+    """llama.cpp's importance matrix: of each linear layer, the mean square of every input feature."""
+    import numpy as np
+    import torch
+
+    import hasten
+    from hasten.data import read_documents
+    from hasten.model.context import TrainingContext
+    from hasten.model.gguf.names import place_of
+
+    model = hasten.unfuse(hasten.load(folder, dtype="float32"))
+    sums: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) and name.startswith("blocks."):
+            place = place_of(f"{name}.weight", model.config).name
+            module.register_forward_pre_hook(
+                lambda _, given, place=place: sums.update(
+                    {place: sums.get(place, 0) + given[0].double().pow(2).flatten(0, -2).mean(0)}
+                )
+            )
+        elif name == "norm":  # its output is what the head is given
+            head = place_of("embedding.weight" if model.tied else "head.weight", model.config).name
+            module.register_forward_hook(
+                lambda _, given, out, place=head: sums.update(
+                    {place: sums.get(place, 0) + out.double().pow(2).flatten(0, -2).mean(0)}
+                )
+            )
+    documents = list(read_documents(str(text)))
+    tokens = hasten.calibration_tokens(model.tokenizer, documents, samples=samples, length=length)
+    context = TrainingContext([layer.window for layer in model.config.layers])
+    with torch.no_grad():
+        for sample in tokens:
+            model(sample[None], torch.arange(length)[None], context)
+    np.savez(file, **{name: (total / len(tokens)).float().numpy() for name, total in sums.items()})
+
+
+def command(arguments: list[str], *, parse: bool = True) -> dict[str, Any]:
     """What `hasten` prints with --json."""
-    done = subprocess.run(
-        [sys.executable, "-m", "hasten", *arguments, "--json", "-"], stdout=subprocess.PIPE, check=True
-    )
-    return json.loads(done.stdout)
+    output = ["--json", "-"] if parse else []
+    done = subprocess.run([sys.executable, "-m", "hasten", *arguments, *output], stdout=subprocess.PIPE, check=True)
+    return json.loads(done.stdout) if parse else {}
 
 
 def seen(limit_bytes: int, recipe: str) -> list[str]:
