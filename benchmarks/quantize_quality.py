@@ -84,6 +84,9 @@ class QuantizeQuality:
     output: Path | None = None
     """Where to write the JSON; a table is printed in any case."""
 
+    picture: Path | None = None
+    """Where to draw KL divergence by bits per weight."""
+
     def run(self) -> None:
         from hasten.machine import describe
         from hasten.machine.files import write_json
@@ -112,6 +115,8 @@ class QuantizeQuality:
                 if self.output is not None:  # after each: a later one may stop
                     settings = {name: getattr(self, name) for name in ("recipe", "samples", "length", "activations")}
                     write_json(self.output, {"schema": 1, "machine": describe().to_json(), **settings, "rows": rows})
+        if self.picture is not None:
+            draw(rows, self.model.parent.name, self.picture)
 
     def contestants(self, place: Path, known: Path) -> Iterator[tuple[str, Callable[[], tuple[Path, dict[str, Any]]]]]:
         """(name, what makes it: the folder or file, and what is known of it)."""
@@ -151,6 +156,33 @@ class QuantizeQuality:
         script = Path(__file__).with_name("llama_cpp_quantize.py")
         subprocess.run([self.llama_python, script, plain, out, kind, *matrix], check=True)  # type: ignore[list-item]
         return out, {"bits_per_weight": stored_bits(out)}
+
+
+def draw(rows: list[dict[str, Any]], model: str, path: Path) -> None:
+    """KL divergence by bits per weight: one line a method, through its formats."""
+    from hasten.bench.draw import LINES, curve_axes
+
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for row in rows:
+        name, point = row["name"], (row["bits_per_weight"], row["kl_mean"])
+        method = name.split()[-1]
+        if name.startswith("llama.cpp"):
+            method = "llama.cpp, importance matrix" if method == "imatrix" else "llama.cpp"
+        elif name.startswith("automatic"):
+            method = f"automatic bits, {method}"
+        lines.setdefault(method, []).append(point)
+    with curve_axes(
+        path,
+        title="What is kept: KL divergence by bits per weight",
+        subtitle=f"{model}, held-out files; embeddings, scales and norms counted",
+        x_label="bits per weight in all",
+        y_label="KL divergence (nats per token)",
+    ) as axes:
+        for number, (method, points) in enumerate(lines.items()):
+            style = "s" if method.startswith("llama.cpp") else "*" if method.startswith("automatic") else "o"
+            color = LINES[number % len(LINES)]
+            axes.plot(*zip(*sorted(points), strict=True), f"{style}-", color=color, linewidth=0.8, label=method)
+        axes.set_yscale("log")
 
 
 def stored_bits(file: Path) -> float:

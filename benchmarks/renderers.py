@@ -158,10 +158,12 @@ def quantize_quality(report: Report) -> str:
         scheme, _, method = one["name"].rpartition(" ")
         if method == "rtn":
             nearest[scheme] = one["kl_mean"]
-        share = f"{one['kl_mean'] / nearest[scheme]:.2f}" if method != "rtn" else ""
+        share = f"{one['kl_mean'] / nearest[scheme]:.2f}" if scheme in nearest and method != "rtn" else ""
         change = f"{one['perplexity'] / one['against_perplexity'] - 1:+.3%}"
-        rows.append([one["name"], f"{one['kl_mean']:.5f}", share, f"{one['top1']:.1%}", change])
-    return markdown(["weights, method", "KL divergence", "of rtn's", "same top token", "perplexity"], rows)
+        bits = f"{one['bits_per_weight']:.2f}"
+        rows.append([one["name"], bits, f"{one['kl_mean']:.5f}", share, f"{one['top1']:.1%}", change])
+    head = ["weights, method", "bits in all", "KL divergence", "of rtn's", "same top token", "perplexity"]
+    return markdown(head, rows)
 
 
 def quantize_bits(report: Report) -> str:
