@@ -6,6 +6,7 @@ import pytest
 
 import hasten
 from hasten.cli.main import main
+from triton_cases import needs_gpu
 
 TEXT = "def function(argument, other):\n    return [argument for _ in range(other)] + list(map(str, argument))\n"
 
@@ -44,6 +45,16 @@ def test_the_methods(extra, tiny_folder, text, tmp_path, capsys):
     assert sorted(path.name for path in tmp_path.glob("out*")) == ["out"]
 
 
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_a_gpu_computes_it_too(method, tiny_folder, text, tmp_path):
+    for device in ("cpu", "cuda"):
+        quantized(tiny_folder, text, tmp_path / device, "--method", method, "--device", device)
+    found, expected = (hasten.perplexity(hasten.load(tmp_path / device), [TEXT]) for device in ("cuda", "cpu"))
+    assert found.perplexity == pytest.approx(expected.perplexity, rel=0.02)
+
+
 def test_the_table_names_both_errors(tiny_folder, text, tmp_path, capsys):
     quantized(tiny_folder, text, tmp_path / "out", "--method", "gptq")
     out = capsys.readouterr().out
@@ -66,6 +77,7 @@ def test_the_table_names_both_errors(tiny_folder, text, tmp_path, capsys):
         (["--method", "gptq", "--length", "100000"], ["fewer than one sample", "--length"]),
         (["--method", "gptq", "--length", "1000", "--samples", "1"], ["positions"]),
         (["--method", "gptq", "--picture", "/no/such/folder/x.png"], ["no folder"]),
+        (["--device", "gpu"], ["device 'gpu' is not known", "cuda:<index>"]),
     ],
 )
 def test_what_cannot_be_is_one_line(extra, words, tiny_folder, text, tmp_path, capsys):

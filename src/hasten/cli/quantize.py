@@ -11,7 +11,7 @@ import tyro
 
 from hasten.cli.options import WeightLayout, require_new_folder, same_fields
 from hasten.errors import ConfigError
-from hasten.machine import configure, describe, peak_memory
+from hasten.machine import configure, describe, peak_memory, resolve_device
 from hasten.machine.files import require_writable, write_json
 from hasten.machine.progress import share
 from hasten.machine.threads import Threads
@@ -102,6 +102,8 @@ class Quantize:
     """sign: calibration samples of a step (8 by default)."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Of everything that is not quantized; auto keeps the model's own."""
+    device: str = "cpu"
+    """Where it is computed. cpu needs memory for one block; cuda holds the whole model, and calibrates faster."""
     threads: Threads = "auto"
     """CPU threads; auto is one for each physical core that this process may use."""
     picture: Path | None = None
@@ -184,7 +186,7 @@ class Quantize:
         from hasten.quantization.schemes import Mixed
 
         flops = probing_flops(model, calibration)
-        minutes = flops / matrix_rate(model.compute_dtype) / 60
+        minutes = flops / matrix_rate(model.compute_dtype, device=model.device) / 60
         print(
             f"measuring each layer: {flops / 1e12:,.1f} TFLOP, {minutes:.1f} minutes at the rate here", file=sys.stderr
         )
@@ -208,7 +210,8 @@ class Quantize:
         start = perf_counter()
         folder = resolve_model(self.model)
         require_new_folder(self.output, folder, option="--output", overwrite=self.overwrite)
-        model = load(folder, dtype=None if self.dtype == "auto" else self.dtype)
+        device = str(resolve_device(self.device))
+        model = load(folder, dtype=None if self.dtype == "auto" else self.dtype, device=device)
         calibration = None if method is None and self.bits is None else self.calibration_of(model)
         scheme = scheme or self.choose(model, calibration)
         result: dict[str, Any] = {
@@ -270,7 +273,7 @@ class Quantize:
             "predicted_memory_bytes": expected,
         }
         if isinstance(method, SignRounding):
-            flops, rate = tuning_flops(model, calibration, method), matrix_rate(model.compute_dtype)
+            flops, rate = tuning_flops(model, calibration, method), matrix_rate(model.compute_dtype, device=model.device)
             found |= {"tuning_flops": flops, "predicted_seconds": flops / rate}
             line += f"; {flops / 1e12:,.0f} TFLOP of tuning, {flops / rate / 60:.0f} minutes at the matrix rate here"
         print(line, file=sys.stderr)
