@@ -34,7 +34,13 @@ def packed(model):
     return {name for name, module in model.named_modules() if isinstance(module, PackedLinear)}
 
 
-SCHEMES = [Int8(), Int8(activations="float"), Int4(group_size=32), Int4(group_size=64, symmetric=False, lm_head="same")]
+SCHEMES = [
+    Int8(),
+    Int8(activations="float"),
+    Int4(group_size=32),
+    Int4(group_size=64, symmetric=False, lm_head="same"),
+    Int4(group_size=0),
+]
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)

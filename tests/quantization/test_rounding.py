@@ -13,7 +13,7 @@ from rounded import round_int4, round_int8
 
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 SCALE_DTYPES = st.sampled_from([torch.float16, torch.bfloat16])
-GROUPS = st.sampled_from([32, 64, 128])
+GROUPS = st.sampled_from([32, 64, 128, 0])
 
 
 @st.composite
@@ -50,7 +50,7 @@ def test_int8_is_at_most_half_a_step_off(weight):
 @given(weight=weights(), group=GROUPS, symmetric=st.booleans(), scale_dtype=SCALE_DTYPES)
 def test_int4_over_the_whole_range_is_at_most_half_a_step_off(weight, group, symmetric, scale_dtype):
     quantized = round_int4(weight, group_size=group, symmetric=symmetric, search="minmax", scale_dtype=scale_dtype)
-    groups = -(-weight.shape[1] // group)
+    groups = -(-weight.shape[1] // (group or weight.shape[1]))
     assert quantized.values.dtype == torch.uint8
     assert quantized.values.max() <= 15
     assert quantized.scales.shape == (weight.shape[0], groups)
@@ -66,8 +66,9 @@ def test_the_search_never_errs_more_than_the_range(weight, group, symmetric, sca
     for search in ("minmax", "mse"):
         quantized = round_int4(weight, group_size=group, symmetric=symmetric, search=search, scale_dtype=scale_dtype)
         wrong = (quantized.dequantize() - weight.float()).double().square()
-        padded = torch.nn.functional.pad(wrong, (0, -weight.shape[1] % group))
-        errors[search] = padded.unflatten(1, (-1, group)).sum(-1)  # of each group
+        size = group or weight.shape[1]
+        padded = torch.nn.functional.pad(wrong, (0, -weight.shape[1] % size))
+        errors[search] = padded.unflatten(1, (-1, size)).sum(-1)  # of each group
     assert (errors["mse"] <= errors["minmax"] * (1 + 1e-4) + 1e-30).all()
 
 

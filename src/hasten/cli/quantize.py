@@ -64,8 +64,8 @@ class Quantize:
     far the slowest)."""
     overwrite: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Replace a model that stands in the output folder already."""
-    group_size: Literal[32, 64, 128] | None = None
-    """Input features that share a scale (128 by default): smaller is more exact and takes more bytes."""
+    group_size: Literal[32, 64, 128, 0] | None = None
+    """Input features that share a scale (128 by default; 0: a whole row): fewer are more exact and take more bytes."""
     symmetric: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """No zero points (the default; int8 is always symmetric)."""
     asymmetric: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
@@ -120,7 +120,8 @@ class Quantize:
             raise ConfigError("--allow-int3 goes with --bits")
         if self.scheme is None:
             for option in ("group_size", "symmetric", "asymmetric", "lm_head", "embedding"):
-                if getattr(self, option):
+                value = getattr(self, option)
+                if value is not None and value is not False:  # 0 was given
                     raise ConfigError(f"--{option.replace('_', '-')} goes with --scheme; a table says it by layer")
             if self.bits is not None and self.format == "gptq":
                 raise ConfigError(
@@ -273,7 +274,10 @@ class Quantize:
             "predicted_memory_bytes": expected,
         }
         if isinstance(method, SignRounding):
-            flops, rate = tuning_flops(model, calibration, method), matrix_rate(model.compute_dtype, device=model.device)
+            flops, rate = (
+                tuning_flops(model, calibration, method),
+                matrix_rate(model.compute_dtype, device=model.device),
+            )
             found |= {"tuning_flops": flops, "predicted_seconds": flops / rate}
             line += f"; {flops / 1e12:,.0f} TFLOP of tuning, {flops / rate / 60:.0f} minutes at the matrix rate here"
         print(line, file=sys.stderr)

@@ -25,8 +25,6 @@ from hasten.ops.linear.weights import INT8, QuantizedWeight, WeightFormat, int4_
 from hasten.quantization.rounding import stored_scale
 from hasten.quantization.schemes import layers_to_quantize
 
-CONTAINER_GROUP = 128  # of a row with one scale, which is stored for each of its groups
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FakeRounding:
@@ -48,8 +46,7 @@ class FakeRounding:
         """In which the weight is stored."""
         if self.bits == 8:
             return INT8
-        group = self.group_size or CONTAINER_GROUP
-        return int4_format(group, scale_dtype=torch.bfloat16, bits=4 if self.bits == 2 else self.bits)
+        return int4_format(self.group_size, scale_dtype=torch.bfloat16, bits=4 if self.bits == 2 else self.bits)
 
 
 class FakeQuantized(nn.Linear):
@@ -154,9 +151,8 @@ class FakeQuantized(nn.Linear):
             )
         if self.rounding.bits == 2 and self.scales is not None:
             levels, scale = 2 * levels, scale / 2
-        scales = scale.squeeze(-1).repeat_interleave(self.group // (format.group_size or self.group), dim=1)
         values = (levels.flatten(1) + format.middle).to(torch.uint8)
-        return QuantizedWeight(format=format, values=values, scales=scales.to(format.scale_dtype))
+        return QuantizedWeight(format=format, values=values, scales=scale.squeeze(-1).to(format.scale_dtype))
 
 
 class FakeQuantizedEmbedding(nn.Embedding):

@@ -17,7 +17,7 @@ from hasten.quantization.blocks import each_block
 
 Search = Literal["minmax", "mse"]
 
-GROUP_SIZES = (32, 64, 128)
+GROUP_SIZES = (32, 64, 128, 0)  # 0: a row
 SCALE_DTYPES = (torch.float16, torch.bfloat16)
 
 GROUPED = ("int4", "int3", "int2")

@@ -53,9 +53,10 @@ class Int8:
 class Int4:
     """4-bit integers with a scale (and, asymmetric, a zero) for each group of input features of a row.
 
-    group_size: 32, 64 or 128. search: "mse" searches each group's scale with the least squared error, "minmax" takes
-    the group's range. scale_dtype: "auto" is the model's own where it is float16 or bfloat16, else float16. lm_head:
-    "int8" (it is the layer whose error shows most), "same" or "none". embedding, activations: as in `Int8`.
+    group_size: 32, 64 or 128; 0: a row. search: "mse" searches each group's scale with the least squared error,
+    "minmax" takes the group's range. scale_dtype: "auto" is the model's own where it is float16 or bfloat16, else
+    float16. lm_head: "int8" (it is the layer whose error shows most), "same" or "none". embedding, activations: as in
+    `Int8`.
     """
 
     bits: ClassVar[int] = 4

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hasten.errors import ConfigError
-from hasten.model.formats.record import LayerFormat
+from hasten.model.formats.record import LayerFormat, held_format, regrouped
 from hasten.model.transformer import Transformer
 from hasten.ops.linear.embedding import PackedEmbedding
 from hasten.ops.linear.modules import PackedLinear
@@ -244,6 +244,8 @@ def _result(task: BlockTask) -> BlockResult:
 def served(weight: QuantizedWeight, old: Any, bias: Tensor | None, layer: LayerFormat, dtype: torch.dtype) -> nn.Module:
     """A layer of a quantized weight as it is run: packed for its kernel, or plain where no kernel takes the format."""
     if weight.format.bits in KERNEL_BITS:
+        if (held := held_format(weight.format)) not in (None, weight.format):
+            weight = regrouped(weight, held)  # one scale a row, in groups that kernels know
         if isinstance(old, nn.Embedding):
             return PackedEmbedding.from_weight(weight, dtype=dtype)
         return PackedLinear.from_weight(weight, bias, activations=layer.activations, dtype=dtype)
