@@ -12,11 +12,15 @@ Every figure is the median over rounds of a ratio formed within a round.
 """
 
 from dataclasses import asdict, dataclass
+from math import log
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from drafted_ways import beginnings, changed, generated, load, served, written
+from quantize_perplexity import held_out
+
+import hasten
 
 WEIGHTS = {"bfloat16": None, "int8": "int8", "int4": "int4"}
 
@@ -70,7 +74,8 @@ class Speculation:
 
         configure(threads="auto", seed=None)
         rows = [row for weights in self.weights for row in self.of(weights)]
-        report = {"schema": 1, "machine": describe().to_json(), "settings": self.settings(), "rows": rows}
+        report = {"schema": 1, "machine": describe().to_json(), "settings": self.settings()}
+        report |= {"held_out_loss": self.losses(), "rows": rows}
         if self.output is not None:
             write_json(self.output, report)
         if self.picture is not None:
@@ -80,6 +85,12 @@ class Speculation:
         """All but where things lie."""
         found = {name: value for name, value in asdict(self).items() if not isinstance(value, Path | None)}
         return found | {"model": self.model.parent.name, "draft": self.draft and self.draft.parent.name}
+
+    def losses(self) -> dict[str, float]:
+        """Of target and draft, nats per token on held-out files."""
+        texts = held_out(100_000, self.recipe)
+        folders = {"target": self.model} | ({} if self.draft is None else {"draft": self.draft})
+        return {name: log(hasten.perplexity(load(folder, None), texts).perplexity) for name, folder in folders.items()}
 
     def of(self, weights: str) -> list[dict[str, Any]]:
         """The rows of one format of the target's weights."""
