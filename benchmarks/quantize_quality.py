@@ -82,7 +82,7 @@ class QuantizeQuality:
     """Of the products: float shows what the weights lost, int8 what is served by default."""
 
     output: Path | None = None
-    """Where to write the JSON; a table is printed in any case."""
+    """Where to write the JSON; a table is printed in any case. Rows that it has already are not measured again."""
 
     picture: Path | None = None
     """Where to draw KL divergence by bits per weight."""
@@ -91,12 +91,20 @@ class QuantizeQuality:
         from hasten.machine import describe
         from hasten.machine.files import write_json
 
+        settings = {name: getattr(self, name) for name in ("recipe", "kilobytes", "samples", "length", "activations")}
         rows: list[dict[str, Any]] = []
+        if self.output is not None and self.output.exists():
+            before = json.loads(self.output.read_text())
+            if any(before.get(name) != value for name, value in settings.items()):
+                raise SystemExit(f"{self.output} has rows of other settings: move it away, or give the same")
+            rows = before["rows"]
         with tempfile.TemporaryDirectory(prefix="hasten-quantize-quality-") as name:
             place = Path(name)
             held = write_texts(place / "held-out.jsonl", held_out(self.kilobytes * 1000, self.recipe))
             known = write_texts(place / "calibration.jsonl", seen(CALIBRATION_BYTES, self.recipe))
             for row, make in self.contestants(place, known):
+                if row in [one["name"] for one in rows]:
+                    continue
                 start = time.perf_counter()
                 file, made = make()
                 found = command(["eval", str(file), "--against", str(self.model), "--text", str(held)])
@@ -113,7 +121,6 @@ class QuantizeQuality:
                 )
                 shutil.rmtree(file) if file.is_dir() else file.unlink()
                 if self.output is not None:  # after each: a later one may stop
-                    settings = {name: getattr(self, name) for name in ("recipe", "samples", "length", "activations")}
                     write_json(self.output, {"schema": 1, "machine": describe().to_json(), **settings, "rows": rows})
         if self.picture is not None:
             draw(rows, self.model.parent.name, self.picture)
@@ -121,12 +128,6 @@ class QuantizeQuality:
     def contestants(self, place: Path, known: Path) -> Iterator[tuple[str, Callable[[], tuple[Path, dict[str, Any]]]]]:
         """(name, what makes it: the folder or file, and what is known of it)."""
         calibration = ["--calibration", str(known), "--samples", str(self.samples), "--length", str(self.length)]
-        for scheme in self.schemes:
-            for method in self.methods if scheme != "int8" else ("rtn",):
-                if method == "sign" and scheme in SLOW and not self.slow:
-                    continue
-                options = [*SCHEMES[scheme], *METHODS[method], *(calibration if method != "rtn" else [])]
-                yield f"{scheme} {method}", partial(self.quantized, place / "out", options)
         bits = list(self.bits)
         if self.llama_python is not None:
             plain, importance = place / "model.gguf", place / "importance.npz"
@@ -139,6 +140,12 @@ class QuantizeQuality:
                 if kind == "Q4_K_M":  # ours in the same bytes
                     self.published(plain, place / "size.gguf", kind, [])
                     bits.append(round(stored_bits(place / "size.gguf") - 0.005, 2))
+        for scheme in self.schemes:
+            for method in self.methods if scheme != "int8" else ("rtn",):
+                if method == "sign" and scheme in SLOW and not self.slow:
+                    continue
+                options = [*SCHEMES[scheme], *METHODS[method], *(calibration if method != "rtn" else [])]
+                yield f"{scheme} {method}", partial(self.quantized, place / "out", options)
         for number in bits:
             options = ["--bits", str(number), "--method", "gptq", *calibration]
             yield f"automatic {number} gptq", partial(self.quantized, place / "out", options)
