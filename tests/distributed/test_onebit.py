@@ -1,5 +1,6 @@
 """Compressed means, 1-bit Adam and LAMB, and DiLoCo."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -7,8 +8,11 @@ import torch
 
 import ranks
 from hasten.distributed.compressed import OneBit, SixteenBits
+from hasten.distributed.placement import Replicated
 from hasten.training import onebit
 from hasten.training.onebit import OneBitAdam, OneBitLamb
+from hasten.training.optimizers import make_optimizer
+from hasten.training.recipe import Optimizer
 
 CASES = (Path(__file__).parent / "onebit_cases.py").read_text()
 
@@ -69,6 +73,22 @@ def test_lamb_after_the_freeze_is_the_papers(uncompressed, weight_decay):
         optimizer.step()
         for p, own in wanted.items():
             torch.testing.assert_close(p.detach().double(), own["x"], rtol=2e-5, atol=2e-5)
+    assert optimizer.frozen
+
+
+def test_a_step_that_overflowed_in_float16_is_skipped_after_the_freeze_too(uncompressed):
+    x = torch.nn.Parameter(torch.ones(4))
+    placement = Replicated.__new__(Replicated)
+    placement.worked, placement.one_bit_mean = {"x": x}, lambda x, kept: x * kept
+    optimizer = make_optimizer(placement, Optimizer(kind="onebit-adam", beta2=0.999, freeze_after=2))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    for gradient in (1.0, 2.0, 1.0, math.inf, 1.0):
+        x.grad, before = scaler.scale(torch.full((4,), gradient)), x.detach().clone()
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        assert torch.equal(x, before) == math.isinf(gradient)
+        assert x.isfinite().all()
     assert optimizer.frozen
 
 

@@ -1,8 +1,10 @@
 """Recipes for slow links: 1-bit Adam and LAMB, and DiLoCo, trained by two processes, stopped and continued."""
 
+import shutil
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 import ranks
 from hasten.errors import ConfigError
@@ -32,6 +34,7 @@ def runs(recipe_of_module):
     again = [recipe_of_module(name=f"{name}-again", **WAYS[name]).to_json() for name in STOPPED]
     stops = [case | {"stop_after": STOPPED[case["name"].removesuffix("-again")]} for case in again]
     ranks.train_all([*whole, *stops], folder.parent)
+    shutil.copytree(folder, folder.parent / "stopped")
     ranks.train_all(again, folder.parent)
     return folder
 
@@ -60,6 +63,21 @@ def test_they_go_on_bit_for_bit(runs, name):
     assert losses(runs, f"{name}-again") == losses(runs, name)
     one, other = (runs / run / "model/model.safetensors" for run in (name, f"{name}-again"))
     assert one.read_bytes() == other.read_bytes()
+
+
+@pytest.mark.parametrize("name", STOPPED)
+def test_one_process_goes_on_with_what_two_have_left(runs, recipe_of_module, name, monkeypatch):
+    for variable, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}.items():
+        monkeypatch.setenv(variable, value)
+    made = recipe_of_module(name=f"{name}-again", folder=str(runs.parent / "stopped"), **WAYS[name])
+    try:
+        train(made, progress=False, resume="must")
+    finally:
+        dist.destroy_process_group()
+    found, wanted = losses(runs.parent / "stopped", made.name), losses(runs, name)
+    assert found[: STOPPED[name]] == wanted[: STOPPED[name]]
+    assert [step for step, *_ in found] == [step for step, *_ in wanted]
+    assert found[-1][2] < 1.1 * wanted[-1][2]
 
 
 def test_what_does_not_fit_is_refused(recipe):

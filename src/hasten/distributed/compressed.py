@@ -33,11 +33,11 @@ class OneBit:
         size = pieces.norm() / kept.sum().clamp(min=1).sqrt()
         sizes = size.float().reshape(1, 1).repeat(len(pieces), 1).view(torch.uint8)
         bits = (pieces >= 0).view(len(pieces), -1, 8).to(torch.uint8)
-        return torch.cat([sizes, (bits * _PLACES).sum(-1, dtype=torch.uint8)], dim=1)
+        return torch.cat([sizes, (bits * _PLACES.to(bits.device)).sum(-1, dtype=torch.uint8)], dim=1)
 
     def unpack(self, packed: Tensor, n: int) -> Tensor:
         sizes = packed[:, :4].contiguous().view(torch.float32)
-        bits = (packed[:, 4:, None] & _PLACES) > 0
+        bits = (packed[:, 4:, None] & _PLACES.to(packed.device)) > 0
         return torch.where(bits.view(len(packed), n), sizes, -sizes)
 
 
@@ -84,21 +84,16 @@ class Errors:
         return {"worker_error": self.worker, "server_error": self.server}
 
     @classmethod
-    def of_state(cls, state: dict[str, Tensor], device: torch.device) -> "Errors":
-        """The inverse."""
-        return cls(state["worker_error"].to(device), state["server_error"].to(device))
-
-
-def padded(n: int, ranks: int) -> int:
-    """Elements of a tensor that can be cut into a piece for each rank, of whole groups."""
-    whole = EightBits.group * ranks
-    return -(-n // whole) * whole
+    def of_state(cls, state: dict[str, Tensor], ranks: int, device: torch.device) -> "Errors | None":
+        """The inverse; None where it was another number of ranks, whose pieces were others: they begin anew."""
+        worker, server = state["worker_error"].to(device), state["server_error"].to(device)
+        return cls(worker, server) if len(worker) == ranks * len(server) else None
 
 
 def no_errors(n: int, ranks: int, device: torch.device) -> Errors:
-    """Of a tensor of n elements, before anything was left out."""
-    size = padded(n, ranks)
-    return Errors(torch.zeros(size, device=device), torch.zeros(size // ranks, device=device))
+    """Of a tensor of n elements, padded to a piece of whole groups for each rank, before anything was left out."""
+    piece = -(-n // (EightBits.group * ranks)) * EightBits.group
+    return Errors(torch.zeros(ranks * piece, device=device), torch.zeros(piece, device=device))
 
 
 def compressed_mean(
@@ -106,13 +101,14 @@ def compressed_mean(
 ) -> Tensor:
     """The mean over all ranks of x (n,) float32, the same bits on every rank; `errors` are brought up to date.
 
-    kept: (n,) bool, the same on every rank: elements that are not are zero everywhere for good, and stay it.
+    kept: (n,) bool, the same on every rank: elements that are not have the mean zero, whatever x has there.
     """
     ranks, me = dist.get_world_size(group), dist.get_rank(group)
     c = errors.worker.clone()
     c[: len(x)] += x
     mask = torch.zeros(len(c), dtype=torch.bool, device=x.device)
     mask[: len(x)] = True if kept is None else kept
+    c *= mask
     pieces, masks = c.view(ranks, -1), mask.view(ranks, -1)
     n = pieces.shape[1]
     sent = code.pack(pieces, masks)
@@ -125,25 +121,3 @@ def compressed_mean(
     answers = torch.empty(ranks, answer.shape[1], dtype=torch.uint8, device=x.device)
     dist.all_gather(list(answers), answer[0], group=group)
     return (code.unpack(answers, n) * masks).flatten()[: len(x)]
-
-
-def reference_mean(xs: list[Tensor], errors: list[Errors], code: Code) -> Tensor:
-    """The same by definition, of all ranks' tensors in one process."""
-    ranks = len(xs)
-    quantized = []
-    for x, own in zip(xs, errors, strict=True):
-        c = own.worker.clone()
-        c[: len(x)] += x
-        mask = (torch.arange(len(c)) < len(x)).view(ranks, -1)
-        pieces = c.view(ranks, -1)
-        q = code.unpack(code.pack(pieces, mask), pieces.shape[1]) * mask
-        own.worker.copy_(c - q.flatten())
-        quantized.append(q)
-    found = []
-    for j, own in enumerate(errors):
-        mask = (torch.arange(j * len(own.server), (j + 1) * len(own.server)) < len(xs[0]))[None]
-        r = torch.stack([q[j] for q in quantized]).mean(0) + own.server
-        p = (code.unpack(code.pack(r[None], mask), len(r)) * mask)[0]
-        own.server.copy_(r - p)
-        found.append(p)
-    return torch.cat(found)[: len(xs[0])]

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hasten.distributed.compressed import Code, EightBits, SixteenBits, compressed_mean, no_errors
+from hasten.distributed.compressed import Code, EightBits, Errors, SixteenBits, compressed_mean, no_errors
 
 
 class DiLoCo:
@@ -77,9 +77,9 @@ class DiLoCo:
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Go on from a state."""
         self.steps = int(state["steps"])
-        held = {"start": self.start, "outer": self.outer, **self.errors.to_state()}
-        for name, own in held.items():
-            own.copy_(state[name])
+        self.start.copy_(state["start"])
+        self.outer.copy_(state["outer"])
+        self.errors = Errors.of_state(state, dist.get_world_size(), self.start.device) or self.errors
         if "mean" in state:
             self._mean = Future()
             self._mean.set_result(state["mean"].to(self.start.device))

@@ -127,7 +127,7 @@ class Placement(Parts):
         return {}
 
     def restore(self, own: dict[str, Tensor]) -> None:
-        """The inverse of `own`; of a rank that was not there, nothing."""
+        """The inverse of `own`; a rank that was not there is given the first one's."""
 
 
 class Replicated(Placement):
@@ -160,7 +160,7 @@ class Replicated(Placement):
 
     def restore(self, own: dict[str, Tensor]) -> None:
         if own:
-            self._errors = Errors.of_state(own, next(iter(self.parameters.values())).device)
+            self._errors = Errors.of_state(own, self.ranks.size, next(iter(self.worked.values())).device)
 
     @torch.no_grad()
     def collect(self) -> None:

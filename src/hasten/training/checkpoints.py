@@ -59,7 +59,10 @@ class Pending:
         self.folder, self.files, self.values, self.ranks, self.also = folder, files, values, ranks, also
         self.error: Exception | None = None
         if background:  # a copy, because training goes on
-            self.files = {name: [replace(p, data=p.data.detach().cpu().clone()) for p in files[name]] for name in files}
+            self.files = {
+                name: [replace(p, data=p.data.detach().to("cpu", copy=True)) for p in parts]
+                for name, parts in files.items()
+            }
         self.thread = threading.Thread(target=self._write)
         self.thread.start()
         if not background:
@@ -186,7 +189,8 @@ def load(stored: Checkpoint, *, placement: Placement, optimizer: torch.optim.Opt
     files = _files(stored, "state")
     table = {name: (shape, file.dtypes[name]) for file in files for name, (shape, _) in file.parts.items()}
     names = _named(placement, {name.rpartition(".")[0] for name in table})
-    own = _random(placement.ranks.rank)
+    there = placement.ranks.rank < len(files)  # else the first one's is taken over, but for its random numbers
+    own = _random(placement.ranks.rank if there else 0)
     wanted, states, random = {}, defaultdict[str, dict[str, Tensor]](dict), {}
     for name, (shape, dtype) in table.items():
         owner, _, key = name.rpartition(".")
@@ -213,10 +217,10 @@ def load(stored: Checkpoint, *, placement: Placement, optimizer: torch.optim.Opt
     for name, state in states.items():
         optimizer.state[placement.worked[name]] = state
     try:
-        if random or placement.ranks.first:  # a rank that was not there before goes on with its own
-            cpu, cuda = random.pop("cpu"), random.pop("cuda", None)
-            RandomState(cpu=cpu, cuda=cuda, python=stored.python_random).restore(device)
-            placement.restore(random)
+        dice = RandomState(cpu=random.pop("cpu"), cuda=random.pop("cuda", None), python=stored.python_random)
+        if there:
+            dice.restore(device)
+        placement.restore(random)
     except (KeyError, TypeError, RuntimeError) as error:
         raise CheckpointError(f"{stored.folder}: the random state is damaged ({error}); {REMEDY}") from None
 

@@ -40,14 +40,7 @@ def adamw(model: nn.Module | Placement, settings: Optimizer, *, fused: bool = Tr
 def lamb(model: nn.Module | Placement, settings: Optimizer, *, fused: bool = True) -> Lamb:
     """LAMB; fused: in operations on lists of tensors."""
     placement = _placement(model)
-    return Lamb(
-        _groups(placement, settings),
-        lr=settings.learning_rate,
-        betas=(settings.beta1, settings.beta2),
-        eps=settings.epsilon,
-        foreach=fused,
-        parts=placement,
-    )
+    return Lamb(_groups(placement, settings), **_means(settings), foreach=fused, parts=placement)
 
 
 def onebit(model: nn.Module | Placement, settings: Optimizer, *, fused: bool = True) -> OneBitOptimizer:
@@ -60,17 +53,14 @@ def onebit(model: nn.Module | Placement, settings: Optimizer, *, fused: bool = T
             f"optimizer.kind {settings.kind} is for several processes (torchrun, or --processes) that all have the "
             "whole model (parallel.zero 0): its errors, 4 + 4/N bytes a parameter, would undo what ZeRO saves"
         )
-    shared: dict[str, Any] = {
-        "lr": settings.learning_rate,
-        "betas": (settings.beta1, settings.beta2),
-        "eps": settings.epsilon,
-    }
     groups = _groups(placement, settings)
     made: OneBitOptimizer
     if settings.kind == "onebit-adam":
-        made = OneBitAdam(groups, **shared, fused=fused, foreach=None if fused else False)
+        made = OneBitAdam(groups, **_means(settings), fused=fused, foreach=None if fused else False)
+        # AdamW's kernel would skip float16's steps by itself, and does not run any more once the variance is frozen.
+        made._step_supports_amp_scaling = False
     else:
-        made = OneBitLamb(groups, **shared, foreach=fused)
+        made = OneBitLamb(groups, **_means(settings), foreach=fused)
     made.freeze_after, made.mean = settings.freeze_after, placement.one_bit_mean
     placement.averages = lambda: not made.frozen
     return made
@@ -134,11 +124,10 @@ def _groups(placement: Placement, settings: Optimizer) -> list[dict[str, Any]]:
 
 
 def _adamw(groups: list[dict[str, Any]], settings: Optimizer, *, fused: bool) -> torch.optim.AdamW:
-    return torch.optim.AdamW(
-        groups,
-        lr=settings.learning_rate,
-        betas=(settings.beta1, settings.beta2),
-        eps=settings.epsilon,
-        fused=fused,
-        foreach=None if fused else False,
-    )
+    return torch.optim.AdamW(groups, **_means(settings), fused=fused, foreach=None if fused else False)
+
+
+def _means(settings: Optimizer) -> dict[str, Any]:
+    """What all but Muon take."""
+    betas = (settings.beta1, settings.beta2)
+    return {"lr": settings.learning_rate, "betas": betas, "eps": settings.epsilon}
