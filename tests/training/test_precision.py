@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from hasten.distributed.ranks import Ranks
 from hasten.errors import ConfigError
 from hasten.machine import measured
 from hasten.training import Precision, train
@@ -22,6 +23,17 @@ def test_auto_is_the_default_and_follows_the_processor(processor):
     assert str(why) == "float32: bfloat16 is emulated by this processor"
     assert choose_precision(chosen)[1].reason == "as the recipe says"
     assert differences(chosen, recipe) == []
+
+
+def test_the_first_rank_decides_for_all(processor):
+    class Second(Ranks):
+        def texts(self, own):
+            return ["float32\nslower there", own]
+
+    processor("avx512_bf16")
+    chosen, why = choose_precision(Recipe(name="x"), ranks=Second(rank=1, size=2))
+    assert chosen.techniques.precision == why.dtype == "float32"
+    assert why.reason == "slower there"
 
 
 def test_a_run_keeps_the_precision_it_began_with(recipe, processor, capsys):

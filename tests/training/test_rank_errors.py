@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from contextlib import contextmanager
 
 import psutil
 import pytest
@@ -15,7 +16,7 @@ import ranks
 from hasten.distributed.ranks import Ranks
 from hasten.errors import ConfigError, ResourceError
 from hasten.model.initialize import initialize
-from hasten.training import build, checkpoints
+from hasten.training import build, checkpoints, session
 from hasten.training.checkpoint_state import find
 from hasten.training.journal import read
 from hasten.training.recipe import flat
@@ -87,6 +88,21 @@ def test_ranks_with_other_facts_are_named():
     with pytest.raises(ConfigError, match=r"rank 1 has another data than rank 0 \(90aa, not 4df1\)"):
         Two(size=2).require_same({"recipe": "{}", "data": "4df1"})
     Two(size=2).require_same({"recipe": "{}"})
+
+
+def test_a_wrong_recipe_is_found_where_one_rank_tells_it(recipe, monkeypatch):
+    found = []
+
+    @contextmanager
+    def watched():
+        try:
+            yield Ranks()
+        except ConfigError as error:
+            found.append(error)
+
+    monkeypatch.setattr(session, "joined", watched)
+    train(recipe(batch_size=0), progress=False)
+    assert "data.batch_size is 0" in str(found[0])
 
 
 def refuse(model, made, two):

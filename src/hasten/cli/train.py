@@ -92,6 +92,7 @@ class Train:
         if command.processes and not command.print_config and not launched():
             from hasten.distributed.launch import start
 
+            command.recipe.check()  # before it is asked as many times
             start(["train", *argv], processes=command.processes, max_restarts=command.max_restarts)
         else:
             command.run()

@@ -119,24 +119,24 @@ class _Watch:
         """What this rank raises: its own error, another one's, or the status of one that has left its reason."""
         if self.ranks.size == 1:
             return error
+        broken = _is_broken(error)
+        known = broken or isinstance(error, HastenError | MemoryError) or "out of memory" in str(error)
         with suppress(RuntimeError):  # the store may be gone as well
-            broken = _is_broken(error)
-            if broken:
-                self.store.set(f"here/{self.ranks.rank}", "")
-            elif not self.ranks.first:
-                told = isinstance(error, HastenError | MemoryError) or "out of memory" in str(error)
-                reason = str(error).split("\n")[0] or "memory ran out"
-                self.store.set("error", f"rank {self.ranks.rank}: {reason}")
-                dist.distributed_c10d._abort_process_group()
-                self._wait("told", PATIENCE)
-                return SystemExit(2) if told else error
             if self.ranks.first:
                 self.over.set()
                 try:
                     return self._named() if broken else error
                 finally:
                     self.store.set("told", "")
-        return SystemExit(2) if _is_broken(error) else error
+            if broken:
+                self.store.set(f"here/{self.ranks.rank}", "")
+            else:
+                reason = str(error).split("\n")[0] or "memory ran out"
+                self.store.set("error", f"rank {self.ranks.rank}: {reason}")
+                dist.distributed_c10d._abort_process_group()
+            self._wait("told", PATIENCE)  # whoever started us ends all as soon as one has ended
+            return SystemExit(2) if known else error
+        return SystemExit(2) if broken else error
 
     def _named(self) -> HastenError | SystemExit:
         """Who ended, and why."""
@@ -168,8 +168,7 @@ def start(arguments: Sequence[str], *, processes: int, max_restarts: int = 0, re
     """Run `python -m hasten ARGUMENTS` in so many processes of this machine, by torchrun's agent; they find each other.
 
     max_restarts: how often all are started again when one has died. resumes: the command goes on from where it was.
-    Raises TrainingError that names a rank that was
-    killed, and SystemExit where one has ended with a status of its own.
+    Raises TrainingError that names a rank that was killed, and SystemExit where one has ended with its own status.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.api import SignalException

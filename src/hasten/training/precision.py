@@ -20,15 +20,21 @@ START = 65_536.0  # the largest that float16 gradients near 1 survive; a small m
 CLEAN_STEPS = 2000  # in a row, until it is doubled
 
 
-def choose_precision(recipe: Recipe, begun: Recipe | None = None) -> tuple[Recipe, ProductPrecision]:
-    """The recipe with `auto` decided, and the reason. begun: the precision of the run that is resumed; it is kept."""
+def choose_precision(
+    recipe: Recipe, begun: Recipe | None = None, *, ranks: Ranks = ALONE
+) -> tuple[Recipe, ProductPrecision]:
+    """The recipe with `auto` decided, and the reason. begun: the precision of the run that is resumed; it is kept.
+
+    Each rank measures, and the first one decides.
+    """
     name = recipe.techniques.precision
     if name != "auto":
         return recipe, ProductPrecision(name, "as the recipe says")
     if begun is not None:
         choice = ProductPrecision(begun.techniques.precision, "as the run began")
     else:
-        choice = training_precision(resolve_device(recipe.run.device))
+        own = training_precision(resolve_device(recipe.run.device))
+        choice = ProductPrecision(*ranks.texts(f"{own.dtype}\n{own.reason}")[0].split("\n", 1))
     decided = cast(PrecisionName, choice.dtype)
     return replace(recipe, techniques=replace(recipe.techniques, precision=decided)), choice
 

@@ -1,6 +1,5 @@
 """`train`: a run from a recipe to a model folder, resumed where an earlier one stopped."""
 
-import json
 import shutil
 import signal
 from contextlib import AbstractContextManager, nullcontext
@@ -26,7 +25,7 @@ from hasten.training.checkpoint_state import TrainingState
 from hasten.training.journal import read
 from hasten.training.loop import Loop, OnStep
 from hasten.training.precision import choose_precision
-from hasten.training.recipe import Recipe
+from hasten.training.recipe import Recipe, flat
 from hasten.training.recipes import INIT_MISSING, RECIPES
 from hasten.training.run_folder import Resume, RunFolder, find_start
 from hasten.training.setup import Setup, set_up
@@ -81,12 +80,13 @@ def train(
     process trains in the same folder; DataError for its text, ResourceError where memory or disk do not suffice,
     TrainingError where the loss is no longer a number, CheckpointError for a damaged checkpoint.
     """
-    _check(recipe, resume)
-    folder = RunFolder(path=Path(recipe.run.folder).expanduser() / recipe.name)
-    if restarted():
-        resume = "auto"  # what the processes before this one have done is not to be lost
-    with joined() as ranks, _alone(folder) if ranks.first else nullcontext():
-        return _train(recipe, folder, ranks, progress=progress and ranks.first, resume=resume, on_step=on_step)
+    with joined() as ranks:
+        _check(recipe, resume)
+        folder = RunFolder(path=Path(recipe.run.folder).expanduser() / recipe.name)
+        if restarted():
+            resume = "auto"  # what the processes before this one have done is not to be lost
+        with _alone(folder) if ranks.first else nullcontext():
+            return _train(recipe, folder, ranks, progress=progress and ranks.first, resume=resume, on_step=on_step)
 
 
 def _check(recipe: Recipe, resume: Resume) -> None:
@@ -125,11 +125,11 @@ def _train(
     stored = find_start(folder, recipe, resume)
     if ranks.size > 1:
         at = "none" if stored is None else f"of step {stored.step}"
-        recipes = json.dumps(recipe.to_json())
-        ranks.require_same({"version of hasten's code": code_digest(), "recipe": recipes, "checkpoint": at})
+        fields = {name: str(value) for name, value in flat(recipe).items()}
+        ranks.require_same({"version of hasten's code": code_digest(), **fields, "checkpoint": at})
     if stored is not None:
         measured.adopt(stored.measured)
-    recipe, precision = choose_precision(recipe, None if stored is None else stored.recipe)
+    recipe, precision = choose_precision(recipe, None if stored is None else stored.recipe, ranks=ranks)
     stop = StopRequest()
     # Until the first step there is nothing to save: Ctrl-C while text is being prepared ends at once.
     # Several ranks stop together, between two steps.
