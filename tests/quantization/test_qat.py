@@ -131,6 +131,17 @@ def test_bits_and_mix_of_a_model():
     assert layers["head"].bits == 8
 
 
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("start", [16, 9])
+def test_moq_begins_with_finer_weights(bits, start):
+    made = layer(bits=bits, learned=False)
+    stored = made.quantized()
+    set_bits(made, start, 0.0)
+    assert (made.weight - made.exact).abs().max() < made.exact.abs().max() / 2 ** (start - 1)
+    set_bits(made, bits, 0.0)
+    assert torch.equal(made.weight.detach(), stored.dequantize())
+
+
 def test_a_width_that_is_no_whole_group_is_refused():
     with pytest.raises(ConfigError, match="48 inputs cannot be cut into groups of 32"):
         layer(4, 48, bits=4)

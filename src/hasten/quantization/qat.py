@@ -4,7 +4,8 @@ The parameter stays exact; `weight` is what it rounds to, and the gradient passe
 (straight-through, arXiv 1308.3432). With learned scales the gradient reaches those too (LSQ, arXiv 1902.08153). The
 integers are the export format's own, so that the trained loss is the exported model's loss.
 
-2 bits take the levels {-3, -1, 1, 3}·s/2, symmetric around zero. They are stored as int4, which holds them exactly.
+2 bits with learned scales take the levels {-3, -1, 1, 3}·s/2, symmetric around zero. They are stored as int4, which
+holds them exactly.
 """
 
 import math
@@ -112,7 +113,7 @@ class FakeQuantized(nn.Linear):
         """What the groups' values are rounded to, in units of their scale, with a gradient where scales are learned."""
         bits = self.bits
         most = 2 ** (bits - 1)
-        low, high = (-most, most - 1) if bits < 8 else (-127, 127)
+        low, high = (-127, 127) if bits == 8 else (-most, most - 1)
         if self.scales is None:
             with torch.no_grad():
                 largest = groups.abs().amax(-1, keepdim=True)
@@ -225,8 +226,10 @@ def bits_at(step: int, *, start: int, target: int, period: int, mixing: int) -> 
 
 
 def set_bits(model: nn.Module, bits: int, mix: float) -> None:
-    """What the layers of fewer than 8 bits round to from now on."""
-    for layer in fake_layers(model).values():
-        if layer.rounding.bits < 8:
+    """What the layers of the blocks round to from now on; a head that is stored in more bits does not change."""
+    layers = fake_layers(model).values()
+    fewest = min(layer.rounding.bits for layer in layers)
+    for layer in layers:
+        if layer.rounding.bits == fewest:
             layer.bits = bits
             layer.mix.fill_(mix)
