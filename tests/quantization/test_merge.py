@@ -31,16 +31,22 @@ def folders(tmp_path_factory):
 
 
 def test_bfloat16_is_the_sum_in_float64_rounded_once(folders, tmp_path, capsys):
-    main(["merge", str(folders / "bfloat16"), str(folders / "adapter"), str(tmp_path / "out")])
+    arguments = ["merge", str(folders / "bfloat16"), str(folders / "adapter")]
+    main([*arguments, str(tmp_path / "out")])
     assert "4 layers merged" in capsys.readouterr().out
-    before, after = (load_file(f / "model.safetensors") for f in (folders / "bfloat16", tmp_path / "out"))
+    main([*arguments, str(tmp_path / "wide"), "--dtype", "float32"])
+    before, after, wide = (
+        load_file(f / "model.safetensors") for f in (folders / "bfloat16", tmp_path / "out", tmp_path / "wide")
+    )
     factors = load_file(folders / "adapter" / "adapter_model.safetensors")
     assert before.keys() == after.keys()
     for name, weight in before.items():
         key = f"base_model.model.{name.removesuffix('.weight')}.lora_"
         if f"{key}A.weight" in factors:
             a, b = (factors[f"{key}{one}.weight"].double() for one in "AB")
-            weight = (weight.double() + 2.0 * b @ a).to(torch.bfloat16)
+            exact = weight.double() + 2.0 * (b @ a)
+            assert torch.equal(wide[name], exact.float())
+            weight = exact.to(torch.bfloat16)
             assert not torch.equal(weight, before[name])
         assert torch.equal(after[name], weight)
     with pytest.raises(SystemExit):

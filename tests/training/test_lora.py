@@ -17,7 +17,7 @@ from hasten.ops.linear import PackedLinear
 from hasten.quantization import Int4, Int8, quantize
 from hasten.training.checkpoint_state import find
 from hasten.training.journal import read
-from hasten.training.recipe import Lora, Recipe
+from hasten.training.recipe import Lora, Qat, Recipe
 from hasten.training.session import train
 from hasten.training.setup import set_up
 from tiny_model import tiny_llama
@@ -119,6 +119,7 @@ def test_a_fused_projection_shares_its_a(recipe, tmp_path):
     ("changes", "message"),
     [
         ({"rank": 0}, "lora.rank is 0; it must be more than 0"),
+        ({"rank": 5000}, "lora.rank is 5000; it must be at most 4096"),
         ({"alpha": -1.0}, "lora.alpha is -1.0"),
         ({"targets": ("nonsense",)}, r"'nonsense' is no linear layer .* use all-linear or some of q_proj, k_proj"),
         ({"targets": ()}, "with targets"),
@@ -128,6 +129,12 @@ def test_a_fused_projection_shares_its_a(recipe, tmp_path):
 def test_wrong_settings_are_refused_in_words(recipe, bases, changes, message):
     with pytest.raises(ConfigError, match=message):
         train(recipe(init=str(bases / "float32"), lora=replace(LORA, **changes)), progress=False)
+
+
+@pytest.mark.parametrize("bits", [None, 4])
+def test_the_weights_of_a_quantized_folder_are_not_trained(recipe, bases, bits):
+    with pytest.raises(ConfigError, match=r"int4 is quantized.*--lora\.rank"):
+        train(recipe(init=str(bases / "int4"), qat=Qat(bits=bits)), progress=False)
 
 
 def test_a_recipe_with_lora_is_json_and_back(recipe):

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
 from torch import Tensor
 
 from hasten.errors import CheckpointError, ConfigError
@@ -22,12 +21,12 @@ from hasten.model.config import ModelConfig
 from hasten.model.families import FAMILIES
 from hasten.model.families.family import TensorSlice
 from hasten.model.formats.pieces import join, take
-from hasten.model.lora import Adapter, Factors, adaptable, layer_size
+from hasten.model.formats.stream import write_file
+from hasten.model.lora import LARGEST_RANK, Adapter, Factors, adaptable, layer_size
 from hasten.model.transformer import Transformer
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
-LARGEST_RANK = 4096
 
 # Fields of a config that must be off, because each changes what an adapter computes, or what it holds.
 REFUSED = (
@@ -121,7 +120,7 @@ def save_adapter(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with replacing(folder / WEIGHTS) as temporary:
-            save_file(tensors, temporary, metadata={"format": "pt"})
+            write_file(tensors, temporary, tensors=tensors.items())
         save_json(folder / CONFIG, values, sort_keys=True)
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be written: {error.strerror or error}") from None

@@ -71,7 +71,7 @@ def export_model(
     """
     if dtype is not None and dtype not in DTYPES.values():
         raise ConfigError(f"dtype {dtype} cannot be written; use one of {', '.join(map(str, DTYPES.values()))}")
-    quantized = quantized or _held(model)
+    quantized = quantized or held_layers(model)
     if model.config.attention_pattern is not None:
         text = f"hasten runs {folder} with its attention pattern; transformers does not know it and attends to all"
         warnings.warn(text, HastenWarning, stacklevel=3)
@@ -131,8 +131,8 @@ def exported_config(model: Transformer, dtype: torch.dtype, *, tied: bool) -> di
     return values
 
 
-def _held(model: Transformer) -> Quantized | None:
-    """The layers that the model itself holds quantized."""
+def held_layers(model: Transformer) -> Quantized | None:
+    """The layers that the model itself holds quantized; a HastenWarning names those that are not written so."""
     if model.quantization is None:
         return None
     held: Any = model

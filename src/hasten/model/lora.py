@@ -20,6 +20,7 @@ from hasten.model.families.family import TensorSlice
 from hasten.model.transformer import Transformer
 from hasten.ops.linear import PackedLinear
 
+LARGEST_RANK = 4096
 LINEARS = ("q", "k", "v", "output", "gate", "up", "down")  # of our modules, those that can be adapted
 ALL_LINEAR = "all-linear"
 
@@ -162,12 +163,18 @@ def new_adapter(
     seed: int = 0,
     device: torch.device | str = "cpu",
 ) -> dict[str, Factors]:
-    """Factors in float32 to be trained: A uniform in ±1/√K, as peft has it, B zero, so that nothing is added yet."""
+    """Factors in float32 to be trained: A uniform in ±1/√K, as peft has it, B zero, so that nothing is added yet.
+
+    Raises ConfigError for a rank that no adapter is read with.
+    """
+    if rank > LARGEST_RANK:
+        raise ConfigError(f"lora.rank is {rank}; it must be at most {LARGEST_RANK}")
     generator = torch.Generator().manual_seed(seed)
     places, adapter = adaptable(config), {}
     for name in targeted(config, targets):
         inputs = layer_size(config, places[name][0][0])[0]
-        a = torch.empty(rank, inputs).uniform_(-1 / math.sqrt(inputs), 1 / math.sqrt(inputs), generator=generator)
+        a = torch.empty(rank, inputs, device="meta" if str(device) == "meta" else "cpu")
+        a.uniform_(-1 / math.sqrt(inputs), 1 / math.sqrt(inputs), generator=generator)
         shared = nn.Parameter(a.to(device))
         for ours, _ in places[name]:
             b = torch.zeros(layer_size(config, ours)[1], rank, device=device)

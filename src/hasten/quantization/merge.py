@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from hasten.errors import ConfigError
-from hasten.model.export import Quantized, export_model
-from hasten.model.formats.record import of_integers
+from hasten.model.export import Quantized, export_model, held_layers
 from hasten.model.lora import Adapter
 from hasten.model.transformer import Transformer
 from hasten.ops.linear import PackedLinear, QuantizedWeight
@@ -29,18 +28,18 @@ class MergedLayer:
 
 
 class _Merged(Mapping[str, Tensor]):
-    """The adapted weights by their names, each made when it is asked for."""
+    """The adapted weights by their names, each made when it is asked for. dtype: of theirs; None: as they are."""
 
-    def __init__(self, model: Transformer, adapter: Adapter) -> None:
-        self._model, self._adapter = model, adapter
+    def __init__(self, model: Transformer, adapter: Adapter, dtype: torch.dtype | None) -> None:
+        self._model, self._adapter, self._dtype = model, adapter, dtype
 
     def __getitem__(self, ours: str) -> Tensor:
         name = ours.removesuffix(".weight")
-        delta = self._adapter[name].delta
         layer: Any = self._model.get_submodule(name)
-        if isinstance(layer, PackedLinear):
-            return (layer.dequantize().double() + delta).to(self._model.dtype)
-        return (layer.weight.detach().double() + delta).to(layer.weight.dtype)
+        packed = isinstance(layer, PackedLinear)
+        weight: Tensor = layer.dequantize() if packed else layer.weight.detach()
+        own = self._model.dtype if packed else weight.dtype
+        return (weight.double() + self._adapter[name].delta).to(self._dtype or own)
 
     def __iter__(self) -> Iterator[str]:
         return (f"{name}.weight" for name in self._adapter)
@@ -57,7 +56,8 @@ def merge(model: Transformer, adapter: Adapter, folder: Path, *, dtype: torch.dt
     Layers in int8 or int4 are rounded to nearest in their own format, and what that costs is returned. Raises
     ConfigError for formats that hasten does not round to, CheckpointError where the folder cannot be written.
     """
-    layers = {name: layer for name, layer in (model.quantization or {}).items() if of_integers(layer.weight)}
+    stored = held_layers(model)
+    layers = {} if stored is None else stored.layers
     reports: list[MergedLayer] = []
 
     def weight(name: str) -> QuantizedWeight:
@@ -75,5 +75,5 @@ def merge(model: Transformer, adapter: Adapter, folder: Path, *, dtype: torch.dt
             reports.append(MergedLayer(name=name, lost=lost, relative_error=off / max(merged.norm().item(), 1e-30)))
         return rounded
 
-    export_model(model, folder, dtype=dtype, quantized=Quantized(layers, weight, _Merged(model, adapter)))
+    export_model(model, folder, dtype=dtype, quantized=Quantized(layers, weight, _Merged(model, adapter, dtype)))
     return reports

@@ -78,12 +78,18 @@ def training_config(recipe: Recipe, config: ModelConfig) -> ModelConfig:
 def pretrained_model(source: str, recipe: Recipe, *, device: torch.device) -> Transformer:
     """The weights of a folder or hub id: in float32, copied, so that training does not write into the mapped file.
 
-    Under LoRA they are only read, and are as the folder has them, or in `lora.base`.
+    Under LoRA they are only read, and are as the folder has them, or in `lora.base`. Otherwise raises ConfigError for
+    quantized ones.
     """
     from hasten.model.load import load
 
     frozen = recipe.lora.rank is not None
     model = load(source, dtype=recipe.lora.base if frozen else "float32", device=str(device))
+    if model.quantization and not frozen:
+        raise ConfigError(
+            f"{source} is quantized, and such weights are not trained: train an adapter beside them (--lora.rank 16), "
+            "or go on from the model that they were made of"
+        )
     for parameter in () if frozen else model.parameters():
         parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
     set_dropout(model, recipe.dropout)
@@ -235,9 +241,9 @@ def add_lora(model: Transformer, settings: Lora, *, seed: int) -> None:
 
 
 def lora_adapter(
-    config: ModelConfig, settings: Lora, *, seed: int = 0, device: torch.device | str = "cpu"
+    config: ModelConfig, settings: Lora, *, seed: int = 0, device: torch.device | str = "meta"
 ) -> dict[str, Factors]:
-    """The factors that are trained. Raises ConfigError for targets that the model does not have."""
+    """The factors that are trained; on the meta device to be counted. Raises ConfigError for unknown targets."""
     rank = settings.rank or 1
     alpha = 2 * rank if settings.alpha is None else settings.alpha
     targets, rslora = settings.targets, settings.rslora
