@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import tyro
 
+from hasten.checks import real
 from hasten.cli.options import WeightLayout, require_new_folder, same_fields
 from hasten.errors import ConfigError
 from hasten.machine import configure, describe, peak_memory, resolve_device
@@ -128,6 +129,7 @@ class Quantize:
                     "--format gptq holds one bit width, and --bits chooses several: leave out one of them"
                 )
             if self.bits is not None:
+                real("bits", self.bits, low=1.0)
                 return None
             if self.formats is not None and not Path(self.formats).exists():
                 raise ConfigError(f"--formats {self.formats} is not there; --bits NUMBER --formats FILE writes one")
