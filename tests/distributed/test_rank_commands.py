@@ -10,8 +10,10 @@ import hasten
 from hasten.cli.main import main
 from hasten.errors import ConfigError
 from hasten.generation.compiled import compile_blocks
+from hasten.generation.generate import Generation
 from hasten.model.load import load
 from hasten.ops.collective import RankGroup
+from hasten.serving.following import END
 from tiny_model import tiny_llama
 
 
@@ -35,6 +37,7 @@ def test_a_command_starts_its_ranks_and_the_first_one_speaks(tmp_path, tiny_fold
     ("options", "told"),
     [
         (["--tensor-parallel", "0"], "--tensor-parallel is 0"),
+        (["--tensor-parallel", "999999"], "take at most 4"),  # before any is started
         (["--tensor-parallel", "2"], "torchrun has started 3 processes"),
     ],
 )
@@ -66,3 +69,49 @@ def test_a_share_is_not_saved_nor_compiled_and_takes_no_drafts(tiny_folder, tmp_
 def test_a_model_in_memory_is_not_shared():
     with pytest.raises(ConfigError, match="from a folder or a file"):
         load(tiny_llama(), group=RankGroup(0, 2))
+
+
+class Alone(RankGroup):
+    """A group of one, in which the first rank's numbers are 5."""
+
+    def sum(self, x):
+        return x
+
+    def gather(self, x, sizes):
+        return x
+
+    def of_first(self, numbers=()):
+        return [5] * len(numbers)
+
+
+def test_without_a_seed_all_ranks_draw_with_the_first_ones(tiny_folder):
+    model, settings = load(tiny_folder, group=Alone(0, 1)), {"temperature": 1.0, "max_new_tokens": 8}
+    drawn = hasten.generate(model, ["def add", "def"], **settings)
+    assert drawn == hasten.generate(model, ["def add", "def"], seed=5, **settings)
+
+
+def test_a_server_closes_where_another_rank_has_died(tiny_folder):
+    class Dead(Alone):
+        def of_first(self, numbers=()):
+            if numbers == [END]:
+                raise RuntimeError("peer 1 has ended")
+            return super().of_first(numbers)
+
+    hasten.LLM(load(tiny_folder, group=Dead(0, 1)), cache_bytes=1 << 20).close()
+
+
+def test_ctrl_c_shows_what_there_is_and_ends_with_its_status(tiny_folder, monkeypatch, capsys):
+    steps = iter([False, True])
+
+    def push(self, row, tokens, push=Generation._push):
+        if next(steps):
+            raise KeyboardInterrupt
+        return push(self, row, tokens)
+
+    monkeypatch.setattr(Generation, "_push", push)
+    with pytest.raises(SystemExit) as ended:
+        main(["generate", str(tiny_folder), "--prompt", "def", "--ignore-eos"])
+    assert ended.value.code == 130
+    said = capsys.readouterr()
+    assert said.out.startswith("def")
+    assert "1 new at" in said.err

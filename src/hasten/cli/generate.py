@@ -79,6 +79,8 @@ class Generate(SamplingOptions, DraftOptions, CacheOptions, RankOptions, ModelOp
         if show and speculator is not None:
             print(speculator.stats, file=sys.stderr)
         write_json(self.json, (results[0] if len(results) == 1 else {"outputs": results}) | speeds)
+        if any(result["finish_reason"] == "interrupted" for result in results):
+            raise KeyboardInterrupt  # the status says it too, and no other rank waits for the next step
 
 
 def _run(run: Generation, *, stream: bool, ids: bool) -> list[dict[str, Any]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import secrets
+import signal
 import sys
 from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from dataclasses import replace
@@ -29,17 +29,20 @@ def run(command: Any, arguments: list[str]) -> None:
     if degree < 1:
         raise ConfigError(f"--tensor-parallel is {degree}; it must be at least 1")
     if not launched():
+        from hasten.model.load import open_checkpoint, shares_of
+
+        shares_of(open_checkpoint(command.model), degree)  # so many as there can be, before any is started
         start(arguments, processes=degree, resumes=False)
         return
     if str(degree) not in ("1", size := os.environ["WORLD_SIZE"]):
         raise ConfigError(f"--tensor-parallel is {degree}, and torchrun has started {size} processes; leave it out")
     with joined() as ranks:
-        if getattr(command, "seed", 0) is None:  # all draw alike
-            command = replace(command, seed=int(ranks.of_first(secrets.randbits(31))))
         if "-" in getattr(command, "prompt", ()):  # what the first one reads
             sys.stdin = StringIO(ranks.texts(sys.stdin.read() if ranks.first else "")[0])
         with tensor_parallel(ranks), ExitStack() as quiet:
             if not ranks.first:
+                for stop in (signal.SIGINT, signal.SIGTERM):  # they are for the first one, whose end is everybody's
+                    signal.signal(stop, signal.SIG_IGN)
                 command = replace(command, json=None) if hasattr(command, "json") else command
                 nowhere = quiet.enter_context(open(os.devnull, "w"))
                 quiet.enter_context(redirect_stdout(nowhere))

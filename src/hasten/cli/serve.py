@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import signal
 import sys
 import time
 import warnings
@@ -89,8 +88,6 @@ class Serve(EngineOptions, DraftOptions, RankOptions, LoadOptions):
         from hasten.model.sharded import ShardedTransformer
         from hasten.serving.following import follow
 
-        for stop in (signal.SIGINT, signal.SIGTERM):  # they are for the first one, which tells when it is done
-            signal.signal(stop, signal.SIG_IGN)
         model = self.load()
         assert isinstance(model, ShardedTransformer)
         follow(model, self.engine)

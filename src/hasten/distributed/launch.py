@@ -178,7 +178,8 @@ def start(arguments: Sequence[str], *, processes: int, max_restarts: int = 0, re
     if processes < 1 or max_restarts < 0:
         raise ConfigError(f"--processes is {processes} and --max-restarts {max_restarts}; at least 1, and at least 0")
     os.environ[BY_US] = "1"
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # what happened is told below
+    # After a signal a server drains and a run saves; torch's agent would kill them after 30 seconds.
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600")
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -190,8 +191,8 @@ def start(arguments: Sequence[str], *, processes: int, max_restarts: int = 0, re
         local_addr="localhost",
         logs_specs=DefaultLogsSpecs(),
     )
-    for part in ("agent.server", "multiprocessing"):  # the rank that fails says why
-        logging.getLogger(f"torch.distributed.elastic.{part}.api").setLevel(logging.CRITICAL)
+    for part in ("", ".agent.server.api", ".multiprocessing.api"):  # what happened is told below, or by the rank
+        logging.getLogger(f"torch.distributed.elastic{part}").setLevel(logging.CRITICAL)
     try:
         elastic_launch(config, sys.executable)("-m", "hasten", *arguments)
     except SignalException as stopped:

@@ -17,6 +17,7 @@ from hasten.generation.params import SamplingParams
 from hasten.generation.prompts import Prompt, encode_prompts, end_ids, fit, params_of
 from hasten.generation.speculation import Accept, Speculator, Text, make_speculator
 from hasten.generation.stopping import FinishReason, OutputText
+from hasten.model.sharded import ShardedTransformer
 from hasten.model.transformer import Transformer
 
 Draft = str | Path | Transformer
@@ -135,8 +136,13 @@ class Generation:
         self.speculator = speculator
         self.prompts = encode_prompts(model, prompts)
         rows = params_of(params, prompts=len(self.prompts), **settings)
-        self.params = [fit(row, len(p), model) for row, p in zip(rows, self.prompts, strict=True)]
-        self.params = [_seeded(row) for row in self.params]
+        seeds = [secrets.randbits(63) for _ in rows]  # drawn here, because a draft model draws with the same
+        if isinstance(model, ShardedTransformer):
+            seeds = model.group.of_first(seeds)
+        self.params = [
+            fit(row if row.seed is not None else replace(row, seed=seed), len(prompt), model)
+            for row, prompt, seed in zip(rows, self.prompts, seeds, strict=True)
+        ]
         self.timing = timing if timing is not None else Timing()
         capacity = max(len(p) + row.max_new_tokens for p, row in zip(self.prompts, self.params, strict=True))
         self.reused = reused
@@ -258,8 +264,3 @@ class Generation:
         if max(counts):
             rows = sum(1 + len(draft) for draft in drafts)
             speculator.stepped(rows, sum(map(len, self._tokens)) / len(self._tokens), seconds)
-
-
-def _seeded(params: SamplingParams) -> SamplingParams:
-    """With a seed in any case: a draft model draws with the same."""
-    return params if params.greedy or params.seed is not None else replace(params, seed=secrets.randbits(63))

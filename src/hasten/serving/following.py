@@ -4,7 +4,9 @@ Everything that only one must decide (which requests, whose turn, which token) i
 tells the others the tokens, and where their keys are kept.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -47,7 +49,8 @@ class LeadingRunner(ModelRunner):
         return super().states(tokens)
 
     def close(self) -> None:
-        self.group.of_first([END])
+        with suppress(RuntimeError):  # one of them has died: the others know
+            self.group.of_first([END])
 
 
 def runner_of(model: Transformer, settings: EngineSettings, *, blocks: int) -> ModelRunner:
@@ -74,24 +77,19 @@ def follow(model: ShardedTransformer, settings: EngineSettings) -> None:
     runner = ModelRunner(model, _cache(model, settings, blocks))
     while True:
         kind, *told = model.group.of_first()
+        rest = iter(told)
         if kind == END:
             return
         if kind == COPY:
-            runner.copy(list(zip(told[::2], told[1::2], strict=True)))
+            runner.copy(list(zip(rest, rest, strict=True)))
         elif kind == STATES:
             runner.states(told)
         else:
-            tokens, rest = _several(told)
-            wanted, rest = _several(rest)
-            rows = []
-            while rest:
-                start, count, *rest = rest
-                table, rest = _several(rest)
-                rows.append(Rows(table, start, count))
+            tokens, wanted = _several(rest), _several(rest)
+            rows = [Rows(start=start, count=next(rest), block_table=_several(rest)) for start in rest]
             runner.logits(tokens, rows, wanted)
 
 
-def _several(told: list[int]) -> tuple[list[int], list[int]]:
-    """What stands behind its count, and the rest."""
-    end = 1 + told[0]
-    return told[1:end], told[end:]
+def _several(told: Iterator[int]) -> list[int]:
+    """The next ones of a message, before which their count stands."""
+    return list(islice(told, next(told)))
