@@ -25,6 +25,7 @@ from hasten.model.fused import FusedStack, fuse_where_it_fits
 from hasten.model.load import load
 from hasten.model.sharded import ShardedTransformer
 from hasten.model.transformer import Transformer
+from hasten.ops.native import choose_isa
 
 _LAYERS = re.compile(r"self:(\d+)(-layers)?")
 
@@ -66,7 +67,7 @@ def _proposer(model: Transformer, draft: str | Path | Transformer, tokens: int, 
     name = str(draft)
     if name == "none":
         return None
-    if name in ("auto", "suffix"):
+    if name == "suffix":
         return SuffixProposer()
     if name.startswith("self:"):
         found = _LAYERS.fullmatch(name)
@@ -105,7 +106,7 @@ def step_cost(model: Transformer) -> StepCost:
     """What the model's steps cost on this machine; measured once for a shape, its formats and the threads."""
     formats = sorted({f"{kind}" for kind in (model.quantization or {}).values()})
     shape = replace(model.config, source={})
-    where = f"{model.device}, {processor_name()}, {torch.get_num_threads()} threads"
+    where = f"{model.device}, {processor_name()}, {choose_isa()}, {torch.get_num_threads()} threads"
     key = f"{shape} {formats} {model.dtype} {model.readable} {where}"
     file = f"{hashlib.sha256(key.encode()).hexdigest()[:20]}.json"
     with suppress(OSError, ResourceError, ValueError, KeyError, TypeError):

@@ -76,9 +76,7 @@ def measure_step_cost(model: Transformer, *, row_counts: Sequence[int] = ROWS, s
     """
     config, device = model.config, model.device
     # Learned positions end somewhere.
-    most = [
-        count for count in row_counts if count <= max(1, config.max_positions // 2)
-    ]  # learned positions end somewhere
+    most = [count for count in row_counts if count <= max(1, config.max_positions // 2)]
     longest = max(2, min(CONTEXTS[-1], config.max_positions - most[-1]))
     contexts = [min(CONTEXTS[0], longest // 2), longest]
     one = replace(config, layers=config.layers[:1])
