@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from hasten.bench.models import BenchmarkModel
@@ -87,11 +88,8 @@ def load_draft(draft: str, source: BenchmarkModel, *, dtype: torch.dtype, device
 def real_prompts(model: Transformer, documents: Sequence[str], length: int) -> list[list[int]]:
     """The first `length` tokens of documents that are longer. Raises ConfigError where there are too few."""
     assert model.tokenizer is not None, "the ladder refuses a model without one"
-    found: list[list[int]] = []
-    for document in documents:
-        ids = model.tokenizer.encode(document)
-        if len(ids) > length and len(found) < PROMPTS:
-            found.append(ids[:length])
+    encoded = (model.tokenizer.encode(document) for document in documents)
+    found = [ids[:length] for ids in islice((ids for ids in encoded if len(ids) > length), PROMPTS)]
     if not found:
         raise ConfigError(f"--text has no document of more than {length} tokens; lower --prompt-tokens")
     return found
