@@ -3,15 +3,13 @@
     python benchmarks/decode_overhead.py FOLDER --output benchmarks/results/decode-overhead.json
 
 A decode step of a fused model is two native calls (all blocks; last norm and head) and what is around them: the
-embedding, the rotary angles, the cache's bookkeeping, the choice of the next token. The calls are timed from Python, so
-that handing them their arguments counts as theirs only from the operator's handle on; the rest of the step is the
-overhead. Medians over the steps.
+embedding, the rotary angles, the cache's bookkeeping, the choice of the next token. `hasten.profiling.meter` times the
+calls from Python, so that handing them their arguments counts as theirs only from the operator's handle on; the rest of
+the step is the overhead. Medians over the steps.
 """
 
 import json
 import statistics
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -47,25 +45,25 @@ class DecodeOverhead:
         from hasten.generation.decoder import Decoder
         from hasten.machine import configure, describe
         from hasten.machine.files import write_json
+        from hasten.profiling.meter import Meter
 
         configure(threads=self.threads)
         model = hasten.fuse(hasten.load(self.model, dtype="bfloat16"))
-        native: list[float] = []
-        bound = model.blocks[0]._bound  # both calls of a step go through the first block's handles
-        bound.blocks, bound.norm_linear = timed(bound.blocks, native), timed(bound.norm_linear, native)
         decoder = Decoder(model, batch=1, capacity=self.context + 1)
         decoder.prefill([list(range(3, 3 + self.context))])
         token = torch.tensor([7])
         steps: list[dict[str, float]] = []
-        for number in range(-20, self.steps):  # those below zero warm up
-            decoder.truncate(self.context)
-            native.clear()
-            start = time.perf_counter()
-            token = decoder.decode(token).argmax(-1)
-            whole = time.perf_counter() - start
-            assert len(native) == 2, "all blocks, then norm and head"
-            if number >= 0:
-                steps.append({"step": whole, "native": sum(native)})
+        with Meter(model) as meter:
+            for number in range(-20, self.steps):  # those below zero warm up
+                decoder.truncate(self.context)
+                meter.restart()
+                token = decoder.decode(token).argmax(-1)
+                spent = {name: seconds for (name, _), seconds in meter.spent().items()}
+                native = sum(
+                    seconds for name, seconds in spent.items() if name.startswith(("model.blocks", "model.head"))
+                )
+                if number >= 0:
+                    steps.append({"step": sum(spent.values()), "native": native})
         share = statistics.median(1 - step["native"] / step["step"] for step in steps)
         result: dict[str, Any] = {
             "schema": 1,
@@ -82,18 +80,6 @@ class DecodeOverhead:
         }
         print(json.dumps({k: v for k, v in result.items() if k != "machine"}))
         write_json(self.output, result)
-
-
-def timed(call: Callable[..., Any], seconds: list[float]) -> Callable[..., Any]:
-    """The call, whose time is appended to `seconds`."""
-
-    def measured(*arguments: Any) -> Any:
-        start = time.perf_counter()
-        found = call(*arguments)
-        seconds.append(time.perf_counter() - start)
-        return found
-
-    return measured
 
 
 if __name__ == "__main__":

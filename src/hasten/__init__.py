@@ -40,6 +40,7 @@ _HOMES = {
     "perplexity": "hasten.generation.perplexity",
     "prepare": "hasten.data",
     "train": "hasten.training",
+    "profile": "hasten.profiling.profile",
     "explain": "hasten.model.binding",
     "HastenError": "hasten.errors",
     "HastenWarning": "hasten.errors",

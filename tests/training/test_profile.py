@@ -1,17 +1,20 @@
-"""`hasten train --profile`: each part is charged with its own time and FLOPs, and the run's folder is not touched."""
+"""`hasten profile train`: each part is charged with its own time, and no run is touched."""
 
 import json
 
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 from hasten.cli.main import main
-from hasten.ops.attention.train import flop_formulas
-from hasten.planning.cost import training_flops_per_token
-from hasten.training.build import shape_config
-from hasten.training.meter import MeteredStep
-from hasten.training.profile import PartTime, StepProfile, profile
+from hasten.machine.limits import Limits
+from hasten.profiling import meter as meters
+from hasten.profiling import profile as profiles
+from hasten.profiling import show
+from hasten.profiling.meter import BACKWARD, FORWARD, Meter
+from hasten.profiling.profile import profile
+from hasten.profiling.steps import least_of, training
+from hasten.profiling.tree import tree
+from hasten.profiling.walk import COMPILED, parts_of
 from hasten.training.recipes import RECIPES
 from hasten.training.setup import set_up
 
@@ -19,9 +22,9 @@ from hasten.training.setup import set_up
 class Clock:
     """Time that passes only where a test says so."""
 
-    now = 0.0
+    now = 0
 
-    def __call__(self) -> float:
+    def perf_counter_ns(self):
         return self.now
 
 
@@ -31,12 +34,12 @@ class Pass(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, clock, forward, backward):
         ctx.clock, ctx.seconds = clock, backward
-        clock.now += forward
+        clock.now += forward * 10**9
         return x.clone()
 
     @staticmethod
     def backward(ctx, gradient):
-        ctx.clock.now += ctx.seconds
+        ctx.clock.now += ctx.seconds * 10**9
         return gradient, None, None, None
 
 
@@ -51,14 +54,22 @@ class Slow(torch.nn.Module):
         return Pass.apply(self.module(x), *self.seconds)
 
 
+@pytest.fixture(autouse=True)
+def known_limits(monkeypatch):
+    """Measuring the machine takes longer than all of these."""
+    monkeypatch.setattr(profiles, "measure_limits", lambda *_: Limits(1e10, {"float32": 1e11}))
+
+
 def set_up_with(made, batches=2):
     setup = set_up(made, progress=False)
     return setup, [setup.batches.batch(position) for position in range(batches)]
 
 
-def test_every_second_is_charged_to_the_part_it_is_spent_in(recipe):
-    setup, batches = set_up_with(recipe(layers=3, accumulation=2))
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_every_second_is_charged_to_the_part_it_is_spent_in(recipe, monkeypatch, checkpointing):
+    setup, batches = set_up_with(recipe(layers=3, accumulation=2, checkpointing=checkpointing))
     model, clock = setup.model, Clock()
+    monkeypatch.setattr(meters, "time", clock)
     model.dropout = Slow(model.dropout, clock, 1, 2)
     for block in model.blocks:
         block.attention_norm = Slow(block.attention_norm, clock, 10, 20)
@@ -68,90 +79,139 @@ def test_every_second_is_charged_to_the_part_it_is_spent_in(recipe):
     model.loss = lambda x, targets: Pass.apply(loss(x, targets), clock, 10_000, 50_000)
 
     def slow_update(*_):
-        clock.now += 100_000
+        clock.now += 100_000 * 10**9
 
     setup.step.optimizer.register_step_pre_hook(slow_update)
-    with MeteredStep(setup.step, clock) as step:
-        clock.now += 7
-        step.run(batches)
-        clock.now += 8
-    clock.now += 1e9
-    setup.step.run(batches)  # its hooks are gone
-    assert step.spent == {
-        "embedding": 2 * (1 + 2),
-        "blocks": 2 * 3 * (10 + 20 + 100 + 200),
-        "norm": 2 * (1000 + 3000),
-        "head and loss": 2 * (10_000 + 50_000),
-        "update": 100_000,
-        "between": 7 + 8,
+    work = training(setup, batches)
+    with Meter(model, work.calls) as meter:
+        meter.restart()
+        clock.now += 7 * 10**9
+        work.step()
+        clock.now += 8 * 10**9
+        spent = {part: seconds for part, seconds in meter.spent().items() if seconds}
+    clock.now += 10**15
+    marks = len(meter.marks)
+    work.step()
+    assert len(meter.marks) == marks, "nobody watches any more"
+    again = checkpointing == "full"  # the forward pass a second time, as a part of the backward pass
+    expected = {
+        ("model.dropout", FORWARD): 2 * 1,
+        ("model.dropout", BACKWARD): 2 * 2,
+        ("model.norm", FORWARD): 2 * 1000,
+        ("model.norm", BACKWARD): 2 * 3000,
+        ("model.head", FORWARD): 2 * 10_000,
+        ("model.head", BACKWARD): 2 * 50_000,
+        ("update", FORWARD): 100_000,
+        ("", FORWARD): 7 + 8,
     }
+    for i in range(3):
+        expected[f"model.blocks.{i}.attention_norm", FORWARD] = 2 * 10
+        expected[f"model.blocks.{i}.attention_norm", BACKWARD] = 2 * (20 + 10 * again)
+        expected[f"model.blocks.{i}.mlp", FORWARD] = 2 * 100
+        expected[f"model.blocks.{i}.mlp", BACKWARD] = 2 * 200  # the last results of a block are not computed again
+    assert spent == expected
 
 
-@pytest.mark.parametrize("separate", [False, True])
-def test_metering_changes_nothing_and_leaves_no_product_out(recipe, separate):
-    made = recipe(accumulation=2, separate_documents=separate, precision="bfloat16")
-    whole, parts = (FlopCounterMode(display=False, custom_mapping=flop_formulas()) for _ in range(2))
+def test_watching_changes_nothing(recipe):
+    made = recipe(accumulation=2, precision="bfloat16")
     setup, batches = set_up_with(made)
-    with whole:
-        losses = [setup.step.run(batches).loss for _ in range(2)]
+    losses = [setup.step.run(batches).loss for _ in range(2)]
     setup, batches = set_up_with(made)
-    with MeteredStep(setup.step, lambda: float(parts.get_total_flops())) as step, parts:
-        assert [step.run(batches).loss for _ in range(2)] == losses
-    assert step.spent["update"] == step.spent["between"] == step.spent["norm"] == 0
-    assert sum(step.spent.values()) == whole.get_total_flops()
+    with Meter(setup.model, training(setup, batches).calls):
+        assert [setup.step.run(batches).loss for _ in range(2)] == losses
+    names = {name for module in setup.model.modules() for name in vars(module)}
+    assert not names & {"forward", "loss", "project"}
+    assert not {"loss", "update"} & vars(setup.step).keys()
 
 
-def test_parts_operators_and_flops_of_a_step(recipe, tmp_path):
+def test_a_profile_counts_each_product_and_parameter_once(recipe, tmp_path):
     made = recipe(precision="float32", attention="reference", accumulation=2)
-    found = profile(made, tmp_path / "profile", progress=False)
-    names = [part.name for part in found.parts]
-    assert names == ["embedding", "blocks", "norm", "head and loss", "update", "between"]
-    parts = dict(zip(names, found.parts, strict=True))
-    assert all(part.seconds > 0 for part in found.parts)
-    assert found.tokens == 2 * 4 * 32
-    config = shape_config(made.model, vocab_size=300, positions=32)
-    whole = training_flops_per_token(config, 32) * found.tokens
-    # The counter counts what is hidden by the causal mask too, and neither norms nor the embedding.
-    counted = sum(part.flops for part in found.parts)
-    assert 0.9 * whole < counted < 1.5 * whole
-    assert parts["blocks"].flops > parts["head and loss"].flops > 0
-    assert parts["norm"].flops == parts["update"].flops == parts["between"].flops == 0
-    assert found.operators[0].seconds >= found.operators[-1].seconds > 0
-    trace = json.loads((tmp_path / "profile" / "trace.json").read_text())
-    assert any("mm" in event.get("name", "") for event in trace["traceEvents"])
+    found = profile(made, tmp_path / "profile", steps=1)
+    (step,) = found.phases
+    whole, leaves = step.rows[0], [row for row in step.rows if row.leaf]
+    assert sum(row.seconds for row in leaves) == pytest.approx(whole.seconds)
+    assert (
+        sum(row.parameters for row in leaves)
+        == whole.parameters
+        == step.checks["parameters: the parts' sum, the config's"][1]
+    )
+    # torch's counter also counts the keys that the causal mask hides.
+    rows, tokens, layers = 4 * 2, 32, 2
+    hidden = 3 * 4 * 32 * (tokens * tokens - tokens * (tokens + 1) // 2) * rows * layers
+    shapes, counter = step.checks["FLOPs: from shapes, torch's FlopCounterMode"]
+    assert shapes + hidden == counter
+    by_name = {row.name: row for row in step.rows}
+    assert all(by_name[name].seconds > 0 for name in ("model.embedding", "model.blocks.1.mlp", "model.head", "update"))
+    assert by_name["model.blocks.0.mlp.down"].backward > 0
+    assert step.tokens == rows * tokens
+    assert 0 < step.traced.outside < step.traced.seconds
+    assert max(held for _, held in step.traced.memory) > 0
+    assert step.held >= 4 * whole.parameters
+    trace = json.loads((tmp_path / "profile" / "step.trace.json").read_text())
+    names = {event.get("name", "") for event in trace["traceEvents"]}
+    assert {"forward model.blocks.0.mlp.down", "backward model.blocks.0.mlp.down", "aten::mm"} <= names
     stored = json.loads((tmp_path / "profile" / "profile.json").read_text())
-    assert stored["next_gain"] == found.next_gain()
+    assert stored["phases"][0]["rows"][0]["flops"] == whole.flops
+    assert stored["kernels"]
+    assert (tmp_path / "profile" / "profile.png").stat().st_size > 1000
     assert not (tmp_path / "runs" / "tiny" / "checkpoints").exists()
 
 
-def test_compiled_blocks_are_measured_too(recipe, tmp_path):
-    found = profile(recipe(compile=True, attention="reference"), tmp_path / "profile", progress=False)
-    assert found.parts[1].flops > 0, "counted on a step that is not compiled"
+def test_the_tree_stops_at_compiled_blocks_and_says_so(recipe):
+    setup, batches = set_up_with(recipe(attention="reference", layers=1), 1)
+    for block in setup.model.blocks:
+        block.compile(backend="eager")
+    work = training(setup, batches)
+    work.step()
+    with Meter(setup.model, work.calls) as meter:
+        meter.restart()
+        work.step()
+        found = tree(parts_of(setup.model), meter.spent(), least_of(work), rate=1e9, bandwidth=1e9)
+    rows = {row.name: row for row in found}
+    block = rows["model.blocks.0"]
+    assert block.leaf
+    assert block.note == COMPILED
+    assert block.forward > 0
+    assert block.backward > 0
+    assert block.flops > 0
+    assert block.parameters == sum(p.numel() for p in setup.model.blocks[0].parameters())
     torch._dynamo.reset()
 
 
-def test_the_next_gain_is_where_most_time_is_above_the_limit(tmp_path):
-    def part(name, seconds, limit):
-        return PartTime(name=name, seconds=seconds, flops=1.0, bytes=1.0, limit=limit)
-
-    made = StepProfile(
-        seconds=1.0,
-        tokens=1,
-        rate=1.0,
-        bandwidth=1.0,
-        parts=(part("slow but near", 0.7, 0.68), part("far", 0.3, 0.1)),
-        operators=(),
-        trace=tmp_path / "trace.json",
-    )
-    assert made.next_gain().startswith("far: 200 ms of a step of 1000 ms")
-    assert "33% of its limit" in made.next_gain()
+def test_joined_products_stay_joined(recipe):
+    """With hooks on them, q, k and v would be multiplied one by one."""
+    setup, batches = set_up_with(recipe(joined_projections=True), 1)
+    work = training(setup, batches)
+    with Meter(setup.model, work.calls) as meter:
+        meter.restart()
+        work.step()
+        spent = meter.spent()
+    assert spent["model.blocks.0.attention.project", FORWARD] > 0
+    assert ("model.blocks.0.attention.q", FORWARD) not in spent
+    assert least_of(work)["model.blocks.0.attention.project"][0] == 3 * 2 * 128 * 32 * (32 + 16 + 16)
 
 
-def test_the_command_prints_the_tables(recipe, capsys, monkeypatch):
-    made = recipe(name="demo")
-    monkeypatch.setitem(RECIPES, "demo", made)
-    main(["train", "demo", "--profile", "--json", "-", "--no-progress"])
+def test_the_command_prints_the_tables(recipe, capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(show, "draw", lambda *_: None)
+    monkeypatch.setitem(RECIPES, "demo", recipe(name="demo"))
+    main(["profile", "train", "demo", "--measured", "1", "--sort", "gain", "--output", str(tmp_path / "found")])
     captured = capsys.readouterr()
-    assert json.loads(captured.out)["tokens"] == 4 * 32
-    for text in ("head and loss", "operator", "next gain: ", "trace.json"):
-        assert text in captured.err
+    assert "attention, layers 0-1: " in captured.out
+    for text in ("model.head", "operator", "next gain: ", "found: profile.json"):
+        assert text in captured.err.replace("\n", "")
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["profile", "play", "demo"], "train, generate or serve; found 'play'"),
+        (["profile", "train", "demo", "--measured", "0"], "steps must be a whole number, at least 1; found 0"),
+        (["profile", "generate", "no/such/folder/at-all"], "at-all"),
+    ],
+)
+def test_mistakes_are_one_line(words, error, capsys):
+    with pytest.raises(SystemExit):
+        main(words)
+    said = capsys.readouterr().err
+    assert error in said
+    assert said.count("\n") == 1

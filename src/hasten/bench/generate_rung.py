@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from hasten.bench.drafted_stream import DraftedStream, load_draft, real_prompts
 from hasten.bench.generate import TEXT_BYTES, DecodeMode, GenerateLadder
 from hasten.bench.models import BenchmarkModel, require_compiler
-from hasten.machine import emulated, reset_peak_memory, resolve_dtype
+from hasten.machine import reset_peak_memory, resolve_dtype
 from hasten.planning.cost import decode_bytes_per_token, forward_flops_per_token, kv_bytes_per_token
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ class GenerateRung:
 
     def __init__(self, *, ladder: GenerateLadder, mode: DecodeMode, source: BenchmarkModel | None = None) -> None:
         from hasten.generation.compiled import compile_blocks
+        from hasten.model.wide import product_dtype
 
         device, seed = ladder.device, ladder.seed
         if mode.compiled:
@@ -35,10 +36,9 @@ class GenerateRung:
         self.model = (source or ladder.source).build(dtype=resolve_dtype(dtype), device=device, seed=seed)
         self.config = self.model.config
         self.weight_bytes: float = resolve_dtype(dtype).itemsize
-        # Native kernels of a processor without such products compute in float32 too.
-        self.matrix_dtype: str = dtype if emulated(dtype, device) is None else "float32"
         if mode.weights is not None or self.model.quantization is not None:
             self.pack(mode)
+        self.matrix_dtype = product_dtype(self.model)
         self.kv_cache_dtype = ladder.kv_cache_dtype if mode.cache else "auto"
         self.scores = {} if ladder.text is None else self.score(ladder)
         if mode.compiled:
@@ -83,9 +83,6 @@ class GenerateRung:
         linears = [module for module in read if isinstance(module, PackedLinear | nn.Linear)]
         total = sum(tensor.nbytes for linear in linears for tensor in (*linear.buffers(), *linear.parameters()))
         self.weight_bytes = total / sum(linear.in_features * linear.out_features for linear in linears)
-        layers = [linear for linear in linears if isinstance(linear, PackedLinear)]
-        if all(layer.format.element.startswith("int") and layer.kernel == "native" for layer in layers):
-            self.matrix_dtype = "int8"  # the native kernel rounds activations, and multiplies int8 by int8 or int4
         reset_peak_memory()  # what follows is the model's; making it from random bfloat16 weights is the ladder's
 
     @staticmethod

@@ -168,7 +168,7 @@ class LimitedRung(TrainRung):
     """A rung of training in a process that may take `memory` bytes more than it has (None: what it wants)."""
 
     def __init__(self, *, memory: int | None, **rest: Any) -> None:
-        import hasten.training.profile  # noqa: F401 - the compiler's modules are no part of the model
+        import torch._inductor.config  # noqa: F401 - the compiler's modules are no part of the model
 
         if memory is not None:
             limit(memory, rest["device"])

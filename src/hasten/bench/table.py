@@ -11,8 +11,6 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from hasten.training.profile import StepProfile
-
 # of the matrix rate that an MFU is over
 SHORT_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "int8": "int8"}
 # (heading, key, how a value is written), left to right; a column without any value is left out
@@ -74,7 +72,7 @@ def format_value(value: float | None, style: str) -> str:
     return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
-def _table(*headings: str) -> Table:
+def headed_table(*headings: str) -> Table:
     """A table with its first column to the left, and figures in the others."""
     from rich.table import Table
 
@@ -122,7 +120,7 @@ def print_ladder(report: Mapping[str, Any], console: Console | None = None) -> N
     rows = report["rows"]
     columns = [column for column in COLUMNS if any(row.get(column[1]) is not None for row in rows)]
     speed = SPEED_METRICS[report["kind"]]
-    table = _table("rung", *(heading for heading, _, _ in columns))
+    table = headed_table("rung", *(heading for heading, _, _ in columns))
     table.columns[0].no_wrap = True
     for row in rows:
         if "error" in row:
@@ -144,46 +142,14 @@ def print_ladder(report: Mapping[str, Any], console: Console | None = None) -> N
     console.print(machine_line(report["machine"], report["limits"]["device"]), style="dim")
 
 
-def print_profile(profile: StepProfile) -> None:
-    """Prints what `hasten train --profile` found, to standard error."""
-    from rich.text import Text
-
-    console = standard_error(width=140)
-    parts = _table("part", "ms", "of the step", "GFLOP", "GFLOP/s", "MB moved at least", "of its limit", "ms above it")
-    for part in profile.parts:
-        known = part.limit > 0
-        parts.add_row(
-            part.name,
-            f"{1000 * part.seconds:.1f}",
-            f"{part.seconds / profile.seconds:.0%}",
-            f"{part.flops / 1e9:.1f}" if part.flops else "",
-            f"{part.flops / part.seconds / 1e9:.0f}" if part.flops else "",
-            f"{part.bytes / 1e6:.0f}" if part.bytes else "",
-            f"{part.share:.0%}" if known else "",
-            f"{1000 * part.lost:.1f}",
-        )
-    operators = _table("operator", "calls", "ms", "of the step")
-    for operator in profile.operators:
-        share = f"{operator.seconds / profile.seconds:.0%}"
-        name = operator.name if len(operator.name) <= 80 else operator.name[:79] + "…"
-        operators.add_row(Text(name), str(operator.calls), f"{1000 * operator.seconds:.1f}", share)
-    console.print(parts)
-    console.print(operators)
-    console.print(
-        f"{profile.tokens / profile.seconds:,.0f} tokens/s; limits: {profile.rate / 1e9:,.0f} GFLOP/s, "
-        f"{profile.bandwidth / 1e9:.1f} GB/s",
-        highlight=False,
-    )
-    console.print(f"next gain: {profile.next_gain()}", highlight=False, style="bold")
-    console.print(f"trace (chrome://tracing, ui.perfetto.dev): {profile.trace}", highlight=False)
-
-
 def print_growth(report: Mapping[str, Any]) -> None:
     """The table, to standard error: one line a kernel and length, and how time and memory grow at the end."""
     console = standard_error(width=150)
     phases = ("forward", "forward_backward") if report["settings"]["gradient"] else ("forward",)
     named = [phase.replace("_", " + ") for phase in phases]
-    table = _table("kernel", "tokens", *(heading for name in named for heading in (f"{name}, ms", "GFLOP/s", "peak")))
+    table = headed_table(
+        "kernel", "tokens", *(heading for name in named for heading in (f"{name}, ms", "GFLOP/s", "peak"))
+    )
     for point in sorted(report["points"], key=lambda point: point["kernel"]):
         cells = [point["kernel"], f"{point['tokens']:,}"]
         if "rounds" not in point:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
 
 from hasten.cli.explain_attention import ExplainAttention
 from hasten.cli.options import ModelOptions, parse
 from hasten.machine.files import require_writable, write_json
 from hasten.machine.measured import known
+
+if TYPE_CHECKING:
+    from hasten.model.binding import Binding
 
 
 class Explain:
@@ -44,14 +49,18 @@ class ExplainModel(ModelOptions):
         if self.json == "-":
             return
         print(f"precision: {precision}")
-        # Layers that are alike are told once.
-        alike: dict[tuple, list[int]] = {}
-        for b in bindings:
-            alike.setdefault((b.operator, b.kernel, tuple((o.kernel, o.reason) for o in b.others)), []).append(b.layer)
-        for (operator, kernel, others), layers in alike.items():
-            print(f"{operator}, {_layers(layers)}: {kernel}")
-            for name, reason in others:
-                print(f"    not {name}: {reason}")
+        print_kernels(bindings)
+
+
+def print_kernels(bindings: Iterable[Binding]) -> None:
+    """The kernel that each layer runs and the reasons against the others, to standard output; alike ones told once."""
+    alike: dict[tuple, list[int]] = {}
+    for b in bindings:
+        alike.setdefault((b.operator, b.kernel, tuple((o.kernel, o.reason) for o in b.others)), []).append(b.layer)
+    for (operator, kernel, others), layers in alike.items():
+        print(f"{operator}, {_layers(layers)}: {kernel}")
+        for name, reason in others:
+            print(f"    not {name}: {reason}")
 
 
 def _layers(layers: list[int]) -> str:

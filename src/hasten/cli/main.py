@@ -21,6 +21,7 @@ COMMANDS = {
     "merge": ("hasten.cli.merge", "Merge", "an adapter added to its model's weights"),
     "export": ("hasten.cli.export", "Export", "write a model as a Hugging Face folder"),
     "bench": ("hasten.cli.bench", "Bench", "the ladder: every technique, cumulative, measured, drawn"),
+    "profile": ("hasten.cli.profile", "ProfileCommand", "where time and memory of a step go, and what could be gained"),
     "explain": ("hasten.cli.explain", "Explain", "which kernel runs where, and why not the others"),
     "doctor": ("hasten.cli.doctor", "Doctor", "what this machine offers and what is missing"),
 }

@@ -8,7 +8,6 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from hasten.bench.table import print_profile
 from hasten.cli.train_help import first_screen
 from hasten.distributed import launched
 from hasten.machine.files import require_writable, write_json
@@ -34,8 +33,6 @@ class Train:
     """Train in so many processes of this machine, which share the work as --parallel says (0: in this one)."""
     max_restarts: int = 0
     """With --processes: start all of them again, so many times, when one has died."""
-    profile: bool = False
-    """Train nothing: measure some steps, print where their time goes, and write runs/NAME/profile/ with a trace."""
     progress: bool = True
     """Show the progress on standard error: a bar, or a line about every 30 seconds where it is no terminal."""
     json: str | None = None
@@ -47,9 +44,6 @@ class Train:
             return
 
         require_writable(self.json)
-        if self.profile:
-            self.run_profile()
-            return
         from hasten.training.session import train
 
         result = train(self.recipe, progress=self.progress, resume=self.resume)
@@ -64,17 +58,6 @@ class Train:
             raise SystemExit(128 + result.stopped_by)
         if self.json != "-":
             print(summary(result))
-
-    def run_profile(self) -> None:
-        """Measure some steps and print the tables."""
-        from pathlib import Path
-
-        from hasten.training.profile import profile
-
-        folder = Path(self.recipe.run.folder).expanduser() / self.recipe.name / "profile"
-        found = profile(self.recipe, folder, progress=self.progress)
-        write_json(self.json, found.to_json())
-        print_profile(found)
 
     @staticmethod
     def main(argv: list[str]) -> None:

@@ -270,13 +270,19 @@ class FusedStack:
     """All blocks of a fused model in one native call, and its last norm and head in another.
 
     Called in turn, each costs little; but between them the weights have swept the caches, Python's too.
+
+    times: None, or int64 (1 + 5·blocks): each call writes when the blocks began and when each of a block's PARTS
+    ended, in nanoseconds of the steady clock.
     """
+
+    PARTS = ("qkv", "attention", "output", "inner", "down")
 
     def __init__(self, model: Transformer) -> None:
         self.model = model
+        self.times: Tensor | None = None
         self.rope_index = [layer.rope if model.config.ropes else -1 for layer in model.config.layers]
 
-    def __call__(self, x: Tensor, ropes: Sequence[tuple[Tensor, Tensor]], context: Context) -> Tensor:
+    def run(self, x: Tensor, ropes: Sequence[tuple[Tensor, Tensor]], context: Context) -> Tensor:
         """x (B, T, C) -> (B, T, C) in float32. Blocks that were hooked, swapped or patched are called one by one."""
         blocks: list[FusedBlock] = list(self.model.blocks)  # type: ignore[arg-type]
         cache = context.all_layers
@@ -293,7 +299,8 @@ class FusedStack:
         step = (cache.metadata.slot_mapping, *cache.metadata.to_read)
         choice = blocks[0].choice
         chosen = None if choice is None else choice.of(x.shape[0] * x.shape[1])
-        return blocks[0]._bound.blocks(x.float(), cos, sin, self.rope_index, cache.k, cache.v, *step, plans, chosen)
+        tables = (cos, sin, self.rope_index)
+        return blocks[0]._bound.blocks(x.float(), *tables, cache.k, cache.v, *step, plans, chosen, self.times)
 
     def scores(self, x: Tensor) -> Tensor:
         """x (…, C) before the last norm -> logits (…, out features of the head) in float32."""

@@ -235,7 +235,7 @@ class Transformer(nn.Module):
         x = self.embed(tokens, positions)
         ropes = [table(positions) for table in self.ropes]  # cos and sin, (B, T, dim/2) each
         if self.stack is not None and block_scales is None:
-            return self.stack(x, ropes, context)
+            return self.stack.run(x, ropes, context)
         return self.each_block(x, ropes, context.layers, block_scales)
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:

@@ -53,6 +53,15 @@ def precision_of(model: "Transformer") -> ProductPrecision:
     return ProductPrecision(own, "the dtype of its weights")
 
 
+def product_dtype(model: "Transformer") -> str:
+    """The dtype of most of a model's products, whose rate on this machine their speed is held against."""
+    layers = [module for module in model.modules() if isinstance(module, PackedLinear)]
+    if layers and all(layer.format.element.startswith("int") and layer.kernel == "native" for layer in layers):
+        return "int8"  # the native kernel rounds activations, and multiplies int8 by int8 or int4
+    own = str(model.compute_dtype).removeprefix("torch.")
+    return own if emulated(own, model.device) is None else "float32"  # native kernels compute in float32 there, too
+
+
 def _swap(model: "Transformer", kinds: dict[type[nn.Module], type[nn.Module]], dtype: torch.dtype) -> None:
     swap_kinds(model, kinds)
     for module in model.modules():

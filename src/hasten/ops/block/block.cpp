@@ -1,6 +1,8 @@
 // The steps of a decoder block as torch operators: one by one, and all of a row of dense blocks in one call.
 #include "phases.h"
 
+#include <chrono>
+
 #include "../attention/phases.h"
 #include "../plans.h"
 
@@ -163,12 +165,20 @@ struct BlockPhases {
         mlp(arena, middle, Type::f32, rows, act, p.mlp_norm, p.mlp, p.inner, p.gated, p.kind, chosen),
         down(arena, act, Type::f32, rows, p.down, middle, out, Type::f32, p.down_norm, chosen, p.ranks) {}
 
-  void run(Worker& worker) const {
+  // ended(part): called by each worker when it has done its share of a part.
+  static constexpr int64_t PARTS = 5;
+  template <class Ended>
+  void run(Worker& worker, const Ended& ended) const {
     input.run(worker);
+    ended(0);
     attention.run(worker, output.beginning(worker));
+    ended(1);
     output.run(worker);
+    ended(2);
     mlp.run(worker);
+    ended(3);
     down.run(worker);
+    ended(4);
   }
 
   float *q, *attended, *middle, *act;
@@ -179,13 +189,39 @@ struct BlockPhases {
   LinearAdd down;
 };
 
+// When the parts of a row of blocks ended, each the moment its last worker left it.
+class PartTimes {
+ public:
+  explicit PartTimes(int64_t parts) : began_(now()), ends_(parts) {}
+  void ended(int64_t part) {
+    const int64_t time = now();
+    int64_t latest = ends_[part].load(std::memory_order_relaxed);
+    while (latest < time && !ends_[part].compare_exchange_weak(latest, time, std::memory_order_relaxed)) {}
+  }
+  void store(const Tensor& to) const {
+    STD_TORCH_CHECK(to.scalar_type() == ScalarType::Long && to.is_contiguous() && to.numel() == int64_t(ends_.size()) + 1,
+                    "times must be int64, one more than there are parts");
+    int64_t* out = static_cast<int64_t*>(to.mutable_data_ptr());
+    *out++ = began_;
+    for (const auto& end : ends_) *out++ = end.load(std::memory_order_relaxed);
+  }
+
+ private:
+  static int64_t now() {
+    return std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count();
+  }
+  const int64_t began_;
+  std::vector<std::atomic<int64_t>> ends_;
+};
+
 // Dense blocks after each other, x (…, C) float32 -> the same, the threads started once. rope_index[i]: which of the
 // tables of cosines and sines block i takes, -1 for none. All caches have the same slots. chosen int64 (rows,): the adapter
-// that each row takes, -1 for none.
+// that each row takes, -1 for none. times int64 (1 + 5·blocks,): where somebody wants to know, when the blocks began and when
+// each part of each ended, in nanoseconds of the steady clock.
 Tensor blocks(Tensor x, std::vector<Tensor> cos, std::vector<Tensor> sin, std::vector<int64_t> rope_index,
               std::vector<Tensor> k_caches, std::vector<Tensor> v_caches, Tensor slot_mapping, Tensor query_start_loc,
               Tensor seq_lens, Maybe first, Maybe block_table, int64_t block_size, bool rotated,
-              std::vector<Tensor> plans, Maybe chosen) {
+              std::vector<Tensor> plans, Maybe chosen, Maybe times) {
   x = as_contiguous(x);
   const int64_t count = int64_t(plans.size()), c = x.size(-1), rows = x.numel() / c;
   STD_TORCH_CHECK(count && int64_t(rope_index.size()) == count && int64_t(k_caches.size()) == count &&
@@ -219,9 +255,19 @@ Tensor blocks(Tensor x, std::vector<Tensor> cos, std::vector<Tensor> sin, std::v
                         query_start_loc, seq_lens, first, block_table, block_size, rotated, own);
     from = to;
   }
-  parallel_region([&](Worker& worker) {
-    for (const BlockPhases& block : phases) block.run(worker);
-  });
+  const auto run = [&](const auto& ended) {
+    parallel_region([&](Worker& worker) {
+      for (int64_t i = 0; i < count; i++)
+        phases[i].run(worker, [&](int64_t part) { ended(BlockPhases::PARTS * i + part); });
+    });
+  };
+  if (times) {
+    PartTimes parts(BlockPhases::PARTS * count);
+    run([&](int64_t part) { parts.ended(part); });
+    parts.store(*times);
+  } else {
+    run([](int64_t) {});
+  }
   return out;
 }
 
@@ -231,7 +277,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(HASTEN_LIBRARY, m) {
   m.def("attention_input(Tensor x, Tensor? norm_weight, Tensor? norm_bias, float eps, float offset, bool centred, Tensor data, Tensor? scales, Tensor? zeros, Tensor? outer, Tensor? bias, int group_size, int planes, int heads, int head_dim, Tensor? q_norm, Tensor? k_norm, Tensor? cos, Tensor? sin, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping, bool rotated) -> Tensor");
   m.def("plan_weight(int n, int k, Tensor data, Tensor? scales, Tensor? zeros, Tensor? outer, Tensor? bias, int group_size, int planes, Tensor? lora_a, Tensor? lora_b) -> Tensor");
   m.def("plan_block(int kv_heads, Tensor? norm_weight, Tensor? norm_bias, float eps, float offset, bool centred, Tensor qkv, int heads, int head_dim, Tensor? q_norm, Tensor? k_norm, float scale, int window, float softcap, Tensor output, Tensor? o_norm_weight, Tensor? o_norm_bias, Tensor? m_norm_weight, Tensor? m_norm_bias, Tensor mlp, int inner, bool gated, int activation, Tensor down, Tensor? d_norm_weight, Tensor? d_norm_bias, Tensor? ranks) -> Tensor");
-  m.def("blocks(Tensor x, Tensor[] cos, Tensor[] sin, int[] rope_index, Tensor(a!)[] k_caches, Tensor(b!)[] v_caches, Tensor slot_mapping, Tensor query_start_loc, Tensor seq_lens, Tensor? first, Tensor? block_table, int block_size, bool rotated, Tensor[] plans, Tensor? chosen) -> Tensor");
+  m.def("blocks(Tensor x, Tensor[] cos, Tensor[] sin, int[] rope_index, Tensor(a!)[] k_caches, Tensor(b!)[] v_caches, Tensor slot_mapping, Tensor query_start_loc, Tensor seq_lens, Tensor? first, Tensor? block_table, int block_size, bool rotated, Tensor[] plans, Tensor? chosen, Tensor(c!)? times=None) -> Tensor");
   m.def("linear_add(Tensor x, Tensor data, Tensor? scales, Tensor? zeros, Tensor? outer, Tensor? bias, int group_size, int planes, Tensor residual, Tensor? norm_weight, Tensor? norm_bias, float eps, float offset, bool centred) -> Tensor");
   m.def("norm_linear(Tensor x, Tensor? norm_weight, Tensor? norm_bias, float eps, float offset, bool centred, Tensor data, Tensor? scales, Tensor? zeros, Tensor? outer, Tensor? bias, int group_size, int planes, int out_features) -> Tensor");
   m.def("mlp_input(Tensor x, Tensor? norm_weight, Tensor? norm_bias, float eps, float offset, bool centred, Tensor data, Tensor? scales, Tensor? zeros, Tensor? outer, Tensor? bias, int group_size, int planes, int inner, bool gated, int activation) -> Tensor");

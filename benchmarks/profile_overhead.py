@@ -1,0 +1,142 @@
+"""What watching a step costs, and whether its parts take what other timers say.
+
+    python benchmarks/profile_overhead.py MODEL --output benchmarks/results/profile-overhead.json
+
+Steps with and without a `hasten.profiling.meter.Meter` by turns: a training step of a recipe, and one of a
+model that appends a token; the ratio of both is formed in each round. Beside some parts stands a timer of its own,
+which is all that looks at such a step.
+"""
+
+import statistics
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileOverhead:
+    """Measure what watching a step costs."""
+
+    model: Annotated[Path, tyro.conf.Positional]
+    """A folder of a model, run in bfloat16 and fused where it fits."""
+
+    recipe: str = "demo"
+    """The recipe whose training step is measured, its blocks not compiled: most parts, and most to watch."""
+
+    rounds: int = 30
+    """Of a token's step ten times as many."""
+
+    threads: int = 1
+    """Threads of torch. One by default: where others work, two wait for each other, and that is no step's own time."""
+
+    output: Path | None = None
+    """Where to write the JSON; printed in any case."""
+
+    def run(self) -> None:
+        from dataclasses import replace
+
+        import hasten
+        from hasten.machine import configure, describe
+        from hasten.machine.files import write_json
+        from hasten.model.fused import fuse_where_it_fits
+        from hasten.profiling.steps import Answers, training
+        from hasten.training.recipes import RECIPES
+        from hasten.training.setup import set_up
+
+        configure(threads=self.threads)
+        recipe = RECIPES[self.recipe]
+        techniques, run = replace(recipe.techniques, compile=False), replace(recipe.run, threads=self.threads)
+        made = replace(recipe, techniques=techniques, run=run)
+        setup = set_up(made, progress=False)
+        batches = [setup.batches.batch(position) for position in range(recipe.data.accumulation)]
+        model = fuse_where_it_fits(hasten.load(self.model, dtype="bfloat16"))
+        _, decode = Answers(model, batch=1, prompt_tokens=128).works()
+        timers = {
+            "step": [(setup.model, "forward", "model"), (setup.step, "update", "update")],
+            "decode": [(model.stack, "run", "model.blocks"), (model.stack, "scores", "model.head")],
+        }
+        rows = []
+        for work in (training(setup, batches), decode):
+            owned = [timer for timer in timers[work.name] if timer[0] is not None]
+            rows.append(measured(work, owned, self.rounds * (10 if work.name == "decode" else 1)))
+            print(rows[-1], flush=True)
+        machine = describe().to_json()
+        write_json(
+            self.output,
+            {"schema": 1, "recipe": self.recipe, "machine": machine, "threads": self.threads, "profile_overhead": rows},
+        )
+
+
+def measured(work: Any, timers: list[tuple[Any, str, str]], rounds: int) -> dict[str, Any]:
+    """A step without and with a meter, and parts beside their timers."""
+    from hasten.profiling.meter import Meter
+
+    meter = Meter(work.model, work.calls)
+    plain, seen = list[float](), list[float]()
+    watched: dict[str, list[float]] = {part: [] for _, _, part in timers}
+    timed: dict[str, list[float]] = {part: [] for _, _, part in timers}
+    for number in range(-5, rounds):
+        work.prepare()
+        start = time.perf_counter()
+        work.step()
+        alone = time.perf_counter() - start
+        with meter:
+            work.prepare()
+            meter.restart()
+            start = time.perf_counter()
+            work.step()
+            observed = time.perf_counter() - start
+            spent = meter.spent()
+        work.prepare()
+        seconds = step_with_timers(work, timers)
+        if number < 0:  # warms up
+            continue
+        plain.append(alone)
+        seen.append(observed)
+        for part in watched:
+            inside = [
+                s for (name, phase), s in spent.items() if f"{name}.".startswith(f"{part}.") and phase == "forward"
+            ]
+            watched[part].append(sum(inside))
+            timed[part].append(seconds[part])
+    # The fastest of each: where others work, a median is theirs as well.
+    parts = {part: {"watched": min(watched[part]), "timed": min(timed[part])} for part in watched}
+    return {
+        "step": work.name,
+        "rounds": rounds,
+        "parts_watched": len(spent),
+        "seconds": statistics.median(plain),
+        "overhead": statistics.median(one / other for one, other in zip(seen, plain, strict=True)) - 1,
+        "overhead_of_the_fastest": min(seen) / min(plain) - 1,
+        "parts": parts,
+    }
+
+
+def step_with_timers(work: Any, timers: list[tuple[Any, str, str]]) -> dict[str, float]:
+    """Take a step; the seconds inside these methods, by the part that each is."""
+    seconds = dict.fromkeys((part for _, _, part in timers), 0.0)
+
+    def put(owner: Any, name: str, part: str) -> None:
+        call = getattr(owner, name)
+
+        def timed(*given: Any, **options: Any) -> Any:
+            start = time.perf_counter()
+            made = call(*given, **options)
+            seconds[part] += time.perf_counter() - start
+            return made
+
+        setattr(owner, name, timed)
+
+    for timer in timers:
+        put(*timer)
+    work.step()
+    for owner, name, _ in timers:
+        delattr(owner, name)
+    return seconds
+
+
+if __name__ == "__main__":
+    tyro.cli(ProfileOverhead).run()

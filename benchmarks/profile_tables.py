@@ -1,0 +1,49 @@
+"""The tables of docs/profiling.md; `tables.py` calls them."""
+
+from collections.abc import Callable
+from typing import Any
+
+from renderers import Report, markdown
+
+
+def tree(name: str) -> Callable[[Report], str]:
+    """`hasten profile`: the tree of one kind of step."""
+
+    def render(report: Report) -> str:
+        from hasten.profiling.show import HEAD, cells, in_the_tree
+        from hasten.profiling.tree import PartTime, folded, ordered
+
+        phase: dict[str, Any] = next(one for one in report["phases"] if one["name"] == name)
+        rows = ordered(folded(PartTime(**row) for row in phase["rows"]), "tree")
+        body = [[in_the_tree(row).replace("  ", "&emsp;"), *cells(row, rows[0])] for row in rows]
+        rate, bandwidth = phase["limits"]["rates"][phase["dtype"]], phase["limits"]["bandwidth"]
+        end = f"Limits: {rate / 1e9:,.0f} GFLOP/s in {phase['dtype']}, {bandwidth / 1e9:.1f} GB/s."
+        return f"{markdown([*HEAD, 'ms above it'], body)}\n\n{end}"
+
+    return render
+
+
+def overhead(report: Report) -> str:
+    """`profile_overhead.py`: what watching costs, and parts beside their own timers."""
+    rows = []
+    for step in report["profile_overhead"]:
+        found = step["parts"].items()
+        parts = [f"`{name}` {1e3 * part['watched']:.3g} / {1e3 * part['timed']:.3g}" for name, part in found]
+        costs = f"{step['overhead']:+.1%}", f"{step['overhead_of_the_fastest']:+.1%}"
+        rows.append([step["step"], f"{1e3 * step['seconds']:.3g}", str(step["rounds"]), *costs, "; ".join(parts)])
+    head = [
+        "step",
+        "ms",
+        "rounds",
+        "watched, it takes (median)",
+        "(the fastest)",
+        "parts, the fastest: watched / timed alone, ms",
+    ]
+    return markdown(head, rows)
+
+
+TABLES = {
+    "profile-demo-train tree": tree("step"),
+    "profile-demo-generate decode": tree("decode"),
+    "profile-overhead": overhead,
+}

@@ -1,0 +1,95 @@
+"""`hasten profile train RECIPE` and `hasten profile generate|serve MODEL`: where time and memory go."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from hasten.cli.explain import print_kernels
+from hasten.cli.options import LoadOptions, parse
+from hasten.errors import ConfigError
+from hasten.training.recipe import Recipe
+from hasten.training.recipes import DESCRIPTIONS, RECIPES
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileOptions:
+    """What all of them share.
+
+    Args:
+        measured: Steps of each kind that are measured, and as many unobserved.
+        sort: The parts in their order (tree), or the leaves alone: that with most time above the machine's limit first
+            (gain), or with most time.
+        tensorboard: Write the times as TensorBoard scalars, too (needs the package tensorboard).
+        output: The folder that is written; by default runs/NAME/profile of a recipe, profile-USE here of a model.
+    """
+
+    measured: int = 8
+    sort: Literal["tree", "gain", "time"] = "tree"
+    tensorboard: bool = False
+    output: Path | None = None
+
+    def measure(self, subject: Any, folder: Path, **settings: Any) -> None:
+        """Measure, write, print; the kernels to standard output."""
+        from hasten.profiling.profile import profile
+        from hasten.profiling.show import show
+
+        folder = self.output or folder
+        found = profile(subject, folder, steps=self.measured, tensorboard=self.tensorboard, **settings)
+        show(found, sort=self.sort)
+        print_kernels(found.kernels)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileTraining(ProfileOptions):
+    """Measure a recipe's training step; nothing is learned, and the run's folder keeps what it has."""
+
+    recipe: Annotated[Recipe, tyro.conf.arg(name="")]
+
+    def run(self) -> None:
+        self.measure(self.recipe, Path(self.recipe.run.folder).expanduser() / self.recipe.name / "profile")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileModel(ProfileOptions, LoadOptions):
+    """Measure how a model reads prompts and appends tokens to them.
+
+    Args:
+        batch: Prompts that are read and continued together.
+        prompt_tokens: Random tokens of each; fewer where the model has no room for an answer behind them.
+    """
+
+    batch: int = 1
+    prompt_tokens: int = 512
+
+
+class ProfileCommand:
+    """usage: hasten profile train RECIPE [options]
+           hasten profile generate MODEL [options]
+           hasten profile serve MODEL [options]
+
+    Where the time and the memory of a step go, which kernels run and why, and what could be gained: tables,
+    profile.json, profile.png, a trace for ui.perfetto.dev. `hasten profile USE --help` for the options of each.
+    """
+
+    @staticmethod
+    def main(arguments: list[str]) -> None:
+        """Parse what follows `hasten profile` and run it."""
+        if not arguments or arguments[0] in ("-h", "--help"):
+            print(inspect.cleandoc(str(ProfileCommand.__doc__)))
+            return
+        use, *rest = arguments
+        if use not in ("train", "generate", "serve"):
+            raise ConfigError(f"hasten profile measures train, generate or serve; found {use!r}")
+        if use == "train":
+            made = {name: ProfileTraining(recipe=recipe) for name, recipe in RECIPES.items()}
+            kinds = tyro.extras.subcommand_type_from_defaults(made, descriptions=DESCRIPTIONS, prefix_names=False)
+            tyro.cli(kinds, args=rest, prog="hasten profile train", description=ProfileTraining.__doc__).run()
+            return
+        command = parse(ProfileModel, rest, prog=f"hasten profile {use}", description=ProfileModel.__doc__)
+        sizes = {"batch": command.batch, "prompt_tokens": command.prompt_tokens}
+        command.measure(command.load(), Path(f"profile-{use}"), use=use, **sizes)

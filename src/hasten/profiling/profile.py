@@ -1,0 +1,180 @@
+"""`hasten.profile`: a profile of a recipe's training step, or of a model that generates or serves."""
+
+import gc
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from pathlib import Path
+from statistics import median
+from typing import Any, cast
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from hasten.checks import whole
+from hasten.errors import ConfigError
+from hasten.machine import describe, measure_limits
+from hasten.machine.files import save_json
+from hasten.machine.limits import Limits
+from hasten.model.binding import Binding, explain
+from hasten.model.require import require_model
+from hasten.model.transformer import Transformer
+from hasten.model.wide import product_dtype
+from hasten.ops.attention.train import flop_formulas
+from hasten.ops.linear.modules import PackedLinear
+from hasten.planning.cost import parameters
+from hasten.profiling.meter import Meter
+from hasten.profiling.steps import Answers, ServedAnswers, Work, least_of, training
+from hasten.profiling.trace import TracedStep, traced
+from hasten.profiling.tree import PartTime, tree
+from hasten.profiling.walk import parts_of
+from hasten.training.display import TensorBoard
+from hasten.training.recipe import Recipe
+from hasten.training.setup import set_up
+
+WARMING = 3  # steps: compile, fill caches
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Phase:
+    """One kind of step. seconds: of a step that nobody observed; overhead: how much longer one with timed parts takes.
+
+    Both are medians. dtype: of most products. limits: as measured beside it. rows: the tree, of the fastest
+    step: on a shared machine now and then one takes ten times as long. held: bytes of all tensors before a step.
+    checks: pairs of numbers that were found in two ways each.
+    """
+
+    name: str
+    tokens: int
+    seconds: float
+    overhead: float
+    dtype: str
+    limits: Limits
+    rows: tuple[PartTime, ...]
+    traced: TracedStep
+    held: int
+    checks: dict[str, tuple[float, float]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """Of one use: its kinds of steps, and the kernels that each layer runs, with the reasons."""
+
+    use: str
+    phases: tuple[Phase, ...]
+    kernels: tuple[Binding, ...]
+    folder: Path
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields as plain JSON values, and the machine."""
+        head = {"schema": 1, "kind": "profile", "machine": describe().to_json()}
+        return head | asdict(self) | {"folder": self.folder.name}
+
+
+def profile(
+    subject: Recipe | Transformer,
+    folder: str | Path,
+    *,
+    use: str | None = None,
+    batch: int = 1,
+    prompt_tokens: int = 512,
+    steps: int = 8,
+    tensorboard: bool = False,
+) -> Profile:
+    """Measure where the time of a step goes; write profile.json, profile.png and traces for Perfetto into a folder.
+
+    subject: a recipe, whose training step is measured (nothing is learned, and no run is touched), or a model that
+    generates or, with use="serve", serves: `batch` random prompts of at most so many tokens. steps: of each kind that
+    are measured, and as many unobserved. tensorboard: also write its scalars (needs the package). Raises ConfigError,
+    and what `train` raises before its first step.
+    """
+    from torch._inductor import config as inductor_config
+
+    from hasten.profiling.show import draw
+
+    for key, value in {"batch": batch, "prompt_tokens": prompt_tokens, "steps": steps}.items():
+        whole(key, value, low=1)
+    use = use or ("train" if isinstance(subject, Recipe) else "generate")
+    if use not in (("train",) if isinstance(subject, Recipe) else ("generate", "serve")):
+        raise ConfigError(f"use is {use!r} of a {type(subject).__name__}; a recipe trains, a model generates or serves")
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    board = TensorBoard(folder / "tensorboard", after_step=0) if tensorboard else None
+    # Compiled kernels of the CPU get their own names in the trace.
+    with inductor_config.patch({"cpp.enable_kernel_profile": True}):
+        if isinstance(subject, Recipe):
+            subject.check()
+            setup = set_up(subject, progress=True)
+            batches = [setup.batches.batch(position) for position in range(subject.data.accumulation)]
+            works, dtype = [training(setup, batches)], cast(str, setup.step.precision.name)
+        else:
+            require_model(subject, "hasten.profile")
+            kind = ServedAnswers if use == "serve" else Answers
+            works, dtype = kind(subject, batch=batch, prompt_tokens=prompt_tokens).works(), product_dtype(subject)
+        limits = measure_limits(works[0].model.device, (dtype,))
+        phases = tuple(measure(work, limits, dtype, steps=steps, folder=folder) for work in works)
+    found = Profile(use=use, phases=phases, kernels=tuple(explain(works[0].model)), folder=folder)
+    save_json(folder / "profile.json", found.to_json())
+    draw(found, folder / "profile.png")
+    if board is not None:
+        for phase in phases:
+            board.write({"step": 0} | {f"{phase.name}/{row.name or 'step'}": row.seconds for row in phase.rows})
+        board.close()
+    return found
+
+
+def measure(work: Work, limits: Limits, dtype: str, *, steps: int, folder: Path) -> Phase:
+    """Profile a step: `steps` of them observed and as many unobserved, by turns; then one is traced."""
+    meter = Meter(work.model, work.calls)
+    plain: list[float] = []
+    observed: list[dict[tuple[str, str], float]] = []
+    for _ in range(WARMING + steps):
+        work.prepare()
+        meter.restart()
+        work.step()
+        plain += meter.spent().values()
+        with meter:
+            work.prepare()
+            meter.restart()
+            work.step()
+            observed.append(meter.spent())
+    plain, observed = plain[WARMING:], observed[WARMING:]
+    totals = [sum(parts.values()) for parts in observed]
+    fastest = observed[totals.index(min(totals))]  # that which other programs have disturbed the least
+    rows = tree(parts_of(work.model), fastest, least_of(work), rate=limits.rates.get(dtype), bandwidth=limits.bandwidth)
+    checks: dict[str, tuple[float, float]] = {
+        "seconds: the parts' sum, a step unobserved": (rows[0].seconds, min(plain)),
+        "parameters: the parts' sum, the config's": (rows[0].parameters, parameters(work.model.config).total),
+    }
+    if not any(isinstance(module, PackedLinear) for module in work.model.modules()):
+        checks["FLOPs: from shapes, torch's FlopCounterMode"] = (rows[0].flops, counted_flops(work))
+    work.prepare()
+    plain_tensors = [one for one in gc.get_objects() if type(one) in (torch.Tensor, torch.nn.Parameter)]
+    storages = [one.untyped_storage() for one in plain_tensors if one.device == work.model.device]
+    return Phase(
+        name=work.name,
+        tokens=sum(new for _, new in work.spans),
+        seconds=median(plain),
+        overhead=median(seen / alone for seen, alone in zip(totals, plain, strict=True)) - 1,
+        dtype=dtype,
+        limits=limits,
+        rows=rows,
+        traced=traced(meter, work.step, folder / f"{work.name}.trace.json"),
+        held=sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values()),
+        checks=checks,
+    )
+
+
+def counted_flops(work: Work) -> float:
+    """FLOPs of a step by torch's FlopCounterMode; compiled blocks run as they are written."""
+
+    def loss(x: Any, weight: Any, *rest: Any, out_shape: Any = None, **options: Any) -> int:
+        return 3 * 2 * int(x[0]) * int(x[1]) * int(weight[0])  # logits, and both gradients
+
+    formulas = dict(flop_formulas())
+    if hasattr(torch.nn.functional, "linear_cross_entropy"):  # PyTorch's chunked loss hides its products
+        import_module("torch.nn.modules.linear_cross_entropy")  # it is registered there
+        formulas[torch.ops.torch_nn._linear_cross_entropy_batch_chunked] = loss
+    work.prepare()
+    with torch.compiler.set_stance("force_eager"), FlopCounterMode(display=False, custom_mapping=formulas) as counter:
+        work.step()
+    return float(counter.get_total_flops())

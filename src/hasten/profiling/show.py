@@ -1,0 +1,94 @@
+"""A profile for people: tables on standard error, and a picture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.text import Text
+
+from hasten.bench.table import format_value, headed_table, standard_error
+from hasten.machine.files import replacing
+from hasten.profiling.tree import PartTime, folded, ordered
+
+if TYPE_CHECKING:
+    from hasten.profiling.profile import Phase, Profile
+
+HEAD = ("part", "parameters", "forward, ms", "backward", "of the step", "GFLOP", "MB at least", "of its limit")
+BARS = 10  # of the picture
+
+
+def cells(row: PartTime, step: PartTime) -> list[str]:
+    """A line of the table but for the name: what stands under HEAD, and the milliseconds above the limit."""
+    return [
+        format_value(row.parameters or None, "count"),
+        *(f"{1e3 * seconds:.3g}" if seconds else "" for seconds in (row.forward, row.backward)),
+        f"{row.seconds / step.seconds:.1%}" if row.seconds else "",
+        *(f"{number:.3g}" if number else "" for number in (row.flops / 1e9, row.bytes / 1e6)),
+        f"{row.share:.0%}" if row.share else "",
+        f"{1e3 * row.lost:.3g}" if row.seconds else "",
+    ]
+
+
+def in_the_tree(row: PartTime) -> str:
+    """Its name under the name of what it is in."""
+    *above, name = row.name.split(".")
+    if name == "*":
+        name = f"all {row.count}"
+    return "  " * (len(above) + bool(row.name)) + (name or "step")
+
+
+def summary(phase: Phase) -> list[str]:
+    """A phase in a few lines, what could be gained the most at the end."""
+    step, traced, peak = phase.rows[0].seconds, phase.traced, max(held for _, held in phase.traced.memory)
+    worst, rate = ordered(folded(phase.rows), "gain")[0], phase.limits.rates.get(phase.dtype, 0.0)
+    return [
+        f"{phase.name}: {phase.tokens / phase.seconds:,.0f} tokens/s; limits: {rate / 1e9:,.0f} GFLOP/s "
+        f"({phase.dtype}), {phase.limits.bandwidth / 1e9:.1f} GB/s; observed, a step takes {phase.overhead:+.1%}",
+        f"outside of all kernels: {traced.outside / traced.seconds:.1%} of a traced step; memory: "
+        f"{format_value(phase.held, 'bytes')} held, {format_value(peak, 'bytes')} more at the peak",
+        f"next gain: {worst.name}, {1e3 * worst.lost:.3g} ms of a step of {1e3 * step:.3g} ms "
+        f"({worst.lost / step:.0%}) are above its limit, of which it is at {worst.share:.0%}",
+    ]
+
+
+def show(profile: Profile, *, sort: str = "tree") -> None:
+    """Print the tree of each phase (or its leaves, by "gain" or "time"), its operators and checks."""
+    console = standard_error(width=150)
+    for phase in profile.phases:
+        parts, operators = headed_table(*HEAD, "ms above it"), headed_table("operator", "calls", "ms")
+        rows = ordered(folded(phase.rows), sort)
+        for row in rows:
+            parts.add_row(Text(in_the_tree(row) if sort == "tree" else row.name), *cells(row, phase.rows[0]))
+        for name, calls, seconds in phase.traced.operators:
+            operators.add_row(Text(name[:80]), str(calls), f"{1e3 * seconds:.3g}")
+        console.print(parts, operators)
+        lines = [f"{row.name}: {row.note}" for row in rows if row.note]
+        lines += [f"checked: {what}: {one:,.6g}, {other:,.6g}" for what, (one, other) in phase.checks.items()]
+        console.print("\n".join([*lines, *summary(phase)]), highlight=False, markup=False)
+    console.print(f"{profile.folder}: profile.json, profile.png, a trace of each kind of step (ui.perfetto.dev)")
+
+
+def draw(profile: Profile, path: Path) -> None:
+    """Write a picture (PNG): the parts with most time beside their limits, and the memory over time, of each phase."""
+    from matplotlib.figure import Figure
+
+    phases = profile.phases
+    figure = Figure(figsize=(6.5 * len(phases), 6.5), layout="constrained")
+    for column, phase in enumerate(phases, 1):
+        bars, curve = (figure.add_subplot(2, len(phases), column + row * len(phases)) for row in (0, 1))
+        rows = ordered(folded(phase.rows), "time")[:BARS][::-1]
+        names = [row.name.removeprefix("model.") for row in rows]
+        bars.barh(names, [1e3 * row.seconds for row in rows], color="#9db7d5", label="measured")
+        bars.barh(names, [1e3 * row.limit for row in rows], height=0.35, color="#d1603d", label="the machine's limit")
+        bars.set(xlabel="ms of a step", title=f"{profile.use}: {phase.name}, {1e3 * phase.rows[0].seconds:.3g} ms")
+        times = [1e3 * at for at, _ in phase.traced.memory]
+        held = [(phase.held + more) / 2**20 for _, more in phase.traced.memory]
+        curve.fill_between(times, held, step="post", alpha=0.5, color="#9db7d5", label="tensors")
+        curve.axhline(phase.held / 2**20, color="#555555", linestyle="--", label="held all the time")
+        curve.set(xlabel="ms of a step while it is traced", ylabel="MiB", ylim=(0, None))
+        for axes in (bars, curve):
+            axes.grid(alpha=0.3)
+            axes.legend(loc="lower right")
+    with replacing(path) as temporary:
+        figure.savefig(temporary, dpi=110, format="png")

@@ -1,0 +1,179 @@
+"""The steps that are profiled: a training step; reading prompts and decoding, alone or in the server's engine."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+from typing import Any
+
+import torch
+
+from hasten.data import Batch
+from hasten.errors import ConfigError
+from hasten.generation.batch_sampler import BatchSampler
+from hasten.generation.compiled import CompiledForOneToken
+from hasten.generation.generate import Generation
+from hasten.generation.params import SamplingParams
+from hasten.model.fused import FusedBlock
+from hasten.model.transformer import Attention, Linear, Transformer
+from hasten.profiling.walk import parts_of
+from hasten.serving.engine import Engine
+from hasten.serving.request import EngineFailed, Request
+from hasten.serving.settings import EngineSettings
+from hasten.training.setup import Setup
+
+NEW_TOKENS = 64  # of an answer, before the prompts are read anew
+Spans = Sequence[tuple[int, int]]  # of each sequence of a step: tokens that are cached, and new ones
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """A step that can be taken again and again. prepare: before each, not measured. scored: rows that the head takes.
+
+    item: bytes of an activation's element. calls: methods that are parts beside the model (`Meter`); bytes: what those
+    have to move.
+    """
+
+    name: str
+    model: Transformer
+    prepare: Callable[[], object]
+    step: Callable[[], object]
+    spans: Spans
+    scored: int
+    item: int
+    calls: tuple[tuple[Any, str, str], ...]
+    bytes: dict[str, float] = field(default_factory=dict)
+    trains: bool = False
+
+
+def training(setup: Setup, batches: Sequence[Batch]) -> Work:
+    """An optimizer step, at the learning rate 0: nothing is learned."""
+    step = setup.step
+    # Clipping reads the gradients once or twice; AdamW reads weights, gradients and two means, and writes three.
+    update = 4.0 * sum(p.numel() for p in step.parameters) * (7 + (2 if step.clip else 1))
+    return Work(
+        name="step",
+        model=setup.model,
+        prepare=lambda: None,
+        step=lambda: step.run(batches, learning_rate=0.0),
+        spans=[(0, batch.inputs.shape[1]) for batch in batches for _ in batch.inputs],
+        scored=sum(batch.inputs.numel() for batch in batches),
+        item=step.precision.dtype.itemsize,
+        calls=((step, "loss", "batch"), (step, "update", "update")),
+        bytes={"update": update},
+        trains=True,
+    )
+
+
+class Answers:
+    """Random prompts that are read, then continued a token a step; read anew when the answers are complete."""
+
+    calls: tuple[tuple[Any, str, str], ...] = ((BatchSampler, "next_tokens", "draw"), (Generation, "_push", "text"))
+
+    def __init__(self, model: Transformer, *, batch: int, prompt_tokens: int) -> None:
+        positions = model.config.max_positions
+        self.model, self.new, self.taken = model, min(NEW_TOKENS, positions // 2), 0
+        if self.new < 2:
+            raise ConfigError(f"the model has {positions} positions: no room for a prompt and an answer")
+        shape = batch, min(prompt_tokens, positions - self.new)
+        generator = torch.Generator().manual_seed(0)
+        self.prompts = torch.randint(model.config.vocab_size, shape, generator=generator).tolist()
+        self.params = SamplingParams(temperature=0, max_new_tokens=self.new, ignore_eos=True)
+
+    def begin(self) -> None:
+        """Have the prompts wait to be read."""
+        compiled = any(isinstance(block, CompiledForOneToken) for block in self.model.blocks)
+        self.steps = iter(Generation(self.model, self.prompts, self.params, compiled=compiled))
+        self.taken = 0
+
+    def step(self) -> None:
+        """Read them, or append a token to each."""
+        next(self.steps)
+        self.taken += 1
+
+    def go_on(self) -> None:
+        """Be where the next step appends a token."""
+        if not 0 < self.taken < self.new:
+            self.begin()
+            self.step()
+
+    def works(self) -> list[Work]:
+        """Reading the prompts; a token for each of them, reckoned in the middle of the answers."""
+        batch, length, item = len(self.prompts), len(self.prompts[0]), self.model.compute_dtype.itemsize
+        work = partial(Work, model=self.model, step=self.step, scored=batch, item=item, calls=self.calls)
+        return [
+            work(name="prefill", prepare=self.begin, spans=[(0, length)] * batch),
+            work(name="decode", prepare=self.go_on, spans=[(length + self.new // 2, 1)] * batch),
+        ]
+
+
+class ServedAnswers(Answers):
+    """The same by the server's engine, as so many requests at once."""
+
+    def __init__(self, model: Transformer, *, batch: int, prompt_tokens: int) -> None:
+        super().__init__(model, batch=batch, prompt_tokens=prompt_tokens)
+        # Without a prefix cache, so that every prompt is read.
+        limits = {"max_sequences": batch, "token_budget": max(512, batch), "prefix_cache": False}
+        settings = EngineSettings(max_length=len(self.prompts[0]) + self.new, **limits)  # type: ignore[arg-type]
+        self.engine = engine = Engine(model, model.tokenizer, settings)
+        self.asked, self._numbers = [""], count()
+        model_call, draw = (engine.runner, "logits", "compute"), (engine.sampler, "sample", "draw")
+        self.calls = (engine.scheduler, "plan", "plan"), model_call, draw, (engine, "_grow", "answer")
+
+    def begin(self) -> None:
+        for request_id in self.asked:
+            self.engine.abort(request_id)
+        self.engine.step()
+        self.asked, self.taken = [f"profile-{next(self._numbers)}" for _ in self.prompts], 0
+        for request_id, prompt in zip(self.asked, self.prompts, strict=True):
+            self.engine.add(Request(id=request_id, prompt=tuple(prompt), params=self.params))
+
+    def step(self) -> None:
+        waiting = set(self.asked)
+        while waiting:  # long prompts take several steps
+            waiting -= {output.request_id for output in self.engine.step() if output.tokens}
+            if self.engine.error is not None:
+                raise EngineFailed(f"the engine failed: {self.engine.error}")
+        self.taken += 1
+
+
+def least_of(work: Work) -> dict[str, tuple[float, float]]:
+    """FLOPs and bytes of each part's own code, from shapes; with a backward pass three times as much.
+
+    2 FLOPs for each weight and row, 4·H·D for each key that a query sees. Bytes of weights, of what a product is given
+    and makes, and of keys and values, each once.
+    """
+    config, passes, item = work.model.config, 3 if work.trains else 1, work.item
+    found = {part: (0.0, moved) for part, moved in work.bytes.items()}
+    for part in parts_of(work.model):
+        flops, moved = found.get(part.name, (0.0, 0.0))
+        head, rows = part.name == "model.head", float(sum(new for _, new in work.spans))
+        if head:
+            rows = work.scored
+        elif ".experts." in part.name:
+            rows *= config.experts_per_token / config.experts
+        for module in part.modules:
+            weights = list(module.parameters(recurse=False))
+            if isinstance(module, Linear):
+                frozen = work.trains and not any(weight.requires_grad for weight in weights)  # it gets no gradient
+                held = sum(tensor.nbytes for tensor in (*weights, *module.buffers())) * min(1.0, rows)
+                # The loss of a training step needs all logits nowhere at once.
+                made = 0 if work.trains and head else module.out_features
+                flops += (passes - frozen) * 2 * rows * module.in_features * module.out_features
+                moved += (passes - frozen) * (held + item * rows * (module.in_features + made))
+            elif isinstance(module, Attention | FusedBlock):
+                spec = module.spec
+                seen, read = keys_of(work.spans, spec.window)
+                flops += passes * 4 * spec.heads * spec.head_dim * seen
+                moved += passes * 2 * item * spec.head_dim * (read * spec.kv_heads + rows * spec.heads)
+            else:  # a norm; of an embedding's table, rows
+                moved += passes * 2 * item * rows * sum(weight.shape[-1] for weight in weights)
+        found[part.name] = flops, moved
+    return found
+
+
+def keys_of(spans: Spans, window: int | None) -> tuple[int, int]:
+    """The keys that the queries of a layer see, all together, and those that have to be read for them."""
+    most = window or 1 << 60
+    seen = sum(min(position + 1, most) for held, new in spans for position in range(held, held + new))
+    return seen, sum(min(held + new, most + new - 1) for held, new in spans)

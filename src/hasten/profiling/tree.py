@@ -1,0 +1,117 @@
+"""The tree of a profile: what each part of a step takes, beside the least that this machine could take for it."""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hasten.ops.linear.modules import PackedLinear
+from hasten.profiling.meter import BACKWARD, FORWARD
+from hasten.profiling.walk import ModelPart
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartTime:
+    """A part of a step with everything in it. forward, backward: seconds. bytes: that have to be moved at the least.
+
+    limit: the seconds that the FLOPs take at the matrix rate or the bytes at the bandwidth, whichever is longer, of
+    each leaf; of others their leaves' sum. count: leaves of this name that were added up. leaf: nothing is in it.
+    note: why the profile does not look into it.
+    """
+
+    name: str
+    parameters: int = 0
+    flops: float = 0.0
+    bytes: float = 0.0
+    forward: float = 0.0
+    backward: float = 0.0
+    limit: float = 0.0
+    count: int = 1
+    leaf: bool = True
+    note: str | None = None
+
+    @property
+    def seconds(self) -> float:
+        return self.forward + self.backward
+
+    @property
+    def share(self) -> float:
+        """limit over seconds: 1 is the machine's limit."""
+        return self.limit / self.seconds if self.seconds else 0.0
+
+    @property
+    def lost(self) -> float:
+        """Seconds above the limit: what could be gained."""
+        return max(0.0, self.seconds - self.limit)
+
+
+def tree(
+    parts: Sequence[ModelPart],
+    seconds: Mapping[tuple[str, str], float],
+    least: Mapping[str, tuple[float, float]],
+    *,
+    rate: float | None,
+    bandwidth: float,
+) -> tuple[PartTime, ...]:
+    """The rows of a step, each before those in it, "" (the step) first. "X.itself", and "between": outside of those.
+
+    seconds: by part and phase, each part's own. least: its own FLOPs and bytes; rate and bandwidth: of both, a second.
+    """
+    numbers, notes = parameters_of(parts), {part.name: part.note for part in parts}
+    names = dict.fromkeys([*notes, *(name for name, _ in seconds)])
+    inside: dict[str, list[PartTime]] = {}
+    for name in names:
+        forward, backward = (seconds.get((name, phase), 0.0) for phase in (FORWARD, BACKWARD))
+        if not (forward or backward or numbers.get(name)):
+            continue
+        outer = not name or any(other.startswith(f"{name}.") for other in names)
+        flops, moved = least.get(name, (0.0, 0.0)) if forward or backward else (0.0, 0.0)
+        leaf = PartTime(
+            name=f"{name}.itself" if outer and name else name or "between",
+            parameters=numbers.get(name, 0),
+            flops=flops,
+            bytes=moved,
+            forward=forward,
+            backward=backward,
+            limit=max(flops / rate if rate else 0.0, moved / bandwidth),
+        )
+        words = leaf.name.split(".")
+        for depth in range(len(words) + 1):
+            inside.setdefault(".".join(words[:depth]), []).append(leaf)
+    return tuple(added(name, own, leaf=own[0].name == name, note=notes.get(name)) for name, own in inside.items())
+
+
+def added(name: str, rows: Sequence[PartTime], **more: Any) -> PartTime:
+    """Rows added up to one."""
+    fields = ("parameters", "flops", "bytes", "forward", "backward", "limit", "count")
+    return PartTime(name=name, **{field: sum(getattr(row, field) for row in rows) for field in fields}, **more)
+
+
+def folded(rows: Iterable[PartTime]) -> list[PartTime]:
+    """The same with parts that differ in a number alone ("blocks.0", "blocks.1") added up to one ("blocks.*")."""
+    alike: dict[str, list[PartTime]] = {}
+    for row in rows:
+        alike.setdefault(re.sub(r"\.\d+(?=\.|$)", ".*", row.name), []).append(replace(row, count=1))
+    return [added(name, own, leaf=own[0].leaf, note=own[0].note) for name, own in alike.items()]
+
+
+def ordered(rows: Sequence[PartTime], by: str) -> list[PartTime]:
+    """ "tree": as they are, but for what takes no time. "gain", "time": the leaves, that with most of it first."""
+    if by == "tree":
+        return [row for row in rows if row.parameters or row.seconds > rows[0].seconds / 1000]
+    leaves = [row for row in rows if row.leaf and row.seconds]
+    return sorted(leaves, key=lambda row: row.lost if by == "gain" else row.seconds, reverse=True)
+
+
+def parameters_of(parts: Iterable[ModelPart]) -> dict[str, int]:
+    """By part, each once, at the first part that has it; of a packed layer the numbers that it stands for."""
+    found: dict[str, int] = {}
+    seen: set[int] = set()
+    for part in parts:
+        for module in part.modules:
+            own = {id(weight): weight.numel() for weight in module.parameters(recurse=False)}
+            if isinstance(module, PackedLinear):
+                own = {id(module.data): module.out_features * (module.in_features + (module.bias is not None))}
+            found[part.name] = found.get(part.name, 0) + sum(n for which, n in own.items() if which not in seen)
+            seen |= own.keys()
+    return found

@@ -1,0 +1,70 @@
+"""The parts of a model: which calls a profile looks into, and where it has to stop."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import nn
+
+from hasten.generation.compiled import CompiledForOneToken
+from hasten.model.fused import FusedBlock, FusedStack
+from hasten.model.transformer import Transformer
+from hasten.ops.linear.embedding import PackedEmbedding
+from hasten.training.swapped import FusedMLP, JoinedAttention
+
+COMPILED = "compiled: one graph, whose parts cannot be told apart"
+NATIVE = "native steps: attention and its products are one row"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPart:
+    """A part of a model. name: "model.blocks.0.mlp".
+
+    owner, call: the module that is called, or another method of it; None: a native call tells its time. modules: those
+    whose weights it reads itself, outside of the parts in it. note: why a profile does not look into it further.
+    """
+
+    name: str
+    owner: nn.Module
+    call: str | None = "forward"
+    modules: tuple[nn.Module, ...] = ()
+    note: str | None = None
+
+
+def parts_of(model: Transformer) -> list[ModelPart]:
+    """The parts of a model, each before those in it."""
+    return [*_parts("model", model, stacked=model.stack is not None), ModelPart("model.head", model, "loss")]
+
+
+def _parts(name: str, module: nn.Module, *, stacked: bool) -> Iterator[ModelPart]:
+    compiled = module._compiled_call_impl is not None
+    if compiled or isinstance(module, CompiledForOneToken):
+        call = "_compiled_call_impl" if compiled else "forward"
+        yield ModelPart(name, module, call, tuple(module.modules()), COMPILED)
+    elif isinstance(module, FusedBlock) and stacked:
+        yield ModelPart(name, module, None)
+        for part in FusedStack.PARTS:
+            own = module if part == "attention" else getattr(module, part)
+            yield ModelPart(f"{name}.{part}", module, None, (own,))
+        norms = (norm for child, norm in module.named_children() if child.endswith("norm"))
+        yield ModelPart(f"{name}.norms", module, None, tuple(norms), "a part of the steps around them")
+    else:
+        hidden, note = _hidden(module)
+        own = tuple(one for child in hidden for one in module.get_submodule(child).modules())
+        joined = isinstance(module, JoinedAttention) and bool(hidden)
+        yield ModelPart(name, module, "forward", (module,) if joined else (module, *own), None if joined else note)
+        if joined:
+            yield ModelPart(f"{name}.project", module, "project", own, note)
+        for leaf, child in () if isinstance(module, PackedEmbedding) else module.named_children():
+            if leaf not in hidden:
+                yield from _parts(f"{name}.{leaf}", child, stacked=stacked)
+
+
+def _hidden(module: nn.Module) -> tuple[tuple[str, ...], str | None]:
+    """The children that a module does not call (with hooks on them it would compute in another way), and a note."""
+    if isinstance(module, JoinedAttention) and all(type(one) is nn.Linear for one in (module.q, module.k, module.v)):
+        return ("q", "k", "v"), "q, k and v are one product"
+    if isinstance(module, FusedMLP) and module.gate is None and type(module.up) is nn.Linear:
+        return ("up",), "the product of up is the module's own"
+    if isinstance(module, FusedBlock):
+        return tuple(name for name, _ in module.named_children() if name != "experts"), NATIVE
+    return (), None

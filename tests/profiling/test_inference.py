@@ -1,0 +1,132 @@
+"""`hasten profile generate` and `serve`: the parts of a step, of readable blocks and of those of one native call."""
+
+import json
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import hasten
+from hasten.errors import ConfigError
+from hasten.machine.limits import Limits
+from hasten.ops.native import library
+from hasten.planning.cost import forward_flops_per_token
+from hasten.profiling import profile as profiles
+from hasten.profiling import show
+from hasten.profiling.profile import profile
+from hasten.profiling.steps import Answers, ServedAnswers, keys_of, least_of
+from hasten.profiling.trace import covered
+from hasten.profiling.tree import PartTime, folded, ordered, parameters_of
+from hasten.profiling.walk import parts_of
+from tiny_model import tiny_llama
+
+
+@pytest.fixture(autouse=True)
+def known_limits(monkeypatch):
+    """Measuring the machine takes longer than all of these, and so does drawing."""
+    monkeypatch.setattr(show, "draw", lambda *_: None)
+    rates = {"float32": 1e11, "bfloat16": 1e11, "int8": 1e11}
+    monkeypatch.setattr(profiles, "measure_limits", lambda *_: Limits(1e10, rates))
+
+
+ANSWERS = {"generate": Answers, "serve": ServedAnswers}
+
+
+def rows_of(phase):
+    return {row.name: row for row in phase.rows}
+
+
+def check(phase, names):
+    """What holds of every profile."""
+    rows, leaves = rows_of(phase), [row for row in phase.rows if row.leaf]
+    assert names <= rows.keys()
+    assert sum(row.seconds for row in leaves) == pytest.approx(rows[""].seconds)
+    assert rows[""].parameters == phase.checks["parameters: the parts' sum, the config's"][1]
+    assert all(row.backward == 0 for row in leaves)
+    return rows
+
+
+@pytest.mark.parametrize("use", ["generate", "serve"])
+def test_readable_blocks(use, tmp_path):
+    model = tiny_llama()
+    found = profile(model, tmp_path, use=use, batch=2, prompt_tokens=20, steps=1)
+    around = {"generate": {"draw", "text"}, "serve": {"plan", "compute", "draw", "answer"}}[use]
+    inside = {"model.embedding", "model.blocks.1.attention.q", "model.blocks.1.mlp.down", "model.norm", "model.head"}
+    prefill, decode = (check(phase, around | inside) for phase in found.phases)
+    norms = 2 * 2 * 64  # which planning counts, with 2 FLOPs a weight
+    assert prefill[""].flops == 40 * (forward_flops_per_token(model.config, 20, scored=1) - 2 * norms)
+    assert decode[""].flops < prefill[""].flops
+    assert all(rows["model.blocks.0.mlp"].seconds > 0 for rows in (prefill, decode))
+    assert [phase.tokens for phase in found.phases] == [40, 2]
+    trace = json.loads((tmp_path / "decode.trace.json").read_text())
+    assert any(event.get("name") == "forward model.blocks.0.mlp.down" for event in trace["traceEvents"])
+
+
+@pytest.mark.skipif(library() is None, reason="the native kernels cannot be built here (no C++ compiler)")
+@pytest.mark.parametrize("use", ["generate", "serve"])
+def test_a_native_call_tells_the_times_of_its_parts(use, tmp_path):
+    readable = ANSWERS[use](tiny_llama(), batch=1, prompt_tokens=20).works()
+    model = hasten.fuse(tiny_llama().to(torch.bfloat16))
+    found = profile(model, tmp_path, use=use, prompt_tokens=20, steps=2)
+    parts = ("qkv", "attention", "output", "inner", "down")
+    for phase, plain in zip(found.phases, readable, strict=True):
+        rows = check(phase, {f"model.blocks.{i}.{part}" for i in range(2) for part in parts})
+        assert all(rows[f"model.blocks.{i}.{part}"].seconds > 0 for i in range(2) for part in parts)
+        # The native clock and Python's are one: what they measure, one within the other, is the call's.
+        inside = sum(rows[f"model.blocks.{i}"].seconds for i in range(2))
+        assert rows["model.blocks"].seconds == pytest.approx(inside + rows["model.blocks.itself"].seconds)
+        assert rows[""].flops == sum(flops for flops, _ in least_of(plain).values())
+    assert model.stack.times is None
+
+
+def test_int8_layers_are_counted_as_the_numbers_they_stand_for():
+    model = tiny_llama().to(torch.bfloat16)
+    numbers = sum(weight.numel() for weight in model.parameters())
+    hasten.quantize(model, hasten.Int8())
+    assert sum(parameters_of(parts_of(model)).values()) == numbers
+
+
+def test_a_model_does_not_train_and_a_window_is_no_batch(tmp_path):
+    with pytest.raises(ConfigError, match="a recipe trains"):
+        profile(tiny_llama(), tmp_path, use="train")
+    with pytest.raises(ConfigError, match="batch must be"):
+        profile(tiny_llama(), tmp_path, batch=0)
+    with pytest.raises(ConfigError, match="no room for a prompt"):
+        profile(tiny_llama(max_position_embeddings=2), tmp_path)
+
+
+def test_tensorboard_gets_the_times(tmp_path):
+    pytest.importorskip("tensorboard", reason="the package tensorboard is not here")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = profile(tiny_llama(), tmp_path, prompt_tokens=8, steps=1, tensorboard=True)
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert events.Scalars("decode/step")[0].value == pytest.approx(found.phases[1].rows[0].seconds)
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 9)), min_size=1, max_size=3), st.none() | st.integers(1, 9))
+def test_keys_are_those_that_queries_see(spans, window):
+    seen = read = 0
+    for held, new in spans:
+        sets = [set(range(max(0, p + 1 - (window or p + 1)), p + 1)) for p in range(held, held + new)]
+        seen, read = seen + sum(map(len, sets)), read + len(set.union(*sets))
+    assert keys_of(spans, window) == (seen, read)
+
+
+@given(st.lists(st.tuples(st.integers(-5, 25), st.integers(0, 9)), max_size=9))
+def test_covered_time_counts_once(spans):
+    spans = sorted((begin, begin + length) for begin, length in spans)
+    cells = {cell for begin, end in spans for cell in range(begin, end)}
+    assert covered(spans, 0, 20) == len(cells & set(range(20)))
+
+
+def test_alike_parts_are_added_up_and_the_largest_gain_comes_first():
+    def part(name, seconds, limit):
+        return PartTime(name=name, forward=seconds, limit=limit)
+
+    rows = folded([part("blocks.0.mlp", 3.0, 2.9), part("blocks.1.mlp", 4.0, 3.9), part("head", 1.0, 0.5)])
+    assert [(row.name, row.seconds, row.count) for row in rows] == [("blocks.*.mlp", 7.0, 2), ("head", 1.0, 1)]
+    assert [row.name for row in ordered(rows, "gain")] == ["head", "blocks.*.mlp"]
+    assert [row.name for row in ordered(rows, "time")] == ["blocks.*.mlp", "head"]
