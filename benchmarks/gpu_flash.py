@@ -103,7 +103,7 @@ def _tune(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, device: str) -> dict[
     from hasten.ops.attention.flash_launch import Problem, backward, forward
     from hasten.ops.attention.flash_tiles import Tiles, backward_tiles
 
-    problem = Problem(None, None, q.shape[3] ** -0.5)
+    problem = Problem(None, None, None, q.shape[3] ** -0.5)
     q, k, v = (x.detach() for x in (q, k, v))
     out, lse = forward(q, k, v, problem=problem)
     for_queries, for_keys = backward_tiles(q, capped=False)

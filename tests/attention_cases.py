@@ -102,6 +102,15 @@ def documents(draw, tokens):
 
 
 @st.composite
+def paddings(draw, batch, keys, generator):
+    """bool (B, S): keys that exist, with gaps or one stretch a row (some without any)."""
+    if draw(st.booleans()):
+        return torch.rand((batch, keys), generator=generator) < 0.8
+    low, high = torch.randint(0, keys + 1, (2, batch, 1), generator=generator)
+    return (torch.arange(keys) >= low) & (torch.arange(keys) < high)
+
+
+@st.composite
 def problems(draw, dtypes=DTYPES, sizes=(1, 3, 8, 16, 40)):
     """q, k, v and the options of `attention`."""
     kv_heads, groups = draw(st.integers(1, 3)), draw(st.integers(1, 4))
@@ -144,7 +153,7 @@ def problems(draw, dtypes=DTYPES, sizes=(1, 3, 8, 16, 40)):
     options["alibi"] = draw(st.sampled_from([None, None, True, torch.rand(heads, generator=generator)]))
     if "cu_seqlens" not in options:
         if draw(st.booleans()):
-            options["key_padding_mask"] = torch.rand((batch, keys), generator=generator) < 0.8
+            options["key_padding_mask"] = draw(paddings(batch, keys, generator))
         if draw(st.booleans()):
             shape = [draw(st.sampled_from([1, n])) for n in (batch, heads, queries, keys)]
             options["bias"] = torch.randn(shape, generator=generator).to(dtype)

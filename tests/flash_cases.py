@@ -8,7 +8,7 @@ from hasten.ops.attention.flash_triton import flash_attention
 NAMES = ("out", "lse", "dq", "dk", "dv")
 
 
-def explicit(q, k, v, *, causal=True, window=None, softcap=None, scale=None):
+def explicit(q, k, v, *, causal=True, window=None, softcap=None, scale=None, key_bounds=None):
     """The result and the log-sum-exp with all T × S scores, in the inputs' own precision; nothing seen: 0 and -inf."""
     groups = q.shape[2] // k.shape[2]
     k, v = (x.repeat_interleave(groups, dim=2) for x in (k, v))
@@ -20,10 +20,14 @@ def explicit(q, k, v, *, causal=True, window=None, softcap=None, scale=None):
     seen = torch.ones_like(behind, dtype=torch.bool) if not causal else behind >= 0  # (T, S)
     if window is not None:
         seen &= behind < window
+    seen = seen[None, None]
+    if key_bounds is not None:
+        places, (low, high) = torch.arange(keys, device=q.device), key_bounds[:, :, None, None, None].unbind(1)
+        seen = seen & (places >= low) & (places < high)  # (B, 1, T, S)
     empty = ~seen.any(-1, keepdim=True)
     scores = scores.masked_fill(~seen & ~empty, -torch.inf)
     out = torch.einsum("bhts,bshd->bthd", scores.softmax(-1).masked_fill(empty, 0), v)
-    return out, scores.logsumexp(-1).masked_fill(empty[:, 0], -torch.inf)
+    return out, scores.logsumexp(-1).masked_fill(empty[..., 0], -torch.inf)
 
 
 def tensors(*, queries, keys, heads, kv_heads, head_dim, dtype, device="cpu", batch=2, size=1.0, seed=0):
@@ -47,9 +51,9 @@ def all_of(run, q, k, v, weight, lse_weight, **options):
 def with_tiles(tiles, backward_tiles):
     """`flash_attention` by other tiles than those of the table: every number at once, as `all_of` gives them."""
 
-    def run(q, k, v, weight, lse_weight, *, scale=None, window=None, softcap=None, causal=True):
+    def run(q, k, v, weight, lse_weight, *, scale=None, window=None, softcap=None, causal=True, key_bounds=None):
         scale = q.shape[3] ** -0.5 if scale is None else scale
-        problem = Problem(None, None, scale, causal=causal, window=window or 0, softcap=softcap or 0.0)
+        problem = Problem(None, None, key_bounds, scale, causal=causal, window=window or 0, softcap=softcap or 0.0)
         out, lse = forward(q, k, v, problem=problem, tiles=tiles)
         return [out, lse, *backward(weight, lse_weight, q, k, v, out, lse, problem=problem, tiles=backward_tiles)]
 

@@ -5,9 +5,11 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from hasten.bench.table import machine_line
 from hasten.machine import available_cores, describe, find_compiler, instruction_sets, processor_name
 
 XEON = """processor\t: 0
@@ -96,6 +98,26 @@ def test_the_description_is_complete_json_without_private_names() -> None:
     # "root" or "vm" may be a part of an ordinary word
     private += [getpass.getuser()] if len(getpass.getuser()) > 6 else []
     assert not [name for name in private if len(name) > 4 and name in text]
+
+
+def test_a_gpu_is_described_with_its_clocks_and_power_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With stand-ins for the driver's tool and torch's properties: two GPUs, which torch counts the other way round."""
+    fake = tmp_path / "nvidia-smi"
+    rows = "GPU-aa, 1410, 1980, 2619, 2619, 330.00", "GPU-bb, 345, [N/A], 2619, 2619, 700.00"
+    fake.write_text("#!/bin/sh\n" + "".join(f"echo '{row}'\n" for row in rows))
+    fake.chmod(0o755)
+    properties = [SimpleNamespace(name=f"NVIDIA {u}", total_memory=9, major=9, minor=0, uuid=u) for u in ("bb", "aa")]
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda index: properties[index])
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    first, second = describe().to_json()["gpus"]
+    assert (first["name"], first["clock_mhz"], first["power_limit_watts"]) == ("NVIDIA bb", 345, 700)
+    assert first["highest_clock_mhz"] is None
+    assert (second["clock_mhz"], second["highest_clock_mhz"], second["memory_clock_mhz"]) == (1410, 1980, 2619)
+    assert machine_line({"gpus": [second], "versions": {"torch": "2"}}, "cuda") == "NVIDIA aa, at most 330 W, torch 2"
+    fake.write_text("#!/bin/sh\nexit 9\n")  # no driver
+    assert describe().gpus[0].power_limit_watts is None
 
 
 def test_the_compiler_is_found_through_cxx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

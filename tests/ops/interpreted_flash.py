@@ -32,14 +32,15 @@ def masks(draw):
 
 @triton.jit
 def ranges(out, cases, C: tl.constexpr, OF_KEYS: tl.constexpr):
-    """The four numbers for each of the cases: first row of the tile, queries, keys, window."""
-    p = tl.program_id(0) * 4
-    first, queries, keys = tl.load(cases + p), tl.load(cases + p + 1), tl.load(cases + p + 2)
-    window = tl.load(cases + p + 3)
+    """The four numbers for each of the cases: first row of the tile, queries, keys, window, keys that exist."""
+    at = tl.program_id(0) * 6
+    first, queries, keys = tl.load(cases + at), tl.load(cases + at + 1), tl.load(cases + at + 2)
+    window, low, high = tl.load(cases + at + 3), tl.load(cases + at + 4), tl.load(cases + at + 5)
     if OF_KEYS:
-        a, b, c, d = queries_of_tile(first, queries, keys, window, C)
+        a, b, c, d = queries_of_tile(first, queries, keys, low, high, window, C)
     else:
-        a, b, c, d = keys_of_tile(first, queries, keys, window, C)
+        a, b, c, d = keys_of_tile(first, queries, keys, low, high, window, C)
+    p = tl.program_id(0) * 4
     tl.store(out + p, a)
     tl.store(out + p + 1, b)
     tl.store(out + p + 2, c)
@@ -47,8 +48,11 @@ def ranges(out, cases, C: tl.constexpr, OF_KEYS: tl.constexpr):
 
 
 @pytest.mark.parametrize("of_keys", [False, True])
-@pytest.mark.parametrize(("causal", "windowed"), [(True, False), (True, True), (False, False)])
-def test_which_tiles_are_visited_and_which_are_whole(causal, windowed, of_keys):
+@pytest.mark.parametrize(
+    ("causal", "windowed", "padded"),
+    [(True, False, False), (True, True, False), (False, False, False), (True, True, True), (False, False, True)],
+)
+def test_which_tiles_are_visited_and_which_are_whole(causal, windowed, padded, of_keys):
     """Exactly those of which something is seen, and without a mask only those that are seen whole."""
     block_q, block_k = (4, 8) if of_keys else (8, 4)
     draw = random.Random(0)
@@ -57,16 +61,18 @@ def test_which_tiles_are_visited_and_which_are_whole(causal, windowed, of_keys):
     for _ in range(250):
         queries, keys = draw.randint(1, 40), draw.randint(1, 40)
         first = draw.randrange(0, keys if of_keys else queries, own)
-        cases.append([first, queries, keys, draw.randint(1, 45)])
+        low = draw.randint(0, keys) if padded else 0
+        cases.append([first, queries, keys, draw.randint(1, 45), low, draw.randint(low, keys) if padded else keys])
     found = torch.zeros(len(cases), 4, dtype=torch.int32)
     sizes = {"group": 1, "d": 16, "d_side": 16, "block_q": block_q, "block_k": block_k}
-    known = Constants(scale=1.0, factor=1.0, inner=0.0, causal=causal, has_window=windowed, **sizes)
+    known = Constants(scale=1.0, factor=1.0, inner=0.0, causal=causal, has_window=windowed, padded=padded, **sizes)
     ranges[(len(cases),)](found, torch.tensor(cases).int(), known, of_keys)
     for case, (start, whole, until, stop) in zip(cases, found.tolist(), strict=True):
-        first, queries, keys, window = case
+        first, queries, keys, window, low, high = case
         behind = torch.arange(queries)[:, None] + keys - queries - torch.arange(keys)
         seen = torch.ones(queries, keys, dtype=torch.bool) if not causal else behind >= 0
         seen = seen & (behind < window) if windowed else seen
+        seen = seen & (torch.arange(keys) >= low) & (torch.arange(keys) < high)
         seen = (seen.T if of_keys else seen)[first : first + own]  # (rows of the tile, what it meets)
         masked = {*range(start, whole, other), *range(until, stop, other)}
         unmasked = set(range(whole, until, other))
@@ -115,6 +121,17 @@ def test_with_the_tiles_of_a_gpu(head_dim, window):
     tiles = FORWARD[head_dim], (BACKWARD_QUERIES[head_dim], BACKWARD_KEYS[head_dim])
     sizes = {"queries": 150, "keys": 200, "heads": 2, "kv_heads": 1, "head_dim": head_dim}
     check_flash(*tensors(**sizes, dtype=torch.float16, batch=1), window=window, tiles=tiles)
+
+
+@settings(QUICK, max_examples=12)
+@given(COUNTS, COUNTS, st.sampled_from(HEADS), masks(), st.integers(0, 1000))
+def test_keys_that_do_not_exist(queries, keys, heads, mask, seed):
+    generator = torch.Generator().manual_seed(seed)
+    bounds = torch.randint(0, keys + 1, (3, 2), generator=generator, dtype=torch.int32).sort(dim=1).values
+    sizes = {"queries": queries, "keys": keys, "heads": heads[0], "kv_heads": heads[1], "head_dim": 8}
+    inputs = tensors(**sizes, dtype=torch.float64, batch=3)
+    exact = all_of(explicit, *inputs, **mask, key_bounds=bounds)
+    assert error(all_of(flash_attention, *inputs, **mask, key_bounds=bounds), exact) < 1e-12
 
 
 @pytest.mark.parametrize("options", [{}, {"causal": False}, {"window": 5, "softcap": 2.0}, {"scale": 0.7}])
@@ -285,6 +302,15 @@ def test_the_public_operator_takes_it_by_name():
         options = {"cu_seqlens": starts, "causal": causal}
         found = attention(q, k, v, **options, kernel="flash-triton")
         torch.testing.assert_close(found, attention(q, k, v, **options, kernel="reference"), atol=1e-13, rtol=0)
+    lengths = torch.tensor([20, 13])
+    for padding in (
+        lengths,
+        torch.arange(20) < lengths[:, None],
+        (torch.arange(20) >= lengths[:, None])[:, None, None],
+    ):
+        options = {"key_padding_mask": padding, "causal": False}
+        found = attention(q, k, v, **options, kernel="flash-triton")
+        torch.testing.assert_close(found, attention(q, k, v, **options, kernel="reference"), atol=1e-13, rtol=0)
     for options in ({"dropout": 0.1}, {"mask": torch.ones(20, 20, dtype=torch.bool)}, {"alibi": True}):
         with pytest.raises(ConfigError, match="'flash-triton' cannot be used here: it takes no"):
             attention(q, k, v, **options, kernel="flash-triton")
@@ -300,12 +326,12 @@ def test_compiles_as_one_graph():
 def test_operators_are_registered_as_pytorch_wants_them():
     q, k = torch.randn(1, 20, 2, 16, requires_grad=True), torch.randn(1, 24, 1, 16, requires_grad=True)
     options = (0.25, True, 0, 0.0)
-    torch.library.opcheck(operator, (q, k, k.detach().clone(), None, None, *options))
+    torch.library.opcheck(operator, (q, k, k.detach().clone(), None, None, None, *options))
     starts = torch.tensor([0, 4, 20])
-    torch.library.opcheck(operator, (q, k, k.detach().clone(), starts, starts + 2, *options))
+    torch.library.opcheck(operator, (q, k, k.detach().clone(), starts, starts + 2, None, *options))
     q, k = q.detach(), k.detach()
-    out, lse = operator(q, k, k, None, None, *options)
-    inputs = (torch.randn_like(out), None, q, k, k.clone(), out, lse, None, None, *options)
+    out, lse = operator(q, k, k, None, None, None, *options)
+    inputs = (torch.randn_like(out), None, q, k, k.clone(), out, lse, None, None, None, *options)
     torch.library.opcheck(backward_operator, inputs)
 
 

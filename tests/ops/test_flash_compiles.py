@@ -29,7 +29,8 @@ def compiled(monkeypatch, tmp_path):
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
 
-    def build(name, head_dim, *, dtype="bf16", causal=True, window=False, softcap=False, packed=False, group=4):
+    def build(name, head_dim, *, dtype="bf16", causal=True, window=False, softcap=False, group=4, **more):
+        packed, padded = (more.get(option, False) for option in ("packed", "padded"))
         kernel = getattr(flash_triton_kernels if name == "forward" else flash_triton_backward, name)
         table = BACKWARD_KEYS_CAPPED if softcap and name == "backward_keys" else KERNELS[name]
         tiles = next(tiles for largest, tiles in table.items() if head_dim <= largest)
@@ -39,6 +40,7 @@ def compiled(monkeypatch, tmp_path):
             inner=0.01 if softcap else 0.0,
             causal=causal,
             has_window=window,
+            padded=padded,
             group=group,
             d=head_dim,
             d_side=side(head_dim),
@@ -46,6 +48,7 @@ def compiled(monkeypatch, tmp_path):
             block_k=tiles.keys,
         )
         constants = {"C": known} | ({} if packed else {"plan": None, "d_lse": None})
+        constants |= {} if padded else {"bounds": None}
         signature, values, aligned = {}, {}, {}
         for i, argument in enumerate(kernel.arg_names):
             if argument in constants:
@@ -56,7 +59,8 @@ def compiled(monkeypatch, tmp_path):
             elif argument in ("queries", "keys", "window"):
                 signature[argument] = "i32"
             else:
-                signature[argument] = "*i32" if argument == "plan" else "*fp32" if argument in FLOATS else f"*{dtype}"
+                kind = "i32" if argument in ("plan", "bounds") else "fp32" if argument in FLOATS else dtype
+                signature[argument] = f"*{kind}"
                 aligned[i,] = [["tt.divisibility", 16]]
         options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
         source = ASTSource(kernel, signature, values, aligned)
@@ -106,7 +110,7 @@ def test_the_main_loop(compiled, name, head_dim):
     [
         {"head_dim": 128, "dtype": "fp16", "window": True, "group": 1},
         {"head_dim": 128, "causal": False, "packed": True},
-        {"head_dim": 96, "softcap": True},
+        {"head_dim": 96, "softcap": True, "padded": True},
         {"head_dim": 256, "softcap": True, "window": True},
     ],
 )

@@ -42,7 +42,15 @@ def test_says_why_it_is_not_taken(changes, reason, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"documents": True}, {"gradient": True}, {"spec": {"softcap": 30.0, "window": 5}}, {"queries": 7}]
+    "changes",
+    [
+        {},
+        {"key_lengths": True},
+        {"documents": True},
+        {"gradient": True},
+        {"spec": {"softcap": 30.0, "window": 5}},
+        {"queries": 7},
+    ],
 )
 def test_serves_what_is_asked_by_name(changes, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)

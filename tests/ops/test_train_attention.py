@@ -12,6 +12,7 @@ from attention_cases import explicit as explicit_problem
 from hasten.errors import ConfigError
 from hasten.ops.attention import attention
 from hasten.ops.attention.block_mask import BlockMask
+from hasten.ops.attention.inputs import Intervals
 from hasten.ops.attention.patterns import BigBird, Causal, Fixed, Local, Variable
 from hasten.ops.attention.train import native_attention
 from hasten.ops.native import library
@@ -289,11 +290,13 @@ def test_the_operator_refuses_layouts_that_lead_out_of_the_keys():
 
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(problems(dtypes=[torch.float32, torch.bfloat16]))
-def test_the_operator_takes_it_for_causal_windowed_full_and_packed_attention(problem):
+def test_the_operator_takes_it_for_causal_windowed_full_padded_and_packed_attention(problem):
     *inputs, options = problem
-    options = {name: value for name, value in options.items() if name in ("causal", "window", "scale")} | {
-        name: value for name, value in options.items() if name.startswith("cu_")
-    }
+    padding = options.get("key_padding_mask")
+    taken = ["causal", "window", "scale", "cu_seqlens", "cu_seqlens_k"]
+    if padding is not None and Intervals.of_padding(padding) is not None:
+        taken.append("key_padding_mask")
+    options = {name: value for name, value in options.items() if name in taken}
     weights = torch.randn(inputs[0].shape, generator=torch.Generator().manual_seed(1))
 
     def results(run, dtype, **more):

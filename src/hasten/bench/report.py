@@ -40,8 +40,8 @@ def build_report(
 ) -> dict[str, Any]:
     """The report of rungs that have run. `limits`: what measured the machine's limits beside them."""
     speed, device = SPEED_METRICS[kind], limits.rung.device
-    gpu = gpu_name(machine, device)
-    vendor = None if gpu is None else vendor_limits(gpu)
+    gpu = gpu_of(machine, device)
+    vendor = None if gpu is None else vendor_limits(gpu["name"])
     first = next((run for run in runs if run.error is None), None)
     rows: list[dict[str, Any]] = []
     for run in runs:
@@ -137,7 +137,7 @@ def _limits(limits: RungRun, vendor: Limits | None, device: str) -> dict[str, An
     return found
 
 
-def gpu_name(machine: Mapping[str, Any], device: str) -> str | None:
-    """The GPU that `device` is, of a report's machine; None for another device."""
+def gpu_of(machine: Mapping[str, Any], device: str) -> Mapping[str, Any] | None:
+    """The GPU that `device` is, of a report's machine (`hasten.machine.Gpu`); None for another device."""
     gpus, index = machine.get("gpus", []), int(device.partition(":")[2] or 0)
-    return gpus[index]["name"] if device.startswith("cuda") and index < len(gpus) else None
+    return gpus[index] if device.startswith("cuda") and index < len(gpus) else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from hasten.bench.report import SPEED_METRICS, gpu_name
+from hasten.bench.report import SPEED_METRICS, gpu_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -97,8 +97,11 @@ def limits_line(report: Mapping[str, Any]) -> str:
 def machine_line(machine: Mapping[str, Any], device: str = "cpu") -> str:
     """The machine in one line, as it stands under a picture."""
     torch = f"torch {machine.get('versions', {}).get('torch', 'unknown')}"
-    gpu = gpu_name(machine, device)
-    return f"{gpu}, {torch}" if gpu else f"{machine['cpu']}, {machine['physical_cores']} cores, {torch}"
+    gpu = gpu_of(machine, device)
+    if gpu is None:
+        return f"{machine['cpu']}, {machine['physical_cores']} cores, {torch}"
+    watts = gpu.get("power_limit_watts")
+    return ", ".join([gpu["name"], *([f"at most {watts:.0f} W"] if watts else []), torch])
 
 
 def standard_error(*, width: int) -> Console:

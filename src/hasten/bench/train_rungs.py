@@ -5,8 +5,11 @@
 - memory-efficient: attention in chunks; on a CPU, where PyTorch has none, ours.
 - flash: PyTorch's FlashAttention.
 - compile: torch.compile, block by block.
+- fp16: matrix products in float16 (autocast), the loss scaled so that gradients do not vanish; weights, gradients and
+  the loss stay in float32.
 - bf16: matrix products in bfloat16 (autocast); weights, gradients and the loss stay in float32. Left out, with all
-  that follows in float32, where the device only emulates bfloat16, unless it is asked for by name.
+  that follows in float32, where the device only emulates bfloat16, unless it is asked for by name. So is fp16, which
+  bf16 replaces.
 - padded-vocabulary: rows of embedding and head rounded up to a multiple of 64 (50,257 -> 50,304, 65 -> 128).
 - fused-optimizer-and-loss: one kernel updates many tensors; head and cross-entropy without all logits in memory.
 - keep-memory: freed memory stays in the process, in large pages (Linux, CPU).
@@ -46,6 +49,7 @@ RUNGS: Rungs = {
     "memory-efficient": ("memory-efficient attention", {"attention": "memory-efficient"}),
     "flash": ("flash attention", {"attention": "flash"}),
     "compile": ("torch.compile per block", {"compile": True}),
+    "fp16": ("fp16 autocast, scaled loss", {"precision": "float16"}),
     "bf16": ("bf16 autocast", {"precision": "bfloat16"}),
     "padded-vocabulary": ("padded vocabulary", {"pad_vocabulary_to": PADDING}),
     "fused-optimizer-and-loss": ("fused optimizer, chunked loss", {"fused_optimizer": True, "loss": None}),
@@ -58,7 +62,7 @@ RUNGS: Rungs = {
     "checkpoint-full": ("full checkpointing", {"checkpointing": "full"}),
     "layer-drop": (f"layer dropping, θ = {LAYER_DROP}", {"checkpointing": "none", "layer_drop": LAYER_DROP}),
 }
-REPLACED = ("attention", "checkpointing")  # techniques of which a rung replaces the one before
+REPLACED = ("attention", "precision", "checkpointing")  # techniques of which a rung replaces the one before
 
 
 def recipes(
@@ -82,8 +86,9 @@ def possible(device: str, *, vocab_size: int | None, wanted: tuple[str, ...] = (
     Raises ConfigError where a wanted one does not.
     """
     found = dict(RUNGS)
-    if "bf16" not in wanted and emulated("bfloat16", device) is not None:
-        del found["bf16"]
+    for name in ("fp16", "bf16"):
+        if name not in wanted and emulated(found[name][1]["precision"], device) is not None:
+            del found[name]
     reasons = {}
     if vocab_size is not None and vocab_size % PADDING == 0:
         reasons["padded-vocabulary"] = f"{vocab_size:,} tokens are a multiple of {PADDING} already"

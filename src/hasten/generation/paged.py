@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hasten.errors import ConfigError
 from hasten.generation.cache import key_value_memory
+from hasten.generation.sparse import SparseMasks
 from hasten.model.config import ModelConfig
 from hasten.ops.attention import AttentionRequest, AttentionSpec, LayerAttention
 from hasten.ops.attention.cache_rows import PLAIN, RowFormat
@@ -58,7 +59,7 @@ class PagedStep:
     all_layers: StackView
     positions: Tensor
     kernel: Callable[..., Tensor]
-    groups: Callable[[], list[PagedGroup]]
+    groups: Sequence[Callable[[], list[PagedGroup]]]  # of each layer
 
     @property
     def last(self) -> Tensor:
@@ -67,7 +68,8 @@ class PagedStep:
     @property
     def layers(self) -> list[PagedLayer]:
         """For the blocks one by one."""
-        return [PagedLayer(view, self.kernel, self.groups) for view in self.all_layers.layers]
+        layers = zip(self.all_layers.layers, self.groups, strict=True)
+        return [PagedLayer(view, self.kernel, groups) for view, groups in layers]
 
 
 class PagedCache:
@@ -89,8 +91,7 @@ class PagedCache:
         """
         if blocks < 1 or block_size < 1:
             raise ConfigError(f"a paged cache needs at least 1 block of 1 token; found {blocks} of {block_size}")
-        if config.attention_pattern is not None:
-            raise ConfigError("a paged cache serves no model with a sparse attention pattern; use hasten.generate")
+        self.config, self.sparse = config, None
         self.blocks, self.block_size = blocks, block_size
         self.device = torch.device(device)
         layers = len(config.layers)
@@ -99,7 +100,10 @@ class PagedCache:
         self.k, self.v = list(self._memory[:layers]), list(self._memory[layers:])
         spec = AttentionSpec(heads=config.heads, kv_heads=config.kv_heads, head_dim=config.head_dim, scale=1.0)
         self.row_format = row_format
-        request = AttentionRequest(spec=spec, device=self.device, dtype=dtype, cache_bits=row_format.bits)
+        sparse = config.attention_pattern is not None
+        request = AttentionRequest(
+            spec=spec, device=self.device, dtype=dtype, cache_bits=row_format.bits, block_mask=sparse
+        )
         self.kernel = pick(PAGED_KERNELS, request)
 
     @staticmethod
@@ -162,7 +166,20 @@ class PagedCache:
             rows=self.row_format,
         )
         all_layers = StackView(self.k, self.v, metadata)
-        return PagedStep(all_layers, there(positions[None]), self.kernel.run, groups)
+        return PagedStep(all_layers, there(positions[None]), self.kernel.run, self._seen(groups, int(seq_lens.max())))
+
+    def _seen(self, groups: Callable[[], list[PagedGroup]], longest: int) -> Sequence[Callable[[], list[PagedGroup]]]:
+        """The groups as each layer sees them: all alike, or with the masks of a sparse pattern."""
+        layers = range(len(self.config.layers))
+        if self.config.attention_pattern is None:
+            return [groups for _ in layers]
+        if self.sparse is None or self.sparse.positions < longest:
+            self.sparse = SparseMasks(self.config, positions=1 << longest.bit_length(), device=self.device)
+        sparse, found = self.sparse, []
+        for group in groups():
+            places = torch.arange(group.slots.shape[1], device=self.device)
+            found.append([group._replace(mask=mask) for mask in sparse.masks(group.positions, places)])
+        return [lambda layer=layer: [masked[layer] for masked in found] for layer in layers]
 
 
 def _independent(pairs: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:

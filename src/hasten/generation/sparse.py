@@ -21,7 +21,10 @@ class SparseMasks:
     def __init__(self, config: ModelConfig, *, positions: int, device: torch.device | str) -> None:
         assert config.attention_pattern is not None
         self.pattern: Pattern = config.attention_pattern
-        self.heads, self.count = config.heads, len(config.layers)
+        self.positions, self.heads, self.count = positions, config.heads, len(config.layers)
+        self.tables: list[Tensor] = []
+        if self.pattern.period is not None:  # known of any two positions
+            return
         blocks = -(-positions // self.pattern.block)
         drawn = getattr(self.pattern, "random_blocks", 0) > 0
         own = [
@@ -34,8 +37,11 @@ class SparseMasks:
 
         places may also be (B, S); a place below zero holds no key.
         """
-        block = self.pattern.block
+        block, period = self.pattern.block, self.pattern.period
         earlier = visible(positions, places) & (places >= 0).unsqueeze(-2)  # (B, T, S)
+        if period is not None:
+            behind = (positions // block).unsqueeze(-1) - (places // block).unsqueeze(-2)
+            return [earlier & (behind % period == 0)] * self.count
         made: dict[int, Tensor] = {}
         for table in self.tables:
             if id(table) not in made:

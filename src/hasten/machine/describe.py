@@ -2,6 +2,8 @@
 
 import importlib.metadata
 import platform
+import re
+import subprocess
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -15,11 +17,19 @@ PACKAGES = ("hasten", "torch", "transformers", "triton", "numpy", "safetensors",
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One GPU: name, memory in bytes, compute capability ("9.0")."""
+    """One GPU: name, memory in bytes, compute capability ("9.0"), and what its speed depends on (NVIDIA's only).
+
+    Clocks in MHz, of the multiprocessors and of the memory: the present ones and the highest; the power limit in watts.
+    """
 
     name: str
     memory_bytes: int
     capability: str
+    clock_mhz: float | None = None
+    highest_clock_mhz: float | None = None
+    memory_clock_mhz: float | None = None
+    highest_memory_clock_mhz: float | None = None
+    power_limit_watts: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,4 +95,30 @@ def _gpus() -> tuple[Gpu, ...]:
     if not torch.cuda.is_available():
         return ()
     properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    return tuple(Gpu(p.name, p.total_memory, f"{p.major}.{p.minor}") for p in properties)
+    rates = _rates()
+    return tuple(
+        Gpu(
+            p.name,
+            p.total_memory,
+            f"{p.major}.{p.minor}",
+            *rates.get(str(getattr(p, "uuid", "")).removeprefix("GPU-"), ()),
+        )
+        for p in properties
+    )
+
+
+def _rates() -> dict[str, tuple[float | None, ...]]:
+    """The clocks and power limits of `Gpu` by the GPUs' uuids, from the driver's nvidia-smi; {} where it has none."""
+    fields = "uuid,clocks.sm,clocks.max.sm,clocks.mem,clocks.max.mem,power.limit"
+    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    found = {}
+    for line in said.splitlines():
+        uuid, *numbers = (part.strip() for part in line.split(","))
+        found[uuid.removeprefix("GPU-")] = tuple(
+            float(x) if re.fullmatch(r"[\d.]+", x) else None for x in numbers
+        )  # "[N/A]"
+    return found

@@ -74,9 +74,9 @@ def explain(model: Transformer) -> list[Binding]:
             bindings.append(Binding(layer, "block", "readable", [Refusal("fused", reason)]))
             assert isinstance(block.attention, Attention)
             bindings += _attention_bindings(layer, block.attention)
-            if model.config.attention_pattern is None:  # which no paged cache serves
-                request = replace(block.attention.request(), dtype=model.compute_dtype)
-                bindings.append(_binding(layer, "paged attention", PAGED_KERNELS, request))
+            sparse = model.config.attention_pattern is not None
+            request = replace(block.attention.request(), dtype=model.compute_dtype, block_mask=sparse)
+            bindings.append(_binding(layer, "paged attention", PAGED_KERNELS, request))
         bindings += _linear_bindings(layer, block)
     return bindings + _linear_bindings(-1, model.head)
 

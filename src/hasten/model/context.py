@@ -11,6 +11,7 @@ from hasten.errors import ConfigError
 from hasten.model.transformer import Attention, Transformer
 from hasten.ops.attention import LayerAttention
 from hasten.ops.attention.block_mask import BlockMask
+from hasten.ops.attention.inputs import Intervals
 from hasten.ops.attention.layer import Mask
 from hasten.ops.attention.masks import visible
 from hasten.ops.attention.packed import document_intervals
@@ -18,17 +19,17 @@ from hasten.ops.attention.view import AttentionMetadata, KVView
 
 
 class PlainLayer:
-    """Attends only to the tokens at hand: all up to each one (None), or what the mask says."""
+    """Attends only to the tokens at hand: all up to each one (None), or what mask and intervals say."""
 
-    def __init__(self, mask: Mask = None) -> None:
-        self.mask = mask
+    def __init__(self, mask: Mask = None, intervals: Intervals | None = None) -> None:
+        self.mask, self.intervals = mask, intervals
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, *, attention: LayerAttention, dropout: float) -> Tensor:
-        return attention(q, k, v, mask=self.mask, dropout=dropout)
+        return attention(q, k, v, mask=self.mask, intervals=self.intervals, dropout=dropout)
 
     def view(self, *, batch: int, tokens: int, kv_heads: int, head_dim: int) -> KVView:
         """A cache for just this call, for a kernel that writes and reads one itself (on the CPU, in bfloat16)."""
-        if self.mask is not None:
+        if self.mask is not None or self.intervals is not None:
             raise ConfigError("the fused kernels know no packed documents; give each its own row, or load unfused")
         rows = batch * tokens
         k = torch.zeros(rows + 1, kv_heads, head_dim, dtype=torch.bfloat16)
@@ -44,7 +45,8 @@ class TrainingContext:
     documents (B, T), if given, numbers the document of each token; attention stays inside it.
 
     intervals: documents are handed to the kernels as the first and last key of each token, and not as a (B, T, T)
-    mask. blocks: the block mask of each layer, of as many tokens as the pass will have.
+    mask. blocks: the block mask of each layer, of as many tokens as the pass will have; with them documents always are
+    intervals.
     """
 
     all_layers = None
@@ -59,39 +61,38 @@ class TrainingContext:
         blocks: Sequence[BlockMask] | None = None,
     ) -> None:
         if blocks is not None:
-            self.layers = [PlainLayer(mask) for mask in blocks]
+            own = None if documents is None else document_intervals(documents)
+            self.layers = [PlainLayer(mask, own) for mask in blocks]
             return
-        by_window = {window: PlainLayer(_mask(documents, window, intervals)) for window in set(windows)}
+        by_window = {window: _layer(documents, window, intervals) for window in set(windows)}
         self.layers = [by_window[window] for window in windows]
 
 
-def _mask(documents: Tensor | None, window: int | None, intervals: bool) -> Mask:
+def _layer(documents: Tensor | None, window: int | None, intervals: bool) -> PlainLayer:
     if documents is None:
-        return None
+        return PlainLayer()
     if intervals:
-        return document_intervals(documents, window)
+        return PlainLayer(intervals=document_intervals(documents, window))
     places = torch.arange(documents.shape[-1], device=documents.device)
     same = documents.unsqueeze(-1) == documents.unsqueeze(-2)  # (B, T, T)
-    return same & visible(places, places, window)
+    return PlainLayer(same & visible(places, places, window))
 
 
 def training_context(model: Transformer, tokens: int, documents: Tensor | None = None) -> TrainingContext:
     """The context in which `model` sees rows of so many tokens at once, its sparse pattern included.
 
     documents: int64 (B, T), as in `TrainingContext`; without a mask where every layer's kernel can do without one.
-    Raises ConfigError for documents in a model with a pattern.
+    Raises ConfigError for documents in a model with a pattern whose kernel cannot keep them apart (on CUDA).
     """
     config, pattern = model.config, model.config.attention_pattern
     windows = [layer.window for layer in config.layers]
+    attentions = [getattr(block, "attention", None) for block in model.blocks]  # None: a fused block
+    fits = all(isinstance(attention, Attention) and attention.takes_intervals for attention in attentions)
     if pattern is None:
-        if documents is None:
-            return TrainingContext(windows)
-        attentions = [getattr(block, "attention", None) for block in model.blocks]  # None: a fused block
-        fits = all(isinstance(attention, Attention) and attention.takes_intervals for attention in attentions)
         return TrainingContext(windows, documents, intervals=fits)
-    if documents is not None:
-        raise ConfigError("a model with a sparse attention pattern cannot keep packed documents apart")
+    if documents is not None and not fits:
+        raise ConfigError("the attention kernel of this model's sparse pattern cannot keep packed documents apart here")
     masks = [BlockMask.of(pattern, tokens, heads=config.heads, layer=layer) for layer in range(len(windows))]
     for mask in masks:  # ready for the layers' kernels
         mask.prepare(model.device)
-    return TrainingContext(windows, blocks=masks)
+    return TrainingContext(windows, documents, blocks=masks)

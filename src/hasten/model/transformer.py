@@ -70,7 +70,8 @@ class Attention(nn.Module):
         self.q_norm = norm_of(config, size) if config.qk_norm else None
         self.k_norm = norm_of(config, size) if config.qk_norm else None
         pattern = config.attention_pattern
-        self.block_size = None if pattern is None else pattern.block  # of a sparse pattern
+        # Of a sparse pattern that is more than a regrouping of plain attention.
+        self.block_size = None if pattern is None or pattern.period is not None else pattern.block
         self.dropout = config.dropout
         self.spec = AttentionSpec(
             heads=config.heads,
@@ -88,7 +89,12 @@ class Attention(nn.Module):
         dtype = torch.float32 if isinstance(getattr(self.q, "base", self.q), WideLinear) else like.dtype
         sparse = self.block_size is not None
         return AttentionRequest(
-            spec=self.spec, device=like.device, dtype=dtype, block_mask=sparse, block_size=self.block_size
+            spec=self.spec,
+            device=like.device,
+            dtype=dtype,
+            block_mask=sparse,
+            block_size=self.block_size,
+            dropout=self.dropout > 0,
         )
 
     def bind(self, kernel: str | None = None) -> None:
@@ -97,8 +103,9 @@ class Attention(nn.Module):
 
     @property
     def takes_intervals(self) -> bool:
-        """The kernel needs no mask for packed documents, only the first and last key of each query."""
-        return self.kernels.tokens.name == "native" and not self.dropout
+        """The kernels need no mask for packed documents, only the first and last key of each query."""
+        used = {self.kernels.tokens.name, self.kernels.dropout.name if self.dropout else "native"}
+        return used <= {"native", "native-sparse"}
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, layer: LayerContext) -> Tensor:
         q, k, v = self.project(x)

@@ -4,7 +4,8 @@ The choice is made when a model is bound (loaded, compiled) and stored in the la
 path. The idea of printing every candidate with the reasons against it is xformers' dispatcher's.
 """
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -38,6 +39,30 @@ class Choice:
 
     kernel: str
     others: tuple[tuple[str, str], ...]
+
+
+_listeners: list[list[Choice]] = []
+
+
+@contextlib.contextmanager
+def explained() -> Iterator[list[Choice]]:
+    """Within it, a list of what every call that picks its kernel by itself took, and why not the others.
+
+    For operators that are called and not bound, as `hasten.ops.attention.attention`, in whosever module they stand.
+    """
+    found: list[Choice] = []
+    _listeners.append(found)
+    try:
+        yield found
+    finally:
+        _listeners.remove(found)
+
+
+def pick_at_call(kernels: Sequence[Kernel[Request]], request: Request, *, forced: str | None = None) -> Kernel[Request]:
+    """`pick`, told to those who listen (`explained`)."""
+    for found in _listeners:
+        found.append(explain(kernels, request, forced=forced))
+    return pick(kernels, request, forced=forced)
 
 
 def explain(kernels: Sequence[Kernel[Request]], request: Request, *, forced: str | None = None) -> Choice:

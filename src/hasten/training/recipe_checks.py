@@ -60,9 +60,6 @@ def wrong_values(recipe: Recipe, values: Mapping[str, Any]) -> Iterator[str]:
     positions = recipe.model.max_positions
     if recipe.init is None and positions is not None and positions < data.context:
         yield f"model.max_positions is {positions} and data.context {data.context}: it must be at least as much"
-    sparse = recipe.model.attention_pattern is not None and recipe.init is None
-    if sparse and (recipe.dropout or data.separate_documents):
-        yield "with model.attention_pattern there can be no dropout and no data.separate_documents"
     if recipe.lora.rank is not None and (recipe.init is None or not recipe.lora.targets):
         yield "lora.rank goes with a model to start from (--init) and with targets (lora.targets)"
     if recipe.lora.rank is not None and recipe.qat.bits is not None:

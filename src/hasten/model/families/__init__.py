@@ -70,6 +70,6 @@ def _attention_pattern(values: Mapping[str, Any], where: str) -> Pattern | None:
     except ConfigError as error:
         raise CheckpointError(f"{where}: hasten.attention_pattern: {error}") from None
     reason = tiles_refusal(pattern.block)
-    if reason is not None:
+    if reason is not None and pattern.period is None:
         raise CheckpointError(f"{where}: hasten.attention_pattern: {reason}")
     return pattern

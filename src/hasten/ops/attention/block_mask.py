@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -106,6 +106,8 @@ class BlockMask:
 
     def prepare(self, device: torch.device) -> None:
         """Make the forms that the kernels of a device take now, and not inside a compiled step."""
+        if self.layout.period is not None:
+            return
         if device.type == "cuda":
             self.flex(self.keys, device)
         elif tiles_refusal(self.layout.block) is None and obtainable("training"):
@@ -170,7 +172,7 @@ def _tiles(layout: BlockLayout, keys: int) -> MaskTiles:
     )
 
 
-def _tile_row(layout: BlockLayout, rows: tuple[tuple[int, ...], ...], tile: int) -> dict[int, int]:
+def _tile_row(layout: BlockLayout, rows: tuple[Sequence[int], ...], tile: int) -> dict[int, int]:
     """The tiles that a row of tiles sees, with their cells."""
     if layout.block >= TILE:
         whole = layout.block // TILE  # tiles of a block

@@ -46,10 +46,11 @@ def check(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, inputs: Attentio
         )
     if key_padding is not None:
         expected = (k.shape[0], k.shape[1])
-        if key_padding.dtype != torch.bool or tuple(key_padding.shape) != expected:
+        lengths = key_padding.dtype in INTEGERS and key_padding.shape == (k.shape[0],)
+        if not lengths and (key_padding.dtype != torch.bool or key_padding.shape != expected):
             raise ConfigError(
-                f"key_padding_mask must be bool of shape {expected}, True for keys that exist; "
-                f"found {key_padding.dtype}, {tuple(key_padding.shape)}"
+                f"key_padding_mask must be bool of shape {expected}, True for keys that exist, or lengths, integers "
+                f"{expected[:1]}; found {key_padding.dtype}, {tuple(key_padding.shape)}"
             )
     _check_scores(q, k, inputs)
     if block_mask is not None:
@@ -62,8 +63,12 @@ def check(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, inputs: Attentio
         if spec.causal and not block_mask.causal:
             raise ConfigError("causal=True was given with a block mask that lets queries see later keys")
     if inputs.documents is not None:
-        if any(other is not None for other in (mask, key_padding, inputs.bias, block_mask)):
-            raise ConfigError("packed documents (cu_seqlens) go with causal, window, ALiBi and soft-capping only")
+        if any(other is not None for other in (mask, key_padding, inputs.bias)):
+            raise ConfigError(
+                "packed documents (cu_seqlens) go with causal, window, block mask, ALiBi and soft-capping only"
+            )
+        if block_mask is not None and inputs.documents.keys is not inputs.documents.queries:
+            raise ConfigError("with a block mask, queries and keys are packed alike: give no cu_seqlens_k")
         _check_documents(q, k, inputs.documents)
 
 

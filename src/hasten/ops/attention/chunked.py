@@ -30,7 +30,8 @@ def chunked(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, inputs: Attent
     # One number from PyTorch's generator decides all of the dropout, so that the backward pass can repeat it.
     seed = int(torch.randint(1 << 62, ()).item()) if inputs.dropout else 0
     with torch.autocast(q.device.type, enabled=False):
-        tensors = (inputs.mask, inputs.key_padding, inputs.bias, inputs.alibi)
+        low, high = inputs.intervals or (None, None)
+        tensors = (inputs.mask, inputs.key_padding, inputs.bias, inputs.alibi, low, high)
         return _Chunked.apply(spec, inputs.dropout, seed, q, k, v, *tensors)
 
 
@@ -59,9 +60,9 @@ class _Chunked(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        result, lse, q, k, v, mask, key_padding, bias, alibi = ctx.saved_tensors
-        dropout, seed = ctx.dropout, ctx.seed
-        work = ChunkPlan.of(ctx.spec, q, k, v, mask, key_padding, bias, alibi)
+        result, lse, q, k, v, *others = ctx.saved_tensors
+        dropout, seed, bias = ctx.dropout, ctx.seed, others[2]
+        work = ChunkPlan.of(ctx.spec, q, k, v, *others)
         d_out, out = work.inside(gradients[0]), work.inside(result)  # (B, Hkv, G, T, D)
         d_result = q.new_empty(q.shape)
         d_q = work.inside(d_result)
@@ -91,7 +92,7 @@ class _Chunked(torch.autograd.Function):
         d_k.mul_(work.root)
         d_k, d_v = work.outside(d_k.to(k.dtype)), work.outside(d_v.to(v.dtype))
         of_bias = None if d_bias is None else d_bias.to(bias.dtype)
-        return None, None, None, d_result, d_k, d_v, None, None, of_bias, None
+        return None, None, None, d_result, d_k, d_v, None, None, of_bias, None, None, None
 
 
 def _kept(chunk: Chunk, like: Tensor, dropout: float, seed: int) -> Tensor:

@@ -59,12 +59,14 @@ class ChunkPlan:
     key_padding: Tensor | None
     bias: Tensor | None
     alibi: Tensor | None
+    low: Tensor | None
+    high: Tensor | None
 
     @classmethod
     def of(cls, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None) -> Self:
         """From q, k, v (B, T, H, D), in the order that the products want; keys and values are never repeated.
 
-        others: mask, key_padding, bias and alibi of the `AttentionInputs`.
+        others: mask, key_padding, bias, alibi and intervals (low, high) of the `AttentionInputs`.
         """
         # Half of the scale goes into each factor, so that the products cannot overflow in half precision; as a power of
         # two, so that nothing is rounded. What is left of it, 1 to 4, multiplies the scores in float32.
@@ -105,19 +107,23 @@ class ChunkPlan:
                         slice(b, b + sequences),
                         slice(h, h + heads),
                         slice(start, stop),
-                        self._seen(start, stop),
+                        self._seen(slice(b, b + sequences), start, stop),
                     )
                     number += 1
 
-    def _seen(self, start: int, stop: int) -> slice:
-        """The keys that some query of the chunk may see by causality and window; at least one."""
+    def _seen(self, batch: slice, start: int, stop: int) -> slice:
+        """The keys that some query of the chunk may see by causality, window and intervals; at least one."""
         keys, queries = self.k.shape[2], self.q.shape[3]
-        if self.mask is not None or not self.spec.causal:
-            return slice(0, keys)
-        last = max(1, keys - queries + stop)
-        if self.spec.window is None:
-            return slice(0, last)
-        return slice(min(last - 1, max(0, keys - queries + start - self.spec.window + 1)), last)
+        first, last = 0, keys
+        if self.mask is None and self.spec.causal:
+            last = max(1, keys - queries + stop)
+            if self.spec.window is not None:
+                first = max(0, keys - queries + start - self.spec.window + 1)
+        if self.low is not None and self.low.device.type == "cpu" and not torch.compiler.is_compiling():
+            rows = slice(0, 1) if self.low.shape[1] == 1 else slice(start, stop)
+            first = max(first, int(self.low[batch, rows].min()))
+            last = max(1, min(last, int(self.high[batch, rows].max()) + 1))
+        return slice(min(last - 1, first), last)
 
     def scores(self, chunk: Chunk) -> tuple[Tensor, Tensor | None]:
         """A chunk's scores in float32, (B', Hkv', G, t, s), with -infinity for keys that are not seen.
@@ -146,6 +152,9 @@ class ChunkPlan:
             scores.masked_fill_(~own, float("-inf"))
         elif self.spec.causal:
             scores.masked_fill_(~visible(places, key_places, self.spec.window), float("-inf"))
+        if self.low is not None and self.high is not None:
+            low, high = (_cut(x[chunk.batch], 1, chunk.queries)[:, None, None, :, None] for x in (self.low, self.high))
+            scores.masked_fill_((key_places < low) | (key_places > high), float("-inf"))
         if self.key_padding is not None:
             scores.masked_fill_(~self.key_padding[chunk.batch, None, None, None, chunk.seen], float("-inf"))
         return scores, slope

@@ -17,10 +17,14 @@ LOG2_E = math.log2(math.e)
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What is computed, apart from q, k, v. *_starts (documents + 1,): of documents. window, softcap 0: none."""
+    """What is computed, apart from q, k, v. *_starts (documents + 1,): of documents. window, softcap 0: none.
+
+    key_bounds (B, 2) int32: the first key of each sequence that exists, and one past the last.
+    """
 
     query_starts: Tensor | None
     key_starts: Tensor | None
+    key_bounds: Tensor | None
     scale: float
     causal: bool = True
     window: int = 0
@@ -52,6 +56,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *, problem: Problem, tiles: Tiles |
             out,
             lse,
             plan,
+            problem.key_bounds,
             *(x.stride()[:3] for x in (q, k, v, out)),
             queries,
             k.shape[1],
@@ -102,6 +107,7 @@ def backward(
             delta,
             dq,
             plan,
+            problem.key_bounds,
             *strides,
             out.stride()[:3],
             d_out.stride()[:3],
@@ -121,6 +127,7 @@ def backward(
             dk,
             dv,
             plan,
+            problem.key_bounds,
             *strides,
             d_out.stride()[:3],
             dk.stride()[:3],
@@ -166,6 +173,7 @@ def _options(q: Tensor, k: Tensor, problem: Problem, tiles: Tiles) -> dict[str, 
         inner=2 * LOG2_E * problem.scale / cap if cap else 0.0,
         causal=problem.causal,
         has_window=problem.window > 0,
+        padded=problem.key_bounds is not None,
         group=q.shape[2] // k.shape[2],
         d=q.shape[3],
         d_side=side(q.shape[3]),

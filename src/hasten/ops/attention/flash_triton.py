@@ -31,14 +31,16 @@ def flash_attention(
     scale: float | None = None,
     query_starts: Tensor | None = None,
     key_starts: Tensor | None = None,
+    key_bounds: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of q (B, T, H, D) over k, v (B, S, Hkv, D): the result (B, T, H, D) and the log-sum-exp (B, H, T).
 
     bfloat16 or float16 on CUDA, also float32 and float64 in Triton's interpreter; D up to 256. The T queries are the
     last of the S positions; a query that sees no key has zeros and a log-sum-exp of -inf. The log-sum-exp is float32 of
     the scaled (and capped) scores, and differentiable like the result. query_starts and key_starts, integers
-    (documents + 1,) from 0 to T and to S, pack documents that do not see each other into a batch of one. Raises
-    ConfigError for what does not fit.
+    (documents + 1,) from 0 to T and to S, pack documents that do not see each other into a batch of one. key_bounds,
+    int32 (B, 2): the first key of each sequence that exists, and one past the last. Raises ConfigError for what does
+    not fit.
     """
     alike = q.dim() == k.dim() == 4 and k.shape == v.shape and q.shape[::3] == k.shape[::3]
     if not alike or not k.shape[2] or q.shape[2] % k.shape[2] or not 0 < q.shape[3] <= LARGEST_HEAD:
@@ -61,14 +63,18 @@ def flash_attention(
                 f"starts of documents are integers (documents + 1,) beside a batch of one; found {x.dtype} "
                 f"{tuple(x.shape)}, a batch of {q.shape[0]}"
             )
+    if key_bounds is not None and (key_bounds.shape != (q.shape[0], 2) or key_bounds.dtype != torch.int32):
+        raise ConfigError(f"key_bounds are int32 ({q.shape[0]}, 2); found {key_bounds.dtype} {tuple(key_bounds.shape)}")
+    key_bounds = None if key_bounds is None else key_bounds.contiguous()
     scale = q.shape[3] ** -0.5 if scale is None else scale
-    out, lse = operator(q, k, v, query_starts, key_starts, scale, causal, window or 0, softcap or 0.0)
+    out, lse = operator(q, k, v, query_starts, key_starts, key_bounds, scale, causal, window or 0, softcap or 0.0)
     return out, lse
 
 
 def flash_triton(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, inputs: AttentionInputs) -> Tensor:
-    """Same contract as `reference`, with packed documents and nothing else."""
+    """Same contract as `reference`, with packed documents or one interval of keys a sequence, and nothing else."""
     starts = (None, None) if inputs.documents is None else inputs.documents
+    there = inputs.intervals
     out, _ = flash_attention(
         q,
         k,
@@ -79,12 +85,15 @@ def flash_triton(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, inputs: A
         scale=spec.scale,
         query_starts=starts[0],
         key_starts=starts[1],
+        key_bounds=None if there is None else torch.cat([there.low, there.high + 1], dim=1),
     )
     return out
 
 
 # The fields of `Problem`, as torch's schemas have them.
-PROBLEM = "Tensor? query_starts, Tensor? key_starts, float scale, bool causal, int window, float softcap"
+PROBLEM = (
+    "Tensor? query_starts, Tensor? key_starts, Tensor? key_bounds, float scale, bool causal, int window, float softcap"
+)
 
 
 @torch.library.custom_op(
@@ -120,18 +129,18 @@ def _(d_out: Tensor, d_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *res
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs[:3], *output, *inputs[3:5])
-    ctx.options = inputs[5:]
+    ctx.save_for_backward(*inputs[:3], *output, *inputs[3:6])
+    ctx.options = inputs[6:]
     ctx.set_materialize_grads(False)
 
 
 def _gradients(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-    q, k, v, out, lse, query_starts, key_starts = ctx.saved_tensors
+    q, k, v, out, lse, *where = ctx.saved_tensors
     if d_out is None and d_lse is None:
-        return (None,) * 9
+        return (None,) * 10
     d_out = torch.zeros_like(out) if d_out is None else d_out
-    found = backward_operator(d_out, d_lse, q, k, v, out, lse, query_starts, key_starts, *ctx.options)
-    return (*found, *(None,) * 6)
+    found = backward_operator(d_out, d_lse, q, k, v, out, lse, *where, *ctx.options)
+    return (*found, *(None,) * 7)
 
 
 operator.register_autograd(_gradients, setup_context=_save)

@@ -9,6 +9,7 @@ import triton.language as tl
 
 from hasten.ops.attention.flash_triton_kernels import (
     capped,
+    existing,
     head_base,
     keys_of_tile,
     load_tile,
@@ -30,7 +31,8 @@ def load_terms(at, first, rows, BLOCK: tl.constexpr, CHECK: tl.constexpr, OTHER:
 
 @triton.jit
 def walk_queries(
-    acc, query, d_out, lse, delta, k, v, k_stride, v_stride, position, keys, window, start, whole, until, stop,
+    acc, query, d_out, lse, delta, k, v, k_stride, v_stride, position, keys, low, high, window,
+    start, whole, until, stop,
     C: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """One stretch of keys: probabilities again from the log-sum-exp, and with them the queries' gradient."""
@@ -42,7 +44,7 @@ def walk_queries(
         x = capped(tl.dot(query, tl.trans(key), input_precision="ieee", out_dtype=acc.dtype), C)
         p = tl.exp2(x * C.factor - lse[:, None])
         if MASKED:
-            seen = visible(i[:, None], n + tl.arange(0, C.block_k)[None, :], keys, window, C)
+            seen = visible(i[:, None], n + tl.arange(0, C.block_k)[None, :], low, high, window, C)
             p = tl.where(seen, p, 0.0)
         if C.inner > 0:
             p = p * (1 - x * x)  # the slope of tanh
@@ -66,6 +68,7 @@ def backward_queries(
     delta,  # (B, H, T), written: the sum of d_out · out, less d_lse
     dq,  # (B, T, H, D), written
     plan,
+    bounds,
     q_strides,
     k_strides,
     v_strides,
@@ -97,20 +100,21 @@ def backward_queries(
     query = load_tile(head_base(q, q_strides, b, row, head), first, own, q_strides[1], C.block_q, C, True)
     key = head_base(k, k_strides, b, key_row, head // C.group)
     value = head_base(v, v_strides, b, key_row, head // C.group)
-    start, whole, until, stop = keys_of_tile(first, own, others, window, C)
+    low, high = existing(bounds, b, others)
+    start, whole, until, stop = keys_of_tile(first, own, others, low, high, window, C)
     position = first + others - own
     acc = tl.full((C.block_q, C.d_side), 0.0, dtype=kind)
     for masked in tl.static_range(1, -1, -1):
         acc = walk_queries(
-            acc, query, grad, row_lse, term, key, value, k_strides[1], v_strides[1], position, others, window,
-            start, whole, until, stop, C, masked,
+            acc, query, grad, row_lse, term, key, value, k_strides[1], v_strides[1], position, others, low, high,
+            window, start, whole, until, stop, C, masked,
         )  # fmt: skip
     store_tile(head_base(dq, out_strides, b, row, head), first, own, out_strides[1], acc * C.scale, C.block_q, C)
 
 
 @triton.jit
 def walk_keys(
-    dk, dv, key, value, q, d_out, lse, delta, q_stride, d_out_stride, first, queries, keys, window,
+    dk, dv, key, value, q, d_out, lse, delta, q_stride, d_out_stride, first, queries, keys, low, high, window,
     start, whole, until, stop,
     C: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -125,7 +129,7 @@ def walk_keys(
         p = tl.exp2(x * C.factor - load_terms(lse, m, queries, C.block_q, MASKED, float("inf"))[None, :])
         if MASKED:
             r = m + tl.arange(0, C.block_q)
-            seen = visible((r + keys - queries)[None, :], j[:, None], keys, window, C)
+            seen = visible((r + keys - queries)[None, :], j[:, None], low, high, window, C)
             p = tl.where(seen, p, 0.0)
         grad = load_tile(d_out, m, queries, d_out_stride, C.block_q, C, MASKED)
         dv = tl.dot(p.to(grad.dtype), grad, dv, input_precision="ieee", out_dtype=dv.dtype)
@@ -148,6 +152,7 @@ def backward_keys(
     dk,  # (B, S, Hkv, D), written
     dv,
     plan,  # of the keys' tiles
+    bounds,
     q_strides,
     k_strides,
     v_strides,
@@ -164,7 +169,8 @@ def backward_keys(
     first = tile * C.block_k
     key = load_tile(head_base(k, k_strides, b, key_row, kv_head), first, own, k_strides[1], C.block_k, C, True)
     value = load_tile(head_base(v, v_strides, b, key_row, kv_head), first, own, v_strides[1], C.block_k, C, True)
-    start, whole, until, stop = queries_of_tile(first, others, own, window, C)
+    low, high = existing(bounds, b, own)
+    start, whole, until, stop = queries_of_tile(first, others, own, low, high, window, C)
     dk_tile = tl.full((C.block_k, C.d_side), 0.0, dtype=delta.dtype.element_ty)
     dv_tile = tl.full((C.block_k, C.d_side), 0.0, dtype=delta.dtype.element_ty)
     for g in range(C.group):
@@ -175,7 +181,7 @@ def backward_keys(
         for masked in tl.static_range(1, -1, -1):
             dk_tile, dv_tile = walk_keys(
                 dk_tile, dv_tile, key, value, query, grad, log2_lse + at, delta + at, q_strides[1], d_out_strides[1],
-                first, others, own, window, start, whole, until, stop,
+                first, others, own, low, high, window, start, whole, until, stop,
                 C, masked,
             )  # fmt: skip
     place_k = head_base(dk, dk_strides, b, key_row, kv_head)

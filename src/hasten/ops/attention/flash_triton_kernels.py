@@ -19,8 +19,9 @@ import triton.language as tl
 class Constants:
     """What the compiler knows of a call, C in the kernels: a kernel is compiled for each.
 
-    group: query heads of one key/value head. d: the head size, d_side: its next power of two, as a tile has it.
-    block_q, block_k: queries and keys of a tile. tl.zeros takes no such number as a size, tl.full does.
+    padded: not all keys of a sequence exist. group: query heads of one key/value head. d: the head size, d_side: its
+    next power of two, as a tile has it. block_q, block_k: queries and keys of a tile. tl.zeros takes no such number as
+    a size, tl.full does.
     """
 
     scale: float
@@ -28,6 +29,7 @@ class Constants:
     inner: float
     causal: bool
     has_window: bool
+    padded: bool = False
     group: int
     d: int
     d_side: int
@@ -84,9 +86,20 @@ def store_tile(base, first, rows, stride, tile, BLOCK: tl.constexpr, C: tl.const
 
 
 @triton.jit
-def visible(i, j, keys, window, C: tl.constexpr):
-    """Whether the query at position i sees key j; both broadcast against each other."""
-    seen = i >= j if C.causal else j < keys  # causal: the last query stands at the last key, none sees further
+def existing(bounds, b, keys):
+    """The first key of sequence b that exists, and where they end; bounds (B, 2) int32."""
+    if bounds is not None:
+        return tl.maximum(tl.load(bounds + 2 * b), 0), tl.minimum(tl.load(bounds + 2 * b + 1), keys)
+    else:  # noqa: RET505
+        return tl.cast(0, tl.int32), keys
+
+
+@triton.jit
+def visible(i, j, low, high, window, C: tl.constexpr):
+    """Whether the query at position i sees key j, of which low … high - 1 exist; i and j broadcast."""
+    seen = i >= j if C.causal else j < high  # causal: the last query stands at the last key, none sees further
+    if C.padded:
+        seen = seen & (j >= low) & (j < high)
     if C.has_window:
         seen = seen & (i - j < window)
     return seen
@@ -101,10 +114,10 @@ def capped(products, C: tl.constexpr):
 
 
 @triton.jit
-def keys_of_tile(first, queries, keys, window, C: tl.constexpr):
+def keys_of_tile(first, queries, keys, low, high, window, C: tl.constexpr):
     """Which keys a tile of queries meets: start, whole from, whole until, stop; all but stop are tiles' edges."""
     position = first + keys - queries  # of the first query: the last query stands where the last key does
-    start = tl.cast(0, tl.int32)
+    least = tl.cast(0, tl.int32)  # the first key that is seen
     whole = tl.cast(0, tl.int32)
     until = keys // C.block_k * C.block_k
     stop = keys
@@ -113,28 +126,42 @@ def keys_of_tile(first, queries, keys, window, C: tl.constexpr):
         stop = tl.minimum(stop, position + C.block_q)
     stop = tl.where(first < queries, tl.maximum(stop, 0), 0)
     if C.has_window:
-        start = tl.maximum(position - window + 1, 0) // C.block_k * C.block_k
+        least = tl.maximum(position - window + 1, 0)
         whole = tl.cdiv(tl.maximum(position + C.block_q - window, 0), C.block_k) * C.block_k
-        whole = tl.minimum(whole, tl.cdiv(stop, C.block_k) * C.block_k)
+    if C.padded:
+        least = tl.maximum(least, low)
+        whole = tl.maximum(whole, tl.cdiv(low, C.block_k) * C.block_k)
+        until = tl.minimum(until, high // C.block_k * C.block_k)
+        stop = tl.where(least < tl.minimum(stop, high), tl.minimum(stop, high), 0)
+    start = least // C.block_k * C.block_k
+    whole = tl.minimum(whole, tl.cdiv(stop, C.block_k) * C.block_k)
     return start, whole, tl.maximum(tl.minimum(until, stop), whole), stop
 
 
 @triton.jit
-def queries_of_tile(first, queries, keys, window, C: tl.constexpr):
+def queries_of_tile(first, queries, keys, low, high, window, C: tl.constexpr):
     """Which queries a tile of keys meets, in the same four numbers."""
-    row = first - (keys - queries)  # the query that stands where the first key does
+    offset = keys - queries
+    row = first - offset  # the query that stands where the first key does
+    begin = first  # the tile's keys that exist
+    end = tl.minimum(first + C.block_k, keys)
+    if C.padded:
+        begin = tl.maximum(begin, low)
+        end = tl.minimum(end, high)
     start = tl.cast(0, tl.int32)
     whole = tl.cast(0, tl.int32)
     until = queries // C.block_q * C.block_q
     stop = queries
     if C.has_window:
         until = tl.minimum(until, tl.maximum(row + window, 0) // C.block_q * C.block_q)
-        stop = tl.minimum(stop, row + tl.minimum(C.block_k, keys - first) - 1 + window)
-    stop = tl.where(first < keys, tl.maximum(stop, 0), 0)
+        stop = tl.minimum(stop, end - offset - 1 + window)
+    stop = tl.where(begin < end, tl.maximum(stop, 0), 0)
     if C.causal:
-        start = tl.maximum(row, 0) // C.block_q * C.block_q
+        start = tl.maximum(begin - offset, 0) // C.block_q * C.block_q
         whole = tl.cdiv(tl.maximum(row + C.block_k - 1, 0), C.block_q) * C.block_q
-        whole = tl.minimum(whole, tl.cdiv(stop, C.block_q) * C.block_q)
+    if C.padded:  # a key that no query sees: nothing is whole
+        whole = tl.where((first < low) | (end < tl.minimum(first + C.block_k, keys)), stop + C.block_q, whole)
+    whole = tl.minimum(whole, tl.cdiv(stop, C.block_q) * C.block_q)
     return start, whole, tl.maximum(tl.minimum(until, stop), whole), stop
 
 
@@ -157,7 +184,7 @@ def tile_start(step, near, start, whole, until, BLOCK: tl.constexpr, MASKED: tl.
 
 @triton.jit
 def walk_forward(
-    acc, peak, total, query, k, v, k_stride, v_stride, position, keys, window, start, whole, until, stop,
+    acc, peak, total, query, k, v, k_stride, v_stride, position, keys, low, high, window, start, whole, until, stop,
     C: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """One stretch of keys: the running maximum, the running sum, and the output not yet divided by it."""
@@ -168,7 +195,7 @@ def walk_forward(
         key = load_tile(k, n, keys, k_stride, C.block_k, C, MASKED)
         x = capped(tl.dot(query, tl.trans(key), input_precision="ieee", out_dtype=acc.dtype), C)
         if MASKED:
-            seen = visible(i[:, None], n + tl.arange(0, C.block_k)[None, :], keys, window, C)
+            seen = visible(i[:, None], n + tl.arange(0, C.block_k)[None, :], low, high, window, C)
             x = tl.where(seen, x, float("-inf"))
         higher = tl.maximum(peak, tl.max(x, axis=1) * C.factor)
         base = higher
@@ -191,6 +218,7 @@ def forward(
     out,  # (B, T, H, D)
     lse,  # (B, H, T)
     plan,
+    bounds,  # of the keys that exist
     q_strides,  # of batch, row, head; values of a head lie side by side
     k_strides,
     v_strides,
@@ -207,7 +235,8 @@ def forward(
     query = load_tile(head_base(q, q_strides, b, row, head), first, own, q_strides[1], C.block_q, C, True)
     key = head_base(k, k_strides, b, key_row, head // C.group)
     value = head_base(v, v_strides, b, key_row, head // C.group)
-    start, whole, until, stop = keys_of_tile(first, own, others, window, C)
+    low, high = existing(bounds, b, others)
+    start, whole, until, stop = keys_of_tile(first, own, others, low, high, window, C)
     kind = lse.dtype.element_ty
     peak = tl.full((C.block_q,), float("-inf"), dtype=kind)
     total = tl.full((C.block_q,), 0.0, dtype=kind)
@@ -215,7 +244,7 @@ def forward(
     position = first + others - own
     for masked in tl.static_range(1, -1, -1):
         acc, peak, total = walk_forward(
-            acc, peak, total, query, key, value, k_strides[1], v_strides[1], position, others, window,
+            acc, peak, total, query, key, value, k_strides[1], v_strides[1], position, others, low, high, window,
             start, whole, until, stop, C, masked,
         )  # fmt: skip
     divisor = tl.where(total == 0, 1.0, total)

@@ -1,4 +1,4 @@
-"""hasten's attention inside a transformers model, through the attention interface of transformers (5.0 and later)."""
+"""hasten's attention in other people's models: transformers' through its attention interface (5.0 and later)."""
 
 from functools import partial
 from typing import Any
@@ -7,20 +7,28 @@ import torch
 from torch import Tensor, nn
 
 from hasten.errors import ConfigError
+from hasten.ops.attention.in_torch import replace_in_modules
 from hasten.ops.attention.operator import KERNELS, attention
 
 
 def replace_in(model: Any, *, kernel: str | None = None) -> Any:
-    """Have every attention layer of a transformers model call `hasten.ops.attention`, and return the model.
+    """Have every attention layer of a model call `hasten.ops.attention`, and return the model.
 
-    kernel: one by name for all layers; by default each call takes the first that fits. Undo it with
-    `model.set_attn_implementation("sdpa")`. Raises ConfigError for what is no transformers model, for a model that does
-    not take its attention from the interface, and for an unknown kernel.
+    A transformers model, or any module that is or holds nn.MultiheadAttention (nn.TransformerEncoderLayer does).
+    kernel: one by name for all layers; by default each call takes the first that fits; `hasten.ops.picker.explained`
+    tells which and why. A transformers model undoes it with `model.set_attn_implementation("sdpa")`. Raises ConfigError
+    for what has no such attention, for a transformers model that does not take its own from the interface, and for an
+    unknown kernel.
     """
-    if not hasattr(model, "set_attn_implementation"):
-        raise ConfigError(f"a transformers model (5.0 or later) is wanted; found {type(model).__name__}")
     if kernel is not None and kernel not in [k.name for k in KERNELS]:
         raise ConfigError(f"there is no kernel {kernel!r}; known: {', '.join(k.name for k in KERNELS)}")
+    if isinstance(model, nn.Module) and replace_in_modules(model, kernel=kernel):
+        return model
+    if not hasattr(model, "set_attn_implementation"):
+        raise ConfigError(
+            f"a transformers model (5.0 or later) or a module with nn.MultiheadAttention is wanted; found "
+            f"{type(model).__name__}"
+        )
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 

@@ -1,8 +1,9 @@
 """What a call of attention has besides q, k and v: what hides keys, what is added to the scores, and dropout."""
 
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from hasten.ops.attention.block_mask import BlockMask
@@ -20,23 +21,40 @@ class Documents(NamedTuple):
 
 
 class Intervals(NamedTuple):
-    """The first and the last key that each query sees, int32 (B, T) both, as positions in its row."""
+    """The first and the last key that a query sees at most, int32 (B, T) both, as positions in its row; (B, 1) both
+    where they are the same for all queries of a row."""
 
     low: Tensor
     high: Tensor
 
     def dense(self, keys: int) -> Tensor:
-        """bool (B, T, S), for kernels that take nothing smaller."""
+        """bool (B, T or 1, S), for kernels that take nothing smaller."""
         places = torch.arange(keys, device=self.low.device)
         return (places >= self.low.unsqueeze(-1)) & (places <= self.high.unsqueeze(-1))
+
+    @classmethod
+    def of_padding(cls, given: Tensor) -> Self | None:
+        """Of lengths (B,), or of a key-padding mask (B, S) whose rows have one stretch of keys each.
+
+        None for a mask with gaps, and for one that cannot be read here: a device would wait for it, a graph break.
+        """
+        if given.dim() == 1:
+            return cls(torch.zeros_like(given, dtype=torch.int32)[:, None], given.int()[:, None] - 1)
+        if given.device.type != "cpu" or torch.compiler.is_compiling():
+            return None
+        begins = F.pad(given, (1, 0))  # a key that was not there before
+        if ((begins[:, 1:] > begins[:, :-1]).sum(1) > 1).any():
+            return None
+        low = given.int().argmax(1, keepdim=True) if given.shape[1] else given.sum(1, keepdim=True)
+        return cls(low.int(), (low + given.sum(1, keepdim=True)).int() - 1)
 
 
 class AttentionInputs(NamedTuple):
     """Every kernel is called as run(q, k, v, spec, inputs); the picker has made sure that it serves what is set here.
 
     mask: bool (T, S), (B, T, S), or of each head (B, H, T, S), True where a query sees a key; it replaces causality, as
-    intervals and a block mask do. key_padding: bool (B, S), True for keys that exist. bias: (…, T, S), added to the
-    scores; alibi: slopes (H,). dropout: probability.
+    a block mask does. intervals hide further keys. key_padding: bool (B, S), True for keys that exist, where no
+    intervals say it. bias: (…, T, S), added to the scores; alibi: slopes (H,). dropout: probability.
     """
 
     mask: Tensor | None = None

@@ -1,5 +1,6 @@
 """Boolean masks: True where a query may look at a key; and ALiBi, the mask's soft relative."""
 
+import functools
 import math
 
 import torch
@@ -46,21 +47,23 @@ def visibility(
     queries: int, keys: int, spec: AttentionSpec, inputs: AttentionInputs, device: torch.device
 ) -> Tensor | None:
     """All that hides keys, as one mask that broadcasts to (B, H, T, S), or None where every query sees every key."""
-    seen = None
-    mask = inputs.mask if inputs.intervals is None else inputs.intervals.dense(keys)
+    mask, parts = inputs.mask, []
     if mask is not None:
-        seen = mask.unsqueeze(1) if mask.dim() == 3 else mask  # (T, S), (B, 1, T, S), or of each head (B, H, T, S)
+        parts.append(mask.unsqueeze(1) if mask.dim() == 3 else mask)  # (T, S), (B, 1, T, S), or (B, H, T, S)
     elif inputs.block_mask is not None:
-        seen = inputs.block_mask.dense(queries, keys, device)  # (1 or H, T, S)
-    elif spec.causal or inputs.documents is not None:
-        query_places, key_places, seen = positions(queries, keys, inputs.documents, device)
-        if spec.causal:
-            earlier = visible(query_places, key_places, spec.window)
-            seen = earlier if seen is None else earlier & seen
-    if inputs.key_padding is None:
-        return seen
-    padding = inputs.key_padding[:, None, None]  # (B, 1, 1, S)
-    return padding if seen is None else seen & padding
+        parts.append(inputs.block_mask.dense(queries, keys, device))  # (1 or H, T, S)
+    causal = spec.causal and not parts
+    if causal or inputs.documents is not None:
+        query_places, key_places, together = positions(queries, keys, inputs.documents, device)
+        if causal:
+            parts.append(visible(query_places, key_places, spec.window))
+        if together is not None:
+            parts.append(together)
+    if inputs.intervals is not None:
+        parts.append(inputs.intervals.dense(keys).unsqueeze(1))  # (B, 1, T or 1, S)
+    if inputs.key_padding is not None:
+        parts.append(inputs.key_padding[:, None, None])  # (B, 1, 1, S)
+    return functools.reduce(torch.logical_and, parts) if parts else None
 
 
 def alibi_slopes(heads: int, device: torch.device | None = None) -> Tensor:

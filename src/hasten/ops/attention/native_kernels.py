@@ -15,22 +15,31 @@ from hasten.ops.build import is_built
 from hasten.ops.native import MISSING, choose_isa, library, obtainable, slower_than_pytorch
 
 # What neither the native attention nor flex takes, beside a block mask or without.
-BESIDE_BLOCKS = ("softcap", "mask", "key_padding", "bias", "alibi", "dropout")
+BESIDE_BLOCKS = ("softcap", "mask", "key_padding", "bias", "alibi")
 
 
 def native(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, inputs: AttentionInputs = PLAIN) -> Tensor:
-    """Causal, windowed or full attention; packed documents, intervals, and block masks whose absent blocks it skips."""
+    """Causal, windowed or full attention; packed documents, intervals, and block masks: what is hidden is skipped."""
     q, k, v = as_autocast(q, k, v)
     dtype = q.dtype
     if dtype not in DTYPES:  # float16, which only autocast brings here
         q, k, v = q.float(), k.float(), v.float()
-    intervals = inputs.intervals if inputs.documents is None else bounds(inputs.documents, q.shape[1], spec)
-    if inputs.block_mask is not None:
-        out, _ = native_attention(q, k, v, scale=spec.scale, block_mask=inputs.block_mask)
-    elif intervals is not None:
-        out, _ = native_attention(q, k, v, causal=False, scale=spec.scale, low=intervals.low, high=intervals.high)
-    else:
-        out, _ = native_attention(q, k, v, causal=spec.causal, window=spec.window, scale=spec.scale)
+    causal, window, intervals = spec.causal, spec.window, inputs.intervals
+    if inputs.documents is not None:  # whose intervals have causality inside
+        causal, window, intervals = False, None, bounds(inputs.documents, q.shape[1], spec)
+    low, high = (None, None) if intervals is None else (x.expand(q.shape[:2]).contiguous() for x in intervals)
+    out, _ = native_attention(
+        q,
+        k,
+        v,
+        causal=causal,
+        window=window,
+        scale=spec.scale,
+        low=low,
+        high=high,
+        block_mask=inputs.block_mask,
+        dropout=inputs.dropout,
+    )
     return out.to(dtype)
 
 
@@ -95,7 +104,7 @@ def flex_unsupported(request: AttentionRequest) -> str | None:
         return f"it runs on CUDA, the tensors are on {request.device}"
     if request.device.type == "cpu" and request.gradient:
         return "flex_attention has no backward pass on a CPU"
-    if (found := request.given(*BESIDE_BLOCKS)) is not None:
+    if (found := request.given(*BESIDE_BLOCKS, "key_lengths", "documents", "dropout")) is not None:
         return f"with a block mask it takes no {found}"
     if request.queries is None or request.keys is None:
         return None

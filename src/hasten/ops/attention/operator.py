@@ -2,6 +2,7 @@
 
 import warnings
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,10 +14,11 @@ from hasten.ops.attention import sdpa_rules
 from hasten.ops.attention.block_mask import BlockMask
 from hasten.ops.attention.checks import DTYPES, check, check_tensors
 from hasten.ops.attention.chunked import chunked
-from hasten.ops.attention.inputs import PLAIN, AttentionInputs, Documents
+from hasten.ops.attention.inputs import PLAIN, AttentionInputs, Documents, Intervals
 from hasten.ops.attention.masks import alibi_slopes
 from hasten.ops.attention.masks import causal as causal_mask
 from hasten.ops.attention.native_kernels import (
+    bounds,
     flex,
     flex_opt_in,
     flex_unsupported,
@@ -26,10 +28,11 @@ from hasten.ops.attention.native_kernels import (
     native_unsupported,
 )
 from hasten.ops.attention.reference import reference
+from hasten.ops.attention.regroup import regrouped, regroups
 from hasten.ops.attention.request import AttentionRequest
 from hasten.ops.attention.sdpa import memory_efficient, only, sdpa
 from hasten.ops.attention.spec import HALVES, AttentionSpec
-from hasten.ops.picker import Kernel, pick
+from hasten.ops.picker import Kernel, pick_at_call
 
 
 def _triton_unsupported(request: AttentionRequest) -> str | None:
@@ -39,7 +42,8 @@ def _triton_unsupported(request: AttentionRequest) -> str | None:
         return "it is for decoding, one query a sequence"
     if request.gradient:
         return "it has no backward pass"
-    if (found := request.given("key_padding", "bias", "alibi", "documents", "block_mask", "dropout")) is not None:
+    beside = ("key_padding", "key_lengths", "intervals", "bias", "alibi", "documents", "block_mask", "dropout")
+    if (found := request.given(*beside)) is not None:
         return f"it takes no {found}"
     return triton_support.refusal(request.device, request.compute_capability)
 
@@ -56,7 +60,8 @@ def _flash_triton_unsupported(request: AttentionRequest) -> str | None:
         return reason
     if not request.spec.scale > 0:
         return f"it wants a scale above zero; this one is {request.spec.scale}"
-    if (found := request.given("mask", "key_padding", "bias", "alibi", "block_mask", "dropout")) is not None:
+    beside = ("mask", "key_padding", "intervals", "bias", "alibi", "block_mask", "dropout")
+    if (found := request.given(*beside)) is not None:
         return f"it takes no {found}, only causality and a window"
     return triton_support.refusal(request.device, request.compute_capability)
 
@@ -129,7 +134,8 @@ def attention(
     - causal: the keys up to its own position. None, the default: yes, unless a mask says what is seen.
     - window: the last `window` of them, its own included.
     - mask: bool (T, S) or (B, T, S), True where a query sees a key; together with causal=True, both must allow it.
-    - key_padding_mask: bool (B, S), True for keys that exist. A query that sees no key gives zeros.
+    - key_padding_mask: bool (B, S) or (B, 1, 1, S), True for keys that exist; or integer lengths (B,). Where each row
+      has one stretch of keys (found out on a CPU), kernels skip the others. A query that sees no key gives zeros.
     - block_mask: a block-sparse pattern, see hasten.ops.attention.patterns; it replaces causality.
     - cu_seqlens: integer (documents + 1,), starting with 0: the B·T tokens, laid end to end, are packed documents of
       these cumulative lengths, and no query sees another document. cu_seqlens_k: those of the keys, if they differ.
@@ -150,6 +156,8 @@ def attention(
         documents = Documents(cu_seqlens, cu_seqlens if cu_seqlens_k is None else cu_seqlens_k)
     if isinstance(alibi, bool):
         alibi = alibi_slopes(q.shape[2], q.device) if alibi else None
+    if isinstance(key_padding_mask, Tensor) and key_padding_mask.dim() == 4:
+        key_padding_mask = key_padding_mask[:, 0, 0]
     spec = AttentionSpec(
         heads=q.shape[2],
         kv_heads=k.shape[2],
@@ -170,36 +178,54 @@ def attention(
     )
     check(q, k, v, spec, inputs)
     shape = q.shape
+    if key_padding_mask is not None and (there := Intervals.of_padding(key_padding_mask)) is not None:
+        inputs = inputs._replace(key_padding=None, intervals=there)
     if documents is not None:
         q, k, v = (x.flatten(0, 1).unsqueeze(0) for x in (q, k, v))
+        if block_mask is not None:
+            inputs = inputs._replace(documents=None, intervals=bounds(documents, q.shape[1], spec))
     if mask is not None and spec.causal:
         inputs = inputs._replace(mask=mask & causal_mask(q.shape[1], k.shape[1], window, q.device))
         spec = replace(spec, window=None)
     if bias is not None and bias.dim() == 2:
         inputs = inputs._replace(bias=bias[None, None])  # (1, 1, T, S)
-    wants = torch.is_grad_enabled()
-    request = AttentionRequest(
+    run = partial(_run, kernel=kernel)
+    return (regrouped(run, q, k, v, spec, inputs) if regroups(inputs) else run(q, k, v, spec, inputs)).reshape(shape)
+
+
+def request_of(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, inputs: AttentionInputs) -> AttentionRequest:
+    """What a kernel is asked for by these arguments."""
+    there, wants = inputs.intervals, torch.is_grad_enabled()
+    return AttentionRequest(
         spec=spec,
         device=q.device,
         dtype=q.dtype,
         batch=q.shape[0],
         queries=q.shape[1],
         keys=k.shape[1],
-        mask=mask is not None,
-        key_padding=key_padding_mask is not None,
-        bias=bias is not None,
-        bias_gradient=bias is not None and wants and bias.requires_grad,
-        alibi=alibi is not None,
-        documents=cu_seqlens is not None,
-        block_mask=block_mask is not None,
-        block_size=None if block_mask is None else block_mask.layout.block,
-        dropout=dropout > 0,
+        mask=inputs.mask is not None,
+        key_padding=inputs.key_padding is not None,
+        key_lengths=there is not None and there.low.shape[1] == 1,
+        intervals=there is not None and there.low.shape[1] != 1,
+        bias=inputs.bias is not None,
+        bias_gradient=inputs.bias is not None and wants and inputs.bias.requires_grad,
+        alibi=inputs.alibi is not None,
+        documents=inputs.documents is not None,
+        block_mask=inputs.block_mask is not None,
+        block_size=None if inputs.block_mask is None else inputs.block_mask.layout.block,
+        dropout=inputs.dropout > 0,
         gradient=wants and (q.requires_grad or k.requires_grad or v.requires_grad),
     )
-    chosen = pick(KERNELS, request, forced=kernel)
+
+
+def _run(
+    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, inputs: AttentionInputs, *, kernel: str | None
+) -> Tensor:
+    request = request_of(q, k, v, spec, inputs)
+    chosen = pick_at_call(KERNELS, request, forced=kernel)
     if request.block_mask and kernel is None and chosen.name not in ("native-sparse", "flex"):
         reason = (native_sparse_unsupported if q.device.type == "cpu" else flex_unsupported)(request)
         message = f"the absent blocks of this block mask are not skipped, all scores are computed: {reason}"
-        warnings.warn(message, HastenWarning, stacklevel=2)
+        warnings.warn(message, HastenWarning, stacklevel=3)
     out: Tensor = chosen.run(q, k, v, spec, inputs)
-    return out.reshape(shape)
+    return out

@@ -27,12 +27,14 @@ class PagedGroup(NamedTuple):
     """Sequences with T new tokens each, n·T of the step's rows: where their keys lie, and what each query sees.
 
     rows int64 (n·T,) of q; slots int64 (n, S) of the cache, -1 past a sequence's end; positions int64 (n, T). A single
-    sequence has no slots past its end, and its queries are the last of its keys, as every kernel takes them.
+    sequence has no slots past its end, and its queries are the last of its keys, as every kernel takes them. mask, of a
+    sparse pattern: bool (n, T, S) or (n, H, T, S), causality included.
     """
 
     rows: Tensor
     slots: Tensor
     positions: Tensor
+    mask: Tensor | None = None
 
 
 def groups_of(
@@ -64,11 +66,10 @@ def gathered(
 ) -> Tensor:
     """The reference: keys and values brought side by side, then plain attention of equally long rows."""
     out = torch.empty_like(q)
-    for rows, slots, positions in groups():
+    for rows, slots, positions, mask in groups():
         keys, values = (view.metadata.rows.read(t[slots], spec.head_dim, q.dtype) for t in (view.k, view.v))
         queries = q[rows].unflatten(0, positions.shape)  # (n, T, H, D)
-        mask = None
-        if len(slots) > 1:
+        if mask is None and len(slots) > 1:
             mask = visible(positions, torch.arange(slots.shape[1], device=q.device), spec.window)  # (n, T, S)
         out[rows] = dense(queries, keys, values, mask=mask).flatten(0, 1)
     return out
@@ -100,14 +101,16 @@ def triton(q: Tensor, view: KVView, *, spec: AttentionSpec, **unused: object) ->
 def _native_unsupported(request: AttentionRequest) -> str | None:
     if request.device.type != "cpu":
         return f"it runs on a CPU, the cache is on {request.device}"
-    if (reason := request.outside(torch.bfloat16)) is not None:
-        return reason
-    return missing_library()
+    if request.block_mask:
+        return "it knows no sparse pattern"
+    return request.outside(torch.bfloat16) or missing_library()
 
 
 def _triton_unsupported(request: AttentionRequest) -> str | None:
     if (reason := request.outside(*HALVES)) is not None:
         return reason
+    if request.block_mask:
+        return "it knows no sparse pattern"
     if request.cache_bits == 4:
         return f"it reads caches in {request.dtype_name} and int8, not int4"
     if request.cache_bits == 8 and request.spec.head_dim % SCALE_BYTES:

@@ -4,7 +4,7 @@ The patterns themselves are in patterns.py.
 """
 
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 
 from hasten.checks import whole
@@ -14,6 +14,7 @@ from hasten.errors import ConfigError
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockLayout:
     """The blocks that are seen. heads: one entry for all heads, or one a head; each holds the sorted columns of a row.
+    period: where each row sees exactly every period-th block, counted from its own.
 
     The rows are the last ones of `blocks_k` (aligned bottom right): row r stands at block blocks_k - blocks_q + r.
     """
@@ -21,7 +22,8 @@ class BlockLayout:
     block: int  # positions of a block
     causal: bool
     blocks_k: int
-    heads: tuple[tuple[tuple[int, ...], ...], ...]
+    heads: tuple[tuple[Sequence[int], ...], ...]
+    period: int | None = None
 
     @property
     def blocks_q(self) -> int:
@@ -86,6 +88,11 @@ class Pattern:
         """How many keys back a query of a causal pattern can see, its own included; None: all of them."""
         return None
 
+    @property
+    def period(self) -> int | None:
+        """For a pattern that sees exactly every period-th block, counted from the query's own."""
+        return None
+
     def columns(self, row: int, blocks: int, *, head: int, layer: int) -> Iterable[int]:
         """The key blocks that block `row` sees, in any order. blocks: how many there are (causal: up to the row).
 
@@ -104,10 +111,12 @@ class Pattern:
             tuple(self._row(row, blocks_k, head, layer) for row in range(blocks_k - blocks_q, blocks_k))
             for head in range(heads if self.differs_by_head else 1)
         )
-        return BlockLayout(block=self.block, causal=self.causal, blocks_k=blocks_k, heads=laid)
+        return BlockLayout(block=self.block, causal=self.causal, blocks_k=blocks_k, heads=laid, period=self.period)
 
-    def _row(self, row: int, blocks: int, head: int, layer: int) -> tuple[int, ...]:
+    def _row(self, row: int, blocks: int, head: int, layer: int) -> Sequence[int]:
         end = row + 1 if self.causal else blocks
+        if self.period is not None:  # without its columns in memory: a block may be a single position
+            return range(row % self.period, end, self.period)
         seen = {j for j in self.columns(row, end, head=head, layer=layer) if 0 <= j < end}
         return tuple(sorted(seen | {row}))
 

@@ -74,9 +74,20 @@ class SlidingWindow(Pattern):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Atrous(Pattern):
-    """Every `stride`-th block, counted from the query: (i - j) mod stride = 0. Also called dilated."""
+    """Every `stride`-th block, counted from the query: (i - j) mod stride = 0. Also called dilated.
+
+    With block=1 that is every stride-th position. Any block is skipped by any dense kernel (regroup.py).
+    """
 
     stride: int = size(4, least=1)
+
+    @property
+    def differs_by_head(self) -> bool:
+        return False
+
+    @property
+    def period(self) -> int | None:
+        return self.stride
 
     def columns(self, row: int, blocks: int, *, head: int, layer: int) -> Iterable[int]:
         return range(row % self.stride, blocks, self.stride)

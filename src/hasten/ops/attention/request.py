@@ -11,8 +11,10 @@ GIVEN = {
     "softcap": "soft-capping of scores",
     "mask": "explicit mask",
     "key_padding": "key-padding mask",
+    "key_lengths": "key-padding lengths",
     "bias": "bias",
     "alibi": "ALiBi",
+    "intervals": "intervals of keys",
     "documents": "packed documents",
     "block_mask": "block mask",
     "dropout": "dropout",
@@ -24,10 +26,11 @@ ASSUMED_CAPABILITY = (9, 0)  # of a CUDA device that is asked about on a machine
 class AttentionRequest:
     """One call, or with `keys` None a form of a layer's calls (layer.py), which differ in length.
 
-    mask: an explicit bool (T, S) or (B, T, S) that replaces causality. key_padding: bool (B, S). bias: added to the
-    scores, bias_gradient: and learned. documents: packed by cumulative lengths. block_size: positions of a block of the
-    block mask (None: there is none). gradient: q, k or v needs one (None: unknown). cache_bits: of the keys and values
-    in a cache (None: they are in dtype). capability: of a CUDA device, asked of the device itself where it is None.
+    mask: an explicit bool (T, S) or (B, T, S) that replaces causality. key_padding: bool (B, S); key_lengths: one known
+    stretch of keys a row instead; intervals: one for each query. bias: added to the scores, bias_gradient: and learned.
+    documents: packed by cumulative lengths. block_size: positions of a block of the block mask (None: there is none).
+    gradient: q, k or v needs one (None: unknown). cache_bits: of the keys and values in a cache (None: they are in
+    dtype). capability: of a CUDA device, asked of the device itself where it is None.
     """
 
     spec: AttentionSpec
@@ -38,6 +41,8 @@ class AttentionRequest:
     keys: int | None = None
     mask: bool = False
     key_padding: bool = False
+    key_lengths: bool = False
+    intervals: bool = False
     bias: bool = False
     bias_gradient: bool = False
     alibi: bool = False

@@ -31,11 +31,11 @@ def masked(request: AttentionRequest) -> str | None:
     """What would reach PyTorch as an explicit mask, or None: nothing, or no more than `is_causal`."""
     for given, name in (
         (request.mask, "mask"),
-        (request.key_padding, "key-padding mask"),
+        (request.key_padding or request.key_lengths, "key-padding mask"),
         (request.bias, "bias"),
         (request.alibi, "ALiBi bias"),
         (request.block_mask, "block mask"),
-        (request.documents, "mask of the packed documents"),
+        (request.documents or request.intervals, "mask of the packed documents"),
     ):
         if given:
             return name

@@ -24,6 +24,7 @@ constexpr int64_t ITEMS = 8;       // pieces of work that a backward pass has at
 struct Problem {
   View q, k, v;
   MaskSpec mask;
+  Dropout dropout;
   int64_t batch, heads, kv_heads, size;
   float scale;
   int64_t padded() const { return round_up(size, 32); }
@@ -85,12 +86,13 @@ template <class T>
 void forward(const Problem& p, int64_t b, int64_t kv_head, int64_t first, int64_t last, T* out, float* lse) {
   const int64_t padded = p.padded(), words = padded / PAIR<T>, tiles = p.mask.tiles(), queries = p.mask.queries;
   const int64_t half = p.tile_words();
-  ThreadScratch pool{scratch<Word, 40>(tiles * 2 * SIDE * words + 4 * half + 3 * SIDE * SIDE + 256)};
+  ThreadScratch pool{scratch<Word, 40>(tiles * 2 * SIDE * words + 4 * half + 3 * SIDE * SIDE + 512)};
   Keys<T> keys(p, b, kv_head, false, pool.words(tiles * 2 * SIDE * words));
   VisibleTile* seen = scratch<VisibleTile, 44>(tiles);
   Word *spare = pool.words(half), *spare2 = pool.words(half), *panel = pool.words(half);
   float *sums = pool.floats(half), *scores = pool.floats(SIDE * SIDE);  // sums [padded][64], scores [keys][64]
-  Word* weights = pool.words(SIDE * SIDE);
+  Word *weights = pool.words(SIDE * SIDE), *hashes = pool.words(2 * SIDE);
+  const Dropout dropout = p.dropout;
   const float factor = p.scale * LOG2E;
   for (int64_t g = 0; g < p.group(); g++)
     for (int64_t t = first; t < last; t++) {
@@ -99,6 +101,7 @@ void forward(const Problem& p, int64_t b, int64_t kv_head, int64_t first, int64_
       gather<T>(p.q, b, head, q.row, queries, p.size, padded, spare);
       turn(spare, SIDE, words, panel);
       std::memset(sums, 0, padded * SIDE * 4);
+      if (dropout.threshold) dropout.rows(b * p.heads + head, q.row, hashes, hashes + SIDE);
       F32 top[VECTORS], total[VECTORS] = {};
       for (int v = 0; v < VECTORS; v++) top[v] = splat(START);
       const int64_t count = q.list(p.mask, head, seen);
@@ -126,9 +129,14 @@ void forward(const Problem& p, int64_t b, int64_t kv_head, int64_t first, int64_
           shrink[v] = exp2(top[v] - next);
           F32 even = {}, odd = {};
           for (int64_t key = 0; key < SIDE; key += 2) {
-            const F32 a = exp2(load(scores + key * SIDE + v * LANES) - next);
-            const F32 c = exp2(load(scores + (key + 1) * SIDE + v * LANES) - next);
+            F32 a = exp2(load(scores + key * SIDE + v * LANES) - next);
+            F32 c = exp2(load(scores + (key + 1) * SIDE + v * LANES) - next);
             even += a, odd += c;
+            if (dropout.threshold) {
+              const U32 one = load_line(hashes + v * LANES), two = load_line(hashes + SIDE + v * LANES);
+              const uint32_t at = uint32_t(k * SIDE + key);
+              a = select(dropout.drops(one, two, at), F32{}, a), c = select(dropout.drops(one, two, at + 1), F32{}, c);
+            }
             Word* to = weights + key / PAIR<T> * SIDE + v * LANES;
             if constexpr (PAIR<T> == 2) {
               store_line(to, pair_bf16(a, c));
@@ -156,7 +164,7 @@ void forward(const Problem& p, int64_t b, int64_t kv_head, int64_t first, int64_
       for (int64_t i = q.from; i < q.to; i++) {
         const float sum = total[i / LANES][i % LANES];
         const int64_t row = q.row + i;
-        put_row<T>(reinterpret_cast<float*>(spare) + i * padded, sum == 0 ? 0 : 1 / sum, p.size,
+        put_row<T>(reinterpret_cast<float*>(spare) + i * padded, sum == 0 ? 0 : dropout.kept / sum, p.size,
                    out + ((b * queries + row) * p.heads + head) * p.size);
         lse[(b * p.heads + head) * queries + row] = top[i / LANES][i % LANES] * LN2 + std::log(sum);  // -inf: sees nothing
       }
@@ -175,7 +183,7 @@ template <class T>
 void backward(const Problem& p, const Gradients& g, int64_t b, int64_t kv_head, int64_t part, int64_t parts, float* sums) {
   const int64_t padded = p.padded(), words = padded / PAIR<T>, tiles = p.mask.tiles(), queries = p.mask.queries;
   const int64_t half = p.tile_words(), deep = SIDE / PAIR<T>;
-  ThreadScratch pool{scratch<Word, 40>(tiles * 3 * SIDE * words + 7 * half + 5 * SIDE * SIDE + 512)};
+  ThreadScratch pool{scratch<Word, 40>(tiles * 3 * SIDE * words + 7 * half + 5 * SIDE * SIDE + 1024)};
   Keys<T> keys(p, b, kv_head, true, pool.words(tiles * 3 * SIDE * words));
   VisibleTile* seen = scratch<VisibleTile, 44>(tiles);
   uint8_t* touched = scratch<uint8_t, 45>(tiles);
@@ -186,6 +194,8 @@ void backward(const Problem& p, const Gradients& g, int64_t b, int64_t kv_head, 
   Word *weight_words = pool.words(SIDE * SIDE), *slope_words = pool.words(SIDE * SIDE);
   Word* slope_rows = pool.words(SIDE * SIDE);
   float *lse = pool.floats(SIDE), *delta = pool.floats(SIDE);
+  Word* hashes = pool.words(2 * SIDE);
+  const Dropout dropout = p.dropout;
   const float factor = p.scale * LOG2E;
   for (int64_t h = 0; h < p.group(); h++)
     for (int64_t t = p.mask.first_tile() + part; t <= p.mask.last_tile(); t += parts) {
@@ -212,6 +222,7 @@ void backward(const Problem& p, const Gradients& g, int64_t b, int64_t kv_head, 
         if (g.dlse) delta[i] -= g.dlse[at];
       }
       std::memset(dq, 0, SIDE * padded * 4);
+      if (dropout.threshold) dropout.rows(b * p.heads + head, q.row, hashes, hashes + SIDE);
       const int64_t count = q.list(p.mask, head, seen);
       for (int64_t n = 0; n < count; n++) {
         const int64_t k = seen[n].tile;
@@ -231,7 +242,15 @@ void backward(const Problem& p, const Gradients& g, int64_t b, int64_t kv_head, 
           store(weights + i * SIDE + v * LANES, w);
         });
         product<T>(v_panel, SIDE, VECTORS, d_rows, words, SIDE, words, [&](int64_t i, int64_t v, F32 s) {
-          store(slopes + i * SIDE + v * LANES, load(weights + i * SIDE + v * LANES) * (s - delta[i]));
+          float* at = weights + i * SIDE + v * LANES;
+          const F32 w = load(at);
+          if (dropout.threshold) {
+            const U32 key = as<U32>(lanes + int32_t(k * SIDE + v * LANES)), one = splat(hashes[i]);
+            const I32 gone = dropout.drops(one, splat(hashes[SIDE + i]), key);
+            s = select(gone, F32{}, s * dropout.kept);
+            store(at, select(gone, F32{}, w * dropout.kept));
+          }
+          store(slopes + i * SIDE + v * LANES, w * (s - delta[i]));
         });
         const Word *w = reinterpret_cast<Word*>(weights), *ds = reinterpret_cast<Word*>(slopes), *ds_rows = ds;
         if constexpr (PAIR<T> == 2) {
@@ -329,8 +348,11 @@ static const int32_t* integers(const MaybeTensor& t, int64_t count, const char* 
 
 static Problem problem(const Tensor& q, const Tensor& k, const Tensor& v, const MaybeTensor& low, const MaybeTensor& high,
                        const MaybeTensor& starts, const MaybeTensor& columns, const MaybeTensor& cells, bool causal,
-                       int64_t window, double scale) {
+                       int64_t window, double scale, double dropout, const MaybeTensor& seed) {
   type_of(q);
+  STD_TORCH_CHECK(dropout >= 0 && dropout < 1, "dropout must be at least 0 and below 1");
+  STD_TORCH_CHECK(dropout == 0 || (seed && seed->scalar_type() == ScalarType::Long && seed->numel() == 1),
+                  "dropout wants a seed: one int64");
   STD_TORCH_CHECK(q.dim() == 4 && k.dim() == 4 && v.dim() == 4, "q, k and v must be (B, T, H, D)");
   STD_TORCH_CHECK(k.scalar_type() == q.scalar_type() && v.scalar_type() == q.scalar_type(), "q, k, v: one dtype");
   for (int i = 0; i < 4; i++) STD_TORCH_CHECK(k.size(i) == v.size(i), "k and v must be of one shape");
@@ -338,7 +360,11 @@ static Problem problem(const Tensor& q, const Tensor& k, const Tensor& v, const 
                   "q and k do not fit");
   STD_TORCH_CHECK(q.size(3) > 0 && q.size(3) <= 256, "head sizes from 1 to 256");
   STD_TORCH_CHECK(k.size(1) >= q.size(1) || (!causal && !window && !starts), "more queries than keys");
-  Problem p{view(q), view(k), view(v), {}, q.size(0), q.size(2), k.size(2), q.size(3), float(scale)};
+  Dropout dropped;
+  if (dropout > 0)
+    dropped = {uint32_t(std::min(dropout * 4294967296.0, 4294967295.0)), float(1 / (1 - dropout)),
+               uint64_t(*static_cast<const int64_t*>(seed->const_data_ptr()))};
+  Problem p{view(q), view(k), view(v), {}, dropped, q.size(0), q.size(2), k.size(2), q.size(3), float(scale)};
   const int64_t count = q.size(0) * q.size(1);
   p.mask = {causal, window, integers(low, count, "low must be int32 (B, T)"), integers(high, count, "high must be int32 (B, T)"),
              nullptr, nullptr, nullptr, 1, q.size(1), k.size(1)};
@@ -362,9 +388,9 @@ static Problem problem(const Tensor& q, const Tensor& k, const Tensor& v, const 
 // q (B, T, H, D), k, v (B, S, Hkv, D), all float32 or all bf16 -> out (B, T, H, D) and log-sum-exp (B, H, T) float32.
 std::tuple<Tensor, Tensor> train_attention(Tensor q, Tensor k, Tensor v, MaybeTensor low, MaybeTensor high,
                                            MaybeTensor starts, MaybeTensor columns, MaybeTensor cells, bool causal,
-                                           int64_t window, double scale) {
+                                           int64_t window, double scale, double dropout, MaybeTensor seed) {
   q = rows_of(q), k = rows_of(k), v = rows_of(v);
-  const Problem p = problem(q, k, v, low, high, starts, columns, cells, causal, window, scale);
+  const Problem p = problem(q, k, v, low, high, starts, columns, cells, causal, window, scale, dropout, seed);
   Tensor out = empty({q.size(0), q.size(1), q.size(2), q.size(3)}, q.scalar_type());
   Tensor lse = empty({q.size(0), q.size(2), q.size(1)}, ScalarType::Float);
   if (!out.numel()) return {out, lse};
@@ -386,9 +412,10 @@ std::tuple<Tensor, Tensor> train_attention(Tensor q, Tensor k, Tensor v, MaybeTe
 std::tuple<Tensor, Tensor, Tensor> train_attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out,
                                                             Tensor lse, MaybeTensor dlse, MaybeTensor low,
                                                             MaybeTensor high, MaybeTensor starts, MaybeTensor columns, MaybeTensor cells,
-                                                            bool causal, int64_t window, double scale) {
+                                                            bool causal, int64_t window, double scale,
+                                                            double dropout, MaybeTensor seed) {
   q = rows_of(q), k = rows_of(k), v = rows_of(v), dout = rows_of(dout), out = rows_of(out);
-  const Problem p = problem(q, k, v, low, high, starts, columns, cells, causal, window, scale);
+  const Problem p = problem(q, k, v, low, high, starts, columns, cells, causal, window, scale, dropout, seed);
   for (const Tensor* t : {&dout, &out}) {
     STD_TORCH_CHECK(t->scalar_type() == q.scalar_type() && t->dim() == 4, "out and its gradient: as q");
     for (int i = 0; i < 4; i++) STD_TORCH_CHECK(t->size(i) == q.size(i), "out and its gradient: as q");
@@ -410,8 +437,8 @@ std::tuple<Tensor, Tensor, Tensor> train_attention_backward(Tensor dout, Tensor 
 }  // namespace hasten
 
 STABLE_TORCH_LIBRARY_FRAGMENT(HASTEN_LIBRARY, m) {
-  m.def("train_attention(Tensor q, Tensor k, Tensor v, Tensor? low, Tensor? high, Tensor? starts, Tensor? columns, Tensor? cells, bool causal, int window, float scale) -> (Tensor, Tensor)");
-  m.def("train_attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dlse, Tensor? low, Tensor? high, Tensor? starts, Tensor? columns, Tensor? cells, bool causal, int window, float scale) -> (Tensor, Tensor, Tensor)");
+  m.def("train_attention(Tensor q, Tensor k, Tensor v, Tensor? low, Tensor? high, Tensor? starts, Tensor? columns, Tensor? cells, bool causal, int window, float scale, float dropout=0., Tensor? seed=None) -> (Tensor, Tensor)");
+  m.def("train_attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dlse, Tensor? low, Tensor? high, Tensor? starts, Tensor? columns, Tensor? cells, bool causal, int window, float scale, float dropout=0., Tensor? seed=None) -> (Tensor, Tensor, Tensor)");
 }
 STABLE_TORCH_LIBRARY_IMPL(HASTEN_LIBRARY, CPU, m) {
   m.impl("train_attention", TORCH_BOX(&hasten::train_attention));

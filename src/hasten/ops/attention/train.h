@@ -203,6 +203,39 @@ struct MaskSpec {
   int64_t last_tile() const { return (offset() + queries - 1) / SIDE; }
 };
 
+// Dropout of probabilities: whether one is kept is a hash of the seed and its place, the same in any order and tile.
+struct Dropout {
+  uint32_t threshold = 0;  // of 2^32: a hash below it is dropped; 0: nothing is
+  float kept = 1;          // what the others are multiplied by
+  uint64_t seed = 0;
+
+  static uint64_t mixed(uint64_t x) {  // splitmix64
+    x += 0x9e3779b97f4a7c15u;
+    x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
+    x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
+    return x ^ (x >> 31);
+  }
+  // Two words for each of 64 queries of a head (counted through the batch), from `first` on.
+  void rows(int64_t head, int64_t first, uint32_t* one, uint32_t* two) const {
+    const uint64_t own = mixed(seed ^ mixed(uint64_t(head)));
+    for (int64_t i = 0; i < SIDE; i++) {
+      const uint64_t word = mixed(own + uint64_t(first + i));
+      one[i] = uint32_t(word), two[i] = uint32_t(word >> 32);
+    }
+  }
+  // Lanes that are dropped; one of the row's words and the key may be lanes, too.
+  template <class Key>
+  INLINE I32 drops(U32 one, U32 two, Key key) const {
+    U32 x = one ^ (key * 0x9e3779b9u);
+    x = (x ^ (x >> 16)) * 0x7feb352du;
+    x = (x ^ (x >> 15)) + two;
+    x = x * 0x846ca68bu;
+    x = x ^ (x >> 16);
+    // Compared as signed numbers, which every instruction set can.
+    return as<I32>(x ^ 0x80000000u) < int32_t(threshold ^ 0x80000000u);
+  }
+};
+
 // A key tile that is seen: all of it (`whole`), or what the queries' intervals and the cells leave of it.
 struct VisibleTile {
   int64_t tile;

@@ -28,6 +28,7 @@ def native_attention(
     low: Tensor | None = None,
     high: Tensor | None = None,
     block_mask: BlockMask | None = None,
+    dropout: float = 0.0,
     isa: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of q (B, T, H, D) over k, v (B, S, Hkv, D): the output (B, T, H, D) and the log-sum-exp (B, H, T).
@@ -36,7 +37,7 @@ def native_attention(
     positions. A query sees the keys that all of these allow: `causal`, the last `window` keys, its interval
     low … high (int32 (B, T), both included), and the block mask, which brings its own causality. A query that sees
     nothing gives zeros and a log-sum-exp of -inf. Sums run in an order that only the shapes decide: the same bits on
-    any number of threads.
+    any number of threads. dropout: of probabilities, decided by one number of PyTorch's generator and by the place.
 
     Raises ConfigError for dtypes and lengths that do not fit, ResourceError where there are no native kernels.
     """
@@ -60,6 +61,8 @@ def native_attention(
         causal,
         window or 0,
         q.shape[3] ** -0.5 if scale is None else scale,
+        dropout,
+        torch.randint(1 << 62, ()) if dropout else None,
     )
 
 
@@ -67,18 +70,19 @@ def _register(native: NativeLibrary, space: str) -> None:
     backward_operator = native.ops.train_attention_backward.default
 
     def remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        q, k, v, low, high, starts, columns, cells, ctx.causal, ctx.window, ctx.scale = inputs
-        ctx.save_for_backward(q, k, v, *output, low, high, starts, columns, cells)
+        *tensors, ctx.causal, ctx.window, ctx.scale, ctx.dropout, seed = inputs
+        ctx.save_for_backward(*tensors[:3], *output, seed, *tensors[3:])
         ctx.set_materialize_grads(False)
 
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse, *sight = ctx.saved_tensors
+        q, k, v, out, lse, seed, *sight = ctx.saved_tensors
         if dout is None:
             dout = torch.zeros_like(out)
         if dlse is not None:
             dlse = dlse.contiguous()
-        gradients = backward_operator(dout, q, k, v, out, lse, dlse, *sight, ctx.causal, ctx.window, ctx.scale)
-        return (*gradients, *(None,) * 8)
+        numbers = (ctx.causal, ctx.window, ctx.scale, ctx.dropout)
+        gradients = backward_operator(dout, q, k, v, out, lse, dlse, *sight, *numbers, seed)
+        return (*gradients, *(None,) * 10)
 
     torch.library.register_autograd(f"{space}::train_attention", backward, setup_context=remember)
 
@@ -99,7 +103,7 @@ def flop_formulas() -> dict[Any, Any]:
 
 def _forward_flops(q: torch.Size, k: torch.Size, v: torch.Size, *rest: Any, **named: Any) -> int:
     """Two products over the pairs of query and key that are seen; the operator's arguments, tensors as their sizes."""
-    _low, _high, starts, columns, _cells, causal, window, _scale = rest
+    _low, _high, starts, columns, _cells, causal, window, *_ = rest
     batch, queries, heads, size = q
     keys = k[1]
     if starts is not None:

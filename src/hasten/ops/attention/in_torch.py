@@ -1,0 +1,170 @@
+"""hasten's attention in PyTorch's own modules: nn.MultiheadAttention, all that is made of it, and its function.
+
+`multi_head_attention_forward` takes the arguments of `torch.nn.functional.multi_head_attention_forward`; masks say True
+or -infinity for what is hidden, as there. Key padding that leaves each row one stretch of keys, and a causal mask, are
+recognised on a CPU and reach the kernels as lengths and as causality; all other masks as masks. What wants the
+probabilities themselves, or keys of the module's own, is computed by PyTorch, and `refusal` says why.
+"""
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hasten.errors import ConfigError
+from hasten.ops.attention.masks import causal as causal_mask
+from hasten.ops.attention.operator import attention
+
+DEFAULTS = {name: one.default for name, one in inspect.signature(F.multi_head_attention_forward).parameters.items()}
+NAMES = tuple(DEFAULTS)
+
+
+def multi_head_attention_forward(
+    *arguments: Any, kernel: str | None = None, **named: Any
+) -> tuple[Tensor, Tensor | None]:
+    """As PyTorch's function of this name: query (T, B, E), key, value (S, B, …); the output (T, B, E), and weights.
+
+    kernel: one by name; by default each call takes the first that fits. A query that sees no key attends to nothing
+    (zeros), where PyTorch gives NaN. Raises ConfigError where the kernel named cannot serve.
+    """
+    given = DEFAULTS | dict(zip(NAMES, arguments, strict=False)) | named
+    reason = refusal(given)
+    if reason is not None:
+        if kernel is not None:
+            raise ConfigError(f"kernel {kernel!r} cannot be used here: {reason}")
+        return F.multi_head_attention_forward(**given)
+    batched = given["query"].dim() == 3
+    q, k, v = (x.unflatten(-1, (given["num_heads"], -1)) for x in _projected(given))  # (T, B, H, D), or (T, H, D)
+    q, k, v = (x.transpose(0, 1) if batched else x[None] for x in (q, k, v))
+    dropout = given["dropout_p"] if given["training"] else 0.0
+    out = attention(q, k, v, **_hidden(given, q, k), dropout=dropout, kernel=kernel).flatten(-2)  # (B, T, E)
+    out = out.transpose(0, 1) if batched else out[0]
+    return F.linear(out, given["out_proj_weight"], given["out_proj_bias"]), None
+
+
+def refusal(given: Mapping[str, Any]) -> str | None:
+    """Why PyTorch computes a call of these arguments, or None."""
+    if given["need_weights"]:
+        return "the weights were asked for (need_weights), which only explicit scores give"
+    for name in ("bias_k", "add_zero_attn", "static_k", "static_v"):
+        if given[name] is not None and given[name] is not False:
+            return f"it has keys of its own ({name})"
+    return "nested tensors are PyTorch's" if given["query"].is_nested else None
+
+
+def _projected(given: Mapping[str, Any]) -> tuple[Tensor, ...]:
+    query, key, value, bias = given["query"], given["key"], given["value"], given["in_proj_bias"]
+    if query is key and key is value and not given["use_separate_proj_weight"]:
+        return F.linear(query, given["in_proj_weight"], bias).chunk(3, dim=-1)
+    if given["use_separate_proj_weight"]:
+        weights = (given["q_proj_weight"], given["k_proj_weight"], given["v_proj_weight"])
+    else:
+        weights = given["in_proj_weight"].chunk(3)
+    biases = (None,) * 3 if bias is None else bias.chunk(3)
+    return tuple(F.linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True))
+
+
+def _hidden(given: Mapping[str, Any], q: Tensor, k: Tensor) -> dict[str, Any]:
+    """The masks as `attention` takes them; q (B, T, H, D), k (B, S, H, D)."""
+    mask, padding = (_as_bool(given[name]) for name in ("attn_mask", "key_padding_mask"))
+    queries, keys = q.shape[1], k.shape[1]
+    options: dict[str, Any] = {"causal": False}
+    if padding is not None:
+        padding = padding.view(-1, keys)  # (B, S)
+        if padding.dtype == torch.bool:
+            options["key_padding_mask"] = ~padding
+        else:
+            options["bias"] = padding[:, None, None]
+    if queries == keys and (given["is_causal"] or _is_causal(mask)):
+        return options | {"causal": True}
+    if mask is None:
+        return options
+    if mask.dim() == 2 and mask.dtype == torch.bool:
+        return options | {"mask": ~mask}
+    if mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(mask, float("-inf"))
+    if mask.dim() == 3:
+        mask = mask.unflatten(0, (-1, q.shape[2])) if len(mask) > 1 else mask[None]  # (B, H, T, S)
+    return options | {"bias": mask if "bias" not in options else mask + options["bias"]}
+
+
+def _as_bool(mask: Tensor | None) -> Tensor | None:
+    """PyTorch makes numbers of boolean masks on the way. Where they can be read, that is undone."""
+    if mask is None or mask.dtype == torch.bool or mask.device.type != "cpu" or torch.compiler.is_compiling():
+        return mask
+    hidden = mask == float("-inf")
+    return hidden if bool((hidden | (mask == 0)).all()) else mask
+
+
+def _is_causal(mask: Tensor | None) -> bool:
+    if mask is None or mask.dim() != 2 or mask.dtype != torch.bool:
+        return False
+    readable = mask.device.type == "cpu" and not torch.compiler.is_compiling()
+    return readable and torch.equal(mask, ~causal_mask(*mask.shape))
+
+
+class MultiheadAttention(nn.MultiheadAttention):
+    """nn.MultiheadAttention with hasten's attention; `replace_in` makes one of each that it finds, in place."""
+
+    kernel: str | None = None
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As nn.MultiheadAttention's."""
+        turned = self.batch_first and query.dim() == 3
+        alike = query is key and key is value
+        if turned:
+            query, key, value = (x.transpose(0, 1) for x in (query, key, value))
+        out, weights = multi_head_attention_forward(
+            query,
+            query if alike else key,
+            query if alike else value,
+            self.embed_dim,
+            self.num_heads,
+            self.in_proj_weight,
+            self.in_proj_bias,
+            self.bias_k,
+            self.bias_v,
+            self.add_zero_attn,
+            self.dropout,
+            self.out_proj.weight,
+            self.out_proj.bias,
+            training=self.training,
+            key_padding_mask=key_padding_mask,
+            need_weights=need_weights,
+            attn_mask=attn_mask,
+            use_separate_proj_weight=self.in_proj_weight is None,
+            q_proj_weight=self.q_proj_weight,
+            k_proj_weight=self.k_proj_weight,
+            v_proj_weight=self.v_proj_weight,
+            average_attn_weights=average_attn_weights,
+            is_causal=is_causal,
+            kernel=self.kernel,
+        )
+        return (out.transpose(0, 1) if turned else out), weights
+
+
+def replace_in_modules(model: nn.Module, *, kernel: str | None) -> bool:
+    """Make every nn.MultiheadAttention in a model ours; False where there is none."""
+    found = [module for module in model.modules() if isinstance(module, nn.MultiheadAttention)]
+    for module in found:
+        module.__class__ = MultiheadAttention
+        module.kernel = kernel
+        # nn.TransformerEncoderLayer would go around the module: not where its weights are said to stand apart.
+        module._qkv_same_embed_dim = False
+    for module in model.modules():
+        if found and isinstance(module, nn.TransformerEncoder):
+            module.use_nested_tensor = False
+    return bool(found)
