@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # What a rank sends of N in a ring, of the bytes of the tensor that is whole; and which argument that is.
@@ -65,6 +66,30 @@ class Counted(TorchDispatchMode):
                 yield parameter.grad
         for state in self.optimizer.state.values():
             yield from (value for value in state.values() if isinstance(value, Tensor) and value.dim())
+
+
+class Alive(TorchDispatchMode):
+    """Inside `with`: `peak`, the most bytes of storages alive after any operation, those of `before` included."""
+
+    def __init__(self, before: list[Tensor]) -> None:
+        super().__init__()
+        self.found: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak = 0
+        for tensor in before:
+            self._add(tensor)
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for one in result if isinstance(result, list | tuple) else (result,):
+            if isinstance(one, Tensor):
+                self._add(one)
+        self.found = {key: value for key, value in self.found.items() if not value[0].expired()}
+        self.peak = max(self.peak, sum(size for _, size in self.found.values()))
+        return result
+
+    def _add(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        self.found[storage.data_ptr()] = (StorageWeakRef(storage), storage.nbytes())
 
 
 def _flat(value: Any) -> Iterator[Tensor]:

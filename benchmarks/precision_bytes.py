@@ -11,11 +11,10 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
+if TYPE_CHECKING:
+    from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent))
 RESULTS = Path(__file__).parent / "results"
@@ -30,32 +29,11 @@ POLICIES: dict[str, tuple[str, str]] = {  # precision and parallel.policy of a r
 }
 
 
-class Alive(TorchDispatchMode):
-    """Inside `with`: `peak`, the most bytes of storages alive after any operation, those of `before` included."""
-
-    def __init__(self, before: list[torch.Tensor]) -> None:
-        super().__init__()
-        self.found: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.peak = 0
-        for tensor in before:
-            self._add(tensor)
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        for one in result if isinstance(result, list | tuple) else (result,):
-            if isinstance(one, torch.Tensor):
-                self._add(one)
-        self.found = {key: value for key, value in self.found.items() if not value[0].expired()}
-        self.peak = max(self.peak, sum(size for _, size in self.found.values()))
-        return result
-
-    def _add(self, tensor: torch.Tensor) -> None:
-        storage = tensor.untyped_storage()
-        self.found[storage.data_ptr()] = (StorageWeakRef(storage), storage.nbytes())
-
-
 def measure(name: str) -> dict[str, Any]:
     """One policy: bytes of each kind after a backward pass, and of everything at the peak of a step."""
+    import torch
+    from counted import Alive
+
     from hasten.data import Batch
     from hasten.model.initialize import initialize
     from hasten.planning.cost import parameters
@@ -100,19 +78,21 @@ def measure(name: str) -> dict[str, Any]:
     }
 
 
-def _of_optimizer(step: Any) -> list[torch.Tensor]:
+def _of_optimizer(step: Any) -> "list[Tensor]":
     """Its weights (masters, where they are not the model's) and states."""
+    from torch import Tensor
+
     states = [value for state in step.optimizer.state.values() for value in state.values()]
     weights = [weight for group in step.optimizer.param_groups for weight in group["params"]]
-    return [one for one in (*weights, *states) if isinstance(one, torch.Tensor) and one.dim()]
+    return [one for one in (*weights, *states) if isinstance(one, Tensor) and one.dim()]
 
 
-def _shared(weights: list[torch.Tensor], others: list[torch.Tensor]) -> list[torch.Tensor]:
+def _shared(weights: "list[Tensor]", others: "list[Tensor]") -> "list[Tensor]":
     own = {one.data_ptr() for one in weights}
     return [one for one in others if one.data_ptr() in own]
 
 
-def _bytes(tensors: list[torch.Tensor]) -> int:
+def _bytes(tensors: "list[Tensor]") -> int:
     return sum({one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}.values())
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from statistics import median
 from typing import Any
 
+import precision_bytes
 import zero
 
 Report = dict[str, Any]
@@ -338,6 +339,7 @@ def largest_batch(report: Report) -> str:
 
 RENDERERS: dict[str, Callable[[Report], str]] = {
     "attention-growth": attention_growth,
+    "precision-bytes": lambda report: markdown(*precision_bytes.table(report)),
     "zero-bytes": lambda report: markdown(*zero.table(report), left=2),
     "attention-bfloat16": attention_speed,
     "attention-bfloat16-amx": attention_speed,

@@ -12,7 +12,7 @@ from hasten.errors import CheckpointError, ConfigError, HastenWarning
 from hasten.generation.cache import StaticCache
 from hasten.generation.decoder import Decoder
 from hasten.generation.generate import Generation
-from hasten.generation.paged import PagedCache
+from hasten.generation.paged import PagedCache, Rows
 from hasten.generation.perplexity import perplexity
 from hasten.model.context import training_context
 from hasten.model.families import read_config
@@ -38,6 +38,7 @@ PATTERNS = [
     "strided:block=16,stride=3",
     "local:block=16,radius=1",
     "sliding-window:block=16,window=2",
+    "atrous:block=1,stride=3",
 ]
 
 
@@ -198,9 +199,22 @@ def test_a_model_with_a_pattern_is_not_fused_and_says_why():
         hasten.fuse(model_of("bigbird").to(torch.bfloat16))
 
 
-def test_a_paged_cache_refuses_it():
-    with pytest.raises(ConfigError, match="sparse attention pattern"):
-        PagedCache(model_of("bigbird").config, blocks=2, dtype=torch.float32, device="cpu")
+@pytest.mark.parametrize("pattern", ["bigbird:block=16,random-blocks=2,per-head=true", "atrous:block=1,stride=3"])
+@torch.inference_mode()
+def test_a_paged_cache_shows_every_sequence_what_the_whole_text_sees(pattern):
+    model, (one, two) = model_of(pattern), tokens_of(2).tolist()
+    cache = PagedCache(model.config, blocks=20, dtype=torch.float32, device="cpu")
+    assert cache.kernel.name == "gathered"
+    tables, wanted = (range(10, 20), range(10)), [whole(model, torch.tensor([row]))[0] for row in (one, two)]
+    ends = [(0, 0)]
+    for end in ((70, 30), (117, 31), (118, 32), (119, 33)):  # chunks of prompts, a chunk beside a decode, decodes
+        places = list(zip(tables, ends[-1], end, strict=True))
+        step = cache.step([Rows(table, begin, stop - begin) for table, begin, stop in places])
+        tokens = [row[begin:stop] for row, (_, begin, stop) in zip((one, two), places, strict=True)]
+        found = model(torch.tensor([[token for own in tokens for token in own]]), step.positions, step)[0, step.last]
+        for row, stop in enumerate(end):
+            torch.testing.assert_close(found[row], wanted[row][stop - 1], rtol=1e-4, atol=1e-5)
+        ends.append(end)
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,31 @@ def test_steps_with_a_pattern_are_those_of_explicit_scores(precision):
     assert {block.attention.kernels.tokens.name for block in own.model.blocks} == {taken}
 
 
+@pytest.mark.parametrize("pattern", ["bigbird:block=16,random-blocks=2", "atrous:block=1,stride=3"])
+def test_patterns_beside_packed_documents(pattern):
+    documents = documents_of([40, 1, 87], [100, 28])
+    own, explicit = (step_of(pattern, kernel=kernel, separate_documents=True) for kernel in (None, "reference"))
+    for number in range(3):
+        losses = [step.run([batch_of(number, documents)]).loss.item() for step in (own, explicit)]
+        assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    together = step_of(pattern).loss(batch_of()).item()
+    assert own.model.blocks[0].attention.kernels.tokens.name.startswith("native") == (
+        library(part="training") is not None
+    )
+    apart = step_of(pattern, separate_documents=True).loss(batch_of(documents=documents)).item()
+    assert apart != pytest.approx(together, rel=1e-4)
+
+
+def test_a_recipe_trains_with_a_pattern_dropout_and_packed_documents(recipe):
+    made = recipe(
+        attention_pattern="atrous:block=1,stride=2", dropout=0.1, separate_documents=True, steps=12, context=64
+    )
+    result = train(made, progress=False)
+    model = hasten.load(result.model_folder)
+    assert model.config.attention_pattern.period == 2
+    assert len(hasten.generate(model, "def", max_new_tokens=8, temperature=0)[0].tokens) == 8
+
+
 def test_one_compiled_graph_serves_the_blocks_of_all_patterns_of_a_model():
     torch._dynamo.reset()
     pattern = "bigbird:block=16,random-blocks=2"
@@ -91,8 +116,6 @@ def test_a_recipe_trains_exports_and_goes_on_with_its_pattern(recipe, tmp_path):
     ("changes", "said"),
     [
         ({"attention_pattern": "bigbrid"}, "known: causal"),
-        ({"attention_pattern": "local", "dropout": 0.1}, "no dropout"),
-        ({"attention_pattern": "local", "separate_documents": True}, "no data.separate_documents"),
         ({"attention_pattern": "local:block=20"}, "multiples of 64"),
     ],
 )
@@ -117,7 +140,7 @@ def test_intervals_are_the_mask(window):
     documents = documents_of([40, 1, 87], [128])
     context = TrainingContext([window], documents, intervals=True)
     mask = TrainingContext([window], documents).layers[0].mask
-    assert torch.equal(context.layers[0].mask.dense(LENGTH), mask)
+    assert torch.equal(context.layers[0].intervals.dense(LENGTH), mask)
 
 
 @pytest.mark.parametrize("kind", ["selective", "full"])

@@ -90,8 +90,10 @@ def training_context(model: Transformer, tokens: int, documents: Tensor | None =
     fits = all(isinstance(attention, Attention) and attention.takes_intervals for attention in attentions)
     if pattern is None:
         return TrainingContext(windows, documents, intervals=fits)
-    if documents is not None and not fits:
-        raise ConfigError("the attention kernel of this model's sparse pattern cannot keep packed documents apart here")
+    if documents is not None and any(
+        isinstance(one, Attention) and one.kernels.tokens.name == "flex" for one in attentions
+    ):
+        raise ConfigError("the kernel flex of this model's sparse pattern cannot keep packed documents apart")
     masks = [BlockMask.of(pattern, tokens, heads=config.heads, layer=layer) for layer in range(len(windows))]
     for mask in masks:  # ready for the layers' kernels
         mask.prepare(model.device)
