@@ -126,15 +126,21 @@ class SparseAttention:
 
 def patterns(block: int, tokens: int) -> "dict[str, Pattern]":
     """What is measured, from sparse to dense."""
+    from hasten.ops.attention import patterns as kinds
     from hasten.ops.attention.patterns import BigBird, BSLongformer, Causal, Fixed, Local, Strided
 
     blocks = tokens // block
     return {
         "Local, radius 1": Local(block=block, radius=1),
+        "SlidingWindow, window 5": kinds.SlidingWindow(block=block, window=5),
+        "Atrous, every 16th position": kinds.Atrous(block=1, stride=16),
         "BSLongformer, window 5": BSLongformer(block=block, window=5),
         "BigBird, window 3, 2 random": BigBird(block=block, random_blocks=2),
         "BigBird, window 9, 8 random": BigBird(block=block, window=9, random_blocks=8, global_blocks=2),
+        "Variable, windows 1, 2, 4, 1 random": kinds.Variable(block=block, windows=(1, 2, 4), random_blocks=1),
+        "Atrous, every 5th position": kinds.Atrous(block=1, stride=5),
         "Fixed, windows of 8": Fixed(block=block, local_blocks=8),
+        "Atrous, every 4th block": kinds.Atrous(block=block, stride=4),
         "Strided, radius 4, every 4th": Strided(block=block, radius=4, stride=4),
         f"Local, radius {blocks // 3}": Local(block=block, radius=blocks // 3),
         "Causal": Causal(block=block),
@@ -161,7 +167,7 @@ def measured(settings: SparseAttention) -> list[dict[str, Any]]:
 
     calls: dict[str, Callable[[], torch.Tensor]] = {FLASH: flash, DENSE: lambda: attention(q, k, v, kernel="native")}
     for name, mask in masks.items():
-        calls[name] = lambda mask=mask: attention(q, k, v, block_mask=mask, kernel="native-sparse")  # type: ignore[misc]
+        calls[name] = lambda mask=mask: attention(q, k, v, block_mask=mask)  # type: ignore[misc]
     seconds: dict[str, dict[str, list[float]]] = {name: {"forward": [], "both": []} for name in calls}
     for number in range(settings.rounds + 1):
         for name, call in calls.items():

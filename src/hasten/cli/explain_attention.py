@@ -38,7 +38,9 @@ class ExplainAttention:
     mask: bool = False
     """An explicit boolean mask (T, S) or (B, T, S)."""
     key_padding: bool = False
-    """A mask (B, S) of keys that do not exist."""
+    """A mask (B, S) of keys that do not exist, with gaps or on a GPU."""
+    key_lengths: bool = False
+    """Keys that do not exist at the ends of each row: lengths, or on a CPU such a mask."""
     bias: bool = False
     """Something is added to the scores."""
     learned_bias: bool = False
@@ -131,7 +133,7 @@ class ExplainAttention:
         parts.append("causal" if spec.causal else "block mask" if request.block_mask else "not causal")
         if spec.window is not None:
             parts.append(f"window {spec.window}")
-        for name in ("mask", "key_padding", "bias", "alibi", "documents", "dropout"):
+        for name in ("mask", "key_padding", "key_lengths", "bias", "alibi", "documents", "dropout"):
             if getattr(request, name):
                 parts.append(name.replace("_", " "))
         if spec.softcap is not None:
@@ -158,7 +160,7 @@ class ExplainAttention:
 
     def _refuse_of_a_call(self) -> None:
         """Raise ConfigError for what differs from call to call, and is not known of a layer."""
-        names = ("keys", "mask", "key_padding", "bias", "learned_bias", "alibi", "documents", "dropout")
+        names = ("keys", "mask", "key_padding", "key_lengths", "bias", "learned_bias", "alibi", "documents", "dropout")
         given = [name.replace("_", "-") for name in names if getattr(self, name) not in (None, False)]
         if not self.gradient:
             given.append("no-gradient")
