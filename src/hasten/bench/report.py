@@ -138,6 +138,6 @@ def _limits(limits: RungRun, vendor: Limits | None, device: str) -> dict[str, An
 
 
 def gpu_of(machine: Mapping[str, Any], device: str) -> Mapping[str, Any] | None:
-    """The GPU that `device` is, of a report's machine (as `hasten.machine.describe` has it); None for another device."""
+    """The GPU that `device` is, as a report's machine (`describe`) has it; None for another device."""
     gpus, index = machine.get("gpus", []), int(device.partition(":")[2] or 0)
     return gpus[index] if device.startswith("cuda") and index < len(gpus) else None

@@ -22,7 +22,7 @@ from hasten.model.vocabulary import pad_vocabulary
 from hasten.ops.activation import KERNELS, ActivationRequest, bind
 from hasten.ops.attention.pattern_text import parse_pattern, pattern_values
 from hasten.ops.linear.gradient import outside_graphs
-from hasten.ops.native import library
+from hasten.ops.native import library, obtainable
 from hasten.ops.picker import explain
 from hasten.planning.shapes import gpt2, llama
 from hasten.training.activations import checkpoint_activations
@@ -187,13 +187,13 @@ def place(model: Transformer, recipe: Recipe, ranks: Ranks = ALONE) -> Placement
 def attention_kernel(recipe: Recipe, device: torch.device) -> str | None:
     """The kernel to force: the recipe's, or the explicit one where no native one serves: see below.
 
-    The native kernel has no dropout. PyTorch's fused CPU kernel, forward and backward, is slower there
-    than matrix products with a compiled softmax between them, as long as rows are short.
+    PyTorch's fused CPU kernel has no dropout, and forward and backward it is slower than matrix products with a
+    compiled softmax between them, as long as rows are short.
     """
     techniques = recipe.techniques
     short = techniques.compile and recipe.data.context <= 512
     if techniques.attention is None and device.type == "cpu" and recipe.dropout > 0 and short:
-        return "reference"
+        return None if obtainable("training") else "reference"
     return techniques.attention
 
 

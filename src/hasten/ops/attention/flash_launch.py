@@ -50,17 +50,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *, problem: Problem, tiles: Tiles |
     plan, programs = tile_plan(problem, queries, block=tiles.queries, over_keys=False)
     with torch.cuda.device_of(q):
         flash_triton_kernels.forward[(programs, heads, batch)](
-            q,
-            k,
-            v,
-            out,
-            lse,
-            plan,
-            problem.key_bounds,
+            *(q, k, v, out, lse, plan, problem.key_bounds),
             *(x.stride()[:3] for x in (q, k, v, out)),
-            queries,
-            k.shape[1],
-            problem.window,
+            *(queries, k.shape[1], problem.window),
             **_options(q, k, problem, tiles),
         )
     return out.to(dtype), lse
@@ -92,48 +84,18 @@ def backward(
     if not q.numel() or not k.numel():
         return dq.to(dtype), dk.to(dtype), dv.to(dtype)
     log2_lse, delta = torch.empty_like(lse), torch.empty_like(lse)
-    strides = [x.stride()[:3] for x in (q, k, v)]
+    strides, sizes = [x.stride()[:3] for x in (q, k, v)], (queries, keys, problem.window)
     with torch.cuda.device_of(q):
         plan, programs = tile_plan(problem, queries, block=for_queries.queries, over_keys=False)
         flash_triton_backward.backward_queries[(programs, heads, batch)](
-            q,
-            k,
-            v,
-            out,
-            d_out,
-            d_lse,
-            lse,
-            log2_lse,
-            delta,
-            dq,
-            plan,
-            problem.key_bounds,
-            *strides,
-            out.stride()[:3],
-            d_out.stride()[:3],
-            queries,
-            keys,
-            problem.window,
+            *(q, k, v, out, d_out, d_lse, lse, log2_lse, delta, dq, plan, problem.key_bounds),
+            *(*strides, out.stride()[:3], d_out.stride()[:3], *sizes),
             **_options(q, k, problem, for_queries),
         )
         plan, programs = tile_plan(problem, keys, block=for_keys.keys, over_keys=True)
         flash_triton_backward.backward_keys[(programs, kv_heads, batch)](
-            q,
-            k,
-            v,
-            d_out,
-            log2_lse,
-            delta,
-            dk,
-            dv,
-            plan,
-            problem.key_bounds,
-            *strides,
-            d_out.stride()[:3],
-            dk.stride()[:3],
-            queries,
-            keys,
-            problem.window,
+            *(q, k, v, d_out, log2_lse, delta, dk, dv, plan, problem.key_bounds),
+            *(*strides, d_out.stride()[:3], dk.stride()[:3], *sizes),
             **_options(q, k, problem, for_keys),
         )
     return dq.to(dtype), dk.to(dtype), dv.to(dtype)

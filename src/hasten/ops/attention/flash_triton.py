@@ -75,19 +75,9 @@ def flash_triton(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, inputs: A
     """Same contract as `reference`, with packed documents or one interval of keys a sequence, and nothing else."""
     starts = (None, None) if inputs.documents is None else inputs.documents
     there = inputs.intervals
-    out, _ = flash_attention(
-        q,
-        k,
-        v,
-        causal=spec.causal,
-        window=spec.window,
-        softcap=spec.softcap,
-        scale=spec.scale,
-        query_starts=starts[0],
-        key_starts=starts[1],
-        key_bounds=None if there is None else torch.cat([there.low, there.high + 1], dim=1),
-    )
-    return out
+    known: dict[str, Any] = {"causal": spec.causal, "window": spec.window, "softcap": spec.softcap, "scale": spec.scale}
+    known["key_bounds"] = None if there is None else torch.cat([there.low, there.high + 1], dim=1)
+    return flash_attention(q, k, v, query_starts=starts[0], key_starts=starts[1], **known)[0]
 
 
 # The fields of `Problem`, as torch's schemas have them.

@@ -20,6 +20,9 @@ from hasten.ops.attention.operator import attention
 
 DEFAULTS = {name: one.default for name, one in inspect.signature(F.multi_head_attention_forward).parameters.items()}
 NAMES = tuple(DEFAULTS)
+# Of them, what a module has under the same name.
+OWN = ("num_heads", "in_proj_weight", "in_proj_bias", "bias_k", "bias_v", "add_zero_attn", "training")
+OWN += ("q_proj_weight", "k_proj_weight", "v_proj_weight")
 
 
 def multi_head_attention_forward(
@@ -123,32 +126,22 @@ class MultiheadAttention(nn.MultiheadAttention):
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """As nn.MultiheadAttention's."""
-        turned = self.batch_first and query.dim() == 3
-        alike = query is key and key is value
+        alike, turned = query is key and key is value, self.batch_first and query.dim() == 3
         if turned:
             query, key, value = (x.transpose(0, 1) for x in (query, key, value))
         out, weights = multi_head_attention_forward(
             query,
             query if alike else key,
             query if alike else value,
-            self.embed_dim,
-            self.num_heads,
-            self.in_proj_weight,
-            self.in_proj_bias,
-            self.bias_k,
-            self.bias_v,
-            self.add_zero_attn,
-            self.dropout,
-            self.out_proj.weight,
-            self.out_proj.bias,
-            training=self.training,
+            **{name: getattr(self, name) for name in OWN},
+            embed_dim_to_check=self.embed_dim,
+            dropout_p=self.dropout,
+            out_proj_weight=self.out_proj.weight,
+            out_proj_bias=self.out_proj.bias,
+            use_separate_proj_weight=self.in_proj_weight is None,
             key_padding_mask=key_padding_mask,
             need_weights=need_weights,
             attn_mask=attn_mask,
-            use_separate_proj_weight=self.in_proj_weight is None,
-            q_proj_weight=self.q_proj_weight,
-            k_proj_weight=self.k_proj_weight,
-            v_proj_weight=self.v_proj_weight,
             average_attn_weights=average_attn_weights,
             is_causal=is_causal,
             kernel=self.kernel,

@@ -1,6 +1,7 @@
 """The native attention for training as kernels of the operator: what each computes, serves, and waits for."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,18 +29,9 @@ def native(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, inputs: Attenti
     if inputs.documents is not None:  # whose intervals have causality inside
         causal, window, intervals = False, None, bounds(inputs.documents, q.shape[1], spec)
     low, high = (None, None) if intervals is None else (x.expand(q.shape[:2]).contiguous() for x in intervals)
-    out, _ = native_attention(
-        q,
-        k,
-        v,
-        causal=causal,
-        window=window,
-        scale=spec.scale,
-        low=low,
-        high=high,
-        block_mask=inputs.block_mask,
-        dropout=inputs.dropout,
-    )
+    hidden: dict[str, Any] = {"causal": causal, "window": window, "low": low, "high": high}
+    hidden["block_mask"] = inputs.block_mask
+    out, _ = native_attention(q, k, v, scale=spec.scale, dropout=inputs.dropout, **hidden)
     return out.to(dtype)
 
 

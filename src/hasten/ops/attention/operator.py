@@ -196,22 +196,18 @@ def attention(
 def request_of(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, inputs: AttentionInputs) -> AttentionRequest:
     """What a kernel is asked for by these arguments."""
     there, wants = inputs.intervals, torch.is_grad_enabled()
+    flags = ("mask", "key_padding", "bias", "alibi", "documents", "block_mask")
     return AttentionRequest(
+        **{name: getattr(inputs, name) is not None for name in flags},
         spec=spec,
         device=q.device,
         dtype=q.dtype,
         batch=q.shape[0],
         queries=q.shape[1],
         keys=k.shape[1],
-        mask=inputs.mask is not None,
-        key_padding=inputs.key_padding is not None,
         key_lengths=there is not None and there.low.shape[1] == 1,
         intervals=there is not None and there.low.shape[1] != 1,
-        bias=inputs.bias is not None,
         bias_gradient=inputs.bias is not None and wants and inputs.bias.requires_grad,
-        alibi=inputs.alibi is not None,
-        documents=inputs.documents is not None,
-        block_mask=inputs.block_mask is not None,
         block_size=None if inputs.block_mask is None else inputs.block_mask.layout.block,
         dropout=inputs.dropout > 0,
         gradient=wants and (q.requires_grad or k.requires_grad or v.requires_grad),

@@ -15,6 +15,7 @@ TOP_LEFT = (
     "(bottom right)"
 )
 NOTHING_ELSE = "and it takes no mask instead"
+MASKS = ("mask", "key_padding", "key_lengths", "intervals", "bias", "alibi", "documents", "block_mask")
 BY_A_MASK = "and needs a mask of queries x keys instead"
 
 
@@ -29,16 +30,8 @@ def any_backend(request: AttentionRequest) -> str | None:
 
 def masked(request: AttentionRequest) -> str | None:
     """What would reach PyTorch as an explicit mask, or None: nothing, or no more than `is_causal`."""
-    for given, name in (
-        (request.mask, "mask"),
-        (request.key_padding or request.key_lengths, "key-padding mask"),
-        (request.bias, "bias"),
-        (request.alibi, "ALiBi bias"),
-        (request.block_mask, "block mask"),
-        (request.documents or request.intervals, "mask of the packed documents"),
-    ):
-        if given:
-            return name
+    if (given := request.given(*MASKS)) is not None:
+        return given
     if request.windowed:
         return "window"
     # PyTorch's fused kernels hide later keys before they scale: -infinity times a scale below zero is no longer hidden.
@@ -63,7 +56,7 @@ def flash(request: AttentionRequest) -> str | None:
     if (reason := request.outside(*HALVES) or _too_old(request)) is not None:
         return reason
     if (name := masked(request)) is not None:
-        return f"on CUDA it takes no explicit mask, only `causal`; here there is a {name}"
+        return f"on CUDA it takes no explicit mask, only `causal`; found: {name}"
     if unequal(request):
         return f"{TOP_LEFT.format(queries=request.queries, keys=request.keys)}, {NOTHING_ELSE}"
     return None

@@ -51,19 +51,10 @@ def native_attention(
         tiles, causal = block_mask.tiles(), block_mask.causal
     if q.shape[1] > k.shape[1] and (causal or window or tiles is not None):
         raise ConfigError(f"{q.shape[1]} queries are the last ones of {k.shape[1]} keys: there are too few keys")
-    return getattr(torch.ops, _ready(isa)).train_attention.default(
-        q,
-        k,
-        v,
-        low,
-        high,
-        *((tiles.starts, tiles.columns, tiles.cells) if tiles is not None else (None, None, None)),
-        causal,
-        window or 0,
-        q.shape[3] ** -0.5 if scale is None else scale,
-        dropout,
-        torch.randint(1 << 62, ()) if dropout else None,
-    )
+    layout = (None,) * 3 if tiles is None else (tiles.starts, tiles.columns, tiles.cells)
+    numbers = (causal, window or 0, q.shape[3] ** -0.5 if scale is None else scale, dropout)
+    seed = torch.randint(1 << 62, ()) if dropout else None
+    return getattr(torch.ops, _ready(isa)).train_attention.default(q, k, v, low, high, *layout, *numbers, seed)
 
 
 def _register(native: NativeLibrary, space: str) -> None:
