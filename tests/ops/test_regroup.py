@@ -156,3 +156,18 @@ def test_a_layer_regroups_and_drops_as_a_call_does():
     one = torch.rand(2, 20, 20) < 0.5  # dropout beside a mask: by a kernel that takes both
     assert layer(q, k, v, mask=one, dropout=0.5).shape == q.shape
     assert not torch.equal(layer(q, k, v, mask=one, dropout=0.5), layer(q, k, v, mask=one))
+
+
+@needs_native
+def test_dropout_compiles_into_one_graph():
+    def loss(q, k, v):
+        return attention(q, k, v, dropout=0.2).square().sum()
+
+    leaves = [torch.randn(1, 40, 2, 16, requires_grad=True) for _ in range(3)]
+    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
+    found = []
+    for run in (loss, compiled):
+        torch.manual_seed(3)
+        found.append(torch.autograd.grad(run(*leaves), leaves))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)

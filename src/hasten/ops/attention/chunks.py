@@ -119,10 +119,11 @@ class ChunkPlan:
             last = max(1, keys - queries + stop)
             if self.spec.window is not None:
                 first = max(0, keys - queries + start - self.spec.window + 1)
-        if self.low is not None and self.low.device.type == "cpu" and not torch.compiler.is_compiling():
-            rows = slice(0, 1) if self.low.shape[1] == 1 else slice(start, stop)
-            first = max(first, int(self.low[batch, rows].min()))
-            last = max(1, min(last, int(self.high[batch, rows].max()) + 1))
+        low, high = self.low, self.high
+        if low is None or high is None or low.device.type != "cpu" or torch.compiler.is_compiling():
+            return slice(min(last - 1, first), last)
+        rows = slice(0, 1) if low.shape[1] == 1 else slice(start, stop)
+        first, last = max(first, int(low[batch, rows].min())), max(1, min(last, int(high[batch, rows].max()) + 1))
         return slice(min(last - 1, first), last)
 
     def scores(self, chunk: Chunk) -> tuple[Tensor, Tensor | None]:
