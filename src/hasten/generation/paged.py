@@ -91,7 +91,8 @@ class PagedCache:
         """
         if blocks < 1 or block_size < 1:
             raise ConfigError(f"a paged cache needs at least 1 block of 1 token; found {blocks} of {block_size}")
-        self.config, self.sparse = config, None
+        self.config = config
+        self.sparse: SparseMasks | None = None
         self.blocks, self.block_size = blocks, block_size
         self.device = torch.device(device)
         layers = len(config.layers)
@@ -154,7 +155,7 @@ class PagedCache:
         @functools.cache  # for all layers, and only where a kernel asks for it
         def groups() -> list[PagedGroup]:
             found = groups_of(query_start_loc, seq_lens, block_table, size)
-            return [PagedGroup(*(t.to(self.device) for t in group)) for group in found]
+            return [PagedGroup(*(t.to(self.device) for t in group[:3])) for group in found]
 
         metadata = AttentionMetadata(
             there(slot_mapping),
@@ -175,11 +176,12 @@ class PagedCache:
             return [groups for _ in layers]
         if self.sparse is None or self.sparse.positions < longest:
             self.sparse = SparseMasks(self.config, positions=1 << longest.bit_length(), device=self.device)
-        sparse, found = self.sparse, []
+        masked: list[list[PagedGroup]] = [[] for _ in layers]
         for group in groups():
             places = torch.arange(group.slots.shape[1], device=self.device)
-            found.append([group._replace(mask=mask) for mask in sparse.masks(group.positions, places)])
-        return [lambda layer=layer: [masked[layer] for masked in found] for layer in layers]
+            for own, mask in zip(masked, self.sparse.masks(group.positions, places), strict=True):
+                own.append(group._replace(mask=mask))
+        return [functools.partial(list, own) for own in masked]
 
 
 def _independent(pairs: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:

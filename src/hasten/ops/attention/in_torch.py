@@ -21,8 +21,8 @@ from hasten.ops.attention.operator import attention
 DEFAULTS = {name: one.default for name, one in inspect.signature(F.multi_head_attention_forward).parameters.items()}
 NAMES = tuple(DEFAULTS)
 # Of them, what a module has under the same name.
-OWN = ("num_heads", "in_proj_weight", "in_proj_bias", "bias_k", "bias_v", "add_zero_attn", "training")
-OWN += ("q_proj_weight", "k_proj_weight", "v_proj_weight")
+OWN = ["num_heads", "in_proj_weight", "in_proj_bias", "bias_k", "bias_v", "add_zero_attn", "training"]
+OWN += ["q_proj_weight", "k_proj_weight", "v_proj_weight"]
 
 
 def multi_head_attention_forward(
@@ -151,13 +151,13 @@ class MultiheadAttention(nn.MultiheadAttention):
 
 def replace_in_modules(model: nn.Module, *, kernel: str | None) -> bool:
     """Make every nn.MultiheadAttention in a model ours; False where there is none."""
-    found = [module for module in model.modules() if isinstance(module, nn.MultiheadAttention)]
+    found: list[Any] = [module for module in model.modules() if isinstance(module, nn.MultiheadAttention)]
     for module in found:
         module.__class__ = MultiheadAttention
         module.kernel = kernel
         # nn.TransformerEncoderLayer would go around the module: not where its weights are said to stand apart.
         module._qkv_same_embed_dim = False
-    for module in model.modules():
-        if found and isinstance(module, nn.TransformerEncoder):
-            module.use_nested_tensor = False
+    for encoder in model.modules() if found else ():
+        if isinstance(encoder, nn.TransformerEncoder):
+            encoder.use_nested_tensor = False
     return bool(found)

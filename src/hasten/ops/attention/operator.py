@@ -3,6 +3,7 @@
 import warnings
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -196,9 +197,10 @@ def attention(
 def request_of(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, inputs: AttentionInputs) -> AttentionRequest:
     """What a kernel is asked for by these arguments."""
     there, wants = inputs.intervals, torch.is_grad_enabled()
-    flags = ("mask", "key_padding", "bias", "alibi", "documents", "block_mask")
+    given = ("mask", "key_padding", "bias", "alibi", "documents", "block_mask")
+    flags: dict[str, Any] = {name: getattr(inputs, name) is not None for name in given}
     return AttentionRequest(
-        **{name: getattr(inputs, name) is not None for name in flags},
+        **flags,
         spec=spec,
         device=q.device,
         dtype=q.dtype,
