@@ -86,7 +86,9 @@ def formats() -> dict[str, Any]:
 
 
 def random_layer(format: Any, activations: str) -> Any:
-    """A native layer of random bytes; its sums are numbers, whatever their size."""
+    """A native layer of random bytes, whose sums are numbers, whatever their size; fp8 of a normal distribution that
+    uses its range as weights do.
+    """
     import torch
 
     from hasten.ops.linear import PackedLinear
@@ -95,9 +97,10 @@ def random_layer(format: Any, activations: str) -> Any:
     for name, buffer in layer.named_buffers():
         if buffer.dtype in (torch.float16, torch.float32, torch.bfloat16):
             buffer.uniform_(0.01, 0.02)
+        elif buffer.dtype == torch.float8_e4m3fn:
+            buffer.copy_((torch.randn(buffer.shape) * 110).clamp(-448, 448))
         else:
-            high = 0x70 if format.element.startswith("float") else 256
-            buffer.view(torch.uint8).random_(0, 16 if name == "zeros" else high)
+            buffer.view(torch.uint8).random_(0, 16 if name == "zeros" else 256)
     return layer
 
 

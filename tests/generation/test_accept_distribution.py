@@ -9,7 +9,8 @@ from hasten.generation import batch_sampler
 from hasten.generation.batch_sampler import BatchSampler, other_seed
 from hasten.generation.generate import Generation
 from hasten.generation.params import SamplingParams
-from hasten.generation.sampling import RowParams, exponential_noise, process
+from hasten.generation.sampling import RowParams, process
+from hasten.ops.draw import exponential_noise
 from hasten.generation.speculation import DraftModel, Text, make_speculator
 from references import make_reference
 

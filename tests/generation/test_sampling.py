@@ -15,11 +15,11 @@ from hasten.generation.params import LogitBias, SamplingParams
 from hasten.generation.sampling import (
     History,
     RowParams,
-    exponential_noise,
     next_tokens,
     process,
     sample,
 )
+from hasten.ops.draw import exponential_noise
 
 transformers = pytest.importorskip("transformers")
 
@@ -148,7 +148,7 @@ def test_greedy_takes_the_lowest_of_equals_beside_rows_that_draw() -> None:
     drawn = [next_tokens(logits, rows, steps=torch.full((2,), step)).tolist() for step in range(40)]
     assert {row[0] for row in drawn} == {1}
     assert len({row[1] for row in drawn}) > 1
-    with pytest.raises(ConfigError, match="noise"):
+    with pytest.raises(ConfigError, match="steps"):
         sample(logits, rows)
 
 

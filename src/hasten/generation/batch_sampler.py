@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from hasten.generation.params import SamplingParams
-from hasten.generation.sampling import History, RowParams, banned_ends, exponential_noise, next_tokens, process
+from hasten.generation.sampling import History, RowParams, banned_ends, next_tokens, process
 from hasten.generation.stopping import stop_ids
+from hasten.ops.draw import exponential_noise
 
 _STREAM = 0x5851F42D4C957F2D  # between the seeds of streams of noise that have nothing to do with each other
 

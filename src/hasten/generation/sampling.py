@@ -6,15 +6,8 @@ are Hugging Face's (`transformers.generation.logits_process`):
 
     logit bias -> banned tokens -> repetition -> presence, frequency -> temperature -> top-k -> top-p -> min-p -> draw
 
-(vLLM has the same penalties and applies min-p before top-k and top-p.)
-
-The draw is a race of exponential clocks: with E_i ~ Exp(1), argmax p_i / E_i is distributed as p. In logarithms it is
-argmax(logit_i - log E_i), the Gumbel-max trick, which needs no softmax and no sorting.
-
-Where the noise comes from. A row must get the same tokens alone, in a batch, and after rows left the batch; a
-`torch.Generator` for the batch cannot give that, one for each row draws on the CPU (V numbers a row and token, then a
-copy to the device). So the noise is a pure function of (seed, step, token id): SplitMix64 (Steele, Lea, Flood 2014), a
-counter-based generator, in int64 tensor arithmetic, on whatever device the logits are.
+(vLLM has the same penalties and applies min-p before top-k and top-p.) The draw, and where its noise comes from:
+`hasten.ops.draw`.
 """
 
 import math
@@ -28,6 +21,7 @@ from torch import Tensor
 
 from hasten.errors import ConfigError
 from hasten.generation.params import SamplingParams
+from hasten.ops.draw import draw, largest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +35,7 @@ class RowParams:
     vocab_size: int
     seeds: Tensor  # (B,) int64
     all_greedy: bool
-    greedy: Tensor  # (B, 1) bool
+    greedy: Tensor | None  # (B,) bool
     temperature: Tensor | None  # (B, 1) float32, 1 for greedy rows
     top_k: Tensor | None  # (B, 1) int64, V where off
     max_top_k: int
@@ -82,12 +76,13 @@ class RowParams:
             bias = bias.to(device)
         ks = [min(p.top_k or vocab_size, vocab_size) for p in params]
         limited = [k for k in ks if k < vocab_size]
+        greedy = [p.greedy for p in params]
         seeds = [secrets.randbits(63) if p.seed is None else p.seed for p in params]
         return cls(
             vocab_size=vocab_size,
             seeds=torch.tensor(seeds, dtype=torch.int64, device=device),
-            all_greedy=all(p.greedy for p in params),
-            greedy=torch.tensor([[p.greedy] for p in params], device=device),
+            all_greedy=all(greedy),
+            greedy=torch.tensor(greedy, device=device) if any(greedy) else None,
             temperature=column([p.temperature or 1.0 for p in params], 1.0),
             top_k=torch.tensor(ks, device=device).unsqueeze(1) if limited else None,
             max_top_k=max(limited, default=vocab_size),
@@ -225,7 +220,7 @@ def keep_most_likely(x: Tensor, rows: RowParams) -> Tensor:
     does so for top-k; its top-p takes equal ones in the order its sort leaves them.) x: (B, V) float32.
     """
     if rows.top_p is None or rows.every_row_top_k:
-        ordered = x.topk(rows.max_top_k, dim=-1).values  # (B, K), descending
+        ordered = largest(x, rows.max_top_k)  # (B, K), descending
     else:
         ordered = _most_likely(x, rows)  # (B, K or V), descending
     if rows.top_k is not None:
@@ -249,7 +244,7 @@ def _most_likely(x: Tensor, rows: RowParams) -> Tensor:
     """
     assert rows.top_p is not None
     if x.device.type == "cpu" and x.shape[1] > 4 * _FEW and not torch.compiler.is_compiling():
-        ordered = x.topk(_FEW, dim=-1).values
+        ordered = largest(x, _FEW)
         mass = (ordered - x.logsumexp(dim=-1, keepdim=True)).exp().sum(dim=-1, keepdim=True)
         enough = (mass * 0.999 > rows.top_p) | (rows.top_p >= 1)  # with room for the sums' rounding
         short = enough if rows.top_k is None else enough & ((rows.top_k <= _FEW) | (rows.top_k == rows.vocab_size))
@@ -258,76 +253,25 @@ def _most_likely(x: Tensor, rows: RowParams) -> Tensor:
     return x.sort(dim=-1, descending=True).values
 
 
-def sample(logits: Tensor, rows: RowParams, *, noise: Tensor | None = None) -> Tensor:
+def sample(scores: Tensor, rows: RowParams, *, steps: Tensor | None = None) -> Tensor:
     """Processed logits (B, V) -> tokens (B,) int64.
 
-    Greedy rows take the largest logit, the lowest id among equals. The others need noise: (B, V) float32, Exp(1), for
-    example from `exponential_noise`. A row of -inf gives token 0.
+    Greedy rows take the largest, the lowest id among equals. The others need `steps` (B,) int64, tokens generated so
+    far: the noise is that of seed and step. A row of -inf gives token 0.
     """
     if rows.all_greedy:
-        return logits.argmax(dim=-1)
-    if noise is None:
-        raise ConfigError("rows with a temperature above 0 need noise to draw with")
-    return torch.where(rows.greedy, logits, logits - noise.log()).argmax(dim=-1)
+        return scores.argmax(dim=-1)
+    if steps is None:
+        raise ConfigError("rows with a temperature above 0 need their steps, for the noise to draw with")
+    drawn = draw(scores, rows.seeds, steps)
+    return drawn if rows.greedy is None else torch.where(rows.greedy, scores.argmax(dim=-1), drawn)
 
 
 def next_tokens(
     logits: Tensor, rows: RowParams, *, steps: Tensor, history: History | None = None, banned: Tensor | None = None
 ) -> Tensor:
     """Logits of the last position (B, V or more) -> tokens (B,) int64. steps: (B,) int64, tokens generated so far."""
-    scores = process(logits, rows, history=history, banned=banned)
-    noise = None if rows.all_greedy else exponential_noise(rows.seeds, steps, vocab_size=rows.vocab_size)
-    return sample(scores, rows, noise=noise)
-
-
-def exponential_noise(seeds: Tensor, steps: Tensor, *, vocab_size: int) -> Tensor:
-    """Exp(1) noise (B, V) float32, a pure function of the row's seed and step (both (B,) int64) and the token id.
-
-    Values are within [2**-54, 16.7]: never 0 or inf, and with full relative precision near 0, where races are won.
-    """
-    ids = torch.arange(1, vocab_size + 1, dtype=torch.int64, device=seeds.device) * _GOLDEN  # (V,)
-    key = _mix(_mix(seeds) + steps * _GOLDEN)[:, None]  # (B, 1)
-    # On a CPU a few rows at a time: what is written is still in a core's own cache when the next operation reads it.
-    # (32 rows of 32,000 tokens at once took ten times as long.)
-    in_cache = seeds.device.type == "cpu" and not torch.compiler.is_compiling()
-    rows = max(1, _ROWS_ELEMENTS // vocab_size) if in_cache else len(seeds)
-    noise = torch.empty(len(seeds), vocab_size, device=seeds.device)
-    bits = torch.empty(rows, vocab_size, dtype=torch.int64, device=seeds.device)
-    spare = torch.empty_like(bits)
-    for start in range(0, len(seeds), rows):
-        part = key[start : start + rows]
-        own, other, target = bits[: len(part)], spare[: len(part)], noise[start : start + rows]
-        torch.add(part, ids, out=own)
-        for shift, factor in ((30, _FIRST), (27, _SECOND), (31, None)):
-            torch.bitwise_right_shift(own, shift, out=other).bitwise_and_((1 << (64 - shift)) - 1)
-            own.bitwise_xor_(other)
-            if factor is not None:
-                own.mul_(factor)
-        torch.bitwise_right_shift(own, 11, out=other).bitwise_and_((1 << 53) - 1)
-        target.copy_(other).mul_(2.0**-53).clamp_(2.0**-54, 1 - 2.0**-24).neg_().log1p_().neg_()
-    return noise
-
-
-def _signed(value: int) -> int:
-    return value - 2**64 if value >= 2**63 else value
-
-
-# SplitMix64's constants; int64 products wrap around as the unsigned ones it is defined with.
-_GOLDEN = _signed(0x9E3779B97F4A7C15)
-_FIRST = _signed(0xBF58476D1CE4E5B9)
-_SECOND = _signed(0x94D049BB133111EB)
+    return sample(process(logits, rows, history=history, banned=banned), rows, steps=steps)
 
 
 _FEW = 512  # tokens that top-p is looked for in before all are sorted
-_ROWS_ELEMENTS = 1 << 15  # elements that are worked on at a time on a CPU: PyTorch starts no threads for fewer
-
-
-def _shift_right(z: Tensor, bits: int) -> Tensor:
-    return (z >> bits) & ((1 << (64 - bits)) - 1)  # int64 shifts copy the sign: mask it off
-
-
-def _mix(z: Tensor) -> Tensor:
-    """SplitMix64's finalizer: every bit of the result depends on every bit of z."""
-    z = (z ^ _shift_right(z, 30)) * _FIRST
-    z = (z ^ _shift_right(z, 27)) * _SECOND
-    return z ^ _shift_right(z, 31)

@@ -32,6 +32,7 @@ COMPILE_SECONDS: Mapping[str, float] = {
     "linear/gemm.cpp": 3.5,
     "linear/transposed.cpp": 2.3,
     "collective/collective.cpp": 1.5,
+    "draw/draw.cpp": 1.5,
     "linear/amx.cpp": 1.0,
 }
 UNKNOWN_SECONDS = 1.0

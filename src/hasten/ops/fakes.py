@@ -118,6 +118,19 @@ def gather_ranks(ranks: Tensor, x: Tensor, sizes: Any) -> Tensor:
     return x.new_empty((*x.shape[:-1], sum(sizes)))
 
 
+# draw/draw.cpp
+
+
+def draw(scores: Tensor, seeds: Tensor, steps: Tensor) -> Tensor:
+    """(B,)."""
+    return torch.empty_like(seeds)
+
+
+def largest(scores: Tensor, count: int) -> Tensor:
+    """(B, count)."""
+    return scores.new_empty((scores.shape[0], count))
+
+
 # attention/native.cpp and train.cpp
 
 

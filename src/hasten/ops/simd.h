@@ -38,6 +38,28 @@ INLINE bool any_above(F32 a, F32 b) {  // whether a lane of a is larger than tha
 #endif
 }
 
+INLINE bool all_below(F32 a, F32 b) {  // whether every lane of a is smaller than that of b, and a number
+#if HASTEN_512
+  return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_LT_OQ) == 0xffff;
+#elif defined(__AVX2__)
+  const auto below = (a.low < b.low) & (a.high < b.high);
+  return _mm256_movemask_ps((__m256)below) == 0xff;
+#else
+  return join_lanes(a < b, [](auto x, auto y) { return x & y; });
+#endif
+}
+
+INLINE bool any(U32 bits) {  // whether one is set
+#if HASTEN_512
+  return _mm512_test_epi32_mask((__m512i)bits, (__m512i)bits);
+#elif defined(__AVX2__)
+  const auto both = (__m256i)(bits.low | bits.high);
+  return !_mm256_testz_si256(both, both);
+#else
+  return join_lanes(bits, [](auto x, auto y) { return x | y; });
+#endif
+}
+
 // a·b + c, rounded once where the instruction set can. Written out, so that no compiler decides it tile by tile.
 INLINE F32 multiply_add(F32 a, F32 b, F32 c) {
 #if HASTEN_512

@@ -63,9 +63,7 @@ void amx_int4(const Weight& w, const uint8_t* lines, int64_t panel, const Rows& 
         F32 scale[VECTORS];
         for (int v = 0; v < VECTORS; v++) scale[v] = load(scales + (g - g0) * PANEL + v * LANES);
         for (int64_t i = 0; i < count; i++) {
-          const int64_t row = from_row + m + i;
-          float own = x.scales[(row >> (x.planes - 1)) * x.groups + g];
-          if (x.planes == 2 && row % 2 == 0) own *= PLANE_BASE;
+          const float own = x.scales[g * x.rows + from_row + m + i];
           for (int v = 0; v < VECTORS; v++) {
             float* out = sums + (m + i) * PANEL + v * LANES;
             store(out, multiply_add(to_float(load(acc + i * PANEL + v * LANES)), scale[v] * own, g ? load(out) : F32{}));

@@ -8,6 +8,7 @@ namespace hasten {
 // the memory brings them: with whole rows between them, 8 rows took twice as long.
 constexpr int64_t WIDE_STEPS = HASTEN_512 ? 64 : 32;  // with AVX2 a block is what is prefetched: AHEAD
 constexpr int64_t MANY_VALUES = 512;  // of K that all tiles of many rows pass before the next: 16 KB of int4 lines
+constexpr int64_t FEW_VALUES = 128;   // the same of few rows, which turn to the other vectors of a panel
 
 constexpr int64_t SCALES_AHEAD = 8;     // groups
 
@@ -153,13 +154,13 @@ __attribute__((noinline)) static void tile_int8(const uint8_t* w, const int8_t* 
   EACH(m, M, EACH(v, V, store(sums + m * PANEL + v * LANES, acc[m][v])));
 }
 
-// sums[m][v] += scale · (w·q - zero · Σq), or scale · w·q - minimum · Σq, group by group, for M rows of planes from `row` on and the panel's vectors
-// from `first` on.
+// sums[m][v] += scale · (w·q - zero · Σq) group by group, for M rows of planes from `row` on and the panel's vectors from
+// `first` on. A group of 32 is four steps, so what is done once a group has to be short too.
 template <int BITS, int M, int V, bool STREAM>
 __attribute__((noinline)) static void tile_groups(const Groups& w, int64_t first, const Rows& x, int64_t row, float* sums) {
-  // The sums start at what the weights' offset will have added.
   constexpr int32_t offset = BITS == 8 ? ByteWeights::surplus : 0, middle = BITS == 8 ? 0 : 8;
   const int64_t steps = w.size * BITS / 32, bytes = steps * PANEL * 4;
+  const int32_t less = -(w.minima ? offset : offset + middle);
   for (int64_t i = 0; i < w.count; i++) {
     const int64_t g = w.first + i, at = i * PANEL + first * LANES;
     const uint8_t* lines = w.lines + i * bytes;
@@ -171,29 +172,44 @@ __attribute__((noinline)) static void tile_groups(const Groups& w, int64_t first
       for (int v = 0; v < V; v += 64 / LANES / scale_bytes) __builtin_prefetch(next + v * LANES * scale_bytes, 0, 3);
       if (w.zeros) __builtin_prefetch(w.zeros + at + SCALES_AHEAD * PANEL, 0, 3);
     }
+    // The sums start at what the weights' offset will have added.
+    const int32_t* x_sums = x.sums + g * x.rows + row;
     I32 acc[M][V];
-    const int32_t zero = offset + (w.minima ? 0 : middle);
-    if (!w.zeros) EACH(m, M, EACH(v, V, acc[m][v] = splat(-zero * x.sums[(row + m) * x.groups + g])));
+    if (!w.zeros)
+      EACH(m, M,
+           const I32 start = splat(less * x_sums[m]);
+           EACH(v, V, acc[m][v] = start));
     else
       EACH(v, V,
            const I32 zero = load_int8(w.zeros + at + v * LANES) + offset;
-           EACH(m, M, acc[m][v] = zero * -x.sums[(row + m) * x.groups + g]));
+           EACH(m, M, acc[m][v] = zero * -x_sums[m]));
     const int8_t* q = x.q + row * x.stride + g * w.size;
     if constexpr (BITS == 8) multiply_bytes<M, V, STREAM>(acc, lines + first * 64, q, x.stride, steps, next_lines);
     else multiply_nibbles<M, V, STREAM>(acc, lines + first * 64, q, x.stride, steps, next_lines);
+    asm("" ::: "memory");  // or g++ keeps sums in registers from group to group, and accumulators have none
+    const float* x_scales = x.scales + g * x.rows + row;
     F32 scale[V];
     for (int v = 0; v < V; v++) scale[v] = load_scale(scales, w.scale_type, v * LANES);
     EACH(m, M,
-         const int64_t plane_row = row + m;
-         float own = x.scales[(plane_row >> (x.planes - 1)) * x.groups + g];
-         if (x.planes == 2 && plane_row % 2 == 0) own *= PLANE_BASE;
-         const float sum = own * float(x.sums[plane_row * x.groups + g]);
+         const F32 own = splat(x_scales[m]);
          EACH(v, V,
               float* out = sums + m * PANEL + v * LANES;
-              F32 before = g ? load(out) : F32{};
-              if (w.minima) before = multiply_add(load(w.minima + at + v * LANES), splat(-sum), before);
-              store(out, multiply_add(to_float(acc[m][v]), scale[v] * own, before))));
+              store(out, multiply_add(to_float(acc[m][v]), scale[v] * own, load(out)))));
   }
+}
+
+// sums -= minimum · Σq of some groups, for rows of planes from `row` on.
+static void take_minima(const Groups& w, const Rows& x, int64_t row, int64_t rows, float* sums) {
+  for (int64_t m = 0; m < rows; m++)
+    for (int v = 0; v < VECTORS; v++) {
+      F32 sum = load(sums + m * PANEL + v * LANES);
+      for (int64_t i = 0; i < w.count; i++) {
+        const int64_t at = (w.first + i) * x.rows + row + m;
+        const F32 own = splat(-x.scales[at] * float(x.sums[at]));
+        sum = multiply_add(load(w.minima + i * PANEL + v * LANES), own, sum);
+      }
+      store(sums + m * PANEL + v * LANES, sum);
+    }
 }
 
 static void product_bf16(const Weight& w, const Rows& x, int64_t panel, int64_t m0, int64_t rows, float* out) {
@@ -244,7 +260,7 @@ static void product_int8(const Weight& w, const Rows& x, int64_t panel, int64_t 
         total = d + 1 < x.planes ? part * float(PLANE_BASE) : total + part;
       }
       F32 scale = load(static_cast<const float*>(w.scales) + panel * PANEL + v * LANES);
-      store(out + m * PANEL + v * LANES, total * (scale * x.scales[m0 + m]));
+      store(out + m * PANEL + v * LANES, total * (scale * x.scales[from_row + (m + 1) * x.planes - 1]));
     }
 }
 
@@ -258,11 +274,10 @@ static void product_fp8(const Weight& w, const Rows& x, int64_t panel, int64_t m
   for (int64_t k = 0; k < w.k;) {
     const int64_t count = std::min(most, size - k % size), group = k / size;
     unpack_fp8(base + k * PANEL, count / 4, lines);
-    for_tiles<BF16_TILE>(rows, [&](int64_t m, auto rows, auto span, auto stream) {
+    for_tiles<BF16_TILE>(rows, [&](int64_t m, auto rows, auto span, auto) {
       for (int64_t first = 0; first < VECTORS; first += span)
-        tile_bf16<rows, span, stream>(lines + first * 32, x.plain + (m0 + m) * x.stride + k, x.stride, count / 2,
-                                      sums + m * PANEL + first * LANES, k % size == 0,
-                                      reinterpret_cast<const char*>(base + (k + count) * PANEL) + first * count * 32);
+        tile_bf16<rows, span>(lines + first * 32, x.plain + (m0 + m) * x.stride + k, x.stride, count / 2,
+                              sums + m * PANEL + first * LANES, k % size == 0);
     });
     k += count;
     if (k % size) continue;
@@ -278,10 +293,12 @@ template <int BITS>
 static void product_groups(const Weight& w, const Rows& x, int64_t panel, int64_t m0, int64_t rows, float* out) {
   const int64_t plane_rows = rows * x.planes, from_row = m0 * x.planes, groups = x.groups;
   float* sums = x.planes == 1 ? out : scratch<float, 1>(ROW_BLOCK * 2 * PANEL);
-  const int64_t many = std::max<int64_t>(1, MANY_VALUES / w.group);
-  const int64_t block = w.outer ? 8 : plane_rows <= 2 * INT8_TILE.most ? 1 : many;
+  std::fill(sums, sums + plane_rows * PANEL, 0.0f);
+  const int64_t values = values_of_block(INT8_TILE, plane_rows, w.k, FEW_VALUES, MANY_VALUES);
+  const int64_t block = w.outer ? 8 : std::max<int64_t>(1, values / w.group);
   auto each = [&](int64_t g0) {
     const Groups some = groups_of<BITS>(w, panel, g0, block);
+    if (some.minima) take_minima(some, x, from_row, plane_rows, sums);
     for_tiles<INT8_TILE>(plane_rows, [&](int64_t m, auto count, auto span, auto stream) {
       for (int64_t first = 0; first < VECTORS; first += span)
         tile_groups<BITS, count, span, stream>(some, first, x, from_row + m, sums + m * PANEL + first * LANES);

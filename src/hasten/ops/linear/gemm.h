@@ -8,7 +8,7 @@
 //
 //   bf16   [N/64][K/2][64][2]
 //   int8   [N/64][K/4][64][4]   value + 128 (the dot product wants one unsigned operand)
-//   fp8    [N/64][K/4][64][4]   float8_e4m3fn, as they are
+//   fp8    [N/64][K/4][64][4]   float8_e4m3fn, in the order k, k+2, k+1, k+3
 //   int4   [N/64][K/8][64][4]   byte j of a row: low nibble k+j, high nibble k+4+j, values 0 … 15
 //   int6   [N/64][K/16][3][64][4]  the low nibbles in two lines of int4, then byte j: the upper bits of k+j, k+4+j,
 //                               k+8+j and k+12+j, the lowest first
@@ -87,13 +87,14 @@ struct Weight {
 constexpr int32_t PLANE_BASE = 255;
 
 // Rows of x as the kernel wants them, `stride` values apart. bf16 and fp8 weights: rows of k values. Others: `planes` rows of k
-// values for each row of x, with a scale for each of the weight's.
+// values for each row of x, `rows` in all, each with a scale and a sum for each of the weight's groups.
 struct Rows {
   Operand* plain = nullptr;  // of bf16 and fp8 weights
   int8_t* q = nullptr;
-  float* scales = nullptr;   // [rows][groups]
-  int32_t* sums = nullptr;   // [rows·planes][groups]: sum of the q of a group, for the weights' offset
+  float* scales = nullptr;   // [groups][rows]
+  int32_t* sums = nullptr;   // [groups][rows]: sum of the q of a group, for the weights' offset
   int planes = 1;
+  int64_t rows = 0;
   int64_t groups = 1;
   int64_t stride = 0;
 };

@@ -183,6 +183,8 @@ def _panel_rows(
     values = take(packed.data.view(torch.uint8))  # (R, steps, 4)
     if format.element == "int8":
         values = values ^ 0x80
+    elif format.element == "float8_e4m3fn":
+        values = values[..., [0, 2, 1, 3]]
     elif format.element == "int4":
         values = torch.cat((values & 15, values >> 4), dim=2)
     elif format.element == "int6":

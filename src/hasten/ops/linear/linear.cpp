@@ -92,23 +92,28 @@ Tensor pack_bf16(Tensor w) {
   return out;
 }
 
-// w (N, K) -> uint8 panels, int8 values offset by 128, others (uint8) as they are; K padded with zeros to a multiple of
-// the group, or of 32.
+// w (N, K) -> uint8 panels: int8 values offset by 128; of others (uint8, which are fp8) the second and third of four
+// change places. K is padded with zeros to a multiple of the group, or of 32.
 Tensor pack_bytes(Tensor w, int64_t group_size) {
   if (group_size) check_group(group_size);
   const int64_t n = w.size(0), k = w.size(1), steps = round_up(k, group_size ? group_size : PADDING) / 4;
   const int64_t panels = (n + PANEL - 1) / PANEL;
   w = as_contiguous(w);
   const uint8_t* from = static_cast<const uint8_t*>(w.const_data_ptr());
-  const uint32_t offset = w.scalar_type() == ScalarType::Char ? 0x80808080u : 0;
+  const bool integers = w.scalar_type() == ScalarType::Char;
+  const uint32_t offset = integers ? 0x80808080u : 0;
+  auto packed = [=](uint32_t word) {
+    if (integers) return word ^ offset;
+    return (word & 0xff0000ffu) | (word << 8 & 0x00ff0000u) | (word >> 8 & 0x0000ff00u);
+  };
   Tensor out = empty({panels, steps, PANEL, 4}, ScalarType::Byte);
   interleave(
       n, steps, k / 4, offset, out.mutable_data_ptr(),
-      [=](int64_t row, int64_t s) { return word_at(from + row * k + 4 * s) ^ offset; },
+      [=](int64_t row, int64_t s) { return packed(word_at(from + row * k + 4 * s)); },
       [=](int64_t row, int64_t s) SELDOM {
         uint32_t word = 0;
         for (int64_t j = 0; 4 * s + j < k && j < 4; j++) word |= uint32_t(from[row * k + 4 * s + j]) << (8 * j);
-        return word ^ offset;
+        return packed(word);
       });
   return out;
 }

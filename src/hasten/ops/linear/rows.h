@@ -83,16 +83,15 @@ inline float largest_magnitude(const float* x, int64_t k) {
   return top;
 }
 
-// k values (a multiple of 16) to int8 planes with one scale: x = scale·q, or scale·(255·high + low). With a NaN or an
-// infinity among them the scale is NaN, and so is every output that they reach. Values that are all below 1e-34 count
-// as zeros: the scale's inverse would overflow.
-inline void quantize(const float* x, int64_t k, int planes, int64_t plane_stride, int8_t* q, float* scale,
-                     int32_t* sums, int64_t sum_stride) {
+// k values (a multiple of 16) to int8 planes, each with its scale and sum: x = scale·q, or scales[0]·high +
+// scales[1]·low with scales[0] = 255·scales[1]. With a NaN or an infinity among them the scale is NaN, and so is every
+// output that they reach. Values that are all below 1e-34 count as zeros: the scale's inverse would overflow.
+inline void quantize(const float* x, int64_t k, int planes, int64_t plane_stride, int8_t* q, float* scales, int32_t* sums) {
   const float top = largest_magnitude(x, k);
   const bool finite = std::isfinite(top), any = finite && top > 1e-34f;
   const float steps = planes == 1 ? 127.0f : 127.0f * PLANE_BASE + 127.0f;
   const float up = any ? steps / top : 0.0f;
-  *scale = any ? top / steps : finite ? 0.0f : __builtin_nanf("");
+  const float scale = any ? top / steps : finite ? 0.0f : __builtin_nanf("");
   const int32_t keep = finite ? -1 : 0;
   // Adding and taking away 1.5·2^23 rounds to the nearest integer, ties to even.
   auto nearest = [](F32 v) { return to_int((v + 12582912.0f) - 12582912.0f); };
@@ -109,8 +108,9 @@ inline void quantize(const float* x, int64_t k, int planes, int64_t plane_stride
     high_sum += high;
     store_int8(q + i, high);
   }
+  scales[0] = planes == 2 ? scale * PLANE_BASE : scale;
   sums[0] = sum_lanes(high_sum);
-  if (planes == 2) sums[sum_stride] = sum_lanes(low_sum);
+  if (planes == 2) scales[1] = scale, sums[1] = sum_lanes(low_sum);
 }
 
 // The rows of x made ready for a weight. A few rows are prepared by every thread for itself, which takes a microsecond or
@@ -157,9 +157,10 @@ class Preparation {
       out.plain = take(rows_ * out.stride, Slot<Operand, 3>{});
       return out;
     }
-    out.q = take(rows_ * planes_ * out.stride, Slot<int8_t, 4>{});
-    out.scales = take(rows_ * out.groups, Slot<float, 5>{});
-    out.sums = take(rows_ * planes_ * out.groups, Slot<int32_t, 6>{});
+    out.rows = rows_ * planes_;
+    out.q = take(out.rows * out.stride, Slot<int8_t, 4>{});
+    out.scales = take(out.rows * out.groups, Slot<float, 5>{});
+    out.sums = take(out.rows * out.groups, Slot<int32_t, 6>{});
     return out;
   }
   void fill(const Rows& out, int64_t m0, int64_t m1) const {
@@ -173,7 +174,7 @@ class Preparation {
       const int64_t size = w_.k / out.groups;
       for (int64_t g = 0; g < out.groups; g++)
         quantize(wide + g * size, size, planes_, out.stride, out.q + m * planes_ * out.stride + g * size,
-                 out.scales + m * out.groups + g, out.sums + m * planes_ * out.groups + g, out.groups);
+                 out.scales + g * out.rows + m * planes_, out.sums + g * out.rows + m * planes_);
     }
   }
   const Weight w_;

@@ -6,67 +6,51 @@
 
 namespace hasten {
 
-// float8_e4m3fn (1 bit of sign, 4 of exponent, 3 of mantissa; no infinity) as the bits of the same number in bfloat16.
-constexpr uint16_t widened_fp8(uint32_t code) {
-  const uint32_t sign = (code & 0x80) << 8, exponent = code >> 3 & 15, mantissa = code & 7;
-  if ((code & 0x7f) == 0x7f) return uint16_t(sign | 0x7fc0);  // NaN
-  if (exponent) return uint16_t(sign | (exponent + 120) << 7 | mantissa << 4);
-  if (!mantissa) return uint16_t(sign);
-  const uint32_t top = mantissa >= 4 ? 2 : mantissa >= 2 ? 1 : 0;  // a subnormal number: mantissa · 2^-9
-  return uint16_t(sign | (118 + top) << 7 | ((mantissa << (3 - top)) & 7) << 4);
+// float8_e4m3fn (1 bit of sign, 4 of exponent, 3 of mantissa; no infinity) as bfloat16. A word has the values k, k + 2,
+// k + 1 and k + 3 in its bytes, so that bytes 0 and 2 become a word of one line and bytes 1 and 3 that of the next: moved
+// to where bfloat16 has sign, exponent and mantissa, with 120 added to the exponent.
+INLINE void widen_fp8(U32 word, U32& first, U32& second) {
+  first = (((word & 0x007f007fu) << 4) + 0x3c003c00u) | ((word & 0x00800080u) << 8);
+  second = (((word & 0x7f007f00u) >> 4) + 0x3c003c00u) | (word & 0x80008000u);
 }
-struct Fp8Table {
-  alignas(64) uint16_t values[256];
-  constexpr Fp8Table() : values() {
-    for (uint32_t code = 0; code < 256; code++) values[code] = widened_fp8(code);
-  }
-};
-inline constexpr Fp8Table FP8;
 
-// The four fp8 values of each of 16 rows as two lines of bf16.
-struct Fp8Lines {
-#if HASTEN_512
-  // Tables of the 128 magnitudes, two registers of 32 to a lookup by 6 bits; the seventh chooses between two lookups.
-  const __m512i t0 = _mm512_load_si512(FP8.values), t1 = _mm512_load_si512(FP8.values + 32),
-                t2 = _mm512_load_si512(FP8.values + 64), t3 = _mm512_load_si512(FP8.values + 96);
-  INLINE __m512i widened(__m512i code) const {  // in the lower half of each 16 bits; what is above does not count
-    const __m512i small = _mm512_permutex2var_epi16(t0, code, t1), large = _mm512_permutex2var_epi16(t2, code, t3);
-    const __mmask32 is_large = _mm512_test_epi16_mask(code, _mm512_set1_epi16(0x40));
-    const __m512i sign = _mm512_and_si512(_mm512_slli_epi16(code, 8), _mm512_set1_epi16(int16_t(0x8000)));
-    return _mm512_or_si512(_mm512_mask_blend_epi16(is_large, small, large), sign);
-  }
-  INLINE void operator()(U32 line, U32& first, U32& second) const {
-    const __m512i codes = (__m512i)line;
-    const __m512i even = widened(codes), odd = widened(_mm512_srli_epi16(codes, 8));  // values 0 and 2, 1 and 3
-    first = (U32)_mm512_mask_blend_epi16(0xaaaaaaaau, even, _mm512_slli_epi32(odd, 16));
-    second = (U32)_mm512_mask_blend_epi16(0xaaaaaaaau, _mm512_srli_epi32(even, 16), odd);
-  }
-#else
-  // Exponent and mantissa where float32 has them make a number 2^120 times too small, subnormal ones included.
-  INLINE static U32 widened(U32 word, int byte) {
-    const U32 code = word >> (8 * byte);
-    const F32 magnitude = as<F32>((code & 0x7fu) << 20) * 0x1p120f;
-    const U32 nan = as<U32>((code & 0x7fu) == 0x7fu) & 0x7fc00000u;
-    return as<U32>(magnitude) | nan | ((code & 0x80u) << 24);
-  }
-  INLINE void operator()(U32 line, U32& first, U32& second) const {
-    first = (widened(line, 0) >> 16) | widened(line, 1);
-    second = (widened(line, 2) >> 16) | widened(line, 3);
-  }
-#endif
-};
+// Bits that are set where a value has no exponent of its own (zero, subnormal numbers) or is NaN.
+INLINE U32 without_exponent(U32 word) {
+  const U32 magnitudes = word & 0x7f7f7f7fu;
+  return (~(magnitudes + 0x78787878u) | (magnitudes + 0x01010101u)) & 0x80808080u;
+}
 
-// `steps` steps of fp8 lines (four values) -> twice as many of bf16 lines.
+// The same for any values. Exponent and mantissa where float32 has them make a number 2^120 times too small, subnormal
+// ones included.
+INLINE U32 widened_fp8(U32 word, int byte) {
+  const U32 code = word >> (8 * byte);
+  const F32 magnitude = as<F32>((code & 0x7fu) << 20) * 0x1p120f;
+  const U32 nan = as<U32>((code & 0x7fu) == 0x7fu) & 0x7fc00000u;
+  return as<U32>(magnitude) | nan | ((code & 0x80u) << 24);
+}
+__attribute__((noinline)) static void widen_any_fp8(const uint8_t* from, uint16_t* to) {
+  for (int v = 0; v < VECTORS; v++) {
+    const U32 word = load_line(from + v * 64);
+    for (int i = 0; i < 2; i++)
+      store_line(to + i * PANEL * 2 + v * 32, (widened_fp8(word, i) >> 16) | widened_fp8(word, 2 + i));
+  }
+}
+
+// `steps` steps of fp8 lines (four values) -> twice as many of bf16 lines. Few weights have no exponent (of a normal
+// distribution that uses the whole range, one in 8,000), so that the way for any values is taken seldom.
 inline void unpack_fp8(const uint8_t* from, int64_t steps, uint16_t* to) {
-  const Fp8Lines widen;
-  for (int64_t s = 0; s < steps; s++)
-    for (int v = 0; v < VECTORS; v++) {
-      const uint8_t* line = from + s * PANEL * 4 + v * 64;
-      U32 first, second;
-      widen(load_line(line), first, second);
-      store_line(to + 2 * s * PANEL * 2 + v * 32, first);
-      store_line(to + (2 * s + 1) * PANEL * 2 + v * 32, second);
-    }
+  for (int64_t s = 0; s < steps; s++, from += PANEL * 4, to += 2 * PANEL * 2) {
+    U32 special = {};
+    EACH(v, VECTORS,
+         const U32 word = load_line(from + v * 64);
+         __builtin_prefetch(from + AHEAD + v * 64);
+         special |= without_exponent(word);
+         U32 first, second;
+         widen_fp8(word, first, second);
+         store_line(to + v * 32, first);
+         store_line(to + PANEL * 2 + v * 32, second));
+    if (any(special)) [[unlikely]] widen_any_fp8(from, to);
+  }
 }
 
 // Eight groups of Q6_K's values as lines of int8.

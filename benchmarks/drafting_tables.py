@@ -1,0 +1,33 @@
+"""The tables of docs/speculation.md: what checking several rows costs, and what drawing their tokens does."""
+
+from typing import Any
+
+from renderers import markdown
+
+Report = dict[str, Any]
+
+
+def rows(report: Report) -> str:
+    """`rows.py`: several rows beside one, the bound, and 8 rows as a share of it."""
+    found = {(one["format"], one["rows"]): one for one in report["rows"]}
+    counts = [count for count in (2, 4, 6, 8) if any(one["rows"] == count for one in report["rows"])]
+    body = []
+    for name in dict.fromkeys(one["format"] for one in report["rows"]):
+        last = found[name, counts[-1]]
+        cells = [name, f"{found[name, 1]['seconds'] * 1e3:.1f} ms"]
+        cells += [f"{found[name, count]['of_one_row']:.2f}×" for count in counts]
+        body.append([*cells, f"{last['bound_of_one_row']:.2f}×", f"{last['of_bound']:.2f}"])
+    head = ["weights", "1 row", *(f"{count} rows" for count in counts)]
+    return markdown([*head, f"bound of {counts[-1]}", "measured / bound"], body)
+
+
+def draws(report: Report) -> str:
+    """`draws.py`."""
+    body = []
+    for one in report["rows"]:
+        cells = [f"{one['vocabulary']:,}", one["filter"], str(one["rows"]), f"{one['pytorch_seconds'] * 1e3:.2f} ms"]
+        body.append([*cells, f"{one['seconds'] * 1e3:.2f} ms", f"{one['ratio']:.0f}×"])
+    return markdown(["vocabulary", "filter", "rows", "PyTorch's operators", "native", "ratio"], body, left=2)
+
+
+TABLES = {"rows": rows, "rows-avx2": rows, "draws": draws}

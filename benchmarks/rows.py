@@ -1,0 +1,137 @@
+"""What several rows of one sequence cost beside one, as when drafts are checked: whole steps of the 1.1 B Llama shape.
+
+    python benchmarks/rows.py --output benchmarks/results/rows.json
+    benchmarks/as_avx2.sh python benchmarks/rows.py --output benchmarks/results/rows-avx2.json
+
+The bound of R rows is the larger of one row's time and the operations of R rows (two for each weight) over the rate of
+PyTorch's product of 512 rows. All are measured in turn; ratios are formed within a round, and the median counts.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import tyro
+from timing import timed
+
+FORMATS = ("bf16", "int8", "int4 g128", "int4 g32")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowCosts:
+    """Measure, print, and write."""
+
+    shape: str = "llama-1.1b"
+
+    layers: int = 22
+    """Of the shape."""
+
+    context: int = 544
+    """Tokens of the sequence before the rows."""
+
+    rows: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 7, 8)
+
+    formats: tuple[str, ...] = FORMATS
+
+    rounds: int = 15
+    """After one that warms up."""
+
+    threads: int = 2
+
+    output: Path | None = None
+    """Where to write the JSON."""
+
+    def run(self) -> None:
+        import torch
+
+        from hasten.machine import describe
+        from hasten.machine.files import write_json
+        from hasten.ops.native import choose_isa
+
+        torch.set_num_threads(self.threads)
+        with torch.inference_mode():
+            found = self.measure()
+        for row in found:
+            print(
+                f"{row['format']:>9}, {row['rows']} rows: {row['seconds'] * 1e3:.2f} ms, {row['of_one_row']:.2f} of one "
+                f"row, bound {row['bound_of_one_row']:.2f}, {row['of_bound']:.2f} of it"
+            )
+        names = ("shape", "layers", "context", "rounds", "threads")
+        settings = {name: getattr(self, name) for name in names}
+        report = {"schema": 1, "machine": describe().to_json(), "isa": choose_isa(), "settings": settings, "rows": found}
+        write_json(self.output, report)
+
+    def measure(self) -> list[dict[str, Any]]:
+        """Every format with every number of rows."""
+        from hasten.machine.measure import product
+        from hasten.machine.precision import emulated
+
+        plain = "bfloat16" if emulated("bfloat16", "cpu") is None else "float32"
+        dtypes = {name: plain if name == "bf16" else "int8" for name in self.formats}
+        calls: dict[Any, Callable[[], object]] = {}
+        weights: dict[str, int] = {}
+        for name in self.formats:
+            weights[name], steps = self.steps(name)
+            calls |= {(name, rows): step for rows, step in steps.items()}
+        size = (512, 5632, 2048)
+        calls |= {dtype: product(dtype, *size, "cpu") for dtype in dtypes.values()}
+        times: dict[Any, list[float]] = {key: [] for key in calls}
+        for number in range(self.rounds + 1):
+            for key, call in calls.items():
+                seconds = timed(call)
+                if number:
+                    times[key].append(seconds)
+        found = []
+        for name in self.formats:
+            operation = [seconds / (2 * size[0] * size[1] * size[2]) for seconds in times[dtypes[name]]]
+            for rows in self.rows:
+                ones = times[name, 1]
+                bounds = [max(1.0, 2 * rows * weights[name] * o / s) for s, o in zip(ones, operation, strict=True)]
+                ratios = [seconds / one for seconds, one in zip(times[name, rows], ones, strict=True)]
+                found.append(
+                    {
+                        "format": name,
+                        "rows": rows,
+                        "seconds": median(times[name, rows]),
+                        "giga_operations_per_second": 1e-9 / median(operation),
+                        "of_one_row": median(ratios),
+                        "bound_of_one_row": median(bounds),
+                        "of_bound": median(r / b for r, b in zip(ratios, bounds, strict=True)),
+                    }
+                )
+        return found
+
+    def steps(self, name: str) -> tuple[int, dict[int, Callable[[], object]]]:
+        """Multiplied weights of a model in this format, and a step for each number of rows."""
+        import torch
+
+        import hasten
+        from hasten.generation.decoder import Decoder
+        from hasten.model.families import read_config
+        from hasten.model.initialize import initialize
+        from hasten.planning.cost import parameters
+        from hasten.planning.shapes import SHAPES
+
+        config = read_config(SHAPES[self.shape] | {"num_hidden_layers": self.layers})
+        model: Any = initialize(config, seed=0, dtype=torch.bfloat16).eval()
+        if name != "bf16":
+            scheme = hasten.Int8() if name == "int8" else hasten.Int4(group_size=int(name.removeprefix("int4 g")))
+            hasten.quantize(model, scheme)
+        model = hasten.fuse(model)
+        decoder = Decoder(model, batch=1, capacity=self.context + max(self.rows))
+        decoder.prefill([[token % config.vocab_size for token in range(3, 3 + self.context)]])
+
+        def step(rows: int) -> Callable[[], object]:
+            def call() -> None:
+                decoder.truncate(self.context)
+                decoder.verify([list(range(5, 5 + rows))])
+
+            return call
+
+        return parameters(config).active, {rows: step(rows) for rows in self.rows}
+
+
+if __name__ == "__main__":
+    tyro.cli(RowCosts).run()
