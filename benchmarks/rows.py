@@ -55,13 +55,13 @@ class RowCosts:
             found = self.measure()
         for row in found:
             print(
-                f"{row['format']:>9}, {row['rows']} rows: {row['seconds'] * 1e3:.2f} ms, {row['of_one_row']:.2f} of one "
-                f"row, bound {row['bound_of_one_row']:.2f}, {row['of_bound']:.2f} of it"
+                f"{row['format']:>9}, {row['rows']} rows: {row['seconds'] * 1e3:.2f} ms, {row['of_one_row']:.2f} of "
+                f"one row, bound {row['bound_of_one_row']:.2f}, {row['of_bound']:.2f} of it"
             )
         names = ("shape", "layers", "context", "rounds", "threads")
         settings = {name: getattr(self, name) for name in names}
-        report = {"schema": 1, "machine": describe().to_json(), "isa": choose_isa(), "settings": settings, "rows": found}
-        write_json(self.output, report)
+        report = {"schema": 1, "machine": describe().to_json(), "isa": choose_isa(), "settings": settings}
+        write_json(self.output, report | {"rows": found})
 
     def measure(self) -> list[dict[str, Any]]:
         """Every format with every number of rows."""

@@ -10,8 +10,8 @@ from hasten.generation.batch_sampler import BatchSampler, other_seed
 from hasten.generation.generate import Generation
 from hasten.generation.params import SamplingParams
 from hasten.generation.sampling import RowParams, process
-from hasten.ops.draw import exponential_noise
 from hasten.generation.speculation import DraftModel, Text, make_speculator
+from hasten.ops.draw import exponential_noise
 from references import make_reference
 
 V, DRAWS = 7, 20_000

@@ -219,10 +219,8 @@ def keep_most_likely(x: Tensor, rows: RowParams) -> Tensor:
     Both keep every token that is at least as likely as the last one kept, so equal logits share one fate. (Hugging Face
     does so for top-k; its top-p takes equal ones in the order its sort leaves them.) x: (B, V) float32.
     """
-    if rows.top_p is None or rows.every_row_top_k:
-        ordered = largest(x, rows.max_top_k)  # (B, K), descending
-    else:
-        ordered = _most_likely(x, rows)  # (B, K or V), descending
+    few = rows.top_p is None or rows.every_row_top_k
+    ordered = largest(x, rows.max_top_k) if few else _most_likely(x, rows)  # (B, K or V), descending
     if rows.top_k is not None:
         last = ordered.gather(1, rows.top_k.clamp(max=ordered.shape[1]) - 1)  # (B, 1)
         last = torch.where(rows.top_k < rows.vocab_size, last, -math.inf)

@@ -73,7 +73,7 @@ INLINE void multiply_bytes(I32 (&acc)[M][V], const uint8_t* w, const int8_t* x, 
   for (int64_t s = 0; s < steps; s++) {
     const uint8_t* line = w + s * PANEL * 4;
     if constexpr (STREAM)
-      for (int v = 0; v < V; v++) ask_line<M>(next_lines, s * V + v);
+      for (int v = 0; v < V; v++) ask_line<M <= INT8_TILE.waiting>(next_lines, s * V + v);
     if constexpr (SPARE) {  // each value of x is broadcast once for all vectors
       U32 lines[V];
       for (int v = 0; v < V; v++) lines[v] = load_line(line + v * 64);
@@ -102,7 +102,7 @@ INLINE void multiply_nibbles(I32 (&acc)[M][V], const uint8_t* w, const int8_t* x
   for (int64_t s = 0; s < steps; s++) {
     const uint8_t* line = w + s * PANEL * 4;
     if constexpr (STREAM)
-      for (int v = 0; v < V; v++) ask_line<M>(next_lines, s * V + v);
+      for (int v = 0; v < V; v++) ask_line<M <= INT4_TILE.waiting>(next_lines, s * V + v);
     U32 low[V], high[V];
     for (int v = 0; v < V; v++) {
       U32 both = load_line(line + v * 64);
@@ -131,7 +131,7 @@ INLINE void multiply_nibbles(I32 (&acc)[M][V], const uint8_t* w, const int8_t* x
     for (int64_t t = s; t < s + 4; t++) {
       const uint8_t* line = w + t * PANEL * 4;
       if constexpr (STREAM)
-        for (int v = 0; v < V; v++) ask_line<M>(next_lines, t * V + v);
+        for (int v = 0; v < V; v++) ask_line<M <= INT4_TILE.waiting>(next_lines, t * V + v);
       const int8_t* from = x + 8 * t;
       EACH(v, V,
            const U32 low = load_line(line + v * 64) & nibbles;
@@ -291,15 +291,16 @@ static void product_fp8(const Weight& w, const Rows& x, int64_t panel, int64_t m
 // BITS: of the lines that are multiplied.
 template <int BITS>
 static void product_groups(const Weight& w, const Rows& x, int64_t panel, int64_t m0, int64_t rows, float* out) {
+  constexpr TileShape shape = BITS == 4 ? INT4_TILE : INT8_TILE;
   const int64_t plane_rows = rows * x.planes, from_row = m0 * x.planes, groups = x.groups;
   float* sums = x.planes == 1 ? out : scratch<float, 1>(ROW_BLOCK * 2 * PANEL);
   std::fill(sums, sums + plane_rows * PANEL, 0.0f);
-  const int64_t values = values_of_block(INT8_TILE, plane_rows, w.k, FEW_VALUES, MANY_VALUES);
+  const int64_t values = values_of_block(shape, plane_rows, w.k, FEW_VALUES, MANY_VALUES);
   const int64_t block = w.outer ? 8 : std::max<int64_t>(1, values / w.group);
   auto each = [&](int64_t g0) {
     const Groups some = groups_of<BITS>(w, panel, g0, block);
     if (some.minima) take_minima(some, x, from_row, plane_rows, sums);
-    for_tiles<INT8_TILE>(plane_rows, [&](int64_t m, auto count, auto span, auto stream) {
+    for_tiles<shape>(plane_rows, [&](int64_t m, auto count, auto span, auto stream) {
       for (int64_t first = 0; first < VECTORS; first += span)
         tile_groups<BITS, count, span, stream>(some, first, x, from_row + m, sums + m * PANEL + first * LANES);
     });

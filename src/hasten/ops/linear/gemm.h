@@ -41,16 +41,18 @@ constexpr int VECTORS = PANEL / LANES;
 // AVX-512, 16 of 32 bytes with AVX2, where a vector is two of them.
 struct TileShape {
   int most, tile, two, four;  // two, four: most rows that go with two vectors at a time, with all four
+  int waiting;                // most rows beside which there is little to do but to wait for memory: see ask_line
   constexpr int span(int rows) const { return rows <= four ? VECTORS : rows <= two ? 2 : 1; }
 };
 #if HASTEN_512
-constexpr TileShape BF16_TILE{12, 6, 12, 6}, INT8_TILE = BF16_TILE;
+constexpr TileShape BF16_TILE{12, 6, 12, 6, 4}, INT8_TILE = BF16_TILE;
+constexpr TileShape INT4_TILE{6, 6, 6, 6, 3};  // of half the bytes, so that more tiles have as long to wait for memory
 constexpr bool SPARE = true;       // registers for twice the accumulators of two rows
 #elif defined(__AVX2__)
-constexpr TileShape BF16_TILE{6, 6, 3, 1}, INT8_TILE{4, 4, 2, 1};  // INT8_TILE: int4 too
+constexpr TileShape BF16_TILE{6, 6, 3, 1, 1}, INT8_TILE{4, 4, 2, 1, 1}, INT4_TILE = INT8_TILE;
 constexpr bool SPARE = false;
 #else
-constexpr TileShape BF16_TILE{3, 3, 1, 0}, INT8_TILE = BF16_TILE;
+constexpr TileShape BF16_TILE{3, 3, 1, 0, 1}, INT8_TILE = BF16_TILE, INT4_TILE = BF16_TILE;
 constexpr bool SPARE = false;
 #endif
 #if defined(__AMX_TILE__)
@@ -114,12 +116,12 @@ INLINE F32 load_scale(const void* base, ScaleType type, int64_t index) {
   }
 }
 
-// Asks for a line of a stream. Beside one row there is nothing to do but wait for it: it goes to the first-level cache.
-// More rows are multiplied meanwhile: to the second level and from further ahead, so that it takes none of the first
-// level's few outstanding misses (8 rows of bf16 run 1.3 times as fast on AVX2).
-template <int M>
+// Asks for a line of a stream. Beside few rows it goes to the first-level cache. More rows are multiplied meanwhile: to the
+// second level and from further ahead, so that it takes none of the first level's few outstanding misses (8 rows of bf16
+// run 1.3 times as fast on AVX2; but 2 to 4 rows of bf16 and int8 took 1.3 times as long with AVX-512).
+template <bool WAITING>
 INLINE void ask_line(const char* next_lines, int64_t line) {
-  if constexpr (M == 1) __builtin_prefetch(next_lines + line * 64);
+  if constexpr (WAITING) __builtin_prefetch(next_lines + line * 64);
   else __builtin_prefetch(next_lines + AHEAD + line * 64, 0, 2);
 }
 
@@ -133,7 +135,7 @@ void tile_bf16(const uint16_t* w, const Operand* x, int64_t stride, int64_t step
   for (int64_t s = 0; s < steps; s++) {
     const uint16_t* line = w + s * PANEL * 2;
     if constexpr (STREAM)
-      for (int v = 0; v < V; v++) ask_line<M>(next_lines, s * V + v);
+      for (int v = 0; v < V; v++) ask_line<M <= BF16_TILE.waiting>(next_lines, s * V + v);
     if constexpr (sizeof(Operand) == 2) {
       EACH(m, M,
            uint32_t pair;

@@ -6,22 +6,46 @@
 
 namespace hasten {
 
-// float8_e4m3fn (1 bit of sign, 4 of exponent, 3 of mantissa; no infinity) as bfloat16. A word has the values k, k + 2,
-// k + 1 and k + 3 in its bytes, so that bytes 0 and 2 become a word of one line and bytes 1 and 3 that of the next: moved
-// to where bfloat16 has sign, exponent and mantissa, with 120 added to the exponent.
-INLINE void widen_fp8(U32 word, U32& first, U32& second) {
-  first = (((word & 0x007f007fu) << 4) + 0x3c003c00u) | ((word & 0x00800080u) << 8);
-  second = (((word & 0x7f007f00u) >> 4) + 0x3c003c00u) | (word & 0x80008000u);
+// float8_e4m3fn (1 bit of sign, 4 of exponent, 3 of mantissa; no infinity) as the bits of the same number in bfloat16.
+constexpr uint16_t widened_fp8(uint32_t code) {
+  const uint32_t sign = (code & 0x80) << 8, exponent = code >> 3 & 15, mantissa = code & 7;
+  if ((code & 0x7f) == 0x7f) return uint16_t(sign | 0x7fc0);  // NaN
+  if (exponent) return uint16_t(sign | (exponent + 120) << 7 | mantissa << 4);
+  if (!mantissa) return uint16_t(sign);
+  const uint32_t top = mantissa >= 4 ? 2 : mantissa >= 2 ? 1 : 0;  // a subnormal number: mantissa · 2^-9
+  return uint16_t(sign | (118 + top) << 7 | ((mantissa << (3 - top)) & 7) << 4);
 }
+struct Fp8Table {
+  alignas(64) uint16_t values[256];
+  constexpr Fp8Table() : values() {
+    for (uint32_t code = 0; code < 256; code++) values[code] = widened_fp8(code);
+  }
+};
+inline constexpr Fp8Table FP8;
 
-// Bits that are set where a value has no exponent of its own (zero, subnormal numbers) or is NaN.
-INLINE U32 without_exponent(U32 word) {
-  const U32 magnitudes = word & 0x7f7f7f7fu;
-  return (~(magnitudes + 0x78787878u) | (magnitudes + 0x01010101u)) & 0x80808080u;
+// `steps` steps of fp8 lines (four values) -> twice as many of bf16 lines. A word has the values k, k + 2, k + 1 and k + 3
+// in its bytes, so that bytes 0 and 2 become a word of the first line, and bytes 1 and 3 one of the second.
+#if HASTEN_512
+// By tables of the 128 magnitudes, two registers of 32 to a lookup by 6 bits; the seventh chooses between two lookups.
+inline void unpack_fp8(const uint8_t* from, int64_t steps, uint16_t* to) {
+  const __m512i t0 = _mm512_load_si512(FP8.values), t1 = _mm512_load_si512(FP8.values + 32),
+                t2 = _mm512_load_si512(FP8.values + 64), t3 = _mm512_load_si512(FP8.values + 96);
+  auto widened = [&](__m512i code) {  // in the lower half of each 16 bits; what is above does not count
+    const __m512i small = _mm512_permutex2var_epi16(t0, code, t1), large = _mm512_permutex2var_epi16(t2, code, t3);
+    const __mmask32 is_large = _mm512_test_epi16_mask(code, _mm512_set1_epi16(0x40));
+    const __m512i sign = _mm512_and_si512(_mm512_slli_epi16(code, 8), _mm512_set1_epi16(int16_t(0x8000)));
+    return (U32)_mm512_or_si512(_mm512_mask_blend_epi16(is_large, small, large), sign);
+  };
+  for (int64_t s = 0; s < steps; s++, from += PANEL * 4, to += 2 * PANEL * 2)
+    for (int v = 0; v < VECTORS; v++) {
+      __builtin_prefetch(from + AHEAD + v * 64);
+      const __m512i codes = (__m512i)load_line(from + v * 64);
+      store_line(to + v * 32, widened(codes));
+      store_line(to + PANEL * 2 + v * 32, widened(_mm512_srli_epi16(codes, 8)));
+    }
 }
-
-// The same for any values. Exponent and mantissa where float32 has them make a number 2^120 times too small, subnormal
-// ones included.
+#else
+// Any value: exponent and mantissa where float32 has them make a number 2^120 times too small, subnormal ones included.
 INLINE U32 widened_fp8(U32 word, int byte) {
   const U32 code = word >> (8 * byte);
   const F32 magnitude = as<F32>((code & 0x7fu) << 20) * 0x1p120f;
@@ -35,23 +59,22 @@ __attribute__((noinline)) static void widen_any_fp8(const uint8_t* from, uint16_
       store_line(to + i * PANEL * 2 + v * 32, (widened_fp8(word, i) >> 16) | widened_fp8(word, 2 + i));
   }
 }
-
-// `steps` steps of fp8 lines (four values) -> twice as many of bf16 lines. Few weights have no exponent (of a normal
-// distribution that uses the whole range, one in 8,000), so that the way for any values is taken seldom.
+// Values with an exponent of their own by shifts: sign, exponent and mantissa go where bfloat16 has them, and the exponent
+// grows by 120. Few weights have none (zero and subnormal numbers: of a normal distribution that uses the whole range, one
+// in 8,000), so a step seldom has to be made again.
 inline void unpack_fp8(const uint8_t* from, int64_t steps, uint16_t* to) {
   for (int64_t s = 0; s < steps; s++, from += PANEL * 4, to += 2 * PANEL * 2) {
-    U32 special = {};
+    U32 others = {};  // the highest bit of a byte is set for no exponent, and for NaN
     EACH(v, VECTORS,
-         const U32 word = load_line(from + v * 64);
          __builtin_prefetch(from + AHEAD + v * 64);
-         special |= without_exponent(word);
-         U32 first, second;
-         widen_fp8(word, first, second);
-         store_line(to + v * 32, first);
-         store_line(to + PANEL * 2 + v * 32, second));
-    if (any(special)) [[unlikely]] widen_any_fp8(from, to);
+         const U32 word = load_line(from + v * 64), magnitudes = word & 0x7f7f7f7fu;
+         others |= ~(magnitudes + 0x78787878u) | (magnitudes + 0x01010101u);
+         store_line(to + v * 32, (((word & 0x007f007fu) << 4) + 0x3c003c00u) | ((word & 0x00800080u) << 8));
+         store_line(to + PANEL * 2 + v * 32, (((word & 0x7f007f00u) >> 4) + 0x3c003c00u) | (word & 0x80008000u)));
+    if (any(others & 0x80808080u)) [[unlikely]] widen_any_fp8(from, to);
   }
 }
+#endif
 
 // Eight groups of Q6_K's values as lines of int8.
 inline void unpack_int6(const uint8_t* from, uint8_t* to) {
