@@ -8,8 +8,8 @@ Where the noise comes from. A row must get the same tokens alone, in a batch, an
 copy to the device). So the noise is a pure function of (seed, step, token id): SplitMix64 (Steele, Lea, Flood 2014), a
 counter-based generator, in int64 tensor arithmetic, on whatever device the scores are.
 
-The native kernel (draw.cpp) takes a thirtieth of the time, because it takes the logarithms of those tokens only that
-can win. It rounds otherwise than the reference does, so where two tokens are too near to tell, the reference decides.
+The native kernel (draw.cpp) takes the logarithms of those tokens only that can win. It rounds otherwise than the
+reference does, so where two tokens are too near to tell, the reference decides.
 """
 
 from typing import Any
