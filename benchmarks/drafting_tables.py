@@ -26,7 +26,7 @@ def draws(report: Report) -> str:
     body = []
     for one in report["rows"]:
         cells = [f"{one['vocabulary']:,}", one["filter"], str(one["rows"]), f"{one['pytorch_seconds'] * 1e3:.2f} ms"]
-        body.append([*cells, f"{one['seconds'] * 1e3:.2f} ms", f"{one['ratio']:.0f}×"])
+        body.append([*cells, f"{one['seconds'] * 1e3:.2f} ms", f"{one['ratio']:.1f}×"])
     return markdown(["vocabulary", "filter", "rows", "PyTorch's operators", "native", "ratio"], body, left=2)
 
 
