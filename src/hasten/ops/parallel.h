@@ -10,7 +10,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
-#include <stdexcept>
+#include <exception>
 #include <thread>
 #include <vector>
 
@@ -57,7 +57,8 @@ class ThreadTeam {
   alignas(64) std::atomic<int64_t> next{0};
   alignas(64) std::atomic<int64_t> arrived{0};
   alignas(64) std::atomic<uint64_t> turn{0};
-  std::atomic<bool> failed{false};
+  std::exception_ptr error;  // of the thread that failed first; to be read once `failed` is set
+  std::atomic<bool> failing{false}, failed{false};
 };
 
 // One thread of a team. All workers call the same phases in the same order with the same number of items; each phase
@@ -124,7 +125,7 @@ class Worker {
       return;
     }
     for (int64_t spins = 0; team_.turn.load(std::memory_order_acquire) == turn; spins++) {
-      if (team_.failed.load(std::memory_order_relaxed)) throw std::runtime_error("another thread failed");
+      if (team_.failed.load(std::memory_order_acquire)) std::rethrow_exception(team_.error);
       if (prefetcher.at < prefetcher.end) prefetcher.ask(4);
       else if (spins < 20000) pause();
       else std::this_thread::yield();  // somebody else has the core that we wait for
@@ -132,8 +133,13 @@ class Worker {
   }
   template <class Body>
   friend void parallel_region(const Body& body);
-  // For a thread that will not come any more (memory ran out): nobody may wait for it.
-  void fail() { team_.failed.store(true, std::memory_order_relaxed); }
+  // For a thread that will not come any more (memory ran out, a rank is gone): nobody may wait for it, and whichever of
+  // the team's errors torch hears of first says why.
+  void fail() {
+    if (team_.failing.exchange(true)) return;
+    team_.error = std::current_exception();
+    team_.failed.store(true, std::memory_order_release);
+  }
   ThreadTeam& team_;
   const int64_t begin_, end_;
 };
