@@ -224,7 +224,7 @@ def test_chunks_cover_every_query_once_and_keep_to_their_size(monkeypatch):
     monkeypatch.setattr(chunks, "FEWEST_ROWS", 8)  # 4 queries of it
     q, k = torch.randn(3, 40, 6, 8), torch.randn(3, 64, 3, 8)
     spec = AttentionSpec(heads=6, kv_heads=3, head_dim=8, scale=0.35, window=9)
-    work = chunks.ChunkPlan.of(spec, q, k, k, None, None, None, None)
+    work = chunks.ChunkPlan.of(spec, q, k, k, *[None] * 6)
     times = torch.zeros(3, 3, 2, 40)
     for chunk in work.chunks():
         times[chunk.rows] += 1

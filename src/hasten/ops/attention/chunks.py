@@ -150,7 +150,7 @@ class ChunkPlan:
             own = (
                 self.mask[chunk.queries] if self.mask.dim() == 2 else self.mask[chunk.batch, None, None, chunk.queries]
             )
-            scores.masked_fill_(~own, float("-inf"))
+            scores.masked_fill_(~_cut(own, -1, chunk.seen), float("-inf"))
         elif self.spec.causal:
             scores.masked_fill_(~visible(places, key_places, self.spec.window), float("-inf"))
         if self.low is not None and self.high is not None:
