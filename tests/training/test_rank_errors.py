@@ -40,7 +40,7 @@ CHILD = textwrap.dedent("""
         if line["step"] == 3 and wrong == "killed" and os.environ["RANK"] == "1":
             os.kill(os.getpid(), signal.SIGKILL)
     if os.environ["RANK"] == "1" and wrong == "memory":
-        setup.check_memory = memory
+        setup.Room.here = memory
     try:
         train(Recipe.from_json(values), progress=False, on_step=on_step)
     except HastenError as error:

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+    from hasten.planning.memory import Memory
+
 INK, SOFT, GRID = "#1c2733", "#66717d", "#e4e8ec"
 BAR, BAR_FIRST, BAR_FURTHER, FAILED = "#2f6f9f", "#a9b8c6", "#8db4cf", "#b23a2e"
 LINES = ("#2f6f9f", "#d07a2d", "#4d8f5b", "#8a5a9e", "#b23a2e", "#66717d")
@@ -203,6 +205,33 @@ def curve_axes(path: str | Path, *, title: str, subtitle: str, x_label: str, y_l
     axes.spines[["bottom", "left"]].set_color(GRID)
     figure.text(0.03, 0.94, title, fontsize=13, fontweight="bold", color=INK, va="center")
     figure.text(0.03, 0.885, subtitle, fontsize=9, color=SOFT, va="center")
+    save(figure, path)
+
+
+def draw_memory(memory: Memory, path: str | Path, *, title: str, free: int) -> None:
+    """One stacked bar of the bytes of each moment; a line where no more are free, if that is near."""
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9.6, 2.6 + 0.5 * len(memory.moments)), dpi=150, facecolor="white", layout="constrained")
+    axes, names = figure.subplots(), [name for name, size in memory.parts.items() if size]
+    for row, parts in enumerate(memory.moments.values()):
+        left = 0.0
+        for part in filter(memory.parts.get, parts):
+            size, color = memory.parts[part] / 1e9, colormaps["tab20"](names.index(part) % 20)
+            axes.barh(row, size, left=left, color=color, height=0.6, label=part)
+            left += size
+        axes.text(left, row, f" {left:,.2f} GB", va="center", fontsize=9, color=INK)
+    if free < 3 * memory.peak:
+        axes.axvline(free / 1e9, color=BAR, linewidth=1.5)
+    axes.set_yticks(range(len(memory.moments)), list(memory.moments), fontsize=9, color=INK)
+    axes.set_xlabel("GB", fontsize=9, color=SOFT, loc="left")
+    axes.set_title(title, loc="left", fontsize=12, color=INK)
+    axes.margins(x=0.12)
+    axes.set_frame_on(False)
+    handles, labels = axes.get_legend_handles_labels()
+    shown = dict(zip(labels, handles, strict=True))
+    figure.legend(list(shown.values()), list(shown), loc="outside lower left", ncols=3, fontsize=7, frameon=False)
     save(figure, path)
 
 

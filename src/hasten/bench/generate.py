@@ -40,7 +40,8 @@ from hasten.errors import ConfigError
 from hasten.generation.params import KVCacheDtype
 from hasten.machine import emulated, resolve_device, resolve_dtype
 from hasten.model.config import ModelConfig
-from hasten.planning.cost import kv_bytes_per_token, parameters
+from hasten.planning.cost import parameters
+from hasten.planning.memory import InferenceUse, Memory, inference_memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,8 +91,6 @@ NATIVE = tuple(name for name, mode in RUNGS.items() if mode.fused and name not i
 COMPILED_QUANTIZED = tuple(name for name, mode in RUNGS.items() if mode.compiled and mode.weights)
 HEADS = {"heads-mha": "multi-head", "heads-gqa": "grouped-query", "heads-mqa": "multi-query"}
 TEXT_BYTES = 200_000  # of a text that is scored
-PROCESS_BYTES = 400 << 20  # what a process keeps besides the model: libraries, the compiler's graphs, the logits
-LARGEST_PREFILL = 4096  # tokens that a prompt is taken in by
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,12 +213,12 @@ class GenerateLadder(Ladder):
         made = []
         for name, mode in rungs.items():
             model = BenchmarkModel(model=gptq) if mode.gptq else replace(ladder.source, kv_heads=mode.kv_heads)
-            parts = _memory(model.config(), ladder, ladder.rows(mode).values(), wide=wide)
-            if quantized or mode.gptq:
-                parts["weights"] = model.stored_bytes()
+            config, size = model.config(), resolve_dtype(ladder.dtype).itemsize
+            weights = model.stored_bytes() if quantized or mode.gptq else size * parameters(config).total
+            need = _memory(config, ladder, ladder.rows(mode).values(), weights=weights, wide=wide)
             if ladder.text and not quantized:
-                parts["the model that it is compared with"] = 2 * parameters(model.config()).total
-            memory = check_fits(f"{model.name} in {ladder.dtype}", parts, device)
+                need = need.beside(compared=2 * parameters(config).total)
+            memory = check_fits(f"{model.name} in {ladder.dtype}", need, device)
             shown = name if ladder.batches[0] == 1 else f"{name}-x{ladder.batches[0]}"
             setup = "hasten.bench.generate_rung:GenerateRung"
             arguments = {"ladder": ladder, "mode": mode, "source": model}
@@ -278,19 +277,28 @@ def _check(ladder: GenerateLadder) -> None:
 
 
 def _memory(
-    config: ModelConfig, ladder: GenerateLadder, rows: Collection[Mapping[str, Any]], *, wide: bool
-) -> dict[str, int]:
-    """Bytes of one rung, by what needs them. wide: readable blocks compute in float32, and keep their cache in it."""
-    size = resolve_dtype(ladder.dtype).itemsize
-    width = 6 * config.hidden_size + 3 * config.intermediate_size + 4 * config.heads * config.head_dim
-    tokens = sum(row["batch"] * (row["prompt_tokens"] + ladder.new_tokens) for row in rows)
-    longest = max(row["batch"] * row["prompt_tokens"] for row in rows)
-    return {
-        "weights": parameters(config).total * size,
-        "cache": tokens * kv_bytes_per_token(config, 4 if wide else size),
-        "activations": min(longest, LARGEST_PREFILL) * width * 4,
-        "the process": PROCESS_BYTES,
-    }
+    config: ModelConfig, ladder: GenerateLadder, rows: Collection[Mapping[str, Any]], *, weights: int, wide: bool
+) -> Memory:
+    """Of one rung, whose rows are all there. wide: readable blocks compute in float32, and keep their cache in it."""
+    from hasten.generation.cache import row_format
+
+    cached = row_format(ladder.kv_cache_dtype).bytes(
+        config.head_dim, resolve_dtype("float32" if wide else ladder.dtype)
+    )
+    first, *more = (
+        inference_memory(
+            config,
+            InferenceUse(
+                batch_size=row["batch"],
+                length=row["prompt_tokens"] + ladder.new_tokens,
+                step=row["batch"] * row["prompt_tokens"],
+                weights=weights,
+                row_bytes=cached,
+            ),
+        )
+        for row in rows
+    )
+    return first.beside(further=sum(one.parts["cache"] for one in more)) if more else first
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from hasten.errors import ConfigError, ResourceError
 from hasten.machine import available_memory, find_compiler
 from hasten.model.config import ModelConfig
+from hasten.planning.memory import PROCESS_BYTES, Memory
 from hasten.planning.shapes import check_shape, shape_config
 
 if TYPE_CHECKING:
@@ -95,16 +96,12 @@ class BenchmarkModel:
         return open_checkpoint(self.model)
 
 
-def check_fits(name: str, parts: Mapping[str, int], device: str) -> int:
-    """The sum of `parts` (what needs how many bytes). Raises ResourceError with the figures if it is not free."""
-    needed, free = sum(parts.values()), available_memory(device)
-    if needed > free:
-        listed = ", ".join(f"{size / 1e9:.1f} GB {what}" for what, size in parts.items())
-        raise ResourceError(
-            f"{name} needs about {needed / 1e9:.1f} GB on {device} ({listed}) and {free / 1e9:.1f} GB are free; "
-            "choose a smaller shape, dtype, batch or context, or a larger machine"
-        )
-    return needed
+def check_fits(name: str, memory: Memory, device: str) -> int:
+    """The peak, of a process of its own. Raises ResourceError with the figures if it is not free."""
+    whole = memory.beside(process=PROCESS_BYTES)
+    remedy = "choose a smaller shape, dtype, batch or context, or a larger machine"
+    whole.require(name, available_memory(device), device, remedy=remedy)
+    return whole.peak
 
 
 def check_least(option: str, value: int | None, least: int = 1) -> None:

@@ -23,7 +23,6 @@ from hasten.planning.shapes import shape_config
 from hasten.training.recipe import Data, Recipe
 from hasten.training.recipes import RECIPES
 
-PROCESS_BYTES = 400 << 20
 TINY_SHAKESPEARE = 65  # characters that occur in it: the vocabulary of nanoGPT's character model
 
 
@@ -58,12 +57,7 @@ class TrainLadder(Ladder):
         rungs = []
         for name, (own, words) in recipes(recipe, device, vocab_size=config.vocab_size, wanted=self.rungs).items():
             need = step_memory(config, own, torch.device(device))
-            parts = {
-                "weights, gradients and optimizer": need.state,
-                "activations and logits": need.total - need.state,
-                "the process": PROCESS_BYTES,
-            }
-            memory = check_fits(f"training {recipe.name} ({name})", parts, device)
+            memory = check_fits(f"training {recipe.name} ({name})", need, device)
             arguments = {"recipe": own.to_json(), "config": config, "steps": self.steps, "device": device}
             rungs.append(Rung(name, words, "hasten.bench.train:TrainRung", arguments, memory))
         report = self.measure(
@@ -170,10 +164,11 @@ class TrainRung:
 
     def measure(self) -> dict[str, float]:
         """Whole optimizer steps, the last one's loss waited for."""
+        accumulation = self.recipe.data.accumulation
         start = time.perf_counter()
         for _ in range(self.steps):
             block_scales = None if self.block_scales is None else self.block_scales(self.taken)
-            result = self.step.run([self.batch], block_scales=block_scales)
+            result = self.step.run([self.batch] * accumulation, block_scales=block_scales)
             self.taken += 1
         assert result is not None
         loss = float(result.loss)

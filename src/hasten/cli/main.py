@@ -20,6 +20,7 @@ COMMANDS = {
     "convert": ("hasten.cli.convert", "Convert", "a quantized model in another layout, its numbers as they are"),
     "merge": ("hasten.cli.merge", "Merge", "an adapter added to its model's weights"),
     "export": ("hasten.cli.export", "Export", "write a model as a Hugging Face folder"),
+    "plan": ("hasten.cli.plan", "PlanCommand", "bytes, FLOPs and time of a model, before anything is loaded"),
     "bench": ("hasten.cli.bench", "Bench", "the ladder: every technique, cumulative, measured, drawn"),
     "profile": ("hasten.cli.profile", "ProfileCommand", "where time and memory of a step go, and what could be gained"),
     "explain": ("hasten.cli.explain", "Explain", "which kernel runs where, and why not the others"),

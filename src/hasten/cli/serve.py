@@ -107,6 +107,7 @@ class Serve(EngineOptions, DraftOptions, RankOptions, LoadOptions):
         return found
 
     def _app(self, model: Transformer, settings: ServerSettings) -> FastAPI:
+        from hasten.serving.admission import room
         from hasten.serving.api.app import make_app
         from hasten.serving.api.logs import configure_logs
         from hasten.serving.api.service import Service
@@ -119,6 +120,8 @@ class Serve(EngineOptions, DraftOptions, RankOptions, LoadOptions):
 
             load_adapters(model, list(adapters.values()))
         engine = self.start_engine(model, tokenizer, adapters=list(adapters))
+        blocks, longest = engine.engine.blocks.blocks, engine.engine.max_length
+        print(room(model, engine.engine.settings, blocks=blocks, max_length=longest), file=sys.stderr)
         service = Service(
             engine,
             model_name=self.name(),

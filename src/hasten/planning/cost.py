@@ -31,27 +31,28 @@ def parameters(config: ModelConfig) -> Parameters:
     return Parameters(total=total, embedding=embedding, head=head, active=active + embedding)
 
 
-def _block(config: ModelConfig, layer: LayerConfig) -> tuple[int, int]:
+def matrices(config: ModelConfig, layer: LayerConfig) -> tuple[int, int]:
+    """Weights of a block that stand in matrices: all, and those used for one token."""
     hidden, size = config.hidden_size, config.head_dim
-    q, kv = config.heads * size, config.kv_heads * size
-    attention = hidden * (2 * q + 2 * kv)
-    attention += (q + 2 * kv) * config.qkv_bias + hidden * config.output_bias
-
-    def mlp(inner: int) -> int:
-        return hidden * inner * (3 if config.gated else 2) + (
-            (inner * (2 if config.gated else 1) + hidden) * config.mlp_bias
-        )
-
-    per_norm = 2 if config.norm == "layernorm" else 1
-    norms = hidden * per_norm * (4 if config.post_norms else 2) + 2 * size * per_norm * config.qk_norm
+    attention = hidden * size * 2 * (config.heads + config.kv_heads)
+    per_width = hidden * (3 if config.gated else 2)
     if not layer.experts:
-        own = attention + norms + mlp(config.intermediate_size)
-        return own, own
-    router, one = hidden * config.experts, mlp(config.expert_size)
-    return (
-        attention + norms + router + config.experts * one,
-        attention + norms + router + config.experts_per_token * one,
-    )
+        return (attention + per_width * config.intermediate_size,) * 2
+    around, one = attention + hidden * config.experts, per_width * config.expert_size
+    return around + config.experts * one, around + config.experts_per_token * one
+
+
+def _block(config: ModelConfig, layer: LayerConfig) -> tuple[int, int]:
+    """Weights of a block: all, and those used for one token."""
+    hidden, size, per_norm = config.hidden_size, config.head_dim, 2 if config.norm == "layernorm" else 1
+    vectors = (config.heads + 2 * config.kv_heads) * size * config.qkv_bias + hidden * config.output_bias
+    vectors += hidden * per_norm * (4 if config.post_norms else 2) + 2 * size * per_norm * config.qk_norm
+    inner, every, used = config.intermediate_size, 1, 1
+    if layer.experts:
+        inner, every, used = config.expert_size, config.experts, config.experts_per_token
+    biases = (inner * (2 if config.gated else 1) + hidden) * config.mlp_bias
+    own, active = matrices(config, layer)
+    return own + vectors + every * biases, active + vectors + used * biases
 
 
 def _attended(layer: LayerConfig, length: int) -> float:

@@ -1,86 +1,191 @@
-"""How much memory a training step takes, before any of it is allocated."""
+"""How many bytes a use of a model takes, part by part, before any of it is allocated: the one place that counts them.
 
+Training, generating and serving, and quantizing with calibration text. The tensors are counted (as arXiv 2205.05198
+does) that PyTorch and our kernels keep, and not the scratch memory of single operations.
+"""
+
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from hasten.errors import ResourceError
 from hasten.model.config import ModelConfig
-from hasten.ops.loss import rows_of_a_chunk
-from hasten.planning.cost import parameters
+from hasten.planning.cost import matrices, parameters
+from hasten.planning.sharing import fsdp_bytes
+
+ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
+PROCESS_BYTES = 400 << 20  # what a process keeps besides the model: libraries, the compiler's graphs
+LARGEST_PREFILL = 4096  # tokens that a prompt is taken in by
+MUON_STACKS = 96 << 20  # of matrices whose directions are found together, and what the iteration holds beside them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryEstimate:
-    """Bytes. state: weights, gradients and AdamW's two means, in float32.
+class Memory:
+    """parts: bytes by what needs them. moments: the parts that are there together; the largest sum is the peak."""
 
-    activations: what the forward pass keeps for the backward pass, the weights in the compute dtype included. logits:
-    what the loss needs beside them. later_gradients: the part of `state` that is made while activations are given up.
-    """
-
-    state: int
-    activations: int
-    logits: int
-    later_gradients: int
+    parts: Mapping[str, int]
+    moments: Mapping[str, tuple[str, ...]]
 
     @property
-    def total(self) -> int:
-        """At the peak: in the loss, or after the backward pass."""
-        return self.state + max(0, self.activations + self.logits - self.later_gradients)
+    def moment(self) -> str:
+        """When most is taken."""
+        return max(self.moments, key=lambda name: sum(self.parts[part] for part in self.moments[name]))
+
+    @property
+    def at_peak(self) -> dict[str, int]:
+        """The parts that are there at that moment."""
+        return {part: self.parts[part] for part in self.moments[self.moment] if self.parts[part]}
+
+    @property
+    def peak(self) -> int:
+        """Bytes at that moment."""
+        return sum(self.at_peak.values())
+
+    def beside(self, **more: int) -> "Memory":
+        """With further parts, which are there all the time."""
+        moments = {name: (*parts, *more) for name, parts in self.moments.items()}
+        return Memory(parts={**self.parts, **more}, moments=moments)
+
+    def require(self, what: str, free: int, device: object, *, remedy: str) -> None:
+        """Raise ResourceError, with the parts and what to do, where the peak is more than `free` bytes."""
+        if self.peak > free:
+            listed = ", ".join(f"{size / 1e9:.1f} GB {part}" for part, size in self.at_peak.items())
+            raise ResourceError(
+                f"{what} needs about {self.peak / 1e9:.1f} GB on {device} ({listed}) and {free / 1e9:.1f} GB are free; "
+                f"{remedy}"
+            )
 
 
-def estimate(
-    config: ModelConfig,
-    *,
-    batch_size: int,
-    sequence_length: int,
-    activation_bytes: int,
-    accumulation: int = 1,
-    checkpointing: str = "none",
-    compiled: bool = True,
-    joined_projections: bool = True,
-    explicit_attention: bool = False,
-    loss: str = "chunked",
-) -> MemoryEstimate:
-    """What a training step takes at its peak.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingUse:
+    """A training step of one rank: `batch_size` rows of `length` tokens at once, `accumulation` times.
 
-    activation_bytes: of one element. joined_projections: of queries, keys and values. explicit_attention: the score
-    matrices are kept too. loss: its kernel. The tensors are counted (as arXiv 2205.05198 does) that PyTorch keeps, and
-    not the scratch memory of single operations.
+    dtype: of the products. masters: weights and gradients are in it too, and the optimizer has its own in float32.
+    joined: one product for queries, keys and values. explicit_attention: score matrices are kept. loss: its kernel.
+    recompute: none, selective or full. zero, ranks: the stage of ZeRO, and how many share. offload: the optimizer's
+    weights and states are on the host. adapter: weights of a LoRA adapter, the only ones that are trained; base: bytes
+    of the model it stands beside.
     """
-    count, size = parameters(config), activation_bytes
-    narrow = size if size < 4 else 0  # of a copy beside the one in float32
-    tokens, layers = batch_size * sequence_length, len(config.layers)
-    loss_bytes = _logits(config, tokens, size, loss) + count.embedding * (4 + narrow)  # and the head's gradient
-    block = tokens * _kept_of_a_token(config, size, compiled=compiled, joined=joined_projections)
-    if explicit_attention:  # the probabilities
-        block += config.heads * tokens * sequence_length * (4 + narrow)
-    stream = tokens * 4 * config.hidden_size
-    kept = {"none": block, "full": stream, "selective": stream + tokens * size * _products(config)}[checkpointing]
-    activations = layers * kept + 2 * stream  # two: of the embedding and the last norm
-    activations += max(0, block - kept - loss_bytes)  # the last block is computed again when the logits are gone
+
+    batch_size: int
+    length: int
+    accumulation: int = 1
+    dtype: str = "bfloat16"
+    masters: bool = False
+    optimizer: str = "adamw"
+    recompute: str = "none"
+    compiled: bool = True
+    joined: bool = True
+    explicit_attention: bool = False
+    loss: str = "chunked"
+    zero: int = 0
+    ranks: int = 1
+    offload: bool = False
+    adapter: int | None = None
+    base: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InferenceUse:
+    """`batch_size` sequences of `length` tokens, of which `new_tokens` are generated; `step` tokens computed at once.
+
+    weights: bytes of all. dtype: of products. row_bytes: a head's key or value of one token. block_size: of a paged
+    cache. degree: how many devices share the model (tensor parallelism).
+    """
+
+    batch_size: int = 1
+    length: int
+    new_tokens: int = 1
+    step: int
+    weights: int
+    dtype: str = "bfloat16"
+    row_bytes: int
+    block_size: int = 1
+    degree: int = 1
+
+
+def memory_of(config: ModelConfig, use: TrainingUse | InferenceUse) -> Memory:
+    """What a use of a model takes."""
+    return training_memory(config, use) if isinstance(use, TrainingUse) else inference_memory(config, use)
+
+
+def training_memory(config: ModelConfig, use: TrainingUse) -> Memory:
+    """What a training step takes: in the loss, when all activations are kept, or when the gradients are complete."""
+    count, size = parameters(config), ITEMSIZE[use.dtype]
+    narrow = size if size < 4 and not use.masters else 0  # of a copy beside the one in float32
+    parts = _states(config, use) | _activations(config, use, narrow)
+    trained = use.adapter is None
     copied = count.total - (count.embedding if count.head else 0)  # all but a table that is only looked up
-    return MemoryEstimate(
-        state=16 * count.total,
-        activations=activations + narrow * copied,
-        logits=loss_bytes,
-        later_gradients=4 * count.total if accumulation == 1 else 0,
-    )
+    parts[f"weights in {use.dtype}"] = narrow * copied if trained or use.base >= 4 * count.total else 0
+    parts["logits and loss"] = _logits(config, use, size) + trained * count.embedding * (4 + narrow)
+    held = ("weights", "masters", "optimizer", "gathered")
+    kept = tuple(name for name in parts if name.startswith(("activations", "weights in")))
+    early = ("gradients",) if use.accumulation > 1 else ()
+    moments = {
+        "in the loss": (*held, *early, *kept, "logits and loss"),
+        "in the update": (*held, "gradients", "update"),
+    }
+    return Memory(parts=parts, moments=moments)
 
 
-def _kept_of_a_token(config: ModelConfig, size: int, *, compiled: bool, joined: bool) -> int:
-    """Bytes that a block keeps of a token."""
+def _states(config: ModelConfig, use: TrainingUse) -> dict[str, int]:
+    """Weights, gradients, the optimizer's own: 2 + 2 + 12 bytes a weight with masters, else 4 + 4 + 8 (AdamW's)."""
+    count = parameters(config).total if use.adapter is None else use.adapter
+    size = ITEMSIZE[use.dtype] if use.masters else 4
+    own = 4 if use.masters or use.offload else 0
+    states = 8 * count
+    if use.optimizer == "muon" and use.adapter is None:  # one mean of a matrix, not two
+        states -= 4 * sum(matrices(config, layer)[0] for layer in config.layers)
+    if use.optimizer.startswith("onebit"):
+        states += 4 * count + 4 * count // use.ranks  # what was rounded away, of the own mean and of the share's
+    parts = {"weights": size * count + use.base, "gradients": size * count, "masters": own * count, "optimizer": states}
+    parts |= {"gathered": 0, "update": 0}
+    if use.zero and use.ranks > 1:
+        shared = fsdp_bytes(
+            config,
+            stage=use.zero,
+            ranks=use.ranks,
+            accumulation=use.accumulation,
+            masters=use.masters,
+            copies=use.offload,
+        )
+        parts |= {name: size // use.ranks for name, size in parts.items()}
+        parts["gathered"] = max(0, int(shared.peak) - sum(parts.values()) + parts["gradients"])
+    elif use.optimizer.endswith("lamb"):
+        parts["update"] = 12 * count  # steps and their divisors, of all tensors of a group at once
+    elif use.optimizer == "muon":
+        parts["update"] = MUON_STACKS
+    if use.offload:
+        parts |= {"masters": 0, "optimizer": 0}
+    return parts
+
+
+def _activations(config: ModelConfig, use: TrainingUse, narrow: int) -> dict[str, int]:
+    """What the forward pass keeps for the backward pass, by the kind of module."""
+    size, tokens, layers = ITEMSIZE[use.dtype], use.batch_size * use.length, len(config.layers)
     hidden, q, kv, inner = _widths(config)
-    # Inputs of the matrix products and of attention: norm, q, k, v, attended, norm, MLP.
-    kept = 2 * hidden + 2 * (q + kv) + inner * (3 if config.gated else 2)
-    if joined and config.ropes:
-        kept += q + kv  # v is a view of all three, so they stay beside the rotated q and k
-    if compiled:  # the rest is computed again: the residual stream, and the results of the norms
-        return (kept + hidden) * size + 4 * hidden
-    return kept * size + 2 * 4 * hidden * (1 if config.norm == "layernorm" else 2)
-
-
-def _products(config: ModelConfig) -> int:
-    """Results of a block's matrix products and attention for a token."""
-    hidden, q, kv, inner = _widths(config)
-    return 2 * hidden + 2 * (q + kv) + inner * (2 if config.gated else 1)
+    stream = tokens * 4 * hidden
+    # Inputs of the matrix products and of attention: norm, q, k, v, attended; norm, MLP. All for one token and layer.
+    attention = size * (hidden + 2 * (q + kv))
+    if use.joined and config.ropes:
+        attention += size * (q + kv)  # v is a view of all three, so they stay beside the rotated q and k
+    mlp = size * (hidden + inner * (3 if config.gated else 2))
+    norms = 2 * 4 * hidden * (1 if config.norm == "layernorm" else 2)
+    if use.compiled:  # the rest is computed again: the residual stream, and the results of the norms
+        norms = size * hidden + 4 * hidden
+    products = size * (2 * hidden + 2 * (q + kv) + inner * (2 if config.gated else 1))
+    if use.explicit_attention:  # the probabilities
+        attention += config.heads * use.length * (4 + narrow)
+    kinds = {"attention": tokens * attention, "MLP": tokens * mlp, "norms and residual stream": tokens * norms}
+    block, loss = sum(kinds.values()), _logits(config, use, size)
+    if use.recompute != "none":
+        kinds = {"norms and residual stream": stream}
+        if use.recompute == "selective":
+            kinds["products"] = tokens * products
+    found = {f"activations: {name}": layers * kept for name, kept in kinds.items()}
+    found["activations: norms and residual stream"] += 2 * stream  # of the embedding and the last norm
+    # The last block is computed again when the logits are gone.
+    again = max(0, block - sum(kinds.values()) - loss - parameters(config).embedding * (4 + narrow))
+    return found | {"activations computed again": again}
 
 
 def _widths(config: ModelConfig) -> tuple[int, int, int, int]:
@@ -88,11 +193,71 @@ def _widths(config: ModelConfig) -> tuple[int, int, int, int]:
     return config.hidden_size, config.heads * config.head_dim, config.kv_heads * config.head_dim, inner
 
 
-def _logits(config: ModelConfig, tokens: int, size: int, loss: str) -> int:
-    vocab = config.padded_vocab_size
-    if loss == "torch":  # as many logits at a time as the input has elements
+def _logits(config: ModelConfig, use: TrainingUse, size: int) -> int:
+    vocab, tokens = config.padded_vocab_size, use.batch_size * use.length
+    if use.loss == "torch":  # as many logits at a time as the input has elements
         return 4 * tokens * config.hidden_size
-    if loss == "reference":  # their logarithms, and the gradients of both, in float32
+    if use.loss == "reference":  # their logarithms, and the gradients of both, in float32
         return 12 * tokens * vocab
+    from hasten.ops.loss import rows_of_a_chunk
+
     # The gradient in float32, in the dtype of the products, and as the product reads it.
     return min(tokens, rows_of_a_chunk(vocab)) * vocab * (4 + (2 * size if size < 4 else 0))
+
+
+def inference_memory(config: ModelConfig, use: InferenceUse) -> Memory:
+    """What generating or serving takes: weights, the cache, and the activations of the largest step."""
+    hidden, q, _, inner = _widths(config)
+    parts = {
+        "weights": use.weights // use.degree,
+        "cache": use.batch_size * cache_bytes(config, use),
+        "activations": min(use.step, LARGEST_PREFILL) * (6 * hidden + 3 * inner + 4 * q) * 4,
+        "logits": 2 * use.batch_size * config.padded_vocab_size * 4,
+    }
+    return Memory(parts=parts, moments={"in a step": tuple(parts)})
+
+
+def cache_bytes(config: ModelConfig, use: InferenceUse) -> int:
+    """Of one sequence: keys and values of all layers in their own format, as bounded as the caches are.
+
+    Only a sparse pattern bounds them; a sliding window bounds what is read. Paged caches have whole blocks.
+    """
+    kept = use.length if config.attention_pattern is None else min(use.length, 2 * config.attention_pattern.reach)
+    heads = max(1, config.kv_heads // use.degree)
+    return 2 * len(config.layers) * heads * use.row_bytes * (-(-kept // use.block_size) * use.block_size)
+
+
+def calibration_memory(
+    config: ModelConfig, *, states: int, walks: int, copies: int, squares: int, spill: bool, routed: bool
+) -> Memory:
+    """What quantizing with calibration text takes beside the checkpoint, whose pages are mapped.
+
+    states: bytes of all samples between two blocks, kept for each of `walks` through the model unless they are spilled.
+    copies: of the largest block's weights in float32. squares: float32 matrices of the widest input. routed: the inputs
+    of the experts of a block are kept.
+    """
+    head = parameters(config).embedding
+    block = max(*(matrices(config, layer)[0] for layer in config.layers), head)
+    inner = max(config.expert_size if layer.experts else config.intermediate_size for layer in config.layers)
+    widest = max(config.hidden_size, config.heads * config.head_dim, inner)
+    chosen = config.experts_per_token * max(layer.experts for layer in config.layers) if routed else 0
+    parts = {
+        "rounded blocks": 2 * block,
+        "copies of a block": 4 * copies * block,
+        "sums over the samples": 4 * squares * widest**2,
+        "states": 0 if spill else walks * states,
+        "inputs of experts": chosen * states,
+    }
+    return Memory(parts=parts, moments={"in a block": tuple(parts)})
+
+
+def largest(fits: Callable[[int], bool], most: int = 1 << 24) -> int:
+    """The largest number up to `most` that fits, 0 if none does: what is larger takes more."""
+    low, high = 0, 1
+    while high <= most and fits(high):
+        low, high = high, 2 * high
+    high = min(high, most + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low

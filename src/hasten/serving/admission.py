@@ -15,6 +15,7 @@ from hasten.generation.prompts import check_ids, fit
 from hasten.machine.memory import available_memory
 from hasten.model.sharded import ShardedTransformer
 from hasten.model.transformer import Transformer
+from hasten.planning.memory import InferenceUse, inference_memory
 from hasten.serving.request import Request, RequestRefused
 from hasten.serving.settings import EngineSettings
 
@@ -128,21 +129,37 @@ def _check_beams(request: Request) -> None:
 
 def cache_blocks(model: Transformer, settings: EngineSettings, *, max_length: int) -> int:
     """How many blocks the cache gets: what all sequences could need, or as many as the memory allows."""
-    size = PagedCache.bytes_per_block(
-        model.config,
-        block_size=settings.block_size,
-        dtype=model.compute_dtype,
-        row_format=row_format(settings.kv_cache_dtype),
-    )
+    size = bytes_per_block(model, settings)
     most = settings.max_sequences * -(-max_length // settings.block_size)
     if settings.cache_bytes is not None:
         allowed, whence = settings.cache_bytes, "cache_bytes"
     else:
         free = available_memory(model.device) // (model.group.size if isinstance(model, ShardedTransformer) else 1)
         allowed, whence = int(free * settings.cache_share), f"{settings.cache_share:.0%} of the free memory"
+        if settings.fit:
+            step = settings.token_budget
+            use = InferenceUse(batch_size=settings.max_sequences, length=step, step=step, weights=0, row_bytes=0)
+            allowed, whence = free - inference_memory(model.config, use).peak, "what is free beside a step"
     if allowed < size:
         raise ResourceError(f"{whence} is {allowed:,} bytes; one block of {settings.block_size} tokens takes {size:,}")
     return min(most, allowed // size)
+
+
+def room(model: Transformer, settings: EngineSettings, *, blocks: int, max_length: int) -> str:
+    """A line on the largest batch and the longest context that the cache holds."""
+    tokens, each = blocks * settings.block_size, -(-max_length // settings.block_size)
+    size = bytes_per_block(model, settings)
+    more = "" if settings.fit else f"; {available_memory(model.device) // size * settings.block_size:,} more would fit"
+    return (
+        f"the cache ({blocks * size / 1e9:.2f} GB) holds {tokens:,} tokens: {blocks // each:,} sequences of "
+        f"{max_length:,}, or one of {min(tokens, model.config.max_positions):,}{more}"
+    )
+
+
+def bytes_per_block(model: Transformer, settings: EngineSettings) -> int:
+    """Of the cache, in all layers together."""
+    rows, dtype = row_format(settings.kv_cache_dtype), model.compute_dtype
+    return PagedCache.bytes_per_block(model.config, block_size=settings.block_size, dtype=dtype, row_format=rows)
 
 
 def longest(model: Transformer, settings: EngineSettings) -> int:

@@ -54,6 +54,8 @@ class Engine:
         self.max_length = longest(model, settings)
         self.runner = runner_of(model, settings, blocks=cache_blocks(model, settings, max_length=self.max_length))
         self.cache_bytes = self.runner.cache.bytes
+        if settings.fit:
+            self.max_length = min(self.max_length, self.runner.cache.blocks * settings.block_size)
         self.blocks = BlockManager(
             blocks=self.runner.cache.blocks, block_size=settings.block_size, prefix_cache=settings.prefix_cache
         )

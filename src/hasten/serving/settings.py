@@ -24,6 +24,7 @@ class EngineSettings:
         block_size: Tokens in a block of the cache.
         cache_bytes: Memory of the cache; None takes `cache_share`, never more than max_sequences of max_length need.
         cache_share: Share of the free memory that the cache takes, never more than can be used.
+        fit: The cache takes all that is free beside a step's activations, and max_length comes down to what it holds.
         kv_cache_dtype: Keys and values in the model's own dtype, or in about half (int8) or less than a third (int4) of
             bfloat16's bytes, rotated before they are rounded; -plain: not rotated.
         prefix_cache: Share the blocks of prompts that begin alike.
@@ -37,6 +38,7 @@ class EngineSettings:
     block_size: int = 16
     cache_bytes: Suppress[int | None] = None  # --cache-gib on the command line
     cache_share: float = 0.5
+    fit: bool = False
     kv_cache_dtype: KVCacheDtype = "auto"
     prefix_cache: bool = True
     queue_limit: int = 1024

@@ -1,81 +1,115 @@
-"""Refusing a recipe that will not fit, before any of it is allocated."""
+"""A recipe in the planner's terms: refused before anything is allocated where it does not fit, or made to fit."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from hasten.distributed.ranks import ALONE, Ranks
-from hasten.errors import ResourceError
 from hasten.machine import available_memory, resolve_dtype
 from hasten.model.config import ModelConfig
 from hasten.ops.loss import KERNELS, LossRequest
 from hasten.ops.picker import pick
 from hasten.planning.cost import parameters
-from hasten.planning.memory import MemoryEstimate, estimate
-from hasten.planning.sharing import fsdp_bytes
+from hasten.planning.memory import Memory, TrainingUse, largest, training_memory
 from hasten.training.build import attention_kernel, lora_adapter
 from hasten.training.recipe import Recipe
 
 
-def step_memory(
-    config: ModelConfig, recipe: Recipe, device: torch.device, *, init: Path | None = None, ranks: Ranks = ALONE
-) -> MemoryEstimate:
-    """The estimate for a recipe's own batch and techniques, of one rank.
-
-    init: the model's folder, as large as a frozen model is.
-    """
-    techniques = recipe.techniques
+def training_use(
+    config: ModelConfig, recipe: Recipe, device: torch.device, *, base: int | None = None, ranks: Ranks = ALONE
+) -> TrainingUse:
+    """What one rank does in a step of a recipe. base: bytes of the checkpoint that a LoRA adapter stands beside."""
+    techniques, data, parallel = recipe.techniques, recipe.data, recipe.parallel
     dtype = resolve_dtype(techniques.precision, auto=torch.bfloat16)
-    parallel = recipe.parallel
     loss = pick(KERNELS, LossRequest(device=device, dtype=dtype, softcap=config.logit_softcap), forced=techniques.loss)
-    found = estimate(
-        config,
-        batch_size=ranks.rows(recipe.data.batch_size),
-        sequence_length=recipe.data.context,
-        activation_bytes=dtype.itemsize,
-        accumulation=recipe.data.accumulation,
-        checkpointing=techniques.checkpointing,
+    adapter = None
+    if recipe.lora.rank is not None:
+        factors = {id(one): one.numel() for own in lora_adapter(config, recipe.lora).values() for one in (own.a, own.b)}
+        adapter, count = sum(factors.values()), parameters(config).total
+        wanted = resolve_dtype(recipe.lora.base, auto=torch.bfloat16).itemsize * count
+        base = wanted if base is None or recipe.lora.base == "float32" else base
+    return TrainingUse(
+        batch_size=ranks.rows(data.batch_size),
+        length=data.context,
+        accumulation=data.accumulation,
+        dtype=str(dtype).removeprefix("torch."),
+        masters=parallel.policy == "float32-masters",
+        optimizer=recipe.optimizer.kind,
+        recompute=techniques.checkpointing,
         compiled=techniques.compile,
-        joined_projections=techniques.joined_projections and device.type == "cpu",
+        joined=techniques.joined_projections and device.type == "cpu",
         explicit_attention=attention_kernel(recipe, device) == "reference",
         loss=loss.name,
-    )
-    if ranks.size > 1 and parallel.zero:
-        shared = ranks.size // parallel.replicas
-        bytes_ = fsdp_bytes(config, stage=parallel.zero, ranks=shared, accumulation=recipe.data.accumulation)
-        return replace(found, state=int(bytes_.peak), later_gradients=0)
-    if init is None or recipe.lora.rank is None:
-        return found
-    frozen = sum(path.stat().st_size for path in init.glob("*.safetensors"))
-    if recipe.lora.base == "float32":
-        frozen = max(frozen, 4 * parameters(config).total)
-    factors = {id(one): one.numel() for own in lora_adapter(config, recipe.lora).values() for one in (own.a, own.b)}
-    return replace(found, state=frozen + 16 * sum(factors.values()), later_gradients=0)
-
-
-def check_memory(
-    config: ModelConfig, recipe: Recipe, device: torch.device, *, init: Path | None = None, ranks: Ranks = ALONE
-) -> MemoryEstimate:
-    """Raise ResourceError, with the numbers and the field to lower, where the estimate is more than there is."""
-    need, free = step_memory(config, recipe, device, init=init, ranks=ranks), available_memory(device)
-    if device.type == "cpu":  # all of this machine's processes take from the same
-        free //= ranks.local_size
-    if need.total <= free:
-        return need
-    if need.state > free:
-        remedy = "lower model.layers or model.hidden_size"
-    else:
-        remedy = f"lower data.batch_size (now {recipe.data.batch_size}) and raise data.accumulation by as much"
-        if recipe.data.batch_size == 1:
-            remedy = f"lower data.context (now {recipe.data.context}), model.layers or model.hidden_size"
-    raise ResourceError(
-        f"recipe {recipe.name!r} needs about {_gb(need.total)} on {device} and {_gb(free)} are free: "
-        f"{_gb(need.state)} for {parameters(config).total:,} weights with their gradients and optimizer state, "
-        f"{_gb(need.activations)} for activations and {_gb(need.logits)} for logits of "
-        f"{recipe.data.batch_size} x {recipe.data.context} tokens; {remedy}"
+        zero=parallel.zero,
+        ranks=ranks.size // parallel.replicas,
+        offload=parallel.offload != "none" and device.type != "cpu",
+        adapter=adapter,
+        base=base or 0,
     )
 
 
-def _gb(count: int) -> str:
-    return f"{count / 1e9:.1f} GB"
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """What fits of a recipe's training. base: bytes of the checkpoint it starts from. free: bytes of a process."""
+
+    config: ModelConfig
+    recipe: Recipe
+    device: torch.device
+    ranks: Ranks = ALONE
+    base: int | None = None
+    free: int = 0
+
+    @classmethod
+    def here(
+        cls, config: ModelConfig, recipe: Recipe, device: torch.device, *, init: Path | None, ranks: Ranks
+    ) -> "Room":
+        """init: the model's folder."""
+        free = available_memory(device)
+        if device.type == "cpu":  # all of this machine's processes take from the same
+            free //= ranks.local_size
+        if recipe.run.fit:
+            free = int(ranks.of_first(free))  # what is decided by it is the same for all
+        base = None if init is None else sum(path.stat().st_size for path in init.glob("*.safetensors"))
+        return cls(config=config, recipe=recipe, device=device, ranks=ranks, base=base, free=free)
+
+    def memory(self, **data: int) -> Memory:
+        """What a step takes, with other values of `data`."""
+        recipe = replace(self.recipe, data=replace(self.recipe.data, **data))  # type: ignore[arg-type]
+        use = training_use(self.config, recipe, self.device, base=self.base, ranks=self.ranks)
+        return training_memory(self.config, use)
+
+    def fits(self, **data: int) -> bool:
+        """Whether that is free."""
+        return self.memory(**data).peak <= self.free
+
+    def fitted(self) -> Recipe:
+        """The recipe with its rows in as few micro-batches as fit, where `run.fit` asks for that; else as it is."""
+        data, size = self.recipe.data, self.ranks.size
+        rows = data.batch_size * data.accumulation
+        for count in range(1, rows // size + 1) if self.recipe.run.fit else ():
+            if rows % (count * size) == 0 and self.fits(batch_size=rows // count, accumulation=count):
+                return replace(self.recipe, data=replace(data, batch_size=rows // count, accumulation=count))
+        return self.recipe
+
+    def check(self) -> str:
+        """A line on what fits. Raises ResourceError, with the numbers and the field to lower, where it does not."""
+        need, data, size = self.memory(), self.recipe.data, self.ranks.size
+        remedy = f"lower data.batch_size (now {data.batch_size}) and raise data.accumulation by as much, as --fit does"
+        if data.batch_size == size:
+            remedy = f"lower data.context (now {data.context}), model.layers or model.hidden_size"
+        if self.memory(batch_size=size, context=2, accumulation=1).peak > self.free:
+            remedy = "lower model.layers or model.hidden_size"
+        what = f"training {self.recipe.name!r} with batches of {data.batch_size} x {data.context} tokens"
+        need.require(what, self.free, self.device, remedy=remedy)
+        rows = size * largest(lambda count: self.fits(batch_size=count * size), most=1 << 20)
+        length = largest(lambda count: self.fits(context=count), most=self.config.max_positions)
+        return (
+            f"batches of {data.batch_size} x {data.context} tokens take {need.peak / 1e9:.1f} of {self.free / 1e9:.1f} "
+            f"GB; up to {rows:,} rows would fit, or {length:,} tokens in a row"
+        )
+
+
+def step_memory(config: ModelConfig, recipe: Recipe, device: torch.device) -> Memory:
+    """What a step of a recipe takes, of one process."""
+    return Room(config=config, recipe=recipe, device=device).memory()

@@ -24,7 +24,7 @@ PolicyName = Literal["float32-weights", "float32-masters"]
 
 # Fields that change nothing that is computed: a run may be continued with other values of them.
 FREE_FIELDS = frozenset(
-    {"run.folder", "run.checkpoint_every", "run.tensorboard", "run.threads", "data.workers", "run.export"}
+    {"run.folder", "run.checkpoint_every", "run.tensorboard", "run.threads", "data.workers", "run.export", "run.fit"}
     | {"run.background_checkpoints", "parallel.zero", "parallel.offload", "parallel.replicas", "parallel.prefetch"}
 )
 
@@ -260,6 +260,8 @@ class Run:
     """CPU threads (auto or none: one for each physical core that this process may use)."""
     seed: Annotated[int, arg(aliases=["--seed"])] = 0
     """Decides weights, order of the data, and dropout."""
+    fit: Annotated[bool, arg(aliases=["--fit"])] = False
+    """Cut a step's rows into as few micro-batches as fit the memory; a run that goes on keeps what it began with."""
     tensorboard: bool = False
     """Also write TensorBoard files (needs the package tensorboard)."""
 
@@ -326,9 +328,11 @@ def flat(recipe: Recipe) -> dict[str, Any]:
 def differences(old: Recipe, new: Recipe) -> list[str]:
     """What differs between two recipes in a way that changes the run, as lines "field: old -> new".
 
-    A run goes on in the precision that it began with: `auto` is no difference.
+    A run goes on in the precision that it began with (`auto` is no difference), and in the micro-batches (`fit`).
     """
     before, after = flat(old), flat(new)
-    if new.techniques.precision == "auto":
-        after["techniques.precision"] = before["techniques.precision"]
+    kept = ["techniques.precision"] if new.techniques.precision == "auto" else []
+    if new.run.fit and old.data.batch_size * old.data.accumulation == new.data.batch_size * new.data.accumulation:
+        kept += ["data.batch_size", "data.accumulation"]
+    after |= {name: before[name] for name in kept}
     return [f"{n}: {before[n]} -> {after[n]}" for n in after if n not in FREE_FIELDS and before[n] != after[n]]

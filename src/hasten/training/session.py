@@ -3,7 +3,7 @@
 import shutil
 import signal
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any, get_args
@@ -129,17 +129,23 @@ def _train(
         ranks.require_same({"version of hasten's code": code_digest(), **fields, "checkpoint": at})
     if stored is not None:
         measured.adopt(stored.measured)
+        if recipe.run.fit:  # it fitted once, and the batches stay
+            begun = stored.recipe.data
+            data = replace(recipe.data, batch_size=begun.batch_size, accumulation=begun.accumulation)
+            recipe = replace(recipe, data=data, run=replace(recipe.run, fit=False))
     recipe, precision = choose_precision(recipe, None if stored is None else stored.recipe, ranks=ranks)
     stop = StopRequest()
     # Until the first step there is nothing to save: Ctrl-C while text is being prepared ends at once.
     # Several ranks stop together, between two steps.
     setup = set_up(recipe, progress=progress, ranks=ranks, should_stop=_never if ranks.size > 1 else stop.asked)
+    recipe = setup.recipe
     state = TrainingState() if stored is None else _restore(stored, setup, folder)
     if ranks.first:
         _begin_folder(folder, recipe, fresh=stored is None)
     with stop_on_signals(stop):
         with display.progress_bar(recipe.name, shown=progress) as bar:
             bar.note(f"matrix products in {precision}")
+            bar.note(setup.room)
             loop = Loop(recipe, folder, setup, state, stop=stop, progress=bar, on_step=on_step)
             finished = loop.run()
         if finished and ranks.first:

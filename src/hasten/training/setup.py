@@ -19,7 +19,7 @@ from hasten.model.transformer import Transformer
 from hasten.planning.cost import training_flops_per_token
 from hasten.training import build
 from hasten.training.evaluate import Validation
-from hasten.training.memory import check_memory
+from hasten.training.memory import Room
 from hasten.training.precision import choose_precision
 from hasten.training.recipe import Recipe
 from hasten.training.step import TrainStep
@@ -27,11 +27,15 @@ from hasten.training.step import TrainStep
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """What the loop works with. rate: measured FLOP/s of matrix products, if any.
+    """What the loop works with. recipe: as it is trained, precision and micro-batches decided. room: what would fit.
+
+    rate: measured FLOP/s of matrix products, if any.
 
     flops_per_token: of training, all blocks. block_flops: how much of it each block is.
     """
 
+    recipe: Recipe
+    room: str
     data: TokenData
     batches: Batches
     validation: Validation | None
@@ -83,6 +87,9 @@ def set_up(
     configure(threads=recipe.run.threads, processes=ranks.local_size)
     init = None if recipe.init is None else resolve_folder(recipe.init)
     data = prepare_data(recipe, init=init, progress=progress)
+    config = _config(recipe, data, init=init)
+    recipe = Room.here(config, recipe, device, init=init, ranks=ranks).fitted()
+    room = Room.here(config, recipe, device, init=init, ranks=ranks).check()
     rows, context = recipe.data.batch_size, recipe.data.context
     batches = Batches(
         data.train,
@@ -102,7 +109,7 @@ def set_up(
             batches=recipe.run.validation_batches,
             ranks=ranks,
         )
-    model = _model(recipe, data, init=init, device=device, ranks=ranks)
+    model = _model(recipe, config, data, init=init, device=device)
     if ranks.size > 1:
         ranks.require_same(
             {"torch": torch.__version__, "data": data.folder.name, "weights": f"{float(_sum(model)):.6g}"}
@@ -114,6 +121,8 @@ def set_up(
     configure(threads=recipe.run.threads, seed=recipe.run.seed + ranks.rank, processes=ranks.local_size)
     whole = training_flops_per_token(model.config, recipe.data.context)
     return Setup(
+        recipe=recipe,
+        room=room,
         data=data,
         batches=batches,
         validation=validation,
@@ -143,7 +152,7 @@ def _without_each(config: ModelConfig) -> Iterator[ModelConfig]:
         yield replace(config, layers=config.layers[:index] + config.layers[index + 1 :])
 
 
-def _model(recipe: Recipe, data: TokenData, *, init: Path | None, device: torch.device, ranks: Ranks) -> Transformer:
+def _config(recipe: Recipe, data: TokenData, *, init: Path | None) -> ModelConfig:
     context, vocab = recipe.data.context, data.tokenizer.vocab_size
     if init is None:
         config = build.shape_config(recipe.model, vocab_size=vocab, positions=context, tokenizer=data.tokenizer)
@@ -158,8 +167,12 @@ def _model(recipe: Recipe, data: TokenData, *, init: Path | None, device: torch.
             raise ConfigError(
                 f"data.context is {context:,} and the model {init} knows {config.max_positions:,} positions; lower it"
             )
-    config = build.training_config(recipe, config)
-    check_memory(config, recipe, device, init=init, ranks=ranks)
+    return build.training_config(recipe, config)
+
+
+def _model(
+    recipe: Recipe, config: ModelConfig, data: TokenData, *, init: Path | None, device: torch.device
+) -> Transformer:
     if init is None:
         model = initialize(config, seed=recipe.run.seed, device=device)
         eos = next(iter(data.tokenizer.eos_ids), None)

@@ -68,13 +68,18 @@ def towards(old: float, new: float, *, most: float) -> float:
 
 
 @torch.inference_mode()
-def measure_step_cost(model: Transformer, *, row_counts: Sequence[int] = ROWS, seconds: float = _SECONDS) -> StepCost:
+def measure_step_cost(
+    model: Transformer, *, row_counts: Sequence[int] = ROWS, seconds: float = _SECONDS, layers: int | None = None
+) -> StepCost:
     """Time single blocks, times the layers, and the head: rows of one sequence over a cache of its own.
+
+    layers: of the model that this one is a piece of, where it is.
 
     Each call takes the next block: one that is called again and again would lie in the processor's cache, where in a
     real step it does not.
     """
     config, device = model.config, model.device
+    layers = layers or len(config.layers)
     # Learned positions end somewhere.
     most = [count for count in row_counts if count <= max(1, config.max_positions // 2)]
     longest = max(2, min(CONTEXTS[-1], config.max_positions - most[-1]))
@@ -107,10 +112,10 @@ def measure_step_cost(model: Transformer, *, row_counts: Sequence[int] = ROWS, s
     for rows in most:
         low, high = (block[rows, context] for context in contexts)
         slope = max(0.0, high - low) / (contexts[1] - contexts[0])
-        whole = (low - slope * contexts[0]) * len(config.layers) + head[rows]
+        whole = (low - slope * contexts[0]) * layers + head[rows]
         # More rows never cost less: what says so is noise.
         base.append(max(whole, base[-1]))
-        per_token.append(max(slope * len(config.layers), per_token[-1]))
+        per_token.append(max(slope * layers, per_token[-1]))
     return StepCost(most, base[1:], per_token[1:])
 
 

@@ -64,6 +64,10 @@ class WeightFormat:
         """Of the finest scales; float32 where there are none."""
         return self.scales[0].dtype if self.scales else torch.float32
 
+    def bits_of(self, in_features: int) -> float:
+        """Of a value with its share of the scales, in rows of so many."""
+        return self.bits + sum(8 * one.dtype.itemsize / (one.columns or in_features) for one in self.scales)
+
     def groups(self, in_features: int) -> int:
         """Scales of a row."""
         return -(-in_features // self.group_size) if self.group_size else 1

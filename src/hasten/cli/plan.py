@@ -1,0 +1,74 @@
+"""`hasten plan MODEL`: what a model takes and how fast it can be, before anything is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from hasten.bench.plan import PlanOptions, make_plan
+from hasten.machine.files import require_writable, write_json
+
+if TYPE_CHECKING:
+    from hasten.planning.plan import Plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanCommand(PlanOptions):
+    """Say what training, generating or serving a model takes in bytes and time, here or on a known device."""
+
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
+    """A folder, a hub id, a named shape (llama-7b, gpt2-124m, …) or a config.json alone."""
+    json: str | None = None
+    """Write the plan as JSON to this file (-: standard output)."""
+    picture: str | None = None
+    """Draw the bytes of each moment as stacked bars into this PNG."""
+
+    def run(self) -> None:
+        for path in (self.json, self.picture):
+            require_writable(path)
+        plan = make_plan(self.model, self)
+        write_json(self.json, plan.to_json())
+        if self.picture is not None:
+            from hasten.bench.draw import draw_memory
+
+            title = f"{plan.model}, {self.use}, on {plan.device.name}"
+            draw_memory(plan.memory, self.picture, title=title, free=plan.free)
+        if self.json != "-":
+            show(plan)
+
+
+def show(plan: Plan) -> None:
+    """Print it for people."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console, shown = Console(highlight=False), Table(box=None, show_header=False, pad_edge=False)
+    settings = plan.settings
+    console.print(f"{plan.model}, {settings['use']}, {settings['dtype']}, on {plan.device.name}\n", style="bold")
+    for name, size in plan.memory.parts.items():
+        if size:
+            shown.add_row(name, f"{size / 1e9:,.3f} GB")
+    shown.add_row(f"peak, {plan.memory.moment}", f"{plan.memory.peak / 1e9:,.3f} GB of {plan.free / 1e9:,.1f} GB free")
+    shown.add_row()
+    for line in _speed(plan):
+        shown.add_row(*line)
+    console.print(shown)
+    if plan.memory.peak > plan.free:
+        console.print("\nit does not fit: docs/planning.md says what helps", style="red")
+
+
+def _speed(plan: Plan) -> Iterator[tuple[str, str]]:
+    device, training = plan.device, len(plan.phases) == 1
+    for phase in plan.phases:
+        times, limits = (phase.seconds(device), phase.limit(device)), phase.limits(device)
+        took, least = (f"{s:,.2f} s" if s >= 1 else f"{1e3 * s:,.2f} ms" for s in times)
+        how = "expected" if phase.measured is None else "by measured blocks"
+        bound = f"at best {least}, set by {max(limits, key=limits.__getitem__)}"
+        work = f"{phase.flops / 1e9:,.1f} GFLOP, {phase.moved / 1e9:,.2f} GB moved"
+        yield f"{phase.name} ({phase.tokens:,} tokens)", f"{took} {how}; {bound}: {work}"
+    yield "speed", f"{plan.tokens_per_second:,.1f} tokens/s {'trained' if training else 'of answers'}"
+    yield "largest batch that fits", f"{plan.largest_batch:,} {'rows' if training else 'sequences'}"
+    yield "longest context that fits", f"{plan.longest:,} tokens"

@@ -1,0 +1,165 @@
+"""A plan: what a use of a model takes on a device, and how fast it can be there: bytes, FLOPs and a roofline.
+
+A phase lasts as long as its products or the bytes it moves, whichever takes longer (Williams et al. 2009, "Roofline"),
+and what is sent to other devices.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from hasten.model.config import ModelConfig
+from hasten.planning import cost
+from hasten.planning.devices import LATENCY, REACHED, Device
+from hasten.planning.memory import ITEMSIZE, InferenceUse, Memory, TrainingUse, largest, memory_of
+from hasten.planning.sharing import sent_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Phase:
+    """A training "step", a "prompt" of each sequence or a "token" of each: the part of one of the devices in it.
+
+    tokens: of all sequences. flops: of products, recomputed ones included. moved: bytes from and to memory. sent: bytes
+    to other devices, in so many exchanges. measured: seconds, None: what REACHED says of the limit.
+    """
+
+    name: str
+    tokens: int
+    flops: float
+    moved: float
+    dtype: str
+    sent: float = 0.0
+    exchanges: int = 0
+    measured: float | None = None
+
+    def limits(self, device: Device) -> dict[str, float]:
+        """Seconds that each of the device's parts needs at least."""
+        return {
+            "products": self.flops / device.rate(self.dtype),
+            "memory": self.moved / device.limits.bandwidth,
+            "link": self.sent / device.link + self.exchanges * LATENCY,
+        }
+
+    def limit(self, device: Device) -> float:
+        """Seconds that cannot be undercut."""
+        found = self.limits(device)
+        return max(found["products"], found["memory"]) + found["link"]
+
+    def seconds(self, device: Device) -> float:
+        """As measured, else expected."""
+        return self.limit(device) / REACHED[self.name] if self.measured is None else self.measured
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """free: bytes of the device's memory that can be had. settings: what else was given, for people."""
+
+    model: str
+    config: ModelConfig
+    use: TrainingUse | InferenceUse
+    device: Device
+    free: int
+    phases: tuple[Phase, ...]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def memory(self) -> Memory:
+        """The bytes by part."""
+        return memory_of(self.config, self.use)
+
+    @property
+    def largest_batch(self) -> int:
+        """Rows, or sequences, that fit if all else stays (0: not even one)."""
+        return largest(lambda count: self._fits(batch_size=count))
+
+    @property
+    def longest(self) -> int:
+        """Tokens of a row, or of a sequence, that fit if all else stays."""
+        return largest(lambda count: self._fits(length=count), most=self.config.max_positions)
+
+    def _fits(self, **changes: int) -> bool:
+        return memory_of(self.config, replace(self.use, **changes)).peak <= self.free  # type: ignore[arg-type]
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens trained by all ranks; or of answers, their prompts' time included, with as many sequences always."""
+        first, *more = (phase.seconds(self.device) for phase in self.phases)
+        if isinstance(self.use, TrainingUse):
+            return self.use.ranks * self.phases[0].tokens / first
+        return self.use.batch_size * self.use.new_tokens / (first + self.use.new_tokens * more[0])
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values: bytes, FLOPs, seconds."""
+        times = [
+            {"limits": one.limits(self.device), "limit_seconds": one.limit(self.device)}
+            | {"seconds": one.seconds(self.device)}
+            for one in self.phases
+        ]
+        return {
+            "schema": 1,
+            "model": self.model,
+            "settings": dict(self.settings),
+            "device": asdict(self.device),
+            "free_bytes": self.free,
+            "parts": dict(self.memory.parts),
+            "moments": dict(self.memory.moments),
+            "peak_bytes": self.memory.peak,
+            "fits": self.memory.peak <= self.free,
+            "phases": [asdict(one) | more for one, more in zip(self.phases, times, strict=True)],
+            "tokens_per_second": self.tokens_per_second,
+            "largest_batch": self.largest_batch,
+            "longest": self.longest,
+        }
+
+
+def training_phase(config: ModelConfig, use: TrainingUse, *, kept: float = 1.0) -> Phase:
+    """A step of one rank. kept: the mean share of blocks that layer dropping runs."""
+    tokens, layers = use.batch_size * use.length * use.accumulation, len(config.layers)
+    around = cost.training_flops_per_token(replace(config, layers=()), use.length)
+    blocks = kept * (cost.training_flops_per_token(config, use.length) - around)
+    again = blocks / 3 if use.recompute == "full" else 0
+    frozen = (blocks + around) / 3 if use.adapter is not None else 0  # weights that get no gradient
+    parts, count = memory_of(config, use).parts, cost.parameters(config).total
+    activations = sum(size for name, size in parts.items() if name.startswith(("activations", "logits")))
+    states = sum(parts[name] for name in ("gradients", "masters", "optimizer"))
+    # A micro-batch writes and reads its activations, and reads all weights twice; the update reads and writes states.
+    moved = use.accumulation * (2 * activations + 2 * ITEMSIZE[use.dtype] * count + parts["gradients"]) + 2 * states
+    sent = sent_bytes(config, stage=use.zero, ranks=use.ranks, accumulation=use.accumulation)
+    return Phase(
+        name="step",
+        tokens=tokens,
+        flops=tokens * (blocks + around + again - frozen),
+        moved=moved,
+        dtype=use.dtype,
+        sent=sent,
+        exchanges=2 * layers * use.accumulation * (use.ranks > 1),
+    )
+
+
+def inference_phases(config: ModelConfig, use: InferenceUse) -> tuple[Phase, Phase]:
+    """All sequences' prompts taken in, and one token of each after half of the answers."""
+    degree, together, prompt = use.degree, use.batch_size, use.length - use.new_tokens
+    row, context = use.row_bytes / config.head_dim, use.length - use.new_tokens // 2
+    tokens, steps = together * prompt, -(-together * prompt // use.step)
+    prompt_flops = tokens * cost.forward_flops_per_token(config, prompt, scored=1)
+    prompt_moved = steps * use.weights + tokens * cost.kv_bytes_per_token(config, row)
+    weight = use.weights / cost.parameters(config).total
+    read = cost.decode_bytes_per_token(config, weight_bytes=weight, kv_bytes=row, context=context, batch=together)
+    flops = cost.forward_flops_per_token(config, 2 * context - 1)  # whose mean token sees as many keys
+
+    def phase(name: str, tokens: int, flops: float, moved: float, steps: int) -> Phase:
+        sums = 2 * len(config.layers)  # in which a ring sends (N-1)/N of the states twice
+        return Phase(
+            name=name,
+            tokens=tokens,
+            flops=flops / degree,
+            moved=moved / degree,
+            dtype=use.dtype,
+            sent=sums * tokens * config.hidden_size * ITEMSIZE[use.dtype] * 2 * (degree - 1) / degree,
+            exchanges=sums * steps * (degree > 1),
+        )
+
+    return (
+        phase("prompt", tokens, prompt_flops, prompt_moved, steps),
+        phase("token", together, together * flops, together * read, 1),
+    )
