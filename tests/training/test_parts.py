@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,11 +19,12 @@ from hasten.data import TokenSplit
 from hasten.errors import DataError, HastenWarning, ResourceError
 from hasten.model.initialize import initialize
 from hasten.ops.native import obtainable
+from hasten.planning.cost import parameters
 from hasten.training.budget import fixed_steps, timed_steps
 from hasten.training.build import attention_kernel, shape_config
 from hasten.training.evaluate import Validation
 from hasten.training.journal import Journal, read
-from hasten.training.memory import check_memory, step_memory
+from hasten.training.memory import Room, step_memory
 from hasten.training.optimizers import adamw
 from hasten.training.precision import Precision
 from hasten.training.recipe import Data, Optimizer, Recipe, Run, Shape, Techniques
@@ -152,7 +154,7 @@ def test_the_memory_estimate_is_what_a_step_takes():
             one_row = Batch(inputs=tokens[:1], targets=tokens[:1], documents=None)
             step.run([one_row])  # makes the optimizer's state
             step.run([batch] * data.accumulation)
-            return step_memory(config, recipe, device).total
+            return step_memory(config, recipe, device).peak
 
         torch.set_num_threads(1)
         usual = {"keep_memory": False, "compile": False, "precision": "bfloat16"}
@@ -184,14 +186,36 @@ def test_the_memory_estimate_is_what_a_step_takes():
 def test_the_memory_error_names_the_field_that_helps(monkeypatch):
     recipe = Recipe(name="x", techniques=Techniques(attention="sdpa"))
     need = step_memory(CONFIG, recipe, torch.device("cpu"))
-    monkeypatch.setattr("hasten.training.memory.available_memory", lambda device: need.total)
-    assert check_memory(CONFIG, recipe, torch.device("cpu")) == need
-    monkeypatch.setattr("hasten.training.memory.available_memory", lambda device: need.total - 1)
-    with pytest.raises(ResourceError, match=r"lower data\.batch_size"):
-        check_memory(CONFIG, recipe, torch.device("cpu"))
-    monkeypatch.setattr("hasten.training.memory.available_memory", lambda device: need.state - 1)
+
+    def room(free, **data):
+        own = replace(recipe, data=replace(recipe.data, **data))
+        return Room(config=CONFIG, recipe=own, device=torch.device("cpu"), free=free)
+
+    line = room(need.peak).check()
+    assert "batches of 8 x 256 tokens" in line
+    assert "up to 8 rows would fit, or 16 tokens in a row" in line, "no longer than the model's positions"
+    with pytest.raises(ResourceError, match=r"lower data\.batch_size \(now 8\) .* as --fit does"):
+        room(need.peak - 1).check()
+    with pytest.raises(ResourceError, match=r"lower data\.context"):
+        room(room(0, batch_size=1).memory().peak - 1, batch_size=1).check()
     with pytest.raises(ResourceError, match=r"lower model\.layers"):
-        check_memory(CONFIG, recipe, torch.device("cpu"))
+        room(16 * parameters(CONFIG).total).check()
+
+
+def test_fitted_rows_are_cut_into_as_few_micro_batches_as_fit():
+    asked = Recipe(name="x", data=Data(batch_size=4, accumulation=6), run=Run(fit=True))
+
+    def fitted(free, **run):
+        recipe = replace(asked, run=replace(asked.run, **run))
+        found = Room(config=CONFIG, recipe=recipe, device=torch.device("cpu"), free=free).fitted().data
+        return found.batch_size, found.accumulation
+
+    room = Room(config=CONFIG, recipe=asked, device=torch.device("cpu"))
+    assert fitted(room.memory(batch_size=24, accumulation=1).peak) == (24, 1)
+    assert fitted(room.memory(batch_size=24, accumulation=1).peak - 1) == (12, 2)
+    assert fitted(room.memory(batch_size=2, accumulation=12).peak) == (2, 12)
+    assert fitted(0) == (4, 6), "what fits in no way is refused with the recipe's own batch"
+    assert fitted(1 << 40, fit=False) == (4, 6)
 
 
 def split(count):

@@ -213,25 +213,22 @@ def draw_memory(memory: Memory, path: str | Path, *, title: str, free: int) -> N
     from matplotlib import colormaps
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9.6, 2.6 + 0.5 * len(memory.moments)), dpi=150, facecolor="white", layout="constrained")
-    axes, names = figure.subplots(), [name for name, size in memory.parts.items() if size]
+    figure = Figure(figsize=(9.6, 3.6), dpi=150, facecolor="white", layout="constrained")
+    axes, shown = figure.subplots(), {}
     for row, parts in enumerate(memory.moments.values()):
         left = 0.0
         for part in filter(memory.parts.get, parts):
-            size, color = memory.parts[part] / 1e9, colormaps["tab20"](names.index(part) % 20)
-            axes.barh(row, size, left=left, color=color, height=0.6, label=part)
-            left += size
+            color = colormaps["tab20"](list(memory.parts).index(part))
+            shown[part] = axes.barh(row, memory.parts[part] / 1e9, left=left, color=color, height=0.6)
+            left += memory.parts[part] / 1e9
         axes.text(left, row, f" {left:,.2f} GB", va="center", fontsize=9, color=INK)
     if free < 3 * memory.peak:
         axes.axvline(free / 1e9, color=BAR, linewidth=1.5)
     axes.set_yticks(range(len(memory.moments)), list(memory.moments), fontsize=9, color=INK)
-    axes.set_xlabel("GB", fontsize=9, color=SOFT, loc="left")
     axes.set_title(title, loc="left", fontsize=12, color=INK)
     axes.margins(x=0.12)
     axes.set_frame_on(False)
-    handles, labels = axes.get_legend_handles_labels()
-    shown = dict(zip(labels, handles, strict=True))
-    figure.legend(list(shown.values()), list(shown), loc="outside lower left", ncols=3, fontsize=7, frameon=False)
+    figure.legend(shown.values(), shown.keys(), loc="outside lower left", ncols=3, fontsize=7, frameon=False)
     save(figure, path)
 
 

@@ -16,7 +16,7 @@ from hasten.bench.models import check_fits, check_least, require_compiler
 from hasten.bench.process import Rung
 from hasten.bench.train_rungs import recipes
 from hasten.errors import ConfigError
-from hasten.machine import resolve_device, training_precision
+from hasten.machine import resolve_device, resolve_dtype, training_precision
 from hasten.model.config import ModelConfig
 from hasten.planning.cost import training_flops_per_token
 from hasten.planning.shapes import shape_config
@@ -141,7 +141,12 @@ class TrainRung:
         if chosen.compile:
             require_compiler(device)
         # Random weights before the padding, so that they are the same on every rung.
-        model = initialize(config, seed=seed, device=torch.device(device))
+        dtype = (
+            torch.float32
+            if self.recipe.lora.rank is None
+            else resolve_dtype(self.recipe.lora.base, auto=torch.bfloat16)
+        )
+        model = initialize(config, seed=seed, dtype=dtype, device=torch.device(device))
         self.step = build.training_step(model, self.recipe)
         self.taken = 0
         self.block_scales = None

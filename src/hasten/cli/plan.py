@@ -31,37 +31,32 @@ class PlanCommand(PlanOptions):
             require_writable(path)
         plan = make_plan(self.model, self)
         write_json(self.json, plan.to_json())
+        title = f"{plan.model}, {self.use}, {plan.use.dtype}, on {plan.device.name}"
         if self.picture is not None:
             from hasten.bench.draw import draw_memory
 
-            title = f"{plan.model}, {self.use}, on {plan.device.name}"
             draw_memory(plan.memory, self.picture, title=title, free=plan.free)
-        if self.json != "-":
-            show(plan)
+        if self.json == "-":
+            return
+        from rich.console import Console
+        from rich.table import Table
+
+        console, shown = Console(highlight=False), Table(box=None, show_header=False, pad_edge=False)
+        for line in lines(plan):
+            shown.add_row(*line)
+        console.print(f"{title}\n", style="bold")
+        console.print(shown)
+        if plan.memory.peak > plan.free:
+            console.print("\nit does not fit: docs/planning.md says what helps", style="red")
 
 
-def show(plan: Plan) -> None:
-    """Print it for people."""
-    from rich.console import Console
-    from rich.table import Table
-
-    console, shown = Console(highlight=False), Table(box=None, show_header=False, pad_edge=False)
-    settings = plan.settings
-    console.print(f"{plan.model}, {settings['use']}, {settings['dtype']}, on {plan.device.name}\n", style="bold")
-    for name, size in plan.memory.parts.items():
+def lines(plan: Plan) -> Iterator[tuple[str, str]]:
+    """What a plan says, for people: a name and a value each."""
+    device, memory, training = plan.device, plan.memory, len(plan.phases) == 1
+    for name, size in memory.parts.items():
         if size:
-            shown.add_row(name, f"{size / 1e9:,.3f} GB")
-    shown.add_row(f"peak, {plan.memory.moment}", f"{plan.memory.peak / 1e9:,.3f} GB of {plan.free / 1e9:,.1f} GB free")
-    shown.add_row()
-    for line in _speed(plan):
-        shown.add_row(*line)
-    console.print(shown)
-    if plan.memory.peak > plan.free:
-        console.print("\nit does not fit: docs/planning.md says what helps", style="red")
-
-
-def _speed(plan: Plan) -> Iterator[tuple[str, str]]:
-    device, training = plan.device, len(plan.phases) == 1
+            yield name, f"{size / 1e9:,.3f} GB"
+    yield f"peak, {memory.moment}", f"{memory.peak / 1e9:,.3f} GB of {plan.free / 1e9:,.1f} GB free"
     for phase in plan.phases:
         times, limits = (phase.seconds(device), phase.limit(device)), phase.limits(device)
         took, least = (f"{s:,.2f} s" if s >= 1 else f"{1e3 * s:,.2f} ms" for s in times)

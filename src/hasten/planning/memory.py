@@ -15,6 +15,8 @@ from hasten.planning.sharing import fsdp_bytes
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 PROCESS_BYTES = 400 << 20  # what a process keeps besides the model: libraries, the compiler's graphs
 LARGEST_PREFILL = 4096  # tokens that a prompt is taken in by
+# Of a heap that keeps freed blocks, as training has it on a CPU (measured: benchmarks/plan.py), and of one that does not.
+KEPT_SLACK, FREED_SLACK = 0.47, 0.05
 MUON_STACKS = 96 << 20  # of matrices whose directions are found together, and what the iteration holds beside them
 
 
@@ -63,7 +65,7 @@ class TrainingUse:
     joined: one product for queries, keys and values. explicit_attention: score matrices are kept. loss: its kernel.
     recompute: none, selective or full. zero, ranks: the stage of ZeRO, and how many share. offload: the optimizer's
     weights and states are on the host. adapter: weights of a LoRA adapter, the only ones that are trained; base: bytes
-    of the model it stands beside.
+    of the model it stands beside. slack: of what comes and goes in a step, the share that the allocator holds besides.
     """
 
     batch_size: int
@@ -82,6 +84,7 @@ class TrainingUse:
     offload: bool = False
     adapter: int | None = None
     base: int = 0
+    slack: float = FREED_SLACK
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,10 +121,11 @@ def training_memory(config: ModelConfig, use: TrainingUse) -> Memory:
     parts[f"weights in {use.dtype}"] = narrow * copied if trained or use.base >= 4 * count.total else 0
     parts["logits and loss"] = _logits(config, use, size) + trained * count.embedding * (4 + narrow)
     held = ("weights", "masters", "optimizer", "gathered")
-    kept = tuple(name for name in parts if name.startswith(("activations", "weights in")))
+    kept = tuple(name for name in parts if name.startswith(("activations", "weights in", "logits")))
+    parts["allocator"] = int(use.slack * sum(parts[name] for name in kept))
     early = ("gradients",) if use.accumulation > 1 else ()
     moments = {
-        "in the loss": (*held, *early, *kept, "logits and loss"),
+        "in the loss": (*held, *early, *kept, "allocator"),
         "in the update": (*held, "gradients", "update"),
     }
     return Memory(parts=parts, moments=moments)
@@ -222,7 +226,8 @@ def cache_bytes(config: ModelConfig, use: InferenceUse) -> int:
 
     Only a sparse pattern bounds them; a sliding window bounds what is read. Paged caches have whole blocks.
     """
-    kept = use.length if config.attention_pattern is None else min(use.length, 2 * config.attention_pattern.reach)
+    reach = None if config.attention_pattern is None else config.attention_pattern.reach
+    kept = use.length if reach is None else min(use.length, 2 * reach)
     heads = max(1, config.kv_heads // use.degree)
     return 2 * len(config.layers) * heads * use.row_bytes * (-(-kept // use.block_size) * use.block_size)
 
