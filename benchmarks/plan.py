@@ -79,6 +79,7 @@ CASES = {
     "llama, LAMB": train(WIDE, 4, optimizer=Optimizer(kind="lamb")),
     "llama, Muon": train(WIDE, 4, optimizer=Optimizer(kind="muon")),
     "llama, masters in float32": train(WIDE, 4, parallel=Parallel(policy="float32-masters")),
+    "GPT-2, 2 micro-batches": train(GPT2, 16, accumulation=2),
     "llama, layer dropping": train(LLAMA, 16, techniques=DROPPED),
     "llama, LoRA": train(WIDE, 8, use="lora"),
     "GPT-2": train(GPT2),

@@ -61,7 +61,8 @@ class PlanOptions:
         data = Data(context=self.length or 1024, batch_size=self.batch_size or 8, accumulation=self.accumulation)
         lora = replace(self.lora, rank=self.lora.rank or 16) if self.use == "lora" else Lora()
         own = {"techniques": self.techniques, "optimizer": self.optimizer, "parallel": self.parallel}
-        return Recipe(name="plan", data=data, lora=lora, run=Run(steps=1), **own)
+        init = None if self.use == "train" else "MODEL"
+        return Recipe(name="plan", init=init, data=data, lora=lora, run=Run(steps=1), **own)
 
 
 def config_of(model: str) -> tuple[str, ModelConfig, BenchmarkModel | None]:
@@ -90,9 +91,9 @@ def make_plan(model: str, options: PlanOptions) -> Plan:
     if not 2 <= length <= config.max_positions:
         raise ConfigError(f"--length is {length}; {name} takes from 2 to {config.max_positions}")
     options = replace(options, length=length)
-    options.recipe().check()
     device, precision = _device(options)
     options = replace(options, techniques=replace(options.techniques, precision=precision))
+    options.recipe().check()
     use, phases = (_training if options.training else _inference)(config, checkpoint, options, device)
     free = device.memory - PROCESS_BYTES
     settings = {name: value for name, value in asdict(options).items() if name not in ("model", "json", "picture")}

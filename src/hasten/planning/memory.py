@@ -15,8 +15,9 @@ from hasten.planning.sharing import fsdp_bytes
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 PROCESS_BYTES = 400 << 20  # what a process keeps besides the model: libraries, the compiler's graphs
 LARGEST_PREFILL = 4096  # tokens that a prompt is taken in by
-# Of a heap that keeps freed blocks, as training has it on a CPU (measured: benchmarks/plan.py), and of one that does not.
-KEPT_SLACK, FREED_SLACK = 0.47, 0.05
+# What the allocator holds unused, of what comes and goes in a step (measured: benchmarks/plan.py): of one that
+# gives freed blocks back; of a heap that keeps them; of one in whose middle gradients stay between micro-batches.
+FREED, KEPT, KEPT_AROUND_GRADIENTS = 0.05, 0.43, 0.87
 MUON_STACKS = 96 << 20  # of matrices whose directions are found together, and what the iteration holds beside them
 
 
@@ -65,7 +66,7 @@ class TrainingUse:
     joined: one product for queries, keys and values. explicit_attention: score matrices are kept. loss: its kernel.
     recompute: none, selective or full. zero, ranks: the stage of ZeRO, and how many share. offload: the optimizer's
     weights and states are on the host. adapter: weights of a LoRA adapter, the only ones that are trained; base: bytes
-    of the model it stands beside. slack: of what comes and goes in a step, the share that the allocator holds besides.
+    of the model it stands beside. keeps_freed: the allocator keeps freed blocks, as in training on a CPU.
     """
 
     batch_size: int
@@ -84,7 +85,7 @@ class TrainingUse:
     offload: bool = False
     adapter: int | None = None
     base: int = 0
-    slack: float = FREED_SLACK
+    keeps_freed: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,11 +123,13 @@ def training_memory(config: ModelConfig, use: TrainingUse) -> Memory:
     parts["logits and loss"] = _logits(config, use, size) + trained * count.embedding * (4 + narrow)
     held = ("weights", "masters", "optimizer", "gathered")
     kept = tuple(name for name in parts if name.startswith(("activations", "weights in", "logits")))
-    parts["allocator"] = int(use.slack * sum(parts[name] for name in kept))
     early = ("gradients",) if use.accumulation > 1 else ()
+    slack = (KEPT_AROUND_GRADIENTS if early else KEPT) if use.keeps_freed else FREED
+    parts["allocator, loss"] = int(slack * sum(parts[name] for name in kept))
+    parts["allocator, update"] = int(slack * (parts["gradients"] + parts["update"]))
     moments = {
-        "in the loss": (*held, *early, *kept, "allocator"),
-        "in the update": (*held, "gradients", "update"),
+        "in the loss": (*held, *early, *kept, "allocator, loss"),
+        "in the update": (*held, "gradients", "update", "allocator, update"),
     }
     return Memory(parts=parts, moments=moments)
 
@@ -173,7 +176,12 @@ def _activations(config: ModelConfig, use: TrainingUse, narrow: int) -> dict[str
     if use.joined and config.ropes:
         attention += size * (q + kv)  # v is a view of all three, so they stay beside the rotated q and k
     mlp = size * (hidden + inner * (3 if config.gated else 2))
-    norms = 2 * 4 * hidden * (1 if config.norm == "layernorm" else 2)
+    norms = 2 * 4 * hidden * (1 if config.norm == "layernorm" else 2) * (2 if config.post_norms else 1)
+    if not use.compiled:
+        mlp += narrow * hidden * config.gated  # gate and up have an input each
+        mlp += size * inner * (config.gated and config.activation != "silu")  # SiLU and gate are one function
+        mlp += 2 * size * hidden * config.experts_per_token  # in and out of each expert
+        attention += 2 * 4 * (q + kv) * config.qk_norm
     if use.compiled:  # the rest is computed again: the residual stream, and the results of the norms
         norms = size * hidden + 4 * hidden
     products = size * (2 * hidden + 2 * (q + kv) + inner * (2 if config.gated else 1))
@@ -187,8 +195,9 @@ def _activations(config: ModelConfig, use: TrainingUse, narrow: int) -> dict[str
             kinds["products"] = tokens * products
     found = {f"activations: {name}": layers * kept for name, kept in kinds.items()}
     found["activations: norms and residual stream"] += 2 * stream  # of the embedding and the last norm
-    # The last block is computed again when the logits are gone.
-    again = max(0, block - sum(kinds.values()) - loss - parameters(config).embedding * (4 + narrow))
+    # The last block is computed again when the logits are gone; in a heap that was kept their place is in pieces.
+    gone = 0 if use.keeps_freed else loss + parameters(config).embedding * (4 + narrow)
+    again = max(0, block - sum(kinds.values()) - gone)
     return found | {"activations computed again": again}
 
 

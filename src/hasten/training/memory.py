@@ -11,7 +11,7 @@ from hasten.model.config import ModelConfig
 from hasten.ops.loss import KERNELS, LossRequest
 from hasten.ops.picker import pick
 from hasten.planning.cost import parameters
-from hasten.planning.memory import FREED_SLACK, KEPT_SLACK, Memory, TrainingUse, largest, training_memory
+from hasten.planning.memory import Memory, TrainingUse, largest, training_memory
 from hasten.training.build import attention_kernel, lora_adapter
 from hasten.training.recipe import Recipe
 
@@ -45,7 +45,7 @@ def training_use(
         ranks=ranks.size // parallel.replicas,
         offload=parallel.offload != "none" and device.type != "cpu",
         adapter=adapter,
-        slack=KEPT_SLACK if techniques.keep_memory and device.type == "cpu" else FREED_SLACK,
+        keeps_freed=techniques.keep_memory and device.type == "cpu",
         base=0 if adapter is None else base or 0,
     )
 

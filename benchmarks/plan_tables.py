@@ -1,0 +1,46 @@
+"""The planner's predictions beside what was measured (`plan.py`), as tables."""
+
+from typing import Any
+
+from renderers import Report, markdown
+
+MEMORY, SPEED = 0.15, 0.20  # how far a prediction may be off
+
+
+def plan_memory(report: Report) -> str:
+    """Peaks of the resident set, in MB."""
+    rows, within = [], []
+    for name, found in report["cases"].items():
+        memory = found.get("memory", {})
+        if "measured_bytes" not in memory:
+            continue
+        predicted, measured = memory["predicted_bytes"], memory["measured_bytes"]
+        within.append(abs(predicted / measured - 1) <= MEMORY)
+        numbers = [f"{predicted / 1e6:,.0f}", f"{measured / 1e6:,.0f}", _ratio(predicted / measured, MEMORY)]
+        rows.append([name, found["use"], *numbers])
+    head = ["", "use", "predicted, MB", "measured, MB", "ratio"]
+    return f"{markdown(head, rows, left=2)}\n\n{sum(within)} of {len(within)} within {MEMORY:.0%}."
+
+
+def plan_speed(report: Report) -> str:
+    """Seconds of a step, of prompts and of tokens, medians of the rounds."""
+    rows, within = [], []
+    for name, found in report["cases"].items():
+        for phase, ratio in found.get("speed", {}).get("ratios", {}).items():
+            within.append(abs(ratio - 1) <= SPEED)
+            each = [one["predicted"][phase] / one["measured"][phase] for one in found["speed"]["rounds"]]
+            spread = f"{min(each):.2f} to {max(each):.2f}"
+            rows.append([name, phase, _milliseconds(found["speed"], phase), _ratio(ratio, SPEED), spread])
+    if not rows:
+        return "Not measured yet."
+    head = ["", "phase", "measured, ms", "predicted / measured", "in each round"]
+    return f"{markdown(head, rows, left=2)}\n\n{sum(within)} of {len(within)} within {SPEED:.0%}."
+
+
+def _milliseconds(speed: dict[str, Any], phase: str) -> str:
+    times = sorted(one["measured"][phase] for one in speed["rounds"])
+    return f"{1e3 * times[len(times) // 2]:,.1f}"
+
+
+def _ratio(ratio: float, most: float) -> str:
+    return f"{ratio:.2f}" if abs(ratio - 1) <= most else f"**{ratio:.2f}**"

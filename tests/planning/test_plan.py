@@ -1,0 +1,163 @@
+"""The planner: the survey's rules, what fits, the table of devices, the command; measured memory beside the planned."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hasten.bench.plan import PlanOptions, make_plan, weight_bytes
+from hasten.cli.main import main
+from hasten.errors import ConfigError
+from hasten.model.families import read_config
+from hasten.ops.attention.pattern_text import parse_pattern, pattern_values
+from hasten.planning.cost import kv_bytes_per_token, parameters, training_flops_per_token
+from hasten.planning.devices import DEVICES
+from hasten.planning.memory import InferenceUse, TrainingUse, largest, memory_of
+from hasten.planning.shapes import SHAPES, shape_config
+from hasten.training.recipe import Optimizer, Parallel, Techniques
+
+STATES = ("weights", "gradients", "masters", "optimizer")
+ROOT = Path(__file__).parents[2]
+
+
+def states(config, **use) -> float:
+    parts = memory_of(config, TrainingUse(batch_size=1, length=16, **use)).parts
+    return sum(parts[name] for name in STATES)
+
+
+@pytest.mark.parametrize("shape", ["tiny", "llama-7b", "gpt2-124m"])
+def test_the_surveys_rules_are_special_cases(shape):
+    config = shape_config(shape)
+    count = parameters(config).total
+    assert weight_bytes(config, "auto") == 2 * count, "2n GB to serve in 16 bits"
+    assert states(config, masters=True) == 16 * count, "2 + 2 + 12 bytes a weight"
+    assert states(config) == 16 * count, "4 + 4 + 8 without masters"
+    assert states(config, optimizer="lamb") == 16 * count
+    assert 12 * count < states(config, optimizer="muon") < 16 * count
+    assert states(config, adapter=1000, base=2 * count) == 2 * count + 16 * 1000
+
+
+def test_a_cache_is_counted_as_it_is_kept():
+    config = shape_config("llama-70b")  # 80 layers, 8 heads of keys and values, 128 elements
+    use = InferenceUse(batch_size=4, length=1001, step=512, weights=0, row_bytes=256)
+    assert memory_of(config, use).parts["cache"] == 4 * 1001 * kv_bytes_per_token(config, 2)
+    assert memory_of(config, replace(use, block_size=16)).parts["cache"] == 4 * 1008 * kv_bytes_per_token(config, 2)
+    assert memory_of(config, replace(use, degree=8)).parts["cache"] == 4 * 1001 * kv_bytes_per_token(config, 2) / 8
+    assert memory_of(config, replace(use, degree=16)).parts["cache"] == 4 * 1001 * kv_bytes_per_token(config, 2) / 8
+    values = SHAPES["tiny"] | {"hasten": {"attention_pattern": pattern_values(parse_pattern("local:radius=1"))}}
+    sparse = read_config(values)
+    assert sparse.attention_pattern is not None
+    bounded = [memory_of(sparse, replace(use, length=length)).parts["cache"] for length in (200, 400)]
+    assert bounded[0] == bounded[1], "a local pattern bounds what is kept"
+
+
+@given(st.integers(0, 10_000), st.integers(1, 12_000))
+def test_the_largest_that_fits(limit, most):
+    assert largest(lambda count: count <= limit, most) == min(limit, most)
+
+
+def test_what_fits_is_the_edge():
+    plan = make_plan("llama-7b", PlanOptions(use="lora", device="h100", length=2048))
+    fits = replace(plan, use=replace(plan.use, batch_size=plan.largest_batch))
+    assert 0 < plan.largest_batch < 1000
+    assert (
+        fits.memory.peak
+        <= plan.free
+        < replace(fits, use=replace(fits.use, batch_size=plan.largest_batch + 1)).memory.peak
+    )
+    full = make_plan("llama-7b", PlanOptions(use="train", device="h100"))
+    assert full.largest_batch == 0, "16 bytes a weight are 108 GB"
+    assert full.memory.peak > full.free
+
+
+def test_what_is_recomputed_or_frozen_changes_flops():
+    def flops(**options):
+        return (
+            make_plan("llama-120m", PlanOptions(use="train", device="h100") if not options else options["o"])
+            .phases[0]
+            .flops
+        )
+
+    base = PlanOptions(use="train", device="h100", batch_size=2, length=512)
+    plain = flops(o=base)
+    assert plain == pytest.approx(2 * 512 * training_flops_per_token(shape_config("llama-120m"), 512))
+    assert plain < flops(o=replace(base, techniques=Techniques(checkpointing="full"))) < 4 / 3 * plain
+    assert flops(o=replace(base, use="lora")) == pytest.approx(2 / 3 * plain)
+    assert flops(o=replace(base, techniques=Techniques(layer_drop=0.5))) < plain
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_every_device_and_use_gives_a_plan(device):
+    for use in ("train", "finetune", "lora", "generate", "serve"):
+        found = make_plan("llama-1.1b", PlanOptions(use=use, device=device)).to_json()
+        assert found["tokens_per_second"] > 0
+        assert found["peak_bytes"] == sum(
+            found["parts"][name]
+            for name in max(found["moments"].values(), key=lambda names: sum(found["parts"][name] for name in names))
+        )
+        assert all(phase["seconds"] > phase["limit_seconds"] > 0 for phase in found["phases"])
+        json.dumps(found)
+
+
+def test_shares_take_less_and_are_told_what_they_send():
+    whole = make_plan("llama-7b", PlanOptions(use="train", device="h100"))
+    shared = make_plan(
+        "llama-7b", PlanOptions(use="train", device="h100", ranks=8, parallel=Parallel(zero=3), optimizer=Optimizer())
+    )
+    assert shared.memory.peak < whole.memory.peak / 2
+    assert shared.phases[0].limits(shared.device)["link"] > 0 == whole.phases[0].limits(whole.device)["link"]
+    one, eight = (make_plan("llama-70b", PlanOptions(device="h100", tensor_parallel=n)) for n in (1, 8))
+    assert one.memory.peak > one.free
+    assert eight.memory.peak < eight.free
+    assert one.phases[1].seconds(one.device) > 4 * eight.phases[1].seconds(eight.device)
+
+
+def test_the_command_on_this_machine_and_a_config_alone(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(SHAPES["tiny"]))
+    picture, file = tmp_path / "plan.png", tmp_path / "plan.json"
+    main(["plan", str(tmp_path), "--use", "serve", "--length", "64", "--new-tokens", "16", "--json", str(file)])
+    shown = capsys.readouterr().out
+    assert "by measured blocks" in shown
+    assert "longest context that fits" in shown
+    assert json.loads(file.read_text())["device"]["measured"] is True
+    main(["plan", "tiny", "--use", "train", "--length", "32", "--picture", str(picture), "--json", "-"])
+    assert json.loads(capsys.readouterr().out)["phases"][0]["measured"] > 0
+    assert picture.read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"device": "b200"}, "device 'b200' is not known; use auto .* h100"),
+        ({"length": 1 << 20}, "--length is 1048576; tiny takes from 2 to 512"),
+        ({"length": 64, "new_tokens": 64, "device": "h100"}, "--new-tokens .64. must be below --length"),
+        ({"tensor_parallel": 5, "device": "h100"}, "no more than the 4 heads"),
+        ({"batch_size": 0}, "--batch-size is 0"),
+        ({"techniques": Techniques(layer_drop=2.0)}, "techniques.layer_drop is 2.0"),
+        ({"device": "h100", "techniques": Techniques(precision="float16"), "use": "train"}, None),
+    ],
+)
+def test_bad_options(options, text):
+    if text is None:
+        assert make_plan("tiny", PlanOptions(**options)).tokens_per_second > 0
+        return
+    with pytest.raises(ConfigError, match=text):
+        make_plan("tiny", PlanOptions(**options))
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the peak is exact there")
+def test_planned_memory_is_what_is_measured(tmp_path):
+    """The cases of benchmarks/plan.py that take least, each in a process of its own."""
+    file = tmp_path / "plan.json"
+    cases = ["llama", "GPT-2, LoRA, full recompute", "serve, batch 4"]
+    command = [sys.executable, str(ROOT / "benchmarks" / "plan.py"), "--only", "memory", "--json", str(file), "--cases"]
+    subprocess.run([*command, *cases], check=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True)
+    for name, found in json.loads(file.read_text())["cases"].items():
+        ratio = found["memory"]["predicted_bytes"] / found["memory"]["measured_bytes"]
+        assert 0.85 < ratio < 1.15, (name, found)
