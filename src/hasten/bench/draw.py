@@ -214,7 +214,7 @@ def draw_memory(memory: Memory, path: str | Path, *, title: str, free: int) -> N
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9.6, 3.6), dpi=150, facecolor="white", layout="constrained")
-    axes, shown = figure.subplots(), {}
+    axes, shown = figure.subplots(), dict[str, Any]()
     for row, parts in enumerate(memory.moments.values()):
         left = 0.0
         for part in filter(memory.parts.get, parts):
@@ -228,7 +228,7 @@ def draw_memory(memory: Memory, path: str | Path, *, title: str, free: int) -> N
     axes.set_title(title, loc="left", fontsize=12, color=INK)
     axes.margins(x=0.12)
     axes.set_frame_on(False)
-    figure.legend(shown.values(), shown.keys(), loc="outside lower left", ncols=3, fontsize=7, frameon=False)
+    figure.legend(list(shown.values()), list(shown), loc="outside lower left", ncols=3, fontsize=7, frameon=False)
     save(figure, path)
 
 

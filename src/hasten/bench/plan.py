@@ -60,9 +60,16 @@ class PlanOptions:
         """The same as a recipe."""
         data = Data(context=self.length or 1024, batch_size=self.batch_size or 8, accumulation=self.accumulation)
         lora = replace(self.lora, rank=self.lora.rank or 16) if self.use == "lora" else Lora()
-        own = {"techniques": self.techniques, "optimizer": self.optimizer, "parallel": self.parallel}
-        init = None if self.use == "train" else "MODEL"
-        return Recipe(name="plan", init=init, data=data, lora=lora, run=Run(steps=1), **own)
+        return Recipe(
+            name="plan",
+            init=None if self.use == "train" else "MODEL",
+            data=data,
+            optimizer=self.optimizer,
+            techniques=self.techniques,
+            lora=lora,
+            parallel=self.parallel,
+            run=Run(steps=1),
+        )
 
 
 def config_of(model: str) -> tuple[str, ModelConfig, BenchmarkModel | None]:

@@ -15,10 +15,10 @@ from hasten.planning.sharing import fsdp_bytes
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 PROCESS_BYTES = 400 << 20  # what a process keeps besides the model: libraries, the compiler's graphs
 LARGEST_PREFILL = 4096  # tokens that a prompt is taken in by
-# What the allocator holds unused, of what comes and goes in a step (measured: benchmarks/plan.py): of one that
-# gives freed blocks back; of a heap that keeps them; of one in whose middle gradients stay between micro-batches.
-FREED, KEPT, KEPT_AROUND_GRADIENTS = 0.05, 0.43, 0.87
-MUON_STACKS = 96 << 20  # of matrices whose directions are found together, and what the iteration holds beside them
+# What the allocator holds unused, of what comes and goes in a step (measured: benchmarks/plan.py): of one that gives
+# freed blocks back; of a heap that keeps them; of one in whose middle gradients stay, or an adapter's small pieces come.
+FREED, KEPT, KEPT_BROKEN = 0.05, 0.43, 0.87
+MUON_STACKS = 112 << 20  # of matrices whose directions are found together, and what the iteration holds beside them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +124,7 @@ def training_memory(config: ModelConfig, use: TrainingUse) -> Memory:
     held = ("weights", "masters", "optimizer", "gathered")
     kept = tuple(name for name in parts if name.startswith(("activations", "weights in", "logits")))
     early = ("gradients",) if use.accumulation > 1 else ()
-    slack = (KEPT_AROUND_GRADIENTS if early else KEPT) if use.keeps_freed else FREED
+    slack = (KEPT_BROKEN if early or not trained else KEPT) if use.keeps_freed else FREED
     parts["allocator, loss"] = int(slack * sum(parts[name] for name in kept))
     parts["allocator, update"] = int(slack * (parts["gradients"] + parts["update"]))
     moments = {
@@ -180,8 +180,9 @@ def _activations(config: ModelConfig, use: TrainingUse, narrow: int) -> dict[str
     if not use.compiled:
         mlp += narrow * hidden * config.gated  # gate and up have an input each
         mlp += size * inner * (config.gated and config.activation != "silu")  # SiLU and gate are one function
-        mlp += 2 * size * hidden * config.experts_per_token  # in and out of each expert
+        mlp += 4 * size * hidden * config.experts_per_token  # in and out of each expert, twice
         attention += 2 * 4 * (q + kv) * config.qk_norm
+        attention += 2 * size * hidden * (use.adapter is not None)  # q, k and v have an input each
     if use.compiled:  # the rest is computed again: the residual stream, and the results of the norms
         norms = size * hidden + 4 * hidden
     products = size * (2 * hidden + 2 * (q + kv) + inner * (2 if config.gated else 1))
