@@ -26,6 +26,15 @@ CASES += [{"zero": zero, "policy": "float32-masters"} for zero in (0, 3)]
 CASES += [{"zero": 3, "offload": "optimizer"}, {"zero": 3, "replicas": 2}]
 
 
+def paper_bytes(count: int, *, stage: int, ranks: int, masters: bool = False) -> float:
+    """Table 1 of arXiv 1910.02054: weights, gradients, states. masters: 2 + 2 + 12 bytes, else 4 + 4 + 8."""
+    weights, gradients, states = (2, 2, 12) if masters else (4, 4, 8)
+    shared = [stage >= 3, stage >= 2, stage >= 1]
+    return count * sum(
+        size / (ranks if share else 1) for size, share in zip((weights, gradients, states), shared, strict=True)
+    )
+
+
 def measure(case: dict[str, Any], ranks: Any, *, shape: dict[str, Any]) -> dict[str, Any]:
     """One layout on this rank: bytes at three moments, what was sent in a step, and what the formulas say."""
     import torch
@@ -34,7 +43,7 @@ def measure(case: dict[str, Any], ranks: Any, *, shape: dict[str, Any]) -> dict[
     from hasten.data import Batch
     from hasten.model.initialize import initialize
     from hasten.planning.cost import parameters
-    from hasten.planning.sharing import fsdp_bytes, paper_bytes, sent_bytes
+    from hasten.planning.sharing import fsdp_bytes, sent_bytes
     from hasten.training import build
     from hasten.training.recipe import Data, Parallel, Recipe, Shape, Techniques
 

@@ -285,20 +285,9 @@ def _memory(
     cached = row_format(ladder.kv_cache_dtype).bytes(
         config.head_dim, resolve_dtype("float32" if wide else ladder.dtype)
     )
-    first, *more = (
-        inference_memory(
-            config,
-            InferenceUse(
-                batch_size=row["batch"],
-                length=row["prompt_tokens"] + ladder.new_tokens,
-                step=row["batch"] * row["prompt_tokens"],
-                weights=weights,
-                row_bytes=cached,
-            ),
-        )
-        for row in rows
-    )
-    return first.beside(further=sum(one.parts["cache"] for one in more)) if more else first
+    tokens = sum(row["batch"] * (row["prompt_tokens"] + ladder.new_tokens) for row in rows)
+    longest = max(row["batch"] * row["prompt_tokens"] for row in rows)
+    return inference_memory(config, InferenceUse(length=tokens, step=longest, weights=weights, row_bytes=cached))
 
 
 @dataclass(frozen=True, kw_only=True)

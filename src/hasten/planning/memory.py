@@ -15,9 +15,9 @@ from hasten.planning.sharing import fsdp_bytes
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 PROCESS_BYTES = 400 << 20  # what a process keeps besides the model: libraries, the compiler's graphs
 LARGEST_PREFILL = 4096  # tokens that a prompt is taken in by
-# What the allocator holds unused, of what comes and goes in a step (measured: benchmarks/plan.py): of one that gives
-# freed blocks back; of a heap that keeps them; of one in whose middle gradients stay, or an adapter's small pieces come.
-FREED, KEPT, KEPT_BROKEN = 0.05, 0.43, 0.87
+# What the allocator holds unused, of what comes and goes in a step (benchmarks/plan.py measures it): of one that gives
+# freed blocks back; of a heap that keeps them; of one in whose middle gradients stay, or an adapter's pieces come.
+FREED, KEPT, KEPT_BROKEN = 0.05, 0.43, 0.8
 MUON_STACKS = 112 << 20  # of matrices whose directions are found together, and what the iteration holds beside them
 
 
@@ -147,14 +147,8 @@ def _states(config: ModelConfig, use: TrainingUse) -> dict[str, int]:
     parts = {"weights": size * count + use.base, "gradients": size * count, "masters": own * count, "optimizer": states}
     parts |= {"gathered": 0, "update": 0}
     if use.zero and use.ranks > 1:
-        shared = fsdp_bytes(
-            config,
-            stage=use.zero,
-            ranks=use.ranks,
-            accumulation=use.accumulation,
-            masters=use.masters,
-            copies=use.offload,
-        )
+        micro, masters = use.accumulation, use.masters
+        shared = fsdp_bytes(config, stage=use.zero, ranks=use.ranks, accumulation=micro, masters=masters)
         parts |= {name: size // use.ranks for name, size in parts.items()}
         parts["gathered"] = max(0, int(shared.peak) - sum(parts.values()) + parts["gradients"])
     elif use.optimizer.endswith("lamb"):

@@ -1,4 +1,4 @@
-"""What a rank holds and sends under ZeRO, from the config alone: the paper's formulas, and those of FSDP2.
+"""What a rank holds and sends under ZeRO, from the config alone: the formulas of FSDP2.
 
 FSDP2 shares out gradients and states at every stage. What its stages differ in is the peak: weights that are gathered,
 and gradients that are not reduced yet. Activations and the buffers of a collective come on top.
@@ -17,15 +17,6 @@ class RankBytes:
     start: float
     backward: float
     peak: float
-
-
-def paper_bytes(count: int, *, stage: int, ranks: int, masters: bool = False) -> float:
-    """Table 1 of arXiv 1910.02054: weights, gradients, states. masters: 2 + 2 + 12 bytes, else 4 + 4 + 8."""
-    weights, gradients, states = (2, 2, 12) if masters else (4, 4, 8)
-    shared = [stage >= 3, stage >= 2, stage >= 1]
-    return count * sum(
-        size / (ranks if share else 1) for size, share in zip((weights, gradients, states), shared, strict=True)
-    )
 
 
 def fsdp_bytes(
