@@ -141,11 +141,8 @@ class TrainRung:
         if chosen.compile:
             require_compiler(device)
         # Random weights before the padding, so that they are the same on every rung.
-        dtype = (
-            torch.float32
-            if self.recipe.lora.rank is None
-            else resolve_dtype(self.recipe.lora.base, auto=torch.bfloat16)
-        )
+        frozen = self.recipe.lora.rank is not None
+        dtype = resolve_dtype(self.recipe.lora.base, auto=torch.bfloat16) if frozen else torch.float32
         model = initialize(config, seed=seed, dtype=dtype, device=torch.device(device))
         self.step = build.training_step(model, self.recipe)
         self.taken = 0
