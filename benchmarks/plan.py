@@ -310,7 +310,7 @@ class Planned:
             return
         report["machine"] = describe().to_json()
         torch.set_num_threads(1)  # no threads before the forks
-        for name in ("llama, LoRA", "generate, int4", "serve, batch 4"):  # import everything
+        for name in self.cases or ("llama, LoRA", "generate, int4", "serve, batch 4"):  # import everything
             warm_up(CASES[name])
         for what, call in (("memory", memory), ("speed", speed)):
             for name in self.cases or CASES:

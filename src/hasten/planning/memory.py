@@ -18,6 +18,7 @@ LARGEST_PREFILL = 4096  # tokens that a prompt is taken in by
 # What the allocator holds unused, of what comes and goes in a step (benchmarks/plan.py measures it): of one that gives
 # freed blocks back; of a heap that keeps them; of one in whose middle gradients stay, or an adapter's pieces come.
 FREED, KEPT, KEPT_BROKEN = 0.05, 0.43, 0.8
+SCRATCH = 16 << 20  # of the native steps, whatever the model
 MUON_STACKS = 112 << 20  # of matrices whose directions are found together, and what the iteration holds beside them
 
 
@@ -221,6 +222,7 @@ def inference_memory(config: ModelConfig, use: InferenceUse) -> Memory:
         "cache": use.batch_size * cache_bytes(config, use),
         "activations": min(use.step, LARGEST_PREFILL) * (6 * hidden + 3 * inner + 4 * q) * 4,
         "logits": 2 * use.batch_size * config.padded_vocab_size * 4,
+        "kernels' scratch": SCRATCH,
     }
     return Memory(parts=parts, moments={"in a step": tuple(parts)})
 
