@@ -354,7 +354,7 @@ RENDERERS: dict[str, Callable[[Report], str]] = {
     **dict.fromkeys(("prefill-attention", "prefill-attention-avx512", "prefill-attention-amx"), prefill_attention),
     "demo-ladder": demo_ladder,
     "quantize-perplexity": quantize_perplexity,
-    "quantize-quality-demo": quantize_quality,
+    "quantize-quality": quantize_quality,
     "quantize-bits-demo": quantize_bits,
     "quantize-memory": quantize_memory,
     "load-memory": load_memory,
