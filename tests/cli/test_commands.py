@@ -116,6 +116,7 @@ def test_eval_json(tiny_folder, tmp_path, capfd, options):
         (["eval", "FOLDER", "--text", "stdlib", "--json", "/no/such/folder/x.json"], "no folder"),
         (["eval", "FOLDER", "--text", "/no/such/file"], "/no/such/file"),
         (["chat", "FOLDER", "--template", "/no/such/file"], "/no/such/file"),
+        (["train", "demo", "--max-restarts", "2"], "--max-restarts goes with --processes"),
     ],
 )
 def test_errors_are_one_line_and_exit_2(arguments, words, tiny_folder, capfd):

@@ -68,6 +68,7 @@ def test_wrong_settings_are_named(recipe):
         (Qat(bits=4, group_size=48), r"qat\.group_size is 48"),
         (Qat(bits=4, start_bits=8), "--qat.no-learned-scales"),
         (Qat(bits=4, start_bits=4, learned_scales=False), r"qat\.start_bits is 4"),
+        (Qat(start_bits=8), r"qat\.start_bits and qat\.stochastic say how"),
         (Qat(bits=4, stochastic=True), "without learned scales"),
         (Qat(bits=4, period=0), r"qat\.period is 0"),
         (Qat(bits=4, mixing_steps=-1), r"qat\.mixing_steps is -1"),

@@ -10,6 +10,7 @@ import tyro
 
 from hasten.cli.train_help import first_screen
 from hasten.distributed import launched
+from hasten.errors import ConfigError
 from hasten.machine.files import require_writable, write_json
 from hasten.training.recipe import Recipe
 from hasten.training.recipes import DESCRIPTIONS, RECIPES
@@ -72,6 +73,8 @@ class Train:
             description="Train a recipe. `hasten train RECIPE --help` has what people use, `--help-all` every field.",
             args=argv,
         )
+        if command.max_restarts and not command.processes and not launched():
+            raise ConfigError("--max-restarts goes with --processes; torchrun has an option of its own")
         if command.processes and not command.print_config and not launched():
             from hasten.distributed.launch import start
 
