@@ -35,7 +35,7 @@ WARMING = 3  # steps: compile, fill caches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Phase:
+class ProfiledPhase:
     """One kind of step. seconds: of a step that nobody observed; overhead: how much longer one with timed parts takes.
 
     Both are medians. dtype: of most products. limits: as measured beside it. rows: the tree, of the fastest
@@ -60,7 +60,7 @@ class Profile:
     """Of one use: its kinds of steps, and the kernels that each layer runs, with the reasons."""
 
     use: str
-    phases: tuple[Phase, ...]
+    phases: tuple[ProfiledPhase, ...]
     kernels: tuple[Binding, ...]
     folder: Path
 
@@ -122,7 +122,7 @@ def profile(
     return found
 
 
-def measure(work: Work, limits: Limits, dtype: str, *, steps: int, folder: Path) -> Phase:
+def measure(work: Work, limits: Limits, dtype: str, *, steps: int, folder: Path) -> ProfiledPhase:
     """Profile a step: `steps` of them observed and as many unobserved, by turns; then one is traced."""
     meter = Meter(work.model, work.calls)
     plain: list[float] = []
@@ -150,7 +150,7 @@ def measure(work: Work, limits: Limits, dtype: str, *, steps: int, folder: Path)
     work.prepare()
     plain_tensors = [one for one in gc.get_objects() if type(one) in (torch.Tensor, torch.nn.Parameter)]
     storages = [one.untyped_storage() for one in plain_tensors if one.device == work.model.device]
-    return Phase(
+    return ProfiledPhase(
         name=work.name,
         tokens=sum(new for _, new in work.spans),
         seconds=median(plain),

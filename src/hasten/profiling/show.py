@@ -12,7 +12,7 @@ from hasten.machine.files import replacing
 from hasten.profiling.tree import PartTime, folded, ordered
 
 if TYPE_CHECKING:
-    from hasten.profiling.profile import Phase, Profile
+    from hasten.profiling.profile import Profile, ProfiledPhase
 
 HEAD = ("part", "parameters", "forward, ms", "backward", "of the step", "GFLOP", "MB at least", "of its limit")
 BARS = 10  # of the picture
@@ -38,7 +38,7 @@ def in_the_tree(row: PartTime) -> str:
     return "  " * (len(above) + bool(row.name)) + (name or "step")
 
 
-def summary(phase: Phase) -> list[str]:
+def summary(phase: ProfiledPhase) -> list[str]:
     """A phase in a few lines, what could be gained the most at the end."""
     step, traced, peak = phase.rows[0].seconds, phase.traced, max(held for _, held in phase.traced.memory)
     worst, rate = ordered(folded(phase.rows), "gain")[0], phase.limits.rates.get(phase.dtype, 0.0)
