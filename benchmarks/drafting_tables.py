@@ -30,4 +30,25 @@ def draws(report: Report) -> str:
     return markdown(["vocabulary", "filter", "rows", "PyTorch's operators", "native", "ratio"], body, left=2)
 
 
-TABLES = {"rows": rows, "rows-avx2": rows, "draws": draws}
+def speculation(report: Report) -> str:
+    """`speculation.py`: speed with each proposer over that without."""
+    body = []
+    for one in report["rows"]:
+        if one["draft"] == "none":
+            continue
+        text = "edits" if one["part"] == "edits" else f"texts, {'greedy' if not one['temperature'] else '0.8'}"
+        cells = [text, one["weights"], one["draft"], f"{one['ratio']:.2f}×", f"{one['predicted_ratio']:.2f}×"]
+        body.append([*cells, f"{one['acceptance']:.0%}", f"{one['tokens_per_pass']:.2f}"])
+    return markdown(["", "weights", "draft", "speed", "predicted", "accepted", "tokens per pass"], body, left=3)
+
+
+def trees(report: Report) -> str:
+    """`trees.py`: the best chain and the best tree of candidates, by the shares and the costs."""
+    body = [
+        [one["weights"], *(f"{one[kind]['ratio']:.2f}× ({one[kind]['nodes']} tokens)" for kind in ("chain", "tree"))]
+        for one in report["rows"]
+    ]
+    return markdown(["weights", "chain", "tree"], body)
+
+
+TABLES = {"speculation": speculation, "trees": trees, "rows": rows, "rows-avx2": rows, "draws": draws}
