@@ -123,6 +123,7 @@ def test_what_pytorch_computes_and_what_is_refused():
         replace_in(nn.MultiheadAttention(32, 4, add_bias_kv=True), kernel="chunked")(x, x, x, need_weights=False)
     with pytest.raises(ConfigError, match="'native' cannot be used here: it takes no explicit mask"):
         replace_in(module, kernel="native")(x, x, x, attn_mask=RANDOM, need_weights=False)
+    module = replace_in(module, kernel=None)
     assert module(x, x, x, key_padding_mask=torch.ones(3, 9, dtype=torch.bool), need_weights=False)[0].isfinite().all()
 
 
