@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any
 
 import tyro
-from timing import timed
+from timing import interleaved
 
 FILTERS: dict[str, dict[str, Any]] = {"none": {}, "top-p 0.95": {"top_p": 0.95}, "top-k 50": {"top_k": 50}}
 LIBRARIES = ("native", "none")
@@ -48,12 +48,7 @@ class Draws:
             for rows in self.rows
             for library in LIBRARIES
         }
-        times: dict[Any, list[float]] = {key: [] for key in calls}
-        for number in range(self.rounds + 1):
-            for key, call in calls.items():
-                seconds = timed(call)
-                if number:
-                    times[key].append(seconds)
+        times = interleaved(calls, self.rounds)
         found = []
         for (vocabulary, name, rows, library), own in times.items():
             if library == "native":

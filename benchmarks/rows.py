@@ -14,7 +14,7 @@ from statistics import median
 from typing import Any
 
 import tyro
-from timing import timed
+from timing import interleaved
 
 FORMATS = ("bf16", "int8", "int4 g128", "int4 g32")
 
@@ -77,12 +77,7 @@ class RowCosts:
             calls |= {(name, rows): step for rows, step in steps.items()}
         size = (512, 5632, 2048)
         calls |= {dtype: product(dtype, *size, "cpu") for dtype in dtypes.values()}
-        times: dict[Any, list[float]] = {key: [] for key in calls}
-        for number in range(self.rounds + 1):
-            for key, call in calls.items():
-                seconds = timed(call)
-                if number:
-                    times[key].append(seconds)
+        times = interleaved(calls, self.rounds)
         found = []
         for name in self.formats:
             operation = [seconds / (2 * size[0] * size[1] * size[2]) for seconds in times[dtypes[name]]]

@@ -139,6 +139,16 @@ def test_the_function_takes_the_arguments_of_pytorchs():
     assert nothing is None
 
 
+def test_who_listens_inside_of_another_does_not_end_that_one():
+    module, x = replace_in(nn.MultiheadAttention(32, 4)), torch.randn(9, 3, 32)
+    with explained() as outer:
+        with explained() as inner:
+            pass
+        module(x, x, x, need_weights=False)
+    assert len(outer) == 1
+    assert not inner
+
+
 def test_dropout_of_a_module_drops():
     module = replace_in(nn.MultiheadAttention(32, 4, dropout=0.5, batch_first=True))
     x = torch.randn(3, 9, 32)

@@ -55,7 +55,7 @@ def explained() -> Iterator[list[Choice]]:
     try:
         yield found
     finally:
-        _listeners.remove(found)
+        _listeners[:] = [one for one in _listeners if one is not found]  # another one may be equal
 
 
 def pick_at_call(kernels: Sequence[Kernel[Request]], request: Request, *, forced: str | None = None) -> Kernel[Request]:
