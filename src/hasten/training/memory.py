@@ -1,6 +1,7 @@
 """A recipe in the planner's terms: refused before anything is allocated where it does not fit, or made to fit."""
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -13,7 +14,7 @@ from hasten.ops.picker import pick
 from hasten.planning.cost import parameters
 from hasten.planning.memory import Memory, TrainingUse, largest, training_memory
 from hasten.training.build import attention_kernel, lora_adapter
-from hasten.training.recipe import Recipe
+from hasten.training.recipe import Lora, Recipe
 
 
 def training_use(
@@ -25,8 +26,7 @@ def training_use(
     loss = pick(KERNELS, LossRequest(device=device, dtype=dtype, softcap=config.logit_softcap), forced=techniques.loss)
     adapter = None
     if recipe.lora.rank is not None:
-        factors = {id(one): one.numel() for own in lora_adapter(config, recipe.lora).values() for one in (own.a, own.b)}
-        adapter, count = sum(factors.values()), parameters(config).total
+        adapter, count = _adapter_weights(config, recipe.lora), parameters(config).total
         wanted = resolve_dtype(recipe.lora.base, auto=torch.bfloat16).itemsize * count
         base = wanted if base is None or recipe.lora.base == "float32" else base
     return TrainingUse(
@@ -48,6 +48,12 @@ def training_use(
         keeps_freed=techniques.keep_memory and device.type == "cpu",
         base=0 if adapter is None else base or 0,
     )
+
+
+@lru_cache(maxsize=1)  # of one model while many sizes of batches are tried
+def _adapter_weights(config: ModelConfig, lora: Lora) -> int:
+    factors = {id(one): one.numel() for own in lora_adapter(config, lora).values() for one in (own.a, own.b)}
+    return sum(factors.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
