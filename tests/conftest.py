@@ -1,9 +1,12 @@
 """Fixtures shared by the rooms: a tiny Llama with a tokenizer and a chat template, in memory and as a folder."""
 
 import os
+import warnings
 
 import pytest
 import torch
+
+from hasten.errors import HastenWarning
 
 # Rules decide in tests, and never a time: the same test runs the same kernels on every machine. Children inherit it.
 os.environ["HASTEN_MEASURE"] = "0"
@@ -11,6 +14,16 @@ os.environ["HASTEN_MEASURE"] = "0"
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 if os.environ.get("TRITON_INTERPRET") == "1":  # a child of triton_cases.run_interpreted
     import quick_interpreter  # noqa: F401
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef):
+    """A shared fixture that warns is an error whichever test asks for it first: that test's filters do not count."""
+    if fixturedef.scope == "function":
+        return (yield)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", HastenWarning)
+        return (yield)
 
 
 @pytest.fixture(scope="session")
