@@ -28,6 +28,7 @@ def test_unpacking_is_the_inverse_of_packing(kernel, case, n, k, scale_dtype):
     layer = layer_of(weight, kernel=kernel)
     ids = torch.tensor([[0, n - 1], [n // 2, 0]])
     assert torch.equal(layer.rows(ids), layer.dequantize()[ids])
+    assert torch.equal(layer.rows(torch.arange(n)), layer.dequantize())  # more than one thread takes at a time
     if format == "bfloat16":
         assert torch.equal(layer.dequantize(torch.bfloat16), weight)
         return

@@ -27,7 +27,7 @@ from hasten.ops.compile import compile_library
 SOURCES = Path(__file__).parent
 STABLE_ABI = "0x020b000000000000"  # torch 2.11, the oldest we serve: one binary then serves every later torch
 # They call nothing of the others.
-TRAINING_SOURCES = ("activation/activation.cpp", "attention/train.cpp", "linear/transposed.cpp")
+TRAINING_SOURCES = ("activation/activation.cpp", "attention/train.cpp")
 KEPT_BUILDS = 8  # of one library; more than one, because checkouts and environments share the cache
 
 ABI_FLAG = f"-DTORCH_TARGET_VERSION={STABLE_ABI}"

@@ -40,7 +40,7 @@ def pack_int4_words(words: Tensor, group_size: int) -> Tensor:
     return empty_panels(words, words.shape[1] * 8, int4_format(group_size))
 
 
-# linear/transposed.cpp
+# linear/unpacked.cpp
 
 
 def transposed_panels(
@@ -48,6 +48,13 @@ def transposed_panels(
 ) -> Tensor:
     """(K, 64·count) in float32."""
     return data.new_empty((in_features, count * PANEL), dtype=torch.float32)
+
+
+def unpacked_rows(
+    ids: Tensor, data: Tensor, scales: Any, zeros: Any, outer: Any, out_features: int, in_features: int, group_size: int
+) -> Tensor:
+    """(R, K) in float32."""
+    return data.new_empty((ids.numel(), in_features), dtype=torch.float32)
 
 
 # block/block.cpp

@@ -32,7 +32,7 @@ from hasten.ops.linear.operator import (
     takes,
 )
 from hasten.ops.linear.weights import BFLOAT16, QuantizedWeight, WeightFormat
-from hasten.ops.native import library, native_ops
+from hasten.ops.native import native_ops
 from hasten.ops.picker import pick
 
 ACTIVATION_PLANES = {"int8": 1, "float": 2}
@@ -193,10 +193,10 @@ class PackedLinear(nn.Module):
 
     def _some_rows(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         """Rows of the weight as it lies here, columns in its own order; `start` is the first of a panel."""
-        if self.kernel == "native" and (native := library(part="training")) is not None:
+        if self.kernel == "native":
             packed = (self.data, self.scales, self.zeros, self.outer)
             panels = start // PANEL, steps(stop - start, PANEL)
-            columns = native.ops.transposed_panels(*packed, *panels, self.in_features, self.format.group_size)
+            columns = native_ops().transposed_panels(*packed, *panels, self.in_features, self.format.group_size)
             return columns.t()[: stop - start].to(dtype)
         rows = self._rows(torch.arange(start, stop, device=self.data.device))
         return rows.dequantize(dtype) if isinstance(rows, QuantizedWeight) else rows.to(dtype)
@@ -217,9 +217,14 @@ class PackedLinear(nn.Module):
         """Rows of the weight, as an embedding reads them: ids (…) -> (…, K)."""
         # Panels are padded: without a look at the ids a row past the last would be read as zeros.
         if ids.device.type == "cpu" and ids.numel():
-            least, most = (int(end) for end in ids.aminmax())
+            known = ids.flatten().tolist()
+            least, most = min(known), max(known)
             if least < 0 or most >= self.out_features:
                 raise ConfigError(f"this layer has the rows 0 to {self.out_features - 1}; found {least} to {most}")
+        if self.kernel == "native" and self.order is None:
+            packed = (self.data, self.scales, self.zeros, self.outer, self.out_features, self.in_features)
+            found = native_ops().unpacked_rows(ids.flatten(), *packed, self.format.group_size)
+            return found.to(dtype).view(*ids.shape, self.in_features)
         weight = self._published(ids.flatten())
         rows = weight.dequantize(dtype) if isinstance(weight, QuantizedWeight) else weight.to(dtype)
         return rows.view(*ids.shape, self.in_features)
