@@ -30,7 +30,7 @@ COMPILE_SECONDS: Mapping[str, float] = {
     "attention/native.cpp": 5.0,
     "activation/activation.cpp": 4.0,
     "linear/gemm.cpp": 3.5,
-    "linear/transposed.cpp": 2.3,
+    "linear/unpacked.cpp": 2.3,
     "collective/collective.cpp": 1.5,
     "draw/draw.cpp": 1.5,
     "linear/amx.cpp": 1.0,
