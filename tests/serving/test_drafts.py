@@ -88,7 +88,7 @@ def test_a_draft_model_follows_sequences_that_come_and_go(model):
     assert {name: said(pieces) for name, pieces in found.items()} == {n: said(p) for n, p in plain.items()}
     assert engine.speculator.stats.acceptance > 0.5  # penalties are not the draft's
     proposer = engine.speculator.proposer
-    assert not proposer._seen  # nothing is kept of sequences that have ended
+    assert not proposer._known  # nothing is kept of sequences that have ended
     proposer._blocks.check()
 
 

@@ -53,11 +53,14 @@ class BatchSampler:
         if self._rows.needs_history:
             self._history = History.of_prompts(prompts, outputs=outputs, vocab_size=vocab_size, device=device)
 
-    def next_tokens(self, logits: Tensor, *, steps: Sequence[int]) -> Tensor:
-        """Logits of the last position (B, V or more) -> tokens (B,) int64. steps: tokens generated so far by each."""
-        tokens = self._draw(logits, None, steps)
+    def next_tokens(self, logits: Tensor, *, steps: Sequence[int], rows: Sequence[int] | None = None) -> Tensor:
+        """Logits of the last position (B, V or more) -> tokens (B,) int64. steps: tokens generated so far by each.
+
+        rows: which rows they are, where not all are there.
+        """
+        tokens = self._draw(logits, rows, steps)
         if self._history is not None:
-            self._history.observe(tokens)
+            self._history.observe(tokens, rows=rows)
         return tokens
 
     def take(
@@ -110,9 +113,9 @@ class BatchSampler:
                 break
         return taken
 
-    def probabilities(self, logits: Tensor, *, steps: Sequence[int]) -> Tensor:
+    def probabilities(self, logits: Tensor, *, steps: Sequence[int], rows: Sequence[int] | None = None) -> Tensor:
         """What the tokens of the rows are drawn from (B, V), where none has a penalty."""
-        return self._processed(logits, None, steps).softmax(-1)
+        return self._processed(logits, rows, steps).softmax(-1)
 
     def _by_distribution(
         self,
@@ -165,7 +168,7 @@ class BatchSampler:
     def _settings(self, rows: Sequence[int] | None, steps: Sequence[int]) -> tuple[RowParams, Tensor | None]:
         """The settings of these rows (None: of all), and the tokens that must not come after so many."""
         params, ends, settings = self._params, self._end_ids, self._rows
-        if rows is not None:
+        if rows is not None and list(rows) != list(range(len(params))):
             params, ends, settings = [params[row] for row in rows], [ends[row] for row in rows], settings.select(rows)
         banned = banned_ends(params, steps=steps, end_ids=ends, vocab_size=settings.vocab_size, device=self._device)
         return settings, banned

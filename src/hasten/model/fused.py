@@ -21,16 +21,17 @@ from hasten.model.fused_linear import (
     fuse_qkv,
     fusion_conflict,
     interleave_gate_up,
+    norm_arguments,
     packed,
     plain,
     replace_linears,
     split_gate_up,
     split_qkv,
+    weight_arguments,
 )
 from hasten.model.initialize import unfilled
 from hasten.model.interfaces import Context, LayerContext
 from hasten.model.lora import AdapterChoice
-from hasten.model.norms import LayerNorm, RMSNorm
 from hasten.model.require import require_model
 from hasten.model.sharded import ShardedTransformer, SumOfRanks
 from hasten.model.transformer import MLP, Block, Transformer
@@ -165,15 +166,13 @@ class FusedBlock(nn.Module):
 
         def weight(name: str) -> Tensor:
             linear, factors = getattr(self, name), self.factors.get(name, (None, None))
-            return ops.plan_weight.default(
-                linear.out_features, linear.in_features, *_weight_arguments(linear), *factors
-            )
+            return ops.plan_weight.default(linear.out_features, linear.in_features, *weight_arguments(linear), *factors)
 
         if self.experts is None:
             # eps, offset and centred are those of the first norm: all of a model are of one kind.
-            first = _norm_arguments(self.attention_norm)
+            first = norm_arguments(self.attention_norm)
             post, mlp, mlp_post = (
-                _norm_arguments(norm)[:2] for norm in (self.attention_post_norm, self.mlp_norm, self.mlp_post_norm)
+                norm_arguments(norm)[:2] for norm in (self.attention_post_norm, self.mlp_norm, self.mlp_post_norm)
             )
             sums = self.attention_post_norm
             ranks = sums.group.plan if isinstance(sums, SumOfRanks) else None
@@ -187,12 +186,12 @@ class FusedBlock(nn.Module):
         else:
             self._bound = SimpleNamespace(
                 attention_input=ops.attention_input.default,
-                input_arguments=(*_norm_arguments(self.attention_norm), *_weight_arguments(self.qkv), *sizes),
+                input_arguments=(*norm_arguments(self.attention_norm), *weight_arguments(self.qkv), *sizes),
                 attention=ops.attention.default,
                 scores=scores,
                 linear_add=ops.linear_add.default,
-                output=_weight_arguments(self.output),
-                output_norm=_norm_arguments(self.attention_post_norm),
+                output=weight_arguments(self.output),
+                output_norm=norm_arguments(self.attention_post_norm),
                 summed=isinstance(self.attention_post_norm, SumOfRanks),
             )
 
@@ -234,7 +233,7 @@ class FusedBlock(nn.Module):
         q = bound.attention_input(x, *bound.input_arguments, cos, sin, k, v, slots, rotated)  # (B·T, H, D)
         attended = bound.attention(q, k, v, *metadata.to_read, *bound.scores)  # (B·T, H, D)
         if bound.summed:  # by the ranks, before the norm
-            part = bound.linear_add(attended, *bound.output, torch.zeros_like(x), *_norm_arguments(nn.Identity()))
+            part = bound.linear_add(attended, *bound.output, torch.zeros_like(x), *norm_arguments(nn.Identity()))
             x = x + self.attention_post_norm(part)
         else:
             x = bound.linear_add(attended, *bound.output, x, *bound.output_norm)
@@ -286,26 +285,34 @@ class FusedStack:
         """x (B, T, C) -> (B, T, C) in float32. Blocks that were hooked, swapped or patched are called one by one."""
         blocks: list[FusedBlock] = list(self.model.blocks)  # type: ignore[arg-type]
         cache = context.all_layers
-        if cache is None or any(
-            type(block) is not FusedBlock
-            or "forward" in block.__dict__
-            or block._forward_hooks
-            or block._forward_pre_hooks
-            for block in blocks
-        ):
+        if cache is None or self.opened():
             return self.model.each_block(x, ropes, context.layers)
         cos, sin = [table[0] for table in ropes], [table[1] for table in ropes]
-        plans = [block._bound.plan for block in blocks]
+        plans = self.plans()
         step = (cache.metadata.slot_mapping, *cache.metadata.to_read)
         choice = blocks[0].choice
         chosen = None if choice is None else choice.of(x.shape[0] * x.shape[1])
         tables = (cos, sin, self.rope_index)
         return blocks[0]._bound.blocks(x.float(), *tables, cache.k, cache.v, *step, plans, chosen, self.times)
 
+    def opened(self) -> bool:
+        """Whether somebody hooked, swapped or patched a block, and so wants it to be called."""
+        return any(
+            type(block) is not FusedBlock
+            or "forward" in block.__dict__
+            or block._forward_hooks
+            or block._forward_pre_hooks
+            for block in self.model.blocks
+        )
+
+    def plans(self) -> list[Tensor]:
+        """What a native call of all blocks needs of each."""
+        return [block._bound.plan for block in self.model.blocks]  # type: ignore[union-attr, misc]
+
     def scores(self, x: Tensor) -> Tensor:
         """x (…, C) before the last norm -> logits (…, out features of the head) in float32."""
         model = self.model
-        norm, head = _norm_arguments(model.norm), _weight_arguments(model.head)
+        norm, head = norm_arguments(model.norm), weight_arguments(model.head)
         first: FusedBlock = model.blocks[0]  # type: ignore[assignment]
         return first._bound.norm_linear(x, *norm, *head, model.head.out_features)
 
@@ -318,20 +325,3 @@ def _settled(linear: PackedLinear) -> PackedLinear:
 
 def _bind_again(block: FusedBlock, _: object) -> None:
     block.bind()
-
-
-def _norm_arguments(norm: nn.Module) -> tuple[Tensor | None, Tensor | None, float, float, bool]:
-    """weight, bias, eps, offset, centred."""
-    if isinstance(norm, SumOfRanks):
-        return _norm_arguments(norm.norm)
-    if isinstance(norm, RMSNorm):
-        return norm.weight, None, norm.eps, norm.offset, False
-    if isinstance(norm, LayerNorm):
-        return norm.weight, norm.bias, norm.eps, 0.0, True
-    return None, None, 0.0, 0.0, False  # nn.Identity: no norm here
-
-
-def _weight_arguments(linear: PackedLinear) -> tuple[Any, ...]:
-    """data, scales, zeros, outer scales, bias, group size, planes of the activations."""
-    packed = linear.data, linear.scales, linear.zeros, linear.outer, linear.bias
-    return *packed, linear.format.group_size, linear.planes

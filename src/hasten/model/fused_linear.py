@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -9,6 +10,8 @@ from torch.nn.functional import pad
 
 from hasten.model.initialize import unfilled
 from hasten.model.lora import LoRALinear
+from hasten.model.norms import LayerNorm, RMSNorm
+from hasten.model.sharded import SumOfRanks
 from hasten.model.transformer import MLP, Attention, Block, Linear, Transformer
 from hasten.ops.linear.layouts import PANEL, Packed
 from hasten.ops.linear.modules import PackedLinear, request_of
@@ -166,3 +169,20 @@ def _linear(weight: QuantizedWeight | Tensor, bias: Tensor | None, *, like: Pack
     if bias is not None:
         new.bias = nn.Parameter(bias)
     return new
+
+
+def norm_arguments(norm: nn.Module) -> tuple[Tensor | None, Tensor | None, float, float, bool]:
+    """weight, bias, eps, offset, centred."""
+    if isinstance(norm, SumOfRanks):
+        return norm_arguments(norm.norm)
+    if isinstance(norm, RMSNorm):
+        return norm.weight, None, norm.eps, norm.offset, False
+    if isinstance(norm, LayerNorm):
+        return norm.weight, norm.bias, norm.eps, 0.0, True
+    return None, None, 0.0, 0.0, False  # nn.Identity: no norm here
+
+
+def weight_arguments(linear: PackedLinear) -> tuple[Any, ...]:
+    """data, scales, zeros, outer scales, bias, group size, planes of the activations."""
+    packed = linear.data, linear.scales, linear.zeros, linear.outer, linear.bias
+    return *packed, linear.format.group_size, linear.planes

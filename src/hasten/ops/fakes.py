@@ -125,6 +125,14 @@ def gather_ranks(ranks: Tensor, x: Tensor, sizes: Any) -> Tensor:
     return x.new_empty((*x.shape[:-1], sum(sizes)))
 
 
+# block/grow.cpp
+
+
+def grow(tokens: Tensor, slot_mapping: Any, *rest: Any) -> Tensor:
+    """(steps, B, 2), or fewer steps."""
+    return tokens.new_empty((len(slot_mapping), tokens.numel(), 2), dtype=torch.float64)
+
+
 # draw/draw.cpp
 
 

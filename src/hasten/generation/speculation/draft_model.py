@@ -2,10 +2,14 @@
 
 It draws as the target will: with the same settings, seed and step, so the same noise. That makes it agree more often
 than a draft of its own noise would. What the target did not take is forgotten by the next call, whose tokens tell.
+
+Of a text that is new to it, or that went on for long without it, it reads the last tokens only: the next token hangs
+mostly on those, and reading a whole prompt may take longer than drafts for a short answer can win back.
 """
 
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -13,25 +17,36 @@ from torch import Tensor
 from hasten.errors import ConfigError
 from hasten.generation.batch_sampler import BatchSampler, other_seed
 from hasten.generation.blocks import BlockManager, OutOfBlocks
-from hasten.generation.paged import PagedCache, Rows
+from hasten.generation.paged import PagedCache, PagedStep, Rows
+from hasten.generation.params import SamplingParams
 from hasten.generation.speculation.proposer import LIMIT, Accept, Chance, Draft, Text
+from hasten.model.grow import Draws, Ending, can_grow, grow
 from hasten.model.tokenizer import Tokenizer
 from hasten.model.transformer import Transformer
 
 # Shares of probability that the draft gives to what it draws, from which on it is another kind.
 _CONFIDENCE = (0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.97)
-_PREFILL_TOKENS = 2048  # of a text that are taken in at once
-_STEP_TOKENS = 32  # of a text that are taken in beside others
+_READ_TOKENS = 64  # of a text, at most
+
+
+@dataclass(slots=True)
+class _Known:
+    """What the cache holds of a text: its tokens from `start` on, and the last draft's behind them."""
+
+    start: int
+    tokens: list[int]
 
 
 @dataclass(slots=True)
 class _Drafting:
-    """A text of the batch, while it is drafted for."""
+    """A text of the batch, while it is drafted for. row: its place in the batch."""
 
+    row: int
     text: Text
-    draft: Draft
-    likely: float
-    feed: list[int]  # tokens that the draft has not seen
+    known: _Known
+    read: list[int]  # tokens that the draft has not seen
+    draft: Draft = field(default_factory=Draft)
+    likely: float = 1.0
 
 
 class DraftModel:
@@ -53,118 +68,171 @@ class DraftModel:
             device=model.device,
         )
         self._blocks = BlockManager(blocks=self._cache.blocks, block_size=block_size)
-        self._seen: dict[int, list[int]] = {}  # the tokens of each sequence that are in the cache
+        self._known: dict[int, _Known] = {}
         self._sampler: tuple[list[int], BatchSampler] | None = None
 
     @torch.inference_mode()
     def propose(self, texts: Sequence[Text], *, floor: float, chance: Chance) -> list[Draft]:
         """See `Proposer`. A kind is the share of probability that the draft gives to the token."""
+        going = [one for row, text in enumerate(texts) if (one := self._begin(row, text)) is not None]
         drafts = [Draft() for _ in texts]
-        going = [
-            _Drafting(text, draft, 1.0, self._missing(text))
-            for text, draft in zip(texts, drafts, strict=True)
-            if text.room > 0 and len(text.tokens) + text.room <= self.model.config.max_positions
-        ]
-        going = [one for one in going if self._catch_up(one)]
-        while going := [one for one in going if len(one.draft.tokens) < one.text.room and self._fits(one, one.feed)]:
-            going = self._draw(self._run(going, [one.feed for one in going]), going, floor, chance)
+        for one in going:
+            drafts[one.row] = one.draft
+        if not going:
+            return drafts
+        sampler, logits = self._sampler_of(texts), self._read(going)
+        going = self._draw(sampler, logits, going, floor, chance)
+        native = can_grow(self.model) and self.accept == "exact" and all(_is_plain(text.params) for text in texts)
+        while going:
+            count = min(one.text.room - len(one.draft.tokens) for one in going)
+            steps = deque(self._steps(going, count))
+            if native:
+                going = self._grow(going, steps, floor, chance)
+                continue
+            before = len(going)
+            while steps and len(going) == before:
+                for one in going:
+                    one.known.tokens.append(one.draft.tokens[-1])
+                logits = self._run([one.draft.tokens[-1] for one in going], steps.popleft())
+                going = self._draw(sampler, logits, going, floor, chance)
         return drafts
 
     def end(self, number: int, answer: Sequence[int], *, salt: str = "") -> None:
         """Let the sequence's keys and values go."""
         self._sampler = None  # a number may come again, for another text
-        if self._seen.pop(number, None) is not None:
+        if self._known.pop(number, None) is not None:
             self._blocks.release(number)
 
-    def _missing(self, text: Text) -> list[int]:
-        """The text's tokens that are not in the cache yet, after what is wrong there was forgotten."""
-        seen = self._seen.get(text.number)
-        if seen is None:
-            held = self._blocks.begin(text.number, text.tokens, salt=text.salt)
-            self._seen[text.number] = list(text.tokens[:held])
-            return list(text.tokens[held:])
-        # Texts only grow: what differs is the last draft's, behind the text as it was then.
-        same = min(len(seen), len(text.tokens) - 1)
-        start = next((at for at in range(max(0, same - LIMIT), same) if seen[at] != text.tokens[at]), same)
-        del seen[start:]
-        self._blocks.truncate(text.number, start)
-        return list(text.tokens[start:])
-
-    def _catch_up(self, one: _Drafting) -> bool:
-        """Take in a long text, but for its last tokens, which the first step feeds for all together; False: no room."""
-        while len(one.feed) > _STEP_TOKENS:
-            part = one.feed[: min(len(one.feed) - 1, _PREFILL_TOKENS)]
-            if not self._fits(one, part):
-                return False
-            self._run([one], [part])
-            del one.feed[: len(part)]
-        return True
-
-    def _fits(self, one: _Drafting, tokens: Sequence[int]) -> bool:
-        """Reserve room for further tokens of a text; False where there is none."""
-        number = one.text.number
+    def _begin(self, row: int, text: Text) -> _Drafting | None:
+        """What is to be read of a text, after what is wrong in the cache was forgotten; None: no room for a draft."""
+        number, length = text.number, len(text.tokens)
+        reads = min(_READ_TOKENS, self.model.config.max_positions - text.room)
+        if not text.room or reads < 1:
+            return None
+        known = self._known.get(number)
+        if known is not None:
+            # Texts only grow: what differs is the last draft's, behind the text as it was then.
+            same = min(len(known.tokens), length - known.start - 1)
+            places = range(max(0, same - LIMIT), same)
+            same = next((at for at in places if known.tokens[at] != text.tokens[known.start + at]), same)
+            if (
+                length - known.start - same > reads
+                or length - known.start + text.room > self.model.config.max_positions
+            ):
+                self._blocks.release(number)
+                known = None
+            else:
+                del known.tokens[same:]
+                self._blocks.truncate(number, same)
+        if known is None:
+            start = max(0, length - reads)
+            held = self._blocks.begin(number, text.tokens[start:], salt=text.salt)
+            known = self._known[number] = _Known(start, list(text.tokens[start : start + held]))
+        read = list(text.tokens[known.start + len(known.tokens) :])
         try:
-            copies = self._blocks.reserve(number, len(self._seen[number]) + len(tokens))
+            copies = self._blocks.reserve(number, len(known.tokens) + len(read) + text.room)
         except OutOfBlocks:
-            return False
+            return None
         self._cache.copy(copies)
-        return True
+        return _Drafting(row, text, known, read)
 
-    def _run(self, going: Sequence[_Drafting], parts: Sequence[list[int]]) -> Tensor:
-        """Logits (R, V) after each text's part, for which there is room; its keys are in the cache then."""
+    def _read(self, going: Sequence[_Drafting]) -> Tensor:
+        """Logits (R, V) after what is to be read of each text."""
         rows = []
-        for one, tokens in zip(going, parts, strict=True):
-            number, seen = one.text.number, self._seen[one.text.number]
-            rows.append(Rows(self._blocks.block_table(number), len(seen), len(tokens)))
-            seen.extend(tokens)
-            self._blocks.written(number, seen if len(seen) <= len(one.text.tokens) else seen[: len(one.text.tokens)])
-        step = self._cache.step(rows)
-        ids = torch.tensor([[token for tokens in parts for token in tokens]], device=self.model.device)
-        logits = self.model(ids, step.positions, step, rows=step.last)
+        for one in going:
+            number, known = one.text.number, one.known
+            rows.append(Rows(self._blocks.block_table(number), len(known.tokens), len(one.read)))
+            known.tokens.extend(one.read)
+            self._blocks.written(number, known.tokens)
+        logits = self._run([token for one in going for token in one.read], self._cache.step(rows))
         self._blocks.computed()
         return logits
 
-    def _draw(self, logits: Tensor, going: list[_Drafting], floor: float, chance: Chance) -> list[_Drafting]:
-        steps = [one.text.step + len(one.draft.tokens) for one in going]
-        sampler = self._sampler_of(going)
-        tokens = sampler.next_tokens(logits, steps=steps)
+    def _steps(self, going: Sequence[_Drafting], count: int) -> list[PagedStep]:
+        """For so many tokens more of each."""
+        rows = [Rows(self._blocks.block_table(one.text.number), len(one.known.tokens), count) for one in going]
+        return self._cache.next_steps(rows)
+
+    def _grow(
+        self, going: list[_Drafting], steps: Sequence[PagedStep], floor: float, chance: Chance
+    ) -> list[_Drafting]:
+        """`_run` and `_draw` for one step after the other, without Python between them."""
+        params = [one.text.params for one in going]
+        fed = [one.draft.tokens[-1] for one in going]
+        draws = Draws(
+            temperatures=[own.temperature for own in params],
+            seeds=[own.seed or 0 for own in params],
+            steps=[one.text.step + len(one.draft.tokens) for one in going],
+        )
+        chances = [chance(kind) for kind in range(len(_CONFIDENCE) + 1)]
+        likely = [one.likely for one in going]
+        ending = Ending(likely=likely, thresholds=_CONFIDENCE, chances=chances, floor=floor)
+        positions = torch.cat([step.positions for step in steps])
+        found = grow(self.model, fed, steps, positions, draws, ending)
+        more = []
+        for row, one in enumerate(going):
+            one.known.tokens += [fed[row], *(int(step[row][0]) for step in found[:-1])]
+            goes_on = all(self._take(one, int(step[row][0]), step[row][1], floor, chance) for step in found)
+            if goes_on:
+                more.append(one)
+        return more
+
+    def _run(self, tokens: list[int], step: PagedStep) -> Tensor:
+        return self.model(torch.tensor([tokens], device=self.model.device), step.positions, step, rows=step.last)
+
+    def _draw(
+        self, sampler: BatchSampler, logits: Tensor, going: list[_Drafting], floor: float, chance: Chance
+    ) -> list[_Drafting]:
+        """Give each draft its next token, if it is likely enough; those that can have another one."""
+        steps, rows = [one.text.step + len(one.draft.tokens) for one in going], [one.row for one in going]
+        tokens = sampler.next_tokens(logits, steps=steps, rows=rows)
         own = self.accept == "distribution"
-        shares = sampler.probabilities(logits, steps=steps) if own else logits.float().softmax(-1)
+        shares = sampler.probabilities(logits, steps=steps, rows=rows) if own else logits.float().softmax(-1)
         # By the largest share where the draft has noise of its own: what is proposed must not depend on what was drawn.
         top = (shares.amax(-1) if own else shares.gather(1, tokens[:, None])[:, 0]).tolist()
         more = []
         for one, token, share, drawn_from in zip(going, tokens.tolist(), top, shares, strict=True):
-            kind = sum(share >= least for least in _CONFIDENCE)
-            one.likely *= chance(kind)
-            if one.likely < floor:
-                continue
-            one.draft.tokens.append(token)
-            one.draft.kinds.append(kind)
-            if own and not one.text.params.greedy:
+            before = len(one.draft.tokens)
+            if self._take(one, token, share, floor, chance):
+                more.append(one)
+            if own and not one.text.params.greedy and len(one.draft.tokens) > before:
                 one.draft.probabilities.append(drawn_from)
-            one.feed = [token]
-            more.append(one)
         return more
 
-    def _sampler_of(self, going: list[_Drafting]) -> BatchSampler:
+    def _take(self, one: _Drafting, token: int, share: float, floor: float, chance: Chance) -> bool:
+        """Give a draft its next token, if it is likely enough; whether it can have another one."""
+        kind = sum(share >= least for least in _CONFIDENCE)
+        one.likely *= chance(kind)
+        if one.likely < floor:
+            return False
+        one.draft.tokens.append(token)
+        one.draft.kinds.append(kind)
+        return len(one.draft.tokens) < one.text.room
+
+    def _sampler_of(self, texts: Sequence[Text]) -> BatchSampler:
         """Of the target's settings but for penalties, whose history would have to be kept twice."""
-        numbers = [one.text.number for one in going]
+        numbers = [text.number for text in texts]
         if self._sampler is None or self._sampler[0] != numbers:
             plain = [
                 replace(
-                    one.text.params,
+                    text.params,
                     repetition_penalty=1.0,
                     presence_penalty=0.0,
                     frequency_penalty=0.0,
                     min_new_tokens=0,
-                    seed=other_seed(one.text.params.seed) if self.accept == "distribution" else one.text.params.seed,
+                    seed=other_seed(text.params.seed) if self.accept == "distribution" else text.params.seed,
                 )
-                for one in going
+                for text in texts
             ]
             vocabulary, device = self.model.config.vocab_size, self.model.device
             sampler = BatchSampler(plain, [()] * len(plain), eos_ids=(), vocab_size=vocabulary, device=device)
             self._sampler = numbers, sampler
         return self._sampler[1]
+
+
+def _is_plain(params: SamplingParams) -> bool:
+    """Draws by temperature alone; penalties are none of the draft's (see `_sampler_of`)."""
+    return params.greedy or not (params.top_k or params.min_p or params.logit_bias or params.top_p < 1)
 
 
 def check_vocabulary(draft: Transformer, target: Transformer, *, name: str) -> None:

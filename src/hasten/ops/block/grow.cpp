@@ -1,0 +1,155 @@
+// Several tokens of B sequences after each other, each drawn from the logits after the one before it: what a model that
+// drafts does, without a return to Python between them, which takes longer than a small model's step.
+#include "phases.h"
+
+#include <algorithm>
+#include <bit>
+
+namespace hasten {
+
+// block.cpp, linear/unpacked.cpp and draw/draw.cpp
+Tensor blocks(Tensor x, std::vector<Tensor> cos, std::vector<Tensor> sin, std::vector<int64_t> rope_index,
+              std::vector<Tensor> k_caches, std::vector<Tensor> v_caches, Tensor slot_mapping, Tensor query_start_loc,
+              Tensor seq_lens, Maybe first, Maybe block_table, int64_t block_size, bool rotated,
+              std::vector<Tensor> plans, Maybe chosen, Maybe times);
+Tensor norm_linear(Tensor x, HASTEN_NORM, HASTEN_WEIGHT, int64_t n);
+Tensor unpacked_rows(Tensor ids, Tensor data, Maybe scales, Maybe zeros, Maybe outer, int64_t out_features,
+                     int64_t in_features, int64_t group_size);
+Tensor draw(Tensor scores, Tensor seeds, Tensor steps);
+
+// Rows of the embedding in bf16, times `factor`, in bf16 again.
+static void scale_rows(float* x, int64_t count, float factor) {
+  auto rounded = [](F32 v) { return as<F32>(round_bf16(v) & 0xffff0000u); };
+  const F32 by = rounded(splat(factor));
+  alignas(64) float part[LANES];
+  for (int64_t i = 0; i < count; i += LANES) {
+    const int64_t n = std::min<int64_t>(LANES, count - i);
+    std::copy(x + i, x + i + n, part);
+    F32 value = rounded(load(part));
+    if (factor != 1.0f) value = rounded(value * by);
+    store(part, value);
+    std::copy(part, part + n, x + i);
+  }
+}
+
+struct Best {
+  int64_t token;
+  float score;
+};
+
+// The largest score, the first of equals.
+static Best largest_score(const float* scores, int64_t count) {
+  F32 most = splat(-INFINITY);
+  int64_t i = 0;
+  for (; i + LANES <= count; i += LANES) most = larger(load(scores + i), most);
+  float best = max_lanes(most);
+  for (; i < count; i++) best = std::max(best, scores[i]);
+  const int64_t at = std::find(scores, scores + count, best) - scores;
+  return {at < count ? at : 0, best};  // of numbers that are none the first
+}
+
+// The sum of e^(score - most).
+static float sum_of_exp(const float* scores, int64_t count, float most) {
+  F32 sum{};
+  int64_t i = 0;
+  for (; i + LANES <= count; i += LANES) sum += exp(load(scores + i) - splat(most));
+  float all = sum_lanes(sum);
+  for (; i < count; i++) all += std::exp(scores[i] - most);
+  return all;
+}
+
+// tokens (B,) int64: the newest of each sequence, not in the cache yet. slot_mapping, seq_lens: of each step, (B,). cos, sin:
+// of each step all tables, (B, dim/2). table (V, C) bf16: the embedding, where it is not the head's weight. Step i draws for
+// row b with seeds[b], steps[b] + i and temperatures[b] float32, 0 for the likeliest. It ends early when for no row the chance
+// that all its tokens are accepted, likely[b] times that of each token's kind, reaches `floor`; a token's kind is how many of
+// `thresholds` its share of probability reaches. Returns (steps that were made, B, 2) float64: token and share.
+Tensor grow(Tensor tokens, std::vector<Tensor> slot_mapping, Tensor query_start_loc, std::vector<Tensor> seq_lens,
+            Tensor block_table, int64_t block_size, bool rotated, std::vector<Tensor> cos, std::vector<Tensor> sin,
+            std::vector<int64_t> rope_index, std::vector<Tensor> k_caches, std::vector<Tensor> v_caches,
+            std::vector<Tensor> plans, Maybe table, double embedding_scale, int64_t c, HASTEN_NORM, HASTEN_WEIGHT,
+            int64_t n, int64_t vocabulary, double softcap, Tensor seeds, Tensor steps, Tensor temperatures,
+            std::vector<double> thresholds, std::vector<double> chances, std::vector<double> likely, double floor) {
+  const int64_t rows = tokens.numel(), count = int64_t(slot_mapping.size());
+  const int64_t ropes = count ? int64_t(cos.size()) / count : 0;
+  for (const Tensor& each : {tokens, seeds, steps})
+    STD_TORCH_CHECK(each.numel() == rows && each.is_contiguous() && each.scalar_type() == ScalarType::Long,
+                    "tokens, seeds and steps are int64, one a row");
+  STD_TORCH_CHECK(temperatures.numel() == rows && temperatures.is_contiguous() &&
+                      temperatures.scalar_type() == ScalarType::Float && int64_t(likely.size()) == rows,
+                  "each row needs its temperature, float32, and its chance");
+  STD_TORCH_CHECK(int64_t(seq_lens.size()) == count && int64_t(cos.size()) == ropes * count && cos.size() == sin.size(),
+                  "each step needs its slots, lengths, cosines and sines");
+  STD_TORCH_CHECK(chances.size() == thresholds.size() + 1, "there is one kind more than there are thresholds");
+  STD_TORCH_CHECK(vocabulary > 0 && vocabulary <= n, "there are ", n, " logits, fewer than ", vocabulary);
+  STD_TORCH_CHECK(!table || (table->scalar_type() == ScalarType::BFloat16 && table->is_contiguous() && table->dim() == 2 &&
+                             table->size(0) >= vocabulary && table->size(1) == c),
+                  "the embedding is bfloat16 (V, ", c, ")");
+  const auto* seed = static_cast<const int64_t*>(seeds.const_data_ptr());
+  const auto* first = static_cast<const int64_t*>(steps.const_data_ptr());
+  const auto* temperature = static_cast<const float*>(temperatures.const_data_ptr());
+  const bool draws = std::any_of(temperature, temperature + rows, [](float t) { return t > 0; });
+  Tensor ids = empty({rows}, ScalarType::Long), places = empty({rows}, ScalarType::Long);
+  auto* id = static_cast<int64_t*>(ids.mutable_data_ptr());
+  auto* place = static_cast<int64_t*>(places.mutable_data_ptr());
+  std::copy_n(static_cast<const int64_t*>(tokens.const_data_ptr()), rows, id);
+  std::vector<double> found;
+  for (int64_t step = 0; step < count; step++) {
+    Tensor x = table ? empty({rows, c}, ScalarType::Float)
+                     : unpacked_rows(ids, data, scales, zeros, outer, vocabulary, c, group_size);
+    float* state = static_cast<float*>(x.mutable_data_ptr());
+    for (int64_t b = 0; table && b < rows; b++) {
+      STD_TORCH_CHECK(id[b] >= 0 && id[b] < vocabulary, "there is no row ", id[b], " of ", vocabulary);
+      const auto* from = static_cast<const uint16_t*>(table->const_data_ptr()) + id[b] * c;
+      for (int64_t k = 0; k < c; k++) state[b * c + k] = std::bit_cast<float>(uint32_t(from[k]) << 16);
+    }
+    scale_rows(state, rows * c, float(embedding_scale));
+    auto of_step = [&](const std::vector<Tensor>& all) {
+      return std::vector<Tensor>(all.begin() + step * ropes, all.begin() + (step + 1) * ropes);
+    };
+    x = blocks(x, of_step(cos), of_step(sin), rope_index, k_caches, v_caches, slot_mapping[step], query_start_loc,
+               seq_lens[step], std::nullopt, block_table, block_size, rotated, plans, std::nullopt, std::nullopt);
+    Tensor logits = norm_linear(x, norm_weight, norm_bias, eps, offset, centred, data, scales, zeros, outer, bias,
+                                group_size, planes, n);
+    float* all = static_cast<float*>(logits.mutable_data_ptr());
+    Tensor scores = empty({rows, draws ? vocabulary : 0}, ScalarType::Float);
+    float* score = static_cast<float*>(scores.mutable_data_ptr());
+    std::vector<Best> best(rows);
+    std::vector<float> sums(rows);
+    for_chunks(rows, [&](int64_t b) {
+      float* own = all + b * n;
+      if (softcap > 0)
+        for (int64_t i = 0; i < vocabulary; i++) own[i] = float(softcap) * std::tanh(own[i] / float(softcap));
+      best[b] = largest_score(own, vocabulary);
+      sums[b] = sum_of_exp(own, vocabulary, best[b].score);
+      place[b] = first[b] + step;
+      const float by = temperature[b] > 0 ? temperature[b] : 1.0f;
+      for (int64_t i = 0; draws && i < vocabulary; i++) score[b * vocabulary + i] = (own[i] - best[b].score) / by;
+    });
+    const Tensor drawn = draws ? draw(scores, seeds, places) : ids;
+    const auto* token = static_cast<const int64_t*>(drawn.const_data_ptr());
+    double most = 0;
+    for (int64_t b = 0; b < rows; b++) {
+      // Where the draw is too near to tell, a guess is good enough.
+      id[b] = temperature[b] > 0 && token[b] >= 0 ? token[b] : best[b].token;
+      const double share = std::exp(all[b * n + id[b]] - best[b].score) / sums[b];
+      const auto kind = std::count_if(thresholds.begin(), thresholds.end(), [&](double least) { return share >= least; });
+      likely[b] *= chances[kind];
+      most = std::max(most, likely[b]);
+      found.push_back(double(id[b]));
+      found.push_back(share);
+    }
+    if (most < floor) break;
+  }
+  Tensor out = empty({rows ? int64_t(found.size()) / (2 * rows) : 0, rows, 2}, ScalarType::Double);
+  std::copy(found.begin(), found.end(), static_cast<double*>(out.mutable_data_ptr()));
+  return out;
+}
+
+}  // namespace hasten
+
+STABLE_TORCH_LIBRARY_FRAGMENT(HASTEN_LIBRARY, m) {
+  m.def("grow(Tensor tokens, Tensor[] slot_mapping, Tensor query_start_loc, Tensor[] seq_lens, Tensor block_table, int block_size, bool rotated, Tensor[] cos, Tensor[] sin, int[] rope_index, Tensor(a!)[] k_caches, Tensor(b!)[] v_caches, Tensor[] plans, Tensor? table, float embedding_scale, int hidden_size, Tensor? norm_weight, Tensor? norm_bias, float eps, float offset, bool centred, Tensor data, Tensor? scales, Tensor? zeros, Tensor? outer, Tensor? bias, int group_size, int planes, int out_features, int vocab_size, float softcap, Tensor seeds, Tensor steps, Tensor temperatures, float[] thresholds, float[] chances, float[] likely, float floor) -> Tensor");
+}
+STABLE_TORCH_LIBRARY_IMPL(HASTEN_LIBRARY, CPU, m) {
+  m.impl("grow", TORCH_BOX(&hasten::grow));
+}

@@ -1,0 +1,79 @@
+"""A model that drafts: the native steps draft what those in Python do, and little of a text is read."""
+
+import pytest
+
+import hasten
+from hasten.generation.params import SamplingParams
+from hasten.generation.speculation import DraftModel, Text
+from hasten.generation.speculation import draft_model as module
+from hasten.model.fused import refusal
+from hasten.model.grow import can_grow
+from references import make_reference
+
+PARAMS = {
+    "greedy": [{"temperature": 0}] * 3,
+    "draws": [{"temperature": 0.9}, {"temperature": 0}, {"temperature": 1.4, "repetition_penalty": 1.3}],
+}
+
+
+def texts_of(lengths, *, settings, room=12, begins=0):
+    return [
+        Text(
+            number=number,
+            tokens=[(begins + 7 * i + 3 * number) % 90 + 4 for i in range(length)],
+            step=5 + number,
+            params=SamplingParams(seed=number, **settings[number]),
+            room=room - 2 * number,
+        )
+        for number, length in enumerate(lengths)
+    ]
+
+
+def fused(name):
+    model = hasten.load(make_reference(name), dtype="bfloat16")
+    if reason := refusal(model):
+        pytest.skip(reason)
+    return hasten.fuse(model)
+
+
+@pytest.mark.parametrize("kind", PARAMS)
+@pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3"])  # softcaps, scaled and untied embeddings among them
+def test_native_steps_draft_what_python_does(name, kind, monkeypatch):
+    model = fused(name)
+    assert can_grow(model)
+    found = []
+    for native in (True, False):
+        monkeypatch.setattr(module, "can_grow", lambda _, native=native: native)
+        proposer = DraftModel(model, tokens=1024)
+        own = []
+        for length, floor in ((9, 0.0), (12, 0.2), (40, 0.02)):  # the second ends early, and goes back
+            texts = texts_of([length, length + 3, 2 * length], settings=PARAMS[kind])
+            own.append(proposer.propose(texts, floor=floor, chance=lambda kind: min(0.7, (kind + 1) / 10)))
+        found.append(own)
+    assert found[0] == found[1]
+    lengths = [len(draft.tokens) for drafts in found[0] for draft in drafts]
+    assert max(lengths) == 12
+    assert min(lengths) < 6
+
+
+def test_only_the_end_of_a_text_is_read(monkeypatch):
+    """Of a new one, of one that went on for long without drafts, and of one that has outgrown the model's positions."""
+    model = hasten.load(make_reference("llama"))
+    assert model.config.max_positions == 256
+    proposer, read, run = DraftModel(model, tokens=1024), [], DraftModel._read
+
+    def counted(self, going):
+        read.append([len(one.read) for one in going])
+        return run(self, going)
+
+    monkeypatch.setattr(DraftModel, "_read", counted)
+    for length in (50, 53, 130, 132, 190, 250, 310, 325):
+        (draft,) = proposer.propose(
+            texts_of([length], settings=PARAMS["greedy"], room=4), floor=0.0, chance=lambda kind: 1.0
+        )
+        assert len(draft.tokens) == 4
+    # What was drafted was wrong. 77 tokens are too many to catch up with; the last 259 have no room.
+    assert read == [[50], [3], [64], [2], [58], [60], [60], [64]]
+    proposer.end(0, ())
+    proposer._blocks.check()
+    assert proposer._blocks.free == proposer._blocks.blocks
