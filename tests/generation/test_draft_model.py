@@ -60,13 +60,13 @@ def test_only_the_end_of_a_text_is_read(monkeypatch):
     """Of a new one, of one that went on for long without drafts, and of one that has outgrown the model's positions."""
     model = hasten.load(make_reference("llama"))
     assert model.config.max_positions == 256
-    proposer, read, run = DraftModel(model, tokens=1024), [], DraftModel._read
+    proposer, read, run = DraftModel(model, tokens=1024), [], DraftModel._reading
 
     def counted(self, going):
         read.append([len(one.read) for one in going])
         return run(self, going)
 
-    monkeypatch.setattr(DraftModel, "_read", counted)
+    monkeypatch.setattr(DraftModel, "_reading", counted)
     for length in (50, 53, 130, 132, 190, 250, 310, 325):
         (draft,) = proposer.propose(
             texts_of([length], settings=PARAMS["greedy"], room=4), floor=0.0, chance=lambda kind: 1.0

@@ -53,29 +53,33 @@ def can_grow(model: Transformer) -> bool:
 
 
 def grow(
-    model: Transformer, tokens: Sequence[int], steps: Sequence[Context], positions: Tensor, draws: Draws, ending: Ending
+    model: Transformer,
+    tokens: Sequence[int],
+    steps: Sequence[Context],
+    positions: Sequence[Tensor],
+    draws: Draws,
+    ending: Ending,
 ) -> list[list[list[float]]]:
     """The next token of each row and its share of probability, [token, share] by step and row.
 
-    tokens: the newest of each of the B rows, not in the cache yet. steps: a context of one token of each row for every
-    step; positions int64 (steps, B).
+    tokens: those of the B rows that are not in the cache yet, end to end, one of each at least. steps: a context and
+    positions int64 (1, N) for each; the first step takes the tokens, every other one token more of each row.
     """
     stack, head, config = model.stack, model.head, model.config
     assert isinstance(stack, FusedStack)
     views = [view for step in steps if (view := step.all_layers) is not None]
-    ropes = [table(positions[:, None]) for table in model.ropes]  # cos and sin, (steps, 1, B, dim/2) each
-    cos, sin = ([one for step in zip(*(t[i].unbind(0) for t in ropes), strict=True) for one in step] for i in (0, 1))
-    first = views[0].metadata
+    ropes = [table(own) for own in positions for table in model.ropes]
+    last = views[-1].metadata  # whose block table is the longest
     found: Tensor = native_ops().grow.default(
         torch.tensor(tokens),
         [view.metadata.slot_mapping for view in views],
-        first.query_start_loc,
+        [view.metadata.query_start_loc for view in views],
         [view.metadata.seq_lens for view in views],
-        first.block_table,
-        first.block_size,
-        first.rows.rotated,
-        cos,
-        sin,
+        last.block_table,
+        last.block_size,
+        last.rows.rotated,
+        [cos for cos, _ in ropes],
+        [sin for _, sin in ropes],
         stack.rope_index,
         views[0].k,
         views[0].v,

@@ -7,7 +7,6 @@ Of a text that is new to it, or that went on for long without it, it reads the l
 mostly on those, and reading a whole prompt may take longer than drafts for a short answer can win back.
 """
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -80,21 +79,15 @@ class DraftModel:
             drafts[one.row] = one.draft
         if not going:
             return drafts
-        sampler, logits = self._sampler_of(texts), self._read(going)
-        going = self._draw(sampler, logits, going, floor, chance)
+        sampler = self._sampler_of(texts)
         native = can_grow(self.model) and self.accept == "exact" and all(_is_plain(text.params) for text in texts)
         while going:
             count = min(one.text.room - len(one.draft.tokens) for one in going)
-            steps = deque(self._steps(going, count))
+            steps = [self._reading(going), *self._steps(going, count - 1)]
             if native:
                 going = self._grow(going, steps, floor, chance)
-                continue
-            before = len(going)
-            while steps and len(going) == before:
-                for one in going:
-                    one.known.tokens.append(one.draft.tokens[-1])
-                logits = self._run([one.draft.tokens[-1] for one in going], steps.popleft())
-                going = self._draw(sampler, logits, going, floor, chance)
+            else:
+                going = self._in_python(sampler, going, steps, floor, chance)
         return drafts
 
     def end(self, number: int, answer: Sequence[int], *, salt: str = "") -> None:
@@ -136,29 +129,26 @@ class DraftModel:
         self._cache.copy(copies)
         return _Drafting(row, text, known, read)
 
-    def _read(self, going: Sequence[_Drafting]) -> Tensor:
-        """Logits (R, V) after what is to be read of each text."""
+    def _reading(self, going: Sequence[_Drafting]) -> PagedStep:
+        """A step over what is to be read of each text."""
         rows = []
         for one in going:
-            number, known = one.text.number, one.known
-            rows.append(Rows(self._blocks.block_table(number), len(known.tokens), len(one.read)))
-            known.tokens.extend(one.read)
-            self._blocks.written(number, known.tokens)
-        logits = self._run([token for one in going for token in one.read], self._cache.step(rows))
-        self._blocks.computed()
-        return logits
+            number, seen = one.text.number, one.known.tokens
+            rows.append(Rows(self._blocks.block_table(number), len(seen), len(one.read)))
+            if not one.draft.tokens:  # all of it stands in the text
+                self._blocks.written(number, [*seen, *one.read])
+        return self._cache.step(rows)
 
     def _steps(self, going: Sequence[_Drafting], count: int) -> list[PagedStep]:
         """For so many tokens more of each."""
-        rows = [Rows(self._blocks.block_table(one.text.number), len(one.known.tokens), count) for one in going]
-        return self._cache.next_steps(rows)
+        places = [(one.text.number, len(one.known.tokens) + len(one.read)) for one in going]
+        return self._cache.next_steps([Rows(self._blocks.block_table(n), start, count) for n, start in places])
 
     def _grow(
         self, going: list[_Drafting], steps: Sequence[PagedStep], floor: float, chance: Chance
     ) -> list[_Drafting]:
-        """`_run` and `_draw` for one step after the other, without Python between them."""
+        """Each draft's next tokens, one a step, without Python between the steps; those that can have more."""
         params = [one.text.params for one in going]
-        fed = [one.draft.tokens[-1] for one in going]
         draws = Draws(
             temperatures=[own.temperature for own in params],
             seeds=[own.seed or 0 for own in params],
@@ -167,18 +157,38 @@ class DraftModel:
         chances = [chance(kind) for kind in range(len(_CONFIDENCE) + 1)]
         likely = [one.likely for one in going]
         ending = Ending(likely=likely, thresholds=_CONFIDENCE, chances=chances, floor=floor)
-        positions = torch.cat([step.positions for step in steps])
-        found = grow(self.model, fed, steps, positions, draws, ending)
+        tokens = [token for one in going for token in one.read]
+        found = grow(self.model, tokens, steps, [step.positions for step in steps], draws, ending)
+        self._blocks.computed()
         more = []
         for row, one in enumerate(going):
-            one.known.tokens += [fed[row], *(int(step[row][0]) for step in found[:-1])]
-            goes_on = all(self._take(one, int(step[row][0]), step[row][1], floor, chance) for step in found)
-            if goes_on:
+            drawn = [int(step[row][0]) for step in found]
+            one.known.tokens += [*one.read, *drawn[:-1]]
+            one.read = drawn[-1:]
+            shares = [step[row][1] for step in found]
+            if all(self._take(one, *pair, floor, chance) for pair in zip(drawn, shares, strict=True)):
                 more.append(one)
         return more
 
-    def _run(self, tokens: list[int], step: PagedStep) -> Tensor:
-        return self.model(torch.tensor([tokens], device=self.model.device), step.positions, step, rows=step.last)
+    def _in_python(
+        self,
+        sampler: BatchSampler,
+        going: list[_Drafting],
+        steps: Sequence[PagedStep],
+        floor: float,
+        chance: Chance,
+    ) -> list[_Drafting]:
+        """`_grow` for any model and any settings, until some draft ends."""
+        for step in steps:
+            ids = torch.tensor([[token for one in going for token in one.read]], device=self.model.device)
+            logits = self.model(ids, step.positions, step, rows=step.last)
+            self._blocks.computed()
+            for one in going:
+                one.known.tokens += one.read
+            more = self._draw(sampler, logits, going, floor, chance)
+            if len(more) < len(going):
+                return more
+        return going
 
     def _draw(
         self, sampler: BatchSampler, logits: Tensor, going: list[_Drafting], floor: float, chance: Chance
@@ -192,7 +202,7 @@ class DraftModel:
         top = (shares.amax(-1) if own else shares.gather(1, tokens[:, None])[:, 0]).tolist()
         more = []
         for one, token, share, drawn_from in zip(going, tokens.tolist(), top, shares, strict=True):
-            before = len(one.draft.tokens)
+            one.read, before = [token], len(one.draft.tokens)
             if self._take(one, token, share, floor, chance):
                 more.append(one)
             if own and not one.text.params.greedy and len(one.draft.tokens) > before:

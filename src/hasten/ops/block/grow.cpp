@@ -58,22 +58,27 @@ static float sum_of_exp(const float* scores, int64_t count, float most) {
   return all;
 }
 
-// tokens (B,) int64: the newest of each sequence, not in the cache yet. slot_mapping, seq_lens: of each step, (B,). cos, sin:
-// of each step all tables, (B, dim/2). table (V, C) bf16: the embedding, where it is not the head's weight. Step i draws for
+// tokens (N,) int64: of each sequence those that are not in the cache yet, end to end, one at least. slot_mapping,
+// query_start_loc and seq_lens: of each step; the first takes the tokens, each other one more of every sequence. cos, sin: of
+// each step all tables, (N or B, dim/2). table (V, C) bf16: the embedding, where it is not the head's weight. Step i draws for
 // row b with seeds[b], steps[b] + i and temperatures[b] float32, 0 for the likeliest. It ends early when for no row the chance
 // that all its tokens are accepted, likely[b] times that of each token's kind, reaches `floor`; a token's kind is how many of
 // `thresholds` its share of probability reaches. Returns (steps that were made, B, 2) float64: token and share.
-Tensor grow(Tensor tokens, std::vector<Tensor> slot_mapping, Tensor query_start_loc, std::vector<Tensor> seq_lens,
-            Tensor block_table, int64_t block_size, bool rotated, std::vector<Tensor> cos, std::vector<Tensor> sin,
+Tensor grow(Tensor tokens, std::vector<Tensor> slot_mapping, std::vector<Tensor> query_start_loc,
+            std::vector<Tensor> seq_lens, Tensor block_table, int64_t block_size, bool rotated, std::vector<Tensor> cos, std::vector<Tensor> sin,
             std::vector<int64_t> rope_index, std::vector<Tensor> k_caches, std::vector<Tensor> v_caches,
             std::vector<Tensor> plans, Maybe table, double embedding_scale, int64_t c, HASTEN_NORM, HASTEN_WEIGHT,
             int64_t n, int64_t vocabulary, double softcap, Tensor seeds, Tensor steps, Tensor temperatures,
             std::vector<double> thresholds, std::vector<double> chances, std::vector<double> likely, double floor) {
-  const int64_t rows = tokens.numel(), count = int64_t(slot_mapping.size());
+  const int64_t rows = seeds.numel(), count = int64_t(slot_mapping.size());
   const int64_t ropes = count ? int64_t(cos.size()) / count : 0;
-  for (const Tensor& each : {tokens, seeds, steps})
-    STD_TORCH_CHECK(each.numel() == rows && each.is_contiguous() && each.scalar_type() == ScalarType::Long,
-                    "tokens, seeds and steps are int64, one a row");
+  STD_TORCH_CHECK(count && int64_t(query_start_loc.size()) == count && query_start_loc[0].numel() == rows + 1,
+                  "each step needs the places of its ", rows, " sequences");
+  for (const Tensor& each : {tokens, query_start_loc[0], seeds, steps})
+    STD_TORCH_CHECK(each.is_contiguous() && each.scalar_type() == ScalarType::Long, "tokens, places, seeds and steps are int64");
+  const auto* start = static_cast<const int64_t*>(query_start_loc[0].const_data_ptr());
+  for (int64_t b = 0; b < rows; b++) STD_TORCH_CHECK(start[b] >= 0 && start[b] < start[b + 1], "each row needs a token");
+  STD_TORCH_CHECK(start[rows] == tokens.numel() && steps.numel() == rows, "the places are not those of the tokens");
   STD_TORCH_CHECK(temperatures.numel() == rows && temperatures.is_contiguous() &&
                       temperatures.scalar_type() == ScalarType::Float && int64_t(likely.size()) == rows,
                   "each row needs its temperature, float32, and its chance");
@@ -88,26 +93,34 @@ Tensor grow(Tensor tokens, std::vector<Tensor> slot_mapping, Tensor query_start_
   const auto* first = static_cast<const int64_t*>(steps.const_data_ptr());
   const auto* temperature = static_cast<const float*>(temperatures.const_data_ptr());
   const bool draws = std::any_of(temperature, temperature + rows, [](float t) { return t > 0; });
-  Tensor ids = empty({rows}, ScalarType::Long), places = empty({rows}, ScalarType::Long);
-  auto* id = static_cast<int64_t*>(ids.mutable_data_ptr());
+  Tensor drafted = empty({rows}, ScalarType::Long), places = empty({rows}, ScalarType::Long);
+  auto* id = static_cast<int64_t*>(drafted.mutable_data_ptr());
   auto* place = static_cast<int64_t*>(places.mutable_data_ptr());
-  std::copy_n(static_cast<const int64_t*>(tokens.const_data_ptr()), rows, id);
   std::vector<double> found;
   for (int64_t step = 0; step < count; step++) {
-    Tensor x = table ? empty({rows, c}, ScalarType::Float)
+    const Tensor& ids = step ? drafted : tokens;
+    const auto* given = static_cast<const int64_t*>(ids.const_data_ptr());
+    Tensor x = table ? empty({ids.numel(), c}, ScalarType::Float)
                      : unpacked_rows(ids, data, scales, zeros, outer, vocabulary, c, group_size);
     float* state = static_cast<float*>(x.mutable_data_ptr());
-    for (int64_t b = 0; table && b < rows; b++) {
-      STD_TORCH_CHECK(id[b] >= 0 && id[b] < vocabulary, "there is no row ", id[b], " of ", vocabulary);
-      const auto* from = static_cast<const uint16_t*>(table->const_data_ptr()) + id[b] * c;
-      for (int64_t k = 0; k < c; k++) state[b * c + k] = std::bit_cast<float>(uint32_t(from[k]) << 16);
+    for (int64_t i = 0; table && i < ids.numel(); i++) {
+      STD_TORCH_CHECK(given[i] >= 0 && given[i] < vocabulary, "there is no row ", given[i], " of ", vocabulary);
+      const auto* from = static_cast<const uint16_t*>(table->const_data_ptr()) + given[i] * c;
+      for (int64_t k = 0; k < c; k++) state[i * c + k] = std::bit_cast<float>(uint32_t(from[k]) << 16);
     }
-    scale_rows(state, rows * c, float(embedding_scale));
+    scale_rows(state, ids.numel() * c, float(embedding_scale));
     auto of_step = [&](const std::vector<Tensor>& all) {
       return std::vector<Tensor>(all.begin() + step * ropes, all.begin() + (step + 1) * ropes);
     };
-    x = blocks(x, of_step(cos), of_step(sin), rope_index, k_caches, v_caches, slot_mapping[step], query_start_loc,
+    x = blocks(x, of_step(cos), of_step(sin), rope_index, k_caches, v_caches, slot_mapping[step], query_start_loc[step],
                seq_lens[step], std::nullopt, block_table, block_size, rotated, plans, std::nullopt, std::nullopt);
+    if (!step) {  // each sequence's last token is scored
+      const auto* from = static_cast<const float*>(x.const_data_ptr());
+      Tensor last = empty({rows, c}, ScalarType::Float);
+      for (int64_t b = 0; b < rows; b++)
+        std::copy_n(from + (start[b + 1] - 1) * c, c, static_cast<float*>(last.mutable_data_ptr()) + b * c);
+      x = last;
+    }
     Tensor logits = norm_linear(x, norm_weight, norm_bias, eps, offset, centred, data, scales, zeros, outer, bias,
                                 group_size, planes, n);
     float* all = static_cast<float*>(logits.mutable_data_ptr());
@@ -125,7 +138,7 @@ Tensor grow(Tensor tokens, std::vector<Tensor> slot_mapping, Tensor query_start_
       const float by = temperature[b] > 0 ? temperature[b] : 1.0f;
       for (int64_t i = 0; draws && i < vocabulary; i++) score[b * vocabulary + i] = (own[i] - best[b].score) / by;
     });
-    const Tensor drawn = draws ? draw(scores, seeds, places) : ids;
+    const Tensor drawn = draws ? draw(scores, seeds, places) : drafted;
     const auto* token = static_cast<const int64_t*>(drawn.const_data_ptr());
     double most = 0;
     for (int64_t b = 0; b < rows; b++) {
@@ -148,7 +161,7 @@ Tensor grow(Tensor tokens, std::vector<Tensor> slot_mapping, Tensor query_start_
 }  // namespace hasten
 
 STABLE_TORCH_LIBRARY_FRAGMENT(HASTEN_LIBRARY, m) {
-  m.def("grow(Tensor tokens, Tensor[] slot_mapping, Tensor query_start_loc, Tensor[] seq_lens, Tensor block_table, int block_size, bool rotated, Tensor[] cos, Tensor[] sin, int[] rope_index, Tensor(a!)[] k_caches, Tensor(b!)[] v_caches, Tensor[] plans, Tensor? table, float embedding_scale, int hidden_size, Tensor? norm_weight, Tensor? norm_bias, float eps, float offset, bool centred, Tensor data, Tensor? scales, Tensor? zeros, Tensor? outer, Tensor? bias, int group_size, int planes, int out_features, int vocab_size, float softcap, Tensor seeds, Tensor steps, Tensor temperatures, float[] thresholds, float[] chances, float[] likely, float floor) -> Tensor");
+  m.def("grow(Tensor tokens, Tensor[] slot_mapping, Tensor[] query_start_loc, Tensor[] seq_lens, Tensor block_table, int block_size, bool rotated, Tensor[] cos, Tensor[] sin, int[] rope_index, Tensor(a!)[] k_caches, Tensor(b!)[] v_caches, Tensor[] plans, Tensor? table, float embedding_scale, int hidden_size, Tensor? norm_weight, Tensor? norm_bias, float eps, float offset, bool centred, Tensor data, Tensor? scales, Tensor? zeros, Tensor? outer, Tensor? bias, int group_size, int planes, int out_features, int vocab_size, float softcap, Tensor seeds, Tensor steps, Tensor temperatures, float[] thresholds, float[] chances, float[] likely, float floor) -> Tensor");
 }
 STABLE_TORCH_LIBRARY_IMPL(HASTEN_LIBRARY, CPU, m) {
   m.impl("grow", TORCH_BOX(&hasten::grow));
