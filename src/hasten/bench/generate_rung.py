@@ -219,7 +219,7 @@ class Stream:
         if self.decoder is not None and self.batch == 1:
             from hasten.generation.speculation import measure_step_cost
 
-            cost = measure_step_cost(self.model, row_counts=(1,), seconds=0.1)
+            cost = measure_step_cost(self.model, row_counts=(1,), seconds=0.1, layers=len(self.model.config.layers))
             found["predicted_tokens_per_second"] = 1 / cost.seconds(1, len(self.prompts[0]) + self.new_tokens / 2)
         if self.batch > 1:
             found["decode_tokens_per_second_per_sequence"] = each

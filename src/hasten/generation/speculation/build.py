@@ -57,7 +57,10 @@ def make_speculator(
     proposer = _proposer(model, draft, tokens, accept)
     if accept == "distribution" and not isinstance(proposer, DraftModel | None):
         raise ConfigError(f"accept='distribution' is for a model that drafts; {proposer.name} gives no probabilities")
-    return None if proposer is None else Speculator(proposer, step_cost(model), most=most)
+    if proposer is None:
+        return None
+    seconds = proposer.warm_up() if isinstance(proposer, DraftModel) else (0.0, 0.0)
+    return Speculator(proposer, step_cost(model), most=most, seconds=seconds)
 
 
 def _proposer(model: Transformer, draft: str | Path | Transformer, tokens: int, accept: Accept) -> Proposer | None:
@@ -107,7 +110,7 @@ def step_cost(model: Transformer) -> StepCost:
     formats = sorted({f"{kind}" for kind in (model.quantization or {}).values()})
     shape = replace(model.config, source={})
     where = f"{model.device}, {processor_name()}, {choose_isa()}, {torch.get_num_threads()} threads"
-    key = f"{shape} {formats} {model.dtype} {model.readable} {where}"
+    key = f"2 {shape} {formats} {model.dtype} {model.readable} {where}"
     file = f"{hashlib.sha256(key.encode()).hexdigest()[:20]}.json"
     with suppress(OSError, ResourceError, ValueError, KeyError, TypeError):
         return StepCost(**json.loads((cache_folder("steps") / file).read_text(encoding="utf-8"))["cost"])

@@ -1,6 +1,4 @@
-"""What a step of a model costs by its rows and context, on this machine: measured block by block, corrected while
-running.
-"""
+"""What a step of a model costs by its rows and context, on this machine: measured, and corrected while running."""
 
 import itertools
 import statistics
@@ -12,12 +10,14 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from hasten.generation.cache import StaticCache
+from hasten.generation.decoder import Decoder
 from hasten.model.transformer import Transformer
 
 ROWS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
 CONTEXTS = (128, 1024)
 _SECONDS = 1.5  # for all of them together
 _BEND = 0.1  # of a cost, by one step
+_SMALL = 1 << 27  # bytes of weights: below that, what is around the blocks matters, and whole steps are soon made
 
 
 @dataclass(slots=True)
@@ -55,9 +55,9 @@ class StepCost:
         at = min(bisect_left(self.rows, rows), len(self.rows) - 1)
         self._seen[at] += 1
         step = towards(1.0, seconds / self.seconds(rows, context), most=max(_BEND, 0.5 / self._seen[at]))
-        # Mostly where it was measured; but a machine that is slower now is so for all rows.
-        for i in range(len(self._correction)):
-            self._correction[i] *= step if i == at else 1 + (step - 1) / 5
+        # A machine that is slower now is so for all rows; what was seen of other rows says more of them.
+        for i, seen in enumerate(self._seen):
+            self._correction[i] *= 1 + (step - 1) / 5 if seen and i != at else step
 
 
 def towards(old: float, new: float, *, most: float) -> float:
@@ -71,19 +71,56 @@ def towards(old: float, new: float, *, most: float) -> float:
 def measure_step_cost(
     model: Transformer, *, row_counts: Sequence[int] = ROWS, seconds: float = _SECONDS, layers: int | None = None
 ) -> StepCost:
-    """Time single blocks, times the layers, and the head: rows of one sequence over a cache of its own.
+    """Time whole steps of a small model; of others single blocks, times the layers, and the head. Rows of one sequence
+    over a cache of its own.
 
-    layers: of the model that this one is a piece of, where it is.
-
-    Each call takes the next block: one that is called again and again would lie in the processor's cache, where in a
-    real step it does not.
+    layers: of the model that this one is a piece of, where it is: then it is timed by blocks.
     """
-    config, device = model.config, model.device
-    layers = layers or len(config.layers)
+    config = model.config
     # Learned positions end somewhere.
     most = [count for count in row_counts if count <= max(1, config.max_positions // 2)]
     longest = max(2, min(CONTEXTS[-1], config.max_positions - most[-1]))
-    contexts = [min(CONTEXTS[0], longest // 2), longest]
+    contexts = (min(CONTEXTS[0], longest // 2), longest)
+    if layers is None and sum(t.nbytes for t in model.state_dict().values()) <= _SMALL:
+        times = _whole_steps(model, most, contexts, seconds)
+    else:
+        times = _blocks_and_head(model, most, contexts, seconds, layers or len(config.layers))
+    base, per_token = [0.0], [0.0]
+    for low, high in times:
+        slope = max(0.0, high - low) / (contexts[1] - contexts[0])
+        # More rows never cost less: what says so is noise.
+        base.append(max(low - slope * contexts[0], base[-1]))
+        per_token.append(max(slope, per_token[-1]))
+    return StepCost(most, base[1:], per_token[1:])
+
+
+Times = list[tuple[float, float]]  # seconds over the two contexts, by the number of rows
+
+
+def _whole_steps(model: Transformer, most: Sequence[int], contexts: tuple[int, int], seconds: float) -> Times:
+    """With all that Python does around them, up to the tokens themselves."""
+    decoder = Decoder(model, batch=1, capacity=contexts[1] + most[-1])
+
+    def step(rows: int, context: int) -> Callable[[], object]:
+        def call() -> object:
+            decoder.lengths = [context]
+            return decoder.verify([[1] * rows]).argmax(-1).tolist()
+
+        return call
+
+    calls = [step(rows, context) for context in contexts for rows in most]
+    times = _in_turn(calls, seconds, model.device)
+    return list(zip(times[: len(most)], times[len(most) :], strict=True))
+
+
+def _blocks_and_head(
+    model: Transformer, most: Sequence[int], contexts: tuple[int, int], seconds: float, layers: int
+) -> Times:
+    """Each call takes the next block: one that is called again and again would lie in the processor's cache, where in a
+    real step it does not.
+    """
+    config, device = model.config, model.device
+    longest = contexts[1]
     one = replace(config, layers=config.layers[:1])
     cache = StaticCache(one, batch=1, capacity=longest + most[-1], dtype=model.compute_dtype, device=device)
     numbers = itertools.cycle(range(len(config.layers)))
@@ -108,15 +145,8 @@ def measure_step_cost(
     heads = {rows: head_call(rows) for rows in most}
     times = _in_turn([*calls.values(), *heads.values()], seconds, device)
     block, head = dict(zip(calls, times, strict=False)), dict(zip(heads, times[len(calls) :], strict=True))
-    base, per_token = [0.0], [0.0]
-    for rows in most:
-        low, high = (block[rows, context] for context in contexts)
-        slope = max(0.0, high - low) / (contexts[1] - contexts[0])
-        whole = (low - slope * contexts[0]) * layers + head[rows]
-        # More rows never cost less: what says so is noise.
-        base.append(max(whole, base[-1]))
-        per_token.append(max(slope * layers, per_token[-1]))
-    return StepCost(most, base[1:], per_token[1:])
+    low, high = ([block[rows, context] * layers + head[rows] for rows in most] for context in contexts)
+    return list(zip(low, high, strict=True))
 
 
 def _in_turn(calls: Sequence[Callable[[], object]], seconds: float, device: torch.device) -> list[float]:

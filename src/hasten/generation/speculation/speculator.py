@@ -22,8 +22,8 @@ _MEMORY = 200.0  # proposed tokens of a kind after which older ones count for le
 _PROBE = 32  # of so many steps without a draft, one has a draft all the same: texts change
 _PLAIN = 4  # steps without drafts at first: they say what plain ones take
 _PLAIN_AGAIN = 64  # and one of so many later
-_CREDIT = 2.0  # plain steps that drafts may lose
-_INTEREST = 0.01  # of a plain step that they may lose more, with each step
+_CREDIT = 3.0  # plain steps that drafts may lose
+_INTEREST = 0.005  # of a plain step that they may lose more, with each step
 _GAIN = 1.02  # a draft must promise so much more than none, because chances and costs are only estimates
 
 
@@ -87,13 +87,16 @@ class Speculator:
         *,
         most: int = MOST,
         always: bool = False,
+        seconds: tuple[float, float] = (0.0, 0.0),
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """most: tokens of a draft. always: propose so many without asking whether they pay (for measuring)."""
+        """most: tokens of a draft. always: propose so many without asking whether they pay (for measuring).
+
+        seconds: that proposing takes, of drafts of one token and for each further one of the longest; 0 if not known.
+        """
         self.proposer, self.cost, self.most, self.always = proposer, cost, most, always
-        self.seconds = 0.0  # that proposing takes, for each token of the longest draft
+        self.seconds, self.more_seconds = seconds
         self._clock = clock
-        self._known: set[int] = set()  # sequences for which a draft was asked before
         self.acceptance = Acceptance()
         self.stats = SpeculationStats()
         self._drafts: dict[int, Draft] = {}  # of this step
@@ -127,13 +130,7 @@ class Speculator:
         drafts = [Draft() for _ in texts]
         if floor < 1:
             drafts = self.proposer.propose(texts, floor=floor, chance=self.acceptance.chance)
-            spent, numbers = self._clock() - started, {text.number for text in texts}
-            if self._known.issuperset(numbers):  # else prompts were read, which is done once
-                longest = max(1, *(len(draft.tokens) for draft in drafts))
-                each = max(spent / longest, 1e-9)
-                self.seconds = towards(self.seconds, each, most=0.3) if self.seconds else each
-                self._asked = self.seconds * longest, plain
-            self._known |= numbers
+            self._asked = self._took(self._clock() - started, max(len(draft.tokens) for draft in drafts)), plain
             if not self.always:
                 drafts = self._paying(drafts, rows, context, probing)
         self._drafts = {text.number: draft for text, draft in zip(texts, drafts, strict=True)}
@@ -176,13 +173,25 @@ class Speculator:
     def end(self, number: int, answer: Sequence[int], *, salt: str = "") -> None:
         """A sequence has ended."""
         self._drafts.pop(number, None)
-        self._known.discard(number)
         self.proposer.end(number, answer, salt=salt)
+
+    def _took(self, seconds: float, longest: int) -> float:
+        """What drafts whose longest has so many tokens cost, after these took so long."""
+        if longest <= 1:
+            self.seconds = towards(self.seconds, seconds, most=0.3) if self.seconds else max(seconds, 1e-9)
+        else:
+            more = max(seconds - self.seconds, 0.0) / (longest - 1)
+            self.more_seconds = towards(self.more_seconds, more, most=0.3) if self.more_seconds else more
+        return self._proposing(longest)
+
+    def _proposing(self, longest: int) -> float:
+        """Seconds that it takes to propose; nothing is known to be found at once."""
+        return self.seconds + self.more_seconds * max(0, longest - 1)
 
     def _floor(self, rows: int, context: float, plain: float) -> float:
         """The chance below which no further token can pay: of what a plain step costs a token, what one more adds."""
         more = min((self.cost.seconds(rows + n, context) - plain) / n for n in (1, 2, 4, 8))
-        return _GAIN * (more * rows + self.seconds) / plain if plain else 0.0
+        return _GAIN * (more * rows + self.more_seconds) / plain if plain else 0.0
 
     def _paying(self, drafts: list[Draft], rows: int, context: float, probing: bool) -> list[Draft]:
         """The drafts cut to those tokens that together give the most tokens a second."""
@@ -193,7 +202,7 @@ class Speculator:
                 chance *= self.acceptance.chance(kind)
                 likely.append((chance, index))
         likely.sort(key=lambda one: -one[0])
-        spent = self.seconds * max(len(draft.tokens) for draft in drafts)  # whatever is kept of them
+        spent = self._proposing(max(len(draft.tokens) for draft in drafts))  # whatever is kept of them
         expected = float(len(drafts))
         best = expected / (self.cost.seconds(rows, context) + spent) * _GAIN
         kept = 1 if probing and likely else 0
