@@ -58,12 +58,12 @@ class Export:
             if is_file:
                 from hasten.model.gguf.write import write_gguf
 
-                write_gguf(model, self.output, self.gguf or "BF16")
+                name = write_gguf(model, self.output, self.gguf or "BF16")
             else:
                 export_model(model, self.output, dtype=dtype)
+                name = str(dtype).removeprefix("torch.")
         files = [self.output] if is_file else sorted(self.output.glob("model*.safetensors"))
         size = sum(path.stat().st_size for path in files)
-        name = (self.gguf or "BF16") if is_file else str(dtype).removeprefix("torch.")
         done = {"output": str(self.output), "family": model.config.family, "dtype": name, "bytes": size}
         write_json(self.json, done | {"files": [path.name for path in files]})
         if self.json != "-":

@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import fields
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -43,8 +44,8 @@ class _Item(NamedTuple):
     make: Callable[[], np.ndarray]
 
 
-def write_gguf(model: Transformer, path: str | Path, kind: Kind = "BF16") -> None:
-    """Write a GGUF file with the model's tokenizer, whole or not at all.
+def write_gguf(model: Transformer, path: str | Path, kind: Kind = "BF16") -> str:
+    """Write a GGUF file with the model's tokenizer, whole or not at all; returns the type that most of it has.
 
     kind: of the plain matrices; norms and biases are F32. In a Q4_0 file the head (or the embedding, if they are one
     matrix) is Q8_0, and rows that 32 does not divide are F16. Layers that are quantized already keep their integers:
@@ -66,9 +67,10 @@ def write_gguf(model: Transformer, path: str | Path, kind: Kind = "BF16") -> Non
     with kernels(model, block="readable"):
         items = _items(model, kind)
         entries = config_entries(model.config, items, target) | {"general.quantization_version": 2}
-        entries |= tokenizer_entries(model.tokenizer, model.config.vocab_size) | {
-            "general.file_type": _FILE_TYPES[kind]
-        }
+        sizes = {name: sum(prod(t.shape) for t, _ in items if t.type.name == name) for name in _FILE_TYPES}
+        most = max(sizes, key=lambda name: sizes[name])
+        entries |= tokenizer_entries(model.tokenizer, model.config.vocab_size)
+        entries |= {"general.file_type": _FILE_TYPES[most]}
         try:
             with replacing(target) as temporary:
                 writer = GGUFWriter(temporary, entries["general.architecture"])
@@ -88,6 +90,7 @@ def write_gguf(model: Transformer, path: str | Path, kind: Kind = "BF16") -> Non
                 writer.close()
         except OSError as error:
             raise CheckpointError(f"{target} cannot be written: {error.strerror or error}") from None
+    return most
 
 
 def config_entries(config: ModelConfig, items: list[_Item], target: Path) -> dict[str, Any]:
