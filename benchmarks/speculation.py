@@ -97,6 +97,7 @@ class Speculation:
         model, drafts = load(self.model, WEIGHTS[weights]), {"none": "none", "suffix": "suffix"}
         if self.draft is not None:
             drafts["draft model"] = load(self.draft, None)
+            drafts["useless model"] = useless(drafts["draft model"])  # what drafts may lose
         if weights != "int4":
             drafts["self:int4"] = load(self.model, "int4")
         rows = []
@@ -132,6 +133,14 @@ class Speculation:
             found = contest(self.rounds, drafts, lambda draft, p=prompts: served(model, draft, p, self.new_tokens))
             rows += [{"streams": count, **row} for row in found]
         return rows
+
+
+def useless(model: Any) -> Any:
+    """A model of the same shape whose weights are random."""
+    from hasten.model.fused import fuse_where_it_fits
+    from hasten.model.initialize import initialize
+
+    return fuse_where_it_fits(initialize(model.config, seed=0, dtype=model.dtype).eval())
 
 
 def contest(rounds: int, drafts: dict[str, Any], measure: Any) -> list[dict[str, Any]]:

@@ -13,6 +13,9 @@ class Proposing:
     def __init__(self, function):
         self.function = function
 
+    def prior(self, kind):
+        return 2 / 3
+
     def propose(self, texts, *, floor, chance):
         drafts = [list(self.function(text))[: max(0, text.room)] for text in texts]
         return [Draft(draft, [0] * len(draft)) for draft in drafts]

@@ -205,6 +205,9 @@ class Kinds:
     def __init__(self, seconds=0.0):
         self.seconds, self.calls, self.now = seconds, 0, 0.0
 
+    def prior(self, kind):
+        return 2 / 3
+
     def propose(self, texts, *, floor, chance):
         self.calls += 1
         self.now += self.seconds * max(text.room for text in texts)

@@ -25,8 +25,10 @@ from hasten.model.grow import Draws, Ending, can_grow, grow
 from hasten.model.tokenizer import Tokenizer
 from hasten.model.transformer import Transformer
 
-# Shares of probability that the draft gives to what it draws, from which on it is another kind.
+# Shares of probability that the draft gives to what it draws, from which on it is another kind; and how often those of
+# each kind are right, on the pair of docs/speculation.md.
 _CONFIDENCE = (0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.97)
+_PRIORS = (0.25, 0.45, 0.55, 0.7, 0.8, 0.87, 0.95, 0.98, 0.99)
 _READ_TOKENS = 64  # of a text, at most
 
 
@@ -71,6 +73,10 @@ class DraftModel:
         self._blocks = BlockManager(blocks=self._cache.blocks, block_size=block_size)
         self._known: dict[int, _Known] = {}
         self._sampler: tuple[list[int], BatchSampler] | None = None
+
+    def prior(self, kind: int) -> float:
+        """See `Proposer`."""
+        return _PRIORS[kind]
 
     @torch.inference_mode()
     def propose(self, texts: Sequence[Text], *, floor: float, chance: Chance) -> list[Draft]:

@@ -30,8 +30,8 @@ class Text:
 class Draft:
     """Proposed tokens, and for each a `kind`: tokens of one kind are accepted about equally often.
 
-    The shares of each kind are counted while running, so a proposer need not know them. probabilities: for each token
-    those (V,) it was drawn from, where it was drawn with noise of its own.
+    The shares of each kind are counted while running; a proposer need know them but roughly. probabilities: for each
+    token those (V,) it was drawn from, where it was drawn with noise of its own.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -58,6 +58,9 @@ class Proposer(Protocol):
     """
 
     name: str
+
+    def prior(self, kind: int) -> float:
+        """The share of a kind's tokens that are accepted, before any was counted."""
 
     def propose(self, texts: Sequence[Text], *, floor: float, chance: Chance) -> list[Draft]:
         """A draft for each text; it ends where the chance that all of it is accepted falls below `floor`."""

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 
 from hasten.generation.speculation.cost import StepCost, towards
-from hasten.generation.speculation.proposer import Draft, Proposer, Text
+from hasten.generation.speculation.proposer import Chance, Draft, Proposer, Text
 
 MOST = 16  # tokens of a draft, unless said otherwise
-_PRIOR = (2.0, 3.0)  # accepted of proposed, before anything was counted
+_PRIOR = 3.0  # proposed tokens that a proposer's own belief counts for
 _MEMORY = 200.0  # proposed tokens of a kind after which older ones count for less
 _PROBE = 32  # of so many steps without a draft, one has a draft all the same: texts change
 _PLAIN = 4  # steps without drafts at first: they say what plain ones take
@@ -62,15 +62,16 @@ class SpeculationStats:
 class Acceptance:
     """The share of each kind of token that is accepted where all before it were."""
 
-    def __init__(self) -> None:
+    def __init__(self, prior: Chance) -> None:
+        self._prior = prior
         self._counts: dict[int, list[float]] = {}  # accepted, proposed
 
     def chance(self, kind: int) -> float:
-        accepted, proposed = self._counts.get(kind, _PRIOR)
-        return accepted / proposed
+        own = self._counts.get(kind)
+        return self._prior(kind) if own is None else own[0] / own[1]
 
     def count(self, kind: int, accepted: bool) -> None:
-        own = self._counts.setdefault(kind, list(_PRIOR))
+        own = self._counts.setdefault(kind, [_PRIOR * self._prior(kind), _PRIOR])
         if own[1] > _MEMORY:
             own[:] = (0.5 * own[0], 0.5 * own[1])
         own[0] += accepted
@@ -97,7 +98,7 @@ class Speculator:
         self.proposer, self.cost, self.most, self.always = proposer, cost, most, always
         self.seconds, self.more_seconds = seconds
         self._clock = clock
-        self.acceptance = Acceptance()
+        self.acceptance = Acceptance(proposer.prior)
         self.stats = SpeculationStats()
         self._drafts: dict[int, Draft] = {}  # of this step
         self._plain_steps = 0
