@@ -195,7 +195,12 @@ class Speculator:
         return _GAIN * (more * rows + self.more_seconds) / plain if plain else 0.0
 
     def _paying(self, drafts: list[Draft], rows: int, context: float, probing: bool) -> list[Draft]:
-        """The drafts cut to those tokens that together give the most tokens a second."""
+        """The drafts cut to those tokens that together give the most tokens a second.
+
+        Not those with probabilities: whether a token is checked must not depend on what was drawn behind it.
+        """
+        if any(draft.probabilities for draft in drafts):
+            return drafts
         likely: list[tuple[float, int]] = []
         for index, draft in enumerate(drafts):
             chance = 1.0
@@ -212,8 +217,6 @@ class Speculator:
             rate = expected / (self.cost.seconds(rows + count, context) + spent)
             if rate > best:
                 best, kept = rate, count
-            elif any(draft.probabilities for draft in drafts):
-                break  # what is kept must not depend on what was drawn behind it
         lengths = [0] * len(drafts)
         for _, index in likely[:kept]:
             lengths[index] += 1
