@@ -38,6 +38,8 @@ _HOMES = {
     "LLM": "hasten.serving.llm",
     "EngineSettings": "hasten.serving.settings",
     "perplexity": "hasten.generation.perplexity",
+    "accelerated": "hasten.training.in_transformers",
+    "trainer_callback": "hasten.training.in_transformers",
     "prepare": "hasten.data",
     "train": "hasten.training",
     "profile": "hasten.profiling.profile",

@@ -1,0 +1,127 @@
+"""hasten's attention and loss in another training loop: transformers' Trainer, Accelerate, or one of your own."""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hasten.errors import ConfigError, HastenWarning, ResourceError
+from hasten.ops.attention import replace_in
+from hasten.ops.loss import IGNORED, linear_cross_entropy
+
+
+def trainer_callback() -> Any:
+    """A callback for transformers' Trainer that trains with `accelerated`:
+
+        Trainer(model, arguments, train_dataset=…, callbacks=[hasten.trainer_callback()])
+
+    Raises ResourceError without transformers; the rest as `accelerated`, when training begins.
+    """
+    try:
+        from transformers import TrainerCallback
+    except ImportError:
+        raise ResourceError("trainer_callback() is for transformers' Trainer: pip install transformers") from None
+
+    class HastenCallback(TrainerCallback):
+        def on_train_begin(self, *_: Any, model: Any, **__: Any) -> None:
+            self.entered = accelerated(model)
+            self.entered.__enter__()
+
+        def on_train_end(self, *_: Any, **__: Any) -> None:
+            self.entered.__exit__(None, None, None)
+
+    return HastenCallback()
+
+
+@contextmanager
+def accelerated(model: Any) -> Iterator[Any]:
+    """While it is entered, a transformers language model trains with our attention and our loss.
+
+    The loss takes the head's weight and the states before it, and never makes all logits: with a vocabulary of 128,000
+    they would be most of the memory. In evaluation the model gives its logits as ever. The names of parameters stay, so
+    checkpoints do. For one process or DDP: the head's weight is read outside of the head, which FSDP may have sharded.
+
+    A model that does more with its logits (Gemma 2 caps them) keeps its own loss, with a HastenWarning; a trial with a
+    few tokens tells. Raises ConfigError for a model without attention of transformers' interface, or whose head is no
+    nn.Linear.
+    """
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    if type(head) is not nn.Linear:
+        raise ConfigError(
+            f"{type(model).__name__} has no nn.Linear that makes logits; for its attention alone there is "
+            "hasten.ops.attention.replace_in"
+        )
+    attention = model.config._attn_implementation
+    replace_in(model)
+    try:
+        if _only_cross_entropy(model, head):
+            with _Loss(model, head).in_place():
+                yield model
+        else:
+            text = f"{type(model).__name__} does more with its logits than a cross entropy: it keeps its own loss"
+            warnings.warn(text, HastenWarning, stacklevel=3)
+            yield model
+    finally:
+        model.set_attn_implementation(attention)
+
+
+@torch.no_grad()
+def _only_cross_entropy(model: Any, head: nn.Linear) -> bool:
+    """Whether the model's loss is that of what its head gives and of nothing else, for logits of any size."""
+    device, dtype, size = head.weight.device, head.weight.dtype, head.out_features
+    tokens = (torch.arange(8, device=device)[None] * 7 + 3) % size
+    logits = 30 * torch.randn(1, 8, size, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+    expected = nn.functional.cross_entropy(logits[0, :-1].float(), tokens[0, 1:])
+    training = model.training
+    model.eval()
+    head.forward = lambda x: logits  # type: ignore[method-assign, assignment]
+    try:
+        found = model(input_ids=tokens, labels=tokens).loss
+    finally:
+        del head.forward
+        model.train(training)
+    return torch.allclose(found.float(), expected, rtol=1e-4)
+
+
+class _Loss:
+    """transformers calls model.loss_function(logits, labels, …) with what the head gave: in training, its own input."""
+
+    def __init__(self, model: Any, head: nn.Linear) -> None:
+        self.model, self.head, self.theirs = model, head, model.loss_function
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """The model's own loss and head, but for what they do."""
+        before = vars(self.model).get("_loss_function")
+        self.model.loss_function = self
+        self.head.forward = self.states  # type: ignore[method-assign, assignment]
+        try:
+            yield
+        finally:
+            del self.head.forward
+            if before is None:
+                del self.model._loss_function
+            else:
+                self.model.loss_function = before
+
+    @property
+    def on(self) -> bool:
+        return self.model.training and torch.is_grad_enabled()
+
+    def states(self, x: Tensor) -> Tensor:
+        """What the head is given, or its logits where somebody wants those."""
+        return x if self.on else nn.Linear.forward(self.head, x)
+
+    def __call__(self, logits: Tensor, labels: Tensor, vocab_size: int, **options: Any) -> Tensor:
+        if not self.on:
+            return self.theirs(logits, labels, vocab_size, **options)
+        targets, ignored = options.get("shift_labels"), options.get("ignore_index", IGNORED)
+        if targets is None:
+            targets = nn.functional.pad(labels, (0, 1), value=ignored)[..., 1:]
+        targets = torch.where(targets == ignored, IGNORED, targets).to(logits.device)
+        total = linear_cross_entropy(logits, self.head.weight, targets, vocab_size=vocab_size, bias=self.head.bias)
+        count = options.get("num_items_in_batch")
+        return total / ((targets != IGNORED).sum() if count is None else count)
