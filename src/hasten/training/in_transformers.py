@@ -26,11 +26,11 @@ def trainer_callback() -> Any:
         raise ResourceError("trainer_callback() is for transformers' Trainer: pip install transformers") from None
 
     class HastenCallback(TrainerCallback):
-        def on_train_begin(self, *_: Any, model: Any, **__: Any) -> None:
-            self.entered = accelerated(model)
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            self.entered = accelerated(kwargs["model"])
             self.entered.__enter__()
 
-        def on_train_end(self, *_: Any, **__: Any) -> None:
+        def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             self.entered.__exit__(None, None, None)
 
     return HastenCallback()
