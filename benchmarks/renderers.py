@@ -153,12 +153,12 @@ def quantize_perplexity(report: Report) -> str:
 
 def quantize_quality(report: Report) -> str:
     """`quantize_quality.py`: how far each is from the model, and what rounding to nearest of the same format is."""
-    nearest: dict[str, float] = {}
+    nearest = {
+        one["name"].removesuffix(" rtn"): one["kl_mean"] for one in report["rows"] if one["name"].endswith(" rtn")
+    }
     rows = []
-    for one in report["rows"]:
+    for one in sorted(report["rows"], key=lambda one: (-one["bits_per_weight"], one["kl_mean"])):
         scheme, _, method = one["name"].rpartition(" ")
-        if method == "rtn":
-            nearest[scheme] = one["kl_mean"]
         share = f"{one['kl_mean'] / nearest[scheme]:.2f}" if scheme in nearest and method != "rtn" else ""
         change = f"{one['perplexity'] / one['against_perplexity'] - 1:+.3%}"
         bits = f"{one['bits_per_weight']:.2f}"
