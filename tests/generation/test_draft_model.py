@@ -60,20 +60,21 @@ def test_only_the_end_of_a_text_is_read(monkeypatch):
     """Of a new one, of one that went on for long without drafts, and of one that has outgrown the model's positions."""
     model = hasten.load(make_reference("llama"))
     assert model.config.max_positions == 256
-    proposer, read, run = DraftModel(model, tokens=1024), [], DraftModel._reading
+    proposer, read, begin = DraftModel(model, tokens=1024), [], DraftModel._begin
 
-    def counted(self, going):
-        read.append([len(one.read) for one in going])
-        return run(self, going)
+    def counted(self, row, text):
+        found = begin(self, row, text)
+        read.append(len(found.read))
+        return found
 
-    monkeypatch.setattr(DraftModel, "_reading", counted)
+    monkeypatch.setattr(DraftModel, "_begin", counted)
     for length in (50, 53, 130, 132, 190, 250, 310, 325):
         (draft,) = proposer.propose(
             texts_of([length], settings=PARAMS["greedy"], room=4), floor=0.0, chance=lambda kind: 1.0
         )
         assert len(draft.tokens) == 4
     # What was drafted was wrong. 77 tokens are too many to catch up with; the last 259 have no room.
-    assert read == [[50], [3], [64], [2], [58], [60], [60], [64]]
+    assert read == [50, 3, 64, 2, 58, 60, 60, 64]
     proposer.end(0, ())
     proposer._blocks.check()
     assert proposer._blocks.free == proposer._blocks.blocks

@@ -150,37 +150,13 @@ class PagedCache:
         of = np.repeat(np.arange(len(rows)), query_lens)  # (N,) sequences
         positions = np.arange(query_start_loc[-1]) - np.repeat(query_start_loc[:-1] - context_lens, query_lens)
         slot_mapping = block_table[of, positions // size] * size + positions % size
-        return self._step(slot_mapping, query_start_loc, seq_lens, block_table, positions)
 
-    def next_steps(self, rows: Sequence[Rows]) -> list[PagedStep]:
-        """`step` for each of the rows' tokens by itself, for rows of the same count: one token of every sequence, then
-        the next of each. Laid out together, which costs little more than one.
-        """
-        size, (count, *others) = self.block_size, [row.count for row in rows]
-        assert all(other == count for other in others), "these sequences do not grow together"
-        block_table = np.zeros((len(rows), max(len(row.block_table) for row in rows)), dtype=np.int64)
-        for row, own in zip(block_table, rows, strict=True):
-            row[: len(own.block_table)] = own.block_table
-        positions = np.array([row.start for row in rows]) + np.arange(count)[:, None]  # (count, B)
-        slot_mapping = block_table[np.arange(len(rows)), positions // size] * size + positions % size
-        query_start_loc = np.arange(len(rows) + 1)
-        laid_out = zip(slot_mapping, positions + 1, positions, strict=True)
-        return [self._step(slots, query_start_loc, seq_lens, block_table, at) for slots, seq_lens, at in laid_out]
-
-    def _step(
-        self,
-        slot_mapping: np.ndarray,
-        query_start_loc: np.ndarray,
-        seq_lens: np.ndarray,
-        block_table: np.ndarray,
-        positions: np.ndarray,
-    ) -> PagedStep:
         def there(numbers: np.ndarray) -> Tensor:
             return torch.from_numpy(numbers).to(self.device)
 
         @functools.cache  # for all layers, and only where a kernel asks for it
         def groups() -> list[PagedGroup]:
-            found = groups_of(query_start_loc, seq_lens, block_table, self.block_size)
+            found = groups_of(query_start_loc, seq_lens, block_table, size)
             return [PagedGroup(*(t.to(self.device) for t in group[:3])) for group in found]
 
         metadata = AttentionMetadata(
@@ -189,7 +165,7 @@ class PagedCache:
             there(seq_lens),
             first_slots=None,
             block_table=there(block_table),
-            block_size=self.block_size,
+            block_size=size,
             rows=self.row_format,
         )
         all_layers = StackView(self.k, self.v, metadata)

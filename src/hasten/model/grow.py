@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from hasten.model.fused import FusedStack
 from hasten.model.fused_linear import norm_arguments, weight_arguments
-from hasten.model.interfaces import Context
 from hasten.model.transformer import Transformer
 from hasten.ops.linear.embedding import PackedEmbedding
 from hasten.ops.native import native_ops
@@ -30,6 +29,20 @@ class Draws:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Blocks:
+    """The cache of B rows, in the model's dtype: (slots + 1, Hkv, D) a layer. lengths: tokens that it has of each.
+
+    block_table: int64 (B, blocks), each row's in order, with room for what is to come.
+    """
+
+    k: Sequence[Tensor]
+    v: Sequence[Tensor]
+    block_table: Tensor
+    block_size: int
+    lengths: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
     """When to end early: when for no row the chance that all its tokens are accepted reaches `floor`.
 
@@ -44,45 +57,36 @@ class Ending:
 
 
 def can_grow(model: Transformer) -> bool:
-    """Whether `grow` takes this model: fused, dense, without learned positions or adapters."""
+    """Whether `grow` takes this model: fused, dense, without learned positions, longrope or adapters."""
     stack, embedding = model.stack, model.embedding
     plain = isinstance(embedding, nn.Embedding) and embedding.weight.dtype == torch.bfloat16
     own = isinstance(embedding, PackedEmbedding) and embedding.table is model.head and embedding.table.order is None
     whole = isinstance(stack, FusedStack) and not stack.opened() and stack.times is None
-    return whole and (plain or own) and model.positions is None and model.adapters is None
+    turned = all(rope.scaling != "longrope" for rope in model.config.ropes)
+    return whole and (plain or own) and turned and model.positions is None and model.adapters is None
 
 
 def grow(
-    model: Transformer,
-    tokens: Sequence[int],
-    steps: Sequence[Context],
-    positions: Sequence[Tensor],
-    draws: Draws,
-    ending: Ending,
+    model: Transformer, tokens: Sequence[Sequence[int]], *, steps: int, cache: Blocks, draws: Draws, ending: Ending
 ) -> list[list[list[float]]]:
-    """The next token of each row and its share of probability, [token, share] by step and row.
+    """The next token of each of B rows and its share of probability, [token, share] by step and row.
 
-    tokens: those of the B rows that are not in the cache yet, end to end, one of each at least. steps: a context and
-    positions int64 (1, N) for each; the first step takes the tokens, every other one token more of each row.
+    tokens: of each row those that are not in the cache yet, one at least. steps: how many tokens each row gets.
     """
     stack, head, config = model.stack, model.head, model.config
     assert isinstance(stack, FusedStack)
-    views = [view for step in steps if (view := step.all_layers) is not None]
-    ropes = [table(own) for own in positions for table in model.ropes]
-    last = views[-1].metadata  # whose block table is the longest
     found: Tensor = native_ops().grow.default(
-        torch.tensor(tokens),
-        [view.metadata.slot_mapping for view in views],
-        [view.metadata.query_start_loc for view in views],
-        [view.metadata.seq_lens for view in views],
-        last.block_table,
-        last.block_size,
-        last.rows.rotated,
-        [cos for cos, _ in ropes],
-        [sin for _, sin in ropes],
+        torch.tensor([token for own in tokens for token in own]),
+        [len(own) for own in tokens],
+        cache.lengths,
+        steps,
+        cache.block_table,
+        cache.block_size,
+        [table.frequencies for table in model.ropes],
+        [rope.attention_factor for rope in config.ropes],
         stack.rope_index,
-        views[0].k,
-        views[0].v,
+        cache.k,
+        cache.v,
         stack.plans(),
         model.embedding.weight if isinstance(model.embedding, nn.Embedding) else None,
         config.embedding_scale,

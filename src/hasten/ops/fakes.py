@@ -128,9 +128,9 @@ def gather_ranks(ranks: Tensor, x: Tensor, sizes: Any) -> Tensor:
 # block/grow.cpp
 
 
-def grow(tokens: Tensor, slot_mapping: Any, *rest: Any) -> Tensor:
-    """(steps, B, 2), or fewer steps."""
-    return tokens.new_empty((len(slot_mapping), tokens.numel(), 2), dtype=torch.float64)
+def grow(tokens: Tensor, counts: Any, starts: Any, most: int, *rest: Any) -> Tensor:
+    """(most, B, 2), or fewer steps."""
+    return tokens.new_empty((most, len(counts), 2), dtype=torch.float64)
 
 
 # draw/draw.cpp

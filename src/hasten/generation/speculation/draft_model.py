@@ -18,10 +18,10 @@ from torch import Tensor
 from hasten.errors import ConfigError
 from hasten.generation.batch_sampler import BatchSampler, other_seed
 from hasten.generation.blocks import BlockManager, OutOfBlocks
-from hasten.generation.paged import PagedCache, PagedStep, Rows
+from hasten.generation.paged import PagedCache, Rows
 from hasten.generation.params import SamplingParams
 from hasten.generation.speculation.proposer import LIMIT, Accept, Chance, Draft, Text
-from hasten.model.grow import Draws, Ending, can_grow, grow
+from hasten.model.grow import Blocks, Draws, Ending, can_grow, grow
 from hasten.model.tokenizer import Tokenizer
 from hasten.model.transformer import Transformer
 
@@ -70,7 +70,7 @@ class DraftModel:
             dtype=model.compute_dtype,
             device=model.device,
         )
-        self._blocks = BlockManager(blocks=self._cache.blocks, block_size=block_size)
+        self._blocks = BlockManager(blocks=self._cache.blocks, block_size=block_size, prefix_cache=False)
         self._known: dict[int, _Known] = {}
         self._sampler: tuple[list[int], BatchSampler] | None = None
 
@@ -87,15 +87,14 @@ class DraftModel:
             drafts[one.row] = one.draft
         if not going:
             return drafts
+        plain = self.accept == "exact" and all(_is_plain(text.params) for text in texts)
+        if plain and can_grow(self.model):
+            while going:
+                going = self._grow(going, floor, chance)
+            return drafts
         sampler = self._sampler_of(texts)
-        native = can_grow(self.model) and self.accept == "exact" and all(_is_plain(text.params) for text in texts)
         while going:
-            count = min(one.text.room - len(one.draft.tokens) for one in going)
-            steps = [self._reading(going), *self._steps(going, count - 1)]
-            if native:
-                going = self._grow(going, steps, floor, chance)
-            else:
-                going = self._in_python(sampler, going, steps, floor, chance)
+            going = self._step(sampler, going, floor, chance)
         return drafts
 
     def warm_up(self) -> tuple[float, float]:
@@ -139,36 +138,21 @@ class DraftModel:
                 self._blocks.truncate(number, same)
         if known is None:
             start = max(0, length - reads)
-            held = self._blocks.begin(number, text.tokens[start:], salt=text.salt)
-            known = self._known[number] = _Known(start, list(text.tokens[start : start + held]))
+            self._blocks.begin(number, ())
+            known = self._known[number] = _Known(start, [])
         read = list(text.tokens[known.start + len(known.tokens) :])
         try:
-            copies = self._blocks.reserve(number, len(known.tokens) + len(read) + text.room)
+            self._blocks.reserve(number, len(known.tokens) + len(read) + text.room)
         except OutOfBlocks:
             return None
-        self._cache.copy(copies)
         return _Drafting(row, text, known, read)
 
-    def _reading(self, going: Sequence[_Drafting]) -> PagedStep:
-        """A step over what is to be read of each text."""
-        rows = []
-        for one in going:
-            number, seen = one.text.number, one.known.tokens
-            rows.append(Rows(self._blocks.block_table(number), len(seen), len(one.read)))
-            if not one.draft.tokens:  # all of it stands in the text
-                self._blocks.written(number, [*seen, *one.read])
-        return self._cache.step(rows)
-
-    def _steps(self, going: Sequence[_Drafting], count: int) -> list[PagedStep]:
-        """For so many tokens more of each."""
-        places = [(one.text.number, len(one.known.tokens) + len(one.read)) for one in going]
-        return self._cache.next_steps([Rows(self._blocks.block_table(n), start, count) for n, start in places])
-
-    def _grow(
-        self, going: list[_Drafting], steps: Sequence[PagedStep], floor: float, chance: Chance
-    ) -> list[_Drafting]:
-        """Each draft's next tokens, one a step, without Python between the steps; those that can have more."""
-        params = [one.text.params for one in going]
+    def _grow(self, going: list[_Drafting], floor: float, chance: Chance) -> list[_Drafting]:
+        """As many tokens more of each draft as all have room for, natively; those that can have more."""
+        params, tables = (
+            [one.text.params for one in going],
+            [self._blocks.block_table(one.text.number) for one in going],
+        )
         draws = Draws(
             temperatures=[own.temperature for own in params],
             seeds=[own.seed or 0 for own in params],
@@ -177,9 +161,16 @@ class DraftModel:
         chances = [chance(kind) for kind in range(len(_CONFIDENCE) + 1)]
         likely = [one.likely for one in going]
         ending = Ending(likely=likely, thresholds=_CONFIDENCE, chances=chances, floor=floor)
-        tokens = [token for one in going for token in one.read]
-        found = grow(self.model, tokens, steps, [step.positions for step in steps], draws, ending)
-        self._blocks.computed()
+        longest = max(map(len, tables))
+        cache = Blocks(
+            k=self._cache.k,
+            v=self._cache.v,
+            block_table=torch.tensor([table + [0] * (longest - len(table)) for table in tables]),
+            block_size=self._cache.block_size,
+            lengths=[len(one.known.tokens) for one in going],
+        )
+        steps = min(one.text.room - len(one.draft.tokens) for one in going)
+        found = grow(self.model, [one.read for one in going], steps=steps, cache=cache, draws=draws, ending=ending)
         more = []
         for row, one in enumerate(going):
             drawn = [int(step[row][0]) for step in found]
@@ -190,25 +181,15 @@ class DraftModel:
                 more.append(one)
         return more
 
-    def _in_python(
-        self,
-        sampler: BatchSampler,
-        going: list[_Drafting],
-        steps: Sequence[PagedStep],
-        floor: float,
-        chance: Chance,
-    ) -> list[_Drafting]:
-        """`_grow` for any model and any settings, until some draft ends."""
-        for step in steps:
-            ids = torch.tensor([[token for one in going for token in one.read]], device=self.model.device)
-            logits = self.model(ids, step.positions, step, rows=step.last)
-            self._blocks.computed()
-            for one in going:
-                one.known.tokens += one.read
-            more = self._draw(sampler, logits, going, floor, chance)
-            if len(more) < len(going):
-                return more
-        return going
+    def _step(self, sampler: BatchSampler, going: list[_Drafting], floor: float, chance: Chance) -> list[_Drafting]:
+        """One token more of each draft, for any model and any settings; those that can have more."""
+        rows = [Rows(self._blocks.block_table(one.text.number), len(one.known.tokens), len(one.read)) for one in going]
+        step = self._cache.step(rows)
+        ids = torch.tensor([[token for one in going for token in one.read]], device=self.model.device)
+        logits = self.model(ids, step.positions, step, rows=step.last)
+        for one in going:
+            one.known.tokens += one.read
+        return self._draw(sampler, logits, going, floor, chance)
 
     def _draw(
         self, sampler: BatchSampler, logits: Tensor, going: list[_Drafting], floor: float, chance: Chance

@@ -32,6 +32,48 @@ static void scale_rows(float* x, int64_t count, float factor) {
   }
 }
 
+// Where the tokens of a step stand: the first one's, or one more of every row.
+struct Places {
+  Places(int64_t step, const std::vector<int64_t>& counts, const std::vector<int64_t>& starts, const Tensor& block_table,
+         int64_t block_size, const std::vector<Tensor>& frequencies, const std::vector<double>& factors)
+      : query_start_loc(empty({int64_t(counts.size()) + 1}, ScalarType::Long)),
+        seq_lens(empty({int64_t(counts.size())}, ScalarType::Long)) {
+    const int64_t rows = int64_t(counts.size()), blocks_of_a_row = block_table.size(1);
+    auto* loc = static_cast<int64_t*>(query_start_loc.mutable_data_ptr());
+    auto* lengths = static_cast<int64_t*>(seq_lens.mutable_data_ptr());
+    loc[0] = 0;
+    for (int64_t b = 0; b < rows; b++) {
+      loc[b + 1] = loc[b] + (step ? 1 : counts[b]);
+      lengths[b] = starts[b] + counts[b] + step;
+    }
+    slot_mapping = empty({loc[rows]}, ScalarType::Long);
+    auto* slots = static_cast<int64_t*>(slot_mapping.mutable_data_ptr());
+    const auto* tables = static_cast<const int64_t*>(block_table.const_data_ptr());
+    std::vector<int64_t> positions(loc[rows]);
+    for (int64_t b = 0; b < rows; b++)
+      for (int64_t i = loc[b]; i < loc[b + 1]; i++) {
+        const int64_t position = lengths[b] - loc[b + 1] + i;
+        positions[i] = position;
+        slots[i] = tables[b * blocks_of_a_row + position / block_size] * block_size + position % block_size;
+      }
+    for (size_t t = 0; t < frequencies.size(); t++) {
+      const int64_t half = frequencies[t].numel();
+      const auto* frequency = static_cast<const float*>(frequencies[t].const_data_ptr());
+      cos.push_back(empty({loc[rows], half}, ScalarType::Float));
+      sin.push_back(empty({loc[rows], half}, ScalarType::Float));
+      auto* c = static_cast<float*>(cos.back().mutable_data_ptr());
+      auto* s = static_cast<float*>(sin.back().mutable_data_ptr());
+      for (int64_t i = 0; i < loc[rows] * half; i++) {
+        const float angle = float(positions[i / half]) * frequency[i % half];
+        c[i] = std::cos(angle) * float(factors[t]);
+        s[i] = std::sin(angle) * float(factors[t]);
+      }
+    }
+  }
+  Tensor query_start_loc, seq_lens, slot_mapping;
+  std::vector<Tensor> cos, sin;
+};
+
 struct Best {
   int64_t token;
   float score;
@@ -58,32 +100,38 @@ static float sum_of_exp(const float* scores, int64_t count, float most) {
   return all;
 }
 
-// tokens (N,) int64: of each sequence those that are not in the cache yet, end to end, one at least. slot_mapping,
-// query_start_loc and seq_lens: of each step; the first takes the tokens, each other one more of every sequence. cos, sin: of
-// each step all tables, (N or B, dim/2). table (V, C) bf16: the embedding, where it is not the head's weight. Step i draws for
+// tokens (N,) int64: of each sequence its `counts` ones that are not in the cache yet, end to end; the first goes to position
+// `starts`. The first of `most` steps takes those, each other one more of every sequence. block_table (B, blocks) int64.
+// frequencies: of each rotary table (dim/2,) float32; its cosines and sines are multiplied with `factors`. table (V, C) bf16:
+// the embedding, where it is not the head's weight. Step i draws for
 // row b with seeds[b], steps[b] + i and temperatures[b] float32, 0 for the likeliest. It ends early when for no row the chance
 // that all its tokens are accepted, likely[b] times that of each token's kind, reaches `floor`; a token's kind is how many of
 // `thresholds` its share of probability reaches. Returns (steps that were made, B, 2) float64: token and share.
-Tensor grow(Tensor tokens, std::vector<Tensor> slot_mapping, std::vector<Tensor> query_start_loc,
-            std::vector<Tensor> seq_lens, Tensor block_table, int64_t block_size, bool rotated, std::vector<Tensor> cos, std::vector<Tensor> sin,
+Tensor grow(Tensor tokens, std::vector<int64_t> counts, std::vector<int64_t> starts, int64_t most, Tensor block_table,
+            int64_t block_size, std::vector<Tensor> frequencies, std::vector<double> factors,
             std::vector<int64_t> rope_index, std::vector<Tensor> k_caches, std::vector<Tensor> v_caches,
             std::vector<Tensor> plans, Maybe table, double embedding_scale, int64_t c, HASTEN_NORM, HASTEN_WEIGHT,
             int64_t n, int64_t vocabulary, double softcap, Tensor seeds, Tensor steps, Tensor temperatures,
             std::vector<double> thresholds, std::vector<double> chances, std::vector<double> likely, double floor) {
-  const int64_t rows = seeds.numel(), count = int64_t(slot_mapping.size());
-  const int64_t ropes = count ? int64_t(cos.size()) / count : 0;
-  STD_TORCH_CHECK(count && int64_t(query_start_loc.size()) == count && query_start_loc[0].numel() == rows + 1,
-                  "each step needs the places of its ", rows, " sequences");
-  for (const Tensor& each : {tokens, query_start_loc[0], seeds, steps})
-    STD_TORCH_CHECK(each.is_contiguous() && each.scalar_type() == ScalarType::Long, "tokens, places, seeds and steps are int64");
-  const auto* start = static_cast<const int64_t*>(query_start_loc[0].const_data_ptr());
-  for (int64_t b = 0; b < rows; b++) STD_TORCH_CHECK(start[b] >= 0 && start[b] < start[b + 1], "each row needs a token");
-  STD_TORCH_CHECK(start[rows] == tokens.numel() && steps.numel() == rows, "the places are not those of the tokens");
+  const int64_t rows = int64_t(counts.size());
+  for (const Tensor& each : {tokens, block_table, seeds, steps})
+    STD_TORCH_CHECK(each.is_contiguous() && each.scalar_type() == ScalarType::Long,
+                    "tokens, block_table, seeds and steps are int64");
+  STD_TORCH_CHECK(rows && int64_t(starts.size()) == rows && block_table.dim() == 2 && block_table.size(0) == rows &&
+                      seeds.numel() == rows && steps.numel() == rows,
+                  "each row needs its tokens, its blocks, its seed and its step");
+  STD_TORCH_CHECK(frequencies.size() == factors.size(), "each rotary table needs its factor");
+  const int64_t blocks_of_a_row = block_table.size(1);
+  int64_t given_tokens = 0;
+  for (int64_t b = 0; b < rows; b++) {
+    STD_TORCH_CHECK(counts[b] > 0 && starts[b] >= 0 && starts[b] + counts[b] + most - 1 <= blocks_of_a_row * block_size,
+                    "row ", b, " has no room for ", counts[b], " tokens from ", starts[b], " on and ", most - 1, " more");
+    given_tokens += counts[b];
+  }
+  STD_TORCH_CHECK(tokens.numel() == given_tokens, "there are ", tokens.numel(), " tokens, not ", given_tokens);
   STD_TORCH_CHECK(temperatures.numel() == rows && temperatures.is_contiguous() &&
                       temperatures.scalar_type() == ScalarType::Float && int64_t(likely.size()) == rows,
                   "each row needs its temperature, float32, and its chance");
-  STD_TORCH_CHECK(int64_t(seq_lens.size()) == count && int64_t(cos.size()) == ropes * count && cos.size() == sin.size(),
-                  "each step needs its slots, lengths, cosines and sines");
   STD_TORCH_CHECK(chances.size() == thresholds.size() + 1, "there is one kind more than there are thresholds");
   STD_TORCH_CHECK(vocabulary > 0 && vocabulary <= n, "there are ", n, " logits, fewer than ", vocabulary);
   STD_TORCH_CHECK(!table || (table->scalar_type() == ScalarType::BFloat16 && table->is_contiguous() && table->dim() == 2 &&
@@ -97,8 +145,9 @@ Tensor grow(Tensor tokens, std::vector<Tensor> slot_mapping, std::vector<Tensor>
   auto* id = static_cast<int64_t*>(drafted.mutable_data_ptr());
   auto* place = static_cast<int64_t*>(places.mutable_data_ptr());
   std::vector<double> found;
-  for (int64_t step = 0; step < count; step++) {
+  for (int64_t step = 0; step < most; step++) {
     const Tensor& ids = step ? drafted : tokens;
+    const Places at(step, counts, starts, block_table, block_size, frequencies, factors);
     const auto* given = static_cast<const int64_t*>(ids.const_data_ptr());
     Tensor x = table ? empty({ids.numel(), c}, ScalarType::Float)
                      : unpacked_rows(ids, data, scales, zeros, outer, vocabulary, c, group_size);
@@ -109,16 +158,15 @@ Tensor grow(Tensor tokens, std::vector<Tensor> slot_mapping, std::vector<Tensor>
       for (int64_t k = 0; k < c; k++) state[i * c + k] = std::bit_cast<float>(uint32_t(from[k]) << 16);
     }
     scale_rows(state, ids.numel() * c, float(embedding_scale));
-    auto of_step = [&](const std::vector<Tensor>& all) {
-      return std::vector<Tensor>(all.begin() + step * ropes, all.begin() + (step + 1) * ropes);
-    };
-    x = blocks(x, of_step(cos), of_step(sin), rope_index, k_caches, v_caches, slot_mapping[step], query_start_loc[step],
-               seq_lens[step], std::nullopt, block_table, block_size, rotated, plans, std::nullopt, std::nullopt);
+    x = blocks(x, at.cos, at.sin, rope_index, k_caches, v_caches, at.slot_mapping, at.query_start_loc, at.seq_lens,
+               std::nullopt, block_table, block_size, false, plans, std::nullopt, std::nullopt);
     if (!step) {  // each sequence's last token is scored
       const auto* from = static_cast<const float*>(x.const_data_ptr());
       Tensor last = empty({rows, c}, ScalarType::Float);
-      for (int64_t b = 0; b < rows; b++)
-        std::copy_n(from + (start[b + 1] - 1) * c, c, static_cast<float*>(last.mutable_data_ptr()) + b * c);
+      for (int64_t b = 0, end = 0; b < rows; b++) {
+        end += counts[b];
+        std::copy_n(from + (end - 1) * c, c, static_cast<float*>(last.mutable_data_ptr()) + b * c);
+      }
       x = last;
     }
     Tensor logits = norm_linear(x, norm_weight, norm_bias, eps, offset, centred, data, scales, zeros, outer, bias,
@@ -140,18 +188,18 @@ Tensor grow(Tensor tokens, std::vector<Tensor> slot_mapping, std::vector<Tensor>
     });
     const Tensor drawn = draws ? draw(scores, seeds, places) : drafted;
     const auto* token = static_cast<const int64_t*>(drawn.const_data_ptr());
-    double most = 0;
+    double best_chance = 0;
     for (int64_t b = 0; b < rows; b++) {
       // Where the draw is too near to tell, a guess is good enough.
       id[b] = temperature[b] > 0 && token[b] >= 0 ? token[b] : best[b].token;
       const double share = std::exp(all[b * n + id[b]] - best[b].score) / sums[b];
       const auto kind = std::count_if(thresholds.begin(), thresholds.end(), [&](double least) { return share >= least; });
       likely[b] *= chances[kind];
-      most = std::max(most, likely[b]);
+      best_chance = std::max(best_chance, likely[b]);
       found.push_back(double(id[b]));
       found.push_back(share);
     }
-    if (most < floor) break;
+    if (best_chance < floor) break;
   }
   Tensor out = empty({rows ? int64_t(found.size()) / (2 * rows) : 0, rows, 2}, ScalarType::Double);
   std::copy(found.begin(), found.end(), static_cast<double*>(out.mutable_data_ptr()));
@@ -161,7 +209,7 @@ Tensor grow(Tensor tokens, std::vector<Tensor> slot_mapping, std::vector<Tensor>
 }  // namespace hasten
 
 STABLE_TORCH_LIBRARY_FRAGMENT(HASTEN_LIBRARY, m) {
-  m.def("grow(Tensor tokens, Tensor[] slot_mapping, Tensor[] query_start_loc, Tensor[] seq_lens, Tensor block_table, int block_size, bool rotated, Tensor[] cos, Tensor[] sin, int[] rope_index, Tensor(a!)[] k_caches, Tensor(b!)[] v_caches, Tensor[] plans, Tensor? table, float embedding_scale, int hidden_size, Tensor? norm_weight, Tensor? norm_bias, float eps, float offset, bool centred, Tensor data, Tensor? scales, Tensor? zeros, Tensor? outer, Tensor? bias, int group_size, int planes, int out_features, int vocab_size, float softcap, Tensor seeds, Tensor steps, Tensor temperatures, float[] thresholds, float[] chances, float[] likely, float floor) -> Tensor");
+  m.def("grow(Tensor tokens, int[] counts, int[] starts, int most, Tensor block_table, int block_size, Tensor[] frequencies, float[] factors, int[] rope_index, Tensor(a!)[] k_caches, Tensor(b!)[] v_caches, Tensor[] plans, Tensor? table, float embedding_scale, int hidden_size, Tensor? norm_weight, Tensor? norm_bias, float eps, float offset, bool centred, Tensor data, Tensor? scales, Tensor? zeros, Tensor? outer, Tensor? bias, int group_size, int planes, int out_features, int vocab_size, float softcap, Tensor seeds, Tensor steps, Tensor temperatures, float[] thresholds, float[] chances, float[] likely, float floor) -> Tensor");
 }
 STABLE_TORCH_LIBRARY_IMPL(HASTEN_LIBRARY, CPU, m) {
   m.impl("grow", TORCH_BOX(&hasten::grow));
