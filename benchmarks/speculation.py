@@ -17,6 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import torch
 from drafted_ways import beginnings, changed, generated, load, served, written
 from quantize_perplexity import held_out
 
@@ -96,7 +97,7 @@ class Speculation:
         """The rows of one format of the target's weights."""
         model, drafts = load(self.model, WEIGHTS[weights]), {"none": "none", "suffix": "suffix"}
         if self.draft is not None:
-            drafts["draft model"] = load(self.draft, None)
+            drafts["draft model"] = load(self.draft, "int8")  # it need not be exact, and is read from memory each time
             drafts["useless model"] = useless(drafts["draft model"])  # what drafts may lose
         if weights != "int4":
             drafts["self:int4"] = load(self.model, "int4")
@@ -140,7 +141,8 @@ def useless(model: Any) -> Any:
     from hasten.model.fused import fuse_where_it_fits
     from hasten.model.initialize import initialize
 
-    return fuse_where_it_fits(initialize(model.config, seed=0, dtype=model.dtype).eval())
+    random = hasten.quantize(initialize(model.config, seed=0, dtype=torch.bfloat16).eval(), hasten.Int8())
+    return fuse_where_it_fits(random)
 
 
 def contest(rounds: int, drafts: dict[str, Any], measure: Any) -> list[dict[str, Any]]:
