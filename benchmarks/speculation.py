@@ -11,6 +11,7 @@
 Every figure is the median over rounds of a ratio formed within a round.
 """
 
+import json
 from dataclasses import asdict, dataclass
 from math import log
 from pathlib import Path
@@ -64,7 +65,7 @@ class Speculation:
     """Of the draws."""
 
     output: Path | None = None
-    """Where to write the JSON; a line a figure is printed in any case."""
+    """Where to write the JSON, in which other weights' rows of the same settings stay; a line a figure is printed."""
 
     picture: Path | None = None
     """Where to draw speed against acceptance."""
@@ -74,8 +75,14 @@ class Speculation:
         from hasten.machine.files import write_json
 
         configure(threads="auto", seed=None)
-        rows = [row for weights in self.weights for row in self.of(weights)]
-        report = {"schema": 1, "machine": describe().to_json(), "settings": self.settings()}
+        report: dict[str, Any] = {"schema": 1, "machine": describe().to_json(), "settings": self.settings()}
+        kept = []
+        if self.output is not None and self.output.exists():
+            before = json.loads(self.output.read_text())
+            if before["settings"] == report["settings"]:
+                kept = [row for row in before["rows"] if row["weights"] not in self.weights]
+        rows = [*kept, *(row for weights in self.weights for row in self.of(weights))]
+        rows.sort(key=lambda row: list(WEIGHTS).index(row["weights"]))
         report |= {"held_out_loss": self.losses(), "rows": rows}
         if self.output is not None:
             write_json(self.output, report)
@@ -83,8 +90,9 @@ class Speculation:
             draw(report, self.picture)
 
     def settings(self) -> dict[str, Any]:
-        """All but where things lie."""
+        """All but where things lie, and the weights, which each row names."""
         found = {name: value for name, value in asdict(self).items() if not isinstance(value, Path | None)}
+        found.pop("weights")
         return found | {"model": self.model.parent.name, "draft": self.draft and self.draft.parent.name}
 
     def losses(self) -> dict[str, float]:
