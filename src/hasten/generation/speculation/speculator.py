@@ -22,7 +22,7 @@ _MEMORY = 200.0  # proposed tokens of a kind after which older ones count for le
 _PROBE = 32  # of so many steps without a draft, one has a draft all the same: texts change
 _PLAIN = 4  # steps without drafts at first: they say what plain ones take
 _PLAIN_AGAIN = 64  # and one of so many later
-_CREDIT = 3.0  # plain steps that drafts may lose
+_CREDIT = 2.0  # plain steps that drafts may lose
 _INTEREST = 0.005  # of a plain step that they may lose more, with each step
 _GAIN = 1.02  # a draft must promise so much more than none, because chances and costs are only estimates
 
@@ -131,7 +131,9 @@ class Speculator:
         drafts = [Draft() for _ in texts]
         if floor < 1:
             drafts = self.proposer.propose(texts, floor=floor, chance=self.acceptance.chance)
-            self._asked = self._took(self._clock() - started, max(len(draft.tokens) for draft in drafts)), plain
+            took = self._clock() - started
+            usual = self._took(took, max(len(draft.tokens) for draft in drafts))
+            self._asked = min(took, 2 * usual), plain  # others may have had the processor
             if not self.always:
                 drafts = self._paying(drafts, rows, context, probing)
         self._drafts = {text.number: draft for text, draft in zip(texts, drafts, strict=True)}
