@@ -22,6 +22,7 @@ _MEMORY = 200.0  # proposed tokens of a kind after which older ones count for le
 _PROBE = 32  # of so many steps without a draft, one has a draft all the same: texts change
 _PLAIN = 4  # steps without drafts at first: they say what plain ones take
 _PLAIN_AGAIN = 64  # and one of so many later
+_SEEN = 8  # of so many plain steps one bends the table of costs: a small model's step is short
 _CREDIT = 2.0  # plain steps that drafts may lose
 _INTEREST = 0.005  # of a plain step that they may lose more, with each step
 _GAIN = 1.02  # a draft must promise so much more than none, because chances and costs are only estimates
@@ -167,6 +168,8 @@ class Speculator:
     def stepped(self, rows: int, context: float, seconds: float) -> None:
         """The target's step over so many rows took so long."""
         self.stats.steps += 1
+        if self._asked is None and self.stats.steps > _SEEN and self.stats.steps % _SEEN:
+            return
         self.cost.observe(rows, context, seconds)
         if self._asked is not None:
             proposing, plain = self._asked
