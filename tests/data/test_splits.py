@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hasten.data.documents import Conversation, Document
-from hasten.data.sources import FileSource, open_source
+from hasten.data.sources import open_source
 from hasten.data.splits import SplitPlan, plan_split
 from hasten.errors import DataError
 
@@ -93,7 +93,7 @@ def test_a_single_document_that_comes_in_blocks(tmp_path, monkeypatch):
     path = tmp_path / "one.txt"
     text = "".join(f"line {number} é\n" for number in range(50))
     path.write_text(text, encoding="utf-8")
-    source = FileSource("one.txt", (("one.txt", path),), "text")
+    source = open_source(str(path))
     parts = halves(source, plan_split(source, fraction=0.1, seed=0))
     head, tail = parts["train"]["one.txt#train"], parts["validation"]["one.txt#validation"]
     assert head + tail == text

@@ -1,4 +1,4 @@
-"""What a source gives: documents of text and conversations, and how a long text is handed on in pieces."""
+"""What a source is and gives: documents of text and conversations, and how a long text is handed on in pieces."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -30,6 +30,22 @@ class Conversation:
 
 
 Item = Document | Conversation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """A corpus. It can be walked any number of times, always in the same order, and says cheaply what it is made of.
+
+    name: as the user gave it. items: begins a walk. fingerprint: a hex digest of the contents as they are when it is
+    called. size: bytes to read, for a progress bar; None where it is not known. skipped: files left out because they
+    are not UTF-8 text.
+    """
+
+    name: str
+    items: Callable[[], Iterator[Item]]
+    fingerprint: Callable[[], str]
+    size: int | None = None
+    skipped: int = 0
 
 
 def cut_text(pieces: Iterable[str], *, characters: int) -> Iterator[str]:

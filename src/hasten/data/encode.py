@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 
 from hasten.data.chat import RenderedChat, encode_chats, render, special_ids
-from hasten.data.documents import PIECE_CHARACTERS, Conversation, Document, cut_text
+from hasten.data.documents import PIECE_CHARACTERS, Conversation, Document, Source, cut_text
 from hasten.data.shards import ShardWriter
-from hasten.data.sources import Source, item_bytes
+from hasten.data.sources import item_bytes
 from hasten.data.splits import SplitName, SplitPlan
 from hasten.errors import DataError
 from hasten.model.tokenizer import Tokenizer

@@ -2,59 +2,48 @@
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
 
-from hasten.data.documents import Item
+from hasten.data.documents import Item, Source
 from hasten.data.readers import item_of_record, no_text
 from hasten.errors import DataError, ResourceError
 
 
-@dataclass(frozen=True, slots=True)
-class HubSource:
-    """`hf:owner/name[:split]`, the split `train` unless named; `owner/name` alone where no such path exists."""
+def hub_source(source: str, *, text_field: str) -> Source:
+    """`hf:owner/name[:split]`, the split `train` unless named; `owner/name` alone where no such path exists.
 
-    name: str
-    rows: Any  # datasets.Dataset
-    text_field: str
-    skipped: int = 0
-    size: int | None = None
+    It is downloaded, or found in the library's cache. Raises ResourceError without package or network.
+    """
+    identifier, _, split = source.removeprefix("hf:").partition(":")
+    try:
+        from datasets import load_dataset
+    except ImportError as error:
+        raise ResourceError(
+            f"{source}: there is no such file or folder, and reading it as a Hugging Face data set needs the "
+            "package datasets: pip install hasten[datasets]"
+        ) from error
+    try:
+        rows = load_dataset(identifier, split=split or "train")
+    except Exception as error:  # whatever the library, the network or the data set's own files bring
+        raise ResourceError(
+            f"{source}: the data set cannot be loaded ({type(error).__name__}: {error}); check the name, the split "
+            "(hf:owner/name:split) and the network"
+        ) from error
+    if text_field not in rows.column_names and "messages" not in rows.column_names:
+        raise no_text(source, f"column {text_field!r}", rows.column_names)
 
-    @classmethod
-    def open(cls, source: str, *, text_field: str) -> "HubSource":
-        """Download (or find in the library's cache) the data set. Raises ResourceError without package or network."""
-        identifier, _, split = source.removeprefix("hf:").partition(":")
-        try:
-            from datasets import load_dataset
-        except ImportError as error:
-            raise ResourceError(
-                f"{source}: there is no such file or folder, and reading it as a Hugging Face data set needs the "
-                "package datasets: pip install hasten[datasets]"
-            ) from error
-        try:
-            rows = load_dataset(identifier, split=split or "train")
-        except Exception as error:  # whatever the library, the network or the data set's own files bring
-            raise ResourceError(
-                f"{source}: the data set cannot be loaded ({type(error).__name__}: {error}); check the name, the split "
-                "(hf:owner/name:split) and the network"
-            ) from error
-        if text_field not in rows.column_names and "messages" not in rows.column_names:
-            raise no_text(source, f"column {text_field!r}", rows.column_names)
-        return cls(source, rows, text_field)
-
-    def items(self) -> Iterator[Item]:
-        rows = iter(self.rows)
-        for number in range(1, len(self.rows) + 1):
-            name = f"{self.name.removeprefix('hf:')}:{number}"
+    def items() -> Iterator[Item]:
+        left = iter(rows)
+        for number in range(1, len(rows) + 1):
+            name = f"{source.removeprefix('hf:')}:{number}"
             try:
-                row = next(rows)
+                row = next(left)
             except OSError as error:
                 raise DataError(f"{name}: cannot be read ({error}); check the cache of the package datasets") from error
-            item = item_of_record(row, name=name, text_field=self.text_field)
+            item = item_of_record(row, name=name, text_field=text_field)
             if item is not None:
                 yield item
 
-    def fingerprint(self) -> str:
-        # The library's own fingerprint follows the data and every transformation of it; there is no public getter.
-        known = getattr(self.rows, "_fingerprint", "")
-        return hashlib.sha256(f"{self.name}\0{known}\0{len(self.rows)}".encode()).hexdigest()
+    # The library's own fingerprint follows the data and every transformation of it; there is no public getter.
+    known = getattr(rows, "_fingerprint", "")
+    digest = hashlib.sha256(f"{source}\0{known}\0{len(rows)}".encode()).hexdigest()
+    return Source(name=source, items=items, fingerprint=lambda: digest)

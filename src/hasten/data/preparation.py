@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hasten.checks import whole
+from hasten.data.documents import Source
 from hasten.data.encode import Encoder, training_texts
-from hasten.data.sources import Source, open_source
+from hasten.data.sources import open_source
 from hasten.data.splits import SplitPlan, plan_split
 from hasten.data.token_data import FORMAT_VERSION, MANIFEST_FILE, TOKENIZER_FOLDER, TokenData
 from hasten.data.tokenizers import train_bpe, train_characters

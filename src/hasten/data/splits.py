@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from hasten.data.documents import Conversation, Document, Item
-from hasten.data.sources import Source, item_bytes
+from hasten.data.documents import Conversation, Document, Item, Source
+from hasten.data.sources import item_bytes
 from hasten.errors import DataError
 
 SplitName = Literal["train", "validation"]
