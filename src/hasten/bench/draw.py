@@ -1,6 +1,6 @@
 """Pictures: a ladder as horizontal bars, and curves such as the loss of a training run.
 
-Drawn with matplotlib's objects and its Agg canvas, never through pyplot: no global state, no window, any thread.
+Drawn with matplotlib's objects, never through pyplot: no window, and its settings are ours only while we draw.
 """
 
 from __future__ import annotations
@@ -25,6 +25,20 @@ if TYPE_CHECKING:
 INK, SOFT, GRID = "#1c2733", "#66717d", "#e4e8ec"
 BAR, BAR_FIRST, BAR_FURTHER, FAILED = "#2f6f9f", "#a9b8c6", "#8db4cf", "#b23a2e"
 LINES = ("#2f6f9f", "#d07a2d", "#4d8f5b", "#8a5a9e", "#b23a2e", "#66717d")
+STYLE = {  # what differs from matplotlib's whitegrid
+    "savefig.dpi": 150,
+    "font.size": 9,
+    "font.sans-serif": ["DejaVu Sans"],  # it comes with matplotlib
+    "axes.titlesize": "medium",
+    "axes.titlelocation": "left",
+    "axes.labelcolor": SOFT,
+    "axes.edgecolor": GRID,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.prop_cycle": f"cycler(color={LINES})",
+    "grid.color": GRID,
+    "lines.markersize": 4,
+}
 UNITS = {"generate": "decode, tokens/s", "train": "tokens/s"}
 
 
@@ -105,31 +119,18 @@ def draw_bars(
 
     Raises ResourceError if it cannot be written.
     """
-    from matplotlib.figure import Figure
-
-    # Distances in inches, so that all pictures look alike, but for the names, which are as wide as they are.
-    height = 1.55 + 0.52 * len(bars)
-    figure = Figure(figsize=(9.6, height), dpi=150, facecolor="white")
-    left = 0.05 + 0.0088 * max(len(bar.name) for bar in bars)
-    axes = figure.add_axes((left, 0.72 / height, 0.97 - left, 1 - 1.5 / height))
-    widest = max((max(bar.value, bar.spread[1]) for bar in bars), default=0.0) or 1.0
-    axes.set_xlim(0, widest * room)
-    for position, bar in enumerate(bars):
-        _draw_bar(axes, position, bar)
-    axes.set_ylim(len(bars) - 0.45, -0.55)
-    axes.set_yticks(range(len(bars)), [bar.name for bar in bars], fontsize=10, color=INK)
-    axes.set_xticks([tick for tick in axes.get_xticks() if 0 <= tick <= widest * 1.05])
-    axes.tick_params(axis="both", length=0)
-    axes.tick_params(axis="x", labelsize=8, labelcolor=SOFT)
-    axes.grid(axis="x", color=GRID, linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.set_xlabel(x_label, fontsize=9, color=SOFT, loc="left")
-    axes.set_frame_on(False)
-    axes.axvline(0, color=SOFT, linewidth=1)
-    figure.text(0.02, 1 - 0.28 / height, title, fontsize=14, fontweight="bold", color=INK, va="center")
-    figure.text(0.02, 1 - 0.55 / height, subtitle, fontsize=9, color=SOFT, va="center")
-    figure.text(0.02, 0.16 / height, foot, fontsize=7.5, color=SOFT, va="center")
-    save(figure, path)
+    with picture(path, title=title, foot=foot, size=(9.6, 1.55 + 0.52 * len(bars))) as figure:
+        axes = figure.subplots()
+        widest = max((max(bar.value, bar.spread[1]) for bar in bars), default=0.0) or 1.0
+        axes.set(title=subtitle, xlim=(0, widest * room), ylim=(len(bars) - 0.45, -0.55))
+        for position, bar in enumerate(bars):
+            _draw_bar(axes, position, bar)
+        axes.set_yticks(range(len(bars)), [bar.name for bar in bars], fontsize=10, color=INK)
+        axes.set_xticks([tick for tick in axes.get_xticks() if 0 <= tick <= widest * 1.05])
+        axes.set_xlabel(x_label, loc="left")
+        axes.grid(visible=False, axis="y")
+        axes.set_frame_on(False)
+        axes.axvline(0, color=SOFT, linewidth=1)
 
 
 def _draw_bar(axes: Axes, position: int, bar: Bar) -> None:
@@ -146,15 +147,8 @@ def _draw_bar(axes: Axes, position: int, bar: Bar) -> None:
     text = axes.text(x, position, f" {bar.label}", fontsize=9.5, color=INK, va="center", fontweight="bold")
     if bar.note:
         # placed by matplotlib right after the bold text, whatever its width
-        axes.annotate(
-            f"  {bar.note}",
-            xy=(1, 0.5),
-            xycoords=text,
-            fontsize=8.5,
-            color=SOFT,
-            va="center",
-            annotation_clip=False,
-        )
+        place = {"xy": (1, 0.5), "xycoords": text, "va": "center", "annotation_clip": False}
+        axes.annotate(f"  {bar.note}", fontsize=8.5, color=SOFT, **place)
 
 
 def draw_curves(
@@ -173,14 +167,9 @@ def draw_curves(
     Raises ResourceError if it cannot be written.
     """
     with curve_axes(path, title=title, subtitle=subtitle, x_label=x_label, y_label=y_label) as axes:
-        for index, (name, (x, y)) in enumerate(series.items()):
-            assert len(x) == len(y), f"{name}: {len(x)} x values and {len(y)} y values"
-            marker = "o" if len(x) < 12 else None
-            axes.plot(x, y, label=name, color=LINES[index % len(LINES)], linewidth=1.6, marker=marker, markersize=4)
-        if log_x:
-            axes.set_xscale("log")
-        if log_y:
-            axes.set_yscale("log")
+        for name, (x, y) in series.items():
+            axes.plot(x, y, label=name, marker="o" if len(x) < 12 else None)
+        axes.set(xscale="log" if log_x else "linear", yscale="log" if log_y else "linear")
 
 
 @contextmanager
@@ -189,57 +178,53 @@ def curve_axes(path: str | Path, *, title: str, subtitle: str, x_label: str, y_l
 
     All have two thin axes, a faint grid, title and subtitle above, and the names of several curves in a legend.
     """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 4.6), dpi=150, facecolor="white")
-    axes = figure.add_axes((0.1, 0.13, 0.87, 0.71))
-    yield axes
-    if len(axes.get_legend_handles_labels()[0]) > 1:
-        axes.legend(frameon=False, fontsize=9, labelcolor=INK)
-    axes.grid(color=GRID, linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.tick_params(labelsize=8.5, labelcolor=SOFT, length=0)
-    axes.set_xlabel(x_label, fontsize=9.5, color=SOFT)
-    axes.set_ylabel(y_label, fontsize=9.5, color=SOFT)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["bottom", "left"]].set_color(GRID)
-    figure.text(0.03, 0.94, title, fontsize=13, fontweight="bold", color=INK, va="center")
-    figure.text(0.03, 0.885, subtitle, fontsize=9, color=SOFT, va="center")
-    save(figure, path)
+    with picture(path, title=title, size=(8, 4.6)) as figure:
+        axes = figure.subplots()
+        axes.set(title=subtitle, xlabel=x_label, ylabel=y_label)
+        yield axes
+        if len(axes.get_legend_handles_labels()[0]) > 1:
+            axes.legend()
 
 
 def draw_memory(memory: Memory, path: str | Path, *, title: str, free: int) -> None:
     """One stacked bar of the bytes of each moment; a line where no more are free, if that is near."""
     from matplotlib import colormaps
+
+    with picture(path, title=title, size=(9.6, 3.6)) as figure:
+        axes, shown = figure.subplots(), dict[str, Any]()
+        for row, parts in enumerate(memory.moments.values()):
+            left = 0.0
+            for part in filter(memory.parts.get, parts):
+                color = colormaps["tab20"](list(memory.parts).index(part))
+                shown[part] = axes.barh(row, memory.parts[part] / 1e9, left=left, color=color, height=0.6)
+                left += memory.parts[part] / 1e9
+            axes.text(left, row, f" {left:,.2f} GB", va="center", fontsize=9)
+        if free < 3 * memory.peak:
+            axes.axvline(free / 1e9, color=BAR, linewidth=1.5)
+        axes.set_yticks(range(len(memory.moments)), list(memory.moments), fontsize=9, color=INK)
+        axes.margins(x=0.12)
+        axes.set_frame_on(False)
+        figure.legend(list(shown.values()), list(shown), loc="outside lower left", ncols=3, fontsize=7)
+
+
+@contextmanager
+def picture(path: str | Path, *, title: str, size: tuple[float, float], foot: str = "") -> Iterator[Figure]:
+    """A figure in our style, of so many inches, written as a PNG when the block ends.
+
+    Its folder is made if need be. Raises ResourceError where it cannot be written.
+    """
+    from matplotlib import style
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9.6, 3.6), dpi=150, facecolor="white", layout="constrained")
-    axes, shown = figure.subplots(), dict[str, Any]()
-    for row, parts in enumerate(memory.moments.values()):
-        left = 0.0
-        for part in filter(memory.parts.get, parts):
-            color = colormaps["tab20"](list(memory.parts).index(part))
-            shown[part] = axes.barh(row, memory.parts[part] / 1e9, left=left, color=color, height=0.6)
-            left += memory.parts[part] / 1e9
-        axes.text(left, row, f" {left:,.2f} GB", va="center", fontsize=9, color=INK)
-    if free < 3 * memory.peak:
-        axes.axvline(free / 1e9, color=BAR, linewidth=1.5)
-    axes.set_yticks(range(len(memory.moments)), list(memory.moments), fontsize=9, color=INK)
-    axes.set_title(title, loc="left", fontsize=12, color=INK)
-    axes.margins(x=0.12)
-    axes.set_frame_on(False)
-    figure.legend(list(shown.values()), list(shown), loc="outside lower left", ncols=3, fontsize=7, frameon=False)
-    save(figure, path)
-
-
-def save(figure: Figure, path: str | Path) -> None:
-    """Write a PNG; its folder is made if need be. Raises ResourceError where it cannot be written."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
     path = Path(path)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as part:
-            FigureCanvasAgg(figure).print_png(part)
-    except OSError as error:
-        raise ResourceError(f"cannot write picture {path}: {error.strerror}") from error
+    with style.context(["seaborn-v0_8-whitegrid", STYLE]):
+        figure = Figure(figsize=size, layout="constrained")
+        figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold")
+        figure.supxlabel(foot, x=0.01, ha="left", fontsize=7.5, color=SOFT)
+        yield figure
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(path) as part:
+                figure.savefig(part, format="png")
+        except OSError as error:
+            raise ResourceError(f"cannot write picture {path}: {error.strerror}") from error

@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
+from hasten.bench.draw import BAR_FIRST, FAILED, SOFT, picture
 from hasten.bench.table import format_value, headed_table, standard_error
-from hasten.machine.files import replacing
 from hasten.profiling.tree import PartTime, folded, ordered
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
     from hasten.profiling.profile import Profile, ProfiledPhase
 
 HEAD = ("part", "parameters", "forward, ms", "backward", "of the step", "GFLOP", "MB at least", "of its limit")
@@ -71,24 +73,23 @@ def show(profile: Profile, *, sort: str = "tree") -> None:
 
 def draw(profile: Profile, path: Path) -> None:
     """Write a picture (PNG): the parts with most time beside their limits, and the memory over time, of each phase."""
-    from matplotlib.figure import Figure
-
     phases = profile.phases
-    figure = Figure(figsize=(6.5 * len(phases), 6.5), layout="constrained")
-    for column, phase in enumerate(phases, 1):
-        bars, curve = (figure.add_subplot(2, len(phases), column + row * len(phases)) for row in (0, 1))
-        rows = ordered(folded(phase.rows), "time")[:BARS][::-1]
-        names = [row.name.removeprefix("model.") for row in rows]
-        bars.barh(names, [1e3 * row.seconds for row in rows], color="#9db7d5", label="measured")
-        bars.barh(names, [1e3 * row.limit for row in rows], height=0.35, color="#d1603d", label="the machine's limit")
-        bars.set(xlabel="ms of a step", title=f"{profile.use}: {phase.name}, {1e3 * phase.rows[0].seconds:.3g} ms")
-        times = [1e3 * at for at, _ in phase.traced.memory]
-        held = [(phase.held + more) / 2**20 for _, more in phase.traced.memory]
-        curve.fill_between(times, held, step="post", alpha=0.5, color="#9db7d5", label="tensors")
-        curve.axhline(phase.held / 2**20, color="#555555", linestyle="--", label="held all the time")
-        curve.set(xlabel="ms of a step while it is traced", ylabel="MiB", ylim=(0, None))
-        for axes in (bars, curve):
-            axes.grid(alpha=0.3)
-            axes.legend(loc="lower right")
-    with replacing(path) as temporary:
-        figure.savefig(temporary, dpi=110, format="png")
+    with picture(path, title=f"{profile.use}: time and memory", size=(6.5 * len(phases), 6.5)) as figure:
+        columns = figure.subplots(2, len(phases), squeeze=False).T
+        for phase, (bars, curve) in zip(phases, columns, strict=True):
+            _draw_phase(phase, bars, curve)
+
+
+def _draw_phase(phase: ProfiledPhase, bars: Axes, curve: Axes) -> None:
+    rows = ordered(folded(phase.rows), "time")[:BARS][::-1]
+    names = [row.name.removeprefix("model.") for row in rows]
+    bars.barh(names, [1e3 * row.seconds for row in rows], color=BAR_FIRST, label="measured")
+    bars.barh(names, [1e3 * row.limit for row in rows], height=0.35, color=FAILED, label="the machine's limit")
+    bars.set(xlabel="ms of a step", title=f"{phase.name}, {1e3 * phase.rows[0].seconds:.3g} ms")
+    times = [1e3 * at for at, _ in phase.traced.memory]
+    held = [(phase.held + more) / 2**20 for _, more in phase.traced.memory]
+    curve.fill_between(times, held, step="post", alpha=0.5, color=BAR_FIRST, label="tensors")
+    curve.axhline(phase.held / 2**20, color=SOFT, linestyle="--", label="held all the time")
+    curve.set(xlabel="ms of a step while it is traced", ylabel="MiB", ylim=(0, None))
+    bars.legend(loc="lower right")
+    curve.legend(loc="lower right")
