@@ -194,7 +194,7 @@ def test_heads_change_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
         (lambda: HeadsLadder(model="x").run(), ConfigError, "use --shape"),
         (lambda: TrainLadder(shape="tiny", recipe="demo").run(), ConfigError, "one of --shape NAME and --recipe"),
         (lambda: TrainLadder(recipe="finetune").run(), ConfigError, "known: demo"),
-        (lambda: TrainLadder(shape="tiny", batch_size=0).run(), ConfigError, "found 0 and"),
+        (lambda: TrainLadder(shape="tiny", batch_size=0).run(), ConfigError, "--batch-size is 0"),
         (lambda: TrainLadder(shape="tiny", sequence_length=4096).run(), ConfigError, "512 positions"),
         (lambda: TrainLadder(shape="llama-120m", rungs=("padded-vocabulary",)).run(), ConfigError, "multiple of 64"),
         (

@@ -5,29 +5,14 @@ import os
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from hasten.bench.largest_batch import LargestBatch, search
+from hasten.bench.largest_batch import LargestBatch
 from hasten.bench.race import Race
 from hasten.cli.main import main
 from hasten.errors import ConfigError
 from hasten.training.recipe import Data, Recipe, Run, Shape
 from hasten.training.recipes import RECIPES
 from own_cache import make_cache
-
-
-@given(st.integers(0, 300), st.integers(1, 300))
-def test_the_search_finds_the_largest_that_fits_with_few_tries(true, most):
-    asked = []
-
-    def fits(size):
-        asked.append(size)
-        return size <= true
-
-    assert search(fits, most) == min(true, most)
-    assert len(asked) == len(set(asked)) <= 2 * max(most, 2).bit_length() + 1
-    assert max(asked) <= most
 
 
 def test_a_process_that_may_take_too_little_does_not_fit():

@@ -59,8 +59,16 @@ def test_a_cache_is_counted_as_it_is_kept():
 
 
 @given(st.integers(0, 10_000), st.integers(1, 12_000))
-def test_the_largest_that_fits(limit, most):
-    assert largest(lambda count: count <= limit, most) == min(limit, most)
+def test_the_largest_that_fits_is_found_with_few_tries(limit, most):
+    asked = []
+
+    def fits(count):
+        asked.append(count)
+        return count <= limit
+
+    assert largest(fits, most) == min(limit, most)
+    assert len(asked) == len(set(asked)) <= 2 * max(most, 2).bit_length() + 1
+    assert max(asked) <= most
 
 
 def test_what_fits_is_the_edge():

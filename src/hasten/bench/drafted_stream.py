@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import islice
-from typing import TYPE_CHECKING
+
+import torch
 
 from hasten.bench.models import BenchmarkModel
 from hasten.errors import ConfigError
-
-if TYPE_CHECKING:
-    import torch
-
-    from hasten.model.transformer import Transformer
+from hasten.generation.generate import Generation, Timing
+from hasten.generation.speculation import make_speculator, measure_step_cost
+from hasten.model.fused import fuse_where_it_fits
+from hasten.model.transformer import Transformer
+from hasten.quantization import Int4, quantize
 
 PROMPTS = 4  # documents: how often a draft is right differs between texts
 
@@ -38,9 +39,6 @@ class DraftedStream:
 
     def measure(self) -> dict[str, float]:
         """Tokens a second, and what the table of costs predicts for the lengths and the share taken that were seen."""
-        from hasten.generation.generate import Generation, Timing
-        from hasten.generation.speculation import make_speculator, measure_step_cost
-
         cost = measure_step_cost(self.model, seconds=0.3)
         timings, found, predicted = [], [], 0.0
         for prompt in self.prompts:
@@ -75,9 +73,6 @@ class DraftedStream:
 
 def load_draft(draft: str, source: BenchmarkModel, *, dtype: torch.dtype, device: str) -> str | Transformer:
     """A draft by its name, as `make_speculator` takes it; a model that drafts is loaded once."""
-    from hasten.model.fused import fuse_where_it_fits
-    from hasten.quantization import Int4, quantize
-
     if draft == "self:int4":
         return fuse_where_it_fits(quantize(source.build(dtype=dtype, device=device, seed=0), Int4()))
     if draft == "suffix" or draft.startswith("self:"):

@@ -4,19 +4,30 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import nn
 
 from hasten.bench.drafted_stream import DraftedStream, load_draft, real_prompts
 from hasten.bench.generate import TEXT_BYTES, DecodeMode, GenerateLadder
 from hasten.bench.models import BenchmarkModel, require_compiler
+from hasten.data import read_documents
+from hasten.generation.cache import row_format
+from hasten.generation.compiled import compile_blocks
+from hasten.generation.decoder import Decoder
+from hasten.generation.divergence import divergence
+from hasten.generation.graphs import fastest_decoder
+from hasten.generation.perplexity import perplexity
+from hasten.generation.speculation import measure_step_cost
 from hasten.machine import reset_peak_memory, resolve_dtype
+from hasten.model.context import TrainingContext
+from hasten.model.fused import fuse, fuse_where_it_fits
+from hasten.model.transformer import Transformer
+from hasten.model.wide import precision_of, product_dtype
+from hasten.ops.linear.modules import PackedLinear
 from hasten.planning.cost import decode_bytes_per_token, forward_flops_per_token, kv_bytes_per_token
-
-if TYPE_CHECKING:
-    import torch
-
-    from hasten.generation.decoder import Decoder
-    from hasten.model.transformer import Transformer
+from hasten.quantization import Int4, Int8, Scheme, quantize
 
 # A token without a cache costs as much as the whole prompt: few are enough for the same precision.
 NO_CACHE_TOKENS = 2
@@ -26,9 +37,6 @@ class GenerateRung:
     """The rung's own stream, prompt and answer, and one for each further row, of which only the answer is measured."""
 
     def __init__(self, *, ladder: GenerateLadder, mode: DecodeMode, source: BenchmarkModel | None = None) -> None:
-        from hasten.generation.compiled import compile_blocks
-        from hasten.model.wide import product_dtype
-
         device, seed = ladder.device, ladder.seed
         if mode.compiled:
             require_compiler(device)
@@ -65,12 +73,6 @@ class GenerateRung:
 
         Scales are among them.
         """
-        from torch import nn
-
-        from hasten.model.fused import fuse
-        from hasten.ops.linear.modules import PackedLinear
-        from hasten.quantization import Int4, Int8, Scheme, quantize
-
         int4 = Int4(lm_head="same", search="minmax")  # which scales are chosen changes the error, not the speed
         int8 = Int8(lm_head="same", activations=mode.activations)
         schemes: dict[str | None, Scheme] = {"int8": int8, "int4": int4}
@@ -88,8 +90,6 @@ class GenerateRung:
     @staticmethod
     def documents(ladder: GenerateLadder) -> list[str]:
         """The beginning of the ladder's text."""
-        from hasten.data import read_documents
-
         assert ladder.text is not None, "asked for only where there is one"
         return list(read_documents(ladder.text, limit_bytes=TEXT_BYTES))
 
@@ -97,10 +97,6 @@ class GenerateRung:
         """Perplexity of the beginning of a text, computed by what the rung runs, and how far that is from the model in
         bfloat16 (where it is at hand), on a CPU with the native steps.
         """
-        from hasten.generation.divergence import divergence
-        from hasten.generation.perplexity import perplexity
-        from hasten.model.fused import fuse_where_it_fits
-
         documents = self.documents(ladder)
         if ladder.source.quantized() is not None:
             return {"perplexity": perplexity(self.model, documents, kv_cache_dtype=self.kv_cache_dtype).perplexity}
@@ -112,8 +108,6 @@ class GenerateRung:
 
     def describe(self) -> dict[str, Any]:
         """What one token costs and what the cache takes, and the same of each further row."""
-        from hasten.model.wide import precision_of
-
         facts = self._facts("")
         facts["precision"] = precision_of(self.model).to_json()
         facts["rows"] = {ending: self._facts(ending) for ending in self.rows if ending}
@@ -123,8 +117,6 @@ class GenerateRung:
         return facts
 
     def _facts(self, ending: str) -> dict[str, Any]:
-        from hasten.generation.cache import row_format
-
         row, stream, head_dim = self.rows[ending], self.streams[ending], self.config.head_dim
         size = row_format(self.kv_cache_dtype).bytes(head_dim, self.model.compute_dtype) / head_dim
         context = row["prompt_tokens"] + self.new_tokens // 2  # the mean of the tokens decoded
@@ -175,10 +167,6 @@ class Stream:
         keep_prompt: bool,
         kv_cache_dtype: str,
     ) -> None:
-        import torch
-
-        from hasten.generation.graphs import fastest_decoder
-
         self.model, self.batch, self.new_tokens = model, row["batch"], new_tokens
         generator = torch.Generator().manual_seed(seed)
         shape = (self.batch, row["prompt_tokens"])
@@ -217,8 +205,6 @@ class Stream:
         each = self.new_tokens / (time.perf_counter() - start)
         found["decode_tokens_per_second"] = self.batch * each
         if self.decoder is not None and self.batch == 1:
-            from hasten.generation.speculation import measure_step_cost
-
             cost = measure_step_cost(self.model, row_counts=(1,), seconds=0.1, layers=len(self.model.config.layers))
             found["predicted_tokens_per_second"] = 1 / cost.seconds(1, len(self.prompts[0]) + self.new_tokens / 2)
         if self.batch > 1:
@@ -235,8 +221,6 @@ class Stream:
 
     def next_tokens(self, tokens: list[int]) -> list[int]:
         """Append a token to each sequence; the most likely ones after them."""
-        import torch
-
         if self.decoder is None:
             for sequence, token in zip(self.sequences, tokens, strict=True):
                 sequence.append(token)
@@ -245,10 +229,6 @@ class Stream:
 
     def _recompute(self) -> list[int]:
         """The next tokens from the whole sequences, nothing kept."""
-        import torch
-
-        from hasten.model.context import TrainingContext
-
         tokens = torch.tensor(self.sequences, device=self.model.device)  # (B, T)
         batch, length = tokens.shape
         positions = torch.arange(length, device=tokens.device).expand(batch, -1)

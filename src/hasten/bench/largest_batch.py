@@ -23,6 +23,7 @@ from hasten.bench.train import TrainLadder, TrainRung, recipe_and_config
 from hasten.bench.train_rungs import recipes
 from hasten.errors import ConfigError
 from hasten.machine import describe, resolve_device
+from hasten.planning.memory import largest
 from hasten.training.recipe import Recipe
 
 # What a process mostly says that was refused memory (in lower case), wherever in torch, Python or the C library it
@@ -134,7 +135,7 @@ class LargestBatch(BenchmarkOptions):
             tell(f"{rung.name}: a batch of {size} {'fits' if tries[size] else 'does not fit'}")
             return tries[size]
 
-        search(fits, self.most)
+        largest(fits, self.most)
         return tries
 
     def _fits(self, rung: Rung, size: int) -> bool:
@@ -150,18 +151,6 @@ class LargestBatch(BenchmarkOptions):
         """What a process of its own says that could not train in so many bytes, or None."""
         limited = replace(rung, arguments=rung.arguments | {"memory": memory})
         return run_interleaved([limited], rounds=1, timeout=self.timeout)[0].error
-
-
-def search(fits: Callable[[int], bool], most: int) -> int:
-    """The largest size up to `most` that fits, if every smaller one does; 0 where not even 1 does."""
-    good, size = 0, 1
-    while size <= most and fits(size):
-        good, size = size, size * 2
-    bad = min(size, most + 1)
-    while bad - good > 1:
-        middle = (good + bad) // 2
-        good, bad = (middle, bad) if fits(middle) else (good, middle)
-    return good
 
 
 class LimitedRung(TrainRung):

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from hasten.bench.models import BenchmarkModel, check_least
 from hasten.errors import ConfigError
 from hasten.generation.params import KVCacheDtype
+from hasten.machine import available_memory, measure_limits, resolve_device, resolve_dtype, training_precision
 from hasten.model.config import ModelConfig
+from hasten.planning.cost import matrices, parameters
 from hasten.planning.devices import Device, known_device
-from hasten.planning.memory import LARGEST_PREFILL, PROCESS_BYTES
+from hasten.planning.memory import LARGEST_PREFILL, PROCESS_BYTES, InferenceUse, TrainingUse
+from hasten.planning.plan import Phase, Plan, inference_phases, training_phase
 from hasten.planning.shapes import SHAPES, shape_config
+from hasten.serving.settings import EngineSettings
 from hasten.training.recipe import Data, Lora, Optimizer, Parallel, Recipe, Run, Techniques
-
-if TYPE_CHECKING:
-    from hasten.planning.memory import InferenceUse, TrainingUse
-    from hasten.planning.plan import Phase, Plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,8 +89,6 @@ def config_of(model: str) -> tuple[str, ModelConfig, BenchmarkModel | None]:
 
 def make_plan(model: str, options: PlanOptions) -> Plan:
     """Raises ConfigError for options that make no sense, CheckpointError for a model that cannot be read."""
-    from hasten.planning.plan import Plan
-
     for name in ("batch_size", "new_tokens", "accumulation", "ranks", "tensor_parallel"):
         check_least(f"--{name.replace('_', '-')}", getattr(options, name))
     name, config, checkpoint = config_of(model)
@@ -109,8 +107,6 @@ def make_plan(model: str, options: PlanOptions) -> Plan:
 
 def _device(options: PlanOptions) -> tuple[Device, Literal["float32", "bfloat16", "float16"]]:
     """Where it runs, and the dtype of its products."""
-    from hasten.machine import available_memory, measure_limits, resolve_device, training_precision
-
     dtype = options.techniques.precision
     if options.device != "auto" and options.device.partition(":")[0] not in ("cpu", "cuda"):
         return known_device(options.device), "bfloat16" if dtype == "auto" else dtype
@@ -127,7 +123,6 @@ def _training(
     import torch
 
     from hasten.bench.predict import step_seconds
-    from hasten.planning.plan import training_phase
     from hasten.training.layer_drop import keep_probabilities
     from hasten.training.memory import training_use
 
@@ -147,10 +142,6 @@ def _inference(
 ) -> tuple[InferenceUse, tuple[Phase, ...]]:
     from hasten.bench.predict import generating_seconds
     from hasten.generation.cache import row_format
-    from hasten.machine import resolve_dtype
-    from hasten.planning.memory import InferenceUse
-    from hasten.planning.plan import inference_phases
-    from hasten.serving.settings import EngineSettings
 
     assert options.length is not None
     served, prompt, settings = options.use == "serve", options.length - options.new_tokens, EngineSettings()
@@ -184,7 +175,6 @@ def _inference(
 def weight_bytes(config: ModelConfig, weights: str) -> int:
     """Of all weights in a format; the head of a quantized model is in int8, the embedding as it is."""
     from hasten.ops.linear.weights import INT8, int4_format
-    from hasten.planning.cost import matrices, parameters
 
     count, (kind, _, group) = parameters(config), weights.partition("-g")
     plain = 4 if weights == "float32" else 2

@@ -5,18 +5,23 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from statistics import median
-from typing import TYPE_CHECKING
+
+import torch
 
 from hasten.bench.train import TrainRung
+from hasten.generation.speculation.cost import measure_step_cost
 from hasten.machine import available_memory, resolve_dtype
 from hasten.machine.processor import last_level_cache_bytes
 from hasten.model.config import ModelConfig
+from hasten.model.fused import fuse_where_it_fits
+from hasten.model.initialize import initialize
+from hasten.model.transformer import Transformer
 from hasten.planning.cost import matrices, parameters
 from hasten.planning.memory import InferenceUse
-
-if TYPE_CHECKING:
-    from hasten.model.transformer import Transformer
-    from hasten.training.recipe import Recipe
+from hasten.quantization import Int4, Int8, quantize
+from hasten.training.layer_drop import keep_probabilities
+from hasten.training.memory import step_memory
+from hasten.training.recipe import Recipe
 
 ROUNDS = 5  # of training steps
 
@@ -26,11 +31,6 @@ def step_seconds(config: ModelConfig, recipe: Recipe) -> float | None:
 
     Their difference is two blocks; the rest is embedding, head and loss. None where they have no room.
     """
-    import torch
-
-    from hasten.training.layer_drop import keep_probabilities
-    from hasten.training.memory import step_memory
-
     plain = replace(recipe, techniques=replace(recipe.techniques, compile=False, layer_drop=None))
     first, *others = Counter(config.layers)  # the kinds of blocks
     cuts = [replace(config, layers=layers) for layers in ((first,), (first,) * 3, *((first, k, k) for k in others))]
@@ -50,8 +50,6 @@ def generating_seconds(config: ModelConfig, use: InferenceUse, weights: str) -> 
 
     Measured on so many blocks that the processor's caches cannot hold them; None where they have no room.
     """
-    from hasten.generation.speculation.cost import measure_step_cost
-
     held = matrices(config, config.layers[0])[0] * {"int8": 1, "int4": 0.5}.get(weights.partition("-")[0], 2)
     cut = replace(config, layers=config.layers[: max(2, round(4 * last_level_cache_bytes() / held))])
     if 6 * parameters(cut).total > available_memory():
@@ -65,10 +63,6 @@ def generating_seconds(config: ModelConfig, use: InferenceUse, weights: str) -> 
 
 def random_model(config: ModelConfig, weights: str) -> Transformer:
     """Random weights in a format, fused where that fits."""
-    from hasten.model.fused import fuse_where_it_fits
-    from hasten.model.initialize import initialize
-    from hasten.quantization import Int4, Int8, quantize
-
     kind, _, group = weights.partition("-g")
     packed = kind in ("int8", "int4")
     model = initialize(config, seed=0, dtype=resolve_dtype("bfloat16" if packed else weights)).eval()

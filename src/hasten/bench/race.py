@@ -18,7 +18,7 @@ from hasten.bench.measure import Ladder, say
 from hasten.bench.models import check_finite, check_least
 from hasten.bench.process import Rung
 from hasten.bench.table import machine_line, print_ladder
-from hasten.bench.train import known_recipe
+from hasten.bench.train import known_recipe, with_batch
 from hasten.bench.train_rungs import recipes
 from hasten.machine import resolve_device
 from hasten.training.recipe import Recipe
@@ -64,19 +64,10 @@ class Race(Ladder):
         check_finite("--seconds", self.seconds)
         check_least("--steps", self.steps)
         check_least("--rounds", self.rounds)
-        check_least("--batch-size", self.batch_size)
-        check_least("--sequence-length", self.sequence_length, 2)
         device = str(resolve_device(self.device))
-        data = replace(
-            recipe.data,
-            source=recipe.data.source if self.source is None else self.source,
-            batch_size=self.batch_size or recipe.data.batch_size,
-            context=self.sequence_length or recipe.data.context,
-            accumulation=1,
-        )
-        recipe = replace(
-            recipe, data=data, dropout=0.0, run=replace(recipe.run, seed=self.seed, steps=self.steps, device=device)
-        )
+        recipe = with_batch(recipe, self.batch_size, self.sequence_length, seed=self.seed)
+        data = replace(recipe.data, source=self.source or recipe.data.source)
+        recipe = replace(recipe, data=data, dropout=0.0, run=replace(recipe.run, steps=self.steps, device=device))
         # Before any process: a text that is not there is told at once, and its vocabulary says what padding changes.
         vocab_size = prepare_data(recipe, init=None, progress=True).tokenizer.vocab_size
         wanted = self.rungs or (*first_and_last(device), "layer-drop")

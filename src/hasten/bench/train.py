@@ -94,17 +94,16 @@ def recipe_and_config(ladder: TrainLadder) -> tuple[Recipe, ModelConfig]:
             recipe = replace(recipe, data=replace(recipe.data, vocab_size=characters(recipe.data.source)))
         positions = ladder.sequence_length or recipe.data.context
         config = build.shape_config(recipe.model, vocab_size=recipe.data.vocab_size, positions=positions)
-    data = replace(
-        recipe.data,
-        batch_size=recipe.data.batch_size if ladder.batch_size is None else ladder.batch_size,
-        context=recipe.data.context if ladder.sequence_length is None else ladder.sequence_length,
-        accumulation=1,
-    )
-    if data.batch_size < 1 or data.context < 2:
-        raise ConfigError(
-            f"--batch-size and --sequence-length must be at least 1 and 2; found {data.batch_size} and {data.context}"
-        )
-    return replace(recipe, data=data, run=replace(recipe.run, seed=ladder.seed)), config
+    return with_batch(recipe, ladder.batch_size, ladder.sequence_length, seed=ladder.seed), config
+
+
+def with_batch(recipe: Recipe, batch_size: int | None, sequence_length: int | None, *, seed: int) -> Recipe:
+    """A recipe whose steps are one batch of these sizes (None: its own). Raises ConfigError for smaller ones."""
+    check_least("--batch-size", batch_size)
+    check_least("--sequence-length", sequence_length, 2)
+    batch, context = batch_size or recipe.data.batch_size, sequence_length or recipe.data.context
+    data = replace(recipe.data, batch_size=batch, context=context, accumulation=1)
+    return replace(recipe, data=data, run=replace(recipe.run, seed=seed))
 
 
 def known_recipe(name: str, purpose: str) -> Recipe:
