@@ -26,71 +26,47 @@ COLORS = {
 }
 EXPLICIT = ("reference", "math")
 
-Curves = dict[str, tuple[list[int], list[float]]]  # kernel -> tokens, values
-
 
 def draw_growth(report: Mapping[str, Any], time_path: str | Path, memory_path: str | Path) -> None:
     """Draw both as PNGs. Raises ResourceError if one cannot be written."""
     settings = report["settings"]
-    what = "forward and backward" if settings["gradient"] else "forward"
     phase = "forward_backward" if settings["gradient"] else "forward"
-    for path, title, key, unit in (
-        (time_path, f"Attention, {what}: time", f"{phase}_seconds", "seconds"),
-        (memory_path, f"Attention, {what}: peak memory", f"{phase}_peak_bytes", "bytes"),
-    ):
-        _draw(report, path, title=title, key=key, unit=unit)
+    heads = str(settings["heads"])
+    if settings["kv_heads"] != settings["heads"]:
+        heads += f"/{settings['kv_heads']}"
+    causal = "causal" if settings["causal"] else "not causal"
+    call = f"{settings['batch']} x {heads} heads of {settings['head_dim']}, {settings['dtype']}, {causal}"
+    words = {"subtitle": f"{call}; {machine_line(report['machine'], settings['device'])}", "x_label": "tokens"}
+    title = f"Attention, {phase.replace('_', ' and ')}"
+    with curve_axes(time_path, title=f"{title}: time", y_label="seconds", **words) as axes:
+        _plot(axes, report, f"{phase}_seconds", base=10)
+    with curve_axes(memory_path, title=f"{title}: peak memory", y_label="above the process's own", **words) as axes:
+        _plot(axes, report, f"{phase}_peak_bytes", base=4)
+        axes.yaxis.set_major_formatter(lambda value, _: format_value(value, "bytes").replace(".00", ""))
 
 
-def _draw(report: Mapping[str, Any], path: str | Path, *, title: str, key: str, unit: str) -> None:
-    curves, lengths = _curves(report, key), report["settings"]["lengths"]
+def _plot(axes: Axes, report: Mapping[str, Any], key: str, *, base: int) -> None:
+    """A curve for each kernel, and thin lines of slope 1 and 2 from the first point of the lowest one."""
     full = {point["kernel"] for point in report["points"] if "are free" in point.get("skipped", "")}
-    y_label = "seconds" if unit == "seconds" else "above the process's own"
-    with curve_axes(path, title=title, subtitle=_subtitle(report), x_label="tokens", y_label=y_label) as axes:
-        for name, values in curves.items():
-            style = "--" if name in EXPLICIT else "-"
-            label = f"{name} (no memory for more)" if name in full else name
-            color = COLORS.get(name, SOFT)
-            axes.plot(*values, style, label=label, color=color, linewidth=1.8, marker="o", markersize=4)
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(lengths, [f"{tokens:,}" for tokens in lengths])
-        axes.set_yscale("log", base=4 if unit == "bytes" else 10)
-        if unit == "bytes":
-            axes.yaxis.set_major_formatter(lambda value, _: format_value(value, "bytes").replace(".00", ""))
-        axes.minorticks_off()
-        _guides(axes, curves)
-
-
-def _curves(report: Mapping[str, Any], key: str) -> Curves:
-    curves: Curves = {}
+    curves: dict[str, dict[int, float]] = {}
     for point in report["points"]:
         if point.get(key):
-            tokens, values = curves.setdefault(point["kernel"], ([], []))
-            tokens.append(point["tokens"])
-            values.append(point[key])
-    return curves
-
-
-def _guides(axes: Axes, curves: Curves) -> None:
-    """Thin lines of slope 1 and 2 from the first point of the lowest curve."""
+            curves.setdefault(point["kernel"], {})[point["tokens"]] = point[key]
+    for name, curve in curves.items():
+        style, color = "--" if name in EXPLICIT else "-", COLORS.get(name, SOFT)
+        label = f"{name} (no memory for more)" if name in full else name
+        axes.plot(*zip(*curve.items(), strict=True), style, label=label, color=color, linewidth=1.8, marker="o")
+    lengths = report["settings"]["lengths"]
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=base)
+    axes.set_xticks(lengths, [f"{tokens:,}" for tokens in lengths])
+    axes.minorticks_off()
     if not curves:
         return
-    tokens = sorted({t for own, _ in curves.values() for t in own})
-    start = min(values[0] for _, values in curves.values())
-    low, high = axes.get_ylim()
+    tokens = sorted({tokens for curve in curves.values() for tokens in curve})
+    start, high = min(next(iter(curve.values())) for curve in curves.values()), axes.get_ylim()[1]
     for power, name in ((1, "linear"), (2, "quadratic")):
-        line = [start * (t / tokens[0]) ** power for t in tokens]
-        axes.plot(tokens, line, ":", color=SOFT, linewidth=1, zorder=0)
-        inside = [i for i, value in enumerate(line) if value <= high]
-        last = inside[-1]
-        axes.annotate(name, (tokens[last], line[last]), fontsize=7.5, color=SOFT, ha="right", va="bottom")
-    axes.set_ylim(low, high)
-
-
-def _subtitle(report: Mapping[str, Any]) -> str:
-    settings = report["settings"]
-    heads = f"{settings['heads']} heads"
-    if settings["kv_heads"] != settings["heads"]:
-        heads = f"{settings['heads']}/{settings['kv_heads']} heads"
-    causal = "causal" if settings["causal"] else "not causal"
-    call = f"{settings['batch']} x {heads} of {settings['head_dim']}, {settings['dtype']}, {causal}"
-    return f"{call}; {machine_line(report['machine'], settings['device'])}"
+        line = [(t, start * (t / tokens[0]) ** power) for t in tokens]
+        inside = [(t, value) for t, value in line if value <= high]
+        axes.plot(*zip(*inside, strict=True), ":", color=SOFT, linewidth=1, zorder=0)
+        axes.annotate(name, inside[-1], fontsize=7.5, color=SOFT, ha="right", va="bottom")
