@@ -55,9 +55,7 @@ class Program:
 
     def run(self, *, threads: int, timeout: float, work: Work = LONG) -> dict[str, Any]:
         """What its script answers, with the bandwidth right before and after (their mean); or {"error": one line}."""
-        from hasten.machine import read_bandwidth
-
-        before = read_bandwidth(threads=threads)
+        before = bandwidth_of(threads)
         command = [*self.command, str(self.model), "--threads", str(threads), "--format", self.format]
         command += ["--short"] * (work == SHORT)
         try:
@@ -70,7 +68,7 @@ class Program:
             last = done.stderr.strip().splitlines()[-1:] or ["it printed no RESULT"]
             return {"error": _without_paths(f"exit status {done.returncode}: {last[0]}")}
         found: dict[str, Any] = json.loads(lines[-1].removeprefix("RESULT "))
-        bandwidth = (before + read_bandwidth(threads=threads)) / 2
+        bandwidth = (before + bandwidth_of(threads)) / 2
         found["bandwidth_gb_s"] = bandwidth / 1e9
         found["share_of_bandwidth"] = found["decode"] * bytes_read(self.model) / bandwidth
         return found
@@ -236,6 +234,14 @@ def summarise(
         "protocol": asdict(work),
         "pairs": rows,
     }
+
+
+def bandwidth_of(threads: int) -> float:
+    """Bytes/s that so many threads read."""
+    from hasten.machine.measure import limited_threads, read_bandwidth
+
+    with limited_threads(threads):
+        return read_bandwidth()
 
 
 def table(report: dict[str, Any]) -> str:

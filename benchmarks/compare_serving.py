@@ -127,13 +127,11 @@ def main() -> None:
 
 def measured_limits(threads: int) -> dict[str, float]:
     """Bytes/s of memory, FLOP/s in bfloat16, OP/s in int8."""
-    from hasten.machine.measure import matrix_rate, read_bandwidth
+    from hasten.machine.measure import limited_threads, matrix_rate, read_bandwidth
 
-    return {
-        "bandwidth": read_bandwidth(threads=threads),
-        "bfloat16": matrix_rate("bfloat16"),
-        "int8": matrix_rate("int8"),
-    }
+    with limited_threads(threads):
+        bandwidth = read_bandwidth()
+    return {"bandwidth": bandwidth, "bfloat16": matrix_rate("bfloat16"), "int8": matrix_rate("int8")}
 
 
 def bounds(limits: list[dict[str, float]]) -> dict[str, dict[str, float]]:

@@ -125,7 +125,7 @@ class Training:
         recipe = replace(recipe, data=replace(recipe.data, **data))
         if recipe.techniques.precision == "auto":
             recipe = replace(recipe, techniques=replace(recipe.techniques, precision="bfloat16"))
-        self.rung = TrainRung(recipe=recipe.to_json(), config=config, steps=1, device="cpu")
+        self.rung = TrainRung(recipe=recipe, config=config, steps=1, device="cpu")
 
     def run(self) -> dict[str, float]:
         """One step; its seconds."""

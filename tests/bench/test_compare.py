@@ -114,7 +114,7 @@ def test_the_protocol_counts_what_it_asks_for(
 @pytest.fixture
 def models(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A folder of model folders, each of 4,004 bytes to read for a token, and a memory that reads 1 MB/s."""
-    monkeypatch.setattr("hasten.machine.read_bandwidth", lambda threads: 1e6)
+    monkeypatch.setattr("hasten.machine.measure.read_bandwidth", lambda: 1e6)
     for name in ("ours", "theirs", "broken"):
         (tmp_path / name).mkdir()
         tensors = {"q.weight": torch.zeros(1000), "lm_head.weight": torch.zeros(1)}

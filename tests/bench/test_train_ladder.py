@@ -55,7 +55,7 @@ def test_training_rungs_differ_in_what_they_say() -> None:
 
         recipe, config = train.recipe_and_config(TrainLadder(shape="tiny", batch_size=1, sequence_length=8))
         own = replace(recipe, techniques=techniques(name, CPU))
-        return TrainRung(recipe=own.to_json(), config=config, steps=1, device="cpu")
+        return TrainRung(recipe=own, config=config, steps=1, device="cpu")
 
     names = {"explicit-float32": "reference", "math": "math", "memory-efficient": "chunked", "flash": "flash"}
     made = {name: rung(name) for name in names}
@@ -87,7 +87,7 @@ def test_a_model_of_characters_has_as_many_tokens_as_there_are(tmp_path: Path, m
     small = replace(
         recipe, techniques=techniques("explicit-float32", CPU), data=replace(recipe.data, batch_size=1, context=8)
     )
-    rung = TrainRung(recipe=small.to_json(), config=config, steps=1, device="cpu")
+    rung = TrainRung(recipe=small, config=config, steps=1, device="cpu")
     assert rung.describe()["vocabulary_rows"] == 5
 
 
@@ -118,7 +118,7 @@ def test_emulated_bfloat16_is_measured_only_when_it_is_asked_for(monkeypatch: py
 def test_layer_dropping_runs_some_blocks_only() -> None:
     recipe, config = train.recipe_and_config(TrainLadder(shape="tiny", batch_size=1, sequence_length=8))
     own = replace(recipe, techniques=replace(techniques("layer-drop", CPU), compile=False, keep_memory=False))
-    rung = TrainRung(recipe=own.to_json(), config=config, steps=1, device="cpu")
+    rung = TrainRung(recipe=own, config=config, steps=1, device="cpu")
     assert rung.block_scales is not None
     drawn = [rung.block_scales(step)[0] for step in range(40)]
     assert all(block_scales[0] == 1 for block_scales in drawn)

@@ -3,6 +3,7 @@ import torch
 
 from hasten.errors import ConfigError, ResourceError
 from hasten.machine import MATRIX_DTYPES, matrix_rate, measure_limits, read_bandwidth, vendor_limits
+from hasten.machine.measure import limited_threads
 
 MIB = 1 << 20
 
@@ -19,7 +20,8 @@ def test_bandwidth_keeps_to_a_quarter_of_the_free_memory(monkeypatch: pytest.Mon
     ones = torch.ones
     monkeypatch.setattr(torch, "ones", lambda count, **options: sizes.append(count * 4) or ones(count, **options))
     before = torch.get_num_threads()
-    assert 1e6 < read_bandwidth(seconds=0.01, threads=1) < 1e14
+    with limited_threads(1):
+        assert 1e6 < read_bandwidth(seconds=0.01) < 1e14
     assert sizes == [16 * MIB]
     assert torch.get_num_threads() == before
 

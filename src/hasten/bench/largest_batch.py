@@ -65,17 +65,10 @@ class LargestBatch(BenchmarkOptions):
         rows = []
         for name, (own, words) in recipes(recipe, device, vocab_size=config.vocab_size, wanted=wanted).items():
             with tempfile.TemporaryDirectory(prefix="hasten-compile-") as cache:
-                rung = Rung(
-                    name,
-                    words,
-                    "hasten.bench.largest_batch:LimitedRung",
-                    {"config": config, "steps": STEPS, "device": device},
-                    device=device,
-                    threads=self.threads,
-                    seed=self.seed,
-                    compile_cache=cache,
-                )
-                tries = self._search(rung, own, tell)
+                process: dict[str, Any] = {"device": device, "threads": self.threads, "seed": self.seed}
+                arguments = {"recipe": own, "config": config, "steps": STEPS, "device": device}
+                setup = "hasten.bench.largest_batch:LimitedRung"
+                tries = self._search(Rung(name, words, setup, arguments, **process, compile_cache=cache), tell)
             rows.append(
                 {
                     "name": name,
@@ -125,12 +118,13 @@ class LargestBatch(BenchmarkOptions):
             say(f"{row['name']}: a batch of {row['largest_batch']} fits {self.memory:g} GiB")
         return any(row["largest_batch"] for row in report["rows"])
 
-    def _search(self, rung: Rung, recipe: Recipe, tell: Callable[[str], None]) -> dict[int, bool]:
+    def _search(self, rung: Rung, tell: Callable[[str], None]) -> dict[int, bool]:
         """Whether each batch size that was tried fits."""
         tries: dict[int, bool] = {}
+        recipe: Recipe = rung.arguments["recipe"]
 
         def fits(size: int) -> bool:
-            changed = replace(recipe, data=replace(recipe.data, batch_size=size)).to_json()
+            changed = replace(recipe, data=replace(recipe.data, batch_size=size))
             tries[size] = self._fits(replace(rung, arguments=rung.arguments | {"recipe": changed}), size)
             tell(f"{rung.name}: a batch of {size} {'fits' if tries[size] else 'does not fit'}")
             return tries[size]

@@ -36,7 +36,7 @@ def step_seconds(config: ModelConfig, recipe: Recipe) -> float | None:
     cuts = [replace(config, layers=layers) for layers in ((first,), (first,) * 3, *((first, k, k) for k in others))]
     if sum(step_memory(cut, plain, torch.device("cpu")).peak for cut in cuts) > available_memory():
         return None
-    rungs = [TrainRung(recipe=plain.to_json(), config=cut, steps=1, device="cpu") for cut in cuts]
+    rungs = [TrainRung(recipe=plain, config=cut, steps=1, device="cpu") for cut in cuts]
     rounds = [[rung.measure()["milliseconds_per_batch"] / 1e3 for rung in rungs] for _ in range(1 + ROUNDS)]
     one, *more = (median(own[1:]) for own in zip(*rounds, strict=True))
     each = {kind: (seconds - one) / 2 for kind, seconds in zip((first, *others), more, strict=True)}

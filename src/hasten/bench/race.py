@@ -73,7 +73,7 @@ class Race(Ladder):
         wanted = self.rungs or (*first_and_last(device), "layer-drop")
         rungs = []
         for name, (own, words) in recipes(recipe, device, vocab_size=vocab_size, wanted=wanted).items():
-            arguments = {"recipe": own.to_json(), "seconds": self.seconds}
+            arguments = {"recipe": own, "seconds": self.seconds}
             rungs.append(Rung(name, words, "hasten.bench.race:RaceRung", arguments))
         return self.measure(
             rungs,
@@ -123,11 +123,11 @@ def _named(source: str) -> str:
 class RaceRung:
     """One contestant: trains for some seconds whenever it is asked to, and says where it is."""
 
-    def __init__(self, *, recipe: Mapping[str, Any], seconds: float) -> None:
+    def __init__(self, *, recipe: Recipe, seconds: float) -> None:
         from hasten.training.setup import set_up
 
-        self.recipe, self.seconds = Recipe.from_json(recipe), seconds
-        self.setup = set_up(self.recipe, progress=False)
+        self.recipe, self.seconds = recipe, seconds
+        self.setup = set_up(recipe, progress=False)
         self.source = self.setup.batches.iterate(0)
         self.step = self.tokens = 0
         self.spent = 0.0

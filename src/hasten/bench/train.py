@@ -6,7 +6,6 @@ The rungs, cumulative: `hasten.bench.train_rungs`.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -58,7 +57,7 @@ class TrainLadder(Ladder):
         for name, (own, words) in recipes(recipe, device, vocab_size=config.vocab_size, wanted=self.rungs).items():
             need = step_memory(config, own, torch.device(device))
             memory = check_fits(f"training {recipe.name} ({name})", need, device)
-            arguments = {"recipe": own.to_json(), "config": config, "steps": self.steps, "device": device}
+            arguments = {"recipe": own, "config": config, "steps": self.steps, "device": device}
             rungs.append(Rung(name, words, "hasten.bench.train:TrainRung", arguments, memory))
         report = self.measure(
             rungs,
@@ -127,7 +126,7 @@ def characters(source: str) -> int:
 class TrainRung:
     """Set up in a child process: the model with the rung's techniques, its optimizer, and one batch."""
 
-    def __init__(self, *, recipe: Mapping[str, Any], config: ModelConfig, steps: int, device: str) -> None:
+    def __init__(self, *, recipe: Recipe, config: ModelConfig, steps: int, device: str) -> None:
         import torch
 
         from hasten.data import Batch
@@ -135,15 +134,15 @@ class TrainRung:
         from hasten.training import build
         from hasten.training.layer_drop import draw_block_scales, keep_probabilities
 
-        self.recipe, self.config, self.steps = Recipe.from_json(recipe), config, steps
-        chosen, data, seed = self.recipe.techniques, self.recipe.data, self.recipe.run.seed
+        self.recipe, self.config, self.steps = recipe, config, steps
+        chosen, data, seed = recipe.techniques, recipe.data, recipe.run.seed
         if chosen.compile:
             require_compiler(device)
         # Random weights before the padding, so that they are the same on every rung.
-        frozen = self.recipe.lora.rank is not None
-        dtype = resolve_dtype(self.recipe.lora.base, auto=torch.bfloat16) if frozen else torch.float32
+        frozen = recipe.lora.rank is not None
+        dtype = resolve_dtype(recipe.lora.base, auto=torch.bfloat16) if frozen else torch.float32
         model = initialize(config, seed=seed, dtype=dtype, device=torch.device(device))
-        self.step = build.training_step(model, self.recipe)
+        self.step = build.training_step(model, recipe)
         self.taken = 0
         self.block_scales = None
         if chosen.layer_drop is not None:  # as at the end of a run, when θ has come down

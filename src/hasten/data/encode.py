@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,19 @@ _BATCH_CHARACTERS = 1 << 21
 VALIDATION_FILE = "validation.jsonl"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Piece:
+    """What is encoded at once: a part of a text, or a whole chat. read: bytes of the source that it stands for."""
+
+    split: SplitName
+    name: str
+    text: str
+    read: int
+    first: bool = True
+    last: bool = True
+    chat: RenderedChat | None = None
+
+
 class Encoder:
     """Takes the items of a source in order and writes both splits and the held-out texts into `folder`.
 
@@ -33,19 +47,20 @@ class Encoder:
         splits: tuple[SplitName, ...] = ("train", "validation")
         self.writers = {split: ShardWriter(folder, split, dtype) for split in splits}
         self._held_out = (folder / VALIDATION_FILE).open("w", encoding="utf-8", newline="\n")
-        self._texts: list[tuple[SplitName, str, bool, bool]] = []  # split, text, first, last piece
-        self._chats: list[tuple[SplitName, RenderedChat, int]] = []
-        self._waiting = 0
+        self._waiting: list[_Piece] = []
 
     def run(self, source: Source) -> None:
         """Encode everything. The files are complete when this returns."""
+        characters = 0
         try:
-            for item in source.items():
-                for split, part in self.plan.parts(item):
-                    if isinstance(part, Document):
-                        self._take_text(split, part)
-                    else:
-                        self._take_chat(split, part)
+            for piece in self._pieces(source):
+                if piece.split == "validation":
+                    self._hold_out(piece)
+                self._waiting.append(piece)
+                characters += len(piece.text)
+                if characters >= _BATCH_CHARACTERS:
+                    self._flush()
+                    characters = 0
             self._flush()
             self._held_out.close()
         except BaseException:
@@ -55,67 +70,50 @@ class Encoder:
                 writer.abort()
             raise
 
-    def _take_text(self, split: SplitName, document: Document) -> None:
-        if self._chats:
-            self._flush()
-        for piece, first, last in _marked(cut_text(document.pieces(), characters=PIECE_CHARACTERS)):
-            if split == "validation":
-                self._hold_out(document.name, piece, first=first, last=last)
-            self._texts.append((split, piece, first, last))
-            self._wait_or_flush(len(piece))
+    def _pieces(self, source: Source) -> Iterator[_Piece]:
+        for item in source.items():
+            for split, part in self.plan.parts(item):
+                if isinstance(part, Document):
+                    for text, first, last in _marked(cut_text(part.pieces(), characters=PIECE_CHARACTERS)):
+                        read = len(text.encode())
+                        yield _Piece(split=split, name=part.name, text=text, read=read, first=first, last=last)
+                    continue
+                if self.tokenizer.chat_template is None:
+                    raise no_template(part, tokenizer="the given one")
+                read = item_bytes(part)  # counted with the first of its renderings
+                for chat in render(part, tokenizer=self.tokenizer):
+                    yield _Piece(split=split, name=chat.name, text=chat.text, read=read, chat=chat)
+                    read = 0
 
-    def _take_chat(self, split: SplitName, conversation: Conversation) -> None:
-        if self._texts:
-            self._flush()
-        if self.tokenizer.chat_template is None:
-            raise no_template(conversation, tokenizer="the given one")
-        size = item_bytes(conversation)  # shared among the renderings, for the progress bar
-        for chat in render(conversation, tokenizer=self.tokenizer):
-            if split == "validation":
-                self._hold_out(chat.name, chat.text, first=True, last=True)
-            self._chats.append((split, chat, size))
-            size = 0
-            self._wait_or_flush(len(chat.text))
-
-    def _hold_out(self, name: str, piece: str, *, first: bool, last: bool) -> None:
-        if first:
-            self._held_out.write(f'{{"name": {json.dumps(name)}, "text": "')
-        self._held_out.write(json.dumps(piece, ensure_ascii=False)[1:-1])
-        if last:
+    def _hold_out(self, piece: _Piece) -> None:
+        if piece.first:
+            self._held_out.write(f'{{"name": {json.dumps(piece.name)}, "text": "')
+        self._held_out.write(json.dumps(piece.text, ensure_ascii=False)[1:-1])
+        if piece.last:
             self._held_out.write('"}\n')
 
-    def _wait_or_flush(self, characters: int) -> None:
-        self._waiting += characters
-        if self._waiting >= _BATCH_CHARACTERS:
-            self._flush()
-
     def _flush(self) -> None:
-        if self._texts:
-            batch = self.tokenizer.encode_batch([text for _, text, _, _ in self._texts], add_special_tokens=False)
-            for (split, text, first, last), ids in zip(self._texts, batch, strict=True):
-                writer, size = self.writers[split], len(text.encode())
-                if first:
-                    writer.begin_document()
-                    ids = [*self.before, *ids]
-                writer.add([*ids, self.separator] if last else ids)
-                writer.text_bytes += size
-                self.advance(size)
-        if self._chats:
-            encoded = encode_chats([chat for _, chat, _ in self._chats], tokenizer=self.tokenizer)
-            special = special_ids(self.tokenizer)
-            for (split, chat, size), (ids, weights) in zip(self._chats, encoded, strict=True):
-                writer = self.writers[split]
+        """Encode and write what waits."""
+        plain = [piece.text for piece in self._waiting if piece.chat is None]
+        texts = iter(self.tokenizer.encode_batch(plain, add_special_tokens=False))
+        chats = iter(encode_chats([p.chat for p in self._waiting if p.chat is not None], tokenizer=self.tokenizer))
+        special = special_ids(self.tokenizer)
+        for piece in self._waiting:
+            writer, weights = self.writers[piece.split], None
+            if piece.first:
                 writer.begin_document()
+            if piece.chat is None:
+                ids = [*(self.before if piece.first else ()), *next(texts), *([self.separator] if piece.last else ())]
+            else:
+                ids, weights = next(chats)
                 if not ids or ids[-1] != self.separator:
                     # A template without an end token leaves it to the separator to say that the answer is over.
-                    unended = chat.finished and bool(weights) and weights[-1] == 1 and ids[-1] not in special
+                    unended = piece.chat.finished and bool(weights) and weights[-1] == 1 and ids[-1] not in special
                     ids, weights = [*ids, self.separator], [*weights, int(unended)]
-                writer.add(ids, weights=weights)
-                writer.text_bytes += len(chat.text.encode())
-                self.advance(size)
-        self._texts.clear()
-        self._chats.clear()
-        self._waiting = 0
+            writer.add(ids, weights=weights)
+            writer.text_bytes += len(piece.text.encode())
+            self.advance(piece.read)
+        self._waiting.clear()
 
 
 def _around(tokenizer: Tokenizer) -> tuple[list[int], int]:

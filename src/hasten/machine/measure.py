@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from statistics import median
 from typing import TYPE_CHECKING
 
+from hasten.checks import whole
 from hasten.errors import ConfigError, ResourceError
 from hasten.machine.limits import Limits
 from hasten.machine.memory import available_memory
@@ -30,12 +31,12 @@ CPU_SHAPES = ((128, 512, 512), (512, 5632, 2048), (2048, 2048, 2048))
 CUDA_SHAPES = ((512, 512, 512), (2048, 2048, 2048), (4096, 4096, 4096), (8192, 8192, 8192))
 
 
-def read_bandwidth(*, device: str | torch.device = "cpu", threads: int | None = None, seconds: float = 0.5) -> float:
+def read_bandwidth(*, device: str | torch.device = "cpu", seconds: float = 0.5) -> float:
     """Memory bandwidth in bytes/s: the median of as many passes as fit in `seconds` (at least 3).
 
     CPU: summing a float32 buffer of at least 512 MiB and 4 times the last-level caches, but at most a quarter of the
-    free memory; `threads` as in torch.set_num_threads for this measurement, None: as set. CUDA: copying within the
-    device, the read and the write both counted.
+    free memory (with fewer threads: under `limited_threads`). CUDA: copying within the device, the read and the write
+    both counted.
     """
     import torch
 
@@ -49,8 +50,7 @@ def read_bandwidth(*, device: str | torch.device = "cpu", threads: int | None = 
     if str(device) != "cpu":
         target = torch.empty_like(source)
         return 2 * size / median(_times(lambda: target.copy_(source), device=device, seconds=seconds))
-    with limited_threads(threads):
-        return size / median(_times(source.sum, device=device, seconds=seconds))
+    return size / median(_times(source.sum, device=device, seconds=seconds))
 
 
 def matrix_rate(dtype: str | torch.dtype, *, device: str | torch.device = "cpu", seconds: float = 0.5) -> float:
@@ -150,16 +150,12 @@ def _times(call: Callable[[], object], *, device: str | torch.device, seconds: f
 
 
 @contextmanager
-def limited_threads(count: int | None) -> Iterator[None]:
+def limited_threads(count: int) -> Iterator[None]:
+    """So many threads of torch's inside the block. Raises ConfigError for less than one."""
     import torch
 
     before = torch.get_num_threads()
-    if count is not None and count < 1:
-        raise ConfigError(f"threads is {count}; it must be at least 1")
-    if count is None or count == before:
-        yield
-        return
-    torch.set_num_threads(count)
+    torch.set_num_threads(whole("threads", count))
     try:
         yield
     finally:
