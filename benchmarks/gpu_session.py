@@ -226,7 +226,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=HERE / "results" / "gpu-session.json")
     options = parser.parse_args()
     steps = options.steps or ["tests", "kernels", "flash", "training", "rungs", "large"]
-    from hasten.machine import describe, read_bandwidth
+    from hasten.machine import describe
+    from hasten.machine.measure import read_bandwidth
 
     bandwidth = read_bandwidth(device=options.device)
     report: dict[str, Any] = {

@@ -12,8 +12,9 @@ import tyro
 from hasten.cli.doctor import Doctor, examine
 from hasten.cli.main import main
 from hasten.errors import ResourceError
-from hasten.machine import Machine, cache_folder, describe
+from hasten.machine import cache_folder, describe
 from hasten.machine.checkup import check_machine, check_rates
+from hasten.machine.describe import Machine
 
 
 @pytest.fixture(autouse=True)

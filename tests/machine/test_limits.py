@@ -2,8 +2,8 @@ import pytest
 import torch
 
 from hasten.errors import ConfigError, ResourceError
-from hasten.machine import MATRIX_DTYPES, matrix_rate, measure_limits, read_bandwidth, vendor_limits
-from hasten.machine.measure import limited_threads
+from hasten.machine import MATRIX_DTYPES, matrix_rate, measure_limits, vendor_limits
+from hasten.machine.measure import limited_threads, read_bandwidth
 
 MIB = 1 << 20
 

@@ -147,7 +147,7 @@ def _draw_bar(axes: Axes, position: int, bar: Bar) -> None:
     text = axes.text(x, position, f" {bar.label}", fontsize=9.5, color=INK, va="center", fontweight="bold")
     if bar.note:
         # placed by matplotlib right after the bold text, whatever its width
-        place = {"xy": (1, 0.5), "xycoords": text, "va": "center", "annotation_clip": False}
+        place: dict[str, Any] = {"xy": (1, 0.5), "xycoords": text, "va": "center", "annotation_clip": False}
         axes.annotate(f"  {bar.note}", fontsize=8.5, color=SOFT, **place)
 
 

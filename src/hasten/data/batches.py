@@ -6,7 +6,7 @@ batch: batch number 1,000 is computed without the 999 before it. So resuming is 
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass, field
 from itertools import count
@@ -39,15 +39,15 @@ class Batch:
 
     def to(self, device: Any, *, non_blocking: bool = False) -> "Batch":
         """The same batch on another device."""
-        return Batch(
-            inputs=self.inputs.to(device, non_blocking=non_blocking),
-            targets=self.targets.to(device, non_blocking=non_blocking),
-            documents=None if self.documents is None else self.documents.to(device, non_blocking=non_blocking),
-        )
+        return self._each(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def only(self, rows: slice) -> "Batch":
         """Some rows of it."""
-        return Batch(self.inputs[rows], self.targets[rows], None if self.documents is None else self.documents[rows])
+        return self._each(lambda tensor: tensor[rows])
+
+    def _each(self, change: "Callable[[torch.Tensor], torch.Tensor]") -> "Batch":
+        documents = None if self.documents is None else change(self.documents)
+        return Batch(change(self.inputs), change(self.targets), documents)
 
 
 @dataclass(slots=True)

@@ -10,6 +10,7 @@ from hasten.data.sources import item_bytes
 from hasten.errors import DataError
 
 SplitName = Literal["train", "validation"]
+BorderKind = Literal["line", "character"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +25,7 @@ class SplitPlan:
     fraction: float
     moved: tuple[str, SplitName] | None = None
     cut: int | None = None
-    cut_at: Literal["line", "character"] | None = None
+    cut_at: BorderKind | None = None
 
     def describe(self) -> str:
         """For people and the manifest."""
@@ -85,14 +86,10 @@ def _plan_cut(document: Item, source: str, *, fraction: float, seed: int) -> Spl
             "validation_fraction to 0"
         )
     total = item_bytes(document)
-    wanted = max(1, round(total * (1 - fraction)))
-    line = _last_line_end(document, wanted, total)
-    if line is not None:
-        return SplitPlan(seed, fraction, cut=line, cut_at="line")
-    character = _first_character_end(document, wanted, total)
-    if character >= total:
+    cut, kind = _border(document, max(1, round(total * (1 - fraction))), total)
+    if cut >= total:
         raise DataError(f"{source}: {total} bytes are too few to hold out a part; set validation_fraction to 0")
-    return SplitPlan(seed, fraction, cut=character, cut_at="character")
+    return SplitPlan(seed, fraction, cut=cut, cut_at=kind)
 
 
 def _encoded(document: Document) -> Iterator[tuple[int, bytes]]:
@@ -104,28 +101,25 @@ def _encoded(document: Document) -> Iterator[tuple[int, bytes]]:
         position += len(data)
 
 
-def _last_line_end(document: Document, wanted: int, total: int) -> int | None:
-    """The position after a line end: the first at `wanted` or later but before the end, else the last before it."""
-    best = None
+def _border(document: Document, wanted: int, total: int) -> tuple[int, BorderKind]:
+    """Where to cut: after the first line end at `wanted` or later but before the end, else after the last one before.
+
+    Without a line end at the first border of two characters from `wanted` on.
+    """
+    line, character = None, total
     for position, data in _encoded(document):
-        border = max(0, wanted - 1 - position)
-        after = data.find(b"\n", border)
+        at = max(0, wanted - position)
+        after = data.find(b"\n", max(0, at - 1))
         if after >= 0 and position + after + 1 < total:
-            return position + after + 1
-        before = data.rfind(b"\n", 0, border)
+            return position + after + 1, "line"
+        before = data.rfind(b"\n", 0, max(0, at - 1))
         if before >= 0:
-            best = position + before + 1
-    return best
-
-
-def _first_character_end(document: Document, wanted: int, total: int) -> int:
-    for position, data in _encoded(document):
-        if position + len(data) >= wanted:
-            end = wanted - position
-            while end < len(data) and data[end] & 0xC0 == 0x80:  # inside a character
-                end += 1
-            return position + end
-    return total
+            line = position + before + 1
+        if character == total and at <= len(data):
+            while at < len(data) and data[at] & 0xC0 == 0x80:  # inside a character
+                at += 1
+            character = position + at
+    return (character, "character") if line is None else (line, "line")
 
 
 def _cut_pieces(document: Document, start: int, stop: int | None) -> Iterator[str]:

@@ -36,13 +36,21 @@ def train_bpe(texts: Iterable[str], *, vocab_size: int) -> Tokenizer:
         show_progress=False,
     )
     # The library takes what happens in the iterator for an end of it or wraps it: keep it, to raise it as it was.
-    guarded = _Guarded(texts)
+    failed: list[BaseException] = []
+
+    def guarded() -> Iterator[str]:
+        try:
+            yield from texts
+        except BaseException as error:
+            failed.append(error)
+            raise
+
     try:
-        backend.train_from_iterator(guarded, trainer=trainer)
+        backend.train_from_iterator(guarded(), trainer=trainer)
     except BaseException as error:
-        raise (guarded.error or error) from None
-    if guarded.error is not None:
-        raise guarded.error
+        raise (failed or [error])[0] from None
+    if failed:
+        raise failed[0]
     return Tokenizer.from_tokenizers(backend, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT)
 
 
@@ -66,16 +74,3 @@ def train_characters(texts: Iterable[str]) -> Tokenizer:
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token=_UNKNOWN, fuse_unk=False))
     backend.decoder = decoders.Fuse()
     return Tokenizer.from_tokenizers(backend, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT)
-
-
-class _Guarded:
-    def __init__(self, texts: Iterable[str]) -> None:
-        self._texts = texts
-        self.error: BaseException | None = None
-
-    def __iter__(self) -> Iterator[str]:
-        try:
-            yield from self._texts
-        except BaseException as error:
-            self.error = error
-            raise

@@ -2,31 +2,19 @@
 
 from hasten.machine.caches import cache_folder, cache_root, cache_sizes
 from hasten.machine.compiler import Compiler, find_compiler
-from hasten.machine.describe import Machine, describe
+from hasten.machine.describe import describe
 from hasten.machine.device import configure, resolve_device, resolve_dtype
 from hasten.machine.limits import Limits, vendor_limits
-from hasten.machine.measure import MATRIX_DTYPES, matrix_rate, measure_limits, read_bandwidth
-from hasten.machine.memory import (
-    available_memory,
-    peak_memory,
-    process_memory,
-    reset_peak_memory,
-    total_memory,
-)
+from hasten.machine.measure import MATRIX_DTYPES, matrix_rate, measure_limits
+from hasten.machine.memory import available_memory, peak_memory, process_memory, reset_peak_memory
 from hasten.machine.precision import ProductPrecision, emulated, training_precision
-from hasten.machine.processor import (
-    amx_permitted,
-    available_cores,
-    instruction_sets,
-    processor_name,
-)
+from hasten.machine.processor import amx_permitted, available_cores, instruction_sets
 from hasten.machine.threads import Threads, thread_count
 
 __all__ = [
     "MATRIX_DTYPES",
     "Compiler",
     "Limits",
-    "Machine",
     "ProductPrecision",
     "Threads",
     "amx_permitted",
@@ -44,13 +32,10 @@ __all__ = [
     "measure_limits",
     "peak_memory",
     "process_memory",
-    "processor_name",
-    "read_bandwidth",
     "reset_peak_memory",
     "resolve_device",
     "resolve_dtype",
     "thread_count",
-    "total_memory",
     "training_precision",
     "vendor_limits",
 ]

@@ -36,6 +36,11 @@ class Finding:
     mend: str = ""
 
 
+def finding(name: str, found: str, *, note: str = "", missing: str = "") -> Finding:
+    """What was found, and what to do where it is `missing` or could be better (`note`); else all is well."""
+    return Finding(name, "missing" if missing else "note" if note else "ok", found, missing or note)
+
+
 def check_machine(machine: Machine) -> list[Finding]:
     """Looks at everything but speeds (see check_rates)."""
     return [
@@ -56,13 +61,11 @@ def check_rates(rates: Mapping[str, float]) -> list[Finding]:
     base = rates.get("float32", 0.0)
     found: list[Finding] = []
     for name in ("bfloat16", "float16", "int8"):
-        rate = rates.get(name)
+        rate, what = rates.get(name), f"{name} products"
         if rate is None:
-            text = "this torch cannot multiply it on the CPU"
-            found.append(Finding(f"{name} products", "note", text, "it is not used"))
+            found.append(finding(what, "this torch cannot multiply it on the CPU", note="it is not used"))
         elif rate < base:
-            text = f"{rate / base:.2g} times the rate of float32"
-            found.append(Finding(f"{name} products", "note", text, _what_to_do(name)))
+            found.append(finding(what, f"{rate / base:.2g} times the rate of float32", note=_what_to_do(name)))
     return found
 
 
@@ -79,21 +82,18 @@ def _torch(machine: Machine) -> Finding:
     version = machine.versions.get("torch", "unknown")
     numbers = tuple(int(word) for word in version.split("+")[0].split(".")[:2] if word.isdecimal())
     built = f"{version}, built for {'CUDA ' + machine.cuda if machine.cuda else 'CPU only'}"
-    if numbers < OLDEST_TORCH:
-        return Finding("torch", "missing", built, "hasten needs torch 2.11 or newer: pip install -U torch")
-    return Finding("torch", "ok", built)
+    old = "hasten needs torch 2.11 or newer: pip install -U torch"
+    return finding("torch", built, missing=old if numbers < OLDEST_TORCH else "")
 
 
 def _compiler(machine: Machine) -> Iterator[Finding]:
-    if machine.compiler is None:
-        mend = "apt install g++ / dnf install gcc-c++ / xcode-select --install, or point CXX at one"
-        yield Finding("C++ compiler", "missing", "none: no native kernels, no torch.compile on the CPU", mend)
-    else:
-        yield Finding("C++ compiler", "ok", machine.compiler)
+    text = machine.compiler or "none: no native kernels, no torch.compile on the CPU"
+    mend = "apt install g++ / dnf install gcc-c++ / xcode-select --install, or point CXX at one"
+    yield finding("C++ compiler", text, missing=mend if machine.compiler is None else "")
     header = Path(sysconfig.get_paths()["include"]) / "Python.h"
     if not header.exists():
         mend = f"apt install python{sys.version_info.major}.{sys.version_info.minor}-dev (or python3-devel)"
-        yield Finding("Python headers", "missing", "no Python.h: torch.compile cannot build its CPU kernels", mend)
+        yield finding("Python headers", "no Python.h: torch.compile cannot build its CPU kernels", missing=mend)
 
 
 def _instruction_sets(machine: Machine) -> Finding:
@@ -102,37 +102,34 @@ def _instruction_sets(machine: Machine) -> Finding:
     if platform.machine().lower() in ("arm64", "aarch64"):
         return Finding("instruction sets", "ok" if {"asimd", "neon"} & set(have) else "note", listed)
     if "avx2" not in have:
-        return Finding("instruction sets", "note", listed, "no AVX2: plain and slow everywhere; use a newer processor")
+        return finding("instruction sets", listed, note="no AVX2: plain and slow everywhere; use a newer processor")
     lacking = [name for name in ("avx512f", "avx512_vnni", "avx512_bf16") if name not in have]
     if lacking:
         listed += f"; not {', '.join(lacking)}"
     mend = "int8 and bfloat16 products run at a part of the rate; a virtual machine may hide them from its guest"
-    return _unless(bool(lacking), "instruction sets", listed, mend)
+    return finding("instruction sets", listed, note=mend if lacking else "")
 
 
 def _precision() -> Finding:
     """What `auto` takes on the CPU, by the same rule as the commands."""
     choice = training_precision()
     mend = "nothing: training and readable layers take float32 by themselves, stored weights keep their dtype"
-    return _unless(choice.dtype != "bfloat16", "precision", f"training in {choice}", mend)
+    return finding("precision", f"training in {choice}", note=mend if choice.dtype != "bfloat16" else "")
 
 
 def _gpu(machine: Machine) -> Finding:
     if machine.gpus:
         text = "; ".join(f"{g.name}, {g.memory_bytes / GIB:.0f} GiB, sm_{g.capability}" for g in machine.gpus)
         if "triton" not in machine.versions:
-            return Finding("GPU", "note", f"{text}; no triton", "torch.compile needs it on a GPU: pip install triton")
-        return Finding("GPU", "ok", text)
-    driver = shutil.which("nvidia-smi") is not None or Path("/proc/driver/nvidia/version").exists()
-    if driver and machine.cuda is None:
-        return Finding(
-            "GPU", "missing", "an NVIDIA driver, but torch is built for the CPU only", "pip install a CUDA torch"
+            return finding("GPU", f"{text}; no triton", note="torch.compile needs it on a GPU: pip install triton")
+        return finding("GPU", text)
+    if shutil.which("nvidia-smi") is None and not Path("/proc/driver/nvidia/version").exists():
+        return finding("GPU", "none; everything runs on the CPU")
+    if machine.cuda is None:
+        return finding(
+            "GPU", "an NVIDIA driver, but torch is built for the CPU only", missing="pip install a CUDA torch"
         )
-    if driver:
-        return Finding(
-            "GPU", "missing", "an NVIDIA driver, but torch sees no GPU", "look at nvidia-smi and its version"
-        )
-    return Finding("GPU", "ok", "none; everything runs on the CPU")
+    return finding("GPU", "an NVIDIA driver, but torch sees no GPU", missing="look at nvidia-smi and its version")
 
 
 def _cores() -> Finding:
@@ -141,34 +138,27 @@ def _cores() -> Finding:
     limited = cores.quota is not None and cores.quota < (os.cpu_count() or 1)
     if limited:
         text += f" (limited to {cores.quota:.1f} processors' time)"
-    return _unless(limited, "cores", text, "raise the container's CPU limit for more speed")
+    return finding("cores", text, note="raise the container's CPU limit for more speed" if limited else "")
 
 
 def _memory(machine: Machine) -> Finding:
     text = f"{machine.memory_available_bytes / GIB:.1f} of {machine.memory_bytes / GIB:.1f} GiB available"
     mend = "the demo needs about 4 GiB: close something or use smaller models"
-    return _unless(machine.memory_available_bytes < 4 * GIB, "memory", text, mend)
+    return finding("memory", text, note=mend if machine.memory_available_bytes < 4 * GIB else "")
 
 
 def _cache() -> Finding:
     try:
         free = shutil.disk_usage(cache_folder("native")).free
     except ResourceError as error:
-        return Finding("cache folder", "missing", "cannot be used", str(error))
+        return finding("cache folder", "cannot be used", missing=str(error))
     text = f"writable, {free / GIB:.1f} GiB free on its disk"
     mend = "make room, or set HASTEN_CACHE to a folder on another disk"
-    return _unless(free < 5 * GIB, "cache folder", text, mend)
-
-
-def _unless(short: bool, name: str, found: str, mend: str) -> Finding:
-    """Everything is well unless something is short; then a note says how to mend it."""
-    return Finding(name, "note", found, mend) if short else Finding(name, "ok", found)
+    return finding("cache folder", text, note=mend if free < 5 * GIB else "")
 
 
 def _packages() -> Iterator[Finding]:
     installed = installed_versions(tuple(OPTIONAL_PACKAGES))
     for name, (purpose, mend) in OPTIONAL_PACKAGES.items():
-        if name in installed:
-            yield Finding(f"{name} (optional)", "ok", installed[name])
-        else:
-            yield Finding(f"{name} (optional)", "note", f"not installed; for {purpose}", mend)
+        text = installed.get(name, f"not installed; for {purpose}")
+        yield finding(f"{name} (optional)", text, note=mend if name not in installed else "")
