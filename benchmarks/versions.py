@@ -17,7 +17,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from hasten.bench.train import TrainLadder, TrainRung, recipe_and_config
+from hasten.bench.train import TrainLadder, TrainRung
 from hasten.machine import describe
 from hasten.machine.files import write_json
 
@@ -32,11 +32,15 @@ import torch
 torch.set_num_threads(int(sys.argv[1]))
 module, name = sys.argv[2].split(":")
 setup, arguments = getattr(importlib.import_module(module), name), json.loads(sys.argv[3])
-given = {name: arguments[name] for name in inspect.signature(setup).parameters if name in arguments}
+parameters = inspect.signature(setup).parameters
+given = {name: arguments[name] for name in parameters if name in arguments}
 if "ladder" in given:  # a version whose rungs are given objects
     from hasten.bench.generate import RUNGS, GenerateLadder
     given |= {"ladder": GenerateLadder(**given["ladder"]), "mode": RUNGS[arguments["rung"]]}
-if "config" in inspect.signature(setup).parameters:
+if "recipe" in given and parameters["recipe"].annotation == "Recipe":
+    from hasten.training.recipe import Recipe
+    given["recipe"] = Recipe.from_json(given["recipe"])
+if "config" in parameters:
     from hasten.planning.shapes import shape_config
     given["config"] = shape_config(arguments["shape"])
 rung = setup(**given)
@@ -82,7 +86,7 @@ def rungs(shape: str, compiled: str) -> dict[str, tuple[str, dict[str, Any]]]:
     ladder = {name: common[name] for name in common if name != "compile_cache"}
     common |= model | {"ladder": ladder | {"shape": shape}}
     found = {name: ("hasten.bench.generate_rung:GenerateRung", common | {"rung": name, "way": name}) for name in NATIVE}
-    recipe, _ = recipe_and_config(TrainLadder(shape="gpt2-124m", batch_size=2, sequence_length=256))
+    recipe, _ = TrainLadder(shape="gpt2-124m", sequence_length=256).recipe_and_config(2)
     recipe = replace(recipe, techniques=replace(recipe.techniques, precision="bfloat16"))
     training = {"recipe": asdict(recipe), "shape": "gpt2-124m", "steps": 2, "device": "cpu", "compile_cache": compiled}
     return found | {"train-gpt2-124m": (f"{TrainRung.__module__}:{TrainRung.__name__}", training)}

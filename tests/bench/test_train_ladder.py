@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from hasten.bench import train
 from hasten.bench.train import TrainLadder, TrainRung
 from hasten.bench.train_rungs import Rungs, cumulative, possible
 from hasten.training.recipe import Techniques
@@ -53,7 +52,7 @@ def test_training_rungs_differ_in_what_they_say() -> None:
     def rung(name: str) -> TrainRung:
         from dataclasses import replace
 
-        recipe, config = train.recipe_and_config(TrainLadder(shape="tiny", batch_size=1, sequence_length=8))
+        recipe, config = TrainLadder(shape="tiny", sequence_length=8).recipe_and_config(1)
         own = replace(recipe, techniques=techniques(name, CPU))
         return TrainRung(recipe=own, config=config, steps=1, device="cpu")
 
@@ -79,10 +78,10 @@ def test_rungs_that_change_nothing_are_on_no_list() -> None:
 
 def test_a_model_of_characters_has_as_many_tokens_as_there_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    recipe, config = train.recipe_and_config(TrainLadder(recipe="shakespeare-char"))
+    recipe, config = TrainLadder(recipe="shakespeare-char").recipe_and_config(None)
     assert recipe.data.vocab_size == config.vocab_size == 65
     Path("shakespeare.txt").write_text("abc" * 50)
-    recipe, config = train.recipe_and_config(TrainLadder(recipe="shakespeare-char"))
+    recipe, config = TrainLadder(recipe="shakespeare-char").recipe_and_config(None)
     assert config.vocab_size == 3 + 2  # and the end of a text, and unknown characters
     small = replace(
         recipe, techniques=techniques("explicit-float32", CPU), data=replace(recipe.data, batch_size=1, context=8)
@@ -116,7 +115,7 @@ def test_emulated_bfloat16_is_measured_only_when_it_is_asked_for(monkeypatch: py
 
 
 def test_layer_dropping_runs_some_blocks_only() -> None:
-    recipe, config = train.recipe_and_config(TrainLadder(shape="tiny", batch_size=1, sequence_length=8))
+    recipe, config = TrainLadder(shape="tiny", sequence_length=8).recipe_and_config(1)
     own = replace(recipe, techniques=replace(techniques("layer-drop", CPU), compile=False, keep_memory=False))
     rung = TrainRung(recipe=own, config=config, steps=1, device="cpu")
     assert rung.block_scales is not None

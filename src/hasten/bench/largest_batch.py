@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from hasten.bench.draw import BAR, BAR_FIRST, Bar, draw_bars
-from hasten.bench.measure import BenchmarkOptions, say
+from hasten.bench.measure import say
 from hasten.bench.models import check_finite, check_least
 from hasten.bench.process import Rung
 from hasten.bench.race import first_and_last
 from hasten.bench.rounds import run_interleaved
 from hasten.bench.table import format_value, machine_line
-from hasten.bench.train import TrainLadder, TrainRung, recipe_and_config
+from hasten.bench.train import StepOptions, TrainRung
 from hasten.bench.train_rungs import recipes
 from hasten.errors import ConfigError
 from hasten.machine import describe, resolve_device
@@ -33,19 +33,13 @@ STEPS = 2  # the second one has the optimizer's state too
 
 
 @dataclass(frozen=True, kw_only=True)
-class LargestBatch(BenchmarkOptions):
+class LargestBatch(StepOptions):
     """Training: the largest batch that fits a given memory, before and after all techniques."""
 
     rungs: tuple[str, ...] = ()
     """Rungs of bench train, separated by commas; the first and the fastest by default."""
-    shape: str | None = None
-    """A named shape, as for bench train."""
-    recipe: str | None = None
-    """The model of a recipe instead."""
     memory: float = 2.0
     """GiB that a process may take, above what it has with torch imported."""
-    sequence_length: int | None = None
-    """Tokens in a row (T)."""
     most: int = 1024
     """Try no larger batch."""
     timeout: float = 600.0
@@ -57,10 +51,7 @@ class LargestBatch(BenchmarkOptions):
         check_finite("--timeout", self.timeout)
         check_least("--most", self.most)
         device = str(resolve_device(self.device))
-        ladder = TrainLadder(
-            shape=self.shape, recipe=self.recipe, batch_size=1, sequence_length=self.sequence_length, seed=self.seed
-        )
-        recipe, config = recipe_and_config(ladder)
+        recipe, config = self.recipe_and_config(1)
         wanted = self.rungs or first_and_last(device)
         rows = []
         for name, (own, words) in recipes(recipe, device, vocab_size=config.vocab_size, wanted=wanted).items():

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from hasten.bench.measure import Ladder
+from hasten.bench.measure import BenchmarkOptions, Ladder
 from hasten.bench.models import check_fits, check_least, require_compiler
 from hasten.bench.process import Rung
 from hasten.bench.train_rungs import recipes
@@ -26,18 +26,41 @@ TINY_SHAKESPEARE = 65  # characters that occur in it: the vocabulary of nanoGPT'
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainLadder(Ladder):
+class StepOptions(BenchmarkOptions):
+    """Of which model, and on rows of which length, steps are measured."""
+
+    shape: str | None = None
+    """A named shape: gpt2-124m, llama-120m, …; on 4 x 256 tokens unless said otherwise."""
+    recipe: str | None = None
+    """A recipe's model and batch: demo, gpt2-124m, llama-120m, shakespeare-char (its text's characters or 65)."""
+    sequence_length: int | None = None
+    """Tokens in a row (T)."""
+
+    def recipe_and_config(self, batch_size: int | None) -> tuple[Recipe, ModelConfig]:
+        """The recipe and the config of what is measured, the vocabulary unpadded."""
+        from hasten.training import build
+
+        if (self.shape is None) == (self.recipe is None):
+            raise ConfigError("give one of --shape NAME and --recipe NAME")
+        if self.shape is not None:
+            config = shape_config(self.shape)
+            recipe = Recipe(name=self.shape, data=Data(batch_size=4, context=256))
+        else:
+            recipe = known_recipe(str(self.recipe), "to measure")
+            if recipe.data.tokenizer_kind == "character":
+                recipe = replace(recipe, data=replace(recipe.data, vocab_size=characters(recipe.data.source)))
+            positions = self.sequence_length or recipe.data.context
+            config = build.shape_config(recipe.model, vocab_size=recipe.data.vocab_size, positions=positions)
+        return with_batch(recipe, batch_size, self.sequence_length, seed=self.seed), config
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainLadder(StepOptions, Ladder):
     """Training: from explicit attention in float32, one technique after the other; at the end what saves memory."""
 
     title: ClassVar[str] = "Training ladder"
-    shape: str | None = None
-    """A named shape: gpt2-124m, llama-120m, …; the batch is 4 x 256 unless said otherwise."""
-    recipe: str | None = None
-    """A recipe's model and batch: demo, gpt2-124m, llama-120m, shakespeare-char (its text's characters or 65)."""
     batch_size: int | None = None
     """Rows in a batch (B)."""
-    sequence_length: int | None = None
-    """Tokens in a row (T)."""
     steps: int = 2
     """Optimizer steps measured in each round."""
 
@@ -48,7 +71,7 @@ class TrainLadder(Ladder):
         from hasten.training.memory import step_memory
 
         device = str(resolve_device(self.device))
-        recipe, config = recipe_and_config(self)
+        recipe, config = self.recipe_and_config(self.batch_size)
         check_least("--steps", self.steps)
         tokens = recipe.data.context
         if tokens > config.max_positions:
@@ -76,24 +99,6 @@ class TrainLadder(Ladder):
             if row.get("rounds"):
                 row["first_loss"], row["last_loss"] = row["rounds"][0]["loss"], row["rounds"][-1]["loss"]
         return report
-
-
-def recipe_and_config(ladder: TrainLadder) -> tuple[Recipe, ModelConfig]:
-    """The recipe and the config of what is measured, the vocabulary unpadded."""
-    from hasten.training import build
-
-    if (ladder.shape is None) == (ladder.recipe is None):
-        raise ConfigError("give one of --shape NAME and --recipe NAME")
-    if ladder.shape is not None:
-        config = shape_config(ladder.shape)
-        recipe = Recipe(name=ladder.shape, data=Data(batch_size=4, context=256))
-    else:
-        recipe = known_recipe(str(ladder.recipe), "to measure")
-        if recipe.data.tokenizer_kind == "character":
-            recipe = replace(recipe, data=replace(recipe.data, vocab_size=characters(recipe.data.source)))
-        positions = ladder.sequence_length or recipe.data.context
-        config = build.shape_config(recipe.model, vocab_size=recipe.data.vocab_size, positions=positions)
-    return with_batch(recipe, ladder.batch_size, ladder.sequence_length, seed=ladder.seed), config
 
 
 def with_batch(recipe: Recipe, batch_size: int | None, sequence_length: int | None, *, seed: int) -> Recipe:
