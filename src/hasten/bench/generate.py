@@ -91,6 +91,7 @@ NATIVE = tuple(name for name, mode in RUNGS.items() if mode.fused and name not i
 COMPILED_QUANTIZED = tuple(name for name, mode in RUNGS.items() if mode.compiled and mode.weights)
 HEADS = {"heads-mha": "multi-head", "heads-gqa": "grouped-query", "heads-mqa": "multi-query"}
 TEXT_BYTES = 200_000  # of a text that is scored
+SETTINGS = ("dtype", "batches", "prompt_tokens", "contexts", "new_tokens", "kv_cache_dtype")  # told as they are given
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,13 +231,8 @@ class GenerateLadder(Ladder):
             settings={
                 "model": f"{ladder.source.name}, {ladder.dtype}, {ladder.prompt_tokens} prompt tokens",
                 "weights": "checkpoint" if ladder.model else "random",
-                "dtype": ladder.dtype,
                 "batch": ladder.batches[0],
-                "batches": list(ladder.batches),
-                "prompt_tokens": ladder.prompt_tokens,
-                "contexts": list(ladder.contexts),
-                "new_tokens": ladder.new_tokens,
-                "kv_cache_dtype": ladder.kv_cache_dtype,
+                **{name: getattr(ladder, name) for name in SETTINGS},
                 "text_bytes": None if ladder.text is None else TEXT_BYTES,
                 "gptq": made_gptq,
                 "draft": None if ladder.draft is None else ladder.draft.rstrip("/").rsplit("/", 1)[-1],
