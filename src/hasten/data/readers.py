@@ -138,30 +138,22 @@ def _read_jsonl(path: Path, *, name: str, text_field: str) -> Iterator[Item]:
                 yield item
 
 
-def _open_parquet(path: Path) -> Any:
+def _read_parquet(path: Path, *, name: str, text_field: str) -> Iterator[Item]:
     import pyarrow
     from pyarrow.parquet import ParquetFile
 
+    row = 0
     try:
-        return ParquetFile(path)
-    except pyarrow.ArrowInvalid as error:
-        raise DataError(f"{path}: is not a parquet file ({error}); fetch or write it again") from error
-
-
-def _read_parquet(path: Path, *, name: str, text_field: str) -> Iterator[Item]:
-    import pyarrow
-
-    with reading(path), _open_parquet(path) as file:
-        columns = [column for column in (text_field, "messages") if column in file.schema_arrow.names]
-        if not columns:
-            raise no_text(path, f"column {text_field!r}", file.schema_arrow.names)
-        row = 0
-        try:
+        with reading(path), ParquetFile(path) as file:
+            columns = [column for column in (text_field, "messages") if column in file.schema_arrow.names]
+            if not columns:
+                raise no_text(path, f"column {text_field!r}", file.schema_arrow.names)
             for batch in file.iter_batches(batch_size=256, columns=columns):
                 for record in batch.to_pylist():
                     row += 1
                     item = item_of_record(record, name=f"{name}:{row}", text_field=text_field)
                     if item is not None:
                         yield item
-        except pyarrow.ArrowException as error:
-            raise DataError(f"{path}: is damaged after row {row} ({error}); fetch or write it again") from error
+    except pyarrow.ArrowException as error:
+        what = f"is damaged after row {row}" if row else "is damaged, or not a parquet file"
+        raise DataError(f"{path}: {what} ({error}); fetch or write it again") from error
