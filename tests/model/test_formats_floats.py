@@ -137,7 +137,11 @@ TENSORS = {
     ),
     "an exponent of 255": ("mxfp4", lambda t: t[f"{Q}.weight_scale"].fill_(255), ["weight_scale", "NaN"]),
     "other rows": ("mxfp4", lambda t: t.update({f"{Q}.weight_scale": torch.ones(63, 2).byte()}), ["one for 32 values"]),
-    "no pairs": ("mxfp4", lambda t: [t.pop(n) for n in list(t) if "packed" in n], ["float4_e2m1", "no tensor is"]),
+    "no pairs": (
+        "mxfp4",
+        lambda t: [t.pop(n) for n in list(t) if "packed" in n],
+        ["no tensor is"],
+    ),
 }
 
 

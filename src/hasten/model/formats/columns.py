@@ -24,15 +24,7 @@ from torch import Tensor
 from hasten.errors import ConfigError
 from hasten.model.checkpoint import DTYPES, StoredTensor, check_finite
 from hasten.model.formats.config_fields import ConfigFields
-from hasten.model.formats.file_format import (
-    OpenFolder,
-    QuantizedFolder,
-    QuantizedModule,
-    fail,
-    ordered,
-    require_modules,
-    seen,
-)
+from hasten.model.formats.file_format import INDEX, OpenFolder, QuantizedFolder, QuantizedModule, fail
 from hasten.model.formats.packing import pack_columns, pack_rows, signed, unpack_columns, unsigned
 from hasten.model.formats.record import Activations, LayerFormat, of_integers, own_activations
 from hasten.ops.linear import QuantizedWeight, WeightFormat, int4_format
@@ -46,7 +38,6 @@ _AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # where in a word the values 0 … 7 stan
 class ColumnsLayout:
     """Bits and group size (0: one group a row) of all modules, and how they are packed."""
 
-    where: Path
     awq: bool
     bits: int
     group_size: int
@@ -65,10 +56,9 @@ class ColumnsFolder(QuantizedFolder):
         self.config = config
         for name, tensor in stored.items():
             if name.endswith(".qweight"):
-                self.add(self._module(name.removesuffix(".qweight")), tensor.file)
+                self._add_module(name.removesuffix(".qweight"))
             elif name.endswith(_SUFFIXES) and f"{name.rpartition('.')[0]}.qweight" not in stored:
                 fail(tensor, f"stands without {name.rpartition('.')[0]}.qweight; download the folder again")
-        require_modules(self.modules, "awq" if config.awq else "gptq", config.where)
 
     def weight(self, module: QuantizedModule) -> QuantizedWeight:
         """Of the columns in the file's order."""
@@ -98,32 +88,17 @@ class ColumnsFolder(QuantizedFolder):
         values = unpack_columns(words, columns, self.config.bits)
         return values.unflatten(1, (-1, 8))[:, :, _AWQ_ORDER].flatten(1) if self.config.awq else values
 
-    def _module(self, name: str) -> QuantizedModule:
+    def _add_module(self, name: str) -> None:
         config = self.config
-        weight = self.stored[f"{name}.qweight"]
-        if weight.dtype != "I32" or len(weight.shape) != 2:
-            fail(weight, f"must be a matrix of I32; found {seen(weight)}")
+        weight = self.matrix(f"{name}.qweight", "I32")
         rows, columns = weight.shape
         n, k = (columns * 8, rows) if config.awq else (columns, rows * 32 // config.bits)
         groups = -(-k // config.group_size) if config.group_size else 1
-        wanted = {
-            "scales": (_SCALES, (groups, n)),
-            "qzeros": (("I32",), (groups, -(-n * config.bits // 32))),
-            "g_idx": (("I32", "I64"), (k,)),
-        }
-        for leaf, (dtypes, shape) in wanted.items():
-            found = self.stored.get(f"{name}.{leaf}")
-            if found is None:
-                if leaf != "g_idx":
-                    fail(weight, f"lacks {name}.{leaf} beside it; download the folder again")
-            elif found.dtype not in dtypes or found.shape != shape:
-                fail(found, f"must be {' or '.join(dtypes)} {list(shape)} beside it; found {seen(found)}")
-        dtype = DTYPES[self.stored[f"{name}.scales"].dtype]
+        dtype = DTYPES[self.needed(weight, f"{name}.scales", _SCALES, (groups, n)).dtype]
+        self.needed(weight, f"{name}.qzeros", ("I32",), (groups, -(-n * config.bits // 32)))
+        index = self.beside(f"{name}.g_idx", INDEX, (k,))
         stored = int4_format(config.group_size, symmetric=config.symmetric, scale_dtype=dtype, bits=config.bits)
-        index = self.stored.get(f"{name}.g_idx")
-        stored, held = ordered(stored, None if index is None else self.tensors[index.name], k, index or weight)
-        layer = None if held is None else LayerFormat(held, config.activations)
-        return QuantizedModule(name, (n, k), stored, layer, weight.name)
+        self.add(weight, (n, k), stored, activations=config.activations, index=index)
 
 
 def read_gptq(given: Any, values: Mapping[str, Any], where: Path) -> OpenFolder:
@@ -133,14 +108,14 @@ def read_gptq(given: Any, values: Mapping[str, Any], where: Path) -> OpenFolder:
     fields.only(dynamic=(None, {}), pack_dtype=(None, "int32"))
     offset = 0 if given.get("checkpoint_format") == "gptq_v2" else 1
     size, symmetric, activations = _group_size(fields), given.get("sym", True) is True, own_activations(values)
-    return partial(ColumnsFolder, ColumnsLayout(where, False, given["bits"], size, symmetric, offset, activations))
+    return partial(ColumnsFolder, ColumnsLayout(False, given["bits"], size, symmetric, offset, activations))
 
 
 def read_awq(given: Any, values: Mapping[str, Any], where: Path) -> OpenFolder:
     """AutoAWQ, packed for its GEMM kernel: 4 bits with zero points, any group size."""
     fields = ConfigFields(where, given, method="awq")
     fields.only(bits=(4,), version=(None, "gemm", "GEMM"), zero_point=(None, True))
-    return partial(ColumnsFolder, ColumnsLayout(where, True, 4, _group_size(fields), False, 0))
+    return partial(ColumnsFolder, ColumnsLayout(True, 4, _group_size(fields), False, 0))
 
 
 class GPTQFormat:

@@ -72,10 +72,10 @@ def _float_weights(weights: ConfigFields) -> FP4Layout | FP8Layout:
     weights.only(num_bits=(4, 8), type=("float",), dynamic=(False, None), symmetric=(True, None))
     if weights.values["num_bits"] == 4:
         weights.only(group_size=(16, 32), strategy=("group", "tensor_group"))
-        return packed_fp4(weights.where, weights.values["group_size"])
+        return packed_fp4(weights.values["group_size"])
     weights.only(strategy=("tensor", "channel", "block"))
     block = block_of(weights, "block_structure") if weights.values["strategy"] == "block" else None
-    return FP8Layout(weights.where, block)
+    return FP8Layout(block)
 
 
 def _groups(fields: ConfigFields, formats: tuple[str, ...]) -> list[ConfigFields]:

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from hasten.model.checkpoint import DTYPES, StoredTensor, check_finite
 from hasten.model.formats.compressed_config import ConfigGroup
-from hasten.model.formats.file_format import QuantizedFolder, QuantizedModule, fail, ordered, seen
+from hasten.model.formats.file_format import INDEX, QuantizedFolder, QuantizedModule, fail, seen
 from hasten.model.formats.packing import signed, unpack_columns, unpack_rows
-from hasten.model.formats.record import LayerFormat, group_places
+from hasten.model.formats.record import group_places
 from hasten.ops.linear import QuantizedWeight
 from hasten.ops.linear.weights import Scales
 
@@ -39,7 +39,7 @@ class CompressedFolder(QuantizedFolder):
             if leaf in ("weight_scale", "weight_zero_point") and not any(weight in stored for weight in weights):
                 fail(tensor, f"stands without {prefix}.weight or {prefix}.weight_packed; download the folder again")
             if leaf == "weight_packed" or (leaf == "weight" and f"{prefix}.weight_scale" in stored):
-                self.add(self._module(prefix, leaf == "weight_packed"), tensor.file)
+                self._add_module(prefix, leaf == "weight_packed")
 
     def int4_words(self, module: QuantizedModule) -> tuple[Tensor, Tensor, Tensor | None] | None:
         """The words of int4 that stands packed, its scales and zeros."""
@@ -72,56 +72,44 @@ class CompressedFolder(QuantizedFolder):
             return scales, signed(unpack_rows(zeros, n, module.stored.bits), module.stored.bits)
         return scales, zeros.view(n, -1)
 
-    def _module(self, name: str, packed: bool) -> QuantizedModule:
-        weight = self.stored[f"{name}.weight_packed" if packed else f"{name}.weight"]
+    def _add_module(self, name: str, packed: bool) -> None:
+        dtype = "I32" if packed else "I8"
+        weight = self.matrix(f"{name}.weight_packed" if packed else f"{name}.weight", dtype)
         scale = self.stored.get(f"{name}.weight_scale")
         if scale is None:
             fail(weight, f"lacks {name}.weight_scale beside it; download the folder again")
-        if weight.dtype != ("I32" if packed else "I8") or len(weight.shape) != 2:
-            fail(weight, f"must be a matrix of {'I32' if packed else 'I8'}; found {seen(weight)}")
         if scale.dtype not in _SCALES or len(scale.shape) not in (1, 2):
             fail(scale, f"must be one of {', '.join(_SCALES)} by row and group; found {seen(scale)}")
         n = weight.shape[0]
         k, bits = self._true_columns(name, weight) if packed else (weight.shape[1], 8)
-        zero = self.stored.get(f"{name}.weight_zero_point")
+        zero = f"{name}.weight_zero_point"
+        symmetric = zero not in self.stored
         fits = [
             group
             for group in self.groups
             if (wanted := group.layer.weight).bits == bits
-            and wanted.symmetric == (zero is None)
+            and wanted.symmetric == symmetric
             and scale.shape in ((n, wanted.groups(k)), *([(n,)] if not wanted.group_size else []))
         ]
         if not fits:
             asked = "; ".join(str(group.layer.weight) for group in self.groups[:3])
             fail(
                 scale,
-                f"is {seen(scale)}, beside a weight {n}×{k} of {bits} bits {'without' if zero is None else 'with'} "
+                f"is {seen(scale)}, beside a weight {n}×{k} of {bits} bits {'without' if symmetric else 'with'} "
                 f"zero points: that fits none of config.json's groups ({asked})",
             )
-        if zero is not None:
-            groups = scale.shape[1] if len(scale.shape) == 2 else 1
-            shapes = [(-(-n * bits // 32), groups)] if packed else [(n, groups), scale.shape]
-            if zero.dtype != ("I32" if packed else "I8") or zero.shape not in shapes:
-                expected = f"I32 {list(shapes[0])} (packed by row)" if packed else f"I8 {list(shapes[0])}"
-                fail(zero, f"must be {expected}; found {seen(zero)}")
+        groups = scale.shape[1] if len(scale.shape) == 2 else 1
+        self.beside(zero, (dtype,), *([(-(-n * bits // 32), groups)] if packed else [(n, groups), scale.shape]))
         if bits < 8 and scale.dtype == "F32":
             fail(scale, f"must be F16 or BF16 for int{bits}; found F32")
         chosen = next((group for group in fits if name in group.targets), fits[0]).layer
         stored = replace(chosen.weight, scales=(Scales(DTYPES[scale.dtype], chosen.weight.group_size),))
-        index = self.stored.get(f"{name}.weight_g_idx")
-        if index is not None and (index.dtype not in ("I32", "I64") or index.shape != (k,)):
-            fail(index, f"must be I32 or I64 [{k}]; found {seen(index)}")
-        stored, held = ordered(stored, None if index is None else self.tensors[index.name], k, index or weight)
-        layer = None if held is None else LayerFormat(held, chosen.activations)
-        return QuantizedModule(name, (n, k), stored, layer, weight.name)
+        index = self.beside(f"{name}.weight_g_idx", INDEX, (k,))
+        self.add(weight, (n, k), stored, activations=chosen.activations, index=index)
 
     def _true_columns(self, name: str, weight: StoredTensor) -> tuple[int, int]:
         """K and the bits of a packed weight, whose own shape only tells the number of int32s."""
-        shape = self.stored.get(f"{name}.weight_shape")
-        if shape is None:
-            fail(weight, f"lacks {name}.weight_shape beside it; download the folder again")
-        if shape.dtype not in ("I64", "I32") or shape.shape != (2,):
-            fail(shape, f"must be two I64 numbers; found {seen(shape)}")
+        shape = self.needed(weight, f"{name}.weight_shape", ("I64", "I32"), (2,))
         rows, columns = (int(x) for x in self.tensors[shape.name])
         n, words = weight.shape
         widths = sorted({group.layer.weight.bits for group in self.groups})

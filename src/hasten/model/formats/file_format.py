@@ -6,7 +6,6 @@ and checks it as ever, and `model/fill_quantized.py` fills it.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -14,10 +13,11 @@ from torch import Tensor
 
 from hasten.errors import CheckpointError
 from hasten.model.checkpoint import StoredTensor, check_finite
-from hasten.model.formats.record import LayerFormat, held_format, regrouped
+from hasten.model.formats.record import Activations, LayerFormat, held_format, regrouped
 from hasten.ops.linear import QuantizedWeight, WeightFormat
 
 BLOCK_ELEMENTS = 1 << 20  # of a weight that are in float32 at a time
+INDEX = ("I32", "I64")  # of a tensor that says to which group each column belongs
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +49,45 @@ class QuantizedFolder:
         self.modules: dict[str, QuantizedModule] = {}
         self.logical = {name: tensor for name, tensor in stored.items() if not (aside and name.endswith(aside))}
 
-    def add(self, module: QuantizedModule, file: Path) -> None:
-        """Take a module in."""
-        name = f"{module.name}.weight"
-        self.modules[name], self.logical[name] = module, StoredTensor(name, "BF16", module.shape, file)
+    def add(
+        self,
+        weight: StoredTensor,
+        shape: tuple[int, int],
+        stored: WeightFormat,
+        *,
+        activations: Activations = "float",
+        index: StoredTensor | None = None,
+    ) -> None:
+        """Take in the module whose values stand in the tensor `weight`. index: the group of each input feature (K,)."""
+        held = held_format(stored)
+        if index is not None:
+            stored, held = _ordered(stored, self.tensors[index.name], shape[1], index)
+        module = weight.name.rpartition(".")[0]
+        layer, name = None if held is None else LayerFormat(held, activations), f"{module}.weight"
+        self.modules[name] = QuantizedModule(module, shape, stored, layer, weight.name)
+        self.logical[name] = StoredTensor(name, "BF16", shape, weight.file)
+
+    def matrix(self, name: str, dtype: str) -> StoredTensor:
+        """A tensor of two dimensions; CheckpointError for anything else."""
+        found = self.stored[name]
+        if found.dtype != dtype or len(found.shape) != 2:
+            fail(found, f"must be a matrix of {dtype}; found {seen(found)}")
+        return found
+
+    def beside(self, name: str, dtypes: Sequence[str], *shapes: tuple[int, ...]) -> StoredTensor | None:
+        """A tensor that may stand beside a module's values; CheckpointError for another dtype or shape than these."""
+        found = self.stored.get(name)
+        if found is not None and (found.dtype not in dtypes or found.shape not in shapes):
+            wanted = " or ".join(str(list(shape)) if shape else "one number" for shape in shapes)
+            fail(found, f"must be {' or '.join(dtypes)} {wanted} beside its weight; found {seen(found)}")
+        return found
+
+    def needed(self, weight: StoredTensor, name: str, dtypes: Sequence[str], *shapes: tuple[int, ...]) -> StoredTensor:
+        """`beside`, of a tensor without which `weight` cannot be read."""
+        found = self.beside(name, dtypes, *shapes)
+        if found is None:
+            fail(weight, f"lacks {name} beside it; download the folder again")
+        return found
 
     def weight(self, module: QuantizedModule) -> QuantizedWeight:
         """The numbers as the file groups them, a byte for each integer."""
@@ -113,16 +148,16 @@ def in_rows(size: tuple[int, int], dtype: torch.dtype, rows: Callable[[slice], T
     return weight
 
 
-def ordered(
-    stored: WeightFormat, index: Tensor | None, in_features: int, where: StoredTensor
+def _ordered(
+    stored: WeightFormat, index: Tensor, in_features: int, where: StoredTensor
 ) -> tuple[WeightFormat, WeightFormat | None]:
-    """A format whose columns belong to the groups that `index` (K,) names, if there is one, and how a layer holds it.
+    """A format whose columns belong to the groups that `index` (K,) names, and how a layer holds it.
 
     None: no layer does, because no kernel takes it or a group has more columns than its size. CheckpointError for
     groups that there are not.
     """
     size, groups = stored.group_size or in_features, stored.groups(in_features)
-    if index is None or torch.equal(index.long(), plain := torch.arange(in_features) // size):
+    if torch.equal(index.long(), plain := torch.arange(in_features) // size):
         return stored, held_format(stored)
     least, most = (int(end) for end in index.aminmax())
     if least < 0 or most >= groups:
@@ -139,12 +174,3 @@ def seen(tensor: StoredTensor) -> str:
 def fail(tensor: StoredTensor, what: str) -> NoReturn:
     """CheckpointError for a stored tensor: file, name, and what is wrong with it."""
     raise CheckpointError(f"{tensor.file}: {tensor.name!s:.100} {what}")
-
-
-def require_modules(modules: Mapping[str, QuantizedModule], method: str, where: Path) -> None:
-    """CheckpointError where a config says that weights are quantized, and none is."""
-    if not modules:
-        raise CheckpointError(
-            f"{where}: quantization_config says that weights are quantized by {method}, and no tensor is; download the "
-            "folder again"
-        )

@@ -22,15 +22,7 @@ from torch import Tensor
 
 from hasten.model.checkpoint import StoredTensor, check_finite
 from hasten.model.formats.config_fields import ConfigFields
-from hasten.model.formats.file_format import (
-    OpenFolder,
-    QuantizedFolder,
-    QuantizedModule,
-    fail,
-    in_rows,
-    require_modules,
-    seen,
-)
+from hasten.model.formats.file_format import OpenFolder, QuantizedFolder, QuantizedModule, fail, in_rows, seen
 from hasten.model.formats.fp8 import FP8Folder, FP8Layout
 from hasten.ops.linear.weights import Scales, WeightFormat
 
@@ -44,7 +36,6 @@ _ASIDE = (".input_global_scale", ".input_scale")
 class FP4Layout:
     """What follows a module's name for its values and its scales, the finest first."""
 
-    where: Path
     format: WeightFormat
     values: str
     scales: tuple[str, ...]
@@ -61,8 +52,7 @@ class FP4Folder(QuantizedFolder):
             prefix, _, leaf = name.rpartition(".")
             if leaf == config.values and tensor.dtype == "U8":
                 del self.logical[name]
-                self.add(self._module(prefix, tensor), tensor.file)
-        require_modules(self.modules, str(config.format), config.where)
+                self._add_module(prefix, tensor)
 
     def dequantize(self, module: QuantizedModule, dtype: torch.dtype) -> Tensor:
         """The weight (N, K) in float32, rounded once to `dtype`."""
@@ -80,7 +70,7 @@ class FP4Folder(QuantizedFolder):
 
         return in_rows(module.shape, dtype, part)
 
-    def _module(self, name: str, weight: StoredTensor) -> QuantizedModule:
+    def _add_module(self, name: str, weight: StoredTensor) -> None:
         size, found = self.config.format.group_size, self.stored.get(f"{name}.{self.config.scales[0]}")
         if found is None or len(found.shape) != 2:
             fail(weight, f"must have {name}.{self.config.scales[0]} beside it, a matrix")
@@ -90,17 +80,15 @@ class FP4Folder(QuantizedFolder):
             wanted = f"{' or '.join(dtypes)}, one for {size} values"
             fail(found, f"must be {wanted}; found {seen(found)} beside {seen(weight)}")
         for leaf in self.config.scales[1:]:
-            outer = self.stored.get(f"{name}.{leaf}")
-            if outer is None or outer.dtype != "F32" or outer.shape not in ((), (1,)):
-                fail(outer or weight, f"must have one number in {name}.{leaf}, F32")
-        return QuantizedModule(name, (n, groups * size), self.config.format, None, weight.name)
+            self.needed(weight, f"{name}.{leaf}", ("F32",), (), (1,))
+        self.add(weight, (n, groups * size), self.config.format)
 
 
-def packed_fp4(where: Path, group_size: int) -> FP4Layout:
+def packed_fp4(group_size: int) -> FP4Layout:
     """compressed-tensors' "mxfp4-pack-quantized" (groups of 32) and "nvfp4-pack-quantized" (of 16)."""
     if group_size == 32:
-        return FP4Layout(where, MXFP4, "weight_packed", ("weight_scale",))
-    return FP4Layout(where, NVFP4, "weight_packed", ("weight_scale", "weight_global_scale"), divides=True)
+        return FP4Layout(MXFP4, "weight_packed", ("weight_scale",))
+    return FP4Layout(NVFP4, "weight_packed", ("weight_scale", "weight_global_scale"), divides=True)
 
 
 def read_modelopt(given: Any, values: Mapping[str, Any], where: Path) -> OpenFolder:
@@ -110,5 +98,5 @@ def read_modelopt(given: Any, values: Mapping[str, Any], where: Path) -> OpenFol
     """
     ConfigFields(where, given, method="modelopt").only(quant_algo=("NVFP4", "FP8"))
     if given["quant_algo"] == "FP8":
-        return partial(FP8Folder, FP8Layout(where, None))
-    return partial(FP4Folder, FP4Layout(where, NVFP4, "weight", ("weight_scale", "weight_scale_2")))
+        return partial(FP8Folder, FP8Layout(None))
+    return partial(FP4Folder, FP4Layout(NVFP4, "weight", ("weight_scale", "weight_scale_2")))

@@ -23,8 +23,7 @@ from torch import Tensor
 
 from hasten.model.checkpoint import DTYPES, StoredTensor, check_finite
 from hasten.model.formats.config_fields import ConfigFields
-from hasten.model.formats.file_format import OpenFolder, QuantizedFolder, QuantizedModule, fail, require_modules, seen
-from hasten.model.formats.record import LayerFormat, held_format
+from hasten.model.formats.file_format import OpenFolder, QuantizedFolder, QuantizedModule, fail, seen
 from hasten.ops.linear.weights import QuantizedWeight, Scales, WeightFormat
 
 ELEMENT = "float8_e4m3fn"
@@ -37,7 +36,6 @@ _ASIDE = (".weight_scale_inv", ".weight_scale", ".input_scale", ".activation_sca
 class FP8Layout:
     """block: rows and columns that share a scale; None: rows or matrices do."""
 
-    where: Path
     block: tuple[int, int] | None
 
 
@@ -49,8 +47,7 @@ class FP8Folder(QuantizedFolder):
         self.config = config
         for name, tensor in stored.items():
             if tensor.dtype == "F8_E4M3" and name.endswith(".weight"):
-                self.add(self._module(tensor), tensor.file)
-        require_modules(self.modules, "fp8", config.where)
+                self._add_module(tensor)
 
     def weight(self, module: QuantizedModule) -> QuantizedWeight:
         """The values as they stand in the file, and the scales in float32, spread to every row: (N, column blocks)."""
@@ -67,7 +64,7 @@ class FP8Folder(QuantizedFolder):
     def _scale_name(self, name: str) -> str:
         return next((f"{name}.{leaf}" for leaf in _NAMES if f"{name}.{leaf}" in self.stored), "")
 
-    def _module(self, weight: StoredTensor) -> QuantizedModule:
+    def _add_module(self, weight: StoredTensor) -> None:
         name = weight.name.removesuffix(".weight")
         scale = self.stored.get(self._scale_name(name))
         if scale is None or len(weight.shape) != 2:
@@ -84,16 +81,14 @@ class FP8Folder(QuantizedFolder):
         if not fits or scale.dtype not in _SCALES:
             fail(scale, f"must be {wanted} in {', '.join(_SCALES)}; found {seen(scale)}")
         stored = WeightFormat(element=ELEMENT, scales=(Scales(DTYPES[scale.dtype], columns, rows),))
-        held = held_format(stored)
-        layer = None if held is None else LayerFormat(held, "float")
-        return QuantizedModule(name, (n, k), stored, layer, weight.name)
+        self.add(weight, (n, k), stored)
 
 
 def read_fp8(given: Any, values: Mapping[str, Any], where: Path) -> OpenFolder:
     """Blocks of any size, rows, or whole matrices; activations are kept whatever it says of them."""
     blocks = given.get("weight_block_size") is not None
     block = block_of(ConfigFields(where, given), "weight_block_size") if blocks else None
-    return partial(FP8Folder, FP8Layout(where, block))
+    return partial(FP8Folder, FP8Layout(block))
 
 
 def block_of(fields: ConfigFields, name: str) -> tuple[int, int]:

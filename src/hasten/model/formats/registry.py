@@ -1,6 +1,7 @@
 """The published layouts of quantized weights that hasten reads, by the `quant_method` of config.json."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,18 @@ def read_quantization(values: Mapping[str, Any], where: Path) -> OpenFolder | No
             f"read; it reads {', '.join(READERS)} (2, 3, 4 and 8 bits). Load the unquantized checkpoint and use "
             "`hasten quantize`"
         )
-    return found(given, values, where)
+    none = f"{where}: quantization_config says that weights are quantized by {method}, and no tensor is"
+    return partial(_opened, found(given, values, where), f"{none}; download the folder again")
+
+
+def _opened(
+    layout: OpenFolder, none: str, stored: Mapping[str, StoredTensor], tensors: Mapping[str, Tensor]
+) -> QuantizedFolder:
+    """A folder in this layout; CheckpointError with the text `none` where it has no quantized modules."""
+    folder = layout(stored, tensors)
+    if not folder.modules:
+        raise CheckpointError(none)
+    return folder
 
 
 def open_quantized(

@@ -9,9 +9,8 @@ from hasten.model.checkpoint import StoredTensor, check_finite
 from hasten.model.config import ModelConfig
 from hasten.model.families import FAMILIES, read_config
 from hasten.model.formats.file_format import QuantizedFolder, QuantizedModule
-from hasten.model.formats.record import LayerFormat, held_format
 from hasten.model.gguf.config import config_values
-from hasten.model.gguf.header import GGUFFile, read_gguf
+from hasten.model.gguf.header import GGUFFile, GGUFTensor, read_gguf
 from hasten.model.gguf.names import FREQUENCIES, Place, place_of
 from hasten.model.gguf.tokenizer import read_tokenizer
 from hasten.model.gguf.types import TYPES
@@ -60,14 +59,12 @@ class GGUFWeights(QuantizedFolder):
 
     def _add(self, name: str) -> None:
         tensor = self.file.tensors[self.places[name].name]
-        stored, shape = tensor.type.format, tensor.shape
-        if stored is None or len(shape) != 2:
-            self.logical[name] = StoredTensor(name, tensor.type.name, shape, self.file.path)
-            return
-        held = held_format(stored)
-        layer = None if held is None else LayerFormat(held)  # activations are rounded, as llama.cpp does
-        module = QuantizedModule(name.removesuffix(".weight"), (shape[0], shape[1]), stored, layer, tensor.name)
-        self.add(module, self.file.path)
+        seen, stored = StoredTensor(name, tensor.type.name, tensor.shape, self.file.path), tensor.type.format
+        if stored is None or len(tensor.shape) != 2:
+            self.logical[name] = seen
+        else:
+            # Activations are rounded, as llama.cpp does.
+            self.add(seen, (tensor.shape[0], tensor.shape[1]), stored, activations="int8")
 
     def dtype(self) -> torch.dtype:
         """bfloat16 where most is quantized, else the dtype of most bytes of the matrices; norms are always float32."""
@@ -89,7 +86,7 @@ class GGUFWeights(QuantizedFolder):
 
     def values(self, module: QuantizedModule) -> Tensor:
         """The blocks as they stand in the file, uint8 (N, bytes of a row)."""
-        return self.file.raw(module.values)
+        return self.file.raw(self._tensor(module).name)
 
     def int4_words(self, module: QuantizedModule) -> tuple[Tensor, Tensor, None] | None:
         """The nibbles of Q4_0, which has the values 0 to 15 of a block in its low ones, in the order of the words."""
@@ -98,16 +95,20 @@ class GGUFWeights(QuantizedFolder):
         scales, values = self._our_rows(module).unflatten(1, (-1, 18)).split((2, 16), 2)  # (N, G, 2), (N, G, 16)
         halves = [half[..., ::2] | half[..., 1::2] << 4 for half in (values & 15, values >> 4)]  # (N, G, 8) each
         found = scales.flatten(1).view(torch.float16)
-        check_finite(module.values, found, self.file.path)
+        check_finite(self._tensor(module).name, found, self.file.path)
         return torch.cat(halves, 2).flatten(1).view(torch.int32), found, None
 
     def weight(self, module: QuantizedModule) -> QuantizedWeight:
         """The integers and their scales, which a layer holds as they stand in the file."""
-        weight = self.file.tensors[module.values].type.weight(self._our_rows(module))
+        tensor = self._tensor(module)
+        weight = tensor.type.weight(self._our_rows(module))
         for part in (weight.scales, weight.outer):
             if part is not None and part.is_floating_point():
-                check_finite(module.values, part, self.file.path)
+                check_finite(tensor.name, part, self.file.path)
         return weight
+
+    def _tensor(self, module: QuantizedModule) -> GGUFTensor:
+        return self.file.tensors[self.places[module.values].name]
 
     def _our_rows(self, module: QuantizedModule) -> Tensor:
         return self._rows(f"{module.name}.weight", self.values(module))
