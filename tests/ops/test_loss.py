@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from hasten.errors import ConfigError
 from hasten.ops.loss import KERNELS, LossRequest, linear_cross_entropy, rows_of_a_chunk
 from hasten.ops.loss.chunked import chunked
-from hasten.ops.loss.reference import reference
-from hasten.ops.loss.torch_loss import torch_loss
+from hasten.ops.loss.kernels import Head, reference, torch_loss
 from hasten.ops.picker import explain
 
 HAS_TORCH = hasattr(torch.nn.functional, "linear_cross_entropy")
@@ -31,9 +30,9 @@ def inputs(*, rows=13, hidden=8, vocab=21, padding=3, dtype=torch.float64, maske
     return [t.to(dtype).requires_grad_() for t in (x, weight, bias)], targets
 
 
-def results(run, leaves, targets, *, factor=0.37, with_bias=True, **options):
+def results(run, leaves, targets, *, vocab_size, softcap=None, factor=0.37, with_bias=True, **options):
     x, weight, bias = (leaf.detach().clone().requires_grad_() for leaf in leaves)
-    loss = run(x, weight, targets, bias=bias if with_bias else None, **options)
+    loss = run(x, targets, Head(weight, vocab_size, bias if with_bias else None, softcap), **options)
     (loss * factor).backward()
     return loss.detach(), x.grad, weight.grad, bias.grad
 
@@ -102,8 +101,8 @@ def test_a_lower_precision_errs_at_most_twice_as_much_as_plain_pytorch(dtype):
         assert error <= 2 * allowed, (error, allowed)
 
 
-def chunked_under_autocast(x, weight, targets, **options):
-    return linear_cross_entropy(x, weight, targets, kernel="chunked", **options)
+def chunked_under_autocast(x, targets, head):
+    return linear_cross_entropy(x, head.weight, targets, vocab_size=head.vocab_size, kernel="chunked")
 
 
 def test_leading_dimensions_and_no_gradient():

@@ -1,8 +1,7 @@
 """Head and cross-entropy in one: `linear_cross_entropy(x, weight, targets)`, without all logits in memory at once.
 
-All kernels share one signature, `kernel(x, weight, targets, *, vocab_size, bias, softcap)`, with x of shape (N, C),
-weight (rows, C) with at least `vocab_size` rows, targets int64 (N,), -100 where nothing is to be predicted; they return
-the sum of the losses, a float32 scalar.
+All kernels share one signature, `kernel(x, targets, head)`, with x of shape (N, C), targets int64 (N,), -100 where
+nothing is to be predicted, and a `Head` (kernels.py); they return the sum of the losses, a float32 scalar.
 """
 
 from hasten.ops.loss.chunked import rows_of_a_chunk

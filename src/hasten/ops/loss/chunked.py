@@ -12,29 +12,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hasten.ops.loss.reference import IGNORED
+from hasten.ops.loss.kernels import IGNORED, Head
 
 # Logits in memory at once: 64 MiB in float32. More rows a chunk read the weight less often, which no longer shows here.
 CHUNK_ELEMENTS = 1 << 24
 ROW_MULTIPLE = 64
 
 
-def chunked(
-    x: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    *,
-    vocab_size: int,
-    bias: Tensor | None = None,
-    softcap: float | None = None,
-    chunk_rows: int | None = None,
-) -> Tensor:
+def chunked(x: Tensor, targets: Tensor, head: Head, *, chunk_rows: int | None = None) -> Tensor:
     """Same contract as `reference`. Matrix products in x's dtype, everything else in float32.
 
     chunk_rows: rows of x whose logits are made at a time (None: some 64 MiB of them). Its backward pass can run once.
     """
-    rows = chunk_rows or rows_of_a_chunk(weight.shape[0])
-    loss: Tensor = _Chunked.apply(x, weight, bias, targets, vocab_size, softcap, rows, torch.is_grad_enabled())
+    rows = chunk_rows or rows_of_a_chunk(head.weight.shape[0])
+    numbers = (head.vocab_size, head.softcap, rows, torch.is_grad_enabled())
+    loss: Tensor = _Chunked.apply(x, head.weight, head.bias, targets, *numbers)
     return loss
 
 
@@ -58,23 +50,21 @@ class _Chunked(torch.autograd.Function):
     ) -> Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)
         by_x, by_weight, by_bias = (grad_enabled and needed for needed in ctx.needs_input_grad[:3])
-        matrix = weight.to(x.dtype)
+        head = Head(weight.to(x.dtype), vocab_size, bias, softcap)
         loss = torch.zeros((), dtype=wide, device=x.device)
         grad_x = torch.empty_like(x) if by_x else None
         grad_weight = torch.zeros(weight.shape, dtype=wide, device=x.device) if by_weight else None
         grad_bias = torch.zeros(weight.shape[0], dtype=wide, device=x.device) if by_bias else None
         for start in range(0, x.shape[0], rows):
             part, wanted = x[start : start + rows], targets[start : start + rows]
-            gradient = _loss_and_gradient(
-                part, matrix, wanted, bias, vocab_size, softcap, loss, need=by_x or by_weight or by_bias
-            )
+            gradient = _loss_and_gradient(part, wanted, head, loss, need=by_x or by_weight or by_bias)
             if gradient is None:
                 continue
             if grad_bias is not None:
                 grad_bias += gradient.sum(0)
             narrow = gradient.to(x.dtype)  # (n, rows of the weight)
             if grad_x is not None:
-                torch.mm(narrow, matrix, out=grad_x[start : start + rows])
+                torch.mm(narrow, head.weight, out=grad_x[start : start + rows])
             if grad_weight is not None:
                 # Chunks are added up in float32 whatever the products are in.
                 if x.dtype == wide:
@@ -101,27 +91,17 @@ class _Chunked(torch.autograd.Function):
         )
 
 
-def _loss_and_gradient(
-    part: Tensor,
-    matrix: Tensor,
-    wanted: Tensor,
-    bias: Tensor | None,
-    vocab_size: int,
-    softcap: float | None,
-    loss: Tensor,
-    *,
-    need: bool,
-) -> Tensor | None:
+def _loss_and_gradient(part: Tensor, wanted: Tensor, head: Head, loss: Tensor, *, need: bool) -> Tensor | None:
     """Add a chunk's losses to `loss`; the gradient by its logits (n, rows of the weight) if needed."""
-    logits = (part @ matrix.t()).to(loss.dtype)  # (n, rows of the weight)
-    if bias is not None:
-        logits += bias.to(loss.dtype)
+    logits = (part @ head.weight.t()).to(loss.dtype)  # (n, rows of the weight)
+    if head.bias is not None:
+        logits += head.bias.to(loss.dtype)
     slope = None
-    if softcap is not None:
-        logits = logits.div_(softcap).tanh_()
+    if head.softcap is not None:
+        logits = logits.div_(head.softcap).tanh_()
         slope = 1 - logits.square() if need else None
-        logits *= softcap
-    logits[:, vocab_size:] = float("-inf")  # the padding's rows take no probability, and get no gradient
+        logits *= head.softcap
+    logits[:, head.vocab_size :] = float("-inf")  # the padding's rows take no probability, and get no gradient
     counted = (wanted != IGNORED).unsqueeze(1)  # (n, 1)
     index = wanted.unsqueeze(1).clamp(min=0)
     top = logits.amax(dim=1, keepdim=True)

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from hasten.errors import ConfigError
 from hasten.ops.loss.chunked import chunked
-from hasten.ops.loss.reference import IGNORED, reference
-from hasten.ops.loss.torch_loss import torch_loss
+from hasten.ops.loss.kernels import IGNORED, Head, reference, torch_loss
 from hasten.ops.picker import Kernel, pick
 
 __all__ = ["IGNORED", "KERNELS", "LossRequest", "linear_cross_entropy"]
@@ -86,12 +85,7 @@ def linear_cross_entropy(
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
     chosen = pick(KERNELS, LossRequest(device=x.device, dtype=dtype, softcap=softcap), forced=kernel)
     run: Callable[..., Tensor] = chosen.run
+    if chosen.name != "chunked":  # which rounds a chunk's products only
+        weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
     with torch.autocast(kind, enabled=False):
-        return run(
-            x.flatten(0, -2).to(dtype),
-            weight if weight.dtype == dtype or chosen.name == "chunked" else weight.to(dtype),
-            targets.flatten(),
-            vocab_size=size,
-            bias=bias if bias is None or chosen.name == "chunked" else bias.to(dtype),
-            softcap=softcap,
-        )
+        return run(x.flatten(0, -2).to(dtype), targets.flatten(), Head(weight, size, bias, softcap))
