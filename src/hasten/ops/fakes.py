@@ -1,6 +1,7 @@
 """Output shapes of the native operators, for torch.compile: each function is the fake implementation of one.
 
-It has the operator's name and arguments, and returns empty tensors of the right shapes. `hasten.ops.native` reads them.
+It has the operator's name and arguments, and returns empty tensors of the right shapes. `hasten.ops.native` reads those
+without an underscore.
 """
 
 from typing import Any
@@ -10,6 +11,18 @@ from torch import Tensor
 
 from hasten.ops.linear.layouts import PANEL, empty_panels
 from hasten.ops.linear.weights import BFLOAT16, Q6_K, group_format, int4_format
+
+
+def _like_first(x: Tensor, *rest: Any) -> Tensor:
+    """As the first argument, contiguous."""
+    return x.new_empty(x.shape)
+
+
+def _plan(*arguments: Any) -> Tensor:
+    """Bytes that only the native code can read; how many it alone knows."""
+    first = next(one for one in arguments if isinstance(one, Tensor))
+    return first.new_empty(0, dtype=torch.uint8)
+
 
 # linear/linear.cpp
 
@@ -82,29 +95,12 @@ def norm_linear(x: Tensor, *rest: Any) -> Tensor:
     return x.new_empty((*x.shape[:-1], rest[12]), dtype=torch.float32)
 
 
-def blocks(x: Tensor, *rest: Any) -> Tensor:
-    """As x."""
-    return x.new_empty(x.shape)
-
-
-def plan_weight(n: int, k: int, data: Tensor, *rest: Any) -> Tensor:
-    """Bytes that only the native code can read; how many it alone knows."""
-    return data.new_empty(0, dtype=torch.uint8)
-
-
-def plan_block(
-    kv_heads: int, norm_weight: Any, norm_bias: Any, eps: Any, offset: Any, centred: Any, *rest: Any
-) -> Tensor:
-    """As plan_weight."""
-    return rest[0].new_empty(0, dtype=torch.uint8)
-
+blocks = _like_first
+plan_weight = plan_block = _plan
 
 # collective/collective.cpp
 
-
-def plan_ranks(segment: Tensor, rank: int, size: int, peers: Any) -> Tensor:
-    """As plan_weight."""
-    return segment.new_empty(0)
+plan_ranks = _plan
 
 
 def sum_of_ranks(ranks: Tensor, x: Tensor) -> None:
@@ -149,9 +145,7 @@ def largest(scores: Tensor, count: int) -> Tensor:
 # attention/native.cpp and train.cpp
 
 
-def attention(q: Tensor, *rest: Any) -> Tensor:
-    """(R, H, D), contiguous."""
-    return q.new_empty(q.shape)
+attention = _like_first  # (R, H, D)
 
 
 def train_attention(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -170,19 +164,12 @@ def train_attention_backward(
 # activation/activation.cpp
 
 
-def bias_gelu(z: Tensor, bias: Tensor | None) -> Tensor:
-    """As z, contiguous."""
-    return z.new_empty(z.shape)
+bias_gelu = silu_mul = _like_first
 
 
 def bias_gelu_backward(dout: Tensor, z: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """The gradients of z, and of the bias in float32."""
     return z.new_empty(z.shape), z.new_empty(z.shape[-1:], dtype=torch.float32)
-
-
-def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
-    """As gate, contiguous."""
-    return gate.new_empty(gate.shape)
 
 
 def silu_mul_backward(dout: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:

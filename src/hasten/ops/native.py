@@ -155,4 +155,5 @@ def fakes() -> dict[str, Callable]:
     """The fake implementation of every native operator, by its name."""
     module = importlib.import_module("hasten.ops.fakes")  # by name, because it needs layouts, which need this file
     functions = inspect.getmembers(module, inspect.isfunction)
-    return {name: function for name, function in functions if function.__module__ == module.__name__}
+    own = ((name, function) for name, function in functions if function.__module__ == module.__name__)
+    return {name: function for name, function in own if not name.startswith("_")}
