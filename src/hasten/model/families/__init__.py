@@ -6,27 +6,18 @@ from typing import Any
 
 from hasten.errors import CheckpointError, ConfigError
 from hasten.model.config import Fields, ModelConfig
-from hasten.model.families import (
-    gemma2,
-    gemma3,
-    gpt2,
-    gpt_bigcode,
-    llama,
-    mistral,
-    mixtral,
-    phi3,
-    qwen2,
-    qwen3,
-    qwen3_moe,
-)
 from hasten.model.families.family import Family
+from hasten.model.families.gemma import GEMMA2, GEMMA3
+from hasten.model.families.gpt import GPT2, GPT_BIGCODE
+from hasten.model.families.llama import LLAMA, MISTRAL, MIXTRAL, PHI3
+from hasten.model.families.qwen import QWEN2, QWEN3, QWEN3_MOE
 from hasten.ops.attention.block_mask import tiles_refusal
 from hasten.ops.attention.pattern_layout import Pattern
 from hasten.ops.attention.pattern_text import pattern_of
 
 FAMILIES: dict[str, Family] = {
-    module.FAMILY.model_type: module.FAMILY
-    for module in (gpt2, gpt_bigcode, llama, mistral, qwen2, qwen3, gemma2, gemma3, phi3, mixtral, qwen3_moe)
+    family.model_type: family
+    for family in (GPT2, GPT_BIGCODE, LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, PHI3, MIXTRAL, QWEN3_MOE)
 }
 
 

@@ -1,7 +1,20 @@
-"""Llama 1, 2, 3 and 3.x (arXiv 2302.13971, 2307.09288, 2407.21783)."""
+"""Llama 1, 2, 3 and 3.x (arXiv 2302.13971, 2307.09288, 2407.21783), and what changes little of it.
+
+Mistral (arXiv 2310.06825): a sliding window in every layer where the config sets one. Mixtral (arXiv 2401.04088):
+Mistral with eight experts a layer, two for each token. Phi 3, 3.5 and 4-mini (arXiv 2404.14219): q, k, v and gate, up
+stored fused, and longrope.
+"""
 
 from hasten.model.config import Fields, ModelConfig
-from hasten.model.families.family import Family, llama_config
+from hasten.model.families.family import (
+    LLAMA_NAMES,
+    Family,
+    RowSlice,
+    expert_counts,
+    llama_config,
+    qkv_rows,
+    window_of,
+)
 
 
 def config(fields: Fields) -> ModelConfig:
@@ -9,4 +22,53 @@ def config(fields: Fields) -> ModelConfig:
     return llama_config(fields, qkv_bias=bias, output_bias=bias, mlp_bias=fields.flag("mlp_bias", False))
 
 
-FAMILY = Family("llama", "LlamaForCausalLM", config, defaults={"max_position_embeddings": 2048, "rms_norm_eps": 1e-6})
+LLAMA = Family("llama", "LlamaForCausalLM", config, defaults={"max_position_embeddings": 2048, "rms_norm_eps": 1e-6})
+
+
+def mistral_config(fields: Fields) -> ModelConfig:
+    return llama_config(fields, window=window_of(fields))
+
+
+MISTRAL_DEFAULTS = {"num_key_value_heads": 8, "max_position_embeddings": 131_072, "sliding_window": 4096}
+MISTRAL = Family("mistral", "MistralForCausalLM", mistral_config, defaults=MISTRAL_DEFAULTS)
+
+
+def mixtral_config(fields: Fields) -> ModelConfig:
+    return llama_config(
+        fields,
+        theta=1_000_000.0,
+        window=window_of(fields),
+        has_experts=lambda layer: True,
+        **expert_counts(fields, "num_local_experts", "num_experts"),
+        expert_size=fields.integer("intermediate_size"),
+    )
+
+
+MIXTRAL_NAMES = LLAMA_NAMES | {"mlp": "block_sparse_moe", "gate": "w1", "down": "w2", "up": "w3"}
+
+MIXTRAL_DEFAULTS = {
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131_072,
+    "rms_norm_eps": 1e-5,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}
+MIXTRAL = Family("mixtral", "MixtralForCausalLM", mixtral_config, MIXTRAL_NAMES, defaults=MIXTRAL_DEFAULTS)
+
+
+def phi3_config(fields: Fields) -> ModelConfig:
+    # Early files call their longrope "su" or "yarn".
+    kinds = {"default": "default", "longrope": "longrope", "su": "longrope", "yarn": "longrope"}
+    return llama_config(fields, window=window_of(fields), rope_kinds=kinds)
+
+
+PHI3_NAMES = LLAMA_NAMES | dict.fromkeys("qkv", "qkv_proj") | dict.fromkeys(("gate", "up"), "gate_up_proj")
+
+
+def phi3_rows(config: ModelConfig) -> dict[str, RowSlice]:
+    size = config.intermediate_size
+    return qkv_rows(config) | {"gate": RowSlice(0, size), "up": RowSlice(size, 2 * size)}
+
+
+PHI3_DEFAULTS = {"max_position_embeddings": 4096, "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5}
+PHI3 = Family("phi3", "Phi3ForCausalLM", phi3_config, PHI3_NAMES, phi3_rows, defaults=PHI3_DEFAULTS)

@@ -1,10 +1,10 @@
-"""GPT-2: learned positions, LayerNorm, biases everywhere, weights stored transposed (in, out)."""
+"""GPT-2 and GPT-BigCode: learned positions, LayerNorm, biases everywhere."""
 
 from typing import Any
 
 from hasten.errors import CheckpointError
 from hasten.model.config import Fields, LayerConfig, ModelConfig
-from hasten.model.families.family import ACTIVATION_NAMES, Family, common_fields, layer_count, qkv_rows
+from hasten.model.families.family import ACTIVATION_NAMES, Family, RowSlice, common_fields, layer_count, qkv_rows
 
 
 def gpt_config(fields: Fields, **changes: Any) -> ModelConfig:
@@ -56,4 +56,22 @@ GPT_NAMES = {
 
 
 DEFAULTS = {"n_positions": 1024, "activation_function": "gelu_new"}
-FAMILY = Family("gpt2", "GPT2LMHeadModel", gpt_config, GPT_NAMES, qkv_rows, transposed=True, defaults=DEFAULTS)
+# Weights are stored transposed, (in, out).
+GPT2 = Family("gpt2", "GPT2LMHeadModel", gpt_config, GPT_NAMES, qkv_rows, transposed=True, defaults=DEFAULTS)
+
+
+def bigcode_config(fields: Fields) -> ModelConfig:
+    """StarCoder (arXiv 2305.06161): GPT-2 with one key/value head for all query heads (multi-query)."""
+    heads = fields.integer("n_head", "num_attention_heads", high=1 << 12)
+    return gpt_config(fields, kv_heads=1 if fields.flag("multi_query", True) else heads)
+
+
+def bigcode_rows(config: ModelConfig) -> dict[str, RowSlice]:
+    """Of q, k and v: without multi-query head by head."""
+    return qkv_rows(config, groups=config.heads if config.kv_heads > 1 else 1)
+
+
+BIGCODE_DEFAULTS = {"n_positions": 1024, "activation_function": "gelu_pytorch_tanh"}
+GPT_BIGCODE = Family(
+    "gpt_bigcode", "GPTBigCodeForCausalLM", bigcode_config, GPT_NAMES, bigcode_rows, defaults=BIGCODE_DEFAULTS
+)
