@@ -23,6 +23,15 @@ if TYPE_CHECKING:
     from hasten.quantization.resume import WorkFolder
 
 
+@dataclass(frozen=True, slots=True)
+class BlockResult:
+    """The layers of a block, and its other tensors that were changed (norms, biases), by their names in the model."""
+
+    weights: dict[str, QuantizedWeight]
+    changed: dict[str, Tensor]
+    reports: list[LayerReport]
+
+
 @dataclass(slots=True)
 class BlockTask:
     """One block at work: `block` is a copy in which layers are replaced as they are done, `before` the block as it was.
@@ -89,25 +98,25 @@ class BlockTask:
         """The integers of a layer's format."""
         return Grid(self.layers[name].weight, self.search)
 
-    def place(
-        self,
-        name: str,
-        weight: QuantizedWeight,
-        *,
-        output_error: float | None = None,
-        nearest_output_error: float | None = None,
-        note: str = "",
-    ) -> None:
-        """Put a quantized layer into its place, as it will be served: rounding activations, where its format does."""
+    def place(self, name: str, weight: QuantizedWeight, **report: Any) -> None:
+        """Put a quantized layer into its place, as it will be served: rounding activations, where its format does.
+
+        report: what only the method can say of it, `output_error`, `nearest_output_error` and `note`.
+        """
         layer = self.layers[name]
         linear = self.before.get_submodule(name)
         assert isinstance(linear, nn.Linear)
         bias = self.changed.get(f"{name}.bias", linear.bias)
         self.block.set_submodule(name, served(weight, linear, bias, layer, self.dtype))
         self.weights[name] = weight
-        errors = {"output_error": output_error, "nearest_output_error": nearest_output_error, "note": note}
-        report = compare(self.prefix + name, self.tensor(f"{name}.weight"), weight, layer, **errors)
-        self.reports.append(replace(report, bytes_before=linear.weight.nbytes))  # a changed weight is in float32
+        done = compare(self.prefix + name, self.tensor(f"{name}.weight"), weight, layer, **report)
+        self.reports.append(replace(done, bytes_before=linear.weight.nbytes))  # a changed weight is in float32
+
+    def result(self) -> BlockResult:
+        """What has become of the block."""
+        replaced = {f"{name}.weight" for name in self.layers}
+        changed = {self.prefix + name: tensor for name, tensor in self.changed.items() if name not in replaced}
+        return BlockResult({self.prefix + name: weight for name, weight in self.weights.items()}, changed, self.reports)
 
 
 class BlockMethod(Protocol):
@@ -119,15 +128,6 @@ class BlockMethod(Protocol):
 
     def quantize_block(self, task: BlockTask) -> None:
         """Choose and place the weights of all of a block's layers. An error names no layer: the caller does."""
-
-
-@dataclass(frozen=True, slots=True)
-class BlockResult:
-    """The layers of a block, and its other tensors that were changed (norms, biases), by their names in the model."""
-
-    weights: dict[str, QuantizedWeight]
-    changed: dict[str, Tensor]
-    reports: list[LayerReport]
 
 
 @torch.no_grad()
@@ -156,27 +156,43 @@ def quantize_blocks(
         assert saved is not None
         for walk, states in zip(walks, saved.states(), strict=True):
             walk.states.copy_(states)
+
+    def finished(block: nn.Module, prefix: str, names: list[str], calls: list[list[Call]]) -> BlockTask:
+        task = BlockTask(
+            block=shared_copy(block),
+            before=block,
+            layers={name.removeprefix(prefix): formats[name] for name in names},
+            calls=calls[0],
+            calls_before=calls[1] if len(calls) > 1 else None,
+            search=search,
+            dtype=model.compute_dtype,
+            prefix=prefix,
+            samples_of_a_call=walks[0].step,
+            saved=saved,
+            progress=progress,
+        )
+        try:
+            method.quantize_block(task)
+        except ConfigError as error:
+            raise ConfigError(f"{prefix.rstrip('.') or 'head'}: {error}") from None
+        assert task.weights.keys() == task.layers.keys(), "a method places every layer"
+        return task
+
     for index, block in enumerate(model.blocks):
         if saved is not None and index < done:
             yield saved.load(index)
             continue
         prefix = f"blocks.{index}."
-        calls = [walk.calls(index) for walk in walks]
-        task = _task(model, block, prefix, formats, calls, search)
-        task.samples_of_a_call, task.saved, task.progress = walks[0].step, saved, progress
-        _run(method, task)
-        result = _result(task)
+        own = [name for name in formats if name.startswith(prefix)]
+        task = finished(block, prefix, own, [walk.calls(index) for walk in walks])
         for walk, module in zip(walks, (task.block, block), strict=False):
             walk.advance(index, module)
         if saved is not None:
-            saved.save(index, result, [walk.states for walk in walks])
-        yield result
+            saved.save(index, task.result(), [walk.states for walk in walks])
+        yield task.result()
     if "head" in formats:
         head = _Head(model.norm, model.head)
-        calls = [walk.whole_calls() for walk in walks]
-        task = _task(model, head, "", formats, calls, search)
-        _run(method, task)
-        yield _result(task)
+        yield finished(head, "", ["head"], [walk.whole_calls() for walk in walks]).result()
 
 
 def _first_walk(
@@ -202,43 +218,6 @@ class _Head(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.norm(x))
-
-
-def _task(
-    model: Transformer,
-    block: nn.Module,
-    prefix: str,
-    formats: Mapping[str, LayerFormat],
-    calls: Sequence[Sequence[Call]],
-    search: Search,
-) -> BlockTask:
-    own = {name.removeprefix(prefix): layer for name, layer in formats.items() if name.startswith(prefix)}
-    if not prefix:
-        own = {"head": formats["head"]}
-    return BlockTask(
-        block=shared_copy(block),
-        before=block,
-        layers=own,
-        calls=calls[0],
-        calls_before=calls[1] if len(calls) > 1 else None,
-        search=search,
-        dtype=model.compute_dtype,
-        prefix=prefix,
-    )
-
-
-def _run(method: BlockMethod, task: BlockTask) -> None:
-    try:
-        method.quantize_block(task)
-    except ConfigError as error:
-        raise ConfigError(f"{task.prefix.rstrip('.') or 'head'}: {error}") from None
-    assert task.weights.keys() == task.layers.keys(), "a method places every layer"
-
-
-def _result(task: BlockTask) -> BlockResult:
-    replaced = {f"{name}.weight" for name in task.layers}
-    changed = {task.prefix + name: tensor for name, tensor in task.changed.items() if name not in replaced}
-    return BlockResult({task.prefix + name: weight for name, weight in task.weights.items()}, changed, task.reports)
 
 
 def served(weight: QuantizedWeight, old: Any, bias: Tensor | None, layer: LayerFormat, dtype: torch.dtype) -> nn.Module:

@@ -3,6 +3,7 @@
 import copy
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -91,60 +92,57 @@ def shared_copy(module: nn.Module) -> Any:
     return copy.deepcopy(module, {id(tensor): tensor for tensor in tensors})
 
 
+@contextmanager
+def _before(module: nn.Module, names: Sequence[str], look: Callable[[str, Tensor], None]) -> Iterator[None]:
+    """For the while, `look` is called with the name and the input of each of these submodules before it runs."""
+
+    def hook_of(name: str) -> Callable:
+        return lambda _, inputs: look(name, inputs[0])
+
+    hooks = [module.get_submodule(name).register_forward_pre_hook(hook_of(name)) for name in names]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
 def stages(module: nn.Module, names: Sequence[str], call: Call) -> list[list[str]]:
     """The linear layers `names` of a module in the order in which it calls them; together, where they get one input."""
     found: list[tuple[Tensor, list[str]]] = []
 
-    def note(name: str) -> Callable:
-        def hook(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            if found and found[-1][0] is inputs[0]:
-                found[-1][1].append(name)
-            else:
-                found.append((inputs[0], [name]))
+    def note(name: str, x: Tensor) -> None:
+        if found and found[-1][0] is x:
+            found[-1][1].append(name)
+        else:
+            found.append((x, [name]))
 
-        return hook
-
-    hooks = [module.get_submodule(name).register_forward_pre_hook(note(name)) for name in names]
-    try:
+    with _before(module, names, note):
         call(module)
-    finally:
-        for hook in hooks:
-            hook.remove()
     return [together for _, together in found]
 
 
 def inputs_of(module: nn.Module, name: str, calls: Sequence[Call]) -> Iterator[Tensor]:
     """What the submodule `name` is given, (T, K) for each call; nothing behind it is computed."""
 
-    def stop(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        raise _ReachedError(inputs[0])
+    def stop(_: str, x: Tensor) -> None:
+        raise _ReachedError(x)
 
-    target = module.get_submodule(name)
     for call in calls:
-        hook = target.register_forward_pre_hook(stop)  # for each call: who stops asking must leave no hook behind
         try:
-            call(module)
+            with _before(module, [name], stop):  # for each call: who stops asking must leave no hook behind
+                call(module)
         except _ReachedError as reached:
             found = reached.inputs.flatten(0, -2)
-        finally:
-            hook.remove()
         yield found
 
 
 def inputs_of_each(module: nn.Module, names: Sequence[str], calls: Sequence[Call]) -> dict[str, list[Tensor]]:
     """All inputs (T, K) of several submodules, of which a call may reach any number (experts)."""
     found: dict[str, list[Tensor]] = {name: [] for name in names}
-
-    def note(name: str) -> Callable:
-        return lambda _, inputs: found[name].append(inputs[0].flatten(0, -2))
-
-    hooks = [module.get_submodule(name).register_forward_pre_hook(note(name)) for name in names]
-    try:
+    with _before(module, names, lambda name, x: found[name].append(x.flatten(0, -2))):
         for call in calls:
             call(module)
-    finally:
-        for hook in hooks:
-            hook.remove()
     return found
 
 
