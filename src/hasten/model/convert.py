@@ -10,7 +10,7 @@ from hasten.errors import ConfigError
 from hasten.model.export import Quantized, export_model
 from hasten.model.formats.pieces import take
 from hasten.model.formats.record import LayerFormat
-from hasten.model.load import open_model, tie
+from hasten.model.load import fill_plain, open_checkpoint, tie
 from hasten.model.transformer import Transformer
 from hasten.ops.linear import QuantizedWeight
 
@@ -26,7 +26,7 @@ def convert(source: str | Path, output: str | Path, *, format: str = "compressed
     Raises ConfigError, and writes nothing, where the checkpoint is not quantized or the other layout would not hold it
     exactly; CheckpointError as `hasten.load` and `export_model` do.
     """
-    model, _, pieces, folder = open_model(source, keep_dtypes=True)
+    model, _, pieces, folder = fill_plain(open_checkpoint(source), keep_dtypes=True)
     if folder is None:
         raise ConfigError(
             f"{source} is not quantized: `hasten quantize --format {format}` quantizes it, `hasten export` writes it "

@@ -90,8 +90,9 @@ def shares_of(checkpoint: ModelSource, size: int) -> list[Share]:
     return shares(checkpoint.config, size, **together)
 
 
-def open_model(
-    source: str | Path,
+def fill_plain(
+    checkpoint: ModelSource,
+    share: Share | None = None,
     *,
     dtype: torch.dtype | None = None,
     device: torch.device | None = None,
@@ -99,21 +100,9 @@ def open_model(
 ) -> tuple[Transformer, torch.dtype, dict[str, TensorSlice], QuantizedFolder | None]:
     """A model whose quantized layers are still to be filled, the dtype of the others, and where these stand.
 
-    Everything is checked as `load` does. dtype None: the checkpoint's own. keep_dtypes: each plain tensor has the one
-    it is stored in.
+    Everything is checked as `load` does. share: the part that this rank holds. dtype None: the checkpoint's own.
+    keep_dtypes: each plain tensor has the one it is stored in.
     """
-    return fill_plain(open_checkpoint(source), None, dtype=dtype, device=device, keep_dtypes=keep_dtypes)
-
-
-def fill_plain(
-    checkpoint: ModelSource,
-    share: Share | None,
-    *,
-    dtype: torch.dtype | None,
-    device: torch.device | None,
-    keep_dtypes: bool = False,
-) -> tuple[Transformer, torch.dtype, dict[str, TensorSlice], QuantizedFolder | None]:
-    """`open_model` of an opened checkpoint; share: the part of it that this rank holds."""
     config, stored, quantized = checkpoint.config, checkpoint.stored, checkpoint.quantized
     seen, modules = (stored, {}) if quantized is None else (quantized.logical, quantized.modules)
     family = FAMILIES[config.family]
