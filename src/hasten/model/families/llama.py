@@ -6,15 +6,7 @@ stored fused, and longrope.
 """
 
 from hasten.model.config import Fields, ModelConfig
-from hasten.model.families.family import (
-    LLAMA_NAMES,
-    Family,
-    RowSlice,
-    expert_counts,
-    llama_config,
-    qkv_rows,
-    window_of,
-)
+from hasten.model.families.family import LLAMA_NAMES, Family, RowSlice, expert_counts, llama_config, qkv_rows, window_of
 
 
 def config(fields: Fields) -> ModelConfig:

@@ -14,8 +14,7 @@ import torch
 from hasten.errors import HastenWarning
 from hasten.model.formats.config_fields import ConfigFields
 from hasten.model.formats.file_format import OpenFolder
-from hasten.model.formats.fp4 import FP4Folder, FP4Layout, packed_fp4
-from hasten.model.formats.fp8 import FP8Folder, FP8Layout, block_of
+from hasten.model.formats.floats import FP4Folder, FP4Layout, FP8Folder, FP8Layout, block_of, packed_fp4
 from hasten.model.formats.record import Activations, LayerFormat, own_activations
 from hasten.ops.linear.weights import Scales, WeightFormat, int4_format
 

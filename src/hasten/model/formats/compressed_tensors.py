@@ -28,14 +28,7 @@ import torch
 from torch import Tensor
 
 from hasten.errors import ConfigError
-from hasten.model.formats.compressed_config import (
-    MIXED,
-    PACKED,
-    W8A8,
-    WEIGHT_ONLY,
-    read_floats,
-    read_groups,
-)
+from hasten.model.formats.compressed_config import MIXED, PACKED, W8A8, WEIGHT_ONLY, read_floats, read_groups
 from hasten.model.formats.compressed_reader import CompressedFolder
 from hasten.model.formats.file_format import OpenFolder
 from hasten.model.formats.packing import pack_columns, pack_rows, unsigned
@@ -44,7 +37,7 @@ from hasten.ops.linear import INT8, QuantizedWeight, WeightFormat
 
 
 def read_compressed(given: Any, values: Mapping[str, Any], where: Path) -> OpenFolder:
-    """The config's groups, of integers; floats stand in the layouts of fp8.py and fp4.py."""
+    """The config's groups, of integers; floats stand in the layouts of floats.py."""
     return read_floats(given, where) or partial(CompressedFolder, read_groups(given, values, where))
 
 
