@@ -2,15 +2,18 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from hasten.errors import ConfigError
-from hasten.ops.activation import native
-from hasten.ops.native import missing_library, slower_than_pytorch
+from hasten.ops.gradients import with_gradients
+from hasten.ops.native import NativeLibrary, missing_library, slower_than_pytorch
 from hasten.ops.picker import Kernel, pick
+
+DTYPES = (torch.float32, torch.bfloat16)  # of the native kernels
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,10 +44,43 @@ def reference_silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     return (F.silu(wide) * up.to(wide.dtype)).to(gate.dtype)
 
 
+def native_bias_gelu(z: Tensor, bias: Tensor | None) -> Tensor:
+    """gelu(z + bias), tanh form, of z (..., W) and bias (W,) or None; float32 or bfloat16, on the CPU."""
+    out: Tensor = getattr(torch.ops, _ready(None)).bias_gelu.default(z, bias)
+    return out
+
+
+def native_silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) · up, both (..., W), float32 or bfloat16, on the CPU."""
+    out: Tensor = getattr(torch.ops, _ready(None)).silu_mul.default(gate, up)
+    return out
+
+
+def _register(native: NativeLibrary, space: str) -> None:
+    gelu_backward, silu_backward = native.ops.bias_gelu_backward.default, native.ops.silu_mul_backward.default
+
+    def remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    def backward_of_gelu(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        z, bias = ctx.saved_tensors
+        dz, dbias = gelu_backward(dout, z, bias)
+        return dz, None if bias is None else dbias.to(bias.dtype)
+
+    def backward_of_silu(ctx: Any, dout: Tensor) -> tuple[Tensor, ...]:
+        return tuple(silu_backward(dout, *ctx.saved_tensors))
+
+    torch.library.register_autograd(f"{space}::bias_gelu", backward_of_gelu, setup_context=remember)
+    torch.library.register_autograd(f"{space}::silu_mul", backward_of_silu, setup_context=remember)
+
+
+_ready = with_gradients(_register)  # the namespace of one instruction set's operators
+
+
 def _native_unsupported(request: ActivationRequest) -> str | None:
     if request.device.type != "cpu":
         return f"it runs on a CPU, the tensors are on {request.device}"
-    if request.dtype not in native.DTYPES:
+    if request.dtype not in DTYPES:
         return f"it takes float32 and bfloat16, not {str(request.dtype).removeprefix('torch.')}"
     return missing_library("training")
 
@@ -62,7 +98,7 @@ def _contenders(dtype: torch.dtype) -> dict[str, Callable[[], object]]:
     def run(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[], object]:
         return lambda: torch.autograd.grad(function(gate, up), (gate, up), values[2])
 
-    return {"native": run(native.silu_mul), "PyTorch's": run(lambda gate, up: F.silu(gate) * up)}
+    return {"native": run(native_silu_mul), "PyTorch's": run(lambda gate, up: F.silu(gate) * up)}
 
 
 def bind(request: ActivationRequest, *, kernel: str | None = None) -> Functions:
@@ -72,7 +108,7 @@ def bind(request: ActivationRequest, *, kernel: str | None = None) -> Functions:
 
 
 KERNELS: tuple[Kernel[ActivationRequest], ...] = (
-    Kernel("native", lambda: Functions(native.bias_gelu, native.silu_mul), _native_unsupported, _native_opt_in),
+    Kernel("native", lambda: Functions(native_bias_gelu, native_silu_mul), _native_unsupported, _native_opt_in),
     Kernel("reference", lambda: Functions(reference_bias_gelu, reference_silu_mul), lambda request: None),
 )
 
