@@ -249,7 +249,7 @@ class Quantize:
         }
         write_json(self.json, result)
         if self.picture is not None:
-            from hasten.quantization.picture import draw_errors
+            from hasten.quantization.report import draw_errors
 
             draw_errors(reports, self.method, self.picture)
         if self.json != "-":
