@@ -58,7 +58,8 @@ def exponential_noise(seeds: Tensor, steps: Tensor, *, vocab_size: int) -> Tenso
     Values are within [2**-54, 16.7]: never 0 or inf, and with full relative precision near 0, where races are won.
     """
     ids = torch.arange(1, vocab_size + 1, dtype=torch.int64, device=seeds.device) * _GOLDEN  # (V,)
-    key = _mix(_mix(seeds) + steps * _GOLDEN)[:, None]  # (B, 1)
+    key, spare = seeds.clone(), torch.empty_like(seeds)
+    _mix(_mix(key, spare).add_(steps * _GOLDEN), spare)
     # On a CPU a few rows at a time: what is written is still in a core's own cache when the next operation reads it.
     # (32 rows of 32,000 tokens at once took ten times as long.)
     in_cache = seeds.device.type == "cpu" and not torch.compiler.is_compiling()
@@ -67,14 +68,9 @@ def exponential_noise(seeds: Tensor, steps: Tensor, *, vocab_size: int) -> Tenso
     bits = torch.empty(rows, vocab_size, dtype=torch.int64, device=seeds.device)
     spare = torch.empty_like(bits)
     for start in range(0, len(seeds), rows):
-        part = key[start : start + rows]
+        part = key[start : start + rows, None]
         own, other, target = bits[: len(part)], spare[: len(part)], noise[start : start + rows]
-        torch.add(part, ids, out=own)
-        for shift, factor in ((30, _FIRST), (27, _SECOND), (31, None)):
-            torch.bitwise_right_shift(own, shift, out=other).bitwise_and_((1 << (64 - shift)) - 1)
-            own.bitwise_xor_(other)
-            if factor is not None:
-                own.mul_(factor)
+        _mix(torch.add(part, ids, out=own), other)
         torch.bitwise_right_shift(own, 11, out=other).bitwise_and_((1 << 53) - 1)
         target.copy_(other).mul_(2.0**-53).clamp_(2.0**-54, 1 - 2.0**-24).neg_().log1p_().neg_()
     return noise
@@ -93,12 +89,12 @@ _SECOND = _signed(0x94D049BB133111EB)
 _ROWS_ELEMENTS = 1 << 15  # elements that are worked on at a time on a CPU: PyTorch starts no threads for fewer
 
 
-def _shift_right(z: Tensor, bits: int) -> Tensor:
-    return (z >> bits) & ((1 << (64 - bits)) - 1)  # int64 shifts copy the sign: mask it off
-
-
-def _mix(z: Tensor) -> Tensor:
-    """SplitMix64's finalizer: every bit of the result depends on every bit of z."""
-    z = (z ^ _shift_right(z, 30)) * _FIRST
-    z = (z ^ _shift_right(z, 27)) * _SECOND
-    return z ^ _shift_right(z, 31)
+def _mix(z: Tensor, spare: Tensor) -> Tensor:
+    """SplitMix64's finalizer, in place: every bit of the result depends on every bit of z."""
+    for shift, factor in ((30, _FIRST), (27, _SECOND), (31, None)):
+        # int64 shifts copy the sign: mask it off.
+        torch.bitwise_right_shift(z, shift, out=spare).bitwise_and_((1 << (64 - shift)) - 1)
+        z.bitwise_xor_(spare)
+        if factor is not None:
+            z.mul_(factor)
+    return z
