@@ -23,14 +23,7 @@ from hasten.ops.linear.layouts import (
     panel_scales,
     steps,
 )
-from hasten.ops.linear.operator import (
-    KERNELS,
-    LinearRequest,
-    Product,
-    layout_of,
-    slow_for_its_format,
-    takes,
-)
+from hasten.ops.linear.operator import KERNELS, LinearRequest, Product, layout_of, slow_for_its_format, takes
 from hasten.ops.linear.weights import BFLOAT16, QuantizedWeight, WeightFormat
 from hasten.ops.native import native_ops
 from hasten.ops.picker import pick
