@@ -16,9 +16,8 @@ from hasten.ops import attention as attention_operator
 from hasten.ops import picker
 from hasten.ops.attention.layer import layer_requests
 from hasten.ops.attention.paged import PAGED_KERNELS
+from hasten.ops.linear import LinearRequest, PackedLinear, request_of
 from hasten.ops.linear import operator as linear_operator
-from hasten.ops.linear.modules import PackedLinear, request_of
-from hasten.ops.linear.operator import LinearRequest
 from hasten.ops.linear.wide import WideLinear
 
 # The forms of a layer's calls of attention (ops/attention/layer.py), as explain names them.

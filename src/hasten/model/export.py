@@ -25,9 +25,7 @@ from hasten.model.formats.registry import writer
 from hasten.model.formats.stream import write_file as save_file
 from hasten.model.transformer import Transformer
 from hasten.ops.attention.pattern_text import pattern_values
-from hasten.ops.linear import PackedLinear, QuantizedWeight
-from hasten.ops.linear.embedding import PackedEmbedding
-from hasten.ops.linear.layouts import empty_weight
+from hasten.ops.linear import PackedEmbedding, PackedLinear, QuantizedWeight, empty_weight
 
 SHARD_BYTES = 4_000_000_000  # large checkpoints are written in files of about this size
 QUANTIZATION_FIELDS = ("quantization_config", "compression_config", "hasten")

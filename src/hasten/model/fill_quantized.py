@@ -16,8 +16,7 @@ from hasten.model.formats.pieces import take
 from hasten.model.formats.record import LayerFormat
 from hasten.model.shares import Share
 from hasten.model.transformer import Transformer
-from hasten.ops.linear import PackedLinear, QuantizedWeight
-from hasten.ops.linear.embedding import PackedEmbedding
+from hasten.ops.linear import PackedEmbedding, PackedLinear, QuantizedWeight
 from hasten.ops.pages import release_pages
 
 

@@ -37,9 +37,8 @@ from hasten.model.sharded import ShardedTransformer, SumOfRanks
 from hasten.model.transformer import MLP, Block, Transformer
 from hasten.model.wide import narrow
 from hasten.ops.attention.spec import LARGEST_HEAD
-from hasten.ops.linear.modules import PackedLinear
+from hasten.ops.linear import BFLOAT16, PackedLinear
 from hasten.ops.linear.operator import LinearRequest, native_opt_in
-from hasten.ops.linear.weights import BFLOAT16
 from hasten.ops.native import library, native_ops
 from hasten.ops.pages import in_large_pages, return_freed_memory
 

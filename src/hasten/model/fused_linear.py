@@ -13,10 +13,9 @@ from hasten.model.lora import LoRALinear
 from hasten.model.norms import LayerNorm, RMSNorm
 from hasten.model.sharded import SumOfRanks
 from hasten.model.transformer import MLP, Attention, Block, Linear, Transformer
+from hasten.ops.linear import BFLOAT16, PackedLinear, QuantizedWeight, request_of
 from hasten.ops.linear.layouts import PANEL, Packed
-from hasten.ops.linear.modules import PackedLinear, request_of
 from hasten.ops.linear.operator import native_unsupported
-from hasten.ops.linear.weights import BFLOAT16, QuantizedWeight
 
 HALF_PANEL = 32  # rows of gate, then rows of up, in a panel of 64 (ops/block/phases.h)
 

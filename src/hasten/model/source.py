@@ -12,7 +12,7 @@ from hasten.model.checkpoint import MappedTensors, StoredTensor, read_headers, r
 from hasten.model.config import ModelConfig
 from hasten.model.families import read_config
 from hasten.model.formats.file_format import QuantizedFolder
-from hasten.model.formats.registry import open_quantized, read_quantization
+from hasten.model.formats.registry import read_quantization
 from hasten.model.tokenizer import Tokenizer
 
 
@@ -39,7 +39,7 @@ def open_folder(folder: Path) -> ModelSource:
     where = folder / "config.json"
     values = read_json(where)
     config = read_config(values, str(where))
-    found = read_quantization(values, where)
+    open_quantized = read_quantization(values, where)
     stored = read_headers(folder)
     tensors = MappedTensors(stored)
     generation = folder / "generation_config.json"
@@ -48,7 +48,7 @@ def open_folder(folder: Path) -> ModelSource:
         config=config,
         stored=stored,
         read=tensors.__getitem__,
-        quantized=open_quantized(stored, found, tensors),
+        quantized=open_quantized(stored, tensors),
         generation=read_json(generation) if generation.exists() else {},
         tokenizer=Tokenizer.from_folder(folder),
     )

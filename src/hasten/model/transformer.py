@@ -24,8 +24,7 @@ from hasten.model.norms import norm_of
 from hasten.model.rope import RotaryTable, rotate
 from hasten.model.wide import choose_width
 from hasten.ops.attention import AttentionRequest, AttentionSpec, LayerAttention
-from hasten.ops.linear.embedding import PackedEmbedding
-from hasten.ops.linear.modules import PackedLinear, request_of
+from hasten.ops.linear import PackedEmbedding, PackedLinear, request_of
 from hasten.ops.linear.wide import WideEmbedding, WideLinear
 from hasten.ops.loss import IGNORED, linear_cross_entropy, rows_of_a_chunk
 from hasten.ops.loss import KERNELS as LOSS_KERNELS

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from hasten.errors import ConfigError
-from hasten.ops.linear.layouts import empty_weight
-from hasten.ops.linear.weights import QuantizedWeight
+from hasten.ops.linear import QuantizedWeight, empty_weight
 from hasten.quantization.blocks import TILE, add_product, each_slice, on_one_thread, root_of_shares
 from hasten.quantization.rounding import Grid, check_matrix
 from hasten.quantization.sequential import BlockTask

@@ -14,9 +14,7 @@ from hasten.model.export import Quantized, check_layers, export_model
 from hasten.model.formats.record import LayerFormat
 from hasten.model.require import require_model
 from hasten.model.transformer import Transformer
-from hasten.ops.linear.embedding import PackedEmbedding
-from hasten.ops.linear.modules import PackedLinear
-from hasten.ops.linear.weights import QuantizedWeight
+from hasten.ops.linear import PackedEmbedding, PackedLinear, QuantizedWeight
 from hasten.quantization.calibration import check_calibration
 from hasten.quantization.report import LayerReport, compare
 from hasten.quantization.resume import WorkFolder

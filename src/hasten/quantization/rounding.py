@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from hasten.errors import ConfigError
-from hasten.ops.linear.layouts import empty_weight
-from hasten.ops.linear.weights import QuantizedWeight, WeightFormat
+from hasten.ops.linear import QuantizedWeight, WeightFormat, empty_weight
 from hasten.quantization.blocks import each_block
 
 Search = Literal["minmax", "mse"]

@@ -91,7 +91,8 @@ class Int2(Int4):
     bits: ClassVar[int] = 2
 
 
-FORMATS = ("int8", *(f"int{bits}-g{size}" for bits in (4, 3, 2) for size in GROUP_SIZES))  # as a table names them
+GROUPED_FORMATS = {f"int{bits}-g{size}": (bits, size) for bits in (4, 3, 2) for size in GROUP_SIZES}
+FORMATS = ("int8", *GROUPED_FORMATS)  # as a table names them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,11 +164,8 @@ def weight_formats(model: Transformer, scale_dtype: str) -> dict[str, WeightForm
     if scale_dtype == "auto":
         scale_dtype = "bfloat16" if model.dtype == torch.bfloat16 else "float16"
     scales = torch.bfloat16 if scale_dtype == "bfloat16" else torch.float16
-    found = {"int8": INT8}
-    for name in FORMATS[1:]:
-        bits, size = (int(part) for part in re.findall(r"\d+", name))
-        found[name] = int4_format(size, scale_dtype=scales, bits=bits)
-    return found
+    grouped = {name: int4_format(size, scale_dtype=scales, bits=bits) for name, (bits, size) in GROUPED_FORMATS.items()}
+    return {"int8": INT8} | grouped
 
 
 def _by_kind(scheme: "Int8 | Int4", model: Transformer, weight: WeightFormat) -> dict[str, LayerFormat]:

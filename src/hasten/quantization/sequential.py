@@ -11,9 +11,7 @@ from torch import Tensor, nn
 from hasten.errors import ConfigError
 from hasten.model.formats.record import LayerFormat, held_format, regrouped
 from hasten.model.transformer import Transformer
-from hasten.ops.linear.embedding import PackedEmbedding
-from hasten.ops.linear.modules import PackedLinear
-from hasten.ops.linear.weights import QuantizedWeight
+from hasten.ops.linear import PackedEmbedding, PackedLinear, QuantizedWeight
 from hasten.quantization.report import LayerReport, compare
 from hasten.quantization.rounding import Grid, Search, round_weight
 from hasten.quantization.schemes import KERNEL_BITS
@@ -84,15 +82,6 @@ class BlockTask:
     def nearest(self, name: str) -> QuantizedWeight:
         """The layer rounded to nearest."""
         return round_weight(self.weight(name), self.layers[name].weight, search=self.search)
-
-    def load_tuning(self) -> dict[str, Tensor] | None:
-        """What `save_tuning` kept of this block before an interruption."""
-        return None if self.saved is None else self.saved.load_tuning(self.prefix)
-
-    def save_tuning(self, tensors: dict[str, Tensor]) -> None:
-        """Keep a method's state, for a block that takes long."""
-        if self.saved is not None:
-            self.saved.save_tuning(self.prefix, tensors)
 
     def grid(self, name: str) -> Grid:
         """The integers of a layer's format."""

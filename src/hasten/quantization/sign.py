@@ -17,8 +17,7 @@ from torch.nn.functional import pad
 
 from hasten.checks import whole
 from hasten.errors import ConfigError
-from hasten.ops.linear.layouts import empty_weight
-from hasten.ops.linear.weights import QuantizedWeight
+from hasten.ops.linear import QuantizedWeight, empty_weight
 from hasten.quantization.rounding import Grid
 from hasten.quantization.schemes import rounds_activations
 from hasten.quantization.sequential import BlockTask
@@ -87,7 +86,7 @@ class SignRounding:
         """Move the parameters; returns those of the step with the least loss. An interrupted tuning goes on."""
         parameters = _parameters(tuned)
         best, least, first = [tensor.clone() for tensor in parameters], float("inf"), 0
-        if (saved := task.load_tuning()) is not None:
+        if task.saved is not None and (saved := task.saved.load_tuning(task.prefix)) is not None:
             first, least = int(saved["step"]), float(saved["least"])
             for i, (tensor, kept) in enumerate(zip(parameters, best, strict=True)):
                 tensor.copy_(saved[f"now.{i}"])
@@ -114,10 +113,11 @@ class SignRounding:
             for module in tuned.values():
                 module.clamp()
             task.progress(step + 1, self.steps)
-            if (step + 1) % SAVE_EVERY == 0 and step + 1 < self.steps:
+            if task.saved is not None and (step + 1) % SAVE_EVERY == 0 and step + 1 < self.steps:
                 now = {f"now.{i}": tensor for i, tensor in enumerate(parameters)}
                 kept_too = {f"best.{i}": tensor for i, tensor in enumerate(best)}
-                task.save_tuning({"step": torch.tensor(step + 1), "least": torch.tensor(least)} | now | kept_too)
+                numbers = {"step": torch.tensor(step + 1), "least": torch.tensor(least)}
+                task.saved.save_tuning(task.prefix, numbers | now | kept_too)
         return best
 
 

@@ -13,8 +13,7 @@ from hasten.model.formats.compressed_config import ConfigGroup
 from hasten.model.formats.file_format import INDEX, QuantizedFolder, QuantizedModule, fail, seen
 from hasten.model.formats.packing import signed, unpack_columns, unpack_rows
 from hasten.model.formats.record import group_places
-from hasten.ops.linear import QuantizedWeight
-from hasten.ops.linear.weights import Scales
+from hasten.ops.linear import QuantizedWeight, Scales
 
 _SCALES = ("F16", "BF16", "F32")
 _SUFFIXES = ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx")

@@ -33,11 +33,17 @@ def writer(method: str, *, pack_int8: bool = False) -> WrittenFormat:
     return CompressedTensors(pack_int8=True) if pack_int8 and method == CompressedTensors.method else WRITERS[method]
 
 
-def read_quantization(values: Mapping[str, Any], where: Path) -> OpenFolder | None:
-    """What a config.json says of quantized weights, None: nothing. CheckpointError names what hasten does not read."""
+def read_quantization(
+    values: Mapping[str, Any], where: Path
+) -> Callable[[Mapping[str, StoredTensor], Mapping[str, Tensor]], QuantizedFolder | None]:
+    """What reads the quantized modules beside a config.json of these values, if there are any.
+
+    CheckpointError names what hasten does not read; where the config says that weights are quantized and none is, or
+    does not say so and one is, the reader raises it.
+    """
     given = values.get("quantization_config", values.get("compression_config"))
     if given is None:
-        return None
+        return _refuse_quantized
     method = ConfigFields(where, given).values.get("quant_method")
     found = READERS.get(method) if isinstance(method, str) else None
     if found is None:
@@ -60,16 +66,10 @@ def _opened(
     return folder
 
 
-def open_quantized(
-    stored: Mapping[str, StoredTensor], found: OpenFolder | None, tensors: Mapping[str, Tensor]
-) -> QuantizedFolder | None:
-    """The quantized modules of a folder, or None where its config names none; CheckpointError where it should."""
-    if found is not None:
-        return found(stored, tensors)
+def _refuse_quantized(stored: Mapping[str, StoredTensor], tensors: Mapping[str, Tensor]) -> None:
     for name, tensor in stored.items():
         if name.endswith(".weight_packed"):
             raise CheckpointError(
                 f"{tensor.file}: {name:.100} is quantized, and config.json has no quantization_config that says how; "
                 "download it again"
             )
-    return None

@@ -28,8 +28,7 @@ from hasten.model.gguf.types import TYPES
 from hasten.model.require import require_model
 from hasten.model.rope import frequencies
 from hasten.model.transformer import Transformer
-from hasten.ops.linear import INT8, PackedLinear
-from hasten.ops.linear.embedding import PackedEmbedding
+from hasten.ops.linear import INT8, PackedEmbedding, PackedLinear
 
 Kind = Literal["BF16", "F16", "Q8_0", "Q4_0"]
 _FILE_TYPES = {"F16": 1, "Q4_0": 2, "Q8_0": 7, "BF16": 32}  # `general.file_type`, which says what most of it is

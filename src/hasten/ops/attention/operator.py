@@ -11,23 +11,13 @@ from torch.nn.attention import SDPBackend
 
 from hasten.errors import ConfigError, HastenWarning
 from hasten.ops import triton_support
-from hasten.ops.attention import sdpa_rules
+from hasten.ops.attention import native_kernels, sdpa_rules
 from hasten.ops.attention.block_mask import BlockMask
 from hasten.ops.attention.checks import DTYPES, check, check_tensors
 from hasten.ops.attention.chunked import chunked
 from hasten.ops.attention.inputs import PLAIN, AttentionInputs, Documents, Intervals
 from hasten.ops.attention.masks import alibi_slopes
 from hasten.ops.attention.masks import causal as causal_mask
-from hasten.ops.attention.native_kernels import (
-    bounds,
-    flex,
-    flex_opt_in,
-    flex_unsupported,
-    native,
-    native_opt_in,
-    native_sparse_unsupported,
-    native_unsupported,
-)
 from hasten.ops.attention.reference import reference
 from hasten.ops.attention.regroup import regrouped, regroups
 from hasten.ops.attention.request import AttentionRequest
@@ -93,9 +83,9 @@ def _chunked_opt_in(request: AttentionRequest) -> str | None:
 # kernel is called as run(q, k, v, spec, inputs).
 KERNELS: tuple[Kernel[AttentionRequest], ...] = (
     Kernel("triton", _triton, _triton_unsupported),
-    Kernel("native", native, native_unsupported, native_opt_in),
-    Kernel("native-sparse", native, native_sparse_unsupported),
-    Kernel("flex", flex, flex_unsupported, flex_opt_in),
+    Kernel("native", native_kernels.native, native_kernels.native_unsupported, native_kernels.native_opt_in),
+    Kernel("native-sparse", native_kernels.native, native_kernels.native_sparse_unsupported),
+    Kernel("flex", native_kernels.flex, native_kernels.flex_unsupported, native_kernels.flex_opt_in),
     Kernel("flash", only(SDPBackend.FLASH_ATTENTION), sdpa_rules.flash, sdpa_rules.flash_opt_in),
     Kernel("flash-triton", _flash_triton, _flash_triton_unsupported, _flash_triton_opt_in),
     Kernel("memory-efficient", memory_efficient, sdpa_rules.memory_efficient, sdpa_rules.one_by_one),
@@ -184,7 +174,8 @@ def attention(
     if documents is not None:
         q, k, v = (x.flatten(0, 1).unsqueeze(0) for x in (q, k, v))
         if block_mask is not None:
-            inputs = inputs._replace(documents=None, intervals=bounds(documents, q.shape[1], spec))
+            own = native_kernels.bounds(documents, q.shape[1], spec)
+            inputs = inputs._replace(documents=None, intervals=own)
     if mask is not None and spec.causal:
         inputs = inputs._replace(mask=mask & causal_mask(q.shape[1], k.shape[1], window, q.device))
         spec = replace(spec, window=None)
@@ -222,8 +213,8 @@ def _run(
     request = request_of(q, k, v, spec, inputs)
     chosen = pick_at_call(KERNELS, request, forced=kernel)
     if request.block_mask and kernel is None and chosen.name not in ("native-sparse", "flex"):
-        reason = (native_sparse_unsupported if q.device.type == "cpu" else flex_unsupported)(request)
-        message = f"the absent blocks of this block mask are not skipped, all scores are computed: {reason}"
+        skips = native_kernels.native_sparse_unsupported if q.device.type == "cpu" else native_kernels.flex_unsupported
+        message = f"the absent blocks of this block mask are not skipped, all scores are computed: {skips(request)}"
         warnings.warn(message, HastenWarning, stacklevel=3)
     out: Tensor = chosen.run(q, k, v, spec, inputs)
     return out

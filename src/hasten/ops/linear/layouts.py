@@ -27,23 +27,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from hasten.errors import ConfigError
-from hasten.ops.linear.weights import (
-    BFLOAT16,
-    INT8,
-    Q4_K,
-    Q6_K,
-    SUPER_BLOCK,
-    QuantizedWeight,
-    WeightFormat,
-    fp8_format,
-    group_format,
-)
+from hasten.ops.linear.weights import Q4_K, SCALE_DTYPES, SUPER_BLOCK, QuantizedWeight, WeightFormat, check_format
 from hasten.ops.native import native_ops
 
 PANEL = 64  # output rows that stand interleaved
 PADDING = 32
 PIECE = 16  # bytes: the widest access of a GPU's thread
-SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 VALUE_DTYPES = {"int8": torch.int8, "float8_e4m3fn": torch.float8_e4m3fn}
 VALUE_DTYPES |= dict.fromkeys(("int6", "int4", "int3", "int2"), torch.uint8)
 
@@ -270,28 +259,6 @@ def _piece_rows(packed: Packed, format: WeightFormat, size: tuple[int, int], ids
 
 
 PIECES = Layout(_pack_pieces, _piece_rows)
-
-
-def check_format(format: WeightFormat, *elements: str) -> None:
-    """Raise ConfigError for a format of which no layout holds weights, or not one of these elements."""
-    if not isinstance(format, WeightFormat):
-        raise ConfigError(
-            f"a format is BFLOAT16, INT8 or an int4_format(...) of hasten.ops.linear; found {format!r:.40}"
-        )
-    fits = format in (BFLOAT16, INT8, Q4_K, Q6_K)
-    if format.element in ("int8", "int4") and format.scale_dtype in SCALE_DTYPES and type(format.group_size) is int:
-        same = group_format(
-            format.element, format.group_size, symmetric=format.symmetric, scale_dtype=format.scale_dtype
-        )
-        fits |= format.group_size > 0 and format == same
-    if format.element == "float8_e4m3fn" and type(format.group_size) is int:
-        fits = format.group_size >= 0 and format == fp8_format(format.group_size)
-    if not fits or (elements and format.element not in elements):
-        known = (
-            " or ".join(elements)
-            or "bfloat16, int8 with a scale for each row, int8 or int4 in groups, float8_e4m3fn, Q4_K or Q6_K"
-        )
-        raise ConfigError(f"no linear layer can be made of weights in {format!r}; use {known}")
 
 
 def check_weight(weight: QuantizedWeight) -> None:

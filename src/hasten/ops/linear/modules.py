@@ -16,7 +16,6 @@ from hasten.ops.linear.layouts import (
     Layout,
     Operands,
     Packed,
-    check_format,
     check_scales,
     check_weight,
     empty_weight,
@@ -24,7 +23,7 @@ from hasten.ops.linear.layouts import (
     steps,
 )
 from hasten.ops.linear.operator import KERNELS, LinearRequest, Product, layout_of, slow_for_its_format, takes
-from hasten.ops.linear.weights import BFLOAT16, QuantizedWeight, WeightFormat
+from hasten.ops.linear.weights import BFLOAT16, QuantizedWeight, WeightFormat, check_format
 from hasten.ops.native import native_ops
 from hasten.ops.picker import pick
 

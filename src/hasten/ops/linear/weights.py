@@ -8,7 +8,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from hasten.errors import ConfigError
+
 Zero = Literal["middle", "point", "minimum"]
+SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of the formats that layers hold
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +112,28 @@ def int4_format(
 ) -> WeightFormat:
     """`group_format` of 4 bits. 3 and 2 bits are the same with fewer integers; no kernel multiplies them."""
     return group_format(f"int{bits}", group_size, symmetric=symmetric, scale_dtype=scale_dtype)
+
+
+def check_format(format: WeightFormat, *elements: str) -> None:
+    """Raise ConfigError for a format of which no layout holds weights, or not one of these elements."""
+    if not isinstance(format, WeightFormat):
+        raise ConfigError(
+            f"a format is BFLOAT16, INT8 or an int4_format(...) of hasten.ops.linear; found {format!r:.40}"
+        )
+    fits = format in (BFLOAT16, INT8, Q4_K, Q6_K)
+    if format.element in ("int8", "int4") and format.scale_dtype in SCALE_DTYPES and type(format.group_size) is int:
+        same = group_format(
+            format.element, format.group_size, symmetric=format.symmetric, scale_dtype=format.scale_dtype
+        )
+        fits |= format.group_size > 0 and format == same
+    if format.element == "float8_e4m3fn" and type(format.group_size) is int:
+        fits = format.group_size >= 0 and format == fp8_format(format.group_size)
+    if not fits or (elements and format.element not in elements):
+        known = (
+            " or ".join(elements)
+            or "bfloat16, int8 with a scale for each row, int8 or int4 in groups, float8_e4m3fn, Q4_K or Q6_K"
+        )
+        raise ConfigError(f"no linear layer can be made of weights in {format!r}; use {known}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
