@@ -6,7 +6,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,12 +35,12 @@ QUANTIZATION_FIELDS = ("quantization_config", "compression_config", "hasten")
 class Quantized:
     """The layers that are written quantized, and where the numbers of each come from, by the names of our modules.
 
-    changed: other tensors that are written in the place of the model's.
+    changed: gives what is written in the place of one of the model's other tensors; None where that stays.
     """
 
     layers: Mapping[str, LayerFormat]
     weight: Callable[[str], QuantizedWeight]
-    changed: Mapping[str, Tensor] = field(default_factory=dict)
+    changed: Callable[[str], Tensor | None] = lambda ours: None
 
 
 def export_model(
@@ -232,8 +232,8 @@ class _Plan:
                 return
 
     def _tensor(self, ours: str) -> Tensor:
-        if self.quantized is not None and ours in self.quantized.changed:
-            return self.quantized.changed[ours]
+        if self.quantized is not None and (changed := self.quantized.changed(ours)) is not None:
+            return changed
         owner, _, leaf = ours.rpartition(".")
         module = self.model.get_submodule(owner)
         module = module.table if isinstance(module, PackedEmbedding) else module

@@ -1,6 +1,5 @@
 """`merge`: an adapter added to the weights of its model; quantized ones are rounded anew, at a cost that is told."""
 
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,27 +24,6 @@ class MergedLayer:
     name: str
     lost: float
     relative_error: float
-
-
-class _Merged(Mapping[str, Tensor]):
-    """The adapted weights by their names, each made when it is asked for. dtype: of theirs; None: as they are."""
-
-    def __init__(self, model: Transformer, adapter: Adapter, dtype: torch.dtype | None) -> None:
-        self._model, self._adapter, self._dtype = model, adapter, dtype
-
-    def __getitem__(self, ours: str) -> Tensor:
-        name = ours.removesuffix(".weight")
-        layer: Any = self._model.get_submodule(name)
-        packed = isinstance(layer, PackedLinear)
-        weight: Tensor = layer.dequantize() if packed else layer.weight.detach()
-        own = self._model.dtype if packed else weight.dtype
-        return (weight.double() + self._adapter[name].delta).to(self._dtype or own)
-
-    def __iter__(self) -> Iterator[str]:
-        return (f"{name}.weight" for name in self._adapter)
-
-    def __len__(self) -> int:
-        return len(self._adapter)
 
 
 @torch.no_grad()
@@ -75,5 +53,16 @@ def merge(model: Transformer, adapter: Adapter, folder: Path, *, dtype: torch.dt
             reports.append(MergedLayer(name=name, lost=lost, relative_error=off / max(merged.norm().item(), 1e-30)))
         return rounded
 
-    export_model(model, folder, dtype=dtype, quantized=Quantized(layers, weight, _Merged(model, adapter, dtype)))
+    def changed(ours: str) -> Tensor | None:
+        """An adapted weight, made when it is asked for."""
+        name = ours.removesuffix(".weight")
+        if name not in adapter:
+            return None
+        layer: Any = model.get_submodule(name)
+        packed = isinstance(layer, PackedLinear)
+        plain: Tensor = layer.dequantize() if packed else layer.weight.detach()
+        own = model.dtype if packed else plain.dtype
+        return (plain.double() + adapter[name].delta).to(dtype or own)
+
+    export_model(model, folder, dtype=dtype, quantized=Quantized(layers, weight, changed))
     return reports

@@ -146,7 +146,7 @@ def quantize_to_folder(
         def finished(name: str) -> QuantizedWeight:
             return weight(name) if name == "embedding" else work.weight(name)
 
-        export_model(model, folder, quantized=Quantized(formats, finished, work.changed), format=format)
+        export_model(model, folder, quantized=Quantized(formats, finished, work.changed.get), format=format)
 
 
 def check_quantizable(model: Transformer, scheme: Scheme, method: BlockMethod | None = None) -> dict[str, LayerFormat]:

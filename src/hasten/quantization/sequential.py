@@ -1,5 +1,6 @@
 """Block by block: each block is quantized for the inputs that the quantized blocks before it give."""
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -180,7 +181,7 @@ def quantize_blocks(
             saved.save(index, task.result(), [walk.states for walk in walks])
         yield task.result()
     if "head" in formats:
-        head = _Head(model.norm, model.head)
+        head = nn.Sequential(OrderedDict(norm=model.norm, head=model.head))
         yield finished(head, "", ["head"], [walk.whole_calls() for walk in walks]).result()
 
 
@@ -196,17 +197,6 @@ def _first_walk(
         return CalibrationWalk(model, tokens, spill=spill)
     finally:
         model.embedding = exact
-
-
-class _Head(nn.Module):
-    """The last norm and the head, as a block."""
-
-    def __init__(self, norm: nn.Module, head: nn.Module) -> None:
-        super().__init__()
-        self.norm, self.head = norm, head
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.norm(x))
 
 
 def served(weight: QuantizedWeight, old: Any, bias: Tensor | None, layer: LayerFormat, dtype: torch.dtype) -> nn.Module:
