@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hasten.errors import CheckpointError, ConfigError
 from hasten.machine.files import replacing, save_json
-from hasten.model.checkpoint import DTYPES, MappedTensors, check_finite, read_header, read_json
+from hasten.model.checkpoint import DTYPES, check_finite, mapped, read_header, read_json
 from hasten.model.config import ModelConfig
 from hasten.model.families import FAMILIES
 from hasten.model.families.family import TensorSlice
@@ -51,7 +51,7 @@ def load_adapter(source: str | Path, model: Transformer) -> dict[str, Factors]:
     if not (folder / WEIGHTS).exists() and (folder / "adapter_model.bin").exists():
         raise CheckpointError(f"{folder} holds adapter_model.bin, a pickle, which can run code; save it as {WEIGHTS}")
     stored = read_header(folder / WEIGHTS)
-    tensors, places = MappedTensors(stored), adaptable(model.config)
+    read, places = mapped(stored), adaptable(model.config)
     wanted = {f"{PREFIX}{name}.lora_{one}.weight": name for name in places for one in "AB"}
     if strange := [name for name in stored if name not in wanted]:
         raise CheckpointError(
@@ -71,8 +71,8 @@ def load_adapter(source: str | Path, model: Transformer) -> dict[str, Factors]:
                     f"{folder / WEIGHTS}: {key} is {what}; with rank {rank:g} this model asks for floats of shape "
                     f"{list(shape)}: the adapter belongs to another model, or is damaged"
                 )
-            check_finite(key, tensors[key], found.file)
-            factors.append(tensors[key].float().to(model.device))
+            check_finite(key, read(key), found.file)
+            factors.append(read(key).float().to(model.device))
         for ours, piece in places[name]:
             b = take(factors[1], TensorSlice(piece.name, piece.rows)).contiguous()
             adapter[ours] = Factors(factors[0], b, alpha, bool(config.get("use_rslora")))

@@ -7,7 +7,7 @@ stand in its own folder.
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from hasten.errors import CheckpointError
 from hasten.model.header import StoredTensor, open_regular, read_header
 
-__all__ = ["DTYPES", "MappedTensors", "StoredTensor", "check_finite", "read_header", "read_headers", "read_json"]
+__all__ = ["DTYPES", "StoredTensor", "check_finite", "mapped", "read_header", "read_headers", "read_json"]
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 MAX_CONFIG_BYTES = 1_000_000  # published ones have a few thousand; parsing takes some forty times the size
@@ -90,33 +90,26 @@ def _read_shards(folder: Path, index: Path) -> dict[str, StoredTensor]:
     return stored
 
 
-class MappedTensors(Mapping[str, Tensor]):
-    """The tensors of a folder by name, each a view of its memory-mapped file.
+def mapped(stored: Mapping[str, StoredTensor]) -> Callable[[str], Tensor]:
+    """What reads these tensors by name, each a view of its memory-mapped file.
 
     The mapping is private: writing to a tensor (training) copies the page and leaves the file as it is.
     """
+    files: dict[Path, Any] = {}
 
-    def __init__(self, stored: Mapping[str, StoredTensor]) -> None:
-        self.stored = stored
-        self._files: dict[Path, Any] = {}
-
-    def __getitem__(self, name: str) -> Tensor:
-        path = self.stored[name].file
+    def read(name: str) -> Tensor:
+        path = stored[name].file
         try:
-            if path not in self._files:
-                self._files[path] = safe_open(path, framework="pt")
-            tensor = self._files[path].get_tensor(name)
+            if path not in files:
+                files[path] = safe_open(path, framework="pt")
+            tensor: Tensor = files[path].get_tensor(name)
         except (SafetensorError, OSError, RuntimeError, ValueError) as error:
             raise CheckpointError(f"{path}: {name!r:.100} cannot be read: {error!s:.200}") from None
-        if tuple(tensor.shape) != self.stored[name].shape:
+        if tuple(tensor.shape) != stored[name].shape:
             raise CheckpointError(f"{path}: {name!r:.100} changed while it was read; try again")
         return tensor
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.stored)
-
-    def __len__(self) -> int:
-        return len(self.stored)
+    return read
 
 
 def check_finite(name: str, tensor: Tensor, where: Path) -> None:

@@ -12,7 +12,7 @@ GPTQ stores zero points less one, unless config.json's `checkpoint_format` is "g
 stand in the order 0, 2, 4, 6, 1, 3, 5, 7.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -50,9 +50,9 @@ class ColumnsFolder(QuantizedFolder):
     """GPTQ or AWQ."""
 
     def __init__(
-        self, config: ColumnsLayout, stored: Mapping[str, StoredTensor], tensors: Mapping[str, Tensor]
+        self, config: ColumnsLayout, stored: Mapping[str, StoredTensor], tensor: Callable[[str], Tensor]
     ) -> None:
-        super().__init__(stored, tensors, _SUFFIXES)
+        super().__init__(stored, tensor, _SUFFIXES)
         self.config = config
         for name, tensor in stored.items():
             if name.endswith(".qweight"):
@@ -64,9 +64,9 @@ class ColumnsFolder(QuantizedFolder):
         """Of the columns in the file's order."""
         n, k = module.shape
         bits, words = self.config.bits, self.values(module)
-        scales = self.tensors[f"{module.name}.scales"].t().contiguous()
+        scales = self.tensor(f"{module.name}.scales").t().contiguous()
         check_finite(f"{module.name}.scales", scales, self.stored[f"{module.name}.scales"].file)
-        zeros = self._unpacked(self.tensors[f"{module.name}.qzeros"], n).t().contiguous()  # (N, G)
+        zeros = self._unpacked(self.tensor(f"{module.name}.qzeros"), n).t().contiguous()  # (N, G)
         zeros = (zeros + self.config.zero_offset) & ((1 << bits) - 1)
         if self.config.awq:
             values = self._unpacked(words, n).t().contiguous()
@@ -79,7 +79,7 @@ class ColumnsFolder(QuantizedFolder):
                 self.stored[f"{module.name}.qzeros"],
                 f"holds other zero points than {module.stored.middle}, though config.json calls them symmetric",
             )
-        columns = self.tensors[f"{module.name}.g_idx"].long() if module.stored.permuted else None
+        columns = self.tensor(f"{module.name}.g_idx").long() if module.stored.permuted else None
         own = None if symmetric else zeros
         return QuantizedWeight(format=module.stored, values=values, scales=scales, zeros=own, columns=columns)
 

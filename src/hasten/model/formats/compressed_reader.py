@@ -2,7 +2,7 @@
 and the config, and read.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
@@ -26,9 +26,9 @@ class CompressedFolder(QuantizedFolder):
     """
 
     def __init__(
-        self, groups: tuple[ConfigGroup, ...], stored: Mapping[str, StoredTensor], tensors: Mapping[str, Tensor]
+        self, groups: tuple[ConfigGroup, ...], stored: Mapping[str, StoredTensor], tensor: Callable[[str], Tensor]
     ) -> None:
-        super().__init__(stored, tensors, _SUFFIXES)
+        super().__init__(stored, tensor, _SUFFIXES)
         self.groups = groups
         for name, tensor in stored.items():
             prefix, dot, leaf = name.rpartition(".")
@@ -52,7 +52,7 @@ class CompressedFolder(QuantizedFolder):
     def weight(self, module: QuantizedModule) -> QuantizedWeight:
         """Of int8 that is not packed the values are views of the file."""
         scales, zeros = self._scales(module)
-        columns = self.tensors[f"{module.name}.weight_g_idx"].long() if module.stored.permuted else None
+        columns = self.tensor(f"{module.name}.weight_g_idx").long() if module.stored.permuted else None
         values, format = self.values(module), module.stored
         if values.dtype == torch.int32:
             values = signed(unpack_columns(values, module.shape[1], format.bits), format.bits)
@@ -62,11 +62,11 @@ class CompressedFolder(QuantizedFolder):
         """Scales (N, G) as they stand in the file, and zeros of the same shape: int8 for int8, else uint8."""
         n = module.shape[0]
         name = f"{module.name}.weight_scale"
-        scales = self.tensors[name].view(n, -1)
+        scales = self.tensor(name).view(n, -1)
         check_finite(name, scales, self.stored[name].file)
         if module.stored.symmetric:
             return scales, None
-        zeros = self.tensors[f"{module.name}.weight_zero_point"]
+        zeros = self.tensor(f"{module.name}.weight_zero_point")
         if zeros.dtype == torch.int32:
             return scales, signed(unpack_rows(zeros, n, module.stored.bits), module.stored.bits)
         return scales, zeros.view(n, -1)
@@ -109,7 +109,7 @@ class CompressedFolder(QuantizedFolder):
     def _true_columns(self, name: str, weight: StoredTensor) -> tuple[int, int]:
         """K and the bits of a packed weight, whose own shape only tells the number of int32s."""
         shape = self.needed(weight, f"{name}.weight_shape", ("I64", "I32"), (2,))
-        rows, columns = (int(x) for x in self.tensors[shape.name])
+        rows, columns = (int(x) for x in self.tensor(shape.name))
         n, words = weight.shape
         widths = sorted({group.layer.weight.bits for group in self.groups})
         found = [bits for bits in widths if -(-columns * bits // 32) == words]

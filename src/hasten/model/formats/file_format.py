@@ -39,13 +39,14 @@ class QuantizedFolder:
     """A folder's quantized modules by the name of the weight that each stands for, and what reads them.
 
     A layout finds its modules (`add`) and reads their numbers (`weight`); it refuses tensors that do not fit each other
-    with CheckpointError. logical: the folder's tensors as the loader sees them, without those that end in `aside`.
+    with CheckpointError. tensor: reads one by name. logical: the folder's tensors as the loader sees them, without
+    those that end in `aside`.
     """
 
     def __init__(
-        self, stored: Mapping[str, StoredTensor], tensors: Mapping[str, Tensor], aside: tuple[str, ...] = ()
+        self, stored: Mapping[str, StoredTensor], tensor: Callable[[str], Tensor], aside: tuple[str, ...] = ()
     ) -> None:
-        self.stored, self.tensors = stored, tensors
+        self.stored, self.tensor = stored, tensor
         self.modules: dict[str, QuantizedModule] = {}
         self.logical = {name: tensor for name, tensor in stored.items() if not (aside and name.endswith(aside))}
 
@@ -61,7 +62,7 @@ class QuantizedFolder:
         """Take in the module whose values stand in the tensor `weight`. index: the group of each input feature (K,)."""
         held = held_format(stored)
         if index is not None:
-            stored, held = _ordered(stored, self.tensors[index.name], shape[1], index)
+            stored, held = _ordered(stored, self.tensor(index.name), shape[1], index)
         module = weight.name.rpartition(".")[0]
         layer, name = None if held is None else LayerFormat(held, activations), f"{module}.weight"
         self.modules[name] = QuantizedModule(module, shape, stored, layer, weight.name)
@@ -112,11 +113,11 @@ class QuantizedFolder:
 
     def values(self, module: QuantizedModule) -> Tensor:
         """The mapped tensor of the module's values, as it stands in the file."""
-        return self.tensors[module.values]
+        return self.tensor(module.values)
 
 
-# What a config says of the folder beside it, which reads the folder: its tensors by their headers, and mapped.
-OpenFolder = Callable[[Mapping[str, StoredTensor], Mapping[str, Tensor]], QuantizedFolder]
+# What a config says of the folder beside it, which reads the folder: its tensors by their headers, and what reads them.
+OpenFolder = Callable[[Mapping[str, StoredTensor], Callable[[str], Tensor]], QuantizedFolder]
 
 
 class WrittenFormat(Protocol):

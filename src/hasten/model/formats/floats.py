@@ -22,7 +22,7 @@ W[n, k] = e2m1 · (scale · outer scale), in float32 (OCP Microscaling Formats 1
 them here: the weights are held in the model's own dtype, and activations are not rounded.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -56,8 +56,8 @@ class FP8Layout:
 class FP8Folder(QuantizedFolder):
     """FP8 weights."""
 
-    def __init__(self, config: FP8Layout, stored: Mapping[str, StoredTensor], tensors: Mapping[str, Tensor]) -> None:
-        super().__init__(stored, tensors, _FP8_ASIDE)
+    def __init__(self, config: FP8Layout, stored: Mapping[str, StoredTensor], tensor: Callable[[str], Tensor]) -> None:
+        super().__init__(stored, tensor, _FP8_ASIDE)
         self.config = config
         for name, tensor in stored.items():
             if tensor.dtype == "F8_E4M3" and name.endswith(".weight"):
@@ -68,7 +68,7 @@ class FP8Folder(QuantizedFolder):
         values, name = self.values(module), self._scale_name(module.name)
         if ((values.view(torch.uint8) & 0x7F) == 0x7F).any():
             check_finite(module.values, values.float(), self.stored[module.values].file)
-        scales = self.tensors[name].float()
+        scales = self.tensor(name).float()
         check_finite(name, scales, self.stored[name].file)
         n, k = module.shape
         blocks = torch.arange(n) // module.stored.scales[0].rows
@@ -127,8 +127,8 @@ class FP4Layout:
 class FP4Folder(QuantizedFolder):
     """MXFP4 or NVFP4, which no layer holds and no `QuantizedWeight`."""
 
-    def __init__(self, config: FP4Layout, stored: Mapping[str, StoredTensor], tensors: Mapping[str, Tensor]) -> None:
-        super().__init__(stored, tensors, (*_FP4_ASIDE, *(f".{leaf}" for leaf in config.scales)))
+    def __init__(self, config: FP4Layout, stored: Mapping[str, StoredTensor], tensor: Callable[[str], Tensor]) -> None:
+        super().__init__(stored, tensor, (*_FP4_ASIDE, *(f".{leaf}" for leaf in config.scales)))
         self.config = config
         for name, tensor in stored.items():
             prefix, _, leaf = name.rpartition(".")
@@ -139,9 +139,9 @@ class FP4Folder(QuantizedFolder):
     def dequantize(self, module: QuantizedModule, dtype: torch.dtype) -> Tensor:
         """The weight (N, K) in float32, rounded once to `dtype`."""
         inner, *outer = (f"{module.name}.{leaf}" for leaf in self.config.scales)
-        scale = self.tensors[inner].view(self.config.format.scale_dtype).float()
+        scale = self.tensor(inner).view(self.config.format.scale_dtype).float()
         for name in outer:
-            scale = scale / self.tensors[name] if self.config.divides else scale * self.tensors[name]
+            scale = scale / self.tensor(name) if self.config.divides else scale * self.tensor(name)
         check_finite(inner, scale, self.stored[inner].file)
         pairs = self.values(module)
         values = torch.tensor([*_FP4_VALUES, *(-value for value in _FP4_VALUES)])

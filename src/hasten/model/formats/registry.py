@@ -35,7 +35,7 @@ def writer(method: str, *, pack_int8: bool = False) -> WrittenFormat:
 
 def read_quantization(
     values: Mapping[str, Any], where: Path
-) -> Callable[[Mapping[str, StoredTensor], Mapping[str, Tensor]], QuantizedFolder | None]:
+) -> Callable[[Mapping[str, StoredTensor], Callable[[str], Tensor]], QuantizedFolder | None]:
     """What reads the quantized modules beside a config.json of these values, if there are any.
 
     CheckpointError names what hasten does not read; where the config says that weights are quantized and none is, or
@@ -57,16 +57,16 @@ def read_quantization(
 
 
 def _opened(
-    layout: OpenFolder, none: str, stored: Mapping[str, StoredTensor], tensors: Mapping[str, Tensor]
+    layout: OpenFolder, none: str, stored: Mapping[str, StoredTensor], tensor: Callable[[str], Tensor]
 ) -> QuantizedFolder:
     """A folder in this layout; CheckpointError with the text `none` where it has no quantized modules."""
-    folder = layout(stored, tensors)
+    folder = layout(stored, tensor)
     if not folder.modules:
         raise CheckpointError(none)
     return folder
 
 
-def _refuse_quantized(stored: Mapping[str, StoredTensor], tensors: Mapping[str, Tensor]) -> None:
+def _refuse_quantized(stored: Mapping[str, StoredTensor], tensor: Callable[[str], Tensor]) -> None:
     for name, tensor in stored.items():
         if name.endswith(".weight_packed"):
             raise CheckpointError(

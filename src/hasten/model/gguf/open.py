@@ -43,7 +43,7 @@ class GGUFWeights(QuantizedFolder):
     """The plain tensors, and the quantized modules."""
 
     def __init__(self, file: GGUFFile, config: ModelConfig) -> None:
-        super().__init__({}, {})
+        super().__init__({}, self.plain)
         self.file, self.config = file, config
         self.places: dict[str, Place] = {}
         named = {FREQUENCIES}
