@@ -33,9 +33,5 @@ def predicted_bytes(model: Transformer, tokens: Tensor, method: BlockMethod, *, 
 
 def tuning_flops(model: Transformer, tokens: Tensor, method: SignRounding) -> float:
     """Of the products of sign rounding: forward and backward of each block, for each sample of each step."""
-    weights = sum(linear.weight.numel() for block in model.blocks for linear in _linears(block))
+    weights = sum(linear.weight.numel() for linear in model.blocks.modules() if isinstance(linear, nn.Linear))
     return 6.0 * weights * method.steps * min(method.batch, len(tokens)) * tokens.shape[1]
-
-
-def _linears(module: nn.Module) -> list[nn.Linear]:
-    return [linear for linear in module.modules() if isinstance(linear, nn.Linear)]

@@ -1,7 +1,7 @@
 """What to quantize and how: `Int8()`, `Int4()`, `Int3()` and `Int2()`."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
@@ -141,7 +141,8 @@ def layers_to_quantize(model: Transformer) -> list[str]:
     Those of experts too; never a router (it is small, and a token sent to the wrong expert is lost). An embedding that
     is tied to the head is one matrix with it, and goes by the head's name.
     """
-    blocks = [f"blocks.{name}" for name, _ in _linears(model.blocks)]
+    linears = [name for name, module in model.blocks.named_modules() if isinstance(module, nn.Linear)]
+    blocks = [f"blocks.{name}" for name in linears if not name.endswith(".router")]
     return [*blocks, "head"] if model.tied else [*blocks, "head", "embedding"]
 
 
@@ -186,12 +187,6 @@ def _by_kind(scheme: "Int8 | Int4", model: Transformer, weight: WeightFormat) ->
 def rounds_activations(layer: LayerFormat) -> bool:
     """Whether the products that serve a layer round activations to int8: plain weights are never multiplied so."""
     return layer.activations == "int8" and layer.weight.bits in KERNEL_BITS
-
-
-def _linears(blocks: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    for name, module in blocks.named_modules():
-        if isinstance(module, nn.Linear) and not name.endswith(".router"):
-            yield name, module
 
 
 def _check(scheme: Scheme) -> None:

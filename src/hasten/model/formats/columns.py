@@ -50,9 +50,9 @@ class ColumnsFolder(QuantizedFolder):
     """GPTQ or AWQ."""
 
     def __init__(
-        self, config: ColumnsLayout, stored: Mapping[str, StoredTensor], tensor: Callable[[str], Tensor]
+        self, config: ColumnsLayout, stored: Mapping[str, StoredTensor], read: Callable[[str], Tensor]
     ) -> None:
-        super().__init__(stored, tensor, _SUFFIXES)
+        super().__init__(stored, read, _SUFFIXES)
         self.config = config
         for name, tensor in stored.items():
             if name.endswith(".qweight"):

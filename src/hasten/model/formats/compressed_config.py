@@ -14,7 +14,7 @@ import torch
 from hasten.errors import HastenWarning
 from hasten.model.formats.config_fields import ConfigFields
 from hasten.model.formats.file_format import OpenFolder
-from hasten.model.formats.floats import FP4Folder, FP4Layout, FP8Folder, FP8Layout, block_of, packed_fp4
+from hasten.model.formats.floats import FP4Folder, FP4Layout, FP8Folder, block_of, packed_fp4
 from hasten.model.formats.record import Activations, LayerFormat, own_activations
 from hasten.ops.linear.weights import Scales, WeightFormat, int4_format
 
@@ -55,7 +55,7 @@ def read_floats(given: Any, where: Path) -> OpenFolder | None:
     weights = [one for group in groups if isinstance(one := group.get("weights"), dict)]
     if all(one.get("type") != "float" for one in weights):
         return None
-    found: dict[FP4Layout | FP8Layout, ConfigFields] = {}
+    found: dict[FP4Layout | tuple[int, int] | None, ConfigFields] = {}
     for group in _groups(ConfigFields(where, given), FLOATS):
         if group.values.get("input_activations") is not None:
             text = f"{where} asks for rounded activations; hasten keeps theirs in 16 bits"
@@ -64,17 +64,17 @@ def read_floats(given: Any, where: Path) -> OpenFolder | None:
     if len(found) > 1:
         [*found.values()][1].fail("weights", "the same in all groups, of floats", "another")
     layout = next(iter(found))
-    return partial(FP8Folder, layout) if isinstance(layout, FP8Layout) else partial(FP4Folder, layout)
+    return partial(FP4Folder, layout) if isinstance(layout, FP4Layout) else partial(FP8Folder, layout)
 
 
-def _float_weights(weights: ConfigFields) -> FP4Layout | FP8Layout:
+def _float_weights(weights: ConfigFields) -> FP4Layout | tuple[int, int] | None:
+    """How FP4 is laid out, or the blocks of FP8 as `FP8Folder` takes them."""
     weights.only(num_bits=(4, 8), type=("float",), dynamic=(False, None), symmetric=(True, None))
     if weights.values["num_bits"] == 4:
         weights.only(group_size=(16, 32), strategy=("group", "tensor_group"))
         return packed_fp4(weights.values["group_size"])
     weights.only(strategy=("tensor", "channel", "block"))
-    block = block_of(weights, "block_structure") if weights.values["strategy"] == "block" else None
-    return FP8Layout(block)
+    return block_of(weights, "block_structure") if weights.values["strategy"] == "block" else None
 
 
 def _groups(fields: ConfigFields, formats: tuple[str, ...]) -> list[ConfigFields]:

@@ -26,9 +26,9 @@ class CompressedFolder(QuantizedFolder):
     """
 
     def __init__(
-        self, groups: tuple[ConfigGroup, ...], stored: Mapping[str, StoredTensor], tensor: Callable[[str], Tensor]
+        self, groups: tuple[ConfigGroup, ...], stored: Mapping[str, StoredTensor], read: Callable[[str], Tensor]
     ) -> None:
-        super().__init__(stored, tensor, _SUFFIXES)
+        super().__init__(stored, read, _SUFFIXES)
         self.groups = groups
         for name, tensor in stored.items():
             prefix, dot, leaf = name.rpartition(".")

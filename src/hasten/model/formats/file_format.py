@@ -39,14 +39,14 @@ class QuantizedFolder:
     """A folder's quantized modules by the name of the weight that each stands for, and what reads them.
 
     A layout finds its modules (`add`) and reads their numbers (`weight`); it refuses tensors that do not fit each other
-    with CheckpointError. tensor: reads one by name. logical: the folder's tensors as the loader sees them, without
+    with CheckpointError. `tensor` reads one by name. logical: the folder's tensors as the loader sees them, without
     those that end in `aside`.
     """
 
     def __init__(
-        self, stored: Mapping[str, StoredTensor], tensor: Callable[[str], Tensor], aside: tuple[str, ...] = ()
+        self, stored: Mapping[str, StoredTensor], read: Callable[[str], Tensor], aside: tuple[str, ...] = ()
     ) -> None:
-        self.stored, self.tensor = stored, tensor
+        self.stored, self.tensor = stored, read
         self.modules: dict[str, QuantizedModule] = {}
         self.logical = {name: tensor for name, tensor in stored.items() if not (aside and name.endswith(aside))}
 
@@ -87,7 +87,7 @@ class QuantizedFolder:
         """`beside`, of a tensor without which `weight` cannot be read."""
         found = self.beside(name, dtypes, *shapes)
         if found is None:
-            fail(weight, f"lacks {name} beside it; download the folder again")
+            fail(weight, f"lacks {name} ({' or '.join(dtypes)}) beside it; download the folder again")
         return found
 
     def weight(self, module: QuantizedModule) -> QuantizedWeight:

@@ -46,19 +46,14 @@ _FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _FP4_ASIDE = (".input_global_scale", ".input_scale")
 
 
-@dataclass(frozen=True, slots=True)
-class FP8Layout:
-    """block: rows and columns that share a scale; None: rows or matrices do."""
-
-    block: tuple[int, int] | None
-
-
 class FP8Folder(QuantizedFolder):
-    """FP8 weights."""
+    """FP8 weights. block: rows and columns that share a scale; None: rows or matrices do."""
 
-    def __init__(self, config: FP8Layout, stored: Mapping[str, StoredTensor], tensor: Callable[[str], Tensor]) -> None:
-        super().__init__(stored, tensor, _FP8_ASIDE)
-        self.config = config
+    def __init__(
+        self, block: tuple[int, int] | None, stored: Mapping[str, StoredTensor], read: Callable[[str], Tensor]
+    ) -> None:
+        super().__init__(stored, read, _FP8_ASIDE)
+        self.block = block
         for name, tensor in stored.items():
             if tensor.dtype == "F8_E4M3" and name.endswith(".weight"):
                 self._add_module(tensor)
@@ -84,12 +79,12 @@ class FP8Folder(QuantizedFolder):
         if scale is None or len(weight.shape) != 2:
             fail(weight, f"must be a matrix with {name}.weight_scale or weight_scale_inv beside it")
         n, k = weight.shape
-        if self.config.block is None:
+        if self.block is None:
             rows, columns = (n if scale.shape in ((), (1,)) else 1), 0
             fits = scale.shape in ((), (1,), (n,), (n, 1))
             wanted = f"one number, or [{n}, 1]"
         else:
-            rows, columns = self.config.block
+            rows, columns = self.block
             expected = (-(-n // rows), -(-k // columns))
             fits, wanted = scale.shape == expected, str(list(expected))
         if not fits or scale.dtype not in _FP8_SCALES:
@@ -102,7 +97,7 @@ def read_fp8(given: Any, values: Mapping[str, Any], where: Path) -> OpenFolder:
     """Blocks of any size, rows, or whole matrices; activations are kept whatever it says of them."""
     blocks = given.get("weight_block_size") is not None
     block = block_of(ConfigFields(where, given), "weight_block_size") if blocks else None
-    return partial(FP8Folder, FP8Layout(block))
+    return partial(FP8Folder, block)
 
 
 def block_of(fields: ConfigFields, name: str) -> tuple[int, int]:
@@ -127,8 +122,8 @@ class FP4Layout:
 class FP4Folder(QuantizedFolder):
     """MXFP4 or NVFP4, which no layer holds and no `QuantizedWeight`."""
 
-    def __init__(self, config: FP4Layout, stored: Mapping[str, StoredTensor], tensor: Callable[[str], Tensor]) -> None:
-        super().__init__(stored, tensor, (*_FP4_ASIDE, *(f".{leaf}" for leaf in config.scales)))
+    def __init__(self, config: FP4Layout, stored: Mapping[str, StoredTensor], read: Callable[[str], Tensor]) -> None:
+        super().__init__(stored, read, (*_FP4_ASIDE, *(f".{leaf}" for leaf in config.scales)))
         self.config = config
         for name, tensor in stored.items():
             prefix, _, leaf = name.rpartition(".")
@@ -180,5 +175,5 @@ def read_modelopt(given: Any, values: Mapping[str, Any], where: Path) -> OpenFol
     """
     ConfigFields(where, given, method="modelopt").only(quant_algo=("NVFP4", "FP8"))
     if given["quant_algo"] == "FP8":
-        return partial(FP8Folder, FP8Layout(None))
+        return partial(FP8Folder, None)
     return partial(FP4Folder, FP4Layout(NVFP4, "weight", ("weight_scale", "weight_scale_2")))

@@ -57,16 +57,16 @@ def read_quantization(
 
 
 def _opened(
-    layout: OpenFolder, none: str, stored: Mapping[str, StoredTensor], tensor: Callable[[str], Tensor]
+    layout: OpenFolder, none: str, stored: Mapping[str, StoredTensor], read: Callable[[str], Tensor]
 ) -> QuantizedFolder:
     """A folder in this layout; CheckpointError with the text `none` where it has no quantized modules."""
-    folder = layout(stored, tensor)
+    folder = layout(stored, read)
     if not folder.modules:
         raise CheckpointError(none)
     return folder
 
 
-def _refuse_quantized(stored: Mapping[str, StoredTensor], tensor: Callable[[str], Tensor]) -> None:
+def _refuse_quantized(stored: Mapping[str, StoredTensor], read: Callable[[str], Tensor]) -> None:
     for name, tensor in stored.items():
         if name.endswith(".weight_packed"):
             raise CheckpointError(
