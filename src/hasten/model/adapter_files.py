@@ -19,8 +19,7 @@ from hasten.machine.files import replacing, save_json
 from hasten.model.checkpoint import DTYPES, check_finite, mapped, read_header, read_json
 from hasten.model.config import ModelConfig
 from hasten.model.families import FAMILIES
-from hasten.model.families.family import TensorSlice
-from hasten.model.formats.pieces import join, take
+from hasten.model.families.family import TensorSlice, join
 from hasten.model.formats.stream import write_file
 from hasten.model.lora import LARGEST_RANK, Adapter, Factors, adaptable, layer_size
 from hasten.model.transformer import Transformer
@@ -74,7 +73,7 @@ def load_adapter(source: str | Path, model: Transformer) -> dict[str, Factors]:
             check_finite(key, read(key), found.file)
             factors.append(read(key).float().to(model.device))
         for ours, piece in places[name]:
-            b = take(factors[1], TensorSlice(piece.name, piece.rows)).contiguous()
+            b = TensorSlice(piece.name, piece.rows).of(factors[1]).contiguous()
             adapter[ours] = Factors(factors[0], b, alpha, bool(config.get("use_rslora")))
     if not adapter:
         raise CheckpointError(f"{folder / WEIGHTS} holds no tensors")

@@ -8,7 +8,6 @@ import torch
 
 from hasten.errors import ConfigError
 from hasten.model.export import Quantized, export_model
-from hasten.model.formats.pieces import take
 from hasten.model.formats.record import LayerFormat
 from hasten.model.load import fill_plain, open_checkpoint, tie
 from hasten.model.transformer import Transformer
@@ -46,7 +45,7 @@ def convert(source: str | Path, output: str | Path, *, format: str = "compressed
 
     def weight(name: str) -> QuantizedWeight:
         piece = pieces[f"{name}.weight"]
-        return whole(folder.modules[piece.name]).map(lambda tensor: take(tensor, piece))
+        return whole(folder.modules[piece.name]).map(piece.of)
 
     export_model(model, Path(output), quantized=Quantized(layers, weight), format=format)
     return model

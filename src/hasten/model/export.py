@@ -18,8 +18,7 @@ from hasten.errors import CheckpointError, ConfigError, HastenWarning
 from hasten.machine.files import save_json
 from hasten.model.checkpoint import DTYPES
 from hasten.model.families import FAMILIES
-from hasten.model.families.family import TensorSlice
-from hasten.model.formats.pieces import join
+from hasten.model.families.family import TensorSlice, join
 from hasten.model.formats.record import LayerFormat, of_integers
 from hasten.model.formats.registry import writer
 from hasten.model.formats.stream import write_file as save_file

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from hasten.errors import HastenWarning
 from hasten.model.families.family import TensorSlice
 from hasten.model.formats.file_format import QuantizedFolder
-from hasten.model.formats.pieces import take
 from hasten.model.formats.record import LayerFormat
 from hasten.model.shares import Share
 from hasten.model.transformer import Transformer
@@ -98,4 +97,4 @@ def fill_quantized(
 
 
 def _part(tensor: Tensor, *, piece: TensorSlice, device: torch.device | None) -> Tensor:
-    return take(tensor, piece).to(device)
+    return piece.of(tensor).to(device)

@@ -19,7 +19,6 @@ from hasten.model.families import FAMILIES, family_of, read_config
 from hasten.model.families.family import Family, TensorSlice, stacked_experts
 from hasten.model.fill_quantized import fill_quantized
 from hasten.model.formats.file_format import QuantizedFolder
-from hasten.model.formats.pieces import take
 from hasten.model.formats.stream import NAMES
 from hasten.model.gguf.open import open_gguf
 from hasten.model.hub import resolve_folder, resolve_model
@@ -223,7 +222,7 @@ def _check_piece(ours: str, piece: TensorSlice, stored: StoredTensor, model: Tra
         )
     expected = tuple(model.get_parameter(ours).shape)
     try:
-        found: tuple[int, ...] = take(torch.empty(stored.shape, device="meta"), piece).shape
+        found: tuple[int, ...] = piece.of(torch.empty(stored.shape, device="meta")).shape
     except (IndexError, RuntimeError):
         found = ()  # there is no such part of it
     if found != expected:
@@ -256,7 +255,7 @@ def _fill(
     for ours, piece in pieces.items():
         whole = read(piece.name)
         cut = None if share is None else share.cut(ours)
-        held = take(whole, piece)
+        held = piece.of(whole)
         if cut is not None:
             held = cut.of(held)
             check_finite(piece.name, held, stored[piece.name].file)

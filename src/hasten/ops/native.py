@@ -2,7 +2,8 @@
 
 Each instruction set's libraries register their operators in a torch namespace of its own (`hasten_avx2::linear` …):
 one for inference, one for what only training calls, each compiled and loaded when it is first asked for.
-`fakes.py` tells torch the output shapes of each operator.
+`fakes.py` tells torch the output shapes of each operator, `with_gradients` those that have a gradient: once for each
+instruction set, when one is first wanted.
 """
 
 import functools
@@ -157,3 +158,34 @@ def fakes() -> dict[str, Callable]:
     functions = inspect.getmembers(module, inspect.isfunction)
     own = ((name, function) for name, function in functions if function.__module__ == module.__name__)
     return {name: function for name, function in own if not name.startswith("_")}
+
+
+def with_gradients(register: Callable[[NativeLibrary, str], None]) -> Callable[[str | None], str]:
+    """Of `register(native, namespace)`, which tells torch of gradients, make `ready(isa)`, which calls it in time.
+
+    ready: the namespace of an instruction set's operators (None: of HASTEN_ISA, or the best here), whose gradients
+    torch knows then. A compiled graph holds its result. It raises ResourceError where there is no native library.
+    """
+    registering = threading.Lock()  # torch takes a gradient once
+
+    @functools.cache
+    def registered(isa: str) -> str:
+        native = library(isa, "training")
+        if native is None:
+            raise ResourceError(
+                "there are no native kernels here; a C++ compiler is needed, and HASTEN_ISA must allow one"
+            )
+        register(native, namespace(isa))
+        return namespace(isa)
+
+    @functools.cache
+    def asked_for(asked: str | None) -> str:
+        return registered(choose_isa(asked))
+
+    def ready(isa: str | None) -> str:
+        with registering:
+            return asked_for(isa or os.environ.get("HASTEN_ISA"))
+
+    # This is torch.compiler.assume_constant_result without importing the compiler for it.
+    ready._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return ready

@@ -1,9 +1,12 @@
 """What a family declares, and the pieces most families share."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
 
 from hasten.errors import CheckpointError
 from hasten.model.config import Fields, LayerConfig, ModelConfig, RopeConfig
@@ -37,6 +40,26 @@ class TensorSlice:
     rows: RowSlice | None = None
     transposed: bool = False
     expert: int | None = None
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The part of the stored tensor: a view, except for rows of several groups."""
+        if self.expert is not None:
+            tensor = tensor[self.expert]
+        if self.transposed:
+            tensor = tensor.t()
+        if self.rows is not None:
+            start, stop, groups = self.rows
+            tensor = tensor.unflatten(0, (groups, -1))[:, start:stop].flatten(0, 1)  # (g, R, …) -> (g·r, …)
+        return tensor
+
+
+def join(pieces: Sequence[TensorSlice], tensors: Sequence[Tensor]) -> Tensor:
+    """The published tensor that the pieces were taken from (rows only: not turned back where it is transposed)."""
+    parts = [(piece.rows, tensor) for piece, tensor in zip(pieces, tensors, strict=True) if piece.rows is not None]
+    if not parts:
+        return tensors[0]
+    ordered = sorted(parts, key=lambda part: part[0])
+    return torch.cat([tensor.unflatten(0, (rows.groups, -1)) for rows, tensor in ordered], dim=1).flatten(0, 1)
 
 
 # What Llama and its descendants call our modules.

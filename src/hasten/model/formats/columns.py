@@ -23,8 +23,7 @@ from torch import Tensor
 
 from hasten.errors import ConfigError
 from hasten.model.checkpoint import DTYPES, StoredTensor, check_finite
-from hasten.model.formats.config_fields import ConfigFields
-from hasten.model.formats.file_format import INDEX, OpenFolder, QuantizedFolder, QuantizedModule, fail
+from hasten.model.formats.file_format import INDEX, ConfigFields, OpenFolder, QuantizedFolder, QuantizedModule, fail
 from hasten.model.formats.packing import pack_columns, pack_rows, signed, unpack_columns, unsigned
 from hasten.model.formats.record import Activations, LayerFormat, of_integers, own_activations
 from hasten.ops.linear import QuantizedWeight, WeightFormat, int4_format

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from hasten.errors import HastenWarning
-from hasten.model.formats.config_fields import ConfigFields
-from hasten.model.formats.file_format import OpenFolder
+from hasten.model.formats.file_format import ConfigFields, OpenFolder
 from hasten.model.formats.floats import FP4Folder, FP4Layout, FP8Folder, block_of, packed_fp4
 from hasten.model.formats.record import Activations, LayerFormat, own_activations
 from hasten.ops.linear.weights import Scales, WeightFormat, int4_format

@@ -6,6 +6,7 @@ and checks it as ever, and `model/fill_quantized.py` fills it.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -18,6 +19,36 @@ from hasten.ops.linear import QuantizedWeight, WeightFormat
 
 BLOCK_ELEMENTS = 1 << 20  # of a weight that are in float32 at a time
 INDEX = ("I32", "I64")  # of a tensor that says to which group each column belongs
+
+
+class ConfigFields:
+    """Values of one object of a quantization_config, and errors that say where in the file it is.
+
+    prefix: the object's place in it. method: the `quant_method`, where an error should name it.
+    """
+
+    def __init__(self, where: Path, values: Any, prefix: str = "", *, method: str = "") -> None:
+        self.where, self.values, self.prefix, self.method = where, values, prefix, method
+        if not isinstance(values, dict):
+            self.prefix = prefix.rstrip(".")
+            self.fail("", "an object", values)
+
+    def only(self, **known: tuple[Any, ...]) -> None:
+        """Refuse a value that is none of those known for its name; None: the name may be absent."""
+        for name, values in known.items():
+            found = self.values.get(name)
+            if not any(found is one or (type(found) is type(one) and found == one) for one in values):
+                self.fail(name, " or ".join("absent" if one is None else repr(one) for one in values), found)
+
+    def fail(self, name: str, wanted: str, found: Any) -> NoReturn:
+        """CheckpointError for a field."""
+        place = f"quantization_config.{self.prefix}{name}".rstrip(".")
+        method = f" ({self.method})" if self.method else ""
+        raise CheckpointError(
+            f"{self.where}: {place}{method} must be {wanted}; found {found!r:.60}. "
+            "hasten reads weights of 2, 3, 4 and 8 bits: take such a checkpoint, or the unquantized one and "
+            "`hasten quantize`"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,11 +136,23 @@ class QuantizedFolder:
         return None
 
     def dequantize(self, module: QuantizedModule, dtype: torch.dtype) -> Tensor:
-        """The weight (N, K) that the module's numbers stand for, each rounded once, to `dtype`."""
-        whole, name = self.weight(module), f"{module.name}.weight"
-        weight = in_rows(module.shape, dtype, lambda rows: whole.rows(rows).dequantize())
+        """The weight (N, K) that the module's numbers stand for, each rounded once, to `dtype`.
+
+        It is made a few rows at a time: little of it is in float32 at once.
+        """
+        (n, k), plain, name = module.shape, self.plain_rows(module), f"{module.name}.weight"
+        weight = torch.empty(n, k, dtype=dtype)
+        step = max(1, BLOCK_ELEMENTS // k)
+        for start in range(0, n, step):
+            part = slice(start, min(start + step, n))
+            weight[part] = plain(part).to(dtype)
         check_finite(name, weight, self.logical[name].file)
         return weight
+
+    def plain_rows(self, module: QuantizedModule) -> Callable[[slice], Tensor]:
+        """What gives some rows of the weight in float32."""
+        whole = self.weight(module)
+        return lambda rows: whole.rows(rows).dequantize()
 
     def values(self, module: QuantizedModule) -> Tensor:
         """The mapped tensor of the module's values, as it stands in the file."""
@@ -136,17 +179,6 @@ class WrittenFormat(Protocol):
 
     def write_config(self, layers: Mapping[str, LayerFormat], ignored: Sequence[str]) -> dict[str, Any]:
         """What config.json says of layers, by published module names, and of linear ones that are left as they are."""
-
-
-def in_rows(size: tuple[int, int], dtype: torch.dtype, rows: Callable[[slice], Tensor]) -> Tensor:
-    """A weight (N, K) in `dtype`, of what `rows` makes of a few rows at a time: little of it is in float32 at once."""
-    n, k = size
-    weight = torch.empty(n, k, dtype=dtype)
-    step = max(1, BLOCK_ELEMENTS // k)
-    for start in range(0, n, step):
-        part = slice(start, min(start + step, n))
-        weight[part] = rows(part).to(dtype)
-    return weight
 
 
 def _ordered(

@@ -32,8 +32,7 @@ import torch
 from torch import Tensor
 
 from hasten.model.checkpoint import DTYPES, StoredTensor, check_finite
-from hasten.model.formats.config_fields import ConfigFields
-from hasten.model.formats.file_format import OpenFolder, QuantizedFolder, QuantizedModule, fail, in_rows, seen
+from hasten.model.formats.file_format import ConfigFields, OpenFolder, QuantizedFolder, QuantizedModule, fail, seen
 from hasten.ops.linear.weights import QuantizedWeight, Scales, WeightFormat
 
 ELEMENT = "float8_e4m3fn"
@@ -81,14 +80,10 @@ class FP8Folder(QuantizedFolder):
         n, k = weight.shape
         if self.block is None:
             rows, columns = (n if scale.shape in ((), (1,)) else 1), 0
-            fits = scale.shape in ((), (1,), (n,), (n, 1))
-            wanted = f"one number, or [{n}, 1]"
+            self.beside(scale.name, _FP8_SCALES, (), (1,), (n,), (n, 1))
         else:
             rows, columns = self.block
-            expected = (-(-n // rows), -(-k // columns))
-            fits, wanted = scale.shape == expected, str(list(expected))
-        if not fits or scale.dtype not in _FP8_SCALES:
-            fail(scale, f"must be {wanted} in {', '.join(_FP8_SCALES)}; found {seen(scale)}")
+            self.beside(scale.name, _FP8_SCALES, (-(-n // rows), -(-k // columns)))
         stored = WeightFormat(element=ELEMENT, scales=(Scales(DTYPES[scale.dtype], columns, rows),))
         self.add(weight, (n, k), stored)
 
@@ -131,8 +126,8 @@ class FP4Folder(QuantizedFolder):
                 del self.logical[name]
                 self._add_module(prefix, tensor)
 
-    def dequantize(self, module: QuantizedModule, dtype: torch.dtype) -> Tensor:
-        """The weight (N, K) in float32, rounded once to `dtype`."""
+    def plain_rows(self, module: QuantizedModule) -> Callable[[slice], Tensor]:
+        """What gives some rows of the weight in float32."""
         inner, *outer = (f"{module.name}.{leaf}" for leaf in self.config.scales)
         scale = self.tensor(inner).view(self.config.format.scale_dtype).float()
         for name in outer:
@@ -145,7 +140,7 @@ class FP4Folder(QuantizedFolder):
             codes = torch.stack((pairs[rows] & 15, pairs[rows] >> 4), dim=2).int()
             return (values[codes].view(len(codes), scale.shape[1], -1) * scale[rows].unsqueeze(2)).flatten(1)
 
-        return in_rows(module.shape, dtype, part)
+        return part
 
     def _add_module(self, name: str, weight: StoredTensor) -> None:
         size, found = self.config.format.group_size, self.stored.get(f"{name}.{self.config.scales[0]}")

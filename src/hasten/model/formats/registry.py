@@ -11,8 +11,7 @@ from hasten.errors import CheckpointError, ConfigError
 from hasten.model.checkpoint import StoredTensor
 from hasten.model.formats.columns import GPTQFormat, read_awq, read_gptq
 from hasten.model.formats.compressed_tensors import CompressedTensors, read_compressed
-from hasten.model.formats.config_fields import ConfigFields
-from hasten.model.formats.file_format import OpenFolder, QuantizedFolder, WrittenFormat
+from hasten.model.formats.file_format import ConfigFields, OpenFolder, QuantizedFolder, WrittenFormat
 from hasten.model.formats.floats import read_fp8, read_modelopt
 
 # What reads a quantization_config, of a config.json with some values at a path; CheckpointError names a field.

@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hasten.errors import ConfigError
-from hasten.ops.gradients import with_gradients
-from hasten.ops.native import NativeLibrary, missing_library, slower_than_pytorch
+from hasten.ops.native import NativeLibrary, missing_library, slower_than_pytorch, with_gradients
 from hasten.ops.picker import Kernel, pick
 
 DTYPES = (torch.float32, torch.bfloat16)  # of the native kernels

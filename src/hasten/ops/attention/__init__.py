@@ -9,8 +9,7 @@ from hasten.ops.attention.inputs import AttentionInputs
 from hasten.ops.attention.layer import LayerAttention
 from hasten.ops.attention.masks import alibi_slopes
 from hasten.ops.attention.operator import KERNELS, attention
-from hasten.ops.attention.request import AttentionRequest
-from hasten.ops.attention.spec import AttentionSpec
+from hasten.ops.attention.spec import AttentionRequest, AttentionSpec
 
 __all__ = [
     "KERNELS",

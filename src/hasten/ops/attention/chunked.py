@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from hasten.ops.attention.chunks import Chunk, ChunkPlan
-from hasten.ops.attention.inputs import PLAIN, AttentionInputs, as_autocast
-from hasten.ops.attention.packed import per_document
+from hasten.ops.attention.inputs import PLAIN, AttentionInputs, as_autocast, per_document
 from hasten.ops.attention.spec import AttentionSpec
 
 

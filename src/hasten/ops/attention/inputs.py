@@ -1,5 +1,6 @@
 """What a call of attention has besides q, k and v: what hides keys, what is added to the scores, and dropout."""
 
+from collections.abc import Callable
 from typing import NamedTuple, Self
 
 import torch
@@ -7,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hasten.ops.attention.block_mask import BlockMask
+from hasten.ops.attention.spec import AttentionSpec
 
 
 class Documents(NamedTuple):
@@ -88,3 +90,33 @@ def as_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor
         return q, k, v
     half = torch.get_autocast_dtype(q.device.type)
     return q.to(half), k.to(half), v.to(half)
+
+
+def document_intervals(documents: Tensor, window: int | None = None) -> Intervals:
+    """Causal attention inside documents: documents int64 (B, T), the same number from a document's begin to its end."""
+    places = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
+    begins = torch.zeros_like(documents)
+    begins[:, 1:] = places[:, 1:] * (documents[:, 1:] != documents[:, :-1])
+    low = begins.cummax(dim=1).values
+    if window is not None:
+        low = torch.maximum(low, places - window + 1)
+    return Intervals(low.int(), places.int().contiguous())
+
+
+def per_document(
+    run: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, inputs: AttentionInputs
+) -> Tensor:
+    """`run` on every document of q (1, N, H, D) and k, v (1, M, Hkv, D). Reads the lengths (a device waits for it)."""
+    assert inputs.documents is not None
+    starts, key_starts = (x.tolist() for x in inputs.documents)
+    inputs = inputs._replace(documents=None)
+    parts = []
+    for i in range(len(starts) - 1):
+        own, keys = slice(starts[i], starts[i + 1]), slice(key_starts[i], key_starts[i + 1])
+        if own.stop == own.start:
+            continue
+        if keys.stop == keys.start:
+            parts.append(q[:, own] * 0)  # queries without any key
+            continue
+        parts.append(run(q[:, own], k[:, keys], v[:, keys], spec, inputs))
+    return torch.cat(parts, dim=1) if parts else q * 0

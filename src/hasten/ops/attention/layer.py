@@ -12,8 +12,7 @@ from hasten.ops.attention.block_mask import BlockMask
 from hasten.ops.attention.inputs import AttentionInputs, Intervals
 from hasten.ops.attention.operator import KERNELS
 from hasten.ops.attention.regroup import regrouped, regroups
-from hasten.ops.attention.request import AttentionRequest
-from hasten.ops.attention.spec import AttentionSpec
+from hasten.ops.attention.spec import AttentionRequest, AttentionSpec
 from hasten.ops.picker import Kernel, pick
 
 # What a query sees, as a layer's context has it: all keys up to its own place (None), a mask (B, T, S) or of each head

@@ -8,9 +8,8 @@ from torch import Tensor
 
 from hasten.ops.attention.block_mask import tiles_refusal
 from hasten.ops.attention.inputs import PLAIN, AttentionInputs, Documents, Intervals, as_autocast
-from hasten.ops.attention.request import AttentionRequest
 from hasten.ops.attention.sdpa import sdpa
-from hasten.ops.attention.spec import AttentionSpec
+from hasten.ops.attention.spec import AttentionRequest, AttentionSpec
 from hasten.ops.attention.train import DTYPES, native_attention
 from hasten.ops.build import is_built
 from hasten.ops.native import MISSING, choose_isa, library, obtainable, slower_than_pytorch
@@ -132,7 +131,7 @@ def _missing(layer: bool) -> bool:
     return not obtainable("training") if layer else library(part="training") is None
 
 
-# A graph holds its result, as in ops/gradients.py: a compiled function may choose its kernel inside.
+# A graph holds its result, as `with_gradients` has it: a compiled function may choose its kernel inside.
 _missing._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 

@@ -20,9 +20,8 @@ from hasten.ops.attention.masks import alibi_slopes
 from hasten.ops.attention.masks import causal as causal_mask
 from hasten.ops.attention.reference import reference
 from hasten.ops.attention.regroup import regrouped, regroups
-from hasten.ops.attention.request import AttentionRequest
 from hasten.ops.attention.sdpa import memory_efficient, only, sdpa
-from hasten.ops.attention.spec import HALVES, AttentionSpec
+from hasten.ops.attention.spec import HALVES, AttentionRequest, AttentionSpec
 from hasten.ops.picker import Kernel, pick_at_call
 
 

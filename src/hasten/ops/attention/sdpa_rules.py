@@ -6,8 +6,7 @@ layer is judged by what is known of it; what differs from call to call is judged
 
 import torch
 
-from hasten.ops.attention.request import AttentionRequest
-from hasten.ops.attention.spec import HALVES
+from hasten.ops.attention.spec import HALVES, AttentionRequest
 from hasten.ops.triton_support import LEAST_CAPABILITY
 
 TOP_LEFT = (

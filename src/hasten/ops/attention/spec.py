@@ -1,4 +1,6 @@
-"""What one layer's attention is, apart from the tensors it works on."""
+"""What one layer's attention is, apart from the tensors it works on, and what a kernel is asked to serve: all that one
+can refuse by, known before any tensor is looked at.
+"""
 
 from dataclasses import dataclass
 
@@ -6,6 +8,20 @@ import torch
 
 HALVES = (torch.bfloat16, torch.float16)
 LARGEST_HEAD = 256  # elements, of every kernel that has a limit
+# The flags of a request in words, in the order in which a refusal names them.
+GIVEN = {
+    "softcap": "soft-capping of scores",
+    "mask": "explicit mask",
+    "key_padding": "key-padding mask",
+    "key_lengths": "key-padding lengths",
+    "bias": "bias",
+    "alibi": "ALiBi",
+    "intervals": "intervals of keys",
+    "documents": "packed documents",
+    "block_mask": "block mask",
+    "dropout": "dropout",
+}
+ASSUMED_CAPABILITY = (9, 0)  # of a CUDA device that is asked about on a machine without one: Hopper
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,3 +45,74 @@ class AttentionSpec:
     def groups(self) -> int:
         """Query heads that share one key/value head."""
         return self.heads // self.kv_heads
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionRequest:
+    """One call, or with `keys` None a form of a layer's calls (layer.py), which differ in length.
+
+    mask: an explicit bool (T, S) or (B, T, S) that replaces causality. key_padding: bool (B, S); key_lengths: one known
+    stretch of keys a row instead; intervals: one for each query. bias: added to the scores, bias_gradient: and learned.
+    documents: packed by cumulative lengths. block_size: positions of a block of the block mask (None: there is none).
+    gradient: q, k or v needs one (None: unknown). cache_bits: of the keys and values in a cache (None: they are in
+    dtype). capability: of a CUDA device, asked of the device itself where it is None.
+    """
+
+    spec: AttentionSpec
+    device: torch.device
+    dtype: torch.dtype
+    batch: int | None = None
+    queries: int | None = None
+    keys: int | None = None
+    mask: bool = False
+    key_padding: bool = False
+    key_lengths: bool = False
+    intervals: bool = False
+    bias: bool = False
+    bias_gradient: bool = False
+    alibi: bool = False
+    documents: bool = False
+    block_mask: bool = False
+    block_size: int | None = None
+    dropout: bool = False
+    gradient: bool | None = None
+    cache_bits: int | None = None
+    capability: tuple[int, int] | None = None
+
+    @property
+    def layer(self) -> bool:
+        """A layer asks when it is bound, and does not know its calls."""
+        return self.keys is None
+
+    @property
+    def dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def windowed(self) -> bool:
+        """A window that hides something."""
+        return self.spec.window is not None and (self.keys is None or self.spec.window < self.keys)
+
+    @property
+    def softcap(self) -> bool:
+        return self.spec.softcap is not None
+
+    def given(self, *flags: str) -> str | None:
+        """The first of these flags (of GIVEN, in its order) that is set, in words."""
+        return next((words for flag, words in GIVEN.items() if flag in flags and getattr(self, flag)), None)
+
+    def outside(self, *dtypes: torch.dtype) -> str | None:
+        """Why a kernel of these dtypes, whose heads go up to LARGEST_HEAD, cannot serve it."""
+        if self.dtype not in dtypes:
+            return f"it takes {' and '.join(str(d).removeprefix('torch.') for d in dtypes)}, not {self.dtype_name}"
+        if self.spec.head_dim > LARGEST_HEAD:
+            return f"the head size is {self.spec.head_dim}; it goes up to {LARGEST_HEAD}"
+        return None
+
+    def compute_capability(self) -> tuple[int, int]:
+        """Of the CUDA device: the one given, the device's own, or Hopper's where there is no device to ask."""
+        if self.capability is not None:
+            return self.capability
+        if not torch.cuda.is_available():
+            return ASSUMED_CAPABILITY
+        return torch.cuda.get_device_capability(self.device)

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from hasten.errors import ConfigError
 from hasten.ops.attention.block_mask import TILE, BlockMask, MaskTiles
-from hasten.ops.gradients import with_gradients
-from hasten.ops.native import NativeLibrary, library
+from hasten.ops.native import NativeLibrary, library, with_gradients
 
 DTYPES = (torch.float32, torch.bfloat16)
 
