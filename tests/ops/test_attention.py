@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend
 
 from attention_cases import allowed, error, exact, explicit, one_rounding, problems
 from hasten.errors import ConfigError
-from hasten.ops.attention import KERNELS, AttentionRequest, AttentionSpec, attention, chunks, operator, sdpa
+from hasten.ops.attention import KERNELS, AttentionRequest, AttentionSpec, attention, chunked, operator, sdpa
 from hasten.ops.attention.masks import causal, visible
 from hasten.ops.picker import Kernel, explain
 
@@ -212,19 +212,19 @@ def test_chunks_of_every_size_give_the_same_result_and_gradients(problem, scores
         return [out, *(torch.zeros_like(x) if y is None else y for x, y in zip(leaves, found, strict=True))]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunks, "CPU_SCORES", scores_bytes)
-        patch.setattr(chunks, "FEWEST_ROWS", fewest_rows)
+        patch.setattr(chunked, "CPU_SCORES", scores_bytes)
+        patch.setattr(chunked, "FEWEST_ROWS", fewest_rows)
         found = results(attention, kernel="chunked")
     for one, other in zip(found, results(explicit), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)  # ALiBi's slopes are float32
 
 
 def test_chunks_cover_every_query_once_and_keep_to_their_size(monkeypatch):
-    monkeypatch.setattr(chunks, "CPU_SCORES", 4 * 2 * 64 * 8)  # 8 queries of a group of 2 over 64 keys
-    monkeypatch.setattr(chunks, "FEWEST_ROWS", 8)  # 4 queries of it
+    monkeypatch.setattr(chunked, "CPU_SCORES", 4 * 2 * 64 * 8)  # 8 queries of a group of 2 over 64 keys
+    monkeypatch.setattr(chunked, "FEWEST_ROWS", 8)  # 4 queries of it
     q, k = torch.randn(3, 40, 6, 8), torch.randn(3, 64, 3, 8)
     spec = AttentionSpec(heads=6, kv_heads=3, head_dim=8, scale=0.35, window=9)
-    work = chunks.ChunkPlan.of(spec, q, k, k, *[None] * 6)
+    work = chunked.ChunkPlan.of(spec, q, k, k, *[None] * 6)
     times = torch.zeros(3, 3, 2, 40)
     for chunk in work.chunks():
         times[chunk.rows] += 1
