@@ -2,8 +2,8 @@
 
 Each instruction set's libraries register their operators in a torch namespace of its own (`hasten_avx2::linear` …):
 one for inference, one for what only training calls, each compiled and loaded when it is first asked for.
-`fakes.py` tells torch the output shapes of each operator, `with_gradients` those that have a gradient: once for each
-instruction set, when one is first wanted.
+`fakes.py` tells torch the output shapes of each operator, `with_gradients` the gradients of those that have one: once
+for each instruction set, when one is first wanted.
 """
 
 import functools
