@@ -74,7 +74,7 @@ def test_what_cannot_be_served_is_one_line(tiny_folder, tmp_path, capsys, monkey
             (["--request-timeout", "nan"], "--request-timeout is nan"),
             (["--token-budget", "1"], "error: --token-budget is 1, below max_sequences"),
             (["--max-sequences", "1024"], "error: token_budget is 512, below max_sequences"),  # not what was given
-            (["--block-size=0"], "error: --block-size must be"),
+            (["--block-size=0"], "error: --block-size is 0; it must be"),
             (["--max-keys", "0"], "error: --max-keys is 0"),
         ]
         for options, text in cases:

@@ -140,7 +140,7 @@ def test_a_failed_step_ends_everybody_and_leaks_nothing(model, monkeypatch):
         ({"beam_width": 2, "n": 3}, "n is 3"),
         ({"beam_width": 2, "top_k": 3}, "leave top_k out"),
         ({"beam_width": 2, "stop": ("x",)}, "leave stop out"),
-        ({"logprobs": -1}, "logprobs must be"),
+        ({"logprobs": -1}, "logprobs is -1"),
         ({"timeout": 0}, "timeout is 0"),
         ({"beam_width": 8, "max_new_tokens": 40}, "need 81 blocks"),
     ],

@@ -6,7 +6,7 @@ import dataclasses
 import warnings
 from collections.abc import Sequence
 
-from hasten.checks import real, whole
+from hasten.checks import require
 from hasten.errors import ConfigError, HastenWarning, ResourceError
 from hasten.generation.cache import row_format
 from hasten.generation.paged import PagedCache
@@ -18,8 +18,6 @@ from hasten.model.transformer import Transformer
 from hasten.planning.memory import InferenceUse, inference_memory
 from hasten.serving.request import Request, RequestRefused
 from hasten.serving.settings import EngineSettings
-
-MOST_LENGTH_PENALTY = 10  # length ** penalty must stay a float
 
 
 class AdapterNumbers:
@@ -70,14 +68,14 @@ def admitted(
 
 
 def _check_request(request: Request, *, vocab_size: int) -> None:
-    """Raise ConfigError for settings of a wrong type, that exclude each other, or that mean nothing."""
-    _check_types(request)
-    for name in ("n", "best_of", "beam_width", "logprobs", "prompt_logprobs"):
-        value = getattr(request, name)
-        if value is not None:
-            whole(name, value, low=1 if name in ("n", "best_of") else 0)
-        if name.endswith("logprobs") and value is not None and value > vocab_size:
-            raise ConfigError(f"{name} is {value}; the vocabulary has {vocab_size} tokens")
+    """Raise ConfigError for settings of a wrong type, that exclude each other, or that mean nothing.
+
+    What would be found out in a step is found out here: an exception there ends everybody's requests.
+    """
+    require(request)
+    for name in ("logprobs", "prompt_logprobs"):
+        if (getattr(request, name) or 0) > vocab_size:
+            raise ConfigError(f"{name} is {getattr(request, name)}; the vocabulary has {vocab_size} tokens")
     if request.best_of is not None and request.best_of < request.n:
         raise ConfigError(f"best_of is {request.best_of}, below n, which is {request.n}")
     highest = max((*request.params.logit_bias, *request.params.stop_token_ids), default=0)
@@ -87,26 +85,6 @@ def _check_request(request: Request, *, vocab_size: int) -> None:
         raise ConfigError(f"logit_bias forbids (-inf) all {vocab_size} tokens of the vocabulary; leave one")
     if request.beam_width:
         _check_beams(request)
-
-
-def _check_types(request: Request) -> None:
-    """What would be found out in a step is found out here: an exception there ends everybody's requests."""
-    kinds: dict[str, tuple[type, str]] = {
-        "priority": (int, "a whole number"),
-        "salt": (str, "text"),
-        "early_stopping": (bool, "True or False"),
-        "skip_special_tokens": (bool, "True or False"),
-    }
-    for name, (kind, words) in kinds.items():
-        value = getattr(request, name)
-        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-            raise ConfigError(f"{name} must be {words}; found {value!r:.40}")
-    real("length_penalty", request.length_penalty, low=-MOST_LENGTH_PENALTY, high=MOST_LENGTH_PENALTY)
-    if request.timeout is not None and not real("timeout", request.timeout, finite=False) > 0:
-        raise ConfigError(f"timeout is {request.timeout}; it must be above 0 (seconds), or None")
-    lacking = [name for name in ("done", "mask", "advance", "fork") if not hasattr(request.constraint, name)]
-    if request.constraint is not None and lacking:
-        raise ConfigError(f"constraint has no {', '.join(lacking)}; found {request.constraint!r:.40}")
 
 
 def _check_beams(request: Request) -> None:

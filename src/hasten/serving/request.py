@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Literal, Protocol, runtime_checkable
 
+from hasten.checks import ABOVE_0, AT_LEAST_0, Must
 from hasten.errors import HastenError
 from hasten.generation.params import SamplingParams
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+PENALTY = Must("from -10 to 10", lambda n: -10 <= n <= 10)  # length ** penalty must stay a float
+SECONDS = Must("a number of seconds above 0, or None", lambda n: n > 0)
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
@@ -45,6 +49,7 @@ class SlowReader(HastenError):
     """More outputs than the limit lay unread; the request was aborted."""
 
 
+@runtime_checkable
 class Constraint(Protocol):
     """What may be said next, decided token by token (structured output). One object belongs to one sample."""
 
@@ -83,19 +88,19 @@ class Request:
     """
 
     id: str
-    prompt: tuple[int, ...]
+    prompt: Sequence[int]
     params: SamplingParams
-    n: int = 1
-    best_of: int | None = None
-    beam_width: int = 0
-    length_penalty: float = 1.0
+    n: Annotated[int, ABOVE_0] = 1
+    best_of: Annotated[int | None, ABOVE_0] = None
+    beam_width: Annotated[int, AT_LEAST_0] = 0
+    length_penalty: Annotated[float, PENALTY] = 1.0
     early_stopping: bool = False
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
+    logprobs: Annotated[int | None, AT_LEAST_0] = None
+    prompt_logprobs: Annotated[int | None, AT_LEAST_0] = None
     priority: int = 0
     salt: str = ""
     adapter: str = ""
-    timeout: float | None = None
+    timeout: Annotated[float | None, SECONDS] = None
     constraint: Constraint | None = None
     skip_special_tokens: bool = True
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 from tyro.conf import Suppress
 
-from hasten.checks import whole
+from hasten.checks import ABOVE_0, SHARE_ABOVE_0, require
 from hasten.errors import ConfigError
 from hasten.generation.blocks import BlockStats
-from hasten.generation.params import KVCacheDtype, check_kv_cache_dtype
+from hasten.generation.params import KVCacheDtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,27 +33,20 @@ class EngineSettings:
         reader_limit: Outputs that may lie unread, for each prompt that is read together; with more all are given up.
     """
 
-    max_sequences: int = 256
-    token_budget: int = 512
-    max_length: int | None = None
-    block_size: int = 16
-    cache_bytes: Suppress[int | None] = None  # --cache-gib on the command line
-    cache_share: float = 0.5
+    max_sequences: Annotated[int, ABOVE_0] = 256
+    token_budget: Annotated[int, ABOVE_0] = 512
+    max_length: Annotated[int | None, ABOVE_0] = None
+    block_size: Annotated[int, ABOVE_0] = 16
+    cache_bytes: Annotated[Suppress[int | None], ABOVE_0] = None  # --cache-gib on the command line
+    cache_share: Annotated[float, SHARE_ABOVE_0] = 0.5
     fit: bool = False
     kv_cache_dtype: KVCacheDtype = "auto"
     prefix_cache: bool = True
-    queue_limit: int = 1024
-    reader_limit: int = 1024
+    queue_limit: Annotated[int, ABOVE_0] = 1024
+    reader_limit: Annotated[int, ABOVE_0] = 1024
 
     def __post_init__(self) -> None:
-        for name in ("max_sequences", "token_budget", "block_size", "queue_limit", "reader_limit"):
-            whole(name, getattr(self, name), low=1)
-        for name in ("max_length", "cache_bytes"):
-            if getattr(self, name) is not None:
-                whole(name, getattr(self, name), low=1)
-        if not 0 < self.cache_share <= 1:
-            raise ConfigError(f"cache_share is {self.cache_share}; it is a share of the free memory, above 0, up to 1")
-        check_kv_cache_dtype(self.kv_cache_dtype)
+        require(self)
         if self.token_budget < self.max_sequences:
             raise ConfigError(
                 f"token_budget is {self.token_budget}, below max_sequences, which is {self.max_sequences}: a step must "

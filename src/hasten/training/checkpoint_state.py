@@ -3,11 +3,11 @@
 import json
 import random
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import UnionType
-from typing import Any, get_args, get_origin
+from typing import Annotated, Any
 
+from hasten.checks import AT_LEAST_0, hints_of, unmet
 from hasten.errors import CheckpointError, ConfigError
 from hasten.training.recipe import Recipe
 from hasten.training.schedules import DecayStart
@@ -17,6 +17,7 @@ INDEX = "checkpoint.json"
 REMEDY = "start over with --resume never, or remove this folder to go on from another checkpoint"
 KINDS = ("weights", "state")  # of its tensor files
 _NAMES = {"decay_start": "bend"}  # of fields that have another one in the file
+Count = Annotated[int, AT_LEAST_0]
 _SCALER = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")  # torch's GradScaler
 
 
@@ -29,18 +30,18 @@ class TrainingState:
     recent_losses and spikes belong to the spike detector, skipped_in_row to float16's skipped steps.
     """
 
-    step: int = 0
-    total: int | None = None
+    step: Count = 0
+    total: Count | None = None
     decay_start: DecayStart | None = None
-    tokens: int = 0
+    tokens: Count = 0
     seconds: float = 0.0
     loss: float | None = None
     validation_loss: float | None = None
     best_loss: float | None = None
-    best_step: int | None = None
+    best_step: Count | None = None
     recent_losses: list[float] = field(default_factory=list)
-    spikes: int = 0
-    skipped_in_row: int = 0
+    spikes: Count = 0
+    skipped_in_row: Count = 0
 
     def to_json(self) -> dict[str, Any]:
         return {_NAMES.get(name, name): value for name, value in asdict(self).items()}
@@ -87,7 +88,7 @@ def find(folder: Path) -> Checkpoint | None:
         raise CheckpointError(f"{index} has version {version!r:.60}, this hasten reads {FORMAT_VERSION}; {REMEDY}")
     try:
         stored = _checked(folder, values)
-    except (_Wrong, ConfigError) as wrong:
+    except ConfigError as wrong:
         raise CheckpointError(f"{index} is damaged: {wrong}; {REMEDY}") from None
     missing = [name for name in file_names(stored.files) if not (folder / name).is_file()]
     if missing:
@@ -95,51 +96,33 @@ def find(folder: Path) -> Checkpoint | None:
     return stored
 
 
-class _Wrong(Exception):
-    """What is wrong, in words."""
-
-
-def _fits(value: Any, kind: Any) -> bool:
-    """Whether a value read from JSON is of a field's type. Whole numbers are counts, from 0."""
-    if isinstance(kind, UnionType):
-        return any(_fits(value, one) for one in get_args(kind))
-    if get_origin(kind) is list:
-        return isinstance(value, list) and all(_fits(one, get_args(kind)[0]) for one in value)
-    if get_origin(kind) is tuple:
-        kinds = get_args(kind)
-        return isinstance(value, list) and len(value) == len(kinds) and all(map(_fits, value, kinds))
-    if kind is int:
-        return type(value) is int and value >= 0
-    return type(value) in ((int, float) if kind is float else (kind,))
-
-
 def _checked(folder: Path, values: dict[str, Any]) -> Checkpoint:
-    data = _field(values, "data", str)
-    files = _field(values, "files", dict)
+    values = {"measured": {}} | values  # older checkpoints have none
+    _require(values, {"data": str, "files": dict, "progress": dict, "recipe": dict, "scaler": dict})
+    _require(values, {"measured": dict, "python_random": list})
+    _require(values["files"], dict.fromkeys(KINDS, str | list[str]), "files.")
+    if values["scaler"] and any(unmet(values["scaler"].get(name), float) for name in _SCALER):
+        raise ConfigError(f"scaler is {values['scaler']!r:.60}")
     return Checkpoint(
         folder=folder,
-        progress=_progress(_field(values, "progress", dict)),
-        recipe=Recipe.from_json(_field(values, "recipe", dict)),
-        data=data,
-        scaler=_scaler(_field(values, "scaler", dict)),
-        measured=_field({"measured": {}} | values, "measured", dict),  # older checkpoints have none
-        python_random=_python_random(_field(values, "python_random", list)),
+        progress=_progress(values["progress"]),
+        recipe=Recipe.from_json(values["recipe"]),
+        data=values["data"],
+        scaler=values["scaler"],
+        measured=values["measured"],
+        python_random=_python_random(values["python_random"]),
         # Only the names count: a checkpoint never reaches outside its folder.
-        files={kind: [Path(name).name for name in _names(files, kind)] for kind in KINDS},
+        files={kind: [Path(name).name for name in file_names({kind: values["files"][kind]})] for kind in KINDS},
     )
 
 
-def _field(values: dict[str, Any], name: str, kind: Any, owner: str = "") -> Any:
-    if name not in values:
-        raise _Wrong(f"{owner}{name} is missing")
-    if not _fits(values[name], kind):
-        raise _Wrong(f"{owner}{name} is {values[name]!r:.60}")
-    return values[name]
-
-
-def _names(files: dict[str, Any], kind: str) -> list[str]:
-    names: str | list[str] = _field(files, kind, str | list[str], "files.")
-    return [names] if isinstance(names, str) else names
+def _require(values: dict[str, Any], kinds: Mapping[str, Any], owner: str = "") -> None:
+    """Raise ConfigError for what is missing, or is not of its kind."""
+    for name, kind in kinds.items():
+        if name not in values:
+            raise ConfigError(f"{owner}{name} is missing")
+        if wanted := unmet(values[name], kind):
+            raise ConfigError(f"{owner}{name} is {values[name]!r:.60}; it must be {wanted}")
 
 
 def file_names(files: Mapping[str, Any]) -> list[str]:
@@ -148,19 +131,13 @@ def file_names(files: Mapping[str, Any]) -> list[str]:
 
 
 def _progress(values: dict[str, Any]) -> TrainingState:
-    kinds = {_NAMES.get(one.name, one.name): one.type for one in fields(TrainingState)}
-    found = {name: _field(values, name, kind, "progress.") for name, kind in kinds.items()}
-    unknown = values.keys() - kinds.keys()
-    if unknown:
-        raise _Wrong(f"progress.{min(unknown):.60} is not known to this version of hasten")
-    start = found.pop("bend")
-    return TrainingState(**found, decay_start=None if start is None else (start[0], start[1]))
-
-
-def _scaler(values: dict[str, Any]) -> dict[str, Any]:
-    if values and not all(_fits(values.get(name), float) for name in _SCALER):
-        raise _Wrong(f"scaler is {values!r:.60}")
-    return values
+    kinds = {_NAMES.get(name, name): kind for name, kind in hints_of(TrainingState).items()}
+    _require(values, kinds, "progress.")
+    if unknown := values.keys() - kinds.keys():
+        raise ConfigError(f"progress.{min(unknown):.60} is not known to this version of hasten")
+    start = values["bend"]
+    own = {name: values[_NAMES.get(name, name)] for name in hints_of(TrainingState)}
+    return TrainingState(**own | {"decay_start": None if start is None else (start[0], start[1])})
 
 
 def _python_random(values: list[Any]) -> tuple[Any, ...]:
@@ -169,5 +146,5 @@ def _python_random(values: list[Any]) -> tuple[Any, ...]:
         state = (version, tuple(numbers), gauss)
         random.Random().setstate(state)
     except (TypeError, ValueError, OverflowError):
-        raise _Wrong("python_random is no state of Python's generator") from None
+        raise ConfigError("python_random is no state of Python's generator") from None
     return state

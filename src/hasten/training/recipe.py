@@ -7,13 +7,15 @@ field is its help there.
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
+from itertools import chain
 from typing import Annotated, Any, Literal
 
 from tyro.conf import arg
 
+from hasten.checks import ABOVE_0, AT_LEAST_0, BELOW_1, SHARE, SHARE_ABOVE_0, mistakes
 from hasten.errors import ConfigError
 from hasten.machine.threads import Threads
-from hasten.training.recipe_checks import wrong_values
+from hasten.training.recipe_checks import wrong_together
 
 PrecisionName = Literal["auto", "float32", "bfloat16", "float16"]
 ScheduleName = Literal["cosine", "wsd", "constant"]
@@ -35,21 +37,21 @@ class Shape:
 
     family: Literal["llama", "gpt2"] = "llama"
     """llama: RMSNorm, rotary positions, gated SiLU, no biases; gpt2: LayerNorm, learned positions, GELU, biases."""
-    layers: int = 12
+    layers: Annotated[int, ABOVE_0] = 12
     """Decoder blocks."""
-    hidden_size: int = 768
+    hidden_size: Annotated[int, ABOVE_0] = 768
     """Width of the residual stream."""
-    heads: int = 12
+    heads: Annotated[int, ABOVE_0] = 12
     """Query heads."""
-    kv_heads: int | None = None
+    kv_heads: Annotated[int | None, ABOVE_0] = None
     """Key/value heads: fewer than heads is grouped-query attention, 1 multi-query (none: as many as heads; llama)."""
-    feed_forward: int | None = None
+    feed_forward: Annotated[int | None, ABOVE_0] = None
     """Width inside the MLP (none: 4 x hidden size for gpt2, about 8/3 of it in steps of 64 for llama)."""
     tie_embeddings: bool = True
     """One matrix for embedding and head."""
-    rope_theta: float = 10_000.0
+    rope_theta: Annotated[float, ABOVE_0] = 10_000.0
     """Base of the rotary frequencies (llama)."""
-    max_positions: int | None = None
+    max_positions: Annotated[int | None, ABOVE_0] = None
     """Longest context the model declares (none: the training context)."""
     attention_pattern: str | None = None
     """Sparse attention, for example bigbird, local:radius=4 or bigbird:window=5,random-blocks=2 (none: dense)."""
@@ -65,23 +67,23 @@ class Data:
     """A folder with a tokenizer (none: one is trained on the text, or with --init the folder's)."""
     tokenizer_kind: Literal["bpe", "character"] = "bpe"
     """Which kind is trained where no folder is given."""
-    vocab_size: int = 4096
+    vocab_size: Annotated[int, ABOVE_0] = 4096
     """Tokens of a trained BPE tokenizer, at most."""
-    validation_fraction: float = 0.05
+    validation_fraction: Annotated[float, BELOW_1] = 0.05
     """Share of the documents that is held out (0: no validation)."""
     text_field: str = "text"
     """The field of .jsonl and .parquet rows that holds the text."""
-    limit_bytes: int | None = None
+    limit_bytes: Annotated[int | None, ABOVE_0] = None
     """Take only the first documents, up to so many bytes."""
-    context: int = 256
+    context: Annotated[int, ABOVE_0] = 256
     """Tokens in a row of a batch (T)."""
-    batch_size: int = 8
+    batch_size: Annotated[int, ABOVE_0] = 8
     """Rows in a micro-batch (B): what is in memory at once."""
-    accumulation: int = 1
+    accumulation: Annotated[int, ABOVE_0] = 1
     """Micro-batches whose gradients make one step."""
     separate_documents: bool = False
     """Attention stays inside a document where several are packed into one row."""
-    workers: int = 0
+    workers: Annotated[int, AT_LEAST_0] = 0
     """Threads that prepare batches ahead (0: made when they are needed)."""
 
 
@@ -92,23 +94,23 @@ class Optimizer:
     kind: OptimizerName = "adamw"
     """adamw (arXiv 1711.05101), lamb (arXiv 1904.00962), muon for the blocks' matrices and adamw for the rest; for
     several processes onebit-adam (arXiv 2102.02888) and onebit-lamb (arXiv 2104.06069)."""
-    learning_rate: float = 6e-4
+    learning_rate: Annotated[float, ABOVE_0] = 6e-4
     """Peak of the schedule."""
-    beta1: float = 0.9
+    beta1: Annotated[float, BELOW_1] = 0.9
     """Decay of the running mean of the gradient."""
-    beta2: float = 0.95
+    beta2: Annotated[float, BELOW_1] = 0.95
     """Decay of the running mean of its square."""
-    epsilon: float = 1e-8
+    epsilon: Annotated[float, ABOVE_0] = 1e-8
     """Added to the root of the running square."""
-    weight_decay: float = 0.1
+    weight_decay: Annotated[float, AT_LEAST_0] = 0.1
     """On matrices only: parameters with two dimensions or more."""
-    momentum: float = 0.95
+    momentum: Annotated[float, BELOW_1] = 0.95
     """Of muon's matrices."""
     groups: tuple[str, ...] = ()
     """Exceptions by name, the first that matches counts: PATTERN:rate=0.1,decay=0 (rate: times the learning rate)."""
-    clip: float | None = 1.0
+    clip: Annotated[float | None, ABOVE_0] = 1.0
     """Largest norm of the gradient (none: not clipped, still reported); after a one-bit warm-up, of each process's."""
-    freeze_after: int | None = None
+    freeze_after: Annotated[int | None, ABOVE_0] = None
     """Steps of a one-bit optimizer's warm-up (none: until the variance is steady, 2/(1-beta2) steps at least)."""
 
 
@@ -118,11 +120,11 @@ class Schedule:
 
     kind: ScheduleName = "cosine"
     """cosine (arXiv 1608.03983), wsd (warm-up, stable, linear decay; arXiv 2404.06395) or constant."""
-    warmup_steps: int = 100
+    warmup_steps: Annotated[int, AT_LEAST_0] = 100
     """Steps in which the rate rises to its peak."""
-    final_fraction: float = 0.1
+    final_fraction: Annotated[float, SHARE] = 0.1
     """The last step's rate, as a share of the peak (cosine and wsd)."""
-    decay_fraction: float = 0.2
+    decay_fraction: Annotated[float, SHARE] = 0.2
     """The share of all steps in which wsd decays."""
 
 
@@ -130,7 +132,7 @@ class Schedule:
 class Techniques:
     """What makes it fast, in the order it is applied."""
 
-    pad_vocabulary_to: int = 64
+    pad_vocabulary_to: Annotated[int, ABOVE_0] = 64
     """Round the rows of embedding and head up to a multiple of this; an exported model has them cut off (1: do not)."""
     precision: Annotated[PrecisionName, arg(aliases=["--dtype"])] = "auto"
     """Of matrix products; weights and loss stay float32. auto: bfloat16 where it is fast here, else float32."""
@@ -142,9 +144,9 @@ class Techniques:
     """On a CPU, one product for queries, keys and values."""
     loss: str | None = None
     """Force a loss kernel: torch, chunked or reference (none: the first that fits; no full logits in memory)."""
-    layer_drop: float | None = None
+    layer_drop: Annotated[float | None, SHARE_ABOVE_0] = None
     """Progressive layer dropping: how often the deepest block is kept in the end, 0.5 in the paper (none: always)."""
-    layer_drop_decay: float = 100.0
+    layer_drop_decay: Annotated[float, ABOVE_0] = 100.0
     """How fast dropping sets in: the exponent over the whole run."""
     checkpointing: CheckpointingName = "none"
     """Activations computed again in the backward pass: all of a block (full), or what costs little time (selective)."""
@@ -160,13 +162,13 @@ class Techniques:
 class Lora:
     """Finetune with LoRA: the model stays as it is, narrow matrices beside its layers are trained (docs/lora.md)."""
 
-    rank: int | None = None
+    rank: Annotated[int | None, ABOVE_0] = None
     """Rows of A and columns of B in each adapted layer, for example 16 (none: all weights are trained)."""
-    alpha: float | None = None
+    alpha: Annotated[float | None, ABOVE_0] = None
     """What is added is scaled by alpha/rank (none: twice the rank)."""
     targets: tuple[str, ...] = ("all-linear",)
     """The adapted layers, by the names that the checkpoint gives them (q_proj,v_proj); all-linear: all in blocks."""
-    dropout: float = 0.0
+    dropout: Annotated[float, BELOW_1] = 0.0
     """Probability of dropping an input of A while training."""
     rslora: bool = False
     """Scale by alpha/sqrt(rank) (arXiv 2312.03732)."""
@@ -178,10 +180,10 @@ class Lora:
 class Qat:
     """Quantization-aware training: the weights are multiplied as they will be stored."""
 
-    bits: int | None = None
-    """Of the blocks' weights: 8, 4, 3 or 2 (none: not rounded). The exported folder holds them so."""
-    group_size: int = 32
-    """Weights with one scale: 32, 64 or 128 (0: a row)."""
+    bits: Literal[8, 4, 3, 2] | None = None
+    """Of the blocks' weights (none: not rounded). The exported folder holds them so."""
+    group_size: Literal[32, 64, 128, 0] = 32
+    """Weights with one scale (0: a row)."""
     head: Literal["none", "int8", "same"] = "none"
     """How the head is stored (none: as it is; transformers reads no quantized head that is one with the embedding)."""
     activations: Literal["int8", "float"] = "int8"
@@ -190,9 +192,9 @@ class Qat:
     """Train the scales (LSQ); else they follow the largest weight of their group."""
     start_bits: int | None = None
     """Begin with so many bits, and take one off after period, 2 period, 4 period, … steps (MoQ; none: at once)."""
-    period: int = 100
+    period: Annotated[int, ABOVE_0] = 100
     """Steps to the first bit less."""
-    mixing_steps: int = 0
+    mixing_steps: Annotated[int, AT_LEAST_0] = 0
     """Steps after each bit less in which the exact weights fade out."""
     stochastic: bool = False
     """Round up or down with the chance that keeps the mean (without learned scales)."""
@@ -204,13 +206,13 @@ class Parallel:
 
     zero: Literal[0, 1, 2, 3] = 0
     """0: everything on every process (DDP). ZeRO 1-3: shares of weights, gradients and states (FSDP2)."""
-    replicas: int = 1
+    replicas: Annotated[int, ABOVE_0] = 1
     """So many groups of processes each have the whole, in shares (HSDP); for several machines."""
     offload: OffloadName = "none"
     """On the host: nothing, the optimizer (its weights, states and step), or all that no block is using (zero 1-3)."""
     policy: PolicyName = "float32-weights"
     """float32 weights under autocast, or weights and gradients in 16 bits with float32 masters in the optimizer."""
-    prefetch: int = 0
+    prefetch: Annotated[int, AT_LEAST_0] = 0
     """Blocks whose weights are gathered ahead of the one that runs (zero 3)."""
 
 
@@ -218,17 +220,17 @@ class Parallel:
 class Diloco:
     """Processes that train by themselves and agree now and then, for slow links (arXiv 2311.08105; torchft's names)."""
 
-    sync_every: int | None = None
+    sync_every: Annotated[int | None, ABOVE_0] = None
     """Steps from one agreement to the next (none: in every step, as usual)."""
     should_quantize: bool = False
     """What they tell each other has 8 bits a weight, not 16."""
-    fragment_sync_delay: int = 0
+    fragment_sync_delay: Annotated[int, AT_LEAST_0] = 0
     """Steps that are taken while it is on its way."""
-    fragment_update_alpha: float = 0.0
+    fragment_update_alpha: Annotated[float, BELOW_1] = 0.0
     """Share of a process's own weights that stays when it goes on from what was agreed."""
-    learning_rate: float = 0.7
+    learning_rate: Annotated[float, ABOVE_0] = 0.7
     """Of the outer step, towards the mean of where they have come to."""
-    momentum: float = 0.9
+    momentum: Annotated[float, BELOW_1] = 0.9
     """Of the outer steps (Nesterov's)."""
 
 
@@ -236,19 +238,19 @@ class Diloco:
 class Run:
     """How long, where, and what is written. The run ends at the first of steps, epochs and minutes."""
 
-    steps: Annotated[int | None, arg(aliases=["--steps"])] = None
+    steps: Annotated[int | None, ABOVE_0, arg(aliases=["--steps"])] = None
     """Optimizer steps."""
-    epochs: float | None = None
+    epochs: Annotated[float | None, ABOVE_0] = None
     """Passes over the training split."""
-    minutes: Annotated[float | None, arg(aliases=["--minutes"])] = None
+    minutes: Annotated[float | None, ABOVE_0, arg(aliases=["--minutes"])] = None
     """About how long training lasts: the speed of the first steps decides their number, lowered if they get slower."""
     folder: str = "runs"
     """Where runs/NAME is made."""
-    validate_every: int = 200
+    validate_every: Annotated[int, ABOVE_0] = 200
     """Steps from one measurement of the validation loss to the next."""
-    validation_batches: int = 20
+    validation_batches: Annotated[int, ABOVE_0] = 20
     """Batches it is measured on, always the same ones."""
-    checkpoint_every: int = 200
+    checkpoint_every: Annotated[int, ABOVE_0] = 200
     """Steps from one checkpoint to the next; one is also written with every validation and at the end."""
     background_checkpoints: bool = False
     """Write checkpoints while training goes on, from one copy in memory."""
@@ -274,7 +276,7 @@ class Recipe:
     """Name of the run: its folder is runs/NAME."""
     init: str | None = None
     """Finetune: a model folder or hub id to start from (none: random weights of the shape under `model`)."""
-    dropout: float = 0.0
+    dropout: Annotated[float, BELOW_1] = 0.0
     """Probability of dropping an activation while training."""
     model: Shape = field(default_factory=Shape)
     data: Data = field(default_factory=Data)
@@ -289,10 +291,7 @@ class Recipe:
 
     def to_json(self) -> dict[str, Any]:
         """The fields as plain JSON values, nested."""
-        values = dataclasses.asdict(self)
-        values["optimizer"]["groups"] = list(self.optimizer.groups)  # JSON has lists only
-        values["lora"]["targets"] = list(self.lora.targets)
-        return values
+        return dataclasses.asdict(self)
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "Recipe":
@@ -301,17 +300,19 @@ class Recipe:
         if not isinstance(values, Mapping):
             raise ConfigError(f"a recipe is an object with fields; found {values!r:.60}")
         try:
-            recipe = cls(**{name: sections[name](**v) if name in sections else v for name, v in values.items()})
-            optimizer = dataclasses.replace(recipe.optimizer, groups=tuple(recipe.optimizer.groups))
-            lora = dataclasses.replace(recipe.lora, targets=tuple(recipe.lora.targets))
-            return dataclasses.replace(recipe, optimizer=optimizer, lora=lora)
-        except TypeError as error:
+            return cls(**{name: _made(sections[name], v) if name in sections else v for name, v in values.items()})
+        except (TypeError, AttributeError) as error:
             raise ConfigError(f"this is not a recipe of this version of hasten: {error}") from None
 
     def check(self) -> None:
         """Raise ConfigError for values that cannot work, naming the field, before anything is read or allocated."""
-        for wrong in wrong_values(self, flat(self)):
+        for wrong in chain(mistakes(self), wrong_together(self)):
             raise ConfigError(f"recipe {self.name!r}: {wrong}")
+
+
+def _made(section: Any, values: Mapping[str, Any]) -> Any:
+    """A section of its JSON values, which has lists for tuples."""
+    return section(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
 
 
 def flat(recipe: Recipe) -> dict[str, Any]:
