@@ -62,11 +62,7 @@ class Soak:
         service = Service(
             self.engine,
             model_name="tiny",
-            tokenizer=model.tokenizer,
             settings=ServerSettings(write_timeout=2.0, body_timeout=2.0, request_timeout=60.0),
-            max_length=1024,
-            vocabulary=model.config.vocab_size,
-            eos_ids=model.tokenizer.eos_ids,
         )
         app = make_app(service)
         self.sock = bind("127.0.0.1", 0)

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+from types import SimpleNamespace
 
 import torch
 
@@ -17,6 +18,13 @@ class FakeEngine:
         self.tokenizer = tokenizer
         self.answer = tokenizer.encode(answer, add_special_tokens=False)
         self.vocabulary = vocabulary or tokenizer.vocab_size
+        self.engine = SimpleNamespace(  # what a server asks of the real one
+            tokenizer=tokenizer,
+            eos_ids=tokenizer.eos_ids,
+            max_length=4096,
+            model=SimpleNamespace(config=SimpleNamespace(vocab_size=self.vocabulary)),
+            adapters=SimpleNamespace(names=[]),
+        )
         self.delay = delay
         self.error = None
         self.refusal = None  # raised by the next requests

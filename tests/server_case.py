@@ -19,18 +19,10 @@ TOOL_TEMPLATE = (
 )
 
 
-def app_of(engine, tokenizer, *, vocabulary=None, max_length=4096, adapters=(), **settings):
-    service = Service(
-        engine,
-        model_name="tiny",
-        tokenizer=tokenizer,
-        settings=ServerSettings(**settings),
-        max_length=max_length,
-        vocabulary=vocabulary or tokenizer.vocab_size,
-        eos_ids=tokenizer.eos_ids,
-        adapters=adapters,
-    )
-    return make_app(service)
+def app_of(engine, *, max_length=None, **settings):
+    if max_length is not None:
+        engine.engine.max_length = max_length
+    return make_app(Service(engine, model_name="tiny", settings=ServerSettings(**settings)))
 
 
 @contextmanager

@@ -96,7 +96,7 @@ def engine():
 
 
 def test_a_server_is_measured_over_http(engine):
-    with serving(app_of(engine, engine.tokenizer)) as (url, _):
+    with serving(app_of(engine)) as (url, _):
 
         async def run(workload):
             target = HttpTarget(url + "/v1", model=None, key=None, vocabulary=None)

@@ -17,7 +17,7 @@ def client(engine):
 
     from server_case import app_of
 
-    with TestClient(app_of(engine, engine.tokenizer), base_url="http://localhost") as client:
+    with TestClient(app_of(engine), base_url="http://localhost") as client:
         yield client
 
 
@@ -36,5 +36,5 @@ def client_for_all(tokenizer):
     from fake_engine import FakeEngine
     from server_case import app_of
 
-    with TestClient(app_of(FakeEngine(tokenizer), tokenizer), base_url="http://localhost") as client:
+    with TestClient(app_of(FakeEngine(tokenizer)), base_url="http://localhost") as client:
         yield client

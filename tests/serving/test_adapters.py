@@ -156,9 +156,10 @@ def test_a_request_chooses_by_its_model(folders):
     """/v1/models lists them, `model` chooses, the answer says which it was; an unknown name is 404."""
     model = tiny_llama()
     load_adapters(model, list(folders.values()))
-    engine = AsyncEngine(Engine(model, model.tokenizer, EngineSettings(block_size=4), adapters=list(folders)))
+    settings = EngineSettings(block_size=4, max_length=512)
+    engine = AsyncEngine(Engine(model, model.tokenizer, settings, adapters=list(folders)))
     texts = {}
-    with serving(app_of(engine, model.tokenizer, max_length=512, adapters=list(folders))) as (url, _):
+    with serving(app_of(engine)) as (url, _):
         listed = httpx.get(f"{url}/v1/models").json()["data"]
         assert [(one["id"], one.get("parent")) for one in listed] == [("tiny", None), ("a0", "tiny"), ("a1", "tiny")]
         assert httpx.get(f"{url}/v1/models/a1").json()["id"] == "a1"

@@ -21,10 +21,10 @@ def engine(tokenizer):
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("prompts", [1, 3])
-def test_a_client_that_goes_away_is_aborted(engine, tokenizer, stream, prompts):
+def test_a_client_that_goes_away_is_aborted(engine, stream, prompts):
     engine.endless, engine.delay = True, 0.005
     body = PROMPT | {"max_tokens": 400, "stream": stream, "prompt": ["def"] * prompts}
-    with serving(app_of(engine, tokenizer)) as (url, _):
+    with serving(app_of(engine)) as (url, _):
         with socket.create_connection(url.removeprefix("http://").split(":")) as client:
             data = json.dumps(body).encode()
             client.sendall(POST % len(data) + data)
@@ -38,7 +38,7 @@ def test_a_client_that_goes_away_is_aborted(engine, tokenizer, stream, prompts):
 def test_a_reader_that_does_not_read_is_dropped(engine, tokenizer):
     engine.endless = True
     engine.answer = tokenizer.encode("x" * 50, add_special_tokens=False)
-    app = app_of(engine, tokenizer, max_length=10_000_000, write_timeout=0.3)
+    app = app_of(engine, max_length=10_000_000, write_timeout=0.3)
     with serving(app) as (url, server):
         host, port = url.removeprefix("http://").split(":")
         with socket.socket() as client:
@@ -52,11 +52,11 @@ def test_a_reader_that_does_not_read_is_dropped(engine, tokenizer):
     assert len(engine.aborted) == 1
 
 
-def test_headers_and_bodies_must_arrive_in_time(engine, tokenizer, monkeypatch):
+def test_headers_and_bodies_must_arrive_in_time(engine, monkeypatch):
     from hasten.serving.api import server as module
 
     monkeypatch.setattr(module._Protocol, "header_timeout", 0.2)
-    with serving(app_of(engine, tokenizer, body_timeout=0.2)) as (url, _):
+    with serving(app_of(engine, body_timeout=0.2)) as (url, _):
         address = url.removeprefix("http://").split(":")
         with socket.create_connection(address, timeout=10) as client:
             client.sendall(b"GET /health HTTP/1.1\r\nX-Slow: ")
@@ -69,21 +69,21 @@ def test_headers_and_bodies_must_arrive_in_time(engine, tokenizer, monkeypatch):
             assert read_to_end(client)[9:12] in (b"", b"400")
 
 
-def test_keep_alive_is_not_cut_by_the_header_timeout(engine, tokenizer, monkeypatch):
+def test_keep_alive_is_not_cut_by_the_header_timeout(engine, monkeypatch):
     from hasten.serving.api import server as module
 
     monkeypatch.setattr(module._Protocol, "header_timeout", 0.1)
     engine.delay = 0.1
-    with serving(app_of(engine, tokenizer)) as (url, _), httpx.Client(base_url=url) as client:
+    with serving(app_of(engine)) as (url, _), httpx.Client(base_url=url) as client:
         for _ in range(2):
             assert client.post("/v1/completions", json=PROMPT).status_code == 200  # takes 0.3 s
             time.sleep(0.2)
 
 
-def test_a_shutdown_lets_requests_end_and_takes_no_more(engine, tokenizer):
+def test_a_shutdown_lets_requests_end_and_takes_no_more(engine):
     engine.delay = 0.05
     results = {}
-    with serving(app_of(engine, tokenizer)) as (url, server):
+    with serving(app_of(engine)) as (url, server):
 
         def ask():
             results["answer"] = httpx.post(f"{url}/v1/completions", json=PROMPT | {"max_tokens": 12})
@@ -100,9 +100,9 @@ def test_a_shutdown_lets_requests_end_and_takes_no_more(engine, tokenizer):
     assert not engine.aborted
 
 
-def test_a_shutdown_ends_what_takes_too_long(engine, tokenizer):
+def test_a_shutdown_ends_what_takes_too_long(engine):
     engine.endless, engine.delay = True, 0.01
-    with serving(app_of(engine, tokenizer, max_length=10**7, drain_timeout=1.0)) as (url, server):
+    with serving(app_of(engine, max_length=10**7, drain_timeout=1.0)) as (url, server):
         body = PROMPT | {"max_tokens": 10**6, "stream": True}
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=10) as answer:
             lines = answer.iter_lines()
@@ -115,8 +115,8 @@ def test_a_shutdown_ends_what_takes_too_long(engine, tokenizer):
     assert not engine.running
 
 
-def test_while_draining_nothing_new_is_taken(engine, tokenizer):
-    app = app_of(engine, tokenizer)
+def test_while_draining_nothing_new_is_taken(engine):
+    app = app_of(engine)
     with TestClient(app, base_url="http://localhost") as client:
         app.state.service.draining = True
         answer = client.post("/v1/completions", json=PROMPT)
@@ -125,12 +125,12 @@ def test_while_draining_nothing_new_is_taken(engine, tokenizer):
         assert client.get("/ready").status_code == 503
 
 
-def test_no_task_is_left(engine, tokenizer):
+def test_no_task_is_left(engine):
     """Many requests of every kind of end, in one loop: afterwards only the test itself runs."""
     engine.delay = 0.001
 
     async def storm():
-        transport = httpx.ASGITransport(app_of(engine, tokenizer))
+        transport = httpx.ASGITransport(app_of(engine))
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
 
             async def one(number):
@@ -149,10 +149,10 @@ def test_no_task_is_left(engine, tokenizer):
     assert not engine.running
 
 
-def test_while_it_drains_the_server_still_says_so(engine, tokenizer):
+def test_while_it_drains_the_server_still_says_so(engine):
     engine.endless, engine.delay = True, 0.05
     results = {}
-    with serving(app_of(engine, tokenizer, drain_timeout=3600.0)) as (url, server):
+    with serving(app_of(engine, drain_timeout=3600.0)) as (url, server):
 
         def ask():
             results["answer"] = httpx.post(f"{url}/v1/completions", json=PROMPT | {"max_tokens": 2000}, timeout=200)
@@ -172,9 +172,9 @@ def test_while_it_drains_the_server_still_says_so(engine, tokenizer):
         wait_until(lambda: engine.closed)
 
 
-def test_a_second_signal_ends_at_once(engine, tokenizer):
+def test_a_second_signal_ends_at_once(engine):
     engine.endless, engine.delay = True, 0.01
-    with serving(app_of(engine, tokenizer, max_length=10**7, drain_timeout=3600.0)) as (url, server):
+    with serving(app_of(engine, max_length=10**7, drain_timeout=3600.0)) as (url, server):
         body = PROMPT | {"max_tokens": 10**6, "stream": True}
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=10) as answer:
             lines = answer.iter_lines()

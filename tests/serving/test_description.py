@@ -38,7 +38,7 @@ def engine():
 
 @pytest.fixture(scope="module")
 def api(engine):
-    app = app_of(engine, engine.engine.tokenizer, max_length=64, samples=8, choices=16, request_timeout=30.0)
+    app = app_of(engine, max_length=64, samples=8, choices=16, request_timeout=30.0)
     with serving(app) as (url, _):
         yield schemathesis.openapi.from_url(f"{url}/openapi.json")
         assert engine.healthy

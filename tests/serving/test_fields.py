@@ -185,7 +185,7 @@ def test_a_model_is_its_exact_name(client):
 
 def test_a_folder_recommends_what_a_request_leaves_out(engine):
     folder = {"temperature": 0.25, "top_k": 5, "min_p": None, "do_sample": True, "eos_token_id": [2]}
-    with TestClient(app_of(engine, engine.tokenizer, defaults=folder)) as client:
+    with TestClient(app_of(engine, defaults=folder)) as client:
         assert client.post(COMPLETIONS, json=PROMPT | {"top_k": 9}).status_code == 200
     assert (engine.requests[-1].params.temperature, engine.requests[-1].params.top_k) == (0.25, 9)
 

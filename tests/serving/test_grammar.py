@@ -68,7 +68,7 @@ def test_a_large_schema_is_served(client, schema):
 def test_a_grammar_that_breaks_half_way_ends_its_own_request_and_names_the_field(engine, monkeypatch):
     monkeypatch.setattr("hasten.serving.api.structured.rehearse", lambda *_, **__: None)
     with (
-        serving(app_of(engine, engine.tokenizer)) as (url, _),
+        serving(app_of(engine)) as (url, _),
         openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
     ):
         form = {"type": "json_schema", "json_schema": {"name": "x", "schema": BOMB}}

@@ -16,8 +16,8 @@ def engine(tokenizer):
     return FakeEngine(tokenizer)
 
 
-def test_keys(engine, tokenizer):
-    with TestClient(app_of(engine, tokenizer, api_keys=("one", "two")), base_url="http://localhost") as client:
+def test_keys(engine):
+    with TestClient(app_of(engine, api_keys=("one", "two")), base_url="http://localhost") as client:
         for path in ("/v1/models", "/metrics", "/openapi.json", "/nothing"):
             assert client.get(path).status_code == 401
         for header in ("Bearer three", "Bearer ", "one", "Basic one", "Bearer one two", "Bearer \xe9"):
@@ -32,8 +32,8 @@ def test_keys(engine, tokenizer):
     assert len(engine.requests) == 2
 
 
-def test_the_host_header_names_an_allowed_host(engine, tokenizer):
-    app = app_of(engine, tokenizer, allowed_hosts=("localhost", "[::1]"))
+def test_the_host_header_names_an_allowed_host(engine):
+    app = app_of(engine, allowed_hosts=("localhost", "[::1]"))
     with TestClient(app, base_url="http://localhost") as client:
         for host, status in (("localhost:8000", 200), ("[::1]:1", 200), ("LOCALHOST", 200), ("evil.example", 403)):
             assert client.get("/v1/models", headers={"Host": host}).status_code == status
@@ -56,9 +56,9 @@ def test_request_ids_are_kept_if_they_are_harmless(client_for_all):
         assert sent(bad).startswith("req-")
 
 
-def test_logs_say_how_it_ended_and_nothing_of_what_was_said(engine, tokenizer, caplog):
+def test_logs_say_how_it_ended_and_nothing_of_what_was_said(engine, caplog):
     caplog.set_level("INFO", "hasten.serving")
-    with TestClient(app_of(engine, tokenizer, api_keys=("sesame",)), base_url="http://localhost") as client:
+    with TestClient(app_of(engine, api_keys=("sesame",)), base_url="http://localhost") as client:
         headers = {"Authorization": "Bearer sesame", "X-Request-Id": "r1"}
         client.post("/v1/completions", json=PROMPT | {"prompt": "my secret", "user": "u\n7"}, headers=headers)
     from hasten.serving.api.logs import JsonLines
@@ -72,7 +72,7 @@ def test_logs_say_how_it_ended_and_nothing_of_what_was_said(engine, tokenizer, c
     assert found["completion_tokens"] == 3
 
 
-def test_what_was_begun_is_ended_though_one_end_fails(engine, tokenizer):
+def test_what_was_begun_is_ended_though_one_end_fails(engine):
     ended = []
 
     async def fail():
@@ -86,23 +86,23 @@ def test_what_was_begun_is_ended_though_one_end_fails(engine, tokenizer):
         await send({"type": "http.response.start", "status": 204, "headers": []})
         await send({"type": "http.response.body", "body": b""})
 
-    guard = Guard(begin, app_of(engine, tokenizer).state.service)
+    guard = Guard(begin, app_of(engine).state.service)
     assert TestClient(guard, base_url="http://localhost").get("/v1/models").status_code == 204
     assert ended == ["it"]
 
 
 @pytest.mark.parametrize("prompts", [1, 3])
-def test_our_own_mistake_is_a_500_without_its_details(engine, tokenizer, prompts):
+def test_our_own_mistake_is_a_500_without_its_details(engine, prompts):
     engine.refusal = RuntimeError("something private")
-    with TestClient(app_of(engine, tokenizer), base_url="http://localhost") as client:
+    with TestClient(app_of(engine), base_url="http://localhost") as client:
         answer = client.post("/v1/completions", json=PROMPT | {"prompt": ["def"] * prompts})
     assert answer.status_code == 500
     assert "private" not in answer.text
     assert answer.json()["error"]["code"] == "internal_error"
 
 
-def test_health_is_red_when_the_engine_failed(engine, tokenizer):
-    with TestClient(app_of(engine, tokenizer), base_url="http://localhost") as client:
+def test_health_is_red_when_the_engine_failed(engine):
+    with TestClient(app_of(engine), base_url="http://localhost") as client:
         engine.error = "step failed"
         assert client.get("/health").status_code == 503
         assert client.get("/ready").status_code == 503
@@ -111,8 +111,8 @@ def test_health_is_red_when_the_engine_failed(engine, tokenizer):
         assert "Retry-After" in answer.headers
 
 
-def test_metrics_have_vllms_names(engine, tokenizer):
-    with TestClient(app_of(engine, tokenizer), base_url="http://localhost") as client:
+def test_metrics_have_vllms_names(engine):
+    with TestClient(app_of(engine), base_url="http://localhost") as client:
         client.post("/v1/completions", json=PROMPT)
         text = client.get("/metrics").text
     wanted = (
@@ -127,8 +127,8 @@ def test_metrics_have_vllms_names(engine, tokenizer):
     assert 'hasten:time_to_first_token_seconds_count{model_name="tiny"} 1.0' in text
 
 
-def test_times_are_counted_from_the_arrival(engine, tokenizer):
-    app = app_of(engine, tokenizer)
+def test_times_are_counted_from_the_arrival(engine):
+    app = app_of(engine)
     encode = app.state.service.encode
 
     async def slowly(*args, **kwargs):

@@ -56,8 +56,8 @@ def test_only_json_is_read(client_for_all, kind):
     assert answer.status_code == 415
 
 
-def test_bodies_have_a_limit(engine, tokenizer):
-    with TestClient(app_of(engine, tokenizer, body_bytes=1000), base_url="http://localhost") as client:
+def test_bodies_have_a_limit(engine):
+    with TestClient(app_of(engine, body_bytes=1000), base_url="http://localhost") as client:
         big = PROMPT | {"prompt": "x" * 2000}
         assert client.post("/v1/completions", json=big).status_code == 413
 
@@ -142,9 +142,9 @@ def test_a_million_mistakes_are_one_mistake(client_for_all, name):
     assert refusal.value.error_count() < 20
 
 
-def test_headers_have_a_limit_however_they_arrive(engine, tokenizer):
+def test_headers_have_a_limit_however_they_arrive(engine):
     """uvicorn's own limit holds only for headers that come in several pieces."""
-    with serving(app_of(engine, tokenizer)) as (url, _):
+    with serving(app_of(engine)) as (url, _):
         for headers, path in (({"X-Long": "y" * 33_000}, "/health"), ({f"X-{i}": "y" * 90 for i in range(350)}, "/v1")):
             answer = httpx.get(f"{url}{path}", headers=headers)
             assert (answer.status_code, answer.json()["error"]["code"]) == (431, "headers_too_large")

@@ -30,7 +30,7 @@ def engine():
 
 @pytest.fixture(scope="module")
 def url(engine):
-    with serving(app_of(engine, engine.tokenizer)) as (url, _):
+    with serving(app_of(engine)) as (url, _):
         yield url
 
 

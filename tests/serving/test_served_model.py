@@ -40,7 +40,7 @@ def engine(model):
 
 @pytest.fixture
 def served(engine, model):
-    with serving(app_of(engine, model.tokenizer, max_length=512)) as (url, _):
+    with serving(app_of(engine, max_length=512)) as (url, _):
         yield url
         end = time.monotonic() + 10
         while not engine.engine.idle and time.monotonic() < end:
@@ -101,7 +101,7 @@ def test_a_search_that_finds_too_few_texts_is_the_requests_fault(model):
     wanted = model.config.vocab_size + 2  # after one token there are no more texts than tokens
     settings = EngineSettings(max_sequences=wanted, token_budget=wanted, cache_bytes=4 << 20)
     engine = AsyncEngine(Engine(model, model.tokenizer, settings))
-    with serving(app_of(engine, model.tokenizer, max_length=512, samples=wanted, choices=wanted)) as (url, _):
+    with serving(app_of(engine, max_length=512, samples=wanted, choices=wanted)) as (url, _):
         body = {"model": "tiny", "prompt": "def", "max_tokens": 1, "n": wanted, "use_beam_search": True}
         answer = httpx.post(f"{url}/v1/completions", json=body)
         error = answer.json()["error"]
@@ -193,7 +193,7 @@ def test_blocks_are_free_at_once_when_a_client_goes(served, engine):
 def test_a_deadline_ends_a_request(model):
     settings = EngineSettings(max_sequences=8, token_budget=32, cache_bytes=1 << 20)
     engine = AsyncEngine(Engine(model, model.tokenizer, settings))
-    with serving(app_of(engine, model.tokenizer, max_length=512, request_timeout=0.05)) as (url, _):
+    with serving(app_of(engine, max_length=512, request_timeout=0.05)) as (url, _):
         body = {"model": "tiny", "prompt": "def", "max_tokens": 450, "ignore_eos": True, "n": 4}
         answer = httpx.post(f"{url}/v1/completions", json=body)
         assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline_exceeded")
@@ -207,7 +207,7 @@ def test_a_deadline_ends_a_request(model):
 def test_a_model_that_fails_turns_health_red(model):
     settings = EngineSettings(max_sequences=8, token_budget=32, cache_bytes=1 << 20)
     engine = AsyncEngine(Engine(model, model.tokenizer, settings))
-    with serving(app_of(engine, model.tokenizer, max_length=512)) as (url, _):
+    with serving(app_of(engine, max_length=512)) as (url, _):
         body = {"model": "tiny", "prompt": "def", "max_tokens": 5}
         assert httpx.post(f"{url}/v1/completions", json=body).status_code == 200
         hook = model.register_forward_pre_hook(lambda *_: 1 / 0)
@@ -227,7 +227,7 @@ def test_who_is_not_done_when_the_drain_ends_hears_why(model, monkeypatch):
     engine = AsyncEngine(Engine(model, model.tokenizer, settings))
     step = engine.engine.step
     monkeypatch.setattr(engine.engine, "step", lambda: (time.sleep(0.02), step())[1])
-    with serving(app_of(engine, model.tokenizer, max_length=512, drain_timeout=0.2)) as (url, server):
+    with serving(app_of(engine, max_length=512, drain_timeout=0.2)) as (url, server):
         body = {"model": "tiny", "prompt": "def", "max_tokens": 450, "ignore_eos": True, "stream": True}
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=20) as answer:
             lines = answer.iter_lines()

@@ -15,11 +15,12 @@ import tyro
 from hasten.errors import CheckpointError, ConfigError
 from hasten.generation.params import KVCacheDtype, SamplingParams, recommended
 from hasten.machine import configure, resolve_device
+from hasten.machine.files import require_writable, write_json
 from hasten.machine.threads import Threads
 from hasten.serving.settings import EngineSettings
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping
 
     from hasten.model.tokenizer import Tokenizer
     from hasten.model.transformer import Transformer
@@ -41,6 +42,29 @@ def same_fields(options: Any, kind: type) -> dict[str, Any]:
     """The options that stand among a dataclass's fields, as its arguments; those that are None are left out."""
     values = {field.name: getattr(options, field.name, None) for field in dataclasses.fields(kind)}
     return {name: value for name, value in values.items() if value is not None}
+
+
+def given(options: Any, names: Iterable[str]) -> list[str]:
+    """Those of the options that are not as by default, written as on the command line: --group-size, --no-fuse."""
+    defaults = {field.name: field.default for field in dataclasses.fields(options)}
+    written = {name: name.replace("_", "-") for name in names if getattr(options, name) != defaults[name]}
+    return [f"--no-{option}" if defaults[name] is True else f"--{option}" for name, option in written.items()]
+
+
+@dataclass(frozen=True, kw_only=True)
+class JsonOption:
+    """Where the result goes for programs. A place that cannot be written is refused before any work."""
+
+    json: str | None = None
+    """Write the result as JSON to this file; "-": to standard output, and nothing else there."""
+
+    def __post_init__(self) -> None:
+        require_writable(self.json)
+
+    def write(self, result: object) -> bool:
+        """Write the result where it is wanted; whether standard output is left for people."""
+        write_json(self.json, result)
+        return self.json != "-"
 
 
 def require_new_folder(output: Path, source: Path, *, option: str, overwrite: bool) -> None:
@@ -181,21 +205,17 @@ class EngineOptions:
             raise ConfigError(f"--cache-gib is {self.cache_gib}; it must be above 0 and finite")
 
     def start_engine(
-        self, model: Transformer, tokenizer: Tokenizer | None, *, adapters: Sequence[str] = ()
+        self, model: Transformer, tokenizer: Tokenizer | None, *, adapters: Mapping[str, Path] | None = None
     ) -> AsyncEngine:
-        """The engine of a loaded model, with its cache and its thread. adapters: the names of the model's."""
-        from hasten.generation.speculation import make_speculator
+        """The engine of a loaded model, with its cache and its thread. adapters: folders by their names."""
         from hasten.serving.async_engine import AsyncEngine
-        from hasten.serving.engine import Engine
-        from hasten.serving.llm import DRAFT_TOKENS
+        from hasten.serving.llm import make_engine
 
         settings = self.engine
         if self.cache_gib is not None:
             settings = replace(settings, cache_bytes=int(self.cache_gib * 2**30))
-        speculator = None
-        if isinstance(self, DraftOptions):
-            speculator = make_speculator(model, **self.drafting(model), tokens=DRAFT_TOKENS)
-        return AsyncEngine(Engine(model, tokenizer, settings, speculator=speculator, adapters=adapters))
+        drafting = self.drafting(model) if isinstance(self, DraftOptions) else {}
+        return AsyncEngine(make_engine(model, tokenizer, settings, adapters=adapters, **drafting))
 
 
 @dataclass(frozen=True, kw_only=True)

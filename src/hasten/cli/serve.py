@@ -114,25 +114,11 @@ class Serve(EngineOptions, DraftOptions, RankOptions, LoadOptions):
 
         tokenizer = self._tokenizer(model)
         configure_logs(self.log)
-        adapters = self.adapters()
-        if adapters:
-            from hasten.model.adapters import load_adapters
-
-            load_adapters(model, list(adapters.values()))
-        engine = self.start_engine(model, tokenizer, adapters=list(adapters))
+        engine = self.start_engine(model, tokenizer, adapters=self.adapters())
         blocks, longest = engine.engine.blocks.blocks, engine.engine.max_length
         print(room(model, engine.engine.settings, blocks=blocks, max_length=longest), file=sys.stderr)
-        service = Service(
-            engine,
-            model_name=self.name(),
-            tokenizer=tokenizer,
-            settings=replace(settings, defaults=recommended(model.generation)),
-            max_length=engine.engine.max_length,
-            vocabulary=model.config.vocab_size,
-            eos_ids=engine.engine.eos_ids,
-            adapters=list(adapters),
-        )
-        return make_app(service)
+        settings = replace(settings, defaults=recommended(model.generation))
+        return make_app(Service(engine, model_name=self.name(), settings=settings))
 
     def _tokenizer(self, model: Transformer) -> Tokenizer | None:
         """The model's, with the chat template that was asked for."""

@@ -15,6 +15,8 @@ from hasten.errors import ConfigError
 from hasten.generation.params import SamplingParams
 from hasten.generation.prompts import Prompt, encode_prompts, params_of
 from hasten.generation.speculation import Accept, make_speculator
+from hasten.model.adapters import load_adapters
+from hasten.model.tokenizer import Tokenizer
 from hasten.model.transformer import Transformer
 from hasten.serving.async_engine import AsyncEngine
 from hasten.serving.engine import Engine
@@ -22,6 +24,22 @@ from hasten.serving.request import EngineFailed, FinishReason, QueueFull, Reques
 from hasten.serving.settings import EngineSettings, Stats
 
 DRAFT_TOKENS = 1 << 16  # of all sequences of an engine, for which a draft model keeps keys and values
+
+
+def make_engine(
+    model: Transformer,
+    tokenizer: Tokenizer | None,
+    settings: EngineSettings,
+    *,
+    adapters: Mapping[str, str | Path] | None = None,
+    draft: str | Path | Transformer = "none",
+    **drafting: Any,
+) -> Engine:
+    """The engine of a loaded model, with its adapters (folders by their names) and what drafts for it."""
+    if adapters:
+        load_adapters(model, list(adapters.values()))
+    speculator = make_speculator(model, draft, **drafting, tokens=DRAFT_TOKENS)
+    return Engine(model, tokenizer, settings, speculator=speculator, adapters=list(adapters or ()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,15 +119,8 @@ class LLM:
         elif dtype is not None:
             raise ConfigError("dtype is for a model that is loaded here; this one has its own")
         self.model = model
-        if adapters:
-            from hasten.model.adapters import load_adapters
-
-            load_adapters(model, list(adapters.values()))
-        speculator = make_speculator(model, draft, speculate=speculate, accept=accept, tokens=DRAFT_TOKENS)
-        names = list(adapters or ())
-        self.engine = Engine(
-            model, model.tokenizer, settings or EngineSettings(), speculator=speculator, adapters=names
-        )
+        how: dict[str, Any] = {"adapters": adapters, "draft": draft, "speculate": speculate, "accept": accept}
+        self.engine = make_engine(model, model.tokenizer, settings or EngineSettings(), **how)
         self._numbers = itertools.count()
         self._async: AsyncEngine | None = None
 

@@ -61,8 +61,6 @@ class AnswerBuilder(ABC, Generic[Body]):
     async def respond(self, http: HttpRequest) -> Response:
         """The response, streamed or whole. What cannot be served is told by its status, before anything is sent."""
         requests = await self.requests(http.state.request_id)
-        if not self.service.engine.healthy:
-            raise overloaded(f"the engine has failed: {self.service.engine.error}", seconds=30)
         parts = self._parts(requests, http)
         http.state.cleanup.append(parts.aclose)  # called whatever happens: what still runs is aborted
         first = await anext(parts)

@@ -14,7 +14,7 @@ from hasten.serving.api.build_request import prompts_of
 from hasten.serving.api.documentation import ERRORS
 from hasten.serving.api.documentation import Embeddings as EmbeddingsReply
 from hasten.serving.api.fields import Body, Neutral, Prompts
-from hasten.serving.api.responses import from_library, overloaded, reply
+from hasten.serving.api.responses import from_library, reply
 from hasten.serving.api.service import Service
 
 
@@ -39,8 +39,6 @@ def add_embeddings(router: APIRouter, service: Service) -> None:
         import torch
 
         service.check_in(body, http)
-        if not service.engine.healthy:
-            raise overloaded(f"the engine has failed: {service.engine.error}", seconds=30)
         given = await prompts_of(body.input, service, param="input", add_special_tokens=body.add_special_tokens)
         try:
             limit = service.settings.request_timeout

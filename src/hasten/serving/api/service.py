@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hasten.serving.api.metrics import Metrics
-from hasten.serving.api.responses import ApiError
+from hasten.serving.api.responses import ApiError, overloaded
 from hasten.serving.api.settings import ServerSettings
 from hasten.serving.api.structured import Grammars
 from hasten.serving.async_engine import AsyncEngine
@@ -30,32 +30,23 @@ SHORT_TEXT = 2000
 class Service:
     """One served model.
 
-    max_length: tokens of prompt and answer together. vocabulary: the number of logits. eos_ids: tokens that end a text.
-    adapters: the names of the engine's.
+    max_length: tokens of prompt and answer together. vocabulary: the number of logits. adapters: their names.
     """
 
-    def __init__(
-        self,
-        engine: AsyncEngine,
-        *,
-        model_name: str,
-        tokenizer: Tokenizer | None,
-        settings: ServerSettings,
-        max_length: int,
-        vocabulary: int,
-        eos_ids: Collection[int],
-        adapters: Sequence[str] = (),
-    ) -> None:
-        self.adapters = adapters
+    def __init__(self, engine: AsyncEngine, *, model_name: str, settings: ServerSettings) -> None:
         self.engine, self.model_name, self.settings = engine, model_name, settings
-        self._tokenizer = tokenizer
-        self.max_length, self.vocabulary = max_length, vocabulary
+        served = engine.engine
+        self._tokenizer = served.tokenizer
+        self.max_length, self.vocabulary = served.max_length, served.model.config.vocab_size
+        self.adapters = served.adapters.names
         self.created = int(time.time())
         self.ready = False
         self.draining = False
         self.in_flight = 0  # requests that a shutdown waits for
         self.metrics = Metrics(model_name, engine.stats)
-        self.grammars = Grammars(tokenizer, vocabulary=vocabulary, eos_ids=eos_ids, settings=settings)
+        self.grammars = Grammars(
+            served.tokenizer, vocabulary=self.vocabulary, eos_ids=served.eos_ids, settings=settings
+        )
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="prepare")
         self._numbers = itertools.count()
         self._longest = 0
@@ -76,8 +67,10 @@ class Service:
         """The names that requests may give: the model's, then its adapters'."""
         return [self.model_name, *self.adapters]
 
-    def check_model(self, name: str) -> str:
-        """The adapter of that name, "" for the model itself. Raises ApiError (404) unless it is exactly one of them."""
+    def check_model(self, name: str | None) -> str:
+        """The adapter of that name, "" for the model itself, as for None. Raises ApiError (404) for a name it lacks."""
+        if name is None:
+            return ""
         if name not in self.models:
             served = ", ".join(map(repr, self.models))
             message = f"the model {name[:200]!r} does not exist here; served: {served}"
@@ -85,8 +78,10 @@ class Service:
         return "" if name == self.model_name else name
 
     def check_in(self, body: Any, http: HttpRequest) -> None:
-        """What every request for an answer begins with: its model is checked, its user noted for the log."""
+        """What every request for an answer begins with: its model and the engine are checked, its user is noted."""
         self.check_model(body.model)
+        if not self.engine.healthy:
+            raise overloaded(f"the engine has failed: {self.engine.error}", seconds=30)
         if body.user is not None:
             http.state.facts["user"] = body.user
 

@@ -43,8 +43,7 @@ def add_tokens(router: APIRouter, service: Service) -> None:
     @router.post("/tokenize", response_model=Tokens, responses=ERRORS)
     async def tokenize(body: TokenizeBody) -> Response:
         """Token ids of a text or a conversation."""
-        if body.model is not None:
-            service.check_model(body.model)
+        service.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise ApiError("give one of prompt and messages", param="prompt")
         if body.prompt is not None:
@@ -65,8 +64,7 @@ def add_tokens(router: APIRouter, service: Service) -> None:
     @router.post("/detokenize", response_model=Detokenized, responses=ERRORS)
     async def detokenize(body: DetokenizeBody) -> Response:
         """The text of token ids, special ones included."""
-        if body.model is not None:
-            service.check_model(body.model)
+        service.check_model(body.model)
         tokenizer = service.tokenizer
         ids = body.tokens
         if max(ids, default=0) >= service.vocabulary:
