@@ -21,7 +21,7 @@ from hasten.serving.api.structured import Grammar
 
 Format = Literal["hermes", "mistral", "llama"]
 MARKERS: dict[Format, str] = {"hermes": "<tool_call>", "mistral": "[TOOL_CALLS]", "llama": "<|python_tag|>"}
-END = "</tool_call>"
+BEHIND: dict[Format | None, str] = {"hermes": "</tool_call>", "llama": ";"}  # a call
 _DECODER = json.JSONDecoder()
 
 
@@ -85,44 +85,21 @@ class CallReader:
 
     def _read(self, text: str) -> list[ParsedCall]:
         """Raises ValueError for what is not calls to the end."""
-        if self._form is None:
-            found = json.loads(text)
-            return [self._call(item) for item in (found if isinstance(found, list) else [found])]
-        if self._form == "hermes":
-            return self._read_hermes(text)
-        if self._form == "mistral":
-            return self._read_mistral(text)
-        rest, calls = text.removeprefix(self._marker).strip(), []
-        while rest:
-            item, end = _DECODER.raw_decode(rest)
-            calls.append(self._call(item))
-            rest = rest[end:].lstrip().removeprefix(";").strip()
-        return calls
-
-    def _read_hermes(self, text: str) -> list[ParsedCall]:
-        calls, rest = [], text.strip()
-        while rest:
-            if not rest.startswith(self._marker):
-                raise ValueError("text after a call")
-            body, _, rest = rest.removeprefix(self._marker).partition(END)
-            calls.append(self._call(json.loads(body)))
-            rest = rest.strip()
-        return calls
-
-    def _read_mistral(self, text: str) -> list[ParsedCall]:
         calls: list[ParsedCall] = []
-        for part in text.split(self._marker)[1:]:
-            part = part.strip()
-            if part.startswith(("[{", "{")) or part == "[]":
-                found, end = _DECODER.raw_decode(part)
-                calls += [self._call(item) for item in (found if isinstance(found, list) else [found])]
-            else:  # name[ARGS]{…}, or name{…}
-                head, brace, _ = part.partition("{")
-                arguments, end = _DECODER.raw_decode(brace and part[len(head) :])
-                end += len(head)
-                calls.append(self._call({"name": head.split("[")[0].strip(), "arguments": arguments}))
-            if part[end:].strip():
+        rest = text.strip()
+        while rest:
+            if self._form in ("hermes", "mistral") and not rest.startswith(self._marker):
                 raise ValueError("text after a call")
+            rest = rest.removeprefix(self._marker).lstrip()
+            if self._form == "mistral" and not rest.startswith(("[", "{")):  # name[ARGS]{…}, or name{…}
+                head, brace, arguments = rest.partition("{")
+                found, end = _DECODER.raw_decode(brace + arguments)
+                found, end = {"name": head.split("[")[0].strip(), "arguments": found}, end + len(head)
+            else:
+                found, end = _DECODER.raw_decode(rest)
+            several = isinstance(found, list) and self._form in (None, "mistral")
+            calls += [self._call(item) for item in (found if several else [found])]
+            rest = rest[end:].lstrip().removeprefix(BEHIND.get(self._form, "")).lstrip()
         return calls
 
     def _call(self, item: Any) -> ParsedCall:
