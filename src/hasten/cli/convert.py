@@ -8,12 +8,11 @@ from typing import Annotated
 
 import tyro
 
-from hasten.cli.options import WeightLayout, require_new_folder
-from hasten.machine.files import require_writable, write_json
+from hasten.cli.options import JsonOption, WeightLayout, require_new_folder
 
 
 @dataclass(frozen=True, kw_only=True)
-class Convert:
+class Convert(JsonOption):
     """Write a quantized checkpoint (GPTQ, AWQ, compressed-tensors) in another layout, every number as it is.
 
     Integers, scales and zero points are taken over, never rounded. Where the other layout would not hold them exactly
@@ -32,11 +31,7 @@ class Convert:
     overwrite: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Replace a model that stands in the output folder already."""
 
-    json: str | None = None
-    """Write what was done as JSON to this file; "-": to standard output."""
-
     def run(self) -> None:
-        require_writable(self.json)
         from hasten.model.convert import convert
         from hasten.model.load import resolve_model
 
@@ -45,6 +40,5 @@ class Convert:
         model = convert(source, self.output, format=self.format)
         size = sum(path.stat().st_size for path in self.output.glob("model*.safetensors"))
         done = {"output": str(self.output), "family": model.config.family, "format": self.format, "bytes": size}
-        write_json(self.json, done)
-        if self.json != "-":
+        if self.write(done):
             print(f"{self.output}: {model.config.family}, {self.format}, {size / 1e9:.3f} GB")

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from hasten.cli.options import JsonOption
 from hasten.errors import ConfigError, ResourceError
 from hasten.machine import MATRIX_DTYPES, cache_root, cache_sizes, configure, describe, measure_limits, vendor_limits
 from hasten.machine.checkup import Finding, check_machine, check_rates
-from hasten.machine.files import require_writable, write_json
 from hasten.machine.progress import bars
 
 if TYPE_CHECKING:
@@ -19,20 +19,16 @@ SECONDS = 0.5  # for each measurement
 MARKS = {"ok": "[green]ok[/green]", "note": "[yellow]note[/yellow]", "missing": "[red]missing[/red]"}
 
 
-@dataclass(frozen=True)
-class Doctor:
+@dataclass(frozen=True, kw_only=True)
+class Doctor(JsonOption):
     """Print what this machine offers, what is missing and how to mend it."""
 
-    json: str | None = None
-    """Also write everything as JSON to this file; "-": to standard output, and nothing else there."""
     quick: bool = False
     """Leave out the measurements of memory bandwidth and matrix products (about ten seconds)."""
 
     def run(self) -> None:
-        require_writable(self.json)
         found = examine(quick=self.quick)
-        write_json(self.json, found)
-        if self.json != "-":
+        if self.write(found):
             show(found)
 
 

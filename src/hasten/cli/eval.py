@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from hasten.cli.options import CacheOptions, ModelOptions, RankOptions
+from hasten.cli.options import CacheOptions, JsonOption, ModelOptions, RankOptions, given
 from hasten.errors import ConfigError
-from hasten.machine.files import require_writable, write_json
 from hasten.machine.progress import share
 
 if TYPE_CHECKING:
@@ -21,7 +20,7 @@ FOR_TEXTS = ("against", "stride", "overlap", "limit_bytes", "kv_cache_dtype")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Eval(CacheOptions, RankOptions, ModelOptions):
+class Eval(JsonOption, CacheOptions, RankOptions, ModelOptions):
     """Perplexity and bits per byte of a text; every token after the first of a document is predicted once.
 
     With --against also how far the model is from another one, for example from itself before quantization. With --tasks
@@ -40,9 +39,6 @@ class Eval(CacheOptions, RankOptions, ModelOptions):
     """--no-overlap moves each window by its whole length: half the work, and less context for the first tokens."""
     limit_bytes: int | None = None
     """Stop after about so many bytes of text."""
-    json: str | None = None
-    """Write perplexity, bits_per_byte, tokens and seconds, or lm-eval's results, as JSON to this file; "-": to standard
-    output."""
     tasks: tuple[str, ...] = ()
     """lm-eval's tasks, by name or pattern (arc_easy, mmlu_*); `python -m hasten.cli.lm_eval ls tasks` lists them."""
     num_fewshot: int | None = None
@@ -55,12 +51,10 @@ class Eval(CacheOptions, RankOptions, ModelOptions):
     """Ask --tasks as the chats that the model's template makes of them."""
 
     def run(self) -> None:
-        require_writable(self.json)
         if (self.text is None) == (not self.tasks):
             raise ConfigError("give --text FILE, or --tasks NAME,... of lm-eval")
-        for field in fields(self):
-            if field.name in (FOR_TEXTS if self.tasks else FOR_TASKS) and getattr(self, field.name) != field.default:
-                raise ConfigError(f"--{field.name.replace('_', '-')} goes with --{'text' if self.tasks else 'tasks'}")
+        for option in given(self, FOR_TEXTS if self.tasks else FOR_TASKS):
+            raise ConfigError(f"{option} goes with --{'text' if self.tasks else 'tasks'}")
         if self.text is None:
             self.run_tasks()
         else:
@@ -75,8 +69,7 @@ class Eval(CacheOptions, RankOptions, ModelOptions):
         lm = HastenLM(self.prepared(), max_length=self.context)
         names = [name for word in self.tasks for name in word.split(",") if name]
         results = run_tasks(lm, names, **{option: getattr(self, option) for option in FOR_TASKS})
-        write_json(self.json, results | {"model": self.model})
-        if self.json != "-":
+        if self.write(results | {"model": self.model}):
             print("\n".join(make_table(results, part) for part in ("results", "groups") if results.get(part)))
 
     def score(self, text: str) -> None:
@@ -104,22 +97,21 @@ class Eval(CacheOptions, RankOptions, ModelOptions):
             how: dict[str, Any] = {"context": context, "stride": stride, "kv_cache_dtype": self.kv_cache_dtype}
             if other is None:
                 found = perplexity(model, documents, **how, progress=progress)
-                seconds = time.perf_counter() - start
-                write_json(self.json, asdict(found) | {"seconds": seconds})
+                facts = asdict(found)
                 bits = "" if found.bits_per_byte is None else f"bits per byte {found.bits_per_byte:.4f}   "
-                line = f"perplexity {found.perplexity:.4f}   {bits}tokens {found.tokens:,} in {seconds:.1f} s"
+                line = f"perplexity {found.perplexity:.4f}   {bits}tokens {found.tokens:,}"
             else:
                 both = divergence(model, other, documents, **how, progress=progress)
-                seconds = time.perf_counter() - start
-                write_json(self.json, asdict(both) | {"model": self.model, "against": self.against, "seconds": seconds})
+                facts = asdict(both) | {"model": self.model, "against": self.against}
                 line = (
                     f"perplexity {both.perplexity:.4f}, of {self.against} {both.against_perplexity:.4f} "
                     f"({both.perplexity / both.against_perplexity - 1:+.2%})\n"
                     f"KL divergence mean {both.kl_mean:.5f}, 99% {both.kl_99:.4f} nats; same most likely token "
-                    f"{both.top1:.2%}; tokens {both.tokens:,} in {seconds:.1f} s"
+                    f"{both.top1:.2%}; tokens {both.tokens:,}"
                 )
-        if self.json != "-":
-            print(line)
+        seconds = time.perf_counter() - start
+        if self.write(facts | {"seconds": seconds}):
+            print(f"{line} in {seconds:.1f} s")
 
     def prepared(self) -> Transformer:
         """The model, ready to score texts."""

@@ -7,8 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from hasten.cli.explain_attention import ExplainAttention
-from hasten.cli.options import ModelOptions, parse
-from hasten.machine.files import require_writable, write_json
+from hasten.cli.options import JsonOption, ModelOptions, parse
 from hasten.machine.measured import known
 
 if TYPE_CHECKING:
@@ -29,7 +28,7 @@ class Explain:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExplainModel(ModelOptions):
+class ExplainModel(JsonOption, ModelOptions):
     """List the kernel that each operator of a model runs here, and for every other kernel the reason against it."""
 
     json: str | None = None
@@ -37,7 +36,6 @@ class ExplainModel(ModelOptions):
     "measured": {comparison: {name: seconds}}} to this file; "-": to stdout."""
 
     def run(self) -> None:
-        require_writable(self.json)
         from hasten.model.binding import explain
         from hasten.model.wide import precision_of
 
@@ -45,8 +43,7 @@ class ExplainModel(ModelOptions):
         bindings, precision = explain(model), precision_of(model)
         operators = [asdict(binding) for binding in bindings]
         found = {"precision": precision.to_json(), "operators": operators, "measured": known()}
-        write_json(self.json, found)
-        if self.json == "-":
+        if not self.write(found):
             return
         print(f"precision: {precision}")
         print_kernels(bindings)

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from hasten.cli.options import same_fields
+from hasten.cli.options import JsonOption, given, same_fields
 from hasten.errors import ConfigError
 from hasten.machine import resolve_device
-from hasten.machine.files import require_writable, write_json
 from hasten.ops.picker import explain
 
 if TYPE_CHECKING:
@@ -20,10 +19,10 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExplainAttention:
+class ExplainAttention(JsonOption):
     """Say which attention kernel serves a call of this shape, and for every other kernel the reason against it."""
 
-    shape: Annotated[str, tyro.conf.arg(metavar="B,T,H,D")] = "1,1024,16,64"
+    shape: Annotated[tuple[int, ...], tyro.conf.arg(metavar="B,T,H,D")] = (1, 1024, 16, 64)
     """Sequences, queries, query heads, head size."""
     kv_heads: int | None = None
     """Key/value heads; as many as query heads by default."""
@@ -73,15 +72,13 @@ class ExplainAttention:
     def run(self) -> None:
         from hasten.ops.attention import KERNELS
 
-        require_writable(self.json)
         request, absent = self.request()
         choice = explain(KERNELS, request, forced=self.kernel)
         score_bytes = self.score_bytes(request)
         others = [{"kernel": name, "reason": reason} for name, reason in choice.others]
         asked = asdict(request) | {"device": str(request.device), "dtype": request.dtype_name}
         facts = {"operator": "attention", "request": asked, "kernel": choice.kernel, "others": others}
-        write_json(self.json, facts | {"score_bytes": score_bytes})
-        if self.json == "-":
+        if not self.write(facts | {"score_bytes": score_bytes}):
             return
         if absent:
             found = ".".join(map(str, request.compute_capability()))
@@ -147,25 +144,20 @@ class ExplainAttention:
         return 4 * request.batch * request.spec.heads * request.queries * request.keys
 
     def _sizes(self) -> tuple[int, int, int, int]:
-        try:
-            batch, queries, heads, size = (int(part) for part in self.shape.split(","))
-        except ValueError:
-            raise ConfigError(f"--shape wants four whole numbers B,T,H,D; found {self.shape!r}") from None
-        if min(batch, queries, heads, size) < 1:
-            raise ConfigError(f"--shape wants numbers from 1 on; found {self.shape}")
+        if len(self.shape) != 4 or min(self.shape) < 1:
+            found = ",".join(map(str, self.shape))
+            raise ConfigError(f"--shape wants four whole numbers from 1 on, B,T,H,D; found {found}")
         for option, found in (("--kv-heads", self.kv_heads), ("--keys", self.keys), ("--block-size", self.block_size)):
             if found is not None and found < 1:
                 raise ConfigError(f"{option} is {found}; it must be at least 1")
+        batch, queries, heads, size = self.shape
         return batch, queries, heads, size
 
     def _refuse_of_a_call(self) -> None:
         """Raise ConfigError for what differs from call to call, and is not known of a layer."""
         names = ("keys", "mask", "key_padding", "key_lengths", "bias", "learned_bias", "alibi", "documents", "dropout")
-        given = [name.replace("_", "-") for name in names if getattr(self, name) not in (None, False)]
-        if not self.gradient:
-            given.append("no-gradient")
-        if given:
-            raise ConfigError(f"--{given[0]} belongs to one call, and --layer asks for all of a layer's")
+        for option in given(self, (*names, "gradient")):
+            raise ConfigError(f"{option} belongs to one call, and --layer asks for all of a layer's")
 
     def _device(self) -> tuple[torch.device, bool]:
         import torch

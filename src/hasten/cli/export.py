@@ -8,13 +8,13 @@ from typing import Annotated, Literal
 
 import tyro
 
+from hasten.cli.options import JsonOption
 from hasten.errors import ConfigError
 from hasten.machine import resolve_dtype
-from hasten.machine.files import require_writable, write_json
 
 
 @dataclass(frozen=True, kw_only=True)
-class Export:
+class Export(JsonOption):
     """Write a model as a Hugging Face folder that transformers loads, converted to another dtype if asked.
 
     An OUTPUT that ends in .gguf becomes a file that llama.cpp loads; layers in int4 or int8 keep their integers there.
@@ -35,11 +35,7 @@ class Export:
     gguf: Literal["BF16", "F16", "Q8_0", "Q4_0"] | None = None
     """The type of the matrices in a GGUF file, BF16 by default."""
 
-    json: str | None = None
-    """Write what was done as JSON to this file; "-": to standard output."""
-
     def run(self) -> None:
-        require_writable(self.json)
         from rich.console import Console
 
         from hasten.model.export import export_model
@@ -65,6 +61,5 @@ class Export:
         files = [self.output] if is_file else sorted(self.output.glob("model*.safetensors"))
         size = sum(path.stat().st_size for path in files)
         done = {"output": str(self.output), "family": model.config.family, "dtype": name, "bytes": size}
-        write_json(self.json, done | {"files": [path.name for path in files]})
-        if self.json != "-":
+        if self.write(done | {"files": [path.name for path in files]}):
             print(f"{self.output}: {model.config.family}, {name}, {size / 1e9:.3f} GB in {len(files)} file(s)")

@@ -6,16 +6,15 @@ import sys
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from hasten.cli.options import CacheOptions, DraftOptions, ModelOptions, RankOptions, SamplingOptions
+from hasten.cli.options import CacheOptions, DraftOptions, JsonOption, ModelOptions, RankOptions, SamplingOptions
 from hasten.errors import ConfigError
-from hasten.machine.files import require_writable, write_json
 
 if TYPE_CHECKING:
     from hasten.generation.generate import Generation
 
 
 @dataclass(frozen=True, kw_only=True)
-class Generate(SamplingOptions, DraftOptions, CacheOptions, RankOptions, ModelOptions):
+class Generate(JsonOption, SamplingOptions, DraftOptions, CacheOptions, RankOptions, ModelOptions):
     """Continue a prompt, or several at once."""
 
     prompt: tuple[str, ...] = ()
@@ -24,11 +23,8 @@ class Generate(SamplingOptions, DraftOptions, CacheOptions, RankOptions, ModelOp
     """A prompt as token ids instead, for a folder without a tokenizer."""
     compile: bool = False
     """Compile the model's blocks first (some seconds), for long answers."""
-    json: str | None = None
-    """Write the result as JSON to this file; "-": to standard output, and nothing else there."""
 
     def run(self) -> None:
-        require_writable(self.json)
         if bool(self.prompt) == bool(self.prompt_ids):
             raise ConfigError("give one of --prompt TEXT and --prompt-ids ID …, and not both")
         texts = [sys.stdin.read() if text == "-" else text for text in self.prompt]
@@ -78,7 +74,7 @@ class Generate(SamplingOptions, DraftOptions, CacheOptions, RankOptions, ModelOp
             )
         if show and speculator is not None:
             print(speculator.stats, file=sys.stderr)
-        write_json(self.json, (results[0] if len(results) == 1 else {"outputs": results}) | speeds)
+        self.write((results[0] if len(results) == 1 else {"outputs": results}) | speeds)
         if any(result["finish_reason"] == "interrupted" for result in results):
             raise KeyboardInterrupt  # the status says it too, and no other rank waits for the next step
 

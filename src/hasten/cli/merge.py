@@ -9,14 +9,13 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from hasten.cli.options import require_new_folder
+from hasten.cli.options import JsonOption, require_new_folder
 from hasten.errors import ConfigError
 from hasten.machine import resolve_dtype
-from hasten.machine.files import require_writable, write_json
 
 
 @dataclass(frozen=True, kw_only=True)
-class Merge:
+class Merge(JsonOption):
     """Add a LoRA adapter to its model's weights, and write the result as a model folder.
 
     Plain weights are computed in float64 and rounded once. Layers in int8 or int4 are rounded anew: what that costs is
@@ -37,11 +36,9 @@ class Merge:
     """Of the text, about so many bytes."""
     overwrite: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Replace a model that stands in the output folder already."""
-    json: str | None = None
-    """Write what was done as JSON to this file; "-": to standard output."""
 
     def run(self) -> None:
-        require_writable(self.json)
+        from hasten.data import read_documents
         from hasten.model.adapter_files import load_adapter
         from hasten.model.load import load, resolve_model
         from hasten.model.lora import attach
@@ -53,7 +50,7 @@ class Merge:
         require_new_folder(self.output, source, option="OUTPUT", overwrite=self.overwrite)
         model = load(source)
         adapter = load_adapter(self.adapter, model)
-        documents = self._documents()
+        documents = [] if self.text is None else list(read_documents(self.text, limit_bytes=self.limit_bytes))
         rounded = merge(model, adapter, self.output, dtype=resolve_dtype(self.dtype, auto=model.dtype))
         done: dict[str, Any] = {
             "output": str(self.output),
@@ -75,11 +72,5 @@ class Merge:
             done["merged_perplexity"] = perplexity(load(self.output), documents).perplexity
             before, after = done["perplexity"], done["merged_perplexity"]
             lines.append(f"perplexity {before:.4f} with the adapter, {after:.4f} merged ({after / before - 1:+.2%})")
-        write_json(self.json, done)
-        if self.json != "-":
+        if self.write(done):
             print("\n".join(lines))
-
-    def _documents(self) -> list[str]:
-        from hasten.data import read_documents
-
-        return [] if self.text is None else list(read_documents(self.text, limit_bytes=self.limit_bytes))

@@ -9,34 +9,31 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from hasten.bench.plan import PlanOptions, make_plan
-from hasten.machine.files import require_writable, write_json
+from hasten.cli.options import JsonOption
+from hasten.machine.files import require_writable
 
 if TYPE_CHECKING:
     from hasten.planning.plan import Plan
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanCommand(PlanOptions):
+class PlanCommand(JsonOption, PlanOptions):
     """Say what training, generating or serving a model takes in bytes and time, here or on a known device."""
 
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
     """A folder, a hub id, a named shape (llama-7b, gpt2-124m, …) or a config.json alone."""
-    json: str | None = None
-    """Write the plan as JSON to this file (-: standard output)."""
     picture: str | None = None
     """Draw the bytes of each moment as stacked bars into this PNG."""
 
     def run(self) -> None:
-        for path in (self.json, self.picture):
-            require_writable(path)
+        require_writable(self.picture)
         plan = make_plan(self.model, self)
-        write_json(self.json, plan.to_json())
         title = f"{plan.model}, {self.use}, {plan.use.dtype}, on {plan.device.name}"
         if self.picture is not None:
             from hasten.bench.draw import draw_memory
 
             draw_memory(plan.memory, self.picture, title=title, free=plan.free)
-        if self.json == "-":
+        if not self.write(plan.to_json()):
             return
         from rich.console import Console
         from rich.table import Table

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 import tyro
 
 from hasten.checks import real
-from hasten.cli.options import WeightLayout, require_new_folder, same_fields
+from hasten.cli.options import JsonOption, WeightLayout, given, require_new_folder, same_fields
 from hasten.errors import ConfigError
 from hasten.machine import configure, describe, peak_memory, resolve_device
 from hasten.machine.files import require_writable, write_json
@@ -37,7 +37,7 @@ CALIBRATION = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Quantize:
+class Quantize(JsonOption):
     """Quantize a model's weights to 8, 4, 3 or 2 bits, and write them as a folder that hasten and transformers load.
 
     Layer by layer, from file to file: memory for about one layer is needed beside the mapped input; --method gptq works
@@ -109,8 +109,6 @@ class Quantize:
     """CPU threads; auto is one for each physical core that this process may use."""
     picture: Path | None = None
     """Draw the error of each layer's outputs, of rtn and of the method, as a PNG."""
-    json: str | None = None
-    """Write sizes, seconds and the error of each layer as JSON to this file; "-": to standard output."""
 
     def scheme_of(self) -> Scheme | None:
         """The library's scheme; None: it is to be chosen. Raises ConfigError for options that contradict each other."""
@@ -120,10 +118,8 @@ class Quantize:
         if self.allow_int3 and self.bits is None:
             raise ConfigError("--allow-int3 goes with --bits")
         if self.scheme is None:
-            for option in ("group_size", "symmetric", "asymmetric", "lm_head", "embedding"):
-                value = getattr(self, option)
-                if value is not None and value is not False:  # 0 was given
-                    raise ConfigError(f"--{option.replace('_', '-')} goes with --scheme; a table says it by layer")
+            for option in given(self, ("group_size", "symmetric", "asymmetric", "lm_head", "embedding")):
+                raise ConfigError(f"{option} goes with --scheme; a table says it by layer")
             if self.bits is not None and self.format == "gptq":
                 raise ConfigError(
                     "--format gptq holds one bit width, and --bits chooses several: leave out one of them"
@@ -143,9 +139,8 @@ class Quantize:
         if self.scheme == "int8":
             if self.asymmetric:
                 raise ConfigError("int8 is symmetric; --asymmetric goes with --scheme int4, int3 and int2")
-            for option, value in (("--group-size", self.group_size), ("--search", self.search)):
-                if value is not None:
-                    raise ConfigError(f"int8 has one scale for each row; {option} goes with --scheme int4, int3, int2")
+            for option in given(self, ("group_size", "search")):
+                raise ConfigError(f"int8 has one scale for each row; {option} goes with --scheme int4, int3, int2")
             return Int8(**same_fields(self, Int8))
         kind = SCHEMES[self.scheme]
         own = {"lm_head": self.lm_head or "none", "scale_dtype": "float16"} if self.format == "gptq" else {}
@@ -162,11 +157,9 @@ class Quantize:
             "sign": (SignRounding, (*CALIBRATION, "steps", "batch")),
         }
         kind, allowed = methods[self.method]
-        for option in {name for _, names in methods.values() for name in names} - set(allowed):
-            value = getattr(self, option)
-            if value is not None and value is not False:  # 0 and "" were given
-                fits = " and ".join(name for name, (_, names) in methods.items() if option in names)
-                raise ConfigError(f"--{option.replace('_', '-')} goes with --method {fits}; found {self.method}")
+        for wrong in given(self, {name for _, names in methods.values() for name in names} - set(allowed)):
+            fits = " and ".join(name for name, (_, names) in methods.items() if wrong in given(self, names))
+            raise ConfigError(f"{wrong} goes with --method {fits}; found {self.method}")
         return None if kind is None else kind(**same_fields(self, kind))
 
     def calibration_of(self, model: Transformer) -> Tensor:
@@ -205,7 +198,6 @@ class Quantize:
         from hasten.model.load import load, resolve_model
         from hasten.quantization import quantize_to_folder
 
-        require_writable(self.json)
         require_writable(None if self.picture is None else str(self.picture))
         require_writable(self.formats if self.bits is not None else None)
         scheme, method = self.scheme_of(), self.method_of()
@@ -247,12 +239,11 @@ class Quantize:
             "peak_memory_bytes": peak_memory(),
             "layers": [_row(report) for report in reports],
         }
-        write_json(self.json, result)
         if self.picture is not None:
             from hasten.quantization.report import draw_errors
 
             draw_errors(reports, self.method, self.picture)
-        if self.json != "-":
+        if self.write(result):
             print("\n".join(_summary(result, reports)))
 
     def announce(self, model: Transformer, scheme: Scheme, method: BlockMethod, calibration: Tensor) -> dict[str, Any]:

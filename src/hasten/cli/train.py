@@ -8,16 +8,16 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
+from hasten.cli.options import JsonOption
 from hasten.cli.train_help import first_screen
 from hasten.distributed import launched
 from hasten.errors import ConfigError
-from hasten.machine.files import require_writable, write_json
 from hasten.training.recipe import Recipe
 from hasten.training.recipes import DESCRIPTIONS, RECIPES
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Train:
+@dataclass(frozen=True, kw_only=True)
+class Train(JsonOption):
     """Train a language model, from scratch or from a checkpoint (--init), and leave a Hugging Face folder.
 
     Everything lands in runs/NAME: model/, train.jsonl (a line a step), loss.png, checkpoints/. Ctrl-C saves and ends;
@@ -36,28 +36,25 @@ class Train:
     """With --processes: start all of them again, so many times, when one has died."""
     progress: bool = True
     """Show the progress on standard error: a bar, or a line about every 30 seconds where it is no terminal."""
-    json: str | None = None
-    """Write the result as JSON to this file (-: standard output)."""
 
     def run(self) -> None:
         if self.print_config:
             print(json.dumps(self.recipe.to_json(), indent=2))
             return
 
-        require_writable(self.json)
         from hasten.training.session import train
 
         result = train(self.recipe, progress=self.progress, resume=self.resume)
         if launched() and os.environ["RANK"] != "0":  # the first one tells
             raise SystemExit(0 if result.stopped_by is None else 128 + result.stopped_by)
-        write_json(self.json, result.to_json())
+        for_people = self.write(result.to_json())
         if result.stopped_by is not None:
             print(
                 f"stopped after step {result.steps}, saved in {result.folder}: the same command goes on from there",
                 file=sys.stderr,
             )
             raise SystemExit(128 + result.stopped_by)
-        if self.json != "-":
+        if for_people:
             print(summary(result))
 
     @staticmethod
