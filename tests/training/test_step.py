@@ -215,8 +215,10 @@ def test_joined_projections_compute_the_same(family):
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_a_layer_that_is_replaced_later_is_called(family):
     """As LoRA or a fake-quantized layer would be: nothing reads the weight behind its back."""
+    from hasten.model.swap import swap_kinds
+    from hasten.model.transformer import MLP, Attention
     from hasten.training.build import fuse_activations, join_projections
-    from hasten.training.swapped import FusedMLP, JoinedAttention, swap_back
+    from hasten.training.swapped import FusedMLP, JoinedAttention
 
     class Doubled(torch.nn.Linear):
         def forward(self, x):
@@ -239,7 +241,7 @@ def test_a_layer_that_is_replaced_later_is_called(family):
     for step in (plain, swapped):
         step.run([batch()])
     assert called == called[:2] * 2, "hooks are called as before"
-    swap_back(swapped.model)
+    swap_kinds(swapped.model, {JoinedAttention: Attention, FusedMLP: MLP})
     kinds = {type(module) for module in swapped.model.modules()}
     assert not kinds & {JoinedAttention, FusedMLP}
     torch.testing.assert_close(swapped.run([batch()]).loss, plain.run([batch()]).loss, atol=1e-5, rtol=1e-5)

@@ -13,7 +13,6 @@ own rows, the norm of a whole tensor (LAMB) or the whole matrix (Muon), it asks 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -29,13 +28,6 @@ if TYPE_CHECKING:
 
 
 RANK = "@"  # before the number of the rank whose own a tensor of a checkpoint is
-
-
-@dataclass(frozen=True, slots=True)
-class Copies:
-    """The optimizer has float32 copies of the weights on a device."""
-
-    device: torch.device
 
 
 class Parts:
@@ -59,12 +51,15 @@ class Parts:
 
 
 class Placement(Parts):
-    """Everything whole, in one process. module: what is called forward. worked: what the optimizer updates, by name."""
+    """Everything whole, in one process. module: what is called forward. worked: what the optimizer updates, by name.
+
+    copies: the device on which the optimizer has float32 copies of the weights, if it has such.
+    """
 
     ranks: Ranks = ALONE
     module: nn.Module
 
-    def __init__(self, model: Any, *, copies: Copies | None = None) -> None:
+    def __init__(self, model: Any, *, copies: torch.device | None = None) -> None:
         self.module = model
         self.copies = copies
         # Frozen ones are read from where they came from, and are nobody's to update or keep.
@@ -76,7 +71,7 @@ class Placement(Parts):
     def _worked(self, parameter: nn.Parameter) -> nn.Parameter:
         if self.copies is None:
             return parameter
-        return nn.Parameter(self.local(parameter).detach().to(self.copies.device, torch.float32, copy=True))
+        return nn.Parameter(self.local(parameter).detach().to(self.copies, torch.float32, copy=True))
 
     def local(self, tensor: Tensor) -> Tensor:
         """This rank's part of a parameter or gradient; without gradients of its own."""
@@ -136,7 +131,7 @@ class Replicated(Placement):
     unused: a parameter may have no gradient in a step (layer dropping, experts); finding out costs a walk of the graph.
     """
 
-    def __init__(self, model: nn.Module, *, ranks: Ranks, unused: bool, copies: Copies | None = None) -> None:
+    def __init__(self, model: nn.Module, *, ranks: Ranks, unused: bool, copies: torch.device | None = None) -> None:
         super().__init__(model, copies=copies)
         # It would cut compiled graphs where buckets end; blocks are smaller, and it knows no checkpointing.
         torch._dynamo.config.optimize_ddp = False
@@ -184,7 +179,9 @@ class Replicated(Placement):
 class Apart(Replicated):
     """Every rank trains by itself, and all agree now and then: DiLoCo (arXiv 2311.08105)."""
 
-    def __init__(self, model: nn.Module, *, ranks: Ranks, unused: bool, copies: Copies | None, **outer: Any) -> None:
+    def __init__(
+        self, model: nn.Module, *, ranks: Ranks, unused: bool, copies: torch.device | None, **outer: Any
+    ) -> None:
         super().__init__(model, ranks=ranks, unused=unused, copies=copies)
         self.averages = lambda: False
         self.outer = DiLoCo(list(self.worked.values()), **outer)
@@ -224,7 +221,7 @@ class Sharded(Placement):
         replicas: int = 1,
         offload: bool = False,
         prefetch: int = 0,
-        copies: Copies | None = None,
+        copies: torch.device | None = None,
     ) -> None:
         from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 

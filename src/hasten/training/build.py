@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hasten.distributed.placement import Apart, Copies, Placement, Replicated, Sharded
+from hasten.distributed.placement import Apart, Placement, Replicated, Sharded
 from hasten.distributed.ranks import ALONE, Ranks
 from hasten.errors import CheckpointError, ConfigError, HastenWarning
 from hasten.machine import find_compiler
@@ -153,7 +153,7 @@ def place(model: Transformer, recipe: Recipe, ranks: Ranks = ALONE) -> Placement
     parallel = recipe.parallel
     copies = None
     if parallel.offload == "optimizer" or parallel.policy == "float32-masters":
-        copies = Copies(model.device if parallel.offload == "none" else torch.device("cpu"))
+        copies = model.device if parallel.offload == "none" else torch.device("cpu")
     if not ranks.joined:
         if parallel.offload == "all":
             raise ConfigError("parallel.offload all is FSDP2's, which wants torchrun or --processes (1 is enough)")

@@ -52,11 +52,12 @@ class Loop:
         state, run = self.state, self.recipe.run
         if state.total is None and run.minutes is None:
             state.total = budget.fixed_steps(self.recipe, windows=self.setup.batches.windows)
-        micro, first = self.recipe.data.accumulation, self.ranks.first
-        board = (
-            display.TensorBoard(self.folder.tensorboard, after_step=state.step) if run.tensorboard and first else None
-        )
-        journal = Journal(self.folder.journal, keep_steps=state.step) if first else None
+        micro = self.recipe.data.accumulation
+        logs: list[Journal | display.TensorBoard] = []
+        if self.ranks.first:
+            logs.append(Journal(self.folder.journal, keep_steps=state.step))
+        if self.ranks.first and run.tensorboard:
+            logs.append(display.TensorBoard(self.folder.tensorboard, after_step=state.step))
         source = self.setup.batches.iterate(state.step * micro)
         try:
             while not state.finished:
@@ -80,10 +81,8 @@ class Loop:
                 line = self._account(result, rate=rate, started=started, block_scales=block_scales)
                 if state.finished or (state.step % run.validate_every == 0 and not self._asked_to_stop()):
                     line |= self._validate()
-                if journal is not None:
-                    journal.write(line)
-                if board is not None:
-                    board.write(line)
+                for log in logs:
+                    log.write(line)
                 self.progress.show(line, total=state.total, validation=state.validation_loss)
                 self._save_where_due(line)
                 if self.on_step is not None:
@@ -93,10 +92,8 @@ class Loop:
                     return False
             self._finish_save()
         finally:
-            if journal is not None:
-                journal.close()
-            if board is not None:
-                board.close()
+            for log in logs:
+                log.close()
         return True
 
     def _asked_to_stop(self) -> bool:
@@ -186,7 +183,7 @@ class Loop:
                 self.recipe,
                 step_seconds=self.step_seconds,
                 used=state.seconds,
-                validation_batches=0 if validation is None else validation.batches,
+                validation_batches=self.setup.validation_batches,
             ) - len(self.step_seconds)
             state.total = state.step + more if most is None else min(most, state.step + more)
         elif most is not None and state.step >= most:
@@ -198,8 +195,7 @@ class Loop:
         if self.recipe.run.minutes is None or state.total is None or state.finished:
             return
         if self._pace is None:
-            validation = self.setup.validation
-            batches = 0 if validation is None else validation.batches
+            batches = self.setup.validation_batches
             self._pace = budget.Pace(self.recipe, used=state.seconds, validation_batches=batches)
         total = self._pace.lowered(step=state.step, total=state.total, elapsed=elapsed, used=state.seconds)
         if total == state.total:

@@ -1,7 +1,8 @@
 """The optimizers of a recipe: AdamW (arXiv 1711.05101), LAMB (arXiv 1904.00962) and Muon."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, get_args
 
 import torch
 from torch import nn
@@ -12,48 +13,41 @@ from hasten.training.lamb import Lamb
 from hasten.training.muon import Muon
 from hasten.training.onebit import OneBitAdam, OneBitLamb, OneBitOptimizer
 from hasten.training.parameter_groups import parameter_groups, parse_rule
-from hasten.training.recipe import Optimizer
+from hasten.training.recipe import Optimizer, OptimizerName
 
 
 def make_optimizer(model: nn.Module | Placement, settings: Optimizer, *, fused: bool = True) -> torch.optim.Optimizer:
     """The optimizer that a recipe asks for, of a model or of what a placement has of one.
 
-    fused: one kernel for many tensors, else one tensor after the other.
+    fused: one kernel for many tensors (LAMB: operations on lists of tensors), else one tensor after the other.
     """
-    makers: dict[str, Callable[..., torch.optim.Optimizer]] = {
-        "adamw": adamw,
-        "lamb": lamb,
-        "muon": muon,
-        "onebit-adam": onebit,
-        "onebit-lamb": onebit,
-    }
-    if settings.kind not in makers:
-        raise ConfigError(f"optimizer.kind is {settings.kind!r}; choose one of {', '.join(makers)}")
-    return makers[settings.kind](model, settings, fused=fused)
+    placement = model if isinstance(model, Placement) else Placement(model)
+    rules = [parse_rule(text) for text in settings.groups]
+    groups = parameter_groups(list(placement.worked.items()), weight_decay=settings.weight_decay, rules=rules)
+    groups = [group | {"lr": settings.learning_rate * group["rate_factor"]} for group in groups]
+    if settings.kind == "adamw":
+        return _adamw(groups, settings, fused=fused)
+    if settings.kind == "lamb":
+        return Lamb(groups, **_means(settings), foreach=fused, parts=placement)
+    if settings.kind == "muon":
+        return _muon(placement, groups, settings, fused=fused)
+    if settings.kind in ("onebit-adam", "onebit-lamb"):
+        return _onebit(placement, groups, settings, fused=fused)
+    raise ConfigError(f"optimizer.kind is {settings.kind!r}; choose one of {', '.join(get_args(OptimizerName))}")
 
 
-def adamw(model: nn.Module | Placement, settings: Optimizer, *, fused: bool = True) -> torch.optim.AdamW:
+def adamw(model: nn.Module | Placement, settings: Optimizer, *, fused: bool = True) -> torch.optim.Optimizer:
     """AdamW; fused: one kernel updates all parameters of a group."""
-    return _adamw(_groups(_placement(model), settings), settings, fused=fused)
+    return make_optimizer(model, replace(settings, kind="adamw"), fused=fused)
 
 
-def lamb(model: nn.Module | Placement, settings: Optimizer, *, fused: bool = True) -> Lamb:
-    """LAMB; fused: in operations on lists of tensors."""
-    placement = _placement(model)
-    return Lamb(_groups(placement, settings), **_means(settings), foreach=fused, parts=placement)
-
-
-def onebit(model: nn.Module | Placement, settings: Optimizer, *, fused: bool = True) -> OneBitOptimizer:
-    """1-bit Adam or LAMB; fused: their warm-up's step, as adamw's and lamb's. Raises ConfigError unless every rank has
-    the whole model.
-    """
-    placement = _placement(model)
+def _onebit(placement: Placement, groups: list[dict[str, Any]], settings: Optimizer, *, fused: bool) -> OneBitOptimizer:
+    """1-bit Adam or LAMB; fused: their warm-up's step. Raises ConfigError unless every rank has the whole model."""
     if type(placement) is not Replicated:
         raise ConfigError(
             f"optimizer.kind {settings.kind} is for several processes (torchrun, or --processes) that all have the "
             "whole model (parallel.zero 0): its errors, 4 + 4/N bytes a parameter, would undo what ZeRO saves"
         )
-    groups = _groups(placement, settings)
     made: OneBitOptimizer
     if settings.kind == "onebit-adam":
         made = OneBitAdam(groups, **_means(settings), fused=fused, foreach=None if fused else False)
@@ -66,18 +60,17 @@ def onebit(model: nn.Module | Placement, settings: Optimizer, *, fused: bool = T
     return made
 
 
-def muon(model: nn.Module | Placement, settings: Optimizer, *, fused: bool = True) -> "Together":
+def _muon(placement: Placement, groups: list[dict[str, Any]], settings: Optimizer, *, fused: bool) -> "Together":
     """Muon for the matrices inside the blocks, AdamW for embeddings, head, norms and biases.
 
     Muon's step is scaled to the length of AdamW's (arXiv 2502.16982), so that one learning rate serves both.
     """
-    placement = _placement(model)
     own = {id(p) for name, p in placement.worked.items() if name.startswith("blocks.") and p.dim() == 2}
     if not own:
         raise ConfigError("optimizer.kind is 'muon', and the model has no matrices in `blocks` that it could update")
     matrices: list[dict[str, Any]] = []
     others: list[dict[str, Any]] = []
-    for group in _groups(placement, settings):
+    for group in groups:
         for target, inside in ((matrices, True), (others, False)):
             members = [p for p in group["params"] if (id(p) in own) == inside]
             if members:
@@ -111,16 +104,6 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
     """The rate of every group: the same, times the group's own factor."""
     for group in optimizer.param_groups:
         group["lr"] = rate * group.get("rate_factor", 1.0)
-
-
-def _placement(model: nn.Module | Placement) -> Placement:
-    return model if isinstance(model, Placement) else Placement(model)
-
-
-def _groups(placement: Placement, settings: Optimizer) -> list[dict[str, Any]]:
-    rules = [parse_rule(text) for text in settings.groups]
-    groups = parameter_groups(list(placement.worked.items()), weight_decay=settings.weight_decay, rules=rules)
-    return [group | {"lr": settings.learning_rate * group["rate_factor"]} for group in groups]
 
 
 def _adamw(groups: list[dict[str, Any]], settings: Optimizer, *, fused: bool) -> torch.optim.AdamW:

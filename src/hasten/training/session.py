@@ -137,7 +137,7 @@ def _train(
     stop = StopRequest()
     # Until the first step there is nothing to save: Ctrl-C while text is being prepared ends at once.
     # Several ranks stop together, between two steps.
-    setup = set_up(recipe, progress=progress, ranks=ranks, should_stop=_never if ranks.size > 1 else stop.asked)
+    setup = set_up(recipe, progress=progress, ranks=ranks, should_stop=stop.asked if ranks.size == 1 else lambda: False)
     recipe = setup.recipe
     state = TrainingState() if stored is None else _restore(stored, setup, folder)
     if ranks.first:
@@ -216,10 +216,6 @@ def _export(recipe: Recipe, folder: RunFolder, setup: Setup) -> None:
         export_model(model, folder.model, quantized=as_stored(model))
     else:
         save(model, folder.model)
-
-
-def _never() -> bool:
-    return False
 
 
 def _median(lines: list[dict[str, Any]], name: str) -> float | None:

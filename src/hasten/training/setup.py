@@ -1,6 +1,6 @@
 """Everything a run needs before its first step: data, model, optimizer, the training step."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -44,6 +44,11 @@ class Setup:
     flops_per_token: float
     block_flops: tuple[float, ...]
     rate: float | None
+
+    @property
+    def validation_batches(self) -> int:
+        """Of one measurement of the validation loss."""
+        return 0 if self.validation is None else self.validation.batches
 
     def mfu(self, tokens_per_second: float, block_scales: Sequence[Sequence[float]] | None = None) -> float | None:
         """Model FLOPs utilisation (arXiv 2204.02311, appendix B), against the rate measured on this machine.
@@ -119,7 +124,8 @@ def set_up(
     rate = _rate(step.precision.dtype, device) if recipe.lora.rank is None else None
     # Last: measuring draws random numbers, how many depends on the machine's mood, and dropout must not.
     configure(threads=recipe.run.threads, seed=recipe.run.seed + ranks.rank, processes=ranks.local_size)
-    whole = training_flops_per_token(model.config, recipe.data.context)
+    layers, whole = model.config.layers, training_flops_per_token(model.config, context)
+    without_each = [replace(model.config, layers=layers[:i] + layers[i + 1 :]) for i in range(len(layers))]
     return Setup(
         recipe=recipe,
         room=room,
@@ -129,9 +135,7 @@ def set_up(
         model=model,
         step=step,
         flops_per_token=whole,
-        block_flops=tuple(
-            whole - training_flops_per_token(without, recipe.data.context) for without in _without_each(model.config)
-        ),
+        block_flops=tuple(whole - training_flops_per_token(without, context) for without in without_each),
         rate=rate,
     )
 
@@ -144,12 +148,6 @@ def own_device(recipe: Recipe, ranks: Ranks) -> torch.device:
 
 def _sum(model: Transformer) -> torch.Tensor:
     return torch.stack([p.detach().sum(dtype=torch.float64) for p in model.parameters()]).sum()
-
-
-def _without_each(config: ModelConfig) -> Iterator[ModelConfig]:
-    """The config without its first block, without its second, …"""
-    for index in range(len(config.layers)):
-        yield replace(config, layers=config.layers[:index] + config.layers[index + 1 :])
 
 
 def _config(recipe: Recipe, data: TokenData, *, init: Path | None) -> ModelConfig:

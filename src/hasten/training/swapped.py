@@ -5,15 +5,14 @@ They read the weights of plain linear layers. Where something else stands in a l
 they call it, as the module does whose place they take.
 """
 
-from collections.abc import Mapping
 from typing import Self, TypeGuard
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hasten.model.swap import swap_kinds, take_over
-from hasten.model.transformer import MLP, Attention, Transformer
+from hasten.model.swap import take_over
+from hasten.model.transformer import MLP, Attention
 from hasten.ops.activation import Functions
 
 
@@ -55,14 +54,6 @@ class FusedMLP(MLP):
         if not _is_plain(up):
             return super().forward(x)
         return self.down(self.functions.bias_gelu(F.linear(x, up.weight), up.bias))
-
-
-PLAIN: Mapping[type[nn.Module], type[nn.Module]] = {JoinedAttention: Attention, FusedMLP: MLP}
-
-
-def swap_back(model: Transformer) -> None:
-    """Put plain attention and MLP modules back."""
-    swap_kinds(model, PLAIN)
 
 
 def _is_plain(layer: nn.Module) -> TypeGuard[nn.Linear]:
