@@ -29,7 +29,7 @@ from hasten.serving.logprobs import TokenTexts
 from hasten.serving.model_runner import Sampler, embed, step_logits
 from hasten.serving.request import EngineFailed, FinishReason, QueueFull, Request, RequestOutput, RequestRefused
 from hasten.serving.request_state import OutputSequence, RequestState, RequestTable
-from hasten.serving.scheduler import ScheduledSequence, ScheduledTokens, Scheduler
+from hasten.serving.scheduler import ScheduledSequence, Scheduler
 from hasten.serving.settings import EngineSettings, Stats
 
 
@@ -216,7 +216,10 @@ class Engine:
         if copies := [pair for entry in plan for pair in entry.copies]:
             self.runner.copy(copies)
         started = time.perf_counter()
-        logits, first = self._compute(plan)
+        logits, first = step_logits(self.runner, plan, self.blocks)
+        self._counts.model_seconds += time.perf_counter() - started
+        self._counts.steps += 1
+        self._counts.computed_tokens += sum(entry.count for entry in plan)
         self.scheduler.advance(plan)
         growing: dict[OutputSequence, int] = {}  # those that take tokens now, and the first row of each
         scored: dict[tuple[BeamSearch, ScheduledSequence], int] = {}
@@ -262,15 +265,6 @@ class Engine:
         ]
         for one, draft in zip(level, speculator.propose(texts, other_rows=self.scheduler.behind), strict=True):
             one.sequence.drafts = draft
-
-    def _compute(self, plan: list[ScheduledTokens]) -> tuple[Tensor, list[int]]:
-        started = time.perf_counter()
-        computed = step_logits(self.runner, plan, self.blocks)
-        seconds = time.perf_counter() - started
-        self._counts.model_seconds += seconds
-        self._counts.steps += 1
-        self._counts.computed_tokens += sum(entry.count for entry in plan)
-        return computed
 
     def _grow(self, logits: Tensor, growing: dict[OutputSequence, int]) -> list[RequestOutput]:
         """Each output sequence takes what is sampled for it, from its row on."""

@@ -144,7 +144,9 @@ class Tools:
         if self._forced and body.response_format is not None and body.response_format.type != "text":
             message = "response_format cannot be combined with a forced tool_choice, which decides the form itself"
             raise ApiError(message, param="response_format")
-        template = _template(service)
+        templates = service.tokenizer.templates
+        chosen = templates.get("tool_use", templates.get("default"))
+        template = "" if chosen is None else chosen.source
         self._format = find_format(template)
         if "tools" not in template:
             raise ApiError("the chat template of this model has no place for tools", param="tools")
@@ -190,9 +192,3 @@ class Tools:
             "required": ["name", "arguments"],
             "additionalProperties": False,
         }
-
-
-def _template(service: Service) -> str:
-    templates = service.tokenizer.templates
-    template = templates.get("tool_use", templates.get("default"))
-    return "" if template is None else template.source
