@@ -155,7 +155,9 @@ def flags(made):
             words.append(f"--{section}.no-{field.replace('_', '-')}")
         elif value != usual[name]:
             words += (
-                [option] if value is True else [option, *(map(str, value) if isinstance(value, list) else [str(value)])]
+                [option]
+                if value is True
+                else [option, *(map(str, value) if isinstance(value, list | tuple) else [str(value)])]
             )
     return words
 
