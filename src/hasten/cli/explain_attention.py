@@ -145,8 +145,8 @@ class ExplainAttention(JsonOption):
 
     def _sizes(self) -> tuple[int, int, int, int]:
         if len(self.shape) != 4 or min(self.shape) < 1:
-            found = ",".join(map(str, self.shape))
-            raise ConfigError(f"--shape wants four whole numbers from 1 on, B,T,H,D; found {found}")
+            shape = ",".join(map(str, self.shape))
+            raise ConfigError(f"--shape wants four whole numbers from 1 on, B,T,H,D; found {shape}")
         for option, found in (("--kv-heads", self.kv_heads), ("--keys", self.keys), ("--block-size", self.block_size)):
             if found is not None and found < 1:
                 raise ConfigError(f"{option} is {found}; it must be at least 1")
