@@ -52,10 +52,26 @@ def operator(
     out = q.new_empty(q.shape)
     with torch.cuda.device_of(q):
         attend[(splits, kv_heads, batch)](
-            *(q.contiguous(), k, v, *(x.view(torch.float32) if int8 else None for x in (k, v))),
-            *(mask, first, lengths, table, parts, peaks, sums),
-            *(keys, splits, 0 if table is None else table.shape[1], max(block_size, 1)),
-            *(k.stride(0) if lengths is None else 0, *k.stride()[-3:-1], 0 if mask is None else mask.stride(0)),
+            q.contiguous(),
+            k,
+            v,
+            k.view(torch.float32) if int8 else None,
+            v.view(torch.float32) if int8 else None,
+            mask,
+            first,
+            lengths,
+            table,
+            parts,
+            peaks,
+            sums,
+            keys,
+            splits,
+            0 if table is None else table.shape[1],
+            max(block_size, 1),
+            k.stride(0) if lengths is None else 0,
+            k.stride(-3),
+            k.stride(-2),
+            0 if mask is None else mask.stride(0),
             scale,
             SOFTCAP=softcap,
             WINDOW=window,
@@ -69,7 +85,11 @@ def operator(
             num_stages=2,
         )
         combine[(batch * heads,)](
-            *(parts, peaks, sums, out, splits),
+            parts,
+            peaks,
+            sums,
+            out,
+            splits,
             D=size,
             D_SIDE=side,
             SPLITS_SIDE=triton.next_power_of_2(splits),
@@ -110,7 +130,13 @@ def over_view(q: Tensor, view: KVView, *, spec: AttentionSpec, longest: int) -> 
             f"{step.seq_lens.shape[0]} sequences, strides {view.k.stride()} and {view.v.stride()}"
         )
     return operator(
-        *(q, view.k, view.v, None),
+        q,
+        view.k,
+        view.v,
+        None,
         *(step.first_slots, step.seq_lens, step.block_table, step.block_size),
-        *(longest, spec.scale, spec.window or 0, spec.softcap or 0.0),
+        longest,
+        spec.scale,
+        spec.window or 0,
+        spec.softcap or 0.0,
     )
