@@ -2,6 +2,7 @@
 
 import random
 import subprocess
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
@@ -51,14 +52,15 @@ def facts(speculators: Sequence[Any], model: Any, context: float) -> dict[str, f
     if not all_stats:
         return {}
     steps, tokens = sum(s.steps for s in all_stats), sum(s.tokens for s in all_stats)
+    rows = sum((Counter(s.rows) for s in all_stats), Counter())
     proposed, taken = sum(s.draft_tokens for s in all_stats), sum(s.accepted_tokens for s in all_stats)
     cost, seconds = step_cost(model), sum(s.seconds for s in all_stats)
-    rows = 1 + proposed / max(1, steps)
-    predicted = tokens * cost.seconds(1, context) / (steps * cost.seconds(rows, context) + seconds)
+    passes = sum(count * cost.seconds(number, context) for number, count in rows.items())
+    predicted = tokens * cost.seconds(1, context) / (passes + seconds)
     return {
         "acceptance": taken / max(1, proposed),
         "tokens_per_pass": tokens / max(1, steps),
-        "proposed_per_pass": rows - 1,
+        "proposed_per_pass": proposed / max(1, steps),
         "predicted_ratio": predicted,
     }
 

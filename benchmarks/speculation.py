@@ -192,12 +192,14 @@ def draw(report: dict[str, Any], path: Path) -> None:
             own = sorted((r for r in rows if r["weights"] == weights), key=lambda r: r["tokens_per_pass"])
             at = [row["tokens_per_pass"] for row in own]
             axes.plot(at, [row["predicted_ratio"] for row in own], color=color, linewidth=1.2)
-            axes.plot(at, [row["ratio"] for row in own], "o", color=color, label=weights)
-            for row in own:
-                label = row["draft"] if row["temperature"] == 0 else f"{row['draft']}, {row['temperature']}"
-                axes.annotate(
-                    label, (row["tokens_per_pass"], row["ratio"]), fontsize=7, xytext=(4, 3), textcoords="offset points"
-                )
+            greedy, drawn = ([r for r in own if bool(r["temperature"]) is hot] for hot in (False, True))
+            for some, fill, label in ((greedy, color, weights), (drawn, "white", f"{weights}, temperature 0.8")):
+                points = [(row["tokens_per_pass"], row["ratio"]) for row in some]
+                axes.plot(*zip(*points, strict=True), "o", color=color, markerfacecolor=fill, label=label)
+            for row in greedy:
+                if row["tokens_per_pass"] > 1.1:
+                    at = row["tokens_per_pass"], row["ratio"]
+                    axes.annotate(row["draft"], at, fontsize=7, xytext=(5, -3), textcoords="offset points")
         axes.axhline(1, color="#66717d", linewidth=0.8, linestyle=":")
 
 

@@ -58,8 +58,8 @@ class DraftedStream:
             for _ in run:
                 pass
             stats = speculator.stats
-            rows = 1 + stats.draft_tokens / max(1, stats.steps)
-            predicted += stats.steps * cost.seconds(rows, len(prompt) + self.new_tokens / 2) + stats.seconds
+            context = len(prompt) + self.new_tokens / 2
+            predicted += stats.seconds + sum(n * cost.seconds(rows, context) for rows, n in stats.rows.items())
             timings.append(timing)
             found.append(stats)
         tokens, proposed = sum(stats.tokens for stats in found), sum(stats.draft_tokens for stats in found)

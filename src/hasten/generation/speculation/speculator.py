@@ -32,7 +32,8 @@ _GAIN = 1.02  # a draft must promise so much more than none, because chances and
 class SpeculationStats:
     """drafts: sequences in steps that had one; draft_tokens and accepted_tokens of them, accepted also by position.
 
-    tokens: all that were taken, in `steps` of the target, plain ones included. seconds: of proposing.
+    tokens: all that were taken, in `steps` of the target, plain ones included; rows: how many steps had so many rows.
+    seconds: of proposing.
     """
 
     drafts: int = 0
@@ -41,6 +42,7 @@ class SpeculationStats:
     accepted_by_position: list[int] = field(default_factory=list)
     tokens: int = 0
     steps: int = 0
+    rows: dict[int, int] = field(default_factory=dict)
     seconds: float = 0.0
 
     def __str__(self) -> str:
@@ -168,6 +170,7 @@ class Speculator:
     def stepped(self, rows: int, context: float, seconds: float) -> None:
         """The target's step over so many rows took so long."""
         self.stats.steps += 1
+        self.stats.rows[rows] = self.stats.rows.get(rows, 0) + 1
         if self._asked is None and self.stats.steps > _SEEN and self.stats.steps % _SEEN:
             return
         self.cost.observe(rows, context, seconds)
