@@ -7,6 +7,8 @@ import math
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+import tyro
+
 from hasten.bench.draw import draw_curves
 from hasten.bench.measure import Benchmark, say
 from hasten.bench.models import BenchmarkModel, check_least
@@ -36,6 +38,10 @@ class ServeBenchmark(Benchmark, EngineOptions, LoadOptions):
     """Of a running server, such as http://127.0.0.1:8000."""
     api_key: str | None = None
     """Key of that server."""
+    engine: tyro.conf.OmitArgPrefixes[EngineSettings] = field(default_factory=EngineSettings)
+    """In this process: limits of the engine."""
+    cache_gib: float | None = None
+    """In this process: GiB of the cache; by default half of what is free, and never more than can be used."""
     workload: Workload = field(default_factory=Workload)
     """What is sent."""
     rates: tuple[float, ...] = (math.inf,)

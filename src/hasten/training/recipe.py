@@ -291,7 +291,11 @@ class Recipe:
 
     def to_json(self) -> dict[str, Any]:
         """The fields as plain JSON values, nested."""
-        return dataclasses.asdict(self)
+
+        def plain(items: list[tuple[str, Any]]) -> dict[str, Any]:  # JSON has lists only
+            return {name: list(value) if isinstance(value, tuple) else value for name, value in items}
+
+        return dataclasses.asdict(self, dict_factory=plain)
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "Recipe":
