@@ -87,7 +87,8 @@ def measure_step_cost(
         times = _blocks_and_head(model, most, contexts, seconds, layers or len(config.layers))
     base, per_token = [0.0], [0.0]
     for low, high in times:
-        slope = max(0.0, high - low) / (contexts[1] - contexts[0])
+        # The short context is at most half of its step; what says otherwise is noise.
+        slope = min(max(0.0, high - low) / (contexts[1] - contexts[0]), low / (2 * contexts[0]))
         # More rows never cost less: what says so is noise.
         base.append(max(low - slope * contexts[0], base[-1]))
         per_token.append(max(slope, per_token[-1]))

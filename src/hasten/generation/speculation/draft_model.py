@@ -30,7 +30,9 @@ from hasten.model.transformer import Transformer
 # each kind are right, on the pair of docs/speculation.md.
 _CONFIDENCE = (0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.97)
 _PRIORS = (0.25, 0.45, 0.55, 0.7, 0.8, 0.87, 0.95, 0.98, 0.99)
-_READ_TOKENS = 64  # of a text, at most
+_READ_TOKENS = 32  # of a text, at most
+_FEW_TOKENS = 8  # that are read beside others; of longer pieces as many as _READ_AT_ONCE in one call
+_READ_AT_ONCE = 64
 
 
 @dataclass(slots=True)
@@ -82,10 +84,14 @@ class DraftModel:
     @torch.inference_mode()
     def propose(self, texts: Sequence[Text], *, floor: float, chance: Chance) -> list[Draft]:
         """See `Proposer`. A kind is the share of probability that the draft gives to the token."""
-        going = [one for row, text in enumerate(texts) if (one := self._begin(row, text)) is not None]
-        drafts = [Draft() for _ in texts]
-        for one in going:
-            drafts[one.row] = one.draft
+        drafts, going, room = [Draft() for _ in texts], [], _READ_AT_ONCE
+        for row, text in enumerate(texts):
+            one = self._begin(row, text)
+            if one is None or _FEW_TOKENS < len(one.read) > room:
+                continue
+            going.append(one)
+            drafts[row] = one.draft
+            room -= len(one.read) if len(one.read) > _FEW_TOKENS else 0
         if not going:
             return drafts
         plain = self.accept == "exact" and all(_is_plain(text.params) for text in texts)

@@ -136,7 +136,7 @@ class Speculator:
             drafts = self.proposer.propose(texts, floor=floor, chance=self.acceptance.chance)
             took = self._clock() - started
             usual = self._took(took, max(len(draft.tokens) for draft in drafts))
-            self._asked = min(took, 2 * usual), plain  # others may have had the processor
+            self._asked = min(took, 2 * usual + plain), plain  # more is not ours: others had the processor
             if not self.always:
                 drafts = self._paying(drafts, rows, context, probing)
         self._drafts = {text.number: draft for text, draft in zip(texts, drafts, strict=True)}
