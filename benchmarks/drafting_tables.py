@@ -42,6 +42,15 @@ def speculation(report: Report) -> str:
     return markdown(["", "weights", "draft", "speed", "predicted", "accepted", "tokens per pass"], body, left=3)
 
 
+def streams(report: Report) -> str:
+    """`speculation.py --parts many`: the engine with each proposer over that without, by requests at once."""
+    counts = list(dict.fromkeys(one["streams"] for one in report["rows"]))
+    found = {(one["weights"], one["draft"], one["streams"]): one["ratio"] for one in report["rows"]}
+    kinds = [kind for kind in dict.fromkeys(key[:2] for key in found) if kind[1] != "none"]
+    body = [[*kind, *(f"{found[*kind, count]:.2f}×" for count in counts)] for kind in kinds]
+    return markdown(["weights", "draft", *(str(count) for count in counts)], body, left=2)
+
+
 def trees(report: Report) -> str:
     """`trees.py`: the best chain and the best tree of candidates, by the shares and the costs."""
     body = [
@@ -51,4 +60,11 @@ def trees(report: Report) -> str:
     return markdown(["weights", "chain", "tree"], body)
 
 
-TABLES = {"speculation": speculation, "trees": trees, "rows": rows, "rows-avx2": rows, "draws": draws}
+TABLES = {
+    "speculation": speculation,
+    "speculation-server": streams,
+    "trees": trees,
+    "rows": rows,
+    "rows-avx2": rows,
+    "draws": draws,
+}
