@@ -286,6 +286,8 @@ def test_costs_are_measured_and_corrected(model):
     assert all(0 < a <= b for a, b in itertools.pairwise(cost.base))
     assert cost.seconds(2, 100) <= cost.seconds(64, 100) < cost.seconds(640, 100)
     before = cost.seconds(8, 10), cost.seconds(1, 10)
+    cost.observe(500, 10, 100.0)  # a prompt is read: that says nothing of the others
+    assert (cost.seconds(8, 10), cost.seconds(1, 10)) == before
     for _ in range(100):
         cost.observe(8, 10, 2 * before[0])
     assert 1.9 < cost.seconds(8, 10) / before[0] < 2.1

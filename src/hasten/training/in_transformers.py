@@ -41,8 +41,9 @@ def accelerated(model: Any) -> Iterator[Any]:
     """While it is entered, a transformers language model trains with our attention and our loss.
 
     The loss takes the head's weight and the states before it, and never makes all logits: with a vocabulary of 128,000
-    they would be most of the memory. In evaluation the model gives its logits as ever. The names of parameters stay, so
-    checkpoints do. For one process or DDP: the head's weight is read outside of the head, which FSDP may have sharded.
+    they would be most of the memory. In evaluation the model gives its logits as ever; in training `logits` are the
+    head's input, so take the model's `loss`. The names of parameters stay, so checkpoints do. For one process or DDP:
+    the head's weight is read outside of the head, which FSDP may have sharded.
 
     A model that does more with its logits (Gemma 2 caps them) keeps its own loss, with a HastenWarning; a trial with a
     few tokens tells. Raises ConfigError for a model without attention of transformers' interface, or whose head is no

@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import get_args
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -27,6 +28,7 @@ from hasten.model.sharded import ShardedTransformer
 from hasten.model.transformer import Transformer
 from hasten.ops.native import choose_isa
 
+_PRICES: WeakKeyDictionary[Transformer, tuple[float, float]] = WeakKeyDictionary()  # of drafting with each model
 _LAYERS = re.compile(r"self:(\d+)(-layers)?")
 
 
@@ -59,7 +61,11 @@ def make_speculator(
         raise ConfigError(f"accept='distribution' is for a model that drafts; {proposer.name} gives no probabilities")
     if proposer is None:
         return None
-    seconds = proposer.warm_up() if isinstance(proposer, DraftModel) else (0.0, 0.0)
+    seconds = (0.0, 0.0)
+    if isinstance(proposer, DraftModel):
+        if proposer.model not in _PRICES:
+            _PRICES[proposer.model] = proposer.warm_up()
+        seconds = _PRICES[proposer.model]
     return Speculator(proposer, step_cost(model), most=most, seconds=seconds)
 
 

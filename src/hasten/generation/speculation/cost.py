@@ -51,8 +51,10 @@ class StepCost:
         return self._correction[index] * (self.base[index] + context * self.per_token[index])
 
     def observe(self, rows: int, context: float, seconds: float) -> None:
-        """A step took so long: bend the table towards it."""
-        at = min(bisect_left(self.rows, rows), len(self.rows) - 1)
+        """A step took so long: bend the table towards it. Steps of more rows, which read prompts, say nothing."""
+        at = bisect_left(self.rows, rows)
+        if at == len(self.rows):
+            return
         self._seen[at] += 1
         step = towards(1.0, seconds / self.seconds(rows, context), most=max(_BEND, 0.5 / self._seen[at]))
         # A machine that is slower now is so for all rows; what was seen of other rows says more of them.

@@ -157,10 +157,8 @@ class DraftModel:
 
     def _grow(self, going: list[_Drafting], floor: float, chance: Chance) -> list[_Drafting]:
         """As many tokens more of each draft as all have room for, natively; those that can have more."""
-        params, tables = (
-            [one.text.params for one in going],
-            [self._blocks.block_table(one.text.number) for one in going],
-        )
+        params = [one.text.params for one in going]
+        tables = [self._blocks.block_table(one.text.number) for one in going]
         draws = Draws(
             temperatures=[own.temperature for own in params],
             seeds=[own.seed or 0 for own in params],
