@@ -65,6 +65,7 @@ def test_generate_json_is_all_there_is_on_standard_output(tiny_folder, capfd):
         "prefill_tokens_per_second",
         "decode_tokens_per_second",
         "time_to_first_token_seconds",
+        "speculation",
     }
     assert len(result["tokens"]) == 5
     assert result["finish_reason"] == "length"
@@ -222,8 +223,8 @@ def test_generate_with_drafts_says_the_same(tiny_folder, capfd):
     arguments = ["generate", str(tiny_folder), "--prompt", "def add", "--max-new-tokens", "24", "--seed", "3"]
     found = []
     for draft in (
+        ["--draft", "none"],
         [],
-        ["--draft", "suffix"],
         ["--draft", str(tiny_folder), "--speculate", "4"],
         ["--draft", "self:int4"],
     ):

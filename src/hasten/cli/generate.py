@@ -35,7 +35,9 @@ class Generate(JsonOption, SamplingOptions, DraftOptions, CacheOptions, RankOpti
         from hasten.generation.speculation import make_speculator
 
         params = self.params(model.generation)
-        speculator = make_speculator(model, **self.drafting(model))  # of blocks as they are, not yet compiled
+        # Of blocks as they are, not yet compiled; compiled ones are compiled again for each number of rows.
+        options = replace(self, draft="none") if self.compile and self.draft == "auto" else self
+        speculator = make_speculator(model, **options.drafting(model))
         if self.compile:
             from hasten.generation.compiled import compile_blocks
 
@@ -72,7 +74,7 @@ class Generate(JsonOption, SamplingOptions, DraftOptions, CacheOptions, RankOpti
                 f"first after {timing.first_token:.2f} s]",
                 file=sys.stderr,
             )
-        if show and speculator is not None:
+        if show and speculator is not None and speculator.stats.draft_tokens:
             print(speculator.stats, file=sys.stderr)
         self.write((results[0] if len(results) == 1 else {"outputs": results}) | speeds)
         if any(result["finish_reason"] == "interrupted" for result in results):

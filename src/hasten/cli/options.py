@@ -174,9 +174,10 @@ class LoadOptions:
 class DraftOptions:
     """Speculative decoding: the same text, sooner."""
 
-    draft: str = "none"
+    draft: str = "auto"
     """What proposes tokens for the model to check together: suffix (what followed the same words before), a FOLDER with
-    a smaller model of the same vocabulary, self:N-layers (its own first layers), self:int4, or none."""
+    a smaller model of the same vocabulary, self:N-layers (its own first layers), self:int4, or none. auto is suffix
+    where the text stays the same, bit for bit or in float32: on a CPU, in one process."""
     speculate: int | None = None
     """The most tokens of a draft, 16 by default; as many are proposed as pay here."""
     accept: Literal["exact", "distribution"] = "exact"

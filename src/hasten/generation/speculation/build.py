@@ -42,15 +42,16 @@ def make_speculator(
 ) -> Speculator | None:
     """What proposes for a model; None for "none".
 
-    draft: "suffix" (what followed the same words before), "self:N-layers" (the model's own first N layers), a folder or
-    hub id of a smaller model with the same vocabulary, or such a model. speculate: the most tokens of a draft; how many
-    are proposed is decided step by step, by what is accepted and what steps cost. accept: "exact" takes what the model
-    would have drawn, so that the text is the one without drafts; "distribution" (for models that draft) takes a token
-    with min(1, p/q), more of them at high temperatures, for another text of the same distribution. tokens: of all
-    sequences together, for which a draft model keeps keys and values.
+    draft: "suffix" (what followed the same words before), "auto" (see `automatic`), "self:N-layers" (the model's own
+    first N layers), a folder or hub id of a smaller model with the same vocabulary, or such a model. speculate: the
+    most tokens of a draft; how many are proposed is decided step by step, by what is accepted and what steps cost.
+    accept: "exact" takes what the model would have drawn, so that the text is the one without drafts; "distribution"
+    (for models that draft) takes a token with min(1, p/q), more of them at high temperatures, for another text of the
+    same distribution. tokens: of all sequences together, for which a draft model keeps keys and values.
 
     Raises ConfigError for a draft that does not fit, CheckpointError for a folder that cannot be read.
     """
+    draft = automatic(model) if draft == "auto" else draft
     most = MOST if speculate is None else whole("speculate", speculate, low=1, high=LIMIT)
     if accept not in get_args(Accept):
         raise ConfigError(f"accept is {accept!r:.40}; choose one of {', '.join(get_args(Accept))}")
@@ -63,10 +64,18 @@ def make_speculator(
         return None
     seconds = (0.0, 0.0)
     if isinstance(proposer, DraftModel):
-        if proposer.model not in _PRICES:
-            _PRICES[proposer.model] = proposer.warm_up()
-        seconds = _PRICES[proposer.model]
+        known = _PRICES.get(proposer.model)
+        measured = proposer.warm_up(rounds=0 if known else 3)
+        seconds = _PRICES.setdefault(proposer.model, measured)
     return Speculator(proposer, step_cost(model), most=most, seconds=seconds)
+
+
+def automatic(model: Transformer) -> str:
+    """The draft that never costs a text or its speed: "suffix" where rows beside a row do not change it (fused blocks,
+    and float32, on a CPU), "none" elsewhere.
+    """
+    here = model.device.type == "cpu" and not isinstance(model, ShardedTransformer)
+    return "suffix" if here and (model.stack is not None or model.dtype == torch.float32) else "none"
 
 
 def _proposer(model: Transformer, draft: str | Path | Transformer, tokens: int, accept: Accept) -> Proposer | None:

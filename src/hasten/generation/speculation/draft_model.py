@@ -104,18 +104,20 @@ class DraftModel:
             going = self._step(sampler, going, floor, chance)
         return drafts
 
-    def warm_up(self) -> tuple[float, float]:
-        """Draft for a text of no meaning; seconds of a draft of one token, and of each further one."""
+    def warm_up(self, *, rounds: int = 3) -> tuple[float, float]:
+        """Draft for a text of no meaning, so that the first real draft finds its memory there; seconds of a draft of
+        one token, and of each further one.
+        """
         size = min(_READ_TOKENS, self.model.config.max_positions // 2)
         times: dict[int, float] = {}
-        for room in (1, *(1, 5) * 3):
+        for room in (1, *(1, 5) * rounds):
             text = Text(number=-1, tokens=[1] * size, step=0, params=SamplingParams(temperature=0), room=room)
             torch.zeros(last_level_cache_bytes(), dtype=torch.int8)  # as the target's weights do, it sweeps the caches
             start = time.perf_counter()
             self.propose([text], floor=0.0, chance=lambda kind: 1.0)
             times[room] = min(times.get(room, math.inf), time.perf_counter() - start)
         self.end(-1, ())
-        return times[1], max(times[5] - times[1], 0.0) / 4
+        return times[1], max(times.get(5, 0.0) - times[1], 0.0) / 4
 
     def end(self, number: int, answer: Sequence[int], *, salt: str = "") -> None:
         """Let the sequence's keys and values go."""

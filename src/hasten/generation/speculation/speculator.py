@@ -24,7 +24,7 @@ _PLAIN = 4  # steps without drafts at first: they say what plain ones take
 _PLAIN_AGAIN = 64  # and one of so many later
 _SEEN = 8  # of so many plain steps one bends the table of costs: a small model's step is short
 _CREDIT = 2.0  # plain steps that drafts may lose
-_INTEREST = 0.005  # of a plain step that they may lose more, with each step
+_INTEREST = 0.0125  # of a plain step that they may lose more, with each step
 _GAIN = 1.02  # a draft must promise so much more than none, because chances and costs are only estimates
 
 
@@ -186,11 +186,14 @@ class Speculator:
 
     def _took(self, seconds: float, longest: int) -> float:
         """What drafts whose longest has so many tokens cost, after these took so long."""
-        if longest <= 1:
-            self.seconds = towards(self.seconds, seconds, most=0.3) if self.seconds else max(seconds, 1e-9)
-        else:
-            more = max(seconds - self.seconds, 0.0) / (longest - 1)
-            self.more_seconds = towards(self.more_seconds, more, most=0.3) if self.more_seconds else more
+        if not self.seconds:
+            self.seconds = max(seconds, 1e-9)
+        elif longest > 1 and not self.more_seconds:
+            self.more_seconds = max(seconds - self.seconds, 0.0) / (longest - 1)
+        bend = towards(1.0, seconds / self._proposing(longest), most=0.3)
+        self.seconds *= bend
+        if longest > 1:
+            self.more_seconds *= bend
         return self._proposing(longest)
 
     def _proposing(self, longest: int) -> float:
