@@ -26,15 +26,6 @@ def pytest_fixture_setup(fixturedef):
         return (yield)
 
 
-@pytest.hookimpl(tryfirst=True)  # pytest-xdist's own reads the marks
-def pytest_collection_modifyitems(items):
-    """Tests that share what a module makes stay on one worker, so that it is made once."""
-    for item in items:
-        names = item._fixtureinfo.name2fixturedefs
-        if any(made[-1].scope == "module" for name, made in names.items() if name != "one_thread"):
-            item.add_marker(pytest.mark.xdist_group(item.nodeid.split("::")[0]))
-
-
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory):
     """A Hugging Face folder of a tiny random Llama with a byte-level tokenizer and a ChatML-like template."""
