@@ -24,7 +24,7 @@ _PLAIN = 4  # steps without drafts at first: they say what plain ones take
 _PLAIN_AGAIN = 64  # and one of so many later
 _SEEN = 8  # of so many plain steps one bends the table of costs: a small model's step is short
 _CREDIT = 2.0  # plain steps that drafts may lose
-_INTEREST = 0.0125  # of a plain step that they may lose more, with each step
+_INTEREST = 0.01  # of a plain step that they may lose more, with each step
 _GAIN = 1.02  # a draft must promise so much more than none, because chances and costs are only estimates
 
 
