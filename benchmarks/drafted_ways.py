@@ -18,6 +18,7 @@ from hasten.generation.graphs import fastest_decoder
 from hasten.generation.params import SamplingParams
 from hasten.generation.speculation import Text, make_speculator
 from hasten.generation.speculation.build import step_cost
+from hasten.generation.speculation.draft_model import DraftModel
 from hasten.model.fused import fuse_where_it_fits
 from hasten.serving.engine import Engine, EngineSettings
 from hasten.serving.request import Request
@@ -141,9 +142,13 @@ def written(model: Any, draft: Any, pairs: list[tuple[list[int], list[int]]]) ->
 
 
 def served(model: Any, draft: Any, prompts: list[list[int]], new_tokens: int) -> tuple[Any, Result]:
-    """All requests at once in the engine."""
+    """All requests at once in the engine, whose caches have their memory already, as those of a running server."""
     speculator = make_speculator(model, draft, tokens=64 * 1024)
     engine = Engine(model, model.tokenizer, EngineSettings(cache_bytes=512 << 20), speculator=speculator)
+    drafting = [] if speculator is None or not isinstance(speculator.proposer, DraftModel) else [speculator.proposer]
+    for cache in (engine.runner.cache, *(proposer.cache for proposer in drafting)):
+        for tensor in (*cache.k, *cache.v):
+            tensor.zero_()
     params = SamplingParams(temperature=0, max_new_tokens=new_tokens, ignore_eos=True)
     texts: dict[str, list[int]] = {}
     for number, prompt in enumerate(prompts):

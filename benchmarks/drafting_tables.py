@@ -51,6 +51,20 @@ def streams(report: Report) -> str:
     return markdown(["weights", "draft", *(str(count) for count in counts)], body, left=2)
 
 
+def beside_llama_cpp(report: Report) -> str:
+    """`llama_cpp_drafts.py`: both programs without drafts, with n-grams and with the draft model, each at its best."""
+    body = []
+    for weights, program in dict.fromkeys((one["weights"], one["program"]) for one in report["rows"]):
+        own = [one for one in report["rows"] if (one["weights"], one["program"]) == (weights, program)]
+        cells = [weights, program]
+        for kinds in (("none",), ("n-gram", "suffix"), ("draft model",)):
+            best = max((one for one in own if one["draft"].startswith(kinds)), key=lambda one: one["tokens_per_second"])
+            ratio = "" if best["draft"] == "none" else f" ({best['ratio']:.2f}×, {best['acceptance']:.0%})"
+            cells.append(f"{best['tokens_per_second']:.0f}{ratio}")
+        body.append(cells)
+    return markdown(["weights", "", "no draft", "n-grams", "draft model"], body, left=2)
+
+
 def trees(report: Report) -> str:
     """`trees.py`: the best chain and the best tree of candidates, by the shares and the costs."""
     body = [
@@ -63,6 +77,7 @@ def trees(report: Report) -> str:
 TABLES = {
     "speculation": speculation,
     "speculation-server": streams,
+    "llama-cpp-drafts": beside_llama_cpp,
     "trees": trees,
     "rows": rows,
     "rows-avx2": rows,

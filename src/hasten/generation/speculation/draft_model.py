@@ -66,14 +66,14 @@ class DraftModel:
         accept: "distribution" draws with noise of its own, and says from what probabilities.
         """
         self.model, self.name, self.accept = model, name, accept
-        self._cache = PagedCache(
+        self.cache = PagedCache(
             model.config,
             blocks=-(-tokens // block_size),
             block_size=block_size,
             dtype=model.compute_dtype,
             device=model.device,
         )
-        self._blocks = BlockManager(blocks=self._cache.blocks, block_size=block_size, prefix_cache=False)
+        self._blocks = BlockManager(blocks=self.cache.blocks, block_size=block_size, prefix_cache=False)
         self._known: dict[int, _Known] = {}
         self._sampler: tuple[list[int], BatchSampler] | None = None
 
@@ -171,10 +171,10 @@ class DraftModel:
         ending = Ending(likely=likely, thresholds=_CONFIDENCE, chances=chances, floor=floor)
         longest = max(map(len, tables))
         cache = Blocks(
-            k=self._cache.k,
-            v=self._cache.v,
+            k=self.cache.k,
+            v=self.cache.v,
             block_table=torch.tensor([table + [0] * (longest - len(table)) for table in tables]),
-            block_size=self._cache.block_size,
+            block_size=self.cache.block_size,
             lengths=[len(one.known.tokens) for one in going],
         )
         steps = min(one.text.room - len(one.draft.tokens) for one in going)
@@ -192,7 +192,7 @@ class DraftModel:
     def _step(self, sampler: BatchSampler, going: list[_Drafting], floor: float, chance: Chance) -> list[_Drafting]:
         """One token more of each draft, for any model and any settings; those that can have more."""
         rows = [Rows(self._blocks.block_table(one.text.number), len(one.known.tokens), len(one.read)) for one in going]
-        step = self._cache.step(rows)
+        step = self.cache.step(rows)
         ids = torch.tensor([[token for one in going for token in one.read]], device=self.model.device)
         logits = self.model(ids, step.positions, step, rows=step.last)
         for one in going:
