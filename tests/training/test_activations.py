@@ -2,11 +2,13 @@
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import FlopCounterMode
 
 from hasten.data import Batch
 from hasten.errors import ConfigError
 from hasten.model.initialize import initialize
+from hasten.training import activations
 from hasten.training.activations import checkpoint_activations
 from hasten.training.build import compile_blocks, shape_config
 from hasten.training.optimizers import adamw
@@ -14,7 +16,7 @@ from hasten.training.precision import Precision
 from hasten.training.recipe import Optimizer, Shape
 from hasten.training.step import TrainStep
 
-KINDS = ("none", "selective", "full")
+KINDS = ("none", "selective", "full", "offload")
 CONFIG = shape_config(Shape(layers=4, hidden_size=64, heads=2, feed_forward=128), vocab_size=50, positions=64)
 TOKENS = torch.randint(50, (4, 64), generator=torch.Generator().manual_seed(0))
 DATA = Batch(inputs=TOKENS, targets=TOKENS, documents=None)
@@ -87,6 +89,27 @@ def test_less_is_kept_the_more_is_computed_again():
     assert whole - full > 4 * 4 * 2 * 64 * 64 * 4  # among others the score matrices
 
 
+def test_what_stays_between_the_blocks_is_on_the_host(monkeypatch):
+    """Without a GPU: what would lie there is let go of once it is copied, and each block's input is copied once."""
+    given, copies = [], []
+
+    def on_host(tensor, own=activations.on_host):
+        given.append(StorageWeakRef(tensor.untyped_storage()))
+        copies.append(own(tensor))
+        return copies[-1]
+
+    monkeypatch.setattr(activations, "on_host", on_host)
+    for compiled in (False, True):
+        step = step_of("offload", compiled=compiled)
+        step.model.train()
+        loss = step.loss(DATA)
+        assert [tuple(copy.shape) for copy in copies] == [(4, 64, 64)] * 4
+        assert all(storage.expired() for storage in given)
+        loss.backward()
+        given.clear()
+        copies.clear()
+
+
 def flops(kind):
     step = step_of(kind, attention="reference")
     with FlopCounterMode(display=False) as counter:
@@ -95,7 +118,7 @@ def flops(kind):
 
 
 def test_selective_repeats_no_matrix_product_of_the_weights_and_full_repeats_the_forward():
-    none, selective, full = map(flops, KINDS)
+    none, selective, full = map(flops, KINDS[:3])
     scores = 4 * 2 * (2 * 4 * 2 * 64 * 64 * 32)  # layers x two products of B x H x T x T x D
     tokens = 4 * 64
     forward = 4 * 2 * tokens * (4 * 64 * 64 + 3 * 64 * 128)
@@ -108,5 +131,5 @@ def test_evaluation_is_the_same_and_an_unknown_kind_is_refused():
     with torch.no_grad():
         losses = {float(step_of(kind).loss(DATA)) for kind in KINDS}
     assert len(losses) == 1
-    with pytest.raises(ConfigError, match="choose one of none, selective, full"):
+    with pytest.raises(ConfigError, match="choose one of none, selective, full, offload"):
         checkpoint_activations(initialize(CONFIG, seed=0), "some")

@@ -65,9 +65,10 @@ class TrainingUse:
 
     dtype: of the products. masters: weights and gradients are in it too, and the optimizer has its own in float32.
     joined: one product for queries, keys and values. explicit_attention: score matrices are kept. loss: its kernel.
-    recompute: none, selective or full. zero, ranks: the stage of ZeRO, and how many share. offload: the optimizer's
-    weights and states are on the host. adapter: weights of a LoRA adapter, the only ones that are trained; base: bytes
-    of the model it stands beside. keeps_freed: the allocator keeps freed blocks, as in training on a CPU.
+    recompute: none, selective, full, or offload (what full keeps is on the host). zero, ranks: the stage of ZeRO, and
+    how many share. offload: the optimizer's weights and states are on the host. adapter: weights of a LoRA adapter, the
+    only ones that are trained; base: bytes of the model it stands beside. keeps_freed: the allocator keeps freed
+    blocks, as in training on a CPU.
     """
 
     batch_size: int
@@ -152,6 +153,8 @@ def _states(config: ModelConfig, use: TrainingUse) -> dict[str, int]:
         shared = fsdp_bytes(config, stage=use.zero, ranks=use.ranks, accumulation=micro, masters=masters)
         parts |= {name: size // use.ranks for name, size in parts.items()}
         parts["gathered"] = max(0, int(shared.peak) - sum(parts.values()) + parts["gradients"])
+        if use.adapter is not None:  # what it stands beside is whole on every rank
+            parts |= {"weights": size * count // use.ranks + use.base, "gathered": size * count}
     elif use.optimizer.endswith("lamb"):
         parts["update"] = 12 * count  # steps and their divisors, of all tensors of a group at once
     elif use.optimizer == "muon":
@@ -186,7 +189,7 @@ def _activations(config: ModelConfig, use: TrainingUse, narrow: int) -> dict[str
     kinds = {"attention": tokens * attention, "MLP": tokens * mlp, "norms and residual stream": tokens * norms}
     block, loss = sum(kinds.values()), _logits(config, use, size)
     if use.recompute != "none":
-        kinds = {"norms and residual stream": stream}
+        kinds = {"norms and residual stream": stream * (use.recompute != "offload")}
         if use.recompute == "selective":
             kinds["products"] = tokens * products
     found = {f"activations: {name}": layers * kept for name, kept in kinds.items()}

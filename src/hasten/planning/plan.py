@@ -117,7 +117,7 @@ def training_phase(config: ModelConfig, use: TrainingUse, *, kept: float = 1.0) 
     tokens, layers = use.batch_size * use.length * use.accumulation, len(config.layers)
     around = cost.training_flops_per_token(replace(config, layers=()), use.length)
     blocks = kept * (cost.training_flops_per_token(config, use.length) - around)
-    again = blocks / 3 if use.recompute == "full" else 0
+    again = blocks / 3 if use.recompute in ("full", "offload") else 0
     frozen = (blocks + around) / 3 if use.adapter is not None else 0  # weights that get no gradient
     parts, count = memory_of(config, use).parts, cost.parameters(config).total
     activations = sum(size for name, size in parts.items() if name.startswith(("activations", "logits")))

@@ -1,6 +1,7 @@
 """Activation checkpointing: recompute activations in the backward pass instead of keeping them (arXiv 1604.06174).
 
 - "full": of a block only its input is kept; its forward pass runs twice.
+- "offload": as "full", and that input waits on the host, in pinned memory where the block computes on a GPU.
 - "selective": the results of matrix products and fused attention are kept, because they cost time; norms, activation
   functions, casts, and the score matrix of explicit attention, which cost memory and little time, are computed again.
 
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from hasten.errors import ConfigError
@@ -28,9 +30,10 @@ def checkpoint_activations(model: Transformer, kind: CheckpointingName) -> None:
     """Have every block of a model recompute its activations in the backward pass. Raises ConfigError for a name."""
     if kind == "none":
         return
-    if kind not in ("full", "selective"):
-        raise ConfigError(f"techniques.checkpointing is {kind!r}; choose one of none, selective, full")
-    new = {block: take_over(RecomputedBlock, block) for block in model.blocks}
+    if kind not in ("full", "selective", "offload"):
+        raise ConfigError(f"techniques.checkpointing is {kind!r}; choose one of none, selective, full, offload")
+    own = OffloadedBlock if kind == "offload" else RecomputedBlock
+    new = {block: take_over(own, block) for block in model.blocks}
     for block in new.values():
         block.options = {"context_fn": _selective} if kind == "selective" else {}
     replace_modules(model, new)
@@ -59,6 +62,28 @@ class RecomputedBlock(Block):
 
         out: Tensor = checkpoint(body, x, cos, sin, scale, use_reentrant=False, **self.options)
         return out
+
+
+class OffloadedBlock(RecomputedBlock):
+    """A recomputed block whose input waits for the backward pass on the host."""
+
+    def __call__(self, x: Tensor, *args: Any) -> Any:
+        """As every module's; in the place of `forward`, because here the block is not compiled."""
+        place, device = x.data_ptr(), x.device  # x itself is not to be kept by the functions below
+
+        def pack(kept: Tensor) -> Tensor | tuple[Tensor]:
+            return (on_host(kept),) if kept.data_ptr() == place else kept
+
+        def unpack(packed: Tensor | tuple[Tensor]) -> Tensor:
+            return packed if isinstance(packed, Tensor) else packed[0].to(device, non_blocking=True)
+
+        with saved_tensors_hooks(pack, unpack):
+            return super().__call__(x, *args)
+
+
+def on_host(tensor: Tensor) -> Tensor:
+    """A copy in the host's memory, also where the tensor is there already."""
+    return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda).copy_(tensor, non_blocking=True)
 
 
 def _keep(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -24,7 +24,9 @@ def training_use(
     techniques, data, parallel = recipe.techniques, recipe.data, recipe.parallel
     dtype = resolve_dtype(techniques.precision, auto=torch.bfloat16)
     loss = pick(KERNELS, LossRequest(device=device, dtype=dtype, softcap=config.logit_softcap), forced=techniques.loss)
-    adapter = None
+    recompute, adapter = techniques.checkpointing, None
+    if recompute == "offload" and device.type == "cpu":  # there it stays in the same memory
+        recompute = "full"
     if recipe.lora.rank is not None:
         adapter, count = _adapter_weights(config, recipe.lora), parameters(config).total
         wanted = resolve_dtype(recipe.lora.base, auto=torch.bfloat16).itemsize * count
@@ -36,7 +38,7 @@ def training_use(
         dtype=str(dtype).removeprefix("torch."),
         masters=parallel.policy == "float32-masters",
         optimizer=recipe.optimizer.kind,
-        recompute=techniques.checkpointing,
+        recompute=recompute,
         compiled=techniques.compile,
         joined=techniques.joined_projections and device.type == "cpu",
         explicit_attention=attention_kernel(recipe, device) == "reference",
@@ -117,6 +119,6 @@ class Room:
         )
 
 
-def step_memory(config: ModelConfig, recipe: Recipe, device: torch.device) -> Memory:
+def step_memory(config: ModelConfig, recipe: Recipe, device: torch.device, *, ranks: Ranks = ALONE) -> Memory:
     """What a step of a recipe takes, of one process."""
-    return Room(config=config, recipe=recipe, device=device).memory()
+    return Room(config=config, recipe=recipe, device=device, ranks=ranks).memory()

@@ -20,7 +20,7 @@ from hasten.training.recipe_checks import wrong_together
 PrecisionName = Literal["auto", "float32", "bfloat16", "float16"]
 ScheduleName = Literal["cosine", "wsd", "constant"]
 OptimizerName = Literal["adamw", "lamb", "muon", "onebit-adam", "onebit-lamb"]
-CheckpointingName = Literal["none", "selective", "full"]
+CheckpointingName = Literal["none", "selective", "full", "offload"]
 OffloadName = Literal["none", "optimizer", "all"]
 PolicyName = Literal["float32-weights", "float32-masters"]
 
@@ -149,7 +149,8 @@ class Techniques:
     layer_drop_decay: Annotated[float, ABOVE_0] = 100.0
     """How fast dropping sets in: the exponent over the whole run."""
     checkpointing: CheckpointingName = "none"
-    """Activations computed again in the backward pass: all of a block (full), or what costs little time (selective)."""
+    """Activations computed again in the backward pass: what costs little time (selective), all of a block (full), or
+    all, with the blocks' inputs on the host (offload)."""
     compile: bool = True
     """torch.compile, block by block."""
     fused_optimizer: bool = True
