@@ -6,7 +6,7 @@ import subprocess
 import sys
 import textwrap
 
-import torch.distributed as dist
+from hasten.distributed.launch import meeting
 
 # Trains the recipes of a JSON file one after the other. stop_after: rank 1 is told to stop after that step. overflow:
 # in that step a gradient that only rank 1 has is infinite.
@@ -38,12 +38,10 @@ TRAIN = textwrap.dedent("""
 
 def start(code, *arguments, ranks, env=None):
     """The processes, and the store through which they find each other: keep it as long as they run."""
-    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    shared = os.environ | {"MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(ranks)}
-    shared |= {"LOCAL_WORLD_SIZE": str(ranks), "TORCHELASTIC_USE_AGENT_STORE": "True", "OMP_NUM_THREADS": "1"}
+    store, environments = meeting(ranks)
     processes = []
-    for rank in range(ranks):
-        own = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} | (env or {}).get(rank, {})
+    for rank, variables in enumerate(environments):
+        own = os.environ | {"OMP_NUM_THREADS": "1"} | variables | (env or {}).get(rank, {})
         command = [sys.executable, "-c", code, *map(str, arguments)]
         processes.append(subprocess.Popen(command, env=own, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
     return processes, store

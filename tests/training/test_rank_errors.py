@@ -7,10 +7,11 @@ import subprocess
 import sys
 import textwrap
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import psutil
 import pytest
+import torch.distributed as dist
 
 import ranks
 from hasten.distributed.ranks import Ranks
@@ -143,6 +144,48 @@ def test_a_part_that_one_rank_cannot_write_is_told_and_the_old_one_stays(recipe,
     with pytest.raises(ResourceError, match="rank 1: the disk is full"):
         pending.finish()
     assert (folder / "checkpoint.json").read_text() == before
+
+
+@contextmanager
+def alone(monkeypatch):
+    """This process, as the only one that torchrun has started."""
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    dist.init_process_group("gloo", store=dist.PrefixStore("attempt", dist.HashStore()), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_run_that_starts_over_goes_on_from_its_own_checkpoints_only(recipe, monkeypatch):
+    made, steps = recipe(steps=8, checkpoint_every=2), []
+    train(made, progress=False)  # the old run
+
+    def attempt(number, *, killed_at):
+        """What torchrun's attempt of this number trains until it is killed: before step 1, or after another one."""
+
+        def on_step(line):
+            steps.append(line["step"])
+            if line["step"] == killed_at:
+                raise KeyboardInterrupt
+
+        def begin(*given, **options):
+            raise KeyboardInterrupt
+
+        steps.clear()
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(number))
+        with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
+            if killed_at == 0:
+                patch.setattr(session, "set_up", begin)
+            train(made, progress=False, resume="never", on_step=on_step)
+        return list(steps)
+
+    with alone(monkeypatch):
+        assert attempt(0, killed_at=0) == []
+        assert attempt(1, killed_at=1) == [1]  # not the old run's end
+        assert attempt(2, killed_at=5) == [1, 2, 3, 4, 5]  # there was no checkpoint yet
+        assert attempt(3, killed_at=None) == [5, 6, 7, 8]
 
 
 def flags(made):

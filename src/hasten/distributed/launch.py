@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
 from hasten.distributed import launched
@@ -30,9 +30,24 @@ ROLL_CALL = 2.0  # seconds in which every rank that is still there says so
 BY_US = "HASTEN_PROCESSES"  # set where `start` has started us: it says itself which process was killed
 
 
-def restarted() -> bool:
-    """Whether torchrun has started the processes again."""
-    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+def remember(fact: str) -> None:
+    """Tell the processes that torchrun starts in the place of these when one has died."""
+    if dist.is_initialized():
+        _of_launch().set(fact, "")
+
+
+def remembered(fact: str) -> bool:
+    """Whether processes in whose place these were started have told it."""
+    again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    return again and dist.is_initialized() and bool(_of_launch().check([fact]))
+
+
+def _of_launch() -> Any:
+    """The store that stays from one attempt to the next: torchrun's own, without the attempts' prefixes."""
+    store: Any = dist.distributed_c10d._get_default_store()
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return PrefixStore("launch", store)
 
 
 @contextmanager
@@ -162,6 +177,17 @@ def _is_broken(error: Exception) -> bool:
     return isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and any(word in str(error).lower() for word in ("gloo", "nccl", "peer"))
     )
+
+
+def meeting(size: int) -> tuple[Any, list[dict[str, str]]]:
+    """For processes of this machine that the caller starts: the store in which they meet, and each one's environment.
+
+    The store is to be kept as long as they run.
+    """
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    shared = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    shared |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
+    return store, [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)]
 
 
 def start(arguments: Sequence[str], *, processes: int, max_restarts: int = 0, resumes: bool = True) -> None:

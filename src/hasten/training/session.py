@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, get_args
 
-from hasten.distributed.launch import joined, restarted
+from hasten.distributed.launch import joined, remember, remembered
 from hasten.distributed.placement import Placement, Sharded
 from hasten.distributed.ranks import Ranks
 from hasten.errors import ConfigError
@@ -83,8 +83,8 @@ def train(
     with joined() as ranks:
         _check(recipe, resume)
         folder = RunFolder(path=Path(recipe.run.folder).expanduser() / recipe.name)
-        if restarted():
-            resume = "auto"  # what the processes before this one have done is not to be lost
+        if resume == "never" and remembered(f"begun {folder.path}"):
+            resume = "auto"  # the old run's checkpoints are gone: those that are there are of the processes before this
         with _alone(folder) if ranks.first else nullcontext():
             return _train(recipe, folder, ranks, progress=progress and ranks.first, resume=resume, on_step=on_step)
 
@@ -142,6 +142,7 @@ def _train(
     state = TrainingState() if stored is None else _restore(stored, setup, folder)
     if ranks.first:
         _begin_folder(folder, recipe, fresh=stored is None)
+        remember(f"begun {folder.path}")
     with stop_on_signals(stop):
         with display.progress_bar(recipe.name, shown=progress) as bar:
             bar.note(f"matrix products in {precision}")
