@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from hasten.bench import train_rungs
 from hasten.bench.train import TrainLadder, TrainRung
 from hasten.bench.train_rungs import Rungs, cumulative, possible
+from hasten.errors import ConfigError
 from hasten.training.recipe import Techniques
 
 
@@ -46,6 +48,33 @@ def test_training_ladder() -> None:
     assert first["techniques"] == ["float32, eager, explicit attention"]
     narrow = ["bf16 autocast"] * (report["settings"]["precision"]["dtype"] == "bfloat16")
     assert last["techniques"] == ["flash attention", "torch.compile per block", *narrow, "padded vocabulary"]
+
+
+def test_two_processes_learn_the_batch_as_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(train_rungs.RUNGS, "compile", ("not compiled, which takes its time", {}))
+    ladder = TrainLadder(
+        shape="tiny",
+        batch_size=2,
+        sequence_length=16,
+        steps=1,
+        rounds=2,
+        warmup=0,
+        threads=1,
+        processes=2,
+        rungs=("one-process", "ddp", "zero-3"),
+        limit_seconds=0.05,
+    )
+    rows = ladder.run()["rows"]
+    assert [row["name"] for row in rows] == list(ladder.rungs)
+    one, *shared = rows
+    for row in shared:
+        assert "error" not in row, row["error"]
+        assert row["sent_bytes"] > 0
+        for moment in ("first_loss", "last_loss"):
+            assert row[moment] == pytest.approx(one[moment], rel=2e-3)
+    assert "sent_bytes" not in one
+    with pytest.raises(ConfigError, match="which 2 processes cannot share evenly"):
+        replace(ladder, batch_size=3).run()
 
 
 def test_training_rungs_differ_in_what_they_say() -> None:
@@ -98,6 +127,8 @@ def test_techniques_of_a_rung_are_those_below_it_but_what_they_replace() -> None
     assert "flash attention" not in native
     assert switched_on("checkpoint-full", CPU) == (*native, "full checkpointing")
     assert switched_on("layer-drop", CPU) == (*native, "layer dropping, θ = 0.5")
+    assert "checkpoint-offload" in CUDA
+    assert "checkpoint-offload" not in CPU
     assert "flash attention" in switched_on("checkpoint-full", CUDA)
     assert techniques("checkpoint-full", CUDA).attention == "flash"
     assert techniques("native-kernels", CPU).attention is None

@@ -96,12 +96,13 @@ class BenchmarkModel:
         return open_checkpoint(self.model)
 
 
-def check_fits(name: str, memory: Memory, device: str) -> int:
-    """The peak, of a process of its own. Raises ResourceError with the figures if it is not free."""
+def check_fits(name: str, memory: Memory, device: str, *, processes: int = 1) -> int:
+    """The peak, of so many processes of their own. Raises ResourceError with the figures if it is not free."""
     whole = memory.beside(process=PROCESS_BYTES)
     remedy = "choose a smaller shape, dtype, batch or context, or a larger machine"
-    whole.require(name, available_memory(device), device, remedy=remedy)
-    return whole.peak
+    shared = processes if device == "cpu" else 1
+    whole.require(name, available_memory(device) // shared, device, remedy=remedy)
+    return shared * whole.peak
 
 
 def check_least(option: str, value: int | None, least: int = 1) -> None:

@@ -12,7 +12,7 @@ import pkgutil
 import signal
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -38,6 +38,9 @@ class Rung:
     `twice`: the set-up leaves something behind (compiled code), so it is done in two processes, one after the other;
     the report has the seconds of both, and the second is measured.
 
+    `processes`: the set-up is done in so many, which train together; each is given its `ranks`, and the first one's
+    figures count.
+
     The last four are the process's own; a ladder fills them in. `compile_cache`: torch.compile's folder, if not the
     user's.
     """
@@ -48,6 +51,7 @@ class Rung:
     arguments: dict[str, Any] = field(default_factory=dict)
     memory_bytes: int = 0
     twice: bool = False
+    processes: int = 1
     device: str = "cpu"
     threads: Threads | None = None
     seed: int | None = None
@@ -64,9 +68,9 @@ class Failure:
 
 @dataclass(slots=True)
 class RungRun:
-    """One rung while its ladder runs: its process, and its rounds so far or the error that ended it.
+    """One rung while its ladder runs: its processes, and its rounds so far or the error that ended it.
 
-    It failed when the child says so, was killed, or took longer than `timeout` seconds for an answer.
+    It failed when a child says so, was killed, or took longer than `timeout` seconds for an answer.
     """
 
     rung: Rung
@@ -77,8 +81,8 @@ class RungRun:
     peak_memory_bytes: int = 0
     error: str | None = None
     traceback: str = ""
-    _process: BaseProcess | None = field(default=None, init=False)
-    _connection: Connection = field(init=False, repr=False, compare=False)
+    _children: list[tuple[BaseProcess, Connection]] = field(default_factory=list, init=False)
+    _store: Any = field(default=None, init=False, repr=False, compare=False)  # in which several of them meet
 
     def start(self) -> None:
         """Set up a process, or two of a rung that leaves something behind; nothing after an error."""
@@ -89,32 +93,31 @@ class RungRun:
 
     def measure(self, *, counts: bool) -> None:
         """Measure once; nothing without a process."""
-        if self._process is None or (answer := self._ask("measure")) is None:
+        if not self._children or (answers := self._ask("measure")) is None:
             return
-        metrics, peak = answer
-        self.peak_memory_bytes = max(self.peak_memory_bytes, peak)
+        self.peak_memory_bytes = max(self.peak_memory_bytes, *(peak for _, peak in answers))
         if counts:
-            self.rounds.append(metrics)
+            self.rounds.append(answers[0][0])
 
     def end(self, *, at_once: bool = False) -> None:
-        """End the process: politely first, so that it can end its own helpers, then by force. Can be called twice.
+        """End the processes: politely first, so that they can end their helpers, then by force. Can be called twice.
 
-        at_once: by force, in the middle of whatever it does.
+        at_once: by force, in the middle of whatever they do.
         """
-        if (process := self._process) is None:
-            return
-        if at_once:
-            process.terminate()
-        elif process.is_alive():
-            with contextlib.suppress(OSError):
-                self._connection.send("stop")
-        self._connection.close()
-        process.join(2)
-        for force in (process.terminate, process.kill):
-            if process.is_alive():
-                force()
-                process.join(5)
-        self._process = None
+        for process, connection in self._children:
+            if at_once:
+                process.terminate()
+            elif process.is_alive():
+                with contextlib.suppress(OSError):
+                    connection.send("stop")
+            connection.close()
+        for process, _ in self._children:
+            process.join(2)
+            for force in (process.terminate, process.kill):
+                if process.is_alive():
+                    force()
+                    process.join(5)
+        self._children, self._store = [], None
 
     def _set_up(self) -> None:
         if self.error is not None:
@@ -123,39 +126,49 @@ class RungRun:
         # that has imported torch and done nothing else, which saves each rung the seconds of the import.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch"])
-        self._connection, theirs = context.Pipe()
-        # Not a daemon: daemons may have no children, and rungs compile and load data in processes.
-        process = context.Process(target=serve, args=(theirs, self.rung, dict(os.environ)), name="hasten rung")
-        process.start()
-        self._process = process
-        theirs.close()  # else the end of the child would not be noticed
-        if (description := self._ask()) is None:
+        places: list[dict[str, str]] = [{}]
+        if self.rung.processes > 1:
+            from hasten.distributed.launch import meeting
+
+            self._store, places = meeting(self.rung.processes)
+        for place in places:
+            ours, theirs = context.Pipe()
+            # Not a daemon: daemons may have no children, and rungs compile and load data in processes.
+            arguments = (theirs, self.rung, os.environ | place)
+            process = context.Process(target=serve, args=arguments, name="hasten rung")
+            process.start()
+            self._children.append((process, ours))
+            theirs.close()  # else the end of the child would not be noticed
+        if (answers := self._ask()) is None:
             return
         if not self.description:  # a restarted process finds what the first one compiled and cached
-            self.description = description
+            self.description = answers[0]
         elif self.again is None:
-            self.again = description
+            self.again = answers[0]
 
-    def _ask(self, question: str | None = None) -> Any:
-        """The next answer; None where it failed, which ends the process."""
-        answer: Any = Failure(f"no answer within {self.timeout:.0f} s")
-        try:
-            if question is not None:
-                self._connection.send(question)
-            if self._connection.poll(self.timeout):
-                answer = self._connection.recv()
-        except (EOFError, ConnectionResetError, BrokenPipeError):
-            answer = Failure(self._last_words())
-        if not isinstance(answer, Failure):
-            return answer
-        self.error, self.traceback = answer.message, answer.traceback
-        self.end(at_once=True)
-        return None
+    def _ask(self, question: str | None = None) -> list[Any] | None:
+        """The next answer of each process; None where one failed, which ends all."""
+        answers = []
+        for _, connection in self._children if question is not None else ():
+            with contextlib.suppress(OSError):  # it is gone, which its answer says
+                connection.send(question)
+        for process, connection in self._children:
+            answer: Any = Failure(f"no answer within {self.timeout:.0f} s")
+            try:
+                if connection.poll(self.timeout):
+                    answer = connection.recv()
+            except (EOFError, ConnectionResetError, BrokenPipeError):
+                answer = Failure(self._last_words(process))
+            if isinstance(answer, Failure):
+                self.error, self.traceback = answer.message, answer.traceback
+                self.end(at_once=True)
+                return None
+            answers.append(answer)
+        return answers
 
-    def _last_words(self) -> str:
-        assert self._process is not None
-        self._process.join(10)
-        status = self._process.exitcode
+    def _last_words(self, process: BaseProcess) -> str:
+        process.join(10)
+        status = process.exitcode
         if status is not None and status < 0:
             name = signal.Signals(-status).name
             hint = ", most likely because the memory ran out" if name == "SIGKILL" else ""
@@ -186,16 +199,30 @@ def serve(connection: Connection, rung: Rung, environment: dict[str, str]) -> No
 def _work(connection: Connection, rung: Rung) -> None:
     import torch  # noqa: F401 - the baseline is a process that has it
 
-    configure(threads=rung.threads, seed=rung.seed)
+    threads = max(1, rung.threads // rung.processes) if isinstance(rung.threads, int) else rung.threads
+    configure(threads=threads, seed=rung.seed)
     reset_peak_memory()
     baseline = process_memory(rung.device)
-    start = time.perf_counter()
-    made = pkgutil.resolve_name(rung.setup)(**rung.arguments)
-    seconds = time.perf_counter() - start
-    connection.send(getattr(made, "describe", dict)() | {"setup_seconds": seconds})
-    while connection.recv() == "measure":
-        metrics = {name: float(value) for name, value in made.measure().items()}
-        connection.send((metrics, max(0, peak_memory(rung.device) - baseline)))
+    with _joined(rung) as ranks:
+        start = time.perf_counter()
+        made = pkgutil.resolve_name(rung.setup)(**rung.arguments, **ranks)
+        seconds = time.perf_counter() - start
+        connection.send(getattr(made, "describe", dict)() | {"setup_seconds": seconds})
+        while connection.recv() == "measure":
+            metrics = {name: float(value) for name, value in made.measure().items()}
+            connection.send((metrics, max(0, peak_memory(rung.device) - baseline)))
+
+
+@contextlib.contextmanager
+def _joined(rung: Rung) -> Iterator[dict[str, Any]]:
+    """What the set-up is told of the other processes."""
+    if rung.processes == 1:
+        yield {}
+        return
+    from hasten.distributed.launch import joined
+
+    with joined() as ranks:
+        yield {"ranks": ranks}
 
 
 class LimitsProbe:

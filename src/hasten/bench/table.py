@@ -34,6 +34,7 @@ COLUMNS = (
     ("compile cold", "compile_seconds", "seconds"),
     ("warm", "warm_compile_seconds", "seconds"),
     ("cache bytes/token", "cache_bytes_per_token", "count"),
+    ("a rank sends", "sent_bytes", "bytes"),
     ("peak memory", "peak_memory_bytes", "bytes"),
 )
 

@@ -8,19 +8,23 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from hasten.bench.measure import BenchmarkOptions, Ladder
 from hasten.bench.models import check_fits, check_least, require_compiler
 from hasten.bench.process import Rung
-from hasten.bench.train_rungs import recipes
+from hasten.bench.train_rungs import rank_recipes, recipes
 from hasten.errors import ConfigError
 from hasten.machine import resolve_device, resolve_dtype, training_precision
 from hasten.model.config import ModelConfig
 from hasten.planning.cost import training_flops_per_token
 from hasten.planning.shapes import shape_config
+from hasten.planning.sharing import sent_bytes
 from hasten.training.recipe import Data, Recipe
 from hasten.training.recipes import RECIPES
+
+if TYPE_CHECKING:
+    from hasten.distributed.ranks import Ranks
 
 TINY_SHAKESPEARE = 65  # characters that occur in it: the vocabulary of nanoGPT's character model
 
@@ -63,25 +67,32 @@ class TrainLadder(StepOptions, Ladder):
     """Rows in a batch (B)."""
     steps: int = 2
     """Optimizer steps measured in each round."""
+    processes: int = 1
+    """Of this machine, that train together: the rungs are then the ways to share the work, after one process alone."""
 
     def run(self) -> dict[str, Any]:
         """Measure and return the report. Raises ConfigError or ResourceError before anything is allocated."""
         import torch
 
+        from hasten.distributed.ranks import Ranks
         from hasten.training.memory import step_memory
 
         device = str(resolve_device(self.device))
         recipe, config = self.recipe_and_config(self.batch_size)
         check_least("--steps", self.steps)
+        check_least("--processes", self.processes)
+        Ranks(size=self.processes).rows(recipe.data.batch_size)
         tokens = recipe.data.context
         if tokens > config.max_positions:
             raise ConfigError(f"{recipe.name} has {config.max_positions} positions; lower --sequence-length ({tokens})")
         rungs = []
-        for name, (own, words) in recipes(recipe, device, vocab_size=config.vocab_size, wanted=self.rungs).items():
-            need = step_memory(config, own, torch.device(device))
-            memory = check_fits(f"training {recipe.name} ({name})", need, device)
+        known = recipes if self.processes == 1 else rank_recipes
+        for name, (own, words) in known(recipe, device, vocab_size=config.vocab_size, wanted=self.rungs).items():
+            count = 1 if name == "one-process" else self.processes
+            need = step_memory(config, own, torch.device(device), ranks=Ranks(size=count))
+            memory = check_fits(f"training {recipe.name} ({name})", need, device, processes=count)
             arguments = {"recipe": own, "config": config, "steps": self.steps, "device": device}
-            rungs.append(Rung(name, words, "hasten.bench.train:TrainRung", arguments, memory))
+            rungs.append(Rung(name, words, "hasten.bench.train:TrainRung", arguments, memory, processes=count))
         report = self.measure(
             rungs,
             kind="train",
@@ -93,6 +104,7 @@ class TrainLadder(StepOptions, Ladder):
                 "batch_size": recipe.data.batch_size,
                 "sequence_length": tokens,
                 "steps": self.steps,
+                "processes": self.processes,
             },
         )
         for row in report["rows"]:
@@ -118,6 +130,13 @@ def known_recipe(name: str, purpose: str) -> Recipe:
     return RECIPES[name]
 
 
+def sent(config: ModelConfig, recipe: Recipe, ranks: Ranks) -> float:
+    """Bytes that a rank sends in a step, by the formula that tests hold against counts."""
+    padded, parallel = config.padded_to(recipe.techniques.pad_vocabulary_to), recipe.parallel
+    itemsize = 2 if parallel.policy == "float32-masters" else 4
+    return sent_bytes(padded, stage=parallel.zero, ranks=ranks.size, itemsize=itemsize)
+
+
 def characters(source: str) -> int:
     """Tokens of a vocabulary of characters: of the text where it is a file that is here, else tiny shakespeare's."""
     from hasten.data import train_characters
@@ -131,15 +150,20 @@ def characters(source: str) -> int:
 class TrainRung:
     """Set up in a child process: the model with the rung's techniques, its optimizer, and one batch."""
 
-    def __init__(self, *, recipe: Recipe, config: ModelConfig, steps: int, device: str) -> None:
+    def __init__(
+        self, *, recipe: Recipe, config: ModelConfig, steps: int, device: str, ranks: Ranks | None = None
+    ) -> None:
         import torch
 
         from hasten.data import Batch
+        from hasten.distributed.ranks import ALONE
         from hasten.model.initialize import initialize
         from hasten.training import build
         from hasten.training.layer_drop import draw_block_scales, keep_probabilities
 
-        self.recipe, self.config, self.steps = recipe, config, steps
+        self.recipe, self.config, self.steps, self.ranks = recipe, config, steps, ranks or ALONE
+        if self.ranks.joined and device != "cpu":
+            device = "cuda"  # each its own
         chosen, data, seed = recipe.techniques, recipe.data, recipe.run.seed
         if chosen.compile:
             require_compiler(device)
@@ -147,7 +171,7 @@ class TrainRung:
         frozen = recipe.lora.rank is not None
         dtype = resolve_dtype(recipe.lora.base, auto=torch.bfloat16) if frozen else torch.float32
         model = initialize(config, seed=seed, dtype=dtype, device=torch.device(device))
-        self.step = build.training_step(model, recipe)
+        self.step = build.training_step(model, recipe, ranks=self.ranks)
         self.taken = 0
         self.block_scales = None
         if chosen.layer_drop is not None:  # as at the end of a run, when θ has come down
@@ -155,17 +179,23 @@ class TrainRung:
             self.block_scales = lambda step: [draw_block_scales(kept, seed=seed, step=step, micro_step=0)]
         generator = torch.Generator().manual_seed(seed)
         shaped = (data.batch_size, data.context + 1)
-        tokens = torch.randint(config.vocab_size, shaped, generator=generator).to(device)
+        tokens = torch.randint(config.vocab_size, shaped, generator=generator)
+        rows = self.ranks.rows(data.batch_size)
+        tokens = tokens[self.ranks.rank * rows :][:rows].to(device)
         # One batch again and again: its loss falls, and by as much on every rung that computes the same.
         self.batch = Batch(inputs=tokens[:, :-1].contiguous(), targets=tokens[:, 1:].contiguous(), documents=None)
 
     def describe(self) -> dict[str, Any]:
         """What one token costs: the model's FLOPs with the vocabulary unpadded, the same for every rung."""
-        return {
-            "flops_per_token": training_flops_per_token(self.config, self.recipe.data.context),
+        gpus = self.ranks.size if self.step.device.type != "cpu" else 1  # each has the measured rate
+        facts = {
+            "flops_per_token": training_flops_per_token(self.config, self.recipe.data.context) / gpus,
             "matrix_dtype": self.step.precision.name,
             "vocabulary_rows": self.step.model.embedding.weight.shape[0],
         }
+        if self.ranks.joined:
+            facts["sent_bytes"] = sent(self.config, self.recipe, self.ranks)
+        return facts
 
     def measure(self) -> dict[str, float]:
         """Whole optimizer steps, the last one's loss waited for."""
@@ -179,7 +209,7 @@ class TrainRung:
         loss = float(result.loss)
         seconds = time.perf_counter() - start
         return {
-            "tokens_per_second": self.steps * self.batch.inputs.numel() / seconds,
+            "tokens_per_second": self.steps * self.batch.inputs.numel() * self.ranks.size / seconds,
             "milliseconds_per_batch": 1000 * seconds / self.steps,
             "loss": loss,
         }

@@ -15,19 +15,21 @@
 - keep-memory: freed memory stays in the process, in large pages (Linux, CPU).
 - native-kernels: attention, activations and joined projections of ours (CPU).
 - checkpoint-selective, checkpoint-full: activations computed again. They save memory, not time.
+- checkpoint-offload: as checkpoint-full, with the inputs of blocks on the host (not on a CPU).
 - layer-drop: the share of blocks that progressive layer dropping leaves in the end (θ = 0.5), without checkpointing.
+
+With several processes the rungs are `RANK_RUNGS`, all with what saves time above: one-process is the same batch in one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from hasten.bench.models import choose_rungs
 from hasten.errors import ConfigError
 from hasten.machine import emulated
-from hasten.training.recipe import Recipe, Techniques
+from hasten.training.recipe import Parallel, Recipe, Techniques
 
 PADDING = 64
 LAYER_DROP = 0.5  # θ in the end, as in the paper
@@ -42,7 +44,7 @@ FIRST: dict[str, Any] = {
     "joined_projections": False,
     "loss": "reference",
 }
-Rungs = Mapping[str, tuple[str, dict[str, Any]]]  # name -> what it adds, in words and as fields of Techniques
+Rungs = dict[str, tuple[str, dict[str, Any]]]  # name -> what it adds, in words and as fields of Techniques
 RUNGS: Rungs = {
     "explicit-float32": ("float32, eager, explicit attention", {}),
     "math": ("math attention", {"attention": "math"}),
@@ -60,7 +62,20 @@ RUNGS: Rungs = {
     ),
     "checkpoint-selective": ("selective checkpointing", {"checkpointing": "selective"}),
     "checkpoint-full": ("full checkpointing", {"checkpointing": "full"}),
+    "checkpoint-offload": ("full checkpointing, kept on the host", {"checkpointing": "offload"}),
     "layer-drop": (f"layer dropping, θ = {LAYER_DROP}", {"checkpointing": "none", "layer_drop": LAYER_DROP}),
+}
+ZERO_3: dict[str, Any] = {"zero": 3}
+RANK_RUNGS: Rungs = {  # name -> in words, and as fields of Parallel
+    "one-process": ("one process", {}),
+    "ddp": ("DDP (ZeRO 0)", {}),
+    "zero-1": ("ZeRO 1", {"zero": 1}),
+    "zero-2": ("ZeRO 2", {"zero": 2}),
+    "zero-3": ("ZeRO 3", ZERO_3),
+    "zero-3-prefetch": ("ZeRO 3, the next block gathered ahead", ZERO_3 | {"prefetch": 1}),
+    "zero-3-offload-optimizer": ("ZeRO 3, optimizer on the host", ZERO_3 | {"offload": "optimizer"}),
+    "zero-3-offload-all": ("ZeRO 3, all on the host", ZERO_3 | {"offload": "all"}),
+    "zero-3-masters": ("ZeRO 3, 16-bit weights, float32 masters", ZERO_3 | {"policy": "float32-masters"}),
 }
 REPLACED = ("attention", "precision", "checkpointing")  # techniques of which a rung replaces the one before
 
@@ -80,6 +95,21 @@ def recipes(
     }
 
 
+def rank_recipes(
+    recipe: Recipe, device: str, *, vocab_size: int | None, wanted: tuple[str, ...]
+) -> dict[str, tuple[Recipe, tuple[str, ...]]]:
+    """As `recipes`, of several processes."""
+    all_on = cumulative(possible(device, vocab_size=vocab_size))
+    techniques = all_on["native-kernels" if "native-kernels" in all_on else "fused-optimizer-and-loss"][0]
+    known = dict(RANK_RUNGS)
+    if techniques.precision == "float32":  # masters stand behind weights in 16 bits
+        del known["zero-3-masters"]
+    return {
+        name: (replace(recipe, techniques=techniques, parallel=Parallel(**known[name][1])), (known[name][0],))
+        for name in choose_rungs(known, wanted)
+    }
+
+
 def possible(device: str, *, vocab_size: int | None, wanted: tuple[str, ...] = ()) -> Rungs:
     """The rungs that differ from the one below them here; of a vocabulary that is not known (None), also its padding.
 
@@ -95,6 +125,7 @@ def possible(device: str, *, vocab_size: int | None, wanted: tuple[str, ...] = (
     if device != "cpu":
         reasons["keep-memory"] = reasons["native-kernels"] = "it concerns training on a CPU"
     else:  # PyTorch has no memory-efficient attention there
+        reasons["checkpoint-offload"] = "what a CPU computes with is on the host already"
         found["memory-efficient"] = (RUNGS["memory-efficient"][0], {"attention": "chunked"})
     for name, reason in reasons.items():
         if name in wanted:
