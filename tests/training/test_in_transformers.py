@@ -1,5 +1,7 @@
 """hasten's attention and loss in transformers' Trainer and Accelerate: the same training, by our kernels."""
 
+import gc
+
 import pytest
 import torch
 import transformers
@@ -78,6 +80,26 @@ def test_a_trainer_trains_the_same_model(make, tmp_path, monkeypatch):
     assert evaluated == pytest.approx(expected[1], rel=1e-4)
     assert weights.keys() == expected[2].keys()
     assert model.config._attn_implementation != "hasten"  # as it was before
+    assert "forward" not in vars(model.get_output_embeddings())
+
+
+def test_after_a_training_that_failed_the_callback_begins_anew_and_gives_the_model_back(tmp_path):
+    class Failing(transformers.TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            raise KeyboardInterrupt
+
+    model, callback = llama(), hasten.trainer_callback()
+    theirs, attention = model.loss_function, model.config._attn_implementation
+    with pytest.raises(KeyboardInterrupt):
+        trained(model, tmp_path, [callback, Failing()])
+    assert model.loss_function is not theirs
+    trained(model, tmp_path, [callback])
+    assert model.loss_function is theirs
+    with pytest.raises(KeyboardInterrupt):
+        trained(model, tmp_path, [callback, Failing()])
+    del callback
+    gc.collect()
+    assert (model.loss_function, model.config._attn_implementation) == (theirs, attention)
     assert "forward" not in vars(model.get_output_embeddings())
 
 

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -18,6 +18,9 @@ def trainer_callback() -> Any:
 
         Trainer(model, arguments, train_dataset=…, callbacks=[hasten.trainer_callback()])
 
+    A Trainer does not tell when it ends by an exception: the model then stays accelerated until the callback trains
+    again or is deleted. `with hasten.accelerated(model): trainer.train()` gives it back in any case.
+
     Raises ResourceError without transformers; the rest as `accelerated`, when training begins.
     """
     try:
@@ -26,12 +29,15 @@ def trainer_callback() -> Any:
         raise ResourceError("trainer_callback() is for transformers' Trainer: pip install transformers") from None
 
     class HastenCallback(TrainerCallback):
+        def __init__(self) -> None:
+            self.entered = ExitStack()
+
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            self.entered = accelerated(kwargs["model"])
-            self.entered.__enter__()
+            self.entered.close()  # of a training that failed
+            self.entered.enter_context(accelerated(kwargs["model"]))
 
         def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            self.entered.__exit__(None, None, None)
+            self.entered.close()
 
     return HastenCallback()
 
