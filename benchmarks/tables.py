@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
+import checkpoint_memory
+import kill_ranks
 import profile_tables
 from drafting_tables import TABLES as DRAFTING
 from lora_tables import lora, lora_cost
@@ -28,6 +30,8 @@ RESULTS = ROOT / "benchmarks" / "results"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 TABLES = RENDERERS | profile_tables.TABLES | DRAFTING | {"lora": lora, "lora cost": lora_cost}
 TABLES |= {"plan memory": plan_memory, "plan speed": plan_speed}
+for name, script in {"checkpoint-memory": checkpoint_memory, "kill-ranks": kill_ranks}.items():
+    TABLES[name] = lambda report, script=script: markdown(*script.table(report))
 TABLE = re.compile(r"(<!-- table: (\S+)(?: (\S+))? -->\n).*?(<!-- /table -->)", re.DOTALL)
 
 

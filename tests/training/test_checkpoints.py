@@ -5,6 +5,8 @@ import resource
 import subprocess
 import sys
 import textwrap
+import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -35,11 +37,12 @@ def trained(seed=0, steps=2):
     return model, optimizer
 
 
-def save(folder, model, optimizer, step=2):
+def save(folder, model, optimizer, step=2, **options):
     progress = TrainingState(step=step, tokens=100 * step).to_json()
     values = {"progress": progress, "data": "tokens", "scaler": {}, "recipe": Recipe(name="small").to_json()}
     random = RandomState.capture(CPU)
-    checkpoints.save(folder, placement=Placement(model), optimizer=optimizer, random=random, values=values)
+    where = Placement(model)
+    return checkpoints.save(folder, placement=where, optimizer=optimizer, random=random, values=values, **options)
 
 
 def assert_holds(folder, model, optimizer, step=2):
@@ -53,6 +56,35 @@ def assert_holds(folder, model, optimizer, step=2):
         mine, theirs = optimizer.state[parameter], moments.state[other.get_parameter(name)]
         assert mine.keys() == theirs.keys() == {"step", "exp_avg", "exp_avg_sq"}
         assert all(torch.equal(mine[key], theirs[key]) for key in mine)
+
+
+@pytest.mark.parametrize(("background", "shards"), [(False, 0.0), (True, 1.0)])
+def test_a_checkpoint_takes_one_copy_in_the_background_and_else_none(tmp_path, monkeypatch, background, shards):
+    """Counted are tensors; benchmarks/checkpoint_memory.py measures resident memory, on two ranks."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+    from counted import Alive
+
+    class Here(threading.Thread):
+        """Counting goes on in one thread only."""
+
+        def start(self):
+            self.run()
+
+        def join(self):
+            pass
+
+    wide = Shape(layers=1, hidden_size=64, heads=2, feed_forward=128)  # beside which random states are small
+    monkeypatch.setitem(globals(), "CONFIG", shape_config(wide, vocab_size=30, positions=8))
+    model, optimizer = trained()
+    monkeypatch.setattr(checkpoints.threading, "Thread", Here)
+    held = [*model.parameters(), *(one for state in optimizer.state.values() for one in state.values())]
+    with Alive(held) as alive:
+        before = sum(size for _, size in alive.found.values())
+        pending = save(tmp_path, model, optimizer, background=background)
+        if background:
+            pending.finish()
+    shard = sum(path.stat().st_size for path in tmp_path.glob("*.safetensors"))
+    assert (alive.peak - before) / shard == pytest.approx(shards, abs=0.1)
 
 
 def test_everything_comes_back(tmp_path):
