@@ -20,7 +20,7 @@ from hasten.model.initialize import initialize
 from hasten.training import build, checkpoints, session
 from hasten.training.checkpoint_state import find
 from hasten.training.journal import read
-from hasten.training.recipe import flat
+from hasten.training.recipe import Qat, flat
 from hasten.training.recipes import RECIPES
 from hasten.training.session import train
 
@@ -121,6 +121,8 @@ def test_what_does_not_fit_together_is_refused_before_anything_is_shared(recipe)
         (recipe(zero=4), "parallel.zero is 4"),
         (recipe(policy="float32-masters"), "needs techniques.precision bfloat16 or float16"),
         (recipe(zero=3, prefetch=1, layer_drop=0.5), "layer_drop leaves out"),
+        (recipe(zero=1, qat=Qat(bits=4)), "qat.bits rounds whole matrices"),
+        (recipe(qat=Qat(bits=4), policy="float32-masters", precision="bfloat16"), "qat.bits train float32 weights"),
     ]:
         with pytest.raises(ConfigError, match=told):
             refuse(model, made, two)

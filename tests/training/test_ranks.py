@@ -13,9 +13,13 @@ import hasten
 import ranks
 from hasten.distributed.ranks import Ranks
 from hasten.errors import ConfigError
+from hasten.model.export import export_model
+from hasten.quantization import Int8, quantize
 from hasten.training.checkpoint_state import find
 from hasten.training.journal import read
+from hasten.training.recipe import Lora
 from hasten.training.session import train
+from tiny_model import tiny_llama
 
 SHAPE = {"hidden_size": 40, "feed_forward": 51}  # rows that two ranks cannot share evenly
 HARD = {"accumulation": 2, "separate_documents": True, "steps": 20, "validate_every": 10, **SHAPE}
@@ -35,6 +39,10 @@ CASES = {
     "drop": (DROP, [{"zero": 0}, {"zero": 1}]),
     "sparse": ({"attention_pattern": PATTERN, "context": 64, "checkpointing": "full", **SHORT}, [{"zero": 2}]),
     "half": ({"precision": "float16", **SHORT}, [{"zero": 3}]),
+    "lora": (
+        {"lora": Lora(rank=4, targets=("q_proj", "down_proj")), "learning_rate": 3e-2, **SHORT},
+        [{"zero": 0}, {"zero": 2}, {"zero": 3, "offload": "optimizer"}],
+    ),
     "masters": (MASTERS, [{"zero": 0}, {"zero": 3, "offload": "optimizer"}]),
 }
 # Stopped after step 7 by the first, gone on by the second; 1 process: no ranks.
@@ -55,7 +63,10 @@ def runs(recipe_of_module):
     """The folder of all runs, trained: by one process, by two, and those of `CONTINUED` up to step 7."""
     folder = Path(recipe_of_module().run.folder)
     cases = []
+    export_model(quantize(tiny_llama(), Int8()), folder / "base")  # what the adapter stands beside: packed weights
     for name, (fields, ways) in CASES.items():
+        if "lora" in fields:
+            fields["init"] = str(folder / "base")
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "hasten runs")  # an attention pattern that transformers does not know
             train(recipe_of_module(name=name, **fields), progress=False)
@@ -93,14 +104,21 @@ def assert_same(ours, theirs, tolerance=1e-5, keys=("loss", "gradient_norm", "va
 
 @pytest.mark.parametrize("name", CASES)
 def test_two_ranks_compute_what_one_does(runs, name):
-    half = name in ("half", "masters")  # gradients are summed in 16 bits, in another order
+    # Gradients are summed in another order: in 16 bits, or before activations that are rounded to 8.
+    half = name in ("half", "masters", "lora")
     for way in CASES[name][1]:
         ours = lines(runs, named(name, way))
         assert_same(ours, lines(runs, name), *((2e-3, ("loss",)) if half else ()))
-        one, two = (load_file(runs / run / "model/model.safetensors") for run in (name, named(name, way)))
+        one, two = (load_file(*(runs / run).glob("*/*model.safetensors")) for run in (name, named(name, way)))
         assert {key: (t.shape, t.dtype) for key, t in one.items()} == {
             key: (t.shape, t.dtype) for key, t in two.items()
         }
+
+
+def test_an_adapter_learns_the_same_whoever_has_what_of_it(runs):
+    whole, *shared = (lines(runs, named("lora", way)) for way in CASES["lora"][1])
+    for one in shared:
+        assert_same(one, whole)
 
 
 @pytest.mark.slow  # four processes on two cores

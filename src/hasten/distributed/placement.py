@@ -203,7 +203,7 @@ class Apart(Replicated):
 
 
 class Sharded(Placement):
-    """A share of each tensor on every rank, by rows.
+    """A share of each tensor that is trained on every rank, by rows; frozen ones are whole on all.
 
     stage 3: a block's weights are gathered for its forward pass and again for its backward pass; 2: they stay in
     between; 1: as 2, and between micro-batches, where gradients stay whole too and only the last one's are shared out.
@@ -232,11 +232,11 @@ class Sharded(Placement):
         self._group = mesh.get_group("shard")
         self._shards, self._index = mesh.size(-1), mesh.get_local_rank("shard")
         policy = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if offload else OffloadPolicy()
-        blocks = [
-            fully_shard(b, mesh=mesh, reshard_after_forward=stage == 3, offload_policy=policy) for b in model.blocks
-        ]
+        frozen = {parameter for parameter in model.parameters() if not parameter.requires_grad}
+        common: dict[str, Any] = {"mesh": mesh, "offload_policy": policy, "ignored_params": frozen}
+        blocks = [fully_shard(block, reshard_after_forward=stage == 3, **common) for block in model.blocks]
         # The backward pass begins with what the root has.
-        self._root = fully_shard(model, mesh=mesh, reshard_after_forward=False, offload_policy=policy)
+        self._root = fully_shard(model, reshard_after_forward=False, **common)
         self._units = [*blocks, self._root]
         for i, block in enumerate(blocks if prefetch else ()):
             block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 1 + prefetch])

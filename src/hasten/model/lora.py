@@ -89,9 +89,11 @@ class LoRALinear(nn.Module):
     ) -> None:
         super().__init__()
         self.base, self.choice, self.dropout = base, choice, nn.Dropout(dropout)
-        self.factors = list(adapters)
         held = [one for one in adapters if one is not None]
         self.a, self.b = (nn.ParameterList(getattr(one, name) for one in held) for name in ("a", "b"))
+        # Of each adapter its place there, not the tensors themselves: FSDP puts others in their place.
+        self.places = [None if one is None else (held.index(one), one.scale) for one in adapters]
+        self.kinds = [(one.alpha, one.rslora) for one in held]
 
     @property
     def bias(self) -> Tensor | None:
@@ -102,17 +104,18 @@ class LoRALinear(nn.Module):
         """x (…, K) -> (…, N) in the frozen layer's dtype."""
         y: Tensor = self.base(x)
         if self.choice.rows is None:
-            own = None if self.choice.every < 0 else self.factors[self.choice.every]
-            return y if own is None else y + self._added(own, x).to(y.dtype)
+            place = None if self.choice.every < 0 else self.places[self.choice.every]
+            return y if place is None else y + self._added(*place, x).to(y.dtype)
         flat, rows_of_x = y.flatten(0, -2), x.flatten(0, -2)
         for number, rows in self.choice.groups:
-            if (own := self.factors[number]) is not None:
-                flat[rows] = flat[rows] + self._added(own, rows_of_x[rows]).to(y.dtype)
+            if (place := self.places[number]) is not None:
+                flat[rows] = flat[rows] + self._added(*place, rows_of_x[rows]).to(y.dtype)
         return flat.view(y.shape)
 
-    def _added(self, own: Factors, x: Tensor) -> Tensor:
-        narrow = F.linear(self.dropout(x).to(own.a.dtype), own.a)  # (…, r)
-        return F.linear(narrow, own.b) * own.scale
+    def _added(self, place: int, scale: float, x: Tensor) -> Tensor:
+        a, b = self.a[place], self.b[place]
+        narrow = F.linear(self.dropout(x).to(a.dtype), a)  # (…, r)
+        return F.linear(narrow, b) * scale
 
 
 def adaptable(config: ModelConfig) -> dict[str, list[tuple[str, TensorSlice]]]:
@@ -202,4 +205,4 @@ def attach(model: Transformer, adapters: Sequence[Adapter], *, dropout: float = 
 def attached(model: Transformer) -> dict[str, Factors]:
     """The adapter of a model that has one, by the names of our modules."""
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, LoRALinear)}
-    return {name: own for name, layer in layers.items() if (own := layer.factors[0]) is not None}
+    return {name: Factors(one.a[0], one.b[0], *one.kinds[0]) for name, one in layers.items() if one.places[0]}

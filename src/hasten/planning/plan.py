@@ -124,7 +124,9 @@ def training_phase(config: ModelConfig, use: TrainingUse, *, kept: float = 1.0) 
     states = sum(parts[name] for name in ("gradients", "masters", "optimizer"))
     # A micro-batch writes and reads its activations, and reads all weights twice; the update reads and writes states.
     moved = use.accumulation * (2 * activations + 2 * ITEMSIZE[use.dtype] * count + parts["gradients"]) + 2 * states
-    sent = sent_bytes(config, stage=use.zero, ranks=use.ranks, accumulation=use.accumulation)
+    itemsize = 2 if use.masters else 4
+    sent = sent_bytes(config, stage=use.zero, ranks=use.ranks, accumulation=use.accumulation, itemsize=itemsize)
+    sent *= 1 if use.adapter is None else use.adapter / count  # nobody sends what is frozen
     return Phase(
         name="step",
         tokens=tokens,

@@ -41,9 +41,11 @@ def wrong_together(recipe: Recipe) -> Iterator[str]:
 def _wrong_parallel(recipe: Recipe) -> Iterator[str]:
     parallel, diloco, optimizer = recipe.parallel, recipe.diloco, recipe.optimizer
     onebit = optimizer.kind.startswith("onebit")
-    beside = recipe.lora.rank is not None or recipe.qat.bits is not None
-    if beside and (parallel.zero or parallel.policy != "float32-weights"):
-        yield "lora and qat are trained with parallel.zero 0 and parallel.policy float32-weights only"
+    rounded = recipe.qat.bits is not None
+    if (rounded or recipe.lora.rank is not None) and parallel.policy != "float32-weights":
+        yield "lora.rank and qat.bits train float32 weights; set parallel.policy float32-weights"
+    if rounded and parallel.zero:
+        yield "qat.bits rounds whole matrices, of which parallel.zero leaves each process a share; set parallel.zero 0"
     if parallel.zero == 0 and (parallel.replicas > 1 or parallel.offload == "all"):
         yield "parallel.replicas and parallel.offload all are of shared weights; set parallel.zero to 1, 2 or 3"
     if parallel.policy == "float32-masters" and recipe.techniques.precision in ("auto", "float32"):

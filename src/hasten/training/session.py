@@ -8,6 +8,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any, get_args
 
+import torch
+
 from hasten.distributed.launch import joined, remember, remembered
 from hasten.distributed.placement import Placement, Sharded
 from hasten.distributed.ranks import Ranks
@@ -16,11 +18,12 @@ from hasten.machine import measured
 from hasten.machine.files import code_digest, locked, save_json
 from hasten.model.adapter_files import save_adapter
 from hasten.model.export import export_model
-from hasten.model.lora import attached
+from hasten.model.lora import attach, attached
 from hasten.model.save import save
 from hasten.model.transformer import Transformer
 from hasten.quantization.qat import as_stored
 from hasten.training import checkpoints, display
+from hasten.training.build import lora_adapter
 from hasten.training.checkpoint_state import TrainingState
 from hasten.training.journal import read
 from hasten.training.loop import Loop, OnStep
@@ -205,7 +208,11 @@ def _export(recipe: Recipe, folder: RunFolder, setup: Setup) -> None:
     stored = checkpoints.find(folder.best) if wanted else None
     model, placement = setup.model, setup.step.where
     if isinstance(placement, Sharded):
-        stored, model = stored or checkpoints.find(folder.last), Transformer(setup.model.config).to(setup.model.dtype)
+        stored = stored or checkpoints.find(folder.last)
+        with torch.device("cpu" if recipe.lora.rank is None else "meta"):  # of frozen weights nothing is written
+            model = Transformer(setup.model.config).to(setup.model.dtype)
+        if recipe.lora.rank is not None:
+            attach(model, [lora_adapter(model.config, recipe.lora, device="cpu")])
         model.tokenizer, model.generation = setup.model.tokenizer, setup.model.generation
         placement = Placement(model)
     if stored is not None:
