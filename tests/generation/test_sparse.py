@@ -18,8 +18,10 @@ from hasten.model.context import training_context
 from hasten.model.families import read_config
 from hasten.model.initialize import initialize
 from hasten.ops.attention.pattern_text import parse_pattern, pattern_values
+from hasten.ops.native import library
 from hasten.quantization import Int8, quantize
 
+native = pytest.mark.skipif(library() is None, reason="the native kernels cannot be built here (no C++ compiler)")
 LENGTH = 150
 VALUES = {
     "model_type": "llama",
@@ -50,6 +52,10 @@ def model_of(pattern, **changes):
             if name.endswith(("q.weight", "k.weight")):
                 weight *= 12  # so that it matters what is seen
     return model
+
+
+def windowed():
+    return initialize(read_config(VALUES | {"model_type": "mistral", "sliding_window": 32}), seed=1).eval()
 
 
 def tokens_of(rows=1, length=LENGTH):
@@ -194,9 +200,42 @@ def test_transformers_reads_the_folder_and_attends_to_everything(tmp_path):
     torch.testing.assert_close(logits, whole(dense_of(model), tokens), rtol=1e-3, atol=1e-4)
 
 
-def test_a_model_with_a_pattern_is_not_fused_and_says_why():
-    with pytest.raises(ConfigError, match="sparse attention pattern"):
-        hasten.fuse(model_of("bigbird").to(torch.bfloat16))
+@native
+@pytest.mark.parametrize("pattern", PATTERNS)
+@torch.inference_mode()
+def test_a_fused_model_sees_what_the_pattern_shows_over_every_cache(pattern):
+    model, tokens = model_of(pattern), tokens_of()
+    wanted, row = whole(model, tokens)[0], tokens[0].tolist()
+    plain = whole(model.to(torch.bfloat16), tokens)[0] - wanted
+    hasten.fuse(model)
+    found = whole(model, tokens)[0]
+    assert (found - wanted).square().mean() <= 4 * plain.square().mean()
+    decoder = Decoder(model, batch=1, capacity=LENGTH)
+    steps = [decoder.prefill([row[:70]]), decoder.prefill([row[70:117]])]
+    steps += [decoder.decode(torch.tensor([token])) for token in row[117:]]
+    assert torch.equal(torch.cat(steps), found[[69, 116, *range(117, LENGTH)]]), "the same bits, however it comes"
+    cache = PagedCache(model.config, blocks=LENGTH, block_size=4, dtype=torch.bfloat16, device="cpu")
+    table = torch.randperm(LENGTH, generator=torch.Generator().manual_seed(0)).tolist()
+    for start, end in ((0, 70), (70, 117), (117, 118), (118, 119)):
+        step = cache.step([Rows(table, start, end - start)])
+        assert torch.equal(model(tokens[:, start:end], step.positions, step)[0, -1], found[end - 1])
+    scored = [perplexity(model, [row], kv_cache_dtype=name).perplexity for name in ("auto", "int8")]
+    assert scored[1] == pytest.approx(scored[0], rel=0.1)
+
+
+def test_a_cache_of_windows_is_a_ring():
+    model, tokens = windowed(), tokens_of()
+    wanted, row = whole(model, tokens)[0], tokens[0].tolist()
+    decoder = Decoder(model, batch=1, capacity=LENGTH)
+    assert decoder.cache.rows == 64
+    steps = [decoder.prefill([row[:70]]), decoder.prefill([row[70:117]])]
+    steps += [decoder.decode(torch.tensor([token])) for token in row[117:]]
+    places = [69, 116, *range(117, LENGTH)]
+    torch.testing.assert_close(torch.cat(steps), wanted[places], rtol=1e-4, atol=1e-5)
+    if library() is not None:
+        hasten.fuse(model.to(torch.bfloat16))
+        decoder = Decoder(model, batch=1, capacity=LENGTH)
+        assert torch.equal(decoder.prefill([row]), whole(model, tokens)[:, -1])
 
 
 @pytest.mark.parametrize("pattern", ["bigbird:block=16,random-blocks=2,per-head=true", "atrous:block=1,stride=3"])

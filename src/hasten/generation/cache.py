@@ -92,8 +92,9 @@ class Step:
 class StaticCache:
     """Keys and values of B sequences of at most `capacity` tokens each, in (B·rows + 1, Hkv, …) a layer.
 
-    row_format: how each is kept, `dtype` being the model's. rows is the capacity; under a local attention pattern no
-    more than twice what a query can look back, however long the texts get: position p then stands in row p modulo rows.
+    row_format: how each is kept, `dtype` being the model's. rows is the capacity; where every layer has a window or a
+    local pattern no more than twice what a query can look back, however long the texts get: position p then stands in
+    row p modulo rows.
     """
 
     def __init__(
@@ -105,14 +106,16 @@ class StaticCache:
         dtype: torch.dtype,
         device: torch.device | str,
         row_format: RowFormat = PLAIN,
+        bounded: bool = True,
     ) -> None:
+        """bounded: False where steps of any length come, of which every token is to see its own ones."""
         if config.learned_positions and capacity > config.max_positions:
             raise ConfigError(
                 f"{capacity} tokens of prompt and answer do not fit this model's {config.max_positions} learned "
                 "positions; shorten the prompt or max_new_tokens"
             )
         self.batch, self.capacity, self.row_format = batch, capacity, row_format
-        self.reach = config.attention_pattern.reach if config.attention_pattern is not None else None
+        self.reach = config.reach if bounded else None
         self.rows = capacity if self.reach is None else min(capacity, 2 * self.reach)
         self.config = config
         self.windows = [layer.window for layer in config.layers]
@@ -170,8 +173,8 @@ class StaticCache:
         batch, tokens = positions.shape
         if tokens not in self._query_start_loc:
             self._query_start_loc[tokens] = torch.arange(0, (batch + 1) * tokens, tokens, device=positions.device)
-        rows = positions if self.longest_step is None else positions % self.rows
-        slots = self.first_slots[:, None] + rows  # (B, T)
+        around = self.longest_step is not None  # the rows of each sequence are one block, that begins again at its end
+        slots = self.first_slots[:, None] + (positions % self.rows if around else positions)  # (B, T)
         seq_lens = positions[:, 0] + tokens  # as if no token were padding: nobody looks at those
         if valid is not None:
             slots = slots.masked_fill(~valid, -1)
@@ -179,19 +182,22 @@ class StaticCache:
             slots = slots.masked_fill(positions <= positions[:, -1:] - self.rows, -1)
         read = self.rows if read is None else min(read, self.rows)
         made = self._masks(positions, read, fresh) if masks else [None] * len(self.windows)
-        where = (slots.flatten(), self._query_start_loc[tokens], seq_lens, self.first_slots)
-        metadata = AttentionMetadata(*where, rows=self.row_format)
-        return Step(StackView(self.k, self.v, metadata), read, made)
+        where = (None, self.first_slots[:, None] // self.rows, self.rows) if around else (self.first_slots,)
+        step = (slots.flatten(), self._query_start_loc[tokens], seq_lens)
+        metadata = AttentionMetadata(*step, *where, rows=self.row_format)
+        seen = [] if masks or self.sparse is None else self.sparse.native
+        return Step(StackView(self.k, self.v, metadata, seen), read, made)
 
     def _masks(self, positions: Tensor, read: int, fresh: bool) -> Sequence[Tensor | BlockMask | None]:
         """What each layer's queries see of the rows that are read, or of the tokens at hand."""
-        rows = torch.arange(read, device=positions.device)
-        if self.sparse is not None:
-            if fresh:
-                return self.sparse.block_masks(positions.shape[1])
-            last = positions[:, -1:]  # what stands in a row: the latest position that belongs there
-            return self.sparse.masks(positions, last - (last - rows) % self.rows)
         if fresh:
-            return [None] * len(self.windows)
-        by_window = {window: visible(positions, rows, window) for window in set(self.windows)}  # (B, T, S')
+            return [None] * len(self.windows) if self.sparse is None else self.sparse.block_masks(positions.shape[1])
+        places = torch.arange(read, device=positions.device)
+        if self.longest_step is not None:  # what stands in a row: the latest position that belongs there
+            last = positions[:, -1:]
+            places = last - (last - places) % self.rows  # (B, S')
+        if self.sparse is not None:
+            return self.sparse.masks(positions, places)
+        held = (places >= 0).unsqueeze(-2)
+        by_window = {window: visible(positions, places, window) & held for window in set(self.windows)}  # (B, T, S')
         return [by_window[window] for window in self.windows]

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from hasten.errors import ConfigError
 from hasten.generation.cache import StaticCache, row_format
-from hasten.model.fused import FusedBlock
+from hasten.model.fused import is_fused
 from hasten.model.transformer import Transformer
 
 # An eager decode step reads the cache up to the next multiple of this, so that a short text does not pay for the
@@ -63,8 +63,8 @@ class Decoder:
             if any(0 < n <= self._rescale_at < after for n, after in zip(self.lengths, grown, strict=True)):
                 self.lengths, prompts = [0] * len(prompts), self._history
             longest = piece = max(len(prompt) for prompt in prompts)  # in one piece: its length decides
-        elif any(self.lengths) and self.cache.longest_step is not None:
-            piece = min(piece, self.cache.longest_step)
+        elif (any(self.lengths) or is_fused(self.model)) and self.cache.longest_step is not None:
+            piece = min(piece, self.cache.longest_step)  # fused steps see their own tokens through the cache, too
         logits: Tensor | None = None
         start = 0
         while start < longest:
@@ -93,7 +93,9 @@ class Decoder:
         positions = (starts[:, None] + torch.minimum(offsets, counts[:, None] - 1)).clamp(min=0)
         fresh = not any(self.lengths)
         self.lengths = [n + len(p) for n, p in zip(self.lengths, part, strict=True)]
-        context = self.cache.step(positions, valid=valid, fresh=fresh, read=max(self.lengths), masks=not self._fused())
+        context = self.cache.step(
+            positions, valid=valid, fresh=fresh, read=max(self.lengths), masks=not is_fused(self.model)
+        )
         last = torch.arange(len(part), device=device) * longest + (counts - 1).clamp(min=0)
         return self.model(tokens, positions, context, rows=valid.flatten().nonzero()[:, 0] if every else last)
 
@@ -115,7 +117,7 @@ class Decoder:
         valid = None if all(going) else torch.tensor(going, device=tokens.device)[:, None]
         self.lengths = grown
         read = None if self.static else -(-max(grown) // _READ_STEP) * _READ_STEP
-        context = self.cache.step(positions, valid=valid, read=read, masks=not self._fused())
+        context = self.cache.step(positions, valid=valid, read=read, masks=not is_fused(self.model))
         return self.model(tokens[:, None], positions, context)[:, 0]
 
     @torch.inference_mode()
@@ -145,14 +147,14 @@ class Decoder:
         """Forget everything after the first so many tokens of every row, or of each; what lies behind is overwritten
         later.
 
-        Raises ConfigError where a cache bounded by a local attention pattern no longer holds what came before.
+        Raises ConfigError where a bounded cache no longer holds what came before.
         """
         wanted = [lengths] * len(self.lengths) if isinstance(lengths, int) else lengths
         for length, grown in zip(wanted, self.lengths, strict=True):
             if self.forgets(grown, length):
                 raise ConfigError(
-                    f"the cache of a local attention pattern keeps the last {self.cache.rows} tokens; it cannot go "
-                    f"back to {length} of {grown}: make a new Decoder"
+                    f"this model sees {self.cache.reach} tokens, and its cache keeps the last {self.cache.rows}; it "
+                    f"cannot go back to {length} of {grown}: make a new Decoder"
                 )
         self.lengths = [min(n, length) for n, length in zip(self.lengths, wanted, strict=True)]
 
@@ -160,9 +162,6 @@ class Decoder:
         """Whether a row of `grown` tokens, going back to `length`, would miss keys that were overwritten since."""
         most = self.cache.longest_step
         return most is not None and grown > self.cache.rows and 0 < length < grown - most
-
-    def _fused(self) -> bool:
-        return all(isinstance(block, FusedBlock) for block in self.model.blocks)
 
     def _check_room(self, needed: int) -> None:
         if needed > self.cache.capacity:

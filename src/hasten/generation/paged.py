@@ -168,20 +168,23 @@ class PagedCache:
             block_size=size,
             rows=self.row_format,
         )
-        all_layers = StackView(self.k, self.v, metadata)
-        return PagedStep(all_layers, there(positions[None]), self.kernel.run, self._seen(groups, int(seq_lens.max())))
+        sparse = self._sparse(int(seq_lens.max()))
+        seen = sparse.native if sparse is not None and self.kernel.name == "native" else []
+        own = [groups] * len(self.k) if sparse is None or seen else self._masked(groups(), sparse)
+        return PagedStep(StackView(self.k, self.v, metadata, seen), there(positions[None]), self.kernel.run, own)
 
-    def _seen(self, groups: Callable[[], list[PagedGroup]], longest: int) -> Sequence[Callable[[], list[PagedGroup]]]:
-        """The groups as each layer sees them: all alike, or with the masks of a sparse pattern."""
-        layers = range(len(self.config.layers))
-        if self.config.attention_pattern is None:
-            return [groups for _ in layers]
-        if self.sparse is None or self.sparse.positions < longest:
+    def _sparse(self, longest: int) -> SparseMasks | None:
+        """What the model's pattern, if it has one, shows of texts of so many tokens."""
+        if self.config.attention_pattern is not None and (self.sparse is None or self.sparse.positions < longest):
             self.sparse = SparseMasks(self.config, positions=1 << longest.bit_length(), device=self.device)
-        masked: list[list[PagedGroup]] = [[] for _ in layers]
-        for group in groups():
+        return self.sparse
+
+    def _masked(self, groups: list[PagedGroup], sparse: SparseMasks) -> Sequence[Callable[[], list[PagedGroup]]]:
+        """The groups as each layer sees them, with its masks."""
+        masked: list[list[PagedGroup]] = [[] for _ in self.k]
+        for group in groups:
             places = torch.arange(group.slots.shape[1], device=self.device)
-            for own, mask in zip(masked, self.sparse.masks(group.positions, places), strict=True):
+            for own, mask in zip(masked, sparse.masks(group.positions, places), strict=True):
                 own.append(group._replace(mask=mask))
         return [functools.partial(list, own) for own in masked]
 

@@ -11,6 +11,7 @@ from hasten.errors import ConfigError
 from hasten.generation.cache import StaticCache, row_format
 from hasten.generation.prompts import check_ids
 from hasten.model.context import training_context
+from hasten.model.fused import is_fused
 from hasten.model.interfaces import Context
 from hasten.model.transformer import Transformer
 from hasten.ops.attention.cache_rows import PLAIN
@@ -89,9 +90,9 @@ def scoring_context(model: Transformer, positions: Tensor, kv_cache_dtype: str) 
     batch, tokens = positions.shape
     if rows == PLAIN:
         return training_context(model, tokens)
-    size = {"batch": batch, "capacity": tokens}
+    size = {"batch": batch, "capacity": tokens, "bounded": False}
     cache = StaticCache(model.config, **size, dtype=model.compute_dtype, device=model.device, row_format=rows)
-    return cache.step(positions, fresh=True)
+    return cache.step(positions, fresh=True, masks=not is_fused(model))
 
 
 def exp(mean: float) -> float:

@@ -88,6 +88,14 @@ class ModelConfig:
     dropout: float = 0.0  # in training only; set by the recipe, never by a checkpoint
     source: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
+    @property
+    def reach(self) -> int | None:
+        """How many keys back any layer sees, a query's own included; None: all of them."""
+        if self.attention_pattern is not None:
+            return self.attention_pattern.reach
+        windows = [layer.window for layer in self.layers if layer.window is not None]
+        return max(windows) if len(windows) == len(self.layers) else None
+
     def padded_to(self, multiple: int) -> "ModelConfig":
         """The same model with the vocabulary's rows rounded up to a multiple (nanoGPT: 50,257 -> 50,304)."""
         return replace(self, padded_vocab_size=-(-self.vocab_size // multiple) * multiple)

@@ -28,14 +28,14 @@ class PlainLayer:
 
     def view(self, *, batch: int, tokens: int, kv_heads: int, head_dim: int) -> KVView:
         """A cache for just this call, for a kernel that writes and reads one itself (on the CPU, in bfloat16)."""
-        if self.mask is not None or self.intervals is not None:
+        if isinstance(self.mask, Tensor) or self.intervals is not None:
             raise ConfigError("the fused kernels know no packed documents; give each its own row, or load unfused")
         rows = batch * tokens
         k = torch.zeros(rows + 1, kv_heads, head_dim, dtype=torch.bfloat16)
         first_rows = torch.arange(batch + 1) * tokens
         seq_lens = torch.full((batch,), tokens)
         metadata = AttentionMetadata(torch.arange(rows), first_rows, seq_lens, first_rows[:-1])
-        return KVView(k, torch.zeros_like(k), metadata)
+        return KVView(k, torch.zeros_like(k), metadata, None if self.mask is None else self.mask.native())
 
 
 class TrainingContext:

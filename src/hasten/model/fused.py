@@ -53,8 +53,6 @@ def refusal(model: Transformer) -> str | None:
         return f"the fused steps compute in bfloat16; the model is {str(model.dtype).removeprefix('torch.')}"
     if model.config.head_dim > LARGEST_HEAD:
         return f"the head size is {model.config.head_dim}; the fused steps go up to {LARGEST_HEAD}"
-    if model.config.attention_pattern is not None:
-        return "the fused steps know no sparse attention pattern"
     if isinstance(model, ShardedTransformer) and model.group.segment is None:
         return "the fused steps need ranks that share memory: native kernels, on one machine with Linux"
     if library() is None:
@@ -105,6 +103,11 @@ def fuse_where_it_fits(model: Transformer) -> Transformer:
     if reason == fusion_conflict(model):
         warnings.warn(f"the model runs without the fused steps, slower: {reason}", HastenWarning, stacklevel=2)
     return model
+
+
+def is_fused(model: Transformer) -> bool:
+    """Whether every block is its fused form."""
+    return all(isinstance(block, FusedBlock) for block in model.blocks)
 
 
 def unfuse(model: Transformer) -> Transformer:
@@ -222,15 +225,16 @@ class FusedBlock(nn.Module):
         batch, tokens, _ = x.shape
         view = layer.view(batch=batch, tokens=tokens, kv_heads=spec.kv_heads, head_dim=spec.head_dim)
         bound = self._bound
-        k, v, metadata = view
+        k, v, metadata, seen = view
         if self.experts is None:
             tables = ([], [], [-1]) if rope is None else ([rope[0]], [rope[1]], [0])
             chosen = None if self.choice is None else self.choice.of(batch * tokens)
-            return bound.blocks(x, *tables, [k], [v], metadata.slot_mapping, *metadata.to_read, [bound.plan], chosen)
+            step = (metadata.slot_mapping, *metadata.to_read)
+            return bound.blocks(x, *tables, [k], [v], *step, [bound.plan], chosen, None, [] if seen is None else [seen])
         cos, sin = rope or (None, None)  # (B, T, dim/2)
         slots, rotated = metadata.slot_mapping, metadata.rows.rotated
         q = bound.attention_input(x, *bound.input_arguments, cos, sin, k, v, slots, rotated)  # (B·T, H, D)
-        attended = bound.attention(q, k, v, *metadata.to_read, *bound.scores)  # (B·T, H, D)
+        attended = bound.attention(q, k, v, *metadata.to_read, *bound.scores, seen)  # (B·T, H, D)
         if bound.summed:  # by the ranks, before the norm
             part = bound.linear_add(attended, *bound.output, torch.zeros_like(x), *norm_arguments(nn.Identity()))
             x = x + self.attention_post_norm(part)
@@ -292,7 +296,8 @@ class FusedStack:
         choice = blocks[0].choice
         chosen = None if choice is None else choice.of(x.shape[0] * x.shape[1])
         tables = (cos, sin, self.rope_index)
-        return blocks[0]._bound.blocks(x.float(), *tables, cache.k, cache.v, *step, plans, chosen, self.times)
+        how = (plans, chosen, self.times, cache.seen)
+        return blocks[0]._bound.blocks(x.float(), *tables, cache.k, cache.v, *step, *how)
 
     def opened(self) -> bool:
         """Whether somebody hooked, swapped or patched a block, and so wants it to be called."""

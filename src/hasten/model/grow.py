@@ -57,13 +57,14 @@ class Ending:
 
 
 def can_grow(model: Transformer) -> bool:
-    """Whether `grow` takes this model: fused, dense, without learned positions, longrope or adapters."""
+    """Whether `grow` takes this model: fused, dense, without learned positions, longrope, adapters or a pattern."""
     stack, embedding = model.stack, model.embedding
     plain = isinstance(embedding, nn.Embedding) and embedding.weight.dtype == torch.bfloat16
     own = isinstance(embedding, PackedEmbedding) and embedding.table is model.head and embedding.table.order is None
     whole = isinstance(stack, FusedStack) and not stack.opened() and stack.times is None
     turned = all(rope.scaling != "longrope" for rope in model.config.ropes)
-    return whole and (plain or own) and turned and model.positions is None and model.adapters is None
+    others = (model.positions, model.adapters, model.config.attention_pattern)
+    return whole and (plain or own) and turned and all(one is None for one in others)
 
 
 def grow(

@@ -96,7 +96,7 @@ def norm_linear(x: Tensor, *rest: Any) -> Tensor:
 
 
 blocks = _like_first
-plan_weight = plan_block = _plan
+plan_weight = plan_block = plan_pattern = _plan
 
 # collective/collective.cpp
 

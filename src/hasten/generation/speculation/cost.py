@@ -11,6 +11,7 @@ import torch
 
 from hasten.generation.cache import StaticCache
 from hasten.generation.decoder import Decoder
+from hasten.model.fused import is_fused
 from hasten.model.transformer import Transformer
 
 ROWS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
@@ -133,7 +134,7 @@ def _blocks_and_head(
         x = torch.randn(1, rows, config.hidden_size, device=device, dtype=model.compute_dtype)
         positions = torch.arange(context, context + rows, device=device)[None]
         ropes = [table(positions) for table in model.ropes]
-        step = cache.step(positions, read=context + rows).layers[0]
+        step = cache.step(positions, read=context + rows, masks=not is_fused(model)).layers[0]
 
         def call() -> object:
             number = next(numbers)

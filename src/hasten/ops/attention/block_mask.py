@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hasten.errors import ConfigError
 from hasten.ops.attention.pattern_layout import BlockLayout, Pattern
-from hasten.ops.native import obtainable
+from hasten.ops.native import native_ops, obtainable
 
 if TYPE_CHECKING:
     from torch.nn.attention import flex_attention
@@ -104,6 +104,12 @@ class BlockMask:
         """The layout in tiles of 64 positions. Raises ConfigError for blocks that do not consist of whole cells."""
         return self._form("tiles", lambda: _tiles(self.layout, self.keys))
 
+    def native(self) -> Tensor:
+        """What the native kernels over a cache take of it."""
+        period = self.layout.period
+        table = self._blocks() if period is None else torch.eye(period, dtype=torch.bool)[None]
+        return self._form("native", lambda: native_ops().plan_pattern(table, self.layout.block, 0))
+
     def prepare(self, device: torch.device) -> None:
         """Make the forms that the kernels of a device take now, and not inside a compiled step."""
         if self.layout.period is not None:
@@ -140,6 +146,18 @@ def dense_blocks(layout: BlockLayout) -> Tensor:
         for row, columns in enumerate(rows):
             present[head, row, list(columns)] = True
     return present
+
+
+def seen_blocks(pattern: Pattern, blocks: int, *, heads: int = 1, layer: int = 0) -> Tensor:
+    """bool (1 or H, rows, columns), True where a row of queries sees a column of keys within the pattern's reach.
+
+    Rows and columns are to be taken modulo their number: of a pattern that repeats they are those of one cycle, of
+    others those of `blocks` blocks.
+    """
+    cycle = pattern.cycle
+    if cycle is None:
+        return dense_blocks(pattern.layout(blocks, heads=heads, layer=layer))
+    return dense_blocks(pattern.layout(cycle, 2 * cycle)).unflatten(-1, (2, cycle)).any(dim=-2)
 
 
 def tiles_refusal(block: int) -> str | None:

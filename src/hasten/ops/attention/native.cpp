@@ -17,8 +17,8 @@ AttentionPhases::AttentionPhases(Arena& arena, const void* q, void* out, Type ty
                                  int64_t head_dim, const Tensor& k, const Tensor& v, const Tensor& query_start_loc,
                                  const Tensor& seq_lens, const std::optional<Tensor>& first,
                                  const std::optional<Tensor>& block_table, int64_t block_size, bool rotated,
-                                 double scale, int64_t window, double softcap)
-    : q(q), out(out), type(type), heads(heads), threads(torch::stable::get_num_threads()),
+                                 double scale, int64_t window, double softcap, const Pattern* pattern)
+    : q(q), out(out), type(type), pattern(pattern), heads(heads), threads(torch::stable::get_num_threads()),
       held(row_format(k, head_dim)), rotated(rotated) {
   STD_TORCH_CHECK(row_format(v, head_dim) == held, "k and v must be of one dtype");
   STD_TORCH_CHECK(lie_alike(k, v), "keys and values must lie alike, each head's in one piece");
@@ -33,6 +33,8 @@ AttentionPhases::AttentionPhases(Arena& arena, const void* q, void* out, Type ty
         row_bytes(held, head_dim), k.size(0),
         k.stride(0) * value_bytes, k.stride(1) * value_bytes};
   how = {float(scale), float(softcap), window};
+  if (pattern && pattern->reach) how.window = window ? std::min(window, pattern->reach) : pattern->reach;
+  STD_TORCH_CHECK(!pattern || pattern->heads == 1 || pattern->heads == heads, "the pattern is not of ", heads, " heads");
   group = heads / kv.kv_heads;
   padded = round_up(head_dim, PANEL);
   STD_TORCH_CHECK(padded <= LARGEST_ROW, "head sizes up to 256");
@@ -72,11 +74,9 @@ void AttentionPhases::run(Worker& worker, Prefetcher prefetcher) const {
     const int64_t c = chunk / spans, s = chunk % spans;
     const Piece& p = pieces[c];
     if (s < first_key(p) / SPAN_KEYS || s >= spans_of(p)) return;
-    Operand* lines_q = scratch<Operand, 10>(most * padded);
-    int64_t* position = scratch<int64_t, 11>(most);
-    gather(p, lines_q, position);
     Coming coming{prefetcher};
-    span(p, s, lines_q, position, part(c, s), coming);
+    const Lines own = part(c, s);
+    if (!span(p, s, gather(p), own, coming)) clear(own, own.count);
   });
   worker.each(count, [&](int64_t c) {
     const Piece& p = pieces[c];
@@ -90,26 +90,27 @@ void AttentionPhases::run(Worker& worker, Prefetcher prefetcher) const {
 // follower: the piece that this thread will most likely take next.
 void AttentionPhases::whole_piece(const Piece& p, const Piece& follower, Prefetcher& prefetcher) const {
   Coming coming{prefetcher};
-  Operand* lines_q = scratch<Operand, 10>(most * padded);
-  int64_t* position = scratch<int64_t, 11>(most);
   float* arena = scratch<float, 12>(2 * size);
-  gather(p, lines_q, position);
+  const Queries queries = gather(p);
   Lines whole = lines_in(arena, p.tokens * group, padded), next = lines_in(arena + size, p.tokens * group, padded);
-  const int64_t begin = first_key(p) / SPAN_KEYS;
-  for (int64_t s = begin; s < spans_of(p); s++) {
+  bool begun = false;
+  for (int64_t s = first_key(p) / SPAN_KEYS; s < spans_of(p); s++) {
     if (s == spans_of(p) - 1 && p.tokens > 1) coming.out = rows_of<true>(p, out), coming.q = rows_of<false>(follower, q);
-    span(p, s, lines_q, position, s == begin ? whole : next, coming);
-    if (s != begin) merge(whole, next);
+    if (!span(p, s, queries, begun ? next : whole, coming)) continue;
+    if (begun) merge(whole, next);
+    begun = true;
   }
   finish(p, whole);
 }
 
-// The queries of a piece as lines (token, then head of the group), and the position of each.
-void AttentionPhases::gather(const Piece& p, Operand* lines, int64_t* position) const {
+Queries AttentionPhases::gather(const Piece& p) const {
+  const Queries queries{scratch<Operand, 10>(most * padded), scratch<int64_t, 11>(most),
+                        pattern ? scratch<const bool*, 20>(most) : nullptr};
   const int64_t d = kv.head_dim;
-  for (int64_t t = 0; t < p.tokens; t++) {
+  Operand* lines = queries.values;
+  for (int64_t t = 0, line = 0; t < p.tokens; t++) {
     int64_t from = first_value(p, t);
-    for (int64_t g = 0; g < group; g++, from += d, lines += padded) {
+    for (int64_t g = 0; g < group; g++, line++, from += d, lines += padded) {
       int64_t i = 0;
       if (rotated) {
         alignas(64) float x[LARGEST_ROW];
@@ -122,9 +123,11 @@ void AttentionPhases::gather(const Piece& p, Operand* lines, int64_t* position) 
         for (; i + 2 * LANES <= d; i += 2 * LANES) std::memcpy(lines + i, static_cast<const uint16_t*>(q) + from + i, 64);
       for (; i + LANES <= d; i += LANES) store_operand(lines + i, load_as(q, type, from + i));
       for (; i < padded; i++) lines[i] = i < d ? to_operand(load_one(q, type, from + i)) : 0;
-      *position++ = p.position + t;
+      queries.position[line] = p.position + t;
+      if (pattern) queries.row[line] = pattern->row(p.head * group + g, p.position + t);
     }
   }
+  return queries;
 }
 
 // Where the values of a piece's token stand in q and out: those of its heads follow each other.
@@ -145,8 +148,10 @@ int64_t AttentionPhases::first_key(const Piece& p) const {
   return first / TILE_KEYS * TILE_KEYS;
 }
 
-void AttentionPhases::span(const Piece& p, int64_t index, const Operand* lines_q, const int64_t* position,
-                           const Lines& lines, Coming& coming) const {
+// False, and nothing written, where the pattern hides all of the span.
+bool AttentionPhases::span(const Piece& p, int64_t index, const Queries& queries, const Lines& lines,
+                           Coming& coming) const {
+  constexpr int64_t MOST = SPAN_KEYS / TILE_KEYS;
   const int64_t together = lines.count > 2 * TOGETHER ? TILES : 1, size = padded * TILE_KEYS;
   float* scales = scratch<float, 13>(2 * together * TILE_KEYS);
   uint16_t* packed = scratch<uint16_t, 8>(2 * together * size);
@@ -155,28 +160,39 @@ void AttentionPhases::span(const Piece& p, int64_t index, const Operand* lines_q
   const int64_t end = std::min(last, kv.room(p.sequence));
   // Queries before a tile see nothing of it; lines keep standing together.
   auto unseen = [&](int64_t begin) { return std::max<int64_t>(0, begin - p.position) * group / TOGETHER * TOGETHER; };
+  struct { int64_t begin; const uint64_t* keys; } seen[MOST + 1];  // the tiles that are not hidden from all lines
+  uint64_t* bits = pattern ? scratch<uint64_t, 21>(MOST * lines.count) : nullptr;
+  int64_t all = 0;
+  for (int64_t begin = from; begin < to; begin += TILE_KEYS) {
+    uint64_t* keys = pattern ? bits + all * lines.count : nullptr;
+    if (pattern && !pattern->look(begin, queries.row, lines.count, keys)) continue;
+    const bool whole = !keys || std::all_of(keys, keys + lines.count, [](uint64_t own) { return own == EVERY_KEY; });
+    seen[all++] = {begin, whole ? nullptr : keys};
+  }
+  if (!all) return false;
+  seen[all].begin = to;
   // All that see nothing of the span: those that are left standing beside others are not written either.
-  clear(lines, std::max<int64_t>(0, from - p.position) * group);
+  clear(lines, std::max<int64_t>(0, seen[0].begin - p.position) * group);
   Tile tiles[TILES];
   const int64_t parts = parts_of(lines.count, padded);
   TileRows rows[2];
-  rows[0].find(kv, p.sequence, p.head, from, end);
-  for (int64_t begin = from, now = 0; begin < to;) {
-    const int64_t first = begin;
+  rows[0].find(kv, p.sequence, p.head, seen[0].begin, end);
+  for (int64_t at = 0, now = 0; at < all;) {
+    const int64_t first = at, skip = unseen(seen[first].begin);
     int64_t count = 0;
-    for (; count < together && begin < to; count++, begin += TILE_KEYS, now = 1 - now) {
+    for (; count < together && at < all; count++, at++, now = 1 - now) {
       tiles[count] = {packed + 2 * count * size, packed + (2 * count + 1) * size, scales + 2 * count * TILE_KEYS,
-                      scales + (2 * count + 1) * TILE_KEYS};
-      rows[1 - now].find(kv, p.sequence, p.head, begin + TILE_KEYS, end);
+                      scales + (2 * count + 1) * TILE_KEYS, seen[at].begin, seen[at].keys ? seen[at].keys + skip : nullptr};
+      rows[1 - now].find(kv, p.sequence, p.head, seen[at + 1].begin, end);
       coming.tile = {rows[1 - now], together > 1 ? 1 : parts};
       if (together > 1) coming.tile.ask();  // packed before anything is multiplied
       auto pack = held == RowFormat::int4 ? pack_int4_tile : held == RowFormat::int8 ? pack_int8_tile : pack_tile;
       pack(rows[now], padded, lines.count <= 2 * TOGETHER, tiles[count]);
     }
-    const int64_t skip = unseen(first);
-    const Attended what{lines_q + skip * padded, position + skip, first, first == from, tiles, count, how};
+    const Attended what{queries.values + skip * padded, queries.position + skip, first == 0, tiles, count, how};
     (held == RowFormat::int8 ? attend_tiles<true> : attend_tiles<false>)(what, lines.from(skip), coming);
   }
+  return true;
 }
 
 void AttentionPhases::finish(const Piece& p, const Lines& lines) const {
@@ -197,16 +213,26 @@ void AttentionPhases::finish(const Piece& p, const Lines& lines) const {
   }
 }
 
+// table bool (1 or H, rows, columns); see Pattern.
+Tensor plan_pattern(Tensor table, int64_t block, int64_t reach) {
+  STD_TORCH_CHECK(table.dim() == 3 && table.numel() && table.is_contiguous() && table.scalar_type() == ScalarType::Bool &&
+                      block > 0 && reach >= 0,
+                  "the table of a pattern is bool (1 or H, rows, columns), of blocks of one position or more");
+  return as_bytes(std::make_unique<Pattern>(Pattern{
+      .table = static_cast<const bool*>(table.const_data_ptr()), .heads = table.size(0), .rows = table.size(1),
+      .columns = table.size(2), .block = block, .reach = reach, .held = table}));
+}
+
 // q (R, H, D) float32 or bf16 -> (R, H, D); see AttentionPhases.
 Tensor attention(Tensor q, Tensor k, Tensor v, Tensor query_start_loc, Tensor seq_lens, std::optional<Tensor> first,
                  std::optional<Tensor> block_table, int64_t block_size, bool rotated, double scale, int64_t window,
-                 double softcap) {
+                 double softcap, std::optional<Tensor> seen) {
   q = as_contiguous(q);
   Tensor out = empty({q.size(0), q.size(1), q.size(2)}, q.scalar_type());
   Arena arena;
   const AttentionPhases phases(arena, q.const_data_ptr(), out.mutable_data_ptr(), type_of(q), q.size(0), q.size(1),
                                q.size(2), k, v, query_start_loc, seq_lens, first, block_table, block_size,
-                               rotated, scale, window, softcap);
+                               rotated, scale, window, softcap, pattern_in(seen));
   parallel_region([&](Worker& worker) { phases.run(worker); });
   return out;
 }
@@ -214,6 +240,10 @@ Tensor attention(Tensor q, Tensor k, Tensor v, Tensor query_start_loc, Tensor se
 }  // namespace hasten
 
 STABLE_TORCH_LIBRARY_FRAGMENT(HASTEN_LIBRARY, m) {
-  m.def("attention(Tensor q, Tensor k, Tensor v, Tensor query_start_loc, Tensor seq_lens, Tensor? first, Tensor? block_table, int block_size, bool rotated, float scale, int window, float softcap) -> Tensor");
+  m.def("attention(Tensor q, Tensor k, Tensor v, Tensor query_start_loc, Tensor seq_lens, Tensor? first, Tensor? block_table, int block_size, bool rotated, float scale, int window, float softcap, Tensor? seen=None) -> Tensor");
+  m.def("plan_pattern(Tensor table, int block, int reach) -> Tensor");
 }
-STABLE_TORCH_LIBRARY_IMPL(HASTEN_LIBRARY, CPU, m) { m.impl("attention", TORCH_BOX(&hasten::attention)); }
+STABLE_TORCH_LIBRARY_IMPL(HASTEN_LIBRARY, CPU, m) {
+  m.impl("attention", TORCH_BOX(&hasten::attention));
+  m.impl("plan_pattern", TORCH_BOX(&hasten::plan_pattern));
+}

@@ -14,6 +14,7 @@
 
 #include "../linear/amx.h"
 #include "int4_tiles.h"
+#include "pattern.h"
 
 namespace hasten {
 
@@ -145,12 +146,12 @@ struct Lines {
 };
 
 constexpr float LOWEST = -std::numeric_limits<float>::infinity();
+alignas(64) constexpr int32_t LANE_BITS[LANES] = {1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768};
 
 // What some tiles of keys are to all lines of a piece.
 struct Attended {
   const Operand* q;         // [lines][padded]
   const int64_t* position;  // of each line's query, ascending: the last of some lines sees most
-  int64_t begin;            // the first tile's first key
   bool fresh;               // the lines' values are not yet written
   const Tile* tiles;
   int64_t count;
@@ -167,7 +168,6 @@ void attend_lines(Multiplier& multiplier, const Attended& what, const Lines& lin
   alignas(64) Operand weights[TOGETHER * PANEL];
   const Scores how = what.how;
   const Tile tile = what.tiles[which];
-  const int64_t begin = what.begin + which * TILE_KEYS;
   // Scores in powers of 2: of a soft cap c, c·tanh(s/c).
   const F32 factor = splat(how.softcap != 0 ? how.scale / how.softcap : how.scale * LOG2E);
   const F32 cap = splat(how.softcap * LOG2E);
@@ -185,12 +185,14 @@ void attend_lines(Multiplier& multiplier, const Attended& what, const Lines& lin
     if constexpr (!PLAIN) {
       if (how.softcap != 0)
         for (int v = 0; v < vectors; v++) s[v] = tanh(s[v]) * cap;
-      const int64_t at = what.position[line + i] - begin;  // the last key that this query sees, counted in the tile
-      if (at < keys - 1 || (how.window && at >= how.window))
+      const int64_t at = what.position[line + i] - tile.begin;  // the last key that this query sees, counted in the tile
+      const uint64_t seen = tile.seen ? tile.seen[line + i] : EVERY_KEY;
+      if (at < keys - 1 || (how.window && at >= how.window) || seen != EVERY_KEY)
         for (int v = 0; v < vectors; v++) {
           const I32 key = lane_numbers() + v * LANES;
           I32 hidden = key > int32_t(std::min<int64_t>(at, TILE_KEYS));
           if (how.window) hidden |= key < int32_t(std::max<int64_t>(at - how.window, -1) + 1);
+          if (seen != EVERY_KEY) hidden |= (load(LANE_BITS) & int32_t(seen >> (v * LANES))) == 0;
           s[v] = select(hidden, splat(LOWEST), s[v]);
         }
     }
@@ -223,18 +225,19 @@ void attend_lines(Multiplier& multiplier, const Attended& what, const Lines& lin
 template <bool INT8>
 void attend_tiles(const Attended& what, const Lines& lines, Coming& coming) {
   Multiplier multiplier;
-  const bool plain = what.how.softcap == 0 && !what.how.window;
   // Equal numbers of lines: eight as four and four, not six and two. (AMX takes whole tiles.)
   const int64_t turns = (lines.count + TOGETHER - 1) / TOGETHER;
   const int64_t together = round_up((lines.count + turns - 1) / turns, TOGETHER > 16 ? 16 : 1);
   for (int64_t line = 0; line < lines.count; line += together)
     for (int64_t t = 0; t < what.count; t++) {
-      const int64_t rows = std::min(together, lines.count - line), begin = what.begin + t * TILE_KEYS;
+      const int64_t rows = std::min(together, lines.count - line), begin = what.tiles[t].begin;
       const int64_t least = what.position[line] - begin, most = what.position[line + rows - 1] - begin;
       if (most < 0) break;  // they see nothing from here on
-      auto attend = plain && least >= TILE_KEYS - 1 ? attend_lines<INT8, false, true>
-                    : most < TILE_KEYS / 2          ? attend_lines<INT8, true, false>
-                                                    : attend_lines<INT8, false, false>;
+      const bool plain = what.how.softcap == 0 && least >= TILE_KEYS - 1 && !what.tiles[t].seen &&
+                         (!what.how.window || most < what.how.window);
+      auto attend = plain                  ? attend_lines<INT8, false, true>
+                    : most < TILE_KEYS / 2 ? attend_lines<INT8, true, false>
+                                           : attend_lines<INT8, false, false>;
       attend(multiplier, what, lines, line, rows, t, coming);
     }
 }

@@ -77,7 +77,7 @@ def gathered(
 def native(q: Tensor, view: KVView, *, spec: AttentionSpec, **unused: object) -> Tensor:
     """The CPU's kernel: the same bits for a query in any company."""
     read = (view.k, view.v, *view.metadata.to_read)
-    return native_ops().attention(q, *read, spec.scale, spec.window or 0, spec.softcap or 0.0)
+    return native_ops().attention(q, *read, spec.scale, spec.window or 0, spec.softcap or 0.0, view.seen)
 
 
 def triton(q: Tensor, view: KVView, *, spec: AttentionSpec, **unused: object) -> Tensor:
@@ -100,8 +100,6 @@ def triton(q: Tensor, view: KVView, *, spec: AttentionSpec, **unused: object) ->
 def _native_unsupported(request: AttentionRequest) -> str | None:
     if request.device.type != "cpu":
         return f"it runs on a CPU, the cache is on {request.device}"
-    if request.block_mask:
-        return "it knows no sparse pattern"
     return request.outside(torch.bfloat16) or missing_library()
 
 

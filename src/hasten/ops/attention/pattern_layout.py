@@ -93,6 +93,11 @@ class Pattern:
         """For a pattern that sees exactly every period-th block, counted from the query's own."""
         return None
 
+    @property
+    def cycle(self) -> int | None:
+        """The rows after which those that follow see the same within their reach; None where they never do."""
+        return self.period if self.reach is None else self.reach // self.block + 1
+
     def columns(self, row: int, blocks: int, *, head: int, layer: int) -> Iterable[int]:
         """The key blocks that block `row` sees, in any order. blocks: how many there are (causal: up to the row).
 

@@ -12,16 +12,25 @@ struct Piece {
   int64_t sequence, head, row, tokens, position;  // position: of the first token
 };
 
+// The queries of a piece as lines (token, then head of the group): their values, positions, and rows of the pattern.
+struct Queries {
+  Operand* values;
+  int64_t* position;
+  const bool** row;
+};
+
+inline const Pattern* pattern_in(const std::optional<Tensor>& seen) { return seen ? &plan_in<Pattern>(*seen) : nullptr; }
+
 class AttentionPhases {
  public:
   // q (R, H, D) float32 or bf16, may be written until the phases begin; out as q. Rows query_start_loc[b] …
   // query_start_loc[b+1] - 1 are the last ones of sequence b's seq_lens[b] positions. k, v (slots, Hkv, …) rows as in
   // cache_rows.h; where they are rotated, q is turned on the way in and out on the way back. Contiguous: first (B,), the
-  // slot of each sequence's position 0. Paged: block_table (B, blocks) of block numbers.
+  // slot of each sequence's position 0. Paged: block_table (B, blocks) of block numbers. pattern: of plan_pattern.
   AttentionPhases(Arena& arena, const void* q, void* out, Type type, int64_t rows, int64_t heads, int64_t head_dim,
                   const Tensor& k, const Tensor& v, const Tensor& query_start_loc, const Tensor& seq_lens,
                   const std::optional<Tensor>& first, const std::optional<Tensor>& block_table, int64_t block_size,
-                  bool rotated, double scale, int64_t window, double softcap);
+                  bool rotated, double scale, int64_t window, double softcap, const Pattern* pattern);
   // prefetcher: what this thread will read next.
   void run(Worker& worker, Prefetcher prefetcher = {}) const;
 
@@ -30,9 +39,8 @@ class AttentionPhases {
   int64_t first_value(const Piece& p, int64_t token) const;
   template <bool WRITTEN>
   RowsAhead<WRITTEN> rows_of(const Piece& p, const void* all) const;
-  void gather(const Piece& p, Operand* lines, int64_t* position) const;
-  void span(const Piece& p, int64_t index, const Operand* lines_q, const int64_t* position, const Lines& lines,
-            Coming& coming) const;
+  Queries gather(const Piece& p) const;
+  bool span(const Piece& p, int64_t index, const Queries& queries, const Lines& lines, Coming& coming) const;
   void whole_piece(const Piece& p, const Piece& follower, Prefetcher& prefetcher) const;
   void finish(const Piece& p, const Lines& lines) const;
 
@@ -41,6 +49,7 @@ class AttentionPhases {
   Type type;
   KeyValues kv;
   Scores how;
+  const Pattern* pattern;  // nullptr: all keys up to a query's own
   int64_t heads, threads, group, padded, spans = 1, most, size;
   RowFormat held;
   bool rotated, split;

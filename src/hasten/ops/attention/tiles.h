@@ -12,14 +12,16 @@ struct KeyValues {
   const uint8_t* k;       // (slots, Hkv) rows of row_bytes
   const uint8_t* v;
   const int64_t* first;   // contiguous: the slot of position 0 of each sequence
-  const int64_t* block_table;   // paged: (B, blocks) block numbers, null if contiguous
+  const int64_t* block_table;   // paged: (B, blocks) block numbers, from the first again after the last; null if contiguous
   int64_t blocks, block_size, kv_heads, head_dim, row_bytes, slots;
   int64_t slot_bytes, head_bytes;  // from a slot to the next, from a head's row to the next head's
   // Positions that a sequence has slots for: padding at the end of a batch may ask for more, and gets zeros.
-  int64_t room(int64_t sequence) const { return block_table ? blocks * block_size : slots - first[sequence]; }
+  int64_t room(int64_t sequence) const { return block_table ? INT64_MAX : slots - first[sequence]; }
   int64_t slot(int64_t sequence, int64_t position) const {
-    return block_table ? block_table[sequence * blocks + position / block_size] * block_size + position % block_size
-                 : first[sequence] + position;
+    if (!block_table) return first[sequence] + position;
+    int64_t block = position / block_size;
+    if (block >= blocks) block %= blocks;
+    return block_table[sequence * blocks + block] * block_size + position % block_size;
   }
 };
 
@@ -128,13 +130,12 @@ struct TileRows {
       return;
     }
     // Slots run on until a block ends: a division for each key would cost a twentieth of the attention.
-    int64_t block = kv.block_table ? begin / kv.block_size : 0;
-    int64_t left = kv.block_table ? (block + 1) * kv.block_size - begin : TILE_KEYS;
+    int64_t left = kv.block_table ? kv.block_size - begin % kv.block_size : TILE_KEYS;
     int64_t at = begin < end ? kv.slot(sequence, begin) * row + own : 0;
     for (int64_t j = 0; j < TILE_KEYS; j++, at += row) {
       const bool there = begin + j < end;
       if (there && left-- == 0) {
-        at = kv.block_table[sequence * kv.blocks + ++block] * kv.block_size * row + own;
+        at = kv.slot(sequence, begin + j) * row + own;
         left = kv.block_size - 1;
       }
       k[j] = there ? kv.k + at : zeros;
@@ -149,6 +150,8 @@ struct TileRows {
 struct Tile {
   uint16_t *k, *v;
   float *k_scales, *v_scales;  // [64] of int8 rows
+  int64_t begin;               // its first key
+  const uint64_t* seen;        // of each line which keys it sees, bit by bit; nullptr: all up to its own
   const uint8_t* const* v_rows = nullptr;
 };
 

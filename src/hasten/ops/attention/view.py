@@ -1,5 +1,7 @@
 """What a kernel needs to write this step's keys and values itself, and to read all the others."""
 
+import itertools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -33,12 +35,14 @@ class AttentionMetadata(NamedTuple):
 class KVView(NamedTuple):
     """One layer's keys and values during one step.
 
-    k, v (slots + 1, Hkv, …): rows of `metadata.rows` (cache_rows.py), the last one taking the padding.
+    k, v (slots + 1, Hkv, …): rows of `metadata.rows` (cache_rows.py), the last one taking the padding. seen: which of
+    them a sparse pattern shows, as the native kernels take it (their plan_pattern).
     """
 
     k: Tensor
     v: Tensor
     metadata: AttentionMetadata
+    seen: Tensor | None = None
 
 
 class StackView(NamedTuple):
@@ -47,8 +51,10 @@ class StackView(NamedTuple):
     k: list[Tensor]
     v: list[Tensor]
     metadata: AttentionMetadata
+    seen: Sequence[Tensor] = ()
 
     @property
     def layers(self) -> list[KVView]:
         """For the layers one by one."""
-        return [KVView(k, v, self.metadata) for k, v in zip(self.k, self.v, strict=True)]
+        held = zip(self.k, self.v, self.seen or itertools.repeat(None), strict=False)
+        return [KVView(k, v, self.metadata, seen) for k, v, seen in held]

@@ -154,13 +154,13 @@ struct BlockPhases {
   BlockPhases(Arena& arena, const Plan& p, const float* x, float* out, int64_t rows, const Maybe& cos, const Maybe& sin,
               const Tensor& k_cache, const Tensor& v_cache, const Tensor& slot_mapping, const Tensor& query_start_loc,
               const Tensor& seq_lens, const Maybe& first, const Maybe& block_table, int64_t block_size,
-              bool rotated, const int64_t* chosen)
+              bool rotated, const int64_t* chosen, const Pattern* pattern)
       : q(arena.take<float>(rows * p.heads * p.head_dim)), attended(arena.take<float>(rows * p.heads * p.head_dim)),
         middle(arena.take<float>(rows * p.c)), act(arena.take<float>(rows * p.inner)),
         input(arena, x, Type::f32, rows, q, p.attention_norm, p.qkv, p.heads, p.head_dim, p.q_norm, p.k_norm, cos, sin,
               k_cache, v_cache, slot_mapping, rotated, chosen),
         attention(arena, q, attended, Type::f32, rows, p.heads, p.head_dim, k_cache, v_cache, query_start_loc, seq_lens,
-                  first, block_table, block_size, rotated, p.scale, p.window, p.softcap),
+                  first, block_table, block_size, rotated, p.scale, p.window, p.softcap, pattern),
         output(arena, attended, Type::f32, rows, p.output, x, middle, Type::f32, p.output_norm, chosen, p.ranks),
         mlp(arena, middle, Type::f32, rows, act, p.mlp_norm, p.mlp, p.inner, p.gated, p.kind, chosen),
         down(arena, act, Type::f32, rows, p.down, middle, out, Type::f32, p.down_norm, chosen, p.ranks) {}
@@ -217,16 +217,17 @@ class PartTimes {
 // Dense blocks after each other, x (…, C) float32 -> the same, the threads started once. rope_index[i]: which of the
 // tables of cosines and sines block i takes, -1 for none. All caches have the same slots. chosen int64 (rows,): the adapter
 // that each row takes, -1 for none. times int64 (1 + 5·blocks,): where somebody wants to know, when the blocks began and when
-// each part of each ended, in nanoseconds of the steady clock.
+// each part of each ended, in nanoseconds of the steady clock. seen: what each sees, of plan_pattern; empty: all.
 Tensor blocks(Tensor x, std::vector<Tensor> cos, std::vector<Tensor> sin, std::vector<int64_t> rope_index,
               std::vector<Tensor> k_caches, std::vector<Tensor> v_caches, Tensor slot_mapping, Tensor query_start_loc,
               Tensor seq_lens, Maybe first, Maybe block_table, int64_t block_size, bool rotated,
-              std::vector<Tensor> plans, Maybe chosen, Maybe times) {
+              std::vector<Tensor> plans, Maybe chosen, Maybe times, std::vector<Tensor> seen) {
   x = as_contiguous(x);
   const int64_t count = int64_t(plans.size()), c = x.size(-1), rows = x.numel() / c;
   STD_TORCH_CHECK(count && int64_t(rope_index.size()) == count && int64_t(k_caches.size()) == count &&
-                      int64_t(v_caches.size()) == count && cos.size() == sin.size(),
-                  "each block needs its plan, its cache and its rope_index");
+                      int64_t(v_caches.size()) == count && cos.size() == sin.size() &&
+                      (seen.empty() || int64_t(seen.size()) == count),
+                  "each block needs its plan, its cache, its rope_index, and its pattern if there are any");
   STD_TORCH_CHECK(x.scalar_type() == ScalarType::Float, "the blocks want x in float32");
   STD_TORCH_CHECK(!chosen || (chosen->scalar_type() == ScalarType::Long && chosen->is_contiguous() && chosen->numel() == rows),
                   "each row needs its adapter, int64");
@@ -252,7 +253,8 @@ Tensor blocks(Tensor x, std::vector<Tensor> cos, std::vector<Tensor> sin, std::v
     arena.back_to(mark);  // a block begins when the one before it has ended: they share their memory
     phases.emplace_back(arena, p, from, to, rows, turned ? Maybe(cos[rope_index[i]]) : Maybe(),
                         turned ? Maybe(sin[rope_index[i]]) : Maybe(), k_caches[i], v_caches[i], slot_mapping,
-                        query_start_loc, seq_lens, first, block_table, block_size, rotated, own);
+                        query_start_loc, seq_lens, first, block_table, block_size, rotated, own,
+                        seen.empty() ? nullptr : &plan_in<Pattern>(seen[i]));
     from = to;
   }
   const auto run = [&](const auto& ended) {
@@ -277,7 +279,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(HASTEN_LIBRARY, m) {
   m.def("attention_input(Tensor x, Tensor? norm_weight, Tensor? norm_bias, float eps, float offset, bool centred, Tensor data, Tensor? scales, Tensor? zeros, Tensor? outer, Tensor? bias, int group_size, int planes, int heads, int head_dim, Tensor? q_norm, Tensor? k_norm, Tensor? cos, Tensor? sin, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping, bool rotated) -> Tensor");
   m.def("plan_weight(int n, int k, Tensor data, Tensor? scales, Tensor? zeros, Tensor? outer, Tensor? bias, int group_size, int planes, Tensor? lora_a, Tensor? lora_b) -> Tensor");
   m.def("plan_block(int kv_heads, Tensor? norm_weight, Tensor? norm_bias, float eps, float offset, bool centred, Tensor qkv, int heads, int head_dim, Tensor? q_norm, Tensor? k_norm, float scale, int window, float softcap, Tensor output, Tensor? o_norm_weight, Tensor? o_norm_bias, Tensor? m_norm_weight, Tensor? m_norm_bias, Tensor mlp, int inner, bool gated, int activation, Tensor down, Tensor? d_norm_weight, Tensor? d_norm_bias, Tensor? ranks) -> Tensor");
-  m.def("blocks(Tensor x, Tensor[] cos, Tensor[] sin, int[] rope_index, Tensor(a!)[] k_caches, Tensor(b!)[] v_caches, Tensor slot_mapping, Tensor query_start_loc, Tensor seq_lens, Tensor? first, Tensor? block_table, int block_size, bool rotated, Tensor[] plans, Tensor? chosen, Tensor(c!)? times=None) -> Tensor");
+  m.def("blocks(Tensor x, Tensor[] cos, Tensor[] sin, int[] rope_index, Tensor(a!)[] k_caches, Tensor(b!)[] v_caches, Tensor slot_mapping, Tensor query_start_loc, Tensor seq_lens, Tensor? first, Tensor? block_table, int block_size, bool rotated, Tensor[] plans, Tensor? chosen, Tensor(c!)? times, Tensor[] seen) -> Tensor");
   m.def("linear_add(Tensor x, Tensor data, Tensor? scales, Tensor? zeros, Tensor? outer, Tensor? bias, int group_size, int planes, Tensor residual, Tensor? norm_weight, Tensor? norm_bias, float eps, float offset, bool centred) -> Tensor");
   m.def("norm_linear(Tensor x, Tensor? norm_weight, Tensor? norm_bias, float eps, float offset, bool centred, Tensor data, Tensor? scales, Tensor? zeros, Tensor? outer, Tensor? bias, int group_size, int planes, int out_features) -> Tensor");
   m.def("mlp_input(Tensor x, Tensor? norm_weight, Tensor? norm_bias, float eps, float offset, bool centred, Tensor data, Tensor? scales, Tensor? zeros, Tensor? outer, Tensor? bias, int group_size, int planes, int inner, bool gated, int activation) -> Tensor");

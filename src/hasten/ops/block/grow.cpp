@@ -11,7 +11,7 @@ namespace hasten {
 Tensor blocks(Tensor x, std::vector<Tensor> cos, std::vector<Tensor> sin, std::vector<int64_t> rope_index,
               std::vector<Tensor> k_caches, std::vector<Tensor> v_caches, Tensor slot_mapping, Tensor query_start_loc,
               Tensor seq_lens, Maybe first, Maybe block_table, int64_t block_size, bool rotated,
-              std::vector<Tensor> plans, Maybe chosen, Maybe times);
+              std::vector<Tensor> plans, Maybe chosen, Maybe times, std::vector<Tensor> seen);
 Tensor norm_linear(Tensor x, HASTEN_NORM, HASTEN_WEIGHT, int64_t n);
 Tensor unpacked_rows(Tensor ids, Tensor data, Maybe scales, Maybe zeros, Maybe outer, int64_t out_features,
                      int64_t in_features, int64_t group_size);
@@ -159,7 +159,7 @@ Tensor grow(Tensor tokens, std::vector<int64_t> counts, std::vector<int64_t> sta
     }
     scale_rows(state, ids.numel() * c, float(embedding_scale));
     x = blocks(x, at.cos, at.sin, rope_index, k_caches, v_caches, at.slot_mapping, at.query_start_loc, at.seq_lens,
-               std::nullopt, block_table, block_size, false, plans, std::nullopt, std::nullopt);
+               std::nullopt, block_table, block_size, false, plans, std::nullopt, std::nullopt, {});
     if (!step) {  // each sequence's last token is scored
       const auto* from = static_cast<const float*>(x.const_data_ptr());
       Tensor last = empty({rows, c}, ScalarType::Float);
