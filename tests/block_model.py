@@ -5,6 +5,7 @@ overwritten wrongly changes what attention reads. Used by test_blocks_machine.py
 """
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -62,19 +63,20 @@ def write(cache, rows):
     view.k[slots], view.v[slots] = kept.write(keys), kept.write(values)
 
 
-def read(cache, rows):
-    """rows: [(table, length)]; what one query sees of each, (B, D)."""
+def read(cache, rows, reach=None):
+    """rows: [(table, length)]; what one query sees of the last `reach` tokens of each, (B, D)."""
     layer = cache.step([Rows(table, length - 1, 1) for table, length in rows]).layers[0]
     q = QUERY.expand(len(rows), 1, HEAD).to(torch.float32)
-    return layer.kernel(q, layer.held, spec=SPEC, groups=layer.groups, dense=layer_of(reference, SPEC))
+    spec = replace(SPEC, window=reach)
+    return layer.kernel(q, layer.held, spec=spec, groups=layer.groups, dense=layer_of(reference, spec))
 
 
 class Checked:
     """Every operation of the manager beside the model; `check` compares books and contents."""
 
-    def __init__(self, blocks, size, rows=PLAIN):
-        self.manager = BlockManager(blocks=blocks, block_size=size)
-        self.blocks, self.size, self.rows = blocks, size, rows
+    def __init__(self, blocks, size, rows=PLAIN, reach=None):
+        self.manager = BlockManager(blocks=blocks, block_size=size, reach=reach)
+        self.blocks, self.size, self.rows, self.reach = blocks, size, rows, reach
         self.cache, self.plain = new_cache(blocks, size, rows), None
         self.tokens = {}  # sequence -> tokens whose keys are in the cache, or will be after the step
         self.todo = {}  # sequence -> the rest of its prompt
@@ -153,6 +155,8 @@ class Checked:
         assert self.manager.block_table(child) == self.manager.block_table(parent)
 
     def truncate(self, name, length):
+        if self.reach is not None:  # what came before may be gone
+            return
         length %= len(self.tokens[name]) + 1
         self.manager.truncate(name, length)
         self.todo[name] = []
@@ -181,11 +185,12 @@ class Checked:
         self.manager.check()
         tables = {name: self.manager.block_table(name) for name in self.tokens}
         assert self.blocks - self.manager.free == len({block for table in tables.values() for block in table})
+        self.counts["left"] += any(len(own) > self.size * self.manager.count(name) for name, own in self.tokens.items())
         rows = {name: len(own) for name, own in self.tokens.items() if own}
         if self.pending or self.copies or not rows:
             return
         self.counts["evicted"] = self.manager.stats.evicted_blocks
-        found = read(self.cache, [(tables[name], length) for name, length in rows.items()])
+        found = read(self.cache, [(tables[name], length) for name, length in rows.items()], self.reach)
         assert torch.equal(found, self.expected(rows))
 
     def expected(self, rows):
@@ -196,4 +201,4 @@ class Checked:
             self.plain = new_cache(2 * ends[-1], self.size, self.rows)
         own = [list(range(end - count, end)) for end, count in zip(ends, needed, strict=True)]
         write(self.plain, [(t, 0, states(self.tokens[n], self.salts[n])) for t, n in zip(own, rows, strict=True)])
-        return read(self.plain, list(zip(own, rows.values(), strict=True)))
+        return read(self.plain, list(zip(own, rows.values(), strict=True)), self.reach)

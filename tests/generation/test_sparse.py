@@ -20,6 +20,9 @@ from hasten.model.initialize import initialize
 from hasten.ops.attention.pattern_text import parse_pattern, pattern_values
 from hasten.ops.native import library
 from hasten.quantization import Int8, quantize
+from hasten.serving.admission import room
+from serving_cases import make_engine, request, run
+from serving_cases import tokens_of as answer_of
 
 native = pytest.mark.skipif(library() is None, reason="the native kernels cannot be built here (no C++ compiler)")
 LENGTH = 150
@@ -221,6 +224,22 @@ def test_a_fused_model_sees_what_the_pattern_shows_over_every_cache(pattern):
         assert torch.equal(model(tokens[:, start:end], step.positions, step)[0, -1], found[end - 1])
     scored = [perplexity(model, [row], kv_cache_dtype=name).perplexity for name in ("auto", "int8")]
     assert scored[1] == pytest.approx(scored[0], rel=0.1)
+
+
+@pytest.mark.parametrize("model", [lambda: model_of("local:block=16"), windowed], ids=["local", "windows"])
+def test_where_every_layer_looks_back_only_so_far_a_server_keeps_no_more(model):
+    model = model()
+    if library() is not None:
+        hasten.fuse(model.to(torch.bfloat16))
+    prompts = [row.tolist() for row in tokens_of(3)]
+    params = {"max_new_tokens": 60, "temperature": 0, "ignore_eos": True}
+    wanted = [hasten.generate(model, [prompt], **params)[0].tokens for prompt in prompts]
+    size = -(-(32 + 16) // 4) + 1  # blocks of 4 that a sequence keeps at once: what it sees, and a step of 16 tokens
+    engine = make_engine(model, blocks=3 * size, prefix_cache=False)
+    assert "one of 256" in room(model, engine.settings, blocks=3 * size, max_length=256)
+    found = run(engine, [request(str(n), prompt, **params) for n, prompt in enumerate(prompts)])
+    assert [answer_of(found[str(n)]) for n in range(3)] == wanted
+    assert engine.stats().preemptions == 0
 
 
 def test_a_cache_of_windows_is_a_ring():

@@ -3,7 +3,7 @@
 import pytest
 
 from hasten.errors import ConfigError, HastenError
-from hasten.generation.blocks import BlockManager, OutOfBlocks
+from hasten.generation.blocks import BlockManager, OutOfBlocks, blocks_of
 
 
 def grown(manager, sequence, tokens, *, salt=""):
@@ -222,6 +222,32 @@ def test_without_a_prefix_cache_only_forks_share():
     assert grown(manager, 2, range(9)) == 0
     manager.fork(1, 3)
     assert manager.stats.shared_blocks == 3
+
+
+def test_blocks_to_which_no_query_looks_back_are_left():
+    manager = BlockManager(blocks=6, block_size=4, reach=5)
+    tokens = list(range(60))
+    manager.begin(1, tokens)
+    for length in range(2, 60, 2):
+        manager.reserve(1, length)
+        manager.written(1, tokens[:length])
+        manager.computed()
+        manager.check()
+        assert manager.count(1) <= blocks_of(length, 4, kept=5 + 2) <= 3
+        assert len(manager.block_table(1)) == -(-length // 4)
+    manager.fork(1, 2)
+    manager.check()
+    assert manager.begin(3, tokens[:59]) == 0, "the room of its beginning was needed"
+    for sequence in (1, 2, 3):
+        manager.release(sequence)
+    manager.check()
+    assert manager.free == 6
+    again = BlockManager(blocks=16, block_size=4, reach=5)
+    grown(again, 1, tokens)
+    again.release(1)
+    assert again.begin(2, tokens[:50]) == 48
+    assert again.count(2) == 1  # the block with positions 44 to 47: a query at 48 sees four keys before it
+    again.check()
 
 
 @pytest.mark.parametrize("sizes", [{"blocks": 0}, {"blocks": 4, "block_size": 0}])

@@ -37,9 +37,14 @@ class Machine(RuleBasedStateMachine):
     Forks and cuts stand between steps; that they are refused inside of one is tried too.
     """
 
-    @initialize(blocks=st.integers(3, 24), size=st.integers(1, 4), rows=st.sampled_from(ROWS))
-    def start(self, blocks, size, rows):
-        self.checked = Checked(blocks, size, rows)
+    @initialize(
+        blocks=st.integers(3, 24),
+        size=st.integers(1, 4),
+        rows=st.sampled_from(ROWS),
+        reach=st.none() | st.integers(1, 7),
+    )
+    def start(self, blocks, size, rows, reach):
+        self.checked = Checked(blocks, size, rows, reach)
 
     def any(self):
         return bool(self.checked.tokens)
@@ -148,5 +153,5 @@ def test_random_operations_agree_with_the_model():
         )
         rounds += 1
     print(dict(TOTAL))
-    for happened in ("adopted", "refused", "copied", "evicted", "forbidden"):
+    for happened in ("adopted", "refused", "copied", "evicted", "forbidden", "left"):
         assert TOTAL[happened] > 0, f"it never came to pass that a block was {happened}"

@@ -38,15 +38,30 @@ class BlockStats:
     blocks_saved: int = 0  # further ones that would be used now if nothing were shared
 
 
+def blocks_of(tokens: int, block_size: int, *, kept: int | None = None) -> int:
+    """How many blocks a sequence of so many tokens has at once. kept: positions that it keeps at most, None: all."""
+    blocks = -(-tokens // block_size)
+    return blocks if kept is None else min(blocks, -(-kept // block_size) + 1)
+
+
 @dataclass(slots=True)
 class _SequenceBlocks:
-    """Positions below `held` have (or get in this step) their keys; those up to `room` may be written."""
+    """Positions below `held` have (or get in this step) their keys; those up to `room` may be written.
+
+    The first `left` entries of block_table are of blocks that no query looks back to any more: others may have them.
+    """
 
     block_table: list[int]
     chain: list[bytes]  # the key of the beginning, then of each full block so far
     held: int
     room: int
     asked: int  # tokens of the prompt, until they are counted
+    left: int = 0
+
+    @property
+    def own(self) -> list[int]:
+        """Its blocks (a copy)."""
+        return self.block_table[self.left :]
 
     @property
     def offered(self) -> int:
@@ -65,11 +80,15 @@ class BlockManager:
     step. So the copy would be of something else.
     """
 
-    def __init__(self, *, blocks: int, block_size: int = 16, prefix_cache: bool = True) -> None:
-        """prefix_cache: whether full blocks can be found by their tokens. Raises ConfigError below 1 block or token."""
+    def __init__(
+        self, *, blocks: int, block_size: int = 16, prefix_cache: bool = True, reach: int | None = None
+    ) -> None:
+        """prefix_cache: whether full blocks can be found by their tokens. reach: how many keys back a query looks, its
+        own included (None: all); sequences leave the blocks behind. Raises ConfigError below 1 block or token.
+        """
         if blocks < 1 or block_size < 1:
             raise ConfigError(f"a paged cache needs at least 1 block of 1 token; found {blocks} of {block_size}")
-        self.blocks, self.block_size, self.prefix_cache = blocks, block_size, prefix_cache
+        self.blocks, self.block_size, self.prefix_cache, self.reach = blocks, block_size, prefix_cache, reach
         self._sequences: dict[int, _SequenceBlocks] = {}
         self._step: set[int] = set()  # sequences that were told as written and are not computed yet
         self._references = [0] * blocks
@@ -109,10 +128,10 @@ class BlockManager:
                     break
                 chain.append(key)
                 table.append(block)
-        for block in table:
-            self._refer(block)
         held = len(table) * self.block_size
-        self._sequences[sequence] = _SequenceBlocks(table, chain, held, held, len(tokens))
+        own = self._sequences[sequence] = _SequenceBlocks(table, chain, held, held, len(tokens), self._passed(held))
+        for block in own.own:
+            self._refer(block)
         return held
 
     def needs(self, sequence: int, length: int) -> int:
@@ -176,6 +195,12 @@ class BlockManager:
 
     def computed(self) -> None:
         """The step has run: what was told as written is in the cache."""
+        for sequence in self._step if self.reach is not None else ():
+            own = self._sequences[sequence]
+            passed = self._passed(own.held)
+            for block in own.block_table[own.left : passed]:
+                self._leave(block)
+            own.left = max(own.left, passed)
         self._step.clear()
 
     def fork(self, parent: int, child: int) -> None:
@@ -184,15 +209,16 @@ class BlockManager:
         assert not self._step, f"a fork of sequence {parent} between `written` and `computed`"
         own = self._sequences[parent]
         self._shorten(own, own.held)  # room that is not written yet belongs to neither
-        for block in own.block_table:
+        for block in own.own:
             self._refer(block)
-        self._sequences[child] = _SequenceBlocks(own.block_table.copy(), own.chain.copy(), own.held, own.held, 0)
+        tables = own.block_table.copy(), own.chain.copy()
+        self._sequences[child] = _SequenceBlocks(*tables, own.held, own.held, 0, own.left)
 
     def truncate(self, sequence: int, length: int) -> None:
         """Forget the positions from `length` on (rejected guesses) and give back the blocks behind them.
 
         Between steps only. Those before it stay, also the ones that `written` was not told of: guesses that a step
-        found to be right.
+        found to be right. With a `reach` nothing that was told can be forgotten: what lay before may be gone.
         """
         assert not self._step, f"a truncation of sequence {sequence} between `written` and `computed`"
         own = self._sequences[sequence]
@@ -204,12 +230,18 @@ class BlockManager:
         """End a sequence. Its last blocks are reused first, so that beginnings stay in the cache longest."""
         own = self._sequences.pop(sequence)
         self._step.discard(sequence)
-        for block in reversed(own.block_table):
+        for block in reversed(own.own):
             self._leave(block)
 
     def block_table(self, sequence: int) -> list[int]:
-        """The sequence's blocks in order (a copy)."""
-        return self._sequences[sequence].block_table.copy()
+        """The sequence's blocks in order (a copy), the first that it still has in the place of those that it left."""
+        own = self._sequences[sequence]
+        return own.own[:1] * own.left + own.own
+
+    def count(self, sequence: int) -> int:
+        """How many blocks it has."""
+        own = self._sequences[sequence]
+        return len(own.block_table) - own.left
 
     def forget(self) -> None:
         """Empty the prefix cache; running sequences keep their blocks."""
@@ -224,9 +256,9 @@ class BlockManager:
             assert own.held <= own.room <= len(own.block_table) * self.block_size, (
                 f"sequence {number} has too few blocks"
             )
-            assert len(set(own.block_table)) == len(own.block_table), f"sequence {number} has a block twice"
+            assert len(set(own.own)) == len(own.own), f"sequence {number} has a block twice"
             assert own.offered <= own.held // self.block_size, f"sequence {number} has keys of blocks that are not full"
-            for block in own.block_table:
+            for block in own.own:
                 counted[block] += 1
             for block in own.block_table[own.held // self.block_size : -(-own.room // self.block_size)]:
                 if own.held < own.room:
@@ -240,6 +272,10 @@ class BlockManager:
         assert self._stats.shared_blocks == sum(count > 1 for count in counted), "shared blocks were miscounted"
         keys = {key: block for block, key in enumerate(self._keys) if key is not None}
         assert keys == self._cached, "the prefix cache and the blocks' keys differ"
+
+    def _passed(self, held: int) -> int:
+        """The first so many blocks are those to which no query from position `held` on looks back."""
+        return 0 if self.reach is None else max(0, held - self.reach + 1) // self.block_size
 
     def _missing(self, own: _SequenceBlocks, length: int) -> int:
         return max(0, -(-length // self.block_size) - len(own.block_table))

@@ -233,10 +233,11 @@ def inference_memory(config: ModelConfig, use: InferenceUse) -> Memory:
 def cache_bytes(config: ModelConfig, use: InferenceUse) -> int:
     """Of one sequence: keys and values of all layers in their own format, as bounded as the caches are.
 
-    Only a sparse pattern bounds them; a sliding window bounds what is read. Paged caches have whole blocks.
+    They are where every layer has a window or a local pattern. Paged caches have whole blocks.
     """
-    reach = None if config.attention_pattern is None else config.attention_pattern.reach
-    kept = use.length if reach is None else min(use.length, 2 * reach)
+    kept = use.length
+    if config.reach is not None:
+        kept = min(kept, config.reach + (use.step if use.block_size > 1 else config.reach))
     heads = max(1, config.kv_heads // use.degree)
     return 2 * len(config.layers) * heads * use.row_bytes * (-(-kept // use.block_size) * use.block_size)
 

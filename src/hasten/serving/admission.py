@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from hasten.checks import require
 from hasten.errors import ConfigError, HastenWarning, ResourceError
+from hasten.generation.blocks import blocks_of
 from hasten.generation.cache import row_format
 from hasten.generation.paged import PagedCache
 from hasten.generation.params import SamplingParams
@@ -55,9 +56,9 @@ def admitted(
     except ConfigError as error:
         raise RequestRefused(str(error)) from error
     length = prompt + params.max_new_tokens - 1  # the last token's keys are never needed
-    needed = -(-length // settings.block_size)
+    needed = most_blocks(model, settings, length)
     if request.beam_width:  # beams need each other: all of them at once
-        common = prompt // settings.block_size if settings.prefix_cache else 0
+        common = prompt // settings.block_size if settings.prefix_cache and model.config.reach is None else 0
         needed = common + request.beam_width * (needed - common)
     if needed > blocks:
         raise RequestRefused(
@@ -108,7 +109,7 @@ def _check_beams(request: Request) -> None:
 def cache_blocks(model: Transformer, settings: EngineSettings, *, max_length: int) -> int:
     """How many blocks the cache gets: what all sequences could need, or as many as the memory allows."""
     size = bytes_per_block(model, settings)
-    most = settings.max_sequences * -(-max_length // settings.block_size)
+    most = settings.max_sequences * most_blocks(model, settings, max_length)
     if settings.cache_bytes is not None:
         allowed, whence = settings.cache_bytes, "cache_bytes"
     else:
@@ -125,13 +126,22 @@ def cache_blocks(model: Transformer, settings: EngineSettings, *, max_length: in
 
 def room(model: Transformer, settings: EngineSettings, *, blocks: int, max_length: int) -> str:
     """A line on the largest batch and the longest context that the cache holds."""
-    tokens, each = blocks * settings.block_size, -(-max_length // settings.block_size)
+    tokens, each = blocks * settings.block_size, most_blocks(model, settings, max_length)
+    longest = model.config.max_positions
+    if most_blocks(model, settings, longest) > blocks:
+        longest = min(tokens, longest)
     size = bytes_per_block(model, settings)
     more = "" if settings.fit else f"; {available_memory(model.device) // size * settings.block_size:,} more would fit"
     return (
         f"the cache ({blocks * size / 1e9:.2f} GB) holds {tokens:,} tokens: {blocks // each:,} sequences of "
-        f"{max_length:,}, or one of {min(tokens, model.config.max_positions):,}{more}"
+        f"{max_length:,}, or one of {longest:,}{more}"
     )
+
+
+def most_blocks(model: Transformer, settings: EngineSettings, tokens: int) -> int:
+    """How many blocks a sequence of so many tokens has at once."""
+    reach = model.config.reach
+    return blocks_of(tokens, settings.block_size, kept=None if reach is None else reach + settings.token_budget)
 
 
 def bytes_per_block(model: Transformer, settings: EngineSettings) -> int:

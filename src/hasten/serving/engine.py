@@ -22,7 +22,7 @@ from hasten.generation.speculation import SpeculationStats, Speculator, Text
 from hasten.model.tokenizer import Tokenizer
 from hasten.model.transformer import Transformer
 from hasten.serving import beams
-from hasten.serving.admission import AdapterNumbers, admitted, cache_blocks, longest
+from hasten.serving.admission import AdapterNumbers, admitted, cache_blocks, longest, most_blocks
 from hasten.serving.beams import BeamSearch
 from hasten.serving.following import runner_of
 from hasten.serving.logprobs import TokenTexts
@@ -54,10 +54,11 @@ class Engine:
         self.max_length = longest(model, settings)
         self.runner = runner_of(model, settings, blocks=cache_blocks(model, settings, max_length=self.max_length))
         self.cache_bytes = self.runner.cache.bytes
-        if settings.fit:
-            self.max_length = min(self.max_length, self.runner.cache.blocks * settings.block_size)
+        blocks, size = self.runner.cache.blocks, settings.block_size
+        if settings.fit and most_blocks(model, settings, self.max_length) > blocks:
+            self.max_length = min(self.max_length, blocks * size)
         self.blocks = BlockManager(
-            blocks=self.runner.cache.blocks, block_size=settings.block_size, prefix_cache=settings.prefix_cache
+            blocks=blocks, block_size=size, prefix_cache=settings.prefix_cache, reach=model.config.reach
         )
         self.scheduler = Scheduler(
             self.blocks, max_sequences=settings.max_sequences, token_budget=settings.token_budget

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from operator import attrgetter
 
 from hasten.errors import ConfigError
-from hasten.generation.blocks import BlockManager, OutOfBlocks
+from hasten.generation.blocks import BlockManager, OutOfBlocks, blocks_of
 
 _order = attrgetter("order")
 
@@ -253,7 +253,7 @@ class Scheduler:
         if self.running and self._no_room is not None and self._no_room[0] is sequence and free <= self._no_room[1]:
             return False
         found = self.blocks.begin(sequence.number, sequence.tokens, salt=sequence.salt)
-        missing = self._blocks_of(sequence.target) - found // self.blocks.block_size
+        missing = self._blocks_of(sequence.target) - self.blocks.count(sequence.number)
         if self.running and missing + len(self.running) > self.blocks.free:
             self.blocks.release(sequence.number)
             self._no_room = (sequence, free)
@@ -316,7 +316,8 @@ class Scheduler:
         self.blocks.written(entry.sequence.number, tokens if entry.end >= len(tokens) else tokens[: entry.end])
 
     def _blocks_of(self, tokens: int) -> int:
-        return -(-tokens // self.blocks.block_size)
+        reach = self.blocks.reach
+        return blocks_of(tokens, self.blocks.block_size, kept=None if reach is None else reach + self.token_budget)
 
     def check(self) -> None:
         """Raise AssertionError where the books do not agree."""
