@@ -14,7 +14,14 @@ import tyro
 
 from hasten.cli.serve import Serve
 from hasten.errors import ConfigError, HastenWarning, ResourceError
+from hasten.generation.paged import PagedCache
+from hasten.planning.memory import InferenceUse, inference_memory
+from hasten.serving import admission
+from hasten.serving.engine import Engine
+from hasten.serving.request import RequestRefused
+from hasten.serving.settings import EngineSettings
 from references import tiny_llama
+from serving_cases import request, run, tokens_of
 
 
 @pytest.fixture(scope="module")
@@ -23,8 +30,8 @@ def model():
 
 
 def test_the_command_serves_and_drains(tiny_folder):
-    command = [sys.executable, "-m", "hasten", "serve", str(tiny_folder), "--port", "0", "--cache-gib", "0.01"]
-    command += ["--kv-cache-dtype", "int8"]
+    command = [sys.executable, "-m", "hasten", "serve", str(tiny_folder), "--port", "0", "--fit"]
+    command += ["--max-sequences", "4", "--kv-cache-dtype", "int8"]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "HASTEN_API_KEY": "k"}
     )
@@ -42,8 +49,9 @@ def test_the_command_serves_and_drains(tiny_folder):
         assert json.loads(done.stdout)["usage"]["completion_tokens"] > 0
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 0
-        log = [json.loads(line) for line in process.stderr.read().splitlines() if line.startswith("{")]
-        assert [entry["status"] for entry in log] == [200]
+        said = process.stderr.read().splitlines()
+        assert any("holds 2,048 tokens: 4 sequences of 512" in line for line in said), "all that they could need"
+        assert [json.loads(line)["status"] for line in said if line.startswith("{")] == [200]
     finally:
         process.kill()
 
@@ -132,6 +140,19 @@ def test_a_broken_template_of_the_folder_is_warned_of(model):
         assert Serve(model="x")._tokenizer(Broken) is Broken.tokenizer
 
 
+def test_fit_takes_what_is_free_beside_a_step_and_shortens_what_is_too_long(model, monkeypatch):
+    use = InferenceUse(batch_size=8, length=16, step=16, weights=0, row_bytes=0)
+    size = PagedCache.bytes_per_block(model.config, dtype=model.dtype)
+    free = inference_memory(model.config, use).peak + 9 * size + 5
+    monkeypatch.setattr(admission, "available_memory", lambda device: free)
+    engine = Engine(model, None, EngineSettings(max_sequences=8, token_budget=16, fit=True))
+    assert (engine.blocks.blocks, engine.max_length) == (9, 9 * 16)
+    assert "one of 144" in admission.room(model, engine.settings, blocks=9, max_length=144)
+    assert len(tokens_of(run(engine, [request("one", [5, 6], max_new_tokens=3)])["one"])) == 3
+    with pytest.raises(RequestRefused, match="may have 144 together"):
+        engine.add(request("long", [5] * 150, max_new_tokens=3))
+
+
 def test_memory_that_the_system_refuses_is_named(model, monkeypatch):
     import mmap
 
@@ -139,8 +160,5 @@ def test_memory_that_the_system_refuses_is_named(model, monkeypatch):
         raise OSError(12, "Cannot allocate memory")
 
     monkeypatch.setattr(mmap, "mmap", refuse)
-    from hasten.serving.engine import Engine
-    from hasten.serving.settings import EngineSettings
-
     with pytest.raises(ResourceError, match=r"does not give [\d,]+ bytes .*Cannot allocate.* [\d,]+ bytes are free"):
         Engine(model, model.tokenizer, EngineSettings(max_sequences=64, token_budget=64, cache_bytes=64 << 20))
