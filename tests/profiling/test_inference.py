@@ -1,6 +1,7 @@
 """`hasten profile generate` and `serve`: the parts of a step, of readable blocks and of those of one native call."""
 
 import json
+from itertools import pairwise
 
 import pytest
 import torch
@@ -47,6 +48,20 @@ def check(phase, names):
     return rows
 
 
+def check_trace(trace):
+    """The trace event format, as Perfetto reads it: what each kind of event must have; and that our parts are there."""
+    needed = {"X": {"ts", "dur", "tid"}, "M": {"args"}, "i": {"ts", "s"}, "C": {"ts", "args"}}
+    needed |= {kind: {"ts", "id", "tid"} for kind in "sft"}
+    for event in trace["traceEvents"]:
+        assert event.keys() >= {"ph", "name", "pid"} | needed[event["ph"]], event
+        numbers = [event[name] for name in ("ts", "dur") if name in event]
+        assert all(isinstance(number, int | float) and number >= 0 for number in numbers), event
+    ours = [event for event in trace["traceEvents"] if event["pid"] == "hasten"]
+    assert any(event["name"] == "forward model.blocks.0.mlp.down" for event in ours)
+    nanoseconds = 0.002  # as few as a float of so many microseconds can tell
+    assert all(one["ts"] + one["dur"] <= other["ts"] + nanoseconds for one, other in pairwise(ours)), "one by one"
+
+
 @pytest.mark.parametrize("use", ["generate", "serve"])
 def test_readable_blocks(use, tmp_path):
     model = tiny_llama()
@@ -59,8 +74,7 @@ def test_readable_blocks(use, tmp_path):
     assert decode[""].flops < prefill[""].flops
     assert all(rows["model.blocks.0.mlp"].seconds > 0 for rows in (prefill, decode))
     assert [phase.tokens for phase in found.phases] == [40, 2]
-    trace = json.loads((tmp_path / "decode.trace.json").read_text())
-    assert any(event.get("name") == "forward model.blocks.0.mlp.down" for event in trace["traceEvents"])
+    check_trace(json.loads((tmp_path / "decode.trace.json").read_text()))
 
 
 @pytest.mark.skipif(library() is None, reason="the native kernels cannot be built here (no C++ compiler)")

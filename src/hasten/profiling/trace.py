@@ -54,9 +54,10 @@ def traced(meter: Meter, step: Callable[[], object], path: Path) -> TracedStep:
             held += int(event["args"]["Bytes"])
             memory.append(((float(event["ts"]) - start) / 1e6, held))
     ours = {"ph": "X", "pid": "hasten", "tid": "parts"}
+    origin = round(1000 * start) - meter.marks[0][2]  # in whole nanoseconds, so that no part reaches into the next
     for (part, phase, at), (_, _, end) in zip(meter.marks, meter.marks[1:], strict=False):
-        ts = start + (at - meter.marks[0][2]) / 1e3
-        trace["traceEvents"].append(ours | {"name": f"{phase} {part}", "ts": ts, "dur": (end - at) / 1e3})
+        ts, dur = (origin + at) / 1000, (end - at) / 1000
+        trace["traceEvents"].append(ours | {"name": f"{phase} {part}", "ts": ts, "dur": dur})
     write_atomically(path, json.dumps(trace))
     kinds = ("kernel", "gpu_memcpy", "gpu_memset") if cuda else ("cpu_op",)
     spans = [(float(e["ts"]), float(e["ts"]) + float(e["dur"])) for e in events if e.get("cat") in kinds]
