@@ -142,6 +142,7 @@ class StaticCache:
             dtype=self.k[0].dtype,
             device=self.k[0].device,
             row_format=self.row_format,
+            bounded=self.reach is not None,
         )
         for old, new in zip((*self.k, *self.v), (*larger.k, *larger.v), strict=True):
             rows = old[:-1].unflatten(0, (self.batch, -1))  # (B, S, Hkv, …)

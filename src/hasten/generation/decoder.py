@@ -31,6 +31,9 @@ class Decoder:
         if static:  # few different sizes, because each is compiled for
             rounded = -(-capacity // _STATIC_STEP) * _STATIC_STEP
             capacity = max(capacity, min(rounded, model.config.max_positions))
+        # longrope has one set of frequencies for sequences within the pretraining context and one for longer ones: a
+        # sequence that grows past it is computed anew, for which its tokens must be known; in one step.
+        self._rescale_at = next((r.original_positions for r in model.config.ropes if r.scaling == "longrope"), None)
         self.cache = StaticCache(
             model.config,
             batch=batch,
@@ -38,11 +41,9 @@ class Decoder:
             dtype=model.compute_dtype,
             device=model.device,
             row_format=row_format(kv_cache_dtype),
+            bounded=self._rescale_at is None,
         )
         self.lengths = [0] * batch
-        # longrope has one set of frequencies for sequences within the pretraining context and one for longer ones: a
-        # sequence that grows past it is computed anew, for which its tokens must be known.
-        self._rescale_at = next((r.original_positions for r in model.config.ropes if r.scaling == "longrope"), None)
         self._history: list[list[int]] = [[] for _ in range(batch)]
 
     @torch.inference_mode()
