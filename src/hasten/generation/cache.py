@@ -183,9 +183,11 @@ class StaticCache:
             slots = slots.masked_fill(positions <= positions[:, -1:] - self.rows, -1)
         read = self.rows if read is None else min(read, self.rows)
         made = self._masks(positions, read, fresh) if masks else [None] * len(self.windows)
-        where = (None, self.first_slots[:, None] // self.rows, self.rows) if around else (self.first_slots,)
-        step = (slots.flatten(), self._query_start_loc[tokens], seq_lens)
-        metadata = AttentionMetadata(*step, *where, rows=self.row_format)
+        where = (slots.flatten(), self._query_start_loc[tokens], seq_lens, self.first_slots)
+        metadata = AttentionMetadata(*where, rows=self.row_format)
+        if around:
+            table = self.first_slots[:, None] // self.rows
+            metadata = metadata._replace(first_slots=None, block_table=table, block_size=self.rows)
         seen = [] if masks or self.sparse is None else self.sparse.native
         return Step(StackView(self.k, self.v, metadata, seen), read, made)
 

@@ -170,8 +170,8 @@ class PagedCache:
         )
         sparse = self._sparse(int(seq_lens.max()))
         seen = sparse.native if sparse is not None and self.kernel.name == "native" else []
-        own = [groups] * len(self.k) if sparse is None or seen else self._masked(groups(), sparse)
-        return PagedStep(StackView(self.k, self.v, metadata, seen), there(positions[None]), self.kernel.run, own)
+        shown = [groups] * len(self.k) if sparse is None or seen else self._masked(groups(), sparse)
+        return PagedStep(StackView(self.k, self.v, metadata, seen), there(positions[None]), self.kernel.run, shown)
 
     def _sparse(self, longest: int) -> SparseMasks | None:
         """What the model's pattern, if it has one, shows of texts of so many tokens."""

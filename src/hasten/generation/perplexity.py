@@ -90,8 +90,15 @@ def scoring_context(model: Transformer, positions: Tensor, kv_cache_dtype: str) 
     batch, tokens = positions.shape
     if rows == PLAIN:
         return training_context(model, tokens)
-    size = {"batch": batch, "capacity": tokens, "bounded": False}
-    cache = StaticCache(model.config, **size, dtype=model.compute_dtype, device=model.device, row_format=rows)
+    cache = StaticCache(
+        model.config,
+        batch=batch,
+        capacity=tokens,
+        dtype=model.compute_dtype,
+        device=model.device,
+        row_format=rows,
+        bounded=False,
+    )
     return cache.step(positions, fresh=True, masks=not is_fused(model))
 
 
