@@ -64,10 +64,10 @@ def write(cache, rows):
 
 
 def read(cache, rows, reach=None):
-    """rows: [(table, length)]; what one query sees of the last `reach` tokens of each, (B, D)."""
+    """rows: [(table, length)]; what one query sees of what the next of each will look back to, (B, D)."""
     layer = cache.step([Rows(table, length - 1, 1) for table, length in rows]).layers[0]
     q = QUERY.expand(len(rows), 1, HEAD).to(torch.float32)
-    spec = replace(SPEC, window=reach)
+    spec = replace(SPEC, window=None if reach is None else reach - 1)  # itself is not among them
     return layer.kernel(q, layer.held, spec=spec, groups=layer.groups, dense=layer_of(reference, spec))
 
 

@@ -41,7 +41,7 @@ class Machine(RuleBasedStateMachine):
         blocks=st.integers(3, 24),
         size=st.integers(1, 4),
         rows=st.sampled_from(ROWS),
-        reach=st.none() | st.integers(1, 7),
+        reach=st.none() | st.integers(2, 7),
     )
     def start(self, blocks, size, rows, reach):
         self.checked = Checked(blocks, size, rows, reach)

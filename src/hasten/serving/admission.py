@@ -57,8 +57,9 @@ def admitted(
         raise RequestRefused(str(error)) from error
     length = prompt + params.max_new_tokens - 1  # the last token's keys are never needed
     needed = most_blocks(model, settings, length)
-    if request.beam_width:  # beams need each other: all of them at once
-        common = prompt // settings.block_size if settings.prefix_cache and model.config.reach is None else 0
+    if request.beam_width:  # beams need each other: all of them at once; the prompt is common while nothing is left
+        whole = needed * settings.block_size >= length
+        common = prompt // settings.block_size if settings.prefix_cache and whole else 0
         needed = common + request.beam_width * (needed - common)
     if needed > blocks:
         raise RequestRefused(
