@@ -160,6 +160,10 @@ def test_going_back_is_exact_where_it_is_possible_and_refused_where_not():
     torch.testing.assert_close(
         decoder.prefill([row[:50]])[0], whole(model, torch.tensor([row[:50]]))[0, -1], rtol=1e-4, atol=1e-5
     )
+    decoder.verify([[7] * 20])  # writes over the first six
+    decoder.truncate(51)
+    with pytest.raises(ConfigError, match="cannot go back to 5 of 51"):
+        decoder.truncate(5)
 
 
 def test_the_pattern_travels_with_the_folder(tmp_path):
@@ -224,6 +228,19 @@ def test_a_fused_model_sees_what_the_pattern_shows_over_every_cache(pattern):
         assert torch.equal(model(tokens[:, start:end], step.positions, step)[0, -1], found[end - 1])
     scored = [perplexity(model, [row], kv_cache_dtype=name).perplexity for name in ("auto", "int8")]
     assert scored[1] == pytest.approx(scored[0], rel=0.1)
+
+
+@native
+@pytest.mark.parametrize("pattern", ["bigbird:block=16", "local:block=16,radius=1"])
+@torch.inference_mode()
+def test_a_wrapped_block_beside_fused_ones_sees_the_same(pattern):
+    model, tokens = hasten.fuse(model_of(pattern).to(torch.bfloat16)), tokens_of()
+    wanted = whole(model, tokens)[0, -2:]
+    model.blocks[1] = torch.nn.Sequential(model.blocks[1])
+    model.blocks[1].forward = model.blocks[1][0].forward
+    decoder = Decoder(model, batch=1, capacity=LENGTH)
+    found = [decoder.prefill([tokens[0, :-1].tolist()]), decoder.decode(tokens[0, -1:])]
+    assert torch.equal(torch.cat(found), wanted)
 
 
 @pytest.mark.parametrize("model", [lambda: model_of("local:block=16"), windowed], ids=["local", "windows"])

@@ -171,7 +171,9 @@ def test_a_plan_is_the_tensor_that_was_made_and_no_other():
     def call(plan, angles=angles, numbers=numbers):
         x = torch.randn(1, 2, model.config.hidden_size)
         turns = [[angles[0]], [angles[1]], [0]]
-        return library().ops.blocks(x, *turns, *([cache] for cache in caches), *numbers, None, 0, False, [plan], None)
+        return library().ops.blocks(
+            x, *turns, *([cache] for cache in caches), *numbers, None, 0, False, [plan], None, None, []
+        )
 
     assert call(plan).shape == (1, 2, model.config.hidden_size)
     for other in (plan.clone(), torch.zeros_like(plan), plan[8:], plan.view(torch.int64), torch.empty(0)):
@@ -185,4 +187,4 @@ def test_a_plan_is_the_tensor_that_was_made_and_no_other():
     for turns, plans in (([1], [plan]), ([0, 0], [plan]), ([0], [])):
         lists = ([angles[0]], [angles[1]], turns, *([cache] for cache in caches))
         with pytest.raises(RuntimeError, match=r"no rotary table|each block needs"):
-            library().ops.blocks(x, *lists, *numbers, None, 0, False, plans, None)
+            library().ops.blocks(x, *lists, *numbers, None, 0, False, plans, None, None, [])

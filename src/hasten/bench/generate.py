@@ -41,7 +41,7 @@ from hasten.generation.params import KVCacheDtype
 from hasten.machine import emulated, resolve_device, resolve_dtype
 from hasten.model.config import ModelConfig
 from hasten.planning.cost import parameters
-from hasten.planning.memory import InferenceUse, Memory, inference_memory
+from hasten.planning.memory import InferenceUse, Memory, cache_bytes, inference_memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -281,9 +281,11 @@ def _memory(
     cached = row_format(ladder.kv_cache_dtype).bytes(
         config.head_dim, resolve_dtype("float32" if wide else ladder.dtype)
     )
-    tokens = sum(row["batch"] * (row["prompt_tokens"] + ladder.new_tokens) for row in rows)
     longest = max(row["batch"] * row["prompt_tokens"] for row in rows)
-    return inference_memory(config, InferenceUse(length=tokens, step=longest, weights=weights, row_bytes=cached))
+    use = InferenceUse(length=0, step=longest, weights=weights, row_bytes=cached)
+    uses = [(row["batch"], replace(use, length=row["prompt_tokens"] + ladder.new_tokens)) for row in rows]
+    memory, caches = inference_memory(config, use), sum(batch * cache_bytes(config, one) for batch, one in uses)
+    return replace(memory, parts={**memory.parts, "cache": caches})
 
 
 @dataclass(frozen=True, kw_only=True)

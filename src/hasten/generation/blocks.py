@@ -235,8 +235,8 @@ class BlockManager:
 
     def block_table(self, sequence: int) -> list[int]:
         """The sequence's blocks in order (a copy), the first that it still has in the place of those that it left."""
-        own = self._sequences[sequence]
-        return own.own[:1] * own.left + own.own
+        left, own = self._sequences[sequence].left, self._sequences[sequence].own
+        return own[:1] * left + own
 
     def count(self, sequence: int) -> int:
         """How many blocks it has."""

@@ -15,6 +15,7 @@ from hasten.ops.attention.block_mask import BlockMask
 from hasten.ops.attention.cache_rows import PLAIN, RowFormat
 from hasten.ops.attention.masks import visible
 from hasten.ops.attention.view import AttentionMetadata, KVView, StackView
+from hasten.ops.native import library
 from hasten.ops.pages import zeros_in_large_pages
 
 ROW_FORMATS: Mapping[str, RowFormat] = {
@@ -49,8 +50,8 @@ def key_value_memory(
 class CachedLayer:
     """One layer's view of the cache during one step.
 
-    held: its keys and values (B·S + 1, Hkv, …), in which sequence b keeps its position p in row b·S + p (a local
-    pattern: p modulo S); the last row takes the padding and is never read. mask: (B, T, S') of the rows that each
+    held: its keys and values (B·S + 1, Hkv, …), in which sequence b keeps its position p in row b·S + p (in a
+    bounded cache p modulo S); the last row takes the padding and is never read. mask: (B, T, S') of the rows that each
     query sees, or (B, H, T, S'); in a prefill of empty sequences, where the tokens at hand are all there is, None,
     or the blocks of a sparse pattern. read: S', how many of a sequence's S rows are read.
     """
@@ -188,7 +189,8 @@ class StaticCache:
         if around:
             table = self.first_slots[:, None] // self.rows
             metadata = metadata._replace(first_slots=None, block_table=table, block_size=self.rows)
-        seen = [] if masks or self.sparse is None else self.sparse.native
+        natively = positions.device.type == "cpu" and library() is not None
+        seen = self.sparse.native if natively and self.sparse is not None else []
         return Step(StackView(self.k, self.v, metadata, seen), read, made)
 
     def _masks(self, positions: Tensor, read: int, fresh: bool) -> Sequence[Tensor | BlockMask | None]:

@@ -67,7 +67,7 @@ class Chat:
             raise
         # At least the last token is computed anew: its logits are needed.
         self.reused = min(_common(self._cached, prompt), len(prompt) - 1)
-        if decoder.forgets(decoder.lengths[0], self.reused):
+        if decoder.forgets(0, self.reused):
             self.reused = 0
         decoder.truncate(self.reused)
         self._cached = self._cached[: self.reused]

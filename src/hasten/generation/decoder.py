@@ -44,6 +44,7 @@ class Decoder:
             bounded=self._rescale_at is None,
         )
         self.lengths = [0] * batch
+        self._written = [0] * batch  # of each row, as far as any of its keys were ever written, since it was empty
         self._history: list[list[int]] = [[] for _ in range(batch)]
 
     @torch.inference_mode()
@@ -64,7 +65,7 @@ class Decoder:
             if any(0 < n <= self._rescale_at < after for n, after in zip(self.lengths, grown, strict=True)):
                 self.lengths, prompts = [0] * len(prompts), self._history
             longest = piece = max(len(prompt) for prompt in prompts)  # in one piece: its length decides
-        elif (any(self.lengths) or is_fused(self.model)) and self.cache.longest_step is not None:
+        elif (any(self.lengths) or is_fused(self.model, any)) and self.cache.longest_step is not None:
             piece = min(piece, self.cache.longest_step)  # fused steps see their own tokens through the cache, too
         logits: Tensor | None = None
         start = 0
@@ -151,18 +152,20 @@ class Decoder:
         Raises ConfigError where a bounded cache no longer holds what came before.
         """
         wanted = [lengths] * len(self.lengths) if isinstance(lengths, int) else lengths
-        for length, grown in zip(wanted, self.lengths, strict=True):
-            if self.forgets(grown, length):
+        for row, length in enumerate(wanted):
+            if self.forgets(row, length):
                 raise ConfigError(
                     f"this model sees {self.cache.reach} tokens, and its cache keeps the last {self.cache.rows}; it "
-                    f"cannot go back to {length} of {grown}: make a new Decoder"
+                    f"cannot go back to {length} of {self.lengths[row]}: make a new Decoder"
                 )
+        written = [max(pair) for pair in zip(self.lengths, self._written, strict=True)]
+        self._written = [n if length else 0 for n, length in zip(written, wanted, strict=True)]
         self.lengths = [min(n, length) for n, length in zip(self.lengths, wanted, strict=True)]
 
-    def forgets(self, grown: int, length: int) -> bool:
-        """Whether a row of `grown` tokens, going back to `length`, would miss keys that were overwritten since."""
-        most = self.cache.longest_step
-        return most is not None and grown > self.cache.rows and 0 < length < grown - most
+    def forgets(self, row: int, length: int) -> bool:
+        """Whether a row that goes back to `length` tokens would miss keys that were overwritten since."""
+        most, written = self.cache.longest_step, max(self._written[row], self.lengths[row])
+        return most is not None and written > self.cache.rows and 0 < length < written - most
 
     def _check_room(self, needed: int) -> None:
         if needed > self.cache.capacity:

@@ -51,7 +51,8 @@ class SparseMasks:
     def native(self) -> list[Tensor]:
         """For each layer, what the native kernels over a cache take."""
         plan = native_ops().plan_pattern
-        made = {id(table): plan(table, self.pattern.block, self.pattern.reach or 0) for table in self.tables}
+        different = {id(table): table for table in self.tables}
+        made = {name: plan(table, self.pattern.block, self.pattern.reach or 0) for name, table in different.items()}
         return [made[id(table)] for table in self.tables]
 
     def block_masks(self, tokens: int) -> list[BlockMask]:

@@ -7,7 +7,7 @@ between them.
 """
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any, Self
 
@@ -105,9 +105,9 @@ def fuse_where_it_fits(model: Transformer) -> Transformer:
     return model
 
 
-def is_fused(model: Transformer) -> bool:
-    """Whether every block is its fused form."""
-    return all(isinstance(block, FusedBlock) for block in model.blocks)
+def is_fused(model: Transformer, which: Callable[[Iterable[bool]], bool] = all) -> bool:
+    """Whether all blocks, or any, are fused ones."""
+    return which(isinstance(block, FusedBlock) for block in model.blocks)
 
 
 def unfuse(model: Transformer) -> Transformer:

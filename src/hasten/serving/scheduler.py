@@ -253,7 +253,8 @@ class Scheduler:
         if self.running and self._no_room is not None and self._no_room[0] is sequence and free <= self._no_room[1]:
             return False
         found = self.blocks.begin(sequence.number, sequence.tokens, salt=sequence.salt)
-        missing = self._blocks_of(sequence.target) - self.blocks.count(sequence.number)
+        size, held = self.blocks.block_size, self.blocks.count(sequence.number)
+        missing = min(self._blocks_of(sequence.target) - held, -(-sequence.target // size) - found // size)
         if self.running and missing + len(self.running) > self.blocks.free:
             self.blocks.release(sequence.number)
             self._no_room = (sequence, free)

@@ -125,7 +125,7 @@ def step_cost(model: Transformer) -> StepCost:
     formats = sorted({f"{kind}" for kind in (model.quantization or {}).values()})
     shape = replace(model.config, source={})
     where = f"{model.device}, {processor_name()}, {choose_isa()}, {torch.get_num_threads()} threads"
-    key = f"2 {shape} {formats} {model.dtype} {model.readable} {where}"
+    key = f"3 {shape} {formats} {model.dtype} {model.readable} {where}"
     file = f"{hashlib.sha256(key.encode()).hexdigest()[:20]}.json"
     with suppress(OSError, ResourceError, ValueError, KeyError, TypeError):
         return StepCost(**json.loads((cache_folder("steps") / file).read_text(encoding="utf-8"))["cost"])

@@ -108,7 +108,9 @@ def _whole_steps(model: Transformer, most: Sequence[int], contexts: tuple[int, i
     def step(rows: int, context: int) -> Callable[[], object]:
         def call() -> object:
             decoder.lengths = [context]
-            logits = decoder.decode(torch.tensor([1])) if rows == 1 else decoder.verify([[1] * rows])
+            logits = (
+                decoder.decode(torch.tensor([1], device=model.device)) if rows == 1 else decoder.verify([[1] * rows])
+            )
             return logits.argmax(-1).tolist()
 
         return call
@@ -127,7 +129,9 @@ def _blocks_and_head(
     config, device = model.config, model.device
     longest = contexts[1]
     one = replace(config, layers=config.layers[:1])
-    cache = StaticCache(one, batch=1, capacity=longest + most[-1], dtype=model.compute_dtype, device=device)
+    dtype, capacity = model.compute_dtype, longest + most[-1]
+    bounded = config.reach is not None  # as the whole model's, whatever its first layer sees
+    cache = StaticCache(one, batch=1, capacity=capacity, dtype=dtype, device=device, bounded=bounded)
     numbers = itertools.cycle(range(len(config.layers)))
 
     def block_call(rows: int, context: int) -> Callable[[], object]:
