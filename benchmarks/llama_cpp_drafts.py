@@ -20,6 +20,7 @@ from drafted_ways import beginnings, generated, load
 
 TYPES = {"bfloat16": "BF16", "int8": "Q8_0", "int4": "Q4_0"}
 SPEED = re.compile(r"decoded\s+(\d+) tokens in\s+([\d.]+) seconds")
+TRIES = 3  # it sometimes ends before its last lines are written
 TAKEN = re.compile(r"n_(drafted|accept)\s*= (\d+)")
 
 
@@ -131,9 +132,12 @@ class LlamaCppDrafts:
             command += ["-md", folder / "draft.gguf"]
         for number in range(self.prompts):
             whole = [*map(str, command), "-f", str(folder / f"{number}.txt")]
-            done = subprocess.run(whole, capture_output=True, text=True, errors="replace")
-            told = SPEED.search(done.stdout + done.stderr)
-            if done.returncode or told is None:
+            for _ in range(TRIES):
+                done = subprocess.run(whole, capture_output=True, text=True, errors="replace")
+                told = SPEED.search(done.stdout + done.stderr)
+                if not done.returncode and told is not None:
+                    break
+            else:
                 raise SystemExit(f"{' '.join(whole)} failed:\n{done.stderr[-2000:]}")
             tokens, seconds = tokens + int(told[1]), seconds + float(told[2])
             for name, count in TAKEN.findall(done.stdout + done.stderr):
