@@ -11,6 +11,10 @@ from hasten.bench.train_rungs import Rungs, cumulative, possible
 from hasten.errors import ConfigError
 from hasten.training.recipe import Techniques
 
+TINY = TrainLadder(
+    shape="tiny", batch_size=2, sequence_length=16, steps=1, rounds=2, warmup=0, threads=1, limit_seconds=0.05
+)
+
 
 def techniques(name: str, rungs: Rungs) -> Techniques:
     return cumulative(rungs)[name][0]
@@ -21,18 +25,7 @@ def switched_on(name: str, rungs: Rungs) -> tuple[str, ...]:
 
 
 def test_training_ladder() -> None:
-    ladder = TrainLadder(
-        shape="tiny",
-        batch_size=2,
-        sequence_length=16,
-        steps=1,
-        rounds=2,
-        warmup=0,
-        threads=1,
-        rungs=("explicit-float32", "padded-vocabulary"),
-        limit_seconds=0.05,
-    )
-    report = ladder.run()
+    report = replace(TINY, rungs=("explicit-float32", "padded-vocabulary")).run()
     first, last = report["rows"]
     assert [first["name"], last["name"]] == ["explicit-float32", "padded-vocabulary"]
     for row in (first, last):
@@ -52,18 +45,7 @@ def test_training_ladder() -> None:
 
 def test_two_processes_learn_the_batch_as_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(train_rungs.RUNGS, "compile", ("not compiled, which takes its time", {}))
-    ladder = TrainLadder(
-        shape="tiny",
-        batch_size=2,
-        sequence_length=16,
-        steps=1,
-        rounds=2,
-        warmup=0,
-        threads=1,
-        processes=2,
-        rungs=("one-process", "ddp", "zero-3"),
-        limit_seconds=0.05,
-    )
+    ladder = replace(TINY, processes=2, rungs=("one-process", "ddp", "zero-3"))
     rows = ladder.run()["rows"]
     assert [row["name"] for row in rows] == list(ladder.rungs)
     one, *shared = rows
@@ -79,8 +61,6 @@ def test_two_processes_learn_the_batch_as_one_does(monkeypatch: pytest.MonkeyPat
 
 def test_training_rungs_differ_in_what_they_say() -> None:
     def rung(name: str) -> TrainRung:
-        from dataclasses import replace
-
         recipe, config = TrainLadder(shape="tiny", sequence_length=8).recipe_and_config(1)
         own = replace(recipe, techniques=techniques(name, CPU))
         return TrainRung(recipe=own, config=config, steps=1, device="cpu")

@@ -233,7 +233,7 @@ def test_blocks_to_which_no_query_looks_back_are_left():
         manager.written(1, tokens[:length])
         manager.computed()
         manager.check()
-        assert manager.count(1) <= blocks_of(length, 4, kept=5 + 2) <= 3
+        assert manager.count(1) <= blocks_of(length, 4, reach=5, step=2) <= 3
         assert len(manager.block_table(1)) == -(-length // 4)
     manager.fork(1, 2)
     manager.check()

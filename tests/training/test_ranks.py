@@ -44,6 +44,8 @@ CASES = {
         [{"zero": 0}, {"zero": 2}, {"zero": 3, "offload": "optimizer"}],
     ),
     "masters": (MASTERS, [{"zero": 0}, {"zero": 3, "offload": "optimizer"}]),
+    "bf16": ({"precision": "bfloat16", **SHORT}, [{"zero": 0}, {"zero": 3}]),
+    "compiled": (SHORT, [{"zero": 0, "compile": True}, {"zero": 3, "compile": True}]),  # beside what was not
 }
 # Stopped after step 7 by the first, gone on by the second; 1 process: no ranks.
 CONTINUED = [
@@ -105,7 +107,7 @@ def assert_same(ours, theirs, tolerance=1e-5, keys=("loss", "gradient_norm", "va
 @pytest.mark.parametrize("name", CASES)
 def test_two_ranks_compute_what_one_does(runs, name):
     # Gradients are summed in another order: in 16 bits, or before activations that are rounded to 8.
-    half = name in ("half", "masters", "lora")
+    half = name in ("half", "masters", "bf16", "lora")
     for way in CASES[name][1]:
         ours = lines(runs, named(name, way))
         assert_same(ours, lines(runs, name), *((2e-3, ("loss",)) if half else ()))

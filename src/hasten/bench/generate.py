@@ -283,8 +283,10 @@ def _memory(
     )
     longest = max(row["batch"] * row["prompt_tokens"] for row in rows)
     use = InferenceUse(length=0, step=longest, weights=weights, row_bytes=cached)
-    uses = [(row["batch"], replace(use, length=row["prompt_tokens"] + ladder.new_tokens)) for row in rows]
-    memory, caches = inference_memory(config, use), sum(batch * cache_bytes(config, one) for batch, one in uses)
+    lengths = [row["prompt_tokens"] + ladder.new_tokens for row in rows]
+    each = [cache_bytes(config, replace(use, length=length)) for length in lengths]
+    memory = inference_memory(config, use)
+    caches = sum(row["batch"] * own for row, own in zip(rows, each, strict=True))
     return replace(memory, parts={**memory.parts, "cache": caches})
 
 

@@ -38,10 +38,13 @@ class BlockStats:
     blocks_saved: int = 0  # further ones that would be used now if nothing were shared
 
 
-def blocks_of(tokens: int, block_size: int, *, kept: int | None = None) -> int:
-    """How many blocks a sequence of so many tokens has at once. kept: positions that it keeps at most, None: all."""
+def blocks_of(tokens: int, block_size: int, *, reach: int | None, step: int) -> int:
+    """How many blocks a sequence of so many tokens has at once, most of them beside a step of so many.
+
+    reach: how many keys back a query looks, None: all.
+    """
     blocks = -(-tokens // block_size)
-    return blocks if kept is None else min(blocks, -(-kept // block_size) + 1)
+    return blocks if reach is None else min(blocks, -(-(reach + step) // block_size) + 1)
 
 
 @dataclass(slots=True)

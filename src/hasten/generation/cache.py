@@ -189,8 +189,8 @@ class StaticCache:
         if around:
             table = self.first_slots[:, None] // self.rows
             metadata = metadata._replace(first_slots=None, block_table=table, block_size=self.rows)
-        natively = positions.device.type == "cpu" and library() is not None
-        seen = self.sparse.native if natively and self.sparse is not None else []
+        natively = self.sparse is not None and positions.device.type == "cpu" and library() is not None
+        seen = self.sparse.native if self.sparse is not None and natively else []
         return Step(StackView(self.k, self.v, metadata, seen), read, made)
 
     def _masks(self, positions: Tensor, read: int, fresh: bool) -> Sequence[Tensor | BlockMask | None]:

@@ -26,7 +26,8 @@ class SparseMasks:
         blocks = 0 if self.pattern.cycle is not None else -(-positions // self.pattern.block)
         drawn = getattr(self.pattern, "random_blocks", 0) > 0
         own = [
-            _table(self.pattern, blocks, self.heads, layer).to(device) for layer in range(self.count if drawn else 1)
+            _table(self.pattern, blocks, heads=self.heads, layer=layer).to(device)
+            for layer in range(self.count if drawn else 1)
         ]
         self.tables: list[Tensor] = own if drawn else own * self.count
 
@@ -60,7 +61,5 @@ class SparseMasks:
         return [_block_mask(self.pattern, tokens, heads=self.heads, layer=layer) for layer in range(self.count)]
 
 
-_table = functools.lru_cache(maxsize=64)(
-    lambda pattern, blocks, heads, layer: seen_blocks(pattern, blocks, heads=heads, layer=layer)
-)
+_table = functools.lru_cache(maxsize=64)(seen_blocks)
 _block_mask = functools.lru_cache(maxsize=64)(BlockMask.of)

@@ -141,8 +141,7 @@ def room(model: Transformer, settings: EngineSettings, *, blocks: int, max_lengt
 
 def most_blocks(model: Transformer, settings: EngineSettings, tokens: int) -> int:
     """How many blocks a sequence of so many tokens has at once."""
-    reach = model.config.reach
-    return blocks_of(tokens, settings.block_size, kept=None if reach is None else reach + settings.token_budget)
+    return blocks_of(tokens, settings.block_size, reach=model.config.reach, step=settings.token_budget)
 
 
 def bytes_per_block(model: Transformer, settings: EngineSettings) -> int:

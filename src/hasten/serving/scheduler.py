@@ -317,8 +317,7 @@ class Scheduler:
         self.blocks.written(entry.sequence.number, tokens if entry.end >= len(tokens) else tokens[: entry.end])
 
     def _blocks_of(self, tokens: int) -> int:
-        reach = self.blocks.reach
-        return blocks_of(tokens, self.blocks.block_size, kept=None if reach is None else reach + self.token_budget)
+        return blocks_of(tokens, self.blocks.block_size, reach=self.blocks.reach, step=self.token_budget)
 
     def check(self) -> None:
         """Raise AssertionError where the books do not agree."""
