@@ -5,8 +5,9 @@
 
 Each process has a network of its own (`ip netns`), joined by a pair of virtual interfaces whose rate is bounded in
 both directions (`tc … tbf`); that takes root. Bytes are those of the interfaces. A step cannot be faster than what it
-computes plus what has to travel: `bound` is that, from the time of a step over a fast link and the bytes of a step over
-the rate.
+computes plus what has to travel: `bound` is that, from the time of a step over a link of 10 Gbit/s, less what its bytes
+take there, and the bytes of a step over the rate. Losses do not depend on the rate, so only the slowest link sees all
+steps.
 """
 
 import json
@@ -14,16 +15,17 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 NAMES = ("hasten-link-0", "hasten-link-1")
 PORT = 29533
+FAST = 10_000  # Mbit/s
 MASTERS = ["--parallel.policy", "float32-masters", "--techniques.precision", "bfloat16"]
 BETA2 = ["--optimizer.beta2", "0.999"]
 
@@ -56,14 +58,14 @@ class SlowLink:
     recipe: str = "demo"
     """That is trained."""
 
-    steps: int = 600
-    """Of every method."""
+    steps: int = 300
+    """Of every method over the slowest link."""
 
     rows: int = 2
     """Of a step on both processes together, of 256 tokens each."""
 
-    free: int = 40
-    """Steps over a link of 10 Gbit/s, for the time that computing takes."""
+    fewer: int = 120
+    """Steps over the faster links, and over one of 10 Gbit/s, for the time that computing takes."""
 
     output: Path | None = None
     """Where to write the JSON; a line a run is printed in any case."""
@@ -75,28 +77,32 @@ class SlowLink:
         from hasten.machine import describe
         from hasten.machine.files import write_json
 
-        found, chosen = [], methods(self.steps)
-        for name in self.methods or tuple(chosen):
-            with link(10_000):
-                free = trained(self.recipe, chosen[name], self.free, self.rows)["step_seconds"]
-            for rate in self.megabits:
-                with link(rate):
-                    row = {"method": name, "megabits": rate} | trained(self.recipe, chosen[name], self.steps, self.rows)
-                bytes_a_step = row["bytes"] / self.steps
-                row |= {"bytes_a_step": bytes_a_step, "computing_seconds": free}
-                row["bound"] = free + bytes_a_step * 8 / (rate * 1e6)
+        found: list[dict[str, Any]] = []
+        settings = {"recipe": self.recipe, "steps": self.steps, "fewer": self.fewer, "rows": self.rows}
+        report = {"schema": 1, "machine": describe().to_json(), "settings": settings, "rows": found}
+        for name in self.methods or tuple(methods(self.steps)):
+            free = self.over(FAST, name, self.fewer)
+            computing = free["mean_step_seconds"] - free["bytes_a_step"] * 8 / (FAST * 1e6)
+            for rate in sorted(self.megabits):
+                row = self.over(rate, name, self.steps if rate == min(self.megabits) else self.fewer)
+                row |= {"computing_seconds": computing, "bound": computing + row["bytes_a_step"] * 8 / (rate * 1e6)}
                 found.append(row)
                 print(
                     f"{name:<22} {rate:>5} Mbit/s  {row['mean_step_seconds']:.3f} s a step (bound {row['bound']:.3f}), "
-                    f"{bytes_a_step / 1e6:.2f} MB a step, loss {row['validation_loss']:.4f} in {row['seconds']:.0f} s",
+                    f"{row['bytes_a_step'] / 1e6:.2f} MB a step, loss {row['validation_loss']:.4f} in "
+                    f"{row['seconds']:.0f} s",
                     flush=True,
                 )
-        settings = {"recipe": self.recipe, "steps": self.steps, "rows": self.rows}
-        report = {"schema": 1, "machine": describe().to_json(), "settings": settings, "rows": found}
-        if self.output is not None:
-            write_json(self.output, report)
+                if self.output is not None:  # what there is stays, should a later run fail
+                    write_json(self.output, report)
         if self.picture is not None:
             draw(report, self.picture)
+
+    def over(self, rate: int, name: str, steps: int) -> dict[str, Any]:
+        """One method over one link."""
+        with link(rate):
+            row = trained(self.recipe, methods(steps)[name], steps, self.rows)
+        return {"method": name, "megabits": rate, "steps": steps} | row
 
 
 @contextmanager
@@ -135,7 +141,7 @@ def sent(number: int) -> int:
 
 
 def trained(recipe: str, options: list[str], steps: int, rows: int) -> dict[str, Any]:
-    """What a run did; of the bytes those of the busier direction."""
+    """What a run did; of the bytes those of the busier direction, from the end of the first step."""
     with tempfile.TemporaryDirectory(prefix="hasten-slow-link-") as place:
         common = ["--name", "run", "--run.folder", place, "--run.minutes", "None", "--run.steps", str(steps)]
         common += ["--data.batch-size", str(rows), "--run.validate-every", str(max(2, steps // 10))]
@@ -151,22 +157,71 @@ def trained(recipe: str, options: list[str], steps: int, rows: int) -> dict[str,
                     ["ip", "netns", "exec", name, *command], env=env, stdout=subprocess.DEVNULL, stderr=out
                 )
             )
+        journal = Path(place) / "run/train.jsonl"
+        while not (journal.exists() and journal.stat().st_size) and processes[0].poll() is None:
+            time.sleep(0.02)
+        before = [sent(number) for number in range(2)]  # the weights, which DDP makes equal
         for process in processes:
             if process.wait():
                 raise SystemExit(f"a process ended with status {process.returncode}")
-        found = max(sent(0), sent(1))
-        lines = [json.loads(line) for line in (Path(place) / "run/train.jsonl").read_text().splitlines()]
+        found = max(sent(number) - before[number] for number in range(2))
+        lines = [json.loads(line) for line in journal.read_text().splitlines()]
+    # A line is written before its validation, which so falls into the next step; it does not count as time.
+    paused = ["validation_loss" in line for line in lines]
     seconds = [after["seconds"] - before["seconds"] for before, after in pairwise(lines)]
-    plain = [s for s, line in zip(seconds, lines[1:], strict=True) if "validation_loss" not in line]
-    losses = [[line["seconds"], line["tokens"], line["validation_loss"]] for line in lines if "validation_loss" in line]
+    plain = [one for one, pause in zip(seconds, paused, strict=False) if not pause]
+    mean = sum(plain) / len(plain)
+    own = [mean if pause else one for one, pause in zip(seconds, paused, strict=False)]
+    clock = list(accumulate(own, initial=mean))
+    losses = [
+        [time, line["validation_loss"]] for time, line in zip(clock, lines, strict=True) if "validation_loss" in line
+    ]
     return {
-        "bytes": found,
-        "step_seconds": median(plain),
-        "mean_step_seconds": sum(plain) / len(plain),
-        "seconds": lines[-1]["seconds"],
-        "validation_loss": losses[-1][2],
+        "bytes_a_step": found / (steps - 1),
+        "mean_step_seconds": mean,
+        "seconds": clock[-1],
+        "validation_loss": losses[-1][1],
         "losses": losses,
     }
+
+
+UNCOMPRESSED = {"onebit-lamb": "lamb"}  # whose loss a method's stands beside, if not AdamW's
+
+
+def seconds_to(row: dict[str, Any], loss: float) -> float | None:
+    """Wall time to a validation loss, on straight lines between what was measured; None: never."""
+    for (before, higher), (after, lower) in pairwise(row["losses"]):
+        if lower <= loss < higher:
+            return before + (after - before) * (higher - loss) / (higher - lower)
+    return None
+
+
+def table(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """For docs/distributed.md."""
+    slowest = min(row["megabits"] for row in report["rows"])
+    full = {row["method"]: row for row in report["rows"] if row["megabits"] == slowest}
+    others = sorted({row["megabits"] for row in report["rows"]} - {slowest})
+    goal = 1.01 * full["adamw"]["validation_loss"]
+    head = ["", "sent in a step"]
+    for rate in (slowest, *others):
+        head += [f"step at {rate:,} Mbit/s", "of what the bytes allow"]
+    head += ["loss", "beside its optimizer's", f"to {goal:.2f}"]
+    rows = []
+    for name, row in full.items():
+        steps = [row, *(one for one in report["rows"] if one["method"] == name and one["megabits"] != slowest)]
+        base = full[UNCOMPRESSED.get(name, name if name == "lamb" else "adamw")]["validation_loss"]
+        reached = seconds_to(row, goal)
+        rows.append(
+            [name, f"{row['bytes_a_step'] / 1e6:.2f} MB"]
+            + [part for one in steps for part in (f"{one['mean_step_seconds']:.2f} s", share(one))]
+            + [f"{row['validation_loss']:.3f}", f"{row['validation_loss'] / base - 1:+.1%}"]
+            + ["not reached" if reached is None else f"{reached:.0f} s"]
+        )
+    return head, rows
+
+
+def share(row: dict[str, Any]) -> str:
+    return f"{row['bound'] / row['mean_step_seconds']:.0%}"
 
 
 def draw(report: dict[str, Any], path: Path) -> None:
@@ -176,7 +231,7 @@ def draw(report: dict[str, Any], path: Path) -> None:
 
     slowest = min(row["megabits"] for row in report["rows"])
     curves = {
-        row["method"]: ([time for time, _, _ in row["losses"]], [loss for _, _, loss in row["losses"]])
+        row["method"]: ([time for time, _ in row["losses"]], [loss for _, loss in row["losses"]])
         for row in report["rows"]
         if row["megabits"] == slowest
     }

@@ -20,6 +20,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 import checkpoint_memory
 import kill_ranks
 import profile_tables
+import scaling
+import slow_link
 from drafting_tables import TABLES as DRAFTING
 from lora_tables import lora, lora_cost
 from plan_tables import plan_memory, plan_speed
@@ -30,8 +32,14 @@ RESULTS = ROOT / "benchmarks" / "results"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 TABLES = RENDERERS | profile_tables.TABLES | DRAFTING | {"lora": lora, "lora cost": lora_cost}
 TABLES |= {"plan memory": plan_memory, "plan speed": plan_speed}
-for name, script in {"checkpoint-memory": checkpoint_memory, "kill-ranks": kill_ranks}.items():
-    TABLES[name] = lambda report, script=script: markdown(*script.table(report))
+for name, table in {
+    "checkpoint-memory": checkpoint_memory.table,
+    "kill-ranks": kill_ranks.table,
+    "scaling": scaling.table,
+    "scaling paper": scaling.paper_table,
+    "slow-link": slow_link.table,
+}.items():
+    TABLES[name] = lambda report, table=table: markdown(*table(report))
 TABLE = re.compile(r"(<!-- table: (\S+)(?: (\S+))? -->\n).*?(<!-- /table -->)", re.DOTALL)
 
 

@@ -51,11 +51,12 @@ def with_gradients(run, tensors, upstream):
     return [out.detach(), torch.where(seen, lse, 0).detach(), *torch.autograd.grad(total, leaves)]
 
 
-def errors(shape, heads, size, dtype, mask, options, draws):
+def errors(shape, heads, size, dtype, mask, options, first):
     """For output, log-sum-exp and the gradients of q, k, v: our errors, explicit attention's, the largest value."""
     batch, queries, keys = shape
     found = [([], [], []) for _ in range(5)]
-    for seed in draws:
+    draws = max(2, 64 // queries)  # a few tiny ones can be lucky for either side
+    for seed in range(first, first + draws):
         generator = torch.Generator().manual_seed(seed)
 
         def draw(*sizes, generator=generator):
@@ -102,8 +103,7 @@ def test_dense_errs_at_most_twice_as_much_as_explicit_attention(
     causal, window = sight
     mask = visible(queries, queries + before, causal, window)
     options = {"causal": causal, "window": window, "isa": isa}
-    draws = range(seed, seed + 4)  # a single tiny draw can be lucky for either side
-    assert_at_most_twice(errors((batch, queries, queries + before), heads, size, dtype, mask, options, draws), dtype)
+    assert_at_most_twice(errors((batch, queries, queries + before), heads, size, dtype, mask, options, seed), dtype)
 
 
 blocks = st.sampled_from([16, 32, 64, 128])
@@ -130,7 +130,7 @@ def test_sparse_errs_at_most_twice_as_much_as_the_dense_mask(isa, seed, queries,
     block_mask = BlockMask.of(pattern, keys, queries=queries, heads=heads[0], layer=seed)
     mask = block_mask.dense(queries, keys, CPU)
     options = {"block_mask": block_mask, "isa": isa}
-    assert_at_most_twice(errors((1, queries, keys), heads, 24, dtype, mask, options, range(seed, seed + 2)), dtype)
+    assert_at_most_twice(errors((1, queries, keys), heads, 24, dtype, mask, options, seed), dtype)
 
 
 @pytest.mark.parametrize("isa", ISAS)

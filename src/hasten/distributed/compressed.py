@@ -20,7 +20,7 @@ class Code(Protocol):
     """How pieces of a tensor travel."""
 
     def pack(self, pieces: Tensor, kept: Tensor) -> Tensor:
-        """(P, n) float32 -> (P, bytes) uint8. kept: (P, n) bool, the elements that are not zero for good."""
+        """(P, n) float32 -> (P, bytes) uint8. kept: (P, n) float32, 0 for elements that are zero for good, else 1."""
 
     def unpack(self, packed: Tensor, n: int) -> Tensor:
         """(P, bytes) uint8 -> (P, n) float32."""
@@ -30,18 +30,19 @@ class OneBit:
     """The sign of each element, times one size for all pieces: ‖c‖/√(elements kept). sign(0) = +1. n / 8 + 4 bytes."""
 
     def pack(self, pieces: Tensor, kept: Tensor) -> Tensor:
-        size = pieces.norm() / kept.sum().clamp(min=1).sqrt()
+        size = pieces.norm() / kept.sum(dtype=torch.float64).clamp(min=1).sqrt()
         sizes = size.float().reshape(1, 1).repeat(len(pieces), 1).view(torch.uint8)
-        bits = (pieces >= 0).view(len(pieces), -1, 8).to(torch.uint8)
-        return torch.cat([sizes, (bits * _PLACES.to(bits.device)).sum(-1, dtype=torch.uint8)], dim=1)
+        bits = ((pieces >= 0).view(torch.int64) * _GATHER) >> 56  # eight bytes of 0 or 1, into the highest one
+        return torch.cat([sizes, bits.to(torch.uint8)], dim=1)
 
     def unpack(self, packed: Tensor, n: int) -> Tensor:
         sizes = packed[:, :4].contiguous().view(torch.float32)
-        bits = (packed[:, 4:, None] & _PLACES.to(packed.device)) > 0
-        return torch.where(bits.view(len(packed), n), sizes, -sizes)
+        signs = torch.nn.functional.embedding(packed[:, 4:].int(), _SIGNS.to(packed.device))
+        return signs.view(len(packed), n).mul_(sizes)
 
 
-_PLACES = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8)
+_GATHER = 0x0102040810204080  # times eight bytes of 0 or 1: byte i as bit 56 + i, and no sum of others reaches there
+_SIGNS = ((torch.arange(256)[:, None] >> torch.arange(8)) & 1).float() * 2 - 1  # of each byte, the lowest bit first
 
 
 class EightBits:
@@ -104,20 +105,19 @@ def compressed_mean(
     kept: (n,) bool, the same on every rank: elements that are not have the mean zero, whatever x has there.
     """
     ranks, me = dist.get_world_size(group), dist.get_rank(group)
-    c = errors.worker.clone()
+    c, mask = errors.worker, torch.zeros_like(errors.worker)
     c[: len(x)] += x
-    mask = torch.zeros(len(c), dtype=torch.bool, device=x.device)
-    mask[: len(x)] = True if kept is None else kept
+    mask[: len(x)] = 1 if kept is None else kept
     c *= mask
     pieces, masks = c.view(ranks, -1), mask.view(ranks, -1)
     n = pieces.shape[1]
     sent = code.pack(pieces, masks)
-    errors.worker.copy_(c - (code.unpack(sent, n) * masks).flatten())
+    pieces -= code.unpack(sent, n).mul_(masks)
     got = torch.empty_like(sent)
     dist.all_to_all_single(got, sent, group=group)
-    r = (code.unpack(got, n) * masks[me]).mean(0) + errors.server
+    r = code.unpack(got, n).mul_(masks[me]).mean(0).add_(errors.server)
     answer = code.pack(r[None], masks[me : me + 1])
-    errors.server.copy_(r - (code.unpack(answer, n) * masks[me])[0])
+    torch.sub(r, code.unpack(answer, n)[0].mul_(masks[me]), out=errors.server)
     answers = torch.empty(ranks, answer.shape[1], dtype=torch.uint8, device=x.device)
     dist.all_gather(list(answers), answer[0], group=group)
-    return (code.unpack(answers, n) * masks).flatten()[: len(x)]
+    return code.unpack(answers, n).mul_(masks).flatten()[: len(x)]
