@@ -196,13 +196,28 @@ def seconds_to(row: dict[str, Any], loss: float) -> float | None:
     return None
 
 
+def formula(report: dict[str, Any], row: dict[str, Any]) -> float:
+    """Bytes that one of two ranks sends in a step, by the formulas of docs/distributed.md."""
+    from hasten.bench.train import StepOptions
+    from hasten.planning.cost import parameters
+
+    recipe, config = StepOptions(recipe=report["settings"]["recipe"]).recipe_and_config(None)
+    count = parameters(config.padded_to(recipe.techniques.pad_vocabulary_to)).total
+    name, warm = row["method"], round(0.164 * row["steps"]) / row["steps"]
+    if name.startswith("onebit"):
+        return count * (4 * warm + (1 - warm) / 8)
+    if name.startswith("diloco"):
+        return count * (1 if name.endswith("8 bits") else 2) / int(name.split()[1].rstrip(","))
+    return count * (2 if name.endswith("bf16 gradients") else 4)
+
+
 def table(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     """For docs/distributed.md."""
     slowest = min(row["megabits"] for row in report["rows"])
     full = {row["method"]: row for row in report["rows"] if row["megabits"] == slowest}
     others = sorted({row["megabits"] for row in report["rows"]} - {slowest})
     goal = 1.01 * full["adamw"]["validation_loss"]
-    head = ["", "sent in a step"]
+    head = ["", "sent in a step", "formula"]
     for rate in (slowest, *others):
         head += [f"step at {rate:,} Mbit/s", "of what the bytes allow"]
     head += ["loss", "beside its optimizer's", f"to {goal:.2f}"]
@@ -212,7 +227,7 @@ def table(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
         base = full[UNCOMPRESSED.get(name, name if name == "lamb" else "adamw")]["validation_loss"]
         reached = seconds_to(row, goal)
         rows.append(
-            [name, f"{row['bytes_a_step'] / 1e6:.2f} MB"]
+            [name, f"{row['bytes_a_step'] / 1e6:.2f} MB", f"{formula(report, row) / 1e6:.2f} MB"]
             + [part for one in steps for part in (f"{one['mean_step_seconds']:.2f} s", share(one))]
             + [f"{row['validation_loss']:.3f}", f"{row['validation_loss'] / base - 1:+.1%}"]
             + ["not reached" if reached is None else f"{reached:.0f} s"]

@@ -5,11 +5,14 @@ import warnings
 
 import pytest
 import torch
+from hypothesis import settings
 
 from hasten.errors import HastenWarning
 
 # Rules decide in tests, and never a time: the same test runs the same kernels on every machine. Children inherit it.
 os.environ["HASTEN_MEASURE"] = "0"
+settings.register_profile("hasten", deadline=None)  # a busy machine is no error
+settings.load_profile("hasten")
 # torch.compile asks the compiler for each new cache which of the processor's instructions it knows: 5 s of tests.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 if os.environ.get("TRITON_INTERPRET") == "1":  # a child of triton_cases.run_interpreted

@@ -1,10 +1,13 @@
 """Several processes that run the same Python, as torchrun would start them; what they print comes back."""
 
 import json
+import multiprocessing
 import os
-import subprocess
 import sys
 import textwrap
+import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from hasten.distributed.launch import meeting
 
@@ -36,27 +39,43 @@ TRAIN = textwrap.dedent("""
 """)
 
 
-def start(code, *arguments, ranks, env=None):
-    """The processes, and the store through which they find each other: keep it as long as they run."""
-    store, environments = meeting(ranks)
-    processes = []
-    for rank, variables in enumerate(environments):
-        own = os.environ | {"OMP_NUM_THREADS": "1"} | variables | (env or {}).get(rank, {})
-        command = [sys.executable, "-c", code, *map(str, arguments)]
-        processes.append(subprocess.Popen(command, env=own, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
-    return processes, store
-
-
 def run(code, *arguments, ranks=2, env=None, timeout=400):
-    """(status, output, errors) of every rank."""
-    processes, store = start(code, *arguments, ranks=ranks, env=env)
-    try:
-        said = [process.communicate(timeout=timeout) for process in processes]
-    finally:
+    """(status, output, errors) of every rank. They are forked from a server that has imported torch and hasten."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "hasten.training.session"])
+    store, environments = meeting(ranks)  # through which they find each other, as long as it lives
+    with TemporaryDirectory() as folder:
+        said = [[Path(folder) / f"{rank}-{stream}" for stream in (1, 2)] for rank in range(ranks)]
+        processes = []
+        for rank, variables in enumerate(environments):
+            own = os.environ | {"OMP_NUM_THREADS": "1"} | variables | (env or {}).get(rank, {})
+            given = (code, [str(argument) for argument in arguments], own, said[rank])
+            processes.append(context.Process(target=work, args=given))
+            processes[-1].start()
+        end = time.monotonic() + timeout
+        for process in processes:
+            process.join(max(0, end - time.monotonic()))
         for process in processes:
             process.kill()
-    del store
-    return [(process.returncode, *both) for process, both in zip(processes, said, strict=True)]
+            process.join()
+        del store
+        return [
+            (process.exitcode, *(file.read_text() for file in files))
+            for process, files in zip(processes, said, strict=True)
+        ]
+
+
+def work(code, arguments, environment, said):
+    """One rank."""
+    import torch
+
+    os.environ.clear()
+    os.environ.update(environment)
+    for stream, file in enumerate(said, start=1):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), stream)
+    sys.argv = ["-c", *arguments]
+    torch.set_num_threads(1)
+    exec(compile(code, "<rank>", "exec"), {"__name__": "__main__"})
 
 
 def train_all(recipes, folder, *, ranks=2):

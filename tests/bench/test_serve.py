@@ -38,7 +38,7 @@ def test_lengths_have_the_published_means(lengths):
     assert found == pytest.approx(MEANS[lengths], rel=0.06)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     seed=st.integers(0, 9),
     shared=st.integers(0, 15),

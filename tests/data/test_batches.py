@@ -34,7 +34,7 @@ def same(first, second) -> bool:
     return all(torch.equal(getattr(first, name), getattr(second, name)) for name in ("inputs", "targets", "documents"))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(cases(), st.integers(0, 2**40), st.integers(0, 30), st.booleans())
 def test_batches_are_the_same_for_every_worker_count_and_start(case, seed, start, shuffle):
     split, sequence_length, batch_size = case
@@ -56,7 +56,7 @@ def test_batches_are_the_same_for_every_worker_count_and_start(case, seed, start
         iterator.close()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(cases(), st.integers(0, 2**40), st.integers(1, 4), st.booleans())
 def test_each_window_is_used_exactly_once_an_epoch_across_ranks(case, seed, world_size, shuffle):
     split, sequence_length, batch_size = case
@@ -86,7 +86,7 @@ def test_each_window_is_used_exactly_once_an_epoch_across_ranks(case, seed, worl
         assert len(set(seen)) == len(seen)  # no token twice, so no window twice
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(cases(), st.integers(0, 2**40), st.integers(0, 50))
 def test_targets_are_the_inputs_shifted_by_one(case, seed, position):
     split, sequence_length, batch_size = case
@@ -97,7 +97,7 @@ def test_targets_are_the_inputs_shifted_by_one(case, seed, position):
     assert torch.equal(batch.targets, (batch.inputs + 1) % len(split))  # tokens are their own positions
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(cases(), st.integers(0, 50))
 def test_documents_number_the_documents_of_each_row(case, position):
     split, sequence_length, batch_size = case
@@ -109,7 +109,7 @@ def test_documents_number_the_documents_of_each_row(case, position):
             assert documents[at] - documents[at - 1] == (tokens[at] in begins)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(cases())
 def test_evaluation_predicts_every_token_exactly_once_in_order(case):
     split, sequence_length, batch_size = case
@@ -132,7 +132,7 @@ def test_evaluation_limit_counts_batches():
 
 
 @given(st.integers(0, 100))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_weights_take_the_loss_from_the_other_tokens(position):
     split = split_of([30, 30], weights=True)
     batch = Batches(split, batch_size=2, sequence_length=7, seed=3).batch(position)

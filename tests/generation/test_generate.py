@@ -31,7 +31,7 @@ def plain_greedy(model, prompt, count):
     return tokens[len(prompt) :]
 
 
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(st.lists(IDS, min_size=1, max_size=4))
 def test_a_batch_gives_each_prompt_what_it_gets_alone_and_without_a_cache(prompts):
     together = hasten.generate(MODEL, prompts, GREEDY)

@@ -28,7 +28,7 @@ def directly(model, context, continuation):
     return nats, all(int(logits[at].argmax()) == ids[at + 1] for at in places)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.lists(st.tuples(st.lists(IDS, min_size=1, max_size=20), st.lists(IDS, max_size=6)), max_size=8))
 def test_every_pair_is_that_of_its_logits(llama, pairs):
     for (nats, greedy), pair in zip(log_likelihoods(llama, pairs), pairs, strict=True):

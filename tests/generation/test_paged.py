@@ -101,7 +101,7 @@ MODELS = {}
 
 
 @native
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(
     st.integers(0, 99),
     st.lists(st.integers(1, 30), min_size=1, max_size=3),

@@ -43,7 +43,7 @@ def test_windows_score_every_token_after_the_first_once(length, context, data):
     assert scored == tokens[1:].tolist()
 
 
-@settings(deadline=None, max_examples=10)
+@settings(max_examples=10)
 @given(st.lists(st.lists(st.integers(0, 255), min_size=2, max_size=60), min_size=1, max_size=5))
 def test_equals_the_plain_loss_where_documents_fit_the_context(documents):
     found = hasten.perplexity(MODEL, documents, context=64)

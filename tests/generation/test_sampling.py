@@ -42,7 +42,7 @@ def assert_same(mine: torch.Tensor, theirs: torch.Tensor) -> None:
     torch.testing.assert_close(mine.softmax(-1), theirs.softmax(-1), atol=1e-6, rtol=1e-5)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(seed=seeds, k=st.integers(1, 60))
 def test_top_k(seed: int, k: int) -> None:
     logits = random_logits(seed)
@@ -57,7 +57,7 @@ def test_top_k_keeps_equal_logits_as_transformers_does() -> None:
     assert ours(logits, SamplingParams(top_k=2, top_p=0.99)).isfinite().sum() == 4
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(seed=seeds, p=st.floats(0.01, 1.0), k=st.sampled_from([0, 1, 7, 60]), temperature=st.floats(0.2, 3))
 def test_temperature_then_top_k_then_top_p(seed: int, p: float, k: int, temperature: float) -> None:
     logits = random_logits(seed)
@@ -70,7 +70,7 @@ def test_temperature_then_top_k_then_top_p(seed: int, p: float, k: int, temperat
     assert_same(ours(logits, params), transformers.TopPLogitsWarper(p)(None, theirs))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(seed=seeds, p=st.floats(0.0001, 0.9999))
 def test_min_p(seed: int, p: float) -> None:
     logits = random_logits(seed)
@@ -80,7 +80,7 @@ def test_min_p(seed: int, p: float) -> None:
     assert_same(ours(logits, SamplingParams(min_p=p)), transformers.MinPLogitsWarper(p)(None, logits.clone()))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(seed=seeds, penalty=st.floats(0.5, 2.0), said=st.lists(st.integers(0, 49), min_size=1, max_size=20))
 def test_repetition_penalty(seed: int, penalty: float, said: list[int]) -> None:
     logits, prompt, output = random_logits(seed, rows=1), said[: len(said) // 2], said[len(said) // 2 :]
@@ -191,7 +191,7 @@ some_params = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(batch=st.lists(some_params, min_size=1, max_size=4), seed=seeds)
 def test_a_row_in_a_batch_gives_what_it_gives_alone(batch: list[SamplingParams], seed: int) -> None:
     def run(params: list[SamplingParams], which: list[int]) -> list[list[int]]:

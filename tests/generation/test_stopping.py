@@ -67,7 +67,7 @@ def stream(tokenizer: Tokenizer, ids: list[int], **options: object) -> list[str]
 
 
 @kinds
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(data=st.data(), skip=st.booleans())
 def test_random_ids_stream_to_the_decoded_text(kind: str, data: st.DataObject, skip: bool) -> None:
     tokenizer = TOKENIZERS[kind]
@@ -77,7 +77,7 @@ def test_random_ids_stream_to_the_decoded_text(kind: str, data: st.DataObject, s
 
 
 @kinds
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(text=st.text(max_size=40) | st.lists(st.sampled_from(["🙂", "é", " the", " ", "東", "x"])).map("".join))
 def test_text_streams_to_the_decoded_text(kind: str, text: str) -> None:
     tokenizer = TOKENIZERS[kind]
@@ -135,7 +135,7 @@ def naive_cut(text: str, stop: list[str]) -> str:
     return text if not matches else text[: min(matches)[1]]
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(
     text=st.text("ab\n#", max_size=40),
     stop=st.lists(st.text("ab\n#", min_size=1, max_size=5), max_size=4),

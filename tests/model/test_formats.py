@@ -25,7 +25,7 @@ DEQUANTIZE = {"quantization_config": transformers.CompressedTensorsConfig(dequan
 FAMILIES = ["llama-biases", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "gpt_bigcode-mha"]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(rows=st.integers(1, 20), columns=st.integers(1, 70), seed=st.integers(0, 1000))
 def test_packing_is_that_of_the_package(rows, columns, seed):
     generator = torch.Generator().manual_seed(seed)

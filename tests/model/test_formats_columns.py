@@ -124,7 +124,7 @@ def sound(request, plain_folder, tmp_path_factory):
 
 
 @pytest.mark.filterwarnings("ignore::hasten.errors.HastenWarning")
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     fields=st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=3),
     damage=st.lists(st.tuples(st.integers(0, 9000), st.integers(0, 255)), max_size=3),

@@ -176,7 +176,7 @@ VALUES |= st.sampled_from(["float", "int", "tensor", "block", "group", 4, 8, 16,
 
 
 @pytest.mark.filterwarnings("ignore::hasten.errors.HastenWarning")
-@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     fields=st.dictionaries(
         st.sampled_from(["num_bits", "type", "strategy", "group_size", "block_structure"]), VALUES, max_size=3

@@ -56,7 +56,7 @@ def test_unfused_is_what_it_was(case):
 BATCHED = fuse(tiny_llama().to(torch.bfloat16)) if library() is not None else None
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(st.lists(st.lists(st.integers(0, 255), min_size=1, max_size=90), min_size=1, max_size=4), st.data())
 def test_logits_are_bit_for_bit_the_same_alone_in_a_batch_and_however_the_prompt_is_cut(prompts, data):
     together = Decoder(BATCHED, batch=len(prompts), capacity=128).prefill(prompts)

@@ -93,7 +93,7 @@ def sound(tmp_path_factory):
     return path, path.read_bytes(), path.stat().st_size - len(read_gguf(path).data)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 @pytest.mark.filterwarnings("ignore::hasten.errors.HastenWarning")
 def test_any_change_of_bytes_loads_or_is_refused(sound, data):

@@ -29,9 +29,7 @@ def sound(tmp_path_factory):
     return folder, (folder / "model.safetensors").read_bytes(), (folder / "config.json").read_bytes()
 
 
-FUZZ = settings(
-    max_examples=150, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+FUZZ = settings(max_examples=150, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def changes(places: int, values: int, most: int) -> st.SearchStrategy:

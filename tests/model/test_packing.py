@@ -2,13 +2,12 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hasten.model.formats.packing import pack_columns, pack_rows, unpack_columns, unpack_rows
 
 
-@settings(deadline=None)
 @given(
     rows=st.integers(1, 9), columns=st.integers(1, 200), bits=st.sampled_from([2, 3, 4]), seed=st.integers(0, 1 << 20)
 )

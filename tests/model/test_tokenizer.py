@@ -102,7 +102,7 @@ def test_end_ids_of_every_file_are_put_together(tmp_path: Path) -> None:
     assert load(tmp_path).eos_ids == ()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(text=st.text(max_size=60))
 def test_byte_level_text_survives(text: str) -> None:
     assert TRAINED.decode(TRAINED.encode(text)) == text

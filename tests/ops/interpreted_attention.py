@@ -17,7 +17,7 @@ from layer_attention import layer_of
 from triton_cases import check_attention
 
 
-@settings(max_examples=20, deadline=None, derandomize=True)
+@settings(max_examples=20, derandomize=True)
 @given(
     heads=st.sampled_from([(4, 4), (4, 2), (6, 1), (24, 1)]),
     head_dim=st.sampled_from([8, 64, 80, 96, 128]),
@@ -98,7 +98,7 @@ def testoperator_is_registered_as_pytorch_wants_it():
     )
 
 
-@settings(max_examples=10, deadline=None, derandomize=True)
+@settings(max_examples=10, derandomize=True)
 @given(
     counts=st.lists(st.tuples(st.integers(0, 40), st.integers(1, 9)), min_size=1, max_size=4),
     window=st.sampled_from([None, 5]),

@@ -17,7 +17,7 @@ FORMATS = [
 ]
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(
     format=st.sampled_from(FORMATS),
     n=st.integers(1, 70),

@@ -32,7 +32,7 @@ def run(case, first, second, upper, kernel):
 
 
 @needs_native
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     case=st.sampled_from(CASES),
     rows=st.integers(1, 140),

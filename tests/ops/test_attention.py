@@ -36,7 +36,7 @@ def served(options):
     return [name for name in HERE if name not in ("flash", "sdpa", "math")]
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=300, derandomize=True)
 @given(problems())
 def test_every_kernel_errs_at_most_twice_what_plain_pytorch_errs(problem):
     q, k, v, options = problem
@@ -49,7 +49,7 @@ def test_every_kernel_errs_at_most_twice_what_plain_pytorch_errs(problem):
         assert error(found, expected) <= limit, name
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150, derandomize=True)
 @given(problems(), st.booleans())
 def test_gradients_err_at_most_twice_what_plain_pytorch_errs(problem, learned_bias):
     *inputs, options = problem
@@ -197,7 +197,7 @@ def test_masks(queries, more, window):
     assert torch.equal(visible(torch.arange(queries) + more, torch.arange(queries + more), window), mask)
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150, derandomize=True)
 @given(problems(dtypes=[torch.float64]), st.integers(4, 4000), st.integers(1, 8))
 def test_chunks_of_every_size_give_the_same_result_and_gradients(problem, scores_bytes, fewest_rows):
     """The problems above fit into one chunk; here there are many, of queries, key heads and sequences."""
@@ -261,7 +261,7 @@ def test_dropout_of_chunked_is_repeated_in_its_backward_pass():
     assert torch.autograd.gradcheck(run, (q, k))
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(problems(dtypes=[torch.float64]))
 def test_one_call_a_group_of_heads_is_grouped_attention(problem):
     """How memory-efficient, which runs on CUDA only, serves grouped heads; here with another backend in its place."""

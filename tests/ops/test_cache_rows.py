@@ -43,7 +43,6 @@ def test_a_turn_is_the_hadamard_matrix_and_its_own_inverse(size):
     torch.testing.assert_close(turn(turn(x)), x, rtol=1e-12, atol=1e-12)
 
 
-@settings(deadline=None)
 @given(st.integers(0, 999), st.integers(1, 256), st.floats(-30, 30), st.sampled_from(SMALL))
 def test_what_is_read_is_within_a_step_of_what_was_written(seed, size, exponent, rows):
     x = draw(seed, 3, 2, size) * 10**exponent
@@ -141,7 +140,7 @@ def case(seed, counts, *, heads, size, block, window=None, softcap=None, rows=IN
 
 @native
 @pytest.mark.parametrize("isa", ISAS)
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(
     st.integers(0, 1000),
     st.lists(st.tuples(st.integers(0, 600), st.sampled_from([1, 1, 2, 7, 40])), min_size=1, max_size=3),

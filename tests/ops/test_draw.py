@@ -23,7 +23,7 @@ def scores_of(seed: int, rows: int, vocab: int, scale: float, offset: float, lef
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=25, derandomize=True)
 @given(
     seed=st.integers(0, 2**62),
     rows=st.integers(1, 4),
@@ -71,7 +71,7 @@ def test_the_reference_decides_between_those_that_are_too_near(monkeypatch):
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=25, derandomize=True)
 @given(
     seed=st.integers(0, 1000),
     vocab=st.one_of(st.integers(1, 100), st.sampled_from([3000, 20_000])),

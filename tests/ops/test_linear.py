@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("two_threads")
 
 @needs_native
 @pytest.mark.parametrize("isa", ISAS)
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40, derandomize=True)
 @given(
     case=CASES,
     n=SIZES,

@@ -57,7 +57,7 @@ def test_the_weights_are_those_of_the_published_definitions():
 
 @pytest.mark.parametrize("kernel", [*(["native"] if NATIVE else []), "pytorch"])
 @pytest.mark.parametrize("name", FORMATS)
-@settings(max_examples=8, deadline=None, derandomize=True)
+@settings(max_examples=8, derandomize=True)
 @given(n=st.integers(1, 140), k=st.integers(1, 600))
 def test_unpacking_is_the_inverse_of_packing(kernel, name, n, k):
     weight = random_weight(name, n, whole(name, k))
@@ -72,7 +72,7 @@ def test_unpacking_is_the_inverse_of_packing(kernel, name, n, k):
 
 @needs_native
 @pytest.mark.parametrize("isa", ISAS)
-@settings(max_examples=15, deadline=None, derandomize=True)
+@settings(max_examples=15, derandomize=True)
 @given(
     case=st.sampled_from(CASES),
     n=st.integers(1, 140),

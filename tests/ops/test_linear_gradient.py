@@ -29,7 +29,7 @@ def test_it_is_dy_times_the_weight(kind, where, monkeypatch):
         monkeypatch.setenv("HASTEN_ISA", where)
     monkeypatch.setattr(gradient, "PIECE", 64 * 200 * 4)  # several pieces of several panels
 
-    @settings(max_examples=6, deadline=None, derandomize=True)
+    @settings(max_examples=6, derandomize=True)
     @given(
         n=st.integers(1, 300), k=st.integers(1, 200), m=st.integers(1, 5), seed=st.integers(0, 9), wide=st.booleans()
     )

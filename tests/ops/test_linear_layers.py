@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("two_threads")
 
 
 @pytest.mark.parametrize("kernel", [*(["native"] if NATIVE else []), "pytorch", "reference"])
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=30, derandomize=True)
 @given(case=CASES, n=SIZES, k=SIZES, scale_dtype=st.sampled_from([torch.float16, torch.bfloat16]))
 def test_unpacking_is_the_inverse_of_packing(kernel, case, n, k, scale_dtype):
     format, group_size, symmetric, _ = case
@@ -42,7 +42,7 @@ def test_unpacking_is_the_inverse_of_packing(kernel, case, n, k, scale_dtype):
 
 @needs_native
 @pytest.mark.parametrize("isa", ISAS)
-@settings(max_examples=20, deadline=None, derandomize=True)
+@settings(max_examples=20, derandomize=True)
 @given(n=SIZES, k=SIZES, group_size=st.sampled_from([32, 64, 128]), symmetric=st.booleans())
 def test_int32_words_pack_as_their_values_do(isa, n, k, group_size, symmetric):
     weight = make_weight(n, k, format="int4", group_size=group_size, symmetric=symmetric)

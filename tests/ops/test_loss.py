@@ -37,7 +37,7 @@ def results(run, leaves, targets, *, vocab_size, softcap=None, factor=0.37, with
     return loss.detach(), x.grad, weight.grad, bias.grad
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     rows=st.integers(1, 40),
     vocab=st.integers(1, 50),

@@ -46,7 +46,7 @@ def case(seed, batch, tokens, room, heads, kv_heads, size, dtype):
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(
     st.integers(0, 1000),
     st.integers(1, 2),
@@ -110,7 +110,7 @@ def test_a_query_gets_the_same_bits_alone_and_in_company(isa, window):
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@settings(deadline=None, max_examples=6)
+@settings(max_examples=6)
 @given(
     st.integers(0, 1000),
     st.sampled_from([130, 515, 640]),

@@ -56,7 +56,7 @@ KINDS = st.sampled_from(["none", "rms", "layer"])
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(st.integers(0, 99), st.sampled_from([1, 3, 17]), st.integers(1, 150), st.integers(1, 150), st.booleans(), KINDS)
 def test_linear_add(isa, seed, rows, n, k, bias, kind):
     g = torch.Generator().manual_seed(seed)
@@ -72,7 +72,7 @@ def test_linear_add(isa, seed, rows, n, k, bias, kind):
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(
     st.integers(0, 99),
     st.sampled_from([1, 2, 19]),

@@ -34,7 +34,7 @@ def run(isa, q, kept, rows, length, seen):
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@settings(deadline=None, max_examples=8)
+@settings(max_examples=8)
 @given(
     st.integers(0, 1000),
     st.sampled_from(PATTERNS),

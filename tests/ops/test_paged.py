@@ -57,7 +57,7 @@ COUNTS = st.lists(st.tuples(st.integers(0, 150), st.one_of(st.just(1), st.intege
 
 
 @native
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     counts=COUNTS,
     heads=st.sampled_from([(4, 4), (8, 2), (6, 1)]),
@@ -93,7 +93,7 @@ def test_native_errs_at_most_twice_what_gathered_errs(counts, heads, head_dim, w
 
 
 @native
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(counts=COUNTS, rows=st.sampled_from(ROWS), seed=st.integers(0, 99), by_head=st.booleans())
 def test_a_token_has_the_same_bits_in_any_company_and_chunk(counts, rows, seed, by_head):
     view, generator = a_step(counts, kv_heads=2, head_dim=64, size=4, rows=rows, seed=seed, by_head=by_head)

@@ -120,7 +120,6 @@ def test_horizontal_rows_see_everything():
     assert Variable(causal=False, horizontal=True, windows=(1,)).layout(3).strings() == rows("111 110 101")
 
 
-@settings(deadline=None)
 @given(patterns, st.integers(1, 20), st.integers(0, 20), st.integers(1, 3), small)
 def test_causal_patterns_never_see_the_future_and_all_see_themselves(pattern, queries, before, heads, layer):
     layout = pattern.layout(queries, queries + before, heads=heads, layer=layer)
@@ -134,7 +133,6 @@ def test_causal_patterns_never_see_the_future_and_all_see_themselves(pattern, qu
             assert row[-1] <= (place if pattern.causal else queries + before - 1)
 
 
-@settings(deadline=None)
 @given(patterns, st.integers(1, 12), st.integers(0, 12), small)
 def test_a_causal_row_stays_what_it_is_when_the_sequence_grows(pattern, blocks, more, layer):
     short, long = (pattern.layout(n, heads=2, layer=layer) for n in (blocks, blocks + more))
@@ -144,7 +142,6 @@ def test_a_causal_row_stays_what_it_is_when_the_sequence_grows(pattern, blocks, 
     assert all(a[0] == b[-1] for a, b in zip(last.heads, long.heads, strict=True))
 
 
-@settings(deadline=None)
 @given(
     st.one_of(st.builds(Local, radius=small, **shared), st.builds(SlidingWindow, window=sizes, **shared)),
     st.integers(1, 20),
@@ -232,7 +229,7 @@ def test_sizes_that_mean_nothing_are_refused(make):
         make()
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(patterns, st.integers(1, 200), st.data())
 def test_dense_mask_is_the_layout_spelled_out(pattern, keys, data):
     queries = data.draw(st.integers(1, keys))
@@ -262,7 +259,7 @@ def test_flex_attention_takes_the_layout_as_block_numbers():
     torch.testing.assert_close(found, expected)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(patterns, st.integers(1, 100), st.integers(0, 3))
 def test_flex_sees_the_blocks_of_the_layout(pattern, queries, blocks_before):
     keys = queries + blocks_before * pattern.block

@@ -25,7 +25,7 @@ def both(q, k, v, run, **options):
     return zip(*found, strict=True)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(
     st.integers(1, 9),
     st.sampled_from([1, 1, 2, 16]),

@@ -86,7 +86,7 @@ def assert_at_most_twice(found, dtype):
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(
     st.integers(0, 1000),
     st.integers(1, 2),
@@ -116,7 +116,7 @@ patterns = st.one_of(
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@settings(deadline=None, max_examples=12)
+@settings(max_examples=12)
 @given(
     st.integers(0, 1000),
     st.sampled_from([1, 37, 200, 330]),
@@ -288,7 +288,7 @@ def test_the_operator_refuses_layouts_that_lead_out_of_the_keys():
             operator(q, q, q, None, None, *layout, torch.tensor([0xFFFF], dtype=torch.int32), True, 0, 1.0)
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100, derandomize=True)
 @given(problems(dtypes=[torch.float32, torch.bfloat16]))
 def test_the_operator_takes_it_for_causal_windowed_full_padded_and_packed_attention(problem):
     *inputs, options = problem

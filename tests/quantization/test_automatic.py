@@ -105,7 +105,7 @@ def of_kinds(divergence, size, ratio):
     return Unit(["x"], divergence, sizes, {"int8": 0.005, "int4-g32": ratio, "int4-g128": 1.0})
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     kinds=st.lists(st.tuples(st.floats(0, 1), st.integers(10, 500), st.floats(0.5, 0.9)), min_size=1, max_size=5),
     share=st.floats(0, 1),

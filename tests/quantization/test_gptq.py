@@ -116,7 +116,7 @@ def test_unrounded_gptaq_is_the_least_squares_solution(order):
     assert torch.allclose(found, expected, rtol=1e-6, atol=1e-8)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     n=st.integers(1, 40),
     k=st.integers(1, 200),

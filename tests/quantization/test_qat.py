@@ -22,7 +22,7 @@ def layer(n=6, k=64, seed=0, **rounding):
     return FakeQuantized.of(linear, FakeRounding(**rounding))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     bits=st.sampled_from([8, 4, 3, 2]),
     group=st.sampled_from([32, 64, 128, 0]),

@@ -35,7 +35,7 @@ def half_steps(quantized: QuantizedWeight, weight: torch.Tensor) -> torch.Tensor
     return (quantized.dequantize() - weight.float()).abs() / (step / 2)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(weight=weights())
 def test_int8_is_at_most_half_a_step_off(weight):
     quantized = round_int8(weight)
@@ -46,7 +46,7 @@ def test_int8_is_at_most_half_a_step_off(weight):
     assert quantized.values.abs().max() <= 127
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(weight=weights(), group=GROUPS, symmetric=st.booleans(), scale_dtype=SCALE_DTYPES)
 def test_int4_over_the_whole_range_is_at_most_half_a_step_off(weight, group, symmetric, scale_dtype):
     quantized = round_int4(weight, group_size=group, symmetric=symmetric, search="minmax", scale_dtype=scale_dtype)
@@ -59,7 +59,7 @@ def test_int4_over_the_whole_range_is_at_most_half_a_step_off(weight, group, sym
     assert half_steps(quantized, weight).max() <= 1 + 1e-3
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(weight=weights(), group=GROUPS, symmetric=st.booleans(), scale_dtype=SCALE_DTYPES)
 def test_the_search_never_errs_more_than_the_range(weight, group, symmetric, scale_dtype):
     errors = {}
@@ -92,7 +92,7 @@ def test_zeros_stay_zero(group, k):
         assert torch.isfinite(quantized.scales).all()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(low=st.floats(-2, -0.05), high=st.floats(0.05, 2), scale_dtype=SCALE_DTYPES)
 def test_asymmetric_reaches_both_ends(low, high, scale_dtype):
     weight = torch.linspace(low, high, 64).unsqueeze(0)

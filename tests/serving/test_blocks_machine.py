@@ -146,7 +146,6 @@ def test_random_operations_agree_with_the_model():
             settings=settings(
                 max_examples=max(1, (STEPS - TOTAL["steps"]) // AT_ONCE),
                 stateful_step_count=AT_ONCE,
-                deadline=None,
                 database=None,
                 suppress_health_check=list(HealthCheck),
             ),

@@ -67,7 +67,6 @@ def test_requests_from_the_description(api, path, method, mode):
     @hypothesis.given(case=api[path][method].as_strategy(generation_mode=mode), few=st.randoms(use_true_random=False))
     @hypothesis.settings(
         max_examples=EXAMPLES if method == "POST" else 3,
-        deadline=None,
         derandomize=EXAMPLES < 100,
         suppress_health_check=list(hypothesis.HealthCheck),
         phases=[hypothesis.Phase.generate],

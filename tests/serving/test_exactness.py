@@ -53,7 +53,7 @@ def test_everybody_gets_what_they_get_alone():
     """The examples are always the same ones; what they are about must have come to pass in them, many times."""
     happened = Counter()
 
-    @settings(max_examples=50, deadline=None, derandomize=True, database=None)
+    @settings(max_examples=50, derandomize=True, database=None)
     @given(
         name=st.sampled_from(["llama", "mistral"]),
         arrivals=st.lists(ARRIVAL, min_size=3, max_size=9),

@@ -186,7 +186,7 @@ ARRIVAL = st.tuples(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     arrivals=st.lists(ARRIVAL, min_size=1, max_size=12),
     blocks=st.integers(17, 40),

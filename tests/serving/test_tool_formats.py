@@ -56,7 +56,7 @@ CUTS = st.lists(st.integers(0, 500), max_size=40)
 
 
 @pytest.mark.parametrize(("form", "text", "shown", "count"), CASES)
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(cuts=CUTS)
 def test_calls_are_found_however_they_come(form, text, shown, count, cuts):
     found, calls = read(form, text, cuts)
@@ -66,14 +66,14 @@ def test_calls_are_found_however_they_come(form, text, shown, count, cuts):
 
 
 @pytest.mark.parametrize(("form", "text"), TEXTS)
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(cuts=CUTS)
 def test_nothing_that_was_said_is_lost(form, text, cuts):
     assert read(form, text, cuts) == (text, [])
 
 
 @pytest.mark.parametrize("form", list(MARKERS))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(text=st.text(st.sampled_from('<tool_cal/>[TOOL_CALLS]{}":, |python_tag|'), max_size=80), cuts=CUTS)
 def test_any_text_comes_back_whole(form, text, cuts):
     assert read(form, text, cuts) == (text, [])

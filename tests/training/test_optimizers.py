@@ -74,7 +74,7 @@ def test_rules_are_read_and_what_is_none_is_refused():
     assert Recipe.from_json({"name": "x", "optimizer": {"groups": ["a:rate=1"]}}) == recipe
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     seed=st.integers(0, 100),
     decay=st.sampled_from([0.0, 0.1]),
