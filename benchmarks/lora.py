@@ -53,7 +53,7 @@ class LoraBenchmark:
     steps: int = 250
     """Of 8 rows of 128 characters."""
     rank: int = 32
-    learning_rate: float = 2e-3
+    learning_rate: float = 1.4e-3
     """Of A; B's is four times that (LoRA+, arXiv 2402.12354)."""
     full_learning_rate: float = 2e-3
     """Of all weights."""
