@@ -11,6 +11,7 @@ predicted over measured.
 import json
 import os
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
@@ -21,6 +22,7 @@ import torch.distributed as dist
 import tyro
 from tensor_parallel import answer, start, write_model
 
+from hasten.bench import predict
 from hasten.bench.choices import choose_plan
 from hasten.bench.plan import PlanOptions
 from hasten.machine import configure, describe
@@ -48,6 +50,7 @@ class PlanRanks:
     def run(self) -> None:
         """Measure, compare and write."""
         configure()
+        predict.random_model = made_once(predict.random_model)
         rows: list[dict[str, Any]] = []
         for name in self.formats:
             with tempfile.TemporaryDirectory(prefix="hasten-plan-ranks-") as folder:
@@ -127,6 +130,20 @@ class PlanRanks:
 
 
 KINDS = ("predicted", "measured")
+
+
+def made_once(make: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
+    """The model whose steps a plan measures, kept from round to round: its steps are measured anew."""
+    kept: dict[tuple[int, str], Any] = {}
+
+    def model(config: Any, weights: str) -> Any:
+        key = len(config.layers), weights
+        if key not in kept:
+            kept.clear()
+            kept[key] = make(config, weights)
+        return kept[key]
+
+    return model
 
 
 def order(rows: list[dict[str, Any]]) -> dict[str, Any]:

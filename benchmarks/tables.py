@@ -22,14 +22,14 @@ import kill_ranks
 import profile_tables
 from drafting_tables import TABLES as DRAFTING
 from lora_tables import lora, lora_cost
-from plan_tables import plan_memory, plan_speed
+from plan_tables import plan_memory, plan_ranks, plan_speed
 from renderers import RENDERERS, Report, markdown
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 TABLES = RENDERERS | profile_tables.TABLES | DRAFTING | {"lora": lora, "lora cost": lora_cost}
-TABLES |= {"plan memory": plan_memory, "plan speed": plan_speed}
+TABLES |= {"plan memory": plan_memory, "plan speed": plan_speed, "plan-ranks": plan_ranks}
 for name, script in {"checkpoint-memory": checkpoint_memory, "kill-ranks": kill_ranks}.items():
     TABLES[name] = lambda report, script=script: markdown(*script.table(report))
 TABLE = re.compile(r"(<!-- table: (\S+)(?: (\S+))? -->\n).*?(<!-- /table -->)", re.DOTALL)

@@ -9,11 +9,11 @@ from hasten.bench.choices import choose_plan
 from hasten.bench.plan import PlanOptions, make_plan
 from hasten.cli.main import main
 from hasten.distributed import communication
-from hasten.distributed.communication import TYPICAL, fitted, link_here
+from hasten.distributed.communication import fitted, link_here
 from hasten.errors import ConfigError, ResourceError
 from hasten.machine import Link, available_cores
 from hasten.planning.choices import GOALS
-from hasten.planning.devices import DEVICES
+from hasten.planning.devices import DEVICES, LINKS
 
 H100S = PlanOptions(device="h100", gpus=8, goal="latency")
 
@@ -82,7 +82,7 @@ def test_a_link_is_found_from_the_times_of_sums():
     communication.library() is None or available_cores().physical < 2, reason="ranks share memory natively"
 )
 def test_the_link_here_is_measured_once_and_refuses_more_ranks_than_cores(monkeypatch, tmp_path):
-    assert link_here(2) is TYPICAL, "nothing is measured in tests"
+    assert link_here(2) is LINKS["shared-memory"], "nothing is measured in tests"
     monkeypatch.setenv("HASTEN_CACHE", str(tmp_path))
     monkeypatch.setenv("HASTEN_MEASURE", "1")
     monkeypatch.setattr(communication, "BUSY", 1e3)

@@ -8,12 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from hasten.bench.models import BenchmarkModel, check_least
-from hasten.distributed.communication import TYPICAL, link_here, require_cores
 from hasten.errors import ConfigError
 from hasten.generation.params import KVCacheDtype
 from hasten.machine import available_memory, measure_limits, resolve_device, resolve_dtype, training_precision
 from hasten.model.config import ModelConfig
-from hasten.model.shares import shares, whole_groups
 from hasten.planning.choices import Wanted
 from hasten.planning.cost import matrices, parameters
 from hasten.planning.devices import DEVICES, LINKS, Device, known_device
@@ -157,7 +155,7 @@ def _device(options: PlanOptions) -> tuple[Device, Literal["float32", "bfloat16"
         return known_device(options.device), "bfloat16" if dtype == "auto" else dtype
     kind = str(resolve_device(options.device))
     dtype = training_precision(kind).dtype if dtype == "auto" else dtype  # type: ignore[assignment]
-    limits, free, link = measure_limits(kind, (dtype,), seconds=0.3), available_memory(kind), TYPICAL
+    limits, free, link = measure_limits(kind, (dtype,), seconds=0.3), available_memory(kind), LINKS["shared-memory"]
     if kind != "cpu":
         import torch
 
@@ -194,6 +192,8 @@ def shares_cores(device: Device) -> bool:
 
 def require_degree(subject: Subject, weights: str = "") -> None:
     """Raise ConfigError for more ranks than the model can be shared by, or than there are cores."""
+    from hasten.distributed.communication import require_cores
+    from hasten.model.shares import shares, whole_groups
     from hasten.ops.linear.weights import INT8, int4_format
 
     options, formats = subject.options, list(subject.checkpoint.weight_formats() if subject.checkpoint else ())
@@ -223,7 +223,10 @@ def inference_plan(subject: Subject, options: PlanOptions, *, replicas: int = 1,
     use, device = _inference(subject, options), subject.device
     if shares_cores(device):
         device = device.part(replicas * use.degree)
-        device = device if use.degree == 1 else replace(device, link=link_here(use.degree))
+        if use.degree > 1:
+            from hasten.distributed.communication import link_here
+
+            device = replace(device, link=link_here(use.degree))
     phases = inference_phases(subject.config, use)
     if cost is not None:
         from hasten.bench.predict import generating_seconds

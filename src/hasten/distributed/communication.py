@@ -21,14 +21,12 @@ from hasten.machine import Link, available_cores
 from hasten.machine.measured import compare, forget
 from hasten.ops.collective import RankGroup
 from hasten.ops.native import library, native_ops
+from hasten.planning.devices import LINKS
 
 COUNTS = (2048, 32_768, 131_072)  # bfloat16 values of a sum: those of a token, and of a prompt
 PIECE = 32_768  # of them at once
 SUMS = 40  # of the smallest in a call; of the others fewer
-# Where nothing may be measured (HASTEN_MEASURE=0), and without shared memory, where gloo sums on the loopback.
-TYPICAL = Link(2e-6, 0.0, 4e9, "typical of shared memory")
 BUSY = 100e-6  # seconds; a piece that took longer was of ranks without a core of their own
-GLOO = Link(400e-6, 0.0, 1e9, "typical of gloo")
 
 
 def link_here(ranks: int) -> Link:
@@ -36,21 +34,21 @@ def link_here(ranks: int) -> Link:
     than cores.
     """
     require_cores(ranks)
-    native = library()
+    native, typical = library(), LINKS["shared-memory"]
     if native is None or not sys.platform.startswith("linux"):
-        return GLOO
+        return LINKS["gloo"]
     if ranks == 1:
-        return TYPICAL
+        return typical
     what, name = f"sums of {ranks} ranks", native.path.stem
     with _crew(ranks) as contenders:
         times = compare(what, contenders, library=name, clock=time.perf_counter)
     if not times:
-        return TYPICAL
+        return typical
     seconds = {count: times[str(count)] / sums for count, sums in _sums().items()}
     if all(one < BUSY * -(-count // PIECE) for count, one in seconds.items()):
         return fitted({2 * count: one for count, one in seconds.items()}, ranks=ranks)
     forget(what, library=name)  # a busy moment is not this machine
-    return replace(TYPICAL, source=f"{TYPICAL.source}: other programs had the cores while it was measured")
+    return replace(typical, source=f"{typical.source}: other programs had the cores while it was measured")
 
 
 def fitted(seconds: Mapping[int, float], *, ranks: int, source: str = "measured on this machine") -> Link:

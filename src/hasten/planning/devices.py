@@ -9,7 +9,8 @@ from hasten.machine.limits import Limits, Link
 # Latencies of GPUs and networks: NCCL's own model of a ring of small pieces (NVIDIA/nccl, src/graph/tuning.cc). Their
 # bytes/s: of NVLink what NCCL reaches of one direction (370 of 450 GB/s, NVIDIA/nccl-tests issue 212; 235 of A100s, the
 # same file), of PCIe 4 × 16 what it counts on. sockets: our shared memory's latency as measured within a socket, and a
-# UPI or Infinity Fabric link, an assumption. ethernet: gloo over TCP, 25 Gb/s, an assumption.
+# UPI or Infinity Fabric link, an assumption. ethernet: gloo over TCP, 25 Gb/s, an assumption. shared-memory and gloo:
+# between ranks of this machine, where nothing is measured.
 LINKS: Mapping[str, Link] = {
     "nvlink-4": Link(3.6e-6, 0.47e-6, 370e9, "NCCL's model of NVLink"),
     "nvlink-3": Link(3.6e-6, 0.47e-6, 235e9, "NCCL's model of NVLink"),
@@ -17,6 +18,8 @@ LINKS: Mapping[str, Link] = {
     "infiniband": Link(3.6e-6, 2.7e-6, 50e9, "NCCL's model of a network, at 400 Gb/s"),
     "ethernet": Link(200e-6, 50e-6, 3.1e9, "assumed: gloo over TCP, 25 Gb/s"),
     "sockets": Link(3e-6, 1e-6, 20e9, "assumed: shared memory across two sockets"),
+    "shared-memory": Link(2e-6, 0.0, 4e9, "typical of shared memory"),
+    "gloo": Link(400e-6, 0.0, 1e9, "typical of gloo on one machine"),
 }
 # Of a limit, what a phase reaches where nothing was measured: what good implementations report.
 REACHED = {"step": 0.45, "prompt": 0.6, "token": 0.7}
