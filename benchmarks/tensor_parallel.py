@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
@@ -243,10 +244,12 @@ def child(folder: str, prompt: int, tokens: int, threads: int, batch: int = 1) -
         for _ in sys.stdin:
             begun = time.perf_counter()
             next_tokens = decoder.prefill([ids] * batch).argmax(dim=-1)
-            first = time.perf_counter()
+            times = [time.perf_counter()]
             for _ in range(tokens):
                 next_tokens = decoder.decode(next_tokens).argmax(dim=-1)
-            told: dict[str, Any] = {"prefill": first - begun, "decode": time.perf_counter() - first}
+                times.append(time.perf_counter())
+            told: dict[str, Any] = {"prefill": times[0] - begun, "decode": times[-1] - times[0]}
+            told["token"] = median(after - before for before, after in pairwise(times))
             if group is not None:
                 sums = 2 * len(model.config.layers) + 1
                 begun = time.perf_counter()
