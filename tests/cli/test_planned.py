@@ -59,8 +59,18 @@ def test_ranks_and_precision_go_to_the_ranks_and_replicas_are_told(h100s, tiny_f
     assert f"hasten serve {tiny_folder} --replicas {8 // planned.tensor_parallel} --tensor-parallel" in told
 
 
-def test_a_goal_without_devices_is_refused(tiny_folder, capsys):
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--goal", "cost"], "--goal is for --devices auto"),
+        (["--devices", "auto"], "--devices auto starts ranks by itself"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(options, told, tiny_folder, monkeypatch, capsys):
+    if "auto" in options:
+        for name, value in {"RANK": "0", "WORLD_SIZE": "2"}.items():
+            monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit) as ended:
-        main(["generate", str(tiny_folder), "--prompt", "x", "--goal", "cost"])
+        main(["generate", str(tiny_folder), "--prompt", "x", *options])
     assert ended.value.code == 2
-    assert "--goal is for --devices auto" in capsys.readouterr().err
+    assert told in capsys.readouterr().err

@@ -31,7 +31,7 @@ def choose_plan(model: str, options: PlanOptions) -> Choices:
     """
     if options.goal is None or options.training:
         raise ConfigError("several devices want a --goal (latency, throughput or cost), and --use generate or serve")
-    assert options.bound is None or options.bound > 0  # an unknown goal is refused
+    options.check()
     subject = settle(model, options)
     return choose(_candidates(subject, _count(subject)), subject.options)
 

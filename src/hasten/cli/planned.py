@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from hasten.cli.options import DeviceOptions, given
+from hasten.distributed import launched
 from hasten.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -19,6 +20,8 @@ def by_plan(command: Any, arguments: list[str]) -> tuple[Any, list[str]]:
         if unused := given(command, ("goal", "token_ms", "price", "least_bits")):
             raise ConfigError(f"{unused[0]} is for --devices auto")
         return command, arguments
+    if launched():
+        raise ConfigError("--devices auto starts ranks by itself; leave torchrun away, or --devices auto")
     from hasten.bench.choices import choose_plan
     from hasten.machine import configure
 
@@ -28,11 +31,10 @@ def by_plan(command: Any, arguments: list[str]) -> tuple[Any, list[str]]:
     best = found.best
     quantize = best.weights if best.rounded else "none"
     chosen = ["--tensor-parallel", str(best.use.degree), "--quantize", quantize]
-    print(
-        f"{best.use.degree} rank{'s' * (best.use.degree > 1)}, {best.weights}: {best.use.batch_size} at once, "
-        f"{1e3 * best.token_seconds:.1f} ms a token and {best.tokens_per_second:.1f} tokens/s predicted; {found.why()}",
-        file=sys.stderr,
-    )
+    ranks, cache = f"{best.use.degree} rank{'s' * (best.use.degree > 1)}", best.plan.memory.parts["cache"] / 1e9
+    batch = f"{best.use.batch_size} at once in a cache of {cache:.2f} GB"
+    speed = f"{1e3 * best.token_seconds:.1f} ms a token and {best.tokens_per_second:.1f} tokens/s predicted"
+    print(f"{ranks}, {best.weights}, {batch}: {speed}; {found.why()}", file=sys.stderr)
     if best.replicas > 1:
         line = " ".join(["hasten", "serve", command.model, "--replicas", str(best.replicas), *chosen])
         print(f"that is of {best.replicas} replicas, of which this is one; all of them: {line}", file=sys.stderr)

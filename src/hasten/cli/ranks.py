@@ -21,7 +21,7 @@ def run(command: Any, arguments: list[str]) -> None:
 
     They are started here, by torchrun's agent; or this is one of those that torchrun has started.
     """
-    if isinstance(command, DeviceOptions) and not launched():
+    if isinstance(command, DeviceOptions) and (command.devices == "auto" or not launched()):
         command, arguments = by_plan(command, arguments)
     degree = command.tensor_parallel if isinstance(command, RankOptions) else None
     if degree is None or (degree == 1 and not launched()):

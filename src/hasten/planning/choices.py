@@ -29,15 +29,18 @@ class Wanted:
     least_bits: Literal[4, 8, 16] = 8
     """The fewest bits that weights may be rounded to: 16 (not at all), 8, or 4, which loses more."""
 
-    @property
-    def bound(self) -> float | None:
-        """Seconds a token, at most. Raises ConfigError for an unknown goal and for numbers that make no sense."""
+    def check(self) -> None:
+        """Raise ConfigError for an unknown goal and for numbers that make no sense."""
         if self.goal is not None and self.goal not in GOALS:
             raise ConfigError(f"--goal {self.goal!r:.40} is not known; use {', '.join(GOALS)}")
         if self.token_ms is not None and not self.token_ms > 0:
             raise ConfigError(f"--token-ms is {self.token_ms}; it must be above 0")
         if self.price is not None and not self.price >= 0:
             raise ConfigError(f"--price is {self.price}; it must not be below 0")
+
+    @property
+    def bound(self) -> float | None:
+        """Seconds a token, at most."""
         bound = READING if self.token_ms is None and self.goal == "cost" else self.token_ms
         return None if bound is None else bound / 1e3
 
