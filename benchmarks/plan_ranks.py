@@ -112,7 +112,7 @@ class PlanRanks:
             | {
                 "predicted / measured": {
                     name: median(one["predicted"][name] / one["measured"][name] for one in rounds)
-                    for name in rounds[0]["measured"]
+                    for name in rounds[0]["predicted"]
                 },
                 "quickest": {
                     kind: {
@@ -133,7 +133,8 @@ class PlanRanks:
         told = [answer(one) for one in processes]
         prompt, token = (sum(one[name] for one in told) / len(told) for name in ("prefill", "token"))
         speed = replicas * batch * self.tokens / (prompt + self.tokens * token)
-        return {"prompt": prompt, "token": token, "tokens_per_second": speed}
+        least = sum(one["least_token"] for one in told) / len(told)
+        return {"prompt": prompt, "token": token, "tokens_per_second": speed, "least_token": least}
 
 
 KINDS = ("predicted", "measured")

@@ -76,16 +76,15 @@ class TensorParallel:
         from hasten.bench.draw import LINES, curve_axes
 
         assert self.picture is not None
-        title, subtitle = "Decoding with tensor parallelism", "lines: predicted, a socket or machine for each rank"
-        labels = {"x_label": "ranks", "y_label": "times the speed of one"}
+        title = "Decoding with tensor parallelism"
+        subtitle = "dots: ranks on the cores of one process; lines: predicted, such cores for each rank"
+        labels = {"x_label": "ranks", "y_label": "times the speed of one process"}
         with curve_axes(self.picture, title=title, subtitle=subtitle, **labels) as axes:
             for row, color in zip(rows, LINES, strict=False):
-                for (link, gains), style in zip(
-                    row["predicted"].items(), ("-", "--", "-.", ":", (0, (1, 4))), strict=False
-                ):
-                    degrees = [1, *map(int, gains["decode"])]
-                    label = f"{row['format']}, {link}"
-                    axes.plot(degrees, [1, *gains["decode"].values()], color=color, linestyle=style, label=label)
+                for name, style in zip(row["links"], ("-", "--"), strict=True):
+                    gains = row["predicted"][row["links"][name]["source"]]["decode"]
+                    label = f"{row['format']}, {name}"
+                    axes.plot([1, *gains], [1, *gains.values()], color=color, linestyle=style, label=label)
                 axes.plot(self.ranks, row["speed"]["decode"]["ratio"], "o", color=color)
 
     def measure(self, folder: str) -> dict[str, Any]:
@@ -249,7 +248,8 @@ def child(folder: str, prompt: int, tokens: int, threads: int, batch: int = 1) -
                 next_tokens = decoder.decode(next_tokens).argmax(dim=-1)
                 times.append(time.perf_counter())
             told: dict[str, Any] = {"prefill": times[0] - begun, "decode": times[-1] - times[0]}
-            told["token"] = median(after - before for before, after in pairwise(times))
+            each = [after - before for before, after in pairwise(times)]
+            told |= {"token": median(each), "least_token": min(each)}
             if group is not None:
                 sums = 2 * len(model.config.layers) + 1
                 begun = time.perf_counter()
