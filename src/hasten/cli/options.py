@@ -17,6 +17,7 @@ from hasten.generation.params import KVCacheDtype, SamplingParams, recommended
 from hasten.machine import configure, resolve_device
 from hasten.machine.files import require_writable, write_json
 from hasten.machine.threads import Threads
+from hasten.planning.choices import Wanted
 from hasten.serving.settings import EngineSettings
 
 if TYPE_CHECKING:
@@ -247,6 +248,15 @@ class RankOptions:
     tensor_parallel: int = 1
     """Hold the model in so many processes of this machine, a share of every matrix in each (as does torchrun … -m
     hasten); they share the cores."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceOptions(Wanted, RankOptions):
+    """The same, chosen by a plan (`hasten.cli.planned`)."""
+
+    devices: Literal["given", "auto"] = "given"
+    """auto: a plan chooses the ranks and the precision for this machine, by --goal (latency unless it is given), and
+    says why. --tensor-parallel and --quantize are kept where they are given."""
 
 
 @dataclass(frozen=True, kw_only=True)

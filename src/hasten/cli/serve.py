@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 import tyro
 
-from hasten.cli.options import DraftOptions, EngineOptions, LoadOptions, RankOptions, with_chat_template
+from hasten.cli.options import DeviceOptions, DraftOptions, EngineOptions, LoadOptions, with_chat_template
 from hasten.errors import CheckpointError, ConfigError, HastenWarning
 from hasten.generation.params import recommended
 from hasten.serving.api.settings import ServerSettings
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Serve(EngineOptions, DraftOptions, RankOptions, LoadOptions):
+class Serve(EngineOptions, DraftOptions, DeviceOptions, LoadOptions):
     """Serve a model over HTTP, as OpenAI's API does. SIGTERM or Ctrl-C drains; a second one ends at once."""
 
     host: str = "127.0.0.1"
