@@ -1,0 +1,5 @@
+"""Several engines behind one endpoint, on Ray Serve: the extra `ray`.
+
+routing.py says which replica serves a request, engine.py is what the HTTP API asks in the place of one engine, replica.py
+one of those that answer, ray_serve.py the only file that knows Ray's interfaces (2.60's; that of routers is young).
+"""
