@@ -316,42 +316,62 @@ def measure(shape: str, bits: int, *, threads: int, rounds: int) -> dict[str, An
     def prompt(tokens: int) -> tuple[int, ...]:
         return tuple(draw.randrange(1, 30_000) for _ in range(tokens))
 
-    def decoding(rows: int, context: int) -> float:
-        """A step of so many sequences that hold `context` tokens each."""
-        engine = Engine(model, None, EngineSettings(max_sequences=SLOTS, token_budget=BUDGET, prefix_cache=False))
-        more = rounds + rows * context // BUDGET + 8
-        params = hasten.SamplingParams(temperature=0, ignore_eos=True, max_new_tokens=more)
-        for number in range(rows):
-            engine.add(Request(id=str(number), prompt=prompt(context), params=params))
-        while engine.waiting or engine.scheduler.behind:
-            engine.step()
-        return statistics.median(timed(engine) for _ in range(rounds))
-
-    def reading(rows: int, context: int) -> float:
-        """A step that reads the next `rows` tokens of a prompt of which `context` are read."""
-        times = []
-        engine = Engine(model, None, EngineSettings(max_sequences=SLOTS, token_budget=rows, prefix_cache=False))
-        params = hasten.SamplingParams(temperature=0, max_new_tokens=1)
-        for number in range(rounds):
-            engine.add(Request(id=str(number), prompt=prompt(context + rows), params=params))
-            for _ in range(context // rows):
-                engine.step()
-            times.append(timed(engine))
-            assert engine.idle
-        return statistics.median(times)
-
     def timed(engine: Engine) -> float:
         start = time.perf_counter()
         engine.step()
         return time.perf_counter() - start
 
-    decoding(1, 16)  # what is slow the first time
-    base = [decoding(rows, 16) if rows <= SLOTS else reading(rows, 0) for rows in ROWS]
-    per_token = (decoding(8, 1024) - base[ROWS.index(8)]) / 8 / 1008
-    far = reading(256, 1024)  # what the model of the costs says of it stands beside
-    told = Costs(list(ROWS), base, per_token).step(256, 256 * 1024)
-    costs = {"rows": list(ROWS), "base": base, "per_token": per_token, "shape": shape, "bits": bits}
-    return costs | {"checked": {"rows": 256, "context": 1024, "measured": far, "of_the_table": told}}
+    def engine_of(budget: int) -> Engine:
+        settings = EngineSettings(
+            max_sequences=min(SLOTS, budget), token_budget=budget, prefix_cache=False, cache_bytes=256 << 20
+        )
+        return Engine(model, None, settings)
+
+    def decoding(rows: int, context: int) -> Callable[[], float]:
+        """Steps of so many sequences that hold `context` tokens each."""
+        engine = engine_of(BUDGET)
+        more = 2 * rounds + rows * context // BUDGET + 8
+        params = hasten.SamplingParams(temperature=0, ignore_eos=True, max_new_tokens=more)
+        for number in range(rows):
+            engine.add(Request(id=str(number), prompt=prompt(context), params=params))
+        while engine.waiting or engine.scheduler.behind:
+            engine.step()
+
+        def one() -> float:
+            engine.step()  # warm again after the others
+            return timed(engine)
+
+        return one
+
+    def reading(rows: int, context: int) -> Callable[[], float]:
+        """Steps that read the next `rows` tokens of a prompt of which `context` are read."""
+        engine = engine_of(rows)
+        params = hasten.SamplingParams(temperature=0, max_new_tokens=1)
+        numbers = itertools.count()
+
+        def one() -> float:
+            engine.add(Request(id=str(next(numbers)), prompt=prompt(context + rows), params=params))
+            for _ in range(context // rows):
+                engine.step()
+            seconds = timed(engine)
+            assert engine.idle
+            return seconds
+
+        return one
+
+    cases = {(rows, 0): decoding(rows, 16) if rows <= SLOTS else reading(rows, 0) for rows in ROWS}
+    cases |= {(8, 1024): decoding(8, 1024), (256, 1024): reading(256, 1024)}
+    times: dict[tuple[int, int], list[float]] = {case: [] for case in cases}
+    for _ in range(rounds):  # in turns: what else runs here touches all of them alike
+        for case, one in cases.items():
+            times[case].append(one())
+    medians = {case: statistics.median(found) for case, found in times.items()}
+    base = [medians[rows, 0] for rows in ROWS]
+    per_token = max(0.0, medians[8, 1024] - medians[8, 0]) / 8 / 1008
+    told = Costs(list(ROWS), base, per_token).step(256, 256 * 1024)  # beside what it is
+    checked = {"rows": 256, "context": 1024, "measured": medians[256, 1024], "of_the_table": told}
+    costs = {"rows": list(ROWS), "base": base, "per_token": per_token, "shape": shape, "bits": bits, "threads": threads}
+    return costs | {"checked": checked, "seconds": {f"{rows} rows, {held} held": t for (rows, held), t in times.items()}}
 
 
 def table(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:

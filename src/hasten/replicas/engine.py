@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -61,6 +62,7 @@ class ReplicatedEngine:
             return "the server was closed"
         if self.board.states:
             self._seen = time.monotonic()
+            return None
         away = time.monotonic() - self._seen
         return f"no replica has been there for {away:.0f} s" if away > PATIENCE else None
 
@@ -131,19 +133,20 @@ class ReplicatedEngine:
         await self._channel.close()
 
     async def _one(self, request: Request) -> AsyncGenerator[RequestOutput]:
-        sendable = packed(request)
-        for _ in range(RETRIES + 1):
+        for attempt in range(RETRIES + 1):
+            # With an id of its own: the replica may be the same one, which has not heard yet that it was given up.
+            sent = packed(replace(request, id=f"{request.id}#{attempt}"))
             ask = self._ask(request)
             given, finished = 0, False
             try:
-                async with aclosing(self._channel.generate(ask, sendable)) as answers:
+                async with aclosing(self._channel.generate(ask, sent)) as answers:
                     async for found in self._patiently(answers, ask):
                         self.board.begun(ask)
                         if isinstance(found, Exception):
                             raise found
                         for output in found:
                             given, finished = given + 1, output.finished
-                            yield output
+                            yield replace(output, request_id=request.id)
                 if not finished:
                     raise ReplicaDied("it ended without an end of the answer")
                 return

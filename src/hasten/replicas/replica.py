@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -69,8 +69,9 @@ class Replica:
             if isinstance(schema, Schema):
                 grammar = await self.grammars.constraint(json.loads(schema.text), param=schema.param)
                 request = replace(request, constraint=grammar)
-            async with aclosing(self.engine.generate(request)) as outputs:
-                async for found in together(_checked(outputs, request), whole=request.whole):
+            outputs = _checked(self.engine.generate(request), request)
+            async with aclosing(together(outputs, whole=request.whole)) as answers:
+                async for found in answers:
                     yield found
         except HastenError as error:
             yield error
@@ -97,28 +98,31 @@ class Replica:
             raise RuntimeError(self.engine.error)
 
 
-async def _checked(outputs: AsyncIterator[RequestOutput], request: Request) -> AsyncIterator[RequestOutput]:
+async def _checked(outputs: AsyncGenerator[RequestOutput], request: Request) -> AsyncGenerator[RequestOutput]:
     """The ingress cannot see what has become of the constraint here: it is told by the output."""
-    async for output in outputs:
-        grammar = request.constraint
-        if output.finish_reason == "stop" and isinstance(grammar, Grammar) and grammar.error:
-            output = replace(output, finish_reason="error", stop_reason=f"the constraint broke: {grammar.error}")
-        yield output
+    async with aclosing(outputs):
+        async for output in outputs:
+            grammar = request.constraint
+            if output.finish_reason == "stop" and isinstance(grammar, Grammar) and grammar.error:
+                output = replace(output, finish_reason="error", stop_reason=f"the constraint broke: {grammar.error}")
+            yield output
 
 
-async def together(outputs: AsyncIterator[RequestOutput], *, whole: bool) -> AsyncGenerator[list[RequestOutput]]:
-    """What has come since the last was taken, in one list; all at the end if `whole`."""
+async def together(outputs: AsyncGenerator[RequestOutput], *, whole: bool) -> AsyncGenerator[list[RequestOutput]]:
+    """What has come since the last was taken, in one list; all at the end if `whole`. Closing it closes them."""
     if whole:
-        yield [output async for output in outputs]
+        async with aclosing(outputs):
+            yield [output async for output in outputs]
         return
     ready: list[RequestOutput] = []
     news = asyncio.Event()
 
     async def read() -> None:
         try:
-            async for output in outputs:
-                ready.append(output)
-                news.set()
+            async with aclosing(outputs):
+                async for output in outputs:
+                    ready.append(output)
+                    news.set()
         finally:
             news.set()
 
