@@ -2,10 +2,10 @@
 
     python benchmarks/replica_kills.py        # 200 requests, 5 kills -> benchmarks/results/replica-kills.json
 
-Needs `hasten[ray]`. A tiny model in float32, three replicas on this machine behind the real HTTP server. Every text is
-compared with what the model says by itself: a whole answer must be it; a stream must be it, or end with an error and be
-the beginning of it. Some clients leave in the middle. Afterwards every block of every replica must be free. Exit status 1
-where something hung, was wrong, failed that should not have, or was lost.
+Needs `hasten[ray]`. A tiny model in float32, three replicas on this machine behind the real HTTP server. Every text
+is compared with what the model says by itself: a whole answer must be it; a stream must be it, or end with an error
+and be the beginning of it. Some clients leave in the middle. Afterwards every block of every replica must be free. Exit
+status 1 where something hung, was wrong, failed that should not have, or was lost.
 """
 
 from __future__ import annotations
@@ -102,7 +102,9 @@ class Kills:
         kinds = self.draw.choices(("whole", "stream", "leaves"), (45, 45, 10), k=count)
         work = iter(zip(bodies, kinds, strict=True))
         limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(base_url=url_of(self.sock, "127.0.0.1"), limits=limits, timeout=PATIENCE) as client:
+        async with httpx.AsyncClient(
+            base_url=url_of(self.sock, "127.0.0.1"), limits=limits, timeout=PATIENCE
+        ) as client:
 
             async def worker() -> None:
                 for body, kind in work:
@@ -255,7 +257,9 @@ def table(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     phases = [report["killed"], report["restarted"]]
     rows = [[name, *(str(phase["ends"].get(name, 0)) for phase in phases)] for name in names]
     rows.append(["begun anew elsewhere", *(str(phase["begun_anew"]) for phase in phases)])
-    rows.append(["hung, wrong or failed", *(str(len(phase["wrong"]) + phase["ends"].get("hung", 0)) for phase in phases)])
+    rows.append(
+        ["hung, wrong or failed", *(str(len(phase["wrong"]) + phase["ends"].get("hung", 0)) for phase in phases)]
+    )
     rows.append(["blocks lost", *(str(sum(p["after"]["blocks"]) - sum(p["after"]["free_blocks"])) for p in phases)])
     rows.append(["slowest request", *(f"{phase['slowest_seconds']:.1f} s" for phase in phases)])
     return head, rows

@@ -154,13 +154,13 @@ def test_what_was_streaming_ends_with_an_error(model, channel):
     channel.dies = [2]
 
     async def read():
-        said = ""
-        with pytest.raises(EngineFailed, match="the replica that answered has died"):
-            async for output in channel.engine.generate(request(model.tokenizer.encode("def add"))):
-                said += output.text
-        return said
+        nonlocal said
+        async for output in channel.engine.generate(request(model.tokenizer.encode("def add"))):
+            said += output.text
 
-    said = asyncio.run(read())
+    said = ""
+    with pytest.raises(EngineFailed, match="the replica that answered has died"):
+        asyncio.run(read())
     assert expected(model, "def add").startswith(said)
     assert channel.engine.retried == 0
 

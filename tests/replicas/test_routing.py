@@ -12,7 +12,7 @@ SIZE = 4
 
 
 def keys_of(tokens):
-    first, *blocks = prefix_keys(tokens[:-1], block_size=SIZE, secret=SECRET)
+    _, *blocks = prefix_keys(tokens[:-1], block_size=SIZE, secret=SECRET)
     return [key[:KEY_BYTES] for key in blocks]
 
 
@@ -60,7 +60,7 @@ def test_keys_are_those_by_which_the_cache_finds_blocks():
 def test_the_holder_of_the_beginning_is_taken(board):
     board.report("b", report(holding(PROMPT)))
     board.report("c", report(holding(PROMPT[:8])))
-    assert board.rank(ask(PROMPT + [1, 2, 3])) == ["b", "c", "a"]
+    assert board.rank(ask([*PROMPT, 1, 2, 3])) == ["b", "c", "a"]
     assert {board.rank(ask([9, *PROMPT]))[0] for _ in range(50)} == {"a", "b", "c"}, "equals come in any order"
 
 

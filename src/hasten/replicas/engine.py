@@ -1,4 +1,4 @@
-"""What the HTTP API asks in the place of one engine: each request goes to a replica, and elsewhere when that one dies."""
+"""What the HTTP API asks in the place of one engine: a request goes to a replica, and elsewhere when that one dies."""
 
 from __future__ import annotations
 
@@ -109,7 +109,12 @@ class ReplicatedEngine:
             await asyncio.gather(*readers, return_exceptions=True)
 
     async def embed(
-        self, prompts: Sequence[Sequence[int]], *, pooling: str = "mean", adapter: str = "", timeout: float | None = None
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        pooling: str = "mean",
+        adapter: str = "",
+        timeout: float | None = None,
     ) -> Tensor:
         """As AsyncEngine's."""
         how = {"pooling": pooling, "adapter": adapter, "timeout": timeout}

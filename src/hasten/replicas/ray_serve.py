@@ -1,9 +1,9 @@
 """Replicas on Ray Serve: a cluster is joined or started, an engine deployed in each replica, a handle made to ask them.
 
-Ray Serve restarts what dies or fails its health check, replaces replicas one by one after they have ended their requests,
-and fits their number to the load. Its interface of routers (alpha) serves as it is: `choose_replicas` ranks by our
-`Board`, reports come as routing statistics by way of Ray's controller. There is no proxy of Ray's in front: the HTTP
-server with its limits is this process.
+Ray Serve restarts what dies or fails its health check, replaces replicas one by one after they have ended their
+requests, and fits their number to the load. Its interface of routers (alpha) serves as it is: `choose_replicas` ranks
+by our `Board`, reports come as routing statistics by way of Ray's controller. There is no proxy of Ray's in front: the
+HTTP server with its limits is this process.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import socket
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from hasten.errors import ConfigError, ResourceError
@@ -23,11 +22,11 @@ from hasten.replicas.engine import ReplicaDied, ReplicatedEngine
 from hasten.replicas.routing import Ask, Board, publish
 from hasten.replicas.settings import ReplicaSettings
 
-if find_spec("ray") is None or find_spec("ray.serve") is None:
-    raise ResourceError("replicas need Ray Serve: pip install 'hasten[ray]'")
-
-import ray
-from ray import serve
+try:
+    import ray
+    from ray import serve
+except ImportError:
+    raise ResourceError("replicas need Ray Serve: pip install 'hasten[ray]'") from None
 from ray.exceptions import RayActorError, RayError
 from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 from ray.serve.exceptions import RayServeException
@@ -45,8 +44,8 @@ STARTING = 900.0  # seconds for all replicas to load
 class Replicas:
     """The replicas of one model, and the way to them (`hasten.replicas.engine.Channel`).
 
-    make: loads the model and starts an engine, in each replica; it and what it holds must be picklable, and is given the
-    secret of the blocks' keys. cores, gpus: what Ray sets aside for each.
+    make: loads the model and starts an engine, in each replica, given the secret of the blocks' keys; it is pickled on
+    its way. cores, gpus: what Ray sets aside for each.
     """
 
     def __init__(

@@ -27,7 +27,7 @@ Answer = list[RequestOutput] | HastenError  # what came since the last one, or w
 
 
 class Report(TypedDict):
-    """keys: of the blocks it holds, the first KEY_BYTES of each. check: what is wrong with its books, once it is idle."""
+    """keys: of the blocks it holds, the first KEY_BYTES of each. check: what is wrong with its books, if it is idle."""
 
     keys: bytes
     stats: Stats

@@ -16,8 +16,8 @@ class ReplicaSettings:
             cores are shared out among those of this machine (--threads says how many each takes).
         max_replicas: Up to so many, and down to `replicas` again, as the requests in flight demand.
         requests_each: Requests in flight for each replica, which the number of replicas follows.
-        ray_address: A Ray cluster's HOST:PORT, or auto for one that runs on this machine; by default Ray is started here,
-            for this server alone. A cluster's machines need hasten, and the model at the same path.
+        ray_address: A Ray cluster's HOST:PORT, or auto for one that runs on this machine; by default Ray is started
+            here, for this server alone. The cluster's machines need hasten, and the model at the same path.
         restart_seconds: What a replica that is replaced or no longer needed has to end its requests.
     """
 

@@ -68,9 +68,7 @@ class Service:
         self.draining = False
         self.in_flight = 0  # requests that a shutdown waits for
         self.metrics = Metrics(model_name, engine.replica_stats)
-        self.grammars = Grammars(
-            facts.tokenizer, vocabulary=self.vocabulary, eos_ids=facts.eos_ids, settings=settings
-        )
+        self.grammars = Grammars(facts.tokenizer, vocabulary=self.vocabulary, eos_ids=facts.eos_ids, settings=settings)
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="prepare")
         self._numbers = itertools.count()
         self._longest = 0
