@@ -35,7 +35,7 @@ from typing import Any
 from hasten.generation.blocks import BlockManager, prefix_keys
 from hasten.machine import describe
 from hasten.machine.files import save_json
-from hasten.replicas.routing import KEY_BYTES, Ask, Board, ReplicaState, soonest
+from hasten.replicas.routing import Ask, Board, ReplicaState, soonest
 
 RESULT = Path(__file__).parent / "results" / "replica-routing.json"
 BLOCK, BUDGET, SLOTS = 16, 512, 32  # tokens of a block and of a step; sequences at once
@@ -243,7 +243,7 @@ def replay(jobs: list[Job], costs: Costs, way: str, *, replicas: int, blocks: in
             job = queue.popleft()
             job.held = job.computed = job.given = 0
             keys = itertools.islice(prefix_keys(job.prompt[:-1], block_size=BLOCK, secret=SECRET), 1, None)
-            job.ask = Ask(len(job.prompt), [key[:KEY_BYTES] for key in keys] if aware else (), BLOCK)
+            job.ask = Ask(len(job.prompt), list(keys) if aware else (), BLOCK)
             name = board.rank(job.ask)[0]
             board.sent(job.ask, name)
             replica = fleet[name]
@@ -259,7 +259,7 @@ def replay(jobs: list[Job], costs: Costs, way: str, *, replicas: int, blocks: in
         if version < 0:
             coming.discard(name)
             reported[name], replica.changed = now, False
-            board.report(name, {"keys": b"".join(key[:KEY_BYTES] for key in replica.blocks.cached)})
+            board.states[name].held = frozenset(replica.blocks.cached)  # `report` without the bytes on the way
         elif version == replica.version:
             for job in replica.finish(now):
                 assert job.ask is not None
@@ -291,8 +291,8 @@ def quantiles(values: list[float]) -> dict[str, float]:
     return {"mean": sum(values) / len(values)} | found
 
 
-def measure(shape: str, bits: int, *, rounds: int) -> dict[str, Any]:
-    """The costs of an engine's steps with one thread: medians of the processor's time, of which others take nothing."""
+def measure(shape: str, bits: int, *, threads: int, rounds: int) -> dict[str, Any]:
+    """The costs of an engine's steps on this machine: medians."""
     import statistics
 
     import torch
@@ -306,7 +306,7 @@ def measure(shape: str, bits: int, *, rounds: int) -> dict[str, Any]:
     from hasten.serving.request import Request
     from hasten.serving.settings import EngineSettings
 
-    torch.set_num_threads(1)
+    torch.set_num_threads(threads)
     model = initialize(read_config(SHAPES[shape]), seed=0, dtype=torch.bfloat16).eval()
     if bits < 16:
         hasten.quantize(model, Int4() if bits == 4 else Int8())
@@ -316,65 +316,42 @@ def measure(shape: str, bits: int, *, rounds: int) -> dict[str, Any]:
     def prompt(tokens: int) -> tuple[int, ...]:
         return tuple(draw.randrange(1, 30_000) for _ in range(tokens))
 
-    def timed(engine: Engine) -> float:
-        start = time.process_time()
-        engine.step()
-        return time.process_time() - start
-
-    def engine_of(budget: int) -> Engine:
-        settings = EngineSettings(
-            max_sequences=min(SLOTS, budget), token_budget=budget, prefix_cache=False, cache_bytes=256 << 20
-        )
-        return Engine(model, None, settings)
-
-    def decoding(rows: int, context: int) -> Callable[[], float]:
-        """Steps of so many sequences that hold `context` tokens each."""
-        engine = engine_of(BUDGET)
-        more = 2 * rounds + rows * context // BUDGET + 8
+    def decoding(rows: int, context: int) -> float:
+        """A step of so many sequences that hold `context` tokens each."""
+        engine = Engine(model, None, EngineSettings(max_sequences=SLOTS, token_budget=BUDGET, prefix_cache=False))
+        more = rounds + rows * context // BUDGET + 8
         params = hasten.SamplingParams(temperature=0, ignore_eos=True, max_new_tokens=more)
         for number in range(rows):
             engine.add(Request(id=str(number), prompt=prompt(context), params=params))
         while engine.waiting or engine.scheduler.behind:
             engine.step()
+        return statistics.median(timed(engine) for _ in range(rounds))
 
-        def one() -> float:
-            engine.step()  # warm again after the others
-            return timed(engine)
-
-        return one
-
-    def reading(rows: int, context: int) -> Callable[[], float]:
-        """Steps that read the next `rows` tokens of a prompt of which `context` are read."""
-        engine = engine_of(rows)
+    def reading(rows: int, context: int) -> float:
+        """A step that reads the next `rows` tokens of a prompt of which `context` are read."""
+        times = []
+        engine = Engine(model, None, EngineSettings(max_sequences=SLOTS, token_budget=rows, prefix_cache=False))
         params = hasten.SamplingParams(temperature=0, max_new_tokens=1)
-        numbers = itertools.count()
-
-        def one() -> float:
-            engine.add(Request(id=str(next(numbers)), prompt=prompt(context + rows), params=params))
+        for number in range(rounds):
+            engine.add(Request(id=str(number), prompt=prompt(context + rows), params=params))
             for _ in range(context // rows):
                 engine.step()
-            seconds = timed(engine)
+            times.append(timed(engine))
             assert engine.idle
-            return seconds
+        return statistics.median(times)
 
-        return one
+    def timed(engine: Engine) -> float:
+        start = time.perf_counter()
+        engine.step()
+        return time.perf_counter() - start
 
-    cases = {(rows, 0): decoding(rows, 16) if rows <= SLOTS else reading(rows, 0) for rows in ROWS}
-    cases |= {(8, 512): decoding(8, 512), (256, 512): reading(256, 512)}
-    times: dict[tuple[int, int], list[float]] = {case: [] for case in cases}
-    for _ in range(rounds):  # in turns: what else runs here touches all of them alike
-        for case, one in cases.items():
-            times[case].append(one())
-    medians = {case: statistics.median(found) for case, found in times.items()}
-    base = [medians[rows, 0] for rows in ROWS]
-    per_token = max(0.0, medians[8, 512] - medians[8, 0]) / 8 / 496
-    told = Costs(list(ROWS), base, per_token).step(256, 256 * 512)  # beside what it is
-    checked = {"rows": 256, "context": 512, "measured": medians[256, 512], "of_the_table": told}
-    costs = {"rows": list(ROWS), "base": base, "per_token": per_token, "shape": shape, "bits": bits, "threads": 1}
-    return costs | {
-        "checked": checked,
-        "seconds": {f"{rows} rows, {held} held": t for (rows, held), t in times.items()},
-    }
+    decoding(1, 16)  # what is slow the first time
+    base = [decoding(rows, 16) if rows <= SLOTS else reading(rows, 0) for rows in ROWS]
+    per_token = (decoding(8, 1024) - base[ROWS.index(8)]) / 8 / 1008
+    far = reading(256, 1024)  # what the model of the costs says of it stands beside
+    told = Costs(list(ROWS), base, per_token).step(256, 256 * 1024)
+    costs = {"rows": list(ROWS), "base": base, "per_token": per_token, "shape": shape, "bits": bits, "threads": threads}
+    return costs | {"checked": {"rows": 256, "context": 1024, "measured": far, "of_the_table": told}}
 
 
 def table(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
@@ -397,7 +374,8 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=2048, help="of each replica's cache")
     parser.add_argument("--shape", default="llama-1.1b")
     parser.add_argument("--bits", type=int, default=4, choices=(4, 8, 16))
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--costs", type=Path, help="an earlier report whose measured costs are taken")
     parser.add_argument("--json", type=Path, default=RESULT)
@@ -405,9 +383,11 @@ def main() -> None:
     if given.costs is not None:
         costs = json.loads(given.costs.read_text())["costs"]
     else:
-        costs = measure(given.shape, given.bits, rounds=given.rounds)
+        costs = measure(given.shape, given.bits, threads=given.threads, rounds=given.rounds)
     jobs = traffic(given.hours, per_second=given.requests_per_second, prompts=given.prompts, seed=given.seed)
-    seconds = Costs(costs["rows"], costs["base"], costs["per_token"])
+    # A step of fewer rows takes no longer than one of more: where it did, something else ran here.
+    base = [min(costs["base"][index:]) for index in range(len(costs["base"]))]
+    seconds = Costs(costs["rows"], base, costs["per_token"])
     print(f"{len(jobs):,} requests, {sum(len(job.prompt) for job in jobs):,} tokens of prompts", file=sys.stderr)
     ways = []
     for way in WAYS:

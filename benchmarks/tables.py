@@ -20,6 +20,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 import checkpoint_memory
 import kill_ranks
 import profile_tables
+import replica_kills
+import replica_routing
+import replica_throughput
 from drafting_tables import TABLES as DRAFTING
 from lora_tables import lora, lora_cost
 from plan_tables import plan_memory, plan_speed
@@ -30,7 +33,9 @@ RESULTS = ROOT / "benchmarks" / "results"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 TABLES = RENDERERS | profile_tables.TABLES | DRAFTING | {"lora": lora, "lora cost": lora_cost}
 TABLES |= {"plan memory": plan_memory, "plan speed": plan_speed}
-for name, script in {"checkpoint-memory": checkpoint_memory, "kill-ranks": kill_ranks}.items():
+SCRIPTS = {"checkpoint-memory": checkpoint_memory, "kill-ranks": kill_ranks, "replica-kills": replica_kills}
+SCRIPTS |= {"replica-routing": replica_routing, "replica-throughput": replica_throughput}
+for name, script in SCRIPTS.items():
     TABLES[name] = lambda report, script=script: markdown(*script.table(report))
 TABLE = re.compile(r"(<!-- table: (\S+)(?: (\S+))? -->\n).*?(<!-- /table -->)", re.DOTALL)
 

@@ -163,12 +163,18 @@ def connect(settings: ReplicaSettings, *, cores: float) -> None:
     elif address != "auto":
         _require_listening(address)
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
-    try:
-        ray.init(address=address or "local", namespace="serve", **options)
-        serve.start(proxy_location="Disabled", logging_config={"log_level": "ERROR", "enable_access_log": False})
-    except (RayError, ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
-        where = "could not be started here" if address is None else f"at {address} cannot be joined"
-        raise ResourceError(f"the Ray cluster {where}: {str(error).strip().splitlines()[0]}") from None
+    for attempts_left in (1, 0):
+        try:
+            ray.init(address=address or "local", namespace="serve", **options)
+            serve.start(proxy_location="Disabled", logging_config={"log_level": "ERROR", "enable_access_log": False})
+            return
+        except Exception as error:  # Ray raises what it likes, plain Exception too
+            ray.shutdown()
+            # Its processes have 20 s to start; on a busy machine they do when their files have been read once.
+            if address is None and attempts_left:
+                continue
+            where = "could not be started here" if address is None else f"at {address} cannot be joined"
+            raise ResourceError(f"the Ray cluster {where}: {str(error).strip().splitlines()[0]}") from None
 
 
 def _require_listening(address: str) -> None:
