@@ -121,7 +121,8 @@ def test_without_ray_it_is_one_line(folder, capsys, monkeypatch):
     with pytest.raises(SystemExit) as ended:
         main(["serve", str(folder), "--replicas", "2", "--port", "0"])
     assert ended.value.code == 2
-    assert capsys.readouterr().err.splitlines()[-1] == "error: replicas need Ray Serve: pip install 'hasten[ray]'"
+    told = "error: Ray Serve is not installed, which --replicas needs: pip install 'hasten[ray]'"
+    assert capsys.readouterr().err.splitlines()[-1] == told
 
 
 @pytest.mark.parametrize(

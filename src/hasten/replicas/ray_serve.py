@@ -26,7 +26,7 @@ try:
     import ray
     from ray import serve
 except ImportError:
-    raise ResourceError("replicas need Ray Serve: pip install 'hasten[ray]'") from None
+    raise ResourceError("Ray Serve is not installed, which --replicas needs: pip install 'hasten[ray]'") from None
 from ray.exceptions import RayActorError, RayError
 from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 from ray.serve.exceptions import RayServeException

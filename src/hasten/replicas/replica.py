@@ -45,8 +45,11 @@ class Schema:
 
 def packed(request: Request) -> Request:
     """The request as it can be sent."""
-    one = request.constraint
-    return replace(request, constraint=Schema(one.schema, one.param)) if isinstance(one, Grammar) else request
+    grammar = request.constraint
+    if not isinstance(grammar, Grammar):
+        return request
+    schema: Any = Schema(grammar.schema, grammar.param)
+    return replace(request, constraint=schema)
 
 
 class Replica:
