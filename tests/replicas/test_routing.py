@@ -101,6 +101,8 @@ def test_what_was_sent_is_counted_until_it_ends(board):
     board.ended(one)
     board.ended(one)
     assert (board.states["b"].unread, board.states["b"].running) == (0, 0)
+    board.sent(one, "a")  # what was routed in another thread meanwhile
+    assert (state.unread, state.running) == (0, 0)
 
 
 def test_a_replica_that_is_gone_takes_its_counts_along(board):
@@ -112,8 +114,9 @@ def test_a_replica_that_is_gone_takes_its_counts_along(board):
     board.ended(one)
     assert (board.states["a"].unread, board.states["a"].running) == (0, 0)
     board.report("gone", {"keys": b""})
-    board.sent(one, "gone")
-    board.ended(one)
+    another = ask(PROMPT)
+    board.sent(another, "gone")
+    board.ended(another)
 
 
 def test_a_board_is_found_by_its_name_while_it_is_held(board):

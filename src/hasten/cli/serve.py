@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 import tyro
 
 from hasten.cli.options import DraftOptions, EngineOptions, LoadOptions, RankOptions, with_chat_template
-from hasten.errors import CheckpointError, ConfigError, HastenWarning
+from hasten.errors import CheckpointError, ConfigError, HastenError, HastenWarning
 from hasten.generation.params import recommended
 from hasten.replicas.settings import ReplicaSettings
 from hasten.serving.api.settings import ServerSettings
@@ -149,7 +149,14 @@ class Serve(EngineOptions, DraftOptions, RankOptions, LoadOptions):
         except BaseException:
             replicas.stop()
             raise
-        signal.signal(signal.SIGHUP, lambda *_: threading.Thread(target=replicas.restart, daemon=True).start())
+
+        def restart() -> None:
+            try:
+                replicas.restart()
+            except HastenError as error:
+                print(f"error: {error}", file=sys.stderr)
+
+        signal.signal(signal.SIGHUP, lambda *_: threading.Thread(target=restart, daemon=True).start())
         settings = replace(settings, defaults=recommended(checkpoint.generation))
         return make_app(Service(engine, model_name=self.name(), settings=settings))
 

@@ -145,7 +145,7 @@ class ReplicatedEngine:
             given, finished = 0, False
             try:
                 async with aclosing(self._channel.generate(ask, sent)) as answers:
-                    async for found in self._patiently(answers, ask):
+                    async for found in self._patiently(answers):
                         self.board.begun(ask)
                         if isinstance(found, Exception):
                             raise found
@@ -171,15 +171,14 @@ class ReplicatedEngine:
         keys = prefix_keys(tokens, block_size=size, secret=self._secret, salt=request.sharing)
         return Ask(len(request.prompt), [key[:KEY_BYTES] for key in islice(keys, 1, None)], size)
 
-    async def _patiently(self, answers: AsyncIterator[Answer], ask: Ask) -> AsyncIterator[Answer]:
-        """The answers; raises EngineFailed where no replica has taken the request for too long."""
+    async def _patiently(self, answers: AsyncIterator[Answer]) -> AsyncIterator[Answer]:
+        """The answers; raises EngineFailed where no replica has been there for too long."""
         first = asyncio.ensure_future(anext(answers))
-        began = time.monotonic()
         try:
             while not first.done():
                 await asyncio.wait({first}, timeout=1.0)
-                if ask.sent is None and not first.done() and time.monotonic() - began > PATIENCE:
-                    raise EngineFailed(f"no replica was there for {PATIENCE:g} s")
+                if self.error is not None and not first.done():
+                    raise EngineFailed(self.error)
             yield first.result()
         except StopAsyncIteration:
             return

@@ -12,8 +12,8 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +27,7 @@ try:
     from ray import serve
 except ImportError:
     raise ResourceError("Ray Serve is not installed, which --replicas needs: pip install 'hasten[ray]'") from None
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import RayError, RayTaskError
 from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 from ray.serve.exceptions import RayServeException
 
@@ -74,7 +74,10 @@ class Replicas:
         return ReplicatedEngine(self, self.board, facts, block_size=block_size, secret=self._secret)
 
     def restart(self) -> None:
-        """Replace the replicas one by one; each ends its requests first. Returns when all are new."""
+        """Replace the replicas one by one; each ends its requests first. Returns when all are new.
+
+        Raises ResourceError where the new ones do not start; the old ones that are left go on.
+        """
         self._deploy()
 
     def generate(self, ask: Ask, request: Request) -> AsyncGenerator[Answer]:
@@ -82,18 +85,15 @@ class Replicas:
 
     async def _read(self, stream: Any) -> AsyncGenerator[Answer]:
         try:
-            async for answer in stream:
-                yield answer
-        except (RayActorError, RayServeException) as error:
-            raise ReplicaDied(str(error).split("\n")[0]) from None
+            with _deaths():
+                async for answer in stream:
+                    yield answer
         finally:
             stream.cancel()
 
     async def embed(self, ask: Ask, prompts: Sequence[Sequence[int]], how: dict[str, Any]) -> Any:
-        try:
+        with _deaths():
             return await self._handle.embed.remote(prompts, how, ask=ask)
-        except (RayActorError, RayServeException) as error:
-            raise ReplicaDied(str(error).split("\n")[0]) from None
 
     async def close(self) -> None:
         """Let the replicas go; a cluster of our own with them."""
@@ -149,6 +149,17 @@ class Replicas:
             told = next(iter(app.deployments.values())).message or told
         lines = [line.strip() for line in told.strip().splitlines() if line.strip()]
         return lines[-1][:500] if lines else type(error).__name__
+
+
+@contextmanager
+def _deaths() -> Iterator[None]:
+    """What Ray says of a replica that is gone, or cannot be reached, as ReplicaDied."""
+    try:
+        yield
+    except RayTaskError:  # a mistake of ours in the replica
+        raise
+    except (RayError, RayServeException) as error:
+        raise ReplicaDied(str(error).split("\n")[0]) from None
 
 
 def connect(settings: ReplicaSettings, *, cores: float) -> None:

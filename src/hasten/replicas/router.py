@@ -31,8 +31,11 @@ class HeldBlocksRouter(RequestRouter):
     ) -> list[list[RunningReplica]]:
         if pending_request is None or "ask" not in pending_request.kwargs:
             return [candidate_replicas]
-        there = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
-        return [[there[name]] for name in self._board.rank(pending_request.kwargs["ask"]) if name in there]
+        ask, there = pending_request.kwargs["ask"], {one.replica_id.unique_id: one for one in candidate_replicas}
+        names = [name for name in self._board.rank(ask) if name in there]
+        if names:  # counted now: others come before the replica has accepted it
+            self._board.sent(ask, names[0])
+        return [[there[name]] for name in names] or [candidate_replicas]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: ReplicaResult) -> None:
         if "ask" in pending_request.kwargs:

@@ -31,6 +31,7 @@ class Ask:
     block_size: int = 16
     sent: ReplicaState | None = None  # to that one
     unread: int = 0  # tokens that it has to read there, until it has
+    over: bool = False
 
     def __reduce__(self) -> Any:  # the rest is the ingress's own
         return Ask, (self.tokens,)
@@ -96,29 +97,36 @@ class Board:
         return [name for _, _, name in sorted(costs)]
 
     def sent(self, ask: Ask, replica: str) -> None:
-        """The request goes there now, wherever it was before."""
-        self.ended(ask)
+        """The request goes there now, wherever it was before; nowhere if it has ended meanwhile."""
         with self._lock:
-            ask.sent = state = self.states.get(replica)
+            self._leave(ask)
+            state = None if ask.over else self.states.get(replica)
             if state is not None:
-                ask.unread = state.missing(ask)
+                ask.sent, ask.unread = state, state.missing(ask)
                 state.unread += ask.unread
                 state.running += 1
 
     def begun(self, ask: Ask) -> None:
         """Its first output came: the prompt was read."""
         with self._lock:
-            if ask.sent is not None:
-                ask.sent.unread -= ask.unread
-            ask.unread = 0
+            self._read(ask)
 
     def ended(self, ask: Ask) -> None:
-        """It is there no more."""
-        self.begun(ask)
+        """It is nowhere any more."""
         with self._lock:
-            if ask.sent is not None:
-                ask.sent.running -= 1
-            ask.sent = None
+            ask.over = True
+            self._leave(ask)
+
+    def _read(self, ask: Ask) -> None:
+        if ask.sent is not None:
+            ask.sent.unread -= ask.unread
+        ask.unread = 0
+
+    def _leave(self, ask: Ask) -> None:
+        self._read(ask)
+        if ask.sent is not None:
+            ask.sent.running -= 1
+        ask.sent = None
 
 
 _boards: WeakValueDictionary[str, Board] = WeakValueDictionary()
