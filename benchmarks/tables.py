@@ -20,6 +20,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 import checkpoint_memory
 import kill_ranks
 import profile_tables
+import replica_kills
+import replica_routing
+import replica_throughput
 import scaling
 import slow_link
 from drafting_tables import TABLES as DRAFTING
@@ -35,6 +38,9 @@ TABLES |= {"plan memory": plan_memory, "plan speed": plan_speed, "plan-ranks": p
 for name, table in {
     "checkpoint-memory": checkpoint_memory.table,
     "kill-ranks": kill_ranks.table,
+    "replica-kills": replica_kills.table,
+    "replica-routing": replica_routing.table,
+    "replica-throughput": replica_throughput.table,
     "scaling": scaling.table,
     "scaling paper": scaling.paper_table,
     "slow-link": slow_link.table,

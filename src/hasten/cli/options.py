@@ -207,9 +207,16 @@ class EngineOptions:
             raise ConfigError(f"--cache-gib is {self.cache_gib}; it must be above 0 and finite")
 
     def start_engine(
-        self, model: Transformer, tokenizer: Tokenizer | None, *, adapters: Mapping[str, Path] | None = None
+        self,
+        model: Transformer,
+        tokenizer: Tokenizer | None,
+        *,
+        adapters: Mapping[str, Path] | None = None,
+        secret: bytes | None = None,
     ) -> AsyncEngine:
-        """The engine of a loaded model, with its cache and its thread. adapters: folders by their names."""
+        """The engine of a loaded model, with its cache and its thread. adapters: folders by their names. secret: of
+        the keys of its blocks.
+        """
         from hasten.serving.async_engine import AsyncEngine
         from hasten.serving.llm import make_engine
 
@@ -217,7 +224,7 @@ class EngineOptions:
         if self.cache_gib is not None:
             settings = replace(settings, cache_bytes=int(self.cache_gib * 2**30))
         drafting = self.drafting(model) if isinstance(self, DraftOptions) else {}
-        return AsyncEngine(make_engine(model, tokenizer, settings, adapters=adapters, **drafting))
+        return AsyncEngine(make_engine(model, tokenizer, settings, adapters=adapters, secret=secret, **drafting))
 
 
 @dataclass(frozen=True, kw_only=True)
