@@ -173,10 +173,8 @@ class FusedBlock(nn.Module):
         if self.experts is None:
             # eps, offset and centred are those of the first norm: all of a model are of one kind.
             first = norm_arguments(self.attention_norm)
-            post, mlp, mlp_post = (
-                norm_arguments(norm)[:2] for norm in (self.attention_post_norm, self.mlp_norm, self.mlp_post_norm)
-            )
             sums = self.attention_post_norm
+            post, mlp, mlp_post = (norm_arguments(norm)[:2] for norm in (sums, self.mlp_norm, self.mlp_post_norm))
             ranks = sums.group.plan if isinstance(sums, SumOfRanks) else None
             plan = ops.plan_block.default(
                 *(spec.kv_heads, *first, weight("qkv"), *sizes, *scores),
