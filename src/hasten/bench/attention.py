@@ -226,13 +226,9 @@ class AttentionRung:
     def _inputs(self, tokens: int) -> list[Any]:
         import torch
 
-        call = self.call
-        return [
-            torch.randn(
-                call.batch, tokens, heads, call.head_dim, dtype=self.request.dtype, device=self.device
-            ).requires_grad_(call.backward)
-            for heads in (call.heads, *2 * [call.kv_heads or call.heads])
-        ]
+        call, heads = self.call, (self.call.heads, *2 * [self.call.kv_heads or self.call.heads])
+        like: dict[str, Any] = {"dtype": self.request.dtype, "device": self.device, "requires_grad": call.backward}
+        return [torch.randn(call.batch, tokens, own, call.head_dim, **like) for own in heads]
 
     def _once(self, phase: str) -> None:
         import torch
