@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from hasten.bench.attention_picture import draw_growth
 from hasten.bench.measure import BenchmarkOptions, say
 from hasten.bench.models import check_finite
-from hasten.bench.process import Rung
-from hasten.bench.rounds import run_interleaved
+from hasten.bench.process import Rung, run_interleaved
 from hasten.bench.table import format_value, print_growth
 from hasten.errors import ConfigError
 from hasten.machine import (

@@ -19,9 +19,8 @@ from typing import Any, ClassVar
 
 from hasten.bench.draw import draw_ladder
 from hasten.bench.models import check_finite, check_least
-from hasten.bench.process import Rung
+from hasten.bench.process import Rung, run_interleaved
 from hasten.bench.report import build_report
-from hasten.bench.rounds import run_interleaved
 from hasten.bench.table import print_ladder
 from hasten.errors import ConfigError
 from hasten.machine import Threads, available_cores, available_memory, describe, resolve_device, thread_count

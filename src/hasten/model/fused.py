@@ -32,9 +32,8 @@ from hasten.model.fused_linear import (
 from hasten.model.initialize import unfilled
 from hasten.model.interfaces import Context, LayerContext
 from hasten.model.lora import AdapterChoice
-from hasten.model.require import require_model
 from hasten.model.sharded import ShardedTransformer, SumOfRanks
-from hasten.model.transformer import MLP, Block, Transformer
+from hasten.model.transformer import MLP, Block, Transformer, require_model
 from hasten.model.wide import narrow
 from hasten.ops.attention.spec import LARGEST_HEAD
 from hasten.ops.linear import BFLOAT16, PackedLinear

@@ -367,3 +367,10 @@ class Transformer(nn.Module):
         for layer in self.modules():
             if isinstance(layer, Attention):
                 layer.bind(attention)
+
+
+def require_model(model: object, caller: str) -> None:
+    """Raise ConfigError, naming the caller, for anything but a hasten model."""
+    if not isinstance(model, Transformer):
+        found = f"{model!r:.60}" if isinstance(model, str) else type(model).__name__
+        raise ConfigError(f"{caller} takes a model, as hasten.load(...) returns one; found {found}")
