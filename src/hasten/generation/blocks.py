@@ -276,9 +276,8 @@ class BlockManager:
         """Raise AssertionError where the books do not agree. Takes time in proportion to all tables."""
         counted = [0] * self.blocks
         for number, own in self._sequences.items():
-            assert own.held <= own.room <= len(own.block_table) * self.block_size, (
-                f"sequence {number} has too few blocks"
-            )
+            held = len(own.block_table) * self.block_size
+            assert own.held <= own.room <= held, f"sequence {number} has too few blocks"
             assert len(set(own.own)) == len(own.own), f"sequence {number} has a block twice"
             assert own.offered <= own.held // self.block_size, f"sequence {number} has keys of blocks that are not full"
             for block in own.own:

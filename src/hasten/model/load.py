@@ -130,9 +130,7 @@ def open_checkpoint(source: str | Path) -> ModelSource:
 def _from_transformers(module: nn.Module, dtype: torch.dtype | None, device: torch.device | None) -> Transformer:
     to_dict = getattr(getattr(module, "config", None), "to_dict", None)
     if to_dict is None:
-        raise ConfigError(
-            f"hasten.load takes a folder, a hub id or a transformers model; found {type(module).__name__}"
-        )
+        raise ConfigError(f"hasten.load takes a folder, hub id or transformers model; found {type(module).__name__}")
     values = to_dict()
     family, config = family_of(values), read_config(values)
     tensors = module.state_dict()
