@@ -118,10 +118,7 @@ class Ladder(BenchmarkOptions):
         limits = {"device": device, "dtypes": tuple(dtypes), "seconds": self.limit_seconds}
         probe = Rung("limits", (), LIMITS_SETUP, limits)
         machine = describe().to_json()
-        with (
-            tempfile.TemporaryDirectory(prefix="hasten-compile-") as place,
-            bars("count", "elapsed") as progress,
-        ):
+        with tempfile.TemporaryDirectory(prefix="hasten-compile-") as place, bars("count", "elapsed") as progress:
             # Folders of their own: compiled for the first time, as on a machine that has never run them.
             ready = [replace(rung, **process, compile_cache=os.path.join(place, rung.name)) for rung in (probe, *rungs)]
             bar = progress.add_task("", total=len(ready) * (self.rounds + (1 + self.warmup) * keep))

@@ -32,7 +32,7 @@ _BPE_TRAINING_CHARACTERS = 1 << 28
 _MODEL_FILES = ("config.json", "generation_config.json")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class _Job:
     """What is prepared, and how. given: the tokenizer that was named, if any.
 
@@ -87,15 +87,7 @@ def prepare(
         "text_field": text_field,
         "limit_bytes": limit_bytes,
     }
-    job = _Job(
-        corpus=corpus,
-        fingerprint=corpus.fingerprint(),
-        settings=settings,
-        given=given,
-        kind=tokenizer_kind,
-        vocab_size=vocab_size,
-        progress=progress,
-    )
+    job = _Job(corpus, corpus.fingerprint(), settings, given, tokenizer_kind, vocab_size, progress)
     key = json.dumps([FORMAT_VERSION, job.fingerprint, settings], sort_keys=True)
     home = cache_folder("data") if folder is None else Path(folder)
     target = home / hashlib.sha256(key.encode()).hexdigest()[:24]

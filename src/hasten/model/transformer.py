@@ -161,11 +161,7 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(
-        self,
-        x: Tensor,
-        rope: tuple[Tensor, Tensor] | None,
-        layer: LayerContext,
-        scale: Tensor | None = None,
+        self, x: Tensor, rope: tuple[Tensor, Tensor] | None, layer: LayerContext, scale: Tensor | None = None
     ) -> Tensor:
         """x (B, T, C) -> (B, T, C). scale: 0-dim, what both additions are multiplied with (a kept block's 1/p)."""
         added = self.dropout(self.attention_post_norm(self.attention(self.attention_norm(x), rope, layer)))
