@@ -37,6 +37,25 @@ def plan_speed(report: Report) -> str:
     return f"{markdown(head, rows, left=2)}\n\n{sum(within)} of {len(within)} within {SPEED:.0%}."
 
 
+def plan_ranks(report: Report) -> str:
+    """`plan_ranks.py`: a token of each layout, predicted beside measured, and what was in the wrong order."""
+    rows = []
+    for one in report["rows"]:
+        layout = f"{one['ranks']} × {one['replicas']}"
+        row = [one["format"], str(one["batch"]), layout]
+        for metric in ("prompt", "token"):
+            times = [f"{1e3 * one[kind][metric]:,.1f}" for kind in ("predicted", "measured")]
+            row += [" / ".join(times), _ratio(one["predicted / measured"][metric], SPEED)]
+        speeds = " / ".join(f"{one[kind]['tokens_per_second']:,.1f}" for kind in ("predicted", "measured"))
+        rows.append([*row, speeds, _ratio(one["predicted / measured"]["tokens_per_second"], SPEED)])
+    head = ["", "batch", "ranks × replicas", "prompt, ms", "ratio", "token, ms", "ratio", "tokens/s", "ratio"]
+    found = report["order"]["tokens_per_second"]
+    wrong = [f"{one} and {other}" for one, other, *_ in found["in the wrong order"]]
+    right = f"{found['pairs'] - len(wrong)} of {found['pairs']} pairs whose predicted tokens/s are 5% apart"
+    end = f"{right} were measured in that order" + (f"; not: {'; '.join(wrong)}." if wrong else ".")
+    return f"{markdown(head, rows, left=1)}\n\n{end}"
+
+
 def _milliseconds(speed: dict[str, Any], phase: str) -> str:
     times = sorted(one["measured"][phase] for one in speed["rounds"])
     return f"{1e3 * times[len(times) // 2]:,.1f}"

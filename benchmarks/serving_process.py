@@ -7,9 +7,9 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def serving(model: str) -> Iterator[str]:
+def serving(model: str, *options: str) -> Iterator[str]:
     """Serves the folder on a free port; yields the URL without /v1, and ends the server."""
-    command = [sys.executable, "-m", "hasten", "serve", model, "--port", "0", "--log", "error"]
+    command = [sys.executable, "-m", "hasten", "serve", model, "--port", "0", "--log", "error", *options]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert server.stdout is not None

@@ -20,21 +20,27 @@ sys.path.insert(0, str(Path(__file__).parent))
 import checkpoint_memory
 import kill_ranks
 import profile_tables
+import replica_kills
+import replica_routing
+import replica_throughput
 import scaling
 import slow_link
 from drafting_tables import TABLES as DRAFTING
 from lora_tables import lora, lora_cost
-from plan_tables import plan_memory, plan_speed
+from plan_tables import plan_memory, plan_ranks, plan_speed
 from renderers import RENDERERS, Report, markdown
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 TABLES = RENDERERS | profile_tables.TABLES | DRAFTING | {"lora": lora, "lora cost": lora_cost}
-TABLES |= {"plan memory": plan_memory, "plan speed": plan_speed}
+TABLES |= {"plan memory": plan_memory, "plan speed": plan_speed, "plan-ranks": plan_ranks}
 for name, table in {
     "checkpoint-memory": checkpoint_memory.table,
     "kill-ranks": kill_ranks.table,
+    "replica-kills": replica_kills.table,
+    "replica-routing": replica_routing.table,
+    "replica-throughput": replica_throughput.table,
     "scaling": scaling.table,
     "scaling paper": scaling.paper_table,
     "slow-link": slow_link.table,

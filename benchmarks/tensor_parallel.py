@@ -1,12 +1,14 @@
 """One model in ranks of one thread each, against one process of as many threads, on the same cores.
 
-    python benchmarks/tensor_parallel.py --shape llama-1.1b --layers 4 --rounds 20 --output FILE.json
+    python benchmarks/tensor_parallel.py --shape llama-1.1b --layers 4 --rounds 20 --output FILE.json --picture FILE.png
 
 Writes a random model into a temporary folder in each format. All processes stay alive and measure in turns, so that
 they see the same states of a shared machine; what is compared is the median over rounds of the ratio within a round.
 `communication` is the time of a token's sums and gathers by themselves, over that of the token: an upper bound, since
 inside a step the ranks' waiting for each other counts in it too. `peak` is the memory that loading and fusing takes at
-its peak, in times of what the rank then holds.
+its peak, in times of what the rank then holds. `predicted` is the speed of several sockets or machines over that of one
+like this one, from the communication model: the link between these ranks as measured here (of two sockets: at best), of
+gloo on the loopback (of two machines: at best, and with fused blocks, which they do not have), and those of the table.
 """
 
 import json
@@ -15,7 +17,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
@@ -23,7 +26,14 @@ from typing import Any, Literal
 import torch.distributed as dist
 import tyro
 
+from hasten.distributed.communication import fitted
+from hasten.machine import Link
+from hasten.planning.devices import LINKS
+from hasten.planning.memory import InferenceUse
+from hasten.planning.plan import inference_phases
+
 WARMUP = 2
+DEGREES = (2, 4, 8)  # of the predictions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +51,8 @@ class TensorParallel:
     rounds: int = 20
     output: Path | None = None
     """Where to write the JSON; printed in any case."""
+    picture: Path | None = None
+    """Draw the measured and the predicted speeds of decoding into this PNG."""
 
     def run(self) -> None:
         from hasten.machine import describe
@@ -56,6 +68,24 @@ class TensorParallel:
         report = {"schema": 1, "machine": describe().to_json(), **settings, "rows": rows}
         write_json("-", report)
         write_json(self.output, report)
+        if self.picture is not None:
+            self.draw(rows)
+
+    def draw(self, rows: list[dict[str, Any]]) -> None:
+        """Speeds over one process's, by ranks: dots as measured on the same cores, lines for as many more cores."""
+        from hasten.bench.draw import LINES, curve_axes
+
+        assert self.picture is not None
+        title = "Decoding with tensor parallelism"
+        subtitle = "dots: ranks on the cores of one process; lines: predicted, such cores for each rank"
+        labels = {"x_label": "ranks", "y_label": "times the speed of one process"}
+        with curve_axes(self.picture, title=title, subtitle=subtitle, **labels) as axes:
+            for row, color in zip(rows, LINES, strict=False):
+                for name, style in zip(row["links"], ("-", "--"), strict=True):
+                    gains = row["predicted"][row["links"][name]["source"]]["decode"]
+                    label = f"{row['format']}, {name}"
+                    axes.plot([1, *gains], [1, *gains.values()], color=color, linestyle=style, label=label)
+                axes.plot(self.ranks, row["speed"]["decode"]["ratio"], "o", color=color)
 
     def measure(self, folder: str) -> dict[str, Any]:
         """What the ranks and the one process do, and the ratios."""
@@ -94,7 +124,40 @@ class TensorParallel:
         }
         share = median(one["communication"] * self.tokens / one["decode"] for one in found["ranks"])
         microseconds = 1e6 * median(one["sum"] for one in found["ranks"])
-        return {"speed": speed, "communication": share, "sum_microseconds": microseconds, "memory": about}
+        links = {
+            name: fitted(
+                {int(size): median(one["links"][name][size] for one in found["ranks"]) for size in sizes},
+                ranks=self.ranks,
+                source=f"{name}, as measured here",
+            )
+            for name, sizes in found["ranks"][0]["links"].items()
+        }
+        whole = {phase: median(one[phase] for one in found["alone"]) for phase in speed}
+        return {
+            "speed": speed,
+            "communication": share,
+            "sum_microseconds": microseconds,
+            "memory": about,
+            "links": {name: asdict(link) for name, link in links.items()},
+            "predicted": self.gains(whole, links),
+        }
+
+    def gains(self, whole: dict[str, float], links: dict[str, Link]) -> dict[str, dict[str, dict[int, float]]]:
+        """By the link: how many times as fast so many sockets or machines are as one, whose seconds are given."""
+        config = config_of(self.shape, self.layers)
+        length = self.prompt + self.tokens
+        found: dict[str, dict[str, dict[int, float]]] = {}
+        for link in (*links.values(), *(LINKS[name] for name in ("sockets", "infiniband", "ethernet"))):
+            gains = found.setdefault(link.source, {"prefill": {}, "decode": {}})
+            for degree in DEGREES:
+                use = InferenceUse(
+                    length=length, new_tokens=self.tokens, step=self.prompt, weights=0, row_bytes=2, degree=degree
+                )
+                for (phase, gain), one in zip(gains.items(), inference_phases(config, use), strict=True):
+                    steps = self.tokens if phase == "decode" else 1
+                    between = steps * link.seconds(exchanges=one.exchanges, received=one.sent, ranks=degree)
+                    gain[degree] = whole[phase] / (whole[phase] / degree + between)
+        return found
 
     def _rate(self, one: dict[str, float], phase: str) -> float:
         """Tokens a second."""
@@ -119,24 +182,29 @@ def answer(process: subprocess.Popen[str]) -> dict[str, float]:
     return found
 
 
+def config_of(shape: str, layers: int) -> Any:
+    """The config of a shape with so many layers."""
+    from hasten.model.families import read_config
+    from hasten.planning.shapes import shape_config
+
+    return read_config(dict(shape_config(shape).source) | {"num_hidden_layers": layers})
+
+
 def write_model(folder: Path, shape: str, layers: int, format: str) -> None:
     """A random model of the shape, with so many layers."""
     import torch
 
     import hasten
-    from hasten.model.families import read_config
     from hasten.model.initialize import initialize
-    from hasten.planning.shapes import shape_config
     from hasten.quantization import Int4, Int8, quantize
 
-    config = read_config(dict(shape_config(shape).source) | {"num_hidden_layers": layers})
-    model = initialize(config, seed=0, dtype=torch.bfloat16).eval()
+    model = initialize(config_of(shape, layers), seed=0, dtype=torch.bfloat16).eval()
     if format != "bf16":
         quantize(model, Int8() if format == "int8" else Int4(group_size=128))
     hasten.save(model, folder)
 
 
-def child(folder: str, prompt: int, tokens: int, threads: int) -> None:
+def child(folder: str, prompt: int, tokens: int, threads: int, batch: int = 1) -> None:
     """Load, say how much memory that took, and measure a round for each line of standard input."""
     import torch
 
@@ -146,7 +214,19 @@ def child(folder: str, prompt: int, tokens: int, threads: int) -> None:
     from hasten.machine import peak_memory, process_memory, reset_peak_memory
     from hasten.model.fused import fuse
     from hasten.model.load import load
+    from hasten.ops.collective import RankGroup
     from hasten.ops.native import library
+
+    def sum_seconds(group: RankGroup, rows: tuple[int, ...], times: int = 8) -> dict[int, float]:
+        """Of a sum, by its bytes: of so many rows of the model's width."""
+        found = {}
+        for count in rows:
+            states = torch.zeros(count, model.config.hidden_size, dtype=torch.bfloat16)
+            begun = time.perf_counter()
+            for _ in range(times):
+                group.sum(states)
+            found[states.nbytes] = (time.perf_counter() - begun) / times
+        return found
 
     torch.set_num_threads(threads)
     library()
@@ -157,16 +237,19 @@ def child(folder: str, prompt: int, tokens: int, threads: int) -> None:
         peak = peak_memory() - before
         held = sum(tensor.nbytes for tensor in model.state_dict().values())
         print(json.dumps({"held": held, "peak": peak, "times": peak / held}), flush=True)
-        decoder = Decoder(model, batch=1, capacity=prompt + tokens + 1)
+        decoder = Decoder(model, batch=batch, capacity=prompt + tokens + 1)
         ids = torch.randint(model.config.vocab_size, (prompt,), generator=torch.Generator().manual_seed(0)).tolist()
         x = torch.randn(1, model.config.hidden_size)
         for _ in sys.stdin:
             begun = time.perf_counter()
-            next_tokens = decoder.prefill([ids]).argmax(dim=-1)
-            first = time.perf_counter()
+            next_tokens = decoder.prefill([ids] * batch).argmax(dim=-1)
+            times = [time.perf_counter()]
             for _ in range(tokens):
                 next_tokens = decoder.decode(next_tokens).argmax(dim=-1)
-            told = {"prefill": first - begun, "decode": time.perf_counter() - first}
+                times.append(time.perf_counter())
+            told: dict[str, Any] = {"prefill": times[0] - begun, "decode": times[-1] - times[0]}
+            each = [after - before for before, after in pairwise(times)]
+            told |= {"token": median(each), "least_token": min(each)}
             if group is not None:
                 sums = 2 * len(model.config.layers) + 1
                 begun = time.perf_counter()
@@ -174,6 +257,8 @@ def child(folder: str, prompt: int, tokens: int, threads: int) -> None:
                     group.sum(x)
                 told["sum"] = (time.perf_counter() - begun) / sums
                 told["communication"] = told["sum"] * sums
+                groups = {"shared memory": group, "gloo": RankGroup(group.rank, group.size)}
+                told["links"] = {name: sum_seconds(one, (1, 64)) for name, one in groups.items()}
             decoder.truncate(0)
             print(json.dumps(told), flush=True)
 

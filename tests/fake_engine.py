@@ -8,7 +8,7 @@ import torch
 
 from hasten.generation.stopping import TextStream
 from hasten.serving.request import EngineFailed, RequestOutput, TokenLogprob
-from hasten.serving.settings import Stats
+from hasten.serving.settings import ModelFacts, Stats
 
 
 class FakeEngine:
@@ -22,8 +22,6 @@ class FakeEngine:
             tokenizer=tokenizer,
             eos_ids=tokenizer.eos_ids,
             max_length=4096,
-            model=SimpleNamespace(config=SimpleNamespace(vocab_size=self.vocabulary)),
-            adapters=SimpleNamespace(names=[]),
         )
         self.delay = delay
         self.error = None
@@ -39,8 +37,12 @@ class FakeEngine:
     def healthy(self):
         return self.error is None
 
-    def stats(self):
-        return Stats(running=len(self.running), prefix_queries=10, prefix_hits=4, generated_tokens=7)
+    @property
+    def facts(self):
+        return ModelFacts(**vars(self.engine), vocabulary=self.vocabulary)
+
+    def replica_stats(self):
+        return {"": Stats(running=len(self.running), prefix_queries=10, prefix_hits=4, generated_tokens=7)}
 
     async def generate(self, *requests):
         self.requests += requests

@@ -188,7 +188,7 @@ def test_a_ladder_without_sense_is_refused() -> None:
     one = Rung("a", (), "x:y")
     with pytest.raises(ConfigError, match="names of their own"):
         Ladder().measure([one, one], kind="generate")
-    with pytest.raises(ConfigError, match="at least 1 round"):
+    with pytest.raises(ConfigError, match="--rounds is 0; it must be at least 1"):
         Ladder(rounds=0).measure([one], kind="generate")
     with pytest.raises(ConfigError, match="threads is 0"):
         Ladder(threads=0)

@@ -15,13 +15,12 @@ from hasten.training.recipes import RECIPES
 from own_cache import make_cache
 
 
-def test_a_process_that_may_take_too_little_does_not_fit():
+def test_a_process_that_may_take_too_little_does_not_fit(monkeypatch):
     told = []
+    monkeypatch.setattr("hasten.bench.largest_batch.say", told.append)
     found = {}
     for memory in (2**-10, 0.5):
-        report = LargestBatch(shape="tiny", memory=memory, rungs=("flash",), device="cpu", threads=1, most=1).run(
-            tell=told.append
-        )
+        report = LargestBatch(shape="tiny", memory=memory, rungs=("flash",), device="cpu", threads=1, most=1).run()
         found[memory] = report["rows"][0]["largest_batch"]
     assert list(found.values()) == [0, 1]
     assert told == ["flash: a batch of 1 does not fit", "flash: a batch of 1 fits"]

@@ -29,3 +29,25 @@ def test_a_table_that_differs_is_noticed_and_mended(tmp_path, monkeypatch):
     assert text.startswith("Before.\n")
     assert text.endswith("\nAfter.\n")
     assert list(tables.stale()) == []
+
+
+def test_plans_in_the_wrong_order_and_far_off_are_named():
+    from plan_ranks import order
+    from plan_tables import plan_ranks
+
+    def row(ranks, predicted, measured):
+        numbers = [{"prompt": 1.0, "token": 1.0, "tokens_per_second": speed} for speed in (predicted, measured)]
+        ratios = {"prompt": 1.0, "token": 1.0, "tokens_per_second": predicted / measured}
+        own = {"predicted": numbers[0], "measured": numbers[1], "predicted / measured": ratios}
+        return {"format": "int8", "batch": 1, "ranks": ranks, "replicas": 1} | own
+
+    rows = [row(1, 10.0, 10.0), row(2, 20.0, 8.0), row(4, 20.5, 21.0)]
+    found = order(rows)["tokens_per_second"]
+    assert found["pairs"] == 2, "the last two are predicted alike"
+    assert [one[:2] for one in found["in the wrong order"]] == [
+        ["int8, batch 1, 1 ranks, 1 replicas", "int8, batch 1, 2 ranks, 1 replicas"]
+    ]
+    assert found["off by more than 20%"] == ["int8, batch 1, 2 ranks, 1 replicas"]
+    shown = plan_ranks({"rows": rows, "order": order(rows)})
+    assert "1 of 2 pairs" in shown
+    assert "**2.50**" in shown

@@ -43,7 +43,11 @@ def test_a_captured_step_says_the_same(tiny, monkeypatch):
             captured.append(step)
             return step
 
-        return GraphDecoder(model, batch=batch, capacity=capacity, kv_cache_dtype=kv_cache_dtype, capture=capture)
+        with pytest.MonkeyPatch.context() as here:
+            here.setattr("hasten.generation.graphs.refusal", lambda model: None)
+            decoder = GraphDecoder(model, batch=batch, capacity=capacity, kv_cache_dtype=kv_cache_dtype)
+        decoder.capture = capture
+        return decoder
 
     monkeypatch.setattr("hasten.generation.chat.fastest_decoder", fastest)
     chat = Chat(tiny)

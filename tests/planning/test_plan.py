@@ -154,7 +154,7 @@ def test_steps_are_measured_by_blocks_of_each_kind():
         ({"device": "b200"}, "device 'b200' is not known; use auto .* h100"),
         ({"length": 1 << 20}, "--length is 1048576; tiny takes from 2 to 512"),
         ({"length": 64, "new_tokens": 64, "device": "h100"}, "--new-tokens .64. must be below --length"),
-        ({"tensor_parallel": 5, "device": "h100"}, "no more than the 4 heads"),
+        ({"tensor_parallel": 5, "device": "h100"}, "a model of 4 heads .* take at most 4"),
         ({"batch_size": 0}, "--batch-size is 0"),
         ({"device": "h100", "techniques": Techniques(layer_drop=2.0)}, "techniques.layer_drop is 2.0"),
         ({"device": "h100", "techniques": Techniques(precision="float16"), "use": "train"}, None),

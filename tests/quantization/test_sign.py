@@ -65,7 +65,7 @@ def test_tuning_that_finds_nothing_ends_as_rounding_to_nearest(monkeypatch):
     """A step in the wrong direction, on purpose."""
     task = task_of(hasten.load(make_reference("llama")), Int4(group_size=32))
 
-    def worse(self, task, tuned, calls, targets):
+    def worse(self, task, tuned, targets):
         for module in tuned.values():
             module.high.fill_(1.5)
         return [tensor.clone() for module in tuned.values() for tensor in module.parameters_of_rounding()]

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from hasten.bench.attention_picture import draw_growth
 from hasten.bench.measure import BenchmarkOptions, say
 from hasten.bench.models import check_finite
-from hasten.bench.process import Rung
-from hasten.bench.rounds import run_interleaved
+from hasten.bench.process import Rung, run_interleaved
 from hasten.bench.table import format_value, print_growth
 from hasten.errors import ConfigError
 from hasten.machine import (
@@ -226,13 +225,9 @@ class AttentionRung:
     def _inputs(self, tokens: int) -> list[Any]:
         import torch
 
-        call = self.call
-        return [
-            torch.randn(
-                call.batch, tokens, heads, call.head_dim, dtype=self.request.dtype, device=self.device
-            ).requires_grad_(call.backward)
-            for heads in (call.heads, *2 * [call.kv_heads or call.heads])
-        ]
+        call, heads = self.call, (self.call.heads, *2 * [self.call.kv_heads or self.call.heads])
+        like: dict[str, Any] = {"dtype": self.request.dtype, "device": self.device, "requires_grad": call.backward}
+        return [torch.randn(call.batch, tokens, own, call.head_dim, **like) for own in heads]
 
     def _once(self, phase: str) -> None:
         import torch

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import islice
+from typing import ClassVar
 
 import torch
 
@@ -18,24 +20,18 @@ from hasten.quantization import Int4, quantize
 PROMPTS = 4  # documents: how often a draft is right differs between texts
 
 
+@dataclass(frozen=True, slots=True)
 class DraftedStream:
     """Decodes after each prompt with a new speculator, so that nothing is remembered from one round to the next."""
 
-    compile_seconds: float | None = None
-    decoder = None
-
-    def __init__(
-        self,
-        model: Transformer,
-        draft: str | Transformer,
-        prompts: Sequence[Sequence[int]],
-        *,
-        new_tokens: int,
-        compiled: bool,
-        kv_cache_dtype: str,
-    ) -> None:
-        self.model, self.draft, self.prompts, self.new_tokens = model, draft, prompts, new_tokens
-        self.compiled, self.kv_cache_dtype = compiled, kv_cache_dtype
+    compile_seconds: ClassVar[float | None] = None
+    decoder: ClassVar[None] = None
+    model: Transformer
+    draft: str | Transformer
+    prompts: Sequence[Sequence[int]]
+    new_tokens: int
+    compiled: bool
+    kv_cache_dtype: str
 
     def measure(self) -> dict[str, float]:
         """Tokens a second, and what the table of costs predicts for the lengths and the share taken that were seen."""

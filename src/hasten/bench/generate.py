@@ -34,7 +34,7 @@ from tyro.conf import Suppress
 
 from hasten.bench.gptq_folder import gptq_folder
 from hasten.bench.measure import Ladder, say
-from hasten.bench.models import BenchmarkModel, check_fits, choose_rungs
+from hasten.bench.models import BenchmarkModel, check_fits, check_least, choose_rungs
 from hasten.bench.process import Rung
 from hasten.errors import ConfigError
 from hasten.generation.params import KVCacheDtype
@@ -151,9 +151,7 @@ class GenerateLadder(Ladder):
         names, stored = choose_rungs(RUNGS, self.rungs), self.source.quantized()
         on_cpu = resolve_device(self.device).type == "cpu"
         if stored is not None:  # what runs it as it is; by default eager, and the native or compiled steps
-            possible = [
-                name for name, mode in RUNGS.items() if mode.weights in (None, stored) and name not in OF_CHECKPOINT
-            ]
+            possible = [name for name in RUNGS if RUNGS[name].weights in (None, stored) and name not in OF_CHECKPOINT]
             refused = [name for name in names if name not in possible]
             if self.rungs and refused:
                 raise ConfigError(
@@ -260,10 +258,8 @@ def _check(ladder: GenerateLadder) -> None:
             raise ConfigError(f"{option} takes different whole numbers from 1 up; found {', '.join(map(str, numbers))}")
     if not ladder.batches:
         raise ConfigError("--batches needs at least one number of sequences")
-    if ladder.prompt_tokens < 1 or ladder.new_tokens < 2:
-        raise ConfigError(
-            f"at least 1 prompt token and 2 new tokens are needed; found {ladder.prompt_tokens} and {ladder.new_tokens}"
-        )
+    check_least("--prompt-tokens", ladder.prompt_tokens)
+    check_least("--new-tokens", ladder.new_tokens, 2)
     longest = max((ladder.prompt_tokens, *ladder.contexts))
     if longest + ladder.new_tokens > config.max_positions:
         raise ConfigError(
@@ -278,11 +274,10 @@ def _memory(
     """Of one rung, whose rows are all there. wide: readable blocks compute in float32, and keep their cache in it."""
     from hasten.generation.cache import row_format
 
-    cached = row_format(ladder.kv_cache_dtype).bytes(
-        config.head_dim, resolve_dtype("float32" if wide else ladder.dtype)
-    )
+    dtype = resolve_dtype("float32" if wide else ladder.dtype)
     longest = max(row["batch"] * row["prompt_tokens"] for row in rows)
-    use = InferenceUse(length=0, step=longest, weights=weights, row_bytes=cached)
+    row_bytes = row_format(ladder.kv_cache_dtype).bytes(config.head_dim, dtype)
+    use = InferenceUse(length=0, step=longest, weights=weights, row_bytes=row_bytes)
     lengths = [row["prompt_tokens"] + ladder.new_tokens for row in rows]
     each = [cache_bytes(config, replace(use, length=length)) for length in lengths]
     memory = inference_memory(config, use)

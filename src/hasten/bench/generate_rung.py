@@ -59,9 +59,7 @@ class GenerateRung:
             assert ladder.draft is not None, "the ladder has no such rung without a draft"
             draft = load_draft(ladder.draft, ladder.source, dtype=self.model.dtype, device=device)
             prompts = real_prompts(self.model, self.documents(ladder), ladder.prompt_tokens)
-            self.streams[""] = DraftedStream(
-                self.model, draft, prompts, new_tokens=decoded, compiled=mode.compiled, kv_cache_dtype=cache
-            )
+            self.streams[""] = DraftedStream(self.model, draft, prompts, decoded, mode.compiled, cache)
             return
         for ending, row in self.rows.items():
             self.streams[ending] = Stream(

@@ -7,7 +7,7 @@ memory does not fit. Doubled until it does not fit, then halved in between.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,8 @@ from typing import Any
 from hasten.bench.draw import BAR, BAR_FIRST, Bar, draw_bars
 from hasten.bench.measure import say
 from hasten.bench.models import check_finite, check_least
-from hasten.bench.process import Rung
+from hasten.bench.process import Rung, run_interleaved
 from hasten.bench.race import first_and_last
-from hasten.bench.rounds import run_interleaved
 from hasten.bench.table import format_value, machine_line
 from hasten.bench.train import StepOptions, TrainRung
 from hasten.bench.train_rungs import recipes
@@ -45,8 +44,8 @@ class LargestBatch(StepOptions):
     timeout: float = 600.0
     """Seconds that one try may take."""
 
-    def run(self, *, tell: Callable[[str], None] = say) -> dict[str, Any]:
-        """Search and return the report. tell: called with a line about each try. Raises ConfigError."""
+    def run(self) -> dict[str, Any]:
+        """Search and return the report. Raises ConfigError."""
         check_finite("--memory", self.memory, " GiB")
         check_finite("--timeout", self.timeout)
         check_least("--most", self.most)
@@ -59,7 +58,7 @@ class LargestBatch(StepOptions):
                 process: dict[str, Any] = {"device": device, "threads": self.threads, "seed": self.seed}
                 arguments = {"recipe": own, "config": config, "steps": STEPS, "device": device}
                 setup = "hasten.bench.largest_batch:LimitedRung"
-                tries = self._search(Rung(name, words, setup, arguments, **process, compile_cache=cache), tell)
+                tries = self._search(Rung(name, words, setup, arguments, **process, compile_cache=cache))
             rows.append(
                 {
                     "name": name,
@@ -109,7 +108,7 @@ class LargestBatch(StepOptions):
             say(f"{row['name']}: a batch of {row['largest_batch']} fits {self.memory:g} GiB")
         return any(row["largest_batch"] for row in report["rows"])
 
-    def _search(self, rung: Rung, tell: Callable[[str], None]) -> dict[int, bool]:
+    def _search(self, rung: Rung) -> dict[int, bool]:
         """Whether each batch size that was tried fits."""
         tries: dict[int, bool] = {}
         recipe: Recipe = rung.arguments["recipe"]
@@ -117,7 +116,7 @@ class LargestBatch(StepOptions):
         def fits(size: int) -> bool:
             changed = replace(recipe, data=replace(recipe.data, batch_size=size))
             tries[size] = self._fits(replace(rung, arguments=rung.arguments | {"recipe": changed}), size)
-            tell(f"{rung.name}: a batch of {size} {'fits' if tries[size] else 'does not fit'}")
+            say(f"{rung.name}: a batch of {size} {'fits' if tries[size] else 'does not fit'}")
             return tries[size]
 
         largest(fits, self.most)

@@ -18,10 +18,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from hasten.bench.draw import draw_ladder
-from hasten.bench.models import check_finite
-from hasten.bench.process import Rung
+from hasten.bench.models import check_finite, check_least
+from hasten.bench.process import Rung, run_interleaved
 from hasten.bench.report import build_report
-from hasten.bench.rounds import run_interleaved
 from hasten.bench.table import print_ladder
 from hasten.errors import ConfigError
 from hasten.machine import Threads, available_cores, available_memory, describe, resolve_device, thread_count
@@ -86,6 +85,8 @@ class Ladder(BenchmarkOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_finite("--limit-seconds", self.limit_seconds)
+        check_least("--rounds", self.rounds)
+        check_least("--warmup", self.warmup, 0)
 
     def measure(
         self,
@@ -102,15 +103,11 @@ class Ladder(BenchmarkOptions):
         "error"; the others go on. Where all rungs together need more memory than is free, each is started anew for
         each round.
 
-        Raises ConfigError for no rungs or no rounds, and ResourceError for a device that is not there.
+        Raises ConfigError for no rungs, and ResourceError for a device that is not there.
         """
         names = [rung.name for rung in rungs]
         if not names or len(set(names)) != len(names):
             raise ConfigError(f"a ladder needs rungs with names of their own; found {names}")
-        if self.rounds < 1 or self.warmup < 0:
-            raise ConfigError(
-                f"a ladder needs at least 1 round and no negative warm-up; found {self.rounds} and {self.warmup}"
-            )
         import torch
 
         device = str(resolve_device(self.device))
@@ -121,10 +118,7 @@ class Ladder(BenchmarkOptions):
         limits = {"device": device, "dtypes": tuple(dtypes), "seconds": self.limit_seconds}
         probe = Rung("limits", (), LIMITS_SETUP, limits)
         machine = describe().to_json()
-        with (
-            tempfile.TemporaryDirectory(prefix="hasten-compile-") as place,
-            bars("count", "elapsed") as progress,
-        ):
+        with tempfile.TemporaryDirectory(prefix="hasten-compile-") as place, bars("count", "elapsed") as progress:
             # Folders of their own: compiled for the first time, as on a machine that has never run them.
             ready = [replace(rung, **process, compile_cache=os.path.join(place, rung.name)) for rung in (probe, *rungs)]
             bar = progress.add_task("", total=len(ready) * (self.rounds + (1 + self.warmup) * keep))

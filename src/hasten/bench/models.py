@@ -72,6 +72,14 @@ class BenchmarkModel:
         found = None if self.model is None else self._checkpoint().quantized
         return [] if found is None else [module.layer.weight for module in found.modules.values() if module.layer]
 
+    def weights(self) -> str:
+        """The format of the weights: a checkpoint's own; bfloat16 for a shape."""
+        from hasten.model.load import own_dtype
+
+        if self.model is None:
+            return "bfloat16"
+        return self.quantized() or str(own_dtype(self._checkpoint().stored.values())).removeprefix("torch.")
+
     def stored_bytes(self) -> int:
         """The size of the checkpoint's weights in their files."""
         from hasten.model.load import resolve_model

@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from hasten.bench.models import BenchmarkModel, check_least
 from hasten.errors import ConfigError
 from hasten.generation.params import KVCacheDtype
 from hasten.machine import available_memory, measure_limits, resolve_device, resolve_dtype, training_precision
 from hasten.model.config import ModelConfig
+from hasten.planning.choices import Wanted
 from hasten.planning.cost import matrices, parameters
-from hasten.planning.devices import Device, known_device
+from hasten.planning.devices import DEVICES, LINKS, Device, known_device
 from hasten.planning.memory import LARGEST_PREFILL, PROCESS_BYTES, InferenceUse, TrainingUse
 from hasten.planning.plan import Phase, Plan, inference_phases, training_phase
 from hasten.planning.shapes import SHAPES, shape_config
 from hasten.serving.settings import EngineSettings
 from hasten.training.recipe import Data, Lora, Optimizer, Parallel, Recipe, Run, Techniques
 
+if TYPE_CHECKING:
+    from hasten.generation.speculation.cost import StepCost
+
+
+Weights = Literal["auto", "float32", "bfloat16", "float16", "int8", "int4", "int4-g32", "int4-g64"]
+
 
 @dataclass(frozen=True, kw_only=True)
-class PlanOptions:
+class PlanOptions(Wanted):
     """What is to be done with a model, and where. How it is trained is said as to `hasten train`."""
 
     use: Literal["train", "finetune", "lora", "generate", "serve"] = "generate"
@@ -36,14 +44,16 @@ class PlanOptions:
     """How many of these are generated."""
     accumulation: int = 1
     """Micro-batches of a training step."""
-    weights: Literal["auto", "float32", "bfloat16", "float16", "int8", "int4", "int4-g32", "int4-g64"] = "auto"
+    weights: Weights = "auto"
     """Their format where they are only read; auto: the folder's own, else bfloat16."""
     kv_cache_dtype: KVCacheDtype = "auto"
     """Of the cache's keys and values."""
     ranks: int = 1
     """Devices that train together, each with rows of its own."""
     tensor_parallel: int = 1
-    """Devices that share every matrix, in generating and serving."""
+    """Devices that share every matrix, in generating and serving; of this machine's CPU, ranks that share its cores."""
+    gpus: int | None = None
+    """With --goal: devices that may be used (all of this machine); of this machine's CPU, ranks, at most one a core."""
     measure: bool = True
     """On this machine, measure blocks of the model too (seconds), and not its limits alone."""
     techniques: Techniques = field(default_factory=lambda: Techniques(compile=False))
@@ -87,22 +97,55 @@ def config_of(model: str) -> tuple[str, ModelConfig, BenchmarkModel | None]:
     return found.name, found.config(), found
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """What is planned for, with the device and the dtype settled. checkpoint: where there are weights, own: in what."""
+
+    name: str
+    config: ModelConfig
+    checkpoint: BenchmarkModel | None
+    options: PlanOptions
+    device: Device
+    own: str
+
+    def plan(self, options: PlanOptions, device: Device, use: TrainingUse | InferenceUse, *phases: Phase) -> Plan:
+        """For a part of it."""
+        settings = {name: value for name, value in asdict(options).items() if name not in ("model", "json", "picture")}
+        free = device.memory - PROCESS_BYTES
+        return Plan(
+            model=self.name, config=self.config, use=use, device=device, free=free, phases=phases, settings=settings
+        )
+
+
 def make_plan(model: str, options: PlanOptions) -> Plan:
     """Raises ConfigError for options that make no sense, CheckpointError for a model that cannot be read."""
-    for name in ("batch_size", "new_tokens", "accumulation", "ranks", "tensor_parallel"):
+    subject = settle(model, options)
+    options, config = subject.options, subject.config
+    if options.training:
+        use, phase = _training(config, subject.checkpoint, options, subject.device)
+        return subject.plan(options, subject.device, use, phase)
+    require_degree(subject)
+    return inference_plan(subject, options, cost=measured_cost(subject, options))
+
+
+def settle(model: str, options: PlanOptions) -> Subject:
+    """The same, but for what follows from the number of devices."""
+    for name in ("batch_size", "new_tokens", "accumulation", "ranks", "tensor_parallel", "gpus"):
         check_least(f"--{name.replace('_', '-')}", getattr(options, name))
     name, config, checkpoint = config_of(model)
     length = min(1024, config.max_positions) if options.length is None else options.length
     if not 2 <= length <= config.max_positions:
         raise ConfigError(f"--length is {length}; {name} takes from 2 to {config.max_positions}")
     options = replace(options, length=length)
+    own = "bfloat16" if checkpoint is None else checkpoint.weights()
+    if own == "float32" and options.techniques.precision == "auto" and not options.training:
+        options = replace(options, techniques=replace(options.techniques, precision="float32"))
     device, precision = _device(options)
     options = replace(options, techniques=replace(options.techniques, precision=precision))
     options.recipe().check()
-    use, phases = (_training if options.training else _inference)(config, checkpoint, options, device)
-    free = device.memory - PROCESS_BYTES
-    settings = {name: value for name, value in asdict(options).items() if name not in ("model", "json", "picture")}
-    return Plan(model=name, config=config, use=use, device=device, free=free, phases=phases, settings=settings)
+    if not options.training and options.new_tokens >= length:
+        raise ConfigError(f"--new-tokens ({options.new_tokens}) must be below --length ({length})")
+    return Subject(name=name, config=config, checkpoint=checkpoint, options=options, device=device, own=own)
 
 
 def _device(options: PlanOptions) -> tuple[Device, Literal["float32", "bfloat16", "float16"]]:
@@ -112,14 +155,19 @@ def _device(options: PlanOptions) -> tuple[Device, Literal["float32", "bfloat16"
         return known_device(options.device), "bfloat16" if dtype == "auto" else dtype
     kind = str(resolve_device(options.device))
     dtype = training_precision(kind).dtype if dtype == "auto" else dtype  # type: ignore[assignment]
-    limits, free = measure_limits(kind, (dtype,), seconds=0.3), available_memory(kind)
+    limits, free, link = measure_limits(kind, (dtype,), seconds=0.3), available_memory(kind), LINKS["shared-memory"]
+    if kind != "cpu":
+        import torch
+
+        words = torch.cuda.get_device_name(kind).split()
+        link = next((one.link for one in DEVICES.values() if one.name.split()[1] in words), LINKS["pcie-4"])
     name = f"this machine ({kind})"
-    return Device(name=name, kind=kind, memory=free, limits=limits, link=10e9, measured=True), dtype  # type: ignore[return-value]
+    return Device(name=name, kind=kind, memory=free, limits=limits, link=link, measured=True), dtype  # type: ignore[return-value]
 
 
 def _training(
     config: ModelConfig, checkpoint: BenchmarkModel | None, options: PlanOptions, device: Device
-) -> tuple[TrainingUse, tuple[Phase, ...]]:
+) -> tuple[TrainingUse, Phase]:
     import torch
 
     from hasten.bench.predict import step_seconds
@@ -134,42 +182,81 @@ def _training(
     phase = training_phase(config, use, kept=sum(kept) / len(kept))
     if device.measured and device.kind == "cpu" and options.measure:
         phase = replace(phase, measured=step_seconds(config, recipe))
-    return use, (phase,)
+    return use, phase
 
 
-def _inference(
-    config: ModelConfig, checkpoint: BenchmarkModel | None, options: PlanOptions, device: Device
-) -> tuple[InferenceUse, tuple[Phase, ...]]:
-    from hasten.bench.predict import generating_seconds
+def shares_cores(device: Device) -> bool:
+    """Whether several ranks on it are parts of this machine's processor."""
+    return device.measured and device.kind == "cpu"
+
+
+def require_degree(subject: Subject, weights: str = "") -> None:
+    """Raise ConfigError for more ranks than the model can be shared by, or than there are cores."""
+    from hasten.distributed.communication import require_cores
+    from hasten.model.shares import shares, whole_groups
+    from hasten.ops.linear.weights import INT8, int4_format
+
+    options, formats = subject.options, list(subject.checkpoint.weight_formats() if subject.checkpoint else ())
+    weights = weights or options.weights.replace("auto", subject.own)
+    kind, _, group = weights.partition("-g")
+    if weights != subject.own and kind in ("int8", "int4"):
+        formats = [INT8 if kind == "int8" else int4_format(int(group or 128))]
+    together = whole_groups(formats) if formats else 1
+    shares(subject.config, options.tensor_parallel, output=together, down=together)
+    if shares_cores(subject.device):
+        require_cores(options.tensor_parallel)
+
+
+def measured_cost(subject: Subject, options: PlanOptions, batches: Sequence[int] = ()) -> StepCost | None:
+    """Of the model's steps with all cores; None where they are not to be measured, or cannot be."""
+    if not (shares_cores(subject.device) and options.measure):
+        return None
+    from hasten.bench.predict import generating_cost
+
+    weights, use = options.weights.replace("auto", subject.own), _inference(subject, options)
+    rows = {*(batches or [use.batch_size]), min(use.length - use.new_tokens, use.step)}
+    return generating_cost(subject.config, rows, weights)
+
+
+def inference_plan(subject: Subject, options: PlanOptions, *, replicas: int = 1, cost: StepCost | None = None) -> Plan:
+    """Of one rank. replicas: that share this machine's cores. cost: of steps with all cores, measured."""
+    use, device = _inference(subject, options), subject.device
+    if shares_cores(device):
+        device = device.part(replicas * use.degree)
+        if use.degree > 1:
+            from hasten.distributed.communication import link_here
+
+            device = replace(device, link=link_here(use.degree))
+    phases = inference_phases(subject.config, use)
+    if cost is not None:
+        from hasten.bench.predict import generating_seconds
+
+        # Ranks do the whole model's work together, on all cores; replicas get their share of these.
+        times = generating_seconds(use, cost)
+        before, each = (replace(one, measured=replicas * took) for one, took in zip(phases, times, strict=True))
+        phases = before, each
+    return subject.plan(options, device, use, *phases)
+
+
+def _inference(subject: Subject, options: PlanOptions) -> InferenceUse:
     from hasten.generation.cache import row_format
 
     assert options.length is not None
-    served, prompt, settings = options.use == "serve", options.length - options.new_tokens, EngineSettings()
-    if prompt < 1 or options.tensor_parallel > config.heads:
-        raise ConfigError(
-            f"--new-tokens ({options.new_tokens}) must be below --length ({options.length}), and --tensor-parallel "
-            f"({options.tensor_parallel}) no more than the {config.heads} heads"
-        )
-    stored = checkpoint if options.weights == "auto" else None
+    config, served, settings = subject.config, options.use == "serve", EngineSettings()
+    stored = subject.checkpoint if options.weights == "auto" else None
     batch, dtype = options.batch_size or (16 if served else 1), options.techniques.precision
-    use = InferenceUse(
+    prompts = batch * (options.length - options.new_tokens)
+    return InferenceUse(
         batch_size=batch,
         length=options.length,
         new_tokens=options.new_tokens,
-        step=min(settings.token_budget if served else LARGEST_PREFILL, batch * prompt),
+        step=min(settings.token_budget if served else LARGEST_PREFILL, prompts),
         weights=weight_bytes(config, options.weights) if stored is None else stored.stored_bytes(),
         dtype=dtype,
         row_bytes=row_format(options.kv_cache_dtype).bytes(config.head_dim, resolve_dtype(dtype)),
         block_size=settings.block_size if served else 1,
         degree=options.tensor_parallel,
     )
-    before, each = inference_phases(config, use)
-    if device.measured and device.kind == "cpu" and options.measure and use.degree == 1:
-        weights = (stored and stored.quantized()) or options.weights.replace("auto", "bfloat16")
-        seconds = generating_seconds(config, use, weights)
-        if seconds is not None:
-            before, each = replace(before, measured=seconds[0]), replace(each, measured=seconds[1])
-    return use, (before, each)
 
 
 def weight_bytes(config: ModelConfig, weights: str) -> int:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import replace
 from statistics import median
 
 import torch
 
 from hasten.bench.train import TrainRung
-from hasten.generation.speculation.cost import measure_step_cost
+from hasten.generation.speculation.cost import StepCost, measure_step_cost
 from hasten.machine import available_memory, resolve_dtype
 from hasten.machine.processor import last_level_cache_bytes
 from hasten.model.config import ModelConfig
@@ -45,8 +46,8 @@ def step_seconds(config: ModelConfig, recipe: Recipe) -> float | None:
     return one - each[first] + sum(share * each[layer] for share, layer in zip(kept, config.layers, strict=True))
 
 
-def generating_seconds(config: ModelConfig, use: InferenceUse, weights: str) -> tuple[float, float] | None:
-    """Seconds to take all prompts in, and of a token of each sequence, by speculation's cost table.
+def generating_cost(config: ModelConfig, rows: Iterable[int], weights: str) -> StepCost | None:
+    """What steps of so many rows cost, by speculation's cost table.
 
     Measured on so many blocks that the processor's caches cannot hold them; None where they have no room.
     """
@@ -54,10 +55,14 @@ def generating_seconds(config: ModelConfig, use: InferenceUse, weights: str) -> 
     cut = replace(config, layers=config.layers[: max(2, round(4 * last_level_cache_bytes() / held))])
     if 6 * parameters(cut).total > available_memory():
         return None
-    batch, prompt = use.batch_size, use.length - use.new_tokens
-    rows = sorted({1, batch, min(prompt, use.step)})
-    cost = measure_step_cost(random_model(cut, weights), row_counts=rows, seconds=2.0, layers=len(config.layers))
-    context = use.length - use.new_tokens // 2  # each sequence reads its own; the table's rows share one
+    model = random_model(cut, weights)
+    return measure_step_cost(model, row_counts=sorted({1, *rows}), seconds=2.0, layers=len(config.layers))
+
+
+def generating_seconds(use: InferenceUse, cost: StepCost) -> tuple[float, float]:
+    """Seconds to take all prompts in, and of a token of each sequence."""
+    batch, prompt, context = use.batch_size, use.length - use.new_tokens, use.length - use.new_tokens // 2
+    # Each sequence reads its own context; the table's rows share one.
     return batch * cost.seconds(prompt, 0), cost.seconds(batch, 0) + batch * context * cost.per_token[0]
 
 

@@ -63,7 +63,6 @@ class Race(Ladder):
         recipe = known_recipe(self.recipe, "to race with")
         check_finite("--seconds", self.seconds)
         check_least("--steps", self.steps)
-        check_least("--rounds", self.rounds)
         device = str(resolve_device(self.device))
         recipe = with_batch(recipe, self.batch_size, self.sequence_length, seed=self.seed)
         data = replace(recipe.data, source=self.source or recipe.data.source)

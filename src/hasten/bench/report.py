@@ -31,12 +31,7 @@ SPEED_METRICS = {"generate": "decode_tokens_per_second", "train": "tokens_per_se
 
 
 def build_report(
-    *,
-    kind: str,
-    machine: Mapping[str, Any],
-    settings: Mapping[str, Any],
-    runs: Sequence[RungRun],
-    limits: RungRun,
+    *, kind: str, machine: Mapping[str, Any], settings: Mapping[str, Any], runs: Sequence[RungRun], limits: RungRun
 ) -> dict[str, Any]:
     """The report of rungs that have run. `limits`: what measured the machine's limits beside them."""
     speed, device = SPEED_METRICS[kind], limits.rung.device
@@ -98,10 +93,7 @@ def _over_rounds(rounds: Sequence[Mapping[str, float]], combine: Any) -> dict[st
 
 
 def _utilisation(
-    metrics: Mapping[str, float],
-    description: Mapping[str, Any],
-    limit: Mapping[str, float],
-    vendor: Limits | None,
+    metrics: Mapping[str, float], description: Mapping[str, Any], limit: Mapping[str, float], vendor: Limits | None
 ) -> dict[str, float]:
     known = {**description, **metrics}
     dtype, flops = known.get("matrix_dtype", "float32"), known.get("flops_per_token")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from hasten.bench.report import SPEED_METRICS, gpu_of
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
 
 # of the matrix rate that an MFU is over
 SHORT_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "int8": "int8"}
+STYLES = {"exact": "{:.4f}", "fine": "{:.5f}", "seconds": "{:.1f} s", "percent": "{:.0%}", "count": "{:,.0f}"}
 # (heading, key, how a value is written), left to right; a column without any value is left out
 COLUMNS = (
     ("decode tokens/s", "decode_tokens_per_second", "speed"),
@@ -56,21 +58,13 @@ def format_value(value: float | None, style: str) -> str:
     """
     if value is None:
         return ""
-    if style == "exact":
-        return f"{value:.4f}"
-    if style == "fine":
-        return f"{value:.5f}"
+    if style in STYLES:
+        return STYLES[style].format(value)
     if style == "times":
         return f"{value:.2f}×" if value < 10 else f"{value:.1f}×"
-    if style == "seconds":
-        return f"{value:.1f} s"
-    if style == "percent":
-        return f"{100 * value:.0f}%"
     if style == "bytes":
         return f"{value / 2**30:.2f} GiB" if value >= 2**30 else f"{value / 2**20:.0f} MiB"
-    if style == "count" or value >= 100:
-        return f"{value:,.0f}"
-    return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
 def headed_table(*headings: str) -> Table:
@@ -150,10 +144,8 @@ def print_growth(report: Mapping[str, Any]) -> None:
     """The table, to standard error: one line a kernel and length, and how time and memory grow at the end."""
     console = standard_error(width=150)
     phases = ("forward", "forward_backward") if report["settings"]["gradient"] else ("forward",)
-    named = [phase.replace("_", " + ") for phase in phases]
-    table = headed_table(
-        "kernel", "tokens", *(heading for name in named for heading in (f"{name}, ms", "GFLOP/s", "peak"))
-    )
+    headings = [(f"{phase.replace('_', ' + ')}, ms", "GFLOP/s", "peak") for phase in phases]
+    table = headed_table("kernel", "tokens", *chain(*headings))
     for point in sorted(report["points"], key=lambda point: point["kernel"]):
         cells = [point["kernel"], f"{point['tokens']:,}"]
         if "rounds" not in point:

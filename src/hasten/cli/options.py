@@ -17,6 +17,7 @@ from hasten.generation.params import KVCacheDtype, SamplingParams, recommended
 from hasten.machine import configure, resolve_device
 from hasten.machine.files import require_writable, write_json
 from hasten.machine.threads import Threads
+from hasten.planning.choices import Wanted
 from hasten.serving.settings import EngineSettings
 
 if TYPE_CHECKING:
@@ -206,9 +207,16 @@ class EngineOptions:
             raise ConfigError(f"--cache-gib is {self.cache_gib}; it must be above 0 and finite")
 
     def start_engine(
-        self, model: Transformer, tokenizer: Tokenizer | None, *, adapters: Mapping[str, Path] | None = None
+        self,
+        model: Transformer,
+        tokenizer: Tokenizer | None,
+        *,
+        adapters: Mapping[str, Path] | None = None,
+        secret: bytes | None = None,
     ) -> AsyncEngine:
-        """The engine of a loaded model, with its cache and its thread. adapters: folders by their names."""
+        """The engine of a loaded model, with its cache and its thread. adapters: folders by their names. secret: of
+        the keys of its blocks.
+        """
         from hasten.serving.async_engine import AsyncEngine
         from hasten.serving.llm import make_engine
 
@@ -216,7 +224,7 @@ class EngineOptions:
         if self.cache_gib is not None:
             settings = replace(settings, cache_bytes=int(self.cache_gib * 2**30))
         drafting = self.drafting(model) if isinstance(self, DraftOptions) else {}
-        return AsyncEngine(make_engine(model, tokenizer, settings, adapters=adapters, **drafting))
+        return AsyncEngine(make_engine(model, tokenizer, settings, adapters=adapters, secret=secret, **drafting))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,6 +255,15 @@ class RankOptions:
     tensor_parallel: int = 1
     """Hold the model in so many processes of this machine, a share of every matrix in each (as does torchrun … -m
     hasten); they share the cores."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceOptions(Wanted, RankOptions):
+    """The same, chosen by a plan (`hasten.cli.planned`)."""
+
+    devices: Literal["given", "auto"] = "given"
+    """auto: a plan chooses the ranks and the precision for this machine, by --goal (latency unless it is given), and
+    says why. --tensor-parallel and --quantize are kept where they are given."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,9 +10,11 @@ import tyro
 
 from hasten.bench.plan import PlanOptions, make_plan
 from hasten.cli.options import JsonOption
+from hasten.errors import ConfigError
 from hasten.machine.files import require_writable
 
 if TYPE_CHECKING:
+    from hasten.planning.choices import Choices
     from hasten.planning.plan import Plan
 
 
@@ -27,6 +29,9 @@ class PlanCommand(JsonOption, PlanOptions):
 
     def run(self) -> None:
         require_writable(self.picture)
+        if self.goal is not None or self.gpus is not None:
+            self._choose()
+            return
         plan = make_plan(self.model, self)
         title = f"{plan.model}, {self.use}, {plan.use.dtype}, on {plan.device.name}"
         if self.picture is not None:
@@ -45,6 +50,41 @@ class PlanCommand(JsonOption, PlanOptions):
         console.print(shown)
         if plan.memory.peak > plan.free:
             console.print("\nit does not fit: docs/planning.md says what helps", style="red")
+
+    def _choose(self) -> None:
+        """Say how it is run best on several devices."""
+        if self.picture is not None:
+            raise ConfigError("--picture draws one plan; leave --goal and --gpus out, or --picture")
+        from hasten.bench.choices import choose_plan
+
+        found = choose_plan(self.model, self)
+        if self.write(found.to_json()):
+            show(found)
+
+
+def show(choices: Choices) -> None:
+    """The candidates as a table, and the one that is taken."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console, best, price = Console(highlight=False), choices.best, choices.wanted.price
+    table = Table(box=None, pad_edge=False)
+    names = ["ranks", "replicas", "weights", "batch", "GB a rank", "cache, GB", "prompt, ms", "token, ms", "tokens/s"]
+    names += ["device-s a million", *(["a million costs"] if price is not None else []), "why not"]
+    for name in names:
+        table.add_column(name, justify="left" if name in ("weights", "why not") else "right")
+    for one in choices.rows:
+        row = one.to_json(price)
+        cells = [one.use.degree, one.replicas, one.weights, one.use.batch_size]
+        numbers = [row["peak_bytes"] / 1e9, row["cache_bytes"] / 1e9, 1e3 * row["prompt_seconds"]]
+        numbers += [1e3 * one.token_seconds, one.tokens_per_second, one.device_seconds]
+        numbers += [] if price is None else [row["price_per_million"]]
+        shown = (f"{number:,.0f}" if number >= 1000 else f"{number:.3g}" for number in numbers)
+        table.add_row(*map(str, cells), *shown, one.rejected or "taken", style="bold" if one is best else None)
+    plan = best.plan
+    console.print(f"{plan.model} on {plan.device.name}, for {choices.wanted.goal}\n", style="bold")
+    console.print(table)
+    console.print(f"\n{choices.why()}; between ranks: {plan.device.link.source}")
 
 
 def lines(plan: Plan) -> Iterator[tuple[str, str]]:

@@ -10,6 +10,8 @@ from dataclasses import replace
 from io import StringIO
 from typing import Any
 
+from hasten.cli.options import DeviceOptions, RankOptions
+from hasten.cli.planned import by_plan
 from hasten.distributed import launched
 from hasten.errors import ConfigError
 
@@ -19,7 +21,9 @@ def run(command: Any, arguments: list[str]) -> None:
 
     They are started here, by torchrun's agent; or this is one of those that torchrun has started.
     """
-    degree = getattr(command, "tensor_parallel", None)
+    if isinstance(command, DeviceOptions) and (command.devices == "auto" or not launched()):
+        command, arguments = by_plan(command, arguments)
+    degree = command.tensor_parallel if isinstance(command, RankOptions) else None
     if degree is None or (degree == 1 and not launched()):
         command.run()
         return

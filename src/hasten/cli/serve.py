@@ -13,20 +13,23 @@ from typing import TYPE_CHECKING, Literal
 
 import tyro
 
-from hasten.cli.options import DraftOptions, EngineOptions, LoadOptions, RankOptions, with_chat_template
-from hasten.errors import CheckpointError, ConfigError, HastenWarning
+from hasten.cli.options import DeviceOptions, DraftOptions, EngineOptions, LoadOptions, with_chat_template
+from hasten.errors import CheckpointError, ConfigError, HastenError, HastenWarning
 from hasten.generation.params import recommended
+from hasten.replicas.settings import ReplicaSettings
 from hasten.serving.api.settings import ServerSettings
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
+    from hasten.model.source import ModelSource
     from hasten.model.tokenizer import Tokenizer
     from hasten.model.transformer import Transformer
+    from hasten.serving.async_engine import AsyncEngine
 
 
 @dataclass(frozen=True, kw_only=True)
-class Serve(EngineOptions, DraftOptions, RankOptions, LoadOptions):
+class Serve(EngineOptions, DraftOptions, DeviceOptions, LoadOptions):
     """Serve a model over HTTP, as OpenAI's API does. SIGTERM or Ctrl-C drains; a second one ends at once."""
 
     host: str = "127.0.0.1"
@@ -43,11 +46,17 @@ class Serve(EngineOptions, DraftOptions, RankOptions, LoadOptions):
     """LoRA adapters as NAME=FOLDER, several at once: requests choose one by its name in `model`."""
     chat_template: Path | None = None
     """A file with a chat template (Jinja), where the folder has none or another is wanted."""
+    fleet: tyro.conf.OmitArgPrefixes[ReplicaSettings] = field(default_factory=ReplicaSettings)
     server: tyro.conf.OmitArgPrefixes[ServerSettings] = field(default_factory=ServerSettings)
     max_body_mib: float = 4.0
     """Largest request body in MiB."""
     log: Literal["debug", "info", "warning", "error"] = "info"
     """JSON lines on standard error: info has one for each request."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.fleet.replicas and self.tensor_parallel > 1:
+            raise ConfigError("--replicas and --tensor-parallel do not go together: a replica is one process")
 
     def run(self) -> None:
         start = time.perf_counter()
@@ -68,8 +77,7 @@ class Serve(EngineOptions, DraftOptions, RankOptions, LoadOptions):
         sock = bind(self.host, self.port)  # before the model: a port that is taken is told at once
         try:
             self._warn_of_strangers(settings)
-            model = self.load()
-            app = self._app(model, settings)
+            app = self._replicated(settings) if self.fleet.replicas else self._app(self.load(), settings)
         except BaseException:
             sock.close()
             raise
@@ -120,7 +128,70 @@ class Serve(EngineOptions, DraftOptions, RankOptions, LoadOptions):
         settings = replace(settings, defaults=recommended(model.generation))
         return make_app(Service(engine, model_name=self.name(), settings=settings))
 
-    def _tokenizer(self, model: Transformer) -> Tokenizer | None:
+    def _replicated(self, settings: ServerSettings) -> FastAPI:
+        """The same in front of replicas, which load the model by themselves."""
+        import signal
+        import threading
+
+        from hasten.model.load import open_checkpoint
+        from hasten.replicas.ray_serve import Replicas
+        from hasten.serving.api.app import make_app
+        from hasten.serving.api.logs import configure_logs
+        from hasten.serving.api.service import Service
+
+        checkpoint = open_checkpoint(self.model)  # what is wrong with a folder is told before anything is started
+        tokenizer = self._tokenizer(checkpoint)
+        configure_logs(self.log)
+        one, gpus = self._one_replica(), float(self.device.startswith("cuda"))
+        replicas = Replicas(one.replica_engine, self.fleet, cores=1 if gpus else int(one.threads), gpus=gpus)
+        try:
+            engine = replicas.start(tokenizer)
+        except BaseException:
+            replicas.stop()
+            raise
+
+        def restart() -> None:
+            try:
+                replicas.restart()
+            except HastenError as error:
+                print(f"error: {error}", file=sys.stderr)
+
+        signal.signal(signal.SIGHUP, lambda *_: threading.Thread(target=restart, daemon=True).start())
+        settings = replace(settings, defaults=recommended(checkpoint.generation))
+        return make_app(Service(engine, model_name=self.name(), settings=settings))
+
+    def _one_replica(self) -> Serve:
+        """The command as a replica runs it: files by their whole paths, its share of the cores and the memory."""
+        from hasten.machine.processor import available_cores
+
+        threads, engine = self.threads, self.engine
+        if self.fleet.ray_address is None:
+            if threads == "auto":
+                threads = max(1, available_cores().physical // self.fleet.most)
+            engine = replace(engine, cache_share=engine.cache_share / self.fleet.most)
+        elif threads == "auto":
+            if not self.device.startswith("cuda"):
+                raise ConfigError("--ray-address needs --threads: how many cores of the cluster a replica takes")
+            threads = 1
+        template = None if self.chat_template is None else self.chat_template.resolve()
+        return replace(
+            self,
+            model=str(Path(self.model).resolve()) if Path(self.model).exists() else self.model,
+            draft=str(Path(self.draft).resolve()) if Path(self.draft).is_dir() else self.draft,
+            adapter=tuple(f"{name}={folder.resolve()}" for name, folder in self.adapters().items()),
+            chat_template=template,
+            served_model_name=self.name(),
+            api_key=(),
+            threads=threads,
+            engine=engine,
+        )
+
+    def replica_engine(self, secret: bytes) -> AsyncEngine:
+        """As a replica: what answers. secret: of the keys by which all of them know their blocks."""
+        model = self.load()
+        return self.start_engine(model, self._tokenizer(model), adapters=self.adapters(), secret=secret)
+
+    def _tokenizer(self, model: Transformer | ModelSource) -> Tokenizer | None:
         """The model's, with the chat template that was asked for."""
         tokenizer, path = model.tokenizer, self.chat_template
         if path is not None:

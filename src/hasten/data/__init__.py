@@ -3,7 +3,7 @@
 from hasten.data.batches import Batch, Batches, evaluation_windows
 from hasten.data.preparation import prepare
 from hasten.data.shards import TokenSplit
-from hasten.data.texts import read_documents
+from hasten.data.sources import read_documents
 from hasten.data.token_data import TokenData
 from hasten.data.tokenizers import train_bpe, train_characters
 

@@ -6,7 +6,7 @@ batch: batch number 1,000 is computed without the 999 before it. So resuming is 
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass, field
 from itertools import count
@@ -115,22 +115,17 @@ class Batches:
             pool.shutdown(wait=True, cancel_futures=True)
 
 
-def evaluation_windows(
-    split: TokenSplit, *, batch_size: int, sequence_length: int, limit: int | None = None
-) -> Iterator[Batch]:
+def evaluation_windows(split: TokenSplit, *, batch_size: int, sequence_length: int) -> Iterator[Batch]:
     """The split once, in order, in windows that do not overlap: every token but the very first is a target once.
 
     All batches are (batch_size, sequence_length), so that a compiled model sees one shape; what fills the last one up
-    has the target -100. limit: at most so many batches. Raises DataError for a split shorter than one window.
+    has the target -100. Raises DataError for a split shorter than one window.
     """
     _check_sizes(split, batch_size=batch_size, sequence_length=sequence_length)
     starts = range(0, len(split) - 1, sequence_length)
-    for number, first in enumerate(range(0, len(starts), batch_size)):
-        if limit is not None and number >= limit:
-            return
-        yield _assemble(
-            split, list(starts[first : first + batch_size]), length=sequence_length, ring=False, rows=batch_size
-        )
+    for first in range(0, len(starts), batch_size):
+        own = starts[first : first + batch_size]
+        yield _assemble(split, own, length=sequence_length, ring=False, rows=batch_size)
 
 
 def _check_sizes(split: TokenSplit, *, batch_size: int, sequence_length: int) -> None:
@@ -146,7 +141,7 @@ def _check_sizes(split: TokenSplit, *, batch_size: int, sequence_length: int) ->
 
 
 def _assemble(
-    split: TokenSplit, starts: list[int], *, length: int, ring: bool = True, rows: int | None = None
+    split: TokenSplit, starts: Sequence[int], *, length: int, ring: bool = True, rows: int | None = None
 ) -> Batch:
     import torch
 

@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -121,8 +122,7 @@ def _around(tokenizer: Tokenizer) -> tuple[list[int], int]:
     ends = [*tokenizer.eos_ids[:1], *([] if tokenizer.bos_id is None else [tokenizer.bos_id])]
     if not ends:
         raise DataError(
-            "the tokenizer has no end-of-text token to separate documents with; set eos_token in its "
-            "tokenizer_config.json"
+            "the tokenizer has no end-of-text token to separate documents; set eos_token in its tokenizer_config.json"
         )
     begins = tokenizer.encode("", add_special_tokens=True)[:1]
     return begins if begins == [tokenizer.bos_id] and begins != ends[:1] else [], ends[0]
@@ -154,11 +154,8 @@ def no_template(conversation: Conversation, *, tokenizer: str) -> DataError:
 
 def _marked(pieces: Iterable[str]) -> Iterator[tuple[str, bool, bool]]:
     """Each piece with: is it the first, is it the last."""
-    first, held = True, None
-    for piece in pieces:
-        if held is not None:
-            yield held, first, False
-            first = False
-        held = piece
-    if held is not None:
-        yield held, first, True
+    before: str | None = None
+    for piece, after in pairwise(chain(pieces, [None])):
+        assert piece is not None
+        yield piece, before is None, after is None
+        before = piece

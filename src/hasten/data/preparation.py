@@ -32,9 +32,9 @@ _BPE_TRAINING_CHARACTERS = 1 << 28
 _MODEL_FILES = ("config.json", "generation_config.json")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class _Job:
-    """What is prepared, and how. given: the tokenizer that was named, if any, and its folder.
+    """What is prepared, and how. given: the tokenizer that was named, if any.
 
     settings: everything but the text that decides the tokens; with the source's fingerprint it is the cache's key.
     """
@@ -43,7 +43,6 @@ class _Job:
     fingerprint: str
     settings: dict[str, Any]
     given: Tokenizer | None
-    given_folder: Path | None
     kind: TokenizerKind
     vocab_size: int
     progress: bool
@@ -79,8 +78,7 @@ def prepare(
     vocab_size = whole("vocab_size", vocab_size)
     limit_bytes = None if limit_bytes is None else whole("limit_bytes", limit_bytes)
     _check(tokenizer_kind, validation_fraction=validation_fraction)
-    given_folder = None if tokenizer is None else Path(tokenizer)
-    given = None if given_folder is None else _load_tokenizer(given_folder)
+    given = None if tokenizer is None else _load_tokenizer(Path(tokenizer))
     corpus = open_source(source, text_field=text_field, limit_bytes=limit_bytes)
     settings = {
         "tokenizer": _identity(given, kind=tokenizer_kind, vocab_size=vocab_size),
@@ -89,16 +87,7 @@ def prepare(
         "text_field": text_field,
         "limit_bytes": limit_bytes,
     }
-    job = _Job(
-        corpus=corpus,
-        fingerprint=corpus.fingerprint(),
-        settings=settings,
-        given=given,
-        given_folder=given_folder,
-        kind=tokenizer_kind,
-        vocab_size=vocab_size,
-        progress=progress,
-    )
+    job = _Job(corpus, corpus.fingerprint(), settings, given, tokenizer_kind, vocab_size, progress)
     key = json.dumps([FORMAT_VERSION, job.fingerprint, settings], sort_keys=True)
     home = cache_folder("data") if folder is None else Path(folder)
     target = home / hashlib.sha256(key.encode()).hexdigest()[:24]
@@ -122,9 +111,7 @@ def _check(kind: str, *, validation_fraction: float) -> None:
 def _load_tokenizer(folder: Path) -> Tokenizer:
     found = Tokenizer.from_folder(folder)
     if found is None:
-        raise DataError(
-            f"{folder}: has no tokenizer (tokenizer.json, or vocab.json and merges.txt); name another folder"
-        )
+        raise DataError(f"{folder}: has no tokenizer (tokenizer.json, or vocab.json + merges.txt); name another folder")
     return found
 
 
@@ -142,8 +129,8 @@ def _make(job: _Job, work: Path) -> None:
     tokenizer = job.given or _train(job, plan)
     tokenizer.save(work / TOKENIZER_FOLDER)
     for name in _MODEL_FILES:
-        if job.given_folder is not None and (job.given_folder / name).is_file():
-            shutil.copyfile(job.given_folder / name, work / TOKENIZER_FOLDER / name)
+        if tokenizer.source is not None and (tokenizer.source / name).is_file():
+            shutil.copyfile(tokenizer.source / name, work / TOKENIZER_FOLDER / name)
     with byte_counter("tokenizing", total=corpus.size, shown=job.progress) as advance:
         encoder = Encoder(folder=work, tokenizer=tokenizer, plan=plan, advance=advance)
         encoder.run(corpus)

@@ -49,9 +49,7 @@ def read_text(path: Path) -> Iterator[str]:
         while True:
             block = file.read(_BLOCK_BYTES)
             if (zero := block.find(0)) >= 0:
-                raise DataError(
-                    f"{path}: is a binary file, not text (a zero byte at byte {position + zero}); leave it out"
-                )
+                raise DataError(f"{path}: is a binary file, not text (byte {position + zero} is zero); leave it out")
             try:
                 text = decoder.decode(block, final=not block)
             except UnicodeDecodeError as error:

@@ -122,6 +122,19 @@ def open_source(source: str, *, text_field: str = "text", limit_bytes: int | Non
     return found if limit_bytes is None else limited(found, limit_bytes)
 
 
+def read_documents(source: str, *, text_field: str = "text", limit_bytes: int | None = None) -> Iterator[str]:
+    """Yield the text of every document of a source (see `prepare` for what a source can be).
+
+    Raises DataError for a source that cannot be read, or that holds conversations instead of text.
+    """
+    if limit_bytes is not None and limit_bytes < 1:
+        raise DataError(f"limit_bytes is {limit_bytes}; it must be at least 1")
+    for item in open_source(source, text_field=text_field, limit_bytes=limit_bytes).items():
+        if not isinstance(item, Document):
+            raise DataError(f"{item.name} is a conversation; perplexity is measured on plain text")
+        yield "".join(item.pieces())
+
+
 def _find(source: str, *, text_field: str) -> Source:
     if source in PYTHON_FOLDERS:
         return _python_source(source)

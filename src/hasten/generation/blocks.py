@@ -13,7 +13,7 @@ import hashlib
 import secrets
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from hasten.errors import ConfigError, ResourceError
@@ -45,6 +45,15 @@ def blocks_of(tokens: int, block_size: int, *, reach: int | None, step: int) -> 
     """
     blocks = -(-tokens // block_size)
     return blocks if reach is None else min(blocks, -(-(reach + step) // block_size) + 1)
+
+
+def prefix_keys(tokens: Sequence[int], *, block_size: int, secret: bytes, salt: str = "") -> Iterator[bytes]:
+    """The keys by which blocks are found: that of the beginning (of a secret and a salt), then of each full block."""
+    key = _hash(secret, secret, salt.encode())
+    yield key
+    for start in range(0, len(tokens) // block_size * block_size, block_size):
+        key = _hash(secret, key, _bytes_of(tokens[start : start + block_size]))
+        yield key
 
 
 @dataclass(slots=True)
@@ -84,10 +93,17 @@ class BlockManager:
     """
 
     def __init__(
-        self, *, blocks: int, block_size: int = 16, prefix_cache: bool = True, reach: int | None = None
+        self,
+        *,
+        blocks: int,
+        block_size: int = 16,
+        prefix_cache: bool = True,
+        reach: int | None = None,
+        secret: bytes | None = None,
     ) -> None:
         """prefix_cache: whether full blocks can be found by their tokens. reach: how many keys back a query looks, its
-        own included (None: all); sequences leave the blocks behind. Raises ConfigError below 1 block or token.
+        own included (None: all); sequences leave the blocks behind. secret: at most 64 bytes, for managers whose keys
+        are compared; by default its own. Raises ConfigError below 1 block or token.
         """
         if blocks < 1 or block_size < 1:
             raise ConfigError(f"a paged cache needs at least 1 block of 1 token; found {blocks} of {block_size}")
@@ -100,8 +116,8 @@ class BlockManager:
         # Taken from the front. A cached block leaves from the middle when it is adopted, which an ordered dict does in
         # constant time; blocks without a key are put in front, so that they are used before any cached one.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(blocks))
-        # Of this process only: nobody outside can make two texts whose keys collide.
-        self._secret = secrets.token_bytes(32)
+        # Known to nobody outside: nobody there can make two texts whose keys collide.
+        self._secret = secrets.token_bytes(32) if secret is None else secret
         self._stats = BlockStats()
         self._entries = 0  # of all tables
 
@@ -115,6 +131,11 @@ class BlockManager:
         used = self.blocks - len(self._free)
         return replace(self._stats, used_blocks=used, blocks_saved=self._entries - used)
 
+    @property
+    def cached(self) -> list[bytes]:
+        """The keys of the blocks that can be found. Any thread may ask."""
+        return list(self._cached)
+
     def begin(self, sequence: int, tokens: Sequence[int], *, salt: str = "") -> int:
         """Start a sequence with the cached full blocks of its beginning; returns how many tokens they hold.
 
@@ -122,15 +143,14 @@ class BlockManager:
         (tenants) share nothing through the cache, so that none can find out by timing what another has asked.
         """
         assert sequence not in self._sequences, f"sequence {sequence} exists"
-        chain, table = [self._hash(self._secret, salt.encode())], []
-        if self.prefix_cache:
-            for start in range(0, (len(tokens) - 1) // self.block_size * self.block_size, self.block_size):
-                key = self._hash(chain[-1], _bytes_of(tokens[start : start + self.block_size]))
-                block = self._cached.get(key)
-                if block is None:
-                    break
-                chain.append(key)
-                table.append(block)
+        keys = prefix_keys(tokens[:-1], block_size=self.block_size, secret=self._secret, salt=salt)
+        chain, table = [next(keys)], []
+        for key in keys if self.prefix_cache else ():
+            block = self._cached.get(key)
+            if block is None:
+                break
+            chain.append(key)
+            table.append(block)
         held = len(table) * self.block_size
         own = self._sequences[sequence] = _SequenceBlocks(table, chain, held, held, len(tokens), self._passed(held))
         for block in own.own:
@@ -190,7 +210,7 @@ class BlockManager:
             return
         for index in range(own.offered, len(tokens) // self.block_size):
             start = index * self.block_size
-            key = self._hash(own.chain[index], _bytes_of(tokens[start : start + self.block_size]))
+            key = _hash(self._secret, own.chain[index], _bytes_of(tokens[start : start + self.block_size]))
             own.chain.append(key)
             if key not in self._cached and self._keys[own.block_table[index]] is None:
                 self._cached[key] = own.block_table[index]
@@ -256,9 +276,8 @@ class BlockManager:
         """Raise AssertionError where the books do not agree. Takes time in proportion to all tables."""
         counted = [0] * self.blocks
         for number, own in self._sequences.items():
-            assert own.held <= own.room <= len(own.block_table) * self.block_size, (
-                f"sequence {number} has too few blocks"
-            )
+            held = len(own.block_table) * self.block_size
+            assert own.held <= own.room <= held, f"sequence {number} has too few blocks"
             assert len(set(own.own)) == len(own.own), f"sequence {number} has a block twice"
             assert own.offered <= own.held // self.block_size, f"sequence {number} has keys of blocks that are not full"
             for block in own.own:
@@ -333,8 +352,9 @@ class BlockManager:
             del self._cached[key]
             self._keys[block] = None
 
-    def _hash(self, before: bytes, content: bytes) -> bytes:
-        return hashlib.blake2b(before + content, key=self._secret, digest_size=_KEY_BYTES).digest()
+
+def _hash(secret: bytes, before: bytes, content: bytes) -> bytes:
+    return hashlib.blake2b(before + content, key=secret, digest_size=_KEY_BYTES).digest()
 
 
 def _bytes_of(tokens: Sequence[int]) -> bytes:

@@ -95,9 +95,8 @@ class Decoder:
         positions = (starts[:, None] + torch.minimum(offsets, counts[:, None] - 1)).clamp(min=0)
         fresh = not any(self.lengths)
         self.lengths = [n + len(p) for n, p in zip(self.lengths, part, strict=True)]
-        context = self.cache.step(
-            positions, valid=valid, fresh=fresh, read=max(self.lengths), masks=not is_fused(self.model)
-        )
+        read, masks = max(self.lengths), not is_fused(self.model)
+        context = self.cache.step(positions, valid=valid, fresh=fresh, read=read, masks=masks)
         last = torch.arange(len(part), device=device) * longest + (counts - 1).clamp(min=0)
         return self.model(tokens, positions, context, rows=valid.flatten().nonzero()[:, 0] if every else last)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hasten.errors import ConfigError
-from hasten.generation.perplexity import Padded, batches, cut_windows, exp, scoring_context
+from hasten.generation.perplexity import Padded, Window, batches, cut_windows, exp, scoring_context
 from hasten.model.transformer import Transformer
 
 ROWS = 256  # of which both models' logits are in memory
@@ -89,7 +89,6 @@ def _states(model: Transformer, own: Padded, kv_cache_dtype: str) -> Tensor:
     return model.states(own.tokens.to(device), positions, context).flatten(0, -2)[own.rows.to(device)]
 
 
-def _same(one: Sequence, other: Sequence) -> bool:
-    return len(one) == len(other) and all(
-        a.first == b.first and torch.equal(a.tokens, b.tokens) for a, b in zip(one, other, strict=True)
-    )
+def _same(one: Sequence[Window], other: Sequence[Window]) -> bool:
+    firsts = [[window.first for window in cut] for cut in (one, other)]
+    return firsts[0] == firsts[1] and all(torch.equal(a.tokens, b.tokens) for a, b in zip(one, other, strict=True))

@@ -159,15 +159,11 @@ class Generation:
 
     def results(self) -> list[Output]:
         """Every prompt's continuation up to now; finish_reason "length" stands for a row that has not ended, too."""
-        return [
-            Output(
-                [token for token, _ in taken],
-                "".join(text for _, text in taken),
-                output.finish_reason or "length",
-                len(prompt),
-            )
-            for prompt, taken, output in zip(self.prompts, self._taken, self.outputs, strict=True)
-        ]
+        found = []
+        for prompt, taken, output in zip(self.prompts, self._taken, self.outputs, strict=True):
+            text = "".join(text for _, text in taken)
+            found.append(Output([token for token, _ in taken], text, output.finish_reason or "length", len(prompt)))
+        return found
 
     def texts(self) -> Iterator[str]:
         """The pieces of text as they come, of all rows."""

@@ -15,32 +15,25 @@ from torch import Tensor
 from hasten.errors import ConfigError
 from hasten.generation.cache import StaticCache
 from hasten.generation.decoder import Decoder
-from hasten.model.experts import Experts
 from hasten.model.transformer import Transformer
 
-# capture(step, reset) records step() and returns what runs the recorded work again; it may run step() before, each time
-# after reset().
-Capture = Callable[[Callable[[], None], Callable[[], None]], Callable[[], None]]
 WARM_UP_STEPS = 3  # compiles what is compiled on first use, and lets libraries allocate their workspaces
 
 
 def refusal(model: Transformer) -> str | None:
     """Why this model's decode step cannot be captured, or None if it can."""
-    if model.device.type != "cuda":
-        return f"CUDA graphs need a CUDA device; the model is on {model.device}"
-    return _refusal(model)
-
-
-def _refusal(model: Transformer) -> str | None:
-    if any(isinstance(module, Experts) for module in model.modules()):
+    if any(layer.experts for layer in model.config.layers):
         return "its experts choose their tokens on the host"
     if any(rope.scaling == "longrope" for rope in model.config.ropes):
         return "longrope computes a sequence anew where it outgrows the pretraining context"
-    return None
+    return None if model.device.type == "cuda" else f"CUDA graphs need a CUDA device; the model is on {model.device}"
 
 
 def cuda_graph(step: Callable[[], None], reset: Callable[[], None]) -> Callable[[], None]:
-    """Warm `step` up on a stream of its own, as capturing wants it, then capture it."""
+    """Warm `step` up on a stream of its own, as capturing wants it, then capture it; returns what runs it again.
+
+    reset is called before each step that warms up.
+    """
     aside = torch.cuda.Stream()
     aside.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(aside):
@@ -95,24 +88,14 @@ class GraphDecoder(Decoder):
     """A static `Decoder` whose decode step is captured at its first call, and again only after the cache has grown.
 
     Checking drafts is captured too, for 2, 4, 8, … tokens a row. The logits that `decode` returns are overwritten by
-    the next call. Raises ConfigError for a model that cannot be captured (`refusal` says so before). `capture` is for
-    tests.
+    the next call. Raises ConfigError for a model that cannot be captured (`refusal` says so before).
     """
 
-    def __init__(
-        self,
-        model: Transformer,
-        *,
-        batch: int,
-        capacity: int,
-        kv_cache_dtype: str = "auto",
-        capture: Capture = cuda_graph,
-    ) -> None:
-        reason = refusal(model) if capture is cuda_graph else _refusal(model)
-        if reason is not None:
+    def __init__(self, model: Transformer, *, batch: int, capacity: int, kv_cache_dtype: str = "auto") -> None:
+        if (reason := refusal(model)) is not None:
             raise ConfigError(f"the decode step of this model cannot be captured: {reason}")
         super().__init__(model, batch=batch, capacity=capacity, static=True, kv_cache_dtype=kv_cache_dtype)
-        self._capture = capture
+        self.capture = cuda_graph
         self._captured: dict[int, tuple[FixedStep, Callable[[], None]]] = {}  # by the width
         self._captured_at = (0, 0)  # capacity and address of the cache that was captured
         self._on_device: tuple[list[int], list[bool]] = ([], [])  # what positions and going are there
@@ -160,7 +143,7 @@ class GraphDecoder(Decoder):
         if width not in self._captured:
             step = FixedStep(self.model, self.cache, width)
             # Warming up writes the same keys to the same places again and again, never beyond the cache.
-            self._captured[width] = step, self._capture(step, lambda: step.set(self.lengths, counts))
+            self._captured[width] = step, self.capture(step, lambda: step.set(self.lengths, counts))
             if width == 1:
                 self._on_device = ([], [])
         return self._captured[width]

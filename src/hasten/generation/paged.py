@@ -6,7 +6,7 @@ number of tokens of any number of sequences, laid end to end in one row: chunks 
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -101,11 +101,8 @@ class PagedCache:
         self.k, self.v = list(self._memory[:layers]), list(self._memory[layers:])
         spec = AttentionSpec(heads=config.heads, kv_heads=config.kv_heads, head_dim=config.head_dim, scale=1.0)
         self.row_format = row_format
-        sparse = config.attention_pattern is not None
-        request = AttentionRequest(
-            spec=spec, device=self.device, dtype=dtype, cache_bits=row_format.bits, block_mask=sparse
-        )
-        self.kernel = pick(PAGED_KERNELS, request)
+        request = AttentionRequest(spec=spec, device=self.device, dtype=dtype, cache_bits=row_format.bits)
+        self.kernel = pick(PAGED_KERNELS, replace(request, block_mask=config.attention_pattern is not None))
 
     @staticmethod
     def bytes_per_block(

@@ -105,9 +105,7 @@ class SamplingParams:
         if self.seed is not None:
             keep("seed", whole("seed", self.seed, low=0, high=LARGEST_SEED))
         if self.min_new_tokens > self.max_new_tokens:
-            raise ConfigError(
-                f"min_new_tokens is {self.min_new_tokens}, above max_new_tokens, which is {self.max_new_tokens}"
-            )
+            raise ConfigError(f"min_new_tokens is {self.min_new_tokens}, above max_new_tokens ({self.max_new_tokens})")
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
         if not isinstance(stop, (list, tuple)) or not all(isinstance(text, str) and text for text in stop):
             raise ConfigError(f"stop must be texts that are not empty, found {self.stop!r:.80}")

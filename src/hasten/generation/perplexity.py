@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -90,15 +91,8 @@ def scoring_context(model: Transformer, positions: Tensor, kv_cache_dtype: str) 
     batch, tokens = positions.shape
     if rows == PLAIN:
         return training_context(model, tokens)
-    cache = StaticCache(
-        model.config,
-        batch=batch,
-        capacity=tokens,
-        dtype=model.compute_dtype,
-        device=model.device,
-        row_format=rows,
-        bounded=False,
-    )
+    like: dict[str, Any] = {"dtype": model.compute_dtype, "device": model.device}
+    cache = StaticCache(model.config, batch=batch, capacity=tokens, **like, row_format=rows, bounded=False)
     return cache.step(positions, fresh=True, masks=not is_fused(model))
 
 

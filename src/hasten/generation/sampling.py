@@ -136,11 +136,9 @@ class History:
         """Count the tokens int64 that were just taken, one of each of the rows (all B), in place: the addresses stay,
         for captured graphs.
         """
-        at = (
-            torch.arange(len(tokens), device=tokens.device)
-            if rows is None
-            else torch.tensor(rows, device=tokens.device)
-        )
+        at = torch.arange(len(tokens), device=tokens.device)
+        if rows is not None:
+            at = torch.tensor(rows, device=tokens.device)
         self.counts.index_put_((at, tokens), torch.ones_like(tokens, dtype=torch.int32), accumulate=True)
         self.seen[at, tokens] = True
 

@@ -25,10 +25,8 @@ class SparseMasks:
         self.positions, self.heads, self.count = positions, config.heads, len(config.layers)
         blocks = 0 if self.pattern.cycle is not None else -(-positions // self.pattern.block)
         drawn = getattr(self.pattern, "random_blocks", 0) > 0
-        own = [
-            _table(self.pattern, blocks, heads=self.heads, layer=layer).to(device)
-            for layer in range(self.count if drawn else 1)
-        ]
+        layers = range(self.count if drawn else 1)
+        own = [_seen(self.pattern, blocks, heads=self.heads, layer=layer).to(device) for layer in layers]
         self.tables: list[Tensor] = own if drawn else own * self.count
 
     def masks(self, positions: Tensor, places: Tensor) -> list[Tensor]:
@@ -61,5 +59,5 @@ class SparseMasks:
         return [_block_mask(self.pattern, tokens, heads=self.heads, layer=layer) for layer in range(self.count)]
 
 
-_table = functools.lru_cache(maxsize=64)(seen_blocks)
+_seen = functools.lru_cache(maxsize=64)(seen_blocks)
 _block_mask = functools.lru_cache(maxsize=64)(BlockMask.of)

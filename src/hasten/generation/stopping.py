@@ -84,14 +84,11 @@ class StopStrings:
 
     The match that completes first wins; of those that complete at the same character, the one that began first (the
     longest). The stop string and what follows are never shown. At most `longest stop string - 1` characters are held.
-    Each stop string is a Knuth-Morris-Pratt automaton (1977): a character costs amortised constant time for each.
     """
 
     def __init__(self, stop: Collection[str]) -> None:
         assert all(stop), "SamplingParams refuses an empty stop string"
-        self._stop = sorted(set(stop), key=len, reverse=True)  # the longest first: it wins a tie
-        self._failure = [_failure_function(text) for text in self._stop]
-        self._matched = [0] * len(self._stop)  # characters of each that the text so far ends with
+        self._stop = stop
         self._held = ""
         self.found: str | None = None  # the stop string that came
 
@@ -99,37 +96,20 @@ class StopStrings:
         """Take more text; give what may be shown, and whether a stop string was found (then nothing more comes)."""
         if self.found is not None:
             return "", True
-        if not self._stop:
-            return piece, False
         text = self._held + piece
-        for end in range(len(self._held), len(text)):
-            length = self._step(text[end])
-            if length:
-                self._held = ""
-                return text[: end + 1 - length], True
-        shown = len(text) - max(self._matched)
-        self._held = text[shown:]
-        return text[:shown], False
+        places = [(at + len(stop), at, stop) for stop in self._stop if (at := text.find(stop)) >= 0]
+        if places:
+            _, shown, self.found = min(places)
+            self._held = ""
+        else:
+            shown = min((_beginning(stop, text) for stop in self._stop), default=len(text))
+            self._held = text[shown:]
+        return text[:shown], self.found is not None
 
     def flush(self) -> str:
         """What was held back, when no text follows."""
         held, self._held = self._held, ""
         return held
-
-    def _step(self, character: str) -> int:
-        """Advance every automaton; the length of the longest stop string now complete, or 0."""
-        complete = 0
-        for i, text in enumerate(self._stop):
-            k = self._matched[i]
-            while k and text[k] != character:
-                k = self._failure[i][k - 1]
-            if text[k] == character:
-                k += 1
-            self._matched[i] = k
-            if k == len(text) and not complete:
-                complete = k
-                self.found = text
-        return complete
 
 
 class OutputText:
@@ -222,14 +202,9 @@ def byte_level_alphabet() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
-def _failure_function(text: str) -> list[int]:
-    """failure[i]: length of the longest proper prefix of text[: i + 1] that is also its suffix."""
-    failure = [0] * len(text)
-    k = 0
-    for i in range(1, len(text)):
-        while k and text[k] != text[i]:
-            k = failure[k - 1]
-        if text[k] == text[i]:
-            k += 1
-        failure[i] = k
-    return failure
+def _beginning(stop: str, text: str) -> int:
+    """Where a stop string may have begun that the text does not hold whole; the text's end: nowhere."""
+    at = text.find(stop[0], max(0, len(text) - len(stop) + 1))
+    while at >= 0 and not stop.startswith(text[at:]):
+        at = text.find(stop[0], at + 1)
+    return len(text) if at < 0 else at

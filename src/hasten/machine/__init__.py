@@ -4,7 +4,7 @@ from hasten.machine.caches import cache_folder, cache_root, cache_sizes
 from hasten.machine.compiler import Compiler, find_compiler
 from hasten.machine.describe import describe
 from hasten.machine.device import configure, resolve_device, resolve_dtype
-from hasten.machine.limits import Limits, vendor_limits
+from hasten.machine.limits import Limits, Link, vendor_limits
 from hasten.machine.measure import MATRIX_DTYPES, matrix_rate, measure_limits
 from hasten.machine.memory import available_memory, peak_memory, process_memory, reset_peak_memory
 from hasten.machine.precision import ProductPrecision, emulated, training_precision
@@ -15,6 +15,7 @@ __all__ = [
     "MATRIX_DTYPES",
     "Compiler",
     "Limits",
+    "Link",
     "ProductPrecision",
     "Threads",
     "amx_permitted",

@@ -54,12 +54,11 @@ def _levels(mount: Path, path: str) -> Iterator[Path]:
     folder = mount / path.strip("/")
     if ".." in folder.parts:  # a group outside this namespace's root
         folder = mount
-    while True:
-        if folder.is_dir():
-            yield folder
-        if folder == mount:
+    for level in (folder, *folder.parents):
+        if level.is_dir():
+            yield level
+        if level == mount:
             return
-        folder = folder.parent
 
 
 def _number(file: Path) -> int | None:

@@ -126,9 +126,7 @@ def _gpu(machine: Machine) -> Finding:
     if shutil.which("nvidia-smi") is None and not Path("/proc/driver/nvidia/version").exists():
         return finding("GPU", "none; everything runs on the CPU")
     if machine.cuda is None:
-        return finding(
-            "GPU", "an NVIDIA driver, but torch is built for the CPU only", missing="pip install a CUDA torch"
-        )
+        return finding("GPU", "an NVIDIA driver, but torch is built for the CPU", missing="pip install a CUDA torch")
     return finding("GPU", "an NVIDIA driver, but torch sees no GPU", missing="look at nvidia-smi and its version")
 
 

@@ -94,17 +94,12 @@ def _gpus() -> tuple[Gpu, ...]:
 
     if not torch.cuda.is_available():
         return ()
-    properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    rates = _rates()
-    return tuple(
-        Gpu(
-            p.name,
-            p.total_memory,
-            f"{p.major}.{p.minor}",
-            *rates.get(str(getattr(p, "uuid", "")).removeprefix("GPU-"), ()),
-        )
-        for p in properties
-    )
+    rates, found = _rates(), []
+    for index in range(torch.cuda.device_count()):
+        own = torch.cuda.get_device_properties(index)
+        uuid = str(getattr(own, "uuid", "")).removeprefix("GPU-")
+        found.append(Gpu(own.name, own.total_memory, f"{own.major}.{own.minor}", *rates.get(uuid, ())))
+    return tuple(found)
 
 
 def _rates() -> dict[str, tuple[float | None, ...]]:
@@ -118,7 +113,6 @@ def _rates() -> dict[str, tuple[float | None, ...]]:
     found = {}
     for line in said.splitlines():
         uuid, *numbers = (part.strip() for part in line.split(","))
-        found[uuid.removeprefix("GPU-")] = tuple(
-            float(x) if re.fullmatch(r"[\d.]+", x) else None for x in numbers
-        )  # "[N/A]"
+        known = (float(x) if re.fullmatch(r"[\d.]+", x) else None for x in numbers)  # "[N/A]"
+        found[uuid.removeprefix("GPU-")] = tuple(known)
     return found

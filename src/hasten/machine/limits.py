@@ -11,6 +11,22 @@ class Limits:
     rates: dict[str, float]
 
 
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What ranks tell each other through: an exchange takes `latency` seconds, and `hop` for each further rank; what a
+    rank receives comes at `bandwidth` bytes/s. source: where the figures are from.
+    """
+
+    latency: float
+    hop: float
+    bandwidth: float
+    source: str
+
+    def seconds(self, *, exchanges: int, received: float, ranks: int) -> float:
+        """Of so many exchanges among so many ranks, in which each receives so many bytes altogether."""
+        return exchanges * (self.latency + (ranks - 1) * self.hop) + received / self.bandwidth
+
+
 # (part of the device name, bytes/s of memory, dense bf16 FLOP/s without sparsity) from the data sheets; the first that
 # matches counts, so the longer names stand before the shorter ones they contain.
 VENDOR_LIMITS = (

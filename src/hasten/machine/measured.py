@@ -33,17 +33,32 @@ CLOCK = time.thread_time if sys.platform == "linux" else time.perf_counter
 Times = Mapping[str, float]  # seconds of each contender, by its name
 
 
-def compare(what: str, contenders: Callable[[], Mapping[str, Callable[[], object]]], *, library: str = "") -> Times:
+def compare(
+    what: str,
+    contenders: Callable[[], Mapping[str, Callable[[], object]]],
+    *,
+    library: str = "",
+    clock: Callable[[], float] = CLOCK,
+) -> Times:
     """The shortest time of each call on one thread; from the cache where it was measured before, {} if switched off.
 
-    contenders: makes the calls, by name. library: the native library among them, which its hash belongs to. Raises
-    ConfigError where HASTEN_MEASURE is neither 0 nor 1.
+    contenders: makes the calls, by name. library: the native library among them, which its hash belongs to. clock:
+    time.perf_counter for calls that wait for other processes. Raises ConfigError where HASTEN_MEASURE is neither 0 nor
+    1.
     """
     key = _key(what, library)
     found = _store()
     if key not in found:  # what a resumed run brought along counts, switched off or not
-        found[key] = _read(key) or _measured(key, contenders) if _allowed() else {}
+        found[key] = _read(key) or _measured(key, contenders, clock) if _allowed() else {}
     return found[key]
+
+
+def forget(what: str, *, library: str = "") -> None:
+    """Have a comparison made anew when it is next asked for."""
+    key = _key(what, library)
+    _store().pop(key, None)
+    with contextlib.suppress(OSError, ResourceError):
+        (cache_folder("measured") / _file(key)).unlink(missing_ok=True)
 
 
 def _allowed() -> bool:
@@ -107,7 +122,9 @@ def _sound(times: object) -> bool:
     return bool(numbers) and all(isinstance(n, float) and math.isfinite(n) and n > 0 for n in numbers)
 
 
-def _measured(key: str, contenders: Callable[[], Mapping[str, Callable[[], object]]]) -> dict[str, float]:
+def _measured(
+    key: str, contenders: Callable[[], Mapping[str, Callable[[], object]]], clock: Callable[[], float]
+) -> dict[str, float]:
     import torch
 
     from hasten.machine.measure import limited_threads
@@ -126,9 +143,9 @@ def _measured(key: str, contenders: Callable[[], Mapping[str, Callable[[], objec
         while rounds < 2 or time.perf_counter() < end:  # the first one warms up, and is never the shortest
             rounds += 1
             for name, call in calls.items():
-                start = CLOCK()
+                start = clock()
                 call()
-                best[name] = min(best[name], CLOCK() - start)
+                best[name] = min(best[name], clock() - start)
     if (earlier := _read(key)) is not None:  # of a process that measured at the same time
         return earlier
     with contextlib.suppress(OSError, ResourceError):  # then it holds for this process

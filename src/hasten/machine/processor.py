@@ -124,9 +124,8 @@ def last_level_cache_bytes() -> int:
 
 
 def _core_place(number: int) -> tuple[str, str] | None:
-    package, core = (
-        system_file(CPU_FOLDER / f"cpu{number}" / "topology" / name) for name in ("physical_package_id", "core_id")
-    )
+    folder = CPU_FOLDER / f"cpu{number}" / "topology"
+    package, core = (system_file(folder / name) for name in ("physical_package_id", "core_id"))
     return None if package is None or core is None else (package, core)
 
 

@@ -27,10 +27,8 @@ def bars(*columns: str, shown: bool = True, transient: bool = True) -> Progress:
         "remaining": progress.TimeRemainingColumn,
     }
     behind = [known[name]() if name in known else progress.TextColumn(name) for name in columns]
-    description, bar = progress.TextColumn("{task.description}"), progress.BarColumn(bar_width=24)
-    return progress.Progress(
-        description, bar, *behind, console=Console(stderr=True), transient=transient, disable=not shown
-    )
+    every = (progress.TextColumn("{task.description}"), progress.BarColumn(bar_width=24), *behind)
+    return progress.Progress(*every, console=Console(stderr=True), transient=transient, disable=not shown)
 
 
 def on_terminal() -> bool:

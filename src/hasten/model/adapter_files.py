@@ -98,7 +98,7 @@ def save_adapter(
             for one, factor in zip("AB", pair, strict=True):
                 tensors[f"{PREFIX}{name}.lora_{one}.weight"] = factor.detach().cpu().contiguous()
     ranks = {name: own.a.shape[0] for name, own in modules.items()}
-    alphas = {name: _whole(own.alpha) for name, own in modules.items()}
+    alphas = {name: int(own.alpha) if own.alpha == int(own.alpha) else own.alpha for name, own in modules.items()}
     (rank, _), (alpha, _) = Counter(ranks.values()).most_common(1)[0], Counter(alphas.values()).most_common(1)[0]
     leaves = dict.fromkeys(name.rpartition(".")[2] for name in modules)
     all_of_them = all(name in modules for name in places if name.rpartition(".")[2] in leaves)
@@ -160,7 +160,3 @@ def _number(config: Mapping[str, Any], kind: str, field: str, module: str) -> fl
         most = f"a whole number from 1 to {LARGEST_RANK}" if kind == "rank" else "a number"
         raise ConfigError(f"{CONFIG}: {where} is {value!r:.60}; it must be {most}")
     return float(value)
-
-
-def _whole(number: float) -> float:
-    return int(number) if number == int(number) else number

@@ -51,13 +51,9 @@ def _attach_fused(model: Transformer, adapters: Sequence[Adapter]) -> AdapterCho
             "down": {"mlp.down": hidden},
         }
         for name, parts in places.items():
+            named = {f"blocks.{index}.{layer}": rows for layer, rows in parts.items()}
             own = [
-                [
-                    (f, rows)
-                    for layer, rows in parts.items()
-                    if (f := adapter.get(f"blocks.{index}.{layer}")) is not None
-                ]
-                for adapter in adapters
+                [(adapter[layer], rows) for layer, rows in named.items() if layer in adapter] for adapter in adapters
             ]
             if any(own):
                 linear = getattr(block, name)

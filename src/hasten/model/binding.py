@@ -10,8 +10,7 @@ from torch import nn
 
 from hasten.errors import ConfigError
 from hasten.model.fused import FusedBlock, fuse, refusal, unfuse, waits
-from hasten.model.require import require_model
-from hasten.model.transformer import Attention, Transformer
+from hasten.model.transformer import Attention, Transformer, require_model
 from hasten.ops import attention as attention_operator
 from hasten.ops import picker
 from hasten.ops.attention.layer import layer_requests

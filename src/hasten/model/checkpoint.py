@@ -76,16 +76,12 @@ def _read_shards(folder: Path, index: Path) -> dict[str, StoredTensor]:
         # One printable path component: never another folder, a drive, or a name that no file can have.
         plain = Path(file).name == file and "\\" not in file and file.isprintable() and len(file) < 256
         if not plain or not file.endswith(".safetensors"):
-            raise CheckpointError(
-                f"{index} names the file {file!r:.100}; only .safetensors files in the same folder are read"
-            )
+            raise CheckpointError(f"{index} names the file {file!r:.100}; only .safetensors files beside it are read")
         shards[file] = read_header(folder / file)
     stored: dict[str, StoredTensor] = {}
     for name, file in names.items():
         if name not in shards[file]:
-            raise CheckpointError(
-                f"{index} says that {name!r:.100} stands in {file}, and it does not; download both again"
-            )
+            raise CheckpointError(f"{index} says that {name!r:.100} is in {file}, and it is not; download both again")
         stored[name] = shards[file][name]
     return stored
 

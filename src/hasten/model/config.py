@@ -144,9 +144,8 @@ class Fields:
         name = next((name for name in given or names if name in self), names[0])
         value = self.value(name)
         if value is None and default is _MISSING:
-            raise CheckpointError(
-                f"{self.where} lacks {name!r}, which a {self.values.get('model_type', 'model')!s:.40} needs"
-            )
+            kind = self.values.get("model_type", "model")
+            raise CheckpointError(f"{self.where} lacks {name!r}, which a {kind!s:.40} needs")
         value = default if value is None else value
         if value is not None and not fits(value):
             raise self.fail(name, wanted, value)

@@ -89,9 +89,8 @@ def training_context(model: Transformer, tokens: int, documents: Tensor | None =
     fits = all(isinstance(attention, Attention) and attention.takes_intervals for attention in attentions)
     if pattern is None:
         return TrainingContext(windows, documents, intervals=fits)
-    if documents is not None and any(
-        isinstance(one, Attention) and one.kernels.tokens.name == "flex" for one in attentions
-    ):
+    by_flex = any(isinstance(one, Attention) and one.kernels.tokens.name == "flex" for one in attentions)
+    if documents is not None and by_flex:
         raise ConfigError("the kernel flex of this model's sparse pattern cannot keep packed documents apart")
     masks = [BlockMask.of(pattern, tokens, heads=config.heads, layer=layer) for layer in range(len(windows))]
     for mask in masks:  # ready for the layers' kernels

@@ -87,9 +87,7 @@ def export_model(
             _move(staging, folder, weights)
     except OSError as error:
         reason = error.strerror or error
-        raise CheckpointError(
-            f"{folder} cannot be written: {reason}; choose a folder with room and write access"
-        ) from None
+        raise CheckpointError(f"{folder} cannot be written: {reason}; choose one with room and write access") from None
     finally:
         if made:  # and empty, where nothing was moved into it: rmdir takes no other
             with suppress(OSError):

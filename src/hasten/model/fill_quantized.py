@@ -56,9 +56,8 @@ def fill_quantized(
         elif name == "embedding":
             layers[name] = replace(module.layer, activations="none")
             numbers = read(module).map(own)
-            model.embedding = PackedEmbedding.from_weight(
-                numbers if cut is None else cut.of_weight(numbers), dtype=dtype
-            )
+            numbers = numbers if cut is None else cut.of_weight(numbers)
+            model.embedding = PackedEmbedding.from_weight(numbers, dtype=dtype)
             data = model.embedding.table.data
         else:
             layers[name] = module.layer

@@ -32,9 +32,8 @@ from hasten.model.fused_linear import (
 from hasten.model.initialize import unfilled
 from hasten.model.interfaces import Context, LayerContext
 from hasten.model.lora import AdapterChoice
-from hasten.model.require import require_model
 from hasten.model.sharded import ShardedTransformer, SumOfRanks
-from hasten.model.transformer import MLP, Block, Transformer
+from hasten.model.transformer import MLP, Block, Transformer, require_model
 from hasten.model.wide import narrow
 from hasten.ops.attention.spec import LARGEST_HEAD
 from hasten.ops.linear import BFLOAT16, PackedLinear
@@ -173,10 +172,8 @@ class FusedBlock(nn.Module):
         if self.experts is None:
             # eps, offset and centred are those of the first norm: all of a model are of one kind.
             first = norm_arguments(self.attention_norm)
-            post, mlp, mlp_post = (
-                norm_arguments(norm)[:2] for norm in (self.attention_post_norm, self.mlp_norm, self.mlp_post_norm)
-            )
             sums = self.attention_post_norm
+            post, mlp, mlp_post = (norm_arguments(norm)[:2] for norm in (sums, self.mlp_norm, self.mlp_post_norm))
             ranks = sums.group.plan if isinstance(sums, SumOfRanks) else None
             plan = ops.plan_block.default(
                 *(spec.kv_heads, *first, weight("qkv"), *sizes, *scores),

@@ -183,5 +183,4 @@ def norm_arguments(norm: nn.Module) -> tuple[Tensor | None, Tensor | None, float
 
 def weight_arguments(linear: PackedLinear) -> tuple[Any, ...]:
     """data, scales, zeros, outer scales, bias, group size, planes of the activations."""
-    packed = linear.data, linear.scales, linear.zeros, linear.outer, linear.bias
-    return *packed, linear.format.group_size, linear.planes
+    return *linear.packed, linear.bias, linear.format.group_size, linear.planes

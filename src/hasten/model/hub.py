@@ -6,9 +6,9 @@ from pathlib import Path
 from hasten.errors import CheckpointError, ConfigError, ResourceError
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-_HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt")
+_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt"]
 # The same weights again in another layout, which a model folder is not read from.
-_HUB_DUPLICATES = ("consolidated*", "original/*", "onnx/*")
+_DUPLICATES = ["consolidated*", "original/*", "onnx/*"]
 
 
 def resolve_model(source: str | Path) -> Path:
@@ -63,11 +63,7 @@ def _download(name: str) -> Path:
     import huggingface_hub
 
     try:
-        return Path(
-            huggingface_hub.snapshot_download(
-                name, allow_patterns=list(_HUB_FILES), ignore_patterns=list(_HUB_DUPLICATES)
-            )
-        )
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=_FILES, ignore_patterns=_DUPLICATES))
     except Exception as error:  # the hub's client raises many kinds, all of which mean that it cannot be had
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ResourceError(

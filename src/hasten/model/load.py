@@ -116,7 +116,7 @@ def fill_plain(
     model.generation, model.tokenizer = checkpoint.generation, checkpoint.tokenizer
     # The weights last: whatever else is wrong with a folder shows before gigabytes are read.
     plain = {o: p for o, p in pieces.items() if p.name not in modules}
-    own = dtype or checkpoint.dtype or _own_dtype([stored[piece.name] for piece in plain.values()])
+    own = dtype or checkpoint.dtype or own_dtype([stored[piece.name] for piece in plain.values()])
     _fill(model, plain, checkpoint.read, stored, dtype=None if keep_dtypes else own, device=device, share=share)
     return model, own, {ours: piece for ours, piece in pieces.items() if ours not in plain}, quantized
 
@@ -130,9 +130,7 @@ def open_checkpoint(source: str | Path) -> ModelSource:
 def _from_transformers(module: nn.Module, dtype: torch.dtype | None, device: torch.device | None) -> Transformer:
     to_dict = getattr(getattr(module, "config", None), "to_dict", None)
     if to_dict is None:
-        raise ConfigError(
-            f"hasten.load takes a folder, a hub id or a transformers model; found {type(module).__name__}"
-        )
+        raise ConfigError(f"hasten.load takes a folder, hub id or transformers model; found {type(module).__name__}")
     values = to_dict()
     family, config = family_of(values), read_config(values)
     tensors = module.state_dict()
@@ -232,7 +230,7 @@ def _check_piece(ours: str, piece: TensorSlice, stored: StoredTensor, model: Tra
         )
 
 
-def _own_dtype(stored: Iterable[StoredTensor]) -> torch.dtype:
+def own_dtype(stored: Iterable[StoredTensor]) -> torch.dtype:
     """The dtype that most of the checkpoint's bytes are in."""
     counts: dict[str, int] = {}
     for tensor in stored:

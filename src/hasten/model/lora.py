@@ -196,9 +196,8 @@ def attach(model: Transformer, adapters: Sequence[Adapter], *, dropout: float = 
     for name in dict.fromkeys(name for adapter in adapters for name in adapter):
         base = model.get_submodule(name)
         assert isinstance(base, nn.Linear | PackedLinear)
-        model.set_submodule(
-            name, LoRALinear(base, [adapter.get(name) for adapter in adapters], choice, dropout=dropout)
-        )
+        own = [adapter.get(name) for adapter in adapters]
+        model.set_submodule(name, LoRALinear(base, own, choice, dropout=dropout))
     return choice
 
 

@@ -25,9 +25,8 @@ class LayerNorm(nn.LayerNorm):
     """PyTorch's layer norm, kept in float32 for half-precision weights."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.layer_norm(x.float(), self.normalized_shape, self.weight.float(), self.bias.float(), self.eps).to(
-            x.dtype
-        )
+        weight, bias = self.weight.float(), self.bias.float()
+        return F.layer_norm(x.float(), self.normalized_shape, weight, bias, self.eps).to(x.dtype)
 
 
 def norm_of(config: ModelConfig, size: int) -> nn.Module:

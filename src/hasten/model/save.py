@@ -5,9 +5,8 @@ from pathlib import Path
 from hasten.errors import ConfigError
 from hasten.model.binding import kernels
 from hasten.model.export import export_model
-from hasten.model.require import require_model
 from hasten.model.sharded import ShardedTransformer
-from hasten.model.transformer import Transformer
+from hasten.model.transformer import Transformer, require_model
 
 
 def save(model: Transformer, folder: str | Path) -> None:

@@ -5,15 +5,12 @@ stands, in readable blocks and in fused ones (there inside the native step). Eac
 and the logits of all are put side by side: then every rank has the same bits, and draws the same token from them.
 """
 
-import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 
 from hasten.model.shares import Share
 from hasten.model.swap import take_over
 from hasten.model.transformer import Transformer
 from hasten.ops.collective import RankGroup
-from hasten.ops.loss import IGNORED, rows_of_a_chunk
 
 
 class SumOfRanks(nn.Module):
@@ -44,11 +41,7 @@ class ShardedTransformer(Transformer):
         return super().finished(self.group.gather(scores.float(), [len(words) for words in self.words]))
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        size = rows_of_a_chunk(self.config.vocab_size)
-        parts = zip(x.flatten(0, -2).split(size), targets.flatten().split(size), strict=True)
-        return torch.stack(
-            [cross_entropy(self.logits(x), wanted, ignore_index=IGNORED, reduction="sum") for x, wanted in parts]
-        ).sum()
+        return self.loss_by_logits(x, targets)
 
 
 def connect(model: Transformer, group: RankGroup, shares: list[Share]) -> ShardedTransformer:

@@ -90,9 +90,8 @@ class Share:
         """The part of a parameter, by its name in a Transformer; None: it is whole on each rank."""
         *owners, module, kind = name.split(".")
         inner = self.expert if "experts" in owners else self.inner
-        heads, kv_heads = (
-            range(held.start * self.head_dim, held.stop * self.head_dim) for held in (self.heads, self.kv_heads)
-        )
+        size = self.head_dim
+        heads, kv_heads = (range(held.start * size, held.stop * size) for held in (self.heads, self.kv_heads))
         columns = {"q": heads, "k": kv_heads, "v": kv_heads, "gate": inner, "up": inner}
         columns |= {"embedding": self.words, "head": self.words}
         rows = {"output": heads, "down": inner}

@@ -125,9 +125,7 @@ def read_text(path: Path) -> str:
     try:
         size = path.stat().st_size
         if size > MAX_FILE_BYTES:
-            raise CheckpointError(
-                f"{path}: {size:,} bytes is too large for a tokenizer file ({MAX_FILE_BYTES:,} at most)"
-            )
+            raise CheckpointError(f"{path}: {size:,} bytes is too large for a tokenizer ({MAX_FILE_BYTES:,} at most)")
         return path.read_text(encoding="utf-8")
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error

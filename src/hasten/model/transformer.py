@@ -161,11 +161,7 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(
-        self,
-        x: Tensor,
-        rope: tuple[Tensor, Tensor] | None,
-        layer: LayerContext,
-        scale: Tensor | None = None,
+        self, x: Tensor, rope: tuple[Tensor, Tensor] | None, layer: LayerContext, scale: Tensor | None = None
     ) -> Tensor:
         """x (B, T, C) -> (B, T, C). scale: 0-dim, what both additions are multiplied with (a kept block's 1/p)."""
         added = self.dropout(self.attention_post_norm(self.attention(self.attention_norm(x), rope, layer)))
@@ -279,14 +275,7 @@ class Transformer(nn.Module):
         plain = getattr(type(self.head), "forward", None) is nn.Linear.forward
         plain |= isinstance(self.head, WideLinear) and torch.is_grad_enabled()
         if not plain:
-            size = rows_of_a_chunk(self.config.padded_vocab_size)
-            parts = zip(x.flatten(0, -2).split(size), targets.flatten().split(size), strict=True)
-
-            def own(x: Tensor, targets: Tensor) -> Tensor:
-                return F.cross_entropy(self.logits(x), targets, ignore_index=IGNORED, reduction="sum")
-
-            losses = [checkpoint(own, *part, use_reentrant=False, preserve_rng_state=False) for part in parts]
-            return torch.stack(losses).sum()
+            return self.loss_by_logits(x, targets)
         return linear_cross_entropy(
             x,
             self.head.weight.to(self.compute_dtype),
@@ -296,6 +285,17 @@ class Transformer(nn.Module):
             softcap=self.config.logit_softcap,
             kernel=self.loss_kernel,
         )
+
+    def loss_by_logits(self, x: Tensor, targets: Tensor) -> Tensor:
+        """`loss` by whatever makes the logits, of a few rows at a time."""
+        size = rows_of_a_chunk(self.config.vocab_size)
+        parts = zip(x.flatten(0, -2).split(size), targets.flatten().split(size), strict=True)
+
+        def own(x: Tensor, targets: Tensor) -> Tensor:
+            return F.cross_entropy(self.logits(x), targets, ignore_index=IGNORED, reduction="sum")
+
+        losses = [checkpoint(own, *part, use_reentrant=False, preserve_rng_state=False) for part in parts]
+        return torch.stack(losses).sum()
 
     def scores(self, x: Tensor) -> Tensor:
         """Logits (..., V) of states (..., C) as they come out of the last block."""
@@ -363,3 +363,10 @@ class Transformer(nn.Module):
         for layer in self.modules():
             if isinstance(layer, Attention):
                 layer.bind(attention)
+
+
+def require_model(model: object, caller: str) -> None:
+    """Raise ConfigError, naming the caller, for anything but a hasten model."""
+    if not isinstance(model, Transformer):
+        found = f"{model!r:.60}" if isinstance(model, str) else type(model).__name__
+        raise ConfigError(f"{caller} takes a model, as hasten.load(...) returns one; found {found}")

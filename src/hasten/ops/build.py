@@ -119,10 +119,7 @@ def build(isa: str, part: Part = "inference", *, sources: Path = SOURCES, folder
     if compiler is None:
         if ready := max(folder.glob(f"{stem}-*.so"), key=_modified, default=None):
             return _used(ready)
-        raise ResourceError(
-            "there is no C++ compiler (looked for $CXX, g++, clang++, c++); install one, "
-            "for example with `apt install g++`"
-        )
+        raise ResourceError("there is no C++ compiler ($CXX, g++, clang++, c++); install one: `apt install g++`")
     if compiler.kind == "g++":
         flags = (*flags, *GNU_FLAGS)
     target = folder / f"{stem}-{_hash(str(compiler), *flags, SHORT_PATHS, *_rpath())}.so"

@@ -172,9 +172,7 @@ def with_gradients(register: Callable[[NativeLibrary, str], None]) -> Callable[[
     def registered(isa: str) -> str:
         native = library(isa, "training")
         if native is None:
-            raise ResourceError(
-                "there are no native kernels here; a C++ compiler is needed, and HASTEN_ISA must allow one"
-            )
+            raise ResourceError("no native kernels are here; a C++ compiler is needed, and HASTEN_ISA must allow one")
         register(native, namespace(isa))
         return namespace(isa)
 

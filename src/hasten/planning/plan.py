@@ -10,7 +10,7 @@ from typing import Any
 
 from hasten.model.config import ModelConfig
 from hasten.planning import cost
-from hasten.planning.devices import LATENCY, REACHED, Device
+from hasten.planning.devices import REACHED, Device
 from hasten.planning.memory import ITEMSIZE, InferenceUse, Memory, TrainingUse, largest, memory_of
 from hasten.planning.sharing import sent_bytes
 
@@ -20,7 +20,8 @@ class Phase:
     """A training "step", a "prompt" of each sequence or a "token" of each: the part of one of the devices in it.
 
     tokens: of all sequences. flops: of products, recomputed ones included. moved: bytes from and to memory. sent: bytes
-    to other devices, in so many exchanges. measured: seconds, None: what REACHED says of the limit.
+    from each of the `ranks` to others, in so many exchanges. measured: seconds without them, None: what REACHED says of
+    the limit.
     """
 
     name: str
@@ -30,6 +31,7 @@ class Phase:
     dtype: str
     sent: float = 0.0
     exchanges: int = 0
+    ranks: int = 1
     measured: float | None = None
 
     def limits(self, device: Device) -> dict[str, float]:
@@ -37,7 +39,7 @@ class Phase:
         return {
             "products": self.flops / device.rate(self.dtype),
             "memory": self.moved / device.limits.bandwidth,
-            "link": self.sent / device.link + self.exchanges * LATENCY,
+            "link": device.link.seconds(exchanges=self.exchanges, received=self.sent, ranks=self.ranks),
         }
 
     def limit(self, device: Device) -> float:
@@ -46,8 +48,10 @@ class Phase:
         return max(found["products"], found["memory"]) + found["link"]
 
     def seconds(self, device: Device) -> float:
-        """As measured, else expected."""
-        return self.limit(device) / REACHED[self.name] if self.measured is None else self.measured
+        """As measured, else expected; and the exchanges, whose figures are what is reached."""
+        found = self.limits(device)
+        own = max(found["products"], found["memory"]) / REACHED[self.name] if self.measured is None else self.measured
+        return own + found["link"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,6 +139,7 @@ def training_phase(config: ModelConfig, use: TrainingUse, *, kept: float = 1.0) 
         dtype=use.dtype,
         sent=sent,
         exchanges=2 * layers * use.accumulation * (use.ranks > 1),
+        ranks=use.ranks,
     )
 
 
@@ -150,15 +155,17 @@ def inference_phases(config: ModelConfig, use: InferenceUse) -> tuple[Phase, Pha
     flops = cost.forward_flops_per_token(config, 2 * context - 1)  # whose mean token sees as many keys
 
     def phase(name: str, tokens: int, flops: float, moved: float, steps: int) -> Phase:
-        sums = 2 * len(config.layers)  # in which a ring sends (N-1)/N of the states twice
+        # Two sums a block and the embedding's, in which a rank gets all that each other one has; and the logits.
+        sums, logits = 2 * len(config.layers) + 1, together * config.padded_vocab_size * 4
         return Phase(
             name=name,
             tokens=tokens,
             flops=flops / degree,
             moved=moved / degree,
             dtype=use.dtype,
-            sent=sums * tokens * config.hidden_size * ITEMSIZE[use.dtype] * 2 * (degree - 1) / degree,
-            exchanges=sums * steps * (degree > 1),
+            sent=(degree - 1) * (sums * tokens * config.hidden_size * ITEMSIZE[use.dtype] + logits / degree),
+            exchanges=(sums + 1) * steps * (degree > 1),
+            ranks=degree,
         )
 
     return (

@@ -16,8 +16,7 @@ from hasten.machine import describe, measure_limits
 from hasten.machine.files import save_json
 from hasten.machine.limits import Limits
 from hasten.model.binding import Binding, explain
-from hasten.model.require import require_model
-from hasten.model.transformer import Transformer
+from hasten.model.transformer import Transformer, require_model
 from hasten.model.wide import product_dtype
 from hasten.ops.attention.train import flop_formulas
 from hasten.ops.linear.modules import PackedLinear

@@ -69,39 +69,27 @@ class AWQ:
         block = task.before
         attention = block.attention
         assert isinstance(attention, Attention)
-        mlp = block.mlp
-        down: list[str] = []
+        mlp = block.mlp if isinstance(block.mlp, MLP) else None  # None: experts
         first = [name for name in task.layers if name.startswith("mlp.") and not name.endswith(".down")]
-        if isinstance(mlp, MLP):
-            down = ["mlp.down"]
-            of_mlp = ChannelStatistics(task, first[0])
-        else:
-            of_mlp = ChannelStatistics(task, "mlp.router")
+        of_mlp = ChannelStatistics(task, "mlp.router" if mlp is None else first[0])
         of_qkv, of_output = ChannelStatistics(task, "attention.q"), ChannelStatistics(task, "attention.output")
-        of_down = ChannelStatistics(task, "mlp.down") if down else None
+        of_down = None if mlp is None else ChannelStatistics(task, "mlp.down")
         # From the back: what a layer's rows are divided by belongs to the weight that is then scaled itself.
-        self._fold_rows(
-            task,
-            "attention.v",
-            ["attention.output"],
-            of_output,
-            repeats=attention.spec.heads // attention.spec.kv_heads,
-            size=attention.spec.head_dim,
-        )
+        spec = attention.spec
+        self._fold_rows(task, "attention.v", "attention.output", of_output, repeats=spec.groups, size=spec.head_dim)
         qkv = ["attention.q", "attention.k", "attention.v"]
         self._fold_norm(task, "attention_norm", qkv, [], of_qkv)
-        if of_down is not None and isinstance(mlp, MLP) and mlp.gate is not None:
-            self._fold_rows(task, "mlp.up", down, of_down)
-        self._fold_norm(task, "mlp_norm", first, [] if down else ["mlp.router"], of_mlp)
+        if of_down is not None and mlp is not None and mlp.gate is not None:
+            self._fold_rows(task, "mlp.up", "mlp.down", of_down)
+        self._fold_norm(task, "mlp_norm", first, ["mlp.router"] if mlp is None else [], of_mlp)
         self._round(task, qkv, of_qkv)
         self._round(task, ["attention.output"], of_output)
         self._round(task, first, of_mlp)
         if of_down is not None:
-            self._round(task, down, of_down)
+            self._round(task, ["mlp.down"], of_down)
+        note = "rounded to nearest: the inputs of an expert's `down` are not looked at"
         for name in [name for name in task.layers if name not in task.weights]:
-            task.place(
-                name, task.nearest(name), note="rounded to nearest: the inputs of an expert's `down` are not looked at"
-            )
+            task.place(name, task.nearest(name), note=note)
 
     def _fold_norm(
         self, task: BlockTask, norm: str, names: Sequence[str], plain: Sequence[str], inputs: ChannelStatistics
@@ -123,29 +111,19 @@ class AWQ:
         inputs.divide(real)
 
     def _fold_rows(
-        self,
-        task: BlockTask,
-        producer: str,
-        names: Sequence[str],
-        inputs: ChannelStatistics,
-        *,
-        repeats: int = 1,
-        size: int = 1,
+        self, task: BlockTask, producer: str, name: str, inputs: ChannelStatistics, *, repeats: int = 1, size: int = 1
     ) -> None:
         """Divide the rows of a layer, of whose outputs each head of `size` stands `repeats` times in the inputs."""
-        scales = self._best(task, names, inputs)
+        rows = scales = self._best(task, [name], inputs)
         if repeats > 1:  # heads that share a value share its scale: their geometric mean
             by_head = scales.log().view(-1, repeats, size).mean(dim=1)
             rows = by_head.flatten().exp()
             scales = by_head.unsqueeze(1).expand(-1, repeats, -1).flatten().exp()
-        else:
-            rows = scales
         task.change(f"{producer}.weight", task.tensor(f"{producer}.weight").float() / rows[:, None])
         bias = getattr(task.before.get_submodule(producer), "bias", None)
         if bias is not None:
             task.change(f"{producer}.bias", (bias.detach().float() / rows).to(bias.dtype))
-        for name in names:
-            task.change(f"{name}.weight", task.tensor(f"{name}.weight").float() * scales)
+        task.change(f"{name}.weight", task.tensor(f"{name}.weight").float() * scales)
         inputs.divide(scales)
 
     def _best(self, task: BlockTask, names: Sequence[str], inputs: ChannelStatistics) -> Tensor:
@@ -175,12 +153,8 @@ class AWQ:
             weight = task.tensor(f"{name}.weight").float()
             rounded = self._rounded(task, name, weight, inputs.gram.diagonal())
             original = output_error(task.weight(name), task.nearest(name), inputs.before_division())
-            task.place(
-                name,
-                rounded,
-                output_error=output_error(weight, rounded, inputs.gram),
-                nearest_output_error=original,
-            )
+            now = output_error(weight, rounded, inputs.gram)
+            task.place(name, rounded, output_error=now, nearest_output_error=original)
 
 
 def _squared_error(wrong: Tensor, gram: Tensor) -> float:

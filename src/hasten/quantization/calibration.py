@@ -27,9 +27,7 @@ def calibration_tokens(
     before = tokenizer.encode("")
     size = length - len(before)
     if size < 1:
-        raise ConfigError(
-            f"calibration length must be above the {len(before)} tokens that begin a text; found {length}"
-        )
+        raise ConfigError(f"calibration length must be above the {len(before)} tokens before a text; found {length}")
     ids: list[int] = []
     for index in torch.randperm(len(texts), generator=generator).tolist():
         ids += tokenizer.encode(texts[index])[len(before) :]

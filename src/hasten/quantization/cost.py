@@ -1,5 +1,7 @@
 """What quantizing with calibration samples takes, counted before it starts: memory, and work where it is long."""
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from hasten.model.transformer import Transformer
@@ -17,18 +19,14 @@ def predicted_bytes(model: Transformer, tokens: Tensor, method: BlockMethod, *, 
     gradients of two calls, and what the pass keeps for them).
     """
     states = tokens.numel() * model.config.hidden_size * model.compute_dtype.itemsize
-    walks, more = 2 if method.needs_before else 1, 0
-    copies, squares, routed = 0, 2 + walks, True
+    walks = 2 if method.needs_before else 1
+    counts: dict[str, Any] = {"copies": 0, "squares": 2 + walks, "routed": True}
     if isinstance(method, SignRounding):
-        copies, squares, routed, more = 9, 0, False, states
+        counts = {"copies": 9, "squares": 0, "routed": False}
     elif isinstance(method, AWQ):
-        copies, squares, routed = 1, 3, False
-    return (
-        more
-        + calibration_memory(
-            model.config, states=states, walks=walks, copies=copies, squares=squares, spill=spill, routed=routed
-        ).peak
-    )
+        counts = {"copies": 1, "squares": 3, "routed": False}
+    needed = calibration_memory(model.config, states=states, walks=walks, spill=spill, **counts).peak
+    return needed + (states if isinstance(method, SignRounding) else 0)
 
 
 def tuning_flops(model: Transformer, tokens: Tensor, method: SignRounding) -> float:

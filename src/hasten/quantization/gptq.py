@@ -193,7 +193,7 @@ class Solver:
                 done, place = i - start, places[i]
                 group = place // self.group_size
                 if group not in groups:
-                    columns = self._columns_of(group)
+                    columns = (self.order // self.group_size == group).nonzero().squeeze(1)  # in their order
                     now = w[columns] - self.lower[columns, start:i] @ errors[:done]
                     groups[group] = self._choose(now, grid, rounded, group)
                 scale, zero = groups[group]
@@ -202,10 +202,6 @@ class Solver:
                 rounded.values[:, place] = value.to(rounded.values.dtype)
                 torch.sub(column, (value - zero) * scale, out=errors[done]).div_(self.lower[i, i])
             w[stop:].addmm_(self.lower[stop:, start:stop], errors, alpha=-1)
-
-    def _columns_of(self, group: int) -> Tensor:
-        """Where a group's columns stand in the order."""
-        return (self.order // self.group_size == group).nonzero().squeeze(1)
 
     def _choose(self, now: Tensor, grid: Grid, rounded: QuantizedWeight, group: int) -> tuple[Tensor, Tensor | float]:
         """Fix the scale (R) and the zero of a group, whose columns (group, R) are as earlier errors left them."""

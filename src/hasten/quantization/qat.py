@@ -146,13 +146,9 @@ class FakeQuantized(nn.Linear):
         finally:
             self.training = training
         format = self.rounding.format
-        if format == INT8:
-            return QuantizedWeight(
-                format=format, values=levels.flatten(1).to(torch.int8), scales=scale.squeeze(-1).to(format.scale_dtype)
-            )
         if self.rounding.bits == 2 and self.scales is not None:
             levels, scale = 2 * levels, scale / 2
-        values = (levels.flatten(1) + format.middle).to(torch.uint8)
+        values = (levels.flatten(1) + format.middle).to(torch.int8 if format == INT8 else torch.uint8)
         return QuantizedWeight(format=format, values=values, scales=scale.squeeze(-1).to(format.scale_dtype))
 
 

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from hasten.errors import ConfigError, HastenWarning
 from hasten.model.export import Quantized, check_layers, export_model
 from hasten.model.formats.record import LayerFormat
-from hasten.model.require import require_model
-from hasten.model.transformer import Transformer
+from hasten.model.transformer import Transformer, require_model
 from hasten.ops.linear import PackedEmbedding, PackedLinear, QuantizedWeight
 from hasten.quantization.calibration import check_calibration
 from hasten.quantization.report import LayerReport, compare

@@ -123,10 +123,8 @@ class Grid:
             error = self._error(w, scale, zero, weights, buffers)
             better = error < least
             least = torch.where(better, error, least)
-            best = (
-                torch.where(better, scale, best[0]),
-                zero if self.format.symmetric else torch.where(better, zero, best[1]),
-            )
+            zero = zero if self.format.symmetric else torch.where(better, zero, best[1])
+            best = torch.where(better, scale, best[0]), zero
         return best
 
     def _range(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor | float]:
@@ -147,12 +145,7 @@ class Grid:
         return torch.where(high > -low, -scale, scale)
 
     def _error(
-        self,
-        w: Tensor,
-        scale: Tensor,
-        zero: Tensor | float,
-        weights: Tensor | None,
-        buffers: tuple[Tensor, Tensor],
+        self, w: Tensor, scale: Tensor, zero: Tensor | float, weights: Tensor | None, buffers: tuple[Tensor, Tensor]
     ) -> Tensor:
         """Root of the squared error of each group, (R, G, 1)."""
         exact, rounded = buffers
@@ -192,9 +185,7 @@ def stored_scale(scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 def check_matrix(weight: Tensor) -> None:
     if weight.dim() != 2 or not weight.is_floating_point() or not weight.numel():
-        raise ConfigError(
-            f"only a matrix of floats can be quantized; found shape {list(weight.shape)} in {weight.dtype}"
-        )
+        raise ConfigError(f"only a matrix of floats can be quantized; found {list(weight.shape)} in {weight.dtype}")
 
 
 def _check_finite(extreme: Tensor) -> None:

@@ -154,9 +154,8 @@ def units_of(names: Iterable[str]) -> dict[str, list[str]]:
     units: dict[str, list[str]] = {}
     for name in names:
         shared = re.sub(r"experts\.\d+\.", "experts.", name)
-        units.setdefault(re.sub(r"(attention)\.[qkv]$|(mlp|experts)\.(gate|up)$", r"\1\2.inputs", shared), []).append(
-            name
-        )
+        unit = re.sub(r"(attention)\.[qkv]$|(mlp|experts)\.(gate|up)$", r"\1\2.inputs", shared)
+        units.setdefault(unit, []).append(name)
     return units
 
 

@@ -31,15 +31,14 @@ class SignRounding:
     """Settings of the method.
 
     steps: of tuning for each block; their size falls from 1/steps to 0 along a line. batch: calibration samples of a
-    step. quantized_inputs: blocks are tuned on what the quantized blocks before them give, towards the outputs of the
-    model before (this takes a second copy of the samples); else on the inputs that the model before gives. seed: which
-    samples a step looks at.
+    step. seed: which samples a step looks at.
+
+    Blocks are tuned on what the quantized blocks before them give, towards the outputs of the model before.
     """
 
     needs_before: ClassVar[bool] = True  # the targets are outputs of the model before quantization
     steps: int = 200
     batch: int = 8
-    quantized_inputs: bool = True
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -54,20 +53,19 @@ class SignRounding:
             return
         assert task.calls_before is not None
         targets = [call(task.before) for call in task.calls_before]
-        calls = task.calls if self.quantized_inputs else task.calls_before
         tuned = {name: TunedLinear(task, name) for name in task.layers}
         for name, module in tuned.items():
             task.block.set_submodule(name, module)
-        nearest = block_loss(task.block, calls, targets)
+        nearest = block_loss(task.block, task.calls, targets)
         if not math.isfinite(nearest):
             raise ConfigError(
                 "the calibration samples give NaN or infinite outputs; this checkpoint cannot be calibrated"
             )
-        best = self._tune(task, tuned, calls, targets)
+        best = self._tune(task, tuned, targets)
         last = [tensor.clone() for tensor in _parameters(tuned)]
-        loss = block_loss(task.block, calls, targets)
+        loss = block_loss(task.block, task.calls, targets)
         _set(tuned, best)
-        if (of_best := block_loss(task.block, calls, targets)) <= loss:
+        if (of_best := block_loss(task.block, task.calls, targets)) <= loss:
             loss = of_best
         else:
             _set(tuned, last)
@@ -80,9 +78,7 @@ class SignRounding:
             weight = module.quantized()
             task.place(name, weight, note=note if name == next(iter(tuned)) else "")
 
-    def _tune(
-        self, task: BlockTask, tuned: dict[str, "TunedLinear"], calls: Sequence[Callable], targets: Sequence[Tensor]
-    ) -> list[Tensor]:
+    def _tune(self, task: BlockTask, tuned: dict[str, "TunedLinear"], targets: Sequence[Tensor]) -> list[Tensor]:
         """Move the parameters; returns those of the step with the least loss. An interrupted tuning goes on."""
         parameters = _parameters(tuned)
         best, least, first = [tensor.clone() for tensor in parameters], float("inf"), 0
@@ -93,11 +89,12 @@ class SignRounding:
                 kept.copy_(saved[f"best.{i}"])
         for step in range(first, self.steps):
             generator = torch.Generator().manual_seed(self.seed * 1_000_003 + step)
-            chosen = torch.randperm(len(calls), generator=generator)[: max(1, self.batch // task.samples_of_a_call)]
+            batch = max(1, self.batch // task.samples_of_a_call)
+            chosen = torch.randperm(len(targets), generator=generator)[:batch]
             gradients, loss = None, 0.0
             for index in chosen.tolist():  # one call at a time: its activations are let go before the next
                 with torch.enable_grad():
-                    own = _squared_error(calls[index](task.block), targets[index])
+                    own = _squared_error(task.calls[index](task.block), targets[index])
                     found = torch.autograd.grad(own, parameters, allow_unused=True)  # an expert may see nothing
                 loss += float(own.detach())
                 parts = [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, found, strict=True)]

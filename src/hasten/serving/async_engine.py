@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from hasten.serving.engine_thread import EngineThread
 from hasten.serving.request import DeadlineExceeded, EngineFailed, Request, RequestOutput, SlowReader
-from hasten.serving.settings import Stats
+from hasten.serving.settings import ModelFacts, Stats
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,8 +52,16 @@ class AsyncEngine:
         """Why it is not healthy."""
         return self.engine.error or (None if self.thread.alive else "the engine was closed")
 
+    @property
+    def facts(self) -> ModelFacts:
+        return self.engine.facts
+
     def stats(self) -> Stats:
         return self.engine.stats()
+
+    def replica_stats(self) -> dict[str, Stats]:
+        """By the replica's name; this is the only one, without a name."""
+        return {"": self.stats()}
 
     async def generate(self, *requests: Request) -> AsyncGenerator[RequestOutput]:
         """The outputs of requests as they come. Closing the iterator aborts what is left: its blocks are free after the

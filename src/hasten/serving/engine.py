@@ -30,7 +30,7 @@ from hasten.serving.model_runner import Sampler, embed, step_logits
 from hasten.serving.request import EngineFailed, FinishReason, QueueFull, Request, RequestOutput, RequestRefused
 from hasten.serving.request_state import OutputSequence, RequestState, RequestTable
 from hasten.serving.scheduler import ScheduledSequence, Scheduler
-from hasten.serving.settings import EngineSettings, Stats
+from hasten.serving.settings import EngineSettings, ModelFacts, Stats
 
 
 class Engine:
@@ -38,6 +38,7 @@ class Engine:
 
     speculator: None, or what proposes the next tokens of sequences. Drafts are checked in one step and taken as far as
     they are what would have been drawn, so that the text does not change. adapters: the names of the model's, in order.
+    secret: of the keys of its blocks (`BlockManager`).
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class Engine:
         *,
         speculator: Speculator | None = None,
         adapters: Sequence[str] = (),
+        secret: bytes | None = None,
     ) -> None:
         self.model, self.tokenizer, self.settings = model, tokenizer, settings
         self.adapters = AdapterNumbers(adapters)
@@ -58,7 +60,11 @@ class Engine:
         if settings.fit and most_blocks(model, settings, self.max_length) > blocks:
             self.max_length = min(self.max_length, blocks * size)
         self.blocks = BlockManager(
-            blocks=blocks, block_size=size, prefix_cache=settings.prefix_cache, reach=model.config.reach
+            blocks=blocks,
+            block_size=size,
+            prefix_cache=settings.prefix_cache,
+            reach=model.config.reach,
+            secret=secret,
         )
         self.scheduler = Scheduler(
             self.blocks, max_sequences=settings.max_sequences, token_budget=settings.token_budget
@@ -84,6 +90,17 @@ class Engine:
         self.check_open()
         self.check_room(self.waiting)
         self.enqueue(self.admit(request))
+
+    @property
+    def facts(self) -> ModelFacts:
+        """What a server says of the model. Any thread may ask."""
+        return ModelFacts(
+            tokenizer=self.tokenizer,
+            eos_ids=self.eos_ids,
+            max_length=self.max_length,
+            vocabulary=self.model.config.vocab_size,
+            adapters=tuple(self.adapters.names),
+        )
 
     @property
     def waiting(self) -> int:
@@ -118,11 +135,10 @@ class Engine:
         self.check_open()
         if request.id in self._table.states:
             raise RequestRefused(f"a request with the id {request.id!r} is in flight; ids must differ")
-        alone = "" if request.prompt_logprobs is None else secrets.token_hex(8)  # a cached token gives no logits
         prompt = self.scheduler.add(
             request.prompt,
             priority=request.priority,
-            salt=f"{request.adapter}\0{request.salt}\0{alone}",
+            salt=request.sharing or secrets.token_hex(8),  # a cached token gives no logits
             slots=request.samples,
             adapter=self.adapters.number(request.adapter),
         )

@@ -33,13 +33,14 @@ def make_engine(
     *,
     adapters: Mapping[str, str | Path] | None = None,
     draft: str | Path | Transformer = "none",
+    secret: bytes | None = None,
     **drafting: Any,
 ) -> Engine:
     """The engine of a loaded model, with its adapters (folders by their names) and what drafts for it."""
     if adapters:
         load_adapters(model, list(adapters.values()))
     speculator = make_speculator(model, draft, **drafting, tokens=DRAFT_TOKENS)
-    return Engine(model, tokenizer, settings, speculator=speculator, adapters=list(adapters or ()))
+    return Engine(model, tokenizer, settings, speculator=speculator, adapters=list(adapters or ()), secret=secret)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

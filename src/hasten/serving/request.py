@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal, Protocol, runtime_checkable
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, runtime_checkable
 
 from hasten.checks import ABOVE_0, AT_LEAST_0, Must
 from hasten.errors import HastenError
@@ -28,6 +29,9 @@ class RequestRefused(HastenError):
         super().__init__(message)
         self.field = field
 
+    def __reduce__(self) -> Any:  # it may come from another process
+        return partial(RequestRefused, field=self.field), self.args
+
 
 class QueueFull(HastenError):
     """Too many requests wait. retry_after: seconds after which one may try again."""
@@ -35,6 +39,9 @@ class QueueFull(HastenError):
     def __init__(self, message: str, *, retry_after: float) -> None:
         super().__init__(message)
         self.retry_after = retry_after
+
+    def __reduce__(self) -> Any:
+        return partial(QueueFull, retry_after=self.retry_after), self.args
 
 
 class EngineFailed(HastenError):
@@ -85,6 +92,7 @@ class Request:
     priority: smaller is served first. salt: prompts share cached blocks only under the same salt. adapter: the name of
     one of the engine's, which also shares no blocks with others; "" is the model itself.
     timeout: seconds from arrival after which the request is given up.
+    whole: nobody sees an output before all are there, so another replica may answer in the place of one that died.
     """
 
     id: str
@@ -103,6 +111,12 @@ class Request:
     timeout: Annotated[float | None, SECONDS] = None
     constraint: Constraint | None = None
     skip_special_tokens: bool = True
+    whole: bool = False
+
+    @property
+    def sharing(self) -> str | None:
+        """Prompts share cached blocks with those of the same text only; None: with no other."""
+        return None if self.prompt_logprobs is not None else f"{self.adapter}\0{self.salt}\0"
 
     @property
     def samples(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from tyro.conf import Suppress
 
@@ -11,6 +11,9 @@ from hasten.checks import ABOVE_0, SHARE_ABOVE_0, require
 from hasten.errors import ConfigError
 from hasten.generation.blocks import BlockStats
 from hasten.generation.params import KVCacheDtype
+
+if TYPE_CHECKING:
+    from hasten.model.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +55,17 @@ class EngineSettings:
                 f"token_budget is {self.token_budget}, below max_sequences, which is {self.max_sequences}: a step must "
                 "have room for one token of every sequence"
             )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """The served model. max_length: tokens of prompt and answer together; vocabulary: the number of logits."""
+
+    tokenizer: Tokenizer | None
+    eos_ids: frozenset[int]
+    max_length: int
+    vocabulary: int
+    adapters: tuple[str, ...] = ()
 
 
 @dataclass(slots=True, kw_only=True)

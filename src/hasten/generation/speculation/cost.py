@@ -103,12 +103,12 @@ Times = list[tuple[float, float]]  # seconds over the two contexts, by the numbe
 
 def _whole_steps(model: Transformer, most: Sequence[int], contexts: tuple[int, int], seconds: float) -> Times:
     """With all that Python does around them, up to the tokens themselves."""
-    decoder, one = Decoder(model, batch=1, capacity=contexts[1] + most[-1]), torch.tensor([1], device=model.device)
+    decoder, token = Decoder(model, batch=1, capacity=contexts[1] + most[-1]), torch.tensor([1], device=model.device)
 
     def step(rows: int, context: int) -> Callable[[], object]:
         def call() -> object:
             decoder.lengths = [context]
-            logits = decoder.decode(one) if rows == 1 else decoder.verify([[1] * rows])
+            logits = decoder.decode(token) if rows == 1 else decoder.verify([[1] * rows])
             return logits.argmax(-1).tolist()
 
         return call

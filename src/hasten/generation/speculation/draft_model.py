@@ -33,6 +33,7 @@ _PRIORS = (0.25, 0.45, 0.55, 0.7, 0.8, 0.87, 0.95, 0.98, 0.99)
 _READ_TOKENS = 32  # of a text, at most
 _FEW_TOKENS = 8  # that are read beside others; of longer pieces as many as _READ_AT_ONCE in one call
 _READ_AT_ONCE = 64
+_BLOCK_SIZE = 16  # tokens
 
 
 @dataclass(slots=True)
@@ -58,22 +59,15 @@ class _Drafting:
 class DraftModel:
     """Drafts by a model's own draws."""
 
-    def __init__(
-        self, model: Transformer, *, tokens: int, name: str = "model", accept: Accept = "exact", block_size: int = 16
-    ) -> None:
+    def __init__(self, model: Transformer, *, tokens: int, name: str = "model", accept: Accept = "exact") -> None:
         """tokens: of all sequences together that its cache holds; texts for which there is no room get no drafts.
 
         accept: "distribution" draws with noise of its own, and says from what probabilities.
         """
         self.model, self.name, self.accept = model, name, accept
-        self.cache = PagedCache(
-            model.config,
-            blocks=-(-tokens // block_size),
-            block_size=block_size,
-            dtype=model.compute_dtype,
-            device=model.device,
-        )
-        self._blocks = BlockManager(blocks=self.cache.blocks, block_size=block_size, prefix_cache=False)
+        blocks, dtype, size = -(-tokens // _BLOCK_SIZE), model.compute_dtype, _BLOCK_SIZE
+        self.cache = PagedCache(model.config, blocks=blocks, block_size=size, dtype=dtype, device=model.device)
+        self._blocks = BlockManager(blocks=blocks, block_size=size, prefix_cache=False)
         self._known: dict[int, _Known] = {}
         self._sampler: tuple[list[int], BatchSampler] | None = None
 
@@ -137,10 +131,8 @@ class DraftModel:
             same = min(len(known.tokens), length - known.start - 1)
             places = range(max(0, same - LIMIT), same)
             same = next((at for at in places if known.tokens[at] != text.tokens[known.start + at]), same)
-            if (
-                length - known.start - same > reads
-                or length - known.start + text.room > self.model.config.max_positions
-            ):
+            grown = length - known.start
+            if grown - same > reads or grown + text.room > self.model.config.max_positions:
                 self._blocks.release(number)
                 known = None
             else:
@@ -258,9 +250,7 @@ def check_vocabulary(draft: Transformer, target: Transformer, *, name: str) -> N
     """Raise ConfigError unless both models have the same tokens under the same ids."""
     ours, theirs = target.config.vocab_size, draft.config.vocab_size
     if ours != theirs:
-        raise ConfigError(
-            f"the draft {name} has {theirs:,} tokens, the model {ours:,}; a draft needs the same vocabulary"
-        )
+        raise ConfigError(f"the draft {name} has {theirs:,} tokens, the model {ours:,}; it needs the same vocabulary")
     if target.tokenizer is None or draft.tokenizer is None:
         return
     known, other = _tokens_of(target.tokenizer), _tokens_of(draft.tokenizer)

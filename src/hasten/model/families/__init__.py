@@ -42,9 +42,7 @@ def read_config(values: Mapping[str, Any], where: str = "config.json") -> ModelC
     if pattern is None:
         return config
     if config.attention_softcap is not None or any(layer.window is not None for layer in config.layers):
-        raise CheckpointError(
-            f"{where}: a model with windows or soft-capped scores can have no hasten.attention_pattern"
-        )
+        raise CheckpointError(f"{where}: models with windows or soft-capped scores have no hasten.attention_pattern")
     return replace(config, attention_pattern=pattern)
 
 

@@ -175,12 +175,7 @@ def rope_fields(fields: Fields) -> Fields | None:
 
 
 def rope(
-    fields: Fields,
-    head_dim: int,
-    parameters: Fields | None,
-    *,
-    theta: float,
-    kinds: Mapping[str, str] = ROPE_KINDS,
+    fields: Fields, head_dim: int, parameters: Fields | None, *, theta: float, kinds: Mapping[str, str] = ROPE_KINDS
 ) -> RopeConfig:
     """Read one rotary table from `parameters`; theta is used where neither they nor `rope_theta` beside them says it.
 

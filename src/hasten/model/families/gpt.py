@@ -71,7 +71,5 @@ def bigcode_rows(config: ModelConfig) -> dict[str, RowSlice]:
     return qkv_rows(config, groups=config.heads if config.kv_heads > 1 else 1)
 
 
-BIGCODE_DEFAULTS = {"n_positions": 1024, "activation_function": "gelu_pytorch_tanh"}
-GPT_BIGCODE = Family(
-    "gpt_bigcode", "GPTBigCodeForCausalLM", bigcode_config, GPT_NAMES, bigcode_rows, defaults=BIGCODE_DEFAULTS
-)
+BIGCODE = {"n_positions": 1024, "activation_function": "gelu_pytorch_tanh"}
+GPT_BIGCODE = Family("gpt_bigcode", "GPTBigCodeForCausalLM", bigcode_config, GPT_NAMES, bigcode_rows, defaults=BIGCODE)

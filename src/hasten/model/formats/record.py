@@ -40,9 +40,8 @@ def held_format(stored: WeightFormat) -> WeightFormat | None:
         return fp8_format(min(size, GROUP_SIZES[-1]))
     if stored.element not in ("int4", "int8"):
         return None
-    return replace(
-        stored, scales=(replace(stored.scales[0], columns=size if size in GROUP_SIZES else GROUP_SIZES[-1]),)
-    )
+    columns = min(size or GROUP_SIZES[-1], GROUP_SIZES[-1])
+    return replace(stored, scales=(replace(stored.scales[0], columns=columns),))
 
 
 def of_integers(weight: WeightFormat) -> bool:
@@ -52,9 +51,8 @@ def of_integers(weight: WeightFormat) -> bool:
 
 def group_places(stored: WeightFormat, held: WeightFormat, in_features: int) -> Tensor:
     """For each group of the held format the stored one it is in, int64 (G,)."""
-    return (
-        torch.arange(held.groups(in_features)) * (held.group_size or in_features) // (stored.group_size or in_features)
-    )
+    sizes = [format.group_size or in_features for format in (held, stored)]
+    return torch.arange(held.groups(in_features)) * sizes[0] // sizes[1]
 
 
 def regrouped(whole: QuantizedWeight, held: WeightFormat) -> QuantizedWeight:

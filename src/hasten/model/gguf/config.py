@@ -72,32 +72,23 @@ def _scaling(own: Mapping[str, Any], found: Mapping[str, Any], file: GGUFFile) -
     """`rope_scaling`: linear and yarn by metadata, Llama 3's by the factors of its frequencies."""
     if FREQUENCIES in file.tensors:
         return {"rope_scaling": _llama3(found, file)}
-    scaling = {
-        key.removeprefix("rope.scaling."): value for key, value in own.items() if key.startswith("rope.scaling.")
-    }
-    kind, factor = scaling.get("type", "linear"), scaling.get("factor", own.get("rope.scale_linear"))
-    if kind == "yarn":
-        names = {"original_context_length": "original_max_position_embeddings"}
-        names |= {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"}
-        given = {field: scaling[key] for key, field in names.items() if key in scaling}
-        return {"rope_scaling": given | {"rope_type": "yarn", "factor": factor}}
-    if kind not in ("none", "linear"):
+    kind, factor = own.get("rope.scaling.type", "linear"), own.get("rope.scaling.factor", own.get("rope.scale_linear"))
+    if kind not in ("none", "linear", "yarn"):
         raise CheckpointError(f"{file.path}: rope.scaling.type is {kind!r:.40}; none, linear and yarn are read")
-    return (
-        {} if kind == "none" or factor in (None, 0, 1) else {"rope_scaling": {"rope_type": "linear", "factor": factor}}
-    )
+    if kind == "none" or (kind == "linear" and factor in (None, 0, 1)):
+        return {}
+    names = {"original_context_length": "original_max_position_embeddings"}
+    names |= {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"}
+    given = {names[key]: own[f"rope.scaling.{key}"] for key in names if f"rope.scaling.{key}" in own}
+    return {"rope_scaling": (given if kind == "yarn" else {}) | {"rope_type": kind, "factor": factor}}
 
 
 def _llama3(found: Mapping[str, Any], file: GGUFFile) -> dict[str, Any]:
     """Llama 3's parameters, which must give the factors that stand in the file."""
-    tensor, dim, theta = file.tensors[FREQUENCIES], found.get("head_dim"), found.get("rope_theta", 10_000.0)
-    if (
-        tensor.type.name == "F32"
-        and type(dim) is int
-        and tensor.shape == (dim // 2,)
-        and type(theta) is float
-        and theta > 1
-    ):
+    tensor, theta = file.tensors[FREQUENCIES], found.get("rope_theta", 10_000.0)
+    dim: Any = found.get("head_dim")
+    fits = tensor.type.name == "F32" and type(dim) is int and tensor.shape == (dim // 2,)
+    if fits and type(theta) is float and theta > 1:
         factors = file.raw(FREQUENCIES).flatten().view(torch.float32)
         factor = float(factors.max())
         llama3 = RopeConfig(theta=theta, dim=dim, scaling="llama3", factor=factor, original_positions=8192)

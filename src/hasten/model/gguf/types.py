@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hasten.ops.linear.weights import QuantizedWeight, Scales, WeightFormat, Zero
+from hasten.ops.linear.weights import QuantizedWeight, Scales, WeightFormat, Zero, group_format
 
 # By the number that stands in a file; those that are not in TYPES are known by name only.
 NAMES = "F32 F16 Q4_0 Q4_1 4 5 Q5_0 Q5_1 Q8_0 Q8_1 Q2_K Q3_K Q4_K Q5_K Q6_K Q8_K IQ2_XXS IQ2_XS IQ3_XXS IQ1_S IQ4_NL"
@@ -128,19 +128,15 @@ def _k_quant(element: str, group: int, scale: torch.dtype, zero: Zero = "middle"
     return WeightFormat(element=element, scales=(Scales(scale, group), Scales(torch.float16, 256)), zero=zero)
 
 
-def _groups_of_32(element: str) -> WeightFormat:
-    return WeightFormat(element=element, scales=(Scales(torch.float16, 32),))
-
-
 TYPES: dict[str, TensorType] = {
     one.name: one
     for one in (
         TensorType("F32", 1, 4, torch.float32),
         TensorType("F16", 1, 2, torch.float16),
         TensorType("BF16", 1, 2, torch.bfloat16),
-        TensorType("Q4_0", 32, 18, None, _groups_of_32("int4"), _q4_0),
-        TensorType("Q5_0", 32, 22, None, _groups_of_32("int5"), _q5_0),
-        TensorType("Q8_0", 32, 34, None, _groups_of_32("int8"), _q8_0),
+        TensorType("Q4_0", 32, 18, None, group_format("int4", 32, scale_dtype=torch.float16), _q4_0),
+        TensorType("Q5_0", 32, 22, None, group_format("int5", 32, scale_dtype=torch.float16), _q5_0),
+        TensorType("Q8_0", 32, 34, None, group_format("int8", 32, scale_dtype=torch.float16), _q8_0),
         TensorType("Q2_K", 256, 84, None, _k_quant("int2", 16, torch.uint8, "minimum"), _q2_k),
         TensorType("Q3_K", 256, 110, None, _k_quant("int3", 16, torch.int8), _q3_k),
         TensorType("Q4_K", 256, 144, None, _k_quant("int4", 32, torch.uint8, "minimum"), _q4_k),

@@ -25,9 +25,8 @@ from hasten.model.gguf.header import GGUFFile, GGUFTensor
 from hasten.model.gguf.names import ARCHITECTURES, FIELDS, FREQUENCIES, place_of
 from hasten.model.gguf.tokenizer_write import tokenizer_entries
 from hasten.model.gguf.types import TYPES
-from hasten.model.require import require_model
 from hasten.model.rope import frequencies
-from hasten.model.transformer import Transformer
+from hasten.model.transformer import Transformer, require_model
 from hasten.ops.linear import INT8, PackedEmbedding, PackedLinear
 
 Kind = Literal["BF16", "F16", "Q8_0", "Q4_0"]

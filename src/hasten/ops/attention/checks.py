@@ -75,9 +75,7 @@ def check(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, inputs: Attentio
 def check_numbers(*, window: int | None, softcap: float | None, scale: float | None) -> None:
     """Raise ConfigError for numbers that no attention has."""
     if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
-        raise ConfigError(
-            f"window must be a whole number of at least 1 (the query's own key), or None; found {window!r}"
-        )
+        raise ConfigError(f"window must be a whole number from 1 (the query's own key), or None; found {window!r}")
     if softcap is not None and not (softcap > 0 and math.isfinite(softcap)):
         raise ConfigError(f"softcap must be a finite number above 0, or None; found {softcap}")
     if scale is not None and not math.isfinite(scale):

@@ -109,28 +109,22 @@ class ChunkPlan:
         for b in range(0, batch, sequences):
             for h in range(0, kv_heads, heads):
                 for start in range(0, queries, length):
-                    stop = min(start + length, queries)
-                    yield Chunk(
-                        number,
-                        slice(b, b + sequences),
-                        slice(h, h + heads),
-                        slice(start, stop),
-                        self._seen(slice(b, b + sequences), start, stop),
-                    )
+                    own, part = slice(b, b + sequences), slice(start, min(start + length, queries))
+                    yield Chunk(number, own, slice(h, h + heads), part, self._seen(own, part))
                     number += 1
 
-    def _seen(self, batch: slice, start: int, stop: int) -> slice:
+    def _seen(self, batch: slice, part: slice) -> slice:
         """The keys that some query of the chunk may see by causality, window and intervals; at least one."""
         keys, queries = self.k.shape[2], self.q.shape[3]
         first, last = 0, keys
         if self.mask is None and self.spec.causal:
-            last = max(1, keys - queries + stop)
+            last = max(1, keys - queries + part.stop)
             if self.spec.window is not None:
-                first = max(0, keys - queries + start - self.spec.window + 1)
+                first = max(0, keys - queries + part.start - self.spec.window + 1)
         low, high = self.low, self.high
         if low is None or high is None or low.device.type != "cpu" or torch.compiler.is_compiling():
             return slice(min(last - 1, first), last)
-        rows = slice(0, 1) if low.shape[1] == 1 else slice(start, stop)
+        rows = slice(0, 1) if low.shape[1] == 1 else part
         first, last = max(first, int(low[batch, rows].min())), max(1, min(last, int(high[batch, rows].max()) + 1))
         return slice(min(last - 1, first), last)
 
@@ -155,10 +149,8 @@ class ChunkPlan:
             slopes = self.alibi.to(scores.dtype).unflatten(0, (self.spec.kv_heads, self.spec.groups))[chunk.heads]
             scores += alibi_bias(slopes.flatten(), places, key_places).unflatten(0, slopes.shape)
         if self.mask is not None:
-            own = (
-                self.mask[chunk.queries] if self.mask.dim() == 2 else self.mask[chunk.batch, None, None, chunk.queries]
-            )
-            scores.masked_fill_(~_cut(own, -1, chunk.seen), float("-inf"))
+            of_batch = () if self.mask.dim() == 2 else (chunk.batch, None, None)
+            scores.masked_fill_(~_cut(self.mask[*of_batch, chunk.queries], -1, chunk.seen), float("-inf"))
         elif self.spec.causal:
             scores.masked_fill_(~visible(places, key_places, self.spec.window), float("-inf"))
         if self.low is not None and self.high is not None:

@@ -43,9 +43,9 @@ BACKWARD_KEYS_CAPPED = BACKWARD_KEYS | {128: Tiles(queries=32, keys=128, warps=8
 INTERPRETED = Tiles(queries=32, keys=16, warps=4, stages=1)
 
 
-def side(head_dim: int) -> int:
-    """The head size as a tile has it: the next power of two."""
-    return max(LEAST_SIDE, 1 << (head_dim - 1).bit_length())
+def side(size: int) -> int:
+    """A head size, or a number of heads, as a tile has it: the next power of two."""
+    return max(LEAST_SIDE, 1 << (size - 1).bit_length())
 
 
 def forward_tiles(q: Tensor) -> Tiles:

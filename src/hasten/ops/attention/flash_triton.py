@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hasten.errors import ConfigError
+from hasten.ops.attention.checks import check_causal, check_numbers, check_tensors
 from hasten.ops.attention.flash_launch import Problem, backward, forward, wide
 from hasten.ops.attention.inputs import AttentionInputs
 from hasten.ops.attention.spec import LARGEST_HEAD, AttentionSpec
@@ -42,19 +43,14 @@ def flash_attention(
     int32 (B, 2): the first key of each sequence that exists, and one past the last. Raises ConfigError for what does
     not fit.
     """
-    alike = q.dim() == k.dim() == 4 and k.shape == v.shape and q.shape[::3] == k.shape[::3]
-    if not alike or not k.shape[2] or q.shape[2] % k.shape[2] or not 0 < q.shape[3] <= LARGEST_HEAD:
-        raise ConfigError(
-            f"flash attention wants q (B, T, H, D) and equal k, v (B, S, Hkv, D), H a multiple of Hkv, D up to "
-            f"{LARGEST_HEAD}; found {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
-        )
+    check_tensors(q, k, v)
+    check_numbers(window=window, softcap=softcap, scale=scale)
+    check_causal(queries=q.shape[1], keys=k.shape[1], window=window, causal=causal, masked=True)
     taken = [torch.bfloat16, torch.float16] + [torch.float32, torch.float64] * (q.device.type == "cpu")
-    if q.dtype not in taken or not q.dtype == k.dtype == v.dtype:
-        raise ConfigError(f"flash attention wants one of {taken} for q, k, v; found {q.dtype}, {k.dtype}, {v.dtype}")
-    if window is not None and (window < 1 or not causal):
-        raise ConfigError(f"a window of at least 1 belongs to causal attention; found {window}, causal={causal}")
-    if (softcap is not None and not softcap > 0) or (scale is not None and not scale > 0):
-        raise ConfigError(f"scale and softcap must be positive; found {scale}, {softcap}")
+    if q.dtype not in taken or q.shape[3] > LARGEST_HEAD:
+        raise ConfigError(f"flash attention wants {taken}, D up to {LARGEST_HEAD}; found {q.dtype}, D = {q.shape[3]}")
+    if scale is not None and scale <= 0:
+        raise ConfigError(f"scale must be positive; found {scale}")
     if (query_starts is None) != (key_starts is None):
         raise ConfigError("packed documents want the starts of the queries and of the keys")
     for x in (query_starts, key_starts):
@@ -81,9 +77,8 @@ def flash_triton(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, inputs: A
 
 
 # The fields of `Problem`, as torch's schemas have them.
-PROBLEM = (
-    "Tensor? query_starts, Tensor? key_starts, Tensor? key_bounds, float scale, bool causal, int window, float softcap"
-)
+PROBLEM = "Tensor? query_starts, Tensor? key_starts, Tensor? key_bounds, "
+PROBLEM += "float scale, bool causal, int window, float softcap"
 
 
 @torch.library.custom_op(

@@ -77,7 +77,7 @@ def native_opt_in(request: AttentionRequest) -> str | None:
     """Why the native attention waits to be asked for by name."""
     if request.queries == 1:
         return "for one query it brings the keys into tiles that are used only once"
-    return _slower(request.dtype_name, request.gradient is not False, bool(request.layer))
+    return _slower(request.dtype_name, request.gradient is not False, request.layer)
 
 
 def native_sparse_unsupported(request: AttentionRequest) -> str | None:
@@ -119,11 +119,10 @@ def _unsupported(request: AttentionRequest) -> str | None:
         return reason
     if (found := request.given(*BESIDE_BLOCKS)) is not None:
         return f"it takes no {found}"
-    if request.spec.causal and not request.layer and not request.documents and _more_queries(request):
+    enough = request.queries is None or request.keys is None or request.queries <= request.keys
+    if request.spec.causal and not request.documents and not enough:
         return f"it has the queries as the last of the keys; {request.queries} are more than {request.keys}"
-    if _missing(bool(request.layer)):
-        return MISSING
-    return None
+    return MISSING if _missing(request.layer) else None
 
 
 def _missing(layer: bool) -> bool:
@@ -159,7 +158,3 @@ def _contenders(dtype: torch.dtype, gradient: bool) -> dict[str, Callable[[], ob
         return call
 
     return {"native": run(native), "PyTorch's": run(sdpa)}
-
-
-def _more_queries(request: AttentionRequest) -> bool:
-    return request.queries is not None and request.keys is not None and request.queries > request.keys

@@ -128,9 +128,8 @@ class Pattern:
     def render(self, blocks: int, *, head: int = 0, layer: int = 0) -> str:
         """The pattern of `blocks` blocks for people: its parameters, then a line a row, ■ seen and · not."""
         layout = self.layout(blocks, heads=head + 1, layer=layer)
-        given = ", ".join(
-            f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if getattr(self, f.name) != f.default
-        )
+        values = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+        given = ", ".join(f"{name}={value!r}" for name, value in values.items())
         title = f"{type(self).__name__}({given}), {layout.density:.0%} of the blocks"
         signs = str.maketrans("01", "·■")
         return "\n".join([title, *(" ".join(row.translate(signs)) for row in layout.strings(head))])

@@ -14,13 +14,13 @@ import triton
 from torch import Tensor
 
 from hasten.errors import ConfigError
+from hasten.ops.attention.flash_tiles import side
 from hasten.ops.attention.spec import AttentionSpec
 from hasten.ops.attention.triton_kernels import attend, combine
 from hasten.ops.attention.view import KVView
 from hasten.ops.triton_support import readable
 
 SPLIT = 128
-LEAST_SIDE = 16  # of a tensor core's tile
 
 
 @torch.library.custom_op("hasten_triton::decode_attention", mutates_args=())
@@ -46,55 +46,29 @@ def operator(
     dtype, int8, kv_heads = q.dtype, k.dtype == torch.int8, k.shape[-2]
     q, k, v = readable(q), readable(k), readable(v)
     splits = max(1, triton.cdiv(keys, SPLIT))
-    side = max(LEAST_SIDE, triton.next_power_of_2(size))
     parts = q.new_empty((batch, heads, splits, size), dtype=torch.float32)
     peaks, sums = parts.new_empty(2, batch, heads, splits).unbind()
     out = q.new_empty(q.shape)
+    scales = (k.view(torch.float32), v.view(torch.float32)) if int8 else (None, None)
+    blocks = 0 if table is None else table.shape[1]
+    strides = (k.stride(0) if lengths is None else 0, k.stride(-3), k.stride(-2), 0 if mask is None else mask.stride(0))
     with torch.cuda.device_of(q):
         attend[(splits, kv_heads, batch)](
-            q.contiguous(),
-            k,
-            v,
-            k.view(torch.float32) if int8 else None,
-            v.view(torch.float32) if int8 else None,
-            mask,
-            first,
-            lengths,
-            table,
-            parts,
-            peaks,
-            sums,
-            keys,
-            splits,
-            0 if table is None else table.shape[1],
-            max(block_size, 1),
-            k.stride(0) if lengths is None else 0,
-            k.stride(-3),
-            k.stride(-2),
-            0 if mask is None else mask.stride(0),
-            scale,
+            *(q.contiguous(), k, v, *scales, mask, first, lengths, table, parts, peaks, sums),
+            *(keys, splits, blocks, max(block_size, 1), *strides, scale),
             SOFTCAP=softcap,
             WINDOW=window,
             GROUP=heads // kv_heads,
-            GROUP_SIDE=max(LEAST_SIDE, triton.next_power_of_2(heads // kv_heads)),
+            GROUP_SIDE=side(heads // kv_heads),
             D=size,
-            D_SIDE=side,
+            D_SIDE=side(size),
             KEYS=SPLIT,
-            BLOCK=64 if side <= 128 else 32,  # so that two stages of keys and values fit into shared memory
+            BLOCK=64 if size <= 128 else 32,  # so that two stages of keys and values fit into shared memory
             num_warps=4,
             num_stages=2,
         )
-        combine[(batch * heads,)](
-            parts,
-            peaks,
-            sums,
-            out,
-            splits,
-            D=size,
-            D_SIDE=side,
-            SPLITS_SIDE=triton.next_power_of_2(splits),
-            num_warps=1,
-        )
+        sides = {"D": size, "D_SIDE": side(size), "SPLITS_SIDE": triton.next_power_of_2(splits)}
+        combine[(batch * heads,)](parts, peaks, sums, out, splits, **sides, num_warps=1)
     return out.to(dtype)
 
 
@@ -113,9 +87,8 @@ def one_query(q: Tensor, k: Tensor, v: Tensor, *, spec: AttentionSpec, mask: Ten
         if rows.stride(-1) != 1:
             rows = rows.contiguous()
     window = spec.window or 0 if mask is None else 0  # a mask has it inside
-    return operator(
-        q[:, 0], k, v, rows, None, None, None, 0, k.shape[1], spec.scale, window, spec.softcap or 0.0
-    ).unsqueeze(1)
+    scores = (spec.scale, window, spec.softcap or 0.0)
+    return operator(q[:, 0], k, v, rows, None, None, None, 0, k.shape[1], *scores).unsqueeze(1)
 
 
 def over_view(q: Tensor, view: KVView, *, spec: AttentionSpec, longest: int) -> Tensor:
@@ -129,14 +102,6 @@ def over_view(q: Tensor, view: KVView, *, spec: AttentionSpec, longest: int) -> 
             f"decode attention wants one query a sequence and k, v that lie alike; found q {tuple(q.shape)}, "
             f"{step.seq_lens.shape[0]} sequences, strides {view.k.stride()} and {view.v.stride()}"
         )
-    return operator(
-        q,
-        view.k,
-        view.v,
-        None,
-        *(step.first_slots, step.seq_lens, step.block_table, step.block_size),
-        longest,
-        spec.scale,
-        spec.window or 0,
-        spec.softcap or 0.0,
-    )
+    places = (step.first_slots, step.seq_lens, step.block_table, step.block_size)
+    scores = (spec.scale, spec.window or 0, spec.softcap or 0.0)
+    return operator(q, view.k, view.v, None, *places, longest, *scores)

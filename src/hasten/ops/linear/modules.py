@@ -90,22 +90,18 @@ class PackedLinear(nn.Module):
         self._product: Product = chosen.run()
         self._hold((pack or self._pack_empty)(layout_of(self.kernel)))
         self.register_buffer("order", None)
-        self.register_buffer(
-            "bias", torch.zeros(out_features, dtype=_bias_dtype(dtype), device=device) if bias else None
-        )
+        zeros = torch.zeros(out_features, dtype=_bias_dtype(dtype), device=device) if bias else None
+        self.register_buffer("bias", zeros)
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, *, kernel: str | None = None) -> Self:
         """The same layer in bfloat16; weights of another dtype are rounded to it."""
         if not isinstance(linear, nn.Linear):
             raise ConfigError(f"a packed layer is made of an nn.Linear; found {type(linear).__name__}")
-        weight = linear.weight.detach()
+        weight = linear.weight.detach().bfloat16()
         n, k = weight.shape
-
-        def pack(layout: Layout) -> Packed:
-            return layout.pack(weight.to(torch.bfloat16))
-
-        return cls(k, n, BFLOAT16, kernel=kernel, device=weight.device, pack=pack)._with_bias(linear.bias)
+        new = cls(k, n, BFLOAT16, kernel=kernel, device=weight.device, pack=lambda layout: layout.pack(weight))
+        return new._with_bias(linear.bias)
 
     @classmethod
     def from_weight(cls, weight: QuantizedWeight, bias: Tensor | None = None, **options: Any) -> Self:
@@ -120,14 +116,11 @@ class PackedLinear(nn.Module):
             weight = replace(weight, format=format, values=weight.values[:, order], columns=None)
         check_weight(weight)
         n, k = weight.shape
-
-        def pack(layout: Layout) -> Packed:
-            return layout.pack(weight)
-
-        new = cls(k, n, weight.format, device=weight.values.device, pack=pack, **options)._with_bias(bias)
+        device = weight.values.device
+        new = cls(k, n, weight.format, device=device, pack=lambda layout: layout.pack(weight), **options)
         if columns is not None:
-            new.order = order.to(weight.values.device)
-        return new
+            new.order = order.to(device)
+        return new._with_bias(bias)
 
     @classmethod
     def from_int4_words(
@@ -180,15 +173,13 @@ class PackedLinear(nn.Module):
         return self._multiply(x)
 
     def _multiply(self, x: Tensor) -> Tensor:
-        packed = (self.data, self.scales, self.zeros, self.outer, self.bias)
-        return self._product(x, Operands(*packed, self.out_features, self.format, self.planes))
+        return self._product(x, Operands(*self.packed, self.bias, self.out_features, self.format, self.planes))
 
     def _some_rows(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         """Rows of the weight as it lies here, columns in its own order; `start` is the first of a panel."""
         if self.kernel == "native":
-            packed = (self.data, self.scales, self.zeros, self.outer)
             panels = start // PANEL, steps(stop - start, PANEL)
-            columns = native_ops().transposed_panels(*packed, *panels, self.in_features, self.format.group_size)
+            columns = native_ops().transposed_panels(*self.packed, *panels, self.in_features, self.format.group_size)
             return columns.t()[: stop - start].to(dtype)
         rows = self._rows(torch.arange(start, stop, device=self.data.device))
         return rows.dequantize(dtype) if isinstance(rows, QuantizedWeight) else rows.to(dtype)
@@ -214,8 +205,8 @@ class PackedLinear(nn.Module):
             if least < 0 or most >= self.out_features:
                 raise ConfigError(f"this layer has the rows 0 to {self.out_features - 1}; found {least} to {most}")
         if self.kernel == "native" and self.order is None:
-            packed = (self.data, self.scales, self.zeros, self.outer, self.out_features, self.in_features)
-            found = native_ops().unpacked_rows(ids.flatten(), *packed, self.format.group_size)
+            sizes = (self.out_features, self.in_features, self.format.group_size)
+            found = native_ops().unpacked_rows(ids.flatten(), *self.packed, *sizes)
             return found.to(dtype).view(*ids.shape, self.in_features)
         weight = self._published(ids.flatten())
         rows = weight.dequantize(dtype) if isinstance(weight, QuantizedWeight) else weight.to(dtype)
@@ -244,9 +235,8 @@ class PackedLinear(nn.Module):
         self.bind(self.kernel)
 
     def _rows(self, ids: Tensor | None) -> Tensor | QuantizedWeight:
-        packed = Packed(self.data, self.scales, self.zeros, self.outer)
         size = self.out_features, self.in_features
-        return layout_of(self.kernel).rows(packed, self.format, size, ids)
+        return layout_of(self.kernel).rows(self.packed, self.format, size, ids)
 
     def _published(self, ids: Tensor | None) -> Tensor | QuantizedWeight:
         """Rows of the weight, their columns as they were given."""
@@ -256,6 +246,11 @@ class PackedLinear(nn.Module):
         place = self.order.argsort()
         format, columns = replace(weight.format, permuted=True), place // weight.format.group_size
         return replace(weight, format=format, values=weight.values[:, place], columns=columns)
+
+    @property
+    def packed(self) -> Packed:
+        """The weight in the kernel's layout."""
+        return Packed(self.data, self.scales, self.zeros, self.outer)
 
     def _pack_empty(self, layout: Layout) -> Packed:
         size, device = (self.out_features, self.in_features), self.request.device

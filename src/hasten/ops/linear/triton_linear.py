@@ -100,17 +100,8 @@ def few_rows(x: Tensor, weight: Operands, *, config: Config | None = None) -> Te
     parts = y if splits == 1 else x.new_empty((splits, rows, n), dtype=torch.float32)
     with torch.cuda.device_of(x):
         kernels.product[(triton.cdiv(n, config.block_n), splits)](
-            x,
-            weight.data,
-            weight.scales,
-            weight.zeros,
-            weight.bias if splits == 1 else None,
-            parts,
-            rows,
-            n,
-            k,
-            pieces,
-            steps_per_split,
+            *(x, weight.data, weight.scales, weight.zeros, weight.bias if splits == 1 else None, parts),
+            *(rows, n, k, pieces, steps_per_split),
             BITS=format.bits,
             GROUPED=format.group_size > 0,
             ONE_ROW=rows == 1,
@@ -122,15 +113,8 @@ def few_rows(x: Tensor, weight: Operands, *, config: Config | None = None) -> Te
             num_warps=config.warps,
         )
         if splits > 1:
-            kernels.add_splits[(triton.cdiv(y.numel(), SUM_BLOCK),)](
-                parts,
-                weight.bias,
-                y,
-                y.numel(),
-                n,
-                SPLITS=splits,
-                BLOCK=SUM_BLOCK,
-            )
+            grid = (triton.cdiv(y.numel(), SUM_BLOCK),)
+            kernels.add_splits[grid](parts, weight.bias, y, y.numel(), n, SPLITS=splits, BLOCK=SUM_BLOCK)
     return y.to(x.dtype)
 
 
@@ -145,12 +129,7 @@ def many_rows(x: Tensor, weight: Operands) -> Tensor:
     grid = (triton.cdiv(n, 32), triton.cdiv(weight.data.shape[0], block_j // PIECE))
     with torch.cuda.device_of(x):
         kernels.dequantize[grid](
-            weight.data,
-            weight.scales,
-            weight.zeros,
-            plain,
-            n,
-            k,
+            *(weight.data, weight.scales, weight.zeros, plain, n, k),
             BITS=format.bits,
             GROUPED=format.group_size > 0,
             BLOCK_N=32,

@@ -117,9 +117,7 @@ def int4_format(
 def check_format(format: WeightFormat, *elements: str) -> None:
     """Raise ConfigError for a format of which no layout holds weights, or not one of these elements."""
     if not isinstance(format, WeightFormat):
-        raise ConfigError(
-            f"a format is BFLOAT16, INT8 or an int4_format(...) of hasten.ops.linear; found {format!r:.40}"
-        )
+        raise ConfigError(f"a format is BFLOAT16, INT8 or int4_format(...) of hasten.ops.linear; found {format!r:.40}")
     fits = format in (BFLOAT16, INT8, Q4_K, Q6_K)
     if format.element in ("int8", "int4") and format.scale_dtype in SCALE_DTYPES and type(format.group_size) is int:
         same = group_format(

@@ -34,6 +34,7 @@ def build_request(
         adapter=service.check_model(body.model),
         timeout=service.settings.request_timeout,
         constraint=constraint,
+        whole=not body.stream,
         **fields,
     )
 

@@ -8,7 +8,7 @@ are written by requests.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -25,7 +25,7 @@ SAMPLES = (1, 2, 5, 10, 20)
 class Metrics:
     """All metrics of one server."""
 
-    def __init__(self, model_name: str, stats: Callable[[], Stats]) -> None:
+    def __init__(self, model_name: str, stats: Callable[[], Mapping[str, Stats]]) -> None:
         self.registry = CollectorRegistry()
         self.registry.register(_EngineCollector(model_name, stats))
         self.model_name = model_name
@@ -92,18 +92,24 @@ class Stopwatch:
 
 
 class _EngineCollector(Collector):
-    def __init__(self, model_name: str, stats: Callable[[], Stats]) -> None:
+    """Of each replica by itself, labelled, where there are any."""
+
+    def __init__(self, model_name: str, stats: Callable[[], Mapping[str, Stats]]) -> None:
         self._name, self._stats = model_name, stats
 
     def collect(self) -> Iterable[Metric]:
-        stats = self._stats()
+        each = self._stats()
+        names = ["model_name"] if "" in each else ["model_name", "replica"]
+        labels = {replica: [self._name, replica][: len(names)] for replica in each}
         for family, metrics in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS)):
             for name, (field, text) in metrics.items():
-                metric = family(f"hasten:{name}", text, labels=["model_name"])
-                metric.add_metric([self._name], float(getattr(stats, field)))
+                metric = family(f"hasten:{name}", text, labels=names)
+                for replica, stats in each.items():
+                    metric.add_metric(labels[replica], float(getattr(stats, field)))
                 yield metric
         name, text = "spec_decode_num_accepted_tokens_per_pos", "Proposed tokens that were taken, by their place."
-        metric = CounterMetricFamily(f"hasten:{name}", text, labels=["model_name", "position"])
-        for position, count in enumerate(stats.accepted_by_position):
-            metric.add_metric([self._name, str(position)], count)
+        metric = CounterMetricFamily(f"hasten:{name}", text, labels=[*names, "position"])
+        for replica, stats in each.items():
+            for position, count in enumerate(stats.accepted_by_position):
+                metric.add_metric([*labels[replica], str(position)], count)
         yield metric

@@ -5,26 +5,51 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from hasten.serving.api.metrics import Metrics
 from hasten.serving.api.responses import ApiError, overloaded
 from hasten.serving.api.settings import ServerSettings
 from hasten.serving.api.structured import Grammars
-from hasten.serving.async_engine import AsyncEngine
 
 if TYPE_CHECKING:
     from fastapi import Request as HttpRequest
+    from torch import Tensor
 
     from hasten.model.tokenizer import Tokenizer
+    from hasten.serving.request import Request, RequestOutput
+    from hasten.serving.settings import ModelFacts, Stats
 
 Result = TypeVar("Result")
 
 # Shorter texts are encoded where they are: handing them to a thread takes longer.
 SHORT_TEXT = 2000
+
+
+class AnyEngine(Protocol):
+    """What answers: `hasten.serving.async_engine.AsyncEngine`, or several behind one (`hasten.replicas`)."""
+
+    @property
+    def facts(self) -> ModelFacts: ...
+
+    @property
+    def healthy(self) -> bool: ...
+
+    @property
+    def error(self) -> str | None: ...
+
+    def replica_stats(self) -> dict[str, Stats]: ...
+
+    def generate(self, *requests: Request) -> AsyncGenerator[RequestOutput]: ...
+
+    async def embed(
+        self, prompts: Sequence[Sequence[int]], *, pooling: str, adapter: str, timeout: float | None
+    ) -> Tensor: ...
+
+    async def close(self) -> None: ...
 
 
 class Service:
@@ -33,20 +58,17 @@ class Service:
     max_length: tokens of prompt and answer together. vocabulary: the number of logits. adapters: their names.
     """
 
-    def __init__(self, engine: AsyncEngine, *, model_name: str, settings: ServerSettings) -> None:
+    def __init__(self, engine: AnyEngine, *, model_name: str, settings: ServerSettings) -> None:
         self.engine, self.model_name, self.settings = engine, model_name, settings
-        served = engine.engine
-        self._tokenizer = served.tokenizer
-        self.max_length, self.vocabulary = served.max_length, served.model.config.vocab_size
-        self.adapters = served.adapters.names
+        facts = engine.facts
+        self._tokenizer = facts.tokenizer
+        self.max_length, self.vocabulary, self.adapters = facts.max_length, facts.vocabulary, facts.adapters
         self.created = int(time.time())
         self.ready = False
         self.draining = False
         self.in_flight = 0  # requests that a shutdown waits for
-        self.metrics = Metrics(model_name, engine.stats)
-        self.grammars = Grammars(
-            served.tokenizer, vocabulary=self.vocabulary, eos_ids=served.eos_ids, settings=settings
-        )
+        self.metrics = Metrics(model_name, engine.replica_stats)
+        self.grammars = Grammars(facts.tokenizer, vocabulary=self.vocabulary, eos_ids=facts.eos_ids, settings=settings)
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="prepare")
         self._numbers = itertools.count()
         self._longest = 0

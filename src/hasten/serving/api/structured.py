@@ -107,11 +107,14 @@ def _check(matcher: LLMatcher) -> None:
 class Grammar:
     """One sample's constraint (`hasten.serving.request.Constraint`); forks share `failures`.
 
-    param: the field of the request that it comes from.
+    schema: the JSON it was made of; param: the field of the request that it comes from.
     """
 
-    def __init__(self, matcher: LLMatcher, *, vocabulary: int, eos_ids: tuple[int, ...], param: str) -> None:
-        self._matcher, self._vocabulary, self._eos_ids, self.param = matcher, vocabulary, eos_ids, param
+    def __init__(
+        self, matcher: LLMatcher, *, vocabulary: int, eos_ids: tuple[int, ...], schema: str, param: str
+    ) -> None:
+        self._matcher, self._vocabulary, self._eos_ids = matcher, vocabulary, eos_ids
+        self.schema, self.param = schema, param
         self._failures: list[str] = []
         self._left = ALLOWANCE
         self._words = np.empty((vocabulary + 31) // 32, dtype=np.uint32)
@@ -214,7 +217,8 @@ class Grammars:
             raise ApiError(f"{param}: the JSON schema was not compiled within {seconds:g} s", param=param) from None
         except ValueError as error:
             raise ApiError(f"{param}: the JSON schema is refused: {error}"[:500], param=param) from None
-        return Grammar(matcher.deep_copy(), vocabulary=self._vocabulary, eos_ids=self._eos_ids, param=param)
+        facts: Any = {"vocabulary": self._vocabulary, "eos_ids": self._eos_ids}
+        return Grammar(matcher.deep_copy(), **facts, schema=text, param=param)
 
     def close(self) -> None:
         """Let the threads end."""

@@ -1,0 +1,77 @@
+"""`--devices auto`: the ranks and the precision of a command that runs a model, by a plan made now."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from hasten.cli.options import DeviceOptions, given
+from hasten.distributed import launched
+from hasten.errors import ConfigError
+
+if TYPE_CHECKING:
+    from hasten.bench.plan import PlanOptions
+
+
+def by_plan(command: Any, arguments: list[str]) -> tuple[Any, list[str]]:
+    """The command with what the plan chose, and the arguments that make the same of it in another process."""
+    if command.devices == "given":
+        if unused := given(command, ("goal", "token_ms", "price", "least_bits")):
+            raise ConfigError(f"{unused[0]} is for --devices auto")
+        return command, arguments
+    if launched():
+        raise ConfigError("--devices auto starts ranks by itself; leave torchrun away, or --devices auto")
+    from hasten.bench.choices import choose_plan
+    from hasten.machine import configure
+
+    configure(threads=command.threads)
+    print("measuring what ranks and precisions would do …", file=sys.stderr)
+    found = choose_plan(command.model, _options(command))
+    best = found.best
+    quantize = best.weights if best.rounded else "none"
+    chosen = ["--tensor-parallel", str(best.use.degree), "--quantize", quantize]
+    ranks, cache = f"{best.use.degree} rank{'s' * (best.use.degree > 1)}", best.plan.memory.parts["cache"] / 1e9
+    batch = f"{best.use.batch_size} at once in a cache of {cache:.2f} GB"
+    speed = f"{1e3 * best.token_seconds:.1f} ms a token and {best.tokens_per_second:.1f} tokens/s predicted"
+    print(f"{ranks}, {best.weights}, {batch}: {speed}; {found.why()}", file=sys.stderr)
+    if best.replicas > 1:
+        line = " ".join(["hasten", "serve", command.model, "--replicas", str(best.replicas), *chosen])
+        print(f"that is of {best.replicas} replicas, of which this is one; all of them: {line}", file=sys.stderr)
+    command = replace(command, devices="given", tensor_parallel=best.use.degree, quantize=quantize, **_UNWANTED)
+    return command, [*arguments, "--devices", "given", *chosen]
+
+
+_UNWANTED = {name: getattr(DeviceOptions(), name) for name in ("goal", "token_ms", "price", "least_bits")}
+
+
+def _options(command: Any) -> PlanOptions:
+    """What the command will do, as a plan takes it: prompts are counted at four bytes a token."""
+    from hasten.bench.plan import PlanOptions, config_of
+    from hasten.training.recipe import Techniques
+
+    _, config, _ = config_of(command.model)
+    served = hasattr(command, "engine")
+    if served:
+        length = command.engine.max_length or 1024
+        new, batch = length // 4, None
+    else:
+        texts = [len(text.encode()) // 4 for text in command.prompt if text != "-"]
+        new, batch = command.max_new_tokens, max(1, len(command.prompt))
+        length = max([len(command.prompt_ids), *texts, 16]) + new
+    length = min(length, config.max_positions)
+    return PlanOptions(
+        use="serve" if served else "generate",
+        device=command.device,
+        goal=command.goal or "latency",
+        token_ms=command.token_ms,
+        price=command.price,
+        least_bits=command.least_bits,
+        length=length,
+        new_tokens=min(new, length - 1),
+        batch_size=batch,
+        weights="auto" if command.quantize == "none" else command.quantize,
+        kv_cache_dtype=command.engine.kv_cache_dtype if served else command.kv_cache_dtype,
+        tensor_parallel=command.tensor_parallel,
+        techniques=Techniques(compile=False, precision=command.dtype),
+    )

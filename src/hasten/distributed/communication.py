@@ -1,0 +1,132 @@
+"""What an exchange between ranks of this machine costs: a latency and a bandwidth, measured in a fraction of a second.
+
+Sums of zeros through shared memory (`ops/collective`), with processes forked from this one as the other ranks: they do
+nothing else, so nothing of torch is loaded anew. Undisturbed: in a model's step the ranks also wait for the slowest.
+"""
+
+import mmap
+import os
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from hasten.errors import ConfigError
+from hasten.machine import Link, available_cores
+from hasten.machine.measured import compare, forget
+from hasten.ops.collective import RankGroup
+from hasten.ops.native import library, native_ops
+from hasten.planning.devices import LINKS
+
+COUNTS = (2048, 32_768, 131_072)  # bfloat16 values of a sum: those of a token, and of a prompt
+PIECE = 32_768  # of them at once
+SUMS = 40  # of the smallest in a call; of the others fewer
+BUSY = 100e-6  # seconds; a piece that took longer was of ranks without a core of their own
+
+
+def link_here(ranks: int) -> Link:
+    """Of so many ranks on this machine, from the cache where it was measured before. Raises ConfigError for more ranks
+    than cores.
+    """
+    require_cores(ranks)
+    native, typical = library(), LINKS["shared-memory"]
+    if native is None or not sys.platform.startswith("linux"):
+        return LINKS["gloo"]
+    if ranks == 1:
+        return typical
+    what, name = f"sums of {ranks} ranks", native.path.stem
+    with _crew(ranks) as contenders:
+        times = compare(what, contenders, library=name, clock=time.perf_counter)
+    if not times:
+        return typical
+    seconds = {count: times[str(count)] / sums for count, sums in _sums().items()}
+    if all(one < BUSY * -(-count // PIECE) for count, one in seconds.items()):
+        return fitted({2 * count: one for count, one in seconds.items()}, ranks=ranks)
+    forget(what, library=name)  # a busy moment is not this machine
+    return replace(typical, source=f"{typical.source}: other programs had the cores while it was measured")
+
+
+def fitted(seconds: Mapping[int, float], *, ranks: int, source: str = "measured on this machine") -> Link:
+    """The link of seconds by the bytes of a sum: its bandwidth from the largest, its latency from the smallest."""
+    small, large = min(seconds), max(seconds)
+    per_byte = max(seconds[large] - seconds[small], 1e-3 * seconds[large]) / (large - small)
+    latency = max(0.0, seconds[small] - per_byte * small)
+    return Link(latency, 0.0, (ranks - 1) / per_byte, source)
+
+
+def require_cores(ranks: int) -> None:
+    """Raise ConfigError for more ranks than cores."""
+    cores = available_cores().physical
+    if ranks > cores:
+        raise ConfigError(f"{ranks} ranks are more than the {cores} cores here, and each wants its own: take {cores}")
+
+
+def _sums() -> dict[int, int]:
+    """How many sums of so many values a call makes."""
+    return {count: max(2, SUMS * COUNTS[0] // count) for count in COUNTS}
+
+
+def _add(group: RankGroup, count: int) -> None:
+    """Sums of zeros, in place as in the native steps."""
+    x = torch.zeros(count, dtype=torch.bfloat16)
+    for _ in range(_sums()[count]):
+        native_ops().sum_of_ranks(group.plan, x)
+
+
+@contextmanager
+def _crew(ranks: int) -> Iterator[Callable[[], Mapping[str, Callable[[], object]]]]:
+    """What makes the calls of rank 0: then, and not before, the others are there to answer; they end with the block."""
+    children: list[int] = []
+    group: RankGroup | None = None
+
+    def contenders() -> Mapping[str, Callable[[], object]]:
+        nonlocal group
+        segment = torch.frombuffer(mmap.mmap(-1, native_ops().segment_bytes(ranks)), dtype=torch.uint8)
+        first = os.getpid()
+        for rank in range(1, ranks):
+            with warnings.catch_warnings():  # the child calls nothing that another thread of ours could hold
+                warnings.simplefilter("ignore", DeprecationWarning)
+                child = os.fork()
+            if not child:
+                _follow(RankGroup(rank, ranks, segment, _peers({0: first}, ranks)))
+            children.append(child)
+        group = RankGroup(0, ranks, segment, _peers(dict(enumerate(children, 1)), ranks))
+        return {str(count): partial(_called, group, count) for count in COUNTS}
+
+    try:
+        yield contenders
+        if group is not None:
+            group.of_first([0])
+    except BaseException:
+        if group is not None:
+            group.abandon()
+        raise
+    finally:
+        for child in children:
+            os.waitpid(child, 0)
+        for peer in group.peers[1:] if group is not None else ():
+            os.close(peer)
+
+
+def _peers(processes: Mapping[int, int], ranks: int) -> list[int]:
+    """A pidfd of each rank whose process is known."""
+    return [os.pidfd_open(processes[rank]) if rank in processes else -1 for rank in range(ranks)]
+
+
+def _called(group: RankGroup, count: int) -> None:
+    group.of_first([count])
+    _add(group, count)
+
+
+def _follow(group: RankGroup) -> None:
+    """As another rank: add what the first one says, until it says 0."""
+    try:
+        while count := group.of_first()[0]:
+            _add(group, count)
+    finally:
+        os._exit(0)

@@ -1,0 +1,193 @@
+"""What the HTTP API asks in the place of one engine: a request goes to a replica, and elsewhere when that one dies."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Protocol
+
+from hasten.generation.blocks import prefix_keys
+from hasten.replicas.replica import Answer, packed
+from hasten.replicas.routing import KEY_BYTES, Ask, Board
+from hasten.serving.request import EngineFailed, Request, RequestOutput
+from hasten.serving.settings import ModelFacts, Stats
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+RETRIES = 3  # of a request whose replicas died: it might be what kills them
+PATIENCE = 60.0  # seconds that a request waits where there is no replica
+
+
+class ReplicaDied(Exception):
+    """It, or the way to it, is gone."""
+
+
+class Channel(Protocol):
+    """The way to the replicas. Where a request goes is decided by `board.rank(ask)`, and told by `board.sent`."""
+
+    def generate(self, ask: Ask, request: Request) -> AsyncGenerator[Answer]:
+        """Closing it aborts the request. Raises ReplicaDied."""
+        ...
+
+    async def embed(self, ask: Ask, prompts: Sequence[Sequence[int]], how: dict[str, Any]) -> Any:
+        """Raises ReplicaDied."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class ReplicatedEngine:
+    """`hasten.serving.async_engine.AsyncEngine`'s methods, over replicas."""
+
+    def __init__(self, channel: Channel, board: Board, facts: ModelFacts, *, block_size: int, secret: bytes) -> None:
+        self.facts, self.board = facts, board
+        self._channel, self._block_size, self._secret = channel, block_size, secret
+        self._closed = False
+        self._seen = time.monotonic()  # when there was a replica last
+        self.retried = 0
+
+    @property
+    def healthy(self) -> bool:
+        return self.error is None
+
+    @property
+    def error(self) -> str | None:
+        """Why it is not healthy."""
+        if self._closed:
+            return "the server was closed"
+        if self.board.states:
+            self._seen = time.monotonic()
+            return None
+        away = time.monotonic() - self._seen
+        return f"no replica has been there for {away:.0f} s" if away > PATIENCE else None
+
+    def replica_stats(self) -> dict[str, Stats]:
+        """By the replica's name, as last reported."""
+        states = self.board.states.items()
+        return {name: state.report["stats"] for name, state in states if state.report is not None}
+
+    async def generate(self, *requests: Request) -> AsyncGenerator[RequestOutput]:
+        """As AsyncEngine's, but that room in queues is not taken for all of them together.
+
+        A request of which nothing was given is begun anew elsewhere when its replica dies; else EngineFailed.
+        """
+        if len(requests) == 1:
+            async with aclosing(self._one(requests[0])) as outputs:
+                async for output in outputs:
+                    yield output
+            return
+        queue: asyncio.Queue[RequestOutput | BaseException | None] = asyncio.Queue(maxsize=len(requests))
+
+        async def read(request: Request) -> None:
+            try:
+                async with aclosing(self._one(request)) as outputs:
+                    async for output in outputs:
+                        await queue.put(output)
+                await queue.put(None)
+            except Exception as error:
+                await queue.put(error)
+
+        readers = [asyncio.create_task(read(request)) for request in requests]
+        left = len(readers)
+        try:
+            while left:
+                found = await queue.get()
+                if isinstance(found, BaseException):
+                    raise found
+                if found is None:
+                    left -= 1
+                else:
+                    yield found
+        finally:
+            for reader in readers:
+                reader.cancel()
+            await asyncio.gather(*readers, return_exceptions=True)
+
+    async def embed(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        pooling: str = "mean",
+        adapter: str = "",
+        timeout: float | None = None,
+    ) -> Tensor:
+        """As AsyncEngine's."""
+        how = {"pooling": pooling, "adapter": adapter, "timeout": timeout}
+        for _ in range(RETRIES + 1):
+            ask = Ask(sum(map(len, prompts)))
+            try:
+                found = await self._channel.embed(ask, prompts, how)
+            except ReplicaDied:
+                self.retried += 1
+                continue
+            finally:
+                self.board.ended(ask)
+            if isinstance(found, Exception):
+                raise found
+            return found
+        raise self._given_up("embeddings")
+
+    async def close(self) -> None:
+        """Let the replicas go."""
+        self._closed = True
+        await self._channel.close()
+
+    async def _one(self, request: Request) -> AsyncGenerator[RequestOutput]:
+        for attempt in range(RETRIES + 1):
+            # With an id of its own: the replica may be the same one, which has not heard yet that it was given up.
+            sent = packed(replace(request, id=f"{request.id}#{attempt}"))
+            ask = self._ask(request)
+            given, finished = 0, False
+            try:
+                async with aclosing(self._channel.generate(ask, sent)) as answers:
+                    async for found in self._patiently(answers):
+                        self.board.begun(ask)
+                        if isinstance(found, Exception):
+                            raise found
+                        for output in found:
+                            given, finished = given + 1, output.finished
+                            yield replace(output, request_id=request.id)
+                if not finished:
+                    raise ReplicaDied("it ended without an end of the answer")
+                return
+            except ReplicaDied as error:
+                if given:
+                    raise EngineFailed(f"the replica that answered has died; the answer ends here ({error})") from None
+                self.retried += 1
+            finally:
+                self.board.ended(ask)
+        raise self._given_up(request.id)
+
+    def _ask(self, request: Request) -> Ask:
+        """With the keys of what the engine may find in its cache: at least one token is left to compute."""
+        if request.sharing is None:
+            return Ask(len(request.prompt))
+        tokens, size = request.prompt[:-1], self._block_size
+        keys = prefix_keys(tokens, block_size=size, secret=self._secret, salt=request.sharing)
+        return Ask(len(request.prompt), [key[:KEY_BYTES] for key in islice(keys, 1, None)], size)
+
+    async def _patiently(self, answers: AsyncIterator[Answer]) -> AsyncIterator[Answer]:
+        """The answers; raises EngineFailed where no replica has been there for too long."""
+        first = asyncio.ensure_future(anext(answers))
+        try:
+            while not first.done():
+                await asyncio.wait({first}, timeout=1.0)
+                if self.error is not None and not first.done():
+                    raise EngineFailed(self.error)
+            yield first.result()
+        except StopAsyncIteration:
+            return
+        finally:
+            if not first.done():
+                first.cancel()
+                await asyncio.gather(first, return_exceptions=True)
+        async for found in answers:
+            yield found
+
+    def _given_up(self, what: str) -> EngineFailed:
+        return EngineFailed(f"{what}: {RETRIES + 1} replicas died of it, or with it; it is not tried again")

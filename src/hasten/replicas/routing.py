@@ -1,0 +1,144 @@
+"""Which replica serves a request: the one where its answer begins soonest.
+
+Replicas report the keys of the blocks that they hold (`hasten.generation.blocks.prefix_keys`). The cost of sending a
+request somewhere is counted in prompt tokens: those of its own that are not held there, those of others that are to be
+read before, and a few for each request that is being answered, which slows reading down. So a replica that holds the
+beginning is taken until what waits there costs more than reading the beginning anew elsewhere: no threshold.
+
+Numbers and keys only, so that benchmarks/replica_routing.py replays a day's traffic through the same code.
+"""
+
+from __future__ import annotations
+
+import random
+import secrets
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakValueDictionary
+
+RUNNING = 32  # tokens of a prompt that a request counts as that is being answered
+KEY_BYTES = 8  # of each key in a report: two blocks that share them cost a detour, no more
+
+
+@dataclass(slots=True, eq=False)
+class Ask:
+    """A request to be routed: the tokens of its prompt, and the keys of its full blocks in order."""
+
+    tokens: int
+    keys: Sequence[bytes] = ()
+    block_size: int = 16
+    sent: ReplicaState | None = None  # to that one
+    unread: int = 0  # tokens that it has to read there, until it has
+    over: bool = False
+
+    def __reduce__(self) -> Any:  # the rest is the ingress's own
+        return Ask, (self.tokens,)
+
+
+@dataclass(slots=True)
+class ReplicaState:
+    """What is known of one replica. held: keys of blocks that it reported; unread: tokens of prompts that were sent
+    there and not read yet; running: requests that were sent there and have not ended."""
+
+    held: frozenset[bytes] = frozenset()
+    unread: int = 0
+    running: int = 0
+    report: Mapping[str, Any] | None = None  # the last one, `hasten.replicas.replica.Report`
+
+    def missing(self, ask: Ask) -> int:
+        """Tokens of the prompt that it does not hold."""
+        found = 0
+        for key in ask.keys:
+            if key not in self.held:
+                break
+            found += 1
+        return ask.tokens - found * ask.block_size
+
+
+def soonest(state: ReplicaState, ask: Ask) -> float:
+    """What it costs to send a request there, in tokens; see the module's text."""
+    return state.missing(ask) + state.unread + RUNNING * state.running
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class Board:
+    """What one ingress knows of its replicas. Any thread may call; names are the caller's choice.
+
+    A request is `sent`, `begun` with its first output, and `ended`, whatever became of it.
+    """
+
+    cost: Callable[[ReplicaState, Ask], float] = soonest
+    draw: random.Random = field(default_factory=random.Random)
+    states: dict[str, ReplicaState] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def replace(self, replicas: Iterable[str]) -> None:
+        """These are the replicas that there are; others are forgotten."""
+        with self._lock:
+            self.states = {name: self.states.get(name) or ReplicaState() for name in replicas}
+
+    def report(self, replica: str, report: Mapping[str, Any]) -> None:
+        """A replica holds the blocks of these `keys` (cut to KEY_BYTES, end to end), and no others."""
+        with self._lock:
+            state = self.states.get(replica)
+            if state is None or state.report is report:
+                return
+            keys: bytes = report["keys"]
+            if state.report is None or state.report["keys"] != keys:
+                state.held = frozenset(keys[start : start + KEY_BYTES] for start in range(0, len(keys), KEY_BYTES))
+            state.report = report
+
+    def rank(self, ask: Ask) -> list[str]:
+        """The replicas, the best first; equal ones in any order."""
+        with self._lock:
+            costs = [(self.cost(state, ask), self.draw.random(), name) for name, state in self.states.items()]
+        return [name for _, _, name in sorted(costs)]
+
+    def sent(self, ask: Ask, replica: str) -> None:
+        """The request goes there now, wherever it was before; nowhere if it has ended meanwhile."""
+        with self._lock:
+            self._leave(ask)
+            state = None if ask.over else self.states.get(replica)
+            if state is not None:
+                ask.sent, ask.unread = state, state.missing(ask)
+                state.unread += ask.unread
+                state.running += 1
+
+    def begun(self, ask: Ask) -> None:
+        """Its first output came: the prompt was read."""
+        with self._lock:
+            self._read(ask)
+
+    def ended(self, ask: Ask) -> None:
+        """It is nowhere any more."""
+        with self._lock:
+            ask.over = True
+            self._leave(ask)
+
+    def _read(self, ask: Ask) -> None:
+        if ask.sent is not None:
+            ask.sent.unread -= ask.unread
+        ask.unread = 0
+
+    def _leave(self, ask: Ask) -> None:
+        self._read(ask)
+        if ask.sent is not None:
+            ask.sent.running -= 1
+        ask.sent = None
+
+
+_boards: WeakValueDictionary[str, Board] = WeakValueDictionary()
+
+
+def publish(board: Board) -> str:
+    """The name under which what others make in this process (Ray makes the router) finds the board."""
+    name = secrets.token_hex(8)
+    _boards[name] = board
+    return name
+
+
+def board_of(name: str) -> Board:
+    """The board of that name; in a process that has none, an empty one."""
+    return _boards.get(name) or Board()

@@ -1,0 +1,39 @@
+"""How many replicas there are, and where. Free of Ray, so that the command line can show it at once."""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from hasten.checks import ABOVE_0, AT_LEAST_0, require
+from hasten.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaSettings:
+    """Several engines behind one endpoint, on Ray Serve (docs/replicas.md).
+
+    Args:
+        replicas: Engines, each with the model in a process of its own; 0: one engine, in this process, without Ray. The
+            cores are shared out among those of this machine (--threads says how many each takes).
+        max_replicas: Up to so many, and down to `replicas` again, as the requests in flight demand.
+        requests_each: Requests in flight for each replica, which the number of replicas follows.
+        ray_address: A Ray cluster's HOST:PORT, or auto for one that runs on this machine; by default Ray is started
+            here, for this server alone. The cluster's machines need hasten, and the model at the same path.
+        restart_seconds: What a replica that is replaced or no longer needed has to end its requests.
+    """
+
+    replicas: Annotated[int, AT_LEAST_0] = 0
+    max_replicas: Annotated[int | None, ABOVE_0] = None
+    requests_each: Annotated[float, ABOVE_0] = 8.0
+    ray_address: str | None = None
+    restart_seconds: Annotated[float, ABOVE_0] = 600.0
+
+    def __post_init__(self) -> None:
+        require(self)
+        if not self.replicas and (self.max_replicas is not None or self.ray_address is not None):
+            raise ConfigError("--max-replicas and --ray-address are for --replicas 1 or more")
+        if self.max_replicas is not None and self.max_replicas < self.replicas:
+            raise ConfigError(f"max_replicas is {self.max_replicas}, below replicas, which is {self.replicas}")
+
+    @property
+    def most(self) -> int:
+        return self.max_replicas or self.replicas

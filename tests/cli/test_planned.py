@@ -1,0 +1,76 @@
+"""`--devices auto`: a plan chooses the ranks and the precision, and the command runs with them."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+import hasten
+from hasten.bench import choices
+from hasten.bench.plan import PlanOptions
+from hasten.cli.generate import Generate
+from hasten.cli.main import main
+from hasten.cli.planned import by_plan
+from hasten.cli.serve import Serve
+from hasten.machine import available_cores
+
+
+def test_the_command_runs_with_what_was_planned(tmp_path, tiny_folder):
+    out, degree = tmp_path / "out.json", "2" if available_cores().physical > 1 else "1"
+    text = ["--prompt", "def add", "--temperature", "0", "--max-new-tokens", "8", "--ignore-eos"]
+    auto = ["--devices", "auto", "--least-bits", "16", "--tensor-parallel", degree, "--json", str(out)]
+    command = [sys.executable, "-m", "hasten", "generate", str(tiny_folder), *text, *auto]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert f"{degree} rank" in done.stderr
+    assert "the time of an answer is the least" in done.stderr
+    alone = hasten.generate(
+        hasten.load(tiny_folder), "def add", temperature=0, max_new_tokens=8, ignore_eos=True, draft="none"
+    )
+    assert json.loads(out.read_text())["tokens"] == alone[0].tokens
+
+
+@pytest.fixture
+def h100s(monkeypatch):
+    """Plans for eight H100s, and the options that they were asked with."""
+    asked, choose = [], choices.choose_plan
+
+    def planned(model, options):
+        asked.append(options)
+        changes = {"use": options.use, "goal": options.goal, "batch_size": options.batch_size}
+        return choose("llama-70b", PlanOptions(device="h100", gpus=8, weights=options.weights, **changes))
+
+    monkeypatch.setattr(choices, "choose_plan", planned)
+    return asked
+
+
+def test_ranks_and_precision_go_to_the_ranks_and_replicas_are_told(h100s, tiny_folder, capsys):
+    command = Generate(model=str(tiny_folder), devices="auto", goal="latency", prompt=("x" * 400, "y"))
+    planned, arguments = by_plan(command, ["generate", "MODEL"])
+    assert (planned.tensor_parallel, planned.quantize, planned.devices, planned.goal) == (8, "int8", "given", None)
+    assert arguments[2:] == ["--devices", "given", "--tensor-parallel", "8", "--quantize", "int8"]
+    assert (h100s[0].batch_size, h100s[0].length, h100s[0].new_tokens) == (2, 356, 256)
+    assert "replicas" not in capsys.readouterr().err
+    planned, _ = by_plan(Serve(model=str(tiny_folder), devices="auto", goal="throughput", quantize="int8"), [])
+    assert planned.quantize == "int8"
+    assert (h100s[1].use, h100s[1].weights, h100s[1].length) == ("serve", "int8", 512)
+    told = capsys.readouterr().err
+    assert f"hasten serve {tiny_folder} --replicas {8 // planned.tensor_parallel} --tensor-parallel" in told
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--goal", "cost"], "--goal is for --devices auto"),
+        (["--devices", "auto"], "--devices auto starts ranks by itself"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(options, told, tiny_folder, monkeypatch, capsys):
+    if "auto" in options:
+        for name, value in {"RANK": "0", "WORLD_SIZE": "2"}.items():
+            monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as ended:
+        main(["generate", str(tiny_folder), "--prompt", "x", *options])
+    assert ended.value.code == 2
+    assert told in capsys.readouterr().err
