@@ -166,9 +166,13 @@ def draw_curves(
 
     Raises ResourceError if it cannot be written.
     """
+    from matplotlib import rcParams
+
     with curve_axes(path, title=title, subtitle=subtitle, x_label=x_label, y_label=y_label) as axes:
-        for name, (x, y) in series.items():
-            axes.plot(x, y, label=name, marker="o" if len(x) < 12 else None)
+        colors = len(rcParams["axes.prop_cycle"])
+        for number, (name, (x, y)) in enumerate(series.items()):  # where colors come again, lines differ
+            style = ("-", "--", ":")[number // colors % 3]
+            axes.plot(x, y, label=name, linestyle=style, marker="o" if len(x) < 12 else None)
         axes.set(xscale="log" if log_x else "linear", yscale="log" if log_y else "linear")
 
 
