@@ -1,8 +1,5 @@
 """Two processes compute what one computes: the same losses, gradient norms and validation losses, whoever has what."""
 
-import math
-import os
-import signal
 import warnings
 from pathlib import Path
 
@@ -19,6 +16,7 @@ from hasten.training.checkpoint_state import find
 from hasten.training.journal import read
 from hasten.training.recipe import Lora
 from hasten.training.session import train
+from rank_runs import assert_same, stop_after
 from tiny_model import tiny_llama
 
 SHAPE = {"hidden_size": 40, "feed_forward": 51}  # rows that two ranks cannot share evenly
@@ -84,24 +82,8 @@ def runs(recipe_of_module):
     return folder
 
 
-def stop_after(made, step):
-    train(made, progress=False, on_step=lambda line: line["step"] == step and os.kill(os.getpid(), signal.SIGTERM))
-
-
 def lines(runs, name):
     return read(runs / name / "train.jsonl")
-
-
-def assert_same(ours, theirs, tolerance=1e-5, keys=("loss", "gradient_norm", "validation_loss")):
-    assert [line["step"] for line in ours] == [line["step"] for line in theirs]
-    for one, other in zip(ours, theirs, strict=True):
-        for key in ("scale", "skipped", "kept_blocks", "tokens"):
-            assert one.get(key) == other.get(key), (one, other)
-        for key in keys:
-            assert (key in one) == (key in other)
-            if key in one:
-                allowed = tolerance * (100 if key == "gradient_norm" else 1)  # it magnifies what rounding has left
-                assert math.isclose(one[key], other[key], rel_tol=allowed, abs_tol=allowed), (one, other, key)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -13,7 +13,7 @@ own rows, the norm of a whole tensor (LAMB) or the whole matrix (Muon), it asks 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -21,11 +21,8 @@ from torch import Tensor, nn
 
 from hasten.distributed.compressed import Errors, OneBit, compressed_mean, no_errors
 from hasten.distributed.diloco import DiLoCo
+from hasten.distributed.mesh import TENSOR, mesh_of
 from hasten.distributed.ranks import ALONE, Ranks
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
 
 RANK = "@"  # before the number of the rank whose own a tensor of a checkpoint is
 
@@ -37,8 +34,8 @@ class Parts:
         """Of the whole tensor."""
         return part.shape
 
-    def norms(self, parts: Sequence[Tensor]) -> Tensor:
-        """Norms of whole tensors, (N,), from what this rank has of them."""
+    def norms(self, parts: Sequence[Tensor], of: Sequence[Tensor]) -> Tensor:
+        """Norms of whole tensors, (N,), from what this rank has of them. of: for each the one that is worked on."""
         return torch.stack(torch._foreach_norm(list(parts)))
 
     def whole(self, parts: Tensor, like: Tensor) -> Tensor:
@@ -227,8 +224,10 @@ class Sharded(Placement):
 
         device = next(model.parameters()).device.type
         self.ranks, self.stage = ranks, stage
-        self._meshes = {kind: _mesh(kind, ranks.size, replicas) for kind in (device, "cpu")}
+        self._meshes = {kind: mesh_of(kind, ranks, replicas) for kind in (device, "cpu")}
         mesh = self._meshes[device]
+        if ranks.tensor > 1:
+            mesh = mesh[tuple(name for name in mesh.mesh_dim_names or () if name != TENSOR)]
         self._group = mesh.get_group("shard")
         self._shards, self._index = mesh.size(-1), mesh.get_local_rank("shard")
         policy = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if offload else OffloadPolicy()
@@ -243,6 +242,11 @@ class Sharded(Placement):
             block.set_modules_to_backward_prefetch(blocks[max(0, i - prefetch) : i][::-1])
         super().__init__(model, copies=copies)
         self._shapes: dict[Tensor, torch.Size] = {own: self.parameters[name].shape for name, own in self.worked.items()}
+        # Of what all neighbours have whole, each counts its part.
+        self._counted = {
+            own: 1.0 if self.parameters[name].placements[-1].is_shard() else 1 / ranks.tensor
+            for name, own in self.worked.items()
+        }
 
     def _worked(self, parameter: nn.Parameter) -> nn.Parameter:
         if self.copies is not None:
@@ -266,9 +270,12 @@ class Sharded(Placement):
     def shape(self, part: Tensor) -> torch.Size:
         return self._shapes[part]
 
-    def norms(self, parts: Sequence[Tensor]) -> Tensor:
-        squares = super().norms(parts).square()
+    def norms(self, parts: Sequence[Tensor], of: Sequence[Tensor]) -> Tensor:
+        squares = super().norms(parts, of).square()
         torch.distributed.all_reduce(squares, group=self._group)
+        if self.ranks.tensor > 1:
+            squares *= torch.tensor([self._counted[one] for one in of], device=squares.device)
+            torch.distributed.all_reduce(squares, group=self._meshes[squares.device.type].get_group(TENSOR))
         return squares.sqrt()
 
     def whole(self, parts: Tensor, like: Tensor) -> Tensor:
@@ -290,11 +297,3 @@ class Sharded(Placement):
         return DTensor.from_local(
             tensor, mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
         )
-
-
-def _mesh(kind: str, size: int, replicas: int) -> DeviceMesh:
-    from torch.distributed.device_mesh import init_device_mesh
-
-    if replicas == 1:
-        return init_device_mesh(kind, (size,), mesh_dim_names=("shard",))
-    return init_device_mesh(kind, (replicas, size // replicas), mesh_dim_names=("replicas", "shard"))

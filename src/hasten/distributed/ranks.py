@@ -3,7 +3,7 @@
 Numbers and words travel between the hosts (gloo), whatever carries the tensors: nothing here waits for a GPU.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -22,11 +22,28 @@ class Ranks:
     local_size: int = 1
     joined: bool = False
     """There is a process group, be it of one."""
+    tensor: int = 1
+    """So many neighbours split every block and read the same rows (tensor parallelism in training)."""
 
     @property
     def first(self) -> bool:
         """Whether this is the one that prints and writes what there is once."""
         return self.rank == 0
+
+    def split(self, tensor: int) -> "Ranks":
+        """With so many neighbours that split every block. Raises ConfigError where they do not come out even."""
+        if self.size % tensor:
+            raise ConfigError(f"parallel.tensor is {tensor}, and {self.size} processes are no multiple of it")
+        return replace(self, tensor=tensor)
+
+    @property
+    def reader(self) -> int:
+        """Whose rows of a batch this process reads, of so many `readers`."""
+        return self.rank // self.tensor
+
+    @property
+    def readers(self) -> int:
+        return self.size // self.tensor
 
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum over all ranks, in place."""
@@ -74,12 +91,12 @@ class Ranks:
 
     def rows(self, batch_size: int) -> int:
         """Rows of a micro-batch that are this rank's. Raises ConfigError where they cannot be shared evenly."""
-        if batch_size % self.size:
+        if batch_size % self.readers:
             raise ConfigError(
-                f"data.batch_size is {batch_size}, which {self.size} processes cannot share evenly; make it a multiple "
-                f"of {self.size} (it counts the rows of all processes together)"
+                f"data.batch_size is {batch_size}, which {self.readers} processes cannot share evenly; make it a "
+                f"multiple of {self.readers} (it counts the rows of all processes together)"
             )
-        return batch_size // self.size
+        return batch_size // self.readers
 
 
 ALONE = Ranks()

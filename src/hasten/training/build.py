@@ -10,6 +10,7 @@ from torch import nn
 
 from hasten.distributed.placement import Apart, Placement, Replicated, Sharded
 from hasten.distributed.ranks import ALONE, Ranks
+from hasten.distributed.tensor_training import split
 from hasten.errors import CheckpointError, ConfigError, HastenWarning
 from hasten.machine import find_compiler
 from hasten.model.config import ModelConfig
@@ -123,6 +124,7 @@ def training_step(
     precision = Precision(techniques.precision, model.device)
     if recipe.parallel.policy == "float32-masters":
         model.to(precision.dtype)
+    model = split(model, ranks, recipe.parallel.replicas)
     choose_kernels(model, attention_kernel(recipe, model.device), techniques.loss)
     if techniques.fused_activation:
         fuse_activations(model, precision.dtype)
@@ -131,7 +133,6 @@ def training_step(
     if recipe.lora.rank is not None:
         add_lora(model, recipe.lora, seed=recipe.run.seed)
     round_while_training(model, recipe.qat)
-    # Here will stand: tensor parallelism.
     checkpoint_activations(model, techniques.checkpointing)
     if techniques.compile:
         compile_blocks(model)
@@ -171,8 +172,6 @@ def place(model: Transformer, recipe: Recipe, ranks: Ranks = ALONE) -> Placement
             f"parallel.zero {parallel.zero} cannot share a model with experts: one that no token of a rank has reached "
             "has no gradient there to reduce; use --parallel.zero 0"
         )
-    if ranks.size % parallel.replicas:
-        raise ConfigError(f"parallel.replicas is {parallel.replicas}, which {ranks.size} processes cannot share evenly")
     return Sharded(
         model,
         ranks=ranks,

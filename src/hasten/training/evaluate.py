@@ -25,7 +25,7 @@ class Validation:
     ) -> None:
         self.split = split
         own = ranks.rows(batch_size)
-        self.rows = slice(ranks.rank * own, (ranks.rank + 1) * own)
+        self.rows = slice(ranks.reader * own, (ranks.reader + 1) * own)
         self.batch_size = batch_size
         self.sequence_length = sequence_length
         whole = math.ceil((len(split) - 1) / sequence_length / batch_size)

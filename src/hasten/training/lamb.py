@@ -83,7 +83,7 @@ def _one_by_one(trained: list[Tensor], states: list[dict[str, Tensor]], group: d
         m_hat = m / (1 - beta1 ** float(state["step"]))
         v_hat = v / (1 - beta2 ** float(state["step"]))
         u = m_hat / (v_hat.sqrt() + group["eps"]) + group["weight_decay"] * x
-        size, length = parts.norms([x, u])
+        size, length = parts.norms([x, u], [x, x])
         c = torch.where((size > 0) & (length > 0), (size / length).clamp(low, high), 1.0)
         x -= group["lr"] * c * u
         found.append(c)
@@ -104,7 +104,7 @@ def _many(trained: list[Tensor], states: list[dict[str, Tensor]], group: dict[st
     torch._foreach_div_(u, denominators)
     if group["weight_decay"]:
         torch._foreach_add_(u, trained, alpha=group["weight_decay"])
-    sizes, lengths = parts.norms([*trained, *u]).chunk(2)
+    sizes, lengths = parts.norms([*trained, *u], trained * 2).chunk(2)
     c = torch.where((sizes > 0) & (lengths > 0), (sizes / lengths).clamp(low, high), 1.0)
     torch._foreach_mul_(u, list(c.unbind()))
     torch._foreach_add_(trained, u, alpha=-group["lr"])

@@ -94,7 +94,7 @@ class Room:
 
     def fitted(self) -> Recipe:
         """The recipe with its rows in as few micro-batches as fit, where `run.fit` asks for that; else as it is."""
-        data, size = self.recipe.data, self.ranks.size
+        data, size = self.recipe.data, self.ranks.readers
         rows = data.batch_size * data.accumulation
         for count in range(1, rows // size + 1) if self.recipe.run.fit else ():
             if rows % (count * size) == 0 and self.fits(batch_size=rows // count, accumulation=count):
@@ -103,7 +103,7 @@ class Room:
 
     def check(self) -> str:
         """A line on what fits. Raises ResourceError, with the numbers and the field to lower, where it does not."""
-        need, data, size = self.memory(), self.recipe.data, self.ranks.size
+        need, data, size = self.memory(), self.recipe.data, self.ranks.readers
         remedy = f"lower data.batch_size (now {data.batch_size}) and raise data.accumulation by as much, as --fit does"
         if data.batch_size == size:
             remedy = f"lower data.context (now {data.context}), model.layers or model.hidden_size"

@@ -28,6 +28,7 @@ PolicyName = Literal["float32-weights", "float32-masters"]
 FREE_FIELDS = frozenset(
     {"run.folder", "run.checkpoint_every", "run.tensorboard", "run.threads", "data.workers", "run.export", "run.fit"}
     | {"run.background_checkpoints", "parallel.zero", "parallel.offload", "parallel.replicas", "parallel.prefetch"}
+    | {"parallel.tensor"}
 )
 
 
@@ -207,6 +208,8 @@ class Parallel:
 
     zero: Literal[0, 1, 2, 3] = 0
     """0: everything on every process (DDP). ZeRO 1-3: shares of weights, gradients and states (FSDP2)."""
+    tensor: Annotated[int, ABOVE_0] = 1
+    """So many neighbouring processes split every block and every row of tokens (tensor and sequence parallelism)."""
     replicas: Annotated[int, ABOVE_0] = 1
     """So many groups of processes each have the whole, in shares (HSDP); for several machines."""
     offload: OffloadName = "none"

@@ -48,6 +48,8 @@ def _wrong_parallel(recipe: Recipe) -> Iterator[str]:
         yield "qat.bits rounds whole matrices, of which parallel.zero leaves each process a share; set parallel.zero 0"
     if parallel.zero == 0 and (parallel.replicas > 1 or parallel.offload == "all"):
         yield "parallel.replicas and parallel.offload all are of shared weights; set parallel.zero to 1, 2 or 3"
+    if parallel.tensor > 1:
+        yield from _wrong_split(recipe)
     if parallel.policy == "float32-masters" and recipe.techniques.precision in ("auto", "float32"):
         yield "parallel.policy float32-masters needs techniques.precision bfloat16 or float16"
     if diloco.sync_every is not None:
@@ -64,6 +66,18 @@ def _wrong_parallel(recipe: Recipe) -> Iterator[str]:
         )
     if parallel.prefetch and recipe.techniques.layer_drop is not None:
         yield "parallel.prefetch would gather blocks that techniques.layer_drop leaves out; choose one of them"
+
+
+def _wrong_split(recipe: Recipe) -> Iterator[str]:
+    degree = recipe.parallel.tensor
+    if not recipe.parallel.zero:
+        yield "parallel.tensor splits what FSDP2 holds; set parallel.zero to 1, 2 or 3"
+    if recipe.data.context % degree:
+        yield f"parallel.tensor is {degree}, which data.context ({recipe.data.context}) is no multiple of"
+    if recipe.optimizer.kind == "muon":
+        yield "optimizer.kind muon wants whole matrices, which parallel.tensor splits by rows and columns; choose adamw"
+    if recipe.lora.rank is not None or recipe.dropout:
+        yield "parallel.tensor goes with neither lora.rank nor dropout; set parallel.tensor 1"
 
 
 def _wrong_rounding(qat: Qat) -> Iterator[str]:

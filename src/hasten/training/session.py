@@ -85,6 +85,7 @@ def train(
     """
     with joined() as ranks:
         _check(recipe, resume)
+        ranks = ranks.split(recipe.parallel.tensor)
         folder = RunFolder(path=Path(recipe.run.folder).expanduser() / recipe.name)
         if resume == "never" and remembered(f"begun {folder.path}"):
             resume = "auto"  # the old run's checkpoints are gone: those that are there are of the processes before this

@@ -101,8 +101,8 @@ def set_up(
         batch_size=ranks.rows(rows),
         sequence_length=context,
         seed=recipe.run.seed,
-        rank=ranks.rank,
-        world_size=ranks.size,
+        rank=ranks.reader,
+        world_size=ranks.readers,
         workers=recipe.data.workers,
     )
     validation = None

@@ -89,7 +89,7 @@ class TrainStep:
             self.precision.backward(loss)
             total += loss.detach()
         norm = self.update()
-        tokens = sum(batch.inputs.numel() for batch in batches) * self.ranks.size
+        tokens = sum(batch.inputs.numel() for batch in batches) * self.ranks.readers
         return StepResult(
             loss=self.ranks.sum(total) / self.ranks.size, gradient_norm=norm, tokens=tokens, targets=targets
         )
@@ -98,7 +98,8 @@ class TrainStep:
         """Clip the gradients, take the optimizer's step, and forget them; returns their norm before clipping."""
         self.where.collect()
         self.precision.unscale(self.optimizer, self.ranks)
-        norm = torch.linalg.vector_norm(self.where.norms([p.grad for p in self.parameters if p.grad is not None]))
+        held = {p: p.grad for p in self.parameters if p.grad is not None}
+        norm = torch.linalg.vector_norm(self.where.norms(list(held.values()), list(held)))
         if self.clip is not None:
             torch.nn.utils.clip_grads_with_norm_(self.parameters, self.clip, norm)
         self.precision.step(self.optimizer)

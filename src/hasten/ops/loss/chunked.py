@@ -25,8 +25,7 @@ def chunked(x: Tensor, targets: Tensor, head: Head, *, chunk_rows: int | None = 
     chunk_rows: rows of x whose logits are made at a time (None: some 64 MiB of them). Its backward pass can run once.
     """
     rows = chunk_rows or rows_of_a_chunk(head.weight.shape[0])
-    numbers = (head.vocab_size, head.softcap, rows, torch.is_grad_enabled())
-    loss: Tensor = _Chunked.apply(x, head.weight, head.bias, targets, *numbers)
+    loss: Tensor = _Chunked.apply(x, head.weight, head.bias, targets, head, rows, torch.is_grad_enabled())
     return loss
 
 
@@ -43,14 +42,13 @@ class _Chunked(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         targets: Tensor,
-        vocab_size: int,
-        softcap: float | None,
+        head: Head,
         rows: int,
         grad_enabled: bool,
     ) -> Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)
         by_x, by_weight, by_bias = (grad_enabled and needed for needed in ctx.needs_input_grad[:3])
-        head = Head(weight.to(x.dtype), vocab_size, bias, softcap)
+        head = head._replace(weight=weight.to(x.dtype), bias=bias)
         loss = torch.zeros((), dtype=wide, device=x.device)
         grad_x = torch.empty_like(x) if by_x else None
         grad_weight = torch.zeros(weight.shape, dtype=wide, device=x.device) if by_weight else None
@@ -87,7 +85,7 @@ class _Chunked(torch.autograd.Function):
             None if x is None else x.mul_(factor),
             None if weight is None else weight.mul_(factor).to(ctx.dtypes[0]),
             None if bias is None else bias.mul_(factor).to(ctx.dtypes[1]),
-            *(None,) * 5,
+            *(None,) * 4,
         )
 
 
@@ -101,17 +99,20 @@ def _loss_and_gradient(part: Tensor, wanted: Tensor, head: Head, loss: Tensor, *
         logits = logits.div_(head.softcap).tanh_()
         slope = 1 - logits.square() if need else None
         logits *= head.softcap
-    logits[:, head.vocab_size :] = float("-inf")  # the padding's rows take no probability, and get no gradient
+    # The padding's rows take no probability, and get no gradient.
+    logits[:, max(0, head.vocab_size - head.first) :] = float("-inf")
     counted = (wanted != IGNORED).unsqueeze(1)  # (n, 1)
-    index = wanted.unsqueeze(1).clamp(min=0)
-    top = logits.amax(dim=1, keepdim=True)
-    own = logits.gather(1, index) - top
+    place = wanted.unsqueeze(1) - head.first
+    index = place.clamp(0, logits.shape[1] - 1)
+    here = place == index
+    top = head.meet(logits.amax(dim=1, keepdim=True), "max")
+    own = torch.where(here, logits.gather(1, index) - top, 0.0)
     logits.sub_(top).exp_()
-    total = logits.sum(dim=1, keepdim=True)
+    own, total = head.meet(torch.stack((own, logits.sum(dim=1, keepdim=True))), "sum")
     loss += torch.where(counted, total.log() - own, 0.0).sum()
     if not need:
         return None
     # softmax - one-hot, and nothing for a row that predicts nothing
     share = counted.to(logits.dtype)
-    logits.mul_(share / total).scatter_add_(1, index, -share)
+    logits.mul_(share / total).scatter_add_(1, index, -share * here)
     return logits if slope is None else logits.mul_(slope)

@@ -1,5 +1,6 @@
 """The loss as it is defined, and PyTorch's own; ours, in chunks, is in chunked.py."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -9,15 +10,23 @@ from torch import Tensor
 IGNORED = -100
 
 
+def alone(numbers: Tensor, operation: str) -> Tensor:
+    """For a head that has all rows."""
+    return numbers
+
+
 class Head(NamedTuple):
     """What makes logits of x (N, C): weight (rows, C), of whose rows the first `vocab_size` are tokens and the others
-    padding; a bias (rows,); soft-capping.
+    padding; a bias (rows,); soft-capping. Or a process's part of such: its rows begin with the whole's row `first`, and
+    `meet` gives the "sum" or the "max" of what all processes hand in, numbers of one shape.
     """
 
     weight: Tensor
     vocab_size: int
     bias: Tensor | None = None
     softcap: float | None = None
+    first: int = 0
+    meet: Callable[[Tensor, str], Tensor] = alone
 
 
 def reference(x: Tensor, targets: Tensor, head: Head) -> Tensor:

@@ -1,0 +1,116 @@
+"""Tensor and sequence parallelism while training (arXiv 1909.08053, 2205.05198), in one mesh with FSDP2.
+
+Of every block a rank has some of the heads and of the MLP's columns, and of embedding and head some of the words. There
+it sees all tokens; in between (norms, residual stream) all of the width, and some of the tokens of each row. The first
+half of such a block gathers tokens, the second sums up and shares out again; torch's parallel styles say it as a plan.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hasten.distributed.mesh import TENSOR, mesh_of
+from hasten.distributed.ranks import Ranks
+from hasten.errors import ConfigError
+from hasten.model.swap import take_over
+from hasten.model.transformer import Attention, Transformer
+from hasten.ops.loss.chunked import chunked
+from hasten.ops.loss.kernels import Head
+
+
+class SplitTransformer(Transformer):
+    """A model whose blocks are split over the ranks of a mesh's dimension `tensor`. Only its loss can be computed."""
+
+    group: dist.ProcessGroup
+
+    def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        # Not yet there, and a compiled block would lose the gradient of what is on its way: the copy waits for it.
+        return super().embed(tokens, positions).clone()
+
+    def loss(self, x: Tensor, targets: Tensor) -> Tensor:
+        """The sum of the token losses: every rank has the logits of its own words, and nobody has all."""
+        from torch.distributed.tensor import Partial, Replicate
+
+        shared: Any = x
+        x = shared.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()]).flatten(0, -2)
+        weight, kind = self.head.weight.to_local(), x.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+        first = dist.get_rank(self.group) * weight.shape[0]
+        head = Head(weight, self.config.vocab_size, None, self.config.logit_softcap, first, self.meet)
+        with torch.autocast(kind, enabled=False):
+            return chunked(x.to(dtype), targets.flatten(), head)
+
+    def meet(self, numbers: Tensor, operation: str) -> Tensor:
+        """The "sum" or the "max" of what every rank of the group has."""
+        dist.all_reduce(numbers, dist.ReduceOp.SUM if operation == "sum" else dist.ReduceOp.MAX, group=self.group)
+        return numbers
+
+
+def split(model: Transformer, ranks: Ranks, replicas: int) -> Transformer:
+    """The model with this rank's part of every block, in place; as it is without tensor parallelism.
+
+    To be called before its kernels are chosen. Raises ConfigError for what cannot be split so.
+    """
+    if ranks.tensor == 1:
+        return model
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        PrepareModuleInput,
+        RowwiseParallel,
+        SequenceParallel,
+        parallelize_module,
+    )
+
+    _check(model, ranks.tensor)
+    mesh = mesh_of(model.device.type, ranks, replicas)[TENSOR]
+    tokens, tied = Shard(1), model.tied
+
+    def gathered(*others: None) -> PrepareModuleInput:
+        return PrepareModuleInput(input_layouts=(tokens, *others), desired_input_layouts=(Replicate(), *others))
+
+    table = {"input_layouts": Replicate(), "output_layouts": tokens}
+    plan: dict[str, Any] = {"embedding": RowwiseParallel(**table), "positions": RowwiseParallel(**table)}
+    plan |= {"norm": SequenceParallel(), "head": ColwiseParallel()}
+    inner = {"attention": gathered(None, None), "mlp": gathered()}
+    inner |= {f"{kind}_norm": SequenceParallel() for kind in ("attention", "mlp")}
+    if model.config.post_norms:
+        inner |= {f"{kind}_post_norm": SequenceParallel(use_local_output=True) for kind in ("attention", "mlp")}
+    inner |= {f"attention.{name}_norm": SequenceParallel(sequence_dim=2, use_local_output=True) for name in "qk"}
+    inner |= {name: ColwiseParallel() for name in ("attention.q", "attention.k", "attention.v", "mlp.gate", "mlp.up")}
+    inner |= {name: RowwiseParallel(output_layouts=tokens) for name in ("attention.output", "mlp.down")}
+    plan |= {f"blocks.*.{name}": style for name, style in inner.items()}
+    there = {name.replace("blocks.0.", "blocks.*.") for name, _ in model.named_modules()}
+    parallelize_module(model, mesh, {name: plan[name] for name in plan.keys() & there}, src_data_rank=None)
+    for module in model.modules():
+        if isinstance(module, Attention):
+            heads, kv_heads = module.spec.heads // ranks.tensor, module.spec.kv_heads // ranks.tensor
+            module.spec = replace(module.spec, heads=heads, kv_heads=kv_heads)
+    if tied:
+        model.tie()
+    made = take_over(SplitTransformer, model)
+    made.group = mesh.get_group()
+    return made
+
+
+def _check(model: Transformer, degree: int) -> None:
+    config = model.config
+    for what, size in (
+        ("key/value heads", config.kv_heads),
+        ("heads", config.heads),
+        ("columns of the MLP", config.intermediate_size),
+        ("words (--techniques.pad-vocabulary-to)", config.padded_vocab_size),
+    ):
+        if size % degree:
+            raise ConfigError(f"parallel.tensor is {degree}, which the model's {size:,} {what} cannot be split into")
+    found = [
+        (config.experts, "experts"),
+        (config.dropout, "dropout"),
+        (config.attention_pattern, "a sparse attention pattern"),
+    ]
+    for value, what in found:
+        if value:
+            raise ConfigError(f"parallel.tensor splits no model with {what}; leave it at 1")

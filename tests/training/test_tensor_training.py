@@ -1,0 +1,99 @@
+"""Two processes that split every block and every row of tokens compute what one process does."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import ranks
+import split_steps
+from hasten.distributed.ranks import Ranks
+from hasten.distributed.tensor_training import split
+from hasten.errors import ConfigError
+from hasten.model.families import read_config
+from hasten.model.transformer import Transformer
+from hasten.training.journal import read
+from hasten.training.session import train
+from rank_runs import assert_same, stop_after
+from references import make_reference
+from tiny_model import tiny_llama
+
+SPLIT = {"zero": 2, "tensor": 2}
+SHAPE = {"heads": 4, "kv_heads": 2, "feed_forward": 68, "vocab_size": 310, "pad_vocabulary_to": 4}
+SHORT = {"steps": 10, "validate_every": 5, "validation_batches": 1, "accumulation": 2, **SHAPE}
+CASES = {
+    "llama": (SHORT, {}),
+    "gpt2": ({**SHORT, "family": "gpt2", "kv_heads": None}, {"zero": 3}),
+    "lamb": ({**SHORT, "kind": "lamb"}, {"zero": 1}),
+    "documents": ({**SHORT, "separate_documents": True, "checkpointing": "full"}, {"offload": "optimizer"}),
+    "masters": ({**SHORT, "policy": "float32-masters", "precision": "bfloat16"}, {}),
+}
+
+
+@pytest.fixture(scope="module")
+def runs(recipe_of_module):
+    folder = Path(recipe_of_module().run.folder)
+    cases = []
+    for name, (fields, way) in CASES.items():
+        train(recipe_of_module(name=name, **fields), progress=False)
+        cases.append(recipe_of_module(name=f"split-{name}", **fields | SPLIT | way).to_json())
+    stop_after(recipe_of_module(name="continued", **SHORT), 4)
+    cases.append(recipe_of_module(name="continued", **SHORT | SPLIT).to_json())
+    cases.append(recipe_of_module(name="stopped", **SHORT | SPLIT).to_json() | {"stop_after": 4})
+    ranks.train_all(cases, folder.parent)
+    train(recipe_of_module(name="stopped", **SHORT), progress=False, resume="must")
+    return folder
+
+
+def lines(runs, name):
+    return read(runs / name / "train.jsonl")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_split_computes_what_one_process_does(runs, name):
+    half = name == "masters"
+    assert_same(lines(runs, f"split-{name}"), lines(runs, name), *((2e-3, ("loss",)) if half else ()))
+
+
+@pytest.mark.slow  # compiles
+def test_split_blocks_compile(runs, recipe_of_module):
+    ranks.train_all([recipe_of_module(name="compiled", **SHORT | SPLIT, compile=True).to_json()], runs.parent)
+    assert_same(lines(runs, "compiled"), lines(runs, "llama"))
+
+
+@pytest.mark.parametrize("name", ["continued", "stopped"])
+def test_a_checkpoint_goes_from_one_process_to_split_ones_and_back(runs, name):
+    assert_same(lines(runs, name), lines(runs, "llama"))
+
+
+@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_every_kind_of_block_is_split(count):
+    families = ["llama-biases", "gpt2-scaled", "qwen3", "gemma2", "phi3-window"]
+    values = {name: make_reference(name).config.to_dict() for name in families}
+    code = Path(split_steps.__file__).read_text(encoding="utf-8")
+    for status, said, errors in ranks.run(code, json.dumps(values), ranks=count):
+        assert status == 0, errors
+        found = json.loads(said.splitlines()[-1])
+    for name, own in values.items():
+        for (loss, norm), (whole, its) in zip(found[name], split_steps.steps(own), strict=True):
+            assert loss == pytest.approx(whole, rel=1e-5), name
+            assert norm == pytest.approx(its, rel=1e-3), name  # it magnifies what rounding has left
+
+
+def test_what_cannot_be_split_is_refused(recipe):
+    for fields, said in (
+        ({"tensor": 2}, "parallel.zero to 1, 2 or 3"),
+        ({**SPLIT, "context": 33}, "data.context .33. is no multiple"),
+        ({**SPLIT, "kind": "muon"}, "wants whole matrices"),
+        ({**SPLIT, "dropout": 0.1}, "neither lora.rank nor dropout"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            train(recipe(**fields), progress=False)
+    with pytest.raises(ConfigError, match=r"parallel.tensor is 2, and 3 processes"):
+        Ranks(size=3, rank=0).split(2)
+    model, two = tiny_llama(), Ranks(size=2, tensor=2)
+    with pytest.raises(ConfigError, match=r"parallel.tensor is 4, which the model's 2 key/value heads"):
+        split(model, replace(two, size=4, tensor=4), 1)
+    with pytest.raises(ConfigError, match="no model with experts"):
+        split(Transformer(read_config(make_reference("mixtral").config.to_dict() | {"vocab_size": 102})), two, 1)
