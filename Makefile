@@ -8,11 +8,12 @@ MINUTES ?= 4
 KERNEL_TESTS := tests/model/test_fused.py $(addprefix tests/ops/test_, activation.py attention.py cache_rows.py linear.py \
   native.py native_attention.py native_block.py paged.py train_attention.py)
 
-.PHONY: help setup demo test test-avx2 lint bench clean
+.PHONY: help setup demo test test-slow test-avx2 lint bench clean
 
 help:
 	@echo "make demo   set up, train a small model on this machine, generate, measure: runs/demo/ (MINUTES=$(MINUTES))"
-	@echo "make test   set up and run the tests"
+	@echo "make test   set up and run the tests, but for those marked slow"
+	@echo "make test-slow  the others: long searches, many processes, compilers"
 	@echo "make test-avx2  train and generate for half a minute and test the kernels as on a processor without AVX-512"
 	@echo "make lint   ruff, mypy, import contracts"
 	@echo "make bench  the published ladders into benchmarks/results/ (long)"
@@ -35,7 +36,10 @@ demo: $(STAMP)
 	$(BIN)/hasten demo --minutes $(MINUTES)
 
 test: $(STAMP)
-	$(PYTEST)
+	$(PYTEST) -m 'not slow'
+
+test-slow: $(STAMP)
+	$(PYTEST) -m slow
 
 test-avx2: $(STAMP)
 	benchmarks/as_avx2.sh --check

@@ -28,6 +28,7 @@ def test_published_shapes_have_their_published_size() -> None:
     assert counts["llama-120m"] == pytest.approx(125, rel=0.05)
 
 
+@pytest.mark.slow
 def test_generation_ladder_from_the_command_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     picture = tmp_path / "ladder.png"
     options = ["--prompt-tokens", "24", "--new-tokens", "4", "--rounds", "1", "--threads", "1", "--dtype", "bfloat16"]
@@ -109,6 +110,7 @@ def test_further_rows_of_a_rung() -> None:
     assert stream.decoder.lengths == [13] * 8, "every round starts after the prompts"
 
 
+@pytest.mark.slow
 def test_batches_and_contexts_from_the_command_line(capfd: pytest.CaptureFixture[str]) -> None:
     options = ["--prompt-tokens", "12", "--new-tokens", "4", "--rounds", "2", "--threads", "1", "--json", "-"]
     wanted = ["--rungs", "no-cache,native-int4", "--batches", "1,8", "--contexts", "16,200"]

@@ -125,6 +125,7 @@ def test_pictures_of_attention_are_pngs(capsys):
     assert "--picture is a.pdf" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_race_through_the_command_line(tmp_path, monkeypatch, capfd):
     text = tmp_path / "text"
     text.mkdir()

@@ -24,6 +24,7 @@ def switched_on(name: str, rungs: Rungs) -> tuple[str, ...]:
     return cumulative(rungs)[name][1]
 
 
+@pytest.mark.slow
 def test_training_ladder() -> None:
     report = replace(TINY, rungs=("explicit-float32", "padded-vocabulary")).run()
     first, last = report["rows"]
@@ -43,6 +44,7 @@ def test_training_ladder() -> None:
     assert last["techniques"] == ["flash attention", "torch.compile per block", *narrow, "padded vocabulary"]
 
 
+@pytest.mark.slow
 def test_two_processes_learn_the_batch_as_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(train_rungs.RUNGS, "compile", ("not compiled, which takes its time", {}))
     ladder = replace(TINY, processes=2, rungs=("one-process", "ddp", "zero-3"))

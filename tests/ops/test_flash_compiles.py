@@ -105,6 +105,7 @@ def test_the_main_loop(compiled, name, head_dim):
     assert len(whole) < len(masked)  # no masks there
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

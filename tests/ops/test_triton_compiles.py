@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.slow  # dozens of kernels through a compiler
+
 pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 if sys.platform != "linux":
     pytest.skip("Triton's compiler is for Linux", allow_module_level=True)

@@ -74,6 +74,7 @@ def test_folding_changes_no_model(name, monkeypatch):
     assert torch.allclose(logits(model), exact, rtol=1e-3, atol=1e-3 * float(exact.std()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_outputs_err_less_than_rounding_to_nearest(name):
     exact = logits(with_large_channels(name))

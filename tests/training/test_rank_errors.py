@@ -50,6 +50,7 @@ CHILD = textwrap.dedent("""
 """)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("wrong", "told"),
     [

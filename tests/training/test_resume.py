@@ -52,6 +52,7 @@ def same_weights(one, other):
     ).read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["float32", "float16", "rounded"])
 def test_forty_steps_are_twenty_a_kill_and_twenty_more_bit_for_bit(recipe, tmp_path, precision):
     hard = {"steps": 40, "dropout": 0.2, "accumulation": 2, "checkpoint_every": 20, "precision": precision}
@@ -73,6 +74,7 @@ def test_forty_steps_are_twenty_a_kill_and_twenty_more_bit_for_bit(recipe, tmp_p
         assert min(scales) > 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_saves_ends_cleanly_and_the_run_goes_on_exactly(recipe, tmp_path, number):
     hard = {"steps": 24, "dropout": 0.2, "checkpoint_every": 100, "validate_every": 100}

@@ -89,7 +89,8 @@ class TrainLadder(StepOptions, Ladder):
         known = recipes if self.processes == 1 else rank_recipes
         for name, (own, words) in known(recipe, device, vocab_size=config.vocab_size, wanted=self.rungs).items():
             count = 1 if name == "one-process" else self.processes
-            need = step_memory(config, own, torch.device(device), ranks=Ranks(size=count))
+            ranks = Ranks(size=count).split(own.parallel.tensor)
+            need = step_memory(config, own, torch.device(device), ranks=ranks)
             memory = check_fits(f"training {recipe.name} ({name})", need, device, processes=count)
             arguments = {"recipe": own, "config": config, "steps": self.steps, "device": device}
             rungs.append(Rung(name, words, "hasten.bench.train:TrainRung", arguments, memory, processes=count))
@@ -161,7 +162,8 @@ class TrainRung:
         from hasten.training import build
         from hasten.training.layer_drop import draw_block_scales, keep_probabilities
 
-        self.recipe, self.config, self.steps, self.ranks = recipe, config, steps, ranks or ALONE
+        self.recipe, self.config, self.steps = recipe, config, steps
+        self.ranks = (ranks or ALONE).split(recipe.parallel.tensor)
         if self.ranks.joined and device != "cpu":
             device = "cuda"  # each its own
         chosen, data, seed = recipe.techniques, recipe.data, recipe.run.seed
@@ -181,7 +183,7 @@ class TrainRung:
         shaped = (data.batch_size, data.context + 1)
         tokens = torch.randint(config.vocab_size, shaped, generator=generator)
         rows = self.ranks.rows(data.batch_size)
-        tokens = tokens[self.ranks.rank * rows :][:rows].to(device)
+        tokens = tokens[self.ranks.reader * rows :][:rows].to(device)
         # One batch again and again: its loss falls, and by as much on every rung that computes the same.
         self.batch = Batch(inputs=tokens[:, :-1].contiguous(), targets=tokens[:, 1:].contiguous(), documents=None)
 
@@ -193,7 +195,7 @@ class TrainRung:
             "matrix_dtype": self.step.precision.name,
             "vocabulary_rows": self.step.model.embedding.weight.shape[0],
         }
-        if self.ranks.joined:
+        if self.ranks.joined and self.ranks.tensor == 1:
             facts["sent_bytes"] = sent(self.config, self.recipe, self.ranks)
         return facts
 
@@ -209,7 +211,7 @@ class TrainRung:
         loss = float(result.loss)
         seconds = time.perf_counter() - start
         return {
-            "tokens_per_second": self.steps * self.batch.inputs.numel() * self.ranks.size / seconds,
+            "tokens_per_second": self.steps * self.batch.inputs.numel() * self.ranks.readers / seconds,
             "milliseconds_per_batch": 1000 * seconds / self.steps,
             "loss": loss,
         }

@@ -75,6 +75,7 @@ RANK_RUNGS: Rungs = {  # name -> in words, and as fields of Parallel
     "zero-3-prefetch": ("ZeRO 3, the next block gathered ahead", ZERO_3 | {"prefetch": 1}),
     "zero-3-offload-optimizer": ("ZeRO 3, optimizer on the host", ZERO_3 | {"offload": "optimizer"}),
     "zero-3-offload-all": ("ZeRO 3, all on the host", ZERO_3 | {"offload": "all"}),
+    "tensor-2": ("tensor and sequence parallelism of 2", {"zero": 2, "tensor": 2}),
     "zero-3-masters": ("ZeRO 3, 16-bit weights, float32 masters", ZERO_3 | {"policy": "float32-masters"}),
 }
 REPLACED = ("attention", "precision", "checkpointing")  # techniques of which a rung replaces the one before

@@ -243,7 +243,7 @@ class Sharded(Placement):
         super().__init__(model, copies=copies)
         self._shapes: dict[Tensor, torch.Size] = {own: self.parameters[name].shape for name, own in self.worked.items()}
         # Of what all neighbours have whole, each counts its part.
-        self._counted = {
+        self._counted: dict[Tensor, float] = {
             own: 1.0 if self.parameters[name].placements[-1].is_shard() else 1 / ranks.tensor
             for name, own in self.worked.items()
         }

@@ -72,10 +72,12 @@ def split(model: Transformer, ranks: Ranks, replicas: int) -> Transformer:
     def gathered(*others: None) -> PrepareModuleInput:
         return PrepareModuleInput(input_layouts=(tokens, *others), desired_input_layouts=(Replicate(), *others))
 
-    table = {"input_layouts": Replicate(), "output_layouts": tokens}
-    plan: dict[str, Any] = {"embedding": RowwiseParallel(**table), "positions": RowwiseParallel(**table)}
+    def looked_up() -> RowwiseParallel:
+        return RowwiseParallel(input_layouts=Replicate(), output_layouts=tokens)
+
+    plan: dict[str, Any] = {"embedding": looked_up(), "positions": looked_up()}
     plan |= {"norm": SequenceParallel(), "head": ColwiseParallel()}
-    inner = {"attention": gathered(None, None), "mlp": gathered()}
+    inner: dict[str, Any] = {"attention": gathered(None, None), "mlp": gathered()}
     inner |= {f"{kind}_norm": SequenceParallel() for kind in ("attention", "mlp")}
     if model.config.post_norms:
         inner |= {f"{kind}_post_norm": SequenceParallel(use_local_output=True) for kind in ("attention", "mlp")}

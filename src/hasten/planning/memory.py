@@ -66,9 +66,9 @@ class TrainingUse:
     dtype: of the products. masters: weights and gradients are in it too, and the optimizer has its own in float32.
     joined: one product for queries, keys and values. explicit_attention: score matrices are kept. loss: its kernel.
     recompute: none, selective, full, or offload (what full keeps is on the host). zero, ranks: the stage of ZeRO, and
-    how many share. offload: the optimizer's weights and states are on the host. adapter: weights of a LoRA adapter, the
-    only ones that are trained; base: bytes of the model it stands beside. keeps_freed: the allocator keeps freed
-    blocks, as in training on a CPU.
+    how many share; tensor: of them, so many neighbours that split every block and row. offload: the optimizer's weights
+    and states are on the host. adapter: weights of a LoRA adapter, the only ones that are trained; base: bytes of the
+    model it stands beside. keeps_freed: the allocator keeps freed blocks, as in training on a CPU.
     """
 
     batch_size: int
@@ -84,6 +84,7 @@ class TrainingUse:
     loss: str = "chunked"
     zero: int = 0
     ranks: int = 1
+    tensor: int = 1
     offload: bool = False
     adapter: int | None = None
     base: int = 0
@@ -166,7 +167,7 @@ def _states(config: ModelConfig, use: TrainingUse) -> dict[str, int]:
 
 def _activations(config: ModelConfig, use: TrainingUse, narrow: int) -> dict[str, int]:
     """What the forward pass keeps for the backward pass, by the kind of module."""
-    size, tokens, layers = ITEMSIZE[use.dtype], use.batch_size * use.length, len(config.layers)
+    size, tokens, layers = ITEMSIZE[use.dtype], use.batch_size * use.length // use.tensor, len(config.layers)
     hidden, q, kv, inner = _widths(config)
     stream = tokens * 4 * hidden
     # Inputs of the matrix products and of attention: norm, q, k, v, attended; norm, MLP. All for one token and layer.

@@ -45,6 +45,7 @@ def training_use(
         loss=loss.name,
         zero=parallel.zero,
         ranks=ranks.size // parallel.replicas,
+        tensor=ranks.tensor,
         offload=parallel.offload != "none" and device.type != "cpu",
         adapter=adapter,
         keeps_freed=techniques.keep_memory and device.type == "cpu",
