@@ -58,6 +58,8 @@ def test_lamb_after_the_freeze_is_the_papers(uncompressed, weight_decay):
                 c = (own["x"].norm() / u.norm()).clamp(0.01, 10)
                 own["c"] = c if own["c"] is None else 0.9 * own["c"] + 0.1 * c
                 own["x"] = own["x"] - rate * c * u
+                if step == 5:
+                    own["v"] = own["v"].clamp(min=own["v"].mean() / 10)
                 own["fresh"] = own["v"]
                 continue
             implied = (own["m"] - b1 * before) / (1 - b1)

@@ -3,14 +3,17 @@
 Warm-up: AdamW or LAMB on gradients that were averaged over all ranks. Then the variance v is frozen, gradients stay on
 their ranks, and the momentum's mean over ranks comes by one bit an element (`compressed_mean`):
 
-    m = mean over ranks of (β1·m + (1-β1)·g)
+    m = mean over ranks of (β1·m + (1-β1)·g), which travels as m/(√v + ε)
     Adam:  x = x - rate·(m̂/(√v̂ + ε) + decay·x)
     LAMB:  u = m̂/(√v̂ + ε) + decay·x;  x = x - rate·c̄·f·u
 
 LAMB's step length c = ‖x‖/‖u‖ is averaged in the warm-up (c̄) and corrected by f, by how far the variance of the
-gradients that the momentum implies, ĝ = (m - β1·m_before)/(1-β1), has moved from the frozen one. Its momenta travel
-scaled to one size, because one bit has one size for all.
+gradients that the momentum implies, ĝ = (m - β1·m_before)/(1-β1), has moved from the frozen one.
 
+Two things differ from the papers, whose warm-ups are long. One bit has one size for all elements, so momenta travel in
+units of their steps, and LAMB's tensors in one size too: what compressing leaves out is then a small part of every
+step, and not many steps of a rare token's row. And no variance stays below a tenth of its tensor's mean: a token that
+was hardly seen in the warm-up would move far at each gradient for the rest of the run.
 Elements whose variance is zero at the freeze (padded rows of a vocabulary) never move, and do not travel.
 """
 
@@ -23,6 +26,7 @@ from torch import Tensor
 from hasten.training.lamb import Lamb
 
 STEADY = 0.96  # of the variance's sum, against that 1/(1-β2) steps before: from there on it is frozen
+_LEAST = 0.1  # of its tensor's mean, where a variance is frozen that is not zero
 _MEAN = 0.9  # of c̄ that stays in each step of the warm-up
 _FACTORS = (0.5, 4.0)  # smallest and largest f
 _CHANGE = 0.1  # of f, from one step to the next
@@ -52,7 +56,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
         if not self.frozen:
             super().step()
             if self._is_time():
-                self._freeze([p for p, _ in self._members()])
+                self._freeze(self._members())
             return
         self._agree()
         for p, group in self._members():
@@ -70,12 +74,12 @@ class OneBitOptimizer(torch.optim.Optimizer):
             state["step"] = state["step"] + 1
             gradient = torch.zeros_like(p) if p.grad is None else p.grad
             moved = torch.lerp(state["exp_avg"], gradient.to(state["exp_avg"].dtype), 1 - beta1)
-            parts.append((moved * self._scaling(state)).flatten().float())
+            parts.append((moved * self._scaling(state, group)).flatten().float())
             kept.append((state["exp_avg_sq"] > 0).flatten())
         mean = self.mean(torch.cat(parts), torch.cat(kept))
-        for (p, _), part in zip(self._members(), mean.split([len(part) for part in parts]), strict=True):
+        for (p, group), part in zip(self._members(), mean.split([len(part) for part in parts]), strict=True):
             state = self.state[p]
-            self._take(state, (part.view_as(p) / self._scaling(state)).to(state["exp_avg"].dtype))
+            self._take(state, (part.view_as(p) / self._scaling(state, group)).to(state["exp_avg"].dtype))
 
     def _is_time(self) -> bool:
         members = self._members()
@@ -91,13 +95,15 @@ class OneBitOptimizer(torch.optim.Optimizer):
             self.state[p]["mark"] = mark.clone()
         return STEADY * float(now.sum()) <= before <= float(now.sum()) / STEADY
 
-    def _freeze(self, parameters: list[Tensor]) -> None:
-        for p in parameters:
-            self.state[p]["frozen_at"] = self.state[p]["step"].clone()
+    def _freeze(self, members: list[tuple[Tensor, dict[str, Any]]]) -> None:
+        for p, _ in members:
+            state, v = self.state[p], self.state[p]["exp_avg_sq"]
+            state["frozen_at"] = state["step"].clone()
+            v.copy_(torch.where(v > 0, v.clamp(min=_LEAST * v.mean()), v))
 
-    def _scaling(self, state: dict[str, Tensor]) -> float:
+    def _scaling(self, state: dict[str, Tensor], group: dict[str, Any]) -> Tensor:
         """What a momentum is multiplied with while it travels."""
-        return 1.0
+        return 1 / (state["exp_avg_sq"].float().sqrt() + group["eps"])
 
     def _take(self, state: dict[str, Tensor], mean: Tensor) -> None:
         state["exp_avg"] = mean
@@ -132,16 +138,17 @@ class OneBitLamb(OneBitOptimizer, Lamb):
             mean = self.state[p].get("mean_length", c)
             self.state[p]["mean_length"] = _MEAN * mean + (1 - _MEAN) * c
 
-    def _freeze(self, parameters: list[Tensor]) -> None:
-        super()._freeze(parameters)
-        sizes = torch.stack([self.state[p]["exp_avg"].float().square().mean().sqrt() for p in parameters])
-        for p, size in zip(parameters, sizes, strict=True):
+    def _freeze(self, members: list[tuple[Tensor, dict[str, Any]]]) -> None:
+        super()._freeze(members)
+        steps = (self.state[p]["exp_avg"].float() * self._scaling(self.state[p], group) for p, group in members)
+        sizes = torch.stack([step.square().mean().sqrt() for step in steps])  # before there is a scaling
+        for (p, _), size in zip(members, sizes, strict=True):
             state = self.state[p]
             state["fresh"], state["factor"] = state["exp_avg_sq"].clone(), torch.ones_like(size)
             state["scaling"] = sizes.mean() / size if size > 0 else torch.ones_like(size)
 
-    def _scaling(self, state: dict[str, Tensor]) -> float:
-        return float(state["scaling"])
+    def _scaling(self, state: dict[str, Tensor], group: dict[str, Any]) -> Tensor:
+        return super()._scaling(state, group).mul_(state.get("scaling", 1.0))
 
     def _take(self, state: dict[str, Tensor], mean: Tensor) -> None:
         state["before"], state["exp_avg"] = state["exp_avg"], mean
