@@ -71,7 +71,8 @@ class SlowLink:
     """Steps over the faster links, and over one of 10 Gbit/s, for the time that computing takes."""
 
     output: Path | None = None
-    """Where to write the JSON; a line a run is printed in any case."""
+    """Where to write the JSON; a line a run is printed in any case. Of a file of the same settings that is there, the
+    rows of other methods stay."""
 
     picture: Path | None = None
     """Where to draw loss against wall time."""
@@ -83,7 +84,12 @@ class SlowLink:
         found: list[dict[str, Any]] = []
         settings = {"recipe": self.recipe, "steps": self.steps, "fewer": self.fewer, "rows": self.rows}
         report = {"schema": 1, "machine": describe().to_json(), "settings": settings, "rows": found}
-        for name in self.methods or tuple(methods(self.steps)):
+        names = self.methods or tuple(methods(self.steps))
+        if self.output is not None and self.output.exists():
+            before = json.loads(self.output.read_text())
+            if before["settings"] == settings:
+                found += [row for row in before["rows"] if row["method"] not in names]
+        for name in names:
             free = self.over(FAST, name, self.steps if self.megabits == (FAST,) else self.fewer)
             computing = free["mean_step_seconds"] - free["bytes_a_step"] * 8 / (FAST * 1e6)
             for rate in sorted(self.megabits):
@@ -226,7 +232,10 @@ def table(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
         head += [f"step at {rate:,} Mbit/s", "of what the bytes allow"]
     head += ["loss", "beside its optimizer's", f"to {goal:.2f}"]
     rows = []
-    for name, row in full.items():
+    for name in methods(0):
+        if name not in full:
+            continue
+        row = full[name]
         steps = [row, *(one for one in report["rows"] if one["method"] == name and one["megabits"] != slowest)]
         base = full[UNCOMPRESSED.get(name, name if name == "lamb" else "adamw")]["validation_loss"]
         reached = seconds_to(row, goal)
@@ -237,6 +246,18 @@ def table(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
             + ["not reached" if reached is None else f"{reached:.0f} s"]
         )
     return head, rows
+
+
+def long_table(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """For docs/distributed.md, of a run over one link: losses alone."""
+    found = {row["method"]: row for row in report["rows"]}
+    rows = []
+    for name in methods(0):
+        if name in found:
+            base = found[UNCOMPRESSED.get(name, name if name == "lamb" else "adamw")]["validation_loss"]
+            loss = found[name]["validation_loss"]
+            rows.append([name, f"{loss:.3f}", f"{loss / base - 1:+.1%}"])
+    return ["", f"loss after {report['settings']['steps']:,} steps", "beside its optimizer's"], rows
 
 
 def share(row: dict[str, Any]) -> str:

@@ -44,6 +44,7 @@ for name, table in {
     "scaling": scaling.table,
     "scaling paper": scaling.paper_table,
     "slow-link": slow_link.table,
+    "slow-link-long": slow_link.long_table,
 }.items():
     TABLES[name] = lambda report, table=table: markdown(*table(report))
 TABLE = re.compile(r"(<!-- table: (\S+)(?: (\S+))? -->\n).*?(<!-- /table -->)", re.DOTALL)

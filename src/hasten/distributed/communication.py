@@ -34,11 +34,12 @@ def link_here(ranks: int) -> Link:
     than cores.
     """
     require_cores(ranks)
-    native, typical = library(), LINKS["shared-memory"]
-    if native is None or not sys.platform.startswith("linux"):
-        return LINKS["gloo"]
+    typical = LINKS["shared-memory"]
     if ranks == 1:
         return typical
+    native = library()
+    if native is None or not sys.platform.startswith("linux"):
+        return LINKS["gloo"]
     what, name = f"sums of {ranks} ranks", native.path.stem
     with _crew(ranks) as contenders:
         times = compare(what, contenders, library=name, clock=time.perf_counter)
