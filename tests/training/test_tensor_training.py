@@ -62,6 +62,21 @@ def test_split_blocks_compile(runs, recipe_of_module):
     assert_same(lines(runs, "compiled"), lines(runs, "llama"))
 
 
+@pytest.mark.slow  # four processes on two cores
+def test_four_ranks_as_two_pairs(runs, recipe_of_module):
+    lamb = recipe_of_module(name="four-lamb", **SHORT | SPLIT, kind="lamb")
+    pairs = recipe_of_module(name="four-pairs", **SHORT | SPLIT, replicas=2)
+    stopped = recipe_of_module(name="four-stopped", **SHORT | SPLIT)
+    cases = [lamb.to_json(), pairs.to_json(), stopped.to_json() | {"stop_after": 4}]
+    ranks.train_all(cases, runs.parent, ranks=4)
+    train(recipe_of_module(name="four-stopped", **SHORT), progress=False, resume="must")
+    stop_after(recipe_of_module(name="four-continued", **SHORT), 4)
+    ranks.train_all([recipe_of_module(name="four-continued", **SHORT | SPLIT).to_json()], runs.parent, ranks=4)
+    assert_same(lines(runs, "four-lamb"), lines(runs, "lamb"))
+    for name in ("pairs", "stopped", "continued"):
+        assert_same(lines(runs, f"four-{name}"), lines(runs, "llama"))
+
+
 @pytest.mark.parametrize("name", ["continued", "stopped"])
 def test_a_checkpoint_goes_from_one_process_to_split_ones_and_back(runs, name):
     assert_same(lines(runs, name), lines(runs, "llama"))
@@ -86,11 +101,12 @@ def test_what_cannot_be_split_is_refused(recipe):
         ({"tensor": 2}, "parallel.zero to 1, 2 or 3"),
         ({**SPLIT, "context": 33}, "data.context .33. is no multiple"),
         ({**SPLIT, "kind": "muon"}, "wants whole matrices"),
+        ({**SPLIT, "loss": "reference"}, "chunked loss of its own"),
         ({**SPLIT, "dropout": 0.1}, "neither lora.rank nor dropout"),
     ):
         with pytest.raises(ConfigError, match=said):
             train(recipe(**fields), progress=False)
-    with pytest.raises(ConfigError, match=r"parallel.tensor is 2, and 3 processes"):
+    with pytest.raises(ConfigError, match=r"parallel.tensor is 2, which does not divide the number of processes .3."):
         Ranks(size=3, rank=0).split(2)
     model, two = tiny_llama(), Ranks(size=2, tensor=2)
     with pytest.raises(ConfigError, match=r"parallel.tensor is 4, which the model's 2 key/value heads"):

@@ -89,7 +89,10 @@ class TrainLadder(StepOptions, Ladder):
         known = recipes if self.processes == 1 else rank_recipes
         for name, (own, words) in known(recipe, device, vocab_size=config.vocab_size, wanted=self.rungs).items():
             count = 1 if name == "one-process" else self.processes
-            ranks = Ranks(size=count).split(own.parallel.tensor)
+            degree = own.parallel.tensor
+            if name not in self.rungs and (count % degree or config.kv_heads % degree):
+                continue  # splits nothing here; asked for by name it is refused
+            ranks = Ranks(size=count).split(degree)
             need = step_memory(config, own, torch.device(device), ranks=ranks)
             memory = check_fits(f"training {recipe.name} ({name})", need, device, processes=count)
             arguments = {"recipe": own, "config": config, "steps": self.steps, "device": device}

@@ -243,8 +243,10 @@ class Sharded(Placement):
         super().__init__(model, copies=copies)
         self._shapes: dict[Tensor, torch.Size] = {own: self.parameters[name].shape for name, own in self.worked.items()}
         # Of what all neighbours have whole, each counts its part.
-        self._counted: dict[Tensor, float] = {
-            own: 1.0 if self.parameters[name].placements[-1].is_shard() else 1 / ranks.tensor
+        self._counted: dict[Tensor, Tensor] = {
+            own: torch.tensor(1.0 if self.parameters[name].placements[-1].is_shard() else 1 / ranks.tensor).to(
+                own.device
+            )
             for name, own in self.worked.items()
         }
 
@@ -274,7 +276,7 @@ class Sharded(Placement):
         squares = super().norms(parts, of).square()
         torch.distributed.all_reduce(squares, group=self._group)
         if self.ranks.tensor > 1:
-            squares *= torch.tensor([self._counted[one] for one in of], device=squares.device)
+            squares *= torch.stack([self._counted[one] for one in of])
             torch.distributed.all_reduce(squares, group=self._meshes[squares.device.type].get_group(TENSOR))
         return squares.sqrt()
 

@@ -33,7 +33,9 @@ class Ranks:
     def split(self, tensor: int) -> "Ranks":
         """With so many neighbours that split every block. Raises ConfigError where they do not come out even."""
         if self.size % tensor:
-            raise ConfigError(f"parallel.tensor is {tensor}, and {self.size} processes are no multiple of it")
+            raise ConfigError(
+                f"parallel.tensor is {tensor}, which does not divide the number of processes ({self.size})"
+            )
         return replace(self, tensor=tensor)
 
     @property

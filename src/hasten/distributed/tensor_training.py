@@ -104,6 +104,7 @@ def _check(model: Transformer, degree: int) -> None:
         ("key/value heads", config.kv_heads),
         ("heads", config.heads),
         ("columns of the MLP", config.intermediate_size),
+        ("positions", config.max_positions if config.learned_positions else degree),
         ("words (--techniques.pad-vocabulary-to)", config.padded_vocab_size),
     ):
         if size % degree:

@@ -122,8 +122,9 @@ def training_memory(config: ModelConfig, use: TrainingUse) -> Memory:
     parts = _states(config, use) | _activations(config, use, narrow)
     trained = use.adapter is None
     copied = count.total - (count.embedding if count.head else 0)  # all but a table that is only looked up
+    copied //= use.tensor
     parts[f"weights in {use.dtype}"] = narrow * copied if trained or use.base >= 4 * count.total else 0
-    parts["logits and loss"] = _logits(config, use, size) + trained * count.embedding * (4 + narrow)
+    parts["logits and loss"] = _logits(config, use, size) + trained * count.embedding * (4 + narrow) // use.tensor
     held = ("weights", "masters", "optimizer", "gathered")
     kept = tuple(name for name in parts if name.startswith(("activations", "weights in", "logits")))
     early = ("gradients",) if use.accumulation > 1 else ()
@@ -153,7 +154,7 @@ def _states(config: ModelConfig, use: TrainingUse) -> dict[str, int]:
         micro, masters = use.accumulation, use.masters
         shared = fsdp_bytes(config, stage=use.zero, ranks=use.ranks, accumulation=micro, masters=masters)
         parts |= {name: size // use.ranks for name, size in parts.items()}
-        parts["gathered"] = max(0, int(shared.peak) - sum(parts.values()) + parts["gradients"])
+        parts["gathered"] = max(0, int(shared.peak) - sum(parts.values()) + parts["gradients"]) // use.tensor
         if use.adapter is not None:  # what it stands beside is whole on every rank
             parts |= {"weights": size * count // use.ranks + use.base, "gathered": size * count}
     elif use.optimizer.endswith("lamb"):
@@ -171,10 +172,11 @@ def _activations(config: ModelConfig, use: TrainingUse, narrow: int) -> dict[str
     hidden, q, kv, inner = _widths(config)
     stream = tokens * 4 * hidden
     # Inputs of the matrix products and of attention: norm, q, k, v, attended; norm, MLP. All for one token and layer.
-    attention = size * (hidden + 2 * (q + kv))
+    # What is split over neighbours still keeps the products' inputs of all tokens.
+    attention = size * (hidden * use.tensor + 2 * (q + kv))
     if use.joined and config.ropes:
         attention += size * (q + kv)  # v is a view of all three, so they stay beside the rotated q and k
-    mlp = size * (hidden + inner * (3 if config.gated else 2))
+    mlp = size * (hidden * use.tensor + inner * (3 if config.gated else 2))
     norms = 2 * 4 * hidden * (1 if config.norm == "layernorm" else 2) * (2 if config.post_norms else 1)
     if not use.compiled:
         mlp += narrow * hidden * config.gated  # gate and up have an input each

@@ -76,6 +76,8 @@ def _wrong_split(recipe: Recipe) -> Iterator[str]:
         yield f"parallel.tensor is {degree}, which data.context ({recipe.data.context}) is no multiple of"
     if recipe.optimizer.kind == "muon":
         yield "optimizer.kind muon wants whole matrices, which parallel.tensor splits by rows and columns; choose adamw"
+    if recipe.techniques.loss not in (None, "chunked"):
+        yield "parallel.tensor has a chunked loss of its own; leave techniques.loss away"
     if recipe.lora.rank is not None or recipe.dropout:
         yield "parallel.tensor goes with neither lora.rank nor dropout; set parallel.tensor 1"
 
