@@ -34,6 +34,7 @@ def test_it_is_dy_times_the_weight(kind, where, monkeypatch):
         n=st.integers(1, 300), k=st.integers(1, 200), m=st.integers(1, 5), seed=st.integers(0, 9), wide=st.booleans()
     )
     def check(n, k, m, seed, wide):
+        torch.manual_seed(seed)
         weight = weight_of(kind, n, k, seed)
         layer = layer_of(weight, kernel="native" if where in ISAS else where, activations="float")
         full, dtype = layer.dequantize(), torch.float32 if wide else torch.bfloat16

@@ -46,9 +46,9 @@ def outside_graphs() -> None:
 def input_gradient(dy: Tensor, rows: SomeRows, in_features: int) -> Tensor:
     """dy·W (…, K) for dy (…, N), in dy's dtype."""
     flat = dy.flatten(0, -2)  # (M, N)
-    dx = flat.new_zeros(len(flat), in_features)
+    dx = flat.new_zeros(len(flat), in_features, dtype=torch.promote_types(dy.dtype, torch.float32))
     step = max(1, PIECE // (4 * 64 * in_features)) * 64  # whole panels
     for start in range(0, flat.shape[1], step):
         stop = min(start + step, flat.shape[1])
-        dx.addmm_(flat[:, start:stop], rows(start, stop, dy.dtype))
-    return dx.view(*dy.shape[:-1], in_features)
+        dx += flat[:, start:stop] @ rows(start, stop, dy.dtype)
+    return dx.to(dy.dtype).view(*dy.shape[:-1], in_features)
