@@ -237,12 +237,11 @@ def table(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
             continue
         row = full[name]
         steps = [row, *(one for one in report["rows"] if one["method"] == name and one["megabits"] != slowest)]
-        base = full[UNCOMPRESSED.get(name, name if name == "lamb" else "adamw")]["validation_loss"]
         reached = seconds_to(row, goal)
         rows.append(
             [name, f"{row['bytes_a_step'] / 1e6:.2f} MB", f"{formula(report, row) / 1e6:.2f} MB"]
             + [part for one in steps for part in (f"{one['mean_step_seconds']:.2f} s", share(one))]
-            + [f"{row['validation_loss']:.3f}", f"{row['validation_loss'] / base - 1:+.1%}"]
+            + losses(full, name)
             + ["not reached" if reached is None else f"{reached:.0f} s"]
         )
     return head, rows
@@ -251,13 +250,15 @@ def table(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
 def long_table(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     """For docs/distributed.md, of a run over one link: losses alone."""
     found = {row["method"]: row for row in report["rows"]}
-    rows = []
-    for name in methods(0):
-        if name in found:
-            base = found[UNCOMPRESSED.get(name, name if name == "lamb" else "adamw")]["validation_loss"]
-            loss = found[name]["validation_loss"]
-            rows.append([name, f"{loss:.3f}", f"{loss / base - 1:+.1%}"])
+    rows = [[name, *losses(found, name)] for name in methods(0) if name in found]
     return ["", f"loss after {report['settings']['steps']:,} steps", "beside its optimizer's"], rows
+
+
+def losses(rows: dict[str, Any], name: str) -> list[str]:
+    """A method's loss, and how it stands beside its uncompressed optimizer's."""
+    base = rows[UNCOMPRESSED.get(name, name if name == "lamb" else "adamw")]["validation_loss"]
+    loss = rows[name]["validation_loss"]
+    return [f"{loss:.3f}", f"{loss / base - 1:+.1%}"]
 
 
 def share(row: dict[str, Any]) -> str:

@@ -68,18 +68,20 @@ class OneBitOptimizer(torch.optim.Optimizer):
 
     def _agree(self) -> None:
         """The momenta become the means over all ranks."""
-        parts, kept = [], []
+        parts, scalings, kept = [], [], []
         for p, group in self._members():
             state, beta1 = self.state[p], group["betas"][0]
             state["step"] = state["step"] + 1
             gradient = torch.zeros_like(p) if p.grad is None else p.grad
             moved = torch.lerp(state["exp_avg"], gradient.to(state["exp_avg"].dtype), 1 - beta1)
-            parts.append((moved * self._scaling(state, group)).flatten().float())
+            scalings.append(self._scaling(state, group))
+            parts.append((moved * scalings[-1]).flatten().float())
             kept.append((state["exp_avg_sq"] > 0).flatten())
         mean = self.mean(torch.cat(parts), torch.cat(kept))
-        for (p, group), part in zip(self._members(), mean.split([len(part) for part in parts]), strict=True):
+        means = mean.split([len(part) for part in parts])
+        for (p, _), part, scaling in zip(self._members(), means, scalings, strict=True):
             state = self.state[p]
-            self._take(state, (part.view_as(p) / self._scaling(state, group)).to(state["exp_avg"].dtype))
+            self._take(state, (part.view_as(p) / scaling).to(state["exp_avg"].dtype))
 
     def _is_time(self) -> bool:
         members = self._members()
