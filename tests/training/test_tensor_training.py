@@ -15,6 +15,7 @@ from hasten.model.families import read_config
 from hasten.model.transformer import Transformer
 from hasten.training.journal import read
 from hasten.training.session import train
+from hasten.training.setup import set_up
 from rank_runs import assert_same, stop_after
 from references import make_reference
 from tiny_model import tiny_llama
@@ -96,7 +97,7 @@ def test_every_kind_of_block_is_split(count):
             assert norm == pytest.approx(its, rel=1e-3), name  # it magnifies what rounding has left
 
 
-def test_what_cannot_be_split_is_refused(recipe):
+def test_what_cannot_be_split_is_refused(recipe, monkeypatch):
     for fields, said in (
         ({"tensor": 2}, "parallel.zero to 1, 2 or 3"),
         ({**SPLIT, "context": 33}, "data.context .33. is no multiple"),
@@ -109,6 +110,9 @@ def test_what_cannot_be_split_is_refused(recipe):
     with pytest.raises(ConfigError, match=r"parallel.tensor is 2, which does not divide the number of processes .3."):
         Ranks(size=3, rank=0).split(2)
     model, two = tiny_llama(), Ranks(size=2, tensor=2)
+    monkeypatch.setattr("hasten.training.setup._model", lambda *_, **__: pytest.fail("the model was made first"))
+    with pytest.raises(ConfigError, match=r"which the model's 3 key.value heads cannot be split into"):
+        set_up(recipe(**SPLIT, heads=3, kv_heads=None, hidden_size=48), progress=False, ranks=two)
     with pytest.raises(ConfigError, match=r"parallel.tensor is 4, which the model's 2 key/value heads"):
         split(model, replace(two, size=4, tensor=4), 1)
     with pytest.raises(ConfigError, match="no model with experts"):

@@ -15,6 +15,7 @@ from torch import Tensor
 from hasten.distributed.mesh import TENSOR, mesh_of
 from hasten.distributed.ranks import Ranks
 from hasten.errors import ConfigError
+from hasten.model.config import ModelConfig
 from hasten.model.swap import take_over
 from hasten.model.transformer import Attention, Transformer
 from hasten.ops.loss.chunked import chunked
@@ -65,7 +66,7 @@ def split(model: Transformer, ranks: Ranks, replicas: int) -> Transformer:
         parallelize_module,
     )
 
-    _check(model, ranks.tensor)
+    check_split(model.config, ranks.tensor)
     mesh = mesh_of(model.device.type, ranks, replicas)[TENSOR]
     tokens, tied = Shard(1), model.tied
 
@@ -98,8 +99,10 @@ def split(model: Transformer, ranks: Ranks, replicas: int) -> Transformer:
     return made
 
 
-def _check(model: Transformer, degree: int) -> None:
-    config = model.config
+def check_split(config: ModelConfig, degree: int) -> None:
+    """Raises ConfigError for a model whose blocks cannot be split over so many ranks."""
+    if degree == 1:
+        return
     for what, size in (
         ("key/value heads", config.kv_heads),
         ("heads", config.heads),

@@ -8,6 +8,7 @@ import torch
 
 from hasten.data import Batches, TokenData, prepare
 from hasten.distributed.ranks import ALONE, Ranks
+from hasten.distributed.tensor_training import check_split
 from hasten.errors import ConfigError, HastenError
 from hasten.machine import configure, matrix_rate, resolve_device
 from hasten.model.checkpoint import read_json
@@ -93,6 +94,7 @@ def set_up(
     init = None if recipe.init is None else resolve_folder(recipe.init)
     data = prepare_data(recipe, init=init, progress=progress)
     config = _config(recipe, data, init=init)
+    check_split(config, ranks.tensor)
     recipe = Room.here(config, recipe, device, init=init, ranks=ranks).fitted()
     room = Room.here(config, recipe, device, init=init, ranks=ranks).check()
     rows, context = recipe.data.batch_size, recipe.data.context
