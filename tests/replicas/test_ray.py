@@ -5,7 +5,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import httpx
 import psutil
@@ -26,10 +29,10 @@ def folder(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module")
-def served(folder):
-    pytest.importorskip("ray.serve", reason="Ray Serve is not installed: pip install 'hasten[ray]'")
-    command = [sys.executable, "-m", "hasten", "serve", str(folder), "--replicas", "2", "--port", "0"]
+@contextmanager
+def serving(folder, *options):
+    """A client of the server, and its process."""
+    command = [sys.executable, "-m", "hasten", "serve", str(folder), "--port", "0", *options]
     command += ["--served-model-name", "tiny", "--max-sequences", "8", "--draft", "none"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "HASTEN_API_KEY": "k"})
     try:
@@ -43,6 +46,13 @@ def served(folder):
         assert not workers(process), "Ray's processes end with it"
     finally:
         process.kill()
+
+
+@pytest.fixture(scope="module")
+def served(folder):
+    pytest.importorskip("ray.serve", reason="Ray Serve is not installed: pip install 'hasten[ray]'")
+    with serving(folder, "--replicas", "2") as both:
+        yield both
 
 
 def workers(process):
@@ -101,6 +111,37 @@ def test_two_replicas_answer_die_are_replaced_and_drain(served, folder):
         assert ask(client).json()["choices"][0]["text"] == expected
     eventually(lambda: gauges(client, "num_requests_running") == [0.0, 0.0])
     assert gauges(client, "kv_cache_usage_perc") == [0.0, 0.0], "no block is held"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_cluster_of_two_nodes_and_a_second_replica_when_requests_wait(folder):
+    pytest.importorskip("ray.serve", reason="Ray Serve is not installed: pip install 'hasten[ray]'")
+    from ray.cluster_utils import Cluster
+
+    expected = "".join(hasten.stream(hasten.load(folder), TEXT, temperature=0, max_new_tokens=12))
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+    try:
+        cluster.add_node(num_cpus=1)  # a replica needs one, so the second one is here
+        options = ["--replicas", "1", "--max-replicas", "2", "--requests-each", "1", "--threads", "1"]
+        with serving(folder, *options, "--ray-address", cluster.address) as (client, process):
+            assert not workers(process), "they are the cluster's"
+            assert len(gauges(client, "kv_cache_blocks")) == 1
+            with ThreadPoolExecutor(4) as pool:
+                done = threading.Event()
+
+                def keep_asking():
+                    told = set()
+                    while not done.is_set():
+                        told.add(ask(client).json()["choices"][0]["text"])
+                    return told
+
+                asking = [pool.submit(keep_asking) for _ in range(4)]
+                eventually(lambda: len(gauges(client, "kv_cache_blocks")) == 2, seconds=300.0)
+                done.set()
+                assert all(one.result() == {expected} for one in asking)
+    finally:
+        cluster.shutdown()
 
 
 def test_a_cluster_that_is_not_there_is_one_error():
