@@ -97,6 +97,7 @@ class PlanRanks:
                         "tokens_per_second": one.tokens_per_second,
                     }
                     for one in choose_plan(folder, options).rows
+                    if not one.rounded  # to what the folder's weights could be
                 }
                 for layout, processes in groups.items():
                     measured = self.measured(processes, batch, layout[1])

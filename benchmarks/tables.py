@@ -25,6 +25,7 @@ import replica_routing
 import replica_throughput
 import scaling
 import slow_link
+import tensor_parallel
 from drafting_tables import TABLES as DRAFTING
 from lora_tables import lora, lora_cost
 from plan_tables import plan_memory, plan_ranks, plan_speed
@@ -44,6 +45,7 @@ for name, table in {
     "scaling": scaling.table,
     "scaling paper": scaling.paper_table,
     "slow-link": slow_link.table,
+    "tensor-parallel": tensor_parallel.table,
     "slow-link-long": slow_link.long_table,
 }.items():
     TABLES[name] = lambda report, table=table: markdown(*table(report))

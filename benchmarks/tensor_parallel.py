@@ -164,6 +164,30 @@ class TensorParallel:
         return (self.tokens if phase == "decode" else self.prompt) / one[phase]
 
 
+def table(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """For docs/parallel-inference.md."""
+    count = report["ranks"]
+    head = [
+        "weights",
+        "decode, tokens/s",
+        "ratio",
+        "prefill, tokens/s",
+        "ratio",
+        "a sum",
+        "of a token",
+        "peak of loading",
+    ]
+    rows = []
+    for row in report["rows"]:
+        cells = [row["format"]]
+        for phase in ("decode", "prefill"):
+            speed = row["speed"][phase]
+            cells += [f"{speed['ranks']:,.0f} / {speed['alone']:,.0f}", f"{speed['ratio']:.2f}×"]
+        peak = max(one["times"] for one in row["memory"]["ranks"])
+        rows.append([*cells, f"{row['sum_microseconds']:.0f} µs", f"{row['communication']:.1%}", f"{peak:.2f}×"])
+    return [f"{count} ranks of one thread / one process of {count}", *head[1:]], rows
+
+
 def start(arguments: list[str], environment: dict[str, str]) -> subprocess.Popen[str]:
     """A process that measures when it is told."""
     command = [sys.executable, __file__, "--child", *arguments]

@@ -72,7 +72,7 @@ def fuse(model: Transformer) -> Transformer:
     for i, block in enumerate(model.blocks):
         if isinstance(block, Block):
             model.blocks[i] = FusedBlock(block)
-            return_freed_memory()
+    del block  # else the last one would stay
     tied = isinstance(model.embedding, nn.Embedding) and model.tied
     model.head = packed(model.head)
     _settled(model.head)  # now that the original is let go
@@ -321,6 +321,7 @@ class FusedStack:
 def _settled(linear: PackedLinear) -> PackedLinear:
     """The layer with its weight where a decode step streams it fastest."""
     linear.data = in_large_pages(linear.data)
+    return_freed_memory()
     return linear
 
 
