@@ -95,14 +95,17 @@ def test_a_step_that_overflowed_in_float16_is_skipped_after_the_freeze_too(uncom
 
 
 def test_the_variance_ends_the_warm_up_when_it_is_steady(uncompressed):
-    x = torch.nn.Parameter(torch.zeros(3))
-    optimizer = OneBitAdam([x], lr=1e-4, betas=(0.9, 0.99))  # looked at every 100 steps
-    frozen_at = None
-    for step in range(1, 1500):
-        x.grad = torch.full((3,), 1.0 + 10.0 * (step < 350))
-        optimizer.step()
-        if optimizer.frozen and frozen_at is None:
-            frozen_at = step
-    assert frozen_at is not None
-    assert frozen_at % 100 == 0
-    assert frozen_at >= 500, "not while the variance falls"
+    def frozen_at(gradient):
+        x = torch.nn.Parameter(torch.zeros(3))
+        optimizer = OneBitAdam([x], lr=1e-4, betas=(0.9, 0.99))  # looked at every 100 steps
+        for step in range(1, 1500):
+            x.grad = torch.full((3,), gradient(step))
+            optimizer.step()
+            if optimizer.frozen:
+                return step
+        return 0
+
+    assert frozen_at(lambda step: 1.0) == 200, "few gradients are no change"
+    falling = frozen_at(lambda step: 1.0 + 10.0 * max(0.0, 1 - step / 350))
+    assert falling % 100 == 0
+    assert falling >= 500, "not while the variance falls"

@@ -88,7 +88,8 @@ class Pending:
         self.thread.join()
         if self.error is not None and self.ranks.size == 1:
             raise self.error
-        for rank, text in enumerate(self.ranks.texts("" if self.error is None else str(self.error))):
+        failed = "" if self.error is None else str(self.error) or repr(self.error)
+        for rank, text in enumerate(self.ranks.texts(failed)):
             if text:
                 raise ResourceError(f"rank {rank}: {text}")
         if not self.ranks.first:

@@ -88,14 +88,16 @@ class OneBitOptimizer(torch.optim.Optimizer):
         step = max((int(self.state[p]["step"]) for p, _ in members), default=0)
         if self.freeze_after is not None:
             return step >= self.freeze_after
-        every = round(1 / (1 - self.param_groups[0]["betas"][1]))
+        beta2 = self.param_groups[0]["betas"][1]
+        every = round(1 / (1 - beta2))
         if not step or step % every:
             return False
-        now = torch.stack([self.state[p]["exp_avg_sq"].float().sum() for p, _ in members]).cpu()
+        # A mean of few gradients is too small by a factor, which would look like change.
+        now = torch.stack([self.state[p]["exp_avg_sq"].float().sum() for p, _ in members]).cpu() / (1 - beta2**step)
         before = sum(float(self.state[p].get("mark", 0.0)) for p, _ in members)
         for (p, _), mark in zip(members, now, strict=True):
             self.state[p]["mark"] = mark.clone()
-        return STEADY * float(now.sum()) <= before <= float(now.sum()) / STEADY
+        return before > 0 and STEADY * float(now.sum()) <= before <= float(now.sum()) / STEADY
 
     def _freeze(self, members: list[tuple[Tensor, dict[str, Any]]]) -> None:
         for p, _ in members:

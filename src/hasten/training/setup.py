@@ -149,7 +149,8 @@ def own_device(recipe: Recipe, ranks: Ranks) -> torch.device:
 
 
 def _sum(model: Transformer) -> torch.Tensor:
-    return torch.stack([p.detach().sum(dtype=torch.float64) for p in model.parameters()]).sum()
+    """Of all weights, packed ones too."""
+    return torch.stack([t.sum(dtype=torch.float64) for t in model.state_dict().values()]).sum()
 
 
 def _config(recipe: Recipe, data: TokenData, *, init: Path | None) -> ModelConfig:
