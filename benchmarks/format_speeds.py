@@ -1,7 +1,7 @@
 """How fast a model decodes in each format of its weights, in interleaved rounds of one ladder.
 
     python benchmarks/format_speeds.py --model runs/code-25m/model --gptq GPTQ_INT4_G32 \\
-        --output benchmarks/results/format-speeds.json
+        --text held-out.jsonl --output benchmarks/results/format-speeds.json
 
 The folders are made by `hasten quantize` (rounding to nearest, which has the speed of every method: the last row, a
 folder by GPTQ, is there to show it).
@@ -33,6 +33,9 @@ class FormatSpeeds:
     gptq: Path | None = None
     """The same in int4 g32 by GPTQ."""
 
+    text: str | None = None
+    """Also score each format on the first 200 KB of this, by the products that are timed."""
+
     rounds: int = 20
     """Every format once in each."""
 
@@ -52,6 +55,7 @@ class FormatSpeeds:
             ladder = GenerateLadder(
                 model=str(self.model),
                 device="cpu",
+                text=self.text,
                 dtype="bfloat16",
                 prompt_tokens=256,
                 new_tokens=128,
