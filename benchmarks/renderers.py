@@ -167,6 +167,28 @@ def quantize_quality(report: Report) -> str:
     return markdown(head, rows)
 
 
+def format_speeds(report: Report) -> str:
+    """`format_speeds.py`: what each format gives, and what it costs."""
+    rows = []
+    for one in report["rows"]:
+        speed = [f"{one['decode_tokens_per_second']:,.0f}", f"{one['speedup']:.2f}×", f"{one['mbu']:.0%}"]
+        predicted = f"{one['predicted_tokens_per_second'] / one['decode_tokens_per_second']:.2f}"
+        megabytes = f"{one['bytes_per_token'] / 1e6:.1f}"
+        loss = [f"{one['kl_mean']:.5f}", f"{one['perplexity']:.2f}"]
+        rows.append([one["name"], megabytes, *speed, predicted, *loss])
+    head = [
+        "weights",
+        "MB a token",
+        "tokens/s",
+        "speed-up",
+        "MBU",
+        "predicted / measured",
+        "KL divergence",
+        "perplexity",
+    ]
+    return markdown(head, rows)
+
+
 def quantize_bits(report: Report) -> str:
     """Uniform schemes and automatic bits of at most as many."""
     rows = []
@@ -214,7 +236,8 @@ def sharing(report: Report) -> str:
 def cache_formats(report: Report) -> str:
     """`cache_formats.py`."""
     found = {(row["model"], row["kv_cache_dtype"]): row for row in report["quality"]}
-    attention = [row for row in report["speed"] if row["what"] == "attention"]
+    longest = max(report["settings"]["tokens"])
+    attention = [row for row in report["speed"] if row["what"] == "attention" and row["tokens"] == longest]
     steps = {(row["batch"], row["kv_cache_dtype"]): row["milliseconds"] for row in attention}
     fit, batches = report["tokens_per_gib"]["llama-7b"], report["settings"]["batches"]
     rows = []
@@ -356,6 +379,7 @@ RENDERERS: dict[str, Callable[[Report], str]] = {
     "quantize-perplexity": quantize_perplexity,
     "quantize-quality": quantize_quality,
     "quantize-bits-demo": quantize_bits,
+    "format-speeds": format_speeds,
     "quantize-memory": quantize_memory,
     "load-memory": load_memory,
     "sharing": sharing,
