@@ -214,8 +214,8 @@ def measured_cost(subject: Subject, options: PlanOptions, batches: Sequence[int]
     from hasten.bench.predict import generating_cost
 
     weights, use = options.weights.replace("auto", subject.own), _inference(subject, options)
-    rows = {*(batches or [use.batch_size]), min(use.length - use.new_tokens, use.step)}
-    return generating_cost(subject.config, rows, weights)
+    prompt = min(use.length - use.new_tokens, use.step)
+    return generating_cost(subject.config, batches or [use.batch_size], prompt, weights)
 
 
 def inference_plan(subject: Subject, options: PlanOptions, *, replicas: int = 1, cost: StepCost | None = None) -> Plan:

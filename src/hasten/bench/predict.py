@@ -46,8 +46,8 @@ def step_seconds(config: ModelConfig, recipe: Recipe) -> float | None:
     return one - each[first] + sum(share * each[layer] for share, layer in zip(kept, config.layers, strict=True))
 
 
-def generating_cost(config: ModelConfig, rows: Iterable[int], weights: str) -> StepCost | None:
-    """What steps of so many rows cost, by speculation's cost table.
+def generating_cost(config: ModelConfig, batches: Iterable[int], prompt: int, weights: str) -> StepCost | None:
+    """What steps of so many sequences cost, and one over so many tokens of a prompt, by speculation's cost table.
 
     Measured on so many blocks that the processor's caches cannot hold them; None where they have no room.
     """
@@ -56,7 +56,9 @@ def generating_cost(config: ModelConfig, rows: Iterable[int], weights: str) -> S
     if 6 * parameters(cut).total > available_memory():
         return None
     model = random_model(cut, weights)
-    return measure_step_cost(model, row_counts=sorted({1, *rows}), seconds=2.0, layers=len(config.layers))
+    decoded = {1, *batches}
+    counts, prompts = sorted({*decoded, prompt}), {prompt} - decoded
+    return measure_step_cost(model, row_counts=counts, seconds=2.0, layers=len(config.layers), prompts=prompts)
 
 
 def generating_seconds(use: InferenceUse, cost: StepCost) -> tuple[float, float]:

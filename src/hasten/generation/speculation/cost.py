@@ -4,7 +4,7 @@ import itertools
 import statistics
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -72,12 +72,18 @@ def towards(old: float, new: float, *, most: float) -> float:
 
 @torch.inference_mode()
 def measure_step_cost(
-    model: Transformer, *, row_counts: Sequence[int] = ROWS, seconds: float = _SECONDS, layers: int | None = None
+    model: Transformer,
+    *,
+    row_counts: Sequence[int] = ROWS,
+    seconds: float = _SECONDS,
+    layers: int | None = None,
+    prompts: Collection[int] = (),
 ) -> StepCost:
     """Time whole steps of a small model; of others single blocks, times the layers, and the head. Rows of one sequence
     over a cache of its own.
 
     layers: of the model that this one is a piece of, where it is: then it is timed by blocks.
+    prompts: row counts, timed by blocks, that are prompts: their last row only is scored.
     """
     config = model.config
     # Learned positions end somewhere.
@@ -87,7 +93,7 @@ def measure_step_cost(
     if layers is None and sum(t.nbytes for t in model.state_dict().values()) <= _SMALL:
         times = _whole_steps(model, most, contexts, seconds)
     else:
-        times = _blocks_and_head(model, most, contexts, seconds, layers or len(config.layers))
+        times = _blocks_and_head(model, most, contexts, seconds, layers or len(config.layers), prompts)
     base, per_token = [0.0], [0.0]
     for low, high in times:
         # The short context is at most half of its step; what says otherwise is noise.
@@ -119,7 +125,12 @@ def _whole_steps(model: Transformer, most: Sequence[int], contexts: tuple[int, i
 
 
 def _blocks_and_head(
-    model: Transformer, most: Sequence[int], contexts: tuple[int, int], seconds: float, layers: int
+    model: Transformer,
+    most: Sequence[int],
+    contexts: tuple[int, int],
+    seconds: float,
+    layers: int,
+    prompts: Collection[int],
 ) -> Times:
     """Each call takes the next block: one that is called again and again would lie in the processor's cache, where in a
     real step it does not.
@@ -149,7 +160,7 @@ def _blocks_and_head(
         return lambda: model.scores(x)
 
     calls = {(rows, context): block_call(rows, context) for rows in most for context in contexts}
-    heads = {rows: head_call(rows) for rows in most}
+    heads = {rows: head_call(1 if rows in prompts else rows) for rows in most}
     times = _in_turn([*calls.values(), *heads.values()], seconds, device)
     block, head = dict(zip(calls, times, strict=False)), dict(zip(heads, times[len(calls) :], strict=True))
     low, high = ([block[rows, context] * layers + head[rows] for rows in most] for context in contexts)
