@@ -189,15 +189,6 @@ def format_speeds(report: Report) -> str:
     return markdown(head, rows)
 
 
-def quantize_bits(report: Report) -> str:
-    """Uniform schemes and automatic bits of at most as many."""
-    rows = []
-    for one in report["rows"]:
-        divergence = [f"{one['kl_mean']:.6f}", f"{one['kl_99']:.5f}"]
-        rows.append([one["name"], f"{one['bits_per_weight']:.3f}", *divergence, f"{one['top1']:.1%}"])
-    return markdown(["formats", "bits per weight", "KL divergence", "99%", "same top token"], rows)
-
-
 def quantize_memory(report: Report) -> str:
     """`quantize_memory.py`."""
     rows = []
@@ -378,7 +369,7 @@ RENDERERS: dict[str, Callable[[Report], str]] = {
     "demo-ladder": demo_ladder,
     "quantize-perplexity": quantize_perplexity,
     "quantize-quality": quantize_quality,
-    "quantize-bits-demo": quantize_bits,
+    "quantize-bits": quantize_quality,
     "format-speeds": format_speeds,
     "quantize-memory": quantize_memory,
     "load-memory": load_memory,

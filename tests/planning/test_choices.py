@@ -1,6 +1,8 @@
 """What a plan for several devices takes, and why not the others; the link between ranks; what is refused."""
 
+import errno
 import json
+import os
 from dataclasses import replace
 
 import pytest
@@ -49,6 +51,22 @@ def test_a_bound_a_price_and_the_bits_are_kept_to():
     assert choose_plan("llama-70b", H100S).best.weights == "int8"
     assert choose_plan("llama-70b", replace(H100S, least_bits=16)).best.weights == "bfloat16"
     assert choose_plan("llama-70b", replace(H100S, least_bits=4)).best.weights == "int4"
+
+
+def test_ranks_that_cannot_all_be_started_leave_none(monkeypatch):
+    fork, started = os.fork, []
+
+    def forks():
+        if started:
+            raise BlockingIOError(errno.EAGAIN, "no more processes")
+        started.append(fork())
+        return started[-1]
+
+    monkeypatch.setattr(os, "fork", forks)
+    with pytest.raises(BlockingIOError), communication._crew(3) as contenders:
+        contenders()
+    with pytest.raises(ProcessLookupError):
+        os.kill(started[0], 0)
 
 
 def test_a_candidate_is_the_plan_of_one_rank():

@@ -6,6 +6,7 @@ nothing else, so nothing of torch is loaded anew. Undisturbed: in a model's step
 
 import mmap
 import os
+import signal
 import sys
 import time
 import warnings
@@ -94,7 +95,7 @@ def _crew(ranks: int) -> Iterator[Callable[[], Mapping[str, Callable[[], object]
                 warnings.simplefilter("ignore", DeprecationWarning)
                 child = os.fork()
             if not child:
-                _follow(RankGroup(rank, ranks, segment, _peers({0: first}, ranks)))
+                _follow(rank, ranks, segment, first)
             children.append(child)
         group = RankGroup(0, ranks, segment, _peers(dict(enumerate(children, 1)), ranks))
         return {str(count): partial(_called, group, count) for count in COUNTS}
@@ -109,6 +110,8 @@ def _crew(ranks: int) -> Iterator[Callable[[], Mapping[str, Callable[[], object]
         raise
     finally:
         for child in children:
+            if group is None:  # nobody calls those that are there: another could not be started
+                os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
         for peer in group.peers[1:] if group is not None else ():
             os.close(peer)
@@ -124,9 +127,10 @@ def _called(group: RankGroup, count: int) -> None:
     _add(group, count)
 
 
-def _follow(group: RankGroup) -> None:
+def _follow(rank: int, ranks: int, segment: torch.Tensor, first: int) -> None:
     """As another rank: add what the first one says, until it says 0."""
     try:
+        group = RankGroup(rank, ranks, segment, _peers({0: first}, ranks))
         while count := group.of_first()[0]:
             _add(group, count)
     finally:

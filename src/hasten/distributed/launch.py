@@ -65,6 +65,9 @@ def joined() -> Iterator[Ranks]:
         given = {name: int(os.environ.get(variable, name == "local_size")) for name, variable in names.items()}
         ranks = Ranks(**given, joined=True)
         if torch.cuda.is_available():
+            if ranks.local_size > torch.cuda.device_count():
+                there = torch.cuda.device_count()
+                raise ConfigError(f"{ranks.local_size} processes for {there} GPUs; start one for each at most")
             torch.cuda.set_device(ranks.local_rank)
         if not dist.is_initialized():  # once a process: a second group would find what the first has left in the store
             backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
@@ -140,7 +143,7 @@ class _Watch:
             if self.ranks.first:
                 self.over.set()
                 try:
-                    return self._named() if broken else error
+                    return self._named(error) if broken else error
                 finally:
                     self.store.set("told", "")
             if broken:
@@ -153,14 +156,17 @@ class _Watch:
             return SystemExit(2) if known else error
         return SystemExit(2) if broken else error
 
-    def _named(self) -> HastenError | SystemExit:
+    def _named(self, error: Exception) -> HastenError | SystemExit:
         """Who ended, and why."""
         if self._wait("error", ROLL_CALL):
             return TrainingError(self.store.get("error").decode())
         missing = [rank for rank in range(1, self.ranks.size) if not self.store.check([f"here/{rank}"])]
+        if not missing:
+            reason = str(error).split("\n")[0]
+            return TrainingError(f"all ranks are there, but a connection between them broke: {reason:.200}")
         if BY_US in os.environ:
             return SystemExit(2)
-        names = ", ".join(map(str, missing)) or "?"
+        names = ", ".join(map(str, missing))
         return TrainingError(f"rank {names} ended without a word: it was killed, or the machine's memory ran out")
 
     def _wait(self, key: str, seconds: float) -> bool:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from hasten.errors import ConfigError
 from hasten.ops.linear import QuantizedWeight, empty_weight
+from hasten.ops.pages import return_freed_memory
 from hasten.quantization.blocks import TILE, add_product, each_slice, on_one_thread, root_of_shares
 from hasten.quantization.rounding import Grid, check_matrix
 from hasten.quantization.sequential import BlockTask
@@ -95,6 +96,7 @@ class GPTQ:
             for x, x_before in zip(inputs_of(module, stage[0], calls), exact, strict=False):
                 inputs.add(x, x_before)
             inputs.finish()
+            return_freed_memory()  # of the samples' activations, before matrices follow
             solvers: dict[int, Solver] = {}
             for name in (prefix + one for one in stage):
                 grid = task.grid(name)
@@ -229,7 +231,8 @@ def column_order(diagonal: Tensor, order: Order, group_size: int) -> Tensor:
 def _factor(gram: Tensor) -> Tensor | None:
     """L, lower triangular with L·Lᵀ = H; None where rounding has left H not positive definite."""
     factor, info = on_one_thread(lambda: torch.linalg.cholesky_ex(gram))
-    return None if bool(info) or not bool(torch.isfinite(factor).all()) else factor
+    # The diagonal sees every row: no second matrix to look at all.
+    return None if bool(info) or not bool(torch.isfinite(factor.diagonal()).all()) else factor
 
 
 def _invert_lower(matrix: Tensor, inverse: Tensor) -> None:

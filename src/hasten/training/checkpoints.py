@@ -130,12 +130,12 @@ def save(
     tensors |= {f"state/{name}": tensor for name, tensor in _state(placement, optimizer)}
     mine = {"cpu": random.cpu} | ({} if random.cuda is None else {"cuda": random.cuda}) | placement.own()
     tensors |= {f"state/{_random(ranks.rank)}.{name}": tensor for name, tensor in mine.items()}
-    ending = f"{values['progress']['step']:08d}"
+    now = int(ranks.of_first(time.time() * 1000))
+    ending = f"{values['progress']['step']:08d}-{now:x}"  # never a name that the old one has
     if ranks.joined:
         from hasten.distributed.storage import own_parts
 
         parts = own_parts(tensors)
-        ending += f"-{int(ranks.of_first(time.time() * 1000)):x}"  # never a name that the old one has
         endings = [f"{ending}-{rank}" for rank in range(ranks.size)]
     else:
         parts, endings = [Part.whole(name, tensor) for name, tensor in tensors.items()], [ending]
