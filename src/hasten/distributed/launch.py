@@ -65,9 +65,8 @@ def joined() -> Iterator[Ranks]:
         given = {name: int(os.environ.get(variable, name == "local_size")) for name, variable in names.items()}
         ranks = Ranks(**given, joined=True)
         if torch.cuda.is_available():
-            if ranks.local_size > torch.cuda.device_count():
-                there = torch.cuda.device_count()
-                raise ConfigError(f"{ranks.local_size} processes for {there} GPUs; start one for each at most")
+            if ranks.local_size > (there := torch.cuda.device_count()):
+                raise ConfigError(f"{ranks.local_size} processes, but GPUs: {there}; start at most one process a GPU")
             torch.cuda.set_device(ranks.local_rank)
         if not dist.is_initialized():  # once a process: a second group would find what the first has left in the store
             backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
