@@ -1,17 +1,26 @@
 """How fast a model decodes in each format of its weights, in interleaved rounds of one ladder.
 
     python benchmarks/format_speeds.py --model runs/code-25m/model --gptq GPTQ_INT4_G32 \\
-        --text held-out.jsonl --output benchmarks/results/format-speeds.json
+        --text held-out.jsonl --llama-python PYTHON_WITH_LLAMA_CPP --output benchmarks/results/format-speeds.json
 
-The folders are made by `hasten quantize` (rounding to nearest, which has the speed of every method: the last row, a
-folder by GPTQ, is there to show it).
+The folders are made by `hasten quantize` (rounding to nearest, which has the speed of every method: the rows of --gptq
+are there to show it); llama.cpp's files by its own quantizer from our BF16 export. llama.cpp decodes its own.
+
+The folder by GPTQ and that by rounding to nearest are also run by turns in one process, a few tokens each, with a
+second copy of the latter that shows the noise; --only-paired measures nothing else.
 """
 
+import json
+import random
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import dataclass
+from math import prod, sqrt
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 CASES = {  # name -> options of hasten quantize, rung
     "bfloat16": (None, "native-bf16"),
@@ -20,7 +29,13 @@ CASES = {  # name -> options of hasten quantize, rung
     "int4 g128": (["--scheme", "int4", "--group-size", "128"], "native-int4"),
     "int4 g64": (["--scheme", "int4", "--group-size", "64"], "native-int4"),
     "int4 g32": (["--scheme", "int4", "--group-size", "32"], "native-int4"),
+    "automatic 4.8": (["--bits", "4.8"], "native-int4"),
+    "int3 g32": (["--scheme", "int3", "--group-size", "32"], "native-bf16"),
+    "int3 g128": (["--scheme", "int3", "--group-size", "128"], "native-bf16"),
 }
+PUBLISHED = ("Q8_0", "Q4_0", "Q4_K_M", "Q3_K_M")
+PROMPT, NEW = 256, 128  # tokens
+TURN = 32  # tokens in a row of one of two that are paired
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,47 +49,188 @@ class FormatSpeeds:
     """The same in int4 g32 by GPTQ."""
 
     text: str | None = None
-    """Also score each format on the first 200 KB of this, by the products that are timed."""
+    """Also score each format on the first 200 KB of this, by the products that are timed; llama.cpp's files by ours."""
+
+    calibration: str = "stdlib"
+    """Text that automatic bits are chosen on."""
+
+    llama_python: Path | None = None
+    """A Python that has llama-cpp-python: llama.cpp's formats too."""
+
+    cases: tuple[str, ...] = tuple(CASES)
+    """Which formats of ours."""
 
     rounds: int = 20
     """Every format once in each."""
+
+    paired_rounds: int = 600
+    """Turns of the pair."""
+
+    only_paired: bool = False
+    """The pair alone."""
 
     output: Path | None = None
     """Where to write the JSON; a table is printed in any case."""
 
     def run(self) -> None:
-        from hasten.bench.generate import RUNGS, GenerateLadder
-        from hasten.bench.models import BenchmarkModel
-        from hasten.bench.process import Rung
+        from hasten.machine import configure, describe
         from hasten.machine.files import write_json
 
         with tempfile.TemporaryDirectory(prefix="hasten-format-speeds-") as place:
-            wanted = [(name, *case, self.model) for name, case in CASES.items()]
+            settings = {"model": self.model.parent.name, "prompt_tokens": PROMPT}
+            report: dict[str, Any] = {"machine": describe().to_json(), "settings": settings}
+            nearest = Path(place) / "int4-g32"
+            if not self.only_paired:
+                report = self.ladder(Path(place), settings)
             if self.gptq is not None:
-                wanted.append(("int4 g32 by gptq", None, "native-int4", self.gptq))
-            ladder = GenerateLadder(
-                model=str(self.model),
-                device="cpu",
-                text=self.text,
-                dtype="bfloat16",
-                prompt_tokens=256,
-                new_tokens=128,
-                rounds=self.rounds,
-            )
-            made = []
-            for name, options, mode, folder in wanted:
-                if options is not None:
-                    folder = Path(place) / name.replace(" ", "-")
-                    command = ["quantize", str(self.model), *options, "--output", str(folder)]
-                    subprocess.run([sys.executable, "-m", "hasten", *command], check=True, stdout=subprocess.DEVNULL)
-                arguments = {"ladder": ladder, "mode": RUNGS[mode], "source": BenchmarkModel(model=str(folder))}
-                techniques = RUNGS[mode].techniques
-                made.append(Rung(name, techniques, "hasten.bench.generate_rung:GenerateRung", arguments))
-            settings = {"model": self.model.parent.name, "prompt_tokens": ladder.prompt_tokens}
-            report = ladder.measure(made, kind="generate", settings=settings, dtypes=())
-            ladder.show(report | {"settings": report["settings"] | {"gptq": None, "left_out": {}}})
+                if not nearest.exists():
+                    quantize(self.model, nearest, CASES["int4 g32"][0])
+                configure(threads="auto", seed=None)
+                report["paired"] = paired(nearest, self.gptq, self.paired_rounds)
+                print(json.dumps(report["paired"], indent=2))
         if self.output is not None:
             write_json(self.output, report)
+
+    def ladder(self, place: Path, settings: dict[str, Any]) -> dict[str, Any]:
+        """All formats, each in a process of its own."""
+        from hasten.bench.generate import RUNGS, GenerateLadder
+        from hasten.bench.models import BenchmarkModel
+        from hasten.bench.process import Rung
+
+        wanted = [(name, *CASES[name], self.model) for name in self.cases]
+        if self.gptq is not None:
+            wanted.append(("int4 g32 by gptq", None, "native-int4", self.gptq))
+        ladder = GenerateLadder(
+            model=str(self.model),
+            device="cpu",
+            text=self.text,
+            dtype="bfloat16",
+            prompt_tokens=PROMPT,
+            new_tokens=NEW,
+            rounds=self.rounds,
+        )
+        made = []
+        for name, options, mode, folder in wanted:
+            if options is not None:
+                folder = place / name.replace(" ", "-")
+                more = ["--calibration", self.calibration, "--samples", "16"] if "--bits" in options else []
+                quantize(self.model, folder, [*options, *more])
+            arguments = {"ladder": ladder, "mode": RUNGS[mode], "source": BenchmarkModel(model=str(folder))}
+            techniques = RUNGS[mode].techniques
+            made.append(Rung(name, techniques, "hasten.bench.generate_rung:GenerateRung", arguments))
+        if self.llama_python is not None:
+            command("export", str(self.model), str(place / "plain.gguf"), "--gguf", "BF16")
+            for kind in PUBLISHED:
+                file = place / f"{kind}.gguf"
+                script = Path(__file__).with_name("llama_cpp_quantize.py")
+                subprocess.run([self.llama_python, script, place / "plain.gguf", file, kind], check=True)
+                arguments = {"python": self.llama_python, "file": file, "plain": self.model, "text": self.text}
+                made.append(Rung(f"llama.cpp {kind}", ("llama.cpp",), "format_speeds:LlamaCpp", arguments))
+        report = ladder.measure(made, kind="generate", settings=settings, dtypes=())
+        ladder.show(report | {"settings": report["settings"] | {"gptq": None, "left_out": {}}})
+        return report
+
+
+def quantize(model: Path, folder: Path, options: list[str]) -> None:
+    """A folder by `hasten quantize`."""
+    command("quantize", str(model), *options, "--output", str(folder))
+
+
+def command(*words: str) -> None:
+    subprocess.run([sys.executable, "-m", "hasten", *words], check=True, stdout=subprocess.DEVNULL)
+
+
+class LlamaCpp:
+    """A rung of the ladder: llama.cpp decodes one of its files, in a process of its Python."""
+
+    def __init__(self, *, python: Path, file: Path, plain: Path, text: str | None) -> None:
+        from hasten.machine import available_cores
+        from hasten.model.gguf.header import read_gguf
+        from hasten.planning.cost import kv_bytes_per_token
+
+        self.scores: dict[str, float] = {}
+        if text is not None:
+            self.scores = scores(file, plain, text)
+        header = read_gguf(file)
+        tied = "output.weight" not in header.tensors
+        read = sum(one.bytes for name, one in header.tensors.items() if tied or name != "token_embd.weight")
+        weights = sum(prod(one.shape) for one in header.tensors.values())
+        stored = sum(one.bytes for one in header.tensors.values())
+        from hasten.model.load import open_checkpoint
+
+        cache = kv_bytes_per_token(open_checkpoint(plain).config, 2)  # of float16
+        self.facts = {
+            "bytes_per_token": read + cache * (PROMPT + NEW // 2),
+            "bits_per_weight": 8 * stored / weights,
+            "context": PROMPT + NEW // 2,
+            "decoded_tokens": NEW,
+        }
+        script = Path(__file__).with_name("llama_cpp_speed.py")
+        numbers = map(str, (PROMPT, NEW, available_cores().physical))
+        self.process = subprocess.Popen(
+            [python, script, file, *numbers], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def describe(self) -> dict[str, Any]:
+        return self.facts | self.scores
+
+    def measure(self) -> dict[str, float]:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write("measure\n")
+        self.process.stdin.flush()
+        found: dict[str, float] = json.loads(self.process.stdout.readline())
+        return found
+
+
+def scores(file: Path, plain: Path, text: str) -> dict[str, float]:
+    """How far a file is from the model that it was made of, by our products."""
+    import hasten
+    from hasten.bench.generate import TEXT_BYTES
+    from hasten.data import read_documents
+    from hasten.generation.divergence import divergence
+    from hasten.model.fused import fuse_where_it_fits
+
+    models = [fuse_where_it_fits(hasten.load(one, dtype="bfloat16")) for one in (file, plain)]
+    found = divergence(*models, list(read_documents(text, limit_bytes=TEXT_BYTES)))
+    return {"perplexity": found.perplexity, "kl_mean": found.kl_mean, "kl_99": found.kl_99, "top1": found.top1}
+
+
+def paired(nearest: Path, gptq: Path, rounds: int) -> dict[str, Any]:
+    """Two folders by turns in one process, and a second copy of the first: tokens/s, and the median of the ratios with
+    the interval that holds it with 95% (of order statistics, whatever the distribution).
+    """
+    import torch
+
+    import hasten
+    from hasten.generation.graphs import fastest_decoder
+    from hasten.model.fused import fuse
+
+    prompt = torch.randint(3, 256, (1, PROMPT), generator=torch.Generator().manual_seed(0)).tolist()
+    decoders, first = {}, {}
+    for name, folder in {"rtn": nearest, "gptq": gptq, "rtn again": nearest}.items():
+        model = hasten.load(folder, dtype="bfloat16")
+        decoders[name] = fastest_decoder(fuse(model), batch=1, capacity=PROMPT + TURN)
+        first[name] = decoders[name].prefill(prompt).argmax(-1)
+    speeds: dict[str, list[float]] = {name: [] for name in decoders}
+    orders = random.Random(0)
+    for number in range(rounds + 5):
+        names = list(decoders)
+        orders.shuffle(names)
+        for name in names:
+            decoders[name].truncate(PROMPT)
+            tokens, start = first[name], time.perf_counter()
+            for _ in range(TURN):
+                tokens = decoders[name].decode(tokens).argmax(-1)
+            if number >= 5:
+                speeds[name].append(TURN / (time.perf_counter() - start))
+    found: dict[str, Any] = {"rounds": rounds, "tokens": TURN, "speeds": {n: median(s) for n, s in speeds.items()}}
+    for name in ("gptq", "rtn again"):
+        ratios = sorted(one / other for one, other in zip(speeds[name], speeds["rtn"], strict=True))
+        off = int(0.98 * sqrt(rounds)) + 1  # 1.96 standard deviations of a rank
+        low, high = ratios[max(0, rounds // 2 - off)], ratios[min(rounds - 1, rounds // 2 + off)]
+        found[f"{name} / rtn"] = {"median": median(ratios), "low": low, "high": high}
+    return found
 
 
 if __name__ == "__main__":

@@ -145,8 +145,9 @@ def test_parts_of_one_tensor_need_one_format_and_it_is_said_before_calibrating(n
     assert not (tmp_path / "out").exists()
 
 
-def test_gptq_holds_no_quantized_embedding(tmp_path):
-    scheme = Int4(group_size=32, lm_head="same", scale_dtype="float16")
+@pytest.mark.parametrize("lm_head", ["same", "int8"])
+def test_gptq_holds_no_quantized_embedding(lm_head, tmp_path):
+    scheme = Int4(group_size=32, lm_head=lm_head, scale_dtype="float16")
     with pytest.raises(ConfigError, match="--lm-head none"):
         quantize_to_folder(tiny_llama(tie_word_embeddings=True), scheme, tmp_path / "out", format="gptq")
 

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 import hasten
 from checkpoint_folders import tensors, write_folder
 from hasten.errors import CheckpointError, ConfigError
+from hasten.machine.files import locked
 from hasten.model.context import TrainingContext
 from hasten.model.export import export_model
 from references import make_reference
@@ -210,6 +211,47 @@ def test_places_that_cannot_be_written(tmp_path):
         with pytest.raises(CheckpointError, match="cannot be written"):
             hasten.save(model, place)
     assert file.read_text() == "x"
+
+
+KILLED = """
+import os, signal, sys, hasten
+model, replace, left = hasten.load(sys.argv[1]), os.replace, [int(sys.argv[2])]
+with_weights = model.state_dict()
+for tensor in with_weights.values():
+    tensor.mul_(2)
+def killing(source, target):
+    if ".saving" in str(source) and ".partial" not in str(source):
+        left[0] -= 1
+        if left[0] < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+    replace(source, target)
+os.replace = killing
+hasten.save(model, sys.argv[1])
+"""
+
+
+@pytest.mark.parametrize("moved", [0, 1])
+def test_a_process_killed_while_files_are_moved_leaves_no_model_of_old_and_new(tmp_path, moved):
+    folder = write_folder(tmp_path)
+    model = hasten.load(folder)
+    command = [sys.executable, "-c", KILLED, str(folder), str(moved)]
+    assert subprocess.run(command, check=False).returncode == -9
+    assert (folder / ".saving").exists()
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        hasten.load(folder)
+    hasten.save(model, folder)
+    assert not (folder / ".saving").exists()
+    assert hasten.load(folder)
+
+
+def test_two_processes_do_not_write_into_one_folder(tmp_path):
+    model = hasten.load(write_folder(tmp_path / "model"))
+    with locked(tmp_path / "out" / ".saving" / "lock", waiting=None):
+        with pytest.raises(ConfigError, match=r"another process writes into .*out; wait"):
+            hasten.save(model, tmp_path / "out")
+        assert (tmp_path / "out" / ".saving" / "lock").exists()
+    hasten.save(model, tmp_path / "out")
+    assert hasten.load(tmp_path / "out")
 
 
 # -- the command ------------------------------------------------------------------------------------------------------

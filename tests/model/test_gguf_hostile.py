@@ -1,6 +1,7 @@
 """A damaged or hostile GGUF file is refused by one error of ours, before anything is allocated for its claims."""
 
 import struct
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from hasten.errors import HastenError
 from hasten.model.gguf.config import config_values
 from hasten.model.gguf.header import GGUFFile, read_gguf
 from hasten.model.gguf.open import open_gguf
+from hasten.model.gguf.tokenizer import read_tokenizer
 from hostile_cases import refused
 from tiny_model import tiny_llama
 
@@ -68,6 +70,7 @@ CASES = {
     "overlap": (header(tensors=[tensor("t", (8,)), tensor("u", (8,))]) + bytes(200), "'u' begins at byte 0"),
     "same name": (header(tensors=[tensor("t", (8,)), tensor("t", (8,), 0, 32)]) + bytes(99), "'t' stands in it twice"),
     "past the end": (header(tensors=[tensor("t", (1 << 30,))]), "'t' ends at byte 4,294,96"),
+    "behind the last": (header(tensors=[tensor("t", (8,))]) + bytes(99), "bytes stand behind the last tensor"),
     "no architecture": (header([NUMBER]), "general.architecture is None; hasten knows llama"),
     "architecture": (header([entry("general.architecture", 8, text("mamba"))]), "general.architecture is 'mamba'"),
 }
@@ -141,6 +144,7 @@ def test_scales_that_are_not_finite_are_refused(sound):
         ("llama.rope.scaling.type", np.array([], int), "llama.rope.scaling.type must be a text"),
         ("llama.rope.dimension_count", 4, "llama.rope.dimension_count is 4, of heads of "),
         ("tokenizer.ggml.model", np.array([1, 2]), "tokenizer.ggml.model is array([1, 2]), and no str"),
+        ("tokenizer.chat_template", 5, "tokenizer.chat_template is 5, and no str"),
         (
             "tokenizer.ggml.add_bos_token",
             np.array([1, 2]),
@@ -168,3 +172,26 @@ def test_a_gemma_whose_sizes_are_texts_is_refused(sound, architecture):
     entries |= {"general.architecture": architecture, f"{architecture}.attention.sliding_window": 8}
     with refused(f"{architecture}.embedding_length must be a number; found 'abc'"):
         config_values(GGUFFile(path, entries | {f"{architecture}.embedding_length": "abc"}, file.tensors, file.data))
+
+
+def grid(size):
+    """A vocabulary of which each token is made of others in as many ways as it has characters."""
+    tokens = ["<unk>", *("a" * i + "b" * j for i in range(size) for j in range(size) if i + j)]
+    entries = {"tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": tokens}
+    return GGUFFile(Path("x.gguf"), entries, {}, None)
+
+
+def test_tokens_of_one_another_are_refused_before_their_merges_fill_the_memory():
+    assert read_tokenizer(grid(20)) is not None
+    file = grid(150)  # 3.4 MB of text, 3.3 million merges
+    with refused("x.gguf: its tokenizer", "22,500 tokens can be made of one another in too many ways"):
+        read_tokenizer(file)
+
+
+def test_memory_that_runs_out_is_not_taken_for_a_fault_of_the_tokenizer(monkeypatch):
+    def full(*arguments):
+        raise MemoryError
+
+    monkeypatch.setattr("hasten.model.gguf.tokenizer.merges_of", full)
+    with pytest.raises(MemoryError):
+        read_tokenizer(grid(3))

@@ -204,6 +204,7 @@ def test_what_cannot_be_is_one_line(options, words, tiny_folder, tmp_path, capsy
     err = capsys.readouterr().err
     assert words in err
     assert "Traceback" not in err
+    assert "measuring" not in err
 
 
 def test_experts_of_a_block_have_one_format():

@@ -273,7 +273,7 @@ def test_samples_are_drawn_by_the_seed(tokenizer):
 
 
 def test_calibration_that_cannot_be_is_one_clear_error(tokenizer):
-    with pytest.raises(ConfigError, match="fewer than one sample"):
+    with pytest.raises(ConfigError, match="shorter than one sample"):
         calibration_tokens(tokenizer, ["short"], length=100)
     with pytest.raises(ConfigError, match="samples must be a whole number, at least 1"):
         calibration_tokens(tokenizer, ["short"], samples=0)

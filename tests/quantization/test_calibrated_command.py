@@ -1,6 +1,7 @@
 """`hasten quantize --method …`: through the command line, with its report, picture and refusals."""
 
 import json
+import re
 
 import pytest
 
@@ -32,7 +33,7 @@ def test_the_methods(extra, tiny_folder, text, tmp_path, capsys):
     captured = capsys.readouterr()
     found = json.loads(captured.out)
     assert "8 calibration samples of 32 tokens, activations rounded to int8" in captured.err
-    assert ("minutes at the matrix rate here" in captured.err) == (extra[0] == "sign")
+    assert ("minutes of tuning, by three steps" in captured.err) == (extra[0] == "sign")
     assert found["method"]["name"] == extra[0]
     assert found["calibration"] == {"text": str(text), "samples": 8, "length": 32, "seed": 0}
     assert found["predicted_memory_bytes"] > 0
@@ -60,7 +61,7 @@ def test_the_table_names_both_errors(tiny_folder, text, tmp_path, capsys):
     out = capsys.readouterr().out
     assert "output error: rtn   method" in out
     assert "bits per weight" in out
-    assert "GB predicted beside the checkpoint" in out
+    assert re.search(r"peak memory \d\.\d\d GB \(\d\.\d\d predicted\)", out)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +75,7 @@ def test_the_table_names_both_errors(tiny_folder, text, tmp_path, capsys):
         (["--spill"], ["--spill goes with --method"]),
         (["--method", "gptq", "--damping", "2"], ["damping must be from 0 to 1; found 2.0"]),
         (["--method", "gptq", "--calibration", "/no/such/file"], ["/no/such/file"]),
-        (["--method", "gptq", "--length", "100000"], ["fewer than one sample", "--length"]),
+        (["--method", "gptq", "--length", "100000"], ["shorter than one sample", "--length"]),
         (["--method", "gptq", "--length", "1000", "--samples", "1"], ["positions"]),
         (["--method", "gptq", "--picture", "/no/such/folder/x.png"], ["no folder"]),
         (["--device", "gpu"], ["device 'gpu' is not known", "cuda:<index>"]),

@@ -7,11 +7,12 @@ import hasten
 from hasten.errors import ConfigError
 from hasten.ops.linear.weights import int4_format
 from hasten.quantization import Int3, Int4, Int8, SignRounding, quantize, quantize_to_folder
+from hasten.quantization.cost import tuning_seconds
 from hasten.quantization.quantize import check_quantizable
 from hasten.quantization.rounding import round_weight
-from hasten.quantization.sequential import BlockTask
+from hasten.quantization.sequential import block_task
 from hasten.quantization.sign import TunedLinear, block_loss, rounded_activations
-from hasten.quantization.walk import CalibrationWalk, shared_copy
+from hasten.quantization.walk import CalibrationWalk
 from references import make_reference
 
 SAMPLES = torch.randint(3, 101, (24, 32), generator=torch.Generator().manual_seed(0))
@@ -19,17 +20,8 @@ SAMPLES = torch.randint(3, 101, (24, 32), generator=torch.Generator().manual_see
 
 def task_of(model, scheme, samples=SAMPLES):
     formats = check_quantizable(model, scheme)
-    walk, before = CalibrationWalk(model, samples), CalibrationWalk(model, samples)
-    return BlockTask(
-        block=shared_copy(model.blocks[0]),
-        before=model.blocks[0],
-        layers={name[9:]: layer for name, layer in formats.items() if name.startswith("blocks.0.")},
-        calls=walk.calls(0),
-        calls_before=before.calls(0),
-        search=scheme.search,
-        dtype=model.compute_dtype,
-        prefix="blocks.0.",
-    )
+    walks = CalibrationWalk(model, samples), CalibrationWalk(model, samples)
+    return block_task(model, 0, formats, walks, search=scheme.search)
 
 
 @pytest.mark.parametrize("scheme", [Int4(group_size=32), Int3(group_size=64, symmetric=False), Int8()], ids=str)
@@ -61,13 +53,14 @@ def test_a_block_never_ends_above_rounding_to_nearest(name, scheme):
     assert "of rounding to nearest" in task.reports[0].note
 
 
-def test_tuning_that_finds_nothing_ends_as_rounding_to_nearest(monkeypatch):
+@pytest.mark.parametrize("high", [1.5, float("nan")])
+def test_tuning_that_finds_nothing_ends_as_rounding_to_nearest(high, monkeypatch):
     """A step in the wrong direction, on purpose."""
     task = task_of(hasten.load(make_reference("llama")), Int4(group_size=32))
 
     def worse(self, task, tuned, targets):
         for module in tuned.values():
-            module.high.fill_(1.5)
+            module.high.fill_(high)
         return [tensor.clone() for module in tuned.values() for tensor in module.parameters_of_rounding()]
 
     monkeypatch.setattr(SignRounding, "_tune", worse)
@@ -75,6 +68,26 @@ def test_tuning_that_finds_nothing_ends_as_rounding_to_nearest(monkeypatch):
         SignRounding().quantize_block(task)
     assert "nothing better" in task.reports[0].note
     assert all(torch.equal(weight.values, task.nearest(name).values) for name, weight in task.weights.items())
+
+
+@pytest.mark.parametrize("batch", [1, 3, 8, 100])
+def test_a_step_sees_as_many_samples_as_batch_says(batch):
+    """Short ones too, of which a pass could take many."""
+    task, seen = task_of(hasten.load(make_reference("llama")), Int4(group_size=32)), []
+    run = task.run
+    task.run = lambda block, samples: seen.append(samples) or run(block, samples=samples)
+    with torch.no_grad():
+        SignRounding(steps=2, batch=batch).quantize_block(task)
+    assert sum(len(one) for one in seen) == 2 * min(batch, len(SAMPLES))
+    assert max(len(one) for one in seen) <= task.samples_of_a_pass
+    assert all(len(one.unique()) == len(one) for one in seen)
+
+
+def test_the_time_is_predicted_by_steps_that_were_timed(monkeypatch):
+    model, clock = hasten.load(make_reference("llama")), iter([0.0, 9.0, 13.0, 15.0])
+    monkeypatch.setattr("hasten.quantization.cost.perf_counter", lambda: next(clock))
+    found = tuning_seconds(model, Int4(group_size=32), SAMPLES, SignRounding(batch=12, steps=40))
+    assert found == 2.0 * len(model.blocks) * (40 + 6 * 2 / 3)
 
 
 def test_activations_are_rounded_as_by_the_kernels():

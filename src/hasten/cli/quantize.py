@@ -12,7 +12,7 @@ import tyro
 from hasten.checks import real
 from hasten.cli.options import JsonOption, WeightLayout, given, require_new_folder, same_fields
 from hasten.errors import ConfigError
-from hasten.machine import configure, describe, peak_memory, resolve_device
+from hasten.machine import configure, describe, peak_memory, process_memory, resolve_device
 from hasten.machine.files import require_writable, write_json
 from hasten.machine.progress import share
 from hasten.machine.threads import Threads
@@ -197,6 +197,7 @@ class Quantize(JsonOption):
 
         from hasten.model.load import load, resolve_model
         from hasten.quantization import quantize_to_folder
+        from hasten.quantization.automatic import budget
 
         require_writable(None if self.picture is None else str(self.picture))
         require_writable(self.formats if self.bits is not None else None)
@@ -206,7 +207,11 @@ class Quantize(JsonOption):
         folder = resolve_model(self.model)
         require_new_folder(self.output, folder, option="--output", overwrite=self.overwrite)
         device = str(resolve_device(self.device))
+        base = process_memory(device)
         model = load(folder, dtype=None if self.dtype == "auto" else self.dtype, device=device)
+        before = sum(parameter.nbytes for parameter in model.parameters())
+        if self.bits is not None:
+            budget(model, self.bits, allow_int3=self.allow_int3)
         calibration = None if method is None and self.bits is None else self.calibration_of(model)
         scheme = scheme or self.choose(model, calibration)
         result: dict[str, Any] = {
@@ -216,7 +221,7 @@ class Quantize(JsonOption):
             "method": {"name": self.method} | ({} if method is None else asdict(cast(Any, method))),
         }
         if method is not None and calibration is not None:
-            result |= self.announce(model, scheme, method, calibration)
+            result |= self.announce(model, scheme, method, calibration, base + before)
         reports: list[LayerReport] = []
         total = len(scheme.layers(model))
         with share("quantized layers") as progress:
@@ -232,11 +237,11 @@ class Quantize(JsonOption):
             options |= {"spill": self.spill, "format": self.format}
             quantize_to_folder(model, scheme, self.output, **options)
         result |= {
-            "bytes_before": sum(parameter.nbytes for parameter in model.parameters()),
+            "bytes_before": before,
             "bytes": sum(path.stat().st_size for path in self.output.glob("model*.safetensors")),
             "bits_per_weight": _bits_per_weight(model, reports),
             "seconds": perf_counter() - start,
-            "peak_memory_bytes": peak_memory(),
+            "peak_memory_bytes": peak_memory(device),
             "layers": [_row(report) for report in reports],
         }
         if self.picture is not None:
@@ -246,33 +251,30 @@ class Quantize(JsonOption):
         if self.write(result):
             print("\n".join(_summary(result, reports)))
 
-    def announce(self, model: Transformer, scheme: Scheme, method: BlockMethod, calibration: Tensor) -> dict[str, Any]:
-        """Say what will be looked at and what memory it takes; returns the same for the JSON."""
-        from hasten.machine.measure import matrix_rate
+    def announce(
+        self, model: Transformer, scheme: Scheme, method: BlockMethod, calibration: Tensor, held: int
+    ) -> dict[str, Any]:
+        """Say what will be looked at and what it takes; returns the same for the JSON. held: process and checkpoint."""
         from hasten.quantization import SignRounding
-        from hasten.quantization.cost import predicted_bytes, tuning_flops
+        from hasten.quantization.cost import predicted_bytes, tuning_seconds
         from hasten.quantization.schemes import rounds_activations
 
         samples, length = calibration.shape
-        expected = predicted_bytes(model, calibration, method, spill=self.spill)
+        beside = predicted_bytes(model, calibration, method, spill=self.spill)
         served = next(iter(scheme.layers(model).values()))
         rounded = "rounded to int8 as in the products that serve it" if rounds_activations(served) else "not rounded"
         line = (
-            f"{samples} calibration samples of {length} tokens, activations {rounded}; memory beside the checkpoint: "
-            f"{expected / 1e9:.2f} GB"
+            f"{samples} calibration samples of {length} tokens, activations {rounded}; memory: "
+            f"{(held + beside) / 1e9:.2f} GB, {beside / 1e9:.2f} of it beside the checkpoint"
         )
         source = {"text": self.calibration or "stdlib", "seed": self.calibration_seed or 0}
         found: dict[str, Any] = {
             "calibration": source | {"samples": samples, "length": length},
-            "predicted_memory_bytes": expected,
+            "predicted_memory_bytes": held + beside,
         }
         if isinstance(method, SignRounding):
-            flops, rate = (
-                tuning_flops(model, calibration, method),
-                matrix_rate(model.compute_dtype, device=model.device),
-            )
-            found |= {"tuning_flops": flops, "predicted_seconds": flops / rate}
-            line += f"; {flops / 1e12:,.0f} TFLOP of tuning, {flops / rate / 60:.0f} minutes at the matrix rate here"
+            found["predicted_seconds"] = tuning_seconds(model, scheme, calibration, method)
+            line += f"; {found['predicted_seconds'] / 60:,.1f} minutes of tuning, by three steps of the first block"
         print(line, file=sys.stderr)
         return found
 
@@ -328,7 +330,7 @@ def _summary(result: dict[str, Any], reports: list[LayerReport]) -> list[str]:
     predicted = result.get("predicted_memory_bytes")
     memory = f"peak memory {result['peak_memory_bytes'] / 1e9:.2f} GB"
     if predicted is not None:
-        memory += f" in all ({predicted / 1e9:.2f} GB predicted beside the checkpoint)"
+        memory += f" ({predicted / 1e9:.2f} predicted)"
     lines.append(
         f"{result['output']}: {before / 1e9:.3f} GB -> {after / 1e9:.3f} GB in {result['seconds']:.1f} s, "
         f"{result['bits_per_weight']:.2f} bits per weight, {memory}"

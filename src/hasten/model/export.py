@@ -2,20 +2,21 @@
 
 import errno
 import os
-import tempfile
+import shutil
 import warnings
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import Timeout
 from torch import Tensor
 
 from hasten.errors import CheckpointError, ConfigError, HastenWarning
-from hasten.machine.files import save_json
+from hasten.machine.files import locked, save_json
 from hasten.model.checkpoint import DTYPES
 from hasten.model.families import FAMILIES
 from hasten.model.families.family import TensorSlice, join
@@ -61,10 +62,11 @@ def export_model(
     whatever their kernels hold; a HastenWarning says where others will not be able to read them. `quantized` quantizes
     on the way: layers that are plain in `model` are written with the numbers it gives for them.
 
-    Everything is first written into a temporary folder inside `folder` and then moved into place, so that a disk that
-    fills up leaves the old files as they were. Saving over the folder that the model is mapped from is fine. Raises
-    CheckpointError where it cannot be written, ConfigError for a dtype that cannot be, and for weights that the layout
-    does not hold exactly.
+    Everything is first written into the folder's own `.saving`, which one process holds, and then moved into place: a
+    disk that fills up leaves the old files as they were. While files are moved the folder has no config.json, so that
+    old and new together are never taken for a model, whatever ends the process. Saving over the folder that the model
+    is mapped from is fine. Raises CheckpointError where it cannot be written, ConfigError where another process writes
+    there, for a dtype that cannot be, and for weights that the layout does not hold exactly.
     """
     if dtype is not None and dtype not in DTYPES.values():
         raise ConfigError(f"dtype {dtype} cannot be written; use one of {', '.join(map(str, DTYPES.values()))}")
@@ -74,9 +76,7 @@ def export_model(
         warnings.warn(text, HastenWarning, stacklevel=3)
     made = not folder.exists()
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder, prefix=".saving-", ignore_cleanup_errors=True) as temporary:
-            staging = Path(temporary)
+        with _staging(folder) as staging:
             plan = _Plan(model, dtype, quantized, format)
             weights = _write_weights(plan, staging, shard_bytes)
             if model.tokenizer is not None:
@@ -85,6 +85,8 @@ def export_model(
                 save_json(staging / "generation_config.json", model.generation, sort_keys=True)
             save_json(staging / "config.json", plan.config(dtype or model.dtype), sort_keys=True)
             _move(staging, folder, weights)
+    except Timeout:
+        raise ConfigError(f"another process writes into {folder}; wait until it has ended, or choose another") from None
     except OSError as error:
         reason = error.strerror or error
         raise CheckpointError(f"{folder} cannot be written: {reason}; choose one with room and write access") from None
@@ -96,10 +98,10 @@ def export_model(
 
 def check_layers(model: Transformer, layers: Mapping[str, LayerFormat], format: str) -> None:
     """ConfigError where the layout `format` does not hold the model's layers in these formats."""
-    writer(format).check(layers)
     if format == "gptq" and ("embedding" in layers or (model.tied and "head" in layers)):
         instead = "leave the tied matrix as it is (--lm-head none)" if model.tied else "leave it out (--embedding none)"
         raise ConfigError(f"GPTQ's layout holds no quantized embedding: {instead}")
+    writer(format).check(layers)
     fused: dict[str, list[str]] = {}
     for ours, piece in FAMILIES[model.config.family].places(model.config):
         if ours.endswith(".weight"):
@@ -280,15 +282,29 @@ def _write_weights(plan: _Plan, folder: Path, shard_bytes: int) -> set[str]:
     return files
 
 
+@contextmanager
+def _staging(folder: Path) -> Iterator[Path]:
+    """An empty folder inside this one, for one process; what one that was killed left in it is removed."""
+    staging = folder / ".saving"
+    with locked(staging / "lock", waiting=None):
+        try:
+            shutil.rmtree(staging / "new", ignore_errors=True)
+            (staging / "new").mkdir()
+            yield staging / "new"
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+
+
 def _move(staging: Path, folder: Path, weights: set[str]) -> None:
-    """Rename every file into place, the config last, then remove weights that the new ones replace."""
+    """Rename every file into place, the config last; weights that the new ones replace go before."""
     files = [path.relative_to(staging) for path in staging.rglob("*") if path.is_file()]
     for name in files:
         if (folder / name).is_dir():  # found before the first is moved: none is then
             raise IsADirectoryError(errno.EISDIR, f"{name} is a folder there")
-    for name in sorted(files, key=lambda name: (str(name) == "config.json", str(name) not in weights, name)):
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        os.replace(staging / name, folder / name)
+    (folder / "config.json").unlink(missing_ok=True)
     for stale in [*folder.glob("model*.safetensors"), folder / "model.safetensors.index.json"]:
         if stale.name not in weights:
             stale.unlink(missing_ok=True)
+    for name in sorted(files, key=lambda name: (str(name) == "config.json", name)):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        os.replace(staging / name, folder / name)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from hasten.errors import ConfigError
 from hasten.model.formats.record import LayerFormat
 from hasten.model.transformer import Transformer
-from hasten.ops.linear.weights import WeightFormat
+from hasten.ops.linear import WeightFormat, empty_weight
 from hasten.quantization.calibration import check_calibration
 from hasten.quantization.quantize import check_model, round_layer
 from hasten.quantization.report import relative_error, stored_bytes, stored_weights
@@ -67,15 +67,32 @@ def choose_bits(
 
     Raises ConfigError where the smallest formats do not fit, and for a model that cannot be quantized.
     """
-    check_model(model)
+    units, formats, room = budget(model, bits, allow_int3=allow_int3)
     tokens = check_calibration(calibration, model.config.vocab_size, model.config.max_positions)
+    for unit in units:
+        _weigh(model, unit, formats)
+    _measure(model, units, tokens[: max(1, TOKENS // tokens.shape[1])], formats[PROBE], progress)
+    chosen = spend(units, room)
+    return Mixed(table={name: format for unit, format in zip(units, chosen, strict=True) for name in unit.layers})
+
+
+def budget(
+    model: Transformer, bits: float, *, allow_int3: bool = False
+) -> tuple[list[Unit], dict[str, WeightFormat], int]:
+    """The units, with their bytes in each format, the formats, and the bytes for all units.
+
+    Measures nothing. Raises ConfigError as `choose_bits` does.
+    """
+    check_model(model)
     if isinstance(bits, bool) or not isinstance(bits, int | float) or not 0 < bits < math.inf:
         raise ConfigError(f"bits must be a number above 0; found {bits!r}")
     known = weight_formats(model, "auto")
     formats = {name: known[name] for name in CANDIDATES if allow_int3 or known[name].bits != 3}
     units = [Unit(layers) for layers in units_of(layers_to_quantize(model)).values()]
     for unit in units:
-        _weigh(model, unit, formats)
+        sizes = [tuple(model.get_submodule(name).get_parameter("weight").shape) for name in unit.layers]
+        for key, format in formats.items():
+            unit.bytes[key] = sum(stored_bytes(empty_weight((n, k), format, torch.device("meta"))) for n, k in sizes)
     weights = stored_weights(model)
     total = sum(weight.numel() for weight in weights.values())
     quantized = {f"{name}.weight" for unit in units for name in unit.layers}
@@ -86,19 +103,16 @@ def choose_bits(
         raise ConfigError(
             f"in {', '.join(formats)} this model takes at least {least:.2f} bits per weight; found {bits}"
         )
-    _measure(model, units, tokens[: max(1, TOKENS // tokens.shape[1])], known[PROBE], progress)
-    chosen = spend(units, max(smallest, int(bits * total / 8) - plain))  # which rounding may leave a byte below
-    return Mixed(table={name: format for unit, format in zip(units, chosen, strict=True) for name in unit.layers})
+    return units, formats, max(smallest, int(bits * total / 8) - plain)  # which rounding may leave a byte below
 
 
 def _weigh(model: Transformer, unit: Unit, formats: Mapping[str, WeightFormat]) -> None:
-    """Note what the unit takes and how far off it is in each format."""
+    """Note how far off the unit is in each format."""
     for name in unit.layers:
         weight: Tensor = model.get_submodule(name).get_parameter("weight").detach()
         norm = float(torch.linalg.vector_norm(weight, dtype=torch.float32))
         for key, format in formats.items():
             rounded = round_layer(model, name, LayerFormat(format), "mse")
-            unit.bytes[key] = unit.bytes.get(key, 0) + stored_bytes(rounded)
             unit.errors[key] = unit.errors.get(key, 0.0) + (relative_error(weight, rounded) * norm) ** 2
 
 

@@ -36,7 +36,7 @@ def calibration_tokens(
     pieces = len(ids) // size
     if not pieces:
         raise ConfigError(
-            f"the calibration text has {len(ids)} tokens, fewer than one sample of {size}; give more text or a smaller "
+            f"the calibration text is shorter than one sample ({len(ids)} of {size} tokens); give more, or a smaller "
             "--length"
         )
     cut = torch.tensor(ids[: pieces * size], dtype=torch.int64).view(pieces, size)

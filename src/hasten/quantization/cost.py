@@ -1,14 +1,19 @@
-"""What quantizing with calibration samples takes, counted before it starts: memory, and work where it is long."""
+"""What quantizing with calibration samples takes, told before it starts: memory, and time where it is long."""
 
+from dataclasses import replace
+from time import perf_counter
 from typing import Any
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor
 
 from hasten.model.transformer import Transformer
 from hasten.planning.memory import calibration_memory
 from hasten.quantization.awq import AWQ
-from hasten.quantization.sequential import BlockMethod
+from hasten.quantization.schemes import Scheme
+from hasten.quantization.sequential import BlockMethod, block_task
 from hasten.quantization.sign import SignRounding
+from hasten.quantization.walk import CalibrationWalk
 
 
 def predicted_bytes(model: Transformer, tokens: Tensor, method: BlockMethod, *, spill: bool = False) -> int:
@@ -29,7 +34,15 @@ def predicted_bytes(model: Transformer, tokens: Tensor, method: BlockMethod, *, 
     return needed + (states if isinstance(method, SignRounding) else 0)
 
 
-def tuning_flops(model: Transformer, tokens: Tensor, method: SignRounding) -> float:
-    """Of the products of sign rounding: forward and backward of each block, for each sample of each step."""
-    weights = sum(linear.weight.numel() for linear in model.blocks.modules() if isinstance(linear, nn.Linear))
-    return 6.0 * weights * method.steps * min(method.batch, len(tokens)) * tokens.shape[1]
+def tuning_seconds(model: Transformer, scheme: Scheme, tokens: Tensor, method: SignRounding) -> float:
+    """Of sign rounding: the first block's third step, as measured, for every step of every block.
+
+    A step goes forward and backward, which is three passes; six more see all samples (twice the blocks as they were,
+    once each as rounded to nearest, with the last parameters and the best, and as it is served).
+    """
+    walk, times = CalibrationWalk(model, tokens[: method.batch]), [perf_counter()]
+    options: dict[str, Any] = {"search": scheme.search, "progress": lambda *_: times.append(perf_counter())}
+    with torch.no_grad():
+        replace(method, steps=3).quantize_block(block_task(model, 0, scheme.layers(model), [walk, walk], **options))
+    passes = 6 * len(tokens) / min(method.batch, len(tokens))
+    return (times[3] - times[2]) * len(model.blocks) * (method.steps + passes / 3)

@@ -16,7 +16,7 @@ from hasten.ops.linear import PackedEmbedding, PackedLinear, QuantizedWeight
 from hasten.quantization.report import LayerReport, compare
 from hasten.quantization.rounding import Grid, Search, round_weight
 from hasten.quantization.schemes import KERNEL_BITS
-from hasten.quantization.walk import CalibrationWalk, Call, shared_copy
+from hasten.quantization.walk import CalibrationWalk, Call, Run, shared_copy
 
 if TYPE_CHECKING:
     from hasten.quantization.resume import WorkFolder
@@ -36,8 +36,9 @@ class BlockTask:
     """One block at work: `block` is a copy in which layers are replaced as they are done, `before` the block as it was.
 
     layers: by their names in the block. calls run a block on the quantized blocks' outputs, a few samples each;
-    calls_before on those of the model before (None where the method does not need them). prefix: the block's name in
-    the model; empty for the head. changed: other tensors of the block that a method replaced, by their names in it.
+    calls_before on those of the model before (None where the method does not need them). run: on any of the samples,
+    of which memory is meant for samples_of_a_pass (not of the head). prefix: the block's name in the model; empty for
+    the head. changed: other tensors of the block that a method replaced, by their names in it.
     """
 
     block: nn.Module
@@ -48,7 +49,8 @@ class BlockTask:
     search: Search
     dtype: torch.dtype
     prefix: str
-    samples_of_a_call: int = 1
+    run: Run | None = None
+    samples_of_a_pass: int = 1
     saved: "WorkFolder | None" = None
     progress: Callable[[int, int], None] = lambda done, total: None
     weights: dict[str, QuantizedWeight] = field(default_factory=dict)
@@ -147,24 +149,12 @@ def quantize_blocks(
         for walk, states in zip(walks, saved.states(), strict=True):
             walk.states.copy_(states)
 
-    def finished(block: nn.Module, prefix: str, names: list[str], calls: list[list[Call]]) -> BlockTask:
-        task = BlockTask(
-            block=shared_copy(block),
-            before=block,
-            layers={name.removeprefix(prefix): formats[name] for name in names},
-            calls=calls[0],
-            calls_before=calls[1] if len(calls) > 1 else None,
-            search=search,
-            dtype=model.compute_dtype,
-            prefix=prefix,
-            samples_of_a_call=walks[0].step,
-            saved=saved,
-            progress=progress,
-        )
+    def finished(index: int | None) -> BlockTask:
+        task = block_task(model, index, formats, walks, search=search, saved=saved, progress=progress)
         try:
             method.quantize_block(task)
         except ConfigError as error:
-            raise ConfigError(f"{prefix.rstrip('.') or 'head'}: {error}") from None
+            raise ConfigError(f"{task.prefix.rstrip('.') or 'head'}: {error}") from None
         assert task.weights.keys() == task.layers.keys(), "a method places every layer"
         return task
 
@@ -172,17 +162,42 @@ def quantize_blocks(
         if saved is not None and index < done:
             yield saved.load(index)
             continue
-        prefix = f"blocks.{index}."
-        own = [name for name in formats if name.startswith(prefix)]
-        task = finished(block, prefix, own, [walk.calls(index) for walk in walks])
+        task = finished(index)
         for walk, module in zip(walks, (task.block, block), strict=False):
             walk.advance(index, module)
         if saved is not None:
             saved.save(index, task.result(), [walk.states for walk in walks])
         yield task.result()
     if "head" in formats:
-        head = nn.Sequential(OrderedDict(norm=model.norm, head=model.head))
-        yield finished(head, "", ["head"], [walk.whole_calls() for walk in walks]).result()
+        yield finished(None).result()
+
+
+def block_task(
+    model: Transformer,
+    index: int | None,
+    formats: Mapping[str, LayerFormat],
+    walks: Sequence[CalibrationWalk],
+    **options: Any,
+) -> BlockTask:
+    """What a method is given of a block; index None: of norm and head."""
+    if index is None:
+        prefix, names, block = "", ["head"], nn.Sequential(OrderedDict(norm=model.norm, head=model.head))
+        calls = [walk.whole_calls() for walk in walks]
+    else:
+        prefix, block = f"blocks.{index}.", model.blocks[index]
+        names = [name for name in formats if name.startswith(prefix)]
+        calls = [walk.calls(index) for walk in walks]
+        options |= {"run": walks[0].run(index), "samples_of_a_pass": walks[0].step}
+    return BlockTask(
+        block=shared_copy(block),
+        before=block,
+        layers={name.removeprefix(prefix): formats[name] for name in names},
+        calls=calls[0],
+        calls_before=calls[1] if len(calls) > 1 else None,
+        dtype=model.compute_dtype,
+        prefix=prefix,
+        **options,
+    )
 
 
 def _first_walk(

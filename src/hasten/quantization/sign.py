@@ -65,12 +65,13 @@ class SignRounding:
         last = [tensor.clone() for tensor in _parameters(tuned)]
         loss = block_loss(task.block, task.calls, targets)
         _set(tuned, best)
-        if (of_best := block_loss(task.block, task.calls, targets)) <= loss:
-            loss = of_best
-        else:
+        of_best = block_loss(task.block, task.calls, targets)
+        if loss < of_best:
             _set(tuned, last)
+        else:
+            loss = of_best
         note = f"block error {loss / max(nearest, 1e-30):.3f} of rounding to nearest"
-        if loss > nearest:  # of all samples: tuning saw a few at a time
+        if not loss <= nearest:  # of all samples: tuning saw a few at a time; and NaN is no gain
             note = "tuning found nothing better than rounding to nearest"
             for module in tuned.values():
                 module.reset()
@@ -80,7 +81,8 @@ class SignRounding:
 
     def _tune(self, task: BlockTask, tuned: dict[str, "TunedLinear"], targets: Sequence[Tensor]) -> list[Tensor]:
         """Move the parameters; returns those of the step with the least loss. An interrupted tuning goes on."""
-        parameters = _parameters(tuned)
+        parameters, rows = _parameters(tuned), [row for target in targets for row in target]
+        assert task.run is not None
         best, least, first = [tensor.clone() for tensor in parameters], float("inf"), 0
         if task.saved is not None and (saved := task.saved.load_tuning(task.prefix)) is not None:
             first, least = int(saved["step"]), float(saved["least"])
@@ -89,12 +91,12 @@ class SignRounding:
                 kept.copy_(saved[f"best.{i}"])
         for step in range(first, self.steps):
             generator = torch.Generator().manual_seed(self.seed * 1_000_003 + step)
-            batch = max(1, self.batch // task.samples_of_a_call)
-            chosen = torch.randperm(len(targets), generator=generator)[:batch]
+            chosen = torch.randperm(len(rows), generator=generator)[: self.batch]
             gradients, loss = None, 0.0
-            for index in chosen.tolist():  # one call at a time: its activations are let go before the next
+            for part in chosen.split(task.samples_of_a_pass):  # its activations are let go before the next
                 with torch.enable_grad():
-                    own = _squared_error(task.calls[index](task.block), targets[index])
+                    target = torch.stack([rows[index] for index in part.tolist()])
+                    own = _squared_error(task.run(task.block, samples=part), target)
                     found = torch.autograd.grad(own, parameters, allow_unused=True)  # an expert may see nothing
                 loss += float(own.detach())
                 parts = [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, found, strict=True)]

@@ -17,6 +17,7 @@ from hasten.model.transformer import Transformer
 BATCH_TOKENS = 2048  # of a pass: enough for products at the machine's rate
 
 Call = Callable[[nn.Module], Tensor]  # runs a module, a block or an expert, on some of the calibration inputs
+Run = Callable[..., Tensor]  # run(block, samples=…): on those samples, by their numbers
 
 
 class CalibrationWalk:
@@ -40,16 +41,17 @@ class CalibrationWalk:
         for room, part in zip(self.states.split(self.step), parts, strict=True):
             room.copy_(part)
 
-    def calls(self, index: int) -> list[Call]:
-        """A block's calls, on a few samples each."""
+    def run(self, index: int) -> Run:
+        """What runs a block on some of the samples."""
         layer = self.model.config.layers[index]
         rope = self._ropes[layer.rope] if self._ropes else None
         own = self._context.layers[index]
+        return lambda block, samples: block(self.states[samples].to(self.model.device), rope, own)
 
-        def call(start: int) -> Call:
-            return lambda block: block(self.states[start : start + self.step].to(self.model.device), rope, own)
-
-        return [call(start) for start in range(0, len(self.states), self.step)]
+    def calls(self, index: int) -> list[Call]:
+        """A block's calls, on a few samples each."""
+        parts = [slice(start, start + self.step) for start in range(0, len(self.states), self.step)]
+        return [partial(self.run(index), samples=part) for part in parts]
 
     def advance(self, index: int, block: nn.Module) -> None:
         """Replace the states by what the block makes of them."""

@@ -127,6 +127,8 @@ class _Reader:
             if start + end > len(self.raw):
                 self.fail(f"{name} ends at byte {start + end:,}, and the file has {len(self.raw):,}")
             placed[tensor.name] = tensor
+        if (behind := len(self.raw) - start - (-(-end // alignment) * alignment)) > 0:
+            self.fail(f"{behind:,} bytes stand behind the last tensor")
         return GGUFFile(self.path, metadata, placed, self.data[start:])
 
     def take(self, size: int) -> memoryview:

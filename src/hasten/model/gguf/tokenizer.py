@@ -13,7 +13,7 @@ import numpy as np
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
-from hasten.errors import CheckpointError
+from hasten.errors import CheckpointError, ConfigError
 from hasten.model.chat import ChatTemplate
 from hasten.model.gguf.header import GGUFFile
 from hasten.model.tokenizer import Tokenizer
@@ -24,6 +24,7 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # `tokenizer
 # Ends of a turn that llama.cpp knows by their text, whatever the metadata say.
 ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<|end_of_text|>")
 MAX_TOKEN = 1024  # characters of a token whose merges are looked for; that takes their square
+MAX_MERGES = 1 << 26  # characters that all merges make, and 16 more for each: half a million of 8 take a fifth
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +78,10 @@ def read_tokenizer(file: GGUFFile) -> Tokenizer | None:
     """The tokenizer, None where there is none. CheckpointError for an unknown or a damaged one."""
     own = {key.removeprefix("tokenizer.ggml."): value for key, value in file.metadata.items()}
     model, where = own.get("model"), file.path
-    for key, kind in (("model", str), ("add_bos_token", bool), ("add_eos_token", bool)):
-        if not isinstance(own.get(key, kind()), kind):
-            raise CheckpointError(f"{where}: tokenizer.ggml.{key} is {own[key]!r:.60}, and no {kind.__name__}")
+    texts = ("tokenizer.ggml.model", str), ("tokenizer.chat_template", str)
+    for key, kind in (*texts, ("tokenizer.ggml.add_bos_token", bool), ("tokenizer.ggml.add_eos_token", bool)):
+        if not isinstance(file.metadata.get(key, kind()), kind):
+            raise CheckpointError(f"{where}: {key} is {file.metadata[key]!r:.60}, and no {kind.__name__}")
     if model in (None, "no_vocab", "none"):
         return None
     if model not in ("gpt2", "llama"):
@@ -91,7 +93,7 @@ def read_tokenizer(file: GGUFFile) -> Tokenizer | None:
     kinds = _numbers(own, "token_type", len(tokens), where, default=NORMAL)
     try:
         backend, defaults = (_byte_level if model == "gpt2" else _sentencepiece)(own, vocabulary, where)
-    except CheckpointError:
+    except (CheckpointError, MemoryError):
         raise
     except Exception as error:  # of the library, which has no kind of its own
         raise CheckpointError(f"{where}: its tokenizer does not fit together ({error!s:.200})") from None
@@ -114,7 +116,7 @@ def read_tokenizer(file: GGUFFile) -> Tokenizer | None:
         eos_ids=tuple(dict.fromkeys(end for end in ends if end is not None)),
         pad_id=_id(own, "padding_token_id", len(tokens), where),
         special_tokens=special,
-        templates={"default": ChatTemplate(template, origin=str(where))} if isinstance(template, str) else {},
+        templates={} if template is None else {"default": ChatTemplate(template, origin=str(where))},
     )
 
 
@@ -151,18 +153,22 @@ def _sentencepiece(own: _Entries, vocabulary: dict[str, int], where: Path) -> tu
 def merges_of(vocabulary: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
     """The merges of a sentencepiece vocabulary: every way to make a token of two others, the best score first.
 
-    The order among equals is that of transformers' conversion.
+    The order among equals is that of transformers' conversion. Raises ConfigError where there are far more of them than
+    tokens, as in no real vocabulary.
     """
-    found: list[tuple[float, int, int, str, str]] = []
+    names, found, room = {place: token for token, place in vocabulary.items()}, [], MAX_MERGES
     for token, place in vocabulary.items():
-        if len(token) > MAX_TOKEN:
-            continue
-        pairs = [(token[:i], token[i:]) for i in range(1, len(token))]
-        pairs = [(left, right) for left, right in pairs if left in vocabulary and right in vocabulary]
-        pairs.sort(key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]))
-        found += [(scores[place], len(left), len(right), left, right) for left, right in pairs]
-    found.sort(key=lambda one: one[:3], reverse=True)
-    return [(left, right) for *_, left, right in found]
+        pairs = []
+        for i in range(1, len(token) if len(token) <= MAX_TOKEN else 0):
+            left, right = vocabulary.get(token[:i]), vocabulary.get(token[i:])
+            if left is not None and right is not None:
+                pairs.append((left, right))
+        room -= len(pairs) * (len(token) + 16)
+        if room < 0:
+            raise ConfigError(f"its {len(names):,} tokens can be made of one another in too many ways")
+        found += [(scores[place], left, right) for left, right in sorted(pairs)]
+    found.sort(key=lambda one: (one[0], len(names[one[1]]), len(names[one[2]])), reverse=True)
+    return [(names[left], names[right]) for _, left, right in found]
 
 
 def _numbers(own: _Entries, key: str, count: int, where: Path, *, default: int) -> np.ndarray:
