@@ -56,6 +56,26 @@ def plan_ranks(report: Report) -> str:
     return f"{markdown(head, rows, left=1)}\n\n{end}"
 
 
+ARTICLE = {("int8", 8): 55}  # tokens/s, https://pytorch.org/blog/accelerating-generative-ai-2/
+
+
+def plan_70b(report: Report) -> str:
+    """A 70 B model on GPUs that we have not: tokens/s of one stream as planned, and what the article measured."""
+    alone = [one for one in report["candidates"] if one["replicas"] == 1]
+    degrees, formats = (sorted({one[key] for one in alone}) for key in ("tensor_parallel", "weights"))
+    rows = []
+    for weights in formats:
+        row = [weights]
+        for degree in degrees:
+            one = next(one for one in alone if (one["weights"], one["tensor_parallel"]) == (weights, degree))
+            fits = one["peak_bytes"] <= one["free_bytes"]
+            row.append(f"{1 / one['token_seconds']:,.0f}" if fits else "does not fit")
+        rows.append([*row, str(ARTICLE.get((weights, degrees[-1]), ""))])
+    counts = (f"{degree} GPU{'s' * (degree > 1)}" for degree in degrees)
+    head = ["tokens/s, predicted", *counts, "measured by the article"]
+    return markdown(head, rows, left=1)
+
+
 def _milliseconds(speed: dict[str, Any], phase: str) -> str:
     times = sorted(one["measured"][phase] for one in speed["rounds"])
     return f"{1e3 * times[len(times) // 2]:,.1f}"

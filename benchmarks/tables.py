@@ -28,14 +28,14 @@ import slow_link
 import tensor_parallel
 from drafting_tables import TABLES as DRAFTING
 from lora_tables import lora, lora_cost
-from plan_tables import plan_memory, plan_ranks, plan_speed
+from plan_tables import plan_70b, plan_memory, plan_ranks, plan_speed
 from renderers import RENDERERS, Report, markdown
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 TABLES = RENDERERS | profile_tables.TABLES | DRAFTING | {"lora": lora, "lora cost": lora_cost}
-TABLES |= {"plan memory": plan_memory, "plan speed": plan_speed, "plan-ranks": plan_ranks}
+TABLES |= {"plan memory": plan_memory, "plan speed": plan_speed, "plan-ranks": plan_ranks, "plan-70b": plan_70b}
 for name, table in {
     "checkpoint-memory": checkpoint_memory.table,
     "kill-ranks": kill_ranks.table,

@@ -56,12 +56,10 @@ def test_more_ranks_than_heads_are_refused_before_a_weight_is_read(tiny_folder):
         load(tiny_folder, group=RankGroup(0, 5))
 
 
-def test_a_share_is_not_saved_nor_compiled_and_takes_no_drafts(tiny_folder, tmp_path):
+def test_a_share_is_not_saved_nor_compiled(tiny_folder, tmp_path):
     share = load(tiny_folder, group=RankGroup(0, 2))
     with pytest.raises(ConfigError, match="this rank holds a share"):
         hasten.save(share, tmp_path / "share")
-    with pytest.raises(ConfigError, match="without --draft"):
-        hasten.generate(share, "x", draft="suffix")
     with pytest.raises(ConfigError, match="without --compile"):
         compile_blocks(share)
 

@@ -27,7 +27,7 @@ with joined() as ranks, tensor_parallel(ranks) as group:
             assert torch.equal(x, before)
     strided = torch.randn(6, 10)[:, ::2]
     assert torch.equal(shared.sum(strided), reference.sum(strided))
-    for sizes in ([3, 5, 2], [40_000, 1, 9]):
+    for sizes in ([3, 5, 2, 1, 7, 4, 9, 6][: ranks.size], [40_000, 1, 9, 2, 3, 8, 33_000, 5][: ranks.size]):
         x = torch.randn(2, 2, sizes[ranks.rank])
         found = shared.gather(x, sizes)
         assert torch.equal(found, reference.gather(x, sizes))
@@ -42,12 +42,21 @@ with joined() as ranks, tensor_parallel(ranks) as group:
             HOW
         group.sum(x)
 """
+OTHER = """
+import hasten.distributed.tensor_parallel as module
+with joined() as ranks:
+    if ranks.rank == 1:
+        module.__version__ = "0.0.0"
+    with tensor_parallel(ranks):
+        print("they went on")
+"""
 needs_sharing = pytest.mark.skipif("library() is None", reason="ranks share memory with the native operators only")
 
 
-def test_three_ranks_sum_and_gather_as_torch_does():
-    found = ranks.run(START + SUMS, ranks=3)
-    assert [status for status, _, _ in found] == [0, 0, 0], found
+@pytest.mark.parametrize("count", [2, 3, 8])
+def test_ranks_sum_and_gather_as_torch_does(count):
+    found = ranks.run(START + SUMS, ranks=count)
+    assert [status for status, _, _ in found] == [0] * count, found
     assert {said for _, said, _ in found} == {f"{library() is not None}\n"}
 
 
@@ -67,3 +76,11 @@ def test_a_rank_that_is_gone_is_an_error_and_no_hang(how, told):
     assert other != 0
     assert told in errors
     assert time.monotonic() - before < 90
+
+
+def test_ranks_of_different_versions_are_one_error():
+    (status, said, errors), (other, _, silent) = ranks.run(START + OTHER, ranks=2, timeout=100)
+    assert status == 1  # uncaught here; the command line makes a line and status 2 of it
+    assert other != 0
+    assert "rank 1 has another version of hasten than rank 0 (0.0.0, not " in errors
+    assert "they went on" not in said + silent

@@ -115,7 +115,7 @@ def test_two_replicas_answer_die_are_replaced_and_drain(served, folder):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_cluster_of_two_nodes_and_a_second_replica_when_requests_wait(folder):
+def test_a_cluster_of_two_nodes_and_a_second_replica_while_requests_wait(folder):
     pytest.importorskip("ray.serve", reason="Ray Serve is not installed: pip install 'hasten[ray]'")
     from ray.cluster_utils import Cluster
 
@@ -124,6 +124,7 @@ def test_a_cluster_of_two_nodes_and_a_second_replica_when_requests_wait(folder):
     try:
         cluster.add_node(num_cpus=1)  # a replica needs one, so the second one is here
         options = ["--replicas", "1", "--max-replicas", "2", "--requests-each", "1", "--threads", "1"]
+        options += ["--shrink-seconds", "3"]
         with serving(folder, *options, "--ray-address", cluster.address) as (client, process):
             assert not workers(process), "they are the cluster's"
             assert len(gauges(client, "kv_cache_blocks")) == 1
@@ -140,6 +141,8 @@ def test_a_cluster_of_two_nodes_and_a_second_replica_when_requests_wait(folder):
                 eventually(lambda: len(gauges(client, "kv_cache_blocks")) == 2, seconds=300.0)
                 done.set()
                 assert all(one.result() == {expected} for one in asking)
+            eventually(lambda: len(gauges(client, "kv_cache_blocks")) == 1)  # nobody asks: it is let go
+            assert ask(client).json()["choices"][0]["text"] == expected
     finally:
         cluster.shutdown()
 

@@ -49,7 +49,7 @@ class DecodeMode:
     """How a rung generates. weights: "bfloat16", "int8" or "int4" whatever the ladder's dtype is; None: that dtype.
 
     activations: of products with int8 and int4 weights, as in `hasten quantize`. kv_heads: key/value heads in place of
-    the shape's. drafted: with the ladder's draft. gptq: of the ladder's GPTQ folder.
+    the shape's. drafted: with the ladder's draft. gptq: of the ladder's GPTQ folder. ranks: with a share each.
     """
 
     techniques: tuple[str, ...]
@@ -61,6 +61,7 @@ class DecodeMode:
     kv_heads: int | None = None
     drafted: bool = False
     gptq: bool = False
+    ranks: int = 1
 
 
 COMPILED = ("static cache", "torch.compile")
@@ -124,6 +125,9 @@ class GenerateLadder(Ladder):
     draft: str | None = None
     """Also measure speculation and, with --gptq, all-together, with drafts by this: suffix, a FOLDER with a smaller
     model, self:N-layers or self:int4. Needs --text, whose documents are the prompts of these rungs."""
+    tensor_parallel: int = 1
+    """Also measure the rungs that are not compiled and draft nothing in so many processes on the same cores, each with
+    a share of the model (NAME-tpN); needs --model."""
 
     @property
     def source(self) -> BenchmarkModel:
@@ -172,6 +176,13 @@ class GenerateLadder(Ladder):
             for name in OF_CHECKPOINT & found.keys():
                 techniques = (*COMPILED, *found[name].techniques[len(NATIVE_STEPS) :])
                 found[name] = replace(found[name], fused=False, compiled=True, techniques=techniques)
+        if (ranks := self.tensor_parallel) > 1:
+            words = f"tensor parallelism of {ranks}"
+            found |= {
+                f"{name}-tp{ranks}": replace(mode, ranks=ranks, techniques=(*mode.techniques, words))
+                for name, mode in found.items()
+                if mode.cache and not (mode.compiled or mode.drafted or mode.gptq)
+            }
         return found
 
     def left_out(self) -> dict[str, str]:
@@ -221,7 +232,9 @@ class GenerateLadder(Ladder):
             shown = name if ladder.batches[0] == 1 else f"{name}-x{ladder.batches[0]}"
             setup = "hasten.bench.generate_rung:GenerateRung"
             arguments = {"ladder": ladder, "mode": mode, "source": model}
-            made.append(Rung(shown, mode.techniques, setup, arguments, memory, twice=mode.compiled))
+            made.append(
+                Rung(shown, mode.techniques, setup, arguments, memory, twice=mode.compiled, processes=mode.ranks)
+            )
         integers = quantized or any(mode.weights in ("int8", "int4") for mode in rungs.values())
         return ladder.measure(
             made,
@@ -252,6 +265,13 @@ def _check(ladder: GenerateLadder) -> None:
             raise ConfigError("--draft takes suffix, a folder, self:N-layers or self:int4, and --text for its prompts")
         if ladder.source.quantized() is not None:
             raise ConfigError("--draft is measured on a checkpoint that is not quantized, which has all rungs")
+    check_least("--tensor-parallel", ladder.tensor_parallel)
+    if ladder.tensor_parallel > 1:
+        from hasten.model.load import open_checkpoint, shares_of
+
+        if ladder.model is None:
+            raise ConfigError("ranks load their shares from files; give --tensor-parallel with --model")
+        shares_of(open_checkpoint(ladder.model), ladder.tensor_parallel)
     resolve_dtype(ladder.dtype)  # raises for a name that is not known
     for option, numbers in (("--batches", ladder.batches), ("--contexts", ladder.contexts)):
         if any(number < 1 for number in numbers) or len(set(numbers)) != len(numbers):
@@ -294,6 +314,7 @@ class HeadsLadder(GenerateLadder):
     text: Suppress[str | None] = None
     gptq: Suppress[str | None] = None
     draft: Suppress[str | None] = None
+    tensor_parallel: Suppress[int] = 1
     prompt_tokens: int = 2048
     """The context after which every rung decodes."""
     eager: bool = False

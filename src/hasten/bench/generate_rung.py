@@ -13,6 +13,8 @@ from hasten.bench.drafted_stream import DraftedStream, load_draft, real_prompts
 from hasten.bench.generate import TEXT_BYTES, DecodeMode, GenerateLadder
 from hasten.bench.models import BenchmarkModel, require_compiler
 from hasten.data import read_documents
+from hasten.distributed.ranks import ALONE, Ranks
+from hasten.distributed.shared_memory import open_group
 from hasten.generation.cache import row_format
 from hasten.generation.compiled import compile_blocks
 from hasten.generation.decoder import Decoder
@@ -36,13 +38,22 @@ NO_CACHE_TOKENS = 2
 class GenerateRung:
     """The rung's own stream, prompt and answer, and one for each further row, of which only the answer is measured."""
 
-    def __init__(self, *, ladder: GenerateLadder, mode: DecodeMode, source: BenchmarkModel | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        ladder: GenerateLadder,
+        mode: DecodeMode,
+        source: BenchmarkModel | None = None,
+        ranks: Ranks = ALONE,
+    ) -> None:
         device, seed = ladder.device, ladder.seed
         if mode.compiled:
             require_compiler(device)
         dtype = ladder.dtype if mode.weights is None else "bfloat16"
-        self.model = (source or ladder.source).build(dtype=resolve_dtype(dtype), device=device, seed=seed)
-        self.config = self.model.config
+        self.group = open_group(ranks) if ranks.joined else None
+        source = source or ladder.source
+        self.model = source.build(dtype=resolve_dtype(dtype), device=device, seed=seed, group=self.group)
+        self.config = source.config()  # the whole model's, whatever a rank holds of it
         self.weight_bytes: float = resolve_dtype(dtype).itemsize
         if mode.weights is not None or self.model.quantization is not None:
             self.pack(mode)
@@ -98,7 +109,8 @@ class GenerateRung:
         documents = self.documents(ladder)
         if ladder.source.quantized() is not None:
             return {"perplexity": perplexity(self.model, documents, kv_cache_dtype=self.kv_cache_dtype).perplexity}
-        plain = ladder.source.build(dtype=resolve_dtype("bfloat16"), device=ladder.device, seed=ladder.seed)
+        same: dict[str, Any] = {"device": ladder.device, "seed": ladder.seed, "group": self.group}
+        plain = ladder.source.build(dtype=resolve_dtype("bfloat16"), **same)
         found = divergence(self.model, fuse_where_it_fits(plain), documents, kv_cache_dtype=self.kv_cache_dtype)
         del plain
         reset_peak_memory()  # the other model is not the rung's

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from hasten.model.source import ModelSource
     from hasten.model.transformer import Transformer
+    from hasten.ops.collective import RankGroup
     from hasten.ops.linear import WeightFormat
 
 
@@ -88,13 +89,13 @@ class BenchmarkModel:
         path = resolve_model(self.model)
         return sum(file.stat().st_size for file in ([path] if path.is_file() else path.glob("*.safetensors")))
 
-    def build(self, *, dtype: torch.dtype, device: str, seed: int) -> Transformer:
-        """The model, ready for inference: random weights made on the device, or the checkpoint's."""
+    def build(self, *, dtype: torch.dtype, device: str, seed: int, group: RankGroup | None = None) -> Transformer:
+        """The model, ready for inference: random weights made on the device, or the checkpoint's, or a rank's share."""
         from hasten.model.initialize import initialize
         from hasten.model.load import load
 
         if self.model is not None:
-            return load(self.model, dtype=dtype, device=device)
+            return load(self.model, dtype=dtype, device=device, group=group)
         return initialize(self.config(), seed=seed, dtype=dtype, device=device).eval()
 
     def _checkpoint(self) -> ModelSource:

@@ -39,7 +39,7 @@ class Rung:
     `twice`: the set-up leaves something behind (compiled code), so it is done in two processes, one after the other;
     the report has the seconds of both, and the second is measured.
 
-    `processes`: the set-up is done in so many, which train together; each is given its `ranks`, and the first one's
+    `processes`: the set-up is done in so many, which work together; each is given its `ranks`, and the first one's
     figures count.
 
     The last four are the process's own; a ladder fills them in. `compile_cache`: torch.compile's folder, if not the

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from hasten.bench.attention import AttentionGrowth
@@ -11,6 +12,7 @@ from hasten.bench.race import Race
 from hasten.bench.train import TrainLadder
 from hasten.cli.bench_serve import ServeBenchmark
 from hasten.cli.options import parse
+from hasten.distributed import launched
 from hasten.errors import ConfigError
 from hasten.machine.files import require_writable, write_json
 
@@ -39,6 +41,15 @@ class Bench:
         if name not in LADDERS:
             raise ConfigError(f"there is no ladder {name!r}; known: {', '.join(LADDERS)}")
 
+        if launched():  # the first one measures, in ranks that it starts itself
+            option = {"generate": "--tensor-parallel", "train": "--processes"}.get(name)
+            if option is None:
+                raise ConfigError(
+                    f"torchrun has started this; only the ladders generate and train measure ranks, not {name}"
+                )
+            if os.environ["RANK"] != "0":
+                return
+            arguments = [*arguments, option, os.environ["WORLD_SIZE"]]
         kind = LADDERS[name]
         run(parse(kind, arguments[1:], prog=f"hasten bench {name}", description=kind.__doc__))
 

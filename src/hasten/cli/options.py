@@ -178,7 +178,7 @@ class DraftOptions:
     draft: str = "auto"
     """What proposes tokens for the model to check together: suffix (what followed the same words before), a FOLDER with
     a smaller model of the same vocabulary, self:N-layers (its own first layers), self:int4, or none. auto is suffix
-    where the text stays the same, bit for bit or in float32: on a CPU, in one process."""
+    where the text stays the same, bit for bit or in float32: on a CPU."""
     speculate: int | None = None
     """The most tokens of a draft, 16 by default; as many are proposed as pay here."""
     accept: Literal["exact", "distribution"] = "exact"
@@ -187,8 +187,10 @@ class DraftOptions:
 
     def drafting(self, model: Transformer) -> dict[str, Any]:
         """The same, as the library's functions take it."""
+        from hasten.distributed.tensor_parallel import current_group
+
         draft: str | Transformer = self.draft
-        if draft == "self:int4":
+        if draft == "self:int4" and current_group() is None:
             assert isinstance(self, LoadOptions)
             draft = self.in_int4(model)
         return {"draft": draft, "speculate": self.speculate, "accept": self.accept}

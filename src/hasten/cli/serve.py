@@ -98,7 +98,7 @@ class Serve(EngineOptions, DraftOptions, DeviceOptions, LoadOptions):
 
         model = self.load()
         assert isinstance(model, ShardedTransformer)
-        follow(model, self.engine)
+        follow(model, self.engine, adapters=self.adapters(), **self.drafting(model))
 
     def name(self) -> str:
         """The name under which the model is served: never a path."""

@@ -17,7 +17,7 @@ from hasten.generation.params import SamplingParams
 from hasten.generation.prompts import Prompt, encode_prompts, end_ids, fit, params_of
 from hasten.generation.speculation import Accept, Speculator, Text, make_speculator
 from hasten.generation.stopping import FinishReason, OutputText
-from hasten.model.sharded import ShardedTransformer
+from hasten.model.sharded import told_by_first
 from hasten.model.transformer import Transformer
 
 Draft = str | Path | Transformer
@@ -137,8 +137,7 @@ class Generation:
         self.prompts = encode_prompts(model, prompts)
         rows = params_of(params, prompts=len(self.prompts), **settings)
         seeds = [secrets.randbits(63) for _ in rows]  # drawn here, because a draft model draws with the same
-        if isinstance(model, ShardedTransformer):
-            seeds = model.group.of_first(seeds)
+        (seeds,) = told_by_first(model, [seeds])
         self.params = [
             fit(row if row.seed is not None else replace(row, seed=seed), len(prompt), model)
             for row, prompt, seed in zip(rows, self.prompts, seeds, strict=True)
@@ -192,7 +191,7 @@ class Generation:
             # All that depends on the logits is queued before the one unavoidable wait, for the tokens themselves.
             if any(drafts):
                 told = None if self.speculator is None else [*map(self.speculator.probabilities, range(len(drafts)))]
-                taken = sampler.take(logits, drafts, steps=counts, probabilities=told)
+                taken = told_by_first(self.model, sampler.take(logits, drafts, steps=counts, probabilities=told))
                 tokens = torch.tensor([own[-1] for own in taken], device=self.model.device)
             else:
                 tokens = sampler.next_tokens(logits, steps=counts if self.speculator else [max(counts)] * len(counts))
@@ -234,16 +233,16 @@ class Generation:
     def _drafts(self, active: Sequence[bool]) -> list[list[int]]:
         """What the speculator proposes for the rows that go on; empty for all others."""
         drafts: list[list[int]] = [[] for _ in active]
-        if self.speculator is None or self.speculator.rests():
+        if self.speculator is None:
             return drafts
         texts = []
-        for row in (row for row, on in enumerate(active) if on):
+        for row in () if self.speculator.rests() else (row for row, on in enumerate(active) if on):
             params, count = self.params[row], self.outputs[row].count
             room = min(self.decoder.room(row), params.max_new_tokens - count - 1)
             texts.append(Text(number=row, tokens=self._tokens[row], step=count, params=params, room=room))
         for text, draft in zip(texts, self.speculator.propose(texts), strict=True):
             drafts[text.number] = draft
-        return drafts
+        return told_by_first(self.model, drafts)
 
     def _learn(
         self, speculator: Speculator, drafts: Sequence[Sequence[int]], counts: Sequence[int], seconds: float

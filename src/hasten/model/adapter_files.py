@@ -22,6 +22,7 @@ from hasten.model.families import FAMILIES
 from hasten.model.families.family import TensorSlice, join
 from hasten.model.formats.stream import write_file
 from hasten.model.lora import LARGEST_RANK, Adapter, Factors, adaptable, layer_size
+from hasten.model.sharded import ShardedTransformer
 from hasten.model.transformer import Transformer
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -38,7 +39,8 @@ INITIALISATIONS = (True, False, None, "gaussian", "eva", "orthogonal")
 
 
 def load_adapter(source: str | Path, model: Transformer) -> dict[str, Factors]:
-    """The adapter in a folder, for the layers of `model`, its factors in float32 on the model's device.
+    """The adapter in a folder, for the layers of `model`, its factors in float32 on the model's device; of a model that
+    several ranks hold this one's share of them.
 
     Raises CheckpointError for files that are missing, damaged or of another model, ConfigError for what is not
     supported, each with the name of the thing; all is checked before it is read.
@@ -50,17 +52,18 @@ def load_adapter(source: str | Path, model: Transformer) -> dict[str, Factors]:
     if not (folder / WEIGHTS).exists() and (folder / "adapter_model.bin").exists():
         raise CheckpointError(f"{folder} holds adapter_model.bin, a pickle, which can run code; save it as {WEIGHTS}")
     stored = read_header(folder / WEIGHTS)
-    read, places = mapped(stored), adaptable(model.config)
+    whole = model.whole if isinstance(model, ShardedTransformer) else model.config
+    read, places = mapped(stored), adaptable(whole)
     wanted = {f"{PREFIX}{name}.lora_{one}.weight": name for name in places for one in "AB"}
     if strange := [name for name in stored if name not in wanted]:
         raise CheckpointError(
             f"{folder / WEIGHTS}: {strange[0]!r:.150} is no LoRA factor of a linear layer in this model "
-            f"({model.config.family}, {len(model.config.layers)} layers); the adapter is of another, or of other layers"
+            f"({whole.family}, {len(whole.layers)} layers); the adapter is of another, or of other layers"
         )
     adapter: dict[str, Factors] = {}
     for name in dict.fromkeys(wanted[key] for key in stored):
         rank, alpha = _number(config, "rank", "r", name), _number(config, "alpha", "lora_alpha", name)
-        sizes = [layer_size(model.config, ours) for ours, _ in places[name]]
+        sizes = [layer_size(whole, ours) for ours, _ in places[name]]
         factors: list[Tensor] = []
         for one, shape in (("A", (int(rank), sizes[0][0])), ("B", (sum(n for _, n in sizes), int(rank)))):
             found = stored.get(key := f"{PREFIX}{name}.lora_{one}.weight")
@@ -74,7 +77,10 @@ def load_adapter(source: str | Path, model: Transformer) -> dict[str, Factors]:
             factors.append(read(key).float().to(model.device))
         for ours, piece in places[name]:
             b = TensorSlice(piece.name, piece.rows).of(factors[1]).contiguous()
-            adapter[ours] = Factors(factors[0], b, alpha, bool(config.get("use_rslora")))
+            a, cut = factors[0], model.share.cut(f"{ours}.weight") if isinstance(model, ShardedTransformer) else None
+            if cut is not None:  # the rows of B are the layer's outputs, the columns of A its inputs
+                a, b = (cut.of(a), b) if cut.dim else (a, cut.of(b))
+            adapter[ours] = Factors(a, b, alpha, bool(config.get("use_rslora")))
     if not adapter:
         raise CheckpointError(f"{folder / WEIGHTS} holds no tensors")
     return adapter

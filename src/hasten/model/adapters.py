@@ -11,7 +11,6 @@ from hasten.model.adapter_files import load_adapter
 from hasten.model.fused import FusedBlock, unfuse
 from hasten.model.fused_linear import HALF_PANEL
 from hasten.model.lora import Adapter, AdapterChoice, Factors, attach
-from hasten.model.sharded import ShardedTransformer
 from hasten.model.transformer import Transformer
 from hasten.ops.linear.layouts import PANEL
 
@@ -24,8 +23,6 @@ def load_adapters(model: Transformer, folders: Sequence[str | Path]) -> AdapterC
     At first every row takes the first one. It is `model.adapters` from then on. A fused model stays fused,
     unless it has experts. Raises ConfigError for a model that has adapters, and as `load_adapter` does.
     """
-    if isinstance(model, ShardedTransformer):
-        raise ConfigError("adapters are not shared by ranks yet; take one process, or merge them (hasten.merge)")
     if model.adapters is not None:
         raise ConfigError("this model has adapters already; load it anew and name all of them at once")
     adapters = [load_adapter(folder, model) for folder in folders]

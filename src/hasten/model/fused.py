@@ -6,6 +6,7 @@ have the same slots, else each is one (with experts three, and the readable expe
 between them.
 """
 
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
@@ -320,7 +321,9 @@ class FusedStack:
 
 def _settled(linear: PackedLinear) -> PackedLinear:
     """The layer with its weight where a decode step streams it fastest."""
-    linear.data = in_large_pages(linear.data)
+    storage = linear.data.untyped_storage()  # one user of it is this name, one of the tensor the call that counts
+    own = sys.getrefcount(linear.data) == 2 and torch._C._storage_Use_Count(storage._cdata) == 2
+    linear.data = in_large_pages(linear.data, taken=own)
     return_freed_memory()
     return linear
 

@@ -71,7 +71,7 @@ def load(
     if quantized is not None:
         fill_quantized(model, packed, quantized, dtype=own, device=place, share=share)
     if group is not None and held is not None:
-        model = connect(model, group, held)
+        model = connect(model, group, held, checkpoint.config)
     _finish(model, place)
     return model
 

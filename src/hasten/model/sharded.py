@@ -5,8 +5,12 @@ stands, in readable blocks and in fused ones (there inside the native step). Eac
 and the logits of all are put side by side: then every rank has the same bits, and draws the same token from them.
 """
 
+from collections.abc import Sequence
+from itertools import islice
+
 from torch import Tensor, nn
 
+from hasten.model.config import ModelConfig
 from hasten.model.shares import Share
 from hasten.model.swap import take_over
 from hasten.model.transformer import Transformer
@@ -29,6 +33,8 @@ class ShardedTransformer(Transformer):
     from it: the cache, its memory, the cost of a step."""
 
     group: RankGroup
+    whole: ModelConfig
+    share: Share
     words: list[range]  # of each rank
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
@@ -44,7 +50,7 @@ class ShardedTransformer(Transformer):
         return self.loss_by_logits(x, targets)
 
 
-def connect(model: Transformer, group: RankGroup, shares: list[Share]) -> ShardedTransformer:
+def connect(model: Transformer, group: RankGroup, shares: list[Share], whole: ModelConfig) -> ShardedTransformer:
     """The model of a rank's share, from now on with the others'. To be called before it is fused."""
     assert model.readable
     for block in model.blocks:
@@ -52,4 +58,13 @@ def connect(model: Transformer, group: RankGroup, shares: list[Share]) -> Sharde
         block.mlp_post_norm = SumOfRanks(group, block.get_submodule("mlp_post_norm"))
     sharded = take_over(ShardedTransformer, model)
     sharded.group, sharded.words = group, [share.words for share in shares]
+    sharded.share, sharded.whole = shares[group.rank], whole
     return sharded
+
+
+def told_by_first(model: Transformer, rows: Sequence[Sequence[int]]) -> list[list[int]]:
+    """The first rank's numbers, as many rows of them as here; its own of a model that one process holds."""
+    if not isinstance(model, ShardedTransformer):
+        return [list(row) for row in rows]
+    told = iter(model.group.of_first([number for row in rows for number in (len(row), *row)]))
+    return [list(islice(told, next(told))) for _ in rows]

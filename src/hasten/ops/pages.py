@@ -21,14 +21,21 @@ LARGE_PAGE = 2 << 20
 MADV_DONTNEED = 4  # of Linux, on every architecture it runs torch on
 
 
-def in_large_pages(tensor: Tensor) -> Tensor:
+def in_large_pages(tensor: Tensor, *, taken: bool = False) -> Tensor:
     """The same values in memory that begins at a large page, of large pages if the system has them to give.
 
-    Returns the tensor itself where that means nothing: on another device, on another system, below 2 MB.
+    Returns the tensor itself where that means nothing: on another device, on another system, below 2 MB. taken: nobody
+    reads the tensor any more, whose memory goes back piece by piece, so that it is never there twice.
     """
     if tensor.device.type != "cpu" or not _worthwhile(tensor.nbytes):
         return tensor
-    return _empty(tensor.shape, tensor.dtype).copy_(tensor)
+    moved = _empty(tensor.shape, tensor.dtype)
+    if not (taken and tensor.is_contiguous()):
+        return moved.copy_(tensor)
+    for place, piece in zip(*(one.view(-1).split(LARGE_PAGE) for one in (moved, tensor)), strict=True):
+        place.copy_(piece)
+        release_pages(piece)
+    return moved
 
 
 def zeros_in_large_pages(shape: Sequence[int], *, dtype: torch.dtype, device: torch.device | str) -> Tensor:
@@ -52,10 +59,10 @@ def return_freed_memory() -> None:
 
 
 def release_pages(tensor: Tensor) -> None:
-    """Let go of the pages of a tensor that is a view of a mapped file and was never written to.
+    """Let go of the pages of a tensor that is a view of a mapped file and was never written to, or is read by nobody.
 
-    They then no longer count as memory of this process; reading the tensor again would read the file again. Only whole
-    pages are let go, only on Linux, and a refusal changes nothing: this is a matter of memory alone.
+    They then no longer count as memory of this process; reading the tensor again would read the file again, or zeros.
+    Only whole pages are let go, only on Linux, and a refusal changes nothing: this is a matter of memory alone.
     """
     if sys.platform != "linux" or tensor.device.type != "cpu" or not tensor.is_contiguous():
         return

@@ -118,6 +118,7 @@ class Replicas:
                 min_replicas=settings.replicas,
                 max_replicas=settings.most,
                 target_ongoing_requests=settings.requests_each,
+                downscale_delay_s=settings.shrink_seconds,
             )
             number = {"autoscaling_config": scaling}
         deployment = serve.deployment(

@@ -16,6 +16,7 @@ class ReplicaSettings:
             cores are shared out among those of this machine (--threads says how many each takes).
         max_replicas: Up to so many, and down to `replicas` again, as the requests in flight demand.
         requests_each: Requests in flight for each replica, which the number of replicas follows.
+        shrink_seconds: How long fewer of them must be enough before one is let go.
         ray_address: A Ray cluster's HOST:PORT, or auto for one that runs on this machine; by default Ray is started
             here, for this server alone. The cluster's machines need hasten, and the model at the same path.
         restart_seconds: What a replica that is replaced or no longer needed has to end its requests.
@@ -24,6 +25,7 @@ class ReplicaSettings:
     replicas: Annotated[int, AT_LEAST_0] = 0
     max_replicas: Annotated[int | None, ABOVE_0] = None
     requests_each: Annotated[float, ABOVE_0] = 8.0
+    shrink_seconds: Annotated[float, ABOVE_0] = 600.0
     ray_address: str | None = None
     restart_seconds: Annotated[float, ABOVE_0] = 600.0
 

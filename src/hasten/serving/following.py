@@ -4,9 +4,11 @@ Everything that only one must decide (which requests, whose turn, which token) i
 tells the others the tokens, and where their keys are kept.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +16,8 @@ from torch import Tensor
 from hasten.errors import ConfigError
 from hasten.generation.cache import row_format
 from hasten.generation.paged import PagedCache, Rows
+from hasten.generation.speculation import make_speculator
+from hasten.model.adapters import load_adapters
 from hasten.model.sharded import ShardedTransformer
 from hasten.model.transformer import Transformer
 from hasten.serving.model_runner import ModelRunner
@@ -38,15 +42,21 @@ class LeadingRunner(ModelRunner):
         super().copy(pairs)
 
     def logits(self, tokens: Sequence[int], rows: Sequence[Rows], wanted: Sequence[int]) -> Tensor:
-        told = [STEP, len(tokens), *tokens, len(wanted), *wanted]
+        told = [STEP, *self._tokens(tokens), len(wanted), *wanted]
         for row in rows:
             told += [row.start, row.count, len(row.block_table), *row.block_table]
         self.group.of_first(told)
         return super().logits(tokens, rows, wanted)
 
     def states(self, tokens: Sequence[int]) -> Tensor:
-        self.group.of_first([STATES, *tokens])
+        self.group.of_first([STATES, *self._tokens(tokens), 0])
         return super().states(tokens)
+
+    def _tokens(self, tokens: Sequence[int]) -> list[int]:
+        """As a part of a message: the tokens, and the adapter of each where any has one."""
+        choice = self.model.adapters
+        chosen: list[int] = [] if choice is None or choice.rows is None else choice.rows.tolist()
+        return [len(tokens), *tokens, len(chosen), *chosen]
 
     def close(self) -> None:
         with suppress(RuntimeError):  # one of them has died: the others know
@@ -71,8 +81,21 @@ def _cache(model: Transformer, settings: EngineSettings, blocks: int) -> PagedCa
 
 
 @torch.inference_mode()
-def follow(model: ShardedTransformer, settings: EngineSettings) -> None:
-    """Compute what the first rank computes, until it ends. RuntimeError where it has died."""
+def follow(
+    model: ShardedTransformer,
+    settings: EngineSettings,
+    *,
+    adapters: Mapping[str, str | Path] | None = None,
+    draft: str | Path | Transformer = "none",
+    **drafting: Any,
+) -> None:
+    """Compute what the first rank computes, until it ends: of an engine made with the same adapters and draft.
+
+    RuntimeError where it has died.
+    """
+    if adapters:
+        load_adapters(model, list(adapters.values()))
+    make_speculator(model, draft, **drafting)  # measures what a step costs, together with the first
     (blocks,) = model.group.of_first()
     runner = ModelRunner(model, _cache(model, settings, blocks))
     while True:
@@ -82,12 +105,15 @@ def follow(model: ShardedTransformer, settings: EngineSettings) -> None:
             return
         if kind == COPY:
             runner.copy(list(zip(rest, rest, strict=True)))
-        elif kind == STATES:
-            runner.states(told)
-        else:
-            tokens, wanted = _several(rest), _several(rest)
-            rows = [Rows(start=start, count=next(rest), block_table=_several(rest)) for start in rest]
-            runner.logits(tokens, rows, wanted)
+            continue
+        tokens, chosen, wanted = _several(rest), _several(rest), _several(rest)
+        if model.adapters is not None:
+            model.adapters.choose(chosen or [-1], model.device)
+        if kind == STATES:
+            runner.states(tokens)
+            continue
+        rows = [Rows(start=start, count=next(rest), block_table=_several(rest)) for start in rest]
+        runner.logits(tokens, rows, wanted)
 
 
 def _several(told: Iterator[int]) -> list[int]:

@@ -16,7 +16,7 @@ from hasten.checks import whole
 from hasten.errors import ConfigError, ResourceError
 from hasten.generation.speculation.cost import StepCost, measure_step_cost
 from hasten.generation.speculation.draft_model import DraftModel, check_vocabulary
-from hasten.generation.speculation.proposer import LIMIT, Accept, Proposer
+from hasten.generation.speculation.proposer import LIMIT, Accept, Elsewhere, Proposer
 from hasten.generation.speculation.speculator import MOST, Speculator
 from hasten.generation.speculation.suffix import SuffixProposer
 from hasten.machine.caches import cache_folder
@@ -24,7 +24,7 @@ from hasten.machine.files import write_atomically
 from hasten.machine.processor import processor_name
 from hasten.model.fused import FusedStack, fuse_where_it_fits
 from hasten.model.load import load
-from hasten.model.sharded import ShardedTransformer
+from hasten.model.sharded import ShardedTransformer, told_by_first
 from hasten.model.transformer import Transformer
 from hasten.ops.native import choose_isa
 
@@ -49,16 +49,18 @@ def make_speculator(
     (for models that draft) takes a token with min(1, p/q), more of them at high temperatures, for another text of the
     same distribution. tokens: of all sequences together, for which a draft model keeps keys and values.
 
+    Of several ranks that hold a model the first one proposes, alone; all of them call this.
     Raises ConfigError for a draft that does not fit, CheckpointError for a folder that cannot be read.
     """
     draft = automatic(model) if draft == "auto" else draft
     most = MOST if speculate is None else whole("speculate", speculate, low=1, high=LIMIT)
     if accept not in get_args(Accept):
         raise ConfigError(f"accept is {accept!r:.40}; choose one of {', '.join(get_args(Accept))}")
-    if draft != "none" and isinstance(model, ShardedTransformer):
-        raise ConfigError("drafts follow each rank's clock: a model that several ranks hold is run without --draft")
-    proposer = _proposer(model, draft, tokens, accept)
-    if accept == "distribution" and not isinstance(proposer, DraftModel | None):
+    ranks = model.group if isinstance(model, ShardedTransformer) else None
+    if ranks is not None and (isinstance(draft, ShardedTransformer) or str(draft).startswith("self:")):
+        raise ConfigError("one rank drafts, which has a share of this model only: take suffix, or a smaller model")
+    proposer = _proposer(model, draft, tokens, accept) if ranks is None or not ranks.rank else _elsewhere(draft)
+    if accept == "distribution" and not isinstance(proposer, DraftModel | Elsewhere | None):
         raise ConfigError(f"accept='distribution' is for a model that drafts; {proposer.name} gives no probabilities")
     if proposer is None:
         return None
@@ -74,8 +76,12 @@ def automatic(model: Transformer) -> str:
     """The draft that never costs a text or its speed: "suffix" where rows beside a row do not change it (fused blocks,
     and float32, on a CPU), "none" elsewhere.
     """
-    here = model.device.type == "cpu" and not isinstance(model, ShardedTransformer)
-    return "suffix" if here and (model.stack is not None or model.dtype == torch.float32) else "none"
+    exact = model.stack is not None or model.dtype == torch.float32
+    return "suffix" if exact and model.device.type == "cpu" else "none"
+
+
+def _elsewhere(draft: object) -> Proposer | None:
+    return None if draft == "none" else Elsewhere()
 
 
 def _proposer(model: Transformer, draft: str | Path | Transformer, tokens: int, accept: Accept) -> Proposer | None:
@@ -123,12 +129,18 @@ def first_layers(model: Transformer, count: int) -> Transformer:
 def step_cost(model: Transformer) -> StepCost:
     """What the model's steps cost on this machine; measured once for a shape, its formats and the threads."""
     formats = sorted({f"{kind}" for kind in (model.quantization or {}).values()})
-    shape = replace(model.config, source={})
-    where = f"{model.device}, {processor_name()}, {choose_isa()}, {torch.get_num_threads()} threads"
+    shape, ranks = replace(model.config, source={}), model.group.size if isinstance(model, ShardedTransformer) else 1
+    where = (
+        f"{model.device}, {processor_name()}, {choose_isa()}, {torch.get_num_threads()} threads"
+        + f", {ranks} ranks" * (ranks > 1)
+    )
     key = f"3 {shape} {formats} {model.dtype} {model.readable} {where}"
     file = f"{hashlib.sha256(key.encode()).hexdigest()[:20]}.json"
+    known: list[StepCost] = []
     with suppress(OSError, ResourceError, ValueError, KeyError, TypeError):
-        return StepCost(**json.loads((cache_folder("steps") / file).read_text(encoding="utf-8"))["cost"])
+        known = [StepCost(**json.loads((cache_folder("steps") / file).read_text(encoding="utf-8"))["cost"])]
+    if told_by_first(model, [[len(known)]]) == [[1]]:
+        return known[0] if known else StepCost((1,), (1.0,), (0.0,))  # only the first one asks it
     found = measure_step_cost(model)
     cost = {name: value for name, value in asdict(found).items() if not name.startswith("_")}
     with suppress(OSError, ResourceError):  # then it is measured again

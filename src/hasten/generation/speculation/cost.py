@@ -12,6 +12,7 @@ import torch
 from hasten.generation.cache import StaticCache
 from hasten.generation.decoder import Decoder
 from hasten.model.fused import is_fused
+from hasten.model.sharded import told_by_first
 from hasten.model.transformer import Transformer
 
 ROWS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
@@ -90,7 +91,8 @@ def measure_step_cost(
     most = [count for count in row_counts if count <= max(1, config.max_positions // 2)]
     longest = max(2, min(CONTEXTS[-1], config.max_positions - most[-1]))
     contexts = (min(CONTEXTS[0], longest // 2), longest)
-    if layers is None and sum(t.nbytes for t in model.state_dict().values()) <= _SMALL:
+    small = layers is None and sum(t.nbytes for t in model.state_dict().values()) <= _SMALL
+    if told_by_first(model, [[small]]) == [[1]]:
         times = _whole_steps(model, most, contexts, seconds)
     else:
         times = _blocks_and_head(model, most, contexts, seconds, layers or len(config.layers), prompts)
@@ -120,7 +122,7 @@ def _whole_steps(model: Transformer, most: Sequence[int], contexts: tuple[int, i
         return call
 
     calls = [step(rows, context) for context in contexts for rows in most]
-    times = _in_turn(calls, seconds, model.device)
+    times = _in_turn(calls, seconds, model)
     return list(zip(times[: len(most)], times[len(most) :], strict=True))
 
 
@@ -161,23 +163,23 @@ def _blocks_and_head(
 
     calls = {(rows, context): block_call(rows, context) for rows in most for context in contexts}
     heads = {rows: head_call(1 if rows in prompts else rows) for rows in most}
-    times = _in_turn([*calls.values(), *heads.values()], seconds, device)
+    times = _in_turn([*calls.values(), *heads.values()], seconds, model)
     block, head = dict(zip(calls, times, strict=False)), dict(zip(heads, times[len(calls) :], strict=True))
     low, high = ([block[rows, context] * layers + head[rows] for rows in most] for context in contexts)
     return list(zip(low, high, strict=True))
 
 
-def _in_turn(calls: Sequence[Callable[[], object]], seconds: float, device: torch.device) -> list[float]:
+def _in_turn(calls: Sequence[Callable[[], object]], seconds: float, model: Transformer) -> list[float]:
     """The median time of each call, all of them one after the other for so many seconds, twice at least.
 
     Of three calls that follow each other the last counts: steps come after others of their size, and find in the
-    processor's caches what those left there.
+    processor's caches what those left there. Ranks make as many as the first one has time for.
     """
     times: list[list[float]] = [[] for _ in calls]
     end = time.perf_counter() + seconds
-    while len(times[0]) < 2 or time.perf_counter() < end:
+    while len(times[0]) < 2 or told_by_first(model, [[time.perf_counter() < end]]) == [[1]]:
         for call, own in zip(calls, times, strict=True):
-            own.append([_timed(call, device) for _ in range(3)][-1])
+            own.append([_timed(call, model.device) for _ in range(3)][-1])
     return [statistics.median(own) for own in times]
 
 
