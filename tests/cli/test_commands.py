@@ -114,6 +114,9 @@ def test_eval_json(tiny_folder, tmp_path, capfd, options):
         (["generate", "FOLDER", "--prompt", "x", "--draft", "no/such/draft"], "no/such/draft"),
         (["generate", "FOLDER", "--prompt", "x", "--draft", "self:99-layers"], "take from 1 to"),
         (["generate", "FOLDER", "--prompt", "x", "--draft", "suffix", "--speculate", "0"], "speculate"),
+        (["generate", "FOLDER", "--prompt", "x", "--draft", "suffix", "--speculate", "65"], "speculate"),
+        (["generate", "FOLDER", "--prompt", "x", "--draft", "suffix", "--accept", "distribution"], "no probabilities"),
+        (["generate", "FOLDER", "--prompt", "x", "--quantize", "int4", "--draft", "self:int4"], "in int4 itself"),
         (["eval", "FOLDER", "--text", "stdlib", "--json", "/no/such/folder/x.json"], "no folder"),
         (["eval", "FOLDER", "--text", "/no/such/file"], "/no/such/file"),
         (["chat", "FOLDER", "--template", "/no/such/file"], "/no/such/file"),
@@ -230,9 +233,14 @@ def test_generate_with_drafts_says_the_same(tiny_folder, capfd):
     ):
         main([*arguments, *draft, "--ignore-eos", "--json", "-"])
         found.append(json.loads(capfd.readouterr().out))
-    assert {result["text"] for result in found} == {found[0]["text"]}
+    text = found[0]["text"]
+    assert {result["text"] for result in found} == {text}
     assert "speculation" not in found[0]
+    main([*arguments, "--draft", str(tiny_folder), "--ignore-eos", "--stop", text[9:11], "--json", "-"])
+    ended = json.loads(capfd.readouterr().out)
+    assert (ended["finish_reason"], ended["text"]) == ("stop", text[: text.index(text[9:11])])
     for result in found[1:]:
         told = result["speculation"]
+        assert told["speedup"] > 0
         assert told["tokens"] == 23
         assert told["accepted_tokens"] == sum(told["accepted_by_position"]) <= told["draft_tokens"]

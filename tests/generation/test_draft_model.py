@@ -78,3 +78,14 @@ def test_only_the_end_of_a_text_is_read(monkeypatch):
     proposer.end(0, ())
     proposer._blocks.check()
     assert proposer._blocks.free == proposer._blocks.blocks
+
+
+def test_a_text_that_outgrows_the_cache_is_begun_anew():
+    """With its last tokens; its drafts go on."""
+    proposer = DraftModel(hasten.load(make_reference("llama")), tokens=64)
+    for length in range(20, 240, 4):
+        (draft,) = proposer.propose(
+            texts_of([length], settings=PARAMS["greedy"], room=8), floor=0.0, chance=lambda kind: 1.0
+        )
+        assert len(draft.tokens) == 8
+        proposer._blocks.check()

@@ -122,6 +122,16 @@ def test_the_bits_are_the_same_with_quantized_weights(weights):
     assert texts_of(model, params, knowing(known, mistakes=0.3)) == plain
 
 
+def test_an_end_inside_a_draft_ends_the_text(model):
+    long = texts_of(model, SamplingParams(max_new_tokens=24, temperature=1.0, seed=1, ignore_eos=True))
+    known = [prompt + result.tokens for prompt, result in zip(PROMPTS, long, strict=True)]
+    ends = tuple({result.tokens[n] for n, result in enumerate(long, start=9)})
+    params = SamplingParams(max_new_tokens=24, temperature=1.0, seed=1, stop_token_ids=ends)
+    plain = texts_of(model, params)
+    assert {result.finish_reason for result in plain} == {"stop"}
+    assert texts_of(model, params, knowing(known, mistakes=0.0, most=24)) == plain
+
+
 def test_a_draft_model_forgets_a_text_that_was_left(fused):
     """Closed early, and another text under the same number with other settings: it agrees with itself again."""
     speculator = make_speculator(fused, fused)
@@ -242,8 +252,11 @@ LINE = StepCost((1, 64), (1.0, 1.0 + 63 * 0.05), (0.0, 0.0))  # each further row
 
 
 def test_drafts_are_as_long_as_pays():
-    often, _ = lengths_after(LINE, 0.9)
+    often, speculator = lengths_after(LINE, 0.9)
     seldom, _ = lengths_after(LINE, 0.4)
+    stats = speculator.stats
+    assert stats.speedup == pytest.approx(stats.tokens / speculator.proposer.now)  # a plain step takes 1
+    assert stats.speedup > 3
     assert 5 <= sum(often) / len(often) <= 16
     assert sum(seldom) / len(seldom) < 4
     # The most tokens a second: (1 - a^(k+1)) / (1 - a) / (1 + k/20) is largest at k = 2 for a = 0.4.
@@ -275,10 +288,11 @@ def test_drafts_never_lose_much(right, seconds):
 
 def test_a_full_batch_speculates_less():
     bends = StepCost((1, 16, 64), (1.0, 1.0, 4.0), (0.0, 0.0, 0.0))  # full at 16 rows
-    alone, _ = lengths_after(bends, 0.8, sequences=1)
-    many, _ = lengths_after(bends, 0.8, sequences=16)
+    alone, busy = lengths_after(bends, 0.8, sequences=1)
+    many, full = lengths_after(bends, 0.8, sequences=16)
     assert sum(alone) / len(alone) > 6
     assert sum(many) / len(many) < 1
+    assert full.stats.active < 0.2 < 0.9 < busy.stats.active
 
 
 def test_costs_are_measured_and_corrected(model):

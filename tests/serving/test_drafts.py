@@ -74,6 +74,9 @@ def test_answers_are_those_without_drafts(model, blocks, cache):
     assert found == plain
     stats = engine.stats()
     assert (stats.preemptions > 0) == (blocks == 20)
+    assert stats.prefix_hits > 0
+    assert stats.tokens_per_step > 1
+    assert 0 < stats.active <= 1
     assert stats.draft_tokens > stats.accepted_tokens > 40
     assert sum(stats.accepted_by_position) == stats.accepted_tokens
 

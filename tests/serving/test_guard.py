@@ -119,7 +119,9 @@ def test_metrics_have_vllms_names(engine):
         "num_requests_running num_requests_waiting kv_cache_usage_perc prefix_cache_queries_total "
         "prefix_cache_hits_total num_preemptions_total prompt_tokens_total generation_tokens_total "
         "time_to_first_token_seconds_bucket inter_token_latency_seconds_bucket e2e_request_latency_seconds_count "
-        "request_prompt_tokens_sum request_generation_tokens_sum request_success_total"
+        "request_prompt_tokens_sum request_generation_tokens_sum request_success_total "
+        "spec_decode_num_drafts_total spec_decode_num_draft_tokens_total spec_decode_num_accepted_tokens_total "
+        "spec_decode_active spec_decode_tokens_per_step spec_decode_speedup"
     )
     for name in wanted.split():
         assert f"\nhasten:{name}{{" in text, name

@@ -7,12 +7,10 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import ClassVar
 
-import torch
-
 from hasten.bench.models import BenchmarkModel
 from hasten.errors import ConfigError
 from hasten.generation.generate import Generation, Timing
-from hasten.generation.speculation import make_speculator, measure_step_cost
+from hasten.generation.speculation import make_speculator, measure_step_cost, small_model
 from hasten.model.fused import fuse_where_it_fits
 from hasten.model.transformer import Transformer
 from hasten.quantization import Int4, quantize
@@ -67,13 +65,11 @@ class DraftedStream:
         }
 
 
-def load_draft(draft: str, source: BenchmarkModel, *, dtype: torch.dtype, device: str) -> str | Transformer:
-    """A draft by its name, as `make_speculator` takes it; a model that drafts is loaded once."""
+def load_draft(draft: str, source: BenchmarkModel, model: Transformer) -> str | Transformer:
+    """What drafts for a rung's model, as `make_speculator` takes it; a model that drafts is loaded once."""
     if draft == "self:int4":
-        return fuse_where_it_fits(quantize(source.build(dtype=dtype, device=device, seed=0), Int4()))
-    if draft == "suffix" or draft.startswith("self:"):
-        return draft
-    return fuse_where_it_fits(BenchmarkModel(model=draft).build(dtype=dtype, device=device, seed=0))
+        return fuse_where_it_fits(quantize(source.build(dtype=model.dtype, device=str(model.device), seed=0), Int4()))
+    return draft if draft == "suffix" or draft.startswith("self:") else small_model(draft, model)
 
 
 def real_prompts(model: Transformer, documents: Sequence[str], length: int) -> list[list[int]]:

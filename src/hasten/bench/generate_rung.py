@@ -68,7 +68,7 @@ class GenerateRung:
         self.streams: dict[str, Stream | DraftedStream] = {}
         if mode.drafted:
             assert ladder.draft is not None, "the ladder has no such rung without a draft"
-            draft = load_draft(ladder.draft, ladder.source, dtype=self.model.dtype, device=device)
+            draft = load_draft(ladder.draft, ladder.source, self.model)
             prompts = real_prompts(self.model, self.documents(ladder), ladder.prompt_tokens)
             self.streams[""] = DraftedStream(self.model, draft, prompts, decoded, mode.compiled, cache)
             return

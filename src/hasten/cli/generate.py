@@ -66,7 +66,7 @@ class Generate(JsonOption, SamplingOptions, DraftOptions, CacheOptions, DeviceOp
             "time_to_first_token_seconds": timing.first_token,
         }
         if speculator is not None:
-            speeds["speculation"] = asdict(speculator.stats) | {"tokens_per_step": speculator.stats.tokens_per_step}
+            speeds["speculation"] = speculator.stats.to_json()
         if show:
             print(
                 f"\n[{timing.prefill_tokens} prompt tokens at {speeds['prefill_tokens_per_second']:.1f}/s, "

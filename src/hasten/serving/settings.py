@@ -76,7 +76,8 @@ class Stats(BlockStats):
     failed by how they ended; prefix_queries, prefix_hits: prompt tokens looked up and found; busy_seconds: time in
     steps, and model_seconds of it in the model. Just now: running, waiting: sequences (samples, beams) and requests;
     cache_usage: share of blocks in use, 0 to 1; blocks_saved: blocks that sharing saves.
-    drafts, draft_tokens, accepted_tokens: of speculation, the accepted ones also by their place in the draft.
+    drafts, draft_tokens, accepted_tokens: of speculation, the accepted ones also by their place in the draft;
+    tokens_per_step (of the model), speedup and active as in `SpeculationStats`.
     """
 
     steps: int = 0
@@ -100,6 +101,9 @@ class Stats(BlockStats):
     draft_tokens: int = 0
     accepted_tokens: int = 0
     accepted_by_position: tuple[int, ...] = ()
+    tokens_per_step: float = 0.0
+    speedup: float = 1.0
+    active: float = 0.0
 
 
 # As Prometheus metrics, behind the prefix `hasten:`: name -> (field of Stats, what it is)
@@ -111,6 +115,9 @@ GAUGES = {
     "kv_cache_bytes": ("cache_bytes", "Bytes of the cache, of all its blocks."),
     "kv_cache_blocks_saved": ("blocks_saved", "Blocks that sharing saves at this moment."),
     "kv_cache_blocks_shared": ("shared_blocks", "Blocks that more than one sequence refers to."),
+    "spec_decode_active": ("active", "Share of the latest steps that had drafts; near 0 where drafts do not pay."),
+    "spec_decode_tokens_per_step": ("tokens_per_step", "Tokens of a pass of the model, all sequences together."),
+    "spec_decode_speedup": ("speedup", "Speed over that without drafts, by what steps cost here."),
 }
 COUNTERS = {  # their names end in _total
     "prefix_cache_queries": ("prefix_queries", "Prompt tokens looked up in the prefix cache."),

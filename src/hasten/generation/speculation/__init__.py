@@ -1,6 +1,6 @@
 """Speculative decoding: proposers, what a step costs, and how many tokens to propose."""
 
-from hasten.generation.speculation.build import make_speculator
+from hasten.generation.speculation.build import make_speculator, small_model
 from hasten.generation.speculation.cost import StepCost, measure_step_cost
 from hasten.generation.speculation.draft_model import DraftModel
 from hasten.generation.speculation.proposer import Accept, Draft, Proposer, Text
@@ -19,4 +19,5 @@ __all__ = [
     "Text",
     "make_speculator",
     "measure_step_cost",
+    "small_model",
 ]

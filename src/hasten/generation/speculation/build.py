@@ -22,11 +22,12 @@ from hasten.generation.speculation.suffix import SuffixProposer
 from hasten.machine.caches import cache_folder
 from hasten.machine.files import write_atomically
 from hasten.machine.processor import processor_name
-from hasten.model.fused import FusedStack, fuse_where_it_fits
+from hasten.model.fused import FusedStack, fuse_where_it_fits, refusal
 from hasten.model.load import load
 from hasten.model.sharded import ShardedTransformer, told_by_first
 from hasten.model.transformer import Transformer
 from hasten.ops.native import choose_isa
+from hasten.quantization import Int8, quantize
 
 _PRICES: WeakKeyDictionary[Transformer, tuple[float, float]] = WeakKeyDictionary()  # of drafting with each model
 _LAYERS = re.compile(r"self:(\d+)(-layers)?")
@@ -43,11 +44,11 @@ def make_speculator(
     """What proposes for a model; None for "none".
 
     draft: "suffix" (what followed the same words before), "auto" (see `automatic`), "self:N-layers" (the model's own
-    first N layers), a folder or hub id of a smaller model with the same vocabulary, or such a model. speculate: the
-    most tokens of a draft; how many are proposed is decided step by step, by what is accepted and what steps cost.
-    accept: "exact" takes what the model would have drawn, so that the text is the one without drafts; "distribution"
-    (for models that draft) takes a token with min(1, p/q), more of them at high temperatures, for another text of the
-    same distribution. tokens: of all sequences together, for which a draft model keeps keys and values.
+    first N layers), a folder or hub id of a smaller model with the same vocabulary (`small_model`), or such a model.
+    speculate: the most tokens of a draft; how many are proposed is decided step by step, by what is accepted and what
+    steps cost. accept: "exact" takes what the model would have drawn, so that the text is the one without drafts;
+    "distribution" (for models that draft) takes a token with min(1, p/q), more of them at high temperatures, for
+    another text of the same distribution. tokens: of all sequences together, whose keys and values a draft model keeps.
 
     Of several ranks that hold a model the first one proposes, alone; all of them call this.
     Raises ConfigError for a draft that does not fit, CheckpointError for a folder that cannot be read.
@@ -103,9 +104,18 @@ def _proposer(model: Transformer, draft: str | Path | Transformer, tokens: int, 
         if found is None:
             raise ConfigError(f"draft is {name!r:.60}; a model drafts for itself as self:int4 or self:N-layers")
         return DraftModel(first_layers(model, int(found[1])), tokens=tokens, name=name, accept=accept)
-    small = fuse_where_it_fits(load(name, dtype=model.dtype, device=str(model.device)))
+    return DraftModel(small_model(name, model), tokens=tokens, name=name, accept=accept)
+
+
+def small_model(name: str, model: Transformer) -> Transformer:
+    """The model of a folder or hub id, to draft for another one: in int8 where both have the fused native steps, since
+    it is read for each token and need not be exact. Raises ConfigError for another vocabulary, CheckpointError.
+    """
+    small = load(name, dtype=model.dtype, device=str(model.device))
     check_vocabulary(small, model, name=name)
-    return DraftModel(small, tokens=tokens, name=name, accept=accept)
+    if model.stack is not None and small.quantization is None and refusal(small) is None:
+        quantize(small, Int8())
+    return fuse_where_it_fits(small)
 
 
 def first_layers(model: Transformer, count: int) -> Transformer:

@@ -60,7 +60,8 @@ class DraftModel:
     """Drafts by a model's own draws."""
 
     def __init__(self, model: Transformer, *, tokens: int, name: str = "model", accept: Accept = "exact") -> None:
-        """tokens: of all sequences together that its cache holds; texts for which there is no room get no drafts.
+        """tokens: of all sequences together that its cache holds; where it is full, a text is begun anew with its last
+        tokens, and gets no drafts where not even those have room.
 
         accept: "distribution" draws with noise of its own, and says from what probabilities.
         """
@@ -132,7 +133,9 @@ class DraftModel:
             places = range(max(0, same - LIMIT), same)
             same = next((at for at in places if known.tokens[at] != text.tokens[known.start + at]), same)
             grown = length - known.start
-            if grown - same > reads or grown + text.room > self.model.config.max_positions:
+            most = _BLOCK_SIZE * (self._blocks.free + self._blocks.count(number))
+            full = grown + text.room > min(self.model.config.max_positions, most)
+            if grown - same > reads or full:  # the end of the text is enough to go on with
                 self._blocks.release(number)
                 known = None
             else:

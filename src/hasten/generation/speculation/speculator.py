@@ -9,7 +9,8 @@ nothing is proposed until it has grown again. So drafts that never help cost `_C
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 from torch import Tensor
 
@@ -25,6 +26,7 @@ _PLAIN_AGAIN = 64  # and one of so many later
 _SEEN = 8  # of so many plain steps one bends the table of costs: a small model's step is short
 _CREDIT = 2.0  # plain steps that drafts may lose
 _INTEREST = 0.01  # of a plain step that they may lose more, with each step
+_LATEST = 16  # steps, by which `active` counts
 _GAIN = 1.02  # a draft must promise so much more than none, because chances and costs are only estimates
 
 
@@ -33,7 +35,8 @@ class SpeculationStats:
     """drafts: sequences in steps that had one; draft_tokens and accepted_tokens of them, accepted also by position.
 
     tokens: all that were taken, in `steps` of the target, plain ones included; rows: how many steps had so many rows.
-    seconds: of proposing.
+    seconds: of proposing; step_seconds: of the steps; plain_seconds: what plain steps would have taken for these
+    tokens, by the table of costs. active: the share of the latest steps that had a draft, near 0 where none pays.
     """
 
     drafts: int = 0
@@ -44,12 +47,26 @@ class SpeculationStats:
     steps: int = 0
     rows: dict[int, int] = field(default_factory=dict)
     seconds: float = 0.0
+    step_seconds: float = 0.0
+    plain_seconds: float = 0.0
+    active: float = 0.0
 
     def __str__(self) -> str:
         return (
             f"[{self.accepted_tokens} of {self.draft_tokens} proposed tokens were taken ({self.acceptance:.0%}), "
-            f"{self.tokens_per_step:.2f} tokens a pass of the model]"
+            f"{self.tokens_per_step:.2f} tokens a pass of the model, about {self.speedup:.2f} times as fast as without]"
         )
+
+    def to_json(self) -> dict[str, Any]:
+        """All that was counted, and what follows from it."""
+        names = ("tokens_per_step", "acceptance", "speedup")
+        return asdict(self) | {name: getattr(self, name) for name in names}
+
+    @property
+    def speedup(self) -> float:
+        """Over the same tokens without drafts, by what steps cost here; proposing counts."""
+        spent = self.step_seconds + self.seconds
+        return self.plain_seconds / spent if spent else 1.0
 
     @property
     def tokens_per_step(self) -> float:
@@ -109,11 +126,12 @@ class Speculator:
         self._asked: tuple[float, float] | None = None  # seconds: proposing in this step, a plain one
         self._texts = 0  # for which drafts were asked in this step
         self._taken = 0  # tokens of this step, of sequences that might have had a draft
+        self._all = (0, 0, 0)  # of this step: sequences, tokens that they took, proposed ones that were checked
 
     def rests(self) -> bool:
         """Begin a step; True: nothing is to be proposed in it, because drafts lost of late."""
         self._drafts.clear()
-        self._asked, self._taken = None, 0
+        self._asked, self._taken, self._all = None, 0, (0, 0, 0)
         self._credit = min(_CREDIT, self._credit + _INTEREST)
         plain = self.stats.steps < _PLAIN or self.stats.steps % _PLAIN_AGAIN == 0
         return not self.always and (self._credit < 0 or plain)
@@ -155,6 +173,7 @@ class Speculator:
         """
         stats, draft = self.stats, self._drafts.get(number)
         stats.tokens += taken
+        self._all = self._all[0] + 1, self._all[1] + taken, self._all[2] + checked
         self._taken += 0 if draft is None else taken
         if draft is None or not checked or not taken:  # none: its constraint failed
             return
@@ -169,9 +188,14 @@ class Speculator:
 
     def stepped(self, rows: int, context: float, seconds: float) -> None:
         """The target's step over so many rows took so long."""
-        self.stats.steps += 1
-        self.stats.rows[rows] = self.stats.rows.get(rows, 0) + 1
-        if self._asked is None and self.stats.steps > _SEEN and self.stats.steps % _SEEN:
+        stats, (sequences, taken, checked) = self.stats, self._all
+        stats.steps += 1
+        stats.rows[rows] = stats.rows.get(rows, 0) + 1
+        stats.active += (bool(checked) - stats.active) / _LATEST
+        without = self.cost.seconds(rows - checked, context) / self.cost.seconds(rows, context) if checked else 1.0
+        stats.step_seconds += seconds
+        stats.plain_seconds += seconds * without * (taken / sequences if sequences else 1.0)
+        if self._asked is None and stats.steps > _SEEN and stats.steps % _SEEN:
             return
         self.cost.observe(rows, context, seconds)
         if self._asked is not None:
