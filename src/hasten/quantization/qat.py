@@ -23,7 +23,7 @@ from hasten.model.formats.record import LayerFormat
 from hasten.model.swap import take_over
 from hasten.model.transformer import Transformer
 from hasten.ops.linear.weights import INT8, QuantizedWeight, WeightFormat, int4_format
-from hasten.quantization.rounding import stored_scale
+from hasten.quantization.rounding import round_weight, stored_scale
 from hasten.quantization.schemes import layers_to_quantize
 
 
@@ -59,7 +59,7 @@ class FakeQuantized(nn.Linear):
     rounding: FakeRounding
     bits: int
     mix: Tensor
-    scales: nn.Parameter | None
+    scales: nn.Parameter | None  # as `_logarithms`: an optimizer's step then changes every scale by the same share
 
     @classmethod
     def of(cls, linear: nn.Linear, rounding: FakeRounding) -> "FakeQuantized":
@@ -73,10 +73,11 @@ class FakeQuantized(nn.Linear):
         new.scales = None
         if rounding.learned and rounding.bits < 8:
             exact = new.exact.detach().float()
-            # LSQ's own start: twice the mean size over the root of the largest level.
-            start = 2 * exact.unflatten(1, (-1, width)).abs().mean(-1, keepdim=True)
-            start = start.clamp(min=1e-8) / math.sqrt(2 ** (rounding.bits - 1) - 1)
-            new.scales = nn.Parameter(start.flatten())  # one dimension: optimizers decay matrices, not these
+            if rounding.bits == 2:  # four levels a step apart serve normally distributed weights best so
+                start = 1.25 * exact.unflatten(1, (-1, width)).abs().mean(-1)
+            else:
+                start = round_weight(exact, rounding.format).scales.float() * (1 - 2**-11)  # `stored_scale` rounds up
+            new.scales = nn.Parameter(_logarithms(start.flatten()))  # one dimension: matrices decay, not these
         return new
 
     @property
@@ -121,10 +122,10 @@ class FakeQuantized(nn.Linear):
                 return self._round(groups / scale, bits).clamp(low, high), scale
         # The gradient of a scale is made as large as those of the weights it serves.
         share = 1 / math.sqrt(self.group * max(1, high))
-        scales = self.scales.view(self.out_features, -1, 1)
+        scales = _numbers(self.scales).view(self.out_features, -1, 1)
         scale = scales * share + (scales * (1 - share)).detach()
         unit = 2 if bits == 2 else 1  # two bits are stored in units of half a step
-        held = stored_scale(scales.detach().abs() / unit, self.rounding.format.scale_dtype) * unit
+        held = stored_scale(scales.detach().abs() / unit, self.rounding.format.scale_dtype) * unit * scales.sign()
         scale = scale + (held - scale).detach()
         inside = (groups / scale).clamp(low, high + (1 if bits == 2 else 0))
         return inside + (self._round(inside, bits) - inside).detach(), scale
@@ -150,6 +151,18 @@ class FakeQuantized(nn.Linear):
             levels, scale = 2 * levels, scale / 2
         values = (levels.flatten(1) + format.middle).to(torch.int8 if format == INT8 else torch.uint8)
         return QuantizedWeight(format=format, values=values, scales=scale.squeeze(-1).to(format.scale_dtype))
+
+
+def _logarithms(scales: Tensor) -> Tensor:
+    """Of scales of either sign, which these keep: counted from e^-40, which is below the smallest, and a tenth."""
+    return torch.where(scales < 0, -1, 1) * (scales.abs().clamp(min=1e-6).log() / 10 + 4)
+
+
+def _numbers(logarithms: Tensor) -> Tensor:
+    """The scales. A step of Adam's is as large as the learning rate, whatever the gradient; a scale is small, so that
+    its logarithm is trained (arXiv 1903.08066), with ten times the rate: at 1e-4 a step is 0.1% of it.
+    """
+    return logarithms.sign() * (10 * (logarithms.abs() - 4)).exp()
 
 
 class FakeQuantizedEmbedding(nn.Embedding):

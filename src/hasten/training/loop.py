@@ -11,7 +11,7 @@ from hasten.machine.measured import known
 from hasten.training import budget, checkpoints, display
 from hasten.training.checkpoint_state import TrainingState
 from hasten.training.journal import Journal
-from hasten.training.layer_drop import block_scales_of_step
+from hasten.training.layer_drop import block_scales_of_step, kept_share
 from hasten.training.qat import bits_of_step
 from hasten.training.random_state import RandomState
 from hasten.training.recipe import Recipe
@@ -132,7 +132,7 @@ class Loop:
             "spike": spike,
         }
         if block_scales is not None:
-            line["kept_blocks"] = _rounded(_kept(block_scales))
+            line["kept_blocks"] = _rounded(kept_share(block_scales))
         if self.setup.step.precision.scales:
             line |= {"scale": self.setup.step.precision.scale(), "skipped": skipped}
         return line
@@ -253,11 +253,6 @@ class Loop:
             background=background,
             also=self.folder.best if best else None,
         )
-
-
-def _kept(block_scales: list[list[float]]) -> float:
-    """The share of the blocks that a step ran."""
-    return sum(scale > 0 for own in block_scales for scale in own) / sum(map(len, block_scales))
 
 
 def _rounded(value: float | None) -> float | None:
