@@ -10,9 +10,9 @@ from hasten.errors import ConfigError
 from hasten.training.evaluate import Validation
 from hasten.training.journal import read
 from hasten.training.precision import Precision
-from hasten.training.recipe import Qat
+from hasten.training.recipe import Lora, Qat
 from hasten.training.session import train
-from hasten.training.setup import prepare_data
+from hasten.training.setup import prepare_data, set_up
 from hasten.training.step import TrainStep
 
 CASES = {
@@ -50,6 +50,31 @@ def test_the_folder_has_the_loss_that_was_trained(recipe, name):
     assert set(model.quantization or {}) == kept(CASES[name])
     losses = [line["loss"] for line in read(result.folder / "train.jsonl")]
     assert losses[-1] < losses[0] - 0.5, "it learns"
+
+
+@pytest.mark.filterwarnings("ignore:no kernel takes a quantized weight like")
+def test_an_adapter_is_rounded_with_the_weights_it_stands_beside(recipe, tmp_path):
+    base = train(wide(recipe, name="base", steps=10), progress=False).model_folder
+    lora, qat = Lora(rank=4, targets=("q_proj", "down_proj")), Qat(bits=3, activations="float")
+    made = recipe(name="both", init=str(base), lora=lora, qat=qat, steps=10, learning_rate=1e-2, export="last")
+    setup = set_up(made, progress=False)
+    trained = {name.rpartition(".")[2] for name, one in setup.model.named_parameters() if one.requires_grad}
+    assert trained == {"a", "b", "scales"}
+    result = train(made, progress=False)
+    assert result.model_folder.name == "model"
+    losses = [line["loss"] for line in read(result.folder / "train.jsonl")]
+    assert losses[-1] < losses[0] - 0.1
+    data = prepare_data(made, init=base, progress=False)
+    rows, count = made.data.batch_size, made.run.validation_batches
+    validation = Validation(data.validation, batch_size=rows, sequence_length=made.data.context, batches=count)
+    loaded = hasten.load(result.model_folder)
+    loss = validation.loss(TrainStep(loaded, None, Precision("float32", torch.device("cpu"))))
+    assert loss == pytest.approx(result.validation_loss, abs=1e-5)
+    before = hasten.load(base).blocks[0].attention
+    assert torch.unique(loaded.blocks[0].attention.q.weight[0, :32]).numel() <= 8
+    assert not torch.equal(loaded.blocks[0].attention.q.weight, before.q.weight)
+    with pytest.raises(ConfigError, match=r"set lora\.dropout 0"):
+        replace(made, lora=replace(lora, dropout=0.1)).check()
 
 
 def kept(qat):

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from hasten.errors import ConfigError
 from hasten.model.export import Quantized
 from hasten.model.formats.record import LayerFormat
+from hasten.model.lora import LoRALinear, attached
 from hasten.model.swap import take_over
 from hasten.model.transformer import Transformer
 from hasten.ops.linear.weights import INT8, QuantizedWeight, WeightFormat, int4_format
@@ -54,22 +55,28 @@ class FakeQuantized(nn.Linear):
     """A linear layer whose `weight` is the rounded one. `bits` and `mix` may change from step to step.
 
     mix: 0-dim, the share of the exact weight in the one that is multiplied with. scales: (N · groups,), if learned.
+    a (r, K), b (N, r): of an adapter that is rounded with the frozen weight it stands beside, `added` times B·A.
     """
 
     rounding: FakeRounding
     bits: int
     mix: Tensor
+    a: nn.Parameter | None
+    b: nn.Parameter | None
+    added: float
     scales: nn.Parameter | None  # as `_logarithms`: an optimizer's step then changes every scale by the same share
 
     @classmethod
-    def of(cls, linear: nn.Linear, rounding: FakeRounding) -> "FakeQuantized":
+    def of(cls, linear: nn.Linear | LoRALinear, rounding: FakeRounding) -> "FakeQuantized":
         """In the place of `linear`, with its parameters. Raises ConfigError for a width that is no whole group."""
-        new = take_over(cls, linear)
+        plain, factors = (linear.base, attached(linear)[""]) if isinstance(linear, LoRALinear) else (linear, None)
+        new = take_over(cls, plain)
+        new.a, new.b, new.added = (None, None, 0.0) if factors is None else (factors.a, factors.b, factors.scale)
         new.rounding, new.bits = rounding, rounding.bits
         width = new.group
         if new.in_features % width:
             raise ConfigError(f"a layer of {new.in_features} inputs cannot be cut into groups of {width}")
-        new.register_buffer("mix", torch.zeros((), device=linear.weight.device), persistent=False)
+        new.register_buffer("mix", torch.zeros((), device=new.exact.device), persistent=False)
         new.scales = None
         if rounding.learned and rounding.bits < 8:
             exact = new.exact.detach().float()
@@ -87,10 +94,10 @@ class FakeQuantized(nn.Linear):
 
     @property
     def exact(self) -> Tensor:
-        """The parameter."""
+        """The parameter, and what an adapter adds to it."""
         found = self._parameters["weight"]
         assert found is not None
-        return found
+        return found if self.a is None or self.b is None else found + self.added * (self.b @ self.a)
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
@@ -185,8 +192,9 @@ def fake_quantize(
             continue
         if name == "head":  # what comes in is not rounded: the loss reads the weight
             own = replace(rounding, activations="float", bits=8 if head == "int8" else rounding.bits)
+        name = name.removesuffix(".base")
         layer = model.get_submodule(name)
-        assert isinstance(layer, nn.Linear), "a quantized model is refused before"
+        assert isinstance(layer, nn.Linear | LoRALinear), "a quantized model is refused before"
         tied = name == "head" and model.tied
         model.set_submodule(name, new := FakeQuantized.of(layer, own))
         if tied:
@@ -206,7 +214,7 @@ def as_stored(model: Transformer) -> Quantized:
         layer.bits = layer.rounding.bits
         model.set_submodule(name, plain := take_over(nn.Linear, layer))
         # Dictionaries of its own: the rounding layer is still asked for its numbers.
-        plain._parameters = {one: tensor for one, tensor in layer._parameters.items() if one != "scales"}
+        plain._parameters = {"weight": nn.Parameter(layer.exact.detach()), "bias": layer.bias}
         plain._buffers = {}
     if isinstance(model.embedding, FakeQuantizedEmbedding):
         model.embedding = take_over(nn.Embedding, model.embedding)

@@ -1,5 +1,6 @@
 """Quantization-aware training as a recipe asks for it."""
 
+from hasten.errors import ConfigError
 from hasten.model.transformer import Transformer
 from hasten.quantization.qat import FakeRounding, bits_at, fake_quantize, set_bits
 from hasten.training.recipe import Qat
@@ -9,6 +10,10 @@ def round_while_training(model: Transformer, qat: Qat) -> None:
     """Technique: linear layers multiply with what their weights will be stored as."""
     if qat.bits is None:
         return
+    if model.quantization:
+        raise ConfigError(
+            "qat.bits rounds plain weights, and these are quantized; set lora.base auto and a plain --init"
+        )
     rounding = FakeRounding(
         bits=qat.bits,
         group_size=qat.group_size,
