@@ -88,6 +88,8 @@ def _wrong_rounding(qat: Qat) -> Iterator[str]:
             yield f"qat.start_bits is {qat.start_bits}; it must be above qat.bits ({qat.bits}) and at most 16"
         if qat.learned_scales:
             yield "qat.start_bits changes the levels, which learned scales cannot follow; give --qat.no-learned-scales"
+    if qat.eigenvalue_steps and qat.start_bits is None:
+        yield "qat.eigenvalue_steps stretches the periods in which bits fall; give qat.start_bits, too"
     if qat.bits is None and (qat.start_bits is not None or qat.stochastic):
         yield "qat.start_bits and qat.stochastic say how training rounds to qat.bits; give that too"
     if qat.bits is not None and qat.stochastic and qat.learned_scales:
