@@ -2,6 +2,7 @@
 
     python benchmarks/plan.py --json benchmarks/results/plan.json            # memory, then speed
     python benchmarks/plan.py --only memory --json …                         # keeps the other half of the file
+    python benchmarks/plan.py --only speed --minutes 8 --json …              # in pieces: goes on where it ended
 
 Each case runs in a process of its own, forked from one that has imported everything. Memory: the peak of the resident
 set above what a tiny model of the same kind left behind. Speed: what `hasten plan` predicts from a few measured blocks,
@@ -296,6 +297,8 @@ class Planned:
     """predictions: those of memory anew, beside what was measured before (after the count has changed)."""
     cases: tuple[str, ...] = ()
     """Some of the cases, all by default."""
+    minutes: float = 1e9
+    """Begin no case after so many. The next run leaves out what this one has measured: the file says which."""
 
     def run(self) -> None:
         """Measure and write."""
@@ -312,11 +315,17 @@ class Planned:
         torch.set_num_threads(1)  # no threads before the forks
         for name in self.cases or ("llama, LoRA", "generate, int4", "serve, batch 4"):  # import everything
             warm_up(CASES[name])
+        end = time.monotonic() + 60 * self.minutes
+        done = report.setdefault("done", {})  # by what: the cases of a measurement that has not come to its end
         for what, call in (("memory", memory), ("speed", speed)):
             for name in self.cases or CASES:
-                if self.only not in ("both", what):
+                if self.only not in ("both", what) or name in done.get(what, ()) or time.monotonic() > end:
                     continue
                 found = in_a_process(call, name)
+                if "error" not in found:
+                    done.setdefault(what, []).append(name)
+                if set(done.get(what, ())) >= set(CASES):
+                    del done[what]  # the next run measures all anew
                 report["cases"].setdefault(name, {"use": CASES[name].options.use})[what] = found
                 said = found.get("error") or found.get("ratios") or found["predicted_bytes"] / found["measured_bytes"]
                 print(f"{what:7} {name:36} {said}", flush=True)

@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
@@ -34,19 +35,26 @@ class QatBenchmark:
     recipe: str = "code-25m"
     """The recipe it was trained with: it says on which text, and which files are held out."""
 
-    steps: int = 80
+    steps: int = 200
     """Of training on."""
 
     batch_size: int = 8
-    learning_rate: float = 2e-4
-    """Of AdamW, falling to none."""
+
+    optimizer: str = "muon"
+    """As the model was trained."""
+
+    learning_rate: float = 1e-4
+    """Falling to none."""
+
+    qat_rate: float | None = None
+    """While rounded, where it is another."""
 
     seeds: tuple[int, ...] = (0, 1, 2)
     """int2 is measured with the first only."""
 
     cases: tuple[str, ...] = tuple(CASES)
-    methods: tuple[str, ...] = ("rtn", "gptq", "sign")
-    """Without training; the others than rtn with the first seed's model only."""
+    methods: tuple[str, ...] = ("rtn", "gptq", "gptaq", "sign")
+    """Without training."""
 
     kilobytes: int = 150
     """Of held-out text."""
@@ -54,78 +62,117 @@ class QatBenchmark:
     samples: int = 64
     """Of calibration, of 512 tokens."""
 
+    work: Path | None = None
+    """Where the trained models are kept, so that another run goes on; a temporary folder by default."""
+
+    minutes: float = 1e9
+    """Begin nothing after so many; the next run with the same output and work folder goes on."""
+
     output: Path | None = None
-    """Where to write the JSON; the rows are printed in any case."""
+    """Where to write the JSON, after each row; the rows are printed in any case."""
 
     def run(self) -> None:
-        from hasten.machine import describe
-        from hasten.machine.files import write_json
-
-        rows: list[dict[str, Any]] = []
         with tempfile.TemporaryDirectory(prefix="hasten-qat-") as name:
-            place = Path(name)
-            held = write_texts(place / "held-out.jsonl", held_out(self.kilobytes * 1000, self.recipe))
-            known = write_texts(place / "calibration.jsonl", seen(4_000_000, self.recipe))
-            for seed in self.seeds:
-                plain, seconds, peak = self.trained(place, f"plain-{seed}", seed, [])
-                base = scored(plain, held)
-                rows.append({"case": "plain", "way": "trained", "seed": seed, "loss": base, "seconds": seconds})
-                rows[-1]["peak_memory_bytes"] = peak
-                print(rows[-1], flush=True)
-                for case in self.cases:
-                    bits, group = CASES[case]
-                    if seed != self.seeds[0] and bits == 2:
-                        continue
-                    options = ["--qat.bits", str(bits), "--qat.group-size", str(group), "--qat.activations", "float"]
-                    folder, seconds, peak = self.trained(place, f"qat{bits}-{seed}", seed, options)
-                    row = {"case": case, "way": "qat", "seed": seed, "loss": scored(folder, held), "plain": base}
-                    rows.append(row | {"seconds": seconds, "peak_memory_bytes": peak})
-                    print(rows[-1], flush=True)
-                    for method in self.methods if seed == self.seeds[0] else self.methods[:1]:
-                        options = ["--scheme", f"int{bits}", "--group-size", str(group), "--lm-head", "none"]
-                        options += [*METHODS[method], "--activations", "float", "--output", str(place / "out")]
-                        if method != "rtn":
-                            options += ["--calibration", str(known), "--samples", str(self.samples)]
-                        command(["quantize", str(plain), *options])
-                        loss = scored(place / "out", held)
-                        rows.append({"case": case, "way": method, "seed": seed, "loss": loss, "plain": base})
-                        print(rows[-1], flush=True)
-                        shutil.rmtree(place / "out")
-        result = {"schema": 1, "machine": describe().to_json(), "settings": self.settings(), "rows": rows}
-        result["recovered"] = recovered(rows)
-        print(json.dumps(result["recovered"], indent=1))
-        if self.output is not None:
-            write_json(self.output, result)
+            place = self.work or Path(name)
+            place.mkdir(parents=True, exist_ok=True)
+            if Measuring(self, place).all():
+                print(f"--minutes {self.minutes:g} are over: the same command goes on", flush=True)
 
     def settings(self) -> dict[str, Any]:
         """All but where things lie."""
-        names = ("recipe", "steps", "batch_size", "learning_rate", "kilobytes", "samples")
+        names = ("recipe", "steps", "batch_size", "optimizer", "learning_rate", "qat_rate", "kilobytes", "samples")
         return {name: getattr(self, name) for name in names}
 
-    def trained(self, place: Path, name: str, seed: int, options: list[str]) -> tuple[Path, float, int]:
-        """The folder of a model that is trained on, the seconds of its steps, and the process's peak memory."""
+
+class Measuring:
+    """The rows so far, and how the next one is made."""
+
+    def __init__(self, options: QatBenchmark, place: Path) -> None:
+        self.options, self.place, self.rows = options, place, []
+        self.end = time.monotonic() + 60 * options.minutes
+        output = options.output
+        if output is not None and output.exists():
+            before = json.loads(output.read_text())
+            if before["settings"] != options.settings():
+                raise SystemExit(f"{output} has rows of other settings: move it away, or give the same")
+            self.rows: list[dict[str, Any]] = before["rows"]
+        self.held = write_texts(place / "held-out.jsonl", held_out(options.kilobytes * 1000, options.recipe))
+        self.known = write_texts(place / "calibration.jsonl", seen(4_000_000, options.recipe))
+
+    def all(self) -> bool:
+        """Make what is missing; whether the minutes ended before."""
+        for seed in self.options.seeds:
+            for case in ("plain", *self.options.cases):
+                if seed != self.options.seeds[0] and case.startswith("int2"):
+                    continue
+                ways = ("trained",) if case == "plain" else ("qat", *self.options.methods)
+                for way in ways:
+                    if any((row["case"], row["way"], row["seed"]) == (case, way, seed) for row in self.rows):
+                        continue
+                    if time.monotonic() > self.end:
+                        return True
+                    self.add({"case": case, "way": way, "seed": seed} | self.measured(case, way, seed))
+        return False
+
+    def measured(self, case: str, way: str, seed: int) -> dict[str, Any]:
+        """The loss, that of the plain model beside it, and what training took."""
+        if case == "plain":
+            return self.trained(f"plain-{seed}", seed, self.options.learning_rate, [])
+        (bits, group), plain = CASES[case], self.place / "runs" / f"plain-{seed}" / "model"
+        base = {"plain": next(row["loss"] for row in self.rows if (row["case"], row["seed"]) == ("plain", seed))}
+        if way == "qat":
+            options = ["--qat.bits", str(bits), "--qat.group-size", str(group), "--qat.activations", "float"]
+            rate = self.options.qat_rate or self.options.learning_rate
+            return self.trained(f"qat{bits}-{group}-{seed}", seed, rate, options) | base
+        out = self.place / "out"
+        shutil.rmtree(out, ignore_errors=True)
+        options = ["--scheme", f"int{bits}", "--group-size", str(group), "--lm-head", "none", *METHODS[way]]
+        options += ["--activations", "float", "--output", str(out)]
+        if way != "rtn":
+            options += ["--calibration", str(self.known), "--samples", str(self.options.samples)]
+        command(["quantize", str(plain), *options])
+        return {"loss": scored(out, self.held)} | base
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Print and write."""
+        from hasten.machine import describe
+        from hasten.machine.files import write_json
+
+        self.rows.append(row)
+        print(row, flush=True)
+        result = {"schema": 1, "machine": describe().to_json(), "settings": self.options.settings(), "rows": self.rows}
+        result["recovered"] = recovered(self.rows)
+        if self.options.output is not None:
+            write_json(self.options.output, result)
+
+    def trained(self, name: str, seed: int, rate: float, options: list[str]) -> dict[str, Any]:
+        """Of a model that is trained on: its loss, the seconds of its steps, and the process's peak memory."""
+        asked, runs = self.options, self.place / "runs"
+        shutil.rmtree(runs / name, ignore_errors=True)
         own = {
-            "--init": self.model,
+            "--init": asked.model,
             "--name": name,
-            "--data.batch-size": self.batch_size,
-            "--optimizer.kind": "adamw",
-            "--optimizer.learning-rate": self.learning_rate,
-            "--schedule.warmup-steps": 5,
-            "--run.steps": self.steps,
-            "--run.validate-every": self.steps,
+            "--data.batch-size": asked.batch_size,
+            "--optimizer.kind": asked.optimizer,
+            "--optimizer.learning-rate": rate,
+            "--schedule.warmup-steps": min(20, asked.steps // 4),
+            "--schedule.kind": "cosine",
+            "--schedule.final-fraction": 0.0,
+            "--run.steps": asked.steps,
+            "--run.validate-every": asked.steps,
             "--run.validation-batches": 1,
-            "--run.checkpoint-every": self.steps,
+            "--run.checkpoint-every": asked.steps,
             "--run.seed": seed,
-            "--run.folder": place / "runs",
+            "--run.folder": runs,
         }
         given = [str(one) for pair in own.items() for one in pair]
-        child = subprocess.Popen([sys.executable, "-m", "hasten", "train", self.recipe, *given, *options])
+        child = subprocess.Popen([sys.executable, "-m", "hasten", "train", asked.recipe, *given, *options])
         _, status, used = os.wait4(child.pid, 0)
         if status:
             raise SystemExit(f"training {name} ended with status {status}")
-        folder = place / "runs" / name
-        last = json.loads((folder / "train.jsonl").read_text().splitlines()[-1])
-        return folder / "model", last["seconds"], used.ru_maxrss * 1024
+        last = json.loads((runs / name / "train.jsonl").read_text().splitlines()[-1])
+        loss = scored(runs / name / "model", self.held)
+        return {"loss": loss, "seconds": last["seconds"], "peak_memory_bytes": used.ru_maxrss * 1024}
 
 
 def scored(folder: Path, held: Path) -> float:
@@ -137,15 +184,13 @@ def scored(folder: Path, held: Path) -> float:
 
 def recovered(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
     """Of the loss that rounding to nearest adds, the share that each way gets back: by case and way, over seeds."""
+    nearest = {(row["case"], row["seed"]): row["loss"] for row in rows if row["way"] == "rtn"}
     found: dict[str, dict[str, list[float]]] = {}
     for row in rows:
-        if row["way"] in ("trained", "rtn"):
-            continue
-        nearest = next(
-            one["loss"] for one in rows if (one["case"], one["seed"], one["way"]) == (row["case"], row["seed"], "rtn")
-        )
-        share = (nearest - row["loss"]) / (nearest - row["plain"])
-        found.setdefault(row["case"], {}).setdefault(row["way"], []).append(share)
+        if row["way"] not in ("trained", "rtn") and (row["case"], row["seed"]) in nearest:
+            cost = nearest[row["case"], row["seed"]]
+            share = (cost - row["loss"]) / (cost - row["plain"])
+            found.setdefault(row["case"], {}).setdefault(row["way"], []).append(share)
     return {case: {way: mean(shares) for way, shares in ways.items()} for case, ways in found.items()}
 
 

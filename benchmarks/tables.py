@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
+import article_tables
 import checkpoint_memory
 import kill_ranks
 import profile_tables
@@ -34,7 +35,8 @@ from renderers import RENDERERS, Report, markdown
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-TABLES = RENDERERS | profile_tables.TABLES | DRAFTING | {"lora": lora, "lora cost": lora_cost}
+TABLES = RENDERERS | profile_tables.TABLES | article_tables.TABLES | DRAFTING
+TABLES |= {"lora": lora, "lora cost": lora_cost}
 TABLES |= {"plan memory": plan_memory, "plan speed": plan_speed, "plan-ranks": plan_ranks, "plan-70b": plan_70b}
 for name, table in {
     "checkpoint-memory": checkpoint_memory.table,

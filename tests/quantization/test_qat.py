@@ -34,7 +34,7 @@ def test_what_is_stored_is_what_was_trained(bits, group, learned, rows, seed):
     made = layer(rows, 256, seed, bits=bits, group_size=group, learned=learned)
     if made.scales is not None:
         with torch.no_grad():
-            made.scales.mul_(torch.rand(made.scales.shape, generator=torch.Generator().manual_seed(seed)) + 0.5)
+            made.scales.add_(torch.rand(made.scales.shape, generator=torch.Generator().manual_seed(seed)) - 0.5)
     stored = made.quantized()
     assert torch.equal(stored.dequantize(), made.weight.detach())
     assert made.weight.unique().numel() <= 2**bits * made.out_features * (256 // made.group)
@@ -66,14 +66,34 @@ def test_gradients_of_learned_scales_are_lsqs(bits):
         for g in range(2):
             s, ds = float(stored.scales[n, g]) * (2 if bits == 2 else 1), 0.0
             for k in range(32 * g, 32 * g + 32):
-                v, up = made.exact[n, k].item() / s, float(upstream[n, k])
+                v, up = (made.exact[n, k] / s).item(), float(upstream[n, k])
                 near = min(max(v, low), high)
                 level = max(min(math.floor(v), 1), -2) + 0.5 if bits == 2 else round(near)  # to even, as torch
-                inside = low < v < high + (bits == 2)
+                inside = low <= v <= high + (bits == 2)  # v is in units of the scale, which may be negative
                 assert made.exact.grad[n, k] == pytest.approx(up if inside else 0.0, abs=1e-6)
                 ds += up * (level - v if inside else level)
             share = 1 / (32 * max(1, high)) ** 0.5
-            assert made.scales.grad.view(6, 2)[n, g] == pytest.approx(ds * share, rel=1e-3, abs=1e-4)
+            # Trained is a tenth of a logarithm (the sign stays).
+            assert made.scales.grad.view(6, 2)[n, g] == pytest.approx(10 * abs(s) * ds * share, rel=5e-3, abs=1e-3)
+
+
+@pytest.mark.parametrize("group", [32, 0])
+@pytest.mark.parametrize("bits", [4, 3])
+def test_learned_scales_start_where_rounding_to_nearest_puts_them(bits, group):
+    made = layer(bits=bits, group_size=group)
+    nearest = round_weight(made.exact.detach(), made.rounding.format).scales.float()
+    assert torch.equal(made.quantized().scales.float(), nearest)
+    assert torch.equal(made.quantized().values, round_weight(made.exact.detach(), made.rounding.format).values)
+    assert (nearest < 0).any(), "either sign: the lowest integer is the largest value's"
+    made.scales.grad = torch.ones_like(made.scales)
+    torch.optim.SGD([made.scales], lr=0.025).step()
+    sizes = made.quantized().scales.float() / nearest
+    torch.testing.assert_close(
+        sizes[nearest > 0], torch.full_like(sizes[nearest > 0], math.exp(-0.25)), rtol=0.02, atol=0
+    )
+    torch.testing.assert_close(
+        sizes[nearest < 0], torch.full_like(sizes[nearest < 0], math.exp(0.25)), rtol=0.02, atol=0
+    )
 
 
 def test_without_learned_scales_the_gradient_goes_straight_through():

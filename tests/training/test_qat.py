@@ -1,18 +1,22 @@
 """A recipe with quantization-aware training: the exported folder has the loss that was trained."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 import hasten
 from hasten.errors import ConfigError
+from hasten.quantization.qat import fake_layers, set_bits
+from hasten.training.checkpoint_state import find
 from hasten.training.evaluate import Validation
 from hasten.training.journal import read
 from hasten.training.precision import Precision
-from hasten.training.recipe import Qat
+from hasten.training.qat import bits_of_step, block_eigenvalues
+from hasten.training.recipe import Lora, Qat
 from hasten.training.session import train
-from hasten.training.setup import prepare_data
+from hasten.training.setup import prepare_data, set_up
 from hasten.training.step import TrainStep
 
 CASES = {
@@ -50,6 +54,59 @@ def test_the_folder_has_the_loss_that_was_trained(recipe, name):
     assert set(model.quantization or {}) == kept(CASES[name])
     losses = [line["loss"] for line in read(result.folder / "train.jsonl")]
     assert losses[-1] < losses[0] - 0.5, "it learns"
+
+
+@pytest.mark.filterwarnings("ignore:no kernel takes a quantized weight like")
+def test_an_adapter_is_rounded_with_the_weights_it_stands_beside(recipe, tmp_path):
+    base = train(wide(recipe, name="base", steps=10), progress=False).model_folder
+    lora, qat = Lora(rank=4, targets=("q_proj", "down_proj")), Qat(bits=3, activations="float")
+    made = recipe(name="both", init=str(base), lora=lora, qat=qat, steps=10, learning_rate=1e-2, export="last")
+    setup = set_up(made, progress=False)
+    trained = {name.rpartition(".")[2] for name, one in setup.model.named_parameters() if one.requires_grad}
+    assert trained == {"a", "b", "scales"}
+    result = train(made, progress=False)
+    assert result.model_folder.name == "model"
+    losses = [line["loss"] for line in read(result.folder / "train.jsonl")]
+    assert losses[-1] < losses[0] - 0.1
+    data = prepare_data(made, init=base, progress=False)
+    rows, count = made.data.batch_size, made.run.validation_batches
+    validation = Validation(data.validation, batch_size=rows, sequence_length=made.data.context, batches=count)
+    loaded = hasten.load(result.model_folder)
+    loss = validation.loss(TrainStep(loaded, None, Precision("float32", torch.device("cpu"))))
+    assert loss == pytest.approx(result.validation_loss, abs=1e-5)
+    before = hasten.load(base).blocks[0].attention
+    assert torch.unique(loaded.blocks[0].attention.q.weight[0, :32]).numel() <= 8
+    assert not torch.equal(loaded.blocks[0].attention.q.weight, before.q.weight)
+    with pytest.raises(ConfigError, match=r"set lora\.dropout 0"):
+        replace(made, lora=replace(lora, dropout=0.1)).check()
+
+
+def test_curvature_stretches_the_periods(recipe):
+    """The eigenvalue is the largest of the Hessian that torch differentiates twice."""
+    qat = Qat(bits=4, group_size=0, learned_scales=False, start_bits=8, period=3, eigenvalue_steps=60)
+    made = wide(
+        recipe, name="curved", qat=qat, steps=14, attention="reference", loss="reference", fused_activation=False
+    )
+    small = replace(made, model=replace(made.model, hidden_size=16, heads=1, feed_forward=16))
+    setup = set_up(small, progress=False)
+    batch, model = setup.batches.batch(0), setup.model
+    set_bits(model, 4, 1.0)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    found = block_eigenvalues(model, batch, 60)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    for block, value in zip(model.blocks, found, strict=True):
+        weights = [p for p in block.parameters() if p.dim() == 2]
+        step = TrainStep(model, None, Precision("float32", torch.device("cpu")))
+        first = torch.autograd.grad(step.loss(batch) / batch.targets.numel(), weights, create_graph=True)
+        flat = torch.cat([g.flatten() for g in first])
+        rows = [torch.autograd.grad(one, weights, retain_graph=True, allow_unused=True) for one in flat]
+        hessian = torch.stack([torch.cat([g.flatten() for g in row]) for row in rows])
+        assert value == pytest.approx(torch.linalg.eigvalsh(hessian.double()).abs().max().item(), rel=0.05)
+    train(small, progress=False)
+    stretch = find(Path(small.run.folder) / "curved" / "checkpoints" / "last").progress.stretch
+    assert sorted(stretch)[-1] == 5, "the most curved block takes five times as long"
+    bits_of_step(model, qat, 3, [1, 5])
+    assert [layer.bits for layer in fake_layers(model).values()] == [7] * 7 + [8] * 7
 
 
 def kept(qat):

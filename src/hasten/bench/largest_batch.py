@@ -58,7 +58,7 @@ class LargestBatch(StepOptions):
                 process: dict[str, Any] = {"device": device, "threads": self.threads, "seed": self.seed}
                 arguments = {"recipe": own, "config": config, "steps": STEPS, "device": device}
                 setup = "hasten.bench.largest_batch:LimitedRung"
-                tries = self._search(Rung(name, words, setup, arguments, **process, compile_cache=cache))
+                tries = self.search(Rung(name, words, setup, arguments, **process, compile_cache=cache))
             rows.append(
                 {
                     "name": name,
@@ -108,7 +108,7 @@ class LargestBatch(StepOptions):
             say(f"{row['name']}: a batch of {row['largest_batch']} fits {self.memory:g} GiB")
         return any(row["largest_batch"] for row in report["rows"])
 
-    def _search(self, rung: Rung) -> dict[int, bool]:
+    def search(self, rung: Rung) -> dict[int, bool]:
         """Whether each batch size that was tried fits."""
         tries: dict[int, bool] = {}
         recipe: Recipe = rung.arguments["recipe"]

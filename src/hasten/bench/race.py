@@ -21,6 +21,7 @@ from hasten.bench.table import machine_line, print_ladder
 from hasten.bench.train import known_recipe, with_batch
 from hasten.bench.train_rungs import recipes
 from hasten.machine import resolve_device
+from hasten.planning.cost import training_flops_per_token
 from hasten.training.recipe import Recipe
 from hasten.training.schedules import learning_rate
 
@@ -129,6 +130,7 @@ class RaceRung:
         self.setup = set_up(recipe, progress=False)
         self.source = self.setup.batches.iterate(0)
         self.step = self.tokens = 0
+        self.scales: list[list[float]] = []
         self.spent = 0.0
         start = time.perf_counter()
         self._one()  # compiles; what it learns counts, its time is told apart
@@ -146,18 +148,26 @@ class RaceRung:
 
     def measure(self) -> dict[str, float]:
         """Train for about `seconds`; then the validation loss. training_seconds and step: since the beginning."""
+        from hasten.training.layer_drop import kept_share
+
         start, tokens = time.perf_counter(), self.tokens
+        self.scales = []
         while time.perf_counter() - start < self.seconds:
             loss = self._one()
         elapsed = time.perf_counter() - start
         self.spent += elapsed
-        return {
+        found = {
             "tokens_per_second": (self.tokens - tokens) / elapsed,
             "training_seconds": self.spent,
             "step": float(self.step),
             "loss": loss,
             "validation_loss": self._validate(),
         }
+        if self.scales:  # blocks that were left out are no work
+            config, length = self.setup.model.config, self.recipe.data.context
+            kept = kept_share(self.scales)
+            found |= {"kept_blocks": kept, "flops_per_token": training_flops_per_token(config, length, kept=kept)}
+        return found
 
     def _one(self) -> float:
         from hasten.training.layer_drop import block_scales_of_step
@@ -167,7 +177,9 @@ class RaceRung:
         )
         layers = len(self.setup.model.blocks)
         block_scales = block_scales_of_step(self.recipe, layers=layers, step=self.step, total=self.recipe.run.steps)
-        result = self.setup.step.run([next(self.source)[1]], learning_rate=rate, block_scales=block_scales)
+        self.scales += block_scales or []
+        batches = [next(self.source)[1] for _ in range(self.recipe.data.accumulation)]
+        result = self.setup.step.run(batches, learning_rate=rate, block_scales=block_scales)
         assert result is not None
         self.step += 1
         self.tokens += result.tokens

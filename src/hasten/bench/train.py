@@ -204,17 +204,24 @@ class TrainRung:
 
     def measure(self) -> dict[str, float]:
         """Whole optimizer steps, the last one's loss waited for."""
-        accumulation = self.recipe.data.accumulation
+        from hasten.training.layer_drop import kept_share
+
+        accumulation, scales = self.recipe.data.accumulation, []
         start = time.perf_counter()
         for _ in range(self.steps):
             block_scales = None if self.block_scales is None else self.block_scales(self.taken)
+            scales += block_scales or []
             result = self.step.run([self.batch] * accumulation, block_scales=block_scales)
             self.taken += 1
         assert result is not None
         loss = float(result.loss)
         seconds = time.perf_counter() - start
-        return {
+        found = {
             "tokens_per_second": self.steps * self.batch.inputs.numel() * self.ranks.readers / seconds,
             "milliseconds_per_batch": 1000 * seconds / self.steps,
             "loss": loss,
         }
+        if scales:  # blocks that were left out are no work
+            length, kept = self.recipe.data.context, kept_share(scales)
+            found |= {"kept_blocks": kept, "flops_per_token": training_flops_per_token(self.config, length, kept=kept)}
+        return found

@@ -201,7 +201,7 @@ def attach(model: Transformer, adapters: Sequence[Adapter], *, dropout: float = 
     return choice
 
 
-def attached(model: Transformer) -> dict[str, Factors]:
+def attached(model: nn.Module) -> dict[str, Factors]:
     """The adapter of a model that has one, by the names of our modules."""
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, LoRALinear)}
     return {name: Factors(one.a[0], one.b[0], *one.kinds[0]) for name, one in layers.items() if one.places[0]}

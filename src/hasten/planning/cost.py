@@ -1,7 +1,7 @@
 """Counting parameters, floating-point operations and bytes of a decoder, from its config alone."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hasten.model.config import LayerConfig, ModelConfig
 
@@ -85,13 +85,14 @@ def forward_flops_per_token(config: ModelConfig, sequence_length: int, *, scored
     return 2 * (weights.active - unscored * weights.embedding) + 4 * config.heads * config.head_dim * seen
 
 
-def training_flops_per_token(config: ModelConfig, sequence_length: int) -> float:
+def training_flops_per_token(config: ModelConfig, sequence_length: int, *, kept: float = 1.0) -> float:
     """FLOPs of forward and backward per token: three times the forward (PaLM, arXiv 2204.02311, appendix B).
 
     Only the keys that a causal mask leaves visible are counted, and no recomputation: the model's FLOPs (MFU), not
-    the hardware's.
+    the hardware's. kept: the share of the blocks that run, under layer dropping.
     """
-    return 3 * forward_flops_per_token(config, sequence_length)
+    around = 3 * forward_flops_per_token(replace(config, layers=()), sequence_length)
+    return around + kept * (3 * forward_flops_per_token(config, sequence_length) - around)
 
 
 def kv_bytes_per_token(config: ModelConfig, element_bytes: float) -> int:

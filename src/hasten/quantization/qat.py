@@ -20,10 +20,11 @@ from torch import Tensor, nn
 from hasten.errors import ConfigError
 from hasten.model.export import Quantized
 from hasten.model.formats.record import LayerFormat
+from hasten.model.lora import LoRALinear, attached
 from hasten.model.swap import take_over
 from hasten.model.transformer import Transformer
 from hasten.ops.linear.weights import INT8, QuantizedWeight, WeightFormat, int4_format
-from hasten.quantization.rounding import stored_scale
+from hasten.quantization.rounding import round_weight, stored_scale
 from hasten.quantization.schemes import layers_to_quantize
 
 
@@ -54,29 +55,36 @@ class FakeQuantized(nn.Linear):
     """A linear layer whose `weight` is the rounded one. `bits` and `mix` may change from step to step.
 
     mix: 0-dim, the share of the exact weight in the one that is multiplied with. scales: (N · groups,), if learned.
+    a (r, K), b (N, r): of an adapter that is rounded with the frozen weight it stands beside, `added` times B·A.
     """
 
     rounding: FakeRounding
     bits: int
     mix: Tensor
-    scales: nn.Parameter | None
+    a: nn.Parameter | None
+    b: nn.Parameter | None
+    added: float
+    scales: nn.Parameter | None  # as `_logarithms`: an optimizer's step then changes every scale by the same share
 
     @classmethod
-    def of(cls, linear: nn.Linear, rounding: FakeRounding) -> "FakeQuantized":
+    def of(cls, linear: nn.Linear | LoRALinear, rounding: FakeRounding) -> "FakeQuantized":
         """In the place of `linear`, with its parameters. Raises ConfigError for a width that is no whole group."""
-        new = take_over(cls, linear)
+        plain, factors = (linear.base, attached(linear)[""]) if isinstance(linear, LoRALinear) else (linear, None)
+        new = take_over(cls, plain)
+        new.a, new.b, new.added = (None, None, 0.0) if factors is None else (factors.a, factors.b, factors.scale)
         new.rounding, new.bits = rounding, rounding.bits
         width = new.group
         if new.in_features % width:
             raise ConfigError(f"a layer of {new.in_features} inputs cannot be cut into groups of {width}")
-        new.register_buffer("mix", torch.zeros((), device=linear.weight.device), persistent=False)
+        new.register_buffer("mix", torch.zeros((), device=new.exact.device), persistent=False)
         new.scales = None
         if rounding.learned and rounding.bits < 8:
             exact = new.exact.detach().float()
-            # LSQ's own start: twice the mean size over the root of the largest level.
-            start = 2 * exact.unflatten(1, (-1, width)).abs().mean(-1, keepdim=True)
-            start = start.clamp(min=1e-8) / math.sqrt(2 ** (rounding.bits - 1) - 1)
-            new.scales = nn.Parameter(start.flatten())  # one dimension: optimizers decay matrices, not these
+            if rounding.bits == 2:  # four levels a step apart serve normally distributed weights best so
+                start = 1.25 * exact.unflatten(1, (-1, width)).abs().mean(-1)
+            else:
+                start = round_weight(exact, rounding.format).scales.float() * (1 - 2**-11)  # `stored_scale` rounds up
+            new.scales = nn.Parameter(_logarithms(start.flatten()))  # one dimension: matrices decay, not these
         return new
 
     @property
@@ -86,10 +94,10 @@ class FakeQuantized(nn.Linear):
 
     @property
     def exact(self) -> Tensor:
-        """The parameter."""
+        """The parameter, and what an adapter adds to it."""
         found = self._parameters["weight"]
         assert found is not None
-        return found
+        return found if self.a is None or self.b is None else found + self.added * (self.b @ self.a)
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
@@ -121,10 +129,10 @@ class FakeQuantized(nn.Linear):
                 return self._round(groups / scale, bits).clamp(low, high), scale
         # The gradient of a scale is made as large as those of the weights it serves.
         share = 1 / math.sqrt(self.group * max(1, high))
-        scales = self.scales.view(self.out_features, -1, 1)
+        scales = _numbers(self.scales).view(self.out_features, -1, 1)
         scale = scales * share + (scales * (1 - share)).detach()
         unit = 2 if bits == 2 else 1  # two bits are stored in units of half a step
-        held = stored_scale(scales.detach().abs() / unit, self.rounding.format.scale_dtype) * unit
+        held = stored_scale(scales.detach().abs() / unit, self.rounding.format.scale_dtype) * unit * scales.sign()
         scale = scale + (held - scale).detach()
         inside = (groups / scale).clamp(low, high + (1 if bits == 2 else 0))
         return inside + (self._round(inside, bits) - inside).detach(), scale
@@ -152,6 +160,18 @@ class FakeQuantized(nn.Linear):
         return QuantizedWeight(format=format, values=values, scales=scale.squeeze(-1).to(format.scale_dtype))
 
 
+def _logarithms(scales: Tensor) -> Tensor:
+    """Of scales of either sign, which these keep: counted from e^-40, which is below the smallest, and a tenth."""
+    return torch.where(scales < 0, -1, 1) * (scales.abs().clamp(min=1e-6).log() / 10 + 4)
+
+
+def _numbers(logarithms: Tensor) -> Tensor:
+    """The scales. A step of Adam's is as large as the learning rate, whatever the gradient; a scale is small, so that
+    its logarithm is trained (arXiv 1903.08066), with ten times the rate: at 1e-4 a step is 0.1% of it.
+    """
+    return logarithms.sign() * (10 * (logarithms.abs() - 4)).exp()
+
+
 class FakeQuantizedEmbedding(nn.Embedding):
     """The embedding of a model whose head, one matrix with it, is rounded."""
 
@@ -172,8 +192,9 @@ def fake_quantize(
             continue
         if name == "head":  # what comes in is not rounded: the loss reads the weight
             own = replace(rounding, activations="float", bits=8 if head == "int8" else rounding.bits)
+        name = name.removesuffix(".base")
         layer = model.get_submodule(name)
-        assert isinstance(layer, nn.Linear), "a quantized model is refused before"
+        assert isinstance(layer, nn.Linear | LoRALinear), "a quantized model is refused before"
         tied = name == "head" and model.tied
         model.set_submodule(name, new := FakeQuantized.of(layer, own))
         if tied:
@@ -193,7 +214,7 @@ def as_stored(model: Transformer) -> Quantized:
         layer.bits = layer.rounding.bits
         model.set_submodule(name, plain := take_over(nn.Linear, layer))
         # Dictionaries of its own: the rounding layer is still asked for its numbers.
-        plain._parameters = {one: tensor for one, tensor in layer._parameters.items() if one != "scales"}
+        plain._parameters = {"weight": nn.Parameter(layer.exact.detach()), "bias": layer.bias}
         plain._buffers = {}
     if isinstance(model.embedding, FakeQuantizedEmbedding):
         model.embedding = take_over(nn.Embedding, model.embedding)

@@ -27,6 +27,7 @@ class TrainingState:
 
     step: optimizer steps taken. total: of the whole run, None until the speed is known. seconds: wall time used.
     decay_start: (step, factor of the learning rate) where the total was last lowered because the machine became slower.
+    stretch: how many times as long a block's periods of rounding are (MoQ).
     recent_losses and spikes belong to the spike detector, skipped_in_row to float16's skipped steps.
     """
 
@@ -39,6 +40,7 @@ class TrainingState:
     validation_loss: float | None = None
     best_loss: float | None = None
     best_step: Count | None = None
+    stretch: list[int] = field(default_factory=list)
     recent_losses: list[float] = field(default_factory=list)
     spikes: Count = 0
     skipped_in_row: Count = 0
@@ -132,6 +134,7 @@ def file_names(files: Mapping[str, Any]) -> list[str]:
 
 def _progress(values: dict[str, Any]) -> TrainingState:
     kinds = {_NAMES.get(name, name): kind for name, kind in hints_of(TrainingState).items()}
+    values = {"stretch": []} | values  # which earlier versions did not have
     _require(values, kinds, "progress.")
     if unknown := values.keys() - kinds.keys():
         raise ConfigError(f"progress.{min(unknown):.60} is not known to this version of hasten")

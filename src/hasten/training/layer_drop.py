@@ -37,6 +37,11 @@ def draw_block_scales(probabilities: Sequence[float], *, seed: int, step: int, m
     return [1 / p if draw < p else 0.0 for p, draw in zip(probabilities, draws, strict=True)]
 
 
+def kept_share(block_scales: Sequence[Sequence[float]]) -> float:
+    """The share of the blocks that a step ran."""
+    return sum(scale > 0 for own in block_scales for scale in own) / sum(map(len, block_scales))
+
+
 def block_scales_of_step(recipe: Recipe, *, layers: int, step: int, total: int | None) -> list[list[float]] | None:
     """The blocks' scales of one step, for each of its micro-batches; None without layer dropping."""
     techniques = recipe.techniques

@@ -11,8 +11,8 @@ from hasten.machine.measured import known
 from hasten.training import budget, checkpoints, display
 from hasten.training.checkpoint_state import TrainingState
 from hasten.training.journal import Journal
-from hasten.training.layer_drop import block_scales_of_step
-from hasten.training.qat import bits_of_step
+from hasten.training.layer_drop import block_scales_of_step, kept_share
+from hasten.training.qat import bits_of_step, stretches
 from hasten.training.random_state import RandomState
 from hasten.training.recipe import Recipe
 from hasten.training.run_folder import RunFolder
@@ -72,7 +72,10 @@ class Loop:
                 )
                 batches = [next(source)[1] for _ in range(micro)]
                 layers = len(self.setup.model.blocks)
-                bits_of_step(self.setup.model, self.recipe.qat, state.step)
+                if state.step == 0:
+                    found = stretches(self.setup.model, self.recipe.qat, batches[0])
+                    state.stretch = [int(self.ranks.of_first(times)) for times in found]
+                bits_of_step(self.setup.model, self.recipe.qat, state.step, state.stretch)
                 block_scales = block_scales_of_step(self.recipe, layers=layers, step=state.step, total=state.total)
                 result = self.setup.step.run(batches, learning_rate=rate, block_scales=block_scales)
                 if result is None:  # stopped inside the step: go on from its beginning
@@ -132,7 +135,7 @@ class Loop:
             "spike": spike,
         }
         if block_scales is not None:
-            line["kept_blocks"] = _rounded(_kept(block_scales))
+            line["kept_blocks"] = _rounded(kept_share(block_scales))
         if self.setup.step.precision.scales:
             line |= {"scale": self.setup.step.precision.scale(), "skipped": skipped}
         return line
@@ -253,11 +256,6 @@ class Loop:
             background=background,
             also=self.folder.best if best else None,
         )
-
-
-def _kept(block_scales: list[list[float]]) -> float:
-    """The share of the blocks that a step ran."""
-    return sum(scale > 0 for own in block_scales for scale in own) / sum(map(len, block_scales))
 
 
 def _rounded(value: float | None) -> float | None:

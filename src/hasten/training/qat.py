@@ -1,14 +1,27 @@
 """Quantization-aware training as a recipe asks for it."""
 
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hasten.data import Batch
+from hasten.errors import ConfigError
 from hasten.model.transformer import Transformer
 from hasten.quantization.qat import FakeRounding, bits_at, fake_quantize, set_bits
+from hasten.training.precision import Precision
 from hasten.training.recipe import Qat
+from hasten.training.step import TrainStep
 
 
 def round_while_training(model: Transformer, qat: Qat) -> None:
     """Technique: linear layers multiply with what their weights will be stored as."""
     if qat.bits is None:
         return
+    if model.quantization:
+        raise ConfigError(
+            "qat.bits rounds plain weights, and these are quantized; set lora.base auto and a plain --init"
+        )
     rounding = FakeRounding(
         bits=qat.bits,
         group_size=qat.group_size,
@@ -19,8 +32,51 @@ def round_while_training(model: Transformer, qat: Qat) -> None:
     fake_quantize(model, rounding, head=qat.head)
 
 
-def bits_of_step(model: Transformer, qat: Qat, step: int) -> None:
-    """Round to as many bits as the schedule has for a step."""
-    if qat.bits is not None and qat.start_bits is not None:
-        schedule = {"start": qat.start_bits, "target": qat.bits, "period": qat.period, "mixing": qat.mixing_steps}
-        set_bits(model, *bits_at(step, **schedule))
+def bits_of_step(model: Transformer, qat: Qat, step: int, stretch: Sequence[int] = ()) -> None:
+    """Round to as many bits as the schedule has for a step. stretch: how many times as long a block's periods are."""
+    if qat.bits is None or qat.start_bits is None:
+        return
+    for part, times in ((model, 1), *zip(model.blocks, stretch, strict=False)):
+        schedule = {"start": qat.start_bits, "target": qat.bits, "mixing": qat.mixing_steps}
+        set_bits(part, *bits_at(step, period=times * qat.period, **schedule))
+
+
+def stretches(model: Transformer, qat: Qat, batch: Batch) -> list[int]:
+    """1 + floor(4λ) of each block, λ its largest eigenvalue over the largest of all (MoQ's option)."""
+    if qat.bits is None or not qat.eigenvalue_steps:
+        return []
+    set_bits(model, qat.bits, 1.0)  # all of the exact weights
+    found = block_eigenvalues(model, batch, qat.eigenvalue_steps)
+    most = max(found) or 1.0
+    return [1 + int(4 * value / most) for value in found]
+
+
+def block_eigenvalues(model: Transformer, batch: Batch, steps: int) -> list[float]:
+    """Of the loss's Hessian in each block's matrices the largest eigenvalue's size, by power iteration.
+
+    The native kernels have no second derivative: H·v is (g(w + εv) - g(w - εv)) / 2ε, in float32. Two passes a step.
+    """
+    plain = TrainStep(model, None, Precision("float32", model.device))  # type: ignore[arg-type] # it never steps
+    batch, found = batch.to(model.device), []
+
+    def size(tensors: list[Tensor]) -> float:
+        return float(torch.linalg.vector_norm(torch.stack([t.norm() for t in tensors])))
+
+    for number, block in enumerate(model.blocks):
+        weights: list[Tensor] = [p for p in block.parameters() if p.dim() == 2 and p.requires_grad]
+        generator, value = torch.Generator().manual_seed(number), 0.0
+        v = [torch.randn(w.shape, generator=generator).to(w) for w in weights]
+        kept = [w.detach().clone() for w in weights]
+        for _ in range(steps):
+            far, length, moved = 1e-3 * size(kept), size(v), []
+            v = [one / length for one in v] if length else v
+            for way in (far, -far):
+                with torch.no_grad():
+                    torch._foreach_copy_(weights, torch._foreach_add(kept, v, alpha=way))
+                moved.append(torch.autograd.grad(plain.loss(batch) / batch.targets.numel(), weights))
+            v = [(after - before) / (2 * far) for after, before in zip(*moved, strict=True)]
+            value = size(v)
+        with torch.no_grad():
+            torch._foreach_copy_(weights, kept)
+        found.append(value)
+    return found

@@ -198,6 +198,8 @@ class Qat:
     """Steps to the first bit less."""
     mixing_steps: Annotated[int, AT_LEAST_0] = 0
     """Steps after each bit less in which the exact weights fade out."""
+    eigenvalue_steps: Annotated[int, AT_LEAST_0] = 0
+    """Stretch each block's periods by the curvature of the loss in it, found in so many steps (0: do not)."""
     stochastic: bool = False
     """Round up or down with the chance that keeps the mean (without learned scales)."""
 

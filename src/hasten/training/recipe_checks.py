@@ -23,8 +23,8 @@ def wrong_together(recipe: Recipe) -> Iterator[str]:
         yield f"model.max_positions is {positions} and data.context {data.context}: it must be at least as much"
     if recipe.lora.rank is not None and (recipe.init is None or not recipe.lora.targets):
         yield "lora.rank goes with a model to start from (--init) and with targets (lora.targets)"
-    if recipe.lora.rank is not None and recipe.qat.bits is not None:
-        yield "lora.rank trains beside frozen weights, and qat.bits trains the weights; choose one of them"
+    if recipe.lora.rank is not None and recipe.qat.bits is not None and recipe.lora.dropout:
+        yield "qat.bits rounds the adapter with the weights, so it cannot be dropped alone; set lora.dropout 0"
     yield from _wrong_rounding(recipe.qat)
     yield from _wrong_parallel(recipe)
     if isinstance(run.threads, int) and run.threads < 1:
@@ -88,6 +88,8 @@ def _wrong_rounding(qat: Qat) -> Iterator[str]:
             yield f"qat.start_bits is {qat.start_bits}; it must be above qat.bits ({qat.bits}) and at most 16"
         if qat.learned_scales:
             yield "qat.start_bits changes the levels, which learned scales cannot follow; give --qat.no-learned-scales"
+    if qat.eigenvalue_steps and qat.start_bits is None:
+        yield "qat.eigenvalue_steps stretches the periods in which bits fall; give qat.start_bits, too"
     if qat.bits is None and (qat.start_bits is not None or qat.stochastic):
         yield "qat.start_bits and qat.stochastic say how training rounds to qat.bits; give that too"
     if qat.bits is not None and qat.stochastic and qat.learned_scales:

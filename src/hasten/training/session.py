@@ -160,7 +160,7 @@ def _train(
         display.draw_losses(lines, folder.picture, title=f"{recipe.name}: {state.tokens:,} tokens")
     return TrainResult(
         folder=folder.path,
-        model_folder=folder.model if recipe.lora.rank is None else folder.adapter,
+        model_folder=folder.adapter if recipe.lora.rank and not recipe.qat.bits else folder.model,
         steps=state.step,
         total_steps=state.total,
         loss=state.loss,
@@ -219,10 +219,10 @@ def _export(recipe: Recipe, folder: RunFolder, setup: Setup) -> None:
     if stored is not None:
         checkpoints.load_weights(stored, placement)
     model.eval()
-    if recipe.lora.rank is not None:
-        save_adapter(folder.adapter, attached(model), model.config, base=recipe.init, dropout=recipe.lora.dropout)
-    elif recipe.qat.bits is not None:
+    if recipe.qat.bits is not None:
         export_model(model, folder.model, quantized=as_stored(model))
+    elif recipe.lora.rank is not None:
+        save_adapter(folder.adapter, attached(model), model.config, base=recipe.init, dropout=recipe.lora.dropout)
     else:
         save(model, folder.model)
 

@@ -1,0 +1,135 @@
+"""The articles' figures (`training_figures.py`, `sharing_speed.py`) and QAT (`qat.py`), as tables."""
+
+from statistics import median
+from typing import Any
+
+from renderers import Report, markdown
+
+
+def rungs(report: Report) -> str:
+    """Milliseconds of a batch, ours and the article's, each beside the rung before it."""
+    known = {row["name"]: row for row in report["rows"] if row.get("milliseconds_per_batch")}
+    rows, before, published = [], None, None
+    for name, row in known.items():
+        theirs = row["published_milliseconds"]
+        gain = "" if before is None else f"{_gain(before, row):.2f}×"
+        their_gain = "" if not (theirs and published) else f"{published / theirs:.2f}×"
+        rows.append(
+            [f"`{name}`", row["techniques"][-1], f"{row['milliseconds_per_batch']:,.0f}", gain, f"{row['mfu']:.0%}"]
+        )
+        rows[-1] += [str(theirs or ""), their_gain]
+        before, published = row, theirs
+    head = [
+        "rung",
+        "new in it",
+        "ms a batch",
+        "to the one before",
+        "MFU",
+        "the article's ms, A100",
+        "to the one before",
+    ]
+    return markdown(head, rows, left=2)
+
+
+def _gain(before: dict[str, Any], row: dict[str, Any]) -> float:
+    """How much faster than the rung before, the median over the rounds."""
+    key = "milliseconds_per_batch"
+    return median(a[key] / b[key] for a, b in zip(before["rounds"], row["rounds"], strict=True))
+
+
+def head_columns(report: Report) -> str:
+    """The head's product alone."""
+    head = report["head"]
+    rows = [
+        [one["part"], *(f"{1e3 * s:,.1f}" for s in one["seconds"]), f"{one['ratio']:.2f}×"] for one in head["parts"]
+    ]
+    names = [f"{columns:,} columns, ms" for columns in head["columns"]]
+    return markdown([f"{head['rows']:,} rows, {head['dtype']}", *names, "gain"], rows)
+
+
+def batches(report: Report) -> str:
+    """Each contestant at the end of its time."""
+    rows = []
+    for name, found in report["contestants"].items():
+        losses = found["losses"]
+        spread = f"{median(losses):.3f} ({min(losses):.3f} to {max(losses):.3f})"
+        cells = [str(found["largest_batch"]), str(found["batch_size"]), f"{median(found['tokens_per_second']):,.0f}"]
+        rows.append([name, *cells, f"{median(found['steps']):.0f}", spread])
+    head = ["", "rows that fit", "of a micro-batch", "tokens/s", "updates", "validation loss"]
+    return markdown(head, rows)
+
+
+def dropping(report: Report) -> str:
+    """Where each came to, and when it had the goal's loss."""
+    goal, rows = report["goal"], []
+    for row in report["rows"]:
+        last, seconds = row["rounds"][-1], report["seconds_to_goal"][row["name"]]
+        step = 1e3 * last["training_seconds"] / last["step"]
+        cells = [f"{row['rate']:.1e}", f"{last.get('kept_blocks', 1):.0%}", f"{last['step']:.0f}", f"{step:.0f}"]
+        rows.append(
+            [
+                row["name"],
+                *cells,
+                f"{last['validation_loss']:.3f}",
+                "not reached" if seconds is None else f"{seconds:.0f}",
+            ]
+        )
+    head = ["", "rate", "blocks run", "steps", "ms a step", "validation loss", f"seconds to {goal['loss']:.3f}"]
+    return markdown(head, rows)
+
+
+def sharing_speed(report: Report) -> str:
+    """Tokens of answers a second of each way."""
+    names = list(report["rows"][0]["ways"])
+    rows = []
+    for row in report["rows"]:
+        ways = row["ways"]
+        speeds = [f"{ways[name]['tokens_per_second']:,.0f}" for name in names]
+        together = "/".join(f"{ways[name]['most_sequences']:.0f}" for name in names[:3])
+        ratios = [f"{ratio:.2f}×" for ratio in row["ratios"].values()]
+        rows.append([str(row["samples"]), *speeds, together, *ratios])
+    return markdown(["n", *names, "at once", *report["rows"][0]["ratios"]], rows)
+
+
+def qat(report: Report) -> str:
+    """Held-out losses, means over the seeds, and what of rounding's loss each way gets back."""
+    found: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    for row in report["rows"]:
+        found.setdefault(row["case"], {}).setdefault(row["way"], []).append(row)
+    plain = [row["loss"] for row in found["plain"]["trained"]]
+    rows = [["plain, trained on", "", f"{sum(plain) / len(plain):.4f}", "", ""]]
+    for case, ways in found.items():
+        if case == "plain":
+            continue
+        nearest = {row["seed"]: row["loss"] for row in ways["rtn"]}
+        for way, own in ways.items():
+            loss = sum(row["loss"] for row in own) / len(own)
+            shares = [(nearest[row["seed"]] - row["loss"]) / (nearest[row["seed"]] - row["plain"]) for row in own]
+            share = "" if way == "rtn" else f"{sum(shares) / len(shares):.0%}"
+            spread = "" if way == "rtn" or len(shares) == 1 else f"{min(shares):.0%} to {max(shares):.0%}"
+            rows.append([case, way, f"{loss:.4f}", share, spread])
+    return markdown(["weights", "way", "held-out loss", "of rounding's loss got back", "over seeds"], rows, left=2)
+
+
+def qat_cost(report: Report) -> str:
+    """Seconds and memory of training, plain and while rounded."""
+    rows = []
+    ways = {(row["case"], row["way"]): row for row in reversed(report["rows"]) if "seconds" in row}
+    plain = ways["plain", "trained"]
+    for (case, _), row in reversed(list(ways.items())):
+        time, peak = row["seconds"] / plain["seconds"], row["peak_memory_bytes"] / plain["peak_memory_bytes"]
+        rows.append(
+            [case, f"{row['seconds']:.0f}", f"{time:.2f}×", f"{row['peak_memory_bytes'] / 1e9:.2f}", f"{peak:.2f}×"]
+        )
+    return markdown(["", "seconds", "to plain", "peak, GB", "to plain"], rows)
+
+
+TABLES = {
+    "article-rungs": rungs,
+    "article-rungs head": head_columns,
+    "article-batches": batches,
+    "layer-dropping": dropping,
+    "sharing-speed": sharing_speed,
+    "qat": qat,
+    "qat cost": qat_cost,
+}
