@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend
 from attention_cases import allowed, error, exact, explicit, one_rounding, problems
 from hasten.errors import ConfigError
 from hasten.ops.attention import KERNELS, AttentionRequest, AttentionSpec, attention, chunked, operator, sdpa
-from hasten.ops.attention.masks import causal, visible
+from hasten.ops.attention.inputs import causal, visible
 from hasten.ops.picker import Kernel, explain
 
 

@@ -13,7 +13,7 @@ from hasten.model.config import ModelConfig
 from hasten.ops.attention import LayerAttention
 from hasten.ops.attention.block_mask import BlockMask
 from hasten.ops.attention.cache_rows import PLAIN, RowFormat
-from hasten.ops.attention.masks import visible
+from hasten.ops.attention.inputs import visible
 from hasten.ops.attention.view import AttentionMetadata, KVView, StackView
 from hasten.ops.native import library
 from hasten.ops.pages import zeros_in_large_pages

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from hasten.model.config import ModelConfig
 from hasten.ops.attention.block_mask import BlockMask, seen_blocks
-from hasten.ops.attention.masks import visible
+from hasten.ops.attention.inputs import visible
 from hasten.ops.attention.pattern_layout import Pattern
 from hasten.ops.native import native_ops
 

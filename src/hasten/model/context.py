@@ -11,9 +11,8 @@ from hasten.errors import ConfigError
 from hasten.model.transformer import Attention, Transformer
 from hasten.ops.attention import LayerAttention
 from hasten.ops.attention.block_mask import BlockMask
-from hasten.ops.attention.inputs import Intervals, document_intervals
+from hasten.ops.attention.inputs import Intervals, document_intervals, visible
 from hasten.ops.attention.layer import Mask
-from hasten.ops.attention.masks import visible
 from hasten.ops.attention.view import AttentionMetadata, KVView
 
 

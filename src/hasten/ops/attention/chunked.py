@@ -17,8 +17,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from hasten.ops.attention.inputs import PLAIN, AttentionInputs, as_autocast, per_document
-from hasten.ops.attention.masks import alibi_bias, visible
+from hasten.ops.attention.inputs import PLAIN, AttentionInputs, alibi_bias, as_autocast, per_document, visible
 from hasten.ops.attention.spec import AttentionSpec
 
 # Bytes of a chunk's scores in float32: on a CPU they should stay in its caches, on a GPU launches should not count.

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hasten.errors import ConfigError
-from hasten.ops.attention.masks import causal as causal_mask
+from hasten.ops.attention.inputs import causal as causal_mask
 from hasten.ops.attention.operator import KERNELS, attention
 
 DEFAULTS = {name: one.default for name, one in inspect.signature(F.multi_head_attention_forward).parameters.items()}

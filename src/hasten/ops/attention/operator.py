@@ -15,9 +15,8 @@ from hasten.ops.attention import native_kernels, sdpa_rules
 from hasten.ops.attention.block_mask import BlockMask
 from hasten.ops.attention.checks import DTYPES, check, check_tensors
 from hasten.ops.attention.chunked import chunked
-from hasten.ops.attention.inputs import PLAIN, AttentionInputs, Documents, Intervals
-from hasten.ops.attention.masks import alibi_slopes
-from hasten.ops.attention.masks import causal as causal_mask
+from hasten.ops.attention.inputs import PLAIN, AttentionInputs, Documents, Intervals, alibi_slopes
+from hasten.ops.attention.inputs import causal as causal_mask
 from hasten.ops.attention.reference import reference
 from hasten.ops.attention.regroup import regrouped, regroups
 from hasten.ops.attention.sdpa import memory_efficient, only, sdpa

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hasten.ops import triton_support
 from hasten.ops.attention.cache_rows import SCALE_BYTES, turn
-from hasten.ops.attention.masks import visible
+from hasten.ops.attention.inputs import visible
 from hasten.ops.attention.spec import HALVES, AttentionRequest, AttentionSpec
 from hasten.ops.attention.view import KVView
 from hasten.ops.native import missing_library, native_ops

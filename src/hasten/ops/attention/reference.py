@@ -4,8 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hasten.ops.attention.inputs import PLAIN, AttentionInputs
-from hasten.ops.attention.masks import alibi_bias, positions, visibility
+from hasten.ops.attention.inputs import PLAIN, AttentionInputs, alibi_bias, positions, visibility
 from hasten.ops.attention.spec import AttentionSpec
 
 

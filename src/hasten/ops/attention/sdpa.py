@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from hasten.ops.attention.inputs import PLAIN, AttentionInputs, per_document
-from hasten.ops.attention.masks import alibi_bias, positions, visibility
+from hasten.ops.attention.inputs import PLAIN, AttentionInputs, alibi_bias, per_document, positions, visibility
 from hasten.ops.attention.spec import AttentionSpec
 
 
