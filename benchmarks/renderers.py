@@ -168,14 +168,15 @@ def quantize_quality(report: Report) -> str:
 
 
 def format_speeds(report: Report) -> str:
-    """`format_speeds.py`: what each format gives, and what it costs."""
+    """`format_speeds.py`: what each format gives, and what it costs; llama.cpp's without a prediction."""
     rows = []
     for one in report["rows"]:
         speed = [f"{one['decode_tokens_per_second']:,.0f}", f"{one['speedup']:.2f}×", f"{one['mbu']:.0%}"]
-        predicted = f"{one['predicted_tokens_per_second'] / one['decode_tokens_per_second']:.2f}"
+        predicted = one.get("predicted_tokens_per_second")
+        share = "" if predicted is None else f"{predicted / one['decode_tokens_per_second']:.2f}"
         megabytes = f"{one['bytes_per_token'] / 1e6:.1f}"
         loss = [f"{one['kl_mean']:.5f}", f"{one['perplexity']:.2f}"]
-        rows.append([one["name"], megabytes, *speed, predicted, *loss])
+        rows.append([one["name"], megabytes, *speed, share, *loss])
     head = [
         "weights",
         "MB a token",

@@ -46,6 +46,26 @@ def test_packed_layers_hold_exactly_the_published_weights(case, plain_folder, tm
     assert torch.equal(logits(hasten.load(again)), logits(model))
 
 
+@pytest.mark.parametrize(
+    ("case", "packing"),
+    [("gptq", "auto_gptq"), ("gptq v2", "gptqmodel"), ("gptq symmetric", "auto_gptq"), ("awq", "auto_awq")],
+)
+def test_auto_round_says_of_which_layout_it_is(case, packing, plain_folder, tmp_path):
+    folder, weights = write(plain_folder, tmp_path / "out", **CASES[case])
+    change(
+        folder,
+        quant_method="auto-round",
+        packing_format=f"auto_round:{packing}",
+        data_type="int",
+        checkpoint_format=None,
+    )
+    model = hasten.load(folder)
+    assert torch.equal(model.blocks[2].mlp.down.dequantize(), weights["model.layers.2.mlp.down_proj.weight"])
+    change(folder, packing_format="auto_round:frobnicate")
+    with refused("packing_format (auto-round) must be", "found 'auto_round:frobnicate'"):
+        hasten.load(folder)
+
+
 @pytest.mark.parametrize("case", PLAIN)
 def test_what_no_kernel_takes_is_held_as_plain_weights(case, plain_folder, tmp_path):
     folder, weights = write(plain_folder, tmp_path / "out", **PLAIN[case])

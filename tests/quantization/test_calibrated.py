@@ -12,7 +12,7 @@ import hasten
 from hasten.errors import ConfigError, HastenWarning
 from hasten.model.context import training_context
 from hasten.ops.linear import PackedLinear
-from hasten.quantization import GPTQ, Int2, Int3, Int4, Int8, calibration_tokens, quantize, quantize_to_folder
+from hasten.quantization import AWQ, GPTQ, Int2, Int3, Int4, Int8, calibration_tokens, quantize, quantize_to_folder
 from hasten.quantization.resume import WorkFolder
 from references import make_reference
 
@@ -243,13 +243,14 @@ def test_the_folder_one_stands_in(tmp_path, monkeypatch):
     assert not (tmp_path / "out.partial").exists()
 
 
-def test_the_bits_do_not_depend_on_the_number_of_threads():
+@pytest.mark.parametrize("method", [GPTQ(), AWQ()], ids=["gptq", "awq"])
+def test_the_bits_do_not_depend_on_the_number_of_threads(method):
     threads, results = torch.get_num_threads(), []
     try:
         for count in (1, 2):
             torch.set_num_threads(count)
             model = hasten.load(make_reference("llama"), dtype="bfloat16")
-            results.append(quantize(model, Int4(group_size=32), method=GPTQ(), calibration=SAMPLES).state_dict())
+            results.append(quantize(model, Int4(group_size=32), method=method, calibration=SAMPLES).state_dict())
     finally:
         torch.set_num_threads(threads)
     assert all(torch.equal(tensor, results[1][name]) for name, tensor in results[0].items())

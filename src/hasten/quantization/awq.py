@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from hasten.model.norms import RMSNorm
 from hasten.model.transformer import MLP, Attention
 from hasten.ops.linear.weights import QuantizedWeight
-from hasten.quantization.gptq import InputStatistics, output_error
+from hasten.quantization.blocks import each_slice
+from hasten.quantization.gptq import ROWS, InputStatistics, output_error
 from hasten.quantization.rounding import round_weight
 from hasten.quantization.sequential import BlockTask
 from hasten.quantization.walk import inputs_of
@@ -158,4 +159,7 @@ class AWQ:
 
 
 def _squared_error(wrong: Tensor, gram: Tensor) -> float:
-    return float(((wrong @ gram) * wrong).sum())
+    def work(rows: slice) -> float:
+        return float(((wrong[rows] @ gram) * wrong[rows]).sum())
+
+    return math.fsum(each_slice(len(wrong), ROWS, work))

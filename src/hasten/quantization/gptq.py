@@ -143,11 +143,11 @@ class Solver:
 
     def __init__(self, inputs: InputStatistics, settings: GPTQ, group_size: int) -> None:
         gram = inputs.gram
-        if not torch.isfinite(gram).all():
+        diagonal = gram.diagonal().clone()
+        if not torch.isfinite(diagonal).all():  # which sees every input
             raise ConfigError(
                 "the calibration samples give NaN or infinite inputs; this checkpoint cannot be calibrated"
             )
-        diagonal = gram.diagonal().clone()
         self.dead = diagonal == 0  # inputs that never occur: nothing can be said of their columns, which become 0
         self.group_size = group_size or len(gram)
         self.order = column_order(diagonal, settings.order, self.group_size)
@@ -169,7 +169,8 @@ class Solver:
         on_one_thread(partial(_invert_lower, factor, inverse))
         del factor
         # H = R·Rᵀ with R upper triangular; U = R⁻¹. Row j: what column j takes of the errors of those before it.
-        self.lower = inverse.flip(0, 1).T.contiguous()
+        inverse = inverse.flip(0, 1)
+        self.lower = inverse.T.contiguous()
         self.drift = None if inputs.drift is None else inputs.drift[self.order][:, self.order]
 
     def round(self, weight: Tensor, grid: Grid) -> QuantizedWeight:
@@ -245,7 +246,8 @@ def _invert_lower(matrix: Tensor, inverse: Tensor) -> None:
     first, last = slice(0, half), slice(half, None)
     _invert_lower(matrix[first, first], inverse[first, first])
     _invert_lower(matrix[last, last], inverse[last, last])
-    inverse[last, first] = -(inverse[last, last] @ (matrix[last, first] @ inverse[first, first]))
+    below = matrix[last, first] @ inverse[first, first]
+    inverse[last, first].addmm_(inverse[last, last], below, beta=0, alpha=-1)
 
 
 def output_error(weight: Tensor, rounded: QuantizedWeight, gram: Tensor) -> float:

@@ -117,6 +117,17 @@ def read_awq(given: Any, values: Mapping[str, Any], where: Path) -> OpenFolder:
     return partial(ColumnsFolder, ColumnsLayout(True, 4, _group_size(fields), False, 0))
 
 
+def read_auto_round(given: Any, values: Mapping[str, Any], where: Path) -> OpenFolder:
+    """AutoRound's own: the tensors of GPTQ, in either convention, or of AWQ; `packing_format` says of which."""
+    fields = ConfigFields(where, given, method="auto-round")
+    packings = {f"auto_round:{name}": name for name in ("auto_gptq", "gptqmodel", "auto_awq")}
+    fields.only(packing_format=tuple(packings), data_type=("int",), extra_config=(None, {}))
+    if packings[given["packing_format"]] == "auto_awq":
+        return read_awq(given, values, where)
+    version = "gptq_v2" if packings[given["packing_format"]] == "gptqmodel" else None
+    return read_gptq(given | {"checkpoint_format": version}, values, where)
+
+
 class GPTQFormat:
     """The `WrittenFormat` of AutoGPTQ and GPTQModel."""
 

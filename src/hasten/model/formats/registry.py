@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hasten.errors import CheckpointError, ConfigError
 from hasten.model.checkpoint import StoredTensor
-from hasten.model.formats.columns import GPTQFormat, read_awq, read_gptq
+from hasten.model.formats.columns import GPTQFormat, read_auto_round, read_awq, read_gptq
 from hasten.model.formats.compressed_tensors import CompressedTensors, read_compressed
 from hasten.model.formats.file_format import ConfigFields, OpenFolder, QuantizedFolder, WrittenFormat
 from hasten.model.formats.floats import read_fp8, read_modelopt
@@ -19,6 +19,7 @@ READERS: Mapping[str, Callable[[Any, Mapping[str, Any], Path], OpenFolder]] = {
     "compressed-tensors": read_compressed,
     "gptq": read_gptq,
     "awq": read_awq,
+    "auto-round": read_auto_round,
     "fp8": read_fp8,
     "modelopt": read_modelopt,
 }
