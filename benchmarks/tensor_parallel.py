@@ -49,6 +49,8 @@ class TensorParallel:
     tokens: int = 32
     """Decoded in a round."""
     rounds: int = 20
+    models: Path | None = None
+    """Where the random models are, or are put; by default they are not kept."""
     output: Path | None = None
     """Where to write the JSON; printed in any case."""
     picture: Path | None = None
@@ -60,9 +62,11 @@ class TensorParallel:
 
         rows = []
         for name in self.formats:
-            with tempfile.TemporaryDirectory(prefix="hasten-tensor-parallel-") as folder:
-                write_model(Path(folder), self.shape, self.layers, name)
-                rows.append({"format": name} | self.measure(folder))
+            with tempfile.TemporaryDirectory(prefix="hasten-tensor-parallel-") as temporary:
+                folder = Path(self.models or temporary) / f"{name}-{self.layers}"
+                if not (folder / "config.json").exists():
+                    write_model(folder, self.shape, self.layers, name)
+                rows.append({"format": name} | self.measure(str(folder)))
                 print(json.dumps(rows[-1]), flush=True)
         settings = {name: getattr(self, name) for name in ("shape", "layers", "ranks", "prompt", "tokens", "rounds")}
         report = {"schema": 1, "machine": describe().to_json(), **settings, "rows": rows}

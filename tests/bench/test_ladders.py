@@ -65,6 +65,32 @@ def test_generation_ladder_from_the_command_line(tmp_path: Path, capfd: pytest.C
     assert rows["native-int8"]["prefill_mfu"] > 0
 
 
+def test_a_rung_in_two_ranks(tiny_folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    options = ["--prompt-tokens", "9", "--new-tokens", "4", "--rounds", "1", "--warmup", "0", "--threads", "2"]
+    options += ["--rungs", "static-cache", "--tensor-parallel", "2", "--dtype", "float32", "--json", "-"]
+    main(["bench", "generate", "--model", str(tiny_folder), *options])
+    one, two = json.loads(capfd.readouterr().out)["rows"]
+    assert (one["name"], two["name"]) == ("static-cache", "static-cache-tp2")
+    assert "error" not in two, two
+    assert two["techniques"][-1] == "tensor parallelism of 2"
+    assert two["bytes_per_token"] == one["bytes_per_token"], "of the whole model"
+    assert two["cache_bytes"] == one["cache_bytes"] / 2, "of a rank"
+    assert two["decode_tokens_per_second"] > 0
+
+
+def test_ladders_under_torchrun(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    monkeypatch.setattr("hasten.cli.bench.run", made.append)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank in ("0", "1"):  # the second has nothing to do
+        monkeypatch.setenv("RANK", rank)
+        main(["bench", "generate", "--model", str(tiny_folder)])
+        main(["bench", "train", "--shape", "tiny"])
+    assert [made[0].tensor_parallel, made[1].processes, len(made)] == [2, 2, 2]
+    with pytest.raises(SystemExit):
+        main(["bench", "attention"])
+
+
 def make_rung(name: str, **changes: Any) -> GenerateRung:
     fixed = {"shape": "tiny", "dtype": "float32", "device": "cpu", "prompt_tokens": 9, "new_tokens": 4, "seed": 3}
     return GenerateRung(ladder=GenerateLadder(**fixed, **changes), mode=RUNGS[name])
@@ -194,6 +220,12 @@ def test_heads_change_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
         (lambda: GenerateLadder(shape="tiny", batches=()).run(), ConfigError, "at least one"),
         (lambda: GenerateLadder(shape="tiny", contexts=(0,)).run(), ConfigError, "--contexts takes .* found 0"),
         (lambda: HeadsLadder(model="x").run(), ConfigError, "use --shape"),
+        (
+            lambda: GenerateLadder(shape="tiny", tensor_parallel=2).run(),
+            ConfigError,
+            "give --tensor-parallel with --model",
+        ),
+        (lambda: GenerateLadder(shape="tiny", tensor_parallel=0).run(), ConfigError, "--tensor-parallel is 0"),
         (lambda: TrainLadder(shape="tiny", recipe="demo").run(), ConfigError, "one of --shape NAME and --recipe"),
         (lambda: TrainLadder(recipe="finetune").run(), ConfigError, "known: demo"),
         (lambda: TrainLadder(shape="tiny", batch_size=0).run(), ConfigError, "--batch-size is 0"),

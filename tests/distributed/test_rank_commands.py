@@ -33,6 +33,20 @@ def test_a_command_starts_its_ranks_and_the_first_one_speaks(tmp_path, tiny_fold
     assert done.stderr.count("prompt tokens at") == 1
 
 
+def test_eval_in_two_ranks_finds_what_one_process_finds(tmp_path, tiny_folder):
+    (tmp_path / "text.txt").write_text("def add(a, b):\n    return a + b\n" * 8)
+    command = [sys.executable, "-m", "hasten", "eval", str(tiny_folder), "--text", str(tmp_path / "text.txt")]
+    found = []
+    for ranks in ("1", "2"):
+        out = tmp_path / f"{ranks}.json"
+        options = ["--tensor-parallel", ranks, "--json", str(out)]
+        done = subprocess.run([*command, *options], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        found.append(json.loads(out.read_text()))
+    assert found[0]["tokens"] == found[1]["tokens"] > 50
+    assert found[0]["perplexity"] == pytest.approx(found[1]["perplexity"], rel=1e-5)
+
+
 @pytest.mark.parametrize(
     ("options", "told"),
     [

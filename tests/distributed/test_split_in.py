@@ -1,6 +1,8 @@
 """Models of transformers that are none of our families, split over two ranks by the roles of their modules."""
 
 import json
+import textwrap
+from pathlib import Path
 
 import pytest
 import torch
@@ -122,6 +124,28 @@ def test_what_is_split_is_reported_and_held_in_shares(found, name):
     assert set(case["why"]) == whole
     assert all(case["why"].values())
     assert case["held"] < 0.9
+
+
+def test_the_script_of_the_page(tmp_path):
+    import transformers
+
+    from tiny_model import tiny_llama
+
+    tokenizer = tiny_llama().tokenizer
+    config = transformers.OPTConfig(
+        hidden_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=300, ffn_dim=128, word_embed_proj_dim=64,
+        max_position_embeddings=64, pad_token_id=None, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    transformers.OPTForCausalLM(config).save_pretrained(tmp_path)
+    tokenizer.backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    page = (Path(__file__).parents[2] / "docs" / "parallel-inference.md").read_text()
+    block = page.split("    # torchrun --nproc-per-node 2 split.py FOLDER\n")[1].split("\n\nOnly from Python")[0]
+    (status, said, errors), (other, silent, _) = ranks.run(textwrap.dedent(block), tmp_path, ranks=2)
+    assert (status, other) == (0, 0), errors
+    assert "split=['self_attn', 'OPTDecoderLayer']" in said
+    assert "Once upon a time" in said
+    assert not silent
 
 
 def test_a_model_without_blocks_is_refused():

@@ -16,7 +16,7 @@ from hasten.checks import whole
 from hasten.errors import ConfigError, ResourceError
 from hasten.generation.speculation.cost import StepCost, measure_step_cost
 from hasten.generation.speculation.draft_model import DraftModel, check_vocabulary
-from hasten.generation.speculation.proposer import LIMIT, Accept, Elsewhere, Proposer
+from hasten.generation.speculation.proposer import LIMIT, Accept, Proposer
 from hasten.generation.speculation.speculator import MOST, Speculator
 from hasten.generation.speculation.suffix import SuffixProposer
 from hasten.machine.caches import cache_folder
@@ -60,8 +60,10 @@ def make_speculator(
     ranks = model.group if isinstance(model, ShardedTransformer) else None
     if ranks is not None and (isinstance(draft, ShardedTransformer) or str(draft).startswith("self:")):
         raise ConfigError("one rank drafts, which has a share of this model only: take suffix, or a smaller model")
-    proposer = _proposer(model, draft, tokens, accept) if ranks is None or not ranks.rank else _elsewhere(draft)
-    if accept == "distribution" and not isinstance(proposer, DraftModel | Elsewhere | None):
+    if ranks is not None and ranks.rank and draft != "none":  # what it proposes here nobody takes
+        draft, accept = "suffix", "exact"
+    proposer = _proposer(model, draft, tokens, accept)
+    if accept == "distribution" and not isinstance(proposer, DraftModel | None):
         raise ConfigError(f"accept='distribution' is for a model that drafts; {proposer.name} gives no probabilities")
     if proposer is None:
         return None
@@ -79,10 +81,6 @@ def automatic(model: Transformer) -> str:
     """
     exact = model.stack is not None or model.dtype == torch.float32
     return "suffix" if exact and model.device.type == "cpu" else "none"
-
-
-def _elsewhere(draft: object) -> Proposer | None:
-    return None if draft == "none" else Elsewhere()
 
 
 def _proposer(model: Transformer, draft: str | Path | Transformer, tokens: int, accept: Accept) -> Proposer | None:

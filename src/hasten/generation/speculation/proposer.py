@@ -51,23 +51,6 @@ Accept = Literal["exact", "distribution"]
 Chance = Callable[[int], float]
 
 
-class Elsewhere:
-    """In the place of a proposer, on the ranks that hear from the first one what was proposed."""
-
-    name = "the first rank's"
-
-    def prior(self, kind: int) -> float:
-        """See `Proposer`."""
-        return 0.5
-
-    def propose(self, texts: Sequence[Text], *, floor: float, chance: Chance) -> list[Draft]:
-        """See `Proposer`."""
-        return [Draft() for _ in texts]
-
-    def end(self, number: int, answer: Sequence[int], *, salt: str = "") -> None:
-        """See `Proposer`."""
-
-
 class Proposer(Protocol):
     """Proposes tokens for a batch of sequences.
 
