@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -24,16 +24,19 @@ SMALL = 1024  # bytes: counts of targets, norms and flags, which no formula has
 class Counted(TorchDispatchMode):
     """Inside `with`: `held()` at any moment, `peak` of it over all operations, `sent` by collective, and their `order`.
 
+    host_peak, device_peak: the same of what offload puts on the host (the optimizer's tensors; of `all`, every share
+    too), and of the rest. Without an accelerator both are in one memory.
+
     Everything is found that is a parameter when the block is entered; so take a step before it. order: (collective,
     bytes of the whole tensor), of all that are not `SMALL`.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, *, offload: str = "none") -> None:
         super().__init__()
-        self.optimizer = optimizer
+        self.optimizer, self.offload = optimizer, offload
         self.sent: Counter[str] = Counter()
         self.order: list[tuple[str, int]] = []
-        self.peak = 0
+        self.peak = self.host_peak = self.device_peak = 0
         self.parameters = [found for found in gc.get_objects() if isinstance(found, nn.Parameter)]
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -47,23 +50,23 @@ class Counted(TorchDispatchMode):
                 self.sent[name[2].strip("_")] += times * whole * (count - 1) // count
                 self.order.append((name[2].strip("_"), whole))
         result = function(*args, **(kwargs or {}))
-        self.peak = max(self.peak, self.held())
+        host, everything = _storages(self._on_host()), self.held()
+        self.peak = max(self.peak, everything)
+        self.host_peak, self.device_peak = max(self.host_peak, host), max(self.device_peak, everything - host)
         return result
 
-    def held(self, device: str | None = None) -> int:
-        """Bytes of weights, whole or in parts, their gradients and the optimizer's states; on one kind of device."""
-        storages = {}
-        for tensor in self._tensors():
-            storage = getattr(tensor, "_local_tensor", tensor).untyped_storage()
-            if device in (None, storage.device.type):
-                storages[storage.data_ptr()] = storage.nbytes()
-        return sum(storages.values())
+    def held(self) -> int:
+        """Bytes of weights, whole or in parts, their gradients and the optimizer's states."""
+        return _storages([*_with_gradients(self.parameters), *self._optimizers()])
 
-    def _tensors(self) -> Iterator[Tensor]:
-        for parameter in self.parameters:
-            yield parameter
-            if parameter.grad is not None:
-                yield parameter.grad
+    def _on_host(self) -> Iterator[Tensor]:
+        if self.offload != "none":
+            yield from self._optimizers()
+        if self.offload == "all":
+            yield from _with_gradients(p for p in self.parameters if hasattr(p, "_local_tensor"))
+
+    def _optimizers(self) -> Iterator[Tensor]:
+        yield from _with_gradients(p for group in self.optimizer.param_groups for p in group["params"])
         for state in self.optimizer.state.values():
             yield from (value for value in state.values() if isinstance(value, Tensor) and value.dim())
 
@@ -90,6 +93,22 @@ class Alive(TorchDispatchMode):
     def _add(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         self.found[storage.data_ptr()] = (StorageWeakRef(storage), storage.nbytes())
+
+
+def _with_gradients(parameters: Iterable[Tensor]) -> Iterator[Tensor]:
+    for parameter in parameters:
+        yield parameter
+        if parameter.grad is not None:
+            yield parameter.grad
+
+
+def _storages(tensors: Iterable[Tensor]) -> int:
+    """Bytes, what several share once."""
+    storages = {}
+    for tensor in tensors:
+        storage = getattr(tensor, "_local_tensor", tensor).untyped_storage()
+        storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
 
 
 def _flat(value: Any) -> Iterator[Tensor]:

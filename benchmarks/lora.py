@@ -5,7 +5,7 @@
 Quality: a small model of characters that was trained on Python's standard library is finetuned on C headers: all
 weights, or an adapter beside a base in float32 or int4; the same steps and held-out files for all, three seeds. The
 gain is what the held-out loss falls by; an int4 base begins with another loss, so that all gains count from the float32
-model's.
+model's. The adapters beside int4 are merged into it too, by rounding anew (`hasten merge`).
 
 Memory and speed: a shape with random weights, a process for each way to train: its peak resident memory above that
 after one step of a tiny model, which loads the libraries; and the bytes of weights, gradients and optimizer state,
@@ -93,7 +93,9 @@ class LoraBenchmark:
 
     def quality(self, folder: Path) -> list[dict[str, Any]]:
         import hasten
+        from hasten.model.adapter_files import load_adapter
         from hasten.quantization import Int4, quantize
+        from hasten.quantization.merge import merge
         from hasten.training.recipe import Lora
         from hasten.training.recipes import FINETUNE
         from hasten.training.session import train
@@ -145,9 +147,17 @@ class LoraBenchmark:
                     setup = set_up(recipe, progress=False)
                     count = sum(p.numel() for p in setup.step.parameters)
                     begun[way] = {"trained": count, "before": setup.validation.loss(setup.step)}
-                after = train(recipe, progress=False).validation_loss
-                rows.append({"way": way, "seed": seed, **begun[way], "after": after})
+                result = train(recipe, progress=False)
+                rows.append({"way": way, "seed": seed, **begun[way], "after": result.validation_loss})
                 print(rows[-1], flush=True)
+                if way == "int4":
+                    model, merged = hasten.load(base), folder / f"merged-{seed}"
+                    lost = merge(model, load_adapter(result.model_folder, model), merged)
+                    setup = set_up(replace(recipe, init=str(merged)), progress=False)  # a new adapter adds nothing yet
+                    after = setup.validation.loss(setup.step)
+                    error = {"lost": median(one.lost for one in lost)}
+                    rows.append({"way": "int4 merged", "seed": seed, **begun[way], "after": after, **error})
+                    print(rows[-1], flush=True)
         return rows
 
     def cost(self, folder: Path) -> list[dict[str, Any]]:

@@ -4,6 +4,7 @@ from renderers import Report, markdown
 
 LORA_WAYS = {"full": "all weights, float32"}
 LORA_WAYS |= {name: f"adapter, base in {name}" for name in ("float32", "bfloat16", "int8", "int4")}
+LORA_WAYS["int4 merged"] = "the same, merged into int4"
 
 
 def lora(report: Report) -> str:

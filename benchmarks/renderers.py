@@ -356,6 +356,7 @@ RENDERERS: dict[str, Callable[[Report], str]] = {
     "attention-growth": attention_growth,
     "precision-bytes": lambda report: markdown(*precision_bytes.table(report)),
     "zero-bytes": lambda report: markdown(*zero.table(report), left=2),
+    "zero-bytes offload": lambda report: markdown(*zero.copies_table(report)),
     "attention-bfloat16": attention_speed,
     "attention-bfloat16-amx": attention_speed,
     "attention-errors": attention_errors,

@@ -8,9 +8,13 @@ both directions (`tc … tbf`); that takes root. Bytes are those of the interfac
 computes plus what has to travel: `bound` is that, from the time of a step over a link of 10 Gbit/s, less what its bytes
 take there, and the bytes of a step over the rate. Losses do not depend on the rate, so only the slowest link sees all
 steps.
+
+    python benchmarks/slow_link.py --megabits 10000 --steps 1500 --output benchmarks/results/slow-link-long.json \\
+        --times benchmarks/results/slow-link.json --picture benchmarks/results/slow-link-long.png
 """
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -29,6 +33,8 @@ FAST = 10_000  # Mbit/s
 MASTERS = ["--parallel.policy", "float32-masters", "--techniques.precision", "bfloat16"]
 MEAN = ["--diloco.learning-rate", "1", "--diloco.momentum", "0"]  # they go on from the mean of where they have come to
 BETA2 = ["--optimizer.beta2", "0.999"]
+SEED = ["--run.seed", "1"]
+HALF = ["--optimizer.learning-rate", "4e-4"]  # of the demo's
 
 
 def methods(steps: int) -> dict[str, list[str]]:
@@ -45,6 +51,10 @@ def methods(steps: int) -> dict[str, list[str]]:
         "diloco 100": ["--diloco.sync-every", "100", *BETA2],
         "diloco 30, mean": ["--diloco.sync-every", "30", *MEAN, *BETA2],
         "diloco 100, mean": ["--diloco.sync-every", "100", *MEAN, *BETA2],
+        "adamw, seed 1": [*BETA2, *SEED],
+        "onebit-adam, seed 1": ["--optimizer.kind", "onebit-adam", *BETA2, *warm, *SEED],
+        "adamw, rate 4e-4": [*BETA2, *HALF],
+        "diloco 100, mean, rate 4e-4": ["--diloco.sync-every", "100", *MEAN, *BETA2, *HALF],
     }
 
 
@@ -74,8 +84,15 @@ class SlowLink:
     """Where to write the JSON; a line a run is printed in any case. Of a file of the same settings that is there, the
     rows of other methods stay."""
 
+    times: Path | None = None
+    """A report of fewer steps over a slower link: the rows of the same methods get their wall time there, computed from
+    its clock, times how many more steps they took (a warm-up is the same share of both)."""
+
     picture: Path | None = None
     """Where to draw loss against wall time."""
+
+    only_draw: bool = False
+    """Measure nothing: only `times` and `picture`."""
 
     def run(self) -> None:
         from hasten.machine import describe
@@ -84,7 +101,7 @@ class SlowLink:
         found: list[dict[str, Any]] = []
         settings = {"recipe": self.recipe, "steps": self.steps, "fewer": self.fewer, "rows": self.rows}
         report = {"schema": 1, "machine": describe().to_json(), "settings": settings, "rows": found}
-        names = self.methods or tuple(methods(self.steps))
+        names = () if self.only_draw else self.methods or tuple(methods(self.steps))
         if self.output is not None and self.output.exists():
             before = json.loads(self.output.read_text())
             if before["settings"] == settings:
@@ -105,6 +122,10 @@ class SlowLink:
                 )
                 if self.output is not None:  # what there is stays, should a later run fail
                     write_json(self.output, report)
+        if self.times is not None:
+            take_times(report, json.loads(self.times.read_text()))
+        if self.output is not None:
+            write_json(self.output, report)
         if self.picture is not None:
             draw(report, self.picture)
 
@@ -195,12 +216,27 @@ def trained(recipe: str, options: list[str], steps: int, rows: int) -> dict[str,
     }
 
 
-UNCOMPRESSED = {"onebit-lamb": "lamb"}  # whose loss a method's stands beside, if not AdamW's
+def take_times(report: dict[str, Any], slower: dict[str, Any]) -> None:
+    """`losses` of each row in the wall time of another link, as `losses_there`, where it was measured over it."""
+    rate = report["link_there"] = min(row["megabits"] for row in slower["rows"])
+    clocks = {row["method"]: row for row in slower["rows"] if row["megabits"] == rate}
+    for row in report["rows"]:
+        if (there := clocks.get(row["method"])) is not None:
+            longer = row["steps"] / there["steps"]
+            pairs = zip(there["losses"], row["losses"], strict=True)
+            row["losses_there"] = [[longer * seconds, loss] for (seconds, _), (_, loss) in pairs]
 
 
-def seconds_to(row: dict[str, Any], loss: float) -> float | None:
+UNCOMPRESSED = {  # whose loss a method's stands beside, if not AdamW's
+    "onebit-lamb": "lamb",
+    "onebit-adam, seed 1": "adamw, seed 1",
+    "diloco 100, mean, rate 4e-4": "adamw, rate 4e-4",
+}
+
+
+def seconds_to(row: dict[str, Any], loss: float, losses: str = "losses") -> float | None:
     """Wall time to a validation loss, on straight lines between what was measured; None: never."""
-    for (before, higher), (after, lower) in pairwise(row["losses"]):
+    for (before, higher), (after, lower) in pairwise(row[losses]):
         if lower <= loss < higher:
             return before + (after - before) * (higher - loss) / (higher - lower)
     return None
@@ -248,16 +284,22 @@ def table(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
 
 
 def long_table(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """For docs/distributed.md, of a run over one link: losses alone."""
+    """For docs/distributed.md, of a run over one link: losses, and wall times over the slower one."""
     found = {row["method"]: row for row in report["rows"]}
-    rows = [[name, *losses(found, name)] for name in methods(0) if name in found]
-    return ["", f"loss after {report['settings']['steps']:,} steps", "beside its optimizer's"], rows
+    goal, rows = 1.01 * found["adamw"]["validation_loss"], []
+    for name in methods(0):
+        if name in found:
+            reached = seconds_to(found[name], goal, "losses_there") if "losses_there" in found[name] else math.nan
+            shown = "not reached" if reached is None else "" if math.isnan(reached) else f"{reached / 60:.0f} min"
+            rows.append([name, *losses(found, name), shown])
+    head = ["", f"loss after {report['settings']['steps']:,} steps", "beside its optimizer's"]
+    return [*head, f"to {goal:.2f} over {report['link_there']} Mbit/s, computed"], rows
 
 
 def losses(rows: dict[str, Any], name: str) -> list[str]:
     """A method's loss, and how it stands beside its uncompressed optimizer's."""
-    base = rows[UNCOMPRESSED.get(name, name if name == "lamb" else "adamw")]["validation_loss"]
-    loss = rows[name]["validation_loss"]
+    own = name if name in UNCOMPRESSED.values() else "adamw"
+    loss, base = (rows[one]["validation_loss"] for one in (name, UNCOMPRESSED.get(name, own)))
     return [f"{loss:.3f}", f"{loss / base - 1:+.1%}"]
 
 
@@ -270,16 +312,18 @@ def draw(report: dict[str, Any], path: Path) -> None:
     from hasten.bench.draw import draw_curves
     from hasten.bench.table import machine_line
 
-    slowest = min(row["megabits"] for row in report["rows"])
+    there = report.get("link_there")
+    slowest, losses = there or min(row["megabits"] for row in report["rows"]), "losses_there" if there else "losses"
     curves = {
-        row["method"]: ([time for time, _ in row["losses"]], [loss for _, loss in row["losses"]])
+        row["method"]: ([time for time, _ in row[losses]], [loss for _, loss in row[losses]])
         for row in report["rows"]
-        if row["megabits"] == slowest
+        if losses in row and (there or row["megabits"] == slowest)
     }
     draw_curves(
         curves,
         path,
-        title=f"Two processes, a link of {slowest} Mbit/s",
+        title=f"Two processes, {report['settings']['steps']:,} steps, a link of {slowest} Mbit/s"
+        + (", times computed" if there else ""),
         subtitle=f"{report['settings']['recipe']} model, {machine_line(report['machine'])}",
         x_label="seconds",
         y_label="validation loss, nats a token",

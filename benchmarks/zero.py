@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ ROWS, CONTEXT = 4, 16
 CASES: list[dict[str, Any]] = [{"zero": zero} for zero in (0, 1, 2, 3)]
 CASES += [{"zero": zero, "accumulation": 4} for zero in (0, 1, 2, 3)]
 CASES += [{"zero": zero, "policy": "float32-masters"} for zero in (0, 3)]
-CASES += [{"zero": 3, "offload": "optimizer"}, {"zero": 3, "replicas": 2}]
+CASES += [{"zero": 3, "offload": "optimizer"}, {"zero": 3, "offload": "all"}, {"zero": 3, "replicas": 2}]
 
 
 def paper_bytes(count: int, *, stage: int, ranks: int, masters: bool = False) -> float:
@@ -70,7 +71,7 @@ def measure(case: dict[str, Any], ranks: Any, *, shape: dict[str, Any]) -> dict[
     start = Counted(step.optimizer).held()
     for _ in range(2):  # DDP lays out its buckets anew in the second step
         step.run(batches)
-    counter = Counted(step.optimizer)
+    counter = Counted(step.optimizer, offload=own.get("offload", "none"))
     for number, block in enumerate(step.model.blocks):  # beside the collectives, when a block runs
         note = ("block", number)
         block.attention_norm.register_forward_pre_hook(lambda *_, note=note: counter.order.append(note))
@@ -82,8 +83,16 @@ def measure(case: dict[str, Any], ranks: Any, *, shape: dict[str, Any]) -> dict[
     about = {"stage": stage, "ranks": shards, "accumulation": accumulation}
     formula = fsdp_bytes(config, **about, masters=masters, copies=own.get("offload") == "optimizer")
     itemsize = 2 if masters else 4
+    apart = {}
+    if "offload" in own:  # the host has the optimizer's shares of weights and gradients, and its states
+        share, blocks = count / shards, len(config.layers)
+        reduced = 4 * (blocks - 1) * (count - parameters(replace(config, layers=())).total) / blocks / shards
+        device = formula.peak - 12 * share - (reduced if own["offload"] == "all" else 0)
+        apart = {"copies": {"host": counter.host_peak, "device": counter.device_peak}}
+        apart["copies_formula"] = {"host": 16 * share, "device": device}
     return {
         **case,
+        **apart,
         "ranks": ranks.size,
         "parameters": count,
         "loss": float(result.loss),
@@ -163,6 +172,17 @@ def table(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
         rows.append([str(row["ranks"]), name, *own])
     head = ["ranks", "layout", "weights", "after a backward pass", "peak", "FSDP2's formula for the peak"]
     return [*head, "the paper's formula", "sent in a step", "its formula"], rows
+
+
+def copies_table(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """The same of offload: what of the peak would lie where, counted and by formula, bytes a parameter."""
+    rows = []
+    for row in report["rows"]:
+        if "copies" in row:
+            found = [row[kind][place] for place in ("host", "device") for kind in ("copies", "copies_formula")]
+            name = f"zero {row['zero']}, offload {row['offload']}"
+            rows.append([name, *(f"{size / row['parameters']:.2f}" for size in found)])
+    return ["2 ranks", "on the host", "formula", "on the device", "formula"], rows
 
 
 def main() -> None:

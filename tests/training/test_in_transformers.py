@@ -103,6 +103,24 @@ def test_after_a_training_that_failed_the_callback_begins_anew_and_gives_the_mod
     assert "forward" not in vars(model.get_output_embeddings())
 
 
+def test_inside_with_a_failed_training_gives_the_model_back(tmp_path):
+    class Failing(transformers.TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            raise KeyboardInterrupt
+
+    expected = trained(llama(), tmp_path, [])
+    model = llama()
+    theirs, attention = model.loss_function, model.config._attn_implementation
+    with pytest.raises(KeyboardInterrupt), hasten.accelerated(model):
+        trained(model, tmp_path, [Failing()])
+    assert (model.loss_function, model.config._attn_implementation) == (theirs, attention)
+    assert "forward" not in vars(model.get_output_embeddings())
+    model = llama()
+    with hasten.accelerated(model):
+        losses, *_ = trained(model, tmp_path, [])
+    assert losses == pytest.approx(expected[0], rel=1e-4)
+
+
 def test_a_loop_of_accelerate():
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState

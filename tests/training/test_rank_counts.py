@@ -26,6 +26,7 @@ CASES = [
     {"zero": 3, "accumulation": 2},
     {"zero": 3, "policy": "float32-masters"},
     {"zero": 3, "offload": "optimizer"},
+    {"zero": 3, "offload": "all"},
     {"zero": 3, "prefetch": 1},
     {"zero": 3},
 ]
@@ -43,6 +44,8 @@ def test_bytes_and_traffic_are_those_of_the_formulas(counted):
     for row in counted:
         for moment, formula in row["formula"].items():
             assert row["held"][moment] == pytest.approx(formula, rel=0.05), (row, moment)
+        for place, formula in row.get("copies_formula", {}).items():
+            assert row["copies"][place] == pytest.approx(formula, rel=0.05), (row, place)
         assert sum(row["sent"].values()) == pytest.approx(row["sent_formula"], rel=1e-3), row
     # All stages hold the same after a backward pass: 16 bytes a parameter over the ranks.
     assert [row["held"]["backward"] / row["parameters"] for row in counted[1:4]] == pytest.approx([8] * 3, rel=0.01)

@@ -23,13 +23,15 @@ from hasten.training.journal import read
 from hasten.training.recipe import Qat, flat
 from hasten.training.recipes import RECIPES
 from hasten.training.session import train
+from rank_runs import stop_after
 
 # Trains; what goes wrong, on rank 1 alone, is the second argument.
 CHILD = textwrap.dedent("""
     import json, os, signal, sys
+    from dataclasses import replace
     import torch
     from hasten.errors import HastenError, ResourceError
-    from hasten.training import setup
+    from hasten.training import session, setup
     from hasten.training.recipe import Recipe
     from hasten.training.session import train
     setup.matrix_rate = lambda dtype, **options: 1e11
@@ -40,33 +42,55 @@ CHILD = textwrap.dedent("""
     def on_step(line):
         if line["step"] == 3 and wrong == "killed" and os.environ["RANK"] == "1":
             os.kill(os.getpid(), signal.SIGKILL)
-    if os.environ["RANK"] == "1" and wrong == "memory":
-        setup.Room.here = memory
+    recipe = Recipe.from_json(values)
+    if os.environ["RANK"] == "1":
+        if wrong == "memory":
+            setup.Room.here = memory
+        if wrong == "code":
+            session.code_digest = lambda: "older"
+        if wrong == "folder":  # of which only rank 0 sees the checkpoints
+            session.find_start = lambda *given: None
+        if wrong == "text":
+            prepare, less = setup.prepare_data, replace(recipe.data, limit_bytes=20_000)
+            setup.prepare_data = lambda recipe, **options: prepare(replace(recipe, data=less), **options)
+        if wrong == "recipe":
+            recipe = replace(recipe, optimizer=replace(recipe.optimizer, learning_rate=1e-3))
     try:
-        train(Recipe.from_json(values), progress=False, on_step=on_step)
+        train(recipe, progress=False, on_step=on_step)
     except HastenError as error:
         print(f"{type(error).__name__}: {error}")
         sys.exit(2)
 """)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("wrong", "told"),
-    [
-        ("memory", "TrainingError: rank 1: the memory is gone"),
-        ("killed", "TrainingError: rank 1 ended without a word"),
-    ],
-)
-def test_the_first_rank_names_who_went_wrong(recipe, tmp_path, wrong, told):
+WRONG = [
+    ("memory", {}, "TrainingError: rank 1: the memory is gone"),
+    ("killed", {}, "TrainingError: rank 1 ended without a word"),
+    ("code", {}, "ConfigError: rank 1 has another version of hasten's code than rank 0 (older, not "),
+    ("folder", {}, "ConfigError: rank 1 has another checkpoint than rank 0 (none, not of step 2)"),
+    ("text", {}, "ConfigError: rank 1 has another data than rank 0 ("),
+    ("recipe", {}, "ConfigError: rank 1 has another optimizer.learning_rate than rank 0 (0.001, not 0.005)"),
+    ("rows", {"batch_size": 3}, "ConfigError: data.batch_size is 3, which 2 processes cannot share evenly"),
+    ("replicas", {"replicas": 3}, "ConfigError: parallel.replicas is 3, which 2 processes cannot share evenly"),
+    ("model", {"layers": 3}, "(model.layers: 2 -> 3): give the same values"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "changes", "told"), WRONG, ids=[wrong for wrong, *_ in WRONG])
+def test_the_first_rank_names_who_went_wrong(recipe, tmp_path, wrong, changes, told):
     file = tmp_path / "case.json"
-    file.write_text(json.dumps(recipe(steps=2000, zero=1, checkpoint_every=2).to_json()))
+    file.write_text(json.dumps(recipe(steps=2000, zero=1, checkpoint_every=2, **changes).to_json()))
+    before = wrong in ("folder", "model")
+    if before:
+        stop_after(recipe(steps=2000, checkpoint_every=2), 2)
     (status, said, errors), (other, silent, _) = ranks.run(CHILD, file, wrong, timeout=120)
     assert (status, other) == (2, -9 if wrong == "killed" else 2), errors
-    assert said.startswith(told), (said, errors)
+    assert told in said, (said, errors)
+    assert said.count("\n") == 1
     assert silent == ""
-    if wrong == "killed":
-        assert find(tmp_path / "runs/tiny/checkpoints/last").step == 2
+    stored = find(tmp_path / "runs/tiny/checkpoints/last")
+    assert (stored is not None and stored.step == 2) == (before or wrong == "killed")
+    assert not list(tmp_path.glob("runs/**/*.partial"))
 
 
 def test_a_port_that_is_taken_is_named(recipe, tmp_path):
@@ -122,6 +146,8 @@ def test_what_does_not_fit_together_is_refused_before_anything_is_shared(recipe)
         (recipe(zero=4), "parallel.zero is 4"),
         (recipe(policy="float32-masters"), "needs techniques.precision bfloat16 or float16"),
         (recipe(zero=3, prefetch=1, layer_drop=0.5), "layer_drop leaves out"),
+        (recipe(zero=0, prefetch=1), "prefetch and offload all are of shared weights"),
+        (recipe(zero=1, kind="onebit-adam", beta2=0.999), r"of the 20 \+ 4/N bytes .* set parallel.zero 0"),
         (recipe(zero=1, qat=Qat(bits=4)), "qat.bits rounds whole matrices"),
         (recipe(qat=Qat(bits=4), policy="float32-masters", precision="bfloat16"), "qat.bits train float32 weights"),
     ]:

@@ -35,7 +35,10 @@ CASES = {
     "lamb": ({"kind": "lamb", **SHORT}, [{"zero": 3}]),
     "muon": ({"kind": "muon", **SHORT}, [{"zero": 3, "prefetch": 1}]),
     "drop": (DROP, [{"zero": 0}, {"zero": 1}]),
-    "sparse": ({"attention_pattern": PATTERN, "context": 64, "checkpointing": "full", **SHORT}, [{"zero": 2}]),
+    "sparse": (
+        {"attention_pattern": PATTERN, "context": 64, "checkpointing": "full", **SHORT},
+        [{"zero": 2}, {"zero": 3, "checkpointing": "offload"}],
+    ),
     "half": ({"precision": "float16", **SHORT}, [{"zero": 3}]),
     "lora": (
         {"lora": Lora(rank=4, targets=("q_proj", "down_proj")), "learning_rate": 3e-2, **SHORT},
@@ -70,7 +73,7 @@ def runs(recipe_of_module):
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "hasten runs")  # an attention pattern that transformers does not know
             train(recipe_of_module(name=name, **fields), progress=False)
-        cases += [recipe_of_module(name=named(name, way), **fields, **way).to_json() for way in ways]
+        cases += [recipe_of_module(name=named(name, way), **(fields | way)).to_json() for way in ways]
     cases.append(recipe_of_module(name="overflow", precision="float16", zero=2, steps=8).to_json() | {"overflow": 5})
     for number, (first, _) in enumerate(CONTINUED):
         made = recipe_of_module(name=f"continued-{number}", **(HARD | (first or {})))
@@ -142,5 +145,8 @@ def test_any_number_of_ranks_goes_on_from_what_any_has_written(runs, recipe_of_m
 def test_rows_that_do_not_divide_are_refused(recipe):
     with pytest.raises(ConfigError, match=r"data.batch_size is 4, which 3 processes"):
         Ranks(size=3).rows(recipe().data.batch_size)
-    with pytest.raises(ConfigError, match=r"offload all.*--processes"):
-        train(recipe(zero=1, offload="all"), progress=False)
+
+
+def test_what_only_several_processes_share_is_refused_in_one_before_a_text_is_read(recipe):
+    with pytest.raises(ConfigError, match=r"parallel\.zero 1 is for several processes: .*--processes"):
+        train(recipe(zero=1, offload="all", source="no-such-text"), progress=False)

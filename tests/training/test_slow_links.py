@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from safetensors.torch import load_file
 
 import ranks
 from hasten.errors import ConfigError
@@ -19,6 +20,7 @@ APART = {"steps": 24, "validate_every": 12, "validation_batches": 1}
 WAYS = {
     "onebit-adam": {"kind": "onebit-adam", **ONEBIT},
     "onebit-lamb": {"kind": "onebit-lamb", "learning_rate": 0.05, **ONEBIT},
+    "onebit-masters": {"kind": "onebit-adam", "precision": "bfloat16", "policy": "float32-masters", **ONEBIT},
     "diloco": {"diloco": Diloco(sync_every=6), **APART},
     "diloco-8-bits-late": {
         "diloco": Diloco(sync_every=6, should_quantize=True, fragment_sync_delay=2, fragment_update_alpha=0.2),
@@ -55,8 +57,9 @@ def test_they_learn(runs, recipe_of_module, name):
     assert found[-1][2] < found[0][1] - 0.5
     assert found[-1][2] < 1.1 * wanted[-1][2]
     if name.startswith("onebit"):  # the warm-up is that of one process
+        allowed = 5e-3 if name == "onebit-masters" else 1e-4  # gradients are summed in another order, in 16 bits
         for ours, theirs in zip(found[:9], wanted[:9], strict=True):
-            assert ours[1] == pytest.approx(theirs[1], abs=1e-4)
+            assert ours[1] == pytest.approx(theirs[1], abs=allowed)
         assert found[-1][1] != wanted[-1][1]
 
 
@@ -65,6 +68,16 @@ def test_they_go_on_bit_for_bit(runs, name):
     assert losses(runs, f"{name}-again") == losses(runs, name)
     one, other = (runs / run / "model/model.safetensors" for run in (name, f"{name}-again"))
     assert one.read_bytes() == other.read_bytes()
+
+
+def test_checkpoints_hold_the_errors_of_each_rank(runs):
+    """4 bytes a parameter of its own mean, 4/N of its piece of everybody's: as the planner counts them."""
+    count = sum(weight.numel() for weight in load_file(runs / "onebit-adam/model/model.safetensors").values())
+    for rank, own in enumerate(("random", "random.1")):
+        (file,) = (runs / "onebit-adam/checkpoints/last").glob(f"state-*-{rank}.safetensors")
+        state = load_file(file)
+        held = sum(state[f"{own}.{name}"].nbytes for name in ("worker_error", "server_error"))
+        assert held == pytest.approx((4 + 4 / 2) * count, rel=0.05)  # rows that pad the vocabulary, and pieces
 
 
 @pytest.mark.parametrize("name", STOPPED)
@@ -92,7 +105,7 @@ def test_what_does_not_fit_is_refused(recipe):
     ):
         with pytest.raises(ConfigError, match=words):
             recipe(**changes).check()
-    with pytest.raises(ConfigError, match=r"onebit-lamb is for several processes .* 4 \+ 4/N bytes"):
+    with pytest.raises(ConfigError, match=r"onebit-lamb is for several processes"):
         train(recipe(kind="onebit-lamb", beta2=0.999), progress=False)
     with pytest.raises(ConfigError, match=r"diloco\.sync_every is for several processes"):
         train(recipe(diloco=Diloco(sync_every=5)), progress=False)

@@ -4,7 +4,6 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from hasten.distributed.ranks import Ranks
-from hasten.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -14,14 +13,9 @@ TENSOR = "tensor"  # the mesh's innermost dimension: neighbours, which tell each
 
 @lru_cache  # the styles and FSDP2 want submeshes of one mesh
 def mesh_of(kind: str, ranks: Ranks, replicas: int) -> "DeviceMesh":
-    """The ranks as replicas of shards of `ranks.tensor`; dimensions of one are left out, but for the shards.
-
-    Raises ConfigError where they do not come out even.
-    """
+    """The ranks as replicas of shards of `ranks.tensor`; dimensions of one are left out, but for the shards."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    if ranks.readers % replicas:
-        raise ConfigError(f"parallel.replicas is {replicas}, which {ranks.readers} processes cannot share evenly")
     sizes = {"replicas": replicas, "shard": ranks.readers // replicas, TENSOR: ranks.tensor}
     kept = {name: size for name, size in sizes.items() if size > 1 or name == "shard"}
     return init_device_mesh(kind, tuple(kept.values()), mesh_dim_names=tuple(kept))

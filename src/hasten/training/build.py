@@ -149,17 +149,26 @@ def training_step(
     )
 
 
+def check_ranks(recipe: Recipe, ranks: Ranks) -> None:
+    """Raise ConfigError where so many processes cannot train by the recipe, before anything is read or made."""
+    zero, replicas = recipe.parallel.zero, recipe.parallel.replicas
+    if not ranks.joined and (zero or recipe.diloco.sync_every is not None):
+        name = f"parallel.zero {zero}" if zero else "diloco.sync_every"
+        raise ConfigError(f"{name} is for several processes: start them with torchrun or --processes (1 is enough)")
+    if ranks.readers % replicas:
+        raise ConfigError(f"parallel.replicas is {replicas}, which {ranks.readers} processes cannot share evenly")
+    if not recipe.run.fit:
+        ranks.rows(recipe.data.batch_size)
+
+
 def place(model: Transformer, recipe: Recipe, ranks: Ranks = ALONE) -> Placement:
     """Spread the model over the ranks as the recipe says. Raises ConfigError for what does not fit together."""
+    check_ranks(recipe, ranks)
     parallel = recipe.parallel
     copies = None
     if parallel.offload == "optimizer" or parallel.policy == "float32-masters":
         copies = model.device if parallel.offload == "none" else torch.device("cpu")
     if not ranks.joined:
-        if parallel.offload == "all":
-            raise ConfigError("parallel.offload all is FSDP2's, which wants torchrun or --processes (1 is enough)")
-        if recipe.diloco.sync_every is not None:
-            raise ConfigError("diloco.sync_every is for several processes: start them with torchrun or --processes")
         return Placement(model, copies=copies)
     experts = bool(model.config.experts)
     if parallel.zero == 0:

@@ -45,8 +45,8 @@ def _onebit(placement: Placement, groups: list[dict[str, Any]], settings: Optimi
     """1-bit Adam or LAMB; fused: their warm-up's step. Raises ConfigError unless every rank has the whole model."""
     if type(placement) is not Replicated:
         raise ConfigError(
-            f"optimizer.kind {settings.kind} is for several processes (torchrun, or --processes) that all have the "
-            "whole model (parallel.zero 0): its errors, 4 + 4/N bytes a parameter, would undo what ZeRO saves"
+            f"optimizer.kind {settings.kind} is for several processes that all have the whole model (parallel.zero 0): "
+            "start them with torchrun or --processes"
         )
     made: OneBitOptimizer
     if settings.kind == "onebit-adam":

@@ -46,8 +46,8 @@ def _wrong_parallel(recipe: Recipe) -> Iterator[str]:
         yield "lora.rank and qat.bits train float32 weights; set parallel.policy float32-weights"
     if rounded and parallel.zero:
         yield "qat.bits rounds whole matrices, of which parallel.zero leaves each process a share; set parallel.zero 0"
-    if parallel.zero == 0 and (parallel.replicas > 1 or parallel.offload == "all"):
-        yield "parallel.replicas and parallel.offload all are of shared weights; set parallel.zero to 1, 2 or 3"
+    if parallel.zero == 0 and (parallel.replicas > 1 or parallel.offload == "all" or parallel.prefetch):
+        yield "parallel.replicas, prefetch and offload all are of shared weights; set parallel.zero to 1, 2 or 3"
     if parallel.tensor > 1:
         yield from _wrong_split(recipe)
     if parallel.policy == "float32-masters" and recipe.techniques.precision in ("auto", "float32"):
@@ -59,6 +59,11 @@ def _wrong_parallel(recipe: Recipe) -> Iterator[str]:
             yield "diloco.sync_every and a one-bit optimizer both say what travels; choose one of them"
         if diloco.fragment_sync_delay >= diloco.sync_every:
             yield "diloco.fragment_sync_delay must be less than diloco.sync_every"
+    if onebit and parallel.zero:
+        yield (
+            f"of the 20 + 4/N bytes a parameter of optimizer.kind {optimizer.kind} every process needs gradient, "
+            "momentum and error whole, 12, which ZeRO cannot share; set parallel.zero 0"
+        )
     if onebit and optimizer.beta2 < LEAST_BETA2:
         yield (
             f"optimizer.beta2 is {optimizer.beta2}; one-bit optimizers freeze the variance and need at least "

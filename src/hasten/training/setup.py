@@ -88,6 +88,7 @@ def set_up(
 
     should_stop: asked between micro-batches.
     """
+    build.check_ranks(recipe, ranks)
     recipe, _ = choose_precision(recipe)
     device = own_device(recipe, ranks)
     configure(threads=recipe.run.threads, processes=ranks.local_size)
