@@ -182,12 +182,12 @@ class Generating:
         prompting, times = 0.0, []
         while not engine.idle:
             began = time.perf_counter()
-            before = engine.stats().generated_tokens
+            before = engine.stats().computed_tokens
             engine.step()
-            took, made = time.perf_counter() - began, engine.stats().generated_tokens - before
-            if made == self.batch:
+            took, computed = time.perf_counter() - began, engine.stats().computed_tokens - before
+            if computed == self.batch:  # a token of each
                 times.append(took)
-            elif len(times) == 0:
+            elif len(times) == 0:  # prompts, and the tokens of those that were read before
                 prompting += took
         engine.close()
         return {"prompt": prompting, "token": median(times)}

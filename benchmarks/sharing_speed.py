@@ -217,7 +217,7 @@ class Engines:
             found: dict[int, list[tuple[float, tuple[int, ...]]]] = {i: [] for i in beams}
             while not engine.idle:
                 for output in engine.step():
-                    i, (score, text) = asked[output.id]
+                    i, (score, text) = asked[output.request_id]
                     for token in output.logprobs or ():
                         found[i] += [(score + one.logprob, (*text, one.token)) for one in token.top]
                 stats = engine.stats()

@@ -206,8 +206,10 @@ class ArticleBatches(Contest):
 
     def contestants(self, recipe: Recipe, device: str) -> Iterator[tuple[str, Recipe, dict[str, Any]]]:
         from hasten.training import build
+        from hasten.training.setup import prepare_data
 
-        rungs, vocab = cumulative(article_rungs(device)), recipe.data.vocab_size
+        rungs = cumulative(article_rungs(device))
+        vocab = prepare_data(recipe, init=None, progress=False).tokenizer.vocab_size
         config = build.shape_config(recipe.model, vocab_size=vocab, positions=recipe.data.context)
         largest = {}
         for name in ("compile", "flash"):

@@ -21,7 +21,7 @@ from hasten.planning.cost import kv_bytes_per_token, parameters, training_flops_
 from hasten.planning.devices import DEVICES
 from hasten.planning.memory import InferenceUse, TrainingUse, largest, memory_of
 from hasten.planning.shapes import SHAPES, shape_config
-from hasten.training.recipe import Parallel, Techniques
+from hasten.training.recipe import Lora, Parallel, Techniques
 
 STATES = ("weights", "gradients", "masters", "optimizer")
 ROOT = Path(__file__).parents[2]
@@ -156,6 +156,7 @@ def test_steps_are_measured_by_blocks_of_each_kind():
         ({"length": 64, "new_tokens": 64, "device": "h100"}, "--new-tokens .64. must be below --length"),
         ({"tensor_parallel": 5, "device": "h100"}, "a model of 4 heads .* take at most 4"),
         ({"batch_size": 0}, "--batch-size is 0"),
+        ({"device": "h100", "use": "lora", "lora": Lora(rank=0)}, "lora.rank is 0"),
         ({"device": "h100", "techniques": Techniques(layer_drop=2.0)}, "techniques.layer_drop is 2.0"),
         ({"device": "h100", "techniques": Techniques(precision="float16"), "use": "train"}, None),
     ],

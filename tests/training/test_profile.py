@@ -206,6 +206,7 @@ def test_the_command_prints_the_tables(recipe, capsys, monkeypatch, tmp_path):
     [
         (["profile", "play", "demo"], "train, generate or serve; found 'play'"),
         (["profile", "train", "demo", "--measured", "0"], "steps must be a whole number, at least 1; found 0"),
+        (["profile", "train", "demo", "--output", "/dev/null/x"], "/dev/null/x cannot be written: Not a directory"),
         (["profile", "generate", "no/such/folder/at-all"], "at-all"),
     ],
 )

@@ -14,7 +14,7 @@ from hasten.model.export import export_model
 from hasten.quantization import Int8, quantize
 from hasten.training.checkpoint_state import find
 from hasten.training.journal import read
-from hasten.training.recipe import Lora
+from hasten.training.recipe import Lora, Qat
 from hasten.training.session import train
 from rank_runs import assert_same, stop_after
 from tiny_model import tiny_llama
@@ -44,6 +44,7 @@ CASES = {
         {"lora": Lora(rank=4, targets=("q_proj", "down_proj")), "learning_rate": 3e-2, **SHORT},
         [{"zero": 0}, {"zero": 2}, {"zero": 3, "offload": "optimizer"}],
     ),
+    "qat": ({"qat": Qat(bits=4), **SHORT, "hidden_size": 32, "feed_forward": 64}, [{"zero": 0}]),
     "masters": (MASTERS, [{"zero": 0}, {"zero": 3, "offload": "optimizer"}]),
     "bf16": ({"precision": "bfloat16", **SHORT}, [{"zero": 0}, {"zero": 3}]),
     "compiled": (SHORT, [{"zero": 0, "compile": True}, {"zero": 3, "compile": True}]),  # beside what was not
@@ -92,7 +93,7 @@ def lines(runs, name):
 @pytest.mark.parametrize("name", CASES)
 def test_two_ranks_compute_what_one_does(runs, name):
     # Gradients are summed in another order: in 16 bits, or before activations that are rounded to 8.
-    half = name in ("half", "masters", "bf16", "lora")
+    half = name in ("half", "masters", "bf16", "lora", "qat")
     for way in CASES[name][1]:
         ours = lines(runs, named(name, way))
         assert_same(ours, lines(runs, name), *((2e-3, ("loss",)) if half else ()))

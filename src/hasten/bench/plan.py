@@ -69,7 +69,8 @@ class PlanOptions(Wanted):
     def recipe(self) -> Recipe:
         """The same as a recipe."""
         data = Data(context=self.length or 1024, batch_size=self.batch_size or 8, accumulation=self.accumulation)
-        lora = replace(self.lora, rank=self.lora.rank or 16) if self.use == "lora" else Lora()
+        rank = 16 if self.lora.rank is None else self.lora.rank
+        lora = replace(self.lora, rank=rank) if self.use == "lora" else Lora()
         return Recipe(
             name="plan",
             init=None if self.use == "train" else "MODEL",
@@ -215,7 +216,10 @@ def measured_cost(subject: Subject, options: PlanOptions, batches: Sequence[int]
 
     weights, use = options.weights.replace("auto", subject.own), _inference(subject, options)
     prompt = min(use.length - use.new_tokens, use.step)
-    return generating_cost(subject.config, batches or [use.batch_size], prompt, weights)
+    served = options.use == "serve"
+    return generating_cost(
+        subject.config, batches or [use.batch_size], prompt, weights, length=use.length, served=served
+    )
 
 
 def inference_plan(subject: Subject, options: PlanOptions, *, replicas: int = 1, cost: StepCost | None = None) -> Plan:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
@@ -10,6 +11,7 @@ from statistics import median
 import torch
 
 from hasten.bench.train import TrainRung
+from hasten.generation.params import SamplingParams
 from hasten.generation.speculation.cost import StepCost, measure_step_cost
 from hasten.machine import available_memory, resolve_dtype
 from hasten.machine.processor import last_level_cache_bytes
@@ -20,6 +22,9 @@ from hasten.model.transformer import Transformer
 from hasten.planning.cost import matrices, parameters
 from hasten.planning.memory import InferenceUse
 from hasten.quantization import Int4, Int8, quantize
+from hasten.serving.engine import Engine
+from hasten.serving.request import Request
+from hasten.serving.settings import EngineSettings
 from hasten.training.layer_drop import keep_probabilities
 from hasten.training.memory import step_memory
 from hasten.training.recipe import Recipe
@@ -46,11 +51,15 @@ def step_seconds(config: ModelConfig, recipe: Recipe) -> float | None:
     return one - each[first] + sum(share * each[layer] for share, layer in zip(kept, config.layers, strict=True))
 
 
-def generating_cost(config: ModelConfig, batches: Iterable[int], prompt: int, weights: str) -> StepCost | None:
+def generating_cost(
+    config: ModelConfig, batches: Iterable[int], prompt: int, weights: str, *, length: int, served: bool
+) -> StepCost | None:
     """What steps of so many sequences cost, and one over so many tokens of a prompt, by speculation's cost table.
 
-    Measured on so many blocks that the processor's caches cannot hold them; None where they have no room.
+    Measured on so many blocks that the processor's caches cannot hold them; None where they have no room. length: that
+    sequences grow to. served: by an engine, whose own steps are timed.
     """
+    prompt = min(prompt, config.max_positions // 2)  # of longer ones the pieces are added up
     held = matrices(config, config.layers[0])[0] * {"int8": 1, "int4": 0.5}.get(weights.partition("-")[0], 2)
     cut = replace(config, layers=config.layers[: max(2, round(4 * last_level_cache_bytes() / held))])
     if 6 * parameters(cut).total > available_memory():
@@ -58,14 +67,41 @@ def generating_cost(config: ModelConfig, batches: Iterable[int], prompt: int, we
     model = random_model(cut, weights)
     decoded = {1, *batches}
     counts, prompts = sorted({*decoded, prompt}), {prompt} - decoded
-    return measure_step_cost(model, row_counts=counts, seconds=2.0, layers=len(config.layers), prompts=prompts)
+    layers, longest = len(config.layers), max(1024, length)
+    cost = measure_step_cost(model, row_counts=counts, seconds=2.0, layers=layers, prompts=prompts, longest=longest)
+    if not served:
+        return cost
+    # An engine's step over the piece, and the blocks that the whole has besides.
+    more = sum(matrices(config, layer)[0] for layer in config.layers[len(cut.layers) :]) / parameters(config).active
+    base = [
+        engine_step(model, rows) + more * took if rows in decoded else took
+        for rows, took in zip(cost.rows, cost.base, strict=True)
+    ]
+    return StepCost(cost.rows, base, cost.per_token)
+
+
+def engine_step(model: Transformer, sequences: int) -> float:
+    """Seconds of a step of a server's engine: a token of each of so many short sequences."""
+    settings = EngineSettings(max_length=32, max_sequences=sequences, token_budget=max(512, 16 * sequences))
+    engine, times = Engine(model, None, settings), []
+    params = SamplingParams(temperature=0, max_new_tokens=16, ignore_eos=True)
+    for number in range(sequences):
+        engine.add(Request(id=f"{number}", prompt=(1,) * 8, params=params))
+    while not engine.idle:
+        start = time.perf_counter()
+        engine.step()
+        times.append(time.perf_counter() - start)
+    engine.close()
+    return median(times)
 
 
 def generating_seconds(use: InferenceUse, cost: StepCost) -> tuple[float, float]:
     """Seconds to take all prompts in, and of a token of each sequence."""
     batch, prompt, context = use.batch_size, use.length - use.new_tokens, use.length - use.new_tokens // 2
+    piece = max(cost.rows)
+    reading = sum(cost.seconds(min(piece, prompt - start), start) for start in range(0, prompt, piece))
     # Each sequence reads its own context; the table's rows share one.
-    return batch * cost.seconds(prompt, 0), cost.seconds(batch, 0) + batch * context * cost.per_token[0]
+    return batch * reading, cost.seconds(batch, 0) + batch * context * cost.per_token[0]
 
 
 def random_model(config: ModelConfig, weights: str) -> Transformer:

@@ -26,6 +26,7 @@ from hasten.profiling.steps import Answers, ServedAnswers, Work, least_of, train
 from hasten.profiling.trace import TracedStep, traced
 from hasten.profiling.tree import PartTime, tree
 from hasten.profiling.walk import parts_of
+from hasten.training.checkpoints import writing
 from hasten.training.display import TensorBoard
 from hasten.training.recipe import Recipe
 from hasten.training.setup import set_up
@@ -96,7 +97,8 @@ def profile(
     if use not in (("train",) if isinstance(subject, Recipe) else ("generate", "serve")):
         raise ConfigError(f"use is {use!r} of a {type(subject).__name__}; a recipe trains, a model generates or serves")
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
     board = TensorBoard(folder / "tensorboard", after_step=0) if tensorboard else None
     # Compiled kernels of the CPU get their own names in the trace.
     with inductor_config.patch({"cpp.enable_kernel_profile": True}):
@@ -112,8 +114,9 @@ def profile(
         limits = measure_limits(works[0].model.device, (dtype,))
         phases = tuple(measure(work, limits, dtype, steps=steps, folder=folder) for work in works)
     found = Profile(use=use, phases=phases, kernels=tuple(explain(works[0].model)), folder=folder)
-    save_json(folder / "profile.json", found.to_json())
-    draw(found, folder / "profile.png")
+    with writing(folder):
+        save_json(folder / "profile.json", found.to_json())
+        draw(found, folder / "profile.png")
     if board is not None:
         for phase in phases:
             board.write({"step": 0} | {f"{phase.name}/{row.name or 'step'}": row.seconds for row in phase.rows})

@@ -79,17 +79,19 @@ def measure_step_cost(
     seconds: float = _SECONDS,
     layers: int | None = None,
     prompts: Collection[int] = (),
+    longest: int = CONTEXTS[-1],
 ) -> StepCost:
     """Time whole steps of a small model; of others single blocks, times the layers, and the head. Rows of one sequence
     over a cache of its own.
 
     layers: of the model that this one is a piece of, where it is: then it is timed by blocks.
     prompts: row counts, timed by blocks, that are prompts: their last row only is scored.
+    longest: the context that the costs of context are found from.
     """
     config = model.config
     # Learned positions end somewhere.
     most = [count for count in row_counts if count <= max(1, config.max_positions // 2)]
-    longest = max(2, min(CONTEXTS[-1], config.max_positions - most[-1]))
+    longest = max(2, min(longest, config.max_positions - most[-1]))
     contexts = (min(CONTEXTS[0], longest // 2), longest)
     small = layers is None and sum(t.nbytes for t in model.state_dict().values()) <= _SMALL
     if told_by_first(model, [[small]]) == [[1]]:
