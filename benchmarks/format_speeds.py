@@ -146,18 +146,15 @@ class LlamaCpp:
     def __init__(self, *, python: Path, file: Path, plain: Path, text: str | None) -> None:
         from hasten.machine import available_cores
         from hasten.model.gguf.header import read_gguf
+        from hasten.model.load import open_checkpoint
         from hasten.planning.cost import kv_bytes_per_token
 
-        self.scores: dict[str, float] = {}
-        if text is not None:
-            self.scores = scores(file, plain, text)
+        self.scores = {} if text is None else scores(file, plain, text)
         header = read_gguf(file)
         tied = "output.weight" not in header.tensors
         read = sum(one.bytes for name, one in header.tensors.items() if tied or name != "token_embd.weight")
         weights = sum(prod(one.shape) for one in header.tensors.values())
         stored = sum(one.bytes for one in header.tensors.values())
-        from hasten.model.load import open_checkpoint
-
         cache = kv_bytes_per_token(open_checkpoint(plain).config, 2)  # of float16
         self.facts = {
             "bytes_per_token": read + cache * (PROMPT + NEW // 2),

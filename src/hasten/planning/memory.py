@@ -246,13 +246,13 @@ def cache_bytes(config: ModelConfig, use: InferenceUse) -> int:
 
 
 def calibration_memory(
-    config: ModelConfig, *, states: int, walks: int, copies: int, squares: int, spill: bool, routed: bool
+    config: ModelConfig, *, states: int, walks: int, step: int, copies: int, squares: float, spill: bool, routed: bool
 ) -> Memory:
     """What quantizing with calibration text takes beside the checkpoint, whose pages are mapped.
 
     states: bytes of all samples between two blocks, kept for each of `walks` through the model unless they are spilled.
-    copies: of the largest block's weights in float32. squares: float32 matrices of the widest input. routed: the inputs
-    of the experts of a block are kept.
+    step: bytes of one number of each token of a pass. copies: of the largest block in float32. squares: float32
+    matrices of the widest input. routed: the inputs of the experts of a block are kept.
     """
     head = parameters(config).embedding
     block = max(*(matrices(config, layer)[0] for layer in config.layers), head)
@@ -262,7 +262,8 @@ def calibration_memory(
     parts = {
         "rounded blocks": 2 * block,
         "copies of a block": 4 * copies * block,
-        "sums over the samples": 4 * squares * widest**2,
+        "sums over the samples": int(4 * squares * widest**2),
+        "a pass": step * (6 * config.hidden_size + 3 * inner + 4 * config.heads * config.head_dim),
         "states": 0 if spill else walks * states,
         "inputs of experts": chosen * states,
     }

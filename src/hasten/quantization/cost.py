@@ -13,24 +13,25 @@ from hasten.quantization.awq import AWQ
 from hasten.quantization.schemes import Scheme
 from hasten.quantization.sequential import BlockMethod, block_task
 from hasten.quantization.sign import SignRounding
-from hasten.quantization.walk import CalibrationWalk
+from hasten.quantization.walk import BATCH_TOKENS, CalibrationWalk
 
 
 def predicted_bytes(model: Transformer, tokens: Tensor, method: BlockMethod, *, spill: bool = False) -> int:
     """Bytes beside the checkpoint.
 
-    GPTQ and AWQ have three sums over the samples, four with GPTAQ; GPTQ what the experts of a block are given, AWQ the
-    scaled weights. Sign rounding has the states before quantization, and nine copies (weight, offsets, the best ones,
-    gradients of two calls, and what the pass keeps for them).
+    GPTQ and AWQ have three matrices as large as a sum over the samples and a quarter of one at work, GPTAQ five; GPTQ
+    what the experts of a block are given, AWQ the scaled weights. Sign rounding has the states before quantization, and
+    nine copies (weight, offsets, the best ones, gradients of two calls, and what the pass keeps for them).
     """
     states = tokens.numel() * model.config.hidden_size * model.compute_dtype.itemsize
     walks = 2 if method.needs_before else 1
-    counts: dict[str, Any] = {"copies": 0, "squares": 2 + walks, "routed": True}
+    counts: dict[str, Any] = {"copies": 0, "squares": 3.25 if walks == 1 else 5, "routed": True}
     if isinstance(method, SignRounding):
         counts = {"copies": 9, "squares": 0, "routed": False}
     elif isinstance(method, AWQ):
-        counts = {"copies": 1, "squares": 3, "routed": False}
-    needed = calibration_memory(model.config, states=states, walks=walks, spill=spill, **counts).peak
+        counts = {"copies": 1, "squares": 3.25, "routed": False}
+    step = min(tokens.numel(), max(BATCH_TOKENS, tokens.shape[1])) * model.compute_dtype.itemsize
+    needed = calibration_memory(model.config, states=states, walks=walks, step=step, spill=spill, **counts).peak
     return needed + (states if isinstance(method, SignRounding) else 0)
 
 
