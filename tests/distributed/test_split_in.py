@@ -143,7 +143,7 @@ def test_the_script_of_the_page(tmp_path):
     block = page.split("    # torchrun --nproc-per-node 2 split.py FOLDER\n")[1].split("\n\nOnly from Python")[0]
     (status, said, errors), (other, silent, _) = ranks.run(textwrap.dedent(block), tmp_path, ranks=2)
     assert (status, other) == (0, 0), errors
-    assert "split=['self_attn', 'OPTDecoderLayer']" in said
+    assert "SplitReport(split=['OPTDecoderLayer', 'self_attn']" in said
     assert "Once upon a time" in said
     assert not silent
 
