@@ -168,16 +168,17 @@ def _blocks_and_head(
 
 
 def _in_turn(calls: Sequence[Callable[[], object]], seconds: float, device: torch.device) -> list[float]:
-    """The median time of each call, all of them one after the other for so many seconds, twice at least.
+    """The median time of each call, all of them one after the other for so many seconds, once at least.
 
     Of three calls that follow each other the last counts: steps come after others of their size, and find in the
-    processor's caches what those left there.
+    processor's caches what those left there. When the time is over, of a large model on a slow machine, each is one.
     """
     times: list[list[float]] = [[] for _ in calls]
     end = time.perf_counter() + seconds
-    while len(times[0]) < 2 or time.perf_counter() < end:
+    while not times[0] or time.perf_counter() < end:
         for call, own in zip(calls, times, strict=True):
-            own.append([_timed(call, device) for _ in range(3)][-1])
+            repeats = 3 if time.perf_counter() < end else 1
+            own.append([_timed(call, device) for _ in range(repeats)][-1])
     return [statistics.median(own) for own in times]
 
 
