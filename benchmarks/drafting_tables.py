@@ -17,8 +17,9 @@ def rows(report: Report) -> str:
         cells = [name, f"{found[name, 1]['seconds'] * 1e3:.1f} ms"]
         cells += [f"{found[name, count]['of_one_row']:.2f}×" for count in counts]
         body.append([*cells, f"{last['bound_of_one_row']:.2f}×", f"{last['of_bound']:.2f}"])
+        body[-1].append(f"{last['of_bound_with_attention']:.2f}")
     head = ["weights", "1 row", *(f"{count} rows" for count in counts)]
-    return markdown([*head, f"bound of {counts[-1]}", "measured / bound"], body)
+    return markdown([*head, f"bound of {counts[-1]}", "measured / bound", "with attention's operations"], body)
 
 
 def draws(report: Report) -> str:

@@ -42,7 +42,35 @@ def overhead(report: Report) -> str:
     return markdown(head, rows)
 
 
+def tokens(report: Report) -> str:
+    """`token_overhead.py`: a token's time, and how much of it lies outside of all kernels."""
+    body = [
+        [
+            one["shape"],
+            one["way"],
+            *(f"{1e3 * one[name]:.3g} ms" for name in ("seconds", "traced_seconds", "outside_seconds")),
+            f"{one['outside_share']:.0%}",
+        ]
+        for one in report["tokens"]
+    ]
+    return markdown(["shape", "", "a token", "traced", "outside of all kernels", "share"], body, left=2)
+
+
+def prompts(report: Report) -> str:
+    """`token_overhead.py`: prompts by eager and by compiled blocks."""
+    body = [
+        [
+            *(one["way"], str(one["tokens"]), f"{1e3 * one['seconds']:.3g} ms"),
+            *(f"{one['ratio']:.2f}×", f"{one['first_seconds']:.1f} s"),
+        ]
+        for one in report["prompts"]
+    ]
+    return markdown(["blocks", "tokens", "a prompt", "speed", "the first"], body)
+
+
 TABLES = {
+    "token-overhead tokens": tokens,
+    "token-overhead prompts": prompts,
     "profile-demo-train tree": tree("step"),
     "profile-demo-generate decode": tree("decode"),
     "profile-overhead": overhead,

@@ -4,7 +4,9 @@
     benchmarks/as_avx2.sh python benchmarks/rows.py --output benchmarks/results/rows-avx2.json
 
 The bound of R rows is the larger of one row's time and the operations of R rows (two for each weight) over the rate of
-PyTorch's product of 512 rows. All are measured in turn; ratios are formed within a round, and the median counts.
+PyTorch's product of 512 rows. `of_bound_with_attention` counts attention's operations too, in the dtype that it has:
+four for each key of a head and element of it. All are measured in turn; ratios are formed within a round, and the
+median counts.
 """
 
 from collections.abc import Callable
@@ -71,35 +73,40 @@ class RowCosts:
         plain = "bfloat16" if emulated("bfloat16", "cpu") is None else "float32"
         dtypes = {name: plain if name == "bf16" else "int8" for name in self.formats}
         calls: dict[Any, Callable[[], object]] = {}
-        weights: dict[str, int] = {}
         for name in self.formats:
-            weights[name], steps = self.steps(name)
+            weights, seen, steps = self.steps(name)
             calls |= {(name, rows): step for rows, step in steps.items()}
         size = (512, 5632, 2048)
-        calls |= {dtype: product(dtype, *size, "cpu") for dtype in dtypes.values()}
+        calls |= {dtype: product(dtype, *size, "cpu") for dtype in {plain, *dtypes.values()}}
         times = interleaved(calls, self.rounds)
         found = []
         for name in self.formats:
-            operation = [seconds / (2 * size[0] * size[1] * size[2]) for seconds in times[dtypes[name]]]
+            own, attention = (
+                [seconds / (2 * size[0] * size[1] * size[2]) for seconds in times[dtype]]
+                for dtype in (dtypes[name], plain)
+            )
             for rows in self.rows:
                 ones = times[name, 1]
-                bounds = [max(1.0, 2 * rows * weights[name] * o / s) for s, o in zip(ones, operation, strict=True)]
+                each = list(zip(ones, own, attention, strict=True))
+                bounds = [max(1.0, 2 * rows * weights * o / s) for s, o, _ in each]
+                both = [max(1.0, rows * (2 * weights * o + seen * a) / s) for s, o, a in each]
                 ratios = [seconds / one for seconds, one in zip(times[name, rows], ones, strict=True)]
                 found.append(
                     {
                         "format": name,
                         "rows": rows,
                         "seconds": median(times[name, rows]),
-                        "giga_operations_per_second": 1e-9 / median(operation),
+                        "giga_operations_per_second": 1e-9 / median(own),
                         "of_one_row": median(ratios),
                         "bound_of_one_row": median(bounds),
                         "of_bound": median(r / b for r, b in zip(ratios, bounds, strict=True)),
+                        "of_bound_with_attention": median(r / b for r, b in zip(ratios, both, strict=True)),
                     }
                 )
         return found
 
-    def steps(self, name: str) -> tuple[int, dict[int, Callable[[], object]]]:
-        """Multiplied weights of a model in this format, and a step for each number of rows."""
+    def steps(self, name: str) -> tuple[int, int, dict[int, Callable[[], object]]]:
+        """Multiplied weights of a model in this format, a row's operations of attention, and steps by their rows."""
         import torch
 
         import hasten
@@ -125,7 +132,8 @@ class RowCosts:
 
             return call
 
-        return parameters(config).active, {rows: step(rows) for rows in self.rows}
+        seen = 4 * self.context * config.heads * config.head_dim * self.layers
+        return parameters(config).active, seen, {rows: step(rows) for rows in self.rows}
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -22,7 +23,7 @@ from hasten.generation.speculation import (
     make_speculator,
     measure_step_cost,
 )
-from hasten.generation.speculation.cost import ROWS
+from hasten.generation.speculation.cost import ROWS, _in_turn
 from hasten.generation.speculation.suffix import SuffixIndex
 from hasten.model.fused import refusal
 from references import make_reference, tiny_llama
@@ -305,6 +306,16 @@ def test_costs_are_measured_and_corrected(model):
     for _ in range(100):
         cost.observe(8, 10, 2 * before[0])
     assert 1.9 < cost.seconds(8, 10) / before[0] < 2.1
+
+
+def test_measuring_costs_ends_in_time():
+    """Twenty steps of 20 ms, of which each would be made six times."""
+    calls, started = [], time.perf_counter()
+    times = _in_turn([lambda: (calls.append(0), time.sleep(0.02))] * 20, 0.2, torch.device("cpu"))
+    assert len(times) == 20
+    assert 20 < len(calls) <= 32
+    assert min(times) >= 0.02
+    assert time.perf_counter() - started >= 0.02 * len(calls)
 
 
 def tokenizer(*tokens):

@@ -172,16 +172,21 @@ def _blocks_and_head(
 
 
 def _in_turn(calls: Sequence[Callable[[], object]], seconds: float, model: Transformer) -> list[float]:
-    """The median time of each call, all of them one after the other for so many seconds, twice at least.
+    """The median time of each call, all of them one after the other for so many seconds, once at least.
 
     Of three calls that follow each other the last counts: steps come after others of their size, and find in the
-    processor's caches what those left there. Ranks make as many as the first one has time for.
+    processor's caches what those left there. When the time is over, of a large model on a slow machine, each is one.
+    Ranks make as many as the first one has time for.
     """
     times: list[list[float]] = [[] for _ in calls]
     end = time.perf_counter() + seconds
-    while len(times[0]) < 2 or told_by_first(model, [[time.perf_counter() < end]]) == [[1]]:
+
+    def in_time() -> bool:
+        return told_by_first(model, [[time.perf_counter() < end]]) == [[1]]
+
+    while not times[0] or in_time():
         for call, own in zip(calls, times, strict=True):
-            own.append([_timed(call, model.device) for _ in range(3)][-1])
+            own.append([_timed(call, model.device) for _ in range(3 if in_time() else 1)][-1])
     return [statistics.median(own) for own in times]
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from hasten.generation.params import SamplingParams
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)  # not frozen, which takes longer to make: there is one for each step
 class Text:
     """A sequence that is about to get its next token, as a proposer sees it.
 
@@ -26,7 +26,7 @@ class Text:
     salt: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Draft:
     """Proposed tokens, and for each a `kind`: tokens of one kind are accepted about equally often.
 

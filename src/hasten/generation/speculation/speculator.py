@@ -9,7 +9,7 @@ nothing is proposed until it has grown again. So drafts that never help cost `_C
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -24,7 +24,7 @@ _PROBE = 32  # of so many steps without a draft, one has a draft all the same: t
 _PLAIN = 4  # steps without drafts at first: they say what plain ones take
 _PLAIN_AGAIN = 64  # and one of so many later
 _SEEN = 8  # of so many plain steps one bends the table of costs: a small model's step is short
-_CREDIT = 2.0  # plain steps that drafts may lose
+_CREDIT = 2.0  # plain steps that drafts of one text may lose; a batch's tell more of them, and cost more
 _INTEREST = 0.01  # of a plain step that they may lose more, with each step
 _LATEST = 16  # steps, by which `active` counts
 _GAIN = 1.02  # a draft must promise so much more than none, because chances and costs are only estimates
@@ -121,8 +121,10 @@ class Speculator:
         self.acceptance = Acceptance(proposer.prior)
         self.stats = SpeculationStats()
         self._drafts: dict[int, Draft] = {}  # of this step
+        self._more: dict[int, float] = {}  # seconds that a further row costs beside so many, by the table as it is
         self._plain_steps = 0
         self._credit = _CREDIT
+        self._began: float | None = None  # the time when this step's proposing did
         self._asked: tuple[float, float] | None = None  # seconds: proposing in this step, a plain one
         self._texts = 0  # for which drafts were asked in this step
         self._taken = 0  # tokens of this step, of sequences that might have had a draft
@@ -134,32 +136,41 @@ class Speculator:
         self._asked, self._taken, self._all = None, 0, (0, 0, 0)
         self._credit = min(_CREDIT, self._credit + _INTEREST)
         plain = self.stats.steps < _PLAIN or self.stats.steps % _PLAIN_AGAIN == 0
-        return not self.always and (self._credit < 0 or plain)
+        if not self.always and (self._credit < 0 or plain):
+            return True
+        self._began = self._clock()
+        return False
 
     def propose(self, texts: Sequence[Text], *, other_rows: int = 0) -> list[list[int]]:
         """Drafts for the next step of these sequences. other_rows: of the same step, prompts that are read."""
         if not texts:
             return []
-        started = self._clock()
+        asked = self._clock()
+        started, self._began = asked if self._began is None else self._began, None
         self._texts = len(texts)
+        self._credit = min(self._credit, _CREDIT / len(texts) ** 0.5)
         context = sum(len(text.tokens) for text in texts) / len(texts)
         rows = len(texts) + other_rows
         plain = self.cost.seconds(rows, context)
         probing = self._plain_steps >= _PROBE or not self.seconds  # as little is known of it
         most = 1 if probing and not self.always else self.most
-        texts = [replace(text, room=min(text.room, most)) for text in texts]
+        for text in texts:
+            text.room = min(text.room, most)
         floor = 0.0 if self.always or probing else self._floor(rows, context, plain)
-        drafts = [Draft() for _ in texts]
-        if floor < 1:
+        usual = 0.0
+        if floor >= 1:
+            drafts = [Draft() for _ in texts]
+        else:
             drafts = self.proposer.propose(texts, floor=floor, chance=self.acceptance.chance)
-            took = self._clock() - started
-            usual = self._took(took, max(len(draft.tokens) for draft in drafts))
-            self._asked = min(took, 2 * usual + plain), plain  # more is not ours: others had the processor
-            if not self.always:
+            usual = self._took(self._clock() - asked, max(len(draft.tokens) for draft in drafts))
+            if not self.always and any(draft.tokens for draft in drafts):
                 drafts = self._paying(drafts, rows, context, probing)
         self._drafts = {text.number: draft for text, draft in zip(texts, drafts, strict=True)}
         self._plain_steps = 0 if any(draft.tokens for draft in drafts) or probing else self._plain_steps + 1
-        self.stats.seconds += self._clock() - started
+        took = self._clock() - started
+        self.stats.seconds += took
+        # All that a plain run does not do. More than twice as long is not ours: others had the processor.
+        self._asked = min(took, 2 * usual + plain), plain
         return [draft.tokens for draft in drafts]
 
     def probabilities(self, number: int) -> list[Tensor]:
@@ -195,9 +206,9 @@ class Speculator:
         without = self.cost.seconds(rows - checked, context) / self.cost.seconds(rows, context) if checked else 1.0
         stats.step_seconds += seconds
         stats.plain_seconds += seconds * without * (taken / sequences if sequences else 1.0)
-        if self._asked is None and stats.steps > _SEEN and stats.steps % _SEEN:
-            return
-        self.cost.observe(rows, context, seconds)
+        if checked or stats.steps <= _SEEN or stats.steps % _SEEN == 0:
+            self.cost.observe(rows, context, seconds)
+            self._more.clear()
         if self._asked is not None:
             proposing, plain = self._asked
             spent = self.cost.seconds(rows, context) + proposing
@@ -226,7 +237,10 @@ class Speculator:
 
     def _floor(self, rows: int, context: float, plain: float) -> float:
         """The chance below which no further token can pay: of what a plain step costs a token, what one more adds."""
-        more = min((self.cost.seconds(rows + n, context) - plain) / n for n in (1, 2, 4, 8))
+        more = self._more.get(rows)
+        if more is None:
+            more = min((self.cost.seconds(rows + n, context) - plain) / n for n in (1, 2, 4, 8))
+            self._more[rows] = more
         return _GAIN * (more * rows + self.more_seconds) / plain if plain else 0.0
 
     def _paying(self, drafts: list[Draft], rows: int, context: float, probing: bool) -> list[Draft]:

@@ -127,7 +127,7 @@ class Preparation {
   // A phase for many rows, nothing for few.
   void share_out(Worker& worker) const {
     if (own()) return;
-    const int64_t block = 16;
+    const int64_t block = rows_ < 64 ? 1 : 16;  // of few rows nobody should have more than others
     worker.each((rows_ + block - 1) / block, [&](int64_t chunk) {
       fill(shared_, chunk * block, std::min(rows_, (chunk + 1) * block));
     });
