@@ -20,7 +20,7 @@ from hasten.model.config import ModelConfig
 from hasten.model.fused import fuse_where_it_fits
 from hasten.model.initialize import initialize
 from hasten.model.transformer import Transformer
-from hasten.planning.cost import matrices, parameters
+from hasten.planning.cost import kv_bytes_per_token, matrices, parameters
 from hasten.planning.memory import InferenceUse
 from hasten.quantization import Int4, Int8, quantize
 from hasten.serving.engine import Engine
@@ -79,13 +79,14 @@ def generating_cost(
     cost = measure_step_cost(model, row_counts=counts, seconds=2.0, layers=layers, prompts=prompts, longest=longest)
     # The blocks that the whole has besides, and the context that is told apart.
     more = sum(matrices(config, layer)[0] for layer in config.layers[len(cut.layers) :]) / parameters(config).active
-    base, context = list(cost.base), 0 if served else min(4096, context)
-    seen = cost.per_token[0] * len(cut.layers) / layers
+    base, seen = list(cost.base), cost.per_token[0] * len(cut.layers) / layers
+    room = available_memory() // 4 // kv_bytes_per_token(cut, 4)  # tokens whose cache is small beside what is free
     for at, rows in enumerate(cost.rows):
         if rows in decoded:
-            whole = engine_step(model, rows) if served else decoder_step(model, rows, context, cache)
+            reached = 0 if served else max(1, min(context, room // rows))
+            whole = engine_step(model, rows) if served else decoder_step(model, rows, reached, cache)
             whole += more * base[at]
-            base[at] = max(whole / 2, whole - rows * context * seen)
+            base[at] = max(whole / 2, whole - rows * reached * seen)
     return StepCost(cost.rows, base, cost.per_token)
 
 
