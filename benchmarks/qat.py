@@ -35,15 +35,15 @@ class QatBenchmark:
     recipe: str = "code-25m"
     """The recipe it was trained with: it says on which text, and which files are held out."""
 
-    steps: int = 200
+    steps: int = 80
     """Of training on."""
 
     batch_size: int = 8
 
-    optimizer: str = "muon"
-    """As the model was trained."""
+    optimizer: str = "adamw"
+    """Of the training on."""
 
-    learning_rate: float = 1e-4
+    learning_rate: float = 5e-5
     """Falling to none."""
 
     qat_rate: float | None = None

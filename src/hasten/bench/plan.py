@@ -216,10 +216,9 @@ def measured_cost(subject: Subject, options: PlanOptions, batches: Sequence[int]
 
     weights, use = options.weights.replace("auto", subject.own), _inference(subject, options)
     prompt = min(use.length - use.new_tokens, use.step)
-    served = options.use == "serve"
-    return generating_cost(
-        subject.config, batches or [use.batch_size], prompt, weights, length=use.length, served=served
-    )
+    context, served = use.length - use.new_tokens // 2, options.use == "serve"
+    together, cache = batches or [use.batch_size], options.kv_cache_dtype
+    return generating_cost(subject.config, together, prompt, weights, context=context, cache=cache, served=served)
 
 
 def inference_plan(subject: Subject, options: PlanOptions, *, replicas: int = 1, cost: StepCost | None = None) -> Plan:

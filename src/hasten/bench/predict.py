@@ -11,7 +11,8 @@ from statistics import median
 import torch
 
 from hasten.bench.train import TrainRung
-from hasten.generation.params import SamplingParams
+from hasten.generation.decoder import Decoder
+from hasten.generation.params import KVCacheDtype, SamplingParams
 from hasten.generation.speculation.cost import StepCost, measure_step_cost
 from hasten.machine import available_memory, resolve_dtype
 from hasten.machine.processor import last_level_cache_bytes
@@ -19,7 +20,7 @@ from hasten.model.config import ModelConfig
 from hasten.model.fused import fuse_where_it_fits
 from hasten.model.initialize import initialize
 from hasten.model.transformer import Transformer
-from hasten.planning.cost import matrices, parameters
+from hasten.planning.cost import kv_bytes_per_token, matrices, parameters
 from hasten.planning.memory import InferenceUse
 from hasten.quantization import Int4, Int8, quantize
 from hasten.serving.engine import Engine
@@ -52,12 +53,19 @@ def step_seconds(config: ModelConfig, recipe: Recipe) -> float | None:
 
 
 def generating_cost(
-    config: ModelConfig, batches: Iterable[int], prompt: int, weights: str, *, length: int, served: bool
+    config: ModelConfig,
+    batches: Iterable[int],
+    prompt: int,
+    weights: str,
+    *,
+    context: int,
+    cache: KVCacheDtype,
+    served: bool,
 ) -> StepCost | None:
-    """What steps of so many sequences cost, and one over so many tokens of a prompt, by speculation's cost table.
+    """What steps of so many sequences cost, and one over so many tokens of a prompt, by speculation's cost table; steps
+    of one token a sequence as the engine (served), or the decoder after so many tokens of context, takes them.
 
-    Measured on so many blocks that the processor's caches cannot hold them; None where they have no room. length: that
-    sequences grow to. served: by an engine, whose own steps are timed.
+    Measured on so many blocks that the processor's caches cannot hold them; None where they have no room.
     """
     prompt = min(prompt, config.max_positions // 2)  # of longer ones the pieces are added up
     held = matrices(config, config.layers[0])[0] * {"int8": 1, "int4": 0.5}.get(weights.partition("-")[0], 2)
@@ -67,17 +75,31 @@ def generating_cost(
     model = random_model(cut, weights)
     decoded = {1, *batches}
     counts, prompts = sorted({*decoded, prompt}), {prompt} - decoded
-    layers, longest = len(config.layers), max(1024, length)
+    layers, longest = len(config.layers), max(1024, context)
     cost = measure_step_cost(model, row_counts=counts, seconds=2.0, layers=layers, prompts=prompts, longest=longest)
-    if not served:
-        return cost
-    # An engine's step over the piece, and the blocks that the whole has besides.
+    # The blocks that the whole has besides, and the context that is told apart.
     more = sum(matrices(config, layer)[0] for layer in config.layers[len(cut.layers) :]) / parameters(config).active
-    base = [
-        engine_step(model, rows) + more * took if rows in decoded else took
-        for rows, took in zip(cost.rows, cost.base, strict=True)
-    ]
+    base, seen = list(cost.base), cost.per_token[0] * len(cut.layers) / layers
+    room = available_memory() // 4 // kv_bytes_per_token(cut, 4)  # tokens whose cache is small beside what is free
+    for at, rows in enumerate(cost.rows):
+        if rows in decoded:
+            reached = 0 if served else max(1, min(context, room // rows))
+            whole = engine_step(model, rows) if served else decoder_step(model, rows, reached, cache)
+            whole += more * base[at]
+            base[at] = max(whole / 2, whole - rows * reached * seen)
     return StepCost(cost.rows, base, cost.per_token)
+
+
+def decoder_step(model: Transformer, sequences: int, context: int, cache: KVCacheDtype) -> float:
+    """Seconds of a step of the decoder: a token of each of so many sequences."""
+    decoder, times = Decoder(model, batch=sequences, capacity=context + 1, kv_cache_dtype=cache), []
+    token = torch.ones(sequences, dtype=torch.int64)
+    for _ in range(12):
+        decoder.lengths = [context] * sequences
+        start = time.perf_counter()
+        decoder.decode(token).argmax(-1).tolist()
+        times.append(time.perf_counter() - start)
+    return median(times)
 
 
 def engine_step(model: Transformer, sequences: int) -> float:

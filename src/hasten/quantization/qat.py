@@ -61,8 +61,8 @@ class FakeQuantized(nn.Linear):
     rounding: FakeRounding
     bits: int
     mix: Tensor
-    a: nn.Parameter | None
-    b: nn.Parameter | None
+    a: Tensor | None
+    b: Tensor | None
     added: float
     scales: nn.Parameter | None  # as `_logarithms`: an optimizer's step then changes every scale by the same share
 
