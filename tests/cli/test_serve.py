@@ -83,7 +83,7 @@ def test_what_cannot_be_served_is_one_line(tiny_folder, tmp_path, capsys, monkey
             (["--token-budget", "1"], "error: --token-budget is 1, below max_sequences"),
             (["--max-sequences", "1024"], "error: token_budget is 512, below max_sequences"),  # not what was given
             (["--block-size=0"], "error: --block-size is 0; it must be"),
-            (["--max-keys", "0"], "error: --max-keys is 0"),
+            (["--max-samples", "0"], "error: --max-samples is 0"),
         ]
         for options, text in cases:
             with pytest.raises(SystemExit) as end:
@@ -106,12 +106,12 @@ def test_every_limit_on_a_request_is_an_option_that_says_so(capsys, monkeypatch)
         main(["serve", "--help"])
     text = " ".join(capsys.readouterr().out.replace("│", " ").split())
     limits = [name for name, value in asdict(ServerSettings()).items() if isinstance(value, int)]
-    assert "tools" in limits
+    assert "samples" in limits
     for name in limits:
         if name != "body_bytes":  # --max-body-mib
             assert f" --max-{name.replace('_', '-')} INT Most " in text
-    command = tyro.cli(Serve, args=["x", "--max-keys", "5", "--max-tools", "3"])
-    assert (command.server.keys, command.server.tools) == (5, 3)
+    command = tyro.cli(Serve, args=["x", "--max-samples", "5", "--max-choices", "3"])
+    assert (command.server.samples, command.server.choices) == (5, 3)
 
 
 def test_an_empty_key_in_the_environment_is_refused(monkeypatch):

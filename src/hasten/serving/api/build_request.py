@@ -41,19 +41,12 @@ def build_request(
 
 def sampling_params(body: SamplingBody, service: Service, *, max_tokens: int, constrained: bool) -> SamplingParams:
     """How the answer is drawn. Raises ApiError naming the field."""
-    settings = service.settings
     # A beam search draws nothing: what the folder recommends for drawing is not meant.
-    defaults: Mapping[str, Any] = {"temperature": 0.0} if body.use_beam_search else settings.defaults
+    defaults: Mapping[str, Any] = {"temperature": 0.0} if body.use_beam_search else service.settings.defaults
     known = {name: defaults[name] for name in RECOMMENDED if defaults.get(name) is not None}
     chosen = known | body.model_dump(include={*RECOMMENDED, *_SAME}, exclude_none=True)
     if chosen.get("top_k") == -1:  # vLLM's way to say all
         chosen["top_k"] = 0
-    stop = [body.stop] if isinstance(body.stop, str) else list(body.stop or ())
-    check_limit("stop", len(stop), settings.stops)
-    check_limit("stop", max(map(len, stop), default=0), settings.stop_characters, what="characters in one text")
-    if "" in stop:
-        raise ApiError("stop: an empty text would end every answer before it begins", param="stop")
-    check_limit("stop_token_ids", len(body.stop_token_ids or ()), settings.stop_tokens)
     highest = max(body.stop_token_ids or (), default=0)
     if highest >= service.vocabulary:
         message = f"stop_token_ids: {highest} is no token id below {service.vocabulary}"
@@ -147,7 +140,6 @@ async def prompts_of(
         given = [given]
     if not given:
         raise ApiError(f"{param} is empty", param=param)
-    check_limit(param, len(given), service.settings.prompts, what="of them")
     found = []
     for one in given:
         ids = one
@@ -169,7 +161,6 @@ def check_ids(prompt: Sequence[int], service: Service, *, param: str) -> tuple[i
 
 
 def _biases(given: Mapping[str, float], service: Service) -> dict[int, float]:
-    check_limit("logit_bias", len(given), service.settings.biases)
     biases = {}
     for key, value in given.items():
         # Written one way only: "05" beside "5" would be one of them unheard.

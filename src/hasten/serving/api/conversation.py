@@ -13,7 +13,7 @@ from pydantic_core import PydanticCustomError
 
 from hasten.errors import HastenError
 from hasten.serving.api.fields import COMMON_NEUTRAL, MANY, Body, Count, Neutral, SamplingBody, Text
-from hasten.serving.api.responses import ApiError, check_limit
+from hasten.serving.api.responses import ApiError
 from hasten.serving.api.service import Service
 
 Name = Annotated[str, Field(min_length=1, max_length=256)]
@@ -93,8 +93,9 @@ def _few_parts(messages: Any) -> Any:
 
 
 _LISTS = ("content", "tool_calls")
+TOOLS = 128
 Messages = Annotated[list[Message], Field(min_length=1, max_length=MANY, fail_fast=True), BeforeValidator(_few_parts)]
-ToolList = Annotated[list[Tool], Field(max_length=MANY, fail_fast=True)]
+ToolList = Annotated[list[Tool], Field(max_length=TOOLS, fail_fast=True)]
 
 
 class ChatBody(SamplingBody):
@@ -136,7 +137,6 @@ async def encode_conversation(
     add_generation_prompt: bool = True,
 ) -> list[int]:
     """Token ids of the conversation in the model's own template, up to where the answer begins."""
-    check_limit("messages", len(messages), service.settings.messages, what="of them")
     plain = [_plain(message) for message in messages]
     tokenizer = service.tokenizer
 

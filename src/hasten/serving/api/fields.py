@@ -16,11 +16,14 @@ TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Text = Annotated[str, Field(max_length=1 << 22)]
 # Bodies are checked on the event loop, where everybody waits: so the first wrong item ends it (a complaint about each
-# of a million would take minutes and gigabytes), and so does the first item too many. `ServerSettings` may allow fewer.
+# of a million would take minutes and gigabytes), and so does the first item too many.
 MANY = 4096
+PROMPTS, STOPS, STOP_TOKENS, BIASES = 256, 16, 256, 1024
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
-Texts = Annotated[list[Text], Field(max_length=MANY, fail_fast=True)]
-Prompts = Text | Texts | TokenIds | Annotated[list[TokenIds], Field(max_length=MANY, fail_fast=True)]
+Texts = Annotated[list[Text], Field(max_length=PROMPTS, fail_fast=True)]
+Prompts = Text | Texts | TokenIds | Annotated[list[TokenIds], Field(max_length=PROMPTS, fail_fast=True)]
+Stop = Annotated[str, Field(min_length=1, max_length=256)]  # an empty one would end every answer before it begins
+Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
 Neutral = dict[str, tuple[Any, ...]]  # field -> the values that ask for nothing, beside null
 
 
@@ -82,7 +85,7 @@ class SamplingBody(Body):
     best_of: Annotated[int, Field(ge=1, le=1024)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    stop: Text | Texts | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=STOPS, fail_fast=True)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] | None = None
     top_p: Probability | None = None
@@ -91,11 +94,11 @@ class SamplingBody(Body):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)] | None = None
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]] | None = None
+    logit_bias: Annotated[dict[str, Bias], Field(max_length=BIASES)] | None = None
     user: Annotated[str, Field(max_length=512)] | None = None  # in the log of the request
     ignore_eos: bool | None = None
     min_tokens: Count | None = None
-    stop_token_ids: TokenIds | None = None
+    stop_token_ids: Annotated[TokenIds, Field(max_length=STOP_TOKENS)] | None = None
     skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
     priority: Annotated[int, Field(ge=-(2**31), le=2**31 - 1)] | None = None

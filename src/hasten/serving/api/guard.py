@@ -25,6 +25,7 @@ from hasten.serving.api.service import Service
 
 OPEN = ("/health", "/ready")  # without a key
 WATCHED = (*OPEN, "/metrics")  # answered under load and while the server drains
+NESTING, KEYS = 64, 4096  # most levels of a body, and most keys of an object in it
 _GOOD_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -165,7 +166,7 @@ class _Exchange:
             kind = self.headers.get(b"content-type", b"").split(b";")[0].strip().lower()
             if kind != b"application/json":  # what a web page may send to a foreign server without being asked
                 raise ApiError("the Content-Type must be application/json", status=415, code="content_type")
-            self.scope["state"]["json"] = parse_json(body, nesting=settings.nesting, keys=settings.keys)
+            self.scope["state"]["json"] = parse_json(body)
         return body
 
     async def _run_until_gone(self, body: bytes) -> None:
@@ -226,7 +227,7 @@ class _Exchange:
             await response(self.scope, self.receive, self.send)
 
 
-def parse_json(data: bytes, *, nesting: int, keys: int) -> Any:
+def parse_json(data: bytes) -> Any:
     """The JSON value; raises ApiError (400) unless it is one, within the depth, no object with more keys.
 
     No NaN or infinity, no number of more than 4,300 digits, no half surrogate pair, valid UTF-8 (RFC 8259). Python's
@@ -239,12 +240,12 @@ def parse_json(data: bytes, *, nesting: int, keys: int) -> Any:
         raise ApiError(f"the body is not JSON that can be read: {error}", code=code) from None
     depth, level = 0, [value]
     while level:
-        if any(len(item) > keys for item in level if isinstance(item, dict)):
-            raise ApiError(f"an object in the body has more than {keys:,} keys", code="too_many_keys")
+        if any(len(item) > KEYS for item in level if isinstance(item, dict)):
+            raise ApiError(f"an object in the body has more than {KEYS:,} keys", code="too_many_keys")
         level = [item for items in level for item in _children(items) if isinstance(item, (dict, list))]
         depth += 1
-        if depth > nesting and level:
-            raise ApiError(f"the body is nested deeper than {nesting} levels", code="nesting")
+        if depth > NESTING and level:
+            raise ApiError(f"the body is nested deeper than {NESTING} levels", code="nesting")
     return value
 
 

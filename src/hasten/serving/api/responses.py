@@ -68,10 +68,10 @@ def overloaded(message: str, *, seconds: float = 1.0, status: int = 503) -> ApiE
     return ApiError(message, status=status, code="overloaded", headers={"Retry-After": str(max(1, round(seconds)))})
 
 
-def check_limit(name: str, found: int, most: int, *, what: str = "") -> None:
+def check_limit(name: str, found: int, most: int) -> None:
     """Raises ApiError naming the field if it has more than this server allows."""
     if found > most:
-        raise ApiError(f"{name}: {found:,}{what and ' '}{what}; this server's limit is {most:,}", param=name)
+        raise ApiError(f"{name}: {found:,}; this server's limit is {most:,}", param=name)
 
 
 def from_library(error: HastenError) -> ApiError:

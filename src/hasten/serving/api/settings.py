@@ -12,7 +12,7 @@ from hasten.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
-    """Limits in bytes, items and seconds; each refuses with an error that names it.
+    """Limits in bytes, items and seconds; each refuses with an error that names it. (Lists have theirs in fields.py.)
 
     Args:
         api_keys: Any of them opens everything; none means that everybody may ask. /health and /ready are always open.
@@ -25,18 +25,9 @@ class ServerSettings:
         body_bytes: Most bytes of one request body.
         bodies_bytes: Most bytes of all request bodies held at once.
         requests: Most requests in flight, queued ones included.
-        nesting: Most levels of arrays and objects in a body.
-        keys: Most keys of one object in a body.
-        prompts: Most prompts of one request.
         samples: Most samples of one prompt (n or best_of).
         choices: Most sequences of one request: prompts × best_of.
-        stops: Most stop strings of one request.
-        stop_characters: Most characters of one stop string.
-        stop_tokens: Most token ids that end an answer.
         logprobs: Most alternatives told of each token.
-        biases: Most token ids in logit_bias.
-        messages: Most messages of one conversation.
-        tools: Most tools of one conversation.
         schema_bytes: Most bytes of a JSON schema.
         body_timeout: Seconds for a body to arrive.
         write_timeout: Seconds after which a client that takes nothing is dropped.
@@ -48,23 +39,14 @@ class ServerSettings:
     api_keys: Suppress[tuple[str, ...]] = field(default=(), repr=False)
     allowed_hosts: Suppress[tuple[str, ...]] = ()
     defaults: Suppress[Mapping[str, Any]] = field(default_factory=dict)
-    # On the command line --max-…, because the names alone read like switches there (--tools).
+    # On the command line --max-…, because the names alone read like switches there (--logprobs).
     header_bytes: Annotated[int, arg(name="max-header-bytes")] = 32 << 10
     body_bytes: Suppress[int] = 4 << 20  # --max-body-mib on the command line
     bodies_bytes: Annotated[int, arg(name="max-bodies-bytes")] = 256 << 20
     requests: Annotated[int, arg(name="max-requests")] = 4096
-    nesting: Annotated[int, arg(name="max-nesting")] = 64
-    keys: Annotated[int, arg(name="max-keys")] = 4096
-    prompts: Annotated[int, arg(name="max-prompts")] = 256
     samples: Annotated[int, arg(name="max-samples")] = 128
     choices: Annotated[int, arg(name="max-choices")] = 256
-    stops: Annotated[int, arg(name="max-stops")] = 16
-    stop_characters: Annotated[int, arg(name="max-stop-characters")] = 256
-    stop_tokens: Annotated[int, arg(name="max-stop-tokens")] = 256
     logprobs: Annotated[int, arg(name="max-logprobs")] = 20
-    biases: Annotated[int, arg(name="max-biases")] = 1024
-    messages: Annotated[int, arg(name="max-messages")] = 4096
-    tools: Annotated[int, arg(name="max-tools")] = 128
     schema_bytes: Annotated[int, arg(name="max-schema-bytes")] = 64 << 10
     body_timeout: float = 30.0
     write_timeout: float = 30.0

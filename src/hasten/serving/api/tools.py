@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from hasten.serving.api.conversation import ChatBody, ToolChoice
-from hasten.serving.api.responses import ApiError, check_limit
+from hasten.serving.api.responses import ApiError
 from hasten.serving.api.service import Service
 from hasten.serving.api.structured import Grammar
 
@@ -124,7 +124,6 @@ class Tools:
     def __init__(self, body: ChatBody, service: Service) -> None:
         self._service = service
         tools = body.tools or []
-        check_limit("tools", len(tools), service.settings.tools, what="of them")
         choice = body.tool_choice or ("auto" if tools else "none")
         if choice != "none" and not tools:
             raise ApiError("tool_choice needs tools", param="tool_choice")
