@@ -105,10 +105,12 @@ def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
 
 
 def _meant(error: Mapping[str, Any]) -> tuple[bool, int, int, bool]:
-    """Of a union every member complains: the one that was meant came deepest, furthest, and to a value of its type."""
+    """Of a union every member complains. What was meant is the one that counted a list, or came deepest, furthest, and
+    to a value of its type.
+    """
     path = _path(error)
     place = path[-1] if path and isinstance(path[-1], int) else -1
-    return error["type"] == "unsupported", len(path), place, not error["type"].endswith("_type")
+    return error["type"] in ("unsupported", "too_long"), len(path), place, not error["type"].endswith("_type")
 
 
 def _path(error: Mapping[str, Any]) -> list[str | int]:
