@@ -180,6 +180,7 @@ def block_task(
     **options: Any,
 ) -> BlockTask:
     """What a method is given of a block; index None: of norm and head."""
+    block: nn.Module
     if index is None:
         prefix, names, block = "", ["head"], nn.Sequential(OrderedDict(norm=model.norm, head=model.head))
         calls = [walk.whole_calls() for walk in walks]

@@ -56,16 +56,22 @@ class SignRounding:
         tuned = {name: TunedLinear(task, name) for name in task.layers}
         for name, module in tuned.items():
             task.block.set_submodule(name, module)
-        nearest = block_loss(task.block, task.calls, targets)
+
+        def measured() -> float:
+            for module in tuned.values():
+                module.hold()
+            return block_loss(task.block, task.calls, targets)
+
+        nearest = measured()
         if not math.isfinite(nearest):
             raise ConfigError(
                 "the calibration samples give NaN or infinite outputs; this checkpoint cannot be calibrated"
             )
         best = self._tune(task, tuned, targets)
         last = [tensor.clone() for tensor in _parameters(tuned)]
-        loss = block_loss(task.block, task.calls, targets)
+        loss = measured()
         _set(tuned, best)
-        of_best = block_loss(task.block, task.calls, targets)
+        of_best = measured()
         if loss < of_best:
             _set(tuned, last)
         else:
@@ -92,23 +98,26 @@ class SignRounding:
         for step in range(first, self.steps):
             generator = torch.Generator().manual_seed(self.seed * 1_000_003 + step)
             chosen = torch.randperm(len(rows), generator=generator)[: self.batch]
-            gradients, loss = None, 0.0
+            with torch.enable_grad():
+                weights = [module.hold() for module in tuned.values()]
+            sums, loss = [torch.zeros_like(weight) for weight in weights], 0.0
             for part in chosen.split(task.samples_of_a_pass):  # its activations are let go before the next
                 with torch.enable_grad():
                     target = torch.stack([rows[index] for index in part.tolist()])
                     own = _squared_error(task.run(task.block, samples=part), target)
-                    found = torch.autograd.grad(own, parameters, allow_unused=True)  # an expert may see nothing
+                    found = torch.autograd.grad(own, [module.held for module in tuned.values()], allow_unused=True)
                 loss += float(own.detach())
-                parts = [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, found, strict=True)]
-                gradients = parts if gradients is None else [a.add_(b) for a, b in zip(gradients, parts, strict=True)]
-            assert gradients is not None
+                for total, gradient in zip(sums, found, strict=True):
+                    if gradient is not None:  # an expert may see nothing
+                        total.add_(gradient)
+            gradients = torch.autograd.grad(weights, parameters, sums)
             if loss < least:
                 least = loss
                 for kept, tensor in zip(best, parameters, strict=True):
                     kept.copy_(tensor)
             size = (1 - step / self.steps) / self.steps
             for tensor, gradient in zip(parameters, gradients, strict=True):
-                tensor.sub_(gradient.sign_(), alpha=size)
+                tensor.sub_(gradient.sign(), alpha=size)
             for module in tuned.values():
                 module.clamp()
             task.progress(step + 1, self.steps)
@@ -121,7 +130,7 @@ class SignRounding:
 
 
 class TunedLinear(nn.Module):
-    """A linear layer whose weight is rounded anew in each pass, with gradients for how."""
+    """A linear layer whose weight is rounded anew in each step; its gradient leads to how."""
 
     def __init__(self, task: BlockTask, name: str) -> None:
         super().__init__()
@@ -140,6 +149,7 @@ class TunedLinear(nn.Module):
         self.offset = torch.zeros_like(self.weight).requires_grad_()
         self.low = torch.ones(n, groups, 1, device=weight.device).requires_grad_()
         self.high = torch.ones_like(self.low).requires_grad_()
+        self.held: Tensor
 
     def parameters_of_rounding(self) -> list[Tensor]:
         """The offsets, and of each group's range the ends: one factor where it is symmetric."""
@@ -171,12 +181,17 @@ class TunedLinear(nn.Module):
         found = _straight(self.weight / scale + self.offset, torch.round) + zero
         return found.clamp(self.grid.lowest, self.grid.highest)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def hold(self) -> Tensor:
+        """Round the weight for all passes up to the next call; returns it (N, K), with gradients for how."""
         scale, zero = self.grids()
         weight = ((self.integers(scale, zero) - zero) * scale).flatten(1)[:, : self.size[1]]
+        self.held = weight.detach().to(self.dtype).requires_grad_()
+        return weight
+
+    def forward(self, x: Tensor) -> Tensor:
         if self.rounds:
             x = rounded_activations(x, self.group)
-        return F.linear(x, weight.to(x.dtype), self.bias)
+        return F.linear(x, self.held.to(x.dtype), self.bias)
 
     @torch.no_grad()
     def quantized(self) -> QuantizedWeight:
