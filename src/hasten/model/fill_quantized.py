@@ -16,7 +16,7 @@ from hasten.model.formats.record import LayerFormat
 from hasten.model.shares import Share
 from hasten.model.transformer import Transformer
 from hasten.ops.linear import PackedEmbedding, PackedLinear, QuantizedWeight
-from hasten.ops.pages import release_pages
+from hasten.ops.pages import release_pages, return_freed_memory
 
 
 def fill_quantized(
@@ -83,6 +83,11 @@ def fill_quantized(
         mapped = folder.values(module)
         if data.untyped_storage().data_ptr() != mapped.untyped_storage().data_ptr():
             release_pages(mapped)
+        for stored in folder.stored:  # its scales and zeros; should a kernel read them there, they are read anew
+            if stored != module.values and stored.rpartition(".")[0] == module.name:
+                release_pages(folder.tensor(stored))
+        if cut is not None:  # a copy of the part was packed, and is gone
+            return_freed_memory()
     if tied:
         model.tie()
     if layers:
