@@ -7,7 +7,9 @@ import sys
 import pytest
 
 import hasten
+from hasten.cli.generate import Generate
 from hasten.cli.main import main
+from hasten.cli.ranks import run
 from hasten.errors import ConfigError
 from hasten.generation.compiled import compile_blocks
 from hasten.generation.generate import Generation
@@ -63,6 +65,12 @@ def test_a_degree_that_does_not_fit_its_processes(options, told, tiny_folder, mo
         main(["generate", str(tiny_folder), "--prompt", "x", *options])
     assert ended.value.code == 2
     assert told in capsys.readouterr().err
+
+
+def test_threads_are_pinned_in_one_process_only(tiny_folder):
+    command = Generate(model=str(tiny_folder), prompt=("x",), tensor_parallel=2, pin=True)
+    with pytest.raises(ConfigError, match="--pin is for one process"):
+        run(command, [])
 
 
 def test_more_ranks_than_heads_are_refused_before_a_weight_is_read(tiny_folder):

@@ -1,5 +1,6 @@
 """Sums and gathers through shared memory: the bits of torch.distributed's, and an error where a rank is gone."""
 
+import os
 import time
 
 import pytest
@@ -76,6 +77,18 @@ def test_a_rank_that_is_gone_is_an_error_and_no_hang(how, told):
     assert other != 0
     assert told in errors
     assert time.monotonic() - before < 90
+
+
+def test_ranks_keep_to_cores_of_their_own():
+    code = START + "with joined() as ranks:\n    before = os.sched_getaffinity(0)\n"
+    code += "    with tensor_parallel(ranks):\n        print(*sorted(os.sched_getaffinity(0)))\n"
+    code += "    assert os.sched_getaffinity(0) == before\n"
+    found = ranks.run(code, ranks=2)
+    assert [status for status, _, _ in found] == [0, 0], found
+    first, second = (set(said.split()) for _, said, _ in found)
+    cores = {str(core) for core in os.sched_getaffinity(0)}
+    assert first | second == cores
+    assert len(cores) == 1 or not first & second
 
 
 def test_ranks_of_different_versions_are_one_error():

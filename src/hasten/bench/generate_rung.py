@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from hasten.bench.generate import TEXT_BYTES, DecodeMode, GenerateLadder
 from hasten.bench.models import BenchmarkModel, require_compiler
 from hasten.data import read_documents
 from hasten.distributed.ranks import ALONE, Ranks
-from hasten.distributed.shared_memory import open_group
+from hasten.distributed.tensor_parallel import tensor_parallel
 from hasten.generation.cache import row_format
 from hasten.generation.compiled import compile_blocks
 from hasten.generation.decoder import Decoder
@@ -50,7 +51,8 @@ class GenerateRung:
         if mode.compiled:
             require_compiler(device)
         dtype = ladder.dtype if mode.weights is None else "bfloat16"
-        self.group = open_group(ranks) if ranks.joined else None
+        self.kept = ExitStack()  # as long as the rung
+        self.group = self.kept.enter_context(tensor_parallel(ranks))
         source = source or ladder.source
         self.model = source.build(dtype=resolve_dtype(dtype), device=device, seed=seed, group=self.group)
         self.config = source.config()  # the whole model's, whatever a rank holds of it

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -133,8 +132,7 @@ class LoadOptions:
 
     def load(self) -> Transformer:
         """Load the model onto the device, with the threads and the seed set, quantized and fused as asked."""
-        processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        configure(threads=self.threads, seed=getattr(self, "seed", None), processes=processes)
+        configure(threads=self.threads, seed=getattr(self, "seed", None))  # a rank keeps to its cores already
         model = self.read_model(str(resolve_device(self.device)))
         if self.quantize != "none":
             from hasten.quantization import Int4, Int8, quantize

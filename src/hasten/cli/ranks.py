@@ -32,6 +32,8 @@ def run(command: Any, arguments: list[str]) -> None:
 
     if degree < 1:
         raise ConfigError(f"--tensor-parallel is {degree}; it must be at least 1")
+    if getattr(command, "pin", False):
+        raise ConfigError("--pin is for one process: ranks keep to cores of their own as it is")
     if not launched():
         from hasten.model.load import open_checkpoint, shares_of
 

@@ -11,7 +11,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -20,6 +20,7 @@ import torch
 from hasten.errors import ConfigError
 from hasten.machine import Link, available_cores
 from hasten.machine.measured import compare, forget
+from hasten.machine.threads import share_of_cores
 from hasten.ops.collective import RankGroup
 from hasten.ops.native import library, native_ops
 from hasten.planning.devices import LINKS
@@ -85,6 +86,7 @@ def _crew(ranks: int) -> Iterator[Callable[[], Mapping[str, Callable[[], object]
     """What makes the calls of rank 0: then, and not before, the others are there to answer; they end with the block."""
     children: list[int] = []
     group: RankGroup | None = None
+    kept = ExitStack()
 
     def contenders() -> Mapping[str, Callable[[], object]]:
         nonlocal group
@@ -97,6 +99,7 @@ def _crew(ranks: int) -> Iterator[Callable[[], Mapping[str, Callable[[], object]
             if not child:
                 _follow(rank, ranks, segment, first)
             children.append(child)
+        kept.enter_context(share_of_cores(0, ranks))
         group = RankGroup(0, ranks, segment, _peers(dict(enumerate(children, 1)), ranks))
         return {str(count): partial(_called, group, count) for count in COUNTS}
 
@@ -109,6 +112,7 @@ def _crew(ranks: int) -> Iterator[Callable[[], Mapping[str, Callable[[], object]
             group.abandon()
         raise
     finally:
+        kept.close()
         for child in children:
             if group is None:  # nobody calls those that are there: another could not be started
                 os.kill(child, signal.SIGKILL)
@@ -131,7 +135,8 @@ def _follow(rank: int, ranks: int, segment: torch.Tensor, first: int) -> None:
     """As another rank: add what the first one says, until it says 0."""
     try:
         group = RankGroup(rank, ranks, segment, _peers({0: first}, ranks))
-        while count := group.of_first()[0]:
-            _add(group, count)
+        with share_of_cores(rank, ranks):
+            while count := group.of_first()[0]:
+                _add(group, count)
     finally:
         os._exit(0)

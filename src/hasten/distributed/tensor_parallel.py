@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from hasten import __version__
 from hasten.distributed.ranks import Ranks
 from hasten.distributed.shared_memory import open_group
+from hasten.machine.threads import share_of_cores
 from hasten.ops.collective import RankGroup
 
 _current: list[RankGroup] = []
@@ -15,7 +16,8 @@ _current: list[RankGroup] = []
 def tensor_parallel(ranks: Ranks) -> Iterator[RankGroup | None]:
     """The ranks as the group that `hasten.load(…, group=…)` takes, inside the block; None for a process alone.
 
-    Where one fails in the block, the others end with an error instead of waiting for it.
+    Where one fails in the block, the others end with an error instead of waiting for it. Each keeps to its part of the
+    machine's cores meanwhile.
     """
     if ranks.size == 1:
         yield None
@@ -24,7 +26,8 @@ def tensor_parallel(ranks: Ranks) -> Iterator[RankGroup | None]:
     group = open_group(ranks)
     _current.append(group)
     try:
-        yield group
+        with share_of_cores(ranks.local_rank, ranks.local_size):
+            yield group
     except BaseException:
         group.abandon()
         raise

@@ -3,6 +3,8 @@
 import os
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Literal
 
 from hasten.errors import ConfigError, HastenWarning
@@ -21,6 +23,25 @@ def thread_count(threads: Threads | None) -> int | None:
     if threads < 1:
         raise ConfigError(f"--threads is {threads}; it must be at least 1, or auto")
     return threads
+
+
+@contextmanager
+def share_of_cores(part: int, parts: int) -> Iterator[None]:
+    """In the block this thread, and what it starts, keeps to one of so many equal parts of its cores (on Linux).
+
+    For processes that wait for each other many times a second: two of them on one core take turns, look busy
+    all the time, and are left there.
+    """
+    if not hasattr(os, "sched_setaffinity"):
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    cores, first = sorted(before), part * len(before) // parts
+    os.sched_setaffinity(0, cores[first : max(first + 1, (part + 1) * len(cores) // parts)])
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 def pin_threads() -> None:

@@ -16,7 +16,7 @@ from hasten.model.formats.record import LayerFormat
 from hasten.model.shares import Share
 from hasten.model.transformer import Transformer
 from hasten.ops.linear import PackedEmbedding, PackedLinear, QuantizedWeight
-from hasten.ops.pages import release_pages
+from hasten.ops.pages import release_pages, return_freed_memory
 
 
 def fill_quantized(
@@ -42,7 +42,9 @@ def fill_quantized(
     tied = embedding is not None and (head == embedding or (head is None and model.head.weight.is_meta))
     if tied:  # one matrix, which the head holds
         pieces = {"head.weight" if ours == "embedding.weight" else ours: piece for ours, piece in pieces.items()}
-    for ours, piece in pieces.items():
+    for ours, piece in sorted(
+        pieces.items(), key=lambda one: one[0] != "head.weight"
+    ):  # the largest while little is held
         name = ours.removesuffix(".weight")
         module = folder.modules[piece.name]
         place: Any = model.get_submodule(name)
@@ -81,6 +83,11 @@ def fill_quantized(
         mapped = folder.values(module)
         if data.untyped_storage().data_ptr() != mapped.untyped_storage().data_ptr():
             release_pages(mapped)
+        for stored in folder.stored:  # its scales and zeros; should a kernel read them there, they are read anew
+            if stored != module.values and stored.rpartition(".")[0] == module.name:
+                release_pages(folder.tensor(stored))
+        if cut is not None:  # a copy of the part was packed, and is gone
+            return_freed_memory()
     if tied:
         model.tie()
     if layers:
