@@ -113,6 +113,7 @@ def test_eval_json(tiny_folder, tmp_path, capfd, options):
         (["generate", "FOLDER", "--prompt", "x", "--json", "/tmp"], "/tmp is a folder"),
         (["generate", "FOLDER", "--prompt", "x", "--draft", "no/such/draft"], "no/such/draft"),
         (["generate", "FOLDER", "--prompt", "x", "--draft", "self:99-layers"], "take from 1 to"),
+        (["generate", "FOLDER", "--prompt", "x", "--draft", ""], "draft is empty"),
         (["generate", "FOLDER", "--prompt", "x", "--draft", "suffix", "--speculate", "0"], "speculate"),
         (["generate", "FOLDER", "--prompt", "x", "--draft", "suffix", "--speculate", "65"], "speculate"),
         (["generate", "FOLDER", "--prompt", "x", "--draft", "suffix", "--accept", "distribution"], "no probabilities"),

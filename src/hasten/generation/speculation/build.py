@@ -88,6 +88,8 @@ def _proposer(model: Transformer, draft: str | Path | Transformer, tokens: int, 
         check_vocabulary(draft, model, name="model")
         return DraftModel(draft, tokens=tokens, accept=accept)
     name = str(draft)
+    if not name:
+        raise ConfigError("draft is empty; give suffix, none, self:int4, self:N-layers or a model's folder")
     if name == "none":
         return None
     if name == "suffix":
