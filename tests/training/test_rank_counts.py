@@ -8,8 +8,6 @@ import pytest
 
 import ranks
 
-pytestmark = pytest.mark.slow  # two processes
-
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 CHILD = textwrap.dedent("""
     import argparse, sys

@@ -4,6 +4,7 @@ import warnings
 from pathlib import Path
 
 import pytest
+import transformers
 from safetensors.torch import load_file
 
 import hasten
@@ -45,6 +46,7 @@ CASES = {
         [{"zero": 0}, {"zero": 2}, {"zero": 3, "offload": "optimizer"}],
     ),
     "qat": ({"qat": Qat(bits=4), **SHORT, "hidden_size": 32, "feed_forward": 64}, [{"zero": 0}]),
+    "taken": (SHORT, [{"zero": 0}, {"zero": 3}]),  # a model of transformers
     "masters": (MASTERS, [{"zero": 0}, {"zero": 3, "offload": "optimizer"}]),
     "bf16": ({"precision": "bfloat16", **SHORT}, [{"zero": 0}, {"zero": 3}]),
     "compiled": (SHORT, [{"zero": 0, "compile": True}, {"zero": 3, "compile": True}]),  # beside what was not
@@ -67,10 +69,14 @@ def runs(recipe_of_module):
     """The folder of all runs, trained: by one process, by two, and those of `CONTINUED` up to step 7."""
     folder = Path(recipe_of_module().run.folder)
     cases = []
-    export_model(quantize(tiny_llama(), Int8()), folder / "base")  # what the adapter stands beside: packed weights
+    base = tiny_llama()
+    theirs = hasten.load(transformers.LlamaForCausalLM(transformers.LlamaConfig(**base.config.source)))
+    theirs.tokenizer = base.tokenizer
+    export_model(theirs, folder / "taken-model")
+    export_model(quantize(base, Int8()), folder / "lora-model")  # what the adapter stands beside: packed weights
     for name, (fields, ways) in CASES.items():
-        if "lora" in fields:
-            fields["init"] = str(folder / "base")
+        if (init := folder / f"{name}-model").exists():
+            fields = fields | {"init": str(init)}
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "hasten runs")  # an attention pattern that transformers does not know
             train(recipe_of_module(name=name, **fields), progress=False)

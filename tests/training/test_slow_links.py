@@ -13,8 +13,6 @@ from hasten.training.journal import read
 from hasten.training.recipe import Diloco
 from hasten.training.session import train
 
-pytestmark = pytest.mark.slow  # two processes, trained again and again
-
 ONEBIT = {"steps": 24, "beta2": 0.999, "freeze_after": 9, "validate_every": 12, "validation_batches": 1}
 APART = {"steps": 24, "validate_every": 12, "validation_batches": 1}
 WAYS = {
