@@ -109,7 +109,7 @@ def test_what_cannot_be_split_is_refused(recipe, monkeypatch):
             train(recipe(**fields), progress=False)
     with pytest.raises(ConfigError, match=r"parallel.tensor is 2, which does not divide the number of processes .3."):
         Ranks(size=3, rank=0).split(2)
-    model, two = tiny_llama(), Ranks(size=2, tensor=2)
+    model, two = tiny_llama(), Ranks(size=2, joined=True, tensor=2)
     monkeypatch.setattr("hasten.training.setup._model", lambda *_, **__: pytest.fail("the model was made first"))
     with pytest.raises(ConfigError, match=r"which the model's 3 key.value heads cannot be split into"):
         set_up(recipe(**SPLIT, heads=3, kv_heads=None, hidden_size=48), progress=False, ranks=two)

@@ -42,9 +42,8 @@ def fill_quantized(
     tied = embedding is not None and (head == embedding or (head is None and model.head.weight.is_meta))
     if tied:  # one matrix, which the head holds
         pieces = {"head.weight" if ours == "embedding.weight" else ours: piece for ours, piece in pieces.items()}
-    for ours, piece in sorted(
-        pieces.items(), key=lambda one: one[0] != "head.weight"
-    ):  # the largest while little is held
+    # The head first: it is the largest, and little else is held yet.
+    for ours, piece in sorted(pieces.items(), key=lambda one: one[0] != "head.weight"):
         name = ours.removesuffix(".weight")
         module = folder.modules[piece.name]
         place: Any = model.get_submodule(name)
