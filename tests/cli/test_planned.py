@@ -56,7 +56,10 @@ def test_ranks_and_precision_go_to_the_ranks_and_replicas_are_told(h100s, tiny_f
     assert planned.quantize == "int8"
     assert (h100s[1].use, h100s[1].weights, h100s[1].length) == ("serve", "int8", 512)
     told = capsys.readouterr().err
-    assert f"hasten serve {tiny_folder} --replicas {8 // planned.tensor_parallel} --tensor-parallel" in told
+    replicas = 8 // planned.tensor_parallel
+    assert f"that is of {replicas} replicas" in told
+    line = f"hasten serve {tiny_folder} --replicas {replicas} --quantize int8"
+    assert (line in told) == (planned.tensor_parallel == 1), "a replica of several ranks would be refused"
 
 
 @pytest.mark.parametrize(

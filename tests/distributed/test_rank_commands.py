@@ -67,6 +67,16 @@ def test_a_degree_that_does_not_fit_its_processes(options, told, tiny_folder, mo
     assert told in capsys.readouterr().err
 
 
+def test_what_runs_in_one_process_is_refused_under_torchrun(tiny_folder, monkeypatch, capsys):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    for command in (["chat", str(tiny_folder)], ["doctor"]):
+        with pytest.raises(SystemExit) as ended:
+            main(command)
+        assert ended.value.code == 2
+        assert "torchrun has started 2 processes" in capsys.readouterr().err
+
+
 def test_threads_are_pinned_in_one_process_only(tiny_folder):
     command = Generate(model=str(tiny_folder), prompt=("x",), tensor_parallel=2, pin=True)
     with pytest.raises(ConfigError, match="--pin is for one process"):

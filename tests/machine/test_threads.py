@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from hasten.errors import HastenWarning
-from hasten.machine import available_cores
-from hasten.machine.threads import PINNING, pin_threads
+from hasten.machine import available_cores, processor
+from hasten.machine.threads import PINNING, pin_threads, share_of_cores
 
 SEEN = """
 import json, os, sys
@@ -48,3 +48,19 @@ def test_where_torch_is_loaded_it_is_too_late(monkeypatch: pytest.MonkeyPatch) -
     with pytest.warns(HastenWarning, match="stay unpinned"):
         pin_threads()
     assert not set(PINNING) & set(os.environ)
+
+
+@pytest.mark.parametrize(
+    ("parts", "expected"), [(2, [{0, 1, 4, 5}, {2, 3, 6, 7}]), (4, [{0, 4}, {1, 5}, {2, 6}, {3, 7}])]
+)
+def test_a_cores_hardware_threads_go_to_one_part(
+    parts: int, expected: list[set[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[set[int]] = []  # four cores of two threads each, numbered as Linux does: 0 and 4 are one core's
+    monkeypatch.setattr(processor, "_core_place", lambda number: ("0", str(number % 4)))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+    monkeypatch.setattr(os, "sched_setaffinity", lambda _, cores: kept.append(set(cores)), raising=False)
+    for part in range(parts):
+        with share_of_cores(part, parts):
+            pass
+    assert kept[::2] == expected

@@ -36,8 +36,9 @@ def by_plan(command: Any, arguments: list[str]) -> tuple[Any, list[str]]:
     speed = f"{1e3 * best.token_seconds:.1f} ms a token and {best.tokens_per_second:.1f} tokens/s predicted"
     print(f"{ranks}, {best.weights}, {batch}: {speed}; {found.why()}", file=sys.stderr)
     if best.replicas > 1:
-        line = " ".join(["hasten", "serve", command.model, "--replicas", str(best.replicas), *chosen])
-        print(f"that is of {best.replicas} replicas, of which this is one; all of them: {line}", file=sys.stderr)
+        line = " ".join(["hasten", "serve", command.model, "--replicas", str(best.replicas), "--quantize", quantize])
+        others = f"all of them: {line}" if best.use.degree == 1 else "start the others like it, on devices of their own"
+        print(f"that is of {best.replicas} replicas, of which this is one; {others}", file=sys.stderr)
     command = replace(command, devices="given", tensor_parallel=best.use.degree, quantize=quantize, **_UNWANTED)
     return command, [*arguments, "--devices", "given", *chosen]
 

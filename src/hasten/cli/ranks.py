@@ -24,6 +24,8 @@ def run(command: Any, arguments: list[str]) -> None:
     if isinstance(command, DeviceOptions) and (command.devices == "auto" or not launched()):
         command, arguments = by_plan(command, arguments)
     degree = command.tensor_parallel if isinstance(command, RankOptions) else None
+    if degree is None and launched() and (size := os.environ["WORLD_SIZE"]) != "1":
+        raise ConfigError(f"torchrun has started {size} processes, and this command runs in one: leave torchrun away")
     if degree is None or (degree == 1 and not launched()):
         command.run()
         return

@@ -71,6 +71,8 @@ class Serve(EngineOptions, DraftOptions, DeviceOptions, LoadOptions):
         if self.served_model_name is not None and not self.served_model_name.strip():
             raise ConfigError("--served-model-name is empty; leave it out for the folder's own name, or give one")
         group = current_group()
+        if group is not None and self.fleet.replicas:
+            raise ConfigError("--replicas and torchrun do not go together: a replica is one process")
         if group is not None and group.rank:
             self._follow()
             return

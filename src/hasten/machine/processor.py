@@ -7,6 +7,7 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -121,6 +122,15 @@ def last_level_cache_bytes() -> int:
         if sizes:
             return sum(sizes.values())
     return 0
+
+
+def by_cores(processors: Iterable[int]) -> list[list[int]]:
+    """The processors of each core together, the cores of a socket in a row; one each where no place is told."""
+    found: dict[tuple[int, ...], list[int]] = {}
+    for number in sorted(processors):
+        place = _core_place(number)
+        found.setdefault((number,) if place is None else (int(place[0]), int(place[1])), []).append(number)
+    return [found[place] for place in sorted(found)]
 
 
 def _core_place(number: int) -> tuple[str, str] | None:

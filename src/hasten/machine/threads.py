@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Literal
 
 from hasten.errors import ConfigError, HastenWarning
+from hasten.machine.processor import by_cores
 
 Threads = int | Literal["auto"]  # what an option takes
 
@@ -29,6 +30,8 @@ def thread_count(threads: Threads | None) -> int | None:
 def share_of_cores(part: int, parts: int) -> Iterator[None]:
     """In the block this thread, and what it starts, keeps to one of so many equal parts of its cores (on Linux).
 
+    A core's hardware threads, whose numbers often lie half the machine apart, go to one part where there are enough.
+
     For processes that wait for each other many times a second: two of them on one core take turns, look busy
     all the time, and are left there.
     """
@@ -36,8 +39,12 @@ def share_of_cores(part: int, parts: int) -> Iterator[None]:
         yield
         return
     before = os.sched_getaffinity(0)
-    cores, first = sorted(before), part * len(before) // parts
-    os.sched_setaffinity(0, cores[first : max(first + 1, (part + 1) * len(cores) // parts)])
+    cores = by_cores(before)
+    if len(cores) < parts:
+        cores = [[number] for number in sorted(before)]
+    first = part * len(cores) // parts
+    own = cores[first : max(first + 1, (part + 1) * len(cores) // parts)]
+    os.sched_setaffinity(0, [number for core in own for number in core])
     try:
         yield
     finally:

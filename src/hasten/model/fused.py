@@ -321,7 +321,8 @@ class FusedStack:
 
 def _settled(linear: PackedLinear) -> PackedLinear:
     """The layer with its weight where a decode step streams it fastest."""
-    storage = linear.data.untyped_storage()  # one user of it is this name, one of the tensor the call that counts
+    # Ours alone: the tensor is known to the layer and to the call that counts, its memory to the tensor and this name.
+    storage = linear.data.untyped_storage()
     own = sys.getrefcount(linear.data) == 2 and torch._C._storage_Use_Count(storage._cdata) == 2
     linear.data = in_large_pages(linear.data, taken=own)
     return_freed_memory()

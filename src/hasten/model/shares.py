@@ -121,10 +121,10 @@ def shares(config: ModelConfig, size: int, *, output: int = 1, down: int = 1) ->
     sizes += [config.expert_size] * any(layer.experts for layer in config.layers)
     most = min(config.padded_vocab_size, max(_most_ranks(config, output)), *(-(-one // down) for one in sizes))
     if not 1 <= size <= most:
-        groups = f", in whole groups of {max(output, down)} columns" if max(output, down) > 8 else ""
+        groups = f", in whole groups of {max(output, down)} columns," if max(output, down) > 8 else ""
         raise ConfigError(
             f"--tensor-parallel is {size}; a model of {config.heads} heads ({config.kv_heads} of keys and values) and "
-            f"{min(sizes):,} inner features{groups}, can be shared by 1 to {most} ranks: take at most {most}"
+            f"{min(sizes):,} inner features{groups} can be shared by 1 to {most} ranks: take at most {most}"
         )
     heads = _heads(config, size, output)
     inner, expert = (_shared(one, _in_tiles(one, down, size), size) for one in (sizes[0], sizes[-1]))
