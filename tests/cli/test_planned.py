@@ -13,7 +13,9 @@ from hasten.cli.generate import Generate
 from hasten.cli.main import main
 from hasten.cli.planned import by_plan
 from hasten.cli.serve import Serve
+from hasten.errors import ConfigError
 from hasten.machine import available_cores
+from hasten.replicas.settings import ReplicaSettings
 
 
 def test_the_command_runs_with_what_was_planned(tmp_path, tiny_folder):
@@ -60,6 +62,8 @@ def test_ranks_and_precision_go_to_the_ranks_and_replicas_are_told(h100s, tiny_f
     assert f"that is of {replicas} replicas" in told
     line = f"hasten serve {tiny_folder} --replicas {replicas} --quantize int8"
     assert (line in told) == (planned.tensor_parallel == 1), "a replica of several ranks would be refused"
+    with pytest.raises(ConfigError, match="--replicas and --devices auto do not go together"):
+        Serve(model=str(tiny_folder), devices="auto", goal="latency", fleet=ReplicaSettings(replicas=2))
 
 
 @pytest.mark.parametrize(

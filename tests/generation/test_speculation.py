@@ -311,7 +311,9 @@ def test_costs_are_measured_and_corrected(model):
 def test_measuring_costs_ends_in_time():
     """Twenty steps of 20 ms, of which each would be made six times."""
     calls, started = [], time.perf_counter()
-    times = _in_turn([lambda: (calls.append(0), time.sleep(0.02))] * 20, 0.2, SimpleNamespace(device=torch.device("cpu")))
+    times = _in_turn(
+        [lambda: (calls.append(0), time.sleep(0.02))] * 20, 0.2, SimpleNamespace(device=torch.device("cpu"))
+    )
     assert len(times) == 20
     assert 20 < len(calls) <= 32
     assert min(times) >= 0.02

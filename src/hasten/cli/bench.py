@@ -50,6 +50,9 @@ class Bench:
             if os.environ["RANK"] != "0":
                 return
             arguments = [*arguments, option, os.environ["WORLD_SIZE"]]
+            # torchrun's one thread is for its ranks; rungs of one process take all cores.
+            if os.environ.get("OMP_NUM_THREADS") == "1":
+                del os.environ["OMP_NUM_THREADS"]
         kind = LADDERS[name]
         run(parse(kind, arguments[1:], prog=f"hasten bench {name}", description=kind.__doc__))
 

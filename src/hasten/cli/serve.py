@@ -57,6 +57,8 @@ class Serve(EngineOptions, DraftOptions, DeviceOptions, LoadOptions):
         super().__post_init__()
         if self.fleet.replicas and self.tensor_parallel > 1:
             raise ConfigError("--replicas and --tensor-parallel do not go together: a replica is one process")
+        if self.fleet.replicas and self.devices == "auto":
+            raise ConfigError("--replicas and --devices auto do not go together: the plan says how many, or you do")
 
     def run(self) -> None:
         start = time.perf_counter()
