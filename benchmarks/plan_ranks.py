@@ -4,16 +4,16 @@
 
 Each format of the weights and batch as one process of all cores, as ranks of one thread that share the model, and as as
 many independent processes of one thread (replicas). All processes stay alive; in each round the plan is made, then all
-are measured, so that they see the same states of a shared machine. What is compared is the median over rounds of
-predicted over measured; `quickest` is each one's best round, where the machine was least disturbed.
+are measured, so that they see the same states of a shared machine; and all formats and batches have their turn in each
+pass, because such a state lasts minutes. What is compared is the median over all rounds of predicted over measured;
+`quickest` is each one's best round, where the machine was least disturbed.
 """
 
-import json
 import os
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, product
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
@@ -28,6 +28,8 @@ from hasten.bench.plan import PlanOptions
 from hasten.machine import configure, describe
 from hasten.machine.files import write_json
 
+Round = dict[str, dict[str, float]]
+Case = tuple[str, int, int, int]  # format, batch, ranks, replicas
 WARMUP = 1
 CLEAR = 1.05  # of two predictions; what lies closer has no order to be right
 
@@ -43,7 +45,9 @@ class PlanRanks:
     batches: tuple[int, ...] = (1, 4)
     prompt: int = 256
     tokens: int = 32
-    rounds: int = 5
+    rounds: int = 3
+    """Of a pass."""
+    passes: int = 3
     json: Path | None = None
     """Where the results are written."""
 
@@ -51,21 +55,22 @@ class PlanRanks:
         """Measure, compare and write."""
         configure()
         predict.random_model = made_once(predict.random_model)
-        rows: list[dict[str, Any]] = []
-        for name in self.formats:
-            with tempfile.TemporaryDirectory(prefix="hasten-plan-ranks-") as folder:
-                write_model(Path(folder), self.shape, self.layers, name)
-                for batch in self.batches:
-                    rows += [{"format": name, "batch": batch} | one for one in self.compared(folder, batch)]
-                    for one in rows[-3:]:
-                        print(json.dumps(one), flush=True)
-        settings = {name: getattr(self, name) for name in ("shape", "layers", "prompt", "tokens", "rounds")}
+        found: dict[Case, list[Round]] = {}
+        with tempfile.TemporaryDirectory(prefix="hasten-plan-ranks-") as folder:
+            for name in self.formats:
+                write_model(Path(folder, name), self.shape, self.layers, name)
+            for _ in range(self.passes):
+                for name, batch in product(self.formats, self.batches):
+                    for (ranks, replicas), rounds in self.compared(str(Path(folder, name)), batch).items():
+                        found.setdefault((name, batch, ranks, replicas), []).extend(rounds)
+        rows = [dict(zip(CASE, case, strict=True)) | summary(rounds) for case, rounds in found.items()]
+        settings = {name: getattr(self, name) for name in ("shape", "layers", "prompt", "tokens", "rounds", "passes")}
         report = {"schema": 1, "machine": describe().to_json(), **settings, "rows": rows, "order": order(rows)}
         write_json("-", report["order"])
         write_json(self.json, report)
 
-    def compared(self, folder: str, batch: int) -> list[dict[str, Any]]:
-        """Of each layout, what was predicted and what was measured."""
+    def compared(self, folder: str, batch: int) -> dict[tuple[int, int], list[Round]]:
+        """Of each layout (ranks, replicas), what was predicted and what was measured in each round of a pass."""
         options = PlanOptions(
             goal="throughput",
             gpus=self.ranks,
@@ -84,7 +89,7 @@ class PlanRanks:
             (self.ranks, 1): [start([*arguments, "1", str(batch)], one) for one in environments],
             (1, self.ranks): [start([*arguments, "1", str(batch)], {}) for _ in range(self.ranks)],
         }
-        found: dict[tuple[int, int], list[dict[str, dict[str, float]]]] = {layout: [] for layout in groups}
+        found: dict[tuple[int, int], list[Round]] = {layout: [] for layout in groups}
         try:
             for processes in groups.values():
                 for one in processes:
@@ -107,24 +112,7 @@ class PlanRanks:
             for processes in groups.values():
                 for one in processes:
                     one.kill()
-        return [
-            {"ranks": ranks, "replicas": replicas}
-            | {kind: {name: median(one[kind][name] for one in rounds) for name in rounds[0][kind]} for kind in KINDS}
-            | {
-                "predicted / measured": {
-                    name: median(one["predicted"][name] / one["measured"][name] for one in rounds)
-                    for name in rounds[0]["predicted"]
-                },
-                "quickest": {
-                    kind: {
-                        name: (max if name == "tokens_per_second" else min)(one[kind][name] for one in rounds)
-                        for name in rounds[0][kind]
-                    }
-                    for kind in KINDS
-                },
-            }
-            for (ranks, replicas), rounds in found.items()
-        ]
+        return found
 
     def measured(self, processes: list[Any], batch: int, replicas: int) -> dict[str, float]:
         """A round of processes that work at the same time: the mean of their times; of tokens the median's."""
@@ -139,6 +127,24 @@ class PlanRanks:
 
 
 KINDS = ("predicted", "measured")
+CASE = ("format", "batch", "ranks", "replicas")
+
+
+def summary(rounds: list[Round]) -> dict[str, Any]:
+    """Medians over the rounds, of predicted over measured too, and of each number its best round."""
+    names = rounds[0]["predicted"]
+    return {kind: {name: median(one[kind][name] for one in rounds) for name in rounds[0][kind]} for kind in KINDS} | {
+        "predicted / measured": {
+            name: median(one["predicted"][name] / one["measured"][name] for one in rounds) for name in names
+        },
+        "quickest": {
+            kind: {
+                name: (max if name == "tokens_per_second" else min)(one[kind][name] for one in rounds)
+                for name in rounds[0][kind]
+            }
+            for kind in KINDS
+        },
+    }
 
 
 def made_once(make: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
@@ -173,7 +179,8 @@ def order(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 def name(row: dict[str, Any]) -> str:
     """Of a row, for people."""
-    return f"{row['format']}, batch {row['batch']}, {row['ranks']} ranks, {row['replicas']} replicas"
+    of = [f"{row[name]} {name[: -1 if row[name] == 1 else None]}" for name in ("ranks", "replicas")]
+    return ", ".join([row["format"], f"batch {row['batch']}", *of])
 
 
 if __name__ == "__main__":

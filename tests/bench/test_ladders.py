@@ -89,6 +89,9 @@ def test_ladders_under_torchrun(tiny_folder: Path, monkeypatch: pytest.MonkeyPat
     assert [made[0].tensor_parallel, made[1].processes, len(made)] == [2, 2, 2]
     with pytest.raises(SystemExit):
         main(["bench", "attention"])
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    with pytest.raises(SystemExit):
+        main(["bench", "train", "--shape", "tiny"])
 
 
 def make_rung(name: str, **changes: Any) -> GenerateRung:

@@ -7,9 +7,7 @@ import sys
 import pytest
 
 import hasten
-from hasten.cli.generate import Generate
 from hasten.cli.main import main
-from hasten.cli.ranks import run
 from hasten.errors import ConfigError
 from hasten.generation.compiled import compile_blocks
 from hasten.generation.generate import Generation
@@ -77,10 +75,27 @@ def test_what_runs_in_one_process_is_refused_under_torchrun(tiny_folder, monkeyp
         assert "torchrun has started 2 processes" in capsys.readouterr().err
 
 
-def test_threads_are_pinned_in_one_process_only(tiny_folder):
-    command = Generate(model=str(tiny_folder), prompt=("x",), tensor_parallel=2, pin=True)
-    with pytest.raises(ConfigError, match="--pin is for one process"):
-        run(command, [])
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["generate", "--prompt", "x", "--pin"], "--pin is for one process"),
+        (["generate", "--prompt", "x", "--compile"], "--compile is for one process"),
+        (["generate", "--prompt", "x", "--draft", "self:1"], "--draft self: is for one process"),
+        (["generate", "--prompt", "x", "--adapter", "nowhere"], "nowhere is no folder with an adapter"),
+        (["serve", "--draft", "self:int4"], "--draft self: is for one process"),
+        (["serve", "--adapter", "a=nowhere"], "nowhere is no folder with an adapter"),
+        (["serve", "--port", "99999"], "--port 99999"),
+        (["serve", "--port", "99999", "--devices", "auto"], "--port 99999"),
+        (["eval", "--tasks", "arc_easy"], "--tasks is for one process"),
+    ],
+)
+def test_what_ranks_cannot_take_is_refused_before_any_is_started(options, told, tiny_folder, monkeypatch, capsys):
+    monkeypatch.setattr("hasten.distributed.launch.start", lambda *_, **__: pytest.fail("ranks were started"))
+    monkeypatch.setattr("hasten.machine.threads.pin_threads", lambda: None)
+    with pytest.raises(SystemExit) as ended:
+        main([options[0], str(tiny_folder), "--tensor-parallel", "2", *options[1:]])
+    assert ended.value.code == 2
+    assert told in capsys.readouterr().err
 
 
 def test_more_ranks_than_heads_are_refused_before_a_weight_is_read(tiny_folder):

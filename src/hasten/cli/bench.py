@@ -47,9 +47,11 @@ class Bench:
                 raise ConfigError(
                     f"torchrun has started this; only the ladders generate and train measure ranks, not {name}"
                 )
+            if os.environ.get("LOCAL_WORLD_SIZE", size := os.environ["WORLD_SIZE"]) != size:
+                raise ConfigError(f"torchrun has started {size} processes on several machines; a ladder measures one")
             if os.environ["RANK"] != "0":
                 return
-            arguments = [*arguments, option, os.environ["WORLD_SIZE"]]
+            arguments = [*arguments, option, size]
             # torchrun's one thread is for its ranks; rungs of one process take all cores.
             if os.environ.get("OMP_NUM_THREADS") == "1":
                 del os.environ["OMP_NUM_THREADS"]

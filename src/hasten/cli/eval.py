@@ -62,8 +62,6 @@ class Eval(JsonOption, CacheOptions, RankOptions, ModelOptions):
 
     def run_tasks(self) -> None:
         """lm-eval's tasks."""
-        if self.tensor_parallel > 1:
-            raise ConfigError("--tasks runs in one process; --tensor-parallel goes with --text")
         from hasten.serving.lm_eval import HastenLM, make_table, run_tasks
 
         lm = HastenLM(self.prepared(), max_length=self.context)

@@ -21,6 +21,8 @@ def run(command: Any, arguments: list[str]) -> None:
 
     They are started here, by torchrun's agent; or this is one of those that torchrun has started.
     """
+    if hasattr(command, "check") and not launched():
+        command.check()  # before anything is measured or started
     if isinstance(command, DeviceOptions) and (command.devices == "auto" or not launched()):
         command, arguments = by_plan(command, arguments)
     degree = command.tensor_parallel if isinstance(command, RankOptions) else None
@@ -34,8 +36,8 @@ def run(command: Any, arguments: list[str]) -> None:
 
     if degree < 1:
         raise ConfigError(f"--tensor-parallel is {degree}; it must be at least 1")
-    if getattr(command, "pin", False):
-        raise ConfigError("--pin is for one process: ranks keep to cores of their own as it is")
+    for option in _of_one_process(command):
+        raise ConfigError(f"{option} is for one process; leave it out, or --tensor-parallel")
     if not launched():
         from hasten.model.load import open_checkpoint, shares_of
 
@@ -45,6 +47,8 @@ def run(command: Any, arguments: list[str]) -> None:
     if str(degree) not in ("1", size := os.environ["WORLD_SIZE"]):
         raise ConfigError(f"--tensor-parallel is {degree}, and torchrun has started {size} processes; leave it out")
     with joined() as ranks:
+        if hasattr(command, "check"):
+            command.check()
         if "-" in getattr(command, "prompt", ()):  # what the first one reads
             sys.stdin = StringIO(ranks.texts(sys.stdin.read() if ranks.first else "")[0])
         with tensor_parallel(ranks), ExitStack() as quiet:
@@ -56,3 +60,9 @@ def run(command: Any, arguments: list[str]) -> None:
                 quiet.enter_context(redirect_stdout(nowhere))
                 quiet.enter_context(redirect_stderr(nowhere))
             command.run()
+
+
+def _of_one_process(command: Any) -> list[str]:
+    """The options of a command that ranks cannot take, as they stand on the command line."""
+    found = [f"--{name}" for name in ("pin", "compile", "tasks") if getattr(command, name, None)]
+    return found + ["--draft self:"] * str(getattr(command, "draft", "")).startswith("self:")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal
 import tyro
 
 from hasten.cli.options import DeviceOptions, DraftOptions, EngineOptions, LoadOptions, with_chat_template
+from hasten.distributed import launched
 from hasten.errors import CheckpointError, ConfigError, HastenError, HastenWarning
 from hasten.generation.params import recommended
 from hasten.replicas.settings import ReplicaSettings
@@ -60,18 +61,28 @@ class Serve(EngineOptions, DraftOptions, DeviceOptions, LoadOptions):
         if self.fleet.replicas and self.devices == "auto":
             raise ConfigError("--replicas and --devices auto do not go together: the plan says how many, or you do")
 
-    def run(self) -> None:
-        start = time.perf_counter()
-        from hasten.distributed.tensor_parallel import current_group
+    def check(self) -> None:
+        """What can be refused before anything is measured, started or loaded."""
+        from hasten.model.adapter_files import adapter_config
         from hasten.serving.api import require_packages
 
         require_packages()
+        from hasten.serving.api.server import bind
+
+        self._settings()
+        for folder in self.adapters().values():
+            adapter_config(folder.expanduser())
+        if self.served_model_name is not None and not self.served_model_name.strip():
+            raise ConfigError("--served-model-name is empty; leave it out for the folder's own name, or give one")
+        if not launched():
+            bind(self.host, self.port).close()
+
+    def run(self) -> None:
+        start = time.perf_counter()
+        from hasten.distributed.tensor_parallel import current_group
         from hasten.serving.api.server import Server, bind, curl_line, url_of
 
         settings = self._settings()
-        self.adapters()  # refused before the model is loaded
-        if self.served_model_name is not None and not self.served_model_name.strip():
-            raise ConfigError("--served-model-name is empty; leave it out for the folder's own name, or give one")
         group = current_group()
         if group is not None and self.fleet.replicas:
             raise ConfigError("--replicas and torchrun do not go together: a replica is one process")

@@ -46,11 +46,7 @@ def load_adapter(source: str | Path, model: Transformer) -> dict[str, Factors]:
     supported, each with the name of the thing; all is checked before it is read.
     """
     folder = Path(source).expanduser()
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder} is no folder with an adapter ({CONFIG} and {WEIGHTS})")
-    config = _config(folder / CONFIG)
-    if not (folder / WEIGHTS).exists() and (folder / "adapter_model.bin").exists():
-        raise CheckpointError(f"{folder} holds adapter_model.bin, a pickle, which can run code; save it as {WEIGHTS}")
+    config = adapter_config(folder)
     stored = read_header(folder / WEIGHTS)
     whole = model.whole if isinstance(model, ShardedTransformer) else model.config
     read, places = mapped(stored), adaptable(whole)
@@ -131,9 +127,13 @@ def save_adapter(
         raise CheckpointError(f"{folder} cannot be written: {error.strerror or error}") from None
 
 
-def _config(path: Path) -> dict[str, Any]:
-    """An adapter_config.json, checked but for its patterns."""
-    config = read_json(path)
+def adapter_config(folder: Path) -> dict[str, Any]:
+    """The adapter_config.json of a folder, checked but for its patterns. Raises as `load_adapter` does."""
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is no folder with an adapter ({CONFIG} and {WEIGHTS})")
+    config = read_json(path := folder / CONFIG)
+    if not (folder / WEIGHTS).exists() and (folder / "adapter_model.bin").exists():
+        raise CheckpointError(f"{folder} holds adapter_model.bin, a pickle, which can run code; save it as {WEIGHTS}")
     if config.get("peft_type") != "LORA":
         raise ConfigError(f"{path}: peft_type is {config.get('peft_type')!r:.60}; hasten reads LORA adapters")
     if on := [name for name in REFUSED if config.get(name)]:
