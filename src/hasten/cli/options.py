@@ -238,7 +238,7 @@ class ModelOptions(LoadOptions):
     adapter: Path | None = None
     """A LoRA adapter of the model: a folder in peft's format, as `hasten train --lora.rank` writes it."""
 
-    def check(self) -> None:
+    def check_inputs(self) -> None:
         """What can be refused before anything is measured, started or loaded."""
         if self.adapter is not None:
             from hasten.model.adapter_files import adapter_config

@@ -21,8 +21,8 @@ def run(command: Any, arguments: list[str]) -> None:
 
     They are started here, by torchrun's agent; or this is one of those that torchrun has started.
     """
-    if hasattr(command, "check") and not launched():
-        command.check()  # before anything is measured or started
+    if hasattr(command, "check_inputs") and not launched():
+        command.check_inputs()  # before anything is measured or started
     if isinstance(command, DeviceOptions) and (command.devices == "auto" or not launched()):
         command, arguments = by_plan(command, arguments)
     degree = command.tensor_parallel if isinstance(command, RankOptions) else None
@@ -47,8 +47,8 @@ def run(command: Any, arguments: list[str]) -> None:
     if str(degree) not in ("1", size := os.environ["WORLD_SIZE"]):
         raise ConfigError(f"--tensor-parallel is {degree}, and torchrun has started {size} processes; leave it out")
     with joined() as ranks:
-        if hasattr(command, "check"):
-            command.check()
+        if hasattr(command, "check_inputs"):
+            command.check_inputs()
         if "-" in getattr(command, "prompt", ()):  # what the first one reads
             sys.stdin = StringIO(ranks.texts(sys.stdin.read() if ranks.first else "")[0])
         with tensor_parallel(ranks), ExitStack() as quiet:

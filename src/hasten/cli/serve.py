@@ -61,7 +61,7 @@ class Serve(EngineOptions, DraftOptions, DeviceOptions, LoadOptions):
         if self.fleet.replicas and self.devices == "auto":
             raise ConfigError("--replicas and --devices auto do not go together: the plan says how many, or you do")
 
-    def check(self) -> None:
+    def check_inputs(self) -> None:
         """What can be refused before anything is measured, started or loaded."""
         from hasten.model.adapter_files import adapter_config
         from hasten.serving.api import require_packages
