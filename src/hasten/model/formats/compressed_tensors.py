@@ -2,15 +2,16 @@
 
 Beside a linear module's bias stand, in place of its `weight` (N, K):
 
-  int4, int3, int2, grouped int8, "pack-quantized"        int8, "int-quantized" or "naive-quantized"
+  int4, int3, int2, 8 bits, "pack-quantized"              int8, "int-quantized"
     weight_packed      int32 (N, ceil(K · bits / 32))       weight        int8 (N, K)
     weight_scale       float16 or bfloat16 (N, G)           weight_scale  float32 (N, 1)
     weight_zero_point  int32 (ceil(N · bits / 32), G), asymmetric
     weight_shape       int64 (2): N, K
     weight_g_idx       int32 (K), the group of each column, where they do not follow each other (actorder "group")
 
-Where a model has experts or a quantized embedding, its int8 layers are packed too (weight_packed, four to an int32, and
-weight_shape): of plain int8 transformers reads no experts, and vLLM no embedding. An embedding that is the head too
+Plain int8 is written where all layers are int8 and round their activations, and none is an expert or an embedding. Others
+read it nowhere else: transformers no experts, vLLM no embedding and no layer without rounded activations. There int8 is packed
+too (weight_packed, four to an int32, and weight_shape). An embedding that is the head too
 stands in the file once, under its own name; the config names both.
 
 config.json says so under `quantization_config`. Where all layers are int8 and round their activations too, it says what
@@ -28,7 +29,7 @@ import torch
 from torch import Tensor
 
 from hasten.errors import ConfigError
-from hasten.model.formats.compressed_config import MIXED, PACKED, W8A8, WEIGHT_ONLY, read_floats, read_groups
+from hasten.model.formats.compressed_config import MIXED, PACKED, W8A8, read_floats, read_groups
 from hasten.model.formats.compressed_reader import CompressedFolder
 from hasten.model.formats.file_format import OpenFolder
 from hasten.model.formats.packing import pack_columns, pack_rows, unsigned
@@ -88,9 +89,9 @@ class CompressedTensors:
                 "weights": _weight_arguments(kind.weight),
                 "input_activations": _ROUNDED_BY_TOKEN if w8a8 else None,
                 "output_activations": None,
-                "format": self._format(kind.weight, w8a8=w8a8),
+                "format": self._format(kind.weight),
             }
-        formats = {self._format(kind.weight, w8a8=w8a8) for kind in kinds}
+        formats = {self._format(kind.weight) for kind in kinds}
         config = {
             "quant_method": self.method,
             "format": formats.pop() if len(formats) == 1 else MIXED,
@@ -103,10 +104,8 @@ class CompressedTensors:
         private = {} if w8a8 else {"hasten": {"activations": linears[0].activations}}
         return {"quantization_config": config} | private
 
-    def _format(self, weight: WeightFormat, *, w8a8: bool) -> str:
-        if self._packs(weight):
-            return PACKED
-        return W8A8 if w8a8 else WEIGHT_ONLY
+    def _format(self, weight: WeightFormat) -> str:
+        return PACKED if self._packs(weight) else W8A8
 
     def _packs(self, weight: WeightFormat) -> bool:
         return weight != INT8 or self.pack_int8
