@@ -117,15 +117,13 @@ class TensorParallel:
         finally:
             for one in (*several, *alone):
                 one.kill()
-        speed = {
-            phase: {
-                **{name: median(self._rate(one, phase) for one in rounds) for name, rounds in found.items()},
-                "ratio": median(
-                    other[phase] / one[phase] for one, other in zip(found["ranks"], found["alone"], strict=True)
-                ),
-            }
-            for phase in ("decode", "prefill")
-        }
+        speed: dict[str, dict[str, Any]] = {}
+        for phase in ("decode", "prefill"):
+            rates = {name: [self._rate(one, phase) for one in rounds] for name, rounds in found.items()}
+            medians = {name: median(own) for name, own in rates.items()}
+            ratio = median(one / other for one, other in zip(rates["ranks"], rates["alone"], strict=True))
+            of_medians = medians["ranks"] / medians["alone"]
+            speed[phase] = medians | {"ratio": ratio, "ratio of medians": of_medians, "rounds": rates}
         share = median(one["communication"] * self.tokens / one["decode"] for one in found["ranks"])
         microseconds = 1e6 * median(one["sum"] for one in found["ranks"])
         links = {

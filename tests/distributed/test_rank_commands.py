@@ -17,13 +17,16 @@ from hasten.serving.following import END
 from tiny_model import tiny_llama
 
 
-def test_a_command_starts_its_ranks_and_the_first_one_speaks(tmp_path, tiny_folder):
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "hasten"]
+HASTEN = [sys.executable, "-m", "hasten"]
+
+
+@pytest.mark.parametrize(("program", "degree"), [(HASTEN, ["--tensor-parallel", "2"]), (TORCHRUN, [])])
+def test_a_command_runs_in_ranks_and_the_first_one_speaks(program, degree, tmp_path, tiny_folder):
     out = tmp_path / "out.json"
     settings = ["--temperature", "0.8", "--seed", "5", "--max-new-tokens", "12", "--ignore-eos"]
-    command = [sys.executable, "-m", "hasten", "generate", str(tiny_folder), "--prompt", "-", *settings]
-    done = subprocess.run(
-        [*command, "--tensor-parallel", "2", "--json", str(out)], input="def add", capture_output=True, text=True
-    )
+    command = [*program, "generate", str(tiny_folder), "--prompt", "-", *settings, *degree, "--json", str(out)]
+    done = subprocess.run(command, input="def add", capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     alone = hasten.generate(
         hasten.load(tiny_folder), "def add", temperature=0.8, seed=5, max_new_tokens=12, ignore_eos=True

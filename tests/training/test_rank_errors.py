@@ -8,12 +8,14 @@ import sys
 import textwrap
 import time
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 
 import psutil
 import pytest
 import torch.distributed as dist
 
 import ranks
+from hasten.distributed.launch import joined
 from hasten.distributed.ranks import Ranks
 from hasten.errors import ConfigError, ResourceError
 from hasten.model.initialize import initialize
@@ -104,6 +106,21 @@ def test_a_port_that_is_taken_is_named(recipe, tmp_path):
         command = [sys.executable, "-c", CHILD, str(file), "nothing"]
         done = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, check=False)
     assert done.stdout.startswith(f"ConfigError: port localhost:{port} is taken"), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("rank", "told"),
+    [("0", r"the processes cannot meet at localhost:\d+: .*1/2 clients joined"), ("5", "RANK is 5 and WORLD_SIZE 2")],
+)
+def test_a_rank_does_not_wait_for_ever_for_one_that_does_not_come(rank, told, monkeypatch):
+    monkeypatch.setattr("hasten.distributed.launch.TOGETHER", timedelta(seconds=1))
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    for name, value in {"RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=told), joined():
+        pass
 
 
 def test_ranks_with_other_facts_are_named():

@@ -50,7 +50,7 @@ def _count(subject: Subject) -> int:
 
         count = torch.cuda.device_count()
     if options.tensor_parallel > count:
-        raise ConfigError(f"--tensor-parallel is {options.tensor_parallel} and there are {count} devices (--gpus)")
+        raise ConfigError(f"--tensor-parallel is {options.tensor_parallel} and there are {count} devices")
     return count
 
 

@@ -68,6 +68,7 @@ def show(choices: Choices) -> None:
     from rich.table import Table
 
     console, best, price = Console(highlight=False), choices.best, choices.wanted.price
+    console.width = max(console.width, 140)  # a narrow terminal breaks lines more legibly than cells
     table = Table(box=None, pad_edge=False)
     names = ["ranks", "replicas", "weights", "batch", "GB a rank", "cache, GB", "prompt, ms", "token, ms", "tokens/s"]
     names += ["device-s a million", *(["a million costs"] if price is not None else []), "why not"]

@@ -26,8 +26,9 @@ def by_plan(command: Any, arguments: list[str]) -> tuple[Any, list[str]]:
     from hasten.machine import configure
 
     configure(threads=command.threads)
+    options = _options(command)
     print("measuring what ranks and precisions would do …", file=sys.stderr)
-    found = choose_plan(command.model, _options(command))
+    found = choose_plan(command.model, options)
     best = found.best
     quantize = best.weights if best.rounded else "none"
     chosen = ["--tensor-parallel", str(best.use.degree), "--quantize", quantize]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import warnings
 from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from dataclasses import replace
 from io import StringIO
@@ -13,7 +14,8 @@ from typing import Any
 from hasten.cli.options import DeviceOptions, RankOptions
 from hasten.cli.planned import by_plan
 from hasten.distributed import launched
-from hasten.errors import ConfigError
+from hasten.errors import ConfigError, HastenWarning
+from hasten.machine.processor import available_cores
 
 
 def run(command: Any, arguments: list[str]) -> None:
@@ -21,27 +23,34 @@ def run(command: Any, arguments: list[str]) -> None:
 
     They are started here, by torchrun's agent; or this is one of those that torchrun has started.
     """
-    if hasattr(command, "check_inputs") and not launched():
+    alone = not launched()
+    if alone and hasattr(command, "check_inputs"):
         command.check_inputs()  # before anything is measured or started
-    if isinstance(command, DeviceOptions) and (command.devices == "auto" or not launched()):
-        command, arguments = by_plan(command, arguments)
+    planned = isinstance(command, DeviceOptions) and command.devices == "auto"
     degree = command.tensor_parallel if isinstance(command, RankOptions) else None
-    if degree is None and launched() and (size := os.environ["WORLD_SIZE"]) != "1":
+    if degree is None and not alone and (size := os.environ["WORLD_SIZE"]) != "1":
         raise ConfigError(f"torchrun has started {size} processes, and this command runs in one: leave torchrun away")
-    if degree is None or (degree == 1 and not launched()):
+    if degree is not None and degree < 1:
+        raise ConfigError(f"--tensor-parallel is {degree}; it must be at least 1")
+    if planned or (degree is not None and (degree > 1 or not alone)):
+        for option in _of_one_process(command):
+            raise ConfigError(f"{option} is for one process; leave it out, or {_ASKED[planned]}")
+    if isinstance(command, DeviceOptions) and (planned or alone):
+        command, arguments = by_plan(command, arguments)
+        degree = command.tensor_parallel
+    if degree is None or (degree == 1 and alone):
         command.run()
         return
     from hasten.distributed.launch import joined, start
     from hasten.distributed.tensor_parallel import tensor_parallel
 
-    if degree < 1:
-        raise ConfigError(f"--tensor-parallel is {degree}; it must be at least 1")
-    for option in _of_one_process(command):
-        raise ConfigError(f"{option} is for one process; leave it out, or --tensor-parallel")
-    if not launched():
+    if alone:
         from hasten.model.load import open_checkpoint, shares_of
 
         shares_of(open_checkpoint(command.model), degree)  # so many as there can be, before any is started
+        if command.device in ("auto", "cpu") and degree > (cores := available_cores().physical):
+            text = f"{degree} ranks on {cores} cores: a rank waits for others that wait for its core"
+            warnings.warn(text, HastenWarning, stacklevel=1)
         start(arguments, processes=degree, resumes=False)
         return
     if str(degree) not in ("1", size := os.environ["WORLD_SIZE"]):
@@ -60,6 +69,9 @@ def run(command: Any, arguments: list[str]) -> None:
                 quiet.enter_context(redirect_stdout(nowhere))
                 quiet.enter_context(redirect_stderr(nowhere))
             command.run()
+
+
+_ASKED = {False: "--tensor-parallel", True: "--devices auto"}
 
 
 def _of_one_process(command: Any) -> list[str]:

@@ -6,6 +6,7 @@ One that was killed leaves none; then the others say that they are there, and ra
 """
 
 import atexit
+import ctypes
 import logging
 import os
 import signal
@@ -14,19 +15,24 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
 from hasten.distributed import launched
 from hasten.distributed.ranks import ALONE, Ranks
 from hasten.errors import ConfigError, HastenError, TrainingError
 
+TOGETHER = timedelta(minutes=5)  # in which all processes come; torchrun starts them at once
 PATIENCE = 20.0  # seconds that a failed rank waits for its reason to be told
 ROLL_CALL = 2.0  # seconds in which every rank that is still there says so
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 BY_US = "HASTEN_PROCESSES"  # set where `start` has started us: it says itself which process was killed
 
 
@@ -63,6 +69,10 @@ def joined() -> Iterator[Ranks]:
     names = {"rank": "RANK", "size": "WORLD_SIZE", "local_rank": "LOCAL_RANK", "local_size": "LOCAL_WORLD_SIZE"}
     try:
         given = {name: int(os.environ.get(variable, name == "local_size")) for name, variable in names.items()}
+        if not 0 <= given["rank"] < given["size"]:
+            raise ConfigError(f"RANK is {given['rank']} and WORLD_SIZE {given['size']}; ranks count from 0")
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            _end_with_parent()
         ranks = Ranks(**given, joined=True)
         if torch.cuda.is_available():
             if ranks.local_size > (there := torch.cuda.device_count()):
@@ -72,7 +82,8 @@ def joined() -> Iterator[Ranks]:
             backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
             # torchrun may keep its store when it restarts the processes: what stands there of those before, such as
             # their addresses, must not be taken for ours.
-            shared, rank, size = next(iter(rendezvous("env://")))
+            shared, rank, size = next(iter(rendezvous("env://", timeout=TOGETHER)))
+            shared.set_timeout(default_pg_timeout)
             store = PrefixStore(f"attempt/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", shared)
             dist.init_process_group(backend, store=store, rank=rank, world_size=size)
             atexit.register(_leave)
@@ -90,6 +101,12 @@ def joined() -> Iterator[Ranks]:
         raise failure from None
     finally:
         watch.over.set()
+
+
+def _end_with_parent() -> None:
+    """However torchrun's agent ends, its processes do not outlive it (on Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _leave() -> None:
@@ -118,6 +135,7 @@ class _Watch:
         own, other = (PrefixStore(f"hasten/{attempt}", store.clone()) for _ in range(2))  # one a thread
         self.store = own
         if ranks.first and ranks.size > 1:
+            own.set("first", str(os.getpid()))
             threading.Thread(target=self._listen, args=(other,), daemon=True).start()
 
     def _listen(self, store: Any) -> None:
@@ -151,7 +169,7 @@ class _Watch:
                 reason = str(error).split("\n")[0] or "memory ran out"
                 self.store.set("error", f"rank {self.ranks.rank}: {reason}")
                 dist.distributed_c10d._abort_process_group()
-            self._wait("told", PATIENCE)  # whoever started us ends all as soon as one has ended
+            self._wait("told", PATIENCE, by=self._first())  # whoever started us ends all as soon as one has ended
             return SystemExit(2) if known else error
         return SystemExit(2) if broken else error
 
@@ -168,10 +186,15 @@ class _Watch:
         names = ", ".join(map(str, missing))
         return TrainingError(f"rank {names} ended without a word: it was killed, or the machine's memory ran out")
 
-    def _wait(self, key: str, seconds: float) -> bool:
+    def _first(self) -> int | None:
+        """The process of rank 0, where it is on this machine."""
+        return int(self.store.get("first")) if self.ranks.local_size == self.ranks.size else None
+
+    def _wait(self, key: str, seconds: float, by: int | None = None) -> bool:
+        """Until the key stands in the store; not longer than the process is there that would put it there."""
         end = time.monotonic() + seconds
         while not self.store.check([key]):
-            if time.monotonic() > end:
+            if time.monotonic() > end or (by is not None and not psutil.pid_exists(by)):
                 return False
             time.sleep(0.05)
         return True

@@ -4,6 +4,7 @@ A candidate is a degree of tensor parallelism, a number of replicas, a format of
 bytes are those of the plan of one rank (`plan.py`); a goal puts the candidates that are allowed in an order.
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -35,8 +36,8 @@ class Wanted:
             raise ConfigError(f"--goal {self.goal!r:.40} is not known; use {', '.join(GOALS)}")
         if self.token_ms is not None and not self.token_ms > 0:
             raise ConfigError(f"--token-ms is {self.token_ms}; it must be above 0")
-        if self.price is not None and not self.price >= 0:
-            raise ConfigError(f"--price is {self.price}; it must not be below 0")
+        if self.price is not None and not 0 <= self.price < math.inf:
+            raise ConfigError(f"--price is {self.price}; it must be finite and not below 0")
 
     @property
     def bound(self) -> float | None:

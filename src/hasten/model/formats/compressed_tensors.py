@@ -9,10 +9,10 @@ Beside a linear module's bias stand, in place of its `weight` (N, K):
     weight_shape       int64 (2): N, K
     weight_g_idx       int32 (K), the group of each column, where they do not follow each other (actorder "group")
 
-Plain int8 is written where all layers are int8 and round their activations, and none is an expert or an embedding. Others
-read it nowhere else: transformers no experts, vLLM no embedding and no layer without rounded activations. There int8 is packed
-too (weight_packed, four to an int32, and weight_shape). An embedding that is the head too
-stands in the file once, under its own name; the config names both.
+Plain int8 is written where all layers are int8 and round their activations, and none is an expert or an embedding;
+else int8 is packed too (weight_packed, four to an int32, and weight_shape). Plain, transformers reads no experts, and
+vLLM no embedding and no layer without rounded activations. An embedding that is the head too stands in the file once,
+under its own name; the config names both.
 
 config.json says so under `quantization_config`. Where all layers are int8 and round their activations too, it says what
 is published as W8A8 ("int-quantized", dynamic by token); everything else is weight-only there. That our products round
