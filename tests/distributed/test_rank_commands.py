@@ -16,7 +16,6 @@ from hasten.ops.collective import RankGroup
 from hasten.serving.following import END
 from tiny_model import tiny_llama
 
-
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "hasten"]
 HASTEN = [sys.executable, "-m", "hasten"]
 
