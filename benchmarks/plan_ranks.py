@@ -5,8 +5,10 @@
 Each format of the weights and batch as one process of all cores, as ranks of one thread that share the model, and as as
 many independent processes of one thread (replicas). All processes stay alive; in each round the plan is made, then all
 are measured, so that they see the same states of a shared machine; and all formats and batches have their turn in each
-pass, because such a state lasts minutes. What is compared is the median over all rounds of predicted over measured;
-`quickest` is each one's best round, where the machine was least disturbed.
+pass, because such a state lasts seconds to minutes. Memory here is 1.6 times as fast at one time as at another, which
+no plan can foresee: its rate is read before and after each plan and each measurement, and a round counts where all four
+are within 15%. What is compared is the median over these rounds of predicted over measured; `quickest` is each one's
+best round, where the machine was least disturbed.
 """
 
 import os
@@ -27,10 +29,13 @@ from hasten.bench.choices import choose_plan
 from hasten.bench.plan import PlanOptions
 from hasten.machine import configure, describe
 from hasten.machine.files import write_json
+from hasten.machine.measure import read_bandwidth
 
 Round = dict[str, dict[str, float]]
 Case = tuple[str, int, int, int]  # format, batch, ranks, replicas
 WARMUP = 1
+GLANCE = 0.15  # seconds of reading memory
+STEADY = 1.15  # times the least rate that was seen around a plan and its measurement
 CLEAR = 1.05  # of two predictions; what lies closer has no order to be right
 
 
@@ -45,7 +50,7 @@ class PlanRanks:
     batches: tuple[int, ...] = (1, 4)
     prompt: int = 256
     tokens: int = 32
-    rounds: int = 3
+    rounds: int = 4
     """Of a pass."""
     passes: int = 3
     json: Path | None = None
@@ -95,6 +100,7 @@ class PlanRanks:
                 for one in processes:
                     answer(one)
             for number in range(WARMUP + self.rounds):
+                planned = [read_bandwidth(seconds=GLANCE)]
                 predicted = {
                     (one.use.degree, one.replicas): {
                         "prompt": one.plan.phases[0].seconds(one.plan.device),
@@ -104,10 +110,14 @@ class PlanRanks:
                     for one in choose_plan(folder, options).rows
                     if not one.rounded  # to what the folder's weights could be
                 }
+                planned.append(read_bandwidth(seconds=GLANCE))
+                before = planned[-1]
                 for layout, processes in groups.items():
                     measured = self.measured(processes, batch, layout[1])
+                    seen = [*planned, before, before := read_bandwidth(seconds=GLANCE)]
                     if number >= WARMUP:
-                        found[layout].append({"predicted": predicted[layout], "measured": measured})
+                        one = {"predicted": predicted[layout], "measured": measured}
+                        found[layout].append(one | {"bandwidth": dict(enumerate(seen))})
         finally:
             for processes in groups.values():
                 for one in processes:
@@ -130,21 +140,33 @@ KINDS = ("predicted", "measured")
 CASE = ("format", "batch", "ranks", "replicas")
 
 
+def steady(one: Round) -> bool:
+    """Whether memory was as fast while a round was measured as while its plan was made."""
+    seen = one["bandwidth"].values()
+    return max(seen) <= STEADY * min(seen)
+
+
 def summary(rounds: list[Round]) -> dict[str, Any]:
-    """Medians over the rounds, of predicted over measured too, and of each number its best round."""
+    """Medians over the steady rounds, of predicted over measured too, and of each number its best round."""
+    made, rounds = len(rounds), [one for one in rounds if steady(one)]
     names = rounds[0]["predicted"]
-    return {kind: {name: median(one[kind][name] for one in rounds) for name in rounds[0][kind]} for kind in KINDS} | {
-        "predicted / measured": {
-            name: median(one["predicted"][name] / one["measured"][name] for one in rounds) for name in names
-        },
-        "quickest": {
-            kind: {
-                name: (max if name == "tokens_per_second" else min)(one[kind][name] for one in rounds)
-                for name in rounds[0][kind]
-            }
-            for kind in KINDS
-        },
-    }
+    counted = {"rounds": made, "counted": len(rounds)}
+    return (
+        counted
+        | {kind: {name: median(one[kind][name] for one in rounds) for name in rounds[0][kind]} for kind in KINDS}
+        | {
+            "predicted / measured": {
+                name: median(one["predicted"][name] / one["measured"][name] for one in rounds) for name in names
+            },
+            "quickest": {
+                kind: {
+                    name: (max if name == "tokens_per_second" else min)(one[kind][name] for one in rounds)
+                    for name in rounds[0][kind]
+                }
+                for kind in KINDS
+            },
+        }
+    )
 
 
 def made_once(make: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:

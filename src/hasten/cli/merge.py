@@ -48,6 +48,8 @@ class Merge(JsonOption):
         if not source.is_dir():
             raise ConfigError(f"{source} is a file; an adapter is merged into a model folder")
         require_new_folder(self.output, source, option="OUTPUT", overwrite=self.overwrite)
+        if self.output.resolve() == self.adapter.resolve():
+            raise ConfigError(f"OUTPUT {self.output} is the adapter itself; name another folder")
         model = load(source)
         adapter = load_adapter(self.adapter, model)
         documents = [] if self.text is None else list(read_documents(self.text, limit_bytes=self.limit_bytes))

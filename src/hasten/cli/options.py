@@ -20,7 +20,7 @@ from hasten.planning.choices import Wanted
 from hasten.serving.settings import EngineSettings
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from hasten.model.tokenizer import Tokenizer
     from hasten.model.transformer import Transformer
@@ -36,6 +36,28 @@ def parse(command: Any, arguments: list[str], *, prog: str, description: str | N
     registry.primitive_rule(_several)
     config = (tyro.conf.OmitArgPrefixes,)
     return tyro.cli(command, args=arguments, prog=prog, description=description, config=config, registry=registry)
+
+
+def together(arguments: Sequence[str], several: Collection[str]) -> list[str]:
+    """The arguments, with an option of several values that stands more than once as one: the parser keeps the last.
+
+    several: the names of the fields that have several values.
+    """
+    found: list[list[str]] = [[]]
+    known: dict[str, list[str]] = {}
+    group = found[0]
+    for word in arguments:
+        name, _, value = word.partition("=")
+        if not word.startswith("--"):
+            group.append(word)
+        elif name.rpartition(".")[2].strip("-").replace("-", "_") not in several or value.startswith("-"):
+            found.append(group := [word])
+        elif name in known:
+            group = known[name]
+            group += [value] * bool(value)
+        else:
+            found.append(group := known.setdefault(name, [name, *[value] * bool(value)]))
+    return [word for group in found for word in group]
 
 
 def same_fields(options: Any, kind: type) -> dict[str, Any]:

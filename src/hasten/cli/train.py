@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from hasten.cli.options import JsonOption
+from hasten.cli.options import JsonOption, together
 from hasten.cli.train_help import first_screen
 from hasten.distributed import launched
 from hasten.errors import ConfigError
@@ -64,6 +64,7 @@ class Train(JsonOption):
             print(first_screen(RECIPES[argv[0]]))
             return
         argv = ["--help" if argument == "--help-all" else argument for argument in argv]
+        argv = together(argv, ("groups", "targets"))
         command: Train = tyro.cli(
             command_type(),
             prog="hasten train",

@@ -68,7 +68,7 @@ def joined() -> Iterator[Ranks]:
         return
     names = {"rank": "RANK", "size": "WORLD_SIZE", "local_rank": "LOCAL_RANK", "local_size": "LOCAL_WORLD_SIZE"}
     try:
-        given = {name: int(os.environ.get(variable, name == "local_size")) for name, variable in names.items()}
+        given = {name: _number(variable, name == "local_size") for name, variable in names.items()}
         if not 0 <= given["rank"] < given["size"]:
             raise ConfigError(f"RANK is {given['rank']} and WORLD_SIZE {given['size']}; ranks count from 0")
         if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -101,6 +101,13 @@ def joined() -> Iterator[Ranks]:
         raise failure from None
     finally:
         watch.over.set()
+
+
+def _number(variable: str, default: int) -> int:
+    text = os.environ.get(variable, str(int(default)))
+    if not text.isdecimal():
+        raise ConfigError(f"the environment variable {variable} is {text!r:.40}; it must be a whole number")
+    return int(text)
 
 
 def _end_with_parent() -> None:

@@ -131,7 +131,9 @@ def adapter_config(folder: Path) -> dict[str, Any]:
     """The adapter_config.json of a folder, checked but for its patterns. Raises as `load_adapter` does."""
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is no folder with an adapter ({CONFIG} and {WEIGHTS})")
-    config = read_json(path := folder / CONFIG)
+    if not (path := folder / CONFIG).exists():
+        raise CheckpointError(f"{folder} holds no adapter ({CONFIG}); that of a run is in runs/NAME/adapter")
+    config = read_json(path)
     if not (folder / WEIGHTS).exists() and (folder / "adapter_model.bin").exists():
         raise CheckpointError(f"{folder} holds adapter_model.bin, a pickle, which can run code; save it as {WEIGHTS}")
     if config.get("peft_type") != "LORA":

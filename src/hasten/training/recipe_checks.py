@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import fields
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -21,6 +22,12 @@ def wrong_together(recipe: Recipe) -> Iterator[str]:
     positions = recipe.model.max_positions
     if recipe.init is None and positions is not None and positions < data.context:
         yield f"model.max_positions is {positions} and data.context {data.context}: it must be at least as much"
+    for name, part, needed in (("lora", recipe.lora, "rank"), ("diloco", recipe.diloco, "sync_every")):
+        changed = [one.name for one in fields(part) if getattr(part, one.name) != one.default]
+        if changed and getattr(part, needed) is None:
+            yield f"{name}.{changed[0]} goes with {name}.{needed}, which is not set; give that too"
+    if recipe.optimizer.freeze_after is not None and not recipe.optimizer.kind.startswith("onebit"):
+        yield f"optimizer.freeze_after is for one-bit optimizers; optimizer.kind is {recipe.optimizer.kind}"
     if recipe.lora.rank is not None and (recipe.init is None or not recipe.lora.targets):
         yield "lora.rank goes with a model to start from (--init) and with targets (lora.targets)"
     if recipe.lora.rank is not None and recipe.qat.bits is not None and recipe.lora.dropout:
@@ -57,6 +64,8 @@ def _wrong_parallel(recipe: Recipe) -> Iterator[str]:
             yield "diloco.sync_every is for processes that have the whole model; set parallel.zero 0"
         if onebit:
             yield "diloco.sync_every and a one-bit optimizer both say what travels; choose one of them"
+        if recipe.run.steps is not None and diloco.sync_every > recipe.run.steps:
+            yield f"diloco.sync_every is {diloco.sync_every} and run.steps {recipe.run.steps}: no two would ever agree"
         if diloco.fragment_sync_delay >= diloco.sync_every:
             yield "diloco.fragment_sync_delay must be less than diloco.sync_every"
     if onebit and parallel.zero:
