@@ -118,7 +118,7 @@ def readable(model, scheme):
 )
 @pytest.mark.parametrize("name", FAMILIES)
 def test_transformers_reads_the_same_numbers(name, scheme, options, tmp_path):
-    if name.startswith("gpt_bigcode") and scheme == Int4(group_size=32):
+    if name.startswith("gpt_bigcode") and scheme in (Int4(group_size=32), Int8(activations="float")):
         pytest.skip("transformers' GPT-BigCode wants a plain weight when it is made (docs/quantization.md)")
     model = hasten.load(make_reference(name))
     hasten.save(quantize(model, readable(model, scheme)), tmp_path / "quantized")
