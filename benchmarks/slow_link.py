@@ -27,7 +27,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
-NAMES = ("hasten-link-0", "hasten-link-1")
+NAMES = tuple(f"hasten-{os.getpid()}-{number}" for number in range(2))  # another run has others
 PORT = 29533
 FAST = 10_000  # Mbit/s
 MASTERS = ["--parallel.policy", "float32-masters", "--techniques.precision", "bfloat16"]
@@ -139,7 +139,6 @@ class SlowLink:
 @contextmanager
 def link(megabits: int) -> Iterator[None]:
     """Two networks and a link between them."""
-    remove()
     try:
         for name in NAMES:
             ip("netns", "add", name)

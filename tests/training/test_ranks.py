@@ -12,7 +12,7 @@ import ranks
 from hasten.distributed.ranks import Ranks
 from hasten.errors import ConfigError
 from hasten.model.export import export_model
-from hasten.quantization import Int8, quantize
+from hasten.quantization import Int4, Int8, quantize
 from hasten.training.checkpoint_state import find
 from hasten.training.journal import read
 from hasten.training.recipe import Lora, Qat
@@ -31,19 +31,23 @@ MASTERS = {"policy": "float32-masters", "precision": "bfloat16", **SHORT}
 CASES = {
     "adamw": (
         HARD,
-        [{"zero": zero} for zero in (0, 1)] + [{"zero": 2, "offload": "optimizer"}, {"zero": 3, "offload": "all"}],
+        [{"zero": zero} for zero in range(4)] + [{"zero": 2, "offload": "optimizer"}, {"zero": 3, "offload": "all"}],
     ),
-    "lamb": ({"kind": "lamb", **SHORT}, [{"zero": 3}]),
-    "muon": ({"kind": "muon", **SHORT}, [{"zero": 3, "prefetch": 1}]),
-    "drop": (DROP, [{"zero": 0}, {"zero": 1}]),
+    "lamb": ({"kind": "lamb", **SHORT}, [{"zero": 1}, {"zero": 3}]),
+    "muon": ({"kind": "muon", **SHORT}, [{"zero": 1}, {"zero": 3, "prefetch": 1}]),
+    "drop": (DROP, [{"zero": 0}, {"zero": 1}, {"zero": 3}]),
     "sparse": (
         {"attention_pattern": PATTERN, "context": 64, "checkpointing": "full", **SHORT},
         [{"zero": 2}, {"zero": 3, "checkpointing": "offload"}],
     ),
-    "half": ({"precision": "float16", **SHORT}, [{"zero": 3}]),
+    "half": ({"precision": "float16", **SHORT}, [{"zero": 0}, {"zero": 3}]),
     "lora": (
         {"lora": Lora(rank=4, targets=("q_proj", "down_proj")), "learning_rate": 3e-2, **SHORT},
         [{"zero": 0}, {"zero": 2}, {"zero": 3, "offload": "optimizer"}],
+    ),
+    "lora-int4": (
+        {"lora": Lora(rank=4, targets=("all-linear",)), "learning_rate": 3e-2, **SHORT},
+        [{"zero": 0}, {"zero": 3}],
     ),
     "qat": ({"qat": Qat(bits=4), **SHORT, "hidden_size": 32, "feed_forward": 64}, [{"zero": 0}]),
     "taken": (SHORT, [{"zero": 0}, {"zero": 3}]),  # a model of transformers
@@ -74,6 +78,7 @@ def runs(recipe_of_module):
     theirs.tokenizer = base.tokenizer
     export_model(theirs, folder / "taken-model")
     export_model(quantize(base, Int8()), folder / "lora-model")  # what the adapter stands beside: packed weights
+    export_model(quantize(tiny_llama(), Int4(group_size=32)), folder / "lora-int4-model")
     for name, (fields, ways) in CASES.items():
         if (init := folder / f"{name}-model").exists():
             fields = fields | {"init": str(init)}
@@ -99,7 +104,7 @@ def lines(runs, name):
 @pytest.mark.parametrize("name", CASES)
 def test_two_ranks_compute_what_one_does(runs, name):
     # Gradients are summed in another order: in 16 bits, or before activations that are rounded to 8.
-    half = name in ("half", "masters", "bf16", "lora", "qat")
+    half = name in ("half", "masters", "bf16", "lora", "lora-int4", "qat")
     for way in CASES[name][1]:
         ours = lines(runs, named(name, way))
         assert_same(ours, lines(runs, name), *((2e-3, ("loss",)) if half else ()))
