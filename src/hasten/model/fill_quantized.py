@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hasten.errors import HastenWarning
 from hasten.model.families.family import TensorSlice
-from hasten.model.formats.file_format import QuantizedFolder
+from hasten.model.formats.file_format import QuantizedFolder, QuantizedModule
 from hasten.model.formats.record import LayerFormat
 from hasten.model.shares import Share
 from hasten.model.transformer import Transformer
@@ -34,7 +34,7 @@ def fill_quantized(
     Its bias, where it has one, is in place already. dtype: of the activations to come. One module at a time is unpacked
     (none of int4: its words go to the kernel's layout as they are). share: the part that this rank holds.
     """
-    # The last module's numbers are kept: several layers may share one (Phi-3).
+    # A module's numbers are kept until the next one's turn: several layers may share one (Phi-3).
     dequantize, read = lru_cache(1)(folder.dequantize), lru_cache(1)(folder.read)
     layers: dict[str, LayerFormat] = {}
     plain: list[str] = []
@@ -42,9 +42,13 @@ def fill_quantized(
     tied = embedding is not None and (head == embedding or (head is None and model.head.weight.is_meta))
     if tied:  # one matrix, which the head holds
         pieces = {"head.weight" if ours == "embedding.weight" else ours: piece for ours, piece in pieces.items()}
+    module: QuantizedModule | None = None
     # The head first: it is the largest, and little else is held yet.
     for ours, piece in sorted(pieces.items(), key=lambda one: one[0] != "head.weight"):
         name = ours.removesuffix(".weight")
+        if folder.modules[piece.name] is not module:
+            dequantize.cache_clear()
+            read.cache_clear()
         module = folder.modules[piece.name]
         place: Any = model.get_submodule(name)
         own = partial(_part, piece=piece, device=device)  # the part of a tensor that belongs to this layer
