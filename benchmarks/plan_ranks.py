@@ -11,6 +11,7 @@ are within 15%. What is compared is the median over these rounds of predicted ov
 best round, where the machine was least disturbed.
 """
 
+import json
 import os
 import tempfile
 from collections.abc import Callable
@@ -53,11 +54,18 @@ class PlanRanks:
     rounds: int = 4
     """Of a pass."""
     passes: int = 3
+    runs: tuple[Path, ...] = ()
+    """Measure nothing: write the medians over these reports of earlier runs."""
     json: Path | None = None
     """Where the results are written."""
 
     def run(self) -> None:
         """Measure, compare and write."""
+        if self.runs:
+            report = combined([json.loads(path.read_text()) for path in self.runs])
+            write_json("-", report["order"])
+            write_json(self.json, report)
+            return
         configure()
         predict.random_model = made_once(predict.random_model)
         found: dict[Case, list[Round]] = {}
@@ -137,6 +145,7 @@ class PlanRanks:
 
 
 KINDS = ("predicted", "measured")
+RATIO = "predicted / measured"
 CASE = ("format", "batch", "ranks", "replicas")
 
 
@@ -155,9 +164,7 @@ def summary(rounds: list[Round]) -> dict[str, Any]:
         counted
         | {kind: {name: median(one[kind][name] for one in rounds) for name in rounds[0][kind]} for kind in KINDS}
         | {
-            "predicted / measured": {
-                name: median(one["predicted"][name] / one["measured"][name] for one in rounds) for name in names
-            },
+            RATIO: {name: median(one["predicted"][name] / one["measured"][name] for one in rounds) for name in names},
             "quickest": {
                 kind: {
                     name: (max if name == "tokens_per_second" else min)(one[kind][name] for one in rounds)
@@ -183,6 +190,27 @@ def made_once(make: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
     return model
 
 
+def combined(reports: list[dict[str, Any]]) -> dict[str, Any]:
+    """A report of the medians over the runs; of predicted over measured, each run's stay too."""
+    rows = []
+    for case in zip(*(one["rows"] for one in reports), strict=True):
+        (named,) = {tuple(one[name] for name in CASE) for one in case}
+        row: dict[str, Any] = dict(zip(CASE, named, strict=True))
+        for kind in (*KINDS, RATIO):
+            row[kind] = {name: median(one[kind][name] for one in case) for name in case[0][kind]}
+        row["runs"] = [one[RATIO] for one in case]
+        rows.append(row)
+    same = {name: reports[-1][name] for name in ("schema", "machine", "shape", "layers", "prompt", "tokens")}
+    off = [sum(far(ratio) for row in one["rows"] for ratio in row[RATIO].values()) for one in reports]
+    settings = [{name: one[name] for name in ("rounds", "passes") if name in one} for one in reports]
+    return same | {"runs": settings, "off by more than 20% in each run": off, "rows": rows, "order": order(rows)}
+
+
+def far(ratio: float) -> bool:
+    """Whether a prediction is off by more than 20%."""
+    return not 1 / 1.2 <= ratio <= 1.2
+
+
 def order(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Of all pairs whose predictions are clearly apart, those measured the other way round; and what is far off."""
     told: dict[str, Any] = {}
@@ -194,7 +222,7 @@ def order(rows: list[dict[str, Any]]) -> dict[str, Any]:
                 pairs += 1
                 if (predicted > 1) != (measured > 1):
                     wrong.append([name(one), name(other), predicted, measured])
-        off = [name(one) for one in rows if not 1 / 1.2 <= one["predicted / measured"][metric] <= 1.2]
+        off = [name(one) for one in rows if far(one[RATIO][metric])]
         told[metric] = {"pairs": pairs, "in the wrong order": wrong, "off by more than 20%": off}
     return told
 
