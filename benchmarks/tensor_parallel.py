@@ -51,6 +51,8 @@ class TensorParallel:
     rounds: int = 20
     models: Path | None = None
     """Where the random models are, or are put; by default they are not kept."""
+    runs: tuple[Path, ...] = ()
+    """Measure nothing: count the rounds of all these reports of the same settings, and take the rest from the last."""
     output: Path | None = None
     """Where to write the JSON; printed in any case."""
     picture: Path | None = None
@@ -60,6 +62,13 @@ class TensorParallel:
         from hasten.machine import describe
         from hasten.machine.files import write_json
 
+        if self.runs:
+            report = combined([json.loads(path.read_text()) for path in self.runs])
+            write_json("-", report)
+            write_json(self.output, report)
+            if self.picture is not None:
+                self.draw(report["rows"])
+            return
         rows = []
         for name in self.formats:
             with tempfile.TemporaryDirectory(prefix="hasten-tensor-parallel-") as temporary:
@@ -117,13 +126,10 @@ class TensorParallel:
         finally:
             for one in (*several, *alone):
                 one.kill()
-        speed: dict[str, dict[str, Any]] = {}
-        for phase in ("decode", "prefill"):
-            rates = {name: [self._rate(one, phase) for one in rounds] for name, rounds in found.items()}
-            medians = {name: median(own) for name, own in rates.items()}
-            ratio = median(one / other for one, other in zip(rates["ranks"], rates["alone"], strict=True))
-            of_medians = medians["ranks"] / medians["alone"]
-            speed[phase] = medians | {"ratio": ratio, "ratio of medians": of_medians, "rounds": rates}
+        speed = {
+            phase: speeds({name: [self._rate(one, phase) for one in rounds] for name, rounds in found.items()})
+            for phase in ("decode", "prefill")
+        }
         share = median(one["communication"] * self.tokens / one["decode"] for one in found["ranks"])
         microseconds = 1e6 * median(one["sum"] for one in found["ranks"])
         links = {
@@ -214,6 +220,23 @@ def config_of(shape: str, layers: int) -> Any:
     from hasten.planning.shapes import shape_config
 
     return read_config(dict(shape_config(shape).source) | {"num_hidden_layers": layers})
+
+
+def speeds(rates: dict[str, list[float]]) -> dict[str, Any]:
+    """Medians of tokens/s, of the ratios within rounds, and the ratio of the medians."""
+    medians = {name: median(own) for name, own in rates.items()}
+    ratio = median(one / other for one, other in zip(rates["ranks"], rates["alone"], strict=True))
+    return medians | {"ratio": ratio, "ratio of medians": medians["ranks"] / medians["alone"], "rounds": rates}
+
+
+def combined(reports: list[dict[str, Any]]) -> dict[str, Any]:
+    """The last report, with the speeds of all their rounds."""
+    report = reports[-1] | {"rounds": sum(one["rounds"] for one in reports)}
+    for row, *earlier in zip(report["rows"], *(one["rows"] for one in reports[:-1]), strict=True):
+        for phase, speed in row["speed"].items():
+            of_all = [*(one["speed"][phase]["rounds"] for one in earlier), speed["rounds"]]
+            row["speed"][phase] = speeds({name: [x for own in of_all for x in own[name]] for name in speed["rounds"]})
+    return report
 
 
 def write_model(folder: Path, shape: str, layers: int, format: str) -> None:
