@@ -157,9 +157,10 @@ def steady(one: Round) -> bool:
 
 def summary(rounds: list[Round]) -> dict[str, Any]:
     """Medians over the steady rounds, of predicted over measured too, and of each number its best round."""
-    made, rounds = len(rounds), [one for one in rounds if steady(one)]
+    calm = [one for one in rounds if steady(one)]
+    counted = {"rounds": len(rounds), "counted": len(calm)}
+    rounds = calm or rounds
     names = rounds[0]["predicted"]
-    counted = {"rounds": made, "counted": len(rounds)}
     return (
         counted
         | {kind: {name: median(one[kind][name] for one in rounds) for name in rounds[0][kind]} for kind in KINDS}

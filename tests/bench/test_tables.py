@@ -45,9 +45,32 @@ def test_plans_in_the_wrong_order_and_far_off_are_named():
     found = order(rows)["tokens_per_second"]
     assert found["pairs"] == 2, "the last two are predicted alike"
     assert [one[:2] for one in found["in the wrong order"]] == [
-        ["int8, batch 1, 1 ranks, 1 replicas", "int8, batch 1, 2 ranks, 1 replicas"]
+        ["int8, batch 1, 1 rank, 1 replica", "int8, batch 1, 2 ranks, 1 replica"]
     ]
-    assert found["off by more than 20%"] == ["int8, batch 1, 2 ranks, 1 replicas"]
+    assert found["off by more than 20%"] == ["int8, batch 1, 2 ranks, 1 replica"]
     shown = plan_ranks({"rows": rows, "order": order(rows)})
     assert "1 of 2 pairs" in shown
     assert "**2.50**" in shown
+
+
+def test_runs_of_plans_and_of_ranks_become_one_report():
+    import plan_ranks
+    import tensor_parallel
+
+    def plan(ratio):
+        numbers = {kind: {"token": value} for kind, value in (("predicted", ratio), ("measured", 1.0))}
+        row = dict(zip(plan_ranks.CASE, ("int8", 1, 2, 1), strict=True)) | numbers
+        settings = dict.fromkeys(("schema", "machine", "shape", "layers", "prompt", "tokens"), 1)
+        return settings | {"rounds": 3, "rows": [row | {plan_ranks.RATIO: {"token": ratio}}]}
+
+    made = plan_ranks.combined([plan(0.7), plan(1.1), plan(1.3)])
+    assert made["rows"][0][plan_ranks.RATIO] == {"token": 1.1}
+    assert made["off by more than 20% in each run"] == [1, 0, 1]
+    assert made["order"]["token"]["off by more than 20%"] == []
+
+    def ranks(*speeds):
+        rates = {"ranks": list(speeds), "alone": [10.0] * len(speeds)}
+        return {"rounds": len(speeds), "rows": [{"speed": {"decode": tensor_parallel.speeds(rates)}}]}
+
+    both = tensor_parallel.combined([ranks(7.0, 8.0), ranks(9.0)])
+    assert (both["rounds"], both["rows"][0]["speed"]["decode"]["ratio"]) == (3, 0.8)
