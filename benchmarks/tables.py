@@ -27,6 +27,7 @@ import replica_throughput
 import scaling
 import slow_link
 import tensor_parallel
+import zero_profile
 from drafting_tables import TABLES as DRAFTING
 from lora_tables import lora, lora_cost
 from plan_tables import plan_70b, plan_memory, plan_ranks, plan_speed
@@ -49,6 +50,7 @@ for name, table in {
     "slow-link": slow_link.table,
     "tensor-parallel": tensor_parallel.table,
     "slow-link-long": slow_link.long_table,
+    "zero-profile": zero_profile.table,
 }.items():
     TABLES[name] = lambda report, table=table: markdown(*table(report))
 TABLE = re.compile(r"(<!-- table: (\S+)(?: (\S+))? -->\n).*?(<!-- /table -->)", re.DOTALL)

@@ -1,9 +1,24 @@
 """An option of several values, given more than once."""
 
+from dataclasses import dataclass, field
+
 import pytest
 
 from hasten.cli.main import main
 from hasten.cli.options import together
+
+
+@dataclass
+class Part:
+    targets: tuple[str, ...] = ()
+
+
+@dataclass
+class Options:
+    adapter: tuple[str, ...] = ()
+    port: int = 0
+    fuse: bool = True
+    lora: Part = field(default_factory=Part)
 
 
 @pytest.mark.parametrize(
@@ -19,7 +34,7 @@ from hasten.cli.options import together
     ],
 )
 def test_values_of_an_option_stand_together(given, expected):
-    assert together(given.split(), {"adapter", "targets"}) == expected.split()
+    assert together(given.split(), Options) == expected.split()
 
 
 def test_two_adapters_are_both_served(monkeypatch):

@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 
 import ranks
-from hasten.distributed.launch import joined
+from hasten.distributed.launch import _Watch, joined
 from hasten.distributed.ranks import Ranks
 from hasten.errors import ConfigError, ResourceError
 from hasten.model.initialize import initialize
@@ -121,6 +121,17 @@ def test_a_rank_does_not_wait_for_ever_for_one_that_does_not_come(rank, told, mo
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=told), joined():
         pass
+
+
+def test_a_first_rank_that_never_came_is_not_asked_for_its_process():
+    watch = object.__new__(_Watch)
+    watch.ranks, watch.store = Ranks(rank=1, size=2, local_rank=1, local_size=2), dist.HashStore()
+    before = time.monotonic()
+    assert watch._first() is None
+    assert not watch._wait("told", 0.1, by=None)
+    assert time.monotonic() - before < 10, "the store waits for half an hour for what is not there"
+    watch.store.set("first", "17")
+    assert watch._first() == 17
 
 
 def test_ranks_with_other_facts_are_named():

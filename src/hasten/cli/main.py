@@ -1,6 +1,5 @@
 """The `hasten` command: one file a command, imported only when it is the one that was asked for."""
 
-import dataclasses
 import errno
 import sys
 import warnings
@@ -68,8 +67,7 @@ def main(arguments: list[str] | None = None) -> None:
 
             from hasten.cli.options import together
 
-            several = {field.name for field in dataclasses.fields(command) if "tuple[" in str(field.type)}
-            given = [given[0], *together(given[1:], several)]
+            given = [given[0], *together(given[1:], command)]
             parsed = tyro.cli(command, args=given[1:], prog=f"hasten {given[0]}")
             if getattr(parsed, "pin", False):  # now, because a command's first import of torch settles it
                 from hasten.machine.threads import pin_threads

@@ -20,7 +20,7 @@ from hasten.planning.choices import Wanted
 from hasten.serving.settings import EngineSettings
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from hasten.model.tokenizer import Tokenizer
     from hasten.model.transformer import Transformer
@@ -35,14 +35,16 @@ def parse(command: Any, arguments: list[str], *, prog: str, description: str | N
     registry = tyro.constructors.ConstructorRegistry()
     registry.primitive_rule(_several)
     config = (tyro.conf.OmitArgPrefixes,)
+    arguments = together(arguments, command)
     return tyro.cli(command, args=arguments, prog=prog, description=description, config=config, registry=registry)
 
 
-def together(arguments: Sequence[str], several: Collection[str]) -> list[str]:
+def together(arguments: Sequence[str], command: type) -> list[str]:
     """The arguments, with an option of several values that stands more than once as one: the parser keeps the last.
 
-    several: the names of the fields that have several values.
+    command: the dataclass whose fields, and those of the dataclasses in it, are the options.
     """
+    several = set(_of_several_values(command))
     found: list[list[str]] = [[]]
     known: dict[str, list[str]] = {}
     group = found[0]
@@ -58,6 +60,14 @@ def together(arguments: Sequence[str], several: Collection[str]) -> list[str]:
         else:
             found.append(group := known.setdefault(name, [name, *[value] * bool(value)]))
     return [word for group in found for word in group]
+
+
+def _of_several_values(options: type) -> Iterator[str]:
+    for one in dataclasses.fields(options):
+        if isinstance(one.default_factory, type) and dataclasses.is_dataclass(one.default_factory):
+            yield from _of_several_values(one.default_factory)
+        elif "tuple[" in str(one.type):
+            yield one.name
 
 
 def same_fields(options: Any, kind: type) -> dict[str, Any]:

@@ -33,8 +33,9 @@ def run(command: Any, arguments: list[str]) -> None:
     if degree is not None and degree < 1:
         raise ConfigError(f"--tensor-parallel is {degree}; it must be at least 1")
     if planned or (degree is not None and (degree > 1 or not alone)):
+        asked = "--devices auto" if planned else "--tensor-parallel"
         for option in _of_one_process(command):
-            raise ConfigError(f"{option} is for one process; leave it out, or {_ASKED[planned]}")
+            raise ConfigError(f"{option} is for one process; leave it out, or {asked}")
     if isinstance(command, DeviceOptions) and (planned or alone):
         command, arguments = by_plan(command, arguments)
         degree = command.tensor_parallel
@@ -69,9 +70,6 @@ def run(command: Any, arguments: list[str]) -> None:
                 quiet.enter_context(redirect_stdout(nowhere))
                 quiet.enter_context(redirect_stderr(nowhere))
             command.run()
-
-
-_ASKED = {False: "--tensor-parallel", True: "--devices auto"}
 
 
 def _of_one_process(command: Any) -> list[str]:

@@ -64,7 +64,7 @@ class Train(JsonOption):
             print(first_screen(RECIPES[argv[0]]))
             return
         argv = ["--help" if argument == "--help-all" else argument for argument in argv]
-        argv = together(argv, ("groups", "targets"))
+        argv = together(argv, Recipe)
         command: Train = tyro.cli(
             command_type(),
             prog="hasten train",

@@ -194,8 +194,9 @@ class _Watch:
         return TrainingError(f"rank {names} ended without a word: it was killed, or the machine's memory ran out")
 
     def _first(self) -> int | None:
-        """The process of rank 0, where it is on this machine."""
-        return int(self.store.get("first")) if self.ranks.local_size == self.ranks.size else None
+        """The process of rank 0, where it is on this machine and came so far as to say so."""
+        here = self.ranks.local_size == self.ranks.size and self.store.check(["first"])
+        return int(self.store.get("first")) if here else None
 
     def _wait(self, key: str, seconds: float, by: int | None = None) -> bool:
         """Until the key stands in the store; not longer than the process is there that would put it there."""

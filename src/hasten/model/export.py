@@ -20,12 +20,12 @@ from hasten.machine.files import locked, save_json
 from hasten.model.checkpoint import DTYPES
 from hasten.model.families import FAMILIES
 from hasten.model.families.family import TensorSlice, join
-from hasten.model.formats.record import LayerFormat, of_integers
+from hasten.model.formats.record import LayerFormat, is_w8a8, of_integers
 from hasten.model.formats.registry import writer
 from hasten.model.formats.stream import write_file as save_file
 from hasten.model.transformer import Transformer
 from hasten.ops.attention.pattern_text import pattern_values
-from hasten.ops.linear import INT8, PackedEmbedding, PackedLinear, QuantizedWeight, empty_weight
+from hasten.ops.linear import PackedEmbedding, PackedLinear, QuantizedWeight, empty_weight
 
 SHARD_BYTES = 4_000_000_000  # large checkpoints are written in files of about this size
 QUANTIZATION_FIELDS = ("quantization_config", "compression_config", "hasten")
@@ -153,9 +153,8 @@ class _Plan:
         self.embedding = self.layers.get(self._owner("embedding.weight"))
         check_layers(model, self.layers, format)
         # others read plain int8 only as W8A8, of no experts and no embedding
-        w8a8 = all(layer == LayerFormat(INT8, "int8") for layer in self.layers.values())
-        pack = model.config.experts > 0 or self.embedding is not None or not w8a8
-        self.format = writer(format, pack_int8=pack)
+        plain = is_w8a8(self.layers.values()) and not model.config.experts and self.embedding is None
+        self.format = writer(format, pack_int8=not plain)
         self.parts: dict[str, list[tuple[TensorSlice, str]]] = {}
         self.places = dict(FAMILIES[model.config.family].places(model.config))
         for ours, piece in self.places.items():

@@ -34,8 +34,6 @@ def fill_quantized(
     Its bias, where it has one, is in place already. dtype: of the activations to come. One module at a time is unpacked
     (none of int4: its words go to the kernel's layout as they are). share: the part that this rank holds.
     """
-    # A module's numbers are kept until the next one's turn: several layers may share one (Phi-3).
-    dequantize, read = lru_cache(1)(folder.dequantize), lru_cache(1)(folder.read)
     layers: dict[str, LayerFormat] = {}
     plain: list[str] = []
     embedding, head = pieces.get("embedding.weight"), pieces.get("head.weight")
@@ -47,9 +45,9 @@ def fill_quantized(
     for ours, piece in sorted(pieces.items(), key=lambda one: one[0] != "head.weight"):
         name = ours.removesuffix(".weight")
         if folder.modules[piece.name] is not module:
-            dequantize.cache_clear()
-            read.cache_clear()
-        module = folder.modules[piece.name]
+            module = folder.modules[piece.name]
+            # Several layers may share one (Phi-3): its numbers are kept until the next one's turn.
+            dequantize, read = lru_cache(1)(folder.dequantize), lru_cache(1)(folder.read)
         place: Any = model.get_submodule(name)
         own = partial(_part, piece=piece, device=device)  # the part of a tensor that belongs to this layer
         cut = None if share is None else share.cut(ours)

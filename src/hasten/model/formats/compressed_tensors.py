@@ -33,7 +33,7 @@ from hasten.model.formats.compressed_config import MIXED, PACKED, W8A8, read_flo
 from hasten.model.formats.compressed_reader import CompressedFolder
 from hasten.model.formats.file_format import OpenFolder
 from hasten.model.formats.packing import pack_columns, pack_rows, unsigned
-from hasten.model.formats.record import LayerFormat, of_integers
+from hasten.model.formats.record import LayerFormat, is_w8a8, of_integers
 from hasten.ops.linear import INT8, QuantizedWeight, WeightFormat
 
 
@@ -78,7 +78,7 @@ class CompressedTensors:
         kinds: dict[LayerFormat, list[str]] = {}
         for name, layer in layers.items():
             kinds.setdefault(layer, []).append(name)
-        w8a8 = all(layer == LayerFormat(INT8, "int8") for layer in kinds)
+        w8a8 = is_w8a8(kinds)
         linears = [kind for kind in kinds if kind.activations != "none"]
         most = max(linears, key=lambda kind: len(kinds[kind]))
         groups = {}

@@ -1,6 +1,6 @@
 """How one layer of a model is quantized: what a checkpoint says, what its kernel holds, what a saved one will say."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -22,6 +22,11 @@ class LayerFormat:
 
     weight: WeightFormat
     activations: Activations = "int8"
+
+
+def is_w8a8(layers: Iterable[LayerFormat]) -> bool:
+    """Whether all are int8 by row and round their activations by token, which is published under that name."""
+    return all(layer == LayerFormat(INT8, "int8") for layer in layers)
 
 
 def held_format(stored: WeightFormat) -> WeightFormat | None:
