@@ -233,7 +233,9 @@ def test_generate_with_drafts_says_the_same(tiny_folder, capfd):
         ["--draft", "self:int4"],
     ):
         main([*arguments, *draft, "--ignore-eos", "--json", "-"])
-        found.append(json.loads(capfd.readouterr().out))
+        told = capfd.readouterr()
+        found.append(json.loads(told.out))
+        assert ("the draft in int4 takes" in told.err) == (draft[-1:] == ["self:int4"])
     text = found[0]["text"]
     assert {result["text"] for result in found} == {text}
     assert "speculation" not in found[0]

@@ -17,6 +17,7 @@ KINDS = {
     "penalties": {"temperature": 0.8, "repetition_penalty": 1.3, "frequency_penalty": 0.5, "seed": 7},
     "bias": {"logit_bias": {9: 4.0}, "temperature": 0.7, "seed": 8},
     "minimum": {"min_new_tokens": 9, "stop_token_ids": tuple(range(0, 300, 3)), "temperature": 1.0, "seed": 9},
+    "end of text": {"ignore_eos": False, "logit_bias": {90: 4.0}, "temperature": 1.0, "seed": 16},
     "samples": {"n": 3, "temperature": 1.0, "seed": 10, "presence_penalty": 0.4},
     "best of": {"n": 1, "best_of": 3, "temperature": 1.0, "seed": 11},
     "logprobs": {"logprobs": 3, "temperature": 0.9, "seed": 12},
@@ -30,16 +31,18 @@ KINDS = {
 
 @pytest.fixture(scope="module")
 def model():
-    return tiny_llama()
+    model = tiny_llama()
+    model.generation = {"eos_token_id": 90}
+    return model
 
 
 def requests():
     found = []
     for name, own in KINDS.items():
-        own = dict(own)
+        own = {"ignore_eos": True, **own}
         if "constraint" in own:
             own["constraint"] = own["constraint"].fork()
-        found.append(request(name, PROMPT, max_new_tokens=14, ignore_eos=True, **own))
+        found.append(request(name, PROMPT, max_new_tokens=14, **own))
     return found
 
 
@@ -59,7 +62,9 @@ def said(pieces):
 def test_answers_are_those_without_drafts(model, blocks, cache):
     """Beside each other, with preemption (20 blocks), drafts with mistakes that run past ends and constraints."""
     plain = {name: said(pieces) for name, pieces in run(make_engine(model, kv_cache_dtype=cache), requests()).items()}
-    texts = [PROMPT + sample[0] for samples in plain.values() for sample in samples.values()]
+    assert 1 < len(plain["end of text"][0][0]) < 14
+    answers = [sample[0] for samples in plain.values() for sample in samples.values()]
+    texts = [PROMPT + tokens + [7] * (14 - len(tokens)) for tokens in answers]  # drafts run past the end of a text
     texts += [PROMPT + list(range(first, first + 14)) for first in (40, 60, 80)]  # past the constraints' ends
     chance = random.Random(0)
 
