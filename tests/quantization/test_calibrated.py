@@ -1,7 +1,6 @@
 """Quantization with calibration samples: whole models, block by block, in memory and into a folder that can resume."""
 
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +11,18 @@ import hasten
 from hasten.errors import ConfigError, HastenWarning
 from hasten.model.context import training_context
 from hasten.ops.linear import PackedLinear
-from hasten.quantization import AWQ, GPTQ, Int2, Int3, Int4, Int8, calibration_tokens, quantize, quantize_to_folder
+from hasten.quantization import (
+    AWQ,
+    GPTQ,
+    Int2,
+    Int3,
+    Int4,
+    Int8,
+    SignRounding,
+    calibration_tokens,
+    quantize,
+    quantize_to_folder,
+)
 from hasten.quantization.resume import WorkFolder
 from references import make_reference
 
@@ -238,16 +248,16 @@ def test_the_folder_one_stands_in(tmp_path, monkeypatch):
     (tmp_path / "out").mkdir()
     monkeypatch.chdir(tmp_path / "out")
     model = hasten.load(make_reference("llama"))
-    quantize_to_folder(model, Int4(group_size=32), Path("."), method=GPTQ(), calibration=SAMPLES)
+    quantize_to_folder(model, Int4(group_size=32), ".", method=GPTQ(), calibration=SAMPLES)
     assert (tmp_path / "out" / "config.json").exists()
     assert not (tmp_path / "out.partial").exists()
 
 
-@pytest.mark.parametrize("method", [GPTQ(), AWQ()], ids=["gptq", "awq"])
+@pytest.mark.parametrize("method", [GPTQ(), AWQ(), SignRounding(steps=6, batch=4)], ids=["gptq", "awq", "sign"])
 def test_the_bits_do_not_depend_on_the_number_of_threads(method):
     threads, results = torch.get_num_threads(), []
     try:
-        for count in (1, 2):
+        for count in (1, 3):
             torch.set_num_threads(count)
             model = hasten.load(make_reference("llama"), dtype="bfloat16")
             results.append(quantize(model, Int4(group_size=32), method=method, calibration=SAMPLES).state_dict())

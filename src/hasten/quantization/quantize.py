@@ -105,7 +105,7 @@ def _report_all(result: BlockResult, report: Report | None) -> None:
 def quantize_to_folder(
     model: Transformer,
     scheme: Scheme,
-    folder: Path,
+    folder: str | Path,
     *,
     method: BlockMethod | None = None,
     calibration: Tensor | None = None,
@@ -125,7 +125,7 @@ def quantize_to_folder(
     that takes many. The folder is written whole or not at all. Raises ConfigError
     as `quantize` does, CheckpointError where the folder cannot be written.
     """
-    formats = check_quantizable(model, scheme, method)
+    folder, formats = Path(folder), check_quantizable(model, scheme, method)
     check_layers(model, formats, format)
 
     def weight(name: str) -> QuantizedWeight:
