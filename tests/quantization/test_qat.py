@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from hasten.errors import ConfigError
+from hasten.model.formats.record import held_format, regrouped
+from hasten.ops.linear import PackedLinear
 from hasten.ops.linear.weights import INT8
 from hasten.quantization.qat import FakeQuantized, FakeRounding, bits_at, fake_layers, fake_quantize, set_bits
 from hasten.quantization.rounding import round_weight
@@ -104,15 +106,27 @@ def test_without_learned_scales_the_gradient_goes_straight_through():
     assert [name for name, _ in made.named_parameters()] == ["weight"]
 
 
-def test_what_comes_in_is_rounded_for_each_token():
-    x = torch.randn(3, 64, requires_grad=True)
-    made, plain = layer(bits=4), layer(bits=4, activations="float")
-    size = x.detach().abs().amax(-1, keepdim=True) / 127
-    rounded = (x.detach() / size).round() * size
-    torch.testing.assert_close(made(x), rounded @ made.weight.T)
+@pytest.mark.parametrize(
+    ("bits", "group", "rounded"), [(8, 32, 256), (4, 32, 32), (4, 0, 128), (3, 32, None), (2, 32, 32)]
+)
+def test_what_comes_in_is_rounded_as_by_the_kernel_that_will_serve(bits, group, rounded):
+    """By row in int8, by group of the weight in int4 (2 bits are stored so), not where the weight is held plain."""
+    x = torch.randn(3, 256, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    made = layer(8, 256, bits=bits, group_size=group)
+    wide = x.detach().unflatten(-1, (-1, rounded or 256))
+    size = wide.abs().amax(-1, keepdim=True) / 127
+    expected = x.detach() if rounded is None else ((wide / size).round() * size).flatten(-2)
+    torch.testing.assert_close(made(x), expected @ made.weight.T)
+    plain = layer(8, 256, bits=bits, group_size=group, activations="float")
     torch.testing.assert_close(plain(x), x @ plain.weight.T)
     made(x).sum().backward()
     torch.testing.assert_close(x.grad, made.weight.detach().sum(0).expand(3, -1))
+    if rounded is not None:
+        held = regrouped(made.quantized(), held_format(made.rounding.format))
+        served = PackedLinear.from_weight(held, dtype=torch.float32)(x.detach())
+        if torch.allclose(served, plain(x), rtol=1e-5, atol=1e-5):
+            pytest.skip("the kernel that was picked does not round activations")
+        torch.testing.assert_close(served, made(x).detach(), rtol=1e-4, atol=1e-4)
 
 
 def test_rounding_up_and_down_keeps_the_mean():

@@ -9,9 +9,9 @@ from hasten.ops.linear.weights import int4_format
 from hasten.quantization import Int3, Int4, Int8, SignRounding, quantize, quantize_to_folder
 from hasten.quantization.cost import tuning_seconds
 from hasten.quantization.quantize import check_quantizable
-from hasten.quantization.rounding import round_weight
+from hasten.quantization.rounding import round_weight, rounded_activations
 from hasten.quantization.sequential import block_task
-from hasten.quantization.sign import TunedLinear, block_loss, rounded_activations
+from hasten.quantization.sign import TunedLinear, block_loss
 from hasten.quantization.walk import CalibrationWalk
 from references import make_reference
 
@@ -100,6 +100,14 @@ def test_activations_are_rounded_as_by_the_kernels():
     assert torch.allclose(layer(x), rounded_activations(x, 32) @ weight.dequantize().T, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("scheme", "group"), [(Int4(group_size=0), 128), (Int4(group_size=32), 32), (Int8(), 64), (Int3(), 0)], ids=str
+)
+def test_activations_are_rounded_in_the_groups_of_the_kernel(scheme, group):
+    task = task_of(hasten.load(make_reference("llama")), scheme)
+    assert TunedLinear(task, "attention.q").activation_group == group
+
+
 def test_an_interrupted_block_goes_on_at_its_step(tmp_path):
     model = hasten.load(make_reference("llama"))
     method = SignRounding(steps=50)
@@ -127,14 +135,6 @@ def test_bad_settings_are_refused():
         SignRounding(steps=0)
     with pytest.raises(ConfigError, match="give calibration="):
         quantize(hasten.load(make_reference("llama")), Int4(), method=SignRounding())
-
-
-def test_plain_weights_are_tuned_for_activations_as_they_are():
-    """No kernel multiplies 3 bits, so nothing that serves them rounds activations."""
-    task = task_of(hasten.load(make_reference("llama")), Int3(group_size=32))
-    assert not TunedLinear(task, "attention.q").rounds
-    task = task_of(hasten.load(make_reference("llama")), Int4(group_size=32))
-    assert TunedLinear(task, "attention.q").rounds
 
 
 def test_outputs_that_are_not_finite_are_one_error():

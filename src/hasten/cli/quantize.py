@@ -255,14 +255,14 @@ class Quantize(JsonOption):
         self, model: Transformer, scheme: Scheme, method: BlockMethod, calibration: Tensor, held: int
     ) -> dict[str, Any]:
         """Say what will be looked at and what it takes; returns the same for the JSON. held: process and checkpoint."""
+        from hasten.model.formats.record import activation_group
         from hasten.quantization import SignRounding
         from hasten.quantization.cost import predicted_bytes, tuning_seconds
-        from hasten.quantization.schemes import rounds_activations
 
         samples, length = calibration.shape
         beside = predicted_bytes(model, calibration, method, spill=self.spill)
         served = next(iter(scheme.layers(model).values()))
-        rounded = "rounded to int8 as in the products that serve it" if rounds_activations(served) else "not rounded"
+        rounded = "rounded to int8 as in the products that serve it" if activation_group(served, 1) else "not rounded"
         line = (
             f"{samples} calibration samples of {length} tokens, activations {rounded}; memory: "
             f"{(held + beside) / 1e9:.2f} GB, {beside / 1e9:.2f} of it beside the checkpoint"

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 
 from hasten.errors import ConfigError
 from hasten.model.export import Quantized
-from hasten.model.formats.record import LayerFormat
+from hasten.model.formats.record import LayerFormat, activation_group
 from hasten.model.lora import LoRALinear, attached
 from hasten.model.swap import take_over
 from hasten.model.transformer import Transformer
 from hasten.ops.linear.weights import INT8, QuantizedWeight, WeightFormat, int4_format
-from hasten.quantization.rounding import round_weight, stored_scale
+from hasten.quantization.rounding import round_weight, rounded_activations, stored_scale
 from hasten.quantization.schemes import layers_to_quantize
 
 
@@ -33,8 +33,8 @@ class FakeRounding:
     """How a layer's weight is rounded while it trains.
 
     bits: 2, 3, 4 or 8. group_size: values with one scale; 0: a row. learned: the scales are trained. activations:
-    "int8" rounds what comes in, for each token, as the kernels do. stochastic: up or down with the chance that keeps
-    the mean, in training.
+    "int8" rounds what comes in as the kernel of this format does, if it does. stochastic: up or down with the chance
+    that keeps the mean, in training.
     """
 
     bits: int
@@ -49,6 +49,11 @@ class FakeRounding:
         if self.bits == 8:
             return INT8
         return int4_format(self.group_size, scale_dtype=torch.bfloat16, bits=4 if self.bits == 2 else self.bits)
+
+    @property
+    def layer(self) -> LayerFormat:
+        """How such a layer is stored and multiplied."""
+        return LayerFormat(self.format, self.activations)
 
 
 class FakeQuantized(nn.Linear):
@@ -112,9 +117,8 @@ class FakeQuantized(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (…, K) -> (…, N)."""
-        if self.rounding.activations == "int8":
-            size = x.detach().float().abs().amax(-1, keepdim=True).clamp(min=1e-30) / 127
-            x = x + ((x / size).round() * size - x).detach().to(x.dtype)
+        if group := activation_group(self.rounding.layer, self.in_features):
+            x = rounded_activations(x, group)
         return F.linear(x, self.weight, self.bias)
 
     def _levels(self, groups: Tensor) -> tuple[Tensor, Tensor]:
@@ -218,7 +222,7 @@ def as_stored(model: Transformer) -> Quantized:
         plain._buffers = {}
     if isinstance(model.embedding, FakeQuantizedEmbedding):
         model.embedding = take_over(nn.Embedding, model.embedding)
-    formats = {name: LayerFormat(layer.rounding.format, layer.rounding.activations) for name, layer in layers.items()}
+    formats = {name: layer.rounding.layer for name, layer in layers.items()}
     rows = slice(model.config.vocab_size)  # without those that pad the vocabulary
 
     def weight(name: str) -> QuantizedWeight:

@@ -191,3 +191,12 @@ def check_matrix(weight: Tensor) -> None:
 def _check_finite(extreme: Tensor) -> None:
     if not torch.isfinite(extreme).all():
         raise ConfigError("a weight that holds NaN or infinite values cannot be quantized: take another checkpoint")
+
+
+def rounded_activations(x: Tensor, group: int) -> Tensor:
+    """x (…, K) rounded to int8 by group of features, as the products do that serve it; gradients pass unchanged."""
+    k = x.shape[-1]
+    wide = pad(x.detach().float(), (0, -k % group)).unflatten(-1, (-1, group))
+    scale = (wide.abs().amax(dim=-1, keepdim=True) / 127).clamp_(min=torch.finfo(torch.float32).tiny)
+    rounded = (wide / scale).round_().mul_(scale).flatten(-2)[..., :k].to(x.dtype)
+    return x + (rounded - x.detach())

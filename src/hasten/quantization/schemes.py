@@ -183,11 +183,6 @@ def _by_kind(scheme: "Int8 | Int4", model: Transformer, weight: WeightFormat) ->
     return {name: format for name, format in found.items() if format is not None}
 
 
-def rounds_activations(layer: LayerFormat) -> bool:
-    """Whether the products that serve a layer round activations to int8: plain weights are never multiplied so."""
-    return layer.activations == "int8" and layer.weight.bits in KERNEL_BITS
-
-
 def _check(scheme: Scheme) -> None:
     for name, known in CHOICES.items():
         value = getattr(scheme, name, known[0])

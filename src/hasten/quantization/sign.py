@@ -17,9 +17,9 @@ from torch.nn.functional import pad
 
 from hasten.checks import whole
 from hasten.errors import ConfigError
+from hasten.model.formats.record import activation_group
 from hasten.ops.linear import QuantizedWeight, empty_weight
-from hasten.quantization.rounding import Grid
-from hasten.quantization.schemes import rounds_activations
+from hasten.quantization.rounding import Grid, rounded_activations
 from hasten.quantization.sequential import BlockTask
 
 NARROWEST, WIDEST = 0.5, 1.5  # how far a group's range may move from the one that rounding to nearest searched
@@ -137,8 +137,8 @@ class TunedLinear(nn.Module):
         linear = task.before.get_submodule(name)
         assert isinstance(linear, nn.Linear)
         self.grid, self.dtype = task.grid(name), task.dtype
-        self.rounds = rounds_activations(task.layers[name])
         weight = linear.weight.detach()
+        self.activation_group = activation_group(task.layers[name], weight.shape[1])
         self.size = tuple(weight.shape)
         n, k = weight.shape
         self.group = self.grid.format.group_size or k
@@ -189,8 +189,8 @@ class TunedLinear(nn.Module):
         return weight
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.rounds:
-            x = rounded_activations(x, self.group)
+        if self.activation_group:
+            x = rounded_activations(x, self.activation_group)
         return F.linear(x, self.held.to(x.dtype), self.bias)
 
     @torch.no_grad()
@@ -205,15 +205,6 @@ class TunedLinear(nn.Module):
             assert isinstance(zero, Tensor)
             found.zeros.copy_(zero.squeeze(-1))
         return found
-
-
-def rounded_activations(x: Tensor, group: int) -> Tensor:
-    """x (…, K) rounded to int8 by group of features, as the products do that serve it; gradients pass unchanged."""
-    k = x.shape[-1]
-    wide = pad(x.detach().float(), (0, -k % group)).unflatten(-1, (-1, group))
-    scale = (wide.abs().amax(dim=-1, keepdim=True) / 127).clamp_(min=torch.finfo(torch.float32).tiny)
-    rounded = (wide / scale).round_().mul_(scale).flatten(-2)[..., :k].to(x.dtype)
-    return x + (rounded - x.detach())
 
 
 def block_loss(block: nn.Module, calls: Sequence[Callable[[nn.Module], Tensor]], targets: Sequence[Tensor]) -> float:

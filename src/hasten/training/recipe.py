@@ -189,7 +189,7 @@ class Qat:
     head: Literal["none", "int8", "same"] = "none"
     """How the head is stored (none: as it is; transformers reads no quantized head that is one with the embedding)."""
     activations: Literal["int8", "float"] = "int8"
-    """int8 rounds what comes into a layer too, as the kernels that will serve it do."""
+    """int8 also rounds what comes into a layer if the kernel that will serve it does: not that of 3 bits (plain)."""
     learned_scales: bool = True
     """Train the scales (LSQ); else they follow the largest weight of their group."""
     start_bits: int | None = None

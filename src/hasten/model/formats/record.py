@@ -49,6 +49,12 @@ def held_format(stored: WeightFormat) -> WeightFormat | None:
     return replace(stored, scales=(replace(stored.scales[0], columns=columns),))
 
 
+def activation_group(layer: LayerFormat, in_features: int) -> int:
+    """Inputs that share a scale where the product that serves a layer rounds them to int8; 0 where it rounds none."""
+    held = held_format(layer.weight)
+    return 0 if held is None or layer.activations != "int8" else held.group_size or in_features
+
+
 def of_integers(weight: WeightFormat) -> bool:
     """Whether it is one of the formats that are written: integers with one level of scales."""
     return weight.element in ("int8", "int4", "int3", "int2") and len(weight.scales) == 1
