@@ -93,7 +93,8 @@ def summary(result: Any) -> str:
         parts.append(f"loss {result.loss:.3f}")
     if result.best_validation_loss is not None:
         parts.append(f"validation {result.best_validation_loss:.3f} (step {result.best_step})")
-    return f"{', '.join(parts)}\nmodel: {result.model_folder}"
+    bits = "" if result.bits_per_weight is None else f", {result.bits_per_weight:.2f} bits a weight as stored"
+    return f"{', '.join(parts)}\nmodel: {result.model_folder}{bits}"
 
 
 def command_type() -> Any:

@@ -22,6 +22,7 @@ from hasten.model.lora import attach, attached
 from hasten.model.save import save
 from hasten.model.transformer import Transformer
 from hasten.quantization.qat import as_stored
+from hasten.quantization.report import stored_weights
 from hasten.training import checkpoints, display
 from hasten.training.build import lora_adapter
 from hasten.training.checkpoint_state import TrainingState
@@ -42,6 +43,7 @@ class TrainResult:
     loss, validation_loss: of the last step (nats).
     best_step: the step with the lowest validation loss. tokens_per_second, mfu: medians over the steps. stopped_by: the
     number of the signal that ended the run early, None for one that is finished; the model folder is then not written.
+    bits_per_weight: of a folder that was trained while rounded, everything in its files counted; else None.
     precision: {dtype, reason} of the matrix products. measured: the times that kernels were chosen by, if any were.
     """
 
@@ -61,6 +63,7 @@ class TrainResult:
     measured: dict[str, dict[str, float]]
     spikes: int
     stopped_by: int | None
+    bits_per_weight: float | None
 
     def to_json(self) -> dict[str, Any]:
         """The fields as plain JSON values."""
@@ -153,8 +156,7 @@ def _train(
             bar.note(setup.room)
             loop = Loop(recipe, folder, setup, state, stop=stop, progress=bar, on_step=on_step)
             finished = loop.run()
-        if finished and ranks.first:
-            _export(recipe, folder, setup)
+        bits = _export(recipe, folder, setup) if finished and ranks.first else None
     lines = read(folder.journal)
     if lines and ranks.first:
         display.draw_losses(lines, folder.picture, title=f"{recipe.name}: {state.tokens:,} tokens")
@@ -175,6 +177,7 @@ def _train(
         measured=measured.known(),
         spikes=state.spikes,
         stopped_by=None if finished else stop.signal or signal.SIGTERM,  # or it came to another rank
+        bits_per_weight=bits,
     )
 
 
@@ -202,8 +205,11 @@ def _restore(stored: checkpoints.Checkpoint, setup: Setup, folder: RunFolder) ->
     return state
 
 
-def _export(recipe: Recipe, folder: RunFolder, setup: Setup) -> None:
-    """Write the model folder, from the best weights where they were kept and wanted; of shares, from a checkpoint."""
+def _export(recipe: Recipe, folder: RunFolder, setup: Setup) -> float | None:
+    """Write the model folder, from the best weights where they were kept and wanted; of shares, from a checkpoint.
+
+    Returns the bits of a weight as stored, of those that were rounded while they trained.
+    """
     # While bits fall, a loss says nothing of the last ones.
     wanted = recipe.run.export == "best" and recipe.qat.start_bits is None
     stored = checkpoints.find(folder.best) if wanted else None
@@ -221,10 +227,13 @@ def _export(recipe: Recipe, folder: RunFolder, setup: Setup) -> None:
     model.eval()
     if recipe.qat.bits is not None:
         export_model(model, folder.model, quantized=as_stored(model))
-    elif recipe.lora.rank is not None:
+        stored_bytes = sum(file.stat().st_size for file in folder.model.glob("*.safetensors"))
+        return 8 * stored_bytes / sum(weight.numel() for weight in stored_weights(model).values())
+    if recipe.lora.rank is not None:
         save_adapter(folder.adapter, attached(model), model.config, base=recipe.init, dropout=recipe.lora.dropout)
     else:
         save(model, folder.model)
+    return None
 
 
 def _median(lines: list[dict[str, Any]], name: str) -> float | None:
