@@ -201,11 +201,12 @@ class ArticleBatches(Contest):
     """GiB of a process, above what it has with torch imported."""
     found: Path | None = None
     """What was searched: written where it is not there, else read (memory does not depend on what else runs)."""
-    update_rows: int = 64
+    update_rows: int = 32
     """Rows of an update, the same for all: a contestant takes them in as few equal micro-batches as fit."""
-    rounds: int = 4
-    seconds: float = 8.0
-    steps: int = 100
+    rounds: int = 12
+    seconds: float = 10.0
+    steps: int = 120
+    """Of the schedule, about what the time is long enough for; a tenth of them warms up."""
 
     def contestants(self, recipe: Recipe, device: str) -> Iterator[tuple[str, Recipe, dict[str, Any]]]:
         from hasten.training import build
@@ -236,7 +237,8 @@ class ArticleBatches(Contest):
             data = replace(recipe.data, batch_size=rows, accumulation=self.update_rows // rows)
             checked = replace(recipe.run, validation_batches=2 * self.update_rows // rows)  # the same rows for all
             facts = {"largest_batch": limit, "batch_size": rows, "accumulation": self.update_rows // rows}
-            yield called, replace(recipe, techniques=rungs[name][0], data=data, run=checked), facts
+            schedule = replace(recipe.schedule, warmup_steps=self.steps // 10)
+            yield called, replace(recipe, techniques=rungs[name][0], data=data, run=checked, schedule=schedule), facts
 
     def settings(self, recipe: Recipe) -> dict[str, Any]:
         return super().settings(recipe) | {"batch_size": self.update_rows, "memory_gib": self.memory}
