@@ -87,7 +87,7 @@ def test_the_time_is_predicted_by_steps_that_were_timed(monkeypatch):
     model, clock = hasten.load(make_reference("llama")), iter([0.0, 9.0, 13.0, 15.0])
     monkeypatch.setattr("hasten.quantization.cost.perf_counter", lambda: next(clock))
     found = tuning_seconds(model, Int4(group_size=32), SAMPLES, SignRounding(batch=12, steps=40))
-    assert found == 2.0 * len(model.blocks) * (40 + 6 * 2 / 3)
+    assert found == 2.0 * len(model.blocks) * (40 + 9 * 2 / 3)
 
 
 def test_activations_are_rounded_as_by_the_kernels():

@@ -21,13 +21,14 @@ def predicted_bytes(model: Transformer, tokens: Tensor, method: BlockMethod, *, 
 
     GPTQ and AWQ have three matrices as large as a sum over the samples and a quarter of one at work, GPTAQ five; GPTQ
     what the experts of a block are given, AWQ the scaled weights. Sign rounding has the states before quantization, and
-    nine copies (weight, offsets, the best ones, gradients of two calls, and what the pass keeps for them).
+    nine copies (weight, offsets, the best ones, gradients of two calls, and what the pass keeps for them), and then one
+    such sum.
     """
     states = tokens.numel() * model.config.hidden_size * model.compute_dtype.itemsize
     walks = 2 if method.needs_before else 1
     counts: dict[str, Any] = {"copies": 0, "squares": 3.25 if walks == 1 else 5, "routed": True}
     if isinstance(method, SignRounding):
-        counts = {"copies": 9, "squares": 0, "routed": False}
+        counts = {"copies": 9, "squares": 1.25, "routed": False}
     elif isinstance(method, AWQ):
         counts = {"copies": 1, "squares": 3.25, "routed": False}
     step = min(tokens.numel(), max(BATCH_TOKENS, tokens.shape[1])) * model.compute_dtype.itemsize
@@ -38,12 +39,13 @@ def predicted_bytes(model: Transformer, tokens: Tensor, method: BlockMethod, *, 
 def tuning_seconds(model: Transformer, scheme: Scheme, tokens: Tensor, method: SignRounding) -> float:
     """Of sign rounding: the first block's third step, as measured, for every step of every block.
 
-    A step goes forward and backward, which is three passes; six more see all samples (twice the blocks as they were,
-    once each as rounded to nearest, with the last parameters and the best, and as it is served).
+    A step goes forward and backward, which is three passes; nine more see all samples (twice the blocks as they were,
+    once each as rounded to nearest, with the last parameters and the best, and as it is served; about three for the
+    inputs of its layers, by which the outputs' errors are reported).
     """
     walk, times = CalibrationWalk(model, tokens[: method.batch]), [perf_counter()]
     options: dict[str, Any] = {"search": scheme.search, "progress": lambda *_: times.append(perf_counter())}
     with torch.no_grad():
         replace(method, steps=3).quantize_block(block_task(model, 0, scheme.layers(model), [walk, walk], **options))
-    passes = 6 * len(tokens) / min(method.batch, len(tokens))
+    passes = 9 * len(tokens) / min(method.batch, len(tokens))
     return (times[3] - times[2]) * len(model.blocks) * (method.steps + passes / 3)

@@ -6,7 +6,7 @@ those of the block before quantization. Nothing but the integers, scales and zer
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -19,8 +19,10 @@ from hasten.checks import whole
 from hasten.errors import ConfigError
 from hasten.model.formats.record import activation_group
 from hasten.ops.linear import QuantizedWeight, empty_weight
+from hasten.quantization.gptq import InputStatistics, output_error
 from hasten.quantization.rounding import Grid, rounded_activations
 from hasten.quantization.sequential import BlockTask
+from hasten.quantization.walk import inputs_of, stages
 
 NARROWEST, WIDEST = 0.5, 1.5  # how far a group's range may move from the one that rounding to nearest searched
 SAVE_EVERY = 20  # steps
@@ -48,8 +50,10 @@ class SignRounding:
     def quantize_block(self, task: BlockTask) -> None:
         """Tune all layers of the block together; the head, whose outputs are no state, is rounded to nearest."""
         if not task.prefix:
-            for name in task.layers:
-                task.place(name, task.nearest(name), note="rounded to nearest")
+            nearest_weights = {name: task.nearest(name) for name in task.layers}
+            errors = output_errors(task, nearest_weights)
+            for name, weight in nearest_weights.items():
+                task.place(name, weight, note="rounded to nearest", **errors.get(name, {}))
             return
         assert task.calls_before is not None
         targets = [call(task.before) for call in task.calls_before]
@@ -81,9 +85,10 @@ class SignRounding:
             note = "tuning found nothing better than rounding to nearest"
             for module in tuned.values():
                 module.reset()
-        for name, module in tuned.items():
-            weight = module.quantized()
-            task.place(name, weight, note=note if name == next(iter(tuned)) else "")
+        weights = {name: module.quantized() for name, module in tuned.items()}
+        errors = output_errors(task, weights)
+        for name, weight in weights.items():
+            task.place(name, weight, note=note if name == next(iter(tuned)) else "", **errors.get(name, {}))
 
     def _tune(self, task: BlockTask, tuned: dict[str, "TunedLinear"], targets: Sequence[Tensor]) -> list[Tensor]:
         """Move the parameters; returns those of the step with the least loss. An interrupted tuning goes on."""
@@ -205,6 +210,23 @@ class TunedLinear(nn.Module):
             assert isinstance(zero, Tensor)
             found.zeros.copy_(zero.squeeze(-1))
         return found
+
+
+def output_errors(task: BlockTask, weights: Mapping[str, QuantizedWeight]) -> dict[str, dict[str, float]]:
+    """How far off each layer's outputs are on the block's inputs, and those of rounding to nearest; not of experts."""
+    found = {}
+    plain = [name for name in weights if ".experts." not in name]
+    for names in stages(task.block, plain, task.calls[0]):
+        exact = {name: task.weight(name) for name in names}
+        first = exact[names[0]]
+        inputs = InputStatistics(first.shape[1], device=first.device)
+        for x in inputs_of(task.block, names[0], task.calls):
+            inputs.add(x)
+        inputs.finish()
+        for name in names:
+            ours, nearest = (output_error(exact[name], q, inputs.gram) for q in (weights[name], task.nearest(name)))
+            found[name] = {"output_error": ours, "nearest_output_error": nearest}
+    return found
 
 
 def block_loss(block: nn.Module, calls: Sequence[Callable[[nn.Module], Tensor]], targets: Sequence[Tensor]) -> float:
