@@ -1,6 +1,5 @@
 """MXFP4, NVFP4 and FP8 as compressed-tensors and ModelOpt store them: what the definition says."""
 
-import copy
 import json
 
 import pytest
@@ -11,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 import hasten
 from hasten.errors import HastenWarning
+from hasten.quantization import Int4, Int8, quantize_to_folder
 from quantized_folders import Q, change_config, change_tensors, refused
 
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
@@ -53,7 +53,7 @@ def fp4(name, weight, generator, case):
         if case == "modelopt":
             leaves = {"weight": pairs, "weight_scale": inner, "weight_scale_2": outer[0]}
         leaves["input_global_scale" if case == "nvfp4" else "input_scale"] = torch.tensor([2.0])
-    return leaves, (plain * scales.repeat_interleave(size, 1)).bfloat16()
+    return leaves, plain * scales.repeat_interleave(size, 1)
 
 
 def fp8(name, weight, generator, case):
@@ -63,7 +63,7 @@ def fp8(name, weight, generator, case):
     whole = scale.repeat_interleave(rows, 0)[:n].repeat_interleave(columns, 1)[:, :k]
     values = (weight.float() / whole).to(torch.float8_e4m3fn)
     stored = scale.view(-1) if kind == "tensor" else scale.view(()) if kind == "modelopt" else scale
-    return {"weight": values, "weight_scale": stored}, (values.float() * whole).bfloat16()
+    return {"weight": values, "weight_scale": stored}, values.float() * whole
 
 
 def write(folder, out, case):
@@ -84,17 +84,23 @@ def write(folder, out, case):
 
 
 def plain_weight(module):
-    return module.weight if isinstance(module, torch.nn.Linear) else module.dequantize(torch.bfloat16)
+    return module.weight if isinstance(module, torch.nn.Linear) else module.dequantize(torch.float32)
 
 
 @pytest.mark.filterwarnings("ignore:no kernel takes a quantized weight like")
+@pytest.mark.parametrize("dtype", [None, "float32"])
 @pytest.mark.parametrize("case", CASES)
-def test_the_weights_are_those_of_the_definition(case, bfloat16_folder, tmp_path):
+def test_the_weights_are_those_of_the_definition(case, dtype, bfloat16_folder, tmp_path):
+    """Exactly in float32: no scale is rounded on the way; in the model's own dtype that, rounded once."""
     folder, weights = write(bfloat16_folder, tmp_path / "out", case)
-    model = hasten.load(folder)
-    assert model.dtype == torch.bfloat16
-    assert torch.equal(plain_weight(model.blocks[2].mlp.down), weights["model.layers.2.mlp.down_proj.weight"])
-    assert torch.equal(plain_weight(model.blocks[0].attention.k), weights["model.layers.0.self_attn.k_proj.weight"])
+    model = hasten.load(folder, dtype=dtype)
+    assert model.dtype == (torch.float32 if dtype else torch.bfloat16)
+    for layer, name in (
+        (model.blocks[2].mlp.down, "2.mlp.down_proj"),
+        (model.blocks[0].attention.k, "0.self_attn.k_proj"),
+    ):
+        expected, found = weights[f"model.layers.{name}.weight"], plain_weight(layer)
+        assert torch.equal(found, expected.to(found.dtype))
 
 
 @pytest.mark.parametrize("case", ["mxfp4", "nvfp4", "fp8 channel", "fp8 block"])
@@ -110,7 +116,7 @@ def test_the_package_makes_the_same_weights_of_them(case, bfloat16_folder, tmp_p
     )
     state = {name.rpartition(".")[2]: tensor for name, tensor in stored.items() if f"{Q}." in name}
     theirs = BaseCompressor.get_value_from_registry(given["format"]).decompress(state, scheme)["weight"]
-    assert torch.equal(theirs.bfloat16(), weights[f"{Q}.weight"])
+    assert torch.equal(theirs.bfloat16(), weights[f"{Q}.weight"].bfloat16())
 
 
 def test_it_is_said_that_activations_are_not_rounded_and_weights_are_plain(bfloat16_folder, tmp_path):
@@ -171,25 +177,31 @@ def test_configs_that_do_not_fit_are_refused(fields, words, bfloat16_folder, tmp
     refused(folder, "config.json", *words)
 
 
+FUZZED = ["nvfp4", "fp8 block", "modelopt", "fp8 modelopt", "int4", "int8"]
+FIELDS = ["num_bits", "type", "strategy", "group_size", "block_structure", "symmetric", "actorder"]
+FIELDS += ["quant_algo", "quant_method"]
 VALUES = st.none() | st.booleans() | st.integers(-(10**30), 10**30) | st.text(max_size=4)
 VALUES |= st.sampled_from(["float", "int", "tensor", "block", "group", 4, 8, 16, 32, [32, 48], {}, []])
 
 
 @pytest.mark.filterwarnings("ignore::hasten.errors.HastenWarning")
-@settings(max_examples=25, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     fields=st.dictionaries(
-        st.sampled_from(["num_bits", "type", "strategy", "group_size", "block_structure"]), VALUES, max_size=3
+        st.sampled_from(FIELDS),
+        VALUES,
+        max_size=3,
     ),
     damage=st.lists(st.tuples(st.integers(0, 9000), st.integers(0, 255)), max_size=3),
-    case=st.sampled_from(["nvfp4", "fp8 block"]),
+    case=st.sampled_from(FUZZED),
 )
 def test_any_damage_loads_or_is_our_own_error(sound, fields, damage, case):
-    folder, weights = sound[case]
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = copy.deepcopy(CASES[case])
-    config["quantization_config"]["config_groups"]["group_0"]["weights"] |= fields
-    (folder / "config.json").write_text(json.dumps(config))
+    folder, config, weights = sound[case]
+    values = json.loads(config)
+    groups = values["quantization_config"].get("config_groups")
+    given = values["quantization_config"] if groups is None else next(iter(groups.values()))["weights"]
+    given |= fields
+    (folder / "config.json").write_text(json.dumps(values))
     raw = bytearray(weights)
     for place, value in damage:
         raw[place % len(raw)] = value
@@ -203,8 +215,13 @@ def test_any_damage_loads_or_is_our_own_error(sound, fields, damage, case):
 
 @pytest.fixture(scope="module")
 def sound(bfloat16_folder, tmp_path_factory):
-    folders = {}
-    for case in ("nvfp4", "fp8 block"):
-        folder, _ = write(bfloat16_folder, tmp_path_factory.mktemp("fuzz") / "out", case)
-        folders[case] = folder, (folder / "model.safetensors").read_bytes()
+    place, folders = tmp_path_factory.mktemp("fuzz"), {}
+    for case in FUZZED:
+        folder = place / case
+        if case in CASES:
+            write(bfloat16_folder, folder, case)
+        else:  # our own
+            scheme = Int4(group_size=32, symmetric=False, lm_head="none") if case == "int4" else Int8()
+            quantize_to_folder(hasten.load(bfloat16_folder), scheme, folder)
+        folders[case] = folder, (folder / "config.json").read_bytes(), (folder / "model.safetensors").read_bytes()
     return folders

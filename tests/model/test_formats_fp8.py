@@ -9,6 +9,8 @@ from safetensors.torch import load_file, save_file
 
 import hasten
 from hasten.errors import HastenWarning
+from hasten.model.families import read_config
+from hasten.model.initialize import initialize
 from hasten.ops.linear import PackedLinear
 from quantized_folders import change_config, change_tensors, refused
 
@@ -41,7 +43,7 @@ def write(folder, out, kind):
         scale = torch.rand(-(-n // rows), -(-k // columns), generator=torch.Generator().manual_seed(n)) * 0.01 + 0.001
         whole = scale.repeat_interleave(rows, 0)[:n].repeat_interleave(columns, 1)[:, :k]
         values = (tensor.float() / whole).to(torch.float8_e4m3fn)
-        weights[name] = (values.float() * whole).bfloat16()
+        weights[name] = values.float() * whole
         stored = {"matrix": scale.squeeze(), "rows without a column": scale.squeeze(1)}.get(kind, scale)
         tensors |= {name: values, name.replace("weight", leaf): stored}
         tensors[name.replace("weight", "input_scale")] = torch.tensor(0.5)
@@ -61,13 +63,24 @@ def test_the_weights_are_those_of_the_definition(kind, bfloat16_folder, tmp_path
     for ours, name in layers.items():
         layer = model.get_submodule(ours)
         assert isinstance(layer, PackedLinear) is not plain
-        found = layer.weight if plain else layer.dequantize(torch.bfloat16)
-        assert torch.equal(found, weights[f"model.{name}.weight"])
+        found = layer.weight if plain else layer.dequantize(torch.float32)
+        assert torch.equal(found, weights[f"model.{name}.weight"].to(found.dtype))
     with nullcontext() if plain else pytest.warns(HastenWarning, match="28 layers .* are written as plain weights"):
         hasten.save(model, tmp_path / "again")
     assert "quantization_config" not in json.loads((tmp_path / "again" / "config.json").read_text())
     again = hasten.load(tmp_path / "again").blocks[2].mlp.down.weight
-    assert torch.equal(again, weights["model.layers.2.mlp.down_proj.weight"])
+    assert torch.equal(again, weights["model.layers.2.mlp.down_proj.weight"].bfloat16())
+
+
+def test_blocks_of_128_meet_inside_a_matrix(tmp_path):
+    """300 rows are two blocks and a part of one, 200 columns one and a part."""
+    sizes = {"hidden_size": 200, "num_attention_heads": 5, "num_key_value_heads": 5, "intermediate_size": 300}
+    config = read_config(sizes | {"model_type": "llama", "num_hidden_layers": 1, "vocab_size": 101})
+    hasten.save(initialize(config, seed=0, dtype=torch.bfloat16), tmp_path / "plain")
+    folder, weights = write(tmp_path / "plain", tmp_path / "out", "large blocks")
+    mlp = hasten.load(folder).blocks[0].mlp
+    for layer, name in ((mlp.up, "up_proj"), (mlp.down, "down_proj")):
+        assert torch.equal(layer.dequantize(torch.float32), weights[f"model.layers.0.mlp.{name}.weight"])
 
 
 @pytest.mark.parametrize(
