@@ -51,6 +51,8 @@ def test_what_it_refuses(options, kernel, words):
     ("options", "kernel"),
     [
         ({}, "native"),
+        ({"key_lengths": True}, "native"),
+        ({"key_lengths": True, "gradient": True}, "native"),
         ({"batch": None, "queries": None, "keys": None}, "native"),
         ({"block_mask": True, "block_size": 64}, "native-sparse"),
     ],

@@ -63,6 +63,9 @@ CASES = [
     (int4_format(32, bits=2), 16, 96, "groups"),
     (INT8, 20, 130, "columns"),
     (INT8, 20, 130, "activation"),
+    (int4_format(0), 64, 256, "activation"),
+    (int4_format(32), 256, 256, "groups"),
+    (int4_format(32, bits=3), 256, 256, "columns"),
 ]
 
 

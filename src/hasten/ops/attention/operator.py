@@ -51,7 +51,7 @@ def _flash_triton_unsupported(request: AttentionRequest) -> str | None:
         return f"it wants a scale above zero; this one is {request.spec.scale}"
     beside = ("mask", "key_padding", "intervals", "bias", "alibi", "block_mask", "dropout")
     if (found := request.given(*beside)) is not None:
-        return f"it takes no {found}, only causality and a window"
+        return f"it takes no {found}{'; give lengths' if found == 'key-padding mask' else ''}"
     return triton_support.refusal(request.device, request.compute_capability)
 
 
