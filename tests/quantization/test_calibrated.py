@@ -10,6 +10,8 @@ from torch import nn
 import hasten
 from hasten.errors import ConfigError, HastenWarning
 from hasten.model.context import training_context
+from hasten.model.families import read_config
+from hasten.model.initialize import initialize
 from hasten.ops.linear import PackedLinear
 from hasten.quantization import (
     AWQ,
@@ -264,6 +266,24 @@ def test_the_bits_do_not_depend_on_the_number_of_threads(method):
     finally:
         torch.set_num_threads(threads)
     assert all(torch.equal(tensor, results[1][name]) for name, tensor in results[0].items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", [GPTQ(), AWQ(), SignRounding(steps=6, batch=4)], ids=["gptq", "awq", "sign"])
+def test_nor_do_those_of_a_block_wide_enough_to_be_shared_out(method):
+    values = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 1, "vocab_size": 512}
+    config = read_config(values | {"model_type": "llama", "num_attention_heads": 8, "num_key_value_heads": 2})
+    tokens = torch.randint(512, (8, 512), generator=torch.Generator().manual_seed(0))
+    threads, results = torch.get_num_threads(), []
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            model = initialize(config, seed=0, dtype=torch.bfloat16).eval()
+            results.append(quantize(model, Int4(group_size=32), method=method, calibration=tokens).state_dict())
+    finally:
+        torch.set_num_threads(threads)
+    for name, tensor in results[0].items():
+        assert all(torch.equal(tensor, other[name]) for other in results[1:]), name
 
 
 @pytest.fixture
