@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 import hasten
 from hasten.errors import ConfigError
 from hasten.machine.limits import Limits
+from hasten.ops.attention.pattern_text import parse_pattern, pattern_values
 from hasten.ops.native import library
 from hasten.planning.cost import forward_flops_per_token
 from hasten.profiling import profile as profiles
@@ -31,6 +32,7 @@ def known_limits(monkeypatch):
     monkeypatch.setattr(profiles, "measure_limits", lambda *_: Limits(1e10, rates))
 
 
+PROMPT = {"batch": 1, "prompt_tokens": 192}
 ANSWERS = {"generate": Answers, "serve": ServedAnswers}
 
 
@@ -127,6 +129,20 @@ def test_keys_are_those_that_queries_see(spans, window):
         sets = [set(range(max(0, p + 1 - (window or p + 1)), p + 1)) for p in range(held, held + new)]
         seen, read = seen + sum(map(len, sets)), read + len(set.union(*sets))
     assert keys_of(spans, window) == (seen, read)
+
+
+def test_a_sparse_pattern_counts_what_it_has():
+    values = {"hasten": {"attention_pattern": pattern_values(parse_pattern("local:radius=1,block=16"))}}
+    sparse, dense = (
+        {work.name: sum(flops for flops, _ in least_of(work).values()) for work in Answers(model, **PROMPT).works()}
+        for model in (tiny_llama(**values), tiny_llama())
+    )
+    configs = tiny_llama().config, tiny_llama(**values).config
+    less = [192 * forward_flops_per_token(config, 192, scored=1) for config in configs]
+    assert dense["prefill"] - sparse["prefill"] == pytest.approx(less[0] - less[1])
+    a_key = 2 * 4 * configs[0].heads * configs[0].head_dim  # of both layers
+    hidden = (dense["decode"] - sparse["decode"]) / a_key
+    assert 180 < hidden < 215, "two or three blocks of 16 are seen instead of 225 keys"
 
 
 @given(st.lists(st.tuples(st.integers(-5, 25), st.integers(0, 9)), max_size=9))

@@ -62,8 +62,11 @@ def _attended(layer: LayerConfig, length: int) -> float:
     return (window * (window + 1) / 2 + (length - window) * window) / length
 
 
-def _attended_by_pattern(config: ModelConfig, length: int) -> float:
-    """The same for a layer of a model with a sparse pattern: whole blocks, and half of the one on the diagonal."""
+def attended_by_pattern(config: ModelConfig, length: int) -> float:
+    """Mean number of keys that a token of a causal sequence of `length` sees in each layer of a model with a pattern.
+
+    Whole blocks, and half of the one on the diagonal.
+    """
     pattern = config.attention_pattern
     assert pattern is not None
     layout = pattern.layout(-(-length // pattern.block), heads=config.heads)
@@ -80,7 +83,7 @@ def forward_flops_per_token(config: ModelConfig, sequence_length: int, *, scored
     if config.attention_pattern is None:
         seen = sum(_attended(layer, sequence_length) for layer in config.layers)
     else:
-        seen = len(config.layers) * _attended_by_pattern(config, sequence_length)
+        seen = len(config.layers) * attended_by_pattern(config, sequence_length)
     weights, unscored = parameters(config), 0.0 if scored is None else 1 - scored / sequence_length
     return 2 * (weights.active - unscored * weights.embedding) + 4 * config.heads * config.head_dim * seen
 

@@ -14,8 +14,10 @@ from hasten.generation.batch_sampler import BatchSampler
 from hasten.generation.compiled import CompiledForOneToken
 from hasten.generation.generate import Generation
 from hasten.generation.params import SamplingParams
+from hasten.model.config import ModelConfig
 from hasten.model.fused import FusedBlock
 from hasten.model.transformer import Attention, Linear, Transformer
+from hasten.planning.cost import attended_by_pattern
 from hasten.profiling.walk import parts_of
 from hasten.serving.engine import Engine
 from hasten.serving.request import EngineFailed, Request
@@ -164,12 +166,21 @@ def least_of(work: Work) -> dict[str, tuple[float, float]]:
             elif isinstance(module, Attention | FusedBlock):
                 spec = module.spec
                 seen, read = keys_of(work.spans, spec.window)
+                if config.attention_pattern is not None:
+                    each = [tokens_seen(config, held + new) - tokens_seen(config, held) for held, new in work.spans]
+                    seen = sum(each)
+                    read = sum(min(held + new, own) for (held, new), own in zip(work.spans, each, strict=True))
                 flops += passes * 4 * spec.heads * spec.head_dim * seen
                 moved += passes * 2 * item * spec.head_dim * (read * spec.kv_heads + rows * spec.heads)
             else:  # a norm; of an embedding's table, rows
                 moved += passes * 2 * item * rows * sum(weight.shape[-1] for weight in weights)
         found[part.name] = flops, moved
     return found
+
+
+def tokens_seen(config: ModelConfig, length: int) -> float:
+    """The keys that all tokens of a sequence see in a layer with a sparse pattern, together."""
+    return length * attended_by_pattern(config, length) if length else 0.0
 
 
 def keys_of(spans: Spans, window: int | None) -> tuple[int, int]:
