@@ -196,6 +196,7 @@ class Quantize(JsonOption):
         from time import perf_counter
 
         from hasten.model.load import load, resolve_model
+        from hasten.planning.memory import PROCESS_BYTES
         from hasten.quantization import quantize_to_folder
         from hasten.quantization.automatic import budget
 
@@ -207,7 +208,8 @@ class Quantize(JsonOption):
         folder = resolve_model(self.model)
         require_new_folder(self.output, folder, option="--output", overwrite=self.overwrite)
         device = str(resolve_device(self.device))
-        base = process_memory(device)
+        # The libraries take memory once they are used.
+        base = max(process_memory(device), PROCESS_BYTES if device == "cpu" else 0)
         model = load(folder, dtype=None if self.dtype == "auto" else self.dtype, device=device)
         before = sum(parameter.nbytes for parameter in model.parameters())
         if self.bits is not None:
