@@ -108,7 +108,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", default=str(RESULTS / "precision-bytes.json"))
     arguments = parser.parse_args()
-    report = {"kind": "precision-bytes", "shape": SHAPE, "rows": [measure(name) for name in POLICIES]}
+    from hasten.machine import describe
+
+    report = {
+        "kind": "precision-bytes",
+        "machine": describe().to_json(),
+        "shape": SHAPE,
+        "rows": [measure(name) for name in POLICIES],
+    }
     Path(arguments.json).write_text(json.dumps(report, indent=1) + "\n")
     head, rows = table(report)
     for row in (head, *rows):
