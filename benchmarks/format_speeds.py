@@ -36,6 +36,7 @@ CASES = {  # name -> options of hasten quantize, rung
 PUBLISHED = ("Q8_0", "Q4_0", "Q4_K_M", "Q3_K_M")
 PROMPT, NEW = 256, 128  # tokens
 TURN = 32  # tokens in a row of one of two that are paired
+LOADS = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,6 +197,8 @@ def scores(file: Path, plain: Path, text: str) -> dict[str, float]:
 def paired(nearest: Path, gptq: Path, rounds: int) -> dict[str, Any]:
     """Two folders by turns in one process, and a second copy of the first: tokens/s, and the median of the ratios with
     the interval that holds it with 95% (of order statistics, whatever the distribution).
+
+    They are loaded anew `LOADS` times in changing order: where weights lie in memory is worth a percent or two.
     """
     import torch
 
@@ -204,15 +207,19 @@ def paired(nearest: Path, gptq: Path, rounds: int) -> dict[str, Any]:
     from hasten.model.fused import fuse
 
     prompt = torch.randint(3, 256, (1, PROMPT), generator=torch.Generator().manual_seed(0)).tolist()
-    decoders, first = {}, {}
-    for name, folder in {"rtn": nearest, "gptq": gptq, "rtn again": nearest}.items():
-        model = hasten.load(folder, dtype="bfloat16")
-        decoders[name] = fastest_decoder(fuse(model), batch=1, capacity=PROMPT + TURN)
-        first[name] = decoders[name].prefill(prompt).argmax(-1)
-    speeds: dict[str, list[float]] = {name: [] for name in decoders}
-    orders = random.Random(0)
-    for number in range(rounds + 5):
-        names = list(decoders)
+    folders = {"rtn": nearest, "gptq": gptq, "rtn again": nearest}
+    speeds: dict[str, list[float]] = {name: [] for name in folders}
+    orders, names = random.Random(0), list(folders)
+    each = rounds // LOADS
+    rounds = each * LOADS
+    for number in range(LOADS * (each + 5)):
+        if (number := number % (each + 5)) == 0:
+            orders.shuffle(names)
+            decoders, first = {}, {}
+            for name in names:
+                model = hasten.load(folders[name], dtype="bfloat16")
+                decoders[name] = fastest_decoder(fuse(model), batch=1, capacity=PROMPT + TURN)
+                first[name] = decoders[name].prefill(prompt).argmax(-1)
         orders.shuffle(names)
         for name in names:
             decoders[name].truncate(PROMPT)
@@ -221,7 +228,12 @@ def paired(nearest: Path, gptq: Path, rounds: int) -> dict[str, Any]:
                 tokens = decoders[name].decode(tokens).argmax(-1)
             if number >= 5:
                 speeds[name].append(TURN / (time.perf_counter() - start))
-    found: dict[str, Any] = {"rounds": rounds, "tokens": TURN, "speeds": {n: median(s) for n, s in speeds.items()}}
+    found: dict[str, Any] = {
+        "rounds": rounds,
+        "loads": LOADS,
+        "tokens": TURN,
+        "speeds": {n: median(s) for n, s in speeds.items()},
+    }
     for name in ("gptq", "rtn again"):
         ratios = sorted(one / other for one, other in zip(speeds[name], speeds["rtn"], strict=True))
         off = int(0.98 * sqrt(rounds)) + 1  # 1.96 standard deviations of a rank
