@@ -1,10 +1,10 @@
-"""What decoding over blocks costs beside a contiguous cache, in bf16 and in int8: the attention, and a fused step.
+"""What decoding over blocks costs beside a contiguous cache, in bf16, int8 and int4: the attention, and a fused step.
 
     python benchmarks/paged_decode.py --output benchmarks/results/paged-decode.json
 
 All caches hold the same keys and values of sequences of `tokens` tokens; the blocks lie in a random order. They are
-measured in turn, the first changing from round to round, and the ratios to the contiguous one and of int8 to bf16
-blocks are formed within a round; the median counts.
+measured in turn, the first changing from round to round, and the ratios (blocks to the contiguous cache, int8 and int4
+blocks to those in bf16) are formed within a round; the median counts.
 The attention goes through the caches of all layers after each other, as a decode step does, so that none is found in
 the processor's caches because of the round before.
 """
@@ -18,7 +18,7 @@ from typing import Any
 
 import tyro
 
-KINDS = ("contiguous", "blocks", "int8")
+KINDS = ("contiguous", "blocks", "int8", "int4")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,16 +55,13 @@ class PagedDecode:
         with torch.inference_mode():
             for batch in self.batches:
                 rows += self.measure(model, batch)
-        print("| | batch | contiguous | blocks | ratio | int8 blocks | to blocks |\n|---|---|---|---|---|---|---|")
         for row in rows:
-            contiguous, blocks, int8 = (f"{row[kind] * 1e3:.2f} ms" for kind in KINDS)
-            ratios = [f"{row[name]:.3f}" for name in ("ratio", "int8_ratio")]
-            print(f"| {row['what']} | {row['batch']} | {contiguous} | {blocks} | {ratios[0]} | {int8} | {ratios[1]} |")
+            print(row)
         if self.output:
             settings = {
                 name: getattr(self, name) for name in ("shape", "layers", "tokens", "block_size", "rounds", "threads")
             }
-            write_json(self.output, {"schema": 2, "machine": describe().to_json(), "settings": settings, "rows": rows})
+            write_json(self.output, {"schema": 3, "machine": describe().to_json(), "settings": settings, "rows": rows})
 
     def model(self) -> Any:
         import torch
@@ -80,9 +77,9 @@ class PagedDecode:
     def measure(self, model: Any, batch: int) -> list[dict[str, Any]]:
         import torch
 
+        from hasten.generation.cache import row_format
         from hasten.generation.decoder import Decoder
         from hasten.generation.paged import PagedCache, Rows
-        from hasten.ops.attention.cache_rows import RowFormat
         from hasten.ops.native import library
 
         native = library()
@@ -91,30 +88,27 @@ class PagedDecode:
         config = model.config
         decoder = Decoder(model, batch=batch, capacity=room * size)
         make: dict[str, Any] = {"blocks": batch * room, "block_size": size, "dtype": model.dtype, "device": "cpu"}
-        rows8 = RowFormat(8)
-        paged, int8 = PagedCache(config, **make), PagedCache(config, **make, row_format=rows8)
+        formats = {"blocks": row_format("auto"), "int8": row_format("int8"), "int4": row_format("int4")}
+        paged = {kind: PagedCache(config, **make, row_format=rows) for kind, rows in formats.items()}
         order = torch.randperm(batch * room, generator=torch.Generator().manual_seed(0))
-        held = [(*cache.k, *cache.v) for cache in (decoder.cache, paged, int8)]
-        for whole, blocks, small in zip(*held, strict=True):
+        for i, whole in enumerate((*decoder.cache.k, *decoder.cache.v)):
             whole.normal_()
-            blocks[:-1].unflatten(0, (-1, size))[order] = whole[:-1].unflatten(0, (-1, size))
-            small.copy_(rows8.write(blocks))
+            for kind, cache in paged.items():
+                blocks = (*cache.k, *cache.v)[i][:-1].unflatten(0, (-1, size))
+                blocks[order] = formats[kind].write(whole[:-1]).unflatten(0, (-1, size))
         rows = [Rows(table, self.tokens - 1, 1) for table in order.view(batch, room).tolist()]
         tokens = torch.arange(batch) + 5
         q = torch.randn(batch, config.heads, config.head_dim)
         places = torch.full((batch, 1), self.tokens - 1)
-        views = {
-            "contiguous": decoder.cache.step(places, masks=False).layers,
-            "blocks": paged.step(rows).layers,
-            "int8": int8.step(rows).layers,
-        }
+        views = {"contiguous": decoder.cache.step(places, masks=False).layers}
+        views |= {kind: cache.step(rows).layers for kind, cache in paged.items()}
 
         def attention(kind: str) -> list[Any]:
             found = []
             for layer in views[kind]:
-                view = layer.view(batch=batch, tokens=1, kv_heads=config.kv_heads, head_dim=config.head_dim)
+                held = layer.held
                 found.append(
-                    native.ops.attention(q, view.k, view.v, *view.metadata.to_read, config.head_dim**-0.5, 0, 0.0)
+                    native.ops.attention(q, held.k, held.v, *held.metadata.to_read, config.head_dim**-0.5, 0, 0.0)
                 )
             return found
 
@@ -122,19 +116,19 @@ class PagedDecode:
             if kind == "contiguous":
                 decoder.lengths = [self.tokens - 1] * batch
                 return decoder.decode(tokens)
-            context = (int8 if kind == "int8" else paged).step(rows)
+            context = paged[kind].step(rows)
             return model(tokens[None], context.positions, context)[0]
 
         found = []
         for what, run in (("attention", attention), ("step", step)):
             first, second = run("contiguous"), run("blocks")
-            run("int8")
+            run("int8"), run("int4")
             assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True)), "the caches are not the same"
             times = [timed(run, odd=i % 2 == 1) for i in range(self.rounds)]
             kinds = {kind: median(t[kind] for t in times) for kind in views}
             ratio = median(t["blocks"] / t["contiguous"] for t in times)
-            int8_ratio = median(t["int8"] / t["blocks"] for t in times)
-            found.append({"what": what, "batch": batch, **kinds, "ratio": ratio, "int8_ratio": int8_ratio})
+            ratios = {f"{kind}_ratio": median(t[kind] / t["blocks"] for t in times) for kind in ("int8", "int4")}
+            found.append({"what": what, "batch": batch, **kinds, "ratio": ratio, **ratios})
         return found
 
 

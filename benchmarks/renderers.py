@@ -167,6 +167,30 @@ def quantize_quality(report: Report) -> str:
     return markdown(head, rows)
 
 
+CHOICES = (  # what a user wants, the options for it, the row that shows what it keeps, the time for 1.1 B on two cores
+    ("the same model, half the memory", "`--scheme int8`", "int8 rtn", "seconds"),
+    ("a third of the memory, at once", "`--scheme int4`", "int4 g128 rtn", "seconds"),
+    (
+        "a third of the memory, little loss",
+        "`--scheme int4 --group-size 32 --method gptq`",
+        "int4 g32 gptq",
+        "13 minutes",
+    ),
+    ("the smallest file", "`--scheme int3 --method gptq --gptaq`", "int3 g128 gptaq", "about twice that"),
+    ("the best of the smallest", "`--scheme int3 --method sign`", "int3 g128 sign", "hours: 4,800 TFLOP"),
+)
+
+
+def quantize_choice(report: Report) -> str:
+    """Which scheme and method to take."""
+    known = {one["name"]: one for one in report["rows"]}
+    rows = []
+    for want, options, name, seconds in CHOICES:
+        one = known[name]
+        rows.append([want, options, f"{one['bits_per_weight']:.1f}", f"{one['kl_mean']:.4f}", seconds])
+    return markdown(["you want", "take", "bits in all", "KL divergence", "1.1 B on two cores"], rows, left=2)
+
+
 def format_speeds(report: Report) -> str:
     """`format_speeds.py`: what each format gives, and what it costs; llama.cpp's without a prediction."""
     rows = []
@@ -247,11 +271,12 @@ def paged_decode(report: Report) -> str:
     """`paged_decode.py`."""
     rows = []
     for one in report["rows"]:
-        contiguous, blocks, int8 = (f"{one[kind] * 1e3:.2f} ms" for kind in ("contiguous", "blocks", "int8"))
-        ratios = f"{one['ratio']:.3f}", f"{one['int8_ratio']:.3f}"
-        rows.append([one["what"], str(one["batch"]), contiguous, blocks, ratios[0], int8, ratios[1]])
-    head = ["", "sequences", "contiguous", "blocks", "blocks / contiguous", "int8 blocks", "int8 / bf16 blocks"]
-    return markdown(head, rows)
+        contiguous, blocks, *small = (f"{one[kind] * 1e3:.2f} ms" for kind in ("contiguous", "blocks", "int8", "int4"))
+        ratios = [f"{one[f'{kind}_ratio']:.3f}" for kind in ("int8", "int4")]
+        beside = [cell for pair in zip(small, ratios, strict=True) for cell in pair]
+        rows.append([one["what"], str(one["batch"]), contiguous, blocks, f"{one['ratio']:.3f}", *beside])
+    head = ["", "sequences", "contiguous", "blocks", "blocks / contiguous"]
+    return markdown([*head, "int8 blocks", "to bf16's", "int4 blocks", "to bf16's"], rows)
 
 
 def serve_fairness(report: Report) -> str:
@@ -370,6 +395,7 @@ RENDERERS: dict[str, Callable[[Report], str]] = {
     **dict.fromkeys(("prefill-attention", "prefill-attention-avx512", "prefill-attention-amx"), prefill_attention),
     "demo-ladder": demo_ladder,
     "quantize-perplexity": quantize_perplexity,
+    "quantize-quality choice": quantize_choice,
     "quantize-quality": quantize_quality,
     "quantize-bits": quantize_quality,
     "format-speeds": format_speeds,
