@@ -242,7 +242,7 @@ def read_small(case: Case) -> Any:
     return replace(config, layers=config.layers[:1], ropes=ropes, **small)
 
 
-def speed(name: str, rounds: int = 2) -> dict[str, Any]:
+def speed(name: str, rounds: int = 4) -> dict[str, Any]:
     """Predicted and measured seconds of a case's phases, in turns."""
     from hasten.machine import configure
 
