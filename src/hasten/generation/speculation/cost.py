@@ -99,11 +99,12 @@ def measure_step_cost(
     else:
         times = _blocks_and_head(model, most, contexts, seconds, layers or len(config.layers), prompts)
     base, per_token = [0.0], [0.0]
-    for low, high in times:
+    for rows, (low, high) in zip(most, times, strict=True):
         # The short context is at most half of its step; what says otherwise is noise.
         slope = min(max(0.0, high - low) / (contexts[1] - contexts[0]), low / (2 * contexts[0]))
-        # More rows never cost less: what says so is noise.
+        # More rows never cost less, nor more than so many steps of the fewest: what says so is noise.
         base.append(max(low - slope * contexts[0], base[-1]))
+        base[-1] = min(base[-1], base[1] * rows / most[0])
         per_token.append(max(slope, per_token[-1]))
     return StepCost(most, base[1:], per_token[1:])
 
@@ -172,7 +173,8 @@ def _blocks_and_head(
 
 
 def _in_turn(calls: Sequence[Callable[[], object]], seconds: float, model: Transformer) -> list[float]:
-    """The median time of each call, all of them one after the other for so many seconds, once at least.
+    """The time of each call, all of them one after the other for so many seconds, once at least: the median of the
+    faster half, as what other programs take makes no call faster.
 
     Of three calls that follow each other the last counts: steps come after others of their size, and find in the
     processor's caches what those left there. When the time is over, of a large model on a slow machine, each is one.
@@ -187,7 +189,7 @@ def _in_turn(calls: Sequence[Callable[[], object]], seconds: float, model: Trans
     while not times[0] or in_time():
         for call, own in zip(calls, times, strict=True):
             own.append([_timed(call, model.device) for _ in range(3 if in_time() else 1)][-1])
-    return [statistics.median(own) for own in times]
+    return [statistics.median(sorted(own)[: -(-len(own) // 2)]) for own in times]
 
 
 def _timed(call: Callable[[], object], device: torch.device) -> float:
