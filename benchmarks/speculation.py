@@ -59,7 +59,7 @@ class Speculation:
     """Requests at once."""
 
     rounds: int = 5
-    """Every contestant once in each."""
+    """Every contestant once in each; with few requests at once more of them."""
 
     seed: int = 0
     """Of the draws."""
@@ -139,7 +139,8 @@ class Speculation:
         rows = []
         for count in self.streams:
             prompts = beginnings(model, self.recipe, count, self.prompt_tokens)
-            found = contest(self.rounds, drafts, lambda draft, p=prompts: served(model, draft, p, self.new_tokens))
+            rounds = self.rounds * max(1, 8 // count)  # a few requests are soon answered: as many in all
+            found = contest(rounds, drafts, lambda draft, p=prompts: served(model, draft, p, self.new_tokens))
             rows += [{"streams": count, **row} for row in found]
         return rows
 
