@@ -79,7 +79,7 @@ class Speculation:
         kept = []
         if self.output is not None and self.output.exists():
             before = json.loads(self.output.read_text())
-            if before["settings"] == report["settings"]:
+            if before["settings"] == json.loads(json.dumps(report["settings"])):  # which has no tuples
                 kept = [row for row in before["rows"] if row["weights"] not in self.weights]
         rows = [*kept, *(row for weights in self.weights for row in self.of(weights))]
         rows.sort(key=lambda row: list(WEIGHTS).index(row["weights"]))

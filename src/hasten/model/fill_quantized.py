@@ -36,7 +36,7 @@ def fill_quantized(
     """
     layers: dict[str, LayerFormat] = {}
     plain: list[str] = []
-    held, stored_bytes = 0, 0.0  # of those
+    plain_bytes, stored_bytes = 0, 0.0  # of those
     embedding, head = pieces.get("embedding.weight"), pieces.get("head.weight")
     tied = embedding is not None and (head == embedding or (head is None and model.head.weight.is_meta))
     if tied:  # one matrix, which the head holds
@@ -56,7 +56,7 @@ def fill_quantized(
             whole = dequantize(module, dtype)
             weight = own(whole)
             place.weight = nn.Parameter(weight if cut is None else cut.of(weight))
-            held += place.weight.nbytes
+            plain_bytes += place.weight.nbytes
             stored_bytes += folder.values(module).nbytes * place.weight.numel() / whole.numel()
             plain.append(f"{module.name} ({module.stored})")
             data: Tensor = place.weight
@@ -100,8 +100,9 @@ def fill_quantized(
     if plain:
         warnings.warn(
             f"no kernel takes a quantized weight like {plain[0]}: {len(plain)} of {len(pieces)} are held as plain "
-            f"{str(dtype).removeprefix('torch.')}: {held / 1e9:.2f} GB, {held / stored_bytes:.1f} times as stored, "
-            "which every token reads; where all of them are, --quantize int8 rounds them anew, with one scale a row",
+            f"{str(dtype).removeprefix('torch.')}: {plain_bytes / 1e9:.2f} GB, {plain_bytes / stored_bytes:.1f} times "
+            "as stored, which every token reads; where all of them are, --quantize int8 rounds them anew, with one "
+            "scale a row",
             HastenWarning,
             stacklevel=4,
         )

@@ -183,7 +183,7 @@ def tokens_seen(config: ModelConfig, length: int) -> float:
     return length * attended_by_pattern(config, length) if length else 0.0
 
 
-def keys_of(spans: Spans, window: int | None) -> tuple[int, int]:
+def keys_of(spans: Spans, window: int | None) -> tuple[float, float]:
     """The keys that the queries of a layer see, all together, and those that have to be read for them."""
     most = window or 1 << 60
     seen = sum(min(position + 1, most) for held, new in spans for position in range(held, held + new))
