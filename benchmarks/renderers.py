@@ -176,8 +176,8 @@ CHOICES = (  # what a user wants, the options for it, the row that shows what it
         "int4 g32 gptq",
         "13 minutes",
     ),
-    ("the smallest file", "`--scheme int3 --method gptq --gptaq`", "int3 g128 gptaq", "about twice that"),
-    ("the best of the smallest", "`--scheme int3 --method sign`", "int3 g128 sign", "hours: 4,800 TFLOP"),
+    ("the smallest file", "`--scheme int3 --method gptq --gptaq`", "int3 g128 gptaq", "not measured"),
+    ("the best of the smallest", "`--scheme int3 --method sign`", "int3 g128 sign", "not measured: 4,800 TFLOP"),
 )
 
 

@@ -83,6 +83,12 @@ def test_the_tables_are_those_of_the_measurements(rows):
         assert row in PAGE.read_text()
 
 
+@pytest.mark.xfail(strict=True, reason="7% with eight sequences on a Zen 4; a Zen 5 had 4% (docs/paged-cache.md)")
+def test_a_step_over_blocks_costs_at_most_five_percent_more():
+    rows = json.loads((BENCHMARKS / "results" / "paged-decode.json").read_text())["rows"]
+    assert max(row["ratio"] for row in rows if row["what"] == "step") <= 1.05
+
+
 def test_a_step_over_blocks_costs_what_the_page_says():
     rows = json.loads((BENCHMARKS / "results" / "paged-decode.json").read_text())["rows"]
     one, eight = (round(100 * (row["ratio"] - 1)) for row in rows if row["what"] == "step")

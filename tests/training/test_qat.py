@@ -59,7 +59,7 @@ def test_the_folder_has_the_loss_that_was_trained(recipe, name):
     assert max(4, CASES[name].bits) < result.bits_per_weight < 32
     assert f"{result.bits_per_weight:.2f} bits a weight as stored" in summary(result)
     losses = [line["loss"] for line in read(result.folder / "train.jsonl")]
-    assert result.validation_loss < losses[0] - 0.5, "it learns"
+    assert result.validation_loss < losses[0] - 1.0, "it learns"
 
 
 @pytest.mark.filterwarnings("ignore:no kernel takes a quantized weight like")

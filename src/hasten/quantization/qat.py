@@ -64,6 +64,7 @@ class FakeQuantized(nn.Linear):
     """
 
     rounding: FakeRounding
+    activation_group: int  # inputs that are rounded with one scale; 0: none are
     bits: int
     mix: Tensor
     a: Tensor | None
@@ -78,6 +79,7 @@ class FakeQuantized(nn.Linear):
         new = take_over(cls, plain)
         new.a, new.b, new.added = (None, None, 0.0) if factors is None else (factors.a, factors.b, factors.scale)
         new.rounding, new.bits = rounding, rounding.bits
+        new.activation_group = activation_group(rounding.layer, new.in_features)
         width = new.group
         if new.in_features % width:
             raise ConfigError(f"a layer of {new.in_features} inputs cannot be cut into groups of {width}")
@@ -117,8 +119,8 @@ class FakeQuantized(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (…, K) -> (…, N)."""
-        if group := activation_group(self.rounding.layer, self.in_features):
-            x = rounded_activations(x, group)
+        if self.activation_group:
+            x = rounded_activations(x, self.activation_group)
         return F.linear(x, self.weight, self.bias)
 
     def _levels(self, groups: Tensor) -> tuple[Tensor, Tensor]:

@@ -141,8 +141,8 @@ def first_layers(model: Transformer, count: int) -> Transformer:
 def step_cost(model: Transformer) -> StepCost:
     """What the model's steps cost on this machine; measured once for a shape, its formats and the threads.
 
-    A process that finds a table takes two steps to see that it holds: one that was measured while other programs kept
-    the machine busy is measured again.
+    A process times steps of one and eight rows before it believes a table that it finds: one that was measured while
+    other programs kept the machine busy is measured again.
     """
     formats = sorted({f"{kind}" for kind in (model.quantization or {}).values()})
     shape, ranks = replace(model.config, source={}), model.group.size if isinstance(model, ShardedTransformer) else 1
@@ -152,14 +152,16 @@ def step_cost(model: Transformer) -> StepCost:
     )
     key = f"3 {shape} {formats} {model.dtype} {model.readable} {where}"
     file = f"{hashlib.sha256(key.encode()).hexdigest()[:20]}.json"
-    known: list[StepCost] = []
+    known: StepCost | None = None
     with suppress(OSError, ResourceError, ValueError, KeyError, TypeError):
-        known = [StepCost(**json.loads((cache_folder("steps") / file).read_text(encoding="utf-8"))["cost"])]
-    if known and ranks == 1 and key not in _CHECKED and not _holds(model, known[0]):
-        known = []
+        known = StepCost(**json.loads((cache_folder("steps") / file).read_text(encoding="utf-8"))["cost"])
+    holds = told_by_first(model, [[known is not None]]) == [[1]]
+    if holds and key not in _CHECKED:
+        now = measure_step_cost(model, row_counts=(1, 8), seconds=0.05)
+        holds = told_by_first(model, [[known is not None and _agree(known, now)]]) == [[1]]
     _CHECKED.add(key)
-    if told_by_first(model, [[len(known)]]) == [[1]]:
-        return known[0] if known else StepCost((1,), (1.0,), (0.0,))  # only the first one asks it
+    if holds:
+        return known or StepCost((1,), (1.0,), (0.0,))  # only the first one asks it
     found = measure_step_cost(model)
     cost = {name: value for name, value in asdict(found).items() if not name.startswith("_")}
     with suppress(OSError, ResourceError):  # then it is measured again
@@ -167,9 +169,7 @@ def step_cost(model: Transformer) -> StepCost:
     return found
 
 
-def _holds(model: Transformer, cost: StepCost) -> bool:
-    """Whether many rows cost as many times one row as a table says."""
-    rows = [rows for rows in (1, 8) if rows in cost.rows]
-    now = measure_step_cost(model, row_counts=rows, seconds=0.05)
-    shares = [now.seconds(count, 0) / cost.seconds(count, 0) for count in rows]
+def _agree(table: StepCost, now: StepCost) -> bool:
+    """Whether more rows cost as many times one row by both."""
+    shares = [now.seconds(rows, 0) / table.seconds(rows, 0) for rows in now.rows]
     return max(shares) < _FAR * min(shares)

@@ -123,7 +123,7 @@ class Speculator:
         self._drafts: dict[int, Draft] = {}  # of this step
         self._more: dict[int, float] = {}  # seconds that a further row costs beside so many, by the table as it is
         self._plain_steps = 0
-        self._resting = self._rested = False  # nothing was proposed in the step before
+        self._asked_at = 0  # the step in which the proposer was asked last
         self._credit = _CREDIT
         self._began: float | None = None  # the time when this step's proposing did
         self._asked: tuple[float, float] | None = None  # seconds: proposing in this step, a plain one
@@ -138,10 +138,8 @@ class Speculator:
         self._credit = min(_CREDIT, self._credit + _INTEREST)
         plain = self.stats.steps < _PLAIN or self.stats.steps % _PLAIN_AGAIN == 0
         if not self.always and (self._credit < 0 or plain):
-            self._resting = True
             return True
         self._began = self._clock()
-        self._rested, self._resting = self._resting, False
         return False
 
     def propose(self, texts: Sequence[Text], *, other_rows: int = 0) -> list[list[int]]:
@@ -163,13 +161,13 @@ class Speculator:
         usual = 0.0
         if floor >= 1:
             drafts = [Draft() for _ in texts]
-            self._resting = True
         else:
             drafts = self.proposer.propose(texts, floor=floor, chance=self.acceptance.chance)
             longest = max(len(draft.tokens) for draft in drafts)
             # After a rest a model first reads what was written meanwhile: that is not what its next drafts cost.
-            rested = self._rested and self.seconds > 0
+            rested = self.seconds > 0 and self.stats.steps > self._asked_at + 1
             usual = self._proposing(longest) if rested else self._took(self._clock() - asked, longest)
+            self._asked_at = self.stats.steps
             if not self.always and any(draft.tokens for draft in drafts):
                 drafts = self._paying(drafts, rows, context, probing)
         self._drafts = {text.number: draft for text, draft in zip(texts, drafts, strict=True)}
