@@ -165,6 +165,8 @@ class Contest(Race):
         settings = {"model": f"{recipe.name} on {recipe.data.source}", "seconds": self.seconds, "steps": self.steps}
         report = self.measure(rungs, kind="train", settings=settings | self.settings(recipe))
         for row in report["rows"]:
+            if "error" in row:
+                raise SystemExit(f"{row['name']}: {row['error']}")
             row |= said[row["name"]]
         return report | self.summary(report["rows"])
 

@@ -13,7 +13,8 @@ import llama_cpp as llama
 
 path, kind = sys.argv[1:3]
 n, prompts, length, new, slots, threads = map(int, sys.argv[3:])
-llama.llama_log_set(llama.llama_log_callback(lambda *_: None), None)
+quiet = llama.llama_log_callback(lambda *_: None)  # held: llama.cpp calls it later, too
+llama.llama_log_set(quiet, None)
 llama.llama_backend_init()
 model = llama.llama_model_load_from_file(path.encode(), llama.llama_model_default_params())
 vocabulary = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(model))

@@ -120,7 +120,12 @@ class Ladder(BenchmarkOptions):
         machine = describe().to_json()
         with tempfile.TemporaryDirectory(prefix="hasten-compile-") as place, bars("count", "elapsed") as progress:
             # Folders of their own: compiled for the first time, as on a machine that has never run them.
-            ready = [replace(rung, **process, compile_cache=os.path.join(place, rung.name)) for rung in (probe, *rungs)]
+            # By number: a compiler does not take every character of a name.
+            caches = (os.path.join(place, str(number)) for number in range(len(rungs) + 1))
+            ready = [
+                replace(rung, **process, compile_cache=cache)
+                for rung, cache in zip((probe, *rungs), caches, strict=True)
+            ]
             bar = progress.add_task("", total=len(ready) * (self.rounds + (1 + self.warmup) * keep))
             measured_limits, *runs = run_interleaved(
                 ready,
