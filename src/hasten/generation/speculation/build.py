@@ -72,7 +72,8 @@ def make_speculator(
     seconds = (0.0, 0.0)
     if isinstance(proposer, DraftModel):
         known = _PRICES.get(proposer.model)
-        measured = proposer.warm_up(rounds=0 if known else 3)
+        between = sum(weight.nbytes for weight in model.state_dict().values())
+        measured = proposer.warm_up(rounds=0 if known else 3, between=between)
         seconds = _PRICES.setdefault(proposer.model, measured)
     return Speculator(proposer, step_cost(model), most=most, seconds=seconds)
 
