@@ -24,7 +24,9 @@ from hasten.serving.engine import Engine, EngineSettings
 from hasten.serving.request import Request
 
 REPOSITORY = Path(__file__).parent.parent
-EDIT = 10  # lines on each side of a change
+EDITED = "783f835c"  # the last commit whose edits are taken
+EDITS = 8  # files
+EDIT_TOKENS = 300, 1500  # of a file
 Result = dict[str, float]
 
 
@@ -88,24 +90,32 @@ def repeated(tokens: list[int], size: int = 16) -> float:
 
 
 def changed(model: Any, count: int) -> list[tuple[list[int], list[int]]]:
-    """(prompt, output): a window of a file before and after a commit of this repository, as tokens."""
-    log = ["git", "-C", str(REPOSITORY), "log", "--no-merges", "-n", "400", "--format=%H", "--", "src/*.py"]
+    """(prompt, output): whole files before and after a commit of this repository, as tokens; one of each commit.
+
+    Always the same commits. Files may be longer than the texts that a small model was trained on: what it writes is
+    forced, and its passes take as long.
+    """
+    log = ["git", "-C", str(REPOSITORY), "log", "--no-merges", "--format=%H", "-n", "200", EDITED, "--", "src/*.py"]
     found: list[tuple[list[int], list[int]]] = []
-    most = model.config.max_positions
-    for commit in subprocess.run(log, capture_output=True, text=True, check=True).stdout.split():
-        show = ["git", "-C", str(REPOSITORY), "show", "--format=", f"-U{EDIT}", commit, "--", "src/*.py"]
-        for hunk in subprocess.run(show, capture_output=True, text=True, check=True).stdout.split("\n@@ ")[1:]:
-            lines = [line for line in hunk.split("\n")[1:] if line[:1] in ("+", "-", " ")]
-            if not all(any(line[:1] == mark for line in lines) for mark in ("+", "-")):
-                continue
-            before, after = ("\n".join(line[1:] for line in lines if line[:1] in (" ", mark)) for mark in ("-", "+"))
-            prompt, output = (model.tokenizer.encode(f"{text}\n", add_special_tokens=False) for text in (before, after))
-            if len(prompt) + len(output) + 20 < most and len(output) > 100:
+    for commit in _lines(log):
+        changes = ["diff", "--name-only", "--diff-filter=M", f"{commit}^", commit, "--", "src/*.py"]
+        for name in _lines(["git", "-C", str(REPOSITORY), *changes]):
+            texts = (_text(["git", "-C", str(REPOSITORY), "show", f"{at}:{name}"]) for at in (f"{commit}^", commit))
+            prompt, output = (model.tokenizer.encode(text, add_special_tokens=False) for text in texts)
+            if all(EDIT_TOKENS[0] <= len(tokens) <= EDIT_TOKENS[1] for tokens in (prompt, output)):
                 found.append((prompt, output))
                 break
         if len(found) == count:
             break
     return found
+
+
+def _text(command: list[str]) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def _lines(command: list[str]) -> list[str]:
+    return _text(command).split()
 
 
 def written(model: Any, draft: Any, pairs: list[tuple[list[int], list[int]]]) -> tuple[Any, Result]:

@@ -19,7 +19,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from drafted_ways import beginnings, changed, generated, load, served, written
+from drafted_ways import EDITS, beginnings, changed, generated, load, served, written
 from quantize_perplexity import held_out
 
 import hasten
@@ -129,10 +129,11 @@ class Speculation:
         return rows
 
     def edits(self, model: Any, drafts: dict[str, Any]) -> list[dict[str, Any]]:
-        """Files that a commit changed, written anew as they are after it."""
-        pairs = changed(model, self.prompts)
+        """Files that commits changed, written anew as they are after it."""
+        pairs = changed(model, EDITS)
         chosen = {name: draft for name, draft in drafts.items() if name in ("none", "suffix")}
-        return contest(self.rounds, chosen, lambda draft: written(model, draft, pairs))
+        size = {"files": len(pairs), "tokens": sum(len(output) for _, output in pairs)}
+        return [size | row for row in contest(self.rounds, chosen, lambda draft: written(model, draft, pairs))]
 
     def many(self, model: Any, drafts: dict[str, Any]) -> list[dict[str, Any]]:
         """Requests that come together."""
