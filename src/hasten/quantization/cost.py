@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hasten.model.transformer import Transformer
+from hasten.ops.pages import return_freed_memory
 from hasten.planning.memory import calibration_memory
 from hasten.quantization.awq import AWQ
 from hasten.quantization.schemes import Scheme
@@ -20,18 +21,19 @@ def predicted_bytes(model: Transformer, tokens: Tensor, method: BlockMethod, *, 
     """Bytes beside the checkpoint.
 
     GPTQ and AWQ have three matrices as large as a sum over the samples and a quarter of one at work, GPTAQ five; GPTQ
-    what the experts of a block are given, AWQ the scaled weights. Sign rounding has the states before quantization, and
-    nine copies (weight, offsets, the best ones, gradients of two calls, and what the pass keeps for them), and then one
-    such sum.
+    what the experts of a block are given, AWQ the scaled weights. Sign rounding has the states before quantization,
+    fourteen copies (weight, offsets, the best and the last ones, what rounding keeps for its gradient, and gradients),
+    what a pass keeps for its gradient, and then one such sum.
     """
     states = tokens.numel() * model.config.hidden_size * model.compute_dtype.itemsize
     walks = 2 if method.needs_before else 1
     counts: dict[str, Any] = {"copies": 0, "squares": 3.25 if walks == 1 else 5, "routed": True}
+    step = min(tokens.numel(), max(BATCH_TOKENS, tokens.shape[1])) * model.compute_dtype.itemsize
     if isinstance(method, SignRounding):
-        counts = {"copies": 9, "squares": 1.25, "routed": False}
+        counts = {"copies": 14, "squares": 1.25, "routed": False}
+        step = 5 * step // 2
     elif isinstance(method, AWQ):
         counts = {"copies": 1, "squares": 3.25, "routed": False}
-    step = min(tokens.numel(), max(BATCH_TOKENS, tokens.shape[1])) * model.compute_dtype.itemsize
     needed = calibration_memory(model.config, states=states, walks=walks, step=step, spill=spill, **counts).peak
     return needed + (states if isinstance(method, SignRounding) else 0)
 
@@ -47,5 +49,6 @@ def tuning_seconds(model: Transformer, scheme: Scheme, tokens: Tensor, method: S
     options: dict[str, Any] = {"search": scheme.search, "progress": lambda *_: times.append(perf_counter())}
     with torch.no_grad():
         replace(method, steps=3).quantize_block(block_task(model, 0, scheme.layers(model), [walk, walk], **options))
+    return_freed_memory()
     passes = 9 * len(tokens) / min(method.batch, len(tokens))
     return (times[3] - times[2]) * len(model.blocks) * (method.steps + passes / 3)

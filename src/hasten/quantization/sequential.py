@@ -13,6 +13,7 @@ from hasten.errors import ConfigError
 from hasten.model.formats.record import LayerFormat, held_format, regrouped
 from hasten.model.transformer import Transformer
 from hasten.ops.linear import PackedEmbedding, PackedLinear, QuantizedWeight
+from hasten.ops.pages import return_freed_memory
 from hasten.quantization.report import LayerReport, compare
 from hasten.quantization.rounding import Grid, Search, round_weight
 from hasten.quantization.schemes import KERNEL_BITS
@@ -156,6 +157,7 @@ def quantize_blocks(
         except ConfigError as error:
             raise ConfigError(f"{task.prefix.rstrip('.') or 'head'}: {error}") from None
         assert task.weights.keys() == task.layers.keys(), "a method places every layer"
+        return_freed_memory()
         return task
 
     for index, block in enumerate(model.blocks):
