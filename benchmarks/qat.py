@@ -3,8 +3,9 @@
     python benchmarks/qat.py --model runs/code-25m/model --output benchmarks/results/qat.json
 
 A finished model is trained on for the same few steps with plain weights (the side that all are held against) and while
-rounded, three seeds each. The plain one is then rounded to nearest, and by gptq and sign rounding, with calibration
-text that it was trained on. All are scored on the same held-out files; the cost is their loss above the plain one's.
+rounded, from rounding to nearest and from what gptq makes of it, three seeds each. The plain one is then rounded to
+nearest, and by the other methods, with calibration text that it was trained on. All are scored on the same held-out
+files; the cost is their loss above the plain one's.
 """
 
 import json
@@ -23,6 +24,8 @@ from quantize_perplexity import held_out
 from quantize_quality import METHODS, command, seen, write_texts
 
 CASES = {"int3 g32": (3, 32), "int4 row": (4, 0), "int2 g32": (2, 32)}
+BEGUN = "qat from gptq"  # which begins with the integers and scales of the given model by gptq
+SLOW = ("sign",)  # is measured with the first seed only
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,8 +108,7 @@ class Measuring:
             for case in ("plain", *self.options.cases):
                 if seed != self.options.seeds[0] and case.startswith("int2"):
                     continue
-                ways = ("trained",) if case == "plain" else ("qat", *self.options.methods)
-                for way in ways:
+                for way in self.ways(case, first=seed == self.options.seeds[0]):
                     if any((row["case"], row["way"], row["seed"]) == (case, way, seed) for row in self.rows):
                         continue
                     if time.monotonic() > self.end:
@@ -114,24 +116,41 @@ class Measuring:
                     self.add({"case": case, "way": way, "seed": seed} | self.measured(case, way, seed))
         return False
 
+    def ways(self, case: str, *, first: bool) -> list[str]:
+        """Of a case, with the first seed or a further one."""
+        if case == "plain":
+            return ["trained"]
+        begun = [BEGUN] if CASES[case][0] in (3, 4) else []  # two bits have levels of their own
+        return ["qat", *begun, *(method for method in self.options.methods if first or method not in SLOW)]
+
     def measured(self, case: str, way: str, seed: int) -> dict[str, Any]:
         """The loss, that of the plain model beside it, and what training took."""
         if case == "plain":
             return self.trained(f"plain-{seed}", seed, self.options.learning_rate, [])
         (bits, group), plain = CASES[case], self.place / "runs" / f"plain-{seed}" / "model"
         base = {"plain": next(row["loss"] for row in self.rows if (row["case"], row["seed"]) == ("plain", seed))}
-        if way == "qat":
+        if way in ("qat", BEGUN):
             options = ["--qat.bits", str(bits), "--qat.group-size", str(group), "--qat.activations", "float"]
+            if way == BEGUN:
+                begin = self.place / f"begin{bits}-{group}"
+                if not begin.exists():
+                    self.quantized(self.options.model, begin, case, "gptq")
+                options += ["--qat.init", str(begin)]
             rate = self.options.qat_rate or self.options.learning_rate
-            return self.trained(f"qat{bits}-{group}-{seed}", seed, rate, options) | base
+            return self.trained(f"{way.replace(' ', '-')}-{bits}-{group}-{seed}", seed, rate, options) | base
         out = self.place / "out"
         shutil.rmtree(out, ignore_errors=True)
-        options = ["--scheme", f"int{bits}", "--group-size", str(group), "--lm-head", "none", *METHODS[way]]
-        options += ["--activations", "float", "--output", str(out)]
-        if way != "rtn":
-            options += ["--calibration", str(self.known), "--samples", str(self.options.samples)]
-        command(["quantize", str(plain), *options])
+        self.quantized(plain, out, case, way)
         return {"loss": scored(out, self.held)} | base
+
+    def quantized(self, model: Path, out: Path, case: str, method: str) -> None:
+        """Without training."""
+        bits, group = CASES[case]
+        options = ["--scheme", f"int{bits}", "--group-size", str(group), "--lm-head", "none", *METHODS[method]]
+        options += ["--activations", "float", "--output", str(out)]
+        if method != "rtn":
+            options += ["--calibration", str(self.known), "--samples", str(self.options.samples)]
+        command(["quantize", str(model), *options])
 
     def add(self, row: dict[str, Any]) -> None:
         """Print and write."""

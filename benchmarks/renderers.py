@@ -358,6 +358,20 @@ def sparse_attention(report: Report) -> str:
     return markdown(["pattern", "blocks, d", "forward", *shares, "with backward", *shares], rows)
 
 
+def sparse_decode(report: Report) -> str:
+    """`sparse_decode.py`."""
+    rows = [
+        [
+            one["name"],
+            f"{1e3 * one['step_seconds']:.2f}",
+            f"{1e3 * one['attention_seconds']:.2f}",
+            f"{one['of_dense']:.2f}",
+        ]
+        for one in report["rows"]
+    ]
+    return markdown(["pattern", "ms a token", "more than after 64 tokens, ms", "of dense"], rows)
+
+
 def race(report: Report) -> str:
     """`hasten bench race`: where each contestant stands after the last round."""
     per_step = report["settings"]["batch_size"] * report["settings"]["sequence_length"]
@@ -410,6 +424,7 @@ RENDERERS: dict[str, Callable[[Report], str]] = {
     "compare-serving samples": shared_samples,
     "sparse-perplexity": sparse_perplexity,
     "sparse-attention": sparse_attention,
+    "sparse-decode": sparse_decode,
     "race-character": race,
     "largest-batch-character": largest_batch,
     "largest-batch-gpt2-124m": largest_batch,

@@ -1,6 +1,7 @@
 """Layers that multiply with rounded weights while they train: their numbers, their gradients, MoQ's schedule."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -96,6 +97,25 @@ def test_learned_scales_start_where_rounding_to_nearest_puts_them(bits, group):
     torch.testing.assert_close(
         sizes[nearest < 0], torch.full_like(sizes[nearest < 0], math.exp(0.25)), rtol=0.02, atol=0
     )
+
+
+@pytest.mark.parametrize("group", [32, 0])
+@pytest.mark.parametrize("bits", [4, 3])
+def test_training_can_begin_with_any_integers_and_scales(bits, group):
+    made = layer(bits=bits, group_size=group)
+    nearest = made.quantized()
+    values = nearest.values.clone()
+    values[:, ::3] = (values[:, ::3] + 1).clamp(max=2**bits - 1)
+    stored = replace(nearest, values=values, scales=nearest.scales * 1.25)
+    made.begin_with(stored)
+    begun = made.quantized()
+    assert torch.equal(begun.values, stored.values)
+    assert torch.equal(begun.scales, stored.scales)
+    torch.testing.assert_close(made.exact.detach(), stored.dequantize())
+    with pytest.raises(ConfigError, match="of another weight"):
+        made.begin_with(replace(stored, values=(2**bits - 1) - stored.values, scales=3 * stored.scales))
+    with pytest.raises(ConfigError, match=rf"2 bits, .* and training rounds to {bits} bits"):
+        made.begin_with(replace(stored, format=replace(stored.format, element="int2")))
 
 
 def test_without_learned_scales_the_gradient_goes_straight_through():

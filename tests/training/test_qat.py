@@ -8,8 +8,9 @@ import torch
 
 import hasten
 from hasten.cli.train import summary
-from hasten.errors import ConfigError
-from hasten.quantization import Int4
+from hasten.errors import ConfigError, HastenError
+from hasten.model.load import open_checkpoint
+from hasten.quantization import GPTQ, Int3, Int4, quantize_to_folder
 from hasten.quantization.qat import fake_layers, set_bits
 from hasten.training.checkpoint_state import find
 from hasten.training.evaluate import Validation
@@ -96,6 +97,34 @@ def test_an_adapter_is_rounded_with_the_weights_it_stands_beside(recipe, tmp_pat
         replace(made, lora=replace(lora, dropout=0.1)).check()
 
 
+@pytest.mark.filterwarnings("ignore:no kernel takes a quantized weight like")
+@pytest.mark.parametrize("bits", [4, 3])
+def test_training_begins_with_a_folders_integers(recipe, tmp_path, bits):
+    base = train(wide(recipe, name="base", steps=10), progress=False).model_folder
+    calibration = torch.randint(
+        0, hasten.load(base).config.vocab_size, (8, 32), generator=torch.Generator().manual_seed(0)
+    )
+    scheme = (Int4 if bits == 4 else Int3)(group_size=32, lm_head="none", scale_dtype="bfloat16", activations="float")
+    folder = tmp_path / "gptq"
+    quantize_to_folder(hasten.load(base), scheme, folder, method=GPTQ(), calibration=calibration)
+    qat = Qat(bits=bits, activations="float", init=str(folder))
+    made = wide(recipe, name="begun", init=str(base), qat=qat, steps=3, learning_rate=1e-12, export="last")
+    first = read((result := train(made, progress=False)).folder / "train.jsonl")[0]["loss"]
+    batch = set_up(made, progress=False).batches.batch(0)
+    step = TrainStep(hasten.load(folder, dtype="float32"), None, Precision("float32", torch.device("cpu")))
+    assert first == pytest.approx(float(step.loss(batch).detach()) / batch.targets.numel(), abs=2e-5)
+    again, before = (open_checkpoint(one).quantized for one in (result.model_folder, folder))
+    for name, module in before.modules.items():
+        ours, theirs = again.weight(again.modules[name]), before.weight(module)
+        assert torch.equal(ours.values, theirs.values)
+        assert torch.equal(ours.scales, theirs.scales)
+    for wrong, words in ((base, r"holds no quantized blocks\.0"), (tmp_path / "none", "none")):
+        with pytest.raises(HastenError, match=words):
+            train(replace(made, name="no", qat=replace(qat, init=str(wrong))), progress=False)
+    with pytest.raises(ConfigError, match=r"3 bits.*rounds to 4 bits|4 bits.*rounds to 3 bits"):
+        train(replace(made, name="no", qat=replace(qat, bits=7 - bits)), progress=False)
+
+
 def test_curvature_stretches_the_periods(recipe):
     """The eigenvalue is the largest of the Hessian that torch differentiates twice."""
     qat = Qat(bits=4, group_size=0, learned_scales=False, start_bits=8, period=3, eigenvalue_steps=60)
@@ -144,6 +173,7 @@ def test_wrong_settings_are_named(recipe):
         (Qat(bits=4, stochastic=True), "without learned scales"),
         (Qat(bits=4, period=0), r"qat\.period is 0"),
         (Qat(bits=4, mixing_steps=-1), r"qat\.mixing_steps is -1"),
+        (Qat(bits=2, init="folder"), r"give qat\.bits 4 or 3"),
         (Qat(bits=4, head="int9"), r"qat\.head is 'int9'"),
     ):
         with pytest.raises(ConfigError, match=words):

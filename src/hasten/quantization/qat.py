@@ -94,6 +94,25 @@ class FakeQuantized(nn.Linear):
             new.scales = nn.Parameter(_logarithms(start.flatten()))  # one dimension: matrices decay, not these
         return new
 
+    @torch.no_grad()
+    def begin_with(self, stored: QuantizedWeight) -> None:
+        """Begin with these integers and scales, not with rounding to nearest: the parameter becomes what they stand
+        for. (One nearer to the exact one would lie at the edge of its integer, and fall back in the first steps.)
+
+        Raises ConfigError where they are of another format, or of another weight.
+        """
+        own, found = self.rounding.format, stored.format
+        found = replace(found, scales=own.scales) if found.group_size == own.group_size else found
+        if self.scales is None or self.rounding.bits == 2 or found != own or stored.shape != tuple(self.exact.shape):
+            raise ConfigError(f"it holds {list(stored.shape)} in {found}, and training rounds to {own}")
+        scale = stored.scales.float().to(self.exact.device)[..., None]
+        levels = (stored.values.to(scale) - own.middle).unflatten(1, (-1, self.group))
+        more = (levels * scale).flatten(1) - self.exact.float()
+        if more.square().sum() > self.exact.float().square().sum():
+            raise ConfigError("its numbers are of another weight, not of the one that is trained")
+        self._parameters["weight"].add_(more.to(self.exact.dtype))  # type: ignore[union-attr]
+        self.scales.copy_(_logarithms(scale.flatten() * (1 - 2**-11)))
+
     @property
     def group(self) -> int:
         """Values with one scale."""

@@ -1,14 +1,17 @@
 """Quantization-aware training as a recipe asks for it."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from hasten.data import Batch
 from hasten.errors import ConfigError
+from hasten.model.families import FAMILIES
+from hasten.model.load import open_checkpoint
 from hasten.model.transformer import Transformer
-from hasten.quantization.qat import FakeRounding, bits_at, fake_quantize, set_bits
+from hasten.quantization.qat import FakeRounding, bits_at, fake_layers, fake_quantize, set_bits
 from hasten.training.precision import Precision
 from hasten.training.recipe import Qat
 from hasten.training.step import TrainStep
@@ -30,6 +33,32 @@ def round_while_training(model: Transformer, qat: Qat) -> None:
         stochastic=qat.stochastic,
     )
     fake_quantize(model, rounding, head=qat.head)
+    if qat.init is not None and model.device.type != "meta":
+        begin_with(model, qat.init)
+
+
+def begin_with(model: Transformer, folder: str) -> None:
+    """Let the blocks' rounding layers begin with the integers and scales of a folder that the model was quantized to.
+
+    Raises ConfigError for a folder that is not quantized, or not to what is trained; CheckpointError as `load` does.
+    """
+    source = open_checkpoint(folder)
+    modules = {} if source.quantized is None else source.quantized.modules
+    places = dict(FAMILIES[source.config.family].places(source.config))
+    for name, layer in fake_layers(model).items():
+        if name == "head":
+            continue
+        piece = places.get(f"{name}.weight")
+        module = None if piece is None else modules.get(piece.name)
+        if source.quantized is None or piece is None or module is None:
+            raise ConfigError(
+                f"qat.init: {folder} holds no quantized {name}; give the folder that `hasten quantize` made of --init"
+            )
+        try:
+            part = replace(piece, transposed=False)  # a quantized weight is (out, in), however others store theirs
+            layer.begin_with(source.quantized.weight(module).map(part.of))
+        except ConfigError as error:
+            raise ConfigError(f"qat.init: {folder} does not fit {name}: {error}") from None
 
 
 def bits_of_step(model: Transformer, qat: Qat, step: int, stretch: Sequence[int] = ()) -> None:

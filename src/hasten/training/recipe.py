@@ -186,6 +186,9 @@ class Qat:
     """Of the blocks' weights (none: not rounded). The exported folder holds them so."""
     group_size: Literal[32, 64, 128, 0] = 32
     """Weights with one scale (0: a row)."""
+    init: str | None = None
+    """Begin with the integers and scales of this folder, which `hasten quantize` made of --init in the same bits and
+    groups, say by gptq (none: with rounding to nearest)."""
     head: Literal["none", "int8", "same"] = "none"
     """How the head is stored (none: as it is; transformers reads no quantized head that is one with the embedding)."""
     activations: Literal["int8", "float"] = "int8"

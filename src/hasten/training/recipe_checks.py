@@ -106,5 +106,7 @@ def _wrong_rounding(qat: Qat) -> Iterator[str]:
         yield "qat.eigenvalue_steps stretches the periods in which bits fall; give qat.start_bits, too"
     if qat.bits is None and (qat.start_bits is not None or qat.stochastic):
         yield "qat.start_bits and qat.stochastic say how training rounds to qat.bits; give that too"
+    if qat.init is not None and (qat.bits not in (3, 4) or not qat.learned_scales):
+        yield "qat.init says where learned scales of 4 or 3 bits begin; give qat.bits 4 or 3, and leave them learned"
     if qat.bits is not None and qat.stochastic and qat.learned_scales:
         yield "qat.stochastic rounds without learned scales; give --qat.no-learned-scales"
