@@ -24,7 +24,7 @@ from hasten.serving.engine import Engine, EngineSettings
 from hasten.serving.request import Request
 
 REPOSITORY = Path(__file__).parent.parent
-EDITED = "783f835c"  # the last commit whose edits are taken
+EDITED = "783f8354"  # the last commit whose edits are taken
 EDITS = 8  # files
 EDIT_TOKENS = 300, 1500  # of a file
 Result = dict[str, float]
