@@ -25,7 +25,7 @@ from quantize_quality import METHODS, command, seen, write_texts
 
 CASES = {"int3 g32": (3, 32), "int4 row": (4, 0), "int2 g32": (2, 32)}
 BEGUN = "qat from gptq"  # which begins with the integers and scales of the given model by gptq
-SLOW = ("sign",)  # is measured with the first seed only
+FIRST = ("qat", "gptaq", "sign")  # are measured with the first seed only
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +121,7 @@ class Measuring:
         if case == "plain":
             return ["trained"]
         begun = [BEGUN] if CASES[case][0] in (3, 4) else []  # two bits have levels of their own
-        return ["qat", *begun, *(method for method in self.options.methods if first or method not in SLOW)]
+        return [way for way in ("qat", *begun, *self.options.methods) if first or way not in FIRST]
 
     def measured(self, case: str, way: str, seed: int) -> dict[str, Any]:
         """The loss, that of the plain model beside it, and what training took."""
