@@ -118,6 +118,11 @@ def test_training_begins_with_a_folders_integers(recipe, tmp_path, bits):
         ours, theirs = again.weight(again.modules[name]), before.weight(module)
         assert torch.equal(ours.values, theirs.values)
         assert torch.equal(ours.scales, theirs.scales)
+    stored = {file.name: file.read_bytes() for file in base.iterdir()}
+    lora = Lora(rank=4, targets=("q_proj",))
+    result = train(replace(made, name="adapter", lora=lora, dropout=0.0), progress=False)
+    assert read(result.folder / "train.jsonl")[0]["loss"] == pytest.approx(first, abs=1e-2)
+    assert {file.name: file.read_bytes() for file in base.iterdir()} == stored, "frozen weights are views of its file"
     for wrong, words in ((base, r"holds no quantized blocks\.0"), (tmp_path / "none", "none")):
         with pytest.raises(HastenError, match=words):
             train(replace(made, name="no", qat=replace(qat, init=str(wrong))), progress=False)

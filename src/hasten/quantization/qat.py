@@ -107,10 +107,12 @@ class FakeQuantized(nn.Linear):
             raise ConfigError(f"it holds {list(stored.shape)} in {found}, and training rounds to {own}")
         scale = stored.scales.float().to(self.exact.device)[..., None]
         levels = (stored.values.to(scale) - own.middle).unflatten(1, (-1, self.group))
-        more = (levels * scale).flatten(1) - self.exact.float()
-        if more.square().sum() > self.exact.float().square().sum():
+        old, begun = self._parameters["weight"], (levels * scale).flatten(1)
+        assert old is not None
+        if (begun - old.float()).square().sum() > old.float().square().sum():
             raise ConfigError("its numbers are of another weight, not of the one that is trained")
-        self._parameters["weight"].add_(more.to(self.exact.dtype))  # type: ignore[union-attr]
+        # A new tensor: the old one may be a view of the checkpoint's file.
+        self._parameters["weight"] = nn.Parameter(begun.to(old.dtype), requires_grad=old.requires_grad)
         self.scales.copy_(_logarithms(scale.flatten() * (1 - 2**-11)))
 
     @property
