@@ -142,7 +142,8 @@ class Speculation:
             prompts = beginnings(model, self.recipe, count, self.prompt_tokens)
             rounds = self.rounds * max(1, 8 // count)  # a few requests are soon answered: as many in all
             # Without drafts twice: what the ratios' medians are worth.
-            found = contest(rounds, drafts | {"none again": "none"}, lambda draft, p=prompts: served(model, draft, p, self.new_tokens))
+            twice = drafts | {"none again": "none"}
+            found = contest(rounds, twice, lambda draft, p=prompts: served(model, draft, p, self.new_tokens))
             rows += [{"streams": count, **row} for row in found]
         return rows
 
