@@ -116,10 +116,16 @@ def qat_cost(report: Report) -> str:
     rows = []
     ways = {(row["case"], row["way"]): row for row in reversed(report["rows"]) if "seconds" in row}
     plain = ways["plain", "trained"]
-    for (case, _), row in reversed(list(ways.items())):
+    for (case, way), row in reversed(list(ways.items())):
         time, peak = row["seconds"] / plain["seconds"], row["peak_memory_bytes"] / plain["peak_memory_bytes"]
         rows.append(
-            [case, f"{row['seconds']:.0f}", f"{time:.2f}×", f"{row['peak_memory_bytes'] / 1e9:.2f}", f"{peak:.2f}×"]
+            [
+                f"{case}, {way}",
+                f"{row['seconds']:.0f}",
+                f"{time:.2f}×",
+                f"{row['peak_memory_bytes'] / 1e9:.2f}",
+                f"{peak:.2f}×",
+            ]
         )
     return markdown(["", "seconds", "to plain", "peak, GB", "to plain"], rows)
 
