@@ -111,7 +111,10 @@ def changed(model: Any, count: int) -> list[tuple[list[int], list[int]]]:
 
 
 def _text(command: list[str]) -> str:
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"edits are read from this repository's whole history: {done.stderr.strip()}")
+    return done.stdout
 
 
 def _lines(command: list[str]) -> list[str]:

@@ -3,7 +3,7 @@
     python benchmarks/qat.py --model runs/code-25m/model --output benchmarks/results/qat.json
 
 A finished model is trained on for the same few steps with plain weights (the side that all are held against) and while
-rounded, from rounding to nearest and from what gptq makes of it, three seeds each. The plain one is then rounded to
+rounded, from rounding to nearest (one seed) and from what gptq makes of it (three). The plain one is then rounded to
 nearest, and by the other methods, with calibration text that it was trained on. All are scored on the same held-out
 files; the cost is their loss above the plain one's.
 """
@@ -132,7 +132,7 @@ class Measuring:
         if way in ("qat", BEGUN):
             options = ["--qat.bits", str(bits), "--qat.group-size", str(group), "--qat.activations", "float"]
             if way == BEGUN:
-                begin = self.place / f"begin{bits}-{group}"
+                begin = self.place / f"begin-{bits}-{group}-{self.options.samples}"
                 if not begin.exists():
                     self.quantized(self.options.model, begin, case, "gptq")
                 options += ["--qat.init", str(begin)]

@@ -5,8 +5,8 @@
 
 - `texts`: the model goes on from the beginnings of held-out files, greedy and at temperature 0.8, with weights in
   bfloat16, int8 and int4. Every answer is checked to be the one without drafts.
-- `edits`: a window of a file as it was stands in the prompt, and the model is made to write the same window as it is
-  after a commit of this repository (the output is given, so what is measured is checking and proposing).
+- `edits`: a file as it was stands in the prompt, and the model is made to write it as it is after a commit of this
+  repository (the output is given, so what is measured is checking and proposing). Eight files, always the same.
 - `many`: 1, 4, 16 and 32 requests at once in the engine.
 Every figure is the median over rounds of a ratio formed within a round.
 """

@@ -1,10 +1,12 @@
 """A recipe with quantization-aware training: the exported folder has the loss that was trained."""
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import hasten
 from hasten.cli.train import summary
@@ -126,8 +128,15 @@ def test_training_begins_with_a_folders_integers(recipe, tmp_path, bits):
     for wrong, words in ((base, r"holds no quantized blocks\.0"), (tmp_path / "none", "none")):
         with pytest.raises(HastenError, match=words):
             train(replace(made, name="no", qat=replace(qat, init=str(wrong))), progress=False)
-    with pytest.raises(ConfigError, match=r"3 bits.*rounds to 4 bits|4 bits.*rounds to 3 bits"):
+    with pytest.raises(ConfigError, match=r"qat\.init: .*3 bits.*to 4 bits|4 bits.*to 3 bits"):
         train(replace(made, name="no", qat=replace(qat, bits=7 - bits)), progress=False)
+    weights = load_file(folder / "model.safetensors")
+    weights["model.layers.1.input_layernorm.weight"] *= 1.1  # as by awq
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"qat\.init: .* has another model\.layers\.1\.input_layernorm\.weight"):
+        train(replace(made, name="no"), progress=False)
+    shutil.rmtree(folder)
+    assert train(made, progress=False).steps == 3, "a checkpoint holds what came of it"
 
 
 def test_curvature_stretches_the_periods(recipe):
@@ -178,6 +187,7 @@ def test_wrong_settings_are_named(recipe):
         (Qat(bits=4, stochastic=True), "without learned scales"),
         (Qat(bits=4, period=0), r"qat\.period is 0"),
         (Qat(bits=4, mixing_steps=-1), r"qat\.mixing_steps is -1"),
+        (Qat(bits=4, init="folder"), r"qat\.init is a folder that --init was quantized to"),
         (Qat(bits=2, init="folder"), r"give qat\.bits 4 or 3"),
         (Qat(bits=4, head="int9"), r"qat\.head is 'int9'"),
     ):

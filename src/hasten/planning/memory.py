@@ -254,13 +254,12 @@ def calibration_memory(
     step: bytes of one number of each token of a pass. copies: of the largest block in float32. squares: float32
     matrices of the widest input. routed: the inputs of the experts of a block are kept.
     """
-    head = parameters(config).embedding
-    block = max(*(matrices(config, layer)[0] for layer in config.layers), head)
+    block = max(matrices(config, layer)[0] for layer in config.layers)
     inner = max(config.expert_size if layer.experts else config.intermediate_size for layer in config.layers)
     widest = max(config.hidden_size, config.heads * config.head_dim, inner)
     chosen = config.experts_per_token * max(layer.experts for layer in config.layers) if routed else 0
     parts = {
-        "rounded blocks": 2 * block,
+        "rounded blocks": 2 * max(block, parameters(config).embedding),
         "copies of a block": 4 * copies * block,
         "sums over the samples": int(4 * squares * widest**2),
         "a pass": step * (6 * config.hidden_size + 3 * inner + 4 * config.heads * config.head_dim),

@@ -22,7 +22,7 @@ def predicted_bytes(model: Transformer, tokens: Tensor, method: BlockMethod, *, 
 
     GPTQ and AWQ have three matrices as large as a sum over the samples and a quarter of one at work, GPTAQ five; GPTQ
     what the experts of a block are given, AWQ the scaled weights. Sign rounding has the states before quantization,
-    fourteen copies (weight, offsets, the best and the last ones, what rounding keeps for its gradient, and gradients),
+    seventeen copies (weight, offsets, the best and the last ones, what rounding keeps for its gradient, and gradients),
     what a pass keeps for its gradient, and then one such sum.
     """
     states = tokens.numel() * model.config.hidden_size * model.compute_dtype.itemsize
@@ -30,7 +30,7 @@ def predicted_bytes(model: Transformer, tokens: Tensor, method: BlockMethod, *, 
     counts: dict[str, Any] = {"copies": 0, "squares": 3.25 if walks == 1 else 5, "routed": True}
     step = min(tokens.numel(), max(BATCH_TOKENS, tokens.shape[1])) * model.compute_dtype.itemsize
     if isinstance(method, SignRounding):
-        counts = {"copies": 14, "squares": 1.25, "routed": False}
+        counts = {"copies": 17, "squares": 1.25, "routed": False}
         step = 5 * step // 2
     elif isinstance(method, AWQ):
         counts = {"copies": 1, "squares": 3.25, "routed": False}

@@ -104,7 +104,10 @@ class FakeQuantized(nn.Linear):
         own, found = self.rounding.format, stored.format
         found = replace(found, scales=own.scales) if found.group_size == own.group_size else found
         if self.scales is None or self.rounding.bits == 2 or found != own or stored.shape != tuple(self.exact.shape):
-            raise ConfigError(f"it holds {list(stored.shape)} in {found}, and training rounds to {own}")
+            order = ", columns in an order of their own" if found.permuted else ""
+            raise ConfigError(
+                f"it holds {list(stored.shape)} in {found}{order}; training rounds {list(self.exact.shape)} to {own}"
+            )
         scale = stored.scales.float().to(self.exact.device)[..., None]
         levels = (stored.values.to(scale) - own.middle).unflatten(1, (-1, self.group))
         old, begun = self._parameters["weight"], (levels * scale).flatten(1)

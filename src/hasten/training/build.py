@@ -108,13 +108,18 @@ def set_dropout(model: Transformer, probability: float) -> None:
 
 
 def training_step(
-    model: Transformer, recipe: Recipe, *, ranks: Ranks = ALONE, should_stop: Callable[[], bool] = lambda: False
+    model: Transformer,
+    recipe: Recipe,
+    *,
+    ranks: Ranks = ALONE,
+    should_stop: Callable[[], bool] = lambda: False,
+    restored: bool = False,
 ) -> TrainStep:
     """From a model with weights in float32 to the step that trains it: every technique of a recipe, in their one order.
 
     For LoRA the weights may be in any format, and stay as they are.
 
-    should_stop: asked between micro-batches.
+    should_stop: asked between micro-batches. restored: what is trained will be read from a checkpoint.
     """
     techniques, on_cpu = recipe.techniques, model.device.type == "cpu"
     if techniques.keep_memory and on_cpu:
@@ -132,7 +137,7 @@ def training_step(
         join_projections(model)
     if recipe.lora.rank is not None:
         add_lora(model, recipe.lora, seed=recipe.run.seed)
-    round_while_training(model, recipe.qat)
+    round_while_training(model, recipe.qat, begin=not restored or recipe.lora.rank is not None)
     checkpoint_activations(model, techniques.checkpointing)
     if techniques.compile:
         compile_blocks(model)

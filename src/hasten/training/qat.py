@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from hasten.data import Batch
-from hasten.errors import ConfigError
+from hasten.errors import CheckpointError, ConfigError
 from hasten.model.families import FAMILIES
 from hasten.model.load import open_checkpoint
 from hasten.model.transformer import Transformer
@@ -17,8 +17,11 @@ from hasten.training.recipe import Qat
 from hasten.training.step import TrainStep
 
 
-def round_while_training(model: Transformer, qat: Qat) -> None:
-    """Technique: linear layers multiply with what their weights will be stored as."""
+def round_while_training(model: Transformer, qat: Qat, *, begin: bool = True) -> None:
+    """Technique: linear layers multiply with what their weights will be stored as.
+
+    begin: from `qat.init`, if there is one; a checkpoint holds what came of it.
+    """
     if qat.bits is None:
         return
     if model.quantization:
@@ -33,8 +36,11 @@ def round_while_training(model: Transformer, qat: Qat) -> None:
         stochastic=qat.stochastic,
     )
     fake_quantize(model, rounding, head=qat.head)
-    if qat.init is not None and model.device.type != "meta":
-        begin_with(model, qat.init)
+    if qat.init is not None and begin and model.device.type != "meta":
+        try:
+            begin_with(model, qat.init)
+        except (CheckpointError, ConfigError) as error:
+            raise ConfigError(f"qat.init: {error}") from None
 
 
 def begin_with(model: Transformer, folder: str) -> None:
@@ -44,21 +50,29 @@ def begin_with(model: Transformer, folder: str) -> None:
     """
     source = open_checkpoint(folder)
     modules = {} if source.quantized is None else source.quantized.modules
-    places = dict(FAMILIES[source.config.family].places(source.config))
-    for name, layer in fake_layers(model).items():
-        if name == "head":
+    layers = fake_layers(model)
+    for ours, piece in FAMILIES[source.config.family].places(source.config):
+        name = ours.removesuffix(".weight")
+        if not ours.startswith("blocks."):
             continue
-        piece = places.get(f"{name}.weight")
-        module = None if piece is None else modules.get(piece.name)
-        if source.quantized is None or piece is None or module is None:
-            raise ConfigError(
-                f"qat.init: {folder} holds no quantized {name}; give the folder that `hasten quantize` made of --init"
-            )
+        if name not in layers:
+            same = piece.name in source.stored and same_numbers(model, ours, piece.of(source.read(piece.name)))
+            if not same:  # awq scales weights, and what stands before them the other way
+                raise ConfigError(f"{folder} has another {piece.name} than --init; quantize --init itself, not by awq")
+            continue
+        if source.quantized is None or piece.name not in modules:
+            raise ConfigError(f"{folder} holds no quantized {name}; give what `hasten quantize` made of --init")
+        part = replace(piece, transposed=False)  # a quantized weight is (out, in), however others store theirs
         try:
-            part = replace(piece, transposed=False)  # a quantized weight is (out, in), however others store theirs
-            layer.begin_with(source.quantized.weight(module).map(part.of))
+            layers[name].begin_with(source.quantized.weight(modules[piece.name]).map(part.of))
         except ConfigError as error:
-            raise ConfigError(f"qat.init: {folder} does not fit {name}: {error}") from None
+            raise ConfigError(f"{folder} does not fit {name}: {error}") from None
+
+
+def same_numbers(model: Transformer, name: str, other: Tensor) -> bool:
+    """Whether a parameter of the model is what a folder holds, but for their dtypes' rounding."""
+    own = model.get_parameter(name).detach()
+    return own.shape == other.shape and torch.allclose(own.float(), other.to(own.device).float(), rtol=2**-7, atol=1e-6)
 
 
 def bits_of_step(model: Transformer, qat: Qat, step: int, stretch: Sequence[int] = ()) -> None:

@@ -33,6 +33,8 @@ def wrong_together(recipe: Recipe) -> Iterator[str]:
     if recipe.lora.rank is not None and recipe.qat.bits is not None and recipe.lora.dropout:
         yield "qat.bits rounds the adapter with the weights, so it cannot be dropped alone; set lora.dropout 0"
     yield from _wrong_rounding(recipe.qat)
+    if recipe.qat.init is not None and (recipe.init is None or not recipe.qat.init):
+        yield "qat.init is a folder that --init was quantized to; give both"
     yield from _wrong_parallel(recipe)
     if isinstance(run.threads, int) and run.threads < 1:
         yield f"run.threads is {run.threads}; it must be at least 1, or auto"

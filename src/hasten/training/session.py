@@ -144,7 +144,8 @@ def _train(
     stop = StopRequest()
     # Until the first step there is nothing to save: Ctrl-C while text is being prepared ends at once.
     # Several ranks stop together, between two steps.
-    setup = set_up(recipe, progress=progress, ranks=ranks, should_stop=stop.asked if ranks.size == 1 else lambda: False)
+    asked = stop.asked if ranks.size == 1 else lambda: False
+    setup = set_up(recipe, progress=progress, ranks=ranks, should_stop=asked, restored=stored is not None)
     recipe = setup.recipe
     state = TrainingState() if stored is None else _restore(stored, setup, folder)
     if ranks.first:

@@ -82,11 +82,16 @@ def prepare_data(recipe: Recipe, *, init: Path | None, progress: bool) -> TokenD
 
 
 def set_up(
-    recipe: Recipe, *, progress: bool, ranks: Ranks = ALONE, should_stop: Callable[[], bool] = lambda: False
+    recipe: Recipe,
+    *,
+    progress: bool,
+    ranks: Ranks = ALONE,
+    should_stop: Callable[[], bool] = lambda: False,
+    restored: bool = False,
 ) -> Setup:
     """Prepare the data, check that the run fits into memory, then build the model and its step.
 
-    should_stop: asked between micro-batches.
+    should_stop: asked between micro-batches. restored: what is trained will be read from a checkpoint.
     """
     build.check_ranks(recipe, ranks)
     recipe, _ = choose_precision(recipe)
@@ -122,7 +127,7 @@ def set_up(
         ranks.require_same(
             {"torch": torch.__version__, "data": data.folder.name, "weights": f"{float(_sum(model)):.6g}"}
         )
-    step = build.training_step(model, recipe, ranks=ranks, should_stop=should_stop)
+    step = build.training_step(model, recipe, ranks=ranks, should_stop=should_stop, restored=restored)
     # LoRA computes no gradients of frozen weights: these FLOPs are not its own.
     rate = _rate(step.precision.dtype, device) if recipe.lora.rank is None else None
     # Last: measuring draws random numbers, how many depends on the machine's mood, and dropout must not.

@@ -21,7 +21,7 @@ from hasten.generation.speculation.speculator import MOST, Speculator
 from hasten.generation.speculation.suffix import SuffixProposer
 from hasten.machine.caches import cache_folder
 from hasten.machine.files import write_atomically
-from hasten.machine.processor import processor_name
+from hasten.machine.processor import last_level_cache_bytes, processor_name
 from hasten.model.fused import FusedStack, fuse_where_it_fits, refusal
 from hasten.model.load import load
 from hasten.model.sharded import ShardedTransformer, told_by_first
@@ -29,7 +29,8 @@ from hasten.model.transformer import Transformer
 from hasten.ops.native import choose_isa
 from hasten.quantization import Int8, quantize
 
-_PRICES: WeakKeyDictionary[Transformer, tuple[float, float]] = WeakKeyDictionary()  # of drafting with each model
+# Of drafting with each model, by what the target reads in between.
+_PRICES: WeakKeyDictionary[Transformer, dict[int, tuple[float, float]]] = WeakKeyDictionary()
 _CHECKED: set[str] = set()  # tables of costs that this process has looked at
 _FAR = 1.6  # as much as the speed of memory, which decides what one row costs, changes on shared machines
 _LAYERS = re.compile(r"self:(\d+)(-layers)?")
@@ -71,10 +72,11 @@ def make_speculator(
         return None
     seconds = (0.0, 0.0)
     if isinstance(proposer, DraftModel):
-        known = _PRICES.get(proposer.model)
-        between = sum(weight.nbytes for weight in model.state_dict().values())
-        measured = proposer.warm_up(rounds=0 if known else 3, between=between)
-        seconds = _PRICES.setdefault(proposer.model, measured)
+        weights = (tensor.nbytes for name, tensor in model.state_dict().items() if not name.startswith("embedding."))
+        between = min(sum(weights), 2 * last_level_cache_bytes())
+        prices = _PRICES.setdefault(proposer.model, {})
+        measured = proposer.warm_up(rounds=0 if between in prices else 3, between=0 if between in prices else between)
+        seconds = prices.setdefault(between, measured)
     return Speculator(proposer, step_cost(model), most=most, seconds=seconds)
 
 

@@ -21,7 +21,6 @@ from hasten.generation.blocks import BlockManager, OutOfBlocks
 from hasten.generation.paged import PagedCache, Rows
 from hasten.generation.params import SamplingParams
 from hasten.generation.speculation.proposer import LIMIT, Accept, Chance, Draft, Text
-from hasten.machine.processor import last_level_cache_bytes
 from hasten.model.grow import Blocks, Draws, Ending, can_grow, grow
 from hasten.model.tokenizer import Tokenizer
 from hasten.model.transformer import Transformer
@@ -105,7 +104,7 @@ class DraftModel:
         """
         size = min(_READ_TOKENS, self.model.config.max_positions // 2)
         times: dict[int, float] = {}
-        swept = torch.zeros(min(between, 2 * last_level_cache_bytes()), dtype=torch.int8)
+        swept = torch.zeros(between, dtype=torch.int8)
         for room in (1, *(1, 5) * rounds):
             text = Text(number=-1, tokens=[1] * size, step=0, params=SamplingParams(temperature=0), room=room)
             swept.add_(1)  # the processor's caches hold what they hold after a step of the target
