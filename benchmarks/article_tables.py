@@ -113,20 +113,17 @@ def qat(report: Report) -> str:
 
 def qat_cost(report: Report) -> str:
     """Seconds and memory of training, plain and while rounded."""
-    rows = []
-    ways = {(row["case"], row["way"]): row for row in reversed(report["rows"]) if "seconds" in row}
-    plain = ways["plain", "trained"]
-    for (case, way), row in reversed(list(ways.items())):
-        time, peak = row["seconds"] / plain["seconds"], row["peak_memory_bytes"] / plain["peak_memory_bytes"]
-        rows.append(
-            [
-                f"{case}, {way}",
-                f"{row['seconds']:.0f}",
-                f"{time:.2f}×",
-                f"{row['peak_memory_bytes'] / 1e9:.2f}",
-                f"{peak:.2f}×",
-            ]
-        )
+    ways: dict[tuple[str, str], dict[str, Any]] = {}
+    for row in report["rows"]:
+        if "seconds" in row:
+            ways.setdefault((row["case"], row["way"]), row)  # of the first seed
+    rows, plain = [], ways["plain", "trained"]
+    for (case, way), row in ways.items():
+        cells = [f"{case}, {way}"]
+        for field, unit in (("seconds", "{:.0f}"), ("peak_memory_bytes", "{:.2f}")):
+            size = row[field] / (1 if field == "seconds" else 1e9)
+            cells += [unit.format(size), f"{row[field] / plain[field]:.2f}×"]
+        rows.append(cells)
     return markdown(["", "seconds", "to plain", "peak, GB", "to plain"], rows)
 
 

@@ -95,12 +95,12 @@ def changed(model: Any, count: int) -> list[tuple[list[int], list[int]]]:
     Always the same commits. Files may be longer than the texts that a small model was trained on: what it writes is
     forced, and its passes take as long.
     """
-    log = ["git", "-C", str(REPOSITORY), "log", "--no-merges", "--format=%H", "-n", "200", EDITED, "--", "src/*.py"]
     found: list[tuple[list[int], list[int]]] = []
-    for commit in _lines(log):
-        changes = ["diff", "--name-only", "--diff-filter=M", f"{commit}^", commit, "--", "src/*.py"]
-        for name in _lines(["git", "-C", str(REPOSITORY), *changes]):
-            texts = (_text(["git", "-C", str(REPOSITORY), "show", f"{at}:{name}"]) for at in (f"{commit}^", commit))
+    log = ("log", "--no-merges", "--format=%H", "-n", "200", EDITED, "--", "src/*.py")
+    for commit in _git(*log).split():
+        changes = ("diff", "--name-only", "--diff-filter=M", f"{commit}^", commit, "--", "src/*.py")
+        for name in _git(*changes).split():
+            texts = (_git("show", f"{at}:{name}") for at in (f"{commit}^", commit))
             prompt, output = (model.tokenizer.encode(text, add_special_tokens=False) for text in texts)
             if all(EDIT_TOKENS[0] <= len(tokens) <= EDIT_TOKENS[1] for tokens in (prompt, output)):
                 found.append((prompt, output))
@@ -110,15 +110,11 @@ def changed(model: Any, count: int) -> list[tuple[list[int], list[int]]]:
     return found
 
 
-def _text(command: list[str]) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+def _git(*arguments: str) -> str:
+    done = subprocess.run(["git", "-C", str(REPOSITORY), *arguments], capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"edits are read from this repository's whole history: {done.stderr.strip()}")
     return done.stdout
-
-
-def _lines(command: list[str]) -> list[str]:
-    return _text(command).split()
 
 
 def written(model: Any, draft: Any, pairs: list[tuple[list[int], list[int]]]) -> tuple[Any, Result]:

@@ -7,6 +7,7 @@ tokens. Every pattern takes turns in every round.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -46,7 +47,10 @@ class SparseDecode:
         from hasten.machine.files import write_json
 
         torch.set_num_threads(self.threads)
-        calls = {(name, at): self.step(text, at) for name, text in PATTERNS.items() for at in (SHORT, self.tokens)}
+        calls = {}
+        for name, text in PATTERNS.items():
+            decoder = self.decoder(text)
+            calls |= {(name, at): partial(step, decoder, at) for at in (SHORT, self.tokens)}
         with torch.inference_mode():
             times = interleaved(calls, self.rounds)
         dense = [whole - short for whole, short in zip(times["dense", self.tokens], times["dense", SHORT], strict=True)]
@@ -63,8 +67,8 @@ class SparseDecode:
             result = {"schema": 1, "machine": describe().to_json(), "settings": settings, "rows": rows}
             write_json(self.output, result)
 
-    def step(self, pattern: str | None, at: int) -> Any:
-        """A decoding step after so many tokens."""
+    def decoder(self, pattern: str | None) -> Any:
+        """Of a model with the pattern."""
         import torch
 
         from hasten.generation.decoder import Decoder
@@ -81,14 +85,15 @@ class SparseDecode:
         model = fuse_where_it_fits(initialize(read_config(values), seed=0, dtype=torch.bfloat16).eval())
         if not is_fused(model):
             raise SystemExit("these are times of fused steps, which this machine has none of")
-        decoder = Decoder(model, batch=1, capacity=self.tokens + 64)
-        token = torch.tensor([1])
+        return Decoder(model, batch=1, capacity=self.tokens + 64)
 
-        def call() -> None:
-            decoder.lengths = [at]
-            decoder.decode(token)
 
-        return call
+def step(decoder: Any, at: int) -> None:
+    """A token after so many."""
+    import torch
+
+    decoder.lengths = [at]
+    decoder.decode(torch.tensor([1]))
 
 
 if __name__ == "__main__":

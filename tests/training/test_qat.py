@@ -128,6 +128,12 @@ def test_training_begins_with_a_folders_integers(recipe, tmp_path, bits):
     for wrong, words in ((base, r"holds no quantized blocks\.0"), (tmp_path / "none", "none")):
         with pytest.raises(HastenError, match=words):
             train(replace(made, name="no", qat=replace(qat, init=str(wrong))), progress=False)
+    longer = train(
+        replace(made, name="longer", init=None, qat=Qat(), model=replace(made.model, layers=3)), progress=False
+    )
+    for shorter, other in ((made, longer.model_folder), (replace(made, init=str(longer.model_folder)), folder)):
+        with pytest.raises(ConfigError, match=r"holds a llama of . layers, and --init is a llama of ."):
+            train(replace(shorter, name="no", qat=replace(qat, init=str(other))), progress=False)
     with pytest.raises(ConfigError, match=r"qat\.init: .*3 bits.*to 4 bits|4 bits.*to 3 bits"):
         train(replace(made, name="no", qat=replace(qat, bits=7 - bits)), progress=False)
     weights = load_file(folder / "model.safetensors")

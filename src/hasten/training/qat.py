@@ -49,6 +49,9 @@ def begin_with(model: Transformer, folder: str) -> None:
     Raises ConfigError for a folder that is not quantized, or not to what is trained; CheckpointError as `load` does.
     """
     source = open_checkpoint(folder)
+    theirs, own = ((config.family, len(config.layers)) for config in (source.config, model.config))
+    if theirs != own:
+        raise ConfigError(f"{folder} holds a {theirs[0]} of {theirs[1]} layers, and --init is a {own[0]} of {own[1]}")
     modules = {} if source.quantized is None else source.quantized.modules
     layers = fake_layers(model)
     for ours, piece in FAMILIES[source.config.family].places(source.config):

@@ -29,8 +29,8 @@ from hasten.model.transformer import Transformer
 from hasten.ops.native import choose_isa
 from hasten.quantization import Int8, quantize
 
-# Of drafting with each model, by what the target reads in between.
-_PRICES: WeakKeyDictionary[Transformer, dict[int, tuple[float, float]]] = WeakKeyDictionary()
+# Of drafting with each model for each target, which reads its weights in between.
+_PRICES: WeakKeyDictionary[Transformer, WeakKeyDictionary[Transformer, tuple[float, float]]] = WeakKeyDictionary()
 _CHECKED: set[str] = set()  # tables of costs that this process has looked at
 _FAR = 1.6  # as much as the speed of memory, which decides what one row costs, changes on shared machines
 _LAYERS = re.compile(r"self:(\d+)(-layers)?")
@@ -72,11 +72,13 @@ def make_speculator(
         return None
     seconds = (0.0, 0.0)
     if isinstance(proposer, DraftModel):
-        weights = (tensor.nbytes for name, tensor in model.state_dict().items() if not name.startswith("embedding."))
-        between = min(sum(weights), 2 * last_level_cache_bytes())
-        prices = _PRICES.setdefault(proposer.model, {})
-        measured = proposer.warm_up(rounds=0 if between in prices else 3, between=0 if between in prices else between)
-        seconds = prices.setdefault(between, measured)
+        prices = _PRICES.setdefault(proposer.model, WeakKeyDictionary())
+        if model in prices:
+            proposer.warm_up(rounds=0)
+        else:
+            weights = (t.nbytes for name, t in model.state_dict().items() if not name.startswith("embedding."))
+            prices[model] = proposer.warm_up(between=min(sum(weights), 2 * last_level_cache_bytes()))
+        seconds = prices[model]
     return Speculator(proposer, step_cost(model), most=most, seconds=seconds)
 
 
