@@ -3,9 +3,10 @@
     python benchmarks/qat.py --model runs/code-25m/model --output benchmarks/results/qat.json
 
 A finished model is trained on for the same few steps with plain weights (the side that all are held against) and while
-rounded, from rounding to nearest (one seed) and from what gptq makes of it (three). The plain one is then rounded to
-nearest, and by the other methods, with calibration text that it was trained on. All are scored on the same held-out
-files; the cost is their loss above the plain one's.
+rounded, from rounding to nearest and from what gptq makes of it. The plain one is then rounded to nearest, and by the
+other methods, with calibration text that it was trained on. "taught": what gptq makes of the plain one is trained while
+rounded, on the same tokens again, with the plain one as its teacher. All are scored on the same held-out files; the
+cost is their loss above the plain one's.
 """
 
 import json
@@ -25,7 +26,8 @@ from quantize_quality import METHODS, command, seen, write_texts
 
 CASES = {"int3 g32": (3, 32), "int4 row": (4, 0), "int2 g32": (2, 32)}
 BEGUN = "qat from gptq"  # which begins with the integers and scales of the given model by gptq
-FIRST = ("qat", "gptaq", "sign")  # are measured with the first seed only
+TAUGHT = "taught"  # which begins with those of the plain one that was trained on
+FIRST = ("qat", BEGUN, "gptaq", "sign")  # are measured with the first seed only
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +53,9 @@ class QatBenchmark:
 
     qat_rate: float | None = None
     """While rounded, where it is another."""
+
+    taught_rate: float = 5e-5
+    """Of what is taught."""
 
     seeds: tuple[int, ...] = (0, 1, 2)
     """int2 is measured with the first only."""
@@ -83,7 +88,8 @@ class QatBenchmark:
 
     def settings(self) -> dict[str, Any]:
         """All but where things lie."""
-        names = ("recipe", "steps", "batch_size", "optimizer", "learning_rate", "qat_rate", "kilobytes", "samples")
+        names = ("recipe", "steps", "batch_size", "optimizer", "learning_rate", "qat_rate", "taught_rate", "kilobytes")
+        names += ("samples",)
         return {name: getattr(self, name) for name in names}
 
 
@@ -120,24 +126,27 @@ class Measuring:
         """Of a case, with the first seed or a further one."""
         if case == "plain":
             return ["trained"]
-        begun = [BEGUN] if CASES[case][0] in (3, 4) else []  # two bits have levels of their own
+        begun = [BEGUN, TAUGHT] if CASES[case][0] in (3, 4) else []  # two bits have levels of their own
         return [way for way in ("qat", *begun, *self.options.methods) if first or way not in FIRST]
 
     def measured(self, case: str, way: str, seed: int) -> dict[str, Any]:
         """The loss, that of the plain model beside it, and what training took."""
         if case == "plain":
-            return self.trained(f"plain-{seed}", seed, self.options.learning_rate, [])
+            return self.trained(self.options.model, f"plain-{seed}", seed, self.options.learning_rate, [])
         (bits, group), plain = CASES[case], self.place / "runs" / f"plain-{seed}" / "model"
         base = {"plain": next(row["loss"] for row in self.rows if (row["case"], row["seed"]) == ("plain", seed))}
-        if way in ("qat", BEGUN):
+        if way in ("qat", BEGUN, TAUGHT):
             options = ["--qat.bits", str(bits), "--qat.group-size", str(group), "--qat.activations", "float"]
-            if way == BEGUN:
-                begin = self.place / f"begin-{bits}-{group}-{self.options.samples}"
+            rate, model = self.options.qat_rate or self.options.learning_rate, self.options.model
+            begin = self.place / f"begin-{bits}-{group}-{self.options.samples}"
+            if way == TAUGHT:
+                rate, model, begin = self.options.taught_rate, plain, begin.with_name(f"{begin.name}-plain-{seed}")
+                options += ["--teacher", str(plain)]
+            if way != "qat":
                 if not begin.exists():
-                    self.quantized(self.options.model, begin, case, "gptq")
+                    self.quantized(model, begin, case, "gptq")
                 options += ["--qat.init", str(begin)]
-            rate = self.options.qat_rate or self.options.learning_rate
-            return self.trained(f"{way.replace(' ', '-')}-{bits}-{group}-{seed}", seed, rate, options) | base
+            return self.trained(model, f"{way.replace(' ', '-')}-{bits}-{group}-{seed}", seed, rate, options) | base
         out = self.place / "out"
         shutil.rmtree(out, ignore_errors=True)
         self.quantized(plain, out, case, way)
@@ -164,12 +173,12 @@ class Measuring:
         if self.options.output is not None:
             write_json(self.options.output, result)
 
-    def trained(self, name: str, seed: int, rate: float, options: list[str]) -> dict[str, Any]:
+    def trained(self, model: Path, name: str, seed: int, rate: float, options: list[str]) -> dict[str, Any]:
         """Of a model that is trained on: its loss, the seconds of its steps, and the process's peak memory."""
         asked, runs = self.options, self.place / "runs"
         shutil.rmtree(runs / name, ignore_errors=True)
         own = {
-            "--init": asked.model,
+            "--init": model,
             "--name": name,
             "--data.batch-size": asked.batch_size,
             "--optimizer.kind": asked.optimizer,

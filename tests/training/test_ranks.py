@@ -51,6 +51,7 @@ CASES = {
     ),
     "qat": ({"qat": Qat(bits=4), **SHORT, "hidden_size": 32, "feed_forward": 64}, [{"zero": 0}]),
     "taken": (SHORT, [{"zero": 0}, {"zero": 3}]),  # a model of transformers
+    "taught": ({"teacher": "taken-model", **SHORT}, [{"zero": 0}, {"zero": 2}, {"zero": 3}]),
     "masters": (MASTERS, [{"zero": 0}, {"zero": 3, "offload": "optimizer"}]),
     "bf16": ({"precision": "bfloat16", **SHORT}, [{"zero": 0}, {"zero": 3}]),
     "compiled": (SHORT, [{"zero": 0, "compile": True}, {"zero": 3, "compile": True}]),  # beside what was not
@@ -82,6 +83,8 @@ def runs(recipe_of_module):
     for name, (fields, ways) in CASES.items():
         if (init := folder / f"{name}-model").exists():
             fields = fields | {"init": str(init)}
+        if "teacher" in fields:
+            fields = fields | dict.fromkeys(("teacher", "tokenizer"), str(folder / fields["teacher"]))
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "hasten runs")  # an attention pattern that transformers does not know
             train(recipe_of_module(name=name, **fields), progress=False)

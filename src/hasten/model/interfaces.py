@@ -1,6 +1,7 @@
-"""What the decoder asks of the objects it is called with: the contexts of its layers, and a stack of all blocks."""
+"""What the decoder asks of the objects it is called with: contexts of its layers, a stack of all blocks, a teacher."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
@@ -42,3 +43,16 @@ class Stack(Protocol):
     def run(self, x: Tensor, ropes: Sequence[tuple[Tensor, Tensor]], context: Context) -> Tensor: ...
 
     def scores(self, x: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Taught:
+    """What a model is to learn where the targets are another model's probabilities (distillation, arXiv 1503.02531).
+
+    targets: int64 (B, T), -100 where nothing is to be learned. states (B, T, C') of the other model, and what makes
+    logits (R, V) of some of them.
+    """
+
+    targets: Tensor
+    states: Tensor
+    scores: Callable[[Tensor], Tensor]

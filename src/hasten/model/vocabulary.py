@@ -1,13 +1,16 @@
-"""Padding the vocabulary: matrix products are faster where the rows of the head are a multiple of the tile.
+"""The vocabulary: whether two models share one, and rows that pad it.
 
-nanoGPT's 50,257 -> 50,304 is the well-known case. The padded rows are zero, never looked up and cut off the logits, so
-the model computes what it did; `hasten.save` takes them off again.
+Matrix products are faster where the rows of the head are a multiple of the tile: nanoGPT's 50,257 -> 50,304 is the
+well-known case. The padded rows are zero, never looked up and cut off the logits, so the model computes what it did;
+`hasten.save` takes them off again.
 """
 
 import torch
 from torch import Tensor, nn
 
 from hasten.checks import whole
+from hasten.errors import ConfigError
+from hasten.model.tokenizer import Tokenizer
 from hasten.model.transformer import Transformer
 
 LARGEST_MULTIPLE = 1 << 16  # far above any tile of a product
@@ -39,3 +42,23 @@ def _resized(old: Tensor, keep: int, rows: int) -> nn.Parameter:
         new = torch.zeros(rows, *old.shape[1:], dtype=old.dtype, device=old.device)
         new[:keep] = old[:keep]
     return nn.Parameter(new, requires_grad=old.requires_grad)
+
+
+def check_vocabulary(other: Transformer, model: Transformer, *, name: str) -> None:
+    """Raise ConfigError unless both models have the same tokens under the same ids. name: of the other one."""
+    ours, theirs = model.config.vocab_size, other.config.vocab_size
+    if ours != theirs:
+        raise ConfigError(f"{name} has {theirs:,} tokens, the model {ours:,}; it needs the same vocabulary")
+    if model.tokenizer is None or other.tokenizer is None:
+        return
+    known, found = _tokens_of(model.tokenizer), _tokens_of(other.tokenizer)
+    for token in range(ours):
+        if known.get(token) != found.get(token):
+            raise ConfigError(
+                f"{name} has another vocabulary: token {token} is {found.get(token)!r:.40} there and "
+                f"{known.get(token)!r:.40} in the model; take one that was trained with the same tokenizer"
+            )
+
+
+def _tokens_of(tokenizer: Tokenizer) -> dict[int, str]:
+    return {number: token for token, number in tokenizer.backend.get_vocab(with_added_tokens=True).items()}

@@ -34,6 +34,7 @@ from hasten.training.qat import round_while_training
 from hasten.training.recipe import Lora, Recipe, Shape
 from hasten.training.step import TrainStep
 from hasten.training.swapped import FusedMLP, JoinedAttention
+from hasten.training.teacher import Teacher
 
 
 def shape_config(shape: Shape, *, vocab_size: int, positions: int, tokenizer: Tokenizer | None = None) -> ModelConfig:
@@ -143,6 +144,9 @@ def training_step(
         compile_blocks(model)
     placement = place(model, recipe, ranks)
     optimizer = make_optimizer(placement, recipe.optimizer, fused=techniques.fused_optimizer)
+    teacher = None
+    if recipe.teacher is not None:
+        teacher = Teacher.of(recipe.teacher, model, dtype=precision.dtype, tokens=recipe.data.context)
     return TrainStep(
         model,
         optimizer,
@@ -151,6 +155,7 @@ def training_step(
         separate_documents=recipe.data.separate_documents,
         should_stop=should_stop,
         placement=placement,
+        teacher=teacher,
     )
 
 

@@ -9,10 +9,19 @@ import torch
 from hasten.distributed.ranks import ALONE, Ranks
 from hasten.machine import available_memory, resolve_dtype
 from hasten.model.config import ModelConfig
-from hasten.ops.loss import KERNELS, LossRequest
+from hasten.model.load import open_checkpoint
+from hasten.ops.loss import KERNELS, LossRequest, rows_of_a_chunk
 from hasten.ops.picker import pick
 from hasten.planning.cost import parameters
-from hasten.planning.memory import Memory, TrainingUse, largest, training_memory
+from hasten.planning.memory import (
+    ITEMSIZE,
+    InferenceUse,
+    Memory,
+    TrainingUse,
+    inference_memory,
+    largest,
+    training_memory,
+)
 from hasten.training.build import attention_kernel, lora_adapter
 from hasten.training.recipe import Lora, Recipe
 
@@ -59,6 +68,20 @@ def _adapter_weights(config: ModelConfig, lora: Lora) -> int:
     return sum(factors.values())
 
 
+def _teacher_bytes(source: str, use: TrainingUse) -> int:
+    """Of a teacher, a pass of it, and the probabilities of both models of a few rows."""
+    config, tokens = _config_of(source), use.batch_size * use.length
+    weights = ITEMSIZE[use.dtype] * parameters(config).total
+    step = InferenceUse(batch_size=1, length=1, step=tokens, weights=weights, row_bytes=0)
+    rows = min(tokens, rows_of_a_chunk(config.vocab_size))
+    return inference_memory(config, step).peak + 4 * 4 * rows * config.vocab_size
+
+
+@lru_cache(maxsize=1)
+def _config_of(source: str) -> ModelConfig:
+    return open_checkpoint(source).config
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
     """What fits of a recipe's training. base: bytes of the checkpoint it starts from. free: bytes of a process."""
@@ -87,7 +110,8 @@ class Room:
         """What a step takes, with other values of `data`."""
         recipe = replace(self.recipe, data=replace(self.recipe.data, **data))  # type: ignore[arg-type]
         use = training_use(self.config, recipe, self.device, base=self.base, ranks=self.ranks)
-        return training_memory(self.config, use)
+        memory = training_memory(self.config, use)
+        return memory if recipe.teacher is None else memory.beside(teacher=_teacher_bytes(recipe.teacher, use))
 
     def fits(self, **data: int) -> bool:
         """Whether that is free."""

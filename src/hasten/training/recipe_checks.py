@@ -35,6 +35,8 @@ def wrong_together(recipe: Recipe) -> Iterator[str]:
     yield from _wrong_rounding(recipe.qat)
     if recipe.qat.init is not None and (recipe.init is None or not recipe.qat.init):
         yield "qat.init is a folder that --init was quantized to; give both"
+    if recipe.teacher is not None and (not recipe.teacher or recipe.parallel.tensor > 1):
+        yield "teacher is a model's folder, for rows that parallel.tensor does not split; give one, and set that to 1"
     yield from _wrong_parallel(recipe)
     if isinstance(run.threads, int) and run.threads < 1:
         yield f"run.threads is {run.threads}; it must be at least 1, or auto"

@@ -17,6 +17,7 @@ from hasten.model.transformer import Transformer
 from hasten.ops.loss import IGNORED
 from hasten.training.optimizers import set_learning_rate
 from hasten.training.precision import Precision
+from hasten.training.teacher import Teacher
 
 __all__ = ["IGNORED", "StepResult", "TrainStep"]
 
@@ -40,7 +41,8 @@ class TrainStep:
 
     clip: the largest gradient norm, None for no clipping. separate_documents: attention stays inside the documents that
     `Batch.documents` numbers. should_stop: asked between micro-batches. placement: where weights, gradients and states
-    are (None: here); of several ranks each has its own rows, and what is counted is everybody's.
+    are (None: here); of several ranks each has its own rows, and what is counted is everybody's. teacher: whose
+    probabilities `run` trains on, instead of on the next tokens.
     """
 
     model: Transformer
@@ -51,6 +53,7 @@ class TrainStep:
     separate_documents: bool = False
     should_stop: Callable[[], bool] = lambda: False
     placement: Placement | None = None
+    teacher: Teacher | None = None
 
     def __post_init__(self) -> None:
         self.where = Placement(self.model) if self.placement is None else self.placement
@@ -85,7 +88,7 @@ class TrainStep:
                 return None
             self.where.micro_batch(last=number == len(batches) - 1)
             own = None if block_scales is None else block_scales[number]
-            loss = self.loss(batch.to(device, non_blocking=True), block_scales=own) * share
+            loss = self.loss(batch.to(device, non_blocking=True), block_scales=own, teacher=self.teacher) * share
             self.precision.backward(loss)
             total += loss.detach()
         norm = self.update()
@@ -107,11 +110,17 @@ class TrainStep:
         self.where.publish()
         return norm
 
-    def loss(self, batch: Batch, *, block_scales: Sequence[float] | None = None) -> Tensor:
-        """The sum of the token losses of a batch on the model's device: float32 scalar, nats."""
+    def loss(
+        self, batch: Batch, *, block_scales: Sequence[float] | None = None, teacher: Teacher | None = None
+    ) -> Tensor:
+        """The sum of the token losses of a batch on the model's device: float32 scalar, nats.
+
+        teacher: of the divergences from its probabilities instead.
+        """
         tokens = batch.inputs.shape[1]
-        if self.separate_documents and batch.documents is not None:
-            context = training_context(self.model, tokens, batch.documents)
+        documents = batch.documents if self.separate_documents else None
+        if documents is not None:
+            context = training_context(self.model, tokens, documents)
         else:
             if tokens not in self._plain:
                 self._plain[tokens] = training_context(self.model, tokens)
@@ -119,4 +128,5 @@ class TrainStep:
         # (1, T) instead of (B, T): the rotary table is the same for every row, and is made once.
         positions = torch.arange(tokens, device=batch.inputs.device).unsqueeze(0)
         with self.precision.autocast():
-            return self.where.module(batch.inputs, positions, context, targets=batch.targets, block_scales=block_scales)
+            targets = batch.targets if teacher is None else teacher.taught(batch, positions, documents)
+            return self.where.module(batch.inputs, positions, context, targets=targets, block_scales=block_scales)

@@ -15,7 +15,7 @@ from torch import nn
 from hasten.checks import whole
 from hasten.errors import ConfigError, ResourceError
 from hasten.generation.speculation.cost import StepCost, measure_step_cost
-from hasten.generation.speculation.draft_model import DraftModel, check_vocabulary
+from hasten.generation.speculation.draft_model import DraftModel
 from hasten.generation.speculation.proposer import LIMIT, Accept, Proposer
 from hasten.generation.speculation.speculator import MOST, Speculator
 from hasten.generation.speculation.suffix import SuffixProposer
@@ -26,6 +26,7 @@ from hasten.model.fused import FusedStack, fuse_where_it_fits, refusal
 from hasten.model.load import load
 from hasten.model.sharded import ShardedTransformer, told_by_first
 from hasten.model.transformer import Transformer
+from hasten.model.vocabulary import check_vocabulary
 from hasten.ops.native import choose_isa
 from hasten.quantization import Int8, quantize
 
@@ -92,7 +93,7 @@ def automatic(model: Transformer) -> str:
 
 def _proposer(model: Transformer, draft: str | Path | Transformer, tokens: int, accept: Accept) -> Proposer | None:
     if isinstance(draft, Transformer):
-        check_vocabulary(draft, model, name="model")
+        check_vocabulary(draft, model, name="the draft model")
         return DraftModel(draft, tokens=tokens, accept=accept)
     name = str(draft)
     if not name:
@@ -119,7 +120,7 @@ def small_model(name: str, model: Transformer) -> Transformer:
     it is read for each token and need not be exact. Raises ConfigError for another vocabulary, CheckpointError.
     """
     small = load(name, dtype=model.dtype, device=str(model.device))
-    check_vocabulary(small, model, name=name)
+    check_vocabulary(small, model, name=f"the draft {name}")
     if model.stack is not None and small.quantization is None and refusal(small) is None:
         quantize(small, Int8())
     return fuse_where_it_fits(small)

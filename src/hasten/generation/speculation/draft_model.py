@@ -15,14 +15,12 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from hasten.errors import ConfigError
 from hasten.generation.batch_sampler import BatchSampler, other_seed
 from hasten.generation.blocks import BlockManager, OutOfBlocks
 from hasten.generation.paged import PagedCache, Rows
 from hasten.generation.params import SamplingParams
 from hasten.generation.speculation.proposer import LIMIT, Accept, Chance, Draft, Text
 from hasten.model.grow import Blocks, Draws, Ending, can_grow, grow
-from hasten.model.tokenizer import Tokenizer
 from hasten.model.transformer import Transformer
 
 # Shares of probability that the draft gives to what it draws, from which on it is another kind; and how often those of
@@ -247,23 +245,3 @@ class DraftModel:
 def _is_plain(params: SamplingParams) -> bool:
     """Draws by temperature alone; penalties are none of the draft's (see `_sampler_of`)."""
     return params.greedy or not (params.top_k or params.min_p or params.logit_bias or params.top_p < 1)
-
-
-def check_vocabulary(draft: Transformer, target: Transformer, *, name: str) -> None:
-    """Raise ConfigError unless both models have the same tokens under the same ids."""
-    ours, theirs = target.config.vocab_size, draft.config.vocab_size
-    if ours != theirs:
-        raise ConfigError(f"the draft {name} has {theirs:,} tokens, the model {ours:,}; it needs the same vocabulary")
-    if target.tokenizer is None or draft.tokenizer is None:
-        return
-    known, other = _tokens_of(target.tokenizer), _tokens_of(draft.tokenizer)
-    for token in range(ours):
-        if known.get(token) != other.get(token):
-            raise ConfigError(
-                f"the draft {name} has another vocabulary: token {token} is {other.get(token)!r:.40} there and "
-                f"{known.get(token)!r:.40} in the model; take one that was trained with the same tokenizer"
-            )
-
-
-def _tokens_of(tokenizer: Tokenizer) -> dict[int, str]:
-    return {number: token for token, number in tokenizer.backend.get_vocab(with_added_tokens=True).items()}
