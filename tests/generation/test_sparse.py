@@ -13,6 +13,7 @@ from hasten.generation.cache import StaticCache
 from hasten.generation.decoder import Decoder
 from hasten.generation.generate import Generation
 from hasten.generation.paged import PagedCache, Rows
+from hasten.generation.params import SamplingParams
 from hasten.generation.perplexity import perplexity
 from hasten.model.context import training_context
 from hasten.model.families import read_config
@@ -89,6 +90,19 @@ def test_prompts_pieces_and_steps_give_the_logits_of_the_whole_text(pattern):
     dense = initialize(replace(model.config, attention_pattern=None), seed=1).eval()
     dense.load_state_dict(model.state_dict())
     assert (whole(dense, tokens)[0] - wanted).abs().max() > 1e-3, "the pattern hides something"
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_the_engine_serves_every_pattern(pattern):
+    """Beside others, in pieces, and again after it was put aside, everybody gets the text of the model alone."""
+    model = model_of(pattern)
+    params = SamplingParams(temperature=0, max_new_tokens=30, ignore_eos=True)
+    prompts = [tokens_of(1, length)[0].tolist() for length in (5, 70, 33)]
+    engine = make_engine(model, blocks=34, token_budget=24)
+    found = run(engine, [request(str(n), prompt, params=params) for n, prompt in enumerate(prompts)])
+    for n, prompt in enumerate(prompts):
+        assert answer_of(found[str(n)]) == hasten.generate(model, prompt, params)[0].tokens
+    assert engine.stats().preemptions > 0 or model.config.reach is not None
 
 
 @pytest.mark.parametrize("pattern", ["local:block=16,radius=1", "bigbird:block=16"])

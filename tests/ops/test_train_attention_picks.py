@@ -53,6 +53,8 @@ def test_what_it_refuses(options, kernel, words):
         ({}, "native"),
         ({"key_lengths": True}, "native"),
         ({"key_lengths": True, "gradient": True}, "native"),
+        ({"key_lengths": True, "dtype": torch.float16, "gradient": True}, "chunked"),  # which native does not take
+        ({"key_lengths": True, "softcap": 5.0}, "chunked"),
         ({"batch": None, "queries": None, "keys": None}, "native"),
         ({"block_mask": True, "block_size": 64}, "native-sparse"),
     ],

@@ -139,6 +139,27 @@ def test_the_command_on_this_machine_and_a_config_alone(tmp_path, capsys):
     assert picture.read_bytes()[:4] == b"\x89PNG"
 
 
+def test_of_a_hub_id_only_the_config_is_downloaded(tmp_path, monkeypatch, capsys):
+    import huggingface_hub
+
+    asked, plain = [], json.dumps(SHAPES["tiny"])
+
+    def snapshot_download(name, *, allow_patterns, ignore_patterns):
+        asked.append((name, allow_patterns))
+        (tmp_path / "config.json").write_text(plain)
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    main(["plan", "owner/name", "--use", "train", "--device", "h100"])
+    assert "owner/name" in capsys.readouterr().out
+    assert asked == [("owner/name", ["config.json"])]
+    plain = json.dumps(SHAPES["tiny"] | {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 32}})
+    with pytest.raises(SystemExit):
+        main(["plan", "owner/name", "--use", "train", "--device", "h100"])
+    assert "safetensors" in capsys.readouterr().err, "its formats stand in the headers of its weights"
+    assert "*.safetensors" in asked[-1][1]
+
+
 def test_steps_are_measured_by_blocks_of_each_kind():
     two_kinds = read_config(SHAPES["tiny"] | {"model_type": "gemma2", "sliding_window": 8, "head_dim": 16})
     assert len(set(two_kinds.layers)) == 2
@@ -179,3 +200,17 @@ def test_planned_memory_is_what_is_measured(tmp_path):
     for name, found in json.loads(file.read_text())["cases"].items():
         ratio = found["memory"]["predicted_bytes"] / found["memory"]["measured_bytes"]
         assert 0.85 < ratio < 1.15, (name, found)
+
+
+def test_all_that_was_measured_is_still_predicted():
+    """Of every case of benchmarks/plan.py, whose measured peaks are committed: arithmetic only."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    try:
+        from plan import CASES, predicted_memory
+    finally:
+        sys.path.remove(str(ROOT / "benchmarks"))
+    measured = json.loads((ROOT / "benchmarks/results/plan.json").read_text())["cases"]
+    assert {name for name, found in measured.items() if "memory" in found} == set(CASES)
+    for name, case in CASES.items():
+        ratio = predicted_memory(case)["predicted_bytes"] / measured[name]["memory"]["measured_bytes"]
+        assert 0.85 < ratio < 1.15, (name, ratio)

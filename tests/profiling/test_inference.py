@@ -76,7 +76,11 @@ def test_readable_blocks(use, tmp_path):
     assert decode[""].flops < prefill[""].flops
     assert all(rows["model.blocks.0.mlp"].seconds > 0 for rows in (prefill, decode))
     assert [phase.tokens for phase in found.phases] == [40, 2]
-    check_trace(json.loads((tmp_path / "decode.trace.json").read_text()))
+    for phase in found.phases:
+        check_trace(json.loads((tmp_path / f"{phase.name}.trace.json").read_text()))
+        shapes, counter = phase.checks["FLOPs: from shapes, torch's FlopCounterMode"]
+        attention = sum(row.flops for row in phase.rows if row.name.endswith("attention.itself"))
+        assert counter == shapes - (attention if phase.name == "decode" else 0), "torch knows no reading of a cache"
 
 
 @pytest.mark.skipif(library() is None, reason="the native kernels cannot be built here (no C++ compiler)")

@@ -126,6 +126,7 @@ MEMORY_CASES = {
     "products kept": {"checkpointing": "selective"},
     "large vocabulary": {"vocab_size": 16384, "layers": 1, "batch_size": 4},
     "explicit attention": {"context": 512, "batch_size": 3, "attention": "reference", "layers": 2},
+    "rounded": {"bits": 3, "hidden_size": 512, "heads": 8, "batch_size": 4},
 }
 
 
@@ -140,7 +141,7 @@ def test_the_memory_estimate_is_what_a_step_takes():
         from hasten.model.initialize import initialize
         from hasten.training.build import shape_config, training_step
         from hasten.training.memory import step_memory
-        from hasten.training.recipe import Data, Recipe, Shape, Techniques
+        from hasten.training.recipe import Data, Qat, Recipe, Shape, Techniques
 
         def part(kind, changes, **usual):
             return kind(**usual | {f.name: changes[f.name] for f in fields(kind) if f.name in changes})
@@ -161,7 +162,8 @@ def test_the_memory_estimate_is_what_a_step_takes():
         for changes in [{"layers": 1, "batch_size": 1}, *json.loads(sys.argv[1])]:
             model = part(Shape, changes, layers=4, hidden_size=256, heads=4)
             data = part(Data, changes, context=128, batch_size=16)
-            recipe = Recipe(name="x", model=model, data=data, techniques=part(Techniques, changes, **usual))
+            techniques, qat = part(Techniques, changes, **usual), part(Qat, changes)
+            recipe = Recipe(name="x", model=model, data=data, techniques=techniques, qat=qat)
             with PeakMemory() as peak:
                 estimated = run(recipe, changes.get("vocab_size", 512))
             gc.collect()

@@ -50,8 +50,15 @@ CASES = {
         [{"zero": 0}, {"zero": 3}],
     ),
     "qat": ({"qat": Qat(bits=4), **SHORT, "hidden_size": 32, "feed_forward": 64}, [{"zero": 0}]),
+    "qat-lora": (
+        {"qat": Qat(bits=3), "lora": Lora(rank=4, targets=("q_proj", "down_proj")), "init": "taken-model", **SHORT},
+        [{"zero": 0}],
+    ),
     "taken": (SHORT, [{"zero": 0}, {"zero": 3}]),  # a model of transformers
-    "taught": ({"teacher": "taken-model", **SHORT}, [{"zero": 0}, {"zero": 2}, {"zero": 3}]),
+    "taught": (
+        {"teacher": "taken-model", "tokenizer": "taken-model", **SHORT},
+        [{"zero": 0}, {"zero": 2}, {"zero": 3}],
+    ),
     "masters": (MASTERS, [{"zero": 0}, {"zero": 3, "offload": "optimizer"}]),
     "bf16": ({"precision": "bfloat16", **SHORT}, [{"zero": 0}, {"zero": 3}]),
     "compiled": (SHORT, [{"zero": 0, "compile": True}, {"zero": 3, "compile": True}]),  # beside what was not
@@ -83,8 +90,8 @@ def runs(recipe_of_module):
     for name, (fields, ways) in CASES.items():
         if (init := folder / f"{name}-model").exists():
             fields = fields | {"init": str(init)}
-        if "teacher" in fields:
-            fields = fields | dict.fromkeys(("teacher", "tokenizer"), str(folder / fields["teacher"]))
+        places = [key for key in ("init", "teacher", "tokenizer") if fields.get(key) == "taken-model"]
+        fields = fields | dict.fromkeys(places, str(folder / "taken-model"))
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "hasten runs")  # an attention pattern that transformers does not know
             train(recipe_of_module(name=name, **fields), progress=False)
@@ -107,7 +114,7 @@ def lines(runs, name):
 @pytest.mark.parametrize("name", CASES)
 def test_two_ranks_compute_what_one_does(runs, name):
     # Gradients are summed in another order: in 16 bits, or before activations that are rounded to 8.
-    half = name in ("half", "masters", "bf16", "lora", "lora-int4", "qat")
+    half = name in ("half", "masters", "bf16", "lora", "lora-int4", "qat", "qat-lora")
     for way in CASES[name][1]:
         ours = lines(runs, named(name, way))
         assert_same(ours, lines(runs, name), *((2e-3, ("loss",)) if half else ()))

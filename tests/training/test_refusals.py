@@ -108,6 +108,14 @@ def test_a_json_target_that_cannot_be_written_is_told_before_training(recipe, tm
         Train(recipe=recipe(), json=str(tmp_path / place)).run()
 
 
+def test_what_would_fit_is_told_at_the_start(recipe, monkeypatch, capsys):
+    monkeypatch.setitem(RECIPES, "demo", recipe(name="demo", steps=1))
+    main(["train", "demo"])
+    told = capsys.readouterr().err
+    assert "batches of 4 x 32 tokens take" in told
+    assert "rows would fit" in told
+
+
 def test_a_json_target_that_is_full_ends_with_status_2(recipe, monkeypatch, capsys):
     monkeypatch.setitem(RECIPES, "demo", recipe(name="demo", steps=1))
     with pytest.raises(SystemExit) as ended:

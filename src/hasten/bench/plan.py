@@ -84,16 +84,25 @@ class PlanOptions(Wanted):
 
 
 def config_of(model: str) -> tuple[str, ModelConfig, BenchmarkModel | None]:
-    """A name, the config, and the checkpoint where there are weights: of a shape, a config.json, a folder or hub id."""
+    """A name, the config, and the checkpoint where there are weights: of a shape, a config.json, a folder or hub id.
+
+    Of a hub id the config is downloaded; the rest too where it is quantized: how, say the headers of its files.
+    """
     from hasten.model.checkpoint import read_json
     from hasten.model.families import read_config
+    from hasten.model.hub import resolve_folder
 
     if model in SHAPES:
         return model, shape_config(model), None
     path = Path(model).expanduser()
+    hub = not path.exists() and not model.endswith((".json", ".gguf"))
+    if hub:
+        path = resolve_folder(model, files=["config.json"])
     file = path / "config.json" if path.is_dir() and not any(path.glob("*.safetensors")) else path
     if file.suffix == ".json" and file.is_file():
-        return file.parent.resolve().name, read_config(read_json(file), str(file)), None
+        values = read_json(file)
+        if not hub or "quantization_config" not in values:
+            return model if hub else file.parent.resolve().name, read_config(values, str(file)), None
     found = BenchmarkModel(model=model)
     return found.name, found.config(), found
 

@@ -1,6 +1,7 @@
 """Where a model's folder is: on this machine, or downloaded from the Hugging Face hub."""
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from hasten.errors import CheckpointError, ConfigError, ResourceError
@@ -30,10 +31,11 @@ def resolve_model(source: str | Path) -> Path:
     return found[0]
 
 
-def resolve_folder(source: str | Path) -> Path:
+def resolve_folder(source: str | Path, *, files: Sequence[str] = _FILES) -> Path:
     """The local folder of a model: the path itself, or the hub's snapshot of an id "owner/name".
 
-    Raises CheckpointError for what is neither a folder nor a hub id, ResourceError if the hub cannot give it.
+    files: patterns of what is downloaded; what is there already is in the folder too. Raises CheckpointError for what
+    is neither a folder nor a hub id, ResourceError if the hub cannot give it.
     """
     name, found = str(source), _existing(source)
     if found is not None and found.is_dir():
@@ -44,7 +46,7 @@ def resolve_folder(source: str | Path) -> Path:
         raise CheckpointError(f"{name} is a file; give the model's folder, the one that holds config.json")
     if not _HUB_ID.fullmatch(name):
         raise CheckpointError(f"{name!r:.200} is not a folder here, nor a hub id of the form owner/name")
-    return _download(name)
+    return _download(name, files)
 
 
 def _existing(source: str | Path) -> Path | None:
@@ -59,11 +61,11 @@ def _existing(source: str | Path) -> Path | None:
         raise CheckpointError(f"{str(source)!r:.200} cannot be read: {reason}") from None
 
 
-def _download(name: str) -> Path:
+def _download(name: str, files: Sequence[str]) -> Path:
     import huggingface_hub
 
     try:
-        return Path(huggingface_hub.snapshot_download(name, allow_patterns=_FILES, ignore_patterns=_DUPLICATES))
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(files), ignore_patterns=_DUPLICATES))
     except Exception as error:  # the hub's client raises many kinds, all of which mean that it cannot be had
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ResourceError(

@@ -68,7 +68,8 @@ class TrainingUse:
     recompute: none, selective, full, or offload (what full keeps is on the host). zero, ranks: the stage of ZeRO, and
     how many share; tensor: of them, so many neighbours that split every block and row. offload: the optimizer's weights
     and states are on the host. adapter: weights of a LoRA adapter, the only ones that are trained; base: bytes of the
-    model it stands beside. keeps_freed: the allocator keeps freed blocks, as in training on a CPU.
+    model it stands beside. rounded: weights that are multiplied as they will be stored (QAT). keeps_freed: the
+    allocator keeps freed blocks, as in training on a CPU.
     """
 
     batch_size: int
@@ -88,6 +89,7 @@ class TrainingUse:
     offload: bool = False
     adapter: int | None = None
     base: int = 0
+    rounded: int = 0
     keeps_freed: bool = False
 
 
@@ -124,9 +126,11 @@ def training_memory(config: ModelConfig, use: TrainingUse) -> Memory:
     copied = count.total - (count.embedding if count.head else 0)  # all but a table that is only looked up
     copied //= use.tensor
     parts[f"weights in {use.dtype}"] = narrow * copied if trained or use.base >= 4 * count.total else 0
+    # A weight over its scale, as an integer, both in float32; and what is multiplied with.
+    parts["weights while rounded"] = (8 + size) * use.rounded // (1 if use.recompute == "none" else len(config.layers))
     parts["logits and loss"] = _logits(config, use, size) + trained * count.embedding * (4 + narrow) // use.tensor
     held = ("weights", "masters", "optimizer", "gathered")
-    kept = tuple(name for name in parts if name.startswith(("activations", "weights in", "logits")))
+    kept = tuple(name for name in parts if name.startswith(("activations", "weights in", "weights while", "logits")))
     early = ("gradients",) if use.accumulation > 1 else ()
     slack = (KEPT_BROKEN if early or not trained else KEPT) if use.keeps_freed else FREED
     parts["allocator, loss"] = int(slack * sum(parts[name] for name in kept))

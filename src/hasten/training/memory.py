@@ -12,7 +12,7 @@ from hasten.model.config import ModelConfig
 from hasten.model.load import open_checkpoint
 from hasten.ops.loss import KERNELS, LossRequest, rows_of_a_chunk
 from hasten.ops.picker import pick
-from hasten.planning.cost import parameters
+from hasten.planning.cost import matrices, parameters
 from hasten.planning.memory import (
     ITEMSIZE,
     InferenceUse,
@@ -59,6 +59,7 @@ def training_use(
         adapter=adapter,
         keeps_freed=techniques.keep_memory and device.type == "cpu",
         base=0 if adapter is None else base or 0,
+        rounded=0 if recipe.qat.bits is None else sum(matrices(config, layer)[0] for layer in config.layers),
     )
 
 
