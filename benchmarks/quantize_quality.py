@@ -154,7 +154,8 @@ class QuantizeQuality:
     def quantized(self, out: Path, options: list[str]) -> tuple[Path, dict[str, Any]]:
         """A folder by `hasten quantize`."""
         made = command(["quantize", str(self.model), *options, "--activations", self.activations, "--output", str(out)])
-        kept = ("bits_per_weight", "bytes", "bytes_before", "seconds", "peak_memory_bytes", "predicted_seconds")
+        kept = ("bits_per_weight", "bytes", "bytes_before", "seconds", "predicted_seconds")
+        kept += ("peak_memory_bytes", "predicted_memory_bytes")
         shown = [one for one in options if not one.startswith("/")]
         return out, {"options": shown} | {key: made[key] for key in kept if key in made}
 
@@ -162,7 +163,7 @@ class QuantizeQuality:
         """A file by llama.cpp's quantizer."""
         script = Path(__file__).with_name("llama_cpp_quantize.py")
         subprocess.run([self.llama_python, script, plain, out, kind, *matrix], check=True)  # type: ignore[list-item]
-        return out, {"bits_per_weight": stored_bits(out)}
+        return out, {"bits_per_weight": stored_bits(out), "bytes": out.stat().st_size}
 
 
 def draw(rows: list[dict[str, Any]], model: str, path: Path) -> None:

@@ -1,6 +1,6 @@
 """What drafts give on real text: tokens a second with each proposer over those without, in interleaved rounds.
 
-    python benchmarks/speculation.py --model runs/code-25m/model --draft runs/code-draft/model \\
+    python benchmarks/speculation.py --model runs/code-25m/model --draft runs/code-4m/model \\
         --output benchmarks/results/speculation.json --picture benchmarks/results/speculation.png
 
 - `texts`: the model goes on from the beginnings of held-out files, greedy and at temperature 0.8, with weights in
@@ -189,7 +189,7 @@ def draw(report: dict[str, Any], path: Path) -> None:
         path,
         title="Speculative decoding: speed over plain decoding",
         subtitle=machine_line(report["machine"]),
-        x_label="tokens of a pass of the model",
+        x_label="mean acceptance length: tokens of a pass of the model",
         y_label="times as fast; line: predicted from costs",
     ) as axes:
         for color, weights in zip(LINES, dict.fromkeys(row["weights"] for row in rows), strict=False):

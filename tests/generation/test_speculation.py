@@ -12,8 +12,10 @@ import torch
 import hasten
 from drafting import FREE, proposing
 from hasten.errors import ConfigError
+from hasten.generation.cache import row_format
 from hasten.generation.decoder import Decoder
 from hasten.generation.generate import Generation
+from hasten.generation.paged import PagedCache, Rows
 from hasten.generation.params import SamplingParams
 from hasten.generation.speculation import (
     Draft,
@@ -150,9 +152,12 @@ def test_a_draft_model_forgets_a_text_that_was_left(fused):
         assert taken == drafted > 10
 
 
-def test_what_was_rejected_leaves_no_trace(model):
-    """The cache is that of a run which never proposed it."""
-    decoders = [Decoder(model, batch=2, capacity=40) for _ in range(2)]
+@pytest.mark.parametrize("rows", ["auto", "int8", "int4"])
+@pytest.mark.parametrize("kind", ["plain", "fused"])
+def test_what_was_rejected_leaves_no_trace(kind, rows, request):
+    """The cache is that of a run which never proposed it: on the native kernels to the bit."""
+    model = request.getfixturevalue("model" if kind == "plain" else "fused")
+    decoders = [Decoder(model, batch=2, capacity=40, kv_cache_dtype=rows) for _ in range(2)]
     for decoder in decoders:
         decoder.prefill([PROMPTS[0], PROMPTS[2]])
     decoders[0].verify([[4, 5, 6, 7], [8]])
@@ -160,8 +165,23 @@ def test_what_was_rejected_leaves_no_trace(model):
     decoders[1].decode(torch.tensor([4, 8]))
     decoders[1].decode(torch.tensor([5, 0]), active=[True, False])
     found = [decoder.decode(torch.tensor([9, 10])) for decoder in decoders]
-    torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-5)
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=0 if kind == "fused" else 1e-5)
     assert decoders[0].lengths == decoders[1].lengths
+
+
+@pytest.mark.parametrize("rows", ["auto", "int8", "int4"])
+@torch.inference_mode()
+def test_what_was_rejected_leaves_no_trace_in_blocks(fused, rows):
+    table, prompt, found = [3, 0, 5], PROMPTS[2], []
+    for drafts in ([4, 5, 6, 7], [4, 5]):  # the last two are rejected, and written over
+        cache = PagedCache(
+            fused.config, blocks=6, block_size=8, dtype=torch.bfloat16, device="cpu", row_format=row_format(rows)
+        )
+        for start, tokens in ((0, prompt), (len(prompt), drafts), (len(prompt) + 2, [9, 10])):
+            step = cache.step([Rows(table, start, len(tokens))])
+            logits = fused(torch.tensor([tokens]), step.positions, step)
+        found.append(logits)
+    assert torch.equal(*found)
 
 
 def test_longrope_is_computed_anew_where_a_text_outgrows_its_context():

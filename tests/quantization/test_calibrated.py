@@ -255,22 +255,35 @@ def test_the_folder_one_stands_in(tmp_path, monkeypatch):
     assert not (tmp_path / "out.partial").exists()
 
 
-@pytest.mark.parametrize("method", [GPTQ(), AWQ(), SignRounding(steps=6, batch=4)], ids=["gptq", "awq", "sign"])
-def test_the_bits_do_not_depend_on_the_number_of_threads(method):
+METHODS_AND_SCHEMES = {
+    "gptq": (GPTQ(), Int4(group_size=32)),
+    "gptaq": (GPTQ(gptaq=True), Int4(group_size=32)),
+    "gptq in 3 bits": (GPTQ(), Int3(group_size=32)),  # held as plain weights
+    "awq": (AWQ(), Int4(group_size=32)),
+    "sign": (SignRounding(steps=6, batch=4), Int4(group_size=32)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:no kernel takes a quantized weight like")
+@pytest.mark.parametrize("name", METHODS_AND_SCHEMES)
+def test_the_bits_do_not_depend_on_the_number_of_threads(name):
+    method, scheme = METHODS_AND_SCHEMES[name]
     threads, results = torch.get_num_threads(), []
     try:
         for count in (1, 3):
             torch.set_num_threads(count)
             model = hasten.load(make_reference("llama"), dtype="bfloat16")
-            results.append(quantize(model, Int4(group_size=32), method=method, calibration=SAMPLES).state_dict())
+            results.append(quantize(model, scheme, method=method, calibration=SAMPLES).state_dict())
     finally:
         torch.set_num_threads(threads)
-    assert all(torch.equal(tensor, results[1][name]) for name, tensor in results[0].items())
+    assert all(torch.equal(tensor, results[1][key]) for key, tensor in results[0].items())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", [GPTQ(), AWQ(), SignRounding(steps=6, batch=4)], ids=["gptq", "awq", "sign"])
-def test_nor_do_those_of_a_block_wide_enough_to_be_shared_out(method):
+@pytest.mark.filterwarnings("ignore:no kernel takes a quantized weight like")
+@pytest.mark.parametrize("name", METHODS_AND_SCHEMES)
+def test_nor_do_those_of_a_block_wide_enough_to_be_shared_out(name):
+    method, scheme = METHODS_AND_SCHEMES[name]
     values = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 1, "vocab_size": 512}
     config = read_config(values | {"model_type": "llama", "num_attention_heads": 8, "num_key_value_heads": 2})
     tokens = torch.randint(512, (8, 512), generator=torch.Generator().manual_seed(0))
@@ -279,11 +292,11 @@ def test_nor_do_those_of_a_block_wide_enough_to_be_shared_out(method):
         for count in (1, 2, 3):
             torch.set_num_threads(count)
             model = initialize(config, seed=0, dtype=torch.bfloat16).eval()
-            results.append(quantize(model, Int4(group_size=32), method=method, calibration=tokens).state_dict())
+            results.append(quantize(model, scheme, method=method, calibration=tokens).state_dict())
     finally:
         torch.set_num_threads(threads)
-    for name, tensor in results[0].items():
-        assert all(torch.equal(tensor, other[name]) for other in results[1:]), name
+    for key, tensor in results[0].items():
+        assert all(torch.equal(tensor, other[key]) for other in results[1:]), key
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ KINDS = {
     "filters": {"temperature": 1.2, "top_k": 30, "top_p": 0.9, "min_p": 0.01, "seed": 6},
     "penalties": {"temperature": 0.8, "repetition_penalty": 1.3, "frequency_penalty": 0.5, "seed": 7},
     "bias": {"logit_bias": {9: 4.0}, "temperature": 0.7, "seed": 8},
+    "stop string": {"stop": (")-)",), "logit_bias": {9: 12.0, 13: 12.0}, "temperature": 1.0, "seed": 21},
     "minimum": {"min_new_tokens": 9, "stop_token_ids": tuple(range(0, 300, 3)), "temperature": 1.0, "seed": 9},
     "end of text": {"ignore_eos": False, "logit_bias": {90: 4.0}, "temperature": 1.0, "seed": 16},
     "samples": {"n": 3, "temperature": 1.0, "seed": 10, "presence_penalty": 0.4},
@@ -63,6 +64,7 @@ def test_answers_are_those_without_drafts(model, blocks, cache):
     """Beside each other, with preemption (20 blocks), drafts with mistakes that run past ends and constraints."""
     plain = {name: said(pieces) for name, pieces in run(make_engine(model, kv_cache_dtype=cache), requests()).items()}
     assert 1 < len(plain["end of text"][0][0]) < 14
+    assert plain["stop string"][0][3] == "stop", "it ends at a string, and the drafts run past it"
     answers = [sample[0] for samples in plain.values() for sample in samples.values()]
     texts = [PROMPT + tokens + [7] * (14 - len(tokens)) for tokens in answers]  # drafts run past the end of a text
     texts += [PROMPT + list(range(first, first + 14)) for first in (40, 60, 80)]  # past the constraints' ends
@@ -86,15 +88,16 @@ def test_answers_are_those_without_drafts(model, blocks, cache):
     assert sum(stats.accepted_by_position) == stats.accepted_tokens
 
 
-def test_a_draft_model_follows_sequences_that_come_and_go(model):
+@pytest.mark.parametrize("count", [7, None], ids=["one text each", "forks and constraints too"])
+def test_a_draft_model_follows_sequences_that_come_and_go(model, count):
     """The target drafts for itself, so all that it proposes is right; its cache has room for some of the texts only."""
-    plain = run(make_engine(model), requests()[:7])
+    plain = run(make_engine(model), requests()[:count])
     engine = make_engine(model, token_budget=64)
     engine.speculator = make_speculator(model, model, tokens=100)
     engine.speculator.always = True
-    found = run(engine, requests()[:7])
+    found = run(engine, requests()[:count])
     assert {name: said(pieces) for name, pieces in found.items()} == {n: said(p) for n, p in plain.items()}
-    assert engine.speculator.stats.acceptance > 0.5  # penalties are not the draft's
+    assert engine.speculator.stats.acceptance > (0.5 if count else 0.4)  # penalties and constraints are not the draft's
     proposer = engine.speculator.proposer
     assert not proposer._known  # nothing is kept of sequences that have ended
     proposer._blocks.check()

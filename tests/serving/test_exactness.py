@@ -144,15 +144,20 @@ def test_right_guesses_save_steps():
     assert max(len(piece.tokens) for piece in found) == 4
 
 
-@pytest.mark.parametrize("kind", ["bfloat16", "int8", "int4 cache"])
-def test_the_native_kernels_give_the_same_bits_beside_anybody(kind):
+@pytest.mark.parametrize("drafts", [False, True], ids=["alone", "with drafts"])
+@pytest.mark.parametrize(
+    ("weights", "rows"),
+    [("bfloat16", "auto"), ("int8", "auto"), ("int4", "auto"), ("bfloat16", "int4"), ("int4", "int8")],
+)
+def test_the_native_kernels_give_the_same_bits_beside_anybody(weights, rows, drafts):
+    """In any batch, through paging, preemption and prefix hits, and whatever was proposed, right or wrong."""
     model = tiny_llama().bfloat16()
-    if kind == "int8":
-        hasten.quantize(model, hasten.Int8())
+    if weights != "bfloat16":
+        hasten.quantize(model, hasten.Int8() if weights == "int8" else hasten.Int4(group_size=32))
     if reason := refusal(model):
         pytest.skip(reason)
     hasten.fuse(model)
-    cache = {"kv_cache_dtype": "int4" if kind == "int4 cache" else "auto"}
+    cache = {"kv_cache_dtype": rows}
     chance = random.Random(1)
     prompt = [chance.randrange(300) for _ in range(45)]
     settings = [
@@ -172,10 +177,20 @@ def test_the_native_kernels_give_the_same_bits_beside_anybody(kind):
         said(run(make_engine(model, token_budget=64, **cache), [probe(number)])[f"probe {number}"])
         for number in range(3)
     ]
-    if kind == "int4 cache":
+    if rows == "int4":
         assert wanted[0] != said(run(make_engine(model, token_budget=64), [probe(0)])["probe 0"])
+    texts = [[*prompt, *(token for token, _, _ in told)] for told in wanted]
+
+    def propose(text):
+        known = [one[len(text.tokens) :] for one in texts if one[: len(text.tokens)] == list(text.tokens)]
+        draft = chance.choice(known)[: chance.randrange(6)] if known else [chance.randrange(300)]
+        return [*draft, chance.randrange(300)] if chance.random() < 0.3 else draft
+
+    taken = 0
     for budget, blocks, warm in ((8, 60, False), (13, 40, True), (40, 200, True), (9, 24, False)):
         engine = make_engine(model, token_budget=budget, blocks=blocks, **cache)
+        if drafts:
+            engine.speculator = proposing(propose)
         if warm:  # the prompt, or a part of it, lies in the cache
             run(engine, [request("warm", prompt[: chance.randrange(20, 46)], max_new_tokens=3)])
         found = {}
@@ -197,6 +212,8 @@ def test_the_native_kernels_give_the_same_bits_beside_anybody(kind):
             found.setdefault(name, []).extend(pieces)
         for number in range(3):
             assert said(found[f"probe {number}"]) == wanted[number], (budget, number)
+        taken += engine.stats().accepted_tokens if drafts else 1
+    assert taken > (20 if drafts else 0)
 
 
 def test_beams_and_samples_over_an_int8_cache_are_the_same_bits_beside_anybody():
