@@ -1,5 +1,9 @@
 """Acceptance with min(1, p/q): what comes is distributed as the target's own draws."""
 
+import inspect
+import sys
+import textwrap
+
 import pytest
 import torch
 
@@ -57,6 +61,38 @@ def test_a_broken_rule_is_noticed(monkeypatch):
     monkeypatch.setattr(batch_sampler, "_STREAM", 0)
     first, _, p, _ = tokens_taken(DRAWS // 4, logits_of(0), logits_of(1))
     assert chi_square(first, p) > CHI_SQUARE
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("uniform[found + count] * q >= p", "False"),  # every token is taken
+        ("uniform[found + count] * q >= p", "uniform[found + count] >= p"),  # with p, whatever the draft's chance was
+        ("(target[found + count] - own[count]).clamp(min=0)", "target[found + count]"),  # another draw, not the rest
+    ],
+)
+def test_each_half_of_the_rule_is_needed(monkeypatch, right, wrong):
+    source = textwrap.dedent(inspect.getsource(BatchSampler._by_distribution))
+    assert source.count(right) == 1
+    found = {}
+    exec(source.replace(right, wrong), vars(batch_sampler) | {"__name__": "mutant"}, found)
+    monkeypatch.setattr(BatchSampler, "_by_distribution", found["_by_distribution"])
+    first, _, p, _ = tokens_taken(DRAWS, logits_of(0), logits_of(1))
+    assert chi_square(first, p) > CHI_SQUARE
+
+
+@pytest.mark.parametrize(("temperature", "more"), [(0.8, -0.01), (1.5, 0.02)])
+def test_it_takes_more_than_the_rule_that_keeps_the_text_where_much_is_possible(monkeypatch, temperature, more):
+    """At a low temperature two draws with the same noise agree as often as min(1, p/q) accepts, at a high one less."""
+    monkeypatch.setattr(sys.modules[__name__], "PARAMS", SamplingParams(temperature=temperature, seed=3))
+    target, draft, places = logits_of(0), logits_of(1), DRAWS // 4
+    _, second, _, q = tokens_taken(places, target, draft)
+    steps = torch.arange(0, 2 * places, 2)
+    noise = exponential_noise(torch.full((places,), PARAMS.seed), steps, vocab_size=V)
+    drafts = (q.log() - noise.log()).argmax(-1, keepdim=True).tolist()
+    sampler = BatchSampler([PARAMS] * places, [[]] * places, eos_ids=(), vocab_size=V, device=torch.device("cpu"))
+    exact = sampler.take(target.repeat(2 * places, 1), drafts, steps=steps.tolist())
+    assert len(second) / places > more + sum(len(own) == 2 for own in exact) / places
 
 
 def test_what_is_proposed_does_not_depend_on_what_was_drawn():

@@ -1,11 +1,15 @@
 """The engine with drafts: every answer is the one without, whatever its settings, and is counted."""
 
+import asyncio
+import json
 import random
 
 import pytest
 
 from drafting import proposing
 from hasten.generation.speculation import make_speculator
+from hasten.serving.api.settings import ServerSettings
+from hasten.serving.api.structured import Grammars
 from references import tiny_llama
 from serving_cases import Counting, make_engine, request, run
 
@@ -113,3 +117,43 @@ def test_suffix_learns_from_answers_of_its_tenant(model):
         run(engine, [request("x", PROMPT, max_new_tokens=24, salt=salt)])
         steps.append(engine.stats().steps - before)
     assert steps[1] < steps[0] == steps[2]
+
+
+@pytest.mark.parametrize("cache", ["auto", "int4"])
+def test_json_by_a_schema_is_the_same_with_drafts(model, cache):
+    """The grammar is walked along a draft, right or wrong, and back where it was rejected."""
+    schema = {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 6}, "kind": {"enum": ["one", "two"]}},
+        "required": ["name", "kind"],
+        "additionalProperties": False,
+    }
+
+    async def grammar():
+        grammars = Grammars(model.tokenizer, vocabulary=300, eos_ids={90}, settings=ServerSettings())
+        try:
+            return await grammars.constraint(schema, param="response_format")
+        finally:
+            grammars.close()
+
+    constraint = asyncio.run(grammar())
+
+    def asked():
+        own = {"max_new_tokens": 80, "ignore_eos": False, "temperature": 1.0}
+        return [request(f"{n}", PROMPT, constraint=constraint.fork(), seed=n, **own) for n in range(4)]
+
+    plain = {name: said(pieces) for name, pieces in run(make_engine(model, kv_cache_dtype=cache), asked()).items()}
+    texts = [PROMPT + sample[0] for samples in plain.values() for sample in samples.values()]
+    chance = random.Random(3)
+
+    def propose(text):
+        known = [one[len(text.tokens) :] for one in texts if one[: len(text.tokens)] == list(text.tokens)]
+        draft = chance.choice(known)[: chance.randrange(6)] if known else []
+        return [*draft, chance.randrange(300)] if chance.random() < 0.5 else draft
+
+    engine = make_engine(model, kv_cache_dtype=cache)
+    engine.speculator = proposing(propose)
+    assert {name: said(pieces) for name, pieces in run(engine, asked()).items()} == plain
+    assert json.loads(plain["0"][0][1]).keys() == {"name", "kind"}
+    stats = engine.stats()
+    assert stats.draft_tokens > stats.accepted_tokens > 20
