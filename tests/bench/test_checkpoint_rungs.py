@@ -37,7 +37,7 @@ def test_gptq_and_weight_only_beside_bfloat16(
     drafted = ("speculation", "all-together")
     names = ("native-bf16", *of_checkpoint, *drafted)
     words = ["--text", str(text), "--gptq", str(folder), "--rungs", ",".join(names), "--picture", str(picture)]
-    words += ["--draft", "suffix"]
+    words += ["--draft", "auto", "--speculate", "3"]
     main(["bench", "generate", "--model", str(tiny_folder), *SHORT, *words, "--json", "-"])
     said = capfd.readouterr()
     report = json.loads(said.out)

@@ -26,6 +26,7 @@ class DraftedStream:
     decoder: ClassVar[None] = None
     model: Transformer
     draft: str | Transformer
+    speculate: int | None
     prompts: Sequence[Sequence[int]]
     new_tokens: int
     compiled: bool
@@ -36,7 +37,7 @@ class DraftedStream:
         cost = measure_step_cost(self.model, seconds=0.3)
         timings, found, predicted = [], [], 0.0
         for prompt in self.prompts:
-            speculator, timing = make_speculator(self.model, self.draft), Timing()
+            speculator, timing = make_speculator(self.model, self.draft, speculate=self.speculate), Timing()
             assert speculator is not None, "the ladder refuses a draft of none"
             run = Generation(
                 self.model,
@@ -67,6 +68,7 @@ class DraftedStream:
 
 def load_draft(draft: str, source: BenchmarkModel, model: Transformer) -> str | Transformer:
     """What drafts for a rung's model, as `make_speculator` takes it; a model that drafts is loaded once."""
+    draft = "suffix" if draft == "auto" else draft
     if draft == "self:int4":
         return fuse_where_it_fits(quantize(source.build(dtype=model.dtype, device=str(model.device), seed=0), Int4()))
     return draft if draft == "suffix" or draft.startswith("self:") else small_model(draft, model)

@@ -92,7 +92,8 @@ NATIVE = tuple(name for name, mode in RUNGS.items() if mode.fused and name not i
 COMPILED_QUANTIZED = tuple(name for name, mode in RUNGS.items() if mode.compiled and mode.weights)
 HEADS = {"heads-mha": "multi-head", "heads-gqa": "grouped-query", "heads-mqa": "multi-query"}
 TEXT_BYTES = 200_000  # of a text that is scored
-SETTINGS = ("dtype", "batches", "prompt_tokens", "contexts", "new_tokens", "kv_cache_dtype")  # told as they are given
+# Told as they are given.
+SETTINGS = ("dtype", "batches", "prompt_tokens", "contexts", "new_tokens", "kv_cache_dtype", "speculate")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +126,8 @@ class GenerateLadder(Ladder):
     draft: str | None = None
     """Also measure speculation and, with --gptq, all-together, with drafts by this: suffix, a FOLDER with a smaller
     model, self:N-layers or self:int4. Needs --text, whose documents are the prompts of these rungs."""
+    speculate: int | None = None
+    """The most tokens of a draft."""
     tensor_parallel: int = 1
     """Also measure the rungs that are not compiled and draft nothing in so many processes on the same cores, each with
     a share of the model (NAME-tpN); needs --model."""

@@ -72,7 +72,9 @@ class GenerateRung:
             assert ladder.draft is not None, "the ladder has no such rung without a draft"
             draft = load_draft(ladder.draft, ladder.source, self.model)
             prompts = real_prompts(self.model, self.documents(ladder), ladder.prompt_tokens)
-            self.streams[""] = DraftedStream(self.model, draft, prompts, decoded, mode.compiled, cache)
+            self.streams[""] = DraftedStream(
+                self.model, draft, ladder.speculate, prompts, decoded, mode.compiled, cache
+            )
             return
         for ending, row in self.rows.items():
             self.streams[ending] = Stream(
