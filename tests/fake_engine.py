@@ -42,7 +42,8 @@ class FakeEngine:
         return ModelFacts(**vars(self.engine), vocabulary=self.vocabulary)
 
     def replica_stats(self):
-        return {"": Stats(running=len(self.running), prefix_queries=10, prefix_hits=4, generated_tokens=7)}
+        counted = {"prefix_queries": 10, "prefix_hits": 4, "generated_tokens": 7, "accepted_by_position": [5, 2]}
+        return {"": Stats(running=len(self.running), **counted)}
 
     async def generate(self, *requests):
         self.requests += requests

@@ -1,5 +1,6 @@
 """The commands as a user runs them: what they print, where, and with which exit status."""
 
+import io
 import json
 import signal
 import subprocess
@@ -7,7 +8,9 @@ import sys
 
 import pytest
 
+import hasten
 from hasten.cli.main import COMMANDS, main
+from hasten.generation.params import SamplingParams
 
 
 def run(*arguments, **settings):
@@ -247,3 +250,25 @@ def test_generate_with_drafts_says_the_same(tiny_folder, capfd):
         assert told["speedup"] > 0
         assert told["tokens"] == 23
         assert told["accepted_tokens"] == sum(told["accepted_by_position"]) <= told["draft_tokens"]
+
+
+def test_chat_with_drafts_says_the_same(tiny_folder, monkeypatch, capsys):
+    found = []
+    ways = (["none"], ["auto"], [str(tiny_folder), "--speculate", "4"], ["self:1-layers"])
+    for draft in (["--draft", *way] for way in ways):
+        monkeypatch.setattr("sys.stdin", io.StringIO("hello\nfor name in names\n"))
+        main(["chat", str(tiny_folder), "--max-new-tokens", "12", "--seed", "3", *draft])
+        found.append(capsys.readouterr().out)
+    assert len(set(found)) == 1
+    assert len(found[0]) > 10
+
+
+@pytest.mark.parametrize("draft", ["suffix", "self:1-layers"])
+def test_stream_and_llm_take_drafts(tiny_folder, draft):
+    options = {"max_new_tokens": 16, "temperature": 0.8, "seed": 3, "ignore_eos": True}
+    model = hasten.load(tiny_folder)
+    plain = "".join(hasten.stream(model, "def add", **options))
+    assert "".join(hasten.stream(model, "def add", draft=draft, speculate=4, **options)) == plain
+    llm = hasten.LLM(tiny_folder, draft=draft, speculate=4, cache_bytes=1 << 20)
+    (answer,) = llm.generate(["def add"], SamplingParams(**options))
+    assert answer.text == plain

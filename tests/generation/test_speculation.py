@@ -28,7 +28,7 @@ from hasten.generation.speculation import (
     measure_step_cost,
 )
 from hasten.generation.speculation.cost import ROWS, _in_turn
-from hasten.generation.speculation.suffix import SuffixIndex
+from hasten.generation.speculation.suffix import SALTS, SuffixIndex
 from hasten.model.fused import refusal
 from references import make_reference, tiny_llama
 
@@ -218,6 +218,15 @@ def test_what_suffix_remembers_of_others_is_bounded():
     assert len(index.tokens) <= 200
     assert index.find([4990, 4991])[0] == 2
     assert index.find([10, 11])[0] == 0
+
+
+def test_only_the_latest_tenants_are_remembered():
+    proposer = SuffixProposer()
+    for number in range(SALTS + 3):
+        proposer.end(number, [6, 70, 71, 72], salt=f"{number}")
+        assert len(proposer._earlier) == min(number + 1, SALTS)
+    assert drafted(proposer, [6, 70], room=4, number=-1, salt="2") == []
+    assert drafted(proposer, [6, 70], room=4, number=-2, salt="3") == [71, 72]
 
 
 def drafted(proposer, tokens, *, room, number=0, salt=""):

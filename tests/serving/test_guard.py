@@ -127,6 +127,7 @@ def test_metrics_have_vllms_names(engine):
         assert f"\nhasten:{name}{{" in text, name
     assert 'hasten:request_success_total{finished_reason="length",model_name="tiny"} 1.0' in text
     assert 'hasten:time_to_first_token_seconds_count{model_name="tiny"} 1.0' in text
+    assert 'hasten:spec_decode_num_accepted_tokens_per_pos_total{model_name="tiny",position="1"} 2.0' in text
 
 
 def test_times_are_counted_from_the_arrival(engine):
