@@ -59,6 +59,7 @@ def test_gptq_and_weight_only_beside_bfloat16(
     assert rows[GPTQ_RUNG]["kl_mean"] > rows["int8-weight-only"]["kl_mean"]
     # Drafts change no text: they are as far from bfloat16 as the same weights without.
     assert (rows["speculation"]["kl_mean"], rows["all-together"]["kl_mean"]) == (0, rows[GPTQ_RUNG]["kl_mean"])
+    assert report["settings"]["speculate"] == 3
     for name in drafted:
         row = rows[name]
         assert row["predicted_tokens_per_second"] > 0

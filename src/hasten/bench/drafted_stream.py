@@ -11,6 +11,7 @@ from hasten.bench.models import BenchmarkModel
 from hasten.errors import ConfigError
 from hasten.generation.generate import Generation, Timing
 from hasten.generation.speculation import make_speculator, measure_step_cost, small_model
+from hasten.generation.speculation.build import automatic
 from hasten.model.fused import fuse_where_it_fits
 from hasten.model.transformer import Transformer
 from hasten.quantization import Int4, quantize
@@ -68,7 +69,8 @@ class DraftedStream:
 
 def load_draft(draft: str, source: BenchmarkModel, model: Transformer) -> str | Transformer:
     """What drafts for a rung's model, as `make_speculator` takes it; a model that drafts is loaded once."""
-    draft = "suffix" if draft == "auto" else draft
+    if draft == "auto" and (draft := automatic(model)) == "none":
+        raise ConfigError("--draft auto proposes nothing where drafts may change the text, as here; name one")
     if draft == "self:int4":
         return fuse_where_it_fits(quantize(source.build(dtype=model.dtype, device=str(model.device), seed=0), Int4()))
     return draft if draft == "suffix" or draft.startswith("self:") else small_model(draft, model)

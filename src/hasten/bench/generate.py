@@ -263,6 +263,9 @@ def _check(ladder: GenerateLadder) -> None:
         raise ConfigError("random weights predict no text; give --text with --model")
     if ladder.gptq and (ladder.model is None or ladder.source.quantized() is not None):
         raise ConfigError("--gptq quantizes a checkpoint that is not quantized; give it with --model")
+    check_least("--speculate", ladder.speculate)
+    if ladder.speculate is not None and ladder.draft is None:
+        raise ConfigError("--speculate says how long a draft may be; give --draft too")
     if ladder.draft is not None:
         if ladder.text is None or ladder.draft == "none":
             raise ConfigError("--draft takes suffix, a folder, self:N-layers or self:int4, and --text for its prompts")
@@ -317,6 +320,7 @@ class HeadsLadder(GenerateLadder):
     text: Suppress[str | None] = None
     gptq: Suppress[str | None] = None
     draft: Suppress[str | None] = None
+    speculate: Suppress[int | None] = None
     tensor_parallel: Suppress[int] = 1
     prompt_tokens: int = 2048
     """The context after which every rung decodes."""

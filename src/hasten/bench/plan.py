@@ -15,7 +15,7 @@ from hasten.model.config import ModelConfig
 from hasten.planning.choices import Wanted
 from hasten.planning.cost import matrices, parameters
 from hasten.planning.devices import DEVICES, LINKS, Device, known_device
-from hasten.planning.memory import LARGEST_PREFILL, PROCESS_BYTES, InferenceUse, TrainingUse
+from hasten.planning.memory import ITEMSIZE, LARGEST_PREFILL, PROCESS_BYTES, InferenceUse, TrainingUse
 from hasten.planning.plan import Phase, Plan, inference_phases, training_phase
 from hasten.planning.shapes import SHAPES, shape_config
 from hasten.serving.settings import EngineSettings
@@ -83,17 +83,18 @@ class PlanOptions(Wanted):
         )
 
 
-def config_of(model: str) -> tuple[str, ModelConfig, BenchmarkModel | None]:
-    """A name, the config, and the checkpoint where there are weights: of a shape, a config.json, a folder or hub id.
+def config_of(model: str) -> tuple[str, ModelConfig, BenchmarkModel | None, str]:
+    """A name, the config, the checkpoint where there are weights, and what they are in: of a shape, a config.json, a
+    folder or hub id.
 
-    Of a hub id the config is downloaded; the rest too where it is quantized: how, say the headers of its files.
+    Of a hub id the config is downloaded; the rest too where it is quantized: the headers of its files say how.
     """
     from hasten.model.checkpoint import read_json
     from hasten.model.families import read_config
     from hasten.model.hub import resolve_folder
 
     if model in SHAPES:
-        return model, shape_config(model), None
+        return model, shape_config(model), None, "bfloat16"
     path = Path(model).expanduser()
     hub = not path.exists() and not model.endswith((".json", ".gguf"))
     if hub:
@@ -101,10 +102,13 @@ def config_of(model: str) -> tuple[str, ModelConfig, BenchmarkModel | None]:
     file = path / "config.json" if path.is_dir() and not any(path.glob("*.safetensors")) else path
     if file.suffix == ".json" and file.is_file():
         values = read_json(file)
-        if not hub or "quantization_config" not in values:
-            return model if hub else file.parent.resolve().name, read_config(values, str(file)), None
+        if not hub or not values.keys() & {"quantization_config", "compression_config"}:
+            own = values.get("dtype", values.get("torch_dtype"))
+            if own not in ITEMSIZE:
+                own = "float32" if hub else "bfloat16"
+            return model if hub else file.parent.resolve().name, read_config(values, str(file)), None, own
     found = BenchmarkModel(model=model)
-    return found.name, found.config(), found
+    return found.name, found.config(), found, found.weights()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,12 +146,11 @@ def settle(model: str, options: PlanOptions) -> Subject:
     """The same, but for what follows from the number of devices."""
     for name in ("batch_size", "new_tokens", "accumulation", "ranks", "tensor_parallel", "gpus"):
         check_least(f"--{name.replace('_', '-')}", getattr(options, name))
-    name, config, checkpoint = config_of(model)
+    name, config, checkpoint, own = config_of(model)
     length = min(1024, config.max_positions) if options.length is None else options.length
     if not 2 <= length <= config.max_positions:
         raise ConfigError(f"--length is {length}; {name} takes from 2 to {config.max_positions}")
     options = replace(options, length=length)
-    own = "bfloat16" if checkpoint is None else checkpoint.weights()
     if own == "float32" and options.techniques.precision == "auto" and not options.training:
         options = replace(options, techniques=replace(options.techniques, precision="float32"))
     device, precision = _device(options)

@@ -52,7 +52,7 @@ def _options(command: Any) -> PlanOptions:
     from hasten.bench.plan import PlanOptions, config_of
     from hasten.training.recipe import Techniques
 
-    _, config, _ = config_of(command.model)
+    _, config, *_ = config_of(command.model)
     served = hasattr(command, "engine")
     if served:
         length = command.engine.max_length or 1024

@@ -46,13 +46,13 @@ class Stack(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Taught:
+class SoftTargets:
     """What a model is to learn where the targets are another model's probabilities (distillation, arXiv 1503.02531).
 
     targets: int64 (B, T), -100 where nothing is to be learned. states (B, T, C') of the other model, and what makes
-    logits (R, V) of some of them.
+    logits (R, V) of R of them.
     """
 
     targets: Tensor
     states: Tensor
-    scores: Callable[[Tensor], Tensor]
+    logits: Callable[[Tensor], Tensor]

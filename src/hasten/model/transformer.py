@@ -19,7 +19,7 @@ from hasten.errors import ConfigError
 from hasten.model.config import LayerConfig, ModelConfig
 from hasten.model.experts import Experts
 from hasten.model.formats.record import LayerFormat
-from hasten.model.interfaces import Context, LayerContext, Stack, Taught
+from hasten.model.interfaces import Context, LayerContext, SoftTargets, Stack
 from hasten.model.norms import norm_of
 from hasten.model.rope import RotaryTable, rotate
 from hasten.model.wide import choose_width
@@ -211,7 +211,7 @@ class Transformer(nn.Module):
         context: Context,
         *,
         rows: Tensor | None = None,
-        targets: Tensor | Taught | None = None,
+        targets: Tensor | SoftTargets | None = None,
         block_scales: Sequence[float] | None = None,
     ) -> Tensor:
         """Logits, or with `targets` the loss.
@@ -219,7 +219,7 @@ class Transformer(nn.Module):
         tokens and positions: int64 (B, T). rows: int64 (R,), which of the B·T flattened rows to score; logits are
         then (R, V), else (B, T, V), in float32. targets: int64 (B, T), or (R,) with `rows`, -100 where nothing is
         to be predicted; returns the sum of the token losses (float32 scalar, nats), for the caller to divide by the
-        tokens it counted. `Taught`: the divergence from another model's probabilities instead.
+        tokens it counted. SoftTargets (without `rows`): the divergence from another model's probabilities instead.
         block_scales: one a block: what it adds is multiplied with it; a block of scale 0 is left out and costs nothing.
         """
         x = self.states(tokens, positions, context, block_scales=block_scales)
@@ -227,8 +227,8 @@ class Transformer(nn.Module):
             x = x.flatten(0, -2)[rows]  # (R, C)
         if targets is None:
             return self.scores(x)
-        if isinstance(targets, Taught):
-            return self.loss_by_logits(self.norm(x), targets.targets, targets)
+        if isinstance(targets, SoftTargets):
+            return self.divergence(self.norm(x), targets)
         return self.loss(self.norm(x), targets)
 
     def states(
@@ -290,22 +290,32 @@ class Transformer(nn.Module):
             kernel=self.loss_kernel,
         )
 
-    def loss_by_logits(self, x: Tensor, targets: Tensor, taught: Taught | None = None) -> Tensor:
-        """`loss` by whatever makes the logits, of a few rows at a time; or the divergence from what is taught."""
+    def loss_by_logits(self, x: Tensor, targets: Tensor) -> Tensor:
+        """`loss` by whatever makes the logits, of a few rows at a time."""
 
-        def own(x: Tensor, targets: Tensor, *states: Tensor) -> Tensor:
-            logits = self.logits(x)
-            if taught is None:
-                return F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
+        def own(x: Tensor, targets: Tensor) -> Tensor:
+            return F.cross_entropy(self.logits(x), targets, ignore_index=IGNORED, reduction="sum")
+
+        return self._by_rows(own, x.flatten(0, -2), targets.flatten())
+
+    def divergence(self, x: Tensor, soft: SoftTargets) -> Tensor:
+        """KL(other || this), summed over the tokens to be learned, of normalised states x (B, T, C)."""
+
+        def own(x: Tensor, targets: Tensor, states: Tensor) -> Tensor:
             with torch.no_grad():
-                wanted = taught.scores(*states).log_softmax(-1)
-            divergence = F.kl_div(logits.log_softmax(-1), wanted, reduction="none", log_target=True).sum(-1)
-            return torch.where(targets == IGNORED, 0.0, divergence).sum()
+                wanted = soft.logits(states).log_softmax(-1)
+            found = F.kl_div(self.logits(x).log_softmax(-1), wanted, reduction="none", log_target=True).sum(-1)
+            return torch.where(targets == IGNORED, 0.0, found).sum()
 
-        size = rows_of_a_chunk(self.config.vocab_size)
-        rows = (x.flatten(0, -2), targets.flatten(), *(() if taught is None else (taught.states.flatten(0, -2),)))
+        return self._by_rows(own, x.flatten(0, -2), soft.targets.flatten(), soft.states.flatten(0, -2))
+
+    def _by_rows(self, loss: Callable[..., Tensor], *rows: Tensor) -> Tensor:
+        """The sum of a loss over pieces of some rows, whose logits are made again for the backward pass."""
+        kind, size = rows[0].device.type, rows_of_a_chunk(self.config.vocab_size)
         parts = zip(*(one.split(size) for one in rows), strict=True)
-        losses = [checkpoint(own, *part, use_reentrant=False, preserve_rng_state=False) for part in parts]
+        # Each piece has a cast of the head's weight of its own, so that their gradients are added up in float32.
+        with torch.autocast(kind, enabled=torch.is_autocast_enabled(kind), cache_enabled=False):
+            losses = [checkpoint(loss, *part, use_reentrant=False, preserve_rng_state=False) for part in parts]
         return torch.stack(losses).sum()
 
     def scores(self, x: Tensor) -> Tensor:

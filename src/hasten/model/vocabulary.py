@@ -44,10 +44,13 @@ def _resized(old: Tensor, keep: int, rows: int) -> nn.Parameter:
     return nn.Parameter(new, requires_grad=old.requires_grad)
 
 
-def check_vocabulary(other: Transformer, model: Transformer, *, name: str) -> None:
-    """Raise ConfigError unless both models have the same tokens under the same ids. name: of the other one."""
+def check_vocabulary(other: Transformer, model: Transformer, *, name: str, larger: bool = False) -> None:
+    """Raise ConfigError unless both models have the same tokens under the same ids.
+
+    name: of the other one. larger: it may have more rows than the model.
+    """
     ours, theirs = model.config.vocab_size, other.config.vocab_size
-    if ours != theirs:
+    if theirs < ours or (theirs > ours and not larger):
         raise ConfigError(f"{name} has {theirs:,} tokens, the model {ours:,}; it needs the same vocabulary")
     if model.tokenizer is None or other.tokenizer is None:
         return

@@ -104,6 +104,8 @@ def profile(
     with inductor_config.patch({"cpp.enable_kernel_profile": True}):
         if isinstance(subject, Recipe):
             subject.check()
+            if subject.teacher is not None:
+                raise ConfigError("the tree of a step has no teacher in it; profile the recipe without one")
             setup = set_up(subject, progress=True)
             batches = [setup.batches.batch(position) for position in range(subject.data.accumulation)]
             works, dtype = [training(setup, batches)], cast(str, setup.step.precision.name)

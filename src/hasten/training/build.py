@@ -146,7 +146,9 @@ def training_step(
     optimizer = make_optimizer(placement, recipe.optimizer, fused=techniques.fused_optimizer)
     teacher = None
     if recipe.teacher is not None:
-        teacher = Teacher.of(recipe.teacher, model, dtype=precision.dtype, tokens=recipe.data.context)
+        teacher = Teacher.of(
+            recipe.teacher, model, device=precision.device, dtype=precision.dtype, tokens=recipe.data.context
+        )
     return TrainStep(
         model,
         optimizer,

@@ -24,6 +24,7 @@ from hasten.planning.memory import (
 )
 from hasten.training.build import attention_kernel, lora_adapter
 from hasten.training.recipe import Lora, Recipe
+from hasten.training.teacher import teacher_path
 
 
 def training_use(
@@ -71,16 +72,21 @@ def _adapter_weights(config: ModelConfig, lora: Lora) -> int:
 
 def _teacher_bytes(source: str, use: TrainingUse) -> int:
     """Of a teacher, a pass of it, and the probabilities of both models of a few rows."""
-    config, tokens = _config_of(source), use.batch_size * use.length
-    weights = ITEMSIZE[use.dtype] * parameters(config).total
-    step = InferenceUse(batch_size=1, length=1, step=tokens, weights=weights, row_bytes=0)
+    path = teacher_path(source)
+    config, stored = _teacher_facts(path, path.stat().st_mtime_ns)
+    tokens, weights = use.batch_size * use.length, stored or ITEMSIZE[use.dtype] * parameters(config).total
+    step = InferenceUse(batch_size=1, length=1, step=1, weights=weights, row_bytes=0)
+    parts = inference_memory(config, step).parts
     rows = min(tokens, rows_of_a_chunk(config.vocab_size))
-    return inference_memory(config, step).peak + 4 * 4 * rows * config.vocab_size
+    return weights + tokens * parts["activations"] + 4 * 4 * rows * config.vocab_size
 
 
 @lru_cache(maxsize=1)
-def _config_of(source: str) -> ModelConfig:
-    return open_checkpoint(source).config
+def _teacher_facts(path: Path, _changed: int) -> tuple[ModelConfig, int]:
+    """Its config, and its size where it is quantized."""
+    source = open_checkpoint(path)
+    files = [path] if path.is_file() else path.glob("*.safetensors")
+    return source.config, 0 if source.quantized is None else sum(file.stat().st_size for file in files)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,6 +142,8 @@ class Room:
         if self.memory(batch_size=size, context=2, accumulation=1).peak > self.free:
             remedy = "lower model.layers or model.hidden_size"
         what = f"training {self.recipe.name!r} with batches of {data.batch_size} x {data.context} tokens"
+        if self.recipe.teacher is not None:
+            remedy += ", or take a smaller teacher"
         need.require(what, self.free, self.device, remedy=remedy)
         rows = size * largest(lambda count: self.fits(batch_size=count * size), most=1 << 20)
         length = largest(lambda count: self.fits(context=count), most=self.config.max_positions)

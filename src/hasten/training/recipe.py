@@ -286,7 +286,7 @@ class Recipe:
     init: str | None = None
     """Finetune: a model folder or hub id to start from (none: random weights of the shape under `model`)."""
     teacher: str | None = None
-    """Distill: learn this model's probabilities (folder or hub id, same vocabulary), not the text's next tokens."""
+    """Distill: learn this model's probabilities (folder or hub id, same tokens) instead of the text's next tokens."""
     dropout: Annotated[float, BELOW_1] = 0.0
     """Probability of dropping an activation while training."""
     model: Shape = field(default_factory=Shape)

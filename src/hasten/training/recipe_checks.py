@@ -35,8 +35,8 @@ def wrong_together(recipe: Recipe) -> Iterator[str]:
     yield from _wrong_rounding(recipe.qat)
     if recipe.qat.init is not None and (recipe.init is None or not recipe.qat.init):
         yield "qat.init is a folder that --init was quantized to; give both"
-    if recipe.teacher is not None and (not recipe.teacher or recipe.parallel.tensor > 1):
-        yield "teacher is a model's folder, for rows that parallel.tensor does not split; give one, and set that to 1"
+    if recipe.teacher == "":
+        yield "teacher is empty; give a model's folder or hub id"
     yield from _wrong_parallel(recipe)
     if isinstance(run.threads, int) and run.threads < 1:
         yield f"run.threads is {run.threads}; it must be at least 1, or auto"
@@ -96,6 +96,8 @@ def _wrong_split(recipe: Recipe) -> Iterator[str]:
         yield "optimizer.kind muon wants whole matrices, which parallel.tensor splits by rows and columns; choose adamw"
     if recipe.techniques.loss not in (None, "chunked"):
         yield "parallel.tensor has a chunked loss of its own; leave techniques.loss away"
+    if recipe.teacher is not None:
+        yield "parallel.tensor goes without a teacher; set parallel.tensor 1"
     if recipe.lora.rank is not None or recipe.dropout:
         yield "parallel.tensor goes with neither lora.rank nor dropout; set parallel.tensor 1"
 

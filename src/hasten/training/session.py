@@ -160,7 +160,10 @@ def _train(
         bits = _export(recipe, folder, setup) if finished and ranks.first else None
     lines = read(folder.journal)
     if lines and ranks.first:
-        display.draw_losses(lines, folder.picture, title=f"{recipe.name}: {state.tokens:,} tokens")
+        title = f"{recipe.name}: {state.tokens:,} tokens"
+        if recipe.teacher is not None:
+            title += "; training loss: divergence from the teacher"
+        display.draw_losses(lines, folder.picture, title=title)
     return TrainResult(
         folder=folder.path,
         model_folder=folder.adapter if recipe.lora.rank and not recipe.qat.bits else folder.model,

@@ -128,5 +128,5 @@ class TrainStep:
         # (1, T) instead of (B, T): the rotary table is the same for every row, and is made once.
         positions = torch.arange(tokens, device=batch.inputs.device).unsqueeze(0)
         with self.precision.autocast():
-            targets = batch.targets if teacher is None else teacher.taught(batch, positions, documents)
+            targets = batch.targets if teacher is None else teacher.soft_targets(batch, positions, documents)
             return self.where.module(batch.inputs, positions, context, targets=targets, block_scales=block_scales)

@@ -4,45 +4,66 @@ They tell of every token what the text tells of one, so the same tokens teach mo
 which has to guess what its target says, and a model that is trained while rounded, which has to stay what it was.
 """
 
+from pathlib import Path
+
 import torch
+from torch import Tensor
 
 from hasten.data import Batch
 from hasten.errors import CheckpointError, ConfigError, ResourceError
-from hasten.model.context import training_context
-from hasten.model.interfaces import Context, Taught
-from hasten.model.load import load
+from hasten.model.context import TrainingContext, training_context
+from hasten.model.interfaces import SoftTargets
+from hasten.model.load import load, resolve_model
 from hasten.model.transformer import Transformer
 from hasten.model.vocabulary import check_vocabulary
 
 
 class Teacher:
-    """A model that only answers."""
+    """A model that only answers, about the first `words` tokens of its vocabulary."""
 
-    def __init__(self, model: Transformer) -> None:
-        self.model = model.eval()
+    def __init__(self, model: Transformer, *, words: int) -> None:
+        self.model, self.words = model.eval(), words
         self.model.requires_grad_(False)
+        self._plain: dict[int, TrainingContext] = {}  # by the number of tokens in a row
 
     @classmethod
-    def of(cls, source: str, student: Transformer, *, dtype: torch.dtype, tokens: int) -> "Teacher":
-        """Of a folder or hub id, with products in `dtype`, for rows of so many tokens.
+    def of(
+        cls, source: str, student: Transformer, *, device: torch.device, dtype: torch.dtype, tokens: int
+    ) -> "Teacher":
+        """Of a folder, file or hub id, with products in `dtype`, for rows of so many tokens.
 
-        Raises ConfigError where it does not fit the student, and as `load` does.
+        Its vocabulary may have more rows than the student's, which no token has. Raises ConfigError where it does not
+        fit the student, and as `load` does.
         """
-        try:
-            model = load(source, dtype=dtype, device=str(student.device))
-            check_vocabulary(model, student, name=f"the teacher {source}")
-        except (CheckpointError, ConfigError, ResourceError) as error:
-            raise type(error)(f"teacher: {error}") from None
+        if dtype == torch.float16:  # in which the states of many models overflow; autocast rounds the products
+            dtype = torch.float32
+        model = load(teacher_path(source), dtype=dtype, device=str(device))
+        check_vocabulary(model, student, name=f"teacher {source}", larger=True)
         if model.config.max_positions < tokens:
             raise ConfigError(
-                f"teacher: {source} knows {model.config.max_positions:,} positions and data.context is {tokens:,}; "
+                f"teacher {source} knows {model.config.max_positions:,} positions and data.context is {tokens:,}; "
                 "lower that"
             )
-        return cls(model)
+        return cls(model, words=student.config.vocab_size)
 
     @torch.no_grad()
-    def taught(self, batch: Batch, positions: torch.Tensor, documents: torch.Tensor | None) -> Taught:
+    def soft_targets(self, batch: Batch, positions: Tensor, documents: Tensor | None) -> SoftTargets:
         """What the student is to learn of a batch: its probabilities where the text has a target."""
-        context: Context = training_context(self.model, batch.inputs.shape[1], documents)
+        tokens = batch.inputs.shape[1]
+        if documents is not None:
+            context = training_context(self.model, tokens, documents)
+        else:
+            context = self._plain.setdefault(tokens, training_context(self.model, tokens))
         states = self.model.states(batch.inputs, positions, context)
-        return Taught(targets=batch.targets, states=states, scores=self.model.scores)
+        return SoftTargets(targets=batch.targets, states=states, logits=self._logits)
+
+    def _logits(self, states: Tensor) -> Tensor:
+        return self.model.scores(states)[..., : self.words]
+
+
+def teacher_path(source: str) -> Path:
+    """Where it is. Raises CheckpointError or ResourceError, naming the option."""
+    try:
+        return resolve_model(source)
+    except (CheckpointError, ResourceError) as error:
+        raise type(error)(f"teacher: {error}") from None
