@@ -1,0 +1,33 @@
+"""What quantizing with calibration text takes: the peak of the whole command is the predicted one, within 15%."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from hasten.model.export import export_model
+from tiny_model import tiny_llama
+
+WIDE = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16, "num_key_value_heads": 4}
+METHODS = {"gptq": ["gptq"], "gptaq": ["gptq", "--gptaq"], "awq": ["awq"], "sign": ["sign", "--steps", "4"]}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    place = tmp_path_factory.mktemp("wide")
+    export_model(tiny_llama(**WIDE, initializer_range=0.02), place / "model")
+    return place / "model"
+
+
+@pytest.mark.slow  # a model whose matrices are larger than what libraries take
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the peak is exact there")
+@pytest.mark.parametrize("name", METHODS)
+def test_the_peak_is_the_predicted_one(folder, tmp_path, name):
+    options = ["--scheme", "int4", "--group-size", "32", "--samples", "128", "--length", "256", "--lm-head", "none"]
+    command = [sys.executable, "-m", "hasten", "quantize", str(folder), *options, "--method", *METHODS[name]]
+    done = subprocess.run(
+        [*command, "--output", str(tmp_path / "out"), "--json", "-"], capture_output=True, text=True, check=True
+    )
+    found = json.loads(done.stdout)
+    assert 0.85 < found["predicted_memory_bytes"] / found["peak_memory_bytes"] < 1.15, found
