@@ -91,8 +91,7 @@ def fill_quantized(
         for stored in folder.stored:  # its scales and zeros; should a kernel read them there, they are read anew
             if stored != module.values and stored.rpartition(".")[0] == module.name:
                 release_pages(folder.tensor(stored))
-        if cut is not None:  # a copy of the part was packed, and is gone
-            return_freed_memory()
+        return_freed_memory()  # what was unpacked, or copied of a share, is gone
     if tied:
         model.tie()
     if layers:
