@@ -253,17 +253,18 @@ def cache_formats(report: Report) -> str:
     """`cache_formats.py`."""
     found = {(row["model"], row["kv_cache_dtype"]): row for row in report["quality"]}
     longest = max(report["settings"]["tokens"])
-    attention = [row for row in report["speed"] if row["what"] == "attention" and row["tokens"] == longest]
-    steps = {(row["batch"], row["kv_cache_dtype"]): row["milliseconds"] for row in attention}
+    of_longest = [row for row in report["speed"] if row["tokens"] == longest]
+    times = {(row["what"], row["batch"], row["kv_cache_dtype"]): row["milliseconds"] for row in of_longest}
     fit, batches = report["tokens_per_gib"]["llama-7b"], report["settings"]["batches"]
     rows = []
     for cache in fit:
         own = [found[model, cache] for model in ("bfloat16", "bfloat16, outliers")]
         quality = [text for row in own for text in (f"{row['perplexity']:.2f}", f"{row['kl_mean']:.6f}")]
-        speed = [f"{steps[batch, cache]:.2f} ms" for batch in batches]
+        speed = [f"{times[what, batch, cache]:.2f} ms" for batch in batches for what in ("attention", "step")]
         rows.append(["bfloat16" if cache == "auto" else cache, *quality, *speed, f"{fit[cache]:,}"])
     of_model = ["perplexity", "KL divergence, mean", "perplexity with outliers", "KL divergence"]
-    sequences = [f"attention, {batch} sequence{'s' * (batch > 1)}" for batch in batches]
+    parts = ("attention", "step")
+    sequences = [f"{what}, {batch} sequence{'s' * (batch > 1)}" for batch in batches for what in parts]
     return markdown(["cache", *of_model, *sequences, "tokens a GiB"], rows)
 
 
