@@ -61,6 +61,9 @@ class QatBenchmark:
     """int2 is measured with the first only."""
 
     cases: tuple[str, ...] = tuple(CASES)
+    trained: tuple[str, ...] = ("qat", BEGUN, TAUGHT)
+    """Ways of training while rounded."""
+
     methods: tuple[str, ...] = ("rtn", "gptq", "gptaq", "sign")
     """Without training."""
 
@@ -126,8 +129,10 @@ class Measuring:
         """Of a case, with the first seed or a further one."""
         if case == "plain":
             return ["trained"]
-        begun = [BEGUN, TAUGHT] if CASES[case][0] in (3, 4) else []  # two bits have levels of their own
-        return [way for way in ("qat", *begun, *self.options.methods) if first or way not in FIRST]
+        ways = [*self.options.trained, *self.options.methods]
+        if CASES[case][0] == 2:  # which has levels of its own
+            ways = [way for way in ways if way not in (BEGUN, TAUGHT)]
+        return [way for way in ways if first or way not in FIRST]
 
     def measured(self, case: str, way: str, seed: int) -> dict[str, Any]:
         """The loss, that of the plain model beside it, and what training took."""
