@@ -54,7 +54,7 @@ class QatBenchmark:
     qat_rate: float | None = None
     """While rounded, where it is another."""
 
-    taught_rate: float = 5e-5
+    taught_rate: float = 2e-4
     """Of what is taught."""
 
     seeds: tuple[int, ...] = (0, 1, 2)
