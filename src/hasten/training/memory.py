@@ -71,14 +71,14 @@ def _adapter_weights(config: ModelConfig, lora: Lora) -> int:
 
 
 def _teacher_bytes(source: str, use: TrainingUse) -> int:
-    """Of a teacher, a pass of it, and the probabilities of both models of a few rows."""
+    """Of a teacher, a pass of it, and the logits of both models, their logarithms and gradients, of a few rows."""
     path = teacher_path(source)
     config, stored = _teacher_facts(path, path.stat().st_mtime_ns)
     tokens, weights = use.batch_size * use.length, stored or ITEMSIZE[use.dtype] * parameters(config).total
     step = InferenceUse(batch_size=1, length=1, step=1, weights=weights, row_bytes=0)
     parts = inference_memory(config, step).parts
     rows = min(tokens, rows_of_a_chunk(config.vocab_size))
-    return weights + tokens * parts["activations"] + 4 * 4 * rows * config.vocab_size
+    return weights + tokens * parts["activations"] + 8 * 4 * rows * config.vocab_size
 
 
 @lru_cache(maxsize=1)
