@@ -145,17 +145,22 @@ class Measuring:
             rate, model = self.options.qat_rate or self.options.learning_rate, self.options.model
             begin = self.place / f"begin-{bits}-{group}-{self.options.samples}"
             if way == TAUGHT:
-                rate, model, begin = self.options.taught_rate, plain, begin.with_name(f"{begin.name}-plain-{seed}")
+                rate, model, begin = self.options.taught_rate, plain, self.rounded_plain(bits, group, seed)
                 options += ["--teacher", str(plain)]
             if way != "qat":
                 if not begin.exists():
                     self.quantized(model, begin, case, "gptq")
                 options += ["--qat.init", str(begin)]
             return self.trained(model, f"{way.replace(' ', '-')}-{bits}-{group}-{seed}", seed, rate, options) | base
-        out = self.place / "out"
-        shutil.rmtree(out, ignore_errors=True)
-        self.quantized(plain, out, case, way)
+        out = self.rounded_plain(bits, group, seed) if way == "gptq" else self.place / "out"
+        if way != "gptq" or not out.exists():
+            shutil.rmtree(out, ignore_errors=True)
+            self.quantized(plain, out, case, way)
         return {"loss": scored(out, self.held)} | base
+
+    def rounded_plain(self, bits: int, group: int, seed: int) -> Path:
+        """Where the plain model is by gptq, which is scored and trained on."""
+        return self.place / f"begin-{bits}-{group}-{self.options.samples}-plain-{seed}"
 
     def quantized(self, model: Path, out: Path, case: str, method: str) -> None:
         """Without training."""
