@@ -264,7 +264,7 @@ METHODS_AND_SCHEMES = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:no kernel takes a quantized weight like")
+@pytest.mark.filterwarnings("ignore:no kernel multiplies weights of 3 bits")
 @pytest.mark.parametrize("name", METHODS_AND_SCHEMES)
 def test_the_bits_do_not_depend_on_the_number_of_threads(name):
     method, scheme = METHODS_AND_SCHEMES[name]
@@ -280,7 +280,7 @@ def test_the_bits_do_not_depend_on_the_number_of_threads(name):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:no kernel takes a quantized weight like")
+@pytest.mark.filterwarnings("ignore:no kernel multiplies weights of 3 bits")
 @pytest.mark.parametrize("name", METHODS_AND_SCHEMES)
 def test_nor_do_those_of_a_block_wide_enough_to_be_shared_out(name):
     method, scheme = METHODS_AND_SCHEMES[name]
