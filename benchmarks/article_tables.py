@@ -112,11 +112,12 @@ def qat(report: Report) -> str:
 
 
 def qat_cost(report: Report) -> str:
-    """Seconds and memory of training, plain and while rounded."""
+    """Seconds and memory of training, plain and while rounded: of each the seed that other programs disturbed least."""
     ways: dict[tuple[str, str], dict[str, Any]] = {}
     for row in report["rows"]:
-        if "seconds" in row:
-            ways.setdefault((row["case"], row["way"]), row)  # of the first seed
+        name = row["case"], row["way"]
+        if "seconds" in row and (name not in ways or row["seconds"] < ways[name]["seconds"]):
+            ways[name] = row
     rows, plain = [], ways["plain", "trained"]
     for (case, way), row in ways.items():
         cells = [f"{case}, {way}"]
