@@ -74,7 +74,8 @@ def _teacher_bytes(source: str, use: TrainingUse) -> int:
     """Of a teacher, a pass of it, and the logits of both models, their logarithms and gradients, of a few rows."""
     path = teacher_path(source)
     config, stored = _teacher_facts(path, path.stat().st_mtime_ns)
-    tokens, weights = use.batch_size * use.length, stored or ITEMSIZE[use.dtype] * parameters(config).total
+    tokens, size = use.batch_size * use.length, ITEMSIZE["float32" if use.dtype == "float16" else use.dtype]
+    weights = stored or size * parameters(config).total
     step = InferenceUse(batch_size=1, length=1, step=1, weights=weights, row_bytes=0)
     parts = inference_memory(config, step).parts
     rows = min(tokens, rows_of_a_chunk(config.vocab_size))

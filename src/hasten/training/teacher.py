@@ -53,7 +53,9 @@ class Teacher:
         if documents is not None:
             context = training_context(self.model, tokens, documents)
         else:
-            context = self._plain.setdefault(tokens, training_context(self.model, tokens))
+            if tokens not in self._plain:
+                self._plain[tokens] = training_context(self.model, tokens)
+            context = self._plain[tokens]
         states = self.model.states(batch.inputs, positions, context)
         return SoftTargets(targets=batch.targets, states=states, logits=self._logits)
 
