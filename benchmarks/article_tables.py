@@ -37,6 +37,16 @@ def _gain(before: dict[str, Any], row: dict[str, Any]) -> float:
     return median(a[key] / b[key] for a, b in zip(before["rounds"], row["rounds"], strict=True))
 
 
+def attention_alone(report: Report) -> str:
+    """One layer's attention, forward and backward, eager and compiled."""
+    found = {(one["kernel"], one["compiled"]): one["seconds"] for one in report["attention"]}
+    rows = [
+        [f"`{name}`", *(f"{1e3 * found[name, compiled]:,.0f}" for compiled in (False, True))]
+        for name in dict.fromkeys(name for name, _ in found)
+    ]
+    return markdown(["one layer, 1,024 tokens", "eager, ms", "compiled, ms"], rows)
+
+
 def head_columns(report: Report) -> str:
     """The head's product alone."""
     head = report["head"]
@@ -130,6 +140,7 @@ def qat_cost(report: Report) -> str:
 
 TABLES = {
     "article-rungs": rungs,
+    "article-rungs attention": attention_alone,
     "article-rungs head": head_columns,
     "article-batches": batches,
     "layer-dropping": dropping,

@@ -5,8 +5,8 @@
     python benchmarks/training_figures.py dropping --json benchmarks/results/layer-dropping.json --picture …
 
 - rungs: figure 2 of "Accelerating Large Language Models with Accelerated Transformers" (PyTorch blog, 2023): GPT-2 124M
-  over 1,024 tokens, one change after the other in its order, in the precision in which the machine is fast; then the
-  product of the head alone with 50,257 and 50,304 columns.
+  over 1,024 tokens, one change after the other in its order, in the precision in which the machine is fast; beside it
+  one layer's attention alone, and the product of the head alone with 50,257 and 50,304 columns.
 - batches: its figure 3: explicit attention against flash, all else equal, each with its own largest batch in the same
   memory, for the same time; and flash with the batch of explicit attention, which tells the two reasons apart.
 - dropping: progressive layer dropping (arXiv 2010.13369) and no dropping, at several learning rates, to the same loss.
@@ -16,7 +16,7 @@ import itertools
 import json
 import statistics
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -37,6 +37,7 @@ from hasten.bench.train import TrainLadder
 from hasten.bench.train_rungs import FIRST, LAYER_DROP, PADDING, Rungs, cumulative, possible
 from hasten.cli.bench import run as measure_and_write
 from hasten.machine import resolve_device, resolve_dtype, training_precision
+from hasten.ops.attention import AttentionRequest, AttentionSpec, LayerAttention
 from hasten.training.recipe import Recipe, Schedule, Techniques
 from hasten.training.recipes import RECIPES
 
@@ -90,13 +91,39 @@ class ArticleRungs(TrainLadder):
         data = recipe.data
         settings = {"batch_size": data.batch_size, "sequence_length": data.context, "steps": self.steps}
         settings["model"] = f"{recipe.name} (random weights), batches of {data.batch_size} × {data.context} tokens"
-        head = self.head(device)
+        alone = {"attention": self.attention(device), "head": self.head(device)}
         report = self.measure(
             [one for one in rungs if one.name in (self.rungs or one.name)], kind="train", settings=settings
         )
         for row in report["rows"]:
             row["published_milliseconds"] = PUBLISHED.get(row["name"])
-        return report | {"head": head}
+        return report | alone
+
+    def attention(self, device: str) -> list[dict[str, Any]]:
+        """Seconds of one layer's attention alone, forward and backward, by kernel, eager and compiled, in turns."""
+        dtype, shape = resolve_dtype(training_precision(device).dtype), (1, self.sequence_length, 12, 64)
+        q, k, v = (torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
+        grad = torch.randn(shape, device=device, dtype=dtype)
+        kernels = ["reference", "math", ("memory-efficient", "chunked")[device == "cpu"], "flash"]
+        kernels += ["native"] if device == "cpu" else []
+        spec = AttentionSpec(heads=12, kv_heads=12, head_dim=64, scale=64**-0.5)
+        asked = AttentionRequest(spec=spec, device=torch.device(device), dtype=dtype)
+        calls: dict[tuple[str, bool], Callable[[], None]] = {}
+        for name, compiled in itertools.product(kernels, (False, True)):
+            layer: Callable[..., torch.Tensor] = LayerAttention.bind(asked, forced=name)
+            run = torch.compile(layer, dynamic=False) if compiled else layer
+
+            def both(run: Callable[..., torch.Tensor] = run) -> None:
+                q.grad = k.grad = v.grad = None
+                run(q, k, v).backward(grad)
+                synchronize(device)
+
+            calls[name, compiled] = both
+        times = interleaved(calls, 10)
+        return [
+            {"kernel": name, "compiled": compiled, "seconds": statistics.median(own)}
+            for (name, compiled), own in times.items()
+        ]
 
     def head(self, device: str) -> dict[str, Any]:
         """Seconds of the product alone, forward and both products of the backward pass, in turns."""

@@ -1,7 +1,6 @@
 """`hasten profile generate` and `serve`: the parts of a step, of readable blocks and of those of one native call."""
 
 import json
-from itertools import pairwise
 
 import pytest
 import torch
@@ -22,6 +21,7 @@ from hasten.profiling.trace import covered
 from hasten.profiling.tree import PartTime, folded, ordered, parameters_of
 from hasten.profiling.walk import parts_of
 from tiny_model import tiny_llama
+from traces import check_trace
 
 
 @pytest.fixture(autouse=True)
@@ -50,20 +50,6 @@ def check(phase, names):
     return rows
 
 
-def check_trace(trace):
-    """The trace event format, as Perfetto reads it: what each kind of event must have; and that our parts are there."""
-    needed = {"X": {"ts", "dur", "tid"}, "M": {"args"}, "i": {"ts", "s"}, "C": {"ts", "args"}}
-    needed |= {kind: {"ts", "id", "tid"} for kind in "sft"}
-    for event in trace["traceEvents"]:
-        assert event.keys() >= {"ph", "name", "pid"} | needed[event["ph"]], event
-        numbers = [event[name] for name in ("ts", "dur") if name in event]
-        assert all(isinstance(number, int | float) and number >= 0 for number in numbers), event
-    ours = [event for event in trace["traceEvents"] if event["pid"] == "hasten"]
-    assert any(event["name"] == "forward model.blocks.0.mlp.down" for event in ours)
-    nanoseconds = 0.002  # as few as a float of so many microseconds can tell
-    assert all(one["ts"] + one["dur"] <= other["ts"] + nanoseconds for one, other in pairwise(ours)), "one by one"
-
-
 @pytest.mark.parametrize("use", ["generate", "serve"])
 def test_readable_blocks(use, tmp_path):
     model = tiny_llama()
@@ -77,7 +63,7 @@ def test_readable_blocks(use, tmp_path):
     assert all(rows["model.blocks.0.mlp"].seconds > 0 for rows in (prefill, decode))
     assert [phase.tokens for phase in found.phases] == [40, 2]
     for phase in found.phases:
-        check_trace(json.loads((tmp_path / f"{phase.name}.trace.json").read_text()))
+        check_trace(tmp_path / f"{phase.name}.trace.json", "forward model.blocks.0.mlp.down")
         shapes, counter = phase.checks["FLOPs: from shapes, torch's FlopCounterMode"]
         attention = sum(row.flops for row in phase.rows if row.name.endswith("attention.itself"))
         assert counter == shapes - (attention if phase.name == "decode" else 0), "torch knows no reading of a cache"

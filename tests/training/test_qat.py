@@ -12,6 +12,7 @@ import hasten
 from hasten.cli.train import summary
 from hasten.errors import ConfigError, HastenError
 from hasten.model.load import open_checkpoint
+from hasten.ops.native import library
 from hasten.quantization import GPTQ, Int3, Int4, quantize_to_folder
 from hasten.quantization.qat import fake_layers, set_bits
 from hasten.training.checkpoint_state import find
@@ -63,6 +64,28 @@ def test_the_folder_has_the_loss_that_was_trained(recipe, name):
     assert f"{result.bits_per_weight:.2f} bits a weight as stored" in summary(result)
     losses = [line["loss"] for line in read(result.folder / "train.jsonl")]
     assert result.validation_loss < losses[0] - 1.0, "it learns"
+
+
+@pytest.mark.filterwarnings("ignore:hasten reads this quantized model; transformers does not")
+@pytest.mark.skipif(library() is None, reason="the native kernels cannot be built here (no C++ compiler)")
+@pytest.mark.parametrize("name", ["learned", "int4 by row", "int8"])
+def test_trained_and_served_in_bfloat16(recipe, name):
+    """Both round: the served loss is as near to the exact one as twice the trained one is, by docs/architecture.md."""
+    techniques = replace(wide(recipe).techniques, precision="bfloat16")
+    made = replace(wide(recipe, name=name, qat=CASES[name], export="last"), techniques=techniques)
+    result = train(made, progress=False)
+    data = prepare_data(made, init=None, progress=False)
+    rows = made.data.batch_size * made.run.validation_batches  # one at a time, as the fused kernels want them here
+    validation = Validation(data.validation, batch_size=1, sequence_length=made.data.context, batches=rows)
+
+    def loss(model, dtype):
+        return validation.loss(TrainStep(model, None, Precision(dtype, torch.device("cpu"))))
+
+    exact = loss(hasten.load(result.model_folder, dtype="float32"), "float32")
+    served = hasten.fuse(hasten.load(result.model_folder, dtype="bfloat16"))
+    served_error = abs(loss(served, "bfloat16") - exact)
+    assert served_error <= 2 * abs(result.validation_loss - exact) + 1e-5
+    assert served_error < 5e-4
 
 
 @pytest.mark.filterwarnings("ignore:no kernel takes a quantized weight like")

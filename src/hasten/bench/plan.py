@@ -168,7 +168,8 @@ def _device(options: PlanOptions) -> tuple[Device, Literal["float32", "bfloat16"
         return known_device(options.device), "bfloat16" if dtype == "auto" else dtype
     kind = str(resolve_device(options.device))
     dtype = training_precision(kind).dtype if dtype == "auto" else dtype  # type: ignore[assignment]
-    limits, free, link = measure_limits(kind, (dtype,), seconds=0.3), available_memory(kind), LINKS["shared-memory"]
+    dtypes = (dtype,) if options.training else (dtype, "int8")
+    limits, free, link = measure_limits(kind, dtypes, seconds=0.3), available_memory(kind), LINKS["shared-memory"]
     if kind != "cpu":
         import torch
 
@@ -260,7 +261,7 @@ def _inference(subject: Subject, options: PlanOptions) -> InferenceUse:
     config, served, settings = subject.config, options.use == "serve", EngineSettings()
     stored = subject.checkpoint if options.weights == "auto" else None
     batch, dtype = options.batch_size or (16 if served else 1), options.techniques.precision
-    prompts = batch * (options.length - options.new_tokens)
+    prompts, weights = batch * (options.length - options.new_tokens), options.weights.replace("auto", subject.own)
     return InferenceUse(
         batch_size=batch,
         length=options.length,
@@ -268,6 +269,7 @@ def _inference(subject: Subject, options: PlanOptions) -> InferenceUse:
         step=min(settings.token_budget if served else LARGEST_PREFILL, prompts),
         weights=weight_bytes(config, options.weights) if stored is None else stored.stored_bytes(),
         dtype=dtype,
+        integers=subject.device.kind == "cpu" and weights.startswith(("int8", "int4")),  # as the kernels do there
         row_bytes=row_format(options.kv_cache_dtype).bytes(config.head_dim, resolve_dtype(dtype)),
         block_size=settings.block_size if served else 1,
         degree=options.tensor_parallel,

@@ -87,18 +87,21 @@ class Decoder:
         longest = max(len(tokens) for tokens in part)
         device = self.model.device
         tokens = torch.tensor([p + [0] * (longest - len(p)) for p in part], device=device)  # (B, T)
-        offsets = torch.arange(longest, device=device)
-        counts = torch.tensor([len(p) for p in part], device=device)
-        valid = offsets < counts[:, None]  # (B, T)
-        starts = torch.tensor(self.lengths, device=device)
-        # Padding repeats the row's last position: its keys are kept nowhere, and it must not look longer than it is.
-        positions = (starts[:, None] + torch.minimum(offsets, counts[:, None] - 1)).clamp(min=0)
+        starts, offsets = torch.tensor(self.lengths, device=device), torch.arange(longest, device=device)
+        positions, valid, rows = starts[:, None] + offsets, None, None
+        if not every or any(len(p) < longest for p in part):
+            counts = torch.tensor([len(p) for p in part], device=device)
+            valid = offsets < counts[:, None]  # (B, T)
+            # Padding repeats a row's last position: its keys are kept nowhere, and the row must not look longer.
+            positions = (starts[:, None] + torch.minimum(offsets, counts[:, None] - 1)).clamp(min=0)
+            last = torch.arange(len(part), device=device) * longest + (counts - 1).clamp(min=0)
+            rows = valid.flatten().nonzero()[:, 0] if every else last
         fresh = not any(self.lengths)
         self.lengths = [n + len(p) for n, p in zip(self.lengths, part, strict=True)]
         read, masks = max(self.lengths), not is_fused(self.model)
         context = self.cache.step(positions, valid=valid, fresh=fresh, read=read, masks=masks)
-        last = torch.arange(len(part), device=device) * longest + (counts - 1).clamp(min=0)
-        return self.model(tokens, positions, context, rows=valid.flatten().nonzero()[:, 0] if every else last)
+        logits = self.model(tokens, positions, context, rows=rows)
+        return logits.flatten(0, 1) if rows is None else logits
 
     @torch.inference_mode()
     def decode(self, tokens: Tensor, *, active: Sequence[bool] | None = None) -> Tensor:

@@ -95,3 +95,19 @@ def training_context(model: Transformer, tokens: int, documents: Tensor | None =
     for mask in masks:  # ready for the layers' kernels
         mask.prepare(model.device)
     return TrainingContext(windows, documents, blocks=masks)
+
+
+class TrainingContexts:
+    """The training contexts of one model: one for each length, laid out once, and a new one for packed documents."""
+
+    def __init__(self, model: Transformer) -> None:
+        self._model = model
+        self._plain: dict[int, TrainingContext] = {}  # by the number of tokens in a row
+
+    def of(self, tokens: int, documents: Tensor | None = None) -> TrainingContext:
+        """As `training_context`."""
+        if documents is not None:
+            return training_context(self._model, tokens, documents)
+        if tokens not in self._plain:
+            self._plain[tokens] = training_context(self._model, tokens)
+        return self._plain[tokens]

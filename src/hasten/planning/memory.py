@@ -97,8 +97,8 @@ class TrainingUse:
 class InferenceUse:
     """`batch_size` sequences of `length` tokens, of which `new_tokens` are generated; `step` tokens computed at once.
 
-    weights: bytes of all. dtype: of products. row_bytes: a head's key or value of one token. block_size: of a paged
-    cache. degree: how many devices share the model (tensor parallelism).
+    weights: bytes of all. dtype: of products. integers: weights multiply as integers. row_bytes: a head's key or value
+    of one token. block_size: of a paged cache. degree: how many devices share the model (tensor parallelism).
     """
 
     batch_size: int = 1
@@ -107,6 +107,7 @@ class InferenceUse:
     step: int
     weights: int
     dtype: str = "bfloat16"
+    integers: bool = False
     row_bytes: int
     block_size: int = 1
     degree: int = 1

@@ -162,7 +162,7 @@ def inference_phases(config: ModelConfig, use: InferenceUse) -> tuple[Phase, Pha
             tokens=tokens,
             flops=flops / degree,
             moved=moved / degree,
-            dtype=use.dtype,
+            dtype="int8" if use.integers else use.dtype,
             sent=(degree - 1) * (sums * tokens * config.hidden_size * ITEMSIZE[use.dtype] + logits / degree),
             exchanges=(sums + 1) * steps * (degree > 1),
             ranks=degree,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hasten.data import Batch
 from hasten.distributed.placement import Placement
-from hasten.model.context import TrainingContext, training_context
+from hasten.model.context import TrainingContexts
 from hasten.model.transformer import Transformer
 from hasten.ops.loss import IGNORED
 from hasten.training.optimizers import set_learning_rate
@@ -59,7 +59,7 @@ class TrainStep:
         self.where = Placement(self.model) if self.placement is None else self.placement
         self.ranks, self.device = self.where.ranks, self.precision.device
         self.parameters = list(self.where.worked.values())
-        self._plain: dict[int, TrainingContext] = {}  # by the number of tokens in a row
+        self.contexts = TrainingContexts(self.model)
 
     def run(
         self,
@@ -119,12 +119,7 @@ class TrainStep:
         """
         tokens = batch.inputs.shape[1]
         documents = batch.documents if self.separate_documents else None
-        if documents is not None:
-            context = training_context(self.model, tokens, documents)
-        else:
-            if tokens not in self._plain:
-                self._plain[tokens] = training_context(self.model, tokens)
-            context = self._plain[tokens]
+        context = self.contexts.of(tokens, documents)
         # (1, T) instead of (B, T): the rotary table is the same for every row, and is made once.
         positions = torch.arange(tokens, device=batch.inputs.device).unsqueeze(0)
         with self.precision.autocast():

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hasten.data import Batch
 from hasten.errors import CheckpointError, ConfigError, ResourceError
-from hasten.model.context import TrainingContext, training_context
+from hasten.model.context import TrainingContexts
 from hasten.model.interfaces import SoftTargets
 from hasten.model.load import load, resolve_model
 from hasten.model.transformer import Transformer
@@ -24,7 +24,7 @@ class Teacher:
     def __init__(self, model: Transformer, *, words: int) -> None:
         self.model, self.words = model.eval(), words
         self.model.requires_grad_(False)
-        self._plain: dict[int, TrainingContext] = {}  # by the number of tokens in a row
+        self.contexts = TrainingContexts(model)
 
     @classmethod
     def of(
@@ -49,13 +49,7 @@ class Teacher:
     @torch.no_grad()
     def soft_targets(self, batch: Batch, positions: Tensor, documents: Tensor | None) -> SoftTargets:
         """What the student is to learn of a batch: its probabilities where the text has a target."""
-        tokens = batch.inputs.shape[1]
-        if documents is not None:
-            context = training_context(self.model, tokens, documents)
-        else:
-            if tokens not in self._plain:
-                self._plain[tokens] = training_context(self.model, tokens)
-            context = self._plain[tokens]
+        context = self.contexts.of(batch.inputs.shape[1], documents)
         states = self.model.states(batch.inputs, positions, context)
         return SoftTargets(targets=batch.targets, states=states, logits=self._logits)
 
