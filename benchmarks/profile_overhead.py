@@ -2,9 +2,9 @@
 
     python benchmarks/profile_overhead.py MODEL --output benchmarks/results/profile-overhead.json
 
-Steps with and without a `hasten.profiling.meter.Meter` by turns: a training step of a recipe, and one of a
-model that appends a token; the ratio of both is formed in each round. Beside some parts stands a timer of its own,
-which is all that looks at such a step.
+Steps with and without a `hasten.profiling.meter.Meter` by turns: a training step of a recipe, one of a model that
+appends a token, and one of the engine; the ratio of both is formed in each round. Beside some parts stands a timer of
+its own, which is all that looks at such a step.
 """
 
 import statistics
@@ -27,7 +27,7 @@ class ProfileOverhead:
     """The recipe whose training step is measured, its blocks not compiled: most parts, and most to watch."""
 
     rounds: int = 30
-    """Of a token's step ten times as many."""
+    """Of training steps; of the others ten times as many."""
 
     threads: int = 1
     """Threads of torch. One by default: where others work, two wait for each other, and that is no step's own time."""
@@ -42,7 +42,7 @@ class ProfileOverhead:
         from hasten.machine import configure, describe
         from hasten.machine.files import write_json
         from hasten.model.fused import fuse_where_it_fits
-        from hasten.profiling.steps import Answers, training
+        from hasten.profiling.steps import Answers, ServedAnswers, training
         from hasten.training.recipes import RECIPES
         from hasten.training.setup import set_up
 
@@ -54,14 +54,22 @@ class ProfileOverhead:
         batches = [setup.batches.batch(position) for position in range(recipe.data.accumulation)]
         model = fuse_where_it_fits(hasten.load(self.model, dtype="bfloat16"))
         _, decode = Answers(model, batch=1, prompt_tokens=128).works()
-        timers = {
-            "step": [(setup.model, "forward", "model"), (setup.step, "update", "update")],
-            "decode": [(model.stack, "run", "model.blocks"), (model.stack, "scores", "model.head")],
-        }
+        _, serve = ServedAnswers(model, batch=8, prompt_tokens=128).works()
+        step = setup.step
+        token = [(model.stack, "run", "model.blocks", "forward"), (model.stack, "scores", "model.head", "forward")]
+        learning = [
+            (setup.model, "forward", "model", "forward"),
+            (step.precision, "backward", "model", "backward"),
+            (step, "update", "update", "forward"),
+        ]
         rows = []
-        for work in (training(setup, batches), decode):
-            owned = [timer for timer in timers[work.name] if timer[0] is not None]
-            rows.append(measured(work, owned, self.rounds * (10 if work.name == "decode" else 1)))
+        for name, work, timers in (
+            ("training", training(setup, batches), learning),
+            ("decode", decode, token),
+            ("serve, 8 requests", serve, token),
+        ):
+            count = self.rounds * (1 if name == "training" else 10)
+            rows.append({"step": name} | measured(work, timers, count))
             print(rows[-1], flush=True)
         machine = describe().to_json()
         write_json(
@@ -70,14 +78,17 @@ class ProfileOverhead:
         )
 
 
-def measured(work: Any, timers: list[tuple[Any, str, str]], rounds: int) -> dict[str, Any]:
+Timer = tuple[Any, str, str, str]  # the owner of a method, its name, and the part and the phase that it is
+
+
+def measured(work: Any, timers: list[Timer], rounds: int) -> dict[str, Any]:
     """A step without and with a meter, and parts beside their timers."""
     from hasten.profiling.meter import Meter
 
     meter = Meter(work.model, work.calls)
     plain, seen = list[float](), list[float]()
-    watched: dict[str, list[float]] = {part: [] for _, _, part in timers}
-    timed: dict[str, list[float]] = {part: [] for _, _, part in timers}
+    watched: dict[tuple[str, str], list[float]] = {(part, phase): [] for _, _, part, phase in timers}
+    timed: dict[tuple[str, str], list[float]] = {part: [] for part in watched}
     for number in range(-5, rounds):
         work.prepare()
         start = time.perf_counter()
@@ -96,16 +107,16 @@ def measured(work: Any, timers: list[tuple[Any, str, str]], rounds: int) -> dict
             continue
         plain.append(alone)
         seen.append(observed)
-        for part in watched:
-            inside = [
-                s for (name, phase), s in spent.items() if f"{name}.".startswith(f"{part}.") and phase == "forward"
-            ]
-            watched[part].append(sum(inside))
-            timed[part].append(seconds[part])
+        for part, phase in watched:
+            inside = [s for (name, own), s in spent.items() if f"{name}.".startswith(f"{part}.") and own == phase]
+            watched[part, phase].append(sum(inside))
+            timed[part, phase].append(seconds[part, phase])
     # The fastest of each: where others work, a median is theirs as well.
-    parts = {part: {"watched": min(watched[part]), "timed": min(timed[part])} for part in watched}
+    parts = {
+        part if phase == "forward" else f"{part}, {phase}": {"watched": min(own), "timed": min(timed[part, phase])}
+        for (part, phase), own in watched.items()
+    }
     return {
-        "step": work.name,
         "rounds": rounds,
         "parts_watched": len(spent),
         "seconds": statistics.median(plain),
@@ -115,17 +126,17 @@ def measured(work: Any, timers: list[tuple[Any, str, str]], rounds: int) -> dict
     }
 
 
-def step_with_timers(work: Any, timers: list[tuple[Any, str, str]]) -> dict[str, float]:
-    """Take a step; the seconds inside these methods, by the part that each is."""
-    seconds = dict.fromkeys((part for _, _, part in timers), 0.0)
+def step_with_timers(work: Any, timers: list[Timer]) -> dict[tuple[str, str], float]:
+    """Take a step; the seconds inside these methods, by the part and phase that each is."""
+    seconds = {(part, phase): 0.0 for _, _, part, phase in timers}
 
-    def put(owner: Any, name: str, part: str) -> None:
+    def put(owner: Any, name: str, *part: str) -> None:
         call = getattr(owner, name)
 
         def timed(*given: Any, **options: Any) -> Any:
             start = time.perf_counter()
             made = call(*given, **options)
-            seconds[part] += time.perf_counter() - start
+            seconds[part[0], part[1]] += time.perf_counter() - start
             return made
 
         setattr(owner, name, timed)
@@ -133,7 +144,7 @@ def step_with_timers(work: Any, timers: list[tuple[Any, str, str]]) -> dict[str,
     for timer in timers:
         put(*timer)
     work.step()
-    for owner, name, _ in timers:
+    for owner, name, *_ in timers:
         delattr(owner, name)
     return seconds
 

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from math import log
 from pathlib import Path
 from statistics import median
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from drafted_ways import EDITS, beginnings, changed, generated, load, served, wr
 from quantize_perplexity import held_out
 
 import hasten
+from hasten.generation.speculation.cost import measure_step_cost
 
 WEIGHTS = {"bfloat16": None, "int8": "int8", "int4": "int4"}
 
@@ -83,7 +85,7 @@ class Speculation:
                 kept = [row for row in before["rows"] if row["weights"] not in self.weights]
         rows = [*kept, *(row for weights in self.weights for row in self.of(weights))]
         rows.sort(key=lambda row: list(WEIGHTS).index(row["weights"]))
-        report |= {"held_out_loss": self.losses(), "rows": rows}
+        report |= {"held_out_loss": self.losses(), "cost_table_seconds": self.table_seconds(), "rows": rows}
         if self.output is not None:
             write_json(self.output, report)
         if self.picture is not None:
@@ -100,6 +102,15 @@ class Speculation:
         texts = held_out(100_000, self.recipe)
         folders = {"target": self.model} | ({} if self.draft is None else {"draft": self.draft})
         return {name: log(hasten.perplexity(load(folder, None), texts).perplexity) for name, folder in folders.items()}
+
+    def table_seconds(self) -> dict[str, float]:
+        """What it takes to measure the table of costs, by the target's weights."""
+        found = {}
+        for weights in self.weights:
+            model, start = load(self.model, WEIGHTS[weights]), perf_counter()
+            measure_step_cost(model)
+            found[weights] = perf_counter() - start
+        return found
 
     def of(self, weights: str) -> list[dict[str, Any]]:
         """The rows of one format of the target's weights."""

@@ -156,7 +156,7 @@ def step_cost(model: Transformer) -> StepCost:
         f"{model.device}, {processor_name()}, {choose_isa()}, {torch.get_num_threads()} threads"
         + f", {ranks} ranks" * (ranks > 1)
     )
-    key = f"3 {shape} {formats} {model.dtype} {model.readable} {where}"
+    key = f"4 {shape} {formats} {model.dtype} {model.readable} {where}"
     file = f"{hashlib.sha256(key.encode()).hexdigest()[:20]}.json"
     known: StepCost | None = None
     with suppress(OSError, ResourceError, ValueError, KeyError, TypeError):
