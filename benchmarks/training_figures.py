@@ -115,7 +115,9 @@ class ArticleRungs(TrainLadder):
 
             def both(run: Callable[..., torch.Tensor] = run) -> None:
                 q.grad = k.grad = v.grad = None
-                run(q, k, v).backward(grad)
+                with torch.autocast(torch.device(device).type, dtype, enabled=dtype != torch.float32):  # as a step is
+                    out = run(q, k, v)
+                out.backward(grad.to(out.dtype))
                 synchronize(device)
 
             calls[name, compiled] = both
