@@ -1,6 +1,6 @@
 """The articles' figures (`training_figures.py`, `sharing_speed.py`) and QAT (`qat.py`), as tables."""
 
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 from renderers import Report, markdown
@@ -70,20 +70,22 @@ def batches(report: Report) -> str:
 
 
 def dropping(report: Report) -> str:
-    """Where each came to, and when it had the goal's loss."""
-    goal, rows = report["goal"], []
+    """Where each came to, and when its mean curve had the goal's loss."""
+    goal, seeds = report["goal"], dict[str, list[dict[str, Any]]]()
     for row in report["rows"]:
-        last, seconds = row["rounds"][-1], report["seconds_to_goal"][row["name"]]
-        step = 1e3 * last["training_seconds"] / last["step"]
-        cells = [f"{row['rate']:.1e}", f"{last.get('kept_blocks', 1):.0%}", f"{last['step']:.0f}", f"{step:.0f}"]
-        rows.append(
-            [
-                row["name"],
-                *cells,
-                f"{last['validation_loss']:.3f}",
-                "not reached" if seconds is None else f"{seconds:.0f}",
-            ]
-        )
+        seeds.setdefault(row["contestant"], []).append(row)
+    rows = []
+    for name, own in seeds.items():
+        last, seconds = [row["rounds"][-1] for row in own], report["seconds_to_goal"][name]
+        losses = [one["validation_loss"] for one in last]
+        cells = [
+            f"{own[0]['rate']:.1e}",
+            f"{mean(one.get('kept_blocks', 1) for row in own for one in row['rounds']):.0%}",
+            f"{mean(one['step'] for one in last):.0f}",
+            f"{1e3 * mean(one['training_seconds'] / one['step'] for one in last):.0f}",
+            f"{mean(losses):.3f} ({min(losses):.3f} to {max(losses):.3f})",
+        ]
+        rows.append([name, *cells, "not reached" if seconds is None else f"{seconds:.0f}"])
     head = ["", "rate", "blocks run", "steps", "ms a step", "validation loss", f"seconds to {goal['loss']:.3f}"]
     return markdown(head, rows)
 

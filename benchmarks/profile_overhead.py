@@ -27,7 +27,7 @@ class ProfileOverhead:
     """The recipe whose training step is measured, its blocks not compiled: most parts, and most to watch."""
 
     rounds: int = 30
-    """Of training steps; of the others ten times as many."""
+    """Of training steps; ten times as many of a token, and twice as many of the engine, which reads prompts anew."""
 
     threads: int = 1
     """Threads of torch. One by default: where others work, two wait for each other, and that is no step's own time."""
@@ -63,13 +63,12 @@ class ProfileOverhead:
             (step, "update", "update", "forward"),
         ]
         rows = []
-        for name, work, timers in (
-            ("training", training(setup, batches), learning),
-            ("decode", decode, token),
-            ("serve, 8 requests", serve, token),
+        for name, work, timers, times in (
+            ("training", training(setup, batches), learning, 1),
+            ("decode", decode, token, 10),
+            ("serve, 8 requests", serve, token, 2),
         ):
-            count = self.rounds * (1 if name == "training" else 10)
-            rows.append({"step": name} | measured(work, timers, count))
+            rows.append({"step": name} | measured(work, timers, times * self.rounds))
             print(rows[-1], flush=True)
         machine = describe().to_json()
         write_json(

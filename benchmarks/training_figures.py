@@ -313,13 +313,24 @@ class LayerDropping(Contest):
                 yield name, replace(recipe, optimizer=optimizer, schedule=constant, techniques=techniques), facts
 
     def summary(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Seconds to the loss that the best of those without dropping ended with (None: not reached)."""
-        plain = min(
-            (row for row in rows if row["layer_drop"] is None), key=lambda row: row["rounds"][-1]["validation_loss"]
-        )
-        goal = plain["rounds"][-1]["validation_loss"]
-        found = {row["name"]: seconds_to(row["rounds"], goal) for row in rows}
-        return {"goal": {"loss": goal, "of": plain["name"]}, "seconds_to_goal": found}
+        """Means over the seeds, and when each has the loss that the best of those without dropping ends with (None: not
+        within its time).
+        """
+        seeds: dict[str, list[Mapping[str, Any]]] = {}
+        for row in rows:
+            seeds.setdefault(row["contestant"], []).append(row)
+        means = {
+            name: [
+                {key: statistics.mean(each[key] for each in point) for key in ("training_seconds", "validation_loss")}
+                for point in zip(*(row["rounds"] for row in own), strict=True)
+            ]
+            for name, own in seeds.items()
+        }
+        without = [name for name, own in seeds.items() if own[0]["layer_drop"] is None]
+        best = min(without, key=lambda name: means[name][-1]["validation_loss"])
+        goal = means[best][-1]["validation_loss"]
+        found = {name: seconds_to(points, goal) for name, points in means.items()}
+        return {"goal": {"loss": goal, "of": best}, "seconds_to_goal": found}
 
 
 def seconds_to(rounds: Sequence[Mapping[str, float]], goal: float) -> float | None:

@@ -86,6 +86,17 @@ def test_a_native_call_tells_the_times_of_its_parts(use, tmp_path):
     assert model.stack.times is None
 
 
+def test_answers_that_began_in_different_steps_are_begun_anew_together():
+    answers = ServedAnswers(tiny_llama(), batch=20, prompt_tokens=30)  # more than a step of the engine reads
+    _, decode = answers.works()
+    begun = set()
+    for _ in range(3 * answers.new):
+        decode.prepare()
+        decode.step()
+        begun.add(answers.asked[0])
+    assert len(begun) >= 3
+
+
 def test_int8_layers_are_counted_as_the_numbers_they_stand_for():
     model = tiny_llama().to(torch.bfloat16)
     numbers = sum(weight.numel() for weight in model.parameters())

@@ -131,12 +131,14 @@ class ServedAnswers(Answers):
             self.engine.add(Request(id=request_id, prompt=tuple(prompt), params=self.params))
 
     def step(self) -> None:
-        waiting = set(self.asked)
-        while waiting:  # long prompts take several steps
-            waiting -= {output.request_id for output in self.engine.step() if output.tokens}
+        waiting, ended = set(self.asked), False
+        while waiting:  # prompts may take several steps, in which those read first go on, and so end first
+            outputs = self.engine.step()
+            waiting -= {output.request_id for output in outputs if output.tokens}
+            ended = ended or any(output.finish_reason for output in outputs)
             if self.engine.error is not None:
                 raise EngineFailed(f"the engine failed: {self.engine.error}")
-        self.taken += 1
+        self.taken = self.new if ended else self.taken + 1
 
 
 def least_of(work: Work) -> dict[str, tuple[float, float]]:
