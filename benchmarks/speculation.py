@@ -78,14 +78,15 @@ class Speculation:
 
         configure(threads="auto", seed=None)
         report: dict[str, Any] = {"schema": 1, "machine": describe().to_json(), "settings": self.settings()}
-        kept = []
+        kept, tables = [], {}
         if self.output is not None and self.output.exists():
             before = json.loads(self.output.read_text())
             if before["settings"] == json.loads(json.dumps(report["settings"])):  # which has no tuples
                 kept = [row for row in before["rows"] if row["weights"] not in self.weights]
+                tables = before.get("cost_table_seconds", {})
         rows = [*kept, *(row for weights in self.weights for row in self.of(weights))]
         rows.sort(key=lambda row: list(WEIGHTS).index(row["weights"]))
-        report |= {"held_out_loss": self.losses(), "cost_table_seconds": self.table_seconds(), "rows": rows}
+        report |= {"held_out_loss": self.losses(), "cost_table_seconds": tables | self.table_seconds(), "rows": rows}
         if self.output is not None:
             write_json(self.output, report)
         if self.picture is not None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def check_trace(file: Path, *names: str) -> None:
-    """The trace event format, as Perfetto reads it: what each kind of event must have. names: of parts that are there."""
+    """The trace event format, as Perfetto reads it: what each kind of event must have. names: parts that are there."""
     events = json.loads(file.read_text())["traceEvents"]
     needed = {"X": {"ts", "dur", "tid"}, "M": {"args"}, "i": {"ts", "s"}, "C": {"ts", "args"}}
     needed |= {kind: {"ts", "id", "tid"} for kind in "sft"}

@@ -154,13 +154,14 @@ def test_a_draft_model_forgets_a_text_that_was_left(fused):
 
 @pytest.mark.parametrize("rows", ["auto", "int8", "int4"])
 @pytest.mark.parametrize("kind", ["plain", "fused"])
-def test_what_was_rejected_leaves_no_trace(kind, rows, request):
+@pytest.mark.parametrize("more", [[], [9, 1, 2]])  # without and with drafts of the same length
+def test_what_was_rejected_leaves_no_trace(kind, rows, more, request):
     """The cache is that of a run which never proposed it: on the native kernels to the bit."""
     model = request.getfixturevalue("model" if kind == "plain" else "fused")
     decoders = [Decoder(model, batch=2, capacity=40, kv_cache_dtype=rows) for _ in range(2)]
     for decoder in decoders:
         decoder.prefill([PROMPTS[0], PROMPTS[2]])
-    decoders[0].verify([[4, 5, 6, 7], [8]])
+    decoders[0].verify([[4, 5, 6, 7], [8, *more]])
     decoders[0].truncate([len(PROMPTS[0]) + 2, len(PROMPTS[2]) + 1])
     decoders[1].decode(torch.tensor([4, 8]))
     decoders[1].decode(torch.tensor([5, 0]), active=[True, False])

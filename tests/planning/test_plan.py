@@ -15,11 +15,13 @@ from hasten.bench.plan import PlanOptions, make_plan, weight_bytes
 from hasten.bench.predict import step_seconds
 from hasten.cli.main import main
 from hasten.errors import ConfigError
+from hasten.machine.limits import Limits
 from hasten.model.families import read_config
 from hasten.ops.attention.pattern_text import parse_pattern, pattern_values
 from hasten.planning.cost import kv_bytes_per_token, parameters, training_flops_per_token
 from hasten.planning.devices import DEVICES
 from hasten.planning.memory import InferenceUse, TrainingUse, largest, memory_of
+from hasten.planning.plan import inference_phases
 from hasten.planning.shapes import SHAPES, shape_config
 from hasten.training.recipe import Lora, Parallel, Techniques
 
@@ -56,6 +58,16 @@ def test_a_cache_is_counted_as_it_is_kept():
     assert sparse.attention_pattern is not None
     bounded = [memory_of(sparse, replace(use, length=length)).parts["cache"] for length in (300, 400)]
     assert bounded[0] == bounded[1], "a local pattern bounds what is kept"
+
+
+def test_integers_are_multiplied_at_the_rate_of_int8_where_it_is_known():
+    config = shape_config("llama-70b")
+    use = InferenceUse(batch_size=1, length=1001, step=1000, weights=1, row_bytes=256)
+    plain, rounded = (inference_phases(config, replace(use, integers=own))[0] for own in (False, True))
+    device = DEVICES["epyc"]
+    faster = replace(device, limits=Limits(device.limits.bandwidth, dict(device.limits.rates) | {"int8": 1e15}))
+    assert rounded.limits(device) == plain.limits(device) == plain.limits(faster)
+    assert rounded.limits(faster)["products"] == rounded.flops / 1e15
 
 
 @given(st.integers(0, 10_000), st.integers(1, 12_000))

@@ -1,7 +1,5 @@
 """`hasten profile generate` and `serve`: the parts of a step, of readable blocks and of those of one native call."""
 
-import json
-
 import pytest
 import torch
 from hypothesis import given
@@ -95,6 +93,11 @@ def test_answers_that_began_in_different_steps_are_begun_anew_together():
         decode.step()
         begun.add(answers.asked[0])
     assert len(begun) >= 3
+
+
+def test_prompts_that_take_longer_to_read_than_an_answer_to_write_are_refused():
+    with pytest.raises(ConfigError, match="80 prompts of 448 tokens take 70 steps to read"):
+        ServedAnswers(tiny_llama(), batch=80, prompt_tokens=448)
 
 
 def test_int8_layers_are_counted_as_the_numbers_they_stand_for():

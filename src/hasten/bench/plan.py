@@ -153,7 +153,7 @@ def settle(model: str, options: PlanOptions) -> Subject:
     options = replace(options, length=length)
     if own == "float32" and options.techniques.precision == "auto" and not options.training:
         options = replace(options, techniques=replace(options.techniques, precision="float32"))
-    device, precision = _device(options)
+    device, precision = _device(options, options.weights.replace("auto", own))
     options = replace(options, techniques=replace(options.techniques, precision=precision))
     options.recipe().check()
     if not options.training and options.new_tokens >= length:
@@ -161,14 +161,20 @@ def settle(model: str, options: PlanOptions) -> Subject:
     return Subject(name=name, config=config, checkpoint=checkpoint, options=options, device=device, own=own)
 
 
-def _device(options: PlanOptions) -> tuple[Device, Literal["float32", "bfloat16", "float16"]]:
-    """Where it runs, and the dtype of its products."""
+def _integers(options: PlanOptions, weights: str, kind: str, dtype: str) -> bool:
+    """Whether weights in this format are multiplied as integers there, by our kernels."""
+    quantized = not options.training and weights.startswith(("int8", "int6", "int4"))
+    return quantized and kind == "cpu" and dtype != "float16"
+
+
+def _device(options: PlanOptions, weights: str) -> tuple[Device, Literal["float32", "bfloat16", "float16"]]:
+    """Where it runs with weights in this format, and the dtype of its products."""
     dtype = options.techniques.precision
     if options.device != "auto" and options.device.partition(":")[0] not in ("cpu", "cuda"):
         return known_device(options.device), "bfloat16" if dtype == "auto" else dtype
     kind = str(resolve_device(options.device))
     dtype = training_precision(kind).dtype if dtype == "auto" else dtype  # type: ignore[assignment]
-    dtypes = (dtype,) if options.training else (dtype, "int8")
+    dtypes = (dtype, "int8") if _integers(options, weights, kind, dtype) else (dtype,)
     limits, free, link = measure_limits(kind, dtypes, seconds=0.3), available_memory(kind), LINKS["shared-memory"]
     if kind != "cpu":
         import torch
@@ -269,7 +275,7 @@ def _inference(subject: Subject, options: PlanOptions) -> InferenceUse:
         step=min(settings.token_budget if served else LARGEST_PREFILL, prompts),
         weights=weight_bytes(config, options.weights) if stored is None else stored.stored_bytes(),
         dtype=dtype,
-        integers=subject.device.kind == "cpu" and weights.startswith(("int8", "int4")),  # as the kernels do there
+        integers=_integers(options, weights, subject.device.kind, dtype),
         row_bytes=row_format(options.kv_cache_dtype).bytes(config.head_dim, resolve_dtype(dtype)),
         block_size=settings.block_size if served else 1,
         degree=options.tensor_parallel,

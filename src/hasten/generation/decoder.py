@@ -88,14 +88,16 @@ class Decoder:
         device = self.model.device
         tokens = torch.tensor([p + [0] * (longest - len(p)) for p in part], device=device)  # (B, T)
         starts, offsets = torch.tensor(self.lengths, device=device), torch.arange(longest, device=device)
+        counts = torch.tensor([len(p) for p in part], device=device)
         positions, valid, rows = starts[:, None] + offsets, None, None
-        if not every or any(len(p) < longest for p in part):
-            counts = torch.tensor([len(p) for p in part], device=device)
+        if any(len(p) < longest for p in part):
             valid = offsets < counts[:, None]  # (B, T)
             # Padding repeats a row's last position: its keys are kept nowhere, and the row must not look longer.
             positions = (starts[:, None] + torch.minimum(offsets, counts[:, None] - 1)).clamp(min=0)
-            last = torch.arange(len(part), device=device) * longest + (counts - 1).clamp(min=0)
-            rows = valid.flatten().nonzero()[:, 0] if every else last
+        if not every:
+            rows = torch.arange(len(part), device=device) * longest + (counts - 1).clamp(min=0)
+        elif valid is not None:
+            rows = valid.flatten().nonzero()[:, 0]
         fresh = not any(self.lengths)
         self.lengths = [n + len(p) for n, p in zip(self.lengths, part, strict=True)]
         read, masks = max(self.lengths), not is_fused(self.model)

@@ -47,7 +47,7 @@ class Device:
     def rate(self, dtype: str) -> float:
         """FLOP/s in products of a dtype. Raises ConfigError where it is not known."""
         rates = self.limits.rates
-        found = rates.get(dtype) or rates.get("bfloat16" if dtype in ("float16", "int8") else dtype)
+        found = rates.get(dtype) or rates.get("bfloat16" if dtype == "float16" else dtype)
         if not found:
             raise ConfigError(f"{self.name} has no known rate of {dtype} products; known: {', '.join(rates)}")
         return found

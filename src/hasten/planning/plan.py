@@ -20,8 +20,8 @@ class Phase:
     """A training "step", a "prompt" of each sequence or a "token" of each: the part of one of the devices in it.
 
     tokens: of all sequences. flops: of products, recomputed ones included. moved: bytes from and to memory. sent: bytes
-    from each of the `ranks` to others, in so many exchanges. measured: seconds without them, None: what REACHED says of
-    the limit.
+    from each of the `ranks` to others, in so many exchanges. integers: multiplied at the rate of int8, where it is
+    known. measured: seconds without what is sent, None: what REACHED says of the limit.
     """
 
     name: str
@@ -29,6 +29,7 @@ class Phase:
     flops: float
     moved: float
     dtype: str
+    integers: bool = False
     sent: float = 0.0
     exchanges: int = 0
     ranks: int = 1
@@ -36,8 +37,9 @@ class Phase:
 
     def limits(self, device: Device) -> dict[str, float]:
         """Seconds that each of the device's parts needs at least."""
+        rate = device.limits.rates.get("int8", 0) if self.integers else 0
         return {
-            "products": self.flops / device.rate(self.dtype),
+            "products": self.flops / (rate or device.rate(self.dtype)),
             "memory": self.moved / device.limits.bandwidth,
             "link": device.link.seconds(exchanges=self.exchanges, received=self.sent, ranks=self.ranks),
         }
@@ -162,7 +164,8 @@ def inference_phases(config: ModelConfig, use: InferenceUse) -> tuple[Phase, Pha
             tokens=tokens,
             flops=flops / degree,
             moved=moved / degree,
-            dtype="int8" if use.integers else use.dtype,
+            dtype=use.dtype,
+            integers=use.integers,
             sent=(degree - 1) * (sums * tokens * config.hidden_size * ITEMSIZE[use.dtype] + logits / degree),
             exchanges=(sums + 1) * steps * (degree > 1),
             ranks=degree,

@@ -116,6 +116,12 @@ class ServedAnswers(Answers):
         super().__init__(model, batch=batch, prompt_tokens=prompt_tokens)
         # Without a prefix cache, so that every prompt is read.
         limits = {"max_sequences": batch, "token_budget": max(512, batch), "prefix_cache": False}
+        steps = -(-batch * len(self.prompts[0]) // limits["token_budget"])
+        if steps + 2 > self.new:  # the first answer would end before the last one begins
+            raise ConfigError(
+                f"{batch} prompts of {len(self.prompts[0])} tokens take {steps} steps to read, and an answer has "
+                f"{self.new} tokens; ask for fewer or shorter ones"
+            )
         settings = EngineSettings(max_length=len(self.prompts[0]) + self.new, **limits)  # type: ignore[arg-type]
         self.engine = engine = Engine(model, model.tokenizer, settings)
         self.asked, self._numbers = [""], count()
