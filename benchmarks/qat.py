@@ -5,9 +5,9 @@
 A finished model is trained on for the same few steps with plain weights (the side that all are held against) and while
 rounded, from rounding to nearest and from what gptq makes of it. The plain one is then rounded to nearest, and by the
 other methods, with calibration text that it was trained on. "taught": what gptq makes of the plain one is trained while
-rounded, on the same tokens again, with the plain one as its teacher; "taught once": what gptq makes of the given model
-is, so that it sees the tokens once. All are scored on the same held-out files; the cost is their loss above the plain
-one's.
+rounded, on the same tokens again, with the plain one as its teacher; "taught from sign": what sign rounding makes of
+it; "taught once": what gptq makes of the given model, so that it sees the tokens once. All are scored on the same
+held-out files; the cost is their loss above the plain one's.
 """
 
 import json
@@ -28,8 +28,9 @@ from quantize_quality import METHODS, command, seen, write_texts
 CASES = {"int3 g32": (3, 32), "int4 row": (4, 0), "int2 g32": (2, 32)}
 BEGUN = "qat from gptq"  # which begins with the integers and scales of the given model by gptq
 TAUGHT = "taught"  # which begins with those of the plain one that was trained on
+FROM_SIGN = "taught from sign"  # which has that teacher, too
 ONCE = "taught once"  # which has that teacher, but begins as BEGUN does
-FIRST = ("qat", BEGUN, ONCE, "gptaq", "awq", "sign")  # are measured with the first seed only
+FIRST = ("qat", BEGUN, ONCE, "gptaq", "awq")  # are measured with the first seed only
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +64,7 @@ class QatBenchmark:
     """int2 is measured with the first only."""
 
     cases: tuple[str, ...] = tuple(CASES)
-    trained: tuple[str, ...] = ("qat", BEGUN, ONCE, TAUGHT)
+    trained: tuple[str, ...] = ("qat", BEGUN, ONCE, TAUGHT, FROM_SIGN)
     """Ways of training while rounded."""
 
     methods: tuple[str, ...] = ("rtn", "gptq", "gptaq", "awq", "sign")
@@ -133,7 +134,7 @@ class Measuring:
             return ["trained"]
         ways = [*self.options.trained, *self.options.methods]
         if CASES[case][0] == 2:  # which has levels of its own
-            ways = [way for way in ways if way not in (BEGUN, ONCE, TAUGHT)]
+            ways = [way for way in ways if way not in (BEGUN, ONCE, TAUGHT, FROM_SIGN)]
         return [way for way in ways if first or way not in FIRST]
 
     def measured(self, case: str, way: str, seed: int) -> dict[str, Any]:
@@ -142,29 +143,29 @@ class Measuring:
             return self.trained(self.options.model, f"plain-{seed}", seed, self.options.learning_rate, [])
         (bits, group), plain = CASES[case], self.place / "runs" / f"plain-{seed}" / "model"
         base = {"plain": next(row["loss"] for row in self.rows if (row["case"], row["seed"]) == ("plain", seed))}
-        if way in ("qat", BEGUN, ONCE, TAUGHT):
+        if way in self.options.trained:
             options = ["--qat.bits", str(bits), "--qat.group-size", str(group), "--qat.activations", "float"]
             rate, model = self.options.qat_rate or self.options.learning_rate, self.options.model
             begin = self.place / f"begin-{bits}-{group}-{self.options.samples}"
-            if way in (ONCE, TAUGHT):
+            if way in (ONCE, TAUGHT, FROM_SIGN):
                 rate = self.options.taught_rate
                 options += ["--teacher", str(plain)]
-            if way == TAUGHT:
-                model, begin = plain, self.rounded_plain(bits, group, seed)
+            if way in (TAUGHT, FROM_SIGN):
+                model, begin = plain, self.rounded_plain(case, "sign" if way == FROM_SIGN else "gptq", seed)
             if way != "qat":
                 if not begin.exists():
                     self.quantized(model, begin, case, "gptq")
                 options += ["--qat.init", str(begin)]
             return self.trained(model, f"{way.replace(' ', '-')}-{bits}-{group}-{seed}", seed, rate, options) | base
-        out = self.rounded_plain(bits, group, seed) if way == "gptq" else self.place / "out"
-        if way != "gptq" or not out.exists():
-            shutil.rmtree(out, ignore_errors=True)
-            self.quantized(plain, out, case, way)
-        return {"loss": scored(out, self.held)} | base
+        return {"loss": scored(self.rounded_plain(case, way, seed), self.held)} | base
 
-    def rounded_plain(self, bits: int, group: int, seed: int) -> Path:
-        """Where the plain model is by gptq, which is scored and trained on."""
-        return self.place / f"begin-{bits}-{group}-{self.options.samples}-plain-{seed}"
+    def rounded_plain(self, case: str, method: str, seed: int) -> Path:
+        """The plain model by a method without training, to be scored and trained on."""
+        bits, group = CASES[case]
+        out = self.place / f"{method}-{bits}-{group}-{self.options.samples}-plain-{seed}"
+        if not out.exists():
+            self.quantized(self.place / "runs" / f"plain-{seed}" / "model", out, case, method)
+        return out
 
     def quantized(self, model: Path, out: Path, case: str, method: str) -> None:
         """Without training."""
