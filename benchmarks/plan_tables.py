@@ -1,8 +1,11 @@
 """The planner's predictions beside what was measured (`plan.py`), as tables."""
 
+from statistics import median
 from typing import Any
 
 from renderers import Report, markdown
+
+from hasten.planning.devices import REACHED
 
 MEMORY, SPEED = 0.15, 0.20  # how far a prediction may be off
 
@@ -23,18 +26,23 @@ def plan_memory(report: Report) -> str:
 
 
 def plan_speed(report: Report) -> str:
-    """Seconds of a step, of prompts and of tokens, medians of the rounds."""
-    rows, within = [], []
+    """Seconds of a step, of prompts and of tokens, medians of the rounds; and what the roofline alone would predict."""
+    rows, within, alone = [], list[bool](), list[bool]()
     for name, found in report["cases"].items():
         for phase, ratio in found.get("speed", {}).get("ratios", {}).items():
             within.append(abs(ratio - 1) <= SPEED)
             each = [one["predicted"][phase] / one["measured"][phase] for one in found["speed"]["rounds"]]
             spread = f"{min(each):.2f} to {max(each):.2f}"
-            rows.append([name, phase, _milliseconds(found["speed"], phase), _ratio(ratio, SPEED), spread])
+            limit = median(one["limits"][phase] / one["measured"][phase] for one in found["speed"]["rounds"])
+            roofline = limit / REACHED["cpu"][phase]
+            alone.append(abs(roofline - 1) <= SPEED)
+            numbers = [_milliseconds(found["speed"], phase), _ratio(ratio, SPEED), spread, _ratio(roofline, SPEED)]
+            rows.append([name, phase, *numbers])
     if not rows:
         return "Not measured yet."
-    head = ["", "phase", "measured, ms", "predicted / measured", "in each round"]
-    return f"{markdown(head, rows, left=2)}\n\n{sum(within)} of {len(within)} within {SPEED:.0%}."
+    head = ["", "phase", "measured, ms", "predicted / measured", "in each round", "roofline alone / measured"]
+    counts = f"{sum(within)} of {len(within)} within {SPEED:.0%}; by the roofline alone {sum(alone)}."
+    return f"{markdown(head, rows, left=2)}\n\n{counts}"
 
 
 def plan_ranks(report: Report) -> str:

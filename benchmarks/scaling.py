@@ -122,7 +122,7 @@ def on_paper(name: str, zero: int, rows: int, context: int, *, ranks: int = 8) -
     device, config = known_device("h100"), shape_config(name)
     use = TrainingUse(batch_size=rows, length=context, dtype="bfloat16", zero=zero, ranks=ranks)
     limits = training_phase(config, use).limits(device)
-    computing, link = max(limits["products"], limits["memory"]) / REACHED["step"], limits["link"]
+    computing, link = max(limits["products"], limits["memory"]) / REACHED["cuda"]["step"], limits["link"]
     return {
         "model": name,
         "stage": zero,

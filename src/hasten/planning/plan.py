@@ -52,8 +52,9 @@ class Phase:
     def seconds(self, device: Device) -> float:
         """As measured, else expected; and the exchanges, whose figures are what is reached."""
         found = self.limits(device)
-        own = max(found["products"], found["memory"]) / REACHED[self.name] if self.measured is None else self.measured
-        return own + found["link"]
+        if self.measured is not None:
+            return self.measured + found["link"]
+        return max(found["products"], found["memory"]) / REACHED[device.kind][self.name] + found["link"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
