@@ -16,21 +16,25 @@ from hasten.quantization.sequential import BlockMethod, block_task
 from hasten.quantization.sign import SignRounding
 from hasten.quantization.walk import BATCH_TOKENS, CalibrationWalk
 
+MAPPED = 32 << 20  # bytes from which glibc gives each tensor memory of its own, which goes back when the tensor dies
+
 
 def predicted_bytes(model: Transformer, tokens: Tensor, method: BlockMethod, *, spill: bool = False) -> int:
     """Bytes beside the checkpoint.
 
     GPTQ and AWQ have three matrices as large as a sum over the samples and a quarter of one at work, GPTAQ five; GPTQ
     what the experts of a block are given, AWQ the scaled weights. Sign rounding has the states before quantization,
-    seventeen copies (weight, offsets, the best and the last ones, what rounding keeps for its gradient, and gradients),
-    what a pass keeps for its gradient, and then one such sum.
+    eleven copies (weight, offsets, the best and the last ones, what rounding keeps for its gradient, and gradients),
+    what a pass keeps for its gradient, and then one such sum. Copies of smaller matrices come from glibc's heap, whose
+    holes are as large as three more (two to five, from run to run).
     """
     states = tokens.numel() * model.config.hidden_size * model.compute_dtype.itemsize
     walks = 2 if method.needs_before else 1
     counts: dict[str, Any] = {"copies": 0, "squares": 3.25 if walks == 1 else 5, "routed": True}
     step = min(tokens.numel(), max(BATCH_TOKENS, tokens.shape[1])) * model.compute_dtype.itemsize
     if isinstance(method, SignRounding):
-        counts = {"copies": 17, "squares": 1.25, "routed": False}
+        largest = max(4 * parameter.numel() for parameter in model.blocks.parameters())
+        counts = {"copies": 11 if largest >= MAPPED else 14, "squares": 1.25, "routed": False}
         step = 5 * step // 2
     elif isinstance(method, AWQ):
         counts = {"copies": 1, "squares": 3.25, "routed": False}
