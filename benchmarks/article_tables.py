@@ -47,6 +47,29 @@ def attention_alone(report: Report) -> str:
     return markdown(["one layer, 1,024 tokens", "eager, ms", "compiled, ms"], rows)
 
 
+def attention_by_rows(report: Report) -> str:
+    """One layer's attention of figure 3's rows, compiled."""
+    found = {(one["rows"], one["kernel"]): one["seconds"] for one in report["attention"] if one["compiled"]}
+    counts, kernels = (list(dict.fromkeys(key[place] for key in found)) for place in (0, 1))
+    rows = [[f"`{name}`", *(f"{1e3 * found[count, name]:.1f}" for count in counts)] for name in kernels]
+    return markdown(["one layer, compiled", *(f"{count} × 256 tokens, ms" for count in counts)], rows)
+
+
+def step_operators(report: Report) -> str:
+    """Where the steps of two rungs go; compiled code together."""
+    ways = report["operators"]
+    sums: dict[str, dict[str, float]] = {}
+    for way, found in ways.items():
+        for name, took in found["operators"].items():
+            kind = "compiled code" if "Compiled" in name else f"`{name.replace('aten::', '')}`"
+            own = sums.setdefault(kind, dict.fromkeys(ways, 0.0))
+            own[way] += took
+    rows = [[kind, *(f"{own[way]:,.0f}" for way in ways)] for kind, own in sums.items()]
+    rows.sort(key=lambda row: -float(row[1].replace(",", "")))
+    whole = ["a step, not traced", *(f"{found['milliseconds']:,.0f}" for found in ways.values())]
+    return markdown(["milliseconds", *(f"`{way}`" for way in ways)], [*rows, whole])
+
+
 def head_columns(report: Report) -> str:
     """The head's product alone."""
     head = report["head"]
@@ -148,6 +171,8 @@ TABLES = {
     "article-rungs": rungs,
     "article-rungs attention": attention_alone,
     "article-rungs head": head_columns,
+    "article-reasons attention": attention_by_rows,
+    "article-reasons operators": step_operators,
     "article-batches": batches,
     "layer-dropping": dropping,
     "sharing-speed": sharing_speed,

@@ -38,8 +38,13 @@ def speculation(report: Report) -> str:
         if one["draft"] == "none":
             continue
         text = "edits" if one["part"] == "edits" else f"texts, {'greedy' if not one['temperature'] else '0.8'}"
-        cells = [text, one["weights"], one["draft"], f"{one['ratio']:.2f}×", f"{one['predicted_ratio']:.2f}×"]
-        body.append([*cells, f"{one['acceptance']:.0%}", f"{one['tokens_per_pass']:.2f}"])
+        cells = [text, one["weights"], one["draft"], f"{one['ratio']:.2f}×"]
+        if one["draft"] == "none again":
+            body.append([*cells, "", "", ""])
+            continue
+        body.append(
+            [*cells, f"{one['predicted_ratio']:.2f}×", f"{one['acceptance']:.0%}", f"{one['tokens_per_pass']:.2f}"]
+        )
     return markdown(["", "weights", "draft", "speed", "predicted", "accepted", "tokens per pass"], body, left=3)
 
 

@@ -12,6 +12,7 @@ and in the same process the whole model, in turns; medians. Small shapes, so tha
 import gc
 import json
 import multiprocessing
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -46,6 +47,7 @@ SERVED = llama(1024, 2816, 6, 16, 4, vocab_size=4096, max_position_embeddings=40
 FLOAT32 = Techniques(compile=False, precision="float32")
 SELECTIVE, FULL = Techniques(compile=False, checkpointing="selective"), Techniques(compile=False, checkpointing="full")
 DROPPED = Techniques(compile=False, layer_drop=0.5)
+COMPILED = Techniques()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +91,9 @@ CASES = {
     "Qwen 3": train(QWEN),
     "Gemma 2": train(GEMMA),
     "Mixtral": train(MIXTRAL),
+    "llama, compiled": train(LLAMA, 16, techniques=COMPILED),
+    "llama, wide, compiled": train(WIDE, 8, techniques=COMPILED),
+    "GPT-2, compiled": train(GPT2, 16, techniques=COMPILED),
     "generate, bfloat16": generate(SERVED, 1, 512),
     "generate, batch 8": generate(SERVED, 8, 512),
     "generate, int8": generate(SERVED, 1, 512, weights="int8"),
@@ -119,7 +124,7 @@ def planned(case: Case, **changes: Any) -> Iterator[Any]:
 
 
 class Training:
-    """The steps of a case, with all techniques but the compiler."""
+    """The steps of a case."""
 
     def __init__(self, case: Case, config: Any, **data: int) -> None:
         recipe = case.options.recipe()
@@ -296,7 +301,7 @@ class Planned:
     only: Literal["both", "memory", "speed", "predictions"] = "both"
     """predictions: those of memory anew, beside what was measured before (after the count has changed)."""
     cases: tuple[str, ...] = ()
-    """Some of the cases, all by default."""
+    """Some of the cases, measured anew; all by default. The time of compiled ones is not predicted."""
     minutes: float = 1e9
     """Begin no case after so many. The next run leaves out what this one has measured: the file says which."""
 
@@ -312,19 +317,22 @@ class Planned:
             self.json.write_text(json.dumps(report, indent=1) + "\n")
             return
         report["machine"] = describe().to_json()
-        torch.set_num_threads(1)  # no threads before the forks
+        torch.set_num_threads(1)  # no threads before the forks, and no processes that compile for them
+        os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
         for name in self.cases or ("llama, LoRA", "generate, int4", "serve, batch 4"):  # import everything
             warm_up(CASES[name])
         end = time.monotonic() + 60 * self.minutes
         done = report.setdefault("done", {})  # by what: the cases of a measurement that has not come to its end
         for what, call in (("memory", memory), ("speed", speed)):
-            for name in self.cases or CASES:
-                if self.only not in ("both", what) or name in done.get(what, ()) or time.monotonic() > end:
+            wanted = [name for name in CASES if what == "memory" or CASES[name].options.techniques != COMPILED]
+            for name in self.cases or wanted:
+                known = name in done.get(what, ()) and not self.cases
+                if self.only not in ("both", what) or known or time.monotonic() > end:
                     continue
                 found = in_a_process(call, name)
-                if "error" not in found:
+                if "error" not in found and not self.cases:
                     done.setdefault(what, []).append(name)
-                if set(done.get(what, ())) >= set(CASES):
+                if set(done.get(what, ())) >= set(wanted):
                     del done[what]  # the next run measures all anew
                 report["cases"].setdefault(name, {"use": CASES[name].options.use})[what] = found
                 said = found.get("error") or found.get("ratios") or found["predicted_bytes"] / found["measured_bytes"]

@@ -57,7 +57,10 @@ class ProfileOverhead:
         _, serve = ServedAnswers(model, batch=8, prompt_tokens=128).works()
         step = setup.step
         token = [(model.stack, "run", "model.blocks", "forward"), (model.stack, "scores", "model.head", "forward")]
+        block = setup.model.blocks[0]
         learning = [
+            (block.attention, "forward", "model.blocks.0.attention", "forward"),
+            (block.mlp, "forward", "model.blocks.0.mlp", "forward"),
             (setup.model, "forward", "model", "forward"),
             (step.precision, "backward", "model", "backward"),
             (step, "update", "update", "forward"),

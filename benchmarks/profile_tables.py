@@ -18,6 +18,8 @@ def tree(name: str) -> Callable[[Report], str]:
         body = [[in_the_tree(row).replace("  ", "&emsp;"), *cells(row, rows[0])] for row in rows]
         rate, bandwidth = phase["limits"]["rates"][phase["dtype"]], phase["limits"]["bandwidth"]
         end = f"Limits: {rate / 1e9:,.0f} GFLOP/s in {phase['dtype']}, {bandwidth / 1e9:.1f} GB/s."
+        traced = {name: f"{1e3 * phase['traced'][name]:.3g} ms" for name in ("seconds", "outside")}
+        end += f" A traced step took {traced['seconds']}, {traced['outside']} of it outside of all kernels."
         return f"{markdown([*HEAD, 'ms above it'], body)}\n\n{end}"
 
     return render

@@ -157,7 +157,9 @@ class Measuring:
                     self.quantized(model, begin, case, "gptq")
                 options += ["--qat.init", str(begin)]
             return self.trained(model, f"{way.replace(' ', '-')}-{bits}-{group}-{seed}", seed, rate, options) | base
-        return {"loss": scored(self.rounded_plain(case, way, seed), self.held)} | base
+        folder = self.rounded_plain(case, way, seed)
+        took = folder.with_name(folder.name + ".json")  # of a folder that was made before they were kept: not known
+        return {"loss": scored(folder, self.held)} | (json.loads(took.read_text()) if took.exists() else {}) | base
 
     def rounded_plain(self, case: str, method: str, seed: int) -> Path:
         """The plain model by a method without training, to be scored and trained on."""
@@ -174,7 +176,9 @@ class Measuring:
         options += ["--activations", "float", "--output", str(out)]
         if method != "rtn":
             options += ["--calibration", str(self.known), "--samples", str(self.options.samples)]
-        command(["quantize", str(model), *options])
+        found = command(["quantize", str(model), *options])
+        facts = {"seconds": found["seconds"], "peak_memory_bytes": found["peak_memory_bytes"]}
+        out.with_name(out.name + ".json").write_text(json.dumps(facts))
 
     def add(self, row: dict[str, Any]) -> None:
         """Print and write."""

@@ -91,41 +91,13 @@ class ArticleRungs(TrainLadder):
         data = recipe.data
         settings = {"batch_size": data.batch_size, "sequence_length": data.context, "steps": self.steps}
         settings["model"] = f"{recipe.name} (random weights), batches of {data.batch_size} × {data.context} tokens"
-        alone = {"attention": self.attention(device), "head": self.head(device)}
+        alone = {"attention": layer_attention(device, 1, self.sequence_length or 1024), "head": self.head(device)}
         report = self.measure(
             [one for one in rungs if one.name in (self.rungs or one.name)], kind="train", settings=settings
         )
         for row in report["rows"]:
             row["published_milliseconds"] = PUBLISHED.get(row["name"])
         return report | alone
-
-    def attention(self, device: str) -> list[dict[str, Any]]:
-        """Seconds of one layer's attention alone, forward and backward, by kernel, eager and compiled, in turns."""
-        dtype, shape = resolve_dtype(training_precision(device).dtype), (1, self.sequence_length, 12, 64)
-        q, k, v = (torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
-        grad = torch.randn(shape, device=device, dtype=dtype)
-        kernels = ["reference", "math", ("memory-efficient", "chunked")[device == "cpu"], "flash"]
-        kernels += ["native"] if device == "cpu" else []
-        spec = AttentionSpec(heads=12, kv_heads=12, head_dim=64, scale=64**-0.5)
-        asked = AttentionRequest(spec=spec, device=torch.device(device), dtype=dtype)
-        calls: dict[tuple[str, bool], Callable[[], None]] = {}
-        for name, compiled in itertools.product(kernels, (False, True)):
-            layer: Callable[..., torch.Tensor] = LayerAttention.bind(asked, forced=name)
-            run = torch.compile(layer, dynamic=False) if compiled else layer
-
-            def both(run: Callable[..., torch.Tensor] = run) -> None:
-                q.grad = k.grad = v.grad = None
-                with torch.autocast(torch.device(device).type, dtype, enabled=dtype != torch.float32):  # as a step is
-                    out = run(q, k, v)
-                out.backward(grad.to(out.dtype))
-                synchronize(device)
-
-            calls[name, compiled] = both
-        times = interleaved(calls, 10)
-        return [
-            {"kernel": name, "compiled": compiled, "seconds": statistics.median(own)}
-            for (name, compiled), own in times.items()
-        ]
 
     def head(self, device: str) -> dict[str, Any]:
         """Seconds of the product alone, forward and both products of the backward pass, in turns."""
@@ -154,6 +126,35 @@ class ArticleRungs(TrainLadder):
             ratio = statistics.median(a / b for a, b in zip(odd, padded, strict=True))
             rows.append({"part": part, "seconds": [statistics.median(odd), statistics.median(padded)], "ratio": ratio})
         return {"rows": self.head_rows, "columns": COLUMNS, "dtype": str(dtype).removeprefix("torch."), "parts": rows}
+
+
+def layer_attention(device: str, rows: int, tokens: int, heads: int = 12) -> list[dict[str, Any]]:
+    """Seconds of one layer's attention alone, forward and backward, by kernel, eager and compiled, in turns."""
+    dtype, shape = resolve_dtype(training_precision(device).dtype), (rows, tokens, heads, 64)
+    q, k, v = (torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
+    grad = torch.randn(shape, device=device, dtype=dtype)
+    kernels = ["reference", "math", ("memory-efficient", "chunked")[device == "cpu"], "flash"]
+    kernels += ["native"] if device == "cpu" else []
+    spec = AttentionSpec(heads=heads, kv_heads=heads, head_dim=64, scale=64**-0.5)
+    asked = AttentionRequest(spec=spec, device=torch.device(device), dtype=dtype)
+    calls: dict[tuple[str, bool], Callable[[], None]] = {}
+    for name, compiled in itertools.product(kernels, (False, True)):
+        layer: Callable[..., torch.Tensor] = LayerAttention.bind(asked, forced=name)
+        run = torch.compile(layer, dynamic=False) if compiled else layer
+
+        def both(run: Callable[..., torch.Tensor] = run) -> None:
+            q.grad = k.grad = v.grad = None
+            with torch.autocast(torch.device(device).type, dtype, enabled=dtype != torch.float32):  # as a step is
+                out = run(q, k, v)
+            out.backward(grad.to(out.dtype))
+            synchronize(device)
+
+        calls[name, compiled] = both
+    times = interleaved(calls, 10)
+    return [
+        {"kernel": name, "compiled": compiled, "seconds": statistics.median(own)}
+        for (name, compiled), own in times.items()
+    ]
 
 
 def synchronize(device: str) -> None:

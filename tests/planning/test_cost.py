@@ -1,16 +1,21 @@
 from dataclasses import replace
 
 import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from hasten.model.config import ModelConfig
 from hasten.model.families import read_config
+from hasten.model.transformer import Transformer
 from hasten.planning.cost import (
     decode_bytes_per_token,
     forward_flops_per_token,
     kv_bytes_per_token,
+    muon_flops,
     parameters,
     training_flops_per_token,
 )
+from hasten.training.muon import Muon
 
 DENSE = {
     "model_type": "llama",
@@ -30,6 +35,17 @@ def config(values: dict) -> ModelConfig:
 
 def bytes_read(model: ModelConfig, *, batch: int, context: int = 0) -> float:
     return decode_bytes_per_token(model, weight_bytes=2, kv_bytes=2, context=context, batch=batch)
+
+
+@pytest.mark.parametrize("values", [DENSE, EXPERTS, DENSE | {"num_attention_heads": 8, "head_dim": 8}])
+def test_muons_own_products_are_those_of_a_step(values) -> None:
+    model = Transformer(config(values))
+    optimizer = Muon([parameter for parameter in model.blocks.parameters() if parameter.ndim == 2], lr=1e-3)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    with FlopCounterMode(display=False) as counted:
+        optimizer.step()
+    assert muon_flops(model.config) == counted.get_total_flops()
 
 
 def test_a_step_reads_dense_weights_once_and_every_cache() -> None:

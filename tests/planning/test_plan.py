@@ -132,6 +132,17 @@ def test_shares_take_less_and_are_told_what_they_send():
     shared = make_plan("llama-7b", replace(options, ranks=8, parallel=Parallel(zero=3)))
     assert shared.memory.peak < whole.memory.peak / 2
     assert shared.phases[0].limits(shared.device)["link"] > 0 == whole.phases[0].limits(whole.device)["link"]
+    groups = make_plan("llama-7b", replace(options, ranks=16, parallel=Parallel(zero=3, replicas=2)))
+    assert groups.memory.peak == shared.memory.peak
+    assert 1.9 < groups.tokens_per_second / shared.tokens_per_second < 2
+    assert groups.phases[0].sent > shared.phases[0].sent, "and what each reduction sends between the groups"
+    split = make_plan("llama-7b", replace(options, ranks=8, parallel=Parallel(zero=3, tensor=2)))
+    kept = [sum(n for name, n in one.memory.parts.items() if name.startswith("activations")) for one in (split, shared)]
+    assert kept[0] < 0.8 * kept[1], "of half a row; what products take in is of all"
+    assert split.phases[0].flops == shared.phases[0].flops / 2
+    quarter = make_plan("llama-7b", replace(options, ranks=4, parallel=Parallel(zero=3))).phases[0].sent
+    tokens = 8 * 32 * 1024 * 4096 * 2 / 2  # of each row, eight times a block, half of them from the other rank
+    assert split.phases[0].sent == pytest.approx(quarter / 2 + tokens)
     one, eight = (make_plan("llama-70b", PlanOptions(device="h100", tensor_parallel=n)) for n in (1, 8))
     assert one.memory.peak > one.free
     assert eight.memory.peak < eight.free
@@ -189,6 +200,10 @@ def test_steps_are_measured_by_blocks_of_each_kind():
         ({"length": 64, "new_tokens": 64, "device": "h100"}, "--new-tokens .64. must be below --length"),
         ({"tensor_parallel": 5, "device": "h100"}, "a model of 4 heads .* take at most 4"),
         ({"batch_size": 0}, "--batch-size is 0"),
+        (
+            {"device": "h100", "use": "train", "ranks": 3, "parallel": Parallel(zero=1, tensor=2)},
+            r"--ranks is 3, .* \(2\) does not",
+        ),
         ({"device": "h100", "use": "lora", "lora": Lora(rank=0)}, "lora.rank is 0"),
         ({"device": "h100", "techniques": Techniques(layer_drop=2.0)}, "techniques.layer_drop is 2.0"),
         ({"device": "h100", "techniques": Techniques(precision="float16"), "use": "train"}, None),

@@ -156,6 +156,11 @@ def settle(model: str, options: PlanOptions) -> Subject:
     device, precision = _device(options, options.weights.replace("auto", own))
     options = replace(options, techniques=replace(options.techniques, precision=precision))
     options.recipe().check()
+    groups = options.parallel.replicas * options.parallel.tensor
+    if options.training and options.ranks % groups:
+        raise ConfigError(
+            f"--ranks is {options.ranks}, which parallel.replicas times parallel.tensor ({groups}) does not divide"
+        )
     if not options.training and options.new_tokens >= length:
         raise ConfigError(f"--new-tokens ({options.new_tokens}) must be below --length ({length})")
     return Subject(name=name, config=config, checkpoint=checkpoint, options=options, device=device, own=own)
@@ -175,6 +180,8 @@ def _device(options: PlanOptions, weights: str) -> tuple[Device, Literal["float3
     kind = str(resolve_device(options.device))
     dtype = training_precision(kind).dtype if dtype == "auto" else dtype  # type: ignore[assignment]
     dtypes = (dtype, "int8") if _integers(options, weights, kind, dtype) else (dtype,)
+    if options.training and options.optimizer.kind == "muon":
+        dtypes = (*dtypes, "float32") if dtype != "float32" else dtypes
     limits, free, link = measure_limits(kind, dtypes, seconds=0.3), available_memory(kind), LINKS["shared-memory"]
     if kind != "cpu":
         import torch
@@ -197,11 +204,12 @@ def _training(
     recipe, theta = options.recipe(), options.techniques.layer_drop
     base = weight_bytes(config, options.weights) if checkpoint is None else checkpoint.stored_bytes()
     use = training_use(config, recipe, torch.device(device.kind), base=base)
-    use = replace(use, ranks=options.ranks // options.parallel.replicas)
+    use = replace(use, ranks=options.ranks // use.replicas, tensor=options.parallel.tensor)
     kept = [1.0] if theta is None else keep_probabilities(len(config.layers), theta=theta)
     phase = training_phase(config, use, kept=sum(kept) / len(kept))
     if device.measured and device.kind == "cpu" and options.measure:
-        phase = replace(phase, measured=step_seconds(config, recipe))
+        seconds = step_seconds(config, recipe)
+        phase = replace(phase, measured=None if seconds is None else seconds / use.tensor)
     return use, phase
 
 

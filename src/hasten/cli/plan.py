@@ -100,7 +100,7 @@ def lines(plan: Plan) -> Iterator[tuple[str, str]]:
         took, least = (f"{s:,.2f} s" if s >= 1 else f"{1e3 * s:,.2f} ms" for s in times)
         how = "expected" if phase.measured is None else "by measured blocks"
         bound = f"at best {least}, set by {max(limits, key=limits.__getitem__)}"
-        work = f"{phase.flops / 1e9:,.1f} GFLOP, {phase.moved / 1e9:,.2f} GB moved"
+        work = f"{(phase.flops + phase.update_flops) / 1e9:,.1f} GFLOP, {phase.moved / 1e9:,.2f} GB moved"
         yield f"{phase.name} ({phase.tokens:,} tokens)", f"{took} {how}; {bound}: {work}"
     yield "speed", f"{plan.tokens_per_second:,.1f} tokens/s {'trained' if training else 'of answers'}"
     yield "largest batch that fits", f"{plan.largest_batch:,} {'rows' if training else 'sequences'}"

@@ -42,6 +42,18 @@ def matrices(config: ModelConfig, layer: LayerConfig) -> tuple[int, int]:
     return around + config.experts * one, around + config.experts_per_token * one
 
 
+def muon_flops(config: ModelConfig) -> float:
+    """Of an update by Muon: five Newton-Schulz iterations of every matrix, of three products each."""
+    hidden, kv, wide = config.hidden_size, config.kv_heads * config.head_dim, config.heads * config.head_dim
+    total = 0
+    for layer in config.layers:
+        inner, every = (config.expert_size, config.experts) if layer.experts else (config.intermediate_size, 1)
+        widths = [wide, kv, kv, wide] + [inner] * every * (3 if config.gated else 2)
+        widths += [config.experts] if layer.experts else []
+        total += sum(5 * (4 * min(hidden, one) ** 2 * max(hidden, one) + 2 * min(hidden, one) ** 3) for one in widths)
+    return float(total)
+
+
 def _block(config: ModelConfig, layer: LayerConfig) -> tuple[int, int]:
     """Weights of a block: all, and those used for one token."""
     hidden, size, per_norm = config.hidden_size, config.head_dim, 2 if config.norm == "layernorm" else 1

@@ -18,6 +18,7 @@ LARGEST_PREFILL = 4096  # tokens that a prompt is taken in by
 # What the allocator holds unused, of what comes and goes in a step (benchmarks/plan.py measures it): of one that gives
 # freed blocks back; of a heap that keeps them; of one in whose middle gradients stay, or an adapter's pieces come.
 FREED, KEPT, KEPT_BROKEN = 0.05, 0.43, 0.8
+KEPT_COMPILED = 0.25  # compiled blocks ask for each buffer once
 SCRATCH = 16 << 20  # of the native steps, whatever the model
 MUON_STACKS = 112 << 20  # of matrices whose directions are found together, and what the iteration holds beside them
 
@@ -66,10 +67,10 @@ class TrainingUse:
     dtype: of the products. masters: weights and gradients are in it too, and the optimizer has its own in float32.
     joined: one product for queries, keys and values. explicit_attention: score matrices are kept. loss: its kernel.
     recompute: none, selective, full, or offload (what full keeps is on the host). zero, ranks: the stage of ZeRO, and
-    how many share; tensor: of them, so many neighbours that split every block and row. offload: the optimizer's weights
-    and states are on the host. adapter: weights of a LoRA adapter, the only ones that are trained; base: bytes of the
-    model it stands beside. rounded: weights that are multiplied as they will be stored (QAT). keeps_freed: the
-    allocator keeps freed blocks, as in training on a CPU.
+    how many share; replicas: so many such groups; tensor: of the ranks, so many neighbours that split every block and
+    row. offload: the optimizer's weights and states are on the host. adapter: weights of a LoRA adapter, the only ones
+    that are trained; base: bytes of the model it stands beside. rounded: weights that are multiplied as they will be
+    stored (QAT). keeps_freed: the allocator keeps freed blocks, as in training on a CPU.
     """
 
     batch_size: int
@@ -85,6 +86,7 @@ class TrainingUse:
     loss: str = "chunked"
     zero: int = 0
     ranks: int = 1
+    replicas: int = 1
     tensor: int = 1
     offload: bool = False
     adapter: int | None = None
@@ -133,7 +135,8 @@ def training_memory(config: ModelConfig, use: TrainingUse) -> Memory:
     held = ("weights", "masters", "optimizer", "gathered")
     kept = tuple(name for name in parts if name.startswith(("activations", "weights in", "weights while", "logits")))
     early = ("gradients",) if use.accumulation > 1 else ()
-    slack = (KEPT_BROKEN if early or not trained else KEPT) if use.keeps_freed else FREED
+    whole = KEPT_COMPILED if use.compiled else KEPT
+    slack = (KEPT_BROKEN if early or not trained else whole) if use.keeps_freed else FREED
     parts["allocator, loss"] = int(slack * sum(parts[name] for name in kept))
     parts["allocator, update"] = int(slack * (parts["gradients"] + parts["update"]))
     moments = {

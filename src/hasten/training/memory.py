@@ -55,6 +55,7 @@ def training_use(
         loss=loss.name,
         zero=parallel.zero,
         ranks=ranks.size // parallel.replicas,
+        replicas=parallel.replicas,
         tensor=ranks.tensor,
         offload=parallel.offload != "none" and device.type != "cpu",
         adapter=adapter,
