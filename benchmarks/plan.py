@@ -325,7 +325,7 @@ class Planned:
         done = report.setdefault("done", {})  # by what: the cases of a measurement that has not come to its end
         for what, call in (("memory", memory), ("speed", speed)):
             wanted = [name for name in CASES if what == "memory" or CASES[name].options.techniques != COMPILED]
-            for name in self.cases or wanted:
+            for name in (one for one in wanted if one in (self.cases or wanted)):
                 known = name in done.get(what, ()) and not self.cases
                 if self.only not in ("both", what) or known or time.monotonic() > end:
                     continue

@@ -23,7 +23,7 @@ from hasten.planning.devices import DEVICES
 from hasten.planning.memory import InferenceUse, TrainingUse, largest, memory_of
 from hasten.planning.plan import inference_phases
 from hasten.planning.shapes import SHAPES, shape_config
-from hasten.training.recipe import Lora, Parallel, Techniques
+from hasten.training.recipe import Lora, Optimizer, Parallel, Techniques
 
 STATES = ("weights", "gradients", "masters", "optimizer")
 ROOT = Path(__file__).parents[2]
@@ -141,8 +141,11 @@ def test_shares_take_less_and_are_told_what_they_send():
     assert kept[0] < 0.8 * kept[1], "of half a row; what products take in is of all"
     assert split.phases[0].flops == shared.phases[0].flops / 2
     quarter = make_plan("llama-7b", replace(options, ranks=4, parallel=Parallel(zero=3))).phases[0].sent
-    tokens = 8 * 32 * 1024 * 4096 * 2 / 2  # of each row, eight times a block, half of them from the other rank
+    # Of each row eight times a block, in float32 or bfloat16 by halves, and of embedding and head; half of it is sent.
+    tokens = (4 * 32 * (4 + 2) + 4 * 4) * 1024 * 4096 / 2
     assert split.phases[0].sent == pytest.approx(quarter / 2 + tokens)
+    muon = make_plan("llama-7b", replace(options, ranks=8, parallel=Parallel(zero=3), optimizer=Optimizer(kind="muon")))
+    assert muon.phases[0].sent > shared.phases[0].sent, "its momentum is gathered"
     one, eight = (make_plan("llama-70b", PlanOptions(device="h100", tensor_parallel=n)) for n in (1, 8))
     assert one.memory.peak > one.free
     assert eight.memory.peak < eight.free
@@ -192,6 +195,13 @@ def test_steps_are_measured_by_blocks_of_each_kind():
     assert 0 < measured < 5
 
 
+def test_what_ranks_of_this_machine_share_is_planned_beside_measured_blocks():
+    options = PlanOptions(use="train", length=64, ranks=2, parallel=Parallel(zero=1, tensor=2))
+    phase = make_plan("tiny", options).phases[0]
+    assert phase.measured is not None
+    assert phase.sent > 0
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [
@@ -200,6 +210,10 @@ def test_steps_are_measured_by_blocks_of_each_kind():
         ({"length": 64, "new_tokens": 64, "device": "h100"}, "--new-tokens .64. must be below --length"),
         ({"tensor_parallel": 5, "device": "h100"}, "a model of 4 heads .* take at most 4"),
         ({"batch_size": 0}, "--batch-size is 0"),
+        (
+            {"device": "h100", "use": "train", "ranks": 8, "parallel": Parallel(zero=1, tensor=8)},
+            "parallel.tensor is 8, which the model's 2 key/value heads",
+        ),
         (
             {"device": "h100", "use": "train", "ranks": 3, "parallel": Parallel(zero=1, tensor=2)},
             r"--ranks is 3, .* \(2\) does not",

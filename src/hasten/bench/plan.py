@@ -180,8 +180,8 @@ def _device(options: PlanOptions, weights: str) -> tuple[Device, Literal["float3
     kind = str(resolve_device(options.device))
     dtype = training_precision(kind).dtype if dtype == "auto" else dtype  # type: ignore[assignment]
     dtypes = (dtype, "int8") if _integers(options, weights, kind, dtype) else (dtype,)
-    if options.training and options.optimizer.kind == "muon":
-        dtypes = (*dtypes, "float32") if dtype != "float32" else dtypes
+    if options.training and options.optimizer.kind == "muon" and kind == "cpu" and dtype != "float32":
+        dtypes = (*dtypes, "float32")
     limits, free, link = measure_limits(kind, dtypes, seconds=0.3), available_memory(kind), LINKS["shared-memory"]
     if kind != "cpu":
         import torch
@@ -198,10 +198,13 @@ def _training(
     import torch
 
     from hasten.bench.predict import step_seconds
+    from hasten.training.build import check_shares
     from hasten.training.layer_drop import keep_probabilities
     from hasten.training.memory import training_use
 
     recipe, theta = options.recipe(), options.techniques.layer_drop
+    if options.ranks > 1:
+        check_shares(config.padded_to(options.techniques.pad_vocabulary_to), options.parallel)
     base = weight_bytes(config, options.weights) if checkpoint is None else checkpoint.stored_bytes()
     use = training_use(config, recipe, torch.device(device.kind), base=base)
     use = replace(use, ranks=options.ranks // use.replicas, tensor=options.parallel.tensor)

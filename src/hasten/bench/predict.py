@@ -28,7 +28,7 @@ from hasten.serving.request import Request
 from hasten.serving.settings import EngineSettings
 from hasten.training.layer_drop import keep_probabilities
 from hasten.training.memory import step_memory
-from hasten.training.recipe import Recipe
+from hasten.training.recipe import Parallel, Recipe
 
 ROUNDS = 5  # of training steps
 
@@ -38,7 +38,8 @@ def step_seconds(config: ModelConfig, recipe: Recipe) -> float | None:
 
     Their difference is two blocks; the rest is embedding, head and loss. None where they have no room.
     """
-    plain = replace(recipe, techniques=replace(recipe.techniques, compile=False, layer_drop=None))
+    alone = Parallel(policy=recipe.parallel.policy)  # what several processes share is planned, not measured
+    plain = replace(recipe, parallel=alone, techniques=replace(recipe.techniques, compile=False, layer_drop=None))
     first, *others = Counter(config.layers)  # the kinds of blocks
     cuts = [replace(config, layers=layers) for layers in ((first,), (first,) * 3, *((first, k, k) for k in others))]
     if sum(step_memory(cut, plain, torch.device("cpu")).peak for cut in cuts) > available_memory():

@@ -20,9 +20,9 @@ class Phase:
     """A training "step", a "prompt" of each sequence or a "token" of each: the part of one of the devices in it.
 
     tokens: of all sequences. flops: of products, recomputed ones included. update_flops: of an optimizer's own products
-    (Muon), in float32 on a CPU. moved: bytes from and to memory. sent: bytes from each of the `ranks` to others, in so
-    many exchanges. integers: multiplied at the rate of int8, where it is known. measured: seconds without what is sent,
-    None: what REACHED says of the limit.
+    (Muon): float32 on a CPU, else bfloat16. moved: bytes from and to memory. sent: bytes from each of the `ranks` to
+    others, in so many exchanges. integers: multiplied at the rate of int8, where it is known. measured: seconds without
+    what is sent, None: what REACHED says of the limit.
     """
 
     name: str
@@ -40,9 +40,7 @@ class Phase:
     def limits(self, device: Device) -> dict[str, float]:
         """Seconds that each of the device's parts needs at least."""
         rate = device.limits.rates.get("int8", 0) if self.integers else 0
-        update = self.update_flops and self.update_flops / device.rate(
-            "float32" if device.kind == "cpu" else self.dtype
-        )
+        update = self.update_flops / device.rate("float32" if device.kind == "cpu" else "bfloat16")
         return {
             "products": self.flops / (rate or device.rate(self.dtype)) + update,
             "memory": self.moved / device.limits.bandwidth,
@@ -97,8 +95,7 @@ class Plan:
         """Tokens trained by all ranks; or of answers, their prompts' time included, with as many sequences always."""
         first, *more = (phase.seconds(self.device) for phase in self.phases)
         if isinstance(self.use, TrainingUse):
-            use = self.use
-            return use.ranks * use.replicas // use.tensor * use.batch_size * use.length * use.accumulation / first
+            return self.use.ranks * self.use.replicas // self.use.tensor * self.phases[0].tokens / first
         return self.use.batch_size * self.use.new_tokens / (first + self.use.new_tokens * more[0])
 
     def to_json(self) -> dict[str, Any]:
@@ -126,8 +123,8 @@ class Plan:
 
 
 def training_phase(config: ModelConfig, use: TrainingUse, *, kept: float = 1.0) -> Phase:
-    """A step of one rank, tokens: of the neighbours that split its rows. kept: the mean share of blocks that layer
-    dropping runs.
+    """A step of one rank; its tokens are those of all neighbours that split the same rows. kept: the mean share of
+    blocks that layer dropping runs.
     """
     tokens, layers = use.batch_size * use.length * use.accumulation, len(config.layers)
     around = cost.training_flops_per_token(replace(config, layers=()), use.length)
@@ -138,27 +135,33 @@ def training_phase(config: ModelConfig, use: TrainingUse, *, kept: float = 1.0) 
     activations = sum(size for name, size in parts.items() if name.startswith(("activations", "logits")))
     states = sum(parts[name] for name in ("gradients", "masters", "optimizer"))
     # A micro-batch writes and reads its activations, and reads all weights twice; the update reads and writes states.
-    moved = use.accumulation * (2 * activations + 2 * ITEMSIZE[use.dtype] * count + parts["gradients"]) + 2 * states
+    weights = ITEMSIZE[use.dtype] * count // use.tensor
+    moved = use.accumulation * (2 * activations + 2 * weights + parts["gradients"]) + 2 * states
     itemsize = 2 if use.masters else 4
     shards, split = use.ranks // use.tensor, use.tensor
     options: dict[str, Any] = {"accumulation": use.accumulation, "itemsize": itemsize, "replicas": use.replicas}
     sent = sent_bytes(config, stage=use.zero, ranks=shards, **options) / split
     sent *= 1 if use.adapter is None else use.adapter / count  # nobody sends what is frozen
-    # Of a split block a rank gathers the tokens of the others for attention and MLP, and sums up what comes out; back
-    # the same, and what is recomputed once more.
+    # Of a split block a rank gathers the tokens of the others for attention and MLP, as norms leave them, and sums up
+    # what the products give; back the same, and what is recomputed once more. Embedding and head do so, too.
     passes = 3 if again else 2
-    sent += passes * 4 * layers * (split - 1) / split * tokens * config.hidden_size * ITEMSIZE[use.dtype]
-    exchanges = 2 * layers * (shards * use.replicas > 1) + 4 * passes * layers * (split > 1)
+    each = passes * layers * 2 * (itemsize + ITEMSIZE[use.dtype]) + 4 * itemsize
+    sent += each * (split - 1) / split * tokens * config.hidden_size
+    update = cost.muon_flops(config) if use.optimizer == "muon" and use.adapter is None else 0.0
+    if update and use.zero:  # every rank gathers the momentum of whole matrices
+        inside = sum(cost.matrices(config, layer)[0] for layer in config.layers)
+        sent += 4 * inside * (use.ranks - 1) / use.ranks
+    exchanges = 2 * layers * (shards * use.replicas > 1) + 4 * (passes * layers + 1) * (split > 1)
     return Phase(
         name="step",
         tokens=tokens,
         flops=tokens * (blocks + around + again - frozen) / split,
-        update_flops=cost.muon_flops(config) if use.optimizer == "muon" and use.adapter is None else 0.0,
-        moved=moved / split,
+        update_flops=update,
+        moved=moved,
         dtype=use.dtype,
         sent=sent,
         exchanges=use.accumulation * exchanges,
-        ranks=max(shards, split),
+        ranks=max(shards, split, use.replicas),
     )
 
 

@@ -25,8 +25,8 @@ def predicted_bytes(model: Transformer, tokens: Tensor, method: BlockMethod, *, 
     GPTQ and AWQ have three matrices as large as a sum over the samples and a quarter of one at work, GPTAQ five; GPTQ
     what the experts of a block are given, AWQ the scaled weights. Sign rounding has the states before quantization,
     eleven copies (weight, offsets, the best and the last ones, what rounding keeps for its gradient, and gradients),
-    what a pass keeps for its gradient, and then one such sum. Copies of smaller matrices come from glibc's heap, whose
-    holes are as large as three more (two to five, from run to run).
+    what a pass keeps for its gradient, and then one such sum. Smaller matrices come from glibc's heap, which leaves
+    holes of about three copies more (two to five, from run to run).
     """
     states = tokens.numel() * model.config.hidden_size * model.compute_dtype.itemsize
     walks = 2 if method.needs_before else 1

@@ -10,7 +10,7 @@ from torch import nn
 
 from hasten.distributed.placement import Apart, Placement, Replicated, Sharded
 from hasten.distributed.ranks import ALONE, Ranks
-from hasten.distributed.tensor_training import split
+from hasten.distributed.tensor_training import check_split, split
 from hasten.errors import CheckpointError, ConfigError, HastenWarning
 from hasten.machine import find_compiler
 from hasten.model.config import ModelConfig
@@ -31,7 +31,7 @@ from hasten.training.allocator import keep_freed_memory
 from hasten.training.optimizers import make_optimizer
 from hasten.training.precision import Precision
 from hasten.training.qat import round_while_training
-from hasten.training.recipe import Lora, Recipe, Shape
+from hasten.training.recipe import Lora, Parallel, Recipe, Shape
 from hasten.training.step import TrainStep
 from hasten.training.swapped import FusedMLP, JoinedAttention
 from hasten.training.teacher import Teacher
@@ -173,6 +173,16 @@ def check_ranks(recipe: Recipe, ranks: Ranks) -> None:
         ranks.rows(recipe.data.batch_size)
 
 
+def check_shares(config: ModelConfig, parallel: Parallel) -> None:
+    """Raises ConfigError for a model that ranks cannot share so."""
+    check_split(config, parallel.tensor)
+    if parallel.zero and config.experts:
+        raise ConfigError(
+            f"parallel.zero {parallel.zero} cannot share a model with experts: one that no token of a rank has reached "
+            "has no gradient there to reduce; use --parallel.zero 0"
+        )
+
+
 def place(model: Transformer, recipe: Recipe, ranks: Ranks = ALONE) -> Placement:
     """Spread the model over the ranks as the recipe says. Raises ConfigError for what does not fit together."""
     check_ranks(recipe, ranks)
@@ -182,17 +192,12 @@ def place(model: Transformer, recipe: Recipe, ranks: Ranks = ALONE) -> Placement
         copies = model.device if parallel.offload == "none" else torch.device("cpu")
     if not ranks.joined:
         return Placement(model, copies=copies)
-    experts = bool(model.config.experts)
+    check_shares(model.config, parallel)
     if parallel.zero == 0:
-        unused = experts or recipe.techniques.layer_drop is not None
+        unused = bool(model.config.experts) or recipe.techniques.layer_drop is not None
         if recipe.diloco.sync_every is not None:
             return Apart(model, ranks=ranks, unused=unused, copies=copies, **asdict(recipe.diloco))
         return Replicated(model, ranks=ranks, unused=unused, copies=copies)
-    if experts:
-        raise ConfigError(
-            f"parallel.zero {parallel.zero} cannot share a model with experts: one that no token of a rank has reached "
-            "has no gradient there to reduce; use --parallel.zero 0"
-        )
     return Sharded(
         model,
         ranks=ranks,
