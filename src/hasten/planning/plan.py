@@ -40,7 +40,9 @@ class Phase:
     def limits(self, device: Device) -> dict[str, float]:
         """Seconds that each of the device's parts needs at least."""
         rate = device.limits.rates.get("int8", 0) if self.integers else 0
-        update = self.update_flops / device.rate("float32" if device.kind == "cpu" else "bfloat16")
+        update = 0.0
+        if self.update_flops:  # a rate that nobody else needs may not be known
+            update = self.update_flops / device.rate("float32" if device.kind == "cpu" else "bfloat16")
         return {
             "products": self.flops / (rate or device.rate(self.dtype)) + update,
             "memory": self.moved / device.limits.bandwidth,
