@@ -177,5 +177,6 @@ TABLES = {
     "layer-dropping": dropping,
     "sharing-speed": sharing_speed,
     "qat": qat,
+    "qat-128": qat,
     "qat cost": qat_cost,
 }
