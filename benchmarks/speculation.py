@@ -137,7 +137,10 @@ class Speculation:
         rows = []
         for temperature in (0.0, 0.8):
             settings = {"temperature": temperature, "seed": self.seed, "max_new_tokens": self.new_tokens}
-            measure = lambda draft, s=settings: generated(model, draft, prompts, s)  # noqa: E731
+
+            def measure(draft: Any, settings: dict[str, Any] = settings) -> Any:
+                return generated(model, draft, prompts, settings)
+
             found = contest(self.rounds, {name: one for name, one in drafts.items() if name != USELESS}, measure)
             if USELESS in drafts:  # two hundredths are to be seen: more rounds, and what two equal runs differ by
                 few = {"none": "none", "none again": "none", USELESS: drafts[USELESS]}

@@ -16,6 +16,7 @@ from hasten.errors import ConfigError, ResourceError
 from hasten.machine import Link, available_cores
 from hasten.planning.choices import GOALS
 from hasten.planning.devices import DEVICES, LINKS
+from instruction_sets import needs_native
 
 H100S = PlanOptions(device="h100", gpus=8, goal="latency")
 
@@ -53,6 +54,7 @@ def test_a_bound_a_price_and_the_bits_are_kept_to():
     assert choose_plan("llama-70b", replace(H100S, least_bits=4)).best.weights == "int4"
 
 
+@needs_native
 def test_ranks_that_cannot_all_be_started_leave_none(monkeypatch):
     fork, started = os.fork, []
 
