@@ -4,7 +4,7 @@ import pytest
 
 import hasten
 from hasten.generation.params import SamplingParams
-from hasten.generation.speculation import DraftModel, Text
+from hasten.generation.speculation import DraftModel, Text, price
 from hasten.generation.speculation import draft_model as module
 from hasten.model.fused import refusal
 from hasten.model.grow import can_grow
@@ -89,3 +89,15 @@ def test_a_text_that_outgrows_the_cache_is_begun_anew():
         )
         assert len(draft.tokens) == 8
         proposer._blocks.check()
+
+
+@pytest.mark.parametrize("small", [True, False])
+def test_a_draft_has_its_price(small, monkeypatch):
+    """Measured between steps of a small target; beside a large one memory is read instead."""
+    model, proposer = fused("llama"), DraftModel(fused("llama"), tokens=256)
+    monkeypatch.setattr(price, "SMALL", 1 << 27 if small else 0)
+    found = price.measure_price(proposer, model)
+    assert 0 < found.first < 1
+    assert found.more >= 0
+    assert found.after >= 0 if small else found.after == 0
+    assert not proposer._known  # the rehearsed text is forgotten

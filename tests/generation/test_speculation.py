@@ -28,6 +28,7 @@ from hasten.generation.speculation import (
     measure_step_cost,
 )
 from hasten.generation.speculation.cost import ROWS, _in_turn
+from hasten.generation.speculation.price import Price
 from hasten.generation.speculation.suffix import SALTS, SuffixIndex
 from hasten.model.fused import refusal
 from references import make_reference, tiny_llama
@@ -260,10 +261,10 @@ class Kinds:
         pass
 
 
-def lengths_after(cost, right, *, sequences=1, steps=200, seconds=0.0, seed=0, real=None):
+def lengths_after(cost, right, *, sequences=1, steps=200, seconds=0.0, seed=0, real=None, price=None):
     """Lengths of the drafts of the last steps, where each token is right with this chance. real: what steps cost."""
     proposer, chance = Kinds(seconds), random.Random(seed)
-    speculator = Speculator(proposer, cost, clock=lambda: proposer.now)
+    speculator = Speculator(proposer, cost, clock=lambda: proposer.now, price=price)
     found = []
     for _ in range(steps):
         texts = [Text(number=n, tokens=[1] * 50, step=2, params=SamplingParams(), room=16) for n in range(sequences)]
@@ -317,6 +318,39 @@ def test_drafts_never_lose_much(right, seconds):
         _, speculator = lengths_after(table(0.05), right, steps=1000, seconds=seconds, real=real)
         plain = speculator.stats.tokens * 1.0
         assert speculator.proposer.now <= 1.02 * plain + most
+
+
+def test_steps_that_are_slower_after_a_draft_count_as_its_loss():
+    calls = {}
+    for after in (0.0, 2.0):  # plain steps
+        price = Price(first=0.5, more=0.5, after=after)
+        _, speculator = lengths_after(LINE, 0.0, steps=1000, seconds=0.5, price=price)
+        calls[after] = speculator.proposer.calls
+    # A draft of one token takes 0.5 and 0.05 for its row; the credit is 1, and 0.0075 of each step.
+    assert calls[0.0] <= (1 + 1000 * 0.0075) / 0.55 + 2
+    assert calls[2.0] <= (1 + 1000 * 0.0075) / 2.55 + 2
+
+
+def test_drafts_that_gained_may_lose_some_of_it():
+    """A text that began well is not silenced by the first wrong drafts."""
+    calls = []
+    for good in (0, 20):  # steps whose drafts are right
+        proposer = Kinds(seconds=0.6)
+        speculator = Speculator(proposer, LINE, clock=lambda proposer=proposer: proposer.now)
+        for step in range(60):
+            if speculator.rests() and step >= 4 + good:
+                break
+            if step >= 4:
+                text = Text(number=0, tokens=[1] * 50, step=2, params=SamplingParams(), room=1)
+                checked = len(speculator.propose([text])[0])
+                speculator.observe(0, 1 + (step < 4 + good) * checked, checked=checked)
+                speculator.stepped(1 + checked, 50, 1 + 0.05 * checked)
+            else:
+                speculator.observe(0, 1, checked=0)
+                speculator.stepped(1, 50, 1.0)
+        calls.append(proposer.calls - good)
+    assert calls[0] <= 3
+    assert calls[1] > 2 * calls[0]
 
 
 def test_a_full_batch_speculates_less():

@@ -16,12 +16,13 @@ from hasten.checks import whole
 from hasten.errors import ConfigError, ResourceError
 from hasten.generation.speculation.cost import StepCost, measure_step_cost
 from hasten.generation.speculation.draft_model import DraftModel
+from hasten.generation.speculation.price import Price, measure_price, warm_up
 from hasten.generation.speculation.proposer import LIMIT, Accept, Proposer
 from hasten.generation.speculation.speculator import MOST, Speculator
 from hasten.generation.speculation.suffix import SuffixProposer
 from hasten.machine.caches import cache_folder
 from hasten.machine.files import write_atomically
-from hasten.machine.processor import last_level_cache_bytes, processor_name
+from hasten.machine.processor import processor_name
 from hasten.model.fused import FusedStack, fuse_where_it_fits, refusal
 from hasten.model.load import load
 from hasten.model.sharded import ShardedTransformer, told_by_first
@@ -30,8 +31,8 @@ from hasten.model.vocabulary import check_vocabulary
 from hasten.ops.native import choose_isa
 from hasten.quantization import Int8, quantize
 
-# Of drafting with each model for each target, which reads its weights in between.
-_PRICES: WeakKeyDictionary[Transformer, WeakKeyDictionary[Transformer, tuple[float, float]]] = WeakKeyDictionary()
+# Of drafting with each model for each target.
+_PRICES: WeakKeyDictionary[Transformer, WeakKeyDictionary[Transformer, Price]] = WeakKeyDictionary()
 _CHECKED: set[str] = set()  # tables of costs that this process has looked at
 _FAR = 1.6  # as much as the speed of memory, which decides what one row costs, changes on shared machines
 _LAYERS = re.compile(r"self:(\d+)(-layers)?")
@@ -71,16 +72,15 @@ def make_speculator(
         raise ConfigError(f"accept='distribution' is for a model that drafts; {proposer.name} gives no probabilities")
     if proposer is None:
         return None
-    seconds = (0.0, 0.0)
+    price = Price()
     if isinstance(proposer, DraftModel):
         prices = _PRICES.setdefault(proposer.model, WeakKeyDictionary())
         if model in prices:
-            proposer.warm_up(rounds=0)
+            warm_up(proposer)
         else:
-            weights = (t.nbytes for name, t in model.state_dict().items() if not name.startswith("embedding."))
-            prices[model] = proposer.warm_up(between=min(sum(weights), 2 * last_level_cache_bytes()))
-        seconds = prices[model]
-    return Speculator(proposer, step_cost(model), most=most, seconds=seconds)
+            prices[model] = measure_price(proposer, model)
+        price = prices[model]
+    return Speculator(proposer, step_cost(model), most=most, price=price)
 
 
 def automatic(model: Transformer) -> str:

@@ -19,7 +19,7 @@ ROWS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
 CONTEXTS = (128, 1024)
 _SECONDS = 1.5  # for all of them together
 _BEND = 0.1  # of a cost, by one step
-_SMALL = 1 << 27  # bytes of weights: below that, what is around the blocks matters, and whole steps are soon made
+SMALL = 1 << 27  # bytes of weights: below that, what is around the blocks matters, and whole steps are soon made
 
 
 @dataclass(slots=True)
@@ -93,7 +93,7 @@ def measure_step_cost(
     most = [count for count in row_counts if count <= max(1, config.max_positions // 2)]
     longest = max(2, min(longest, config.max_positions - most[-1]))
     contexts = (min(CONTEXTS[0], longest // 2), longest)
-    small = layers is None and sum(t.nbytes for t in model.state_dict().values()) <= _SMALL
+    small = layers is None and sum(t.nbytes for t in model.state_dict().values()) <= SMALL
     if told_by_first(model, [[small]]) == [[1]]:
         times = _whole_steps(model, most, contexts, seconds)
     else:

@@ -7,8 +7,6 @@ Of a text that is new to it, or that went on for long without it, it reads the l
 mostly on those, and reading a whole prompt may take longer than drafts for a short answer can win back.
 """
 
-import math
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -96,21 +94,10 @@ class DraftModel:
             going = self._step(sampler, going, floor, chance)
         return drafts
 
-    def warm_up(self, *, rounds: int = 3, between: int = 0) -> tuple[float, float]:
-        """Draft for a text of no meaning, so that the first real draft finds its memory there; seconds of a draft of
-        one token, and of each further one. between: bytes that the target reads from one draft to the next.
-        """
-        size = min(_READ_TOKENS, self.model.config.max_positions // 2)
-        times: dict[int, float] = {}
-        swept = torch.zeros(between, dtype=torch.int8)
-        for room in (1, *(1, 5) * rounds):
-            text = Text(number=-1, tokens=[1] * size, step=0, params=SamplingParams(temperature=0), room=room)
-            swept.add_(1)  # the processor's caches hold what they hold after a step of the target
-            start = time.perf_counter()
-            self.propose([text], floor=0.0, chance=lambda kind: 1.0)
-            times[room] = min(times.get(room, math.inf), time.perf_counter() - start)
-        self.end(-1, ())
-        return times[1], max(times.get(5, 0.0) - times[1], 0.0) / 4
+    @property
+    def reads(self) -> int:
+        """Tokens of a new text that it reads."""
+        return min(_READ_TOKENS, self.model.config.max_positions // 2)
 
     def end(self, number: int, answer: Sequence[int], *, salt: str = "") -> None:
         """Let the sequence's keys and values go."""

@@ -3,8 +3,9 @@
 A step over R rows takes `cost(R)`. Of the proposed tokens each is accepted with a chance that is counted while running,
 by its kind. A batch gets the tokens that are most likely accepted, as many as give the most tokens a second; where none
 does, nothing is proposed, and the step is a plain one. Chances and costs are estimates, so what drafts gained or lost
-is measured too: a small credit, in plain steps, pays for losses and grows a little with each step. Where it is used up,
-nothing is proposed until it has grown again. So drafts that never help cost `_CREDIT` steps and `_INTEREST` of all.
+is measured too: a small credit, in plain steps, pays for losses and grows by gains, and a little with each step. Where
+it is used up, nothing is proposed until it has grown again. So drafts that never help cost `_CREDIT` steps and
+`_INTEREST` of all.
 """
 
 import time
@@ -15,6 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from hasten.generation.speculation.cost import StepCost, towards
+from hasten.generation.speculation.price import Price
 from hasten.generation.speculation.proposer import Chance, Draft, Proposer, Text
 
 MOST = 16  # tokens of a draft, unless said otherwise
@@ -24,8 +26,10 @@ _PROBE = 32  # of so many steps without a draft, one has a draft all the same: t
 _PLAIN = 4  # steps without drafts at first: they say what plain ones take
 _PLAIN_AGAIN = 64  # and one of so many later
 _SEEN = 8  # of so many plain steps one bends the table of costs: a small model's step is short
-_CREDIT = 2.0  # plain steps that drafts of one text may lose; a batch's tell more of them, and cost more
-_INTEREST = 0.01  # of a plain step that they may lose more, with each step
+_CREDIT = 1.0  # plain steps that drafts of one text may lose at first; a batch's tell more of them, and cost more
+_MOST_CREDIT = 4.0  # that they may have earned by what they gained
+_INTEREST = 0.0075  # of a plain step that they may lose more, with each step
+_FAR = 2.0  # times as long as usual: others had the processor
 _LATEST = 16  # steps, by which `active` counts
 _GAIN = 1.02  # a draft must promise so much more than none, because chances and costs are only estimates
 
@@ -108,15 +112,16 @@ class Speculator:
         *,
         most: int = MOST,
         always: bool = False,
-        seconds: tuple[float, float] = (0.0, 0.0),
+        price: Price | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """most: tokens of a draft. always: propose so many without asking whether they pay (for measuring).
 
-        seconds: that proposing takes, of drafts of one token and for each further one of the longest; 0 if not known.
+        price: of proposing, as far as it is known; what is 0 is found while running.
         """
         self.proposer, self.cost, self.most, self.always = proposer, cost, most, always
-        self.seconds, self.more_seconds = seconds
+        price = price or Price()
+        self.seconds, self.more_seconds, self._displaced = price.first, price.more, price.after
         self._clock = clock
         self.acceptance = Acceptance(proposer.prior)
         self.stats = SpeculationStats()
@@ -135,7 +140,7 @@ class Speculator:
         """Begin a step; True: nothing is to be proposed in it, because drafts lost of late."""
         self._drafts.clear()
         self._asked, self._taken, self._all = None, 0, (0, 0, 0)
-        self._credit = min(_CREDIT, self._credit + _INTEREST)
+        self._credit = min(_MOST_CREDIT, self._credit + _INTEREST)
         plain = self.stats.steps < _PLAIN or self.stats.steps % _PLAIN_AGAIN == 0
         if not self.always and (self._credit < 0 or plain):
             return True
@@ -149,7 +154,7 @@ class Speculator:
         asked = self._clock()
         started, self._began = asked if self._began is None else self._began, None
         self._texts = len(texts)
-        self._credit = min(self._credit, _CREDIT / len(texts) ** 0.5)
+        self._credit = min(self._credit, _MOST_CREDIT / len(texts) ** 0.5)
         context = sum(len(text.tokens) for text in texts) / len(texts)
         rows = len(texts) + other_rows
         plain = self.cost.seconds(rows, context)
@@ -158,7 +163,7 @@ class Speculator:
         for text in texts:
             text.room = min(text.room, most)
         floor = 0.0 if self.always or probing else self._floor(rows, context, plain)
-        usual = 0.0
+        usual = displaced = 0.0
         if floor >= 1:
             drafts = [Draft() for _ in texts]
         else:
@@ -168,6 +173,7 @@ class Speculator:
             rested = self.seconds > 0 and self.stats.steps > self._asked_at + 1
             usual = self._proposing(longest) if rested else self._took(self._clock() - asked, longest)
             self._asked_at = self.stats.steps
+            displaced = self._displaced if rested else 0.0  # of drafts in a row it shows in what rows cost
             if not self.always and any(draft.tokens for draft in drafts):
                 drafts = self._paying(drafts, rows, context, probing)
         self._drafts = {text.number: draft for text, draft in zip(texts, drafts, strict=True)}
@@ -175,7 +181,7 @@ class Speculator:
         took = self._clock() - started
         self.stats.seconds += took
         # All that a plain run does not do. More than twice as long is not ours: others had the processor.
-        self._asked = min(took, 2 * usual + plain), plain
+        self._asked = min(took, 2 * usual + plain) + displaced, plain
         return [draft.tokens for draft in drafts]
 
     def probabilities(self, number: int) -> list[Tensor]:
@@ -216,7 +222,8 @@ class Speculator:
             self._more.clear()
         if self._asked is not None:
             proposing, plain = self._asked
-            spent = self.cost.seconds(rows, context) + proposing
+            usual = self.cost.seconds(rows, context)
+            spent = min(max(seconds, usual / _FAR), usual * _FAR) + proposing
             self._credit += self._taken / self._texts - spent / plain
 
     def end(self, number: int, answer: Sequence[int], *, salt: str = "") -> None:
