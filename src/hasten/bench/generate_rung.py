@@ -219,7 +219,7 @@ class Stream:
         each = self.new_tokens / (time.perf_counter() - start)
         found["decode_tokens_per_second"] = self.batch * each
         if self.decoder is not None and self.batch == 1:
-            cost = measure_step_cost(self.model, row_counts=(1,), seconds=0.3)
+            cost = measure_step_cost(self.model, row_counts=(1,), seconds=0.3, fastest=1.0)
             found["predicted_tokens_per_second"] = 1 / cost.seconds(1, len(self.prompts[0]) + self.new_tokens / 2)
         if self.batch > 1:
             found["decode_tokens_per_second_per_sequence"] = each

@@ -17,6 +17,7 @@ from hasten.generation.sampling import History, RowParams, banned_ends, next_tok
 from hasten.generation.stopping import stop_ids
 from hasten.ops.draw import exponential_noise
 
+_KEPT = 64  # selections of rows
 _STREAM = 0x5851F42D4C957F2D  # between the seeds of streams of noise that have nothing to do with each other
 
 
@@ -49,6 +50,7 @@ class BatchSampler:
         self._params, self._device = params, device
         self._rows = RowParams.stack(params, vocab_size=vocab_size, device=device)
         self._end_ids = [stop_ids(row, eos_ids=eos_ids) for row in params]
+        self._selected: dict[tuple[int, ...], RowParams] = {}
         self._history = None
         if self._rows.needs_history:
             self._history = History.of_prompts(prompts, outputs=outputs, vocab_size=vocab_size, device=device)
@@ -169,9 +171,23 @@ class BatchSampler:
         """The settings of these rows (None: of all), and the tokens that must not come after so many."""
         params, ends, settings = self._params, self._end_ids, self._rows
         if rows is not None and list(rows) != list(range(len(params))):
-            params, ends, settings = [params[row] for row in rows], [ends[row] for row in rows], settings.select(rows)
+            params, ends, settings = (
+                [params[row] for row in rows],
+                [ends[row] for row in rows],
+                self._select(tuple(rows)),
+            )
         banned = banned_ends(params, steps=steps, end_ids=ends, vocab_size=settings.vocab_size, device=self._device)
         return settings, banned
+
+    def _select(self, rows: tuple[int, ...]) -> RowParams:
+        """The settings of these rows; drafts ask for the same ones again and again."""
+        if self._rows.bias is not None:  # as wide as the vocabulary: not to be kept
+            return self._rows.select(rows)
+        if rows not in self._selected:
+            if len(self._selected) >= _KEPT:
+                self._selected.clear()
+            self._selected[rows] = self._rows.select(rows)
+        return self._selected[rows]
 
 
 def other_seed(seed: int | None) -> int | None:

@@ -1,6 +1,7 @@
 """What a step of a model costs by its rows and context, on this machine: measured, and corrected while running."""
 
 import itertools
+import math
 import statistics
 import time
 from bisect import bisect_left
@@ -80,6 +81,7 @@ def measure_step_cost(
     layers: int | None = None,
     prompts: Collection[int] = (),
     longest: int = CONTEXTS[-1],
+    fastest: float = 0.5,
 ) -> StepCost:
     """Time whole steps of a small model; of others single blocks, times the layers, and the head. Rows of one sequence
     over a cache of its own.
@@ -87,6 +89,8 @@ def measure_step_cost(
     layers: of the model that this one is a piece of, where it is: then it is timed by blocks.
     prompts: row counts, timed by blocks, that are prompts: their last row only is scored.
     longest: the context that the costs of context are found from.
+    fastest: the share of the steps whose median counts: half of them, as what other programs take makes none faster; 1
+    to say what steps take now, others included.
     """
     config = model.config
     # Learned positions end somewhere.
@@ -95,9 +99,9 @@ def measure_step_cost(
     contexts = (min(CONTEXTS[0], longest // 2), longest)
     small = layers is None and sum(t.nbytes for t in model.state_dict().values()) <= SMALL
     if told_by_first(model, [[small]]) == [[1]]:
-        times = _whole_steps(model, most, contexts, seconds)
+        times = _whole_steps(model, most, contexts, seconds, fastest)
     else:
-        times = _blocks_and_head(model, most, contexts, seconds, layers or len(config.layers), prompts)
+        times = _blocks_and_head(model, most, contexts, seconds, layers or len(config.layers), prompts, fastest)
     base, per_token = [0.0], [0.0]
     for rows, (low, high) in zip(most, times, strict=True):
         # The short context is at most half of its step; what says otherwise is noise.
@@ -112,7 +116,9 @@ def measure_step_cost(
 Times = list[tuple[float, float]]  # seconds over the two contexts, by the number of rows
 
 
-def _whole_steps(model: Transformer, most: Sequence[int], contexts: tuple[int, int], seconds: float) -> Times:
+def _whole_steps(
+    model: Transformer, most: Sequence[int], contexts: tuple[int, int], seconds: float, fastest: float
+) -> Times:
     """With all that Python does around them, up to the tokens themselves."""
     decoder, token = Decoder(model, batch=1, capacity=contexts[1] + most[-1]), torch.tensor([1], device=model.device)
 
@@ -125,7 +131,7 @@ def _whole_steps(model: Transformer, most: Sequence[int], contexts: tuple[int, i
         return call
 
     calls = [step(rows, context) for context in contexts for rows in most]
-    times = _in_turn(calls, seconds, model)
+    times = _in_turn(calls, seconds, model, fastest)
     return list(zip(times[: len(most)], times[len(most) :], strict=True))
 
 
@@ -136,6 +142,7 @@ def _blocks_and_head(
     seconds: float,
     layers: int,
     prompts: Collection[int],
+    fastest: float,
 ) -> Times:
     """Each call takes the next block: one that is called again and again would lie in the processor's cache, where in a
     real step it does not.
@@ -166,15 +173,17 @@ def _blocks_and_head(
 
     calls = {(rows, context): block_call(rows, context) for rows in most for context in contexts}
     heads = {rows: head_call(1 if rows in prompts else rows) for rows in most}
-    times = _in_turn([*calls.values(), *heads.values()], seconds, model)
+    times = _in_turn([*calls.values(), *heads.values()], seconds, model, fastest)
     block, head = dict(zip(calls, times, strict=False)), dict(zip(heads, times[len(calls) :], strict=True))
     low, high = ([block[rows, context] * layers + head[rows] for rows in most] for context in contexts)
     return list(zip(low, high, strict=True))
 
 
-def _in_turn(calls: Sequence[Callable[[], object]], seconds: float, model: Transformer) -> list[float]:
-    """The time of each call, all of them one after the other for so many seconds, once at least: the median of the
-    faster half, as what other programs take makes no call faster.
+def _in_turn(
+    calls: Sequence[Callable[[], object]], seconds: float, model: Transformer, fastest: float = 0.5
+) -> list[float]:
+    """The time of each call, all of them one after the other for so many seconds, once at least: the median of this
+    share of them, the fastest.
 
     Of three calls that follow each other the last counts: steps come after others of their size, and find in the
     processor's caches what those left there. When the time is over, of a large model on a slow machine, each is one.
@@ -189,7 +198,7 @@ def _in_turn(calls: Sequence[Callable[[], object]], seconds: float, model: Trans
     while not times[0] or in_time():
         for call, own in zip(calls, times, strict=True):
             own.append([_timed(call, model.device) for _ in range(3 if in_time() else 1)][-1])
-    return [statistics.median(sorted(own)[: -(-len(own) // 2)]) for own in times]
+    return [statistics.median(sorted(own)[: math.ceil(fastest * len(own))]) for own in times]
 
 
 def _timed(call: Callable[[], object], device: torch.device) -> float:
