@@ -1,10 +1,12 @@
 """A model that drafts: the native steps draft what those in Python do, and little of a text is read."""
 
+import itertools
+
 import pytest
 
 import hasten
 from hasten.generation.params import SamplingParams
-from hasten.generation.speculation import DraftModel, Text, price
+from hasten.generation.speculation import Draft, DraftModel, Text, price
 from hasten.generation.speculation import draft_model as module
 from hasten.model.fused import refusal
 from hasten.model.grow import can_grow
@@ -96,8 +98,26 @@ def test_a_draft_has_its_price(small, monkeypatch):
     """Measured between steps of a small target; beside a large one memory is read instead."""
     model, proposer = fused("llama"), DraftModel(fused("llama"), tokens=256)
     monkeypatch.setattr(price, "SMALL", 1 << 27 if small else 0)
+    places = [
+        9.0,
+        5.0,
+        3.0,
+        2.0,
+        1.5,
+        1.0,
+        1.0,
+        1.0,
+    ]  # of the target after a draft; the first checks it
+    draft = {1: iter(lambda: 0.3, None), 5: iter(lambda: 0.7, None)}
+    steps = itertools.cycle(places)
+
+    def timed(call):
+        found = call()
+        drafted = isinstance(found, list) and found and isinstance(found[0], Draft)
+        return next(draft[len(found[0].tokens)]) if drafted else next(steps)
+
+    monkeypatch.setattr(price, "_timed", timed)
     found = price.measure_price(proposer, model)
-    assert 0 < found.first < 1
-    assert found.more >= 0
-    assert found.after >= 0 if small else found.after == 0
-    assert not proposer._known  # the rehearsed text is forgotten
+    assert (found.first, found.more) == pytest.approx((0.3, 0.1))
+    assert found.after == pytest.approx(4.0 + 2.0 + 1.0 + 0.5 if small else 0.0)
+    assert not proposer._known  # the text is forgotten

@@ -261,13 +261,13 @@ class Kinds:
         pass
 
 
-def lengths_after(cost, right, *, sequences=1, steps=200, seconds=0.0, seed=0, real=None, price=None):
+def lengths_after(cost, right, *, sequences=1, steps=200, seconds=0.0, seed=0, real=None, price=None, room=16):
     """Lengths of the drafts of the last steps, where each token is right with this chance. real: what steps cost."""
     proposer, chance = Kinds(seconds), random.Random(seed)
     speculator = Speculator(proposer, cost, clock=lambda: proposer.now, price=price)
     found = []
     for _ in range(steps):
-        texts = [Text(number=n, tokens=[1] * 50, step=2, params=SamplingParams(), room=16) for n in range(sequences)]
+        texts = [Text(number=n, tokens=[1] * 50, step=2, params=SamplingParams(), room=room) for n in range(sequences)]
         drafts = [[] for _ in texts] if speculator.rests() else speculator.propose(texts)
         found.append([len(draft) for draft in drafts])
         for n, draft in enumerate(drafts):
@@ -324,11 +324,30 @@ def test_steps_that_are_slower_after_a_draft_count_as_its_loss():
     calls = {}
     for after in (0.0, 2.0):  # plain steps
         price = Price(first=0.5, more=0.5, after=after)
-        _, speculator = lengths_after(LINE, 0.0, steps=1000, seconds=0.5, price=price)
+        _, speculator = lengths_after(LINE, 0.0, steps=1000, seconds=0.5, price=price, room=1)
         calls[after] = speculator.proposer.calls
     # A draft of one token takes 0.5 and 0.05 for its row; the credit is 1, and 0.0075 of each step.
-    assert calls[0.0] <= (1 + 1000 * 0.0075) / 0.55 + 2
-    assert calls[2.0] <= (1 + 1000 * 0.0075) / 2.55 + 2
+    assert 2 * calls[2.0] < calls[0.0] <= (1 + 1000 * 0.0075) / 0.55 + 2
+    assert 2 <= calls[2.0] <= (1 + 1000 * 0.0075) / 2.55 + 2
+
+
+@pytest.mark.parametrize("slow", [0.5, 2.0])
+def test_steps_that_read_prompts_say_nothing_of_drafts(slow):
+    """As many are asked for afterwards, whatever such steps took."""
+    calls = []
+    for factor in (1.0, slow):
+        proposer = Kinds(seconds=0.6)
+        speculator = Speculator(proposer, LINE, clock=lambda proposer=proposer: proposer.now)
+        text = Text(number=0, tokens=[1] * 50, step=2, params=SamplingParams(), room=1)
+        for step in range(60):
+            rows, drafts = 512 if 10 <= step < 20 else 0, []
+            if not speculator.rests():
+                drafts = speculator.propose([text], other_rows=rows)
+            checked = sum(map(len, drafts))
+            speculator.observe(0, 1, checked=checked)
+            speculator.stepped(1 + rows + checked, 50, LINE.seconds(1 + rows + checked, 50) * (factor if rows else 1))
+        calls.append(proposer.calls)
+    assert calls[0] == calls[1]
 
 
 def test_drafts_that_gained_may_lose_some_of_it():

@@ -35,17 +35,19 @@ class Price:
 @torch.inference_mode()
 def measure_price(drafter: DraftModel, model: Transformer) -> Price:
     """Draft for a text of no meaning, each time after steps of the target: the processor's caches then hold what they
-    hold in earnest. A large target's steps are imitated by reading as much memory; what it waits after a draft is
-    little beside a step and not measured, nor that of ranks, which would have to step together.
+    hold in earnest. A large target's steps are imitated by reading as much memory. What it waits after a draft is
+    little beside a step, so it is not measured; nor is that of ranks, which would have to step together, or of a GPU.
     """
     weights = sum(t.nbytes for name, t in model.state_dict().items() if not name.startswith("embedding."))
-    small = weights <= SMALL and not isinstance(model, ShardedTransformer)
+    small = weights <= SMALL and not isinstance(model, ShardedTransformer) and model.device.type == "cpu"
     step = _target(model) if small else _sweep(min(weights, 2 * last_level_cache_bytes()))
     warm_up(drafter)
+    _rehearse(drafter, 1)  # reads the text, as the timed ones do not
+    step()
     drafts: dict[int, list[float]] = {1: [], 5: []}
     steps: list[list[float]] = []
     for room in (*drafts,) * _ROUNDS:
-        drafts[room].append(rehearse(drafter, room))
+        drafts[room].append(_rehearse(drafter, room))
         steps.append([_timed(step) for _ in range(_STEPS if small else 1)])
     drafter.end(-1, ())
     by_place = [statistics.median(own) for own in zip(*steps, strict=True)]
@@ -54,7 +56,7 @@ def measure_price(drafter: DraftModel, model: Transformer) -> Price:
     return Price(first, max(min(drafts[5]) - first, 0.0) / 4, max(after, 0.0))
 
 
-def rehearse(drafter: DraftModel, room: int) -> float:
+def _rehearse(drafter: DraftModel, room: int) -> float:
     """Seconds of a draft of so many tokens for a text of no meaning, which the draft model knows from the second on."""
     text = Text(number=-1, tokens=[1] * drafter.reads, step=0, params=SamplingParams(temperature=0), room=room)
     return _timed(lambda: drafter.propose([text], floor=0.0, chance=lambda kind: 1.0))
@@ -62,7 +64,7 @@ def rehearse(drafter: DraftModel, room: int) -> float:
 
 def warm_up(drafter: DraftModel) -> None:
     """So that the first real draft finds its memory there."""
-    rehearse(drafter, 1)
+    _rehearse(drafter, 1)
     drafter.end(-1, ())
 
 

@@ -26,8 +26,8 @@ _PROBE = 32  # of so many steps without a draft, one has a draft all the same: t
 _PLAIN = 4  # steps without drafts at first: they say what plain ones take
 _PLAIN_AGAIN = 64  # and one of so many later
 _SEEN = 8  # of so many plain steps one bends the table of costs: a small model's step is short
-_CREDIT = 1.0  # plain steps that drafts of one text may lose at first; a batch's tell more of them, and cost more
-_MOST_CREDIT = 4.0  # that they may have earned by what they gained
+_CREDIT = 1.0  # plain steps that drafts may lose at first
+_MOST_CREDIT = 4.0  # that they may have by what they gained, in one text; a batch's steps tell more, and cost more
 _INTEREST = 0.0075  # of a plain step that they may lose more, with each step
 _FAR = 2.0  # times as long as usual: others had the processor
 _LATEST = 16  # steps, by which `active` counts
@@ -131,7 +131,8 @@ class Speculator:
         self._asked_at = 0  # the step in which the proposer was asked last
         self._credit = _CREDIT
         self._began: float | None = None  # the time when this step's proposing did
-        self._asked: tuple[float, float] | None = None  # seconds: proposing in this step, a plain one
+        # Seconds: proposing in this step, a plain one; and whether what the step itself takes tells of the drafts.
+        self._asked: tuple[float, float, bool] | None = None
         self._texts = 0  # for which drafts were asked in this step
         self._taken = 0  # tokens of this step, of sequences that might have had a draft
         self._all = (0, 0, 0)  # of this step: sequences, tokens that they took, proposed ones that were checked
@@ -140,7 +141,7 @@ class Speculator:
         """Begin a step; True: nothing is to be proposed in it, because drafts lost of late."""
         self._drafts.clear()
         self._asked, self._taken, self._all = None, 0, (0, 0, 0)
-        self._credit = min(_MOST_CREDIT, self._credit + _INTEREST)
+        self._credit = max(self._credit, min(_CREDIT, self._credit + _INTEREST))
         plain = self.stats.steps < _PLAIN or self.stats.steps % _PLAIN_AGAIN == 0
         if not self.always and (self._credit < 0 or plain):
             return True
@@ -180,8 +181,9 @@ class Speculator:
         self._plain_steps = 0 if any(draft.tokens for draft in drafts) or probing else self._plain_steps + 1
         took = self._clock() - started
         self.stats.seconds += took
+        self.stats.plain_seconds -= displaced  # by which the next plain steps are too long
         # All that a plain run does not do. More than twice as long is not ours: others had the processor.
-        self._asked = min(took, 2 * usual + plain) + displaced, plain
+        self._asked = min(took, _FAR * usual + plain) + displaced, plain, floor < 1 and not other_rows
         return [draft.tokens for draft in drafts]
 
     def probabilities(self, number: int) -> list[Tensor]:
@@ -221,10 +223,11 @@ class Speculator:
             self.cost.observe(rows, context, seconds)
             self._more.clear()
         if self._asked is not None:
-            proposing, plain = self._asked
-            usual = self.cost.seconds(rows, context)
-            spent = min(max(seconds, usual / _FAR), usual * _FAR) + proposing
-            self._credit += self._taken / self._texts - spent / plain
+            proposing, plain, tells = self._asked
+            spent = self.cost.seconds(rows, context)
+            if tells and rows <= self.cost.rows[-1]:
+                spent = min(max(seconds, spent / _FAR), spent * _FAR)
+            self._credit += self._taken / self._texts - (spent + proposing) / plain
 
     def end(self, number: int, answer: Sequence[int], *, salt: str = "") -> None:
         """A sequence has ended."""
