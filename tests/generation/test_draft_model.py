@@ -98,25 +98,17 @@ def test_a_draft_has_its_price(small, monkeypatch):
     """Measured between steps of a small target; beside a large one memory is read instead."""
     model, proposer = fused("llama"), DraftModel(fused("llama"), tokens=256)
     monkeypatch.setattr(price, "SMALL", 1 << 27 if small else 0)
-    places = [
-        9.0,
-        5.0,
-        3.0,
-        2.0,
-        1.5,
-        1.0,
-        1.0,
-        1.0,
-    ]  # of the target after a draft; the first checks it
+    # Of the target after a draft; the first checks it.
+    places = [9.0, 5.0, 3.0, 2.0, 1.5, 1.0, 1.0, 1.0]
     draft = {1: iter(lambda: 0.3, None), 5: iter(lambda: 0.7, None)}
     steps = itertools.cycle(places)
 
-    def timed(call):
+    def timed(call, device):
         found = call()
         drafted = isinstance(found, list) and found and isinstance(found[0], Draft)
         return next(draft[len(found[0].tokens)]) if drafted else next(steps)
 
-    monkeypatch.setattr(price, "_timed", timed)
+    monkeypatch.setattr(price, "timed", timed)
     found = price.measure_price(proposer, model)
     assert (found.first, found.more) == pytest.approx((0.3, 0.1))
     assert found.after == pytest.approx(4.0 + 2.0 + 1.0 + 0.5 if small else 0.0)

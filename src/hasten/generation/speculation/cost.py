@@ -197,11 +197,12 @@ def _in_turn(
 
     while not times[0] or in_time():
         for call, own in zip(calls, times, strict=True):
-            own.append([_timed(call, model.device) for _ in range(3 if in_time() else 1)][-1])
+            own.append([timed(call, model.device) for _ in range(3 if in_time() else 1)][-1])
     return [statistics.median(sorted(own)[: math.ceil(fastest * len(own))]) for own in times]
 
 
-def _timed(call: Callable[[], object], device: torch.device) -> float:
+def timed(call: Callable[[], object], device: torch.device) -> float:
+    """Seconds of a call, with what it left a GPU to do."""
     start = time.perf_counter()
     call()
     if device.type == "cuda":

@@ -1,7 +1,6 @@
 """What it costs to draft with a model beside a target, measured: proposing, and the weights that it displaces."""
 
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -9,7 +8,7 @@ import torch
 
 from hasten.generation.decoder import Decoder
 from hasten.generation.params import SamplingParams
-from hasten.generation.speculation.cost import SMALL
+from hasten.generation.speculation.cost import SMALL, timed
 from hasten.generation.speculation.draft_model import DraftModel
 from hasten.generation.speculation.proposer import Text
 from hasten.machine.processor import last_level_cache_bytes
@@ -48,7 +47,7 @@ def measure_price(drafter: DraftModel, model: Transformer) -> Price:
     steps: list[list[float]] = []
     for room in (*drafts,) * _ROUNDS:
         drafts[room].append(_rehearse(drafter, room))
-        steps.append([_timed(step) for _ in range(_STEPS if small else 1)])
+        steps.append([timed(step, model.device) for _ in range(_STEPS if small else 1)])
     drafter.end(-1, ())
     by_place = [statistics.median(own) for own in zip(*steps, strict=True)]
     after = sum(by_place[1:_LATE]) - (_LATE - 1) * statistics.median(by_place[_LATE:]) if small else 0.0
@@ -59,7 +58,7 @@ def measure_price(drafter: DraftModel, model: Transformer) -> Price:
 def _rehearse(drafter: DraftModel, room: int) -> float:
     """Seconds of a draft of so many tokens for a text of no meaning, which the draft model knows from the second on."""
     text = Text(number=-1, tokens=[1] * drafter.reads, step=0, params=SamplingParams(temperature=0), room=room)
-    return _timed(lambda: drafter.propose([text], floor=0.0, chance=lambda kind: 1.0))
+    return timed(lambda: drafter.propose([text], floor=0.0, chance=lambda kind: 1.0), drafter.model.device)
 
 
 def warm_up(drafter: DraftModel) -> None:
@@ -81,9 +80,3 @@ def _target(model: Transformer) -> Callable[[], object]:
 def _sweep(size: int) -> Callable[[], object]:
     memory = torch.zeros(size, dtype=torch.int8)
     return lambda: memory.add_(1)
-
-
-def _timed(call: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
