@@ -316,3 +316,24 @@ def test_rows_at_one_step_wait_for_no_copy():
         together = sampler.next_tokens(logits, steps=[7, 7])
     apart = [sampler.next_tokens(logits, steps=steps) for steps in ([7, 8], [6, 7])]
     assert together.tolist() == [apart[0][0], apart[1][1]]
+
+
+@pytest.mark.parametrize("bias", [{}, {3: 2.0}])
+def test_rows_of_drafts_are_drawn_with_their_own_settings(bias):
+    """Whatever rows were asked for before, and how often."""
+    params = [SamplingParams(seed=n, temperature=0.5 + n, top_k=40 - 9 * n, logit_bias=bias) for n in (0, 1, 2)]
+
+    def sampler(own: list[SamplingParams]) -> BatchSampler:
+        return BatchSampler(own, [()] * len(own), eos_ids=(0,), vocab_size=50, device=torch.device("cpu"))
+
+    together, shapes = sampler(params), [(a, b, c) for a in range(5) for b in range(5) for c in range(4)]
+    for number, lengths in enumerate([*shapes, *shapes[::-1]]):  # more than are kept, and each of them again
+        drafts, logits = [[7] * length for length in lengths], random_logits(number, rows=3 + sum(lengths))
+        taken = together.take(logits, drafts, steps=[4, 5, 6])
+        alone = [
+            sampler([own]).take(part, [draft], steps=[4 + row])
+            for row, (own, part, draft) in enumerate(
+                zip(params, logits.split([1 + length for length in lengths]), drafts, strict=True)
+            )
+        ]
+        assert taken == [tokens for (tokens,) in alone]

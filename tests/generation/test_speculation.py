@@ -372,6 +372,19 @@ def test_drafts_that_gained_may_lose_some_of_it():
     assert calls[1] > 2 * calls[0]
 
 
+def test_a_step_that_other_programs_held_up_does_not_silence_good_drafts():
+    class HeldUp:
+        calls = 0
+
+        def seconds(self, rows, context):
+            self.calls += 1
+            return 1000.0 if self.calls == 50 else LINE.seconds(rows, context)
+
+    lengths, speculator = lengths_after(LINE, 0.9, real=HeldUp())
+    assert speculator.proposer.now > 1000
+    assert sum(lengths) / len(lengths) > 5
+
+
 def test_a_full_batch_speculates_less():
     bends = StepCost((1, 16, 64), (1.0, 1.0, 4.0), (0.0, 0.0, 0.0))  # full at 16 rows
     alone, busy = lengths_after(bends, 0.8, sequences=1)

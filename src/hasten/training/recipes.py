@@ -4,6 +4,9 @@ from dataclasses import dataclass, replace
 
 from hasten.training.recipe import Data, Optimizer, OptimizerName, Recipe, Run, Schedule, Shape, Techniques
 
+# Stands where --init has to be given.
+INIT_MISSING = "MODEL"
+
 # About 10 M parameters for a few minutes on two cores: a million tokens or so, far too few to fill it. So: wide and
 # shallow (few large matrix products run faster, and learn no worse at this length), small steps (their number counts
 # more than their size), and half the learning rate that longer runs of this size take.
@@ -67,6 +70,16 @@ CODE = Recipe(
 # What drafts for it: the same text and vocabulary.
 CODE_DRAFT = replace(CODE, name="code-4m", model=Shape(layers=2, hidden_size=256, heads=4, feed_forward=768))
 
+# A target for drafts that no processor's cache holds, in int8 either: code-25m with 12 blocks (benchmarks/deepen.py).
+CODE_DEEP = replace(
+    CODE,
+    name="code-45m",
+    init=INIT_MISSING,
+    optimizer=replace(CODE.optimizer, learning_rate=5e-4),
+    schedule=Schedule(kind="wsd", warmup_steps=20, final_fraction=0.0, decay_fraction=0.7),
+    run=replace(CODE.run, steps=430, validate_every=100, checkpoint_every=100, seed=1),
+)
+
 # GPT-2 small (Radford et al. 2019) with the hyperparameters of GPT-3's smallest model (arXiv 2005.14165), as nanoGPT
 # trains it: half a million tokens a step.
 GPT2_124M = Recipe(
@@ -100,9 +113,6 @@ SHAKESPEARE_CHAR = Recipe(
     run=Run(steps=5000, validate_every=250, validation_batches=20, checkpoint_every=250),
 )
 
-# Stands where --init has to be given.
-INIT_MISSING = "MODEL"
-
 FINETUNE = Recipe(
     name="finetune",
     init=INIT_MISSING,
@@ -114,13 +124,15 @@ FINETUNE = Recipe(
 )
 
 RECIPES: dict[str, Recipe] = {
-    recipe.name: recipe for recipe in (DEMO, CODE, CODE_DRAFT, GPT2_124M, LLAMA_120M, SHAKESPEARE_CHAR, FINETUNE)
+    recipe.name: recipe
+    for recipe in (DEMO, CODE, CODE_DRAFT, CODE_DEEP, GPT2_124M, LLAMA_120M, SHAKESPEARE_CHAR, FINETUNE)
 }
 
 DESCRIPTIONS: dict[str, str] = {
     "demo": "Llama, about 10 M parameters, on Python's own library: minutes on two cores.",
     "code-25m": "Llama, 25 M parameters, on all installed packages: two hours on two cores.",
     "code-4m": "Llama, 4 M parameters, on the same text: drafts for code-25m.",
+    "code-45m": "Llama, 45 M parameters: code-25m (--init) with twice the blocks; 50 minutes more.",
     "gpt2-124m": "GPT-2 small from scratch; give a large text with --data.source.",
     "llama-120m": "Llama, 110 M parameters, from scratch; give a large text with --data.source.",
     "shakespeare-char": "A character-level model of 10 M parameters on the file given with --data.source.",

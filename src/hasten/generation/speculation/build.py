@@ -31,8 +31,8 @@ from hasten.model.vocabulary import check_vocabulary
 from hasten.ops.native import choose_isa
 from hasten.quantization import Int8, quantize
 
-# Of drafting with each model for each target.
-_PRICES: WeakKeyDictionary[Transformer, WeakKeyDictionary[Transformer, Price]] = WeakKeyDictionary()
+# Of drafting with each model for each target, by the rule: for "distribution" each draft token is drawn in Python.
+_PRICES: WeakKeyDictionary[Transformer, WeakKeyDictionary[Transformer, dict[Accept, Price]]] = WeakKeyDictionary()
 _CHECKED: set[str] = set()  # tables of costs that this process has looked at
 _FAR = 1.6  # as much as the speed of memory, which decides what one row costs, changes on shared machines
 _LAYERS = re.compile(r"self:(\d+)(-layers)?")
@@ -74,12 +74,12 @@ def make_speculator(
         return None
     price = Price()
     if isinstance(proposer, DraftModel):
-        prices = _PRICES.setdefault(proposer.model, WeakKeyDictionary())
-        if model in prices:
+        prices = _PRICES.setdefault(proposer.model, WeakKeyDictionary()).setdefault(model, {})
+        if accept in prices:
             warm_up(proposer)
         else:
-            prices[model] = measure_price(proposer, model)
-        price = prices[model]
+            prices[accept] = measure_price(proposer, model)
+        price = prices[accept]
     return Speculator(proposer, step_cost(model), most=most, price=price)
 
 
