@@ -119,7 +119,7 @@ def test_a_server_is_measured_over_http(engine):
 def test_the_command_in_process(tmp_path, capsys):
     report, picture = tmp_path / "r.json", tmp_path / "r.png"
     options = ["--shape", "tiny", "--dtype", "float32", "--cache-gib", "0.01", "--requests", "4", "--rates", "200,inf"]
-    options += ["--kv-cache-dtype", "int8"]
+    options += ["--kv-cache-dtype", "int8", "--draft", "suffix"]
     options += ["--prompt-tokens", "20", "--output-tokens", "6", "--warmup", "1", "--shared-prefix-tokens", "16"]
     main(["bench", "serve", *options, "--json", str(report), "--picture", str(picture)])
     found = json.loads(report.read_text())
@@ -127,6 +127,7 @@ def test_the_command_in_process(tmp_path, capsys):
     assert [entry["completed"] for entry in found["summary"]] == [4, 4]
     assert [entry["rate"] for entry in found["summary"]] == [200, None]
     assert sorted(entry["load"] for entry in found["requests"]) == [0] * 4 + [1] * 4
+    assert found["target"]["draft"] == "suffix"
     assert picture.stat().st_size > 1000
     assert "time to first token" in capsys.readouterr().err
 
@@ -140,6 +141,7 @@ def test_the_command_in_process(tmp_path, capsys):
         (["--shape", "tiny", "--warmup", "-1"], "--warmup is -1; it must be at least 0"),
         (["--url", "http://127.0.0.1:9", "--block-size", "32"], "the server at --url has its own"),
         (["--url", "http://127.0.0.1:9", "--cache-gib", "1"], "the server at --url has its own"),
+        (["--url", "http://127.0.0.1:9", "--draft", "suffix"], "the server at --url has its own"),
         (["--url", "http://127.0.0.1:9"], "does not answer"),
     ],
 )

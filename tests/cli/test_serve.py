@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import warnings
 from dataclasses import asdict
 
+import httpx
 import pytest
 import tyro
 
@@ -31,7 +33,7 @@ def model():
 
 def test_the_command_serves_and_drains(tiny_folder):
     command = [sys.executable, "-m", "hasten", "serve", str(tiny_folder), "--port", "0", "--fit"]
-    command += ["--max-sequences", "4", "--kv-cache-dtype", "int8"]
+    command += ["--max-sequences", "4", "--kv-cache-dtype", "int8", "--draft", str(tiny_folder)]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "HASTEN_API_KEY": "k"}
     )
@@ -47,11 +49,19 @@ def test_the_command_serves_and_drains(tiny_folder):
             timeout=30,
         )
         assert json.loads(done.stdout)["usage"]["completion_tokens"] > 0
+        url = line.split("is served at ")[1].split()[0].removesuffix("/v1")
+        headers = {"Authorization": "Bearer k"}
+        long = {"model": tiny_folder.name, "prompt": "a", "max_tokens": 150, "ignore_eos": True}
+        httpx.post(f"{url}/v1/completions", json=long, headers=headers, timeout=30).raise_for_status()
+        metrics = httpx.get(f"{url}/metrics", headers=headers).text
+        drafts = re.search(r"^\S*spec_decode_num_draft_tokens\S* (\d\S*)$", metrics, re.MULTILINE)
+        assert drafts is not None
+        assert float(drafts[1]) > 0, "the folder drafts for itself"
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 0
         said = process.stderr.read().splitlines()
         assert any("holds 2,048 tokens: 4 sequences of 512" in line for line in said), "all that they could need"
-        assert [json.loads(line)["status"] for line in said if line.startswith("{")] == [200]
+        assert [json.loads(line)["status"] for line in said if line.startswith("{")] == [200, 200]
     finally:
         process.kill()
 

@@ -2,8 +2,8 @@
 
 import itertools
 import json
+import math
 import random
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -26,10 +26,12 @@ from hasten.generation.speculation import (
     build,
     make_speculator,
     measure_step_cost,
+    suffix,
 )
-from hasten.generation.speculation.cost import ROWS, _in_turn
+from hasten.generation.speculation import cost as costs
+from hasten.generation.speculation.cost import ROWS
 from hasten.generation.speculation.price import Price
-from hasten.generation.speculation.suffix import SALTS, SuffixIndex
+from hasten.generation.speculation.suffix import SALTS
 from hasten.model.fused import refusal
 from references import make_reference, tiny_llama
 
@@ -213,13 +215,25 @@ def test_suffix_takes_what_follows_most_often():
     assert drafted(SuffixProposer(), text, room=1) == [3]
 
 
-def test_what_suffix_remembers_of_others_is_bounded():
-    index = SuffixIndex(capacity=100)
+def test_what_suffix_remembers_of_others_is_bounded(monkeypatch):
+    monkeypatch.setattr(suffix, "SHARED_TOKENS", 100)
+    proposer = SuffixProposer()
     for start in range(0, 5000, 10):
-        index.extend(range(start, start + 10))
-    assert len(index.tokens) <= 200
-    assert index.find([4990, 4991])[0] == 2
-    assert index.find([10, 11])[0] == 0
+        proposer.end(start, list(range(start, start + 10)))
+        assert proposer._remembered() <= 200
+    assert drafted(proposer, [4990, 4991], room=2, number=-1) == [4992, 4993]
+    assert drafted(proposer, [4900, 4901], room=2, number=-2) == [4902, 4903], "the hundred before are there too"
+    assert drafted(proposer, [10, 11], room=2, number=-3) == []
+
+
+def test_what_suffix_remembers_of_all_tenants_is_bounded(monkeypatch):
+    monkeypatch.setattr(suffix, "ALL_TOKENS", 100)
+    proposer = SuffixProposer()
+    for number in range(20):
+        proposer.end(number, list(range(40)), salt=f"{number}")
+    assert list(proposer._earlier) == ["18", "19"]
+    proposer.end(20, list(range(1000)), salt="long")
+    assert list(proposer._earlier) == ["long"], "the latest one is kept, whatever it takes"
 
 
 def test_only_the_latest_tenants_are_remembered():
@@ -421,16 +435,42 @@ def test_a_table_that_was_measured_on_a_busy_machine_is_measured_again(model, mo
     assert json.loads(file.read_text())["cost"] != kept["cost"]
 
 
-def test_measuring_costs_ends_in_time():
-    """Twenty steps of 20 ms, of which each would be made six times."""
-    calls, started = [], time.perf_counter()
-    times = _in_turn(
-        [lambda: (calls.append(0), time.sleep(0.02))] * 20, 0.2, SimpleNamespace(device=torch.device("cpu"))
-    )
-    assert len(times) == 20
-    assert 20 < len(calls) <= 32
-    assert min(times) >= 0.02
-    assert time.perf_counter() - started >= 0.02 * len(calls)
+class Clock:
+    """Stands for `time`: a call takes as long as it says."""
+
+    def __init__(self):
+        self.now, self.calls = 0.0, 0
+
+    def perf_counter(self):
+        return self.now
+
+    def call(self, seconds):
+        def one():
+            self.calls += 1
+            self.now += seconds
+
+        return one
+
+
+def test_measuring_costs_ends_in_time(monkeypatch):
+    """Twenty row counts of two calls, of which each would be made six times; each is made once at least."""
+    clock = Clock()
+    monkeypatch.setattr(costs, "time", clock)
+    calls = [[clock.call(0.01)] * 2] * 20
+    times = costs._in_turn(calls, (0.1, math.inf), SimpleNamespace(device=torch.device("cpu")))
+    assert times == [[pytest.approx(0.01)] * 2] * 20
+    assert 40 < clock.calls <= 52
+
+
+def test_a_large_models_table_ends_at_fewer_rows(model, monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(costs, "time", clock)
+    monkeypatch.setattr(costs, "timed", lambda call, device: clock.call(0.05)() or 0.05)  # of any number of rows
+    found = measure_step_cost(model, seconds=0.1, most_seconds=1.0)
+    assert clock.now <= 1.0
+    assert 4 < len(found.rows) < len(ROWS)
+    assert tuple(found.rows) == ROWS[: len(found.rows)]
+    assert found.seconds(64, 0) == pytest.approx(found.seconds(found.rows[-1], 0) * 64 / found.rows[-1])
 
 
 def tokenizer(*tokens):

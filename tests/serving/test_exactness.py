@@ -186,7 +186,7 @@ def test_the_native_kernels_give_the_same_bits_beside_anybody(weights, rows, dra
         draft = chance.choice(known)[: chance.randrange(6)] if known else [chance.randrange(300)]
         return [*draft, chance.randrange(300)] if chance.random() < 0.3 else draft
 
-    taken = 0
+    counts = [0, 0, 0]
     for budget, blocks, warm in ((8, 60, False), (13, 40, True), (40, 200, True), (9, 24, False)):
         engine = make_engine(model, token_budget=budget, blocks=blocks, **cache)
         if drafts:
@@ -212,8 +212,12 @@ def test_the_native_kernels_give_the_same_bits_beside_anybody(weights, rows, dra
             found.setdefault(name, []).extend(pieces)
         for number in range(3):
             assert said(found[f"probe {number}"]) == wanted[number], (budget, number)
-        taken += engine.stats().accepted_tokens if drafts else 1
-    assert taken > (20 if drafts else 0)
+        stats = engine.stats()
+        counts = [
+            a + b for a, b in zip(counts, (stats.preemptions, stats.prefix_hits, stats.accepted_tokens), strict=True)
+        ]
+    assert all(counts[:2]), counts
+    assert counts[2] > 20 if drafts else counts[2] == 0
 
 
 def test_beams_and_samples_over_an_int8_cache_are_the_same_bits_beside_anybody():

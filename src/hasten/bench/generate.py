@@ -172,7 +172,7 @@ class GenerateLadder(Ladder):
             others = {*(COMPILED_QUANTIZED if on_cpu else NATIVE), *self.left_out()}
             names = [name for name in names if name not in others]
         for name in names:
-            if (RUNGS[name].drafted and self.draft is None) or (self.model is None and RUNGS[name].gptq):
+            if not self._can_draft(RUNGS[name]) or (self.model is None and RUNGS[name].gptq):
                 raise ConfigError(f"{name} is left out: {self.left_out()[name]}")
         found = {name: RUNGS[name] for name in names}
         if not on_cpu:
@@ -197,9 +197,15 @@ class GenerateLadder(Ladder):
             }
         found = {} if self.gptq else {GPTQ_RUNG: "it takes minutes to make; it takes --gptq DIR, or --rungs"}
         for name, mode in RUNGS.items():
-            if mode.drafted and (self.draft is None or (mode.gptq and not self.gptq)):
+            if not self._can_draft(mode) or (mode.drafted and mode.gptq and not self.gptq):
                 found[name] = "it takes --draft and --gptq DIR" if mode.gptq else "it takes --draft"
+                if mode.gptq and self.draft == "self:int4":
+                    found[name] = "its weights are in int4, which self:int4 is no draft for"
         return found
+
+    def _can_draft(self, mode: DecodeMode) -> bool:
+        """Whether the rung has no drafts, or there is what proposes them."""
+        return not mode.drafted or (self.draft is not None and not (mode.gptq and self.draft == "self:int4"))
 
     def show(self, report: Mapping[str, Any]) -> bool:
         """Print the table, and what is not in it, to standard error; whether any rung could be measured."""

@@ -24,6 +24,7 @@ COLUMNS = (
     ("speed-up", "speedup", "times"),
     ("ratio", "ratio", "times"),
     ("tokens a pass", "tokens_per_pass", "times"),
+    ("accepted", "acceptance", "percent"),
     ("MBU", "mbu", "percent"),
     ("MBU (vendor)", "vendor_mbu", "percent"),
     ("prefill tokens/s", "prefill_tokens_per_second", "speed"),

@@ -16,7 +16,7 @@ from hasten.bench.serve import DEFINITIONS, SCHEMA, LatencyLimits, measure
 from hasten.bench.serve_targets import EngineTarget, HttpTarget
 from hasten.bench.serve_workload import Workload
 from hasten.bench.table import machine_line
-from hasten.cli.options import EngineOptions, LoadOptions
+from hasten.cli.options import DraftOptions, EngineOptions, LoadOptions
 from hasten.errors import ConfigError
 from hasten.machine import describe
 from hasten.machine.progress import share
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeBenchmark(Benchmark, EngineOptions, LoadOptions):
+class ServeBenchmark(Benchmark, DraftOptions, EngineOptions, LoadOptions):
     """Serving: latency, throughput and goodput of any OpenAI-compatible URL, or of the engine in this process."""
 
     model: str | None = None  # type: ignore[assignment]
@@ -42,6 +42,9 @@ class ServeBenchmark(Benchmark, EngineOptions, LoadOptions):
     """In this process: limits of the engine."""
     cache_gib: float | None = None
     """In this process: GiB of the cache; by default half of what is free, and never more than can be used."""
+    draft: str = "none"
+    """In this process: what proposes tokens, as for serve. None by default: answers to prompts of random tokens often
+    repeat themselves, which suffix guesses too easily."""
     workload: Workload = field(default_factory=Workload)
     """What is sent."""
     rates: tuple[float, ...] = (math.inf,)
@@ -61,7 +64,8 @@ class ServeBenchmark(Benchmark, EngineOptions, LoadOptions):
             raise ConfigError(
                 "give --url of a running server, or one of --model and --shape to measure in this process"
             )
-        if self.url is not None and (self.engine != EngineSettings() or self.cache_gib is not None):
+        own = self.engine != EngineSettings() or self.cache_gib is not None or self.draft != "none"
+        if self.url is not None and own:
             raise ConfigError("the engine's options are of the engine in this process; the server at --url has its own")
         if self.url is not None:
             require_packages(("httpx",))
@@ -125,6 +129,7 @@ class ServeBenchmark(Benchmark, EngineOptions, LoadOptions):
             facts = {"in_process": True, "dtype": self.dtype, "quantize": self.quantize}
             facts["model"] = self.shape or str(self.model).rstrip("/").rsplit("/", 1)[-1]
             facts |= {"max_sequences": self.engine.max_sequences, "token_budget": self.engine.token_budget}
+            facts["draft"] = self.draft.rstrip("/").rsplit("/", 1)[-1]
         summaries, requests = [], []
         try:
             if self.warmup:

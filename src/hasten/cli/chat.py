@@ -64,3 +64,5 @@ class ChatInTerminal(SamplingOptions, DraftOptions, CacheOptions, ModelOptions):
                 f"{timing.decode_tokens_per_second:.1f} tokens/s]",
                 file=sys.stderr,
             )
+            if chat.drafts is not None:
+                print(chat.drafts, file=sys.stderr)

@@ -11,7 +11,7 @@ from hasten.generation.generate import Generation, Timing
 from hasten.generation.graphs import fastest_decoder
 from hasten.generation.params import SamplingParams, check_kv_cache_dtype
 from hasten.generation.prompts import fit
-from hasten.generation.speculation import Accept, make_speculator
+from hasten.generation.speculation import Accept, SpeculationStats, make_speculator
 from hasten.model.transformer import Transformer
 
 
@@ -46,6 +46,12 @@ class Chat:
         self._decoder: Decoder | None = None
         self._cached: list[int] = []  # the ids whose keys and values stand in the cache
         self.reused = 0  # tokens of the last prompt that were found in the cache
+
+    @property
+    def drafts(self) -> SpeculationStats | None:
+        """What drafts gave so far, where some were proposed."""
+        found = None if self._speculator is None else self._speculator.stats
+        return found if found is not None and found.draft_tokens else None
 
     def clear(self) -> None:
         """Forget the conversation (the system message stays)."""

@@ -14,7 +14,7 @@ from torch import nn
 
 from hasten.checks import whole
 from hasten.errors import ConfigError, ResourceError
-from hasten.generation.speculation.cost import StepCost, measure_step_cost
+from hasten.generation.speculation.cost import MOST_SECONDS, StepCost, measure_step_cost
 from hasten.generation.speculation.draft_model import DraftModel
 from hasten.generation.speculation.price import Price, measure_price, warm_up
 from hasten.generation.speculation.proposer import LIMIT, Accept, Proposer
@@ -168,7 +168,7 @@ def step_cost(model: Transformer) -> StepCost:
     _CHECKED.add(key)
     if holds:
         return known or StepCost((1,), (1.0,), (0.0,))  # only the first one asks it
-    found = measure_step_cost(model)
+    found = measure_step_cost(model, most_seconds=MOST_SECONDS)
     cost = {name: value for name, value in asdict(found).items() if not name.startswith("_")}
     with suppress(OSError, ResourceError):  # then it is measured again
         write_atomically(cache_folder("steps") / file, json.dumps({"key": key, "cost": cost}) + "\n")

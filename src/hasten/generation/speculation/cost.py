@@ -19,6 +19,7 @@ from hasten.model.transformer import Transformer
 ROWS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
 CONTEXTS = (128, 1024)
 _SECONDS = 1.5  # for all of them together
+MOST_SECONDS = 1.9  # for the first pass over them
 _BEND = 0.1  # of a cost, by one step
 SMALL = 1 << 27  # bytes of weights: below that, what is around the blocks matters, and whole steps are soon made
 
@@ -78,6 +79,7 @@ def measure_step_cost(
     *,
     row_counts: Sequence[int] = ROWS,
     seconds: float = _SECONDS,
+    most_seconds: float = math.inf,
     layers: int | None = None,
     prompts: Collection[int] = (),
     longest: int = CONTEXTS[-1],
@@ -86,6 +88,8 @@ def measure_step_cost(
     """Time whole steps of a small model; of others single blocks, times the layers, and the head. Rows of one sequence
     over a cache of its own.
 
+    most_seconds: no more row counts are begun that would end after it; of a large model on a slow machine the table
+    then ends at fewer rows.
     layers: of the model that this one is a piece of, where it is: then it is timed by blocks.
     prompts: row counts, timed by blocks, that are prompts: their last row only is scored.
     longest: the context that the costs of context are found from.
@@ -99,9 +103,11 @@ def measure_step_cost(
     contexts = (min(CONTEXTS[0], longest // 2), longest)
     small = layers is None and sum(t.nbytes for t in model.state_dict().values()) <= SMALL
     if told_by_first(model, [[small]]) == [[1]]:
-        times = _whole_steps(model, most, contexts, seconds, fastest)
+        times = _whole_steps(model, most, contexts, (seconds, most_seconds), fastest)
     else:
-        times = _blocks_and_head(model, most, contexts, seconds, layers or len(config.layers), prompts, fastest)
+        layers = layers or len(config.layers)
+        times = _blocks_and_head(model, most, contexts, (seconds, most_seconds), layers, prompts, fastest)
+    most = most[: len(times)]
     base, per_token = [0.0], [0.0]
     for rows, (low, high) in zip(most, times, strict=True):
         # The short context is at most half of its step; what says otherwise is noise.
@@ -117,7 +123,11 @@ Times = list[tuple[float, float]]  # seconds over the two contexts, by the numbe
 
 
 def _whole_steps(
-    model: Transformer, most: Sequence[int], contexts: tuple[int, int], seconds: float, fastest: float
+    model: Transformer,
+    most: Sequence[int],
+    contexts: tuple[int, int],
+    seconds: tuple[float, float],
+    fastest: float,
 ) -> Times:
     """With all that Python does around them, up to the tokens themselves."""
     decoder, token = Decoder(model, batch=1, capacity=contexts[1] + most[-1]), torch.tensor([1], device=model.device)
@@ -130,16 +140,15 @@ def _whole_steps(
 
         return call
 
-    calls = [step(rows, context) for context in contexts for rows in most]
-    times = _in_turn(calls, seconds, model, fastest)
-    return list(zip(times[: len(most)], times[len(most) :], strict=True))
+    calls = [[step(rows, context) for context in contexts] for rows in most]
+    return [(low, high) for low, high in _in_turn(calls, seconds, model, fastest)]
 
 
 def _blocks_and_head(
     model: Transformer,
     most: Sequence[int],
     contexts: tuple[int, int],
-    seconds: float,
+    seconds: tuple[float, float],
     layers: int,
     prompts: Collection[int],
     fastest: float,
@@ -171,34 +180,48 @@ def _blocks_and_head(
         x = torch.randn(rows, config.hidden_size, device=device, dtype=model.compute_dtype)
         return lambda: model.scores(x)
 
-    calls = {(rows, context): block_call(rows, context) for rows in most for context in contexts}
-    heads = {rows: head_call(1 if rows in prompts else rows) for rows in most}
-    times = _in_turn([*calls.values(), *heads.values()], seconds, model, fastest)
-    block, head = dict(zip(calls, times, strict=False)), dict(zip(heads, times[len(calls) :], strict=True))
-    low, high = ([block[rows, context] * layers + head[rows] for rows in most] for context in contexts)
-    return list(zip(low, high, strict=True))
+    calls = [
+        [*(block_call(rows, context) for context in contexts), head_call(1 if rows in prompts else rows)]
+        for rows in most
+    ]
+    times = _in_turn(calls, seconds, model, fastest)
+    return [(low * layers + head, high * layers + head) for low, high, head in times]
 
 
 def _in_turn(
-    calls: Sequence[Callable[[], object]], seconds: float, model: Transformer, fastest: float = 0.5
-) -> list[float]:
+    groups: Sequence[Sequence[Callable[[], object]]],
+    seconds: tuple[float, float],
+    model: Transformer,
+    fastest: float = 0.5,
+) -> list[list[float]]:
     """The time of each call, all of them one after the other for so many seconds, once at least: the median of this
     share of them, the fastest.
 
     Of three calls that follow each other the last counts: steps come after others of their size, and find in the
-    processor's caches what those left there. When the time is over, of a large model on a slow machine, each is one.
-    Ranks make as many as the first one has time for.
+    processor's caches what those left there. When the time is over, of a large model on a slow machine, each is one;
+    groups that would end after the second number of seconds are left out. Ranks make as many as the first one has time
+    for.
     """
-    times: list[list[float]] = [[] for _ in calls]
-    end = time.perf_counter() + seconds
+    start, took = time.perf_counter(), 0.0
+    times: list[list[list[float]]] = []
 
-    def in_time() -> bool:
-        return told_by_first(model, [[time.perf_counter() < end]]) == [[1]]
+    def before(end: float) -> bool:
+        return told_by_first(model, [[time.perf_counter() - start < end]]) == [[1]]
 
-    while not times[0] or in_time():
-        for call, own in zip(calls, times, strict=True):
-            own.append([timed(call, model.device) for _ in range(3 if in_time() else 1)][-1])
-    return [statistics.median(sorted(own)[: math.ceil(fastest * len(own))]) for own in times]
+    def measure(call: Callable[[], object]) -> float:
+        return [timed(call, model.device) for _ in range(3 if before(seconds[0]) else 1)][-1]
+
+    for calls in groups:
+        if times and not before(seconds[1] - 2 * took):  # the next ones take longer
+            break
+        began = time.perf_counter()
+        times.append([[measure(call)] for call in calls])
+        took = time.perf_counter() - began
+    while before(seconds[0]):
+        for calls, found in zip(groups, times, strict=False):
+            for call, own in zip(calls, found, strict=True):
+                own.append(measure(call))
+    return [[statistics.median(sorted(own)[: math.ceil(fastest * len(own))]) for own in found] for found in times]
 
 
 def timed(call: Callable[[], object], device: torch.device) -> float:

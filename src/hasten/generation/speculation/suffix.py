@@ -16,8 +16,9 @@ from hasten.generation.speculation.proposer import Chance, Draft, Text
 PIECES = (4, 2)  # tokens of the pieces, the longer ones are looked up first
 PLACES = 16  # of a piece that are kept, the latest
 LONGEST = 64  # a longer match says no more
-SHARED_TOKENS = 1 << 16  # of earlier answers, for each salt
-SALTS = 64  # tenants whose answers are kept
+SHARED_TOKENS = 1 << 16  # of earlier answers, after which a salt's older ones are dropped as many later
+SALTS = 64  # tenants whose answers are kept, at most
+ALL_TOKENS = 1 << 18  # of all tenants together: about 500 bytes each
 # Lengths of a match from which on it is another kind.
 _LENGTHS = (2, 3, 4, 5, 7, 9, 13, 17, 25, 33)
 # How often the next token is right after a match of so many, where all its places go on alike; and where they do not.
@@ -26,19 +27,16 @@ _DIVIDED = 0.3
 
 
 class SuffixIndex:
-    """A text of which the last `capacity` tokens at least can be found."""
+    """A text, and where its short pieces stand."""
 
-    def __init__(self, capacity: int | None = None) -> None:
+    def __init__(self) -> None:
         self.tokens: list[int] = []
-        self._capacity = capacity
         self._places: dict[tuple[int, ...], list[int]] = {}  # where the token after a piece stands
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append tokens."""
         start = len(self.tokens)
         self.tokens.extend(tokens)
-        if self._capacity is not None and len(self.tokens) > 2 * self._capacity:
-            self.tokens, self._places, start = self.tokens[-self._capacity :], {}, 0
         text = self.tokens
         for end in range(start + 1, len(text) + 1):
             for size in PIECES:
@@ -75,7 +73,7 @@ class SuffixProposer:
 
     def __init__(self) -> None:
         self._own: dict[int, SuffixIndex] = {}
-        self._earlier: OrderedDict[str, SuffixIndex] = OrderedDict()
+        self._earlier: OrderedDict[str, list[SuffixIndex]] = OrderedDict()  # the older answers of a salt, the newer
 
     def prior(self, kind: int) -> float:
         """See `Proposer`."""
@@ -89,7 +87,7 @@ class SuffixProposer:
         index = self._own.setdefault(text.number, SuffixIndex())
         index.extend(text.tokens[len(index.tokens) :])
         length, places = index.find(text.tokens)
-        if (earlier := self._earlier.get(text.salt)) is not None:
+        for earlier in reversed(self._earlier.get(text.salt, ())):
             other, elsewhere = earlier.find(text.tokens)
             if other > length:
                 length, places, index = other, elsewhere, earlier
@@ -109,8 +107,13 @@ class SuffixProposer:
     def end(self, number: int, answer: Sequence[int], *, salt: str = "") -> None:
         """Forget a sequence and keep its answer, to be found by later ones of its salt."""
         self._own.pop(number, None)
-        index = self._earlier.setdefault(salt, SuffixIndex(SHARED_TOKENS))
+        kept = self._earlier.setdefault(salt, [SuffixIndex()])
         self._earlier.move_to_end(salt)
-        index.extend(answer)
-        if len(self._earlier) > SALTS:
+        if len(kept[-1].tokens) >= SHARED_TOKENS:
+            kept[:] = [kept[-1], SuffixIndex()]
+        kept[-1].extend(answer)
+        while len(self._earlier) > SALTS or (len(self._earlier) > 1 and self._remembered() > ALL_TOKENS):
             self._earlier.popitem(last=False)
+
+    def _remembered(self) -> int:
+        return sum(len(index.tokens) for kept in self._earlier.values() for index in kept)
