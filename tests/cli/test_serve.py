@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -10,7 +9,6 @@ import sys
 import warnings
 from dataclasses import asdict
 
-import httpx
 import pytest
 import tyro
 
@@ -49,19 +47,11 @@ def test_the_command_serves_and_drains(tiny_folder):
             timeout=30,
         )
         assert json.loads(done.stdout)["usage"]["completion_tokens"] > 0
-        url = line.split("is served at ")[1].split()[0].removesuffix("/v1")
-        headers = {"Authorization": "Bearer k"}
-        long = {"model": tiny_folder.name, "prompt": "a", "max_tokens": 150, "ignore_eos": True}
-        httpx.post(f"{url}/v1/completions", json=long, headers=headers, timeout=30).raise_for_status()
-        metrics = httpx.get(f"{url}/metrics", headers=headers).text
-        drafts = re.search(r"^\S*spec_decode_num_draft_tokens\S* (\d\S*)$", metrics, re.MULTILINE)
-        assert drafts is not None
-        assert float(drafts[1]) > 0, "the folder drafts for itself"
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 0
         said = process.stderr.read().splitlines()
         assert any("holds 2,048 tokens: 4 sequences of 512" in line for line in said), "all that they could need"
-        assert [json.loads(line)["status"] for line in said if line.startswith("{")] == [200, 200]
+        assert [json.loads(line)["status"] for line in said if line.startswith("{")] == [200]
     finally:
         process.kill()
 
@@ -94,6 +84,8 @@ def test_what_cannot_be_served_is_one_line(tiny_folder, tmp_path, capsys, monkey
             (["--max-sequences", "1024"], "error: token_budget is 512, below max_sequences"),  # not what was given
             (["--block-size=0"], "error: --block-size is 0; it must be"),
             (["--max-samples", "0"], "error: --max-samples is 0"),
+            (["--draft", "self:9-layers"], "error: self:9-layers: this model has"),
+            (["--draft", str(tmp_path / "nowhere")], "nowhere"),
         ]
         for options, text in cases:
             with pytest.raises(SystemExit) as end:
