@@ -150,8 +150,10 @@ def written(model: Any, draft: Any, pairs: list[tuple[list[int], list[int]]]) ->
     return None, {"tokens_per_second": tokens / seconds} | facts(speculators, model, context)
 
 
-def served(model: Any, draft: Any, prompts: list[list[int]], new_tokens: int) -> tuple[Any, Result]:
-    """All requests at once in the engine, whose caches have their memory already, as those of a running server."""
+def served(model: Any, draft: Any, batches: list[list[list[int]]], new_tokens: int) -> tuple[Any, Result]:
+    """Batch after batch of requests that come at once to the engine, whose caches have their memory already, as those
+    of a running server.
+    """
     speculator = make_speculator(model, draft, tokens=64 * 1024)
     engine = Engine(model, model.tokenizer, EngineSettings(cache_bytes=512 << 20), speculator=speculator)
     drafting = [] if speculator is None or not isinstance(speculator.proposer, DraftModel) else [speculator.proposer]
@@ -160,12 +162,19 @@ def served(model: Any, draft: Any, prompts: list[list[int]], new_tokens: int) ->
             tensor.zero_()
     params = SamplingParams(temperature=0, max_new_tokens=new_tokens, ignore_eos=True)
     texts: dict[str, list[int]] = {}
-    for number, prompt in enumerate(prompts):
-        engine.add(Request(id=str(number), prompt=tuple(prompt), params=params))
-    started = perf_counter()
-    while not engine.idle:
-        for piece in engine.step():
-            texts.setdefault(piece.request_id, []).extend(piece.tokens)
-    speed = sum(map(len, texts.values())) / (perf_counter() - started)
+    seconds = 0.0
+    for batch in batches:
+        for prompt in batch:
+            engine.add(Request(id=str(len(texts)), prompt=tuple(prompt), params=params))
+            texts[str(len(texts))] = []
+        started = perf_counter()
+        while not engine.idle:
+            for piece in engine.step():
+                texts[piece.request_id].extend(piece.tokens)
+        seconds += perf_counter() - started
     stats = engine.stats()
-    return texts, {"tokens_per_second": speed, "acceptance": stats.accepted_tokens / max(1, stats.draft_tokens)}
+    return texts, {
+        "tokens_per_second": sum(map(len, texts.values())) / seconds,
+        "acceptance": stats.accepted_tokens / max(1, stats.draft_tokens),
+        "repeated_16_grams": median(repeated(text) for text in texts.values()),
+    }

@@ -7,7 +7,7 @@
   bfloat16, int8 and int4. Every answer is checked to be the one without drafts.
 - `edits`: a file as it was stands in the prompt, and the model is made to write it as it is after a commit of this
   repository (the output is given, so what is measured is checking and proposing). Eight files, always the same.
-- `many`: 1, 4, 16 and 32 requests at once in the engine.
+- `many`: 1, 4, 16 and 32 requests at once in the engine, of eight files at least.
 Every figure is the median over rounds of a ratio formed within a round.
 """
 
@@ -62,7 +62,7 @@ class Speculation:
     """Requests at once."""
 
     rounds: int = 5
-    """Every contestant once in each; with few requests at once more of them."""
+    """Every contestant once in each."""
 
     seed: int = 0
     """Of the draws."""
@@ -159,11 +159,12 @@ class Speculation:
         """Requests that come together."""
         rows = []
         for count in self.streams:
-            prompts = beginnings(model, self.recipe, count, self.prompt_tokens)
-            rounds = self.rounds * max(1, 8 // count)  # a few requests are soon answered: as many in all
+            # A few requests are soon answered, and drafts are good for some texts only: eight files at least.
+            prompts = beginnings(model, self.recipe, max(8, count), self.prompt_tokens)
+            batches = [prompts[at : at + count] for at in range(0, len(prompts), count)]
             # Without drafts twice: what the ratios' medians are worth.
             twice = drafts | {"none again": "none"}
-            found = contest(rounds, twice, lambda draft, p=prompts: served(model, draft, p, self.new_tokens))
+            found = contest(self.rounds, twice, lambda draft, b=batches: served(model, draft, b, self.new_tokens))
             rows += [{"streams": count, **row} for row in found]
         return rows
 
