@@ -8,7 +8,7 @@ MINUTES ?= 4
 KERNEL_TESTS := tests/model/test_fused.py $(addprefix tests/ops/test_, activation.py attention.py cache_rows.py linear.py \
   native.py native_attention.py native_block.py paged.py train_attention.py)
 
-.PHONY: help setup demo test test-slow test-avx2 lint bench clean
+.PHONY: help setup demo test test-slow test-avx2 lint bench pair clean
 
 help:
 	@echo "make demo   set up, train a small model on this machine, generate, measure: runs/demo/ (MINUTES=$(MINUTES))"
@@ -17,6 +17,7 @@ help:
 	@echo "make test-avx2  train and generate for half a minute and test the kernels as on a processor without AVX-512"
 	@echo "make lint   ruff, mypy, import contracts"
 	@echo "make bench  the published ladders into benchmarks/results/ (long)"
+	@echo "make pair   train the models that docs/speculation.md measures: code-25m, code-45m, code-4m (3.5 hours)"
 	@echo "make clean  remove .venv and build leftovers (runs/ stays)"
 
 $(STAMP): pyproject.toml constraints.txt
@@ -57,6 +58,13 @@ lint: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python benchmarks/publish.py
 	$(BIN)/python benchmarks/tables.py
+
+# Each run goes on where it was interrupted.
+pair: $(STAMP)
+	$(BIN)/hasten train code-25m
+	test -e runs/code-45m-start/config.json || $(BIN)/python benchmarks/deepen.py --model runs/code-25m/model --layers 12 --output runs/code-45m-start
+	$(BIN)/hasten train code-45m --init runs/code-45m-start
+	$(BIN)/hasten train code-4m --teacher runs/code-25m/model --data.tokenizer runs/code-25m/model
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -3,7 +3,7 @@
     python benchmarks/deepen.py --model runs/code-25m/model --layers 12 --output runs/code-45m-start
 
 A new block is a copy of the one before it whose two output projections are zero (LLaMA Pro, arXiv 2401.02415), so
-training goes on from the loss that the model has. Half the hours then give a model of twice the size.
+training goes on from the loss that the model has.
 """
 
 import json
@@ -30,27 +30,28 @@ class Deepen:
         from safetensors.torch import load_file, save_file
 
         config = json.loads((self.model / "config.json").read_text())
-        copies, rest = divmod(self.layers, config["num_hidden_layers"])
+        layers = config["num_hidden_layers"]
+        copies, rest = divmod(self.layers, layers)
         if rest or copies < 2:
-            raise SystemExit(f"--layers {self.layers} is no multiple of the model's {config['num_hidden_layers']}")
-        if self.output.exists():
+            raise SystemExit(f"--layers {self.layers} is not two or more times the model's {layers}")
+        if (self.output / "config.json").exists():  # which is written last
             raise SystemExit(f"{self.output} is there already")
         weights = {}
         for name, weight in load_file(self.model / "model.safetensors").items():
-            before, layers, after = name.partition(".layers.")
-            if not layers:
+            before, inside_layers, after = name.partition(".layers.")
+            if not inside_layers:
                 weights[name] = weight
                 continue
             number, _, inside = after.partition(".")
-            adds = inside.endswith(("o_proj.weight", "down_proj.weight"))
+            adds = "o_proj." in inside or "down_proj." in inside
             for copy in range(copies):
                 new = torch.zeros_like(weight) if copy and adds else weight.clone()
                 weights[f"{before}.layers.{int(number) * copies + copy}.{inside}"] = new
-        self.output.mkdir(parents=True)
+        self.output.mkdir(parents=True, exist_ok=True)
         save_file(weights, self.output / "model.safetensors", metadata={"format": "pt"})
-        (self.output / "config.json").write_text(json.dumps(config | {"num_hidden_layers": self.layers}, indent=2))
-        for file in (*self.model.glob("tokenizer*"), self.model / "generation_config.json"):
+        for file in (*self.model.glob("tokenizer*"), *self.model.glob("generation_config.json")):
             shutil.copy(file, self.output)
+        (self.output / "config.json").write_text(json.dumps(config | {"num_hidden_layers": self.layers}, indent=2))
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from drafted_ways import EDITS, beginnings, changed, generated, load, served, wr
 from quantize_perplexity import held_out
 
 import hasten
-from hasten.generation.speculation.cost import measure_step_cost
+from hasten.generation.speculation.cost import MOST_SECONDS, measure_step_cost
 
 USELESS = "useless model"
 WEIGHTS = {"bfloat16": None, "int8": "int8", "int4": "int4"}
@@ -110,7 +110,7 @@ class Speculation:
         found = {}
         for weights in self.weights:
             model, start = load(self.model, WEIGHTS[weights]), perf_counter()
-            measure_step_cost(model)
+            measure_step_cost(model, most_seconds=MOST_SECONDS)
             found[weights] = perf_counter() - start
         return found
 

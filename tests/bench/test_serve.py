@@ -15,6 +15,7 @@ from hasten.bench.serve_targets import HttpTarget, RequestOutcome
 from hasten.bench.serve_workload import MEANS, Planned, Workload, plan
 from hasten.cli.main import main
 from hasten.errors import ConfigError
+from hasten.generation.speculation import make_speculator
 from server_case import app_of, serving
 
 
@@ -116,7 +117,11 @@ def test_a_server_is_measured_over_http(engine):
         assert load.summary(LatencyLimits())["error"] == "the fake engine failed as it was told to"
 
 
-def test_the_command_in_process(tmp_path, capsys):
+def test_the_command_in_process(tmp_path, capsys, monkeypatch):
+    drafts = []
+    monkeypatch.setattr(
+        "hasten.serving.llm.make_speculator", lambda *a, **k: drafts.append(a[1]) or make_speculator(*a, **k)
+    )
     report, picture = tmp_path / "r.json", tmp_path / "r.png"
     options = ["--shape", "tiny", "--dtype", "float32", "--cache-gib", "0.01", "--requests", "4", "--rates", "200,inf"]
     options += ["--kv-cache-dtype", "int8", "--draft", "suffix"]
@@ -128,6 +133,7 @@ def test_the_command_in_process(tmp_path, capsys):
     assert [entry["rate"] for entry in found["summary"]] == [200, None]
     assert sorted(entry["load"] for entry in found["requests"]) == [0] * 4 + [1] * 4
     assert found["target"]["draft"] == "suffix"
+    assert drafts == ["suffix"]
     assert picture.stat().st_size > 1000
     assert "time to first token" in capsys.readouterr().err
 
@@ -138,6 +144,7 @@ def test_the_command_in_process(tmp_path, capsys):
         ([], "--url"),
         (["--shape", "tiny", "--model", "x"], "one of --model and --shape"),
         (["--shape", "tiny", "--rates", "0"], "--rates takes numbers above 0"),
+        (["--shape", "tiny", "--speculate", "4"], "--speculate and --accept are about drafts; give --draft too"),
         (["--shape", "tiny", "--warmup", "-1"], "--warmup is -1; it must be at least 0"),
         (["--url", "http://127.0.0.1:9", "--block-size", "32"], "the server at --url has its own"),
         (["--url", "http://127.0.0.1:9", "--cache-gib", "1"], "the server at --url has its own"),

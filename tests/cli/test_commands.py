@@ -5,12 +5,14 @@ import json
 import signal
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 
 import hasten
 from hasten.cli.main import COMMANDS, main
 from hasten.generation.params import SamplingParams
+from hasten.generation.speculation import Speculator
 
 
 def run(*arguments, **settings):
@@ -253,14 +255,18 @@ def test_generate_with_drafts_says_the_same(tiny_folder, capfd):
 
 
 def test_chat_with_drafts_says_the_same(tiny_folder, monkeypatch, capsys):
-    found = []
+    found, told = [], []
+    monkeypatch.setattr("hasten.generation.speculation.build.Speculator", partial(Speculator, always=True))
     ways = (["none"], ["auto"], [str(tiny_folder), "--speculate", "4"], ["self:1-layers"])
     for draft in (["--draft", *way] for way in ways):
         monkeypatch.setattr("sys.stdin", io.StringIO("hello\nfor name in names\n"))
         main(["chat", str(tiny_folder), "--max-new-tokens", "12", "--seed", "3", *draft])
-        found.append(capsys.readouterr().out)
+        captured = capsys.readouterr()
+        found.append(captured.out)
+        told.append("so far [" in captured.err)
     assert len(set(found)) == 1
     assert len(found[0]) > 10
+    assert (told[0], told[2:]) == (False, [True, True]), "what drafts gave; suffix may find nothing"
 
 
 @pytest.mark.parametrize("draft", ["suffix", "self:1-layers"])

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import math
 import random
 from types import SimpleNamespace
 
@@ -222,8 +221,8 @@ def test_what_suffix_remembers_of_others_is_bounded(monkeypatch):
         proposer.end(start, list(range(start, start + 10)))
         assert proposer._remembered() <= 200
     assert drafted(proposer, [4990, 4991], room=2, number=-1) == [4992, 4993]
-    assert drafted(proposer, [4900, 4901], room=2, number=-2) == [4902, 4903], "the hundred before are there too"
-    assert drafted(proposer, [10, 11], room=2, number=-3) == []
+    assert drafted(proposer, [4800, 4801], room=2, number=-2) == [4802, 4803], "the hundred before are there too"
+    assert drafted(proposer, [4700, 4701], room=2, number=-3) == []
 
 
 def test_what_suffix_remembers_of_all_tenants_is_bounded(monkeypatch):
@@ -232,6 +231,14 @@ def test_what_suffix_remembers_of_all_tenants_is_bounded(monkeypatch):
     for number in range(20):
         proposer.end(number, list(range(40)), salt=f"{number}")
     assert list(proposer._earlier) == ["18", "19"]
+    monkeypatch.setattr(suffix, "SHARED_TOKENS", 40)
+    proposer.end(20, list(range(100, 110)), salt="18")
+    assert {salt: [index.tokens[0] for index in kept] for salt, kept in proposer._earlier.items()} == {
+        "19": [0],
+        "18": [0, 100],
+    }
+    proposer.end(21, list(range(20)), salt="19")
+    assert [index.tokens[0] for index in proposer._earlier["18"]] == [100], "the older half goes first"
     proposer.end(20, list(range(1000)), salt="long")
     assert list(proposer._earlier) == ["long"], "the latest one is kept, whatever it takes"
 
@@ -392,9 +399,9 @@ def test_a_step_that_other_programs_held_up_does_not_silence_good_drafts():
 
         def seconds(self, rows, context):
             self.calls += 1
-            return 1000.0 if self.calls == 50 else LINE.seconds(rows, context)
+            return 1000.0 if self.calls == 50 else 0.95 + 0.05 * rows
 
-    lengths, speculator = lengths_after(LINE, 0.9, real=HeldUp())
+    lengths, speculator = lengths_after(StepCost((1, 64), (1.0, 4.15), (0.0, 0.0)), 0.9, real=HeldUp())
     assert speculator.proposer.now > 1000
     assert sum(lengths) / len(lengths) > 5
 
@@ -457,7 +464,7 @@ def test_measuring_costs_ends_in_time(monkeypatch):
     clock = Clock()
     monkeypatch.setattr(costs, "time", clock)
     calls = [[clock.call(0.01)] * 2] * 20
-    times = costs._in_turn(calls, (0.1, math.inf), SimpleNamespace(device=torch.device("cpu")))
+    times = costs._in_turn(calls, SimpleNamespace(device=torch.device("cpu")), seconds=0.1)
     assert times == [[pytest.approx(0.01)] * 2] * 20
     assert 40 < clock.calls <= 52
 

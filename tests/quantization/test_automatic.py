@@ -177,10 +177,13 @@ def test_the_command(tiny_folder, tmp_path, capsys):
     assert "measuring each layer" in captured.err
     assert found["scheme"]["table"] == table
     assert 6 < found["bits_per_weight"] <= 7
-    table |= {"head": "int4-g32"}
+    table |= {"head": "int4-g32", next(name for name in table if "mlp.down" in name): "int3-g32"}
     file.write_text(json.dumps(table))
     main([*command, "--formats", str(file), "--method", "gptq", *given, "--overwrite"])
-    assert json.loads(capsys.readouterr().out)["scheme"]["table"] == table
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["scheme"]["table"] == table
+    rounded = sum(name != "embedding" and "int3" not in kind for name, kind in table.items())
+    assert f"that serve it (in {rounded} of {len(table)} layers)" in captured.err
     assert hasten.load(out).quantization["head"].weight.group_size == 32
 
 

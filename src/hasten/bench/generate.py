@@ -199,8 +199,7 @@ class GenerateLadder(Ladder):
         for name, mode in RUNGS.items():
             if not self._can_draft(mode) or (mode.drafted and mode.gptq and not self.gptq):
                 found[name] = "it takes --draft and --gptq DIR" if mode.gptq else "it takes --draft"
-                if mode.gptq and self.draft == "self:int4":
-                    found[name] = "its weights are in int4, which self:int4 is no draft for"
+                found[name] += ", another one than self:int4" if mode.gptq and self.draft == "self:int4" else ""
         return found
 
     def _can_draft(self, mode: DecodeMode) -> bool:

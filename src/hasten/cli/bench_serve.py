@@ -64,6 +64,8 @@ class ServeBenchmark(Benchmark, DraftOptions, EngineOptions, LoadOptions):
             raise ConfigError(
                 "give --url of a running server, or one of --model and --shape to measure in this process"
             )
+        if self.draft == "none" and (self.speculate is not None or self.accept != "exact"):
+            raise ConfigError("--speculate and --accept are about drafts; give --draft too")
         own = self.engine != EngineSettings() or self.cache_gib is not None or self.draft != "none"
         if self.url is not None and own:
             raise ConfigError("the engine's options are of the engine in this process; the server at --url has its own")

@@ -65,4 +65,4 @@ class ChatInTerminal(SamplingOptions, DraftOptions, CacheOptions, ModelOptions):
                 file=sys.stderr,
             )
             if chat.drafts is not None:
-                print(chat.drafts, file=sys.stderr)
+                print(f"so far {chat.drafts}", file=sys.stderr)

@@ -263,10 +263,11 @@ class Quantize(JsonOption):
 
         samples, length = calibration.shape
         beside = predicted_bytes(model, calibration, method, spill=self.spill)
-        served = next(iter(scheme.layers(model).values()))
-        rounded = "rounded to int8 as in the products that serve it" if activation_group(served, 1) else "not rounded"
+        served = [bool(activation_group(layer, 1)) for layer in scheme.layers(model).values()]
+        rounded = "rounded to int8 as in the products that serve it" if any(served) else "not rounded"
+        some = f" (in {sum(served)} of {len(served)} layers)" * (0 < sum(served) < len(served))
         line = (
-            f"{samples} calibration samples of {length} tokens, activations {rounded}; memory: "
+            f"{samples} calibration samples of {length} tokens, activations {rounded}{some}; memory: "
             f"{(held + beside) / 1e9:.2f} GB, {beside / 1e9:.2f} of it beside the checkpoint"
         )
         source = {"text": self.calibration or "stdlib", "seed": self.calibration_seed or 0}

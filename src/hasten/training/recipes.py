@@ -70,7 +70,8 @@ CODE = Recipe(
 # What drafts for it: the same text and vocabulary.
 CODE_DRAFT = replace(CODE, name="code-4m", model=Shape(layers=2, hidden_size=256, heads=4, feed_forward=768))
 
-# A target for drafts that no processor's cache holds, in int8 either: code-25m with 12 blocks (benchmarks/deepen.py).
+# A target for drafts that a cache of 33 MB does not hold, in int8 either: code-25m with 12 blocks
+# (benchmarks/deepen.py).
 CODE_DEEP = replace(
     CODE,
     name="code-45m",

@@ -34,6 +34,7 @@ from hasten.quantization import Int8, quantize
 # Of drafting with each model for each target, by the rule: for "distribution" each draft token is drawn in Python.
 _PRICES: WeakKeyDictionary[Transformer, WeakKeyDictionary[Transformer, dict[Accept, Price]]] = WeakKeyDictionary()
 _CHECKED: set[str] = set()  # tables of costs that this process has looked at
+_LOOKED_AT = (1, 8)  # their rows
 _FAR = 1.6  # as much as the speed of memory, which decides what one row costs, changes on shared machines
 _LAYERS = re.compile(r"self:(\d+)(-layers)?")
 
@@ -163,15 +164,16 @@ def step_cost(model: Transformer) -> StepCost:
         known = StepCost(**json.loads((cache_folder("steps") / file).read_text(encoding="utf-8"))["cost"])
     holds = told_by_first(model, [[known is not None]]) == [[1]]
     if holds and key not in _CHECKED:
-        now = measure_step_cost(model, row_counts=(1, 8), seconds=0.05)
+        now = measure_step_cost(model, row_counts=_LOOKED_AT, seconds=0.05)
         holds = told_by_first(model, [[known is not None and _agree(known, now)]]) == [[1]]
     _CHECKED.add(key)
     if holds:
         return known or StepCost((1,), (1.0,), (0.0,))  # only the first one asks it
     found = measure_step_cost(model, most_seconds=MOST_SECONDS)
     cost = {name: value for name, value in asdict(found).items() if not name.startswith("_")}
-    with suppress(OSError, ResourceError):  # then it is measured again
-        write_atomically(cache_folder("steps") / file, json.dumps({"key": key, "cost": cost}) + "\n")
+    with suppress(OSError, ResourceError):  # then it is measured again, as one that had to end early is
+        if found.rows[-1] >= _LOOKED_AT[-1]:
+            write_atomically(cache_folder("steps") / file, json.dumps({"key": key, "cost": cost}) + "\n")
     return found
 
 

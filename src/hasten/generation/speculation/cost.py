@@ -103,10 +103,13 @@ def measure_step_cost(
     contexts = (min(CONTEXTS[0], longest // 2), longest)
     small = layers is None and sum(t.nbytes for t in model.state_dict().values()) <= SMALL
     if told_by_first(model, [[small]]) == [[1]]:
-        times = _whole_steps(model, most, contexts, (seconds, most_seconds), fastest)
+        groups = _whole_steps(model, most, contexts)
     else:
-        layers = layers or len(config.layers)
-        times = _blocks_and_head(model, most, contexts, (seconds, most_seconds), layers, prompts, fastest)
+        groups = _blocks_and_head(model, most, contexts, prompts)
+    times = _in_turn(groups, model, seconds=seconds, most_seconds=most_seconds, fastest=fastest)
+    if len(groups[0]) > len(contexts):  # blocks and head
+        count = layers or len(config.layers)
+        times = [[low * count + head, high * count + head] for low, high, head in times]
     most = most[: len(times)]
     base, per_token = [0.0], [0.0]
     for rows, (low, high) in zip(most, times, strict=True):
@@ -119,17 +122,11 @@ def measure_step_cost(
     return StepCost(most, base[1:], per_token[1:])
 
 
-Times = list[tuple[float, float]]  # seconds over the two contexts, by the number of rows
+Calls = list[list[Callable[[], object]]]  # by the number of rows
 
 
-def _whole_steps(
-    model: Transformer,
-    most: Sequence[int],
-    contexts: tuple[int, int],
-    seconds: tuple[float, float],
-    fastest: float,
-) -> Times:
-    """With all that Python does around them, up to the tokens themselves."""
+def _whole_steps(model: Transformer, most: Sequence[int], contexts: tuple[int, int]) -> Calls:
+    """At both contexts, with all that Python does around them, up to the tokens themselves."""
     decoder, token = Decoder(model, batch=1, capacity=contexts[1] + most[-1]), torch.tensor([1], device=model.device)
 
     def step(rows: int, context: int) -> Callable[[], object]:
@@ -140,21 +137,14 @@ def _whole_steps(
 
         return call
 
-    calls = [[step(rows, context) for context in contexts] for rows in most]
-    return [(low, high) for low, high in _in_turn(calls, seconds, model, fastest)]
+    return [[step(rows, context) for context in contexts] for rows in most]
 
 
 def _blocks_and_head(
-    model: Transformer,
-    most: Sequence[int],
-    contexts: tuple[int, int],
-    seconds: tuple[float, float],
-    layers: int,
-    prompts: Collection[int],
-    fastest: float,
-) -> Times:
-    """Each call takes the next block: one that is called again and again would lie in the processor's cache, where in a
-    real step it does not.
+    model: Transformer, most: Sequence[int], contexts: tuple[int, int], prompts: Collection[int]
+) -> Calls:
+    """A block at both contexts, and the head. Each call takes the next block: one that is called again and again would
+    lie in the processor's cache, where in a real step it does not.
     """
     config, device = model.config, model.device
     longest = contexts[1]
@@ -180,47 +170,40 @@ def _blocks_and_head(
         x = torch.randn(rows, config.hidden_size, device=device, dtype=model.compute_dtype)
         return lambda: model.scores(x)
 
-    calls = [
-        [*(block_call(rows, context) for context in contexts), head_call(1 if rows in prompts else rows)]
-        for rows in most
-    ]
-    times = _in_turn(calls, seconds, model, fastest)
-    return [(low * layers + head, high * layers + head) for low, high, head in times]
+    heads = {rows: head_call(1 if rows in prompts else rows) for rows in most}
+    return [[*(block_call(rows, context) for context in contexts), heads[rows]] for rows in most]
 
 
 def _in_turn(
-    groups: Sequence[Sequence[Callable[[], object]]],
-    seconds: tuple[float, float],
-    model: Transformer,
-    fastest: float = 0.5,
+    groups: Calls, model: Transformer, *, seconds: float, most_seconds: float = math.inf, fastest: float = 0.5
 ) -> list[list[float]]:
-    """The time of each call, all of them one after the other for so many seconds, once at least: the median of this
-    share of them, the fastest.
+    """The time of each call, all groups one after the other for so many seconds, once at least: the median of this
+    share of them, the fastest. Groups that would begin or end after `most_seconds` are left out.
 
     Of three calls that follow each other the last counts: steps come after others of their size, and find in the
-    processor's caches what those left there. When the time is over, of a large model on a slow machine, each is one;
-    groups that would end after the second number of seconds are left out. Ranks make as many as the first one has time
-    for.
+    processor's caches what those left there. Where there is no time for that, of a large model on a slow machine, each
+    is one. Ranks make as many as the first one has time for.
     """
-    start, took = time.perf_counter(), 0.0
+    for call in groups[0]:
+        call()  # what a first call waits for is not what the others take
+    start = time.perf_counter()
     times: list[list[list[float]]] = []
 
     def before(end: float) -> bool:
         return told_by_first(model, [[time.perf_counter() - start < end]]) == [[1]]
 
-    def measure(call: Callable[[], object]) -> float:
-        return [timed(call, model.device) for _ in range(3 if before(seconds[0]) else 1)][-1]
+    def measure(calls: Sequence[Callable[[], object]], end: float) -> list[float]:
+        often = 3 if before(end) else 1
+        return [[timed(call, model.device) for _ in range(often)][-1] for call in calls]
 
     for calls in groups:
-        if times and not before(seconds[1] - 2 * took):  # the next ones take longer
+        if times and not before(most_seconds - 2 * sum(own[-1] for own in times[-1])):  # the next ones take longer
             break
-        began = time.perf_counter()
-        times.append([[measure(call)] for call in calls])
-        took = time.perf_counter() - began
-    while before(seconds[0]):
+        times.append([[took] for took in measure(calls, seconds / 3)])
+    while before(seconds):
         for calls, found in zip(groups, times, strict=False):
-            for call, own in zip(calls, found, strict=True):
-                own.append(measure(call))
+            for own, took in zip(found, measure(calls, seconds), strict=True):
+                own.append(took)
     return [[statistics.median(sorted(own)[: math.ceil(fastest * len(own))]) for own in found] for found in times]
 
 

@@ -16,9 +16,9 @@ from hasten.generation.speculation.proposer import Chance, Draft, Text
 PIECES = (4, 2)  # tokens of the pieces, the longer ones are looked up first
 PLACES = 16  # of a piece that are kept, the latest
 LONGEST = 64  # a longer match says no more
-SHARED_TOKENS = 1 << 16  # of earlier answers, after which a salt's older ones are dropped as many later
+SHARED_TOKENS = 1 << 16  # in one half of a salt's earlier answers; when the second is full, the first is dropped
 SALTS = 64  # tenants whose answers are kept, at most
-ALL_TOKENS = 1 << 18  # of all tenants together: about 500 bytes each
+ALL_TOKENS = 1 << 18  # of all tenants together: about 500 bytes a token
 # Lengths of a match from which on it is another kind.
 _LENGTHS = (2, 3, 4, 5, 7, 9, 13, 17, 25, 33)
 # How often the next token is right after a match of so many, where all its places go on alike; and where they do not.
@@ -73,7 +73,7 @@ class SuffixProposer:
 
     def __init__(self) -> None:
         self._own: dict[int, SuffixIndex] = {}
-        self._earlier: OrderedDict[str, list[SuffixIndex]] = OrderedDict()  # the older answers of a salt, the newer
+        self._earlier: OrderedDict[str, list[SuffixIndex]] = OrderedDict()  # of a salt: older answers, newer ones
 
     def prior(self, kind: int) -> float:
         """See `Proposer`."""
@@ -113,7 +113,10 @@ class SuffixProposer:
             kept[:] = [kept[-1], SuffixIndex()]
         kept[-1].extend(answer)
         while len(self._earlier) > SALTS or (len(self._earlier) > 1 and self._remembered() > ALL_TOKENS):
-            self._earlier.popitem(last=False)
+            longest_ago = next(iter(self._earlier))
+            del self._earlier[longest_ago][0]
+            if not self._earlier[longest_ago]:
+                del self._earlier[longest_ago]
 
     def _remembered(self) -> int:
         return sum(len(index.tokens) for kept in self._earlier.values() for index in kept)
