@@ -166,6 +166,7 @@ def test_formats_that_the_fused_steps_cannot_join_are_said(chosen):
 
 
 @pytest.mark.filterwarnings("ignore:.*dequantize=True")
+@pytest.mark.filterwarnings("ignore:no kernel takes a quantized weight")
 def test_the_command(tiny_folder, tmp_path, capsys):
     text, file, out = tmp_path / "text.py", tmp_path / "formats.json", str(tmp_path / "out")
     text.write_text("def function(name):\n    return name\n" * 60)
