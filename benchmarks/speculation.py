@@ -1,6 +1,6 @@
 """What drafts give on real text: tokens a second with each proposer over those without, in interleaved rounds.
 
-    python benchmarks/speculation.py --model runs/code-25m/model --draft runs/code-4m/model \\
+    python benchmarks/speculation.py --model runs/code-45m/model --draft runs/code-4m/model \\
         --output benchmarks/results/speculation.json --picture benchmarks/results/speculation.png
 
 - `texts`: the model goes on from the beginnings of held-out files, greedy and at temperature 0.8, with weights in

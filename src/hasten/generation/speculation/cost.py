@@ -102,12 +102,10 @@ def measure_step_cost(
     longest = max(2, min(longest, config.max_positions - most[-1]))
     contexts = (min(CONTEXTS[0], longest // 2), longest)
     small = layers is None and sum(t.nbytes for t in model.state_dict().values()) <= SMALL
-    if told_by_first(model, [[small]]) == [[1]]:
-        groups = _whole_steps(model, most, contexts)
-    else:
-        groups = _blocks_and_head(model, most, contexts, prompts)
+    whole = told_by_first(model, [[small]]) == [[1]]
+    groups = _whole_steps(model, most, contexts) if whole else _blocks_and_head(model, most, contexts, prompts)
     times = _in_turn(groups, model, seconds=seconds, most_seconds=most_seconds, fastest=fastest)
-    if len(groups[0]) > len(contexts):  # blocks and head
+    if not whole:
         count = layers or len(config.layers)
         times = [[low * count + head, high * count + head] for low, high, head in times]
     most = most[: len(times)]
