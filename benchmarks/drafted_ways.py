@@ -150,31 +150,50 @@ def written(model: Any, draft: Any, pairs: list[tuple[list[int], list[int]]]) ->
     return None, {"tokens_per_second": tokens / seconds} | facts(speculators, model, context)
 
 
-def served(model: Any, draft: Any, batches: list[list[list[int]]], new_tokens: int) -> tuple[Any, Result]:
-    """Batch after batch of requests that come at once to the engine, whose caches have their memory already, as those
-    of a running server.
-    """
-    speculator = make_speculator(model, draft, tokens=64 * 1024)
-    engine = Engine(model, model.tokenizer, EngineSettings(cache_bytes=512 << 20), speculator=speculator)
-    drafting = [] if speculator is None or not isinstance(speculator.proposer, DraftModel) else [speculator.proposer]
-    for cache in (engine.runner.cache, *(proposer.cache for proposer in drafting)):
-        for tensor in (*cache.k, *cache.v):
-            tensor.zero_()
-    params = SamplingParams(temperature=0, max_new_tokens=new_tokens, ignore_eos=True)
-    texts: dict[str, list[int]] = {}
-    seconds = 0.0
-    for batch in batches:
-        for prompt in batch:
-            engine.add(Request(id=str(len(texts)), prompt=tuple(prompt), params=params))
-            texts[str(len(texts))] = []
+class Served:
+    """An engine whose caches have their memory already, as those of a running server; its answers and their speed."""
+
+    def __init__(self, model: Any, draft: Any, new_tokens: int) -> None:
+        speculator = make_speculator(model, draft, tokens=64 * 1024)
+        self.engine = Engine(model, model.tokenizer, EngineSettings(cache_bytes=512 << 20), speculator=speculator)
+        drafting = (
+            [] if speculator is None or not isinstance(speculator.proposer, DraftModel) else [speculator.proposer]
+        )
+        for cache in (self.engine.runner.cache, *(proposer.cache for proposer in drafting)):
+            for tensor in (*cache.k, *cache.v):
+                tensor.zero_()
+        self.params = SamplingParams(temperature=0, max_new_tokens=new_tokens, ignore_eos=True)
+        self.texts: dict[str, list[int]] = {}
+        self.seconds = 0.0
+
+    def answer(self, prompts: list[list[int]]) -> None:
+        """Requests that come at once."""
+        for prompt in prompts:
+            name = str(len(self.texts))
+            self.engine.add(Request(id=name, prompt=tuple(prompt), params=self.params))
+            self.texts[name] = []
         started = perf_counter()
-        while not engine.idle:
-            for piece in engine.step():
-                texts[piece.request_id].extend(piece.tokens)
-        seconds += perf_counter() - started
-    stats = engine.stats()
-    return texts, {
-        "tokens_per_second": sum(map(len, texts.values())) / seconds,
-        "acceptance": stats.accepted_tokens / max(1, stats.draft_tokens),
-        "repeated_16_grams": median(repeated(text) for text in texts.values()),
-    }
+        while not self.engine.idle:
+            for piece in self.engine.step():
+                self.texts[piece.request_id].extend(piece.tokens)
+        self.seconds += perf_counter() - started
+
+    def result(self) -> Result:
+        """Of all answers."""
+        stats = self.engine.stats()
+        return {
+            "tokens_per_second": sum(map(len, self.texts.values())) / self.seconds,
+            "acceptance": stats.accepted_tokens / max(1, stats.draft_tokens),
+            "repeated_16_grams": median(repeated(text) for text in self.texts.values()),
+        }
+
+
+def served(
+    model: Any, drafts: dict[str, Any], batches: list[list[list[int]]], new_tokens: int
+) -> dict[str, tuple[Any, Result]]:
+    """Each batch by an engine of each draft in turn: the memory's speed changes within seconds."""
+    engines = {name: Served(model, draft, new_tokens) for name, draft in drafts.items()}
+    for number, batch in enumerate(batches):
+        for name in list(engines)[:: -1 if number % 2 else 1]:
+            engines[name].answer(batch)
+    return {name: (one.texts, one.result()) for name, one in engines.items()}

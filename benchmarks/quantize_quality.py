@@ -9,6 +9,7 @@ that has llama-cpp-python) the model is exported to GGUF and quantized by llama.
 matrix from the same calibration text; those files are scored by hasten, so that only the weights differ.
 """
 
+import hashlib
 import json
 import shutil
 import subprocess
@@ -92,11 +93,12 @@ class QuantizeQuality:
         from hasten.machine.files import write_json
 
         settings = {name: getattr(self, name) for name in ("recipe", "kilobytes", "samples", "length", "activations")}
+        settings["weights_sha256"] = digest(self.model)
         rows: list[dict[str, Any]] = []
         if self.output is not None and self.output.exists():
             before = json.loads(self.output.read_text())
             if any(before.get(name) != value for name, value in settings.items()):
-                raise SystemExit(f"{self.output} has rows of other settings: move it away, or give the same")
+                raise SystemExit(f"{self.output} has rows of other settings or weights: move it away, or give the same")
             rows = before["rows"]
         with tempfile.TemporaryDirectory(prefix="hasten-quantize-quality-") as name:
             place = Path(name)
@@ -138,8 +140,8 @@ class QuantizeQuality:
                     if not (matrix and kind == "Q8_0"):  # which takes no notice of one
                         yield f"llama.cpp {name}", partial(self.published, plain, place / "out.gguf", kind, matrix)
                 if kind == "Q4_K_M":  # ours in the same bytes
-                    self.published(plain, place / "size.gguf", kind, [])
-                    bits.append(round(stored_bits(place / "size.gguf") - 0.005, 2))
+                    _, found = self.published(plain, place / "size.gguf", kind, [])
+                    bits.append(round(found["bits_per_weight"] - 0.005, 2))
         for scheme in self.schemes:
             for method in self.methods if scheme != "int8" else ("rtn",):
                 if method == "sign" and scheme in SLOW and not self.slow:
@@ -163,7 +165,17 @@ class QuantizeQuality:
         """A file by llama.cpp's quantizer."""
         script = Path(__file__).with_name("llama_cpp_quantize.py")
         subprocess.run([self.llama_python, script, plain, out, kind, *matrix], check=True)  # type: ignore[list-item]
-        return out, {"bits_per_weight": stored_bits(out), "bytes": out.stat().st_size}
+        size, count = stored(out)
+        return out, {"bits_per_weight": 8 * size / count, "bytes": size}
+
+
+def digest(folder: Path) -> str:
+    """Of the folder's weights: two trainings of one recipe are different models."""
+    sums = hashlib.sha256()
+    for file in sorted(folder.glob("*.safetensors")):
+        with file.open("rb") as stream:
+            sums.update(hashlib.file_digest(stream, "sha256").digest())
+    return sums.hexdigest()
 
 
 def draw(rows: list[dict[str, Any]], model: str, path: Path) -> None:
@@ -193,12 +205,12 @@ def draw(rows: list[dict[str, Any]], model: str, path: Path) -> None:
         axes.set_yscale("log")
 
 
-def stored_bits(file: Path) -> float:
-    """Bits per weight of all tensors of a GGUF file."""
+def stored(file: Path) -> tuple[int, int]:
+    """Bytes of all tensors of a GGUF file, which is without its tokenizer, and their weights."""
     from hasten.model.gguf.header import read_gguf
 
     tensors = read_gguf(file).tensors.values()
-    return 8 * sum(tensor.bytes for tensor in tensors) / sum(prod(tensor.shape) for tensor in tensors)
+    return sum(tensor.bytes for tensor in tensors), sum(prod(tensor.shape) for tensor in tensors)
 
 
 def save_importance(folder: Path, text: Path, file: Path, samples: int, length: int) -> None:

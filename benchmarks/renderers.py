@@ -161,9 +161,9 @@ def quantize_quality(report: Report) -> str:
         scheme, _, method = one["name"].rpartition(" ")
         share = f"{one['kl_mean'] / nearest[scheme]:.2f}" if scheme in nearest and method != "rtn" else ""
         change = f"{one['perplexity'] / one['against_perplexity'] - 1:+.3%}"
-        bits = f"{one['bits_per_weight']:.2f}"
-        rows.append([one["name"], bits, f"{one['kl_mean']:.5f}", share, f"{one['top1']:.1%}", change])
-    head = ["weights, method", "bits in all", "KL divergence", "of rtn's", "same top token", "perplexity"]
+        size = [f"{one['bits_per_weight']:.2f}", f"{one['bytes'] / 1e6:.1f}" if "bytes" in one else ""]
+        rows.append([one["name"], *size, f"{one['kl_mean']:.5f}", share, f"{one['top1']:.1%}", change])
+    head = ["weights, method", "bits in all", "MB", "KL divergence", "of rtn's", "same top token", "perplexity"]
     return markdown(head, rows)
 
 

@@ -138,8 +138,8 @@ class Speculation:
         for temperature in (0.0, 0.8):
             settings = {"temperature": temperature, "seed": self.seed, "max_new_tokens": self.new_tokens}
 
-            def measure(draft: Any, settings: dict[str, Any] = settings) -> Any:
-                return generated(model, draft, prompts, settings)
+            def measure(some: dict[str, Any], settings: dict[str, Any] = settings) -> Any:
+                return {name: generated(model, draft, prompts, settings) for name, draft in some.items()}
 
             found = contest(self.rounds, {name: one for name, one in drafts.items() if name != USELESS}, measure)
             if USELESS in drafts:  # two hundredths are to be seen: more rounds, and what two equal runs differ by
@@ -153,7 +153,11 @@ class Speculation:
         pairs = changed(model, EDITS)
         chosen = {name: draft for name, draft in drafts.items() if name in ("none", "suffix")}
         size = {"files": len(pairs), "tokens": sum(len(output) for _, output in pairs)}
-        return [size | row for row in contest(self.rounds, chosen, lambda draft: written(model, draft, pairs))]
+
+        def measure(some: dict[str, Any]) -> Any:
+            return {name: written(model, draft, pairs) for name, draft in some.items()}
+
+        return [size | row for row in contest(self.rounds, chosen, measure)]
 
     def many(self, model: Any, drafts: dict[str, Any]) -> list[dict[str, Any]]:
         """Requests that come together."""
@@ -164,7 +168,7 @@ class Speculation:
             batches = [prompts[at : at + count] for at in range(0, len(prompts), count)]
             # Without drafts twice: what the ratios' medians are worth.
             twice = drafts | {"none again": "none"}
-            found = contest(self.rounds, twice, lambda draft, b=batches: served(model, draft, b, self.new_tokens))
+            found = contest(self.rounds, twice, lambda some, b=batches: served(model, some, b, self.new_tokens))
             rows += [{"streams": count, **row} for row in found]
         return rows
 
@@ -184,8 +188,8 @@ def contest(rounds: int, drafts: dict[str, Any], measure: Any) -> list[dict[str,
     texts: dict[str, Any] = {}
     names = list(drafts)
     for number in range(rounds + 1):
-        for name in names if number % 2 else reversed(names):
-            text, result = measure(drafts[name])
+        order = names if number % 2 else names[::-1]
+        for name, (text, result) in measure({name: drafts[name] for name in order}).items():
             texts.setdefault("none", text)
             if text != texts["none"]:
                 raise SystemExit(f"with {name} the text is another one")

@@ -223,7 +223,10 @@ INLINE F32 dot_bf16(F32 acc, U32 line, uint32_t x) {
 #define HASTEN_VNNI 0
 #endif
 
+INLINE void store_quantized(int8_t* p, I32 v) { store_int8(p, v); }
+
 #if HASTEN_VNNI || !defined(__AVX2__)
+using Quad = int8_t;  // what rows of x are, that int8 weights are multiplied with
 // acc += w·x for 16 rows: each 32-bit lane holds four unsigned bytes of a row, `quad` the four signed bytes of x.
 INLINE I32 dot_u8s8(I32 acc, U32 w, int32_t quad) {
 #if HASTEN_512
@@ -252,15 +255,22 @@ INLINE I32 dot_u8s8(I32 acc, U32 w, int32_t quad) {
 }
 #else
 // Without VNNI: products of bytes summed in pairs of 16 bits (vpmaddubsw), which has to be done where no pair can be
-// larger than 32767.
+// larger than 32767; or products of 16 bits summed in pairs (vpmaddwd). For int8 weights the latter: bytes would take a
+// third multiplication, by the sign.
+using Quad = int16_t;  // four of them in the order k, k+2, k+1, k+3
+INLINE void store_quantized(int16_t* p, I32 v) {
+#if HASTEN_512
+  const __m256i words = _mm512_cvtepi32_epi16((__m512i)v);
+#else
+  const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32((__m256i)v.low, (__m256i)v.high), 0xd8);
+#endif
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_shufflehi_epi16(_mm256_shufflelo_epi16(words, 0xd8), 0xd8));
+}
 #if HASTEN_512
 INLINE I32 pairs_u8s8(U32 w, I32 x) { return (I32)_mm512_maddubs_epi16((__m512i)w, (__m512i)x); }
 INLINE void add_pairs(I32& acc, I32 v) { acc = (I32)_mm512_add_epi16((__m512i)acc, (__m512i)v); }
-INLINE I32 sum_pairs(I32 v) { return (I32)_mm512_madd_epi16((__m512i)v, _mm512_set1_epi16(1)); }
-INLINE U32 magnitude_int8(I32 v) { return (U32)_mm512_abs_epi8((__m512i)v); }
-INLINE I32 with_sign_of(I32 x, I32 w) {
-  return (I32)_mm512_mask_sub_epi8((__m512i)x, _mm512_movepi8_mask((__m512i)w), _mm512_setzero_si512(), (__m512i)x);
-}
+INLINE I32 dot_words(U32 w, I32 x) { return (I32)_mm512_madd_epi16((__m512i)w, (__m512i)x); }
+INLINE U32 odd_bytes(U32 w) { return (U32)_mm512_srli_epi16((__m512i)w, 8); }
 #else
 INLINE I32 pairs_u8s8(U32 w, I32 x) {
   return {(Native<int32_t>::type)_mm256_maddubs_epi16((__m256i)w.low, (__m256i)x.low),
@@ -270,19 +280,15 @@ INLINE void add_pairs(I32& acc, I32 v) {  // in its place, as accumulate
   asm("vpaddw %1, %0, %0" : "+x"(acc.low) : "x"(v.low));
   asm("vpaddw %1, %0, %0" : "+x"(acc.high) : "x"(v.high));
 }
-INLINE I32 sum_pairs(I32 v) {
-  return each_part<I32>(v, [](auto part) {
-    return (Native<int32_t>::type)_mm256_madd_epi16((__m256i)part, _mm256_set1_epi16(1));
-  });
+INLINE I32 dot_words(U32 w, I32 x) {
+  return {(Native<int32_t>::type)_mm256_madd_epi16((__m256i)w.low, (__m256i)x.low),
+          (Native<int32_t>::type)_mm256_madd_epi16((__m256i)w.high, (__m256i)x.high)};
 }
-INLINE U32 magnitude_int8(I32 v) {
-  return each_part<U32>(v, [](auto part) { return (Native<uint32_t>::type)_mm256_abs_epi8((__m256i)part); });
-}
-INLINE I32 with_sign_of(I32 x, I32 w) {  // x where w is positive, -x where it is negative
-  return {(Native<int32_t>::type)_mm256_sign_epi8((__m256i)x.low, (__m256i)w.low),
-          (Native<int32_t>::type)_mm256_sign_epi8((__m256i)x.high, (__m256i)w.high)};
+INLINE U32 odd_bytes(U32 w) {  // of each pair, as 16 bits
+  return each_part<U32>(w, [](auto part) { return (Native<uint32_t>::type)_mm256_srli_epi16((__m256i)part, 8); });
 }
 #endif
+INLINE I32 sum_pairs(I32 v) { return dot_words(as<U32>(v), splat(0x00010001)); }
 #endif
 
 }  // namespace hasten

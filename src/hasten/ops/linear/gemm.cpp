@@ -45,46 +45,43 @@ INLINE const char* ahead_of(const void* block, int64_t first, int64_t steps) {
   return static_cast<const char*>(block) + AHEAD + first * steps * 64;
 }
 
-INLINE int32_t quad_at(const int8_t* x) { int32_t quad; std::memcpy(&quad, x, 4); return quad; }
+INLINE int32_t quad_at(const void* x) { int32_t quad; std::memcpy(&quad, x, 4); return quad; }
 
-// Four int8 weights of each of 16 rows, as they are packed: 128 too large, and `surplus` of it is left in the sums.
+// Four int8 weights of each of 16 rows, as they are packed: 128 too large, which is left in the sums.
+constexpr int32_t SURPLUS = 128;
 struct ByteWeights {
 #if HASTEN_VNNI || !defined(__AVX2__)
-  static constexpr int32_t surplus = 128;
   U32 w;
   INLINE explicit ByteWeights(U32 line) : w(line) {}
-  INLINE void add_to(I32& acc, int32_t quad) const { acc = dot_u8s8(acc, w, quad); }
+  INLINE void add_to(I32& acc, const int8_t* x) const { acc = dot_u8s8(acc, w, quad_at(x)); }
 #else
-  // |w| · (x with the sign of w): two products of at most 128·127 fit 16 bits.
-  static constexpr int32_t surplus = 0;
-  I32 w;
-  U32 magnitude;
-  INLINE explicit ByteWeights(U32 line) : w(as<I32>(line ^ 0x80808080u)), magnitude(magnitude_int8(w)) {}
-  INLINE void add_to(I32& acc, int32_t quad) const {
-    accumulate(acc, sum_pairs(pairs_u8s8(magnitude, with_sign_of(splat(quad), w))));
+  U32 even, odd;
+  INLINE explicit ByteWeights(U32 line) : even(line & 0x00ff00ffu), odd(odd_bytes(line)) {}
+  INLINE void add_to(I32& acc, const int16_t* x) const {
+    accumulate(acc, dot_words(even, splat(quad_at(x))));
+    accumulate(acc, dot_words(odd, splat(quad_at(x + 2))));
   }
 #endif
 };
 
 // acc[m][v] += w·x over `steps` steps of four values.
 template <int M, int V, bool STREAM>
-INLINE void multiply_bytes(I32 (&acc)[M][V], const uint8_t* w, const int8_t* x, int64_t stride, int64_t steps,
+INLINE void multiply_bytes(I32 (&acc)[M][V], const uint8_t* w, const Quad* x, int64_t stride, int64_t steps,
                            const char* next_lines) {
   for (int64_t s = 0; s < steps; s++) {
     const uint8_t* line = w + s * PANEL * 4;
     if constexpr (STREAM)
       for (int v = 0; v < V; v++) ask_line<M <= INT8_TILE.waiting>(next_lines, s * V + v);
-    if constexpr (SPARE) {  // each value of x is broadcast once for all vectors
+    if constexpr (SPARE && sizeof(Quad) == 1) {  // each value of x is broadcast once for all vectors
       U32 lines[V];
       for (int v = 0; v < V; v++) lines[v] = load_line(line + v * 64);
       for (int m = 0; m < M; m++) {
-        const int32_t quad = quad_at(x + m * stride + 4 * s);
-        for (int v = 0; v < V; v++) ByteWeights(lines[v]).add_to(acc[m][v], quad);
+        for (int v = 0; v < V; v++) ByteWeights(lines[v]).add_to(acc[m][v], x + m * stride + 4 * s);
       }
     } else {
       EACH(v, V,
            const ByteWeights weights(load_line(line + v * 64));
-           EACH(m, M, weights.add_to(acc[m][v], quad_at(x + m * stride + 4 * s))));
+           EACH(m, M, weights.add_to(acc[m][v], x + m * stride + 4 * s)));
     }
   }
 }
@@ -146,7 +143,7 @@ INLINE void multiply_nibbles(I32 (&acc)[M][V], const uint8_t* w, const int8_t* x
 
 // int8 weights with one scale a row: their sums alone.
 template <int M, int V, bool STREAM>
-__attribute__((noinline)) static void tile_int8(const uint8_t* w, const int8_t* x, int64_t stride, int64_t steps, int32_t* sums, bool fresh,
+__attribute__((noinline)) static void tile_int8(const uint8_t* w, const Quad* x, int64_t stride, int64_t steps, int32_t* sums, bool fresh,
                       const char* next_lines) {
   I32 acc[M][V];
   EACH(m, M, EACH(v, V, acc[m][v] = fresh ? I32{} : load(sums + m * PANEL + v * LANES)));
@@ -158,7 +155,7 @@ __attribute__((noinline)) static void tile_int8(const uint8_t* w, const int8_t* 
 // `first` on. A group of 32 is four steps, so what is done once a group has to be short too.
 template <int BITS, int M, int V, bool STREAM>
 __attribute__((noinline)) static void tile_groups(const Groups& w, int64_t first, const Rows& x, int64_t row, float* sums) {
-  constexpr int32_t offset = BITS == 8 ? ByteWeights::surplus : 0, middle = BITS == 8 ? 0 : 8;
+  constexpr int32_t offset = BITS == 8 ? SURPLUS : 0, middle = BITS == 8 ? 0 : 8;
   const int64_t steps = w.size * BITS / 32, bytes = steps * PANEL * 4;
   const int32_t less = -(w.minima ? offset : offset + middle);
   for (int64_t i = 0; i < w.count; i++) {
@@ -183,9 +180,10 @@ __attribute__((noinline)) static void tile_groups(const Groups& w, int64_t first
       EACH(v, V,
            const I32 zero = load_int8(w.zeros + at + v * LANES) + offset;
            EACH(m, M, acc[m][v] = zero * -x_sums[m]));
-    const int8_t* q = x.q + row * x.stride + g * w.size;
-    if constexpr (BITS == 8) multiply_bytes<M, V, STREAM>(acc, lines + first * 64, q, x.stride, steps, next_lines);
-    else multiply_nibbles<M, V, STREAM>(acc, lines + first * 64, q, x.stride, steps, next_lines);
+    const int64_t from = row * x.stride + g * w.size;
+    if constexpr (BITS == 8)
+      multiply_bytes<M, V, STREAM>(acc, lines + first * 64, x.quads + from, x.stride, steps, next_lines);
+    else multiply_nibbles<M, V, STREAM>(acc, lines + first * 64, x.q + from, x.stride, steps, next_lines);
     asm("" ::: "memory");  // or g++ keeps sums in registers from group to group, and accumulators have none
     const float* x_scales = x.scales + g * x.rows + row;
     F32 scale[V];
@@ -238,7 +236,7 @@ static void product_int8(const Weight& w, const Rows& x, int64_t panel, int64_t 
   int64_t k = 0;
 #if defined(__AMX_TILE__)
   if (plane_rows >= AMX_INT8_ROWS) {
-    amx_sums<Dot::s8u8>(base, x.q + from_row * x.stride, x.stride, plane_rows, w.k, sums);
+    amx_sums<Dot::s8u8>(base, x.quads + from_row * x.stride, x.stride, plane_rows, w.k, sums);
     k = w.k / AMX_BYTES * AMX_BYTES;
   }
 #endif
@@ -247,7 +245,7 @@ static void product_int8(const Weight& w, const Rows& x, int64_t panel, int64_t 
     for_tiles<INT8_TILE>(plane_rows, [&](int64_t m, auto count, auto span, auto stream) {
       const uint8_t* lines = base + k * PANEL;
       for (int64_t first = 0; first < VECTORS; first += span)
-        tile_int8<count, span, stream>(lines + first * 64, x.q + (from_row + m) * x.stride + k, x.stride, steps,
+        tile_int8<count, span, stream>(lines + first * 64, x.quads + (from_row + m) * x.stride + k, x.stride, steps,
                                        sums + m * PANEL + first * LANES, k == 0, ahead_of(lines, first, steps));
     });
   }
@@ -256,7 +254,7 @@ static void product_int8(const Weight& w, const Rows& x, int64_t panel, int64_t 
       F32 total = {};
       for (int d = 0; d < x.planes; d++) {
         const int64_t row = m * x.planes + d;
-        F32 part = to_float(load(sums + row * PANEL + v * LANES) - ByteWeights::surplus * x.sums[from_row + row]);
+        F32 part = to_float(load(sums + row * PANEL + v * LANES) - SURPLUS * x.sums[from_row + row]);
         total = d + 1 < x.planes ? part * float(PLANE_BASE) : total + part;
       }
       F32 scale = load(static_cast<const float*>(w.scales) + panel * PANEL + v * LANES);

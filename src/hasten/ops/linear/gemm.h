@@ -92,7 +92,8 @@ constexpr int32_t PLANE_BASE = 255;
 // values for each row of x, `rows` in all, each with a scale and a sum for each of the weight's groups.
 struct Rows {
   Operand* plain = nullptr;  // of bf16 and fp8 weights
-  int8_t* q = nullptr;
+  Quad* quads = nullptr;     // of int8 and int6
+  int8_t* q = nullptr;       // of int4
   float* scales = nullptr;   // [groups][rows]
   int32_t* sums = nullptr;   // [groups][rows]: sum of the q of a group, for the weights' offset
   int planes = 1;

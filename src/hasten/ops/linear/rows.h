@@ -86,7 +86,8 @@ inline float largest_magnitude(const float* x, int64_t k) {
 // k values (a multiple of 16) to int8 planes, each with its scale and sum: x = scale·q, or scales[0]·high +
 // scales[1]·low with scales[0] = 255·scales[1]. With a NaN or an infinity among them the scale is NaN, and so is every
 // output that they reach. Values that are all below 1e-34 count as zeros: the scale's inverse would overflow.
-inline void quantize(const float* x, int64_t k, int planes, int64_t plane_stride, int8_t* q, float* scales, int32_t* sums) {
+template <class Q>
+void quantize(const float* x, int64_t k, int planes, int64_t plane_stride, Q* q, float* scales, int32_t* sums) {
   const float top = largest_magnitude(x, k);
   const bool finite = std::isfinite(top), any = finite && top > 1e-34f;
   const float steps = planes == 1 ? 127.0f : 127.0f * PLANE_BASE + 127.0f;
@@ -103,10 +104,10 @@ inline void quantize(const float* x, int64_t k, int planes, int64_t plane_stride
       high = nearest(to_float(n) * (1.0f / PLANE_BASE));  // never near a tie: 255 is odd
       const I32 low = n - high * PLANE_BASE;
       low_sum += low;
-      store_int8(q + plane_stride + i, low);
+      store_quantized(q + plane_stride + i, low);
     }
     high_sum += high;
-    store_int8(q + i, high);
+    store_quantized(q + i, high);
   }
   scales[0] = planes == 2 ? scale * PLANE_BASE : scale;
   sums[0] = sum_lanes(high_sum);
@@ -146,11 +147,12 @@ class Preparation {
   template <class T, int NUMBER>
   struct Slot { using type = T; static constexpr int number = NUMBER; };
   bool own() const { return rows_ <= 4; }
+  bool nibbles() const { return w_.format == Format::int4; }
   template <class Take>
   Rows place(const Take& take) const {
     Rows out;
     const bool plain = !w_.integers();
-    out.stride = plain ? spread_rows<Operand>(w_.k) : spread_rows<int8_t>(w_.k);
+    out.stride = plain ? spread_rows<Operand>(w_.k) : nibbles() ? spread_rows<int8_t>(w_.k) : spread_rows<Quad>(w_.k);
     out.planes = planes_;
     out.groups = w_.groups();
     if (plain) {
@@ -158,7 +160,8 @@ class Preparation {
       return out;
     }
     out.rows = rows_ * planes_;
-    out.q = take(out.rows * out.stride, Slot<int8_t, 4>{});
+    if (nibbles()) out.q = take(out.rows * out.stride, Slot<int8_t, 4>{});
+    else out.quads = take(out.rows * out.stride, Slot<Quad, 9>{});
     out.scales = take(out.rows * out.groups, Slot<float, 5>{});
     out.sums = take(out.rows * out.groups, Slot<int32_t, 6>{});
     return out;
@@ -172,9 +175,13 @@ class Preparation {
         continue;
       }
       const int64_t size = w_.k / out.groups;
-      for (int64_t g = 0; g < out.groups; g++)
-        quantize(wide + g * size, size, planes_, out.stride, out.q + m * planes_ * out.stride + g * size,
-                 out.scales + g * out.rows + m * planes_, out.sums + g * out.rows + m * planes_);
+      auto round = [&](auto* q) {
+        for (int64_t g = 0; g < out.groups; g++)
+          quantize(wide + g * size, size, planes_, out.stride, q + m * planes_ * out.stride + g * size,
+                   out.scales + g * out.rows + m * planes_, out.sums + g * out.rows + m * planes_);
+      };
+      if (nibbles()) round(out.q);
+      else round(out.quads);
     }
   }
   const Weight w_;
