@@ -1,6 +1,6 @@
 """Drafts in llama.cpp beside ours: the same pair, the same beginnings of held-out files, greedy, in interleaved rounds.
 
-    python benchmarks/llama_cpp_drafts.py --model runs/code-25m/model --draft runs/code-4m/model \\
+    python benchmarks/llama_cpp_drafts.py --model runs/code-45m/model --draft runs/code-4m/model \\
         --binary llama.cpp/build/bin/llama-speculative-simple --output benchmarks/results/llama-cpp-drafts.json
 
 The models are exported to GGUF files. llama.cpp proposes as many tokens as `--spec-draft-n-max` says: each of `lengths`
@@ -16,10 +16,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from drafted_ways import beginnings, generated, load
+from drafted_ways import beginnings, generated, load, losses
 
 TYPES = {"bfloat16": "BF16", "int8": "Q8_0", "int4": "Q4_0"}
 SPEED = re.compile(r"decoded\s+(\d+) tokens in\s+([\d.]+) seconds")
+KEPT = ("tokens_per_second", "acceptance", "repeated_16_grams")  # of ours
 TRIES = 3  # it sometimes ends before its last lines are written
 TAKEN = re.compile(r"n_(drafted|accept)\s*= (\d+)")
 
@@ -73,6 +74,7 @@ class LlamaCppDrafts:
         settings = {name: value for name, value in asdict(self).items() if not isinstance(value, Path | None)}
         settings |= {"model": self.model.parent.name, "draft": self.draft.parent.name}
         report = {"schema": 1, "machine": describe().to_json(), "llama_cpp": self.version(), "settings": settings}
+        report["held_out_loss"] = losses(self.model, self.draft, self.recipe)
         if self.output is not None:
             write_json(self.output, report | {"rows": rows})
 
@@ -112,7 +114,7 @@ class LlamaCppDrafts:
                     found.setdefault(("llama.cpp", name), []).extend([result] if number else [])
                 for name, draft in ours.items():
                     _, result = generated(model, draft, prompts, settings)
-                    kept = {key: result[key] for key in ("tokens_per_second", "acceptance") if key in result}
+                    kept = {key: result[key] for key in KEPT if key in result}
                     found.setdefault(("hasten", name), []).extend([kept] if number else [])
         rows = []
         for (program, name), results in found.items():

@@ -13,15 +13,13 @@ Every figure is the median over rounds of a ratio formed within a round.
 
 import json
 from dataclasses import asdict, dataclass
-from math import log
 from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import Any
 
 import torch
-from drafted_ways import EDITS, beginnings, changed, generated, load, served, written
-from quantize_perplexity import held_out
+from drafted_ways import EDITS, beginnings, changed, generated, load, losses, served, written
 
 import hasten
 from hasten.generation.speculation.cost import MOST_SECONDS, measure_step_cost
@@ -87,7 +85,11 @@ class Speculation:
                 tables = before.get("cost_table_seconds", {})
         rows = [*kept, *(row for weights in self.weights for row in self.of(weights))]
         rows.sort(key=lambda row: list(WEIGHTS).index(row["weights"]))
-        report |= {"held_out_loss": self.losses(), "cost_table_seconds": tables | self.table_seconds(), "rows": rows}
+        report |= {
+            "held_out_loss": losses(self.model, self.draft, self.recipe),
+            "cost_table_seconds": tables | self.table_seconds(),
+            "rows": rows,
+        }
         if self.output is not None:
             write_json(self.output, report)
         if self.picture is not None:
@@ -98,12 +100,6 @@ class Speculation:
         found = {name: value for name, value in asdict(self).items() if not isinstance(value, Path | None)}
         found.pop("weights")
         return found | {"model": self.model.parent.name, "draft": self.draft and self.draft.parent.name}
-
-    def losses(self) -> dict[str, float]:
-        """Of target and draft, nats per token on held-out files."""
-        texts = held_out(100_000, self.recipe)
-        folders = {"target": self.model} | ({} if self.draft is None else {"draft": self.draft})
-        return {name: log(hasten.perplexity(load(folder, None), texts).perplexity) for name, folder in folders.items()}
 
     def table_seconds(self) -> dict[str, float]:
         """What it takes to measure the table of costs, by the target's weights."""

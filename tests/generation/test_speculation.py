@@ -28,6 +28,7 @@ from hasten.generation.speculation import (
     suffix,
 )
 from hasten.generation.speculation import cost as costs
+from hasten.generation.speculation.build import automatic
 from hasten.generation.speculation.cost import ROWS
 from hasten.generation.speculation.price import Price
 from hasten.generation.speculation.suffix import SALTS
@@ -501,3 +502,15 @@ def test_drafts_that_do_not_fit_are_refused(model):
     for speculate in (0, 65, 2.5):
         with pytest.raises(ConfigError, match="speculate"):
             make_speculator(model, "suffix", speculate=speculate)
+
+
+def test_auto_drafts_only_where_the_text_stays_the_same():
+    stack, cpu, cuda = object(), torch.device("cpu"), torch.device("cuda")
+    for stack_there, dtype, device, wanted in (
+        (None, torch.float32, cpu, "suffix"),
+        (stack, torch.bfloat16, cpu, "suffix"),
+        (None, torch.bfloat16, cpu, "none"),
+        (None, torch.float32, cuda, "none"),
+        (stack, torch.bfloat16, cuda, "none"),
+    ):
+        assert automatic(SimpleNamespace(stack=stack_there, dtype=dtype, device=device)) == wanted

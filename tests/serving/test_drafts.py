@@ -3,15 +3,23 @@
 import asyncio
 import json
 import random
+from collections import Counter
+from dataclasses import replace
 
 import pytest
+import torch
 
+import hasten
 from drafting import proposing
-from hasten.generation.speculation import make_speculator
+from hasten.generation.params import SamplingParams
+from hasten.generation.sampling import RowParams, process
+from hasten.generation.speculation import Speculator, make_speculator
+from hasten.model.context import TrainingContext
+from hasten.model.fused import refusal
 from hasten.serving.api.settings import ServerSettings
 from hasten.serving.api.structured import Grammars
 from references import tiny_llama
-from serving_cases import Counting, make_engine, request, run
+from serving_cases import Counting, make_engine, request, run, tokens_of
 
 PROMPT = [5, 9, 13, 9, 13, 7, 9, 13]
 KINDS = {
@@ -65,6 +73,21 @@ def said(pieces):
 
 @pytest.mark.parametrize(("blocks", "cache"), [(200, "auto"), (20, "auto"), (20, "int8"), (20, "int4")])
 def test_answers_are_those_without_drafts(model, blocks, cache):
+    check_answers(model, blocks, cache)
+
+
+@pytest.mark.parametrize("weights", ["bfloat16", "int8", "int4"])
+def test_answers_by_the_native_kernels_are_those_without_drafts(weights):
+    model = tiny_llama().bfloat16()
+    model.generation = {"eos_token_id": 90}
+    if weights != "bfloat16":
+        hasten.quantize(model, hasten.Int8() if weights == "int8" else hasten.Int4(group_size=32))
+    if reason := refusal(model):
+        pytest.skip(reason)
+    check_answers(hasten.fuse(model), 20, "auto")
+
+
+def check_answers(model, blocks, cache):
     """Beside each other, with preemption (20 blocks), drafts with mistakes that run past ends and constraints."""
     plain = {name: said(pieces) for name, pieces in run(make_engine(model, kv_cache_dtype=cache), requests()).items()}
     assert 1 < len(plain["end of text"][0][0]) < 14
@@ -105,6 +128,47 @@ def test_a_draft_model_follows_sequences_that_come_and_go(model, count):
     proposer = engine.speculator.proposer
     assert not proposer._known  # nothing is kept of sequences that have ended
     proposer._blocks.check()
+
+
+def test_by_distribution_the_engine_draws_what_the_model_would(model, monkeypatch):
+    """Thousands of requests, whose second tokens are proposed by a model that is often wrong: each pair of tokens comes
+    as often as the model's own probabilities say. It is noticed if the draft's are taken to be others.
+    """
+    draft = tiny_llama()
+    torch.nn.init.zeros_(draft.blocks[-1].mlp.down.weight)
+    params = SamplingParams(temperature=1.3, top_k=4, max_new_tokens=3, ignore_eos=True)
+    settings, count = RowParams.stack([params], vocab_size=300), 3000
+    context = TrainingContext([layer.window for layer in model.config.layers])
+
+    def chances(tokens):
+        with torch.no_grad():
+            logits = model(torch.tensor([tokens]), torch.arange(len(tokens))[None], context)[0, -1:]
+        return process(logits, settings).softmax(-1)[0]
+
+    first = chances(PROMPT)
+    expected = {
+        (one, two): float(first[one] * second[two])
+        for one in first.nonzero().flatten().tolist()
+        for second in [chances([*PROMPT, one])]
+        for two in second.nonzero().flatten().tolist()
+    }
+
+    def chi_square():
+        engine = make_engine(model, blocks=2000, max_sequences=100, token_budget=1000, queue_limit=count)
+        engine.speculator = make_speculator(model, draft, accept="distribution")
+        engine.speculator.always = True
+        all_requests = [request(str(seed), PROMPT, params=replace(params, seed=seed)) for seed in range(count)]
+        found = run(engine, all_requests, check=False)
+        pairs = Counter(tuple(tokens_of(pieces)[:2]) for pieces in found.values())
+        assert engine.speculator.stats.acceptance > 0.1
+        assert set(pairs) <= set(expected)
+        return sum((pairs[pair] - count * share) ** 2 / (count * share) for pair, share in expected.items())
+
+    assert len(expected) == 16
+    assert chi_square() < 37.7  # of 15 degrees of freedom: above it in one of a thousand runs
+    own = Speculator.probabilities
+    monkeypatch.setattr(Speculator, "probabilities", lambda self, number: [q.square() for q in own(self, number)])
+    assert chi_square() > 37.7
 
 
 def test_suffix_learns_from_answers_of_its_tenant(model):

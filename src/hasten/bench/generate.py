@@ -123,7 +123,7 @@ class GenerateLadder(Ladder):
     gptq: str | None = None
     """Also measure gptq-int4-g32, of this folder; if there is none, the model is first quantized there (with stdlib as
     the calibration text). Without it the rung is measured only if --rungs names it, and its folder is not kept."""
-    draft: str | None = None
+    draft: str = "none"
     """Also measure speculation and, with --gptq, all-together, with drafts by this: suffix, a FOLDER with a smaller
     model, self:N-layers or self:int4. Needs --text, whose documents are the prompts of these rungs."""
     speculate: int | None = None
@@ -204,7 +204,7 @@ class GenerateLadder(Ladder):
 
     def _can_draft(self, mode: DecodeMode) -> bool:
         """Whether the rung has no drafts, or there is what proposes them."""
-        return not mode.drafted or (self.draft is not None and not (mode.gptq and self.draft == "self:int4"))
+        return not mode.drafted or (self.draft != "none" and not (mode.gptq and self.draft == "self:int4"))
 
     def show(self, report: Mapping[str, Any]) -> bool:
         """Print the table, and what is not in it, to standard error; whether any rung could be measured."""
@@ -254,7 +254,7 @@ class GenerateLadder(Ladder):
                 **{name: getattr(ladder, name) for name in SETTINGS},
                 "text_bytes": None if ladder.text is None else TEXT_BYTES,
                 "gptq": made_gptq,
-                "draft": None if ladder.draft is None else ladder.draft.rstrip("/").rsplit("/", 1)[-1],
+                "draft": None if ladder.draft == "none" else ladder.draft.rstrip("/").rsplit("/", 1)[-1],
                 "left_out": {name: why for name, why in self.left_out().items() if name not in rungs},
             },
             dtypes=("float32" if wide else ladder.dtype, *(("int8",) if integers else ())),
@@ -269,10 +269,10 @@ def _check(ladder: GenerateLadder) -> None:
     if ladder.gptq and (ladder.model is None or ladder.source.quantized() is not None):
         raise ConfigError("--gptq quantizes a checkpoint that is not quantized; give it with --model")
     check_least("--speculate", ladder.speculate)
-    if ladder.speculate is not None and ladder.draft is None:
+    if ladder.speculate is not None and ladder.draft == "none":
         raise ConfigError("--speculate says how long a draft may be; give --draft too")
-    if ladder.draft is not None:
-        if ladder.text is None or ladder.draft == "none":
+    if ladder.draft != "none":
+        if ladder.text is None:
             raise ConfigError("--draft takes suffix, a folder, self:N-layers or self:int4, and --text for its prompts")
         if ladder.source.quantized() is not None:
             raise ConfigError("--draft is measured on a checkpoint that is not quantized, which has all rungs")
@@ -324,7 +324,7 @@ class HeadsLadder(GenerateLadder):
     model: Suppress[str | None] = None  # a shape only: with other heads a checkpoint is no model
     text: Suppress[str | None] = None
     gptq: Suppress[str | None] = None
-    draft: Suppress[str | None] = None
+    draft: Suppress[str] = "none"
     speculate: Suppress[int | None] = None
     tensor_parallel: Suppress[int] = 1
     prompt_tokens: int = 2048

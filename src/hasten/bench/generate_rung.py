@@ -69,7 +69,6 @@ class GenerateRung:
         self.rows, cache = ladder.rows(mode), self.kv_cache_dtype
         self.streams: dict[str, Stream | DraftedStream] = {}
         if mode.drafted:
-            assert ladder.draft is not None, "the ladder has no such rung without a draft"
             draft = load_draft(ladder.draft, ladder.source, self.model)
             prompts = real_prompts(self.model, self.documents(ladder), ladder.prompt_tokens)
             self.streams[""] = DraftedStream(
