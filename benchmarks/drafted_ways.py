@@ -3,7 +3,8 @@
 import random
 import subprocess
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from math import log
 from pathlib import Path
 from statistics import median
@@ -28,6 +29,9 @@ REPOSITORY = Path(__file__).parent.parent
 EDITED = "783f8354"  # the last commit whose edits are taken
 EDITS = 8  # files
 EDIT_TOKENS = 300, 1500  # of a file
+# Steps of one of several that take turns: so few that the memory, whose speed changes within seconds, is as fast for
+# all, so many that what the others left in the caches counts little.
+TURN = 16
 Result = dict[str, float]
 
 
@@ -75,19 +79,51 @@ def facts(speculators: Sequence[Any], model: Any, context: float) -> dict[str, f
     }
 
 
-def generated(model: Any, draft: Any, prompts: list[list[int]], settings: dict[str, Any]) -> tuple[Any, Result]:
-    """One stream after the other."""
-    texts, timings, speculators = [], [], []
+class Stream:
+    """One stream after the other, and how fast they were."""
+
+    def __init__(self, model: Any, draft: Any, settings: dict[str, Any]) -> None:
+        self.model, self.draft, self.settings = model, draft, settings
+        self.texts: list[list[int]] = []
+        self.timings: list[Timing] = []
+        self.speculators: list[Any] = []
+        self.steps: Iterator[Any] = iter(())
+
+    def ask(self, prompt: list[int]) -> None:
+        """The next stream, which `some_steps` carries on."""
+        timing, speculator = Timing(), make_speculator(self.model, self.draft)
+        settings = {"ignore_eos": True, **self.settings}
+        self.steps = iter(Generation(self.model, [prompt], timing=timing, speculator=speculator, **settings))
+        self.timings.append(timing)
+        self.speculators.append(speculator)
+        self.texts.append([])
+
+    def some_steps(self) -> bool:
+        """False at the end of the text."""
+        steps = list(islice(self.steps, TURN))
+        self.texts[-1] += [token for step in steps for _, token, _ in step]
+        return len(steps) == TURN
+
+    def result(self, prompt_tokens: int) -> Result:
+        """Of all texts."""
+        speed = sum(t.decode_tokens for t in self.timings) / sum(t.decode_seconds for t in self.timings)
+        context = prompt_tokens + self.settings["max_new_tokens"] / 2
+        found = {"tokens_per_second": speed, "repeated_16_grams": median(repeated(text) for text in self.texts)}
+        return found | facts(self.speculators, self.model, context)
+
+
+def generated(
+    model: Any, drafts: dict[str, Any], prompts: list[list[int]], settings: dict[str, Any]
+) -> dict[str, tuple[Any, Result]]:
+    """Each prompt gone on with by each draft, which take turns."""
+    streams = {name: Stream(model, draft, settings) for name, draft in drafts.items()}
     for prompt in prompts:
-        timing, speculator = Timing(), make_speculator(model, draft)
-        run = Generation(model, [prompt], timing=timing, speculator=speculator, ignore_eos=True, **settings)
-        texts.append([token for step in run for _, token, _ in step])
-        timings.append(timing)
-        speculators.append(speculator)
-    speed = sum(t.decode_tokens for t in timings) / sum(t.decode_seconds for t in timings)
-    context = len(prompts[0]) + settings["max_new_tokens"] / 2
-    found = {"tokens_per_second": speed, "repeated_16_grams": median(repeated(text) for text in texts)}
-    return texts, found | facts(speculators, model, context)
+        for stream in streams.values():
+            stream.ask(prompt)
+        going = list(streams.values())
+        while going:
+            going = [stream for stream in going if stream.some_steps()][::-1]
+    return {name: (stream.texts, stream.result(len(prompts[0]))) for name, stream in streams.items()}
 
 
 def repeated(tokens: list[int], size: int = 16) -> float:
@@ -181,9 +217,9 @@ class Served:
             self.texts[name] = []
 
     def some_steps(self) -> None:
-        """So few that the memory is as fast for all that take turns, so many that caches count little."""
+        """Carry all on."""
         started = perf_counter()
-        for _ in range(16):
+        for _ in range(TURN):
             if self.engine.idle:
                 break
             for piece in self.engine.step():
@@ -203,7 +239,7 @@ class Served:
 def served(
     model: Any, drafts: dict[str, Any], batches: list[list[list[int]]], new_tokens: int
 ) -> dict[str, tuple[Any, Result]]:
-    """Each batch by an engine of each draft, which take turns: the memory's speed changes within seconds."""
+    """Each batch by an engine of each draft, which take turns."""
     engines = {name: Served(model, draft, new_tokens) for name, draft in drafts.items()}
     for batch in batches:
         for one in engines.values():

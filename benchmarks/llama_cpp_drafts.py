@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from drafted_ways import beginnings, generated, load, losses
+from drafted_ways import beginnings, generated, load, losses, repeated
 
 TYPES = {"bfloat16": "BF16", "int8": "Q8_0", "int4": "Q4_0"}
 SPEED = re.compile(r"decoded\s+(\d+) tokens in\s+([\d.]+) seconds")
@@ -110,10 +110,9 @@ class LlamaCppDrafts:
             found: dict[tuple[str, str], list[dict[str, float]]] = {}
             for number in range(self.rounds + 1):
                 for name, options in theirs.items():
-                    result = self.answered(folder, options)
+                    result = self.answered(folder, options, model.tokenizer)
                     found.setdefault(("llama.cpp", name), []).extend([result] if number else [])
-                for name, draft in ours.items():
-                    _, result = generated(model, draft, prompts, settings)
+                for name, (_, result) in generated(model, ours, prompts, settings).items():
                     kept = {key: result[key] for key in KEPT if key in result}
                     found.setdefault(("hasten", name), []).extend([kept] if number else [])
         rows = []
@@ -125,9 +124,9 @@ class LlamaCppDrafts:
             print(json.dumps(rows[-1]), flush=True)
         return rows
 
-    def answered(self, folder: Path, options: list[str]) -> dict[str, float]:
+    def answered(self, folder: Path, options: list[str], tokenizer: Any) -> dict[str, float]:
         """llama.cpp goes on with each prompt, each time in a process of its own."""
-        tokens, seconds, counts = 0, 0.0, {"drafted": 0, "accept": 0}
+        tokens, seconds, counts, shares = 0, 0.0, {"drafted": 0, "accept": 0}, []
         command = [self.binary, "-m", folder / "model.gguf", "-n", self.new_tokens, "-c", 1024, "-t", self.threads]
         command += ["-td", self.threads, "--temp", 0, "--top-k", 1, "--ignore-eos", *options]
         if "draft-simple" in options:
@@ -142,9 +141,11 @@ class LlamaCppDrafts:
             else:
                 raise SystemExit(f"{' '.join(whole)} failed:\n{done.stderr[-2000:]}")
             tokens, seconds = tokens + int(told[1]), seconds + float(told[2])
+            shares.append(repeated(tokenizer.encode(done.stdout.strip())[self.prompt_tokens :]))
             for name, count in TAKEN.findall(done.stdout + done.stderr):
                 counts[name] += int(count)
-        return {"tokens_per_second": tokens / seconds, "acceptance": counts["accept"] / max(1, counts["drafted"])}
+        found = {"tokens_per_second": tokens / seconds, "repeated_16_grams": median(shares)}
+        return found | {"acceptance": counts["accept"] / max(1, counts["drafted"])}
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ import hasten
 from hasten.generation.speculation.cost import MOST_SECONDS, measure_step_cost
 
 USELESS = "useless model"
+AGAIN = {"none again": "none"}  # what the ratios' medians are worth
 WEIGHTS = {"bfloat16": None, "int8": "int8", "int4": "int4"}
 
 
@@ -135,12 +136,9 @@ class Speculation:
             settings = {"temperature": temperature, "seed": self.seed, "max_new_tokens": self.new_tokens}
 
             def measure(some: dict[str, Any], settings: dict[str, Any] = settings) -> Any:
-                return {name: generated(model, draft, prompts, settings) for name, draft in some.items()}
+                return generated(model, some, prompts, settings)
 
-            found = contest(self.rounds, {name: one for name, one in drafts.items() if name != USELESS}, measure)
-            if USELESS in drafts:  # two hundredths are to be seen: more rounds, and what two equal runs differ by
-                few = {"none": "none", "none again": "none", USELESS: drafts[USELESS]}
-                found += contest(6 * self.rounds, few, measure)[1:]
+            found = contest(self.rounds, drafts | AGAIN, measure)
             rows += [{"temperature": temperature, **row} for row in found]
         return rows
 
@@ -162,9 +160,9 @@ class Speculation:
             # A few requests are soon answered, and drafts are good for some texts only: eight files at least.
             prompts = beginnings(model, self.recipe, max(8, count), self.prompt_tokens)
             batches = [prompts[at : at + count] for at in range(0, len(prompts), count)]
-            # Without drafts twice: what the ratios' medians are worth.
-            twice = drafts | {"none again": "none"}
-            found = contest(self.rounds, twice, lambda some, b=batches: served(model, some, b, self.new_tokens))
+            found = contest(
+                self.rounds, drafts | AGAIN, lambda some, b=batches: served(model, some, b, self.new_tokens)
+            )
             rows += [{"streams": count, **row} for row in found]
         return rows
 

@@ -1,6 +1,6 @@
 """Would trees of candidates pay? What a draft model's second and third choices add, against what their rows cost.
 
-    python benchmarks/trees.py --model runs/code-25m/model --draft runs/code-4m/model \\
+    python benchmarks/trees.py --model runs/code-45m/model --draft runs/code-4m/model \\
         --output benchmarks/results/trees.json
 
 The target goes on from held-out files, greedily. At every place the draft's candidates are ranked, and it is counted
@@ -79,7 +79,7 @@ class Trees:
         model = load(self.model, None)
         prompts = beginnings(model, self.recipe, self.prompts, self.prompt_tokens)
         settings = {"temperature": 0.0, "seed": 0, "max_new_tokens": self.new_tokens}
-        texts, _ = generated(model, "none", prompts, settings)
+        texts, _ = generated(model, {"none": "none"}, prompts, settings)["none"]
         draft, counts, total = hasten.load(self.draft, dtype="bfloat16"), [0] * RANKS, 0
         context = TrainingContext([layer.window for layer in draft.config.layers])
         for prompt, text in zip(prompts, texts, strict=True):
