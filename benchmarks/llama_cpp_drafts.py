@@ -74,8 +74,8 @@ class LlamaCppDrafts:
         settings = {name: value for name, value in asdict(self).items() if not isinstance(value, Path | None)}
         settings |= {"model": self.model.parent.name, "draft": self.draft.parent.name}
         report = {"schema": 1, "machine": describe().to_json(), "llama_cpp": self.version(), "settings": settings}
-        report["held_out_loss"] = losses(self.model, self.draft, self.recipe)
         if self.output is not None:
+            report["held_out_loss"] = losses(self.model, self.draft, self.recipe)
             write_json(self.output, report | {"rows": rows})
 
     def version(self) -> str:

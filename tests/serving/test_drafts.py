@@ -132,7 +132,7 @@ def test_a_draft_model_follows_sequences_that_come_and_go(model, count):
 
 def test_by_distribution_the_engine_draws_what_the_model_would(model, monkeypatch):
     """Thousands of requests, whose second tokens are proposed by a model that is often wrong: each pair of tokens comes
-    as often as the model's own probabilities say. It is noticed if the draft's are taken to be others.
+    as often as the model's own probabilities say. The test fails if the draft's are falsified.
     """
     draft = tiny_llama()
     torch.nn.init.zeros_(draft.blocks[-1].mlp.down.weight)

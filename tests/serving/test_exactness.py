@@ -148,8 +148,12 @@ def test_right_guesses_save_steps():
 @pytest.mark.parametrize(
     ("weights", "rows"),
     [
-        *((weights, "auto") for weights in ("bfloat16", "int8", "int4")),
-        *(("bfloat16", "int4"), ("int4", "int8"), ("int8", "int4")),
+        ("bfloat16", "auto"),
+        ("int8", "auto"),
+        ("int4", "auto"),
+        ("bfloat16", "int4"),
+        ("int4", "int8"),
+        ("int8", "int4"),
     ],
 )
 def test_the_native_kernels_give_the_same_bits_beside_anybody(weights, rows, drafts):

@@ -124,8 +124,8 @@ class GenerateLadder(Ladder):
     """Also measure gptq-int4-g32, of this folder; if there is none, the model is first quantized there (with stdlib as
     the calibration text). Without it the rung is measured only if --rungs names it, and its folder is not kept."""
     draft: str = "none"
-    """Also measure speculation and, with --gptq, all-together, with drafts by this: suffix, a FOLDER with a smaller
-    model, self:N-layers or self:int4. Needs --text, whose documents are the prompts of these rungs."""
+    """Unless none: also measure speculation and, with --gptq, all-together, with drafts by this: suffix, a FOLDER with
+    a smaller model, self:N-layers or self:int4. Needs --text, whose documents are the prompts of these rungs."""
     speculate: int | None = None
     """The most tokens of a draft."""
     tensor_parallel: int = 1

@@ -226,7 +226,7 @@ INLINE F32 dot_bf16(F32 acc, U32 line, uint32_t x) {
 INLINE void store_quantized(int8_t* p, I32 v) { store_int8(p, v); }
 
 #if HASTEN_VNNI || !defined(__AVX2__)
-using Quad = int8_t;  // what rows of x are, that int8 weights are multiplied with
+using ByteOperand = int8_t;  // what rows of x are, that int8 weights are multiplied with
 // acc += w·x for 16 rows: each 32-bit lane holds four unsigned bytes of a row, `quad` the four signed bytes of x.
 INLINE I32 dot_u8s8(I32 acc, U32 w, int32_t quad) {
 #if HASTEN_512
@@ -257,7 +257,7 @@ INLINE I32 dot_u8s8(I32 acc, U32 w, int32_t quad) {
 // Without VNNI: products of bytes summed in pairs of 16 bits (vpmaddubsw), which has to be done where no pair can be
 // larger than 32767; or products of 16 bits summed in pairs (vpmaddwd). For int8 weights the latter: bytes would take a
 // third multiplication, by the sign.
-using Quad = int16_t;  // four of them in the order k, k+2, k+1, k+3
+using ByteOperand = int16_t;  // of four the even ones, then the odd ones: k, k+2, k+1, k+3
 INLINE void store_quantized(int16_t* p, I32 v) {
 #if HASTEN_512
   const __m256i words = _mm512_cvtepi32_epi16((__m512i)v);

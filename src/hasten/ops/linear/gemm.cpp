@@ -45,7 +45,7 @@ INLINE const char* ahead_of(const void* block, int64_t first, int64_t steps) {
   return static_cast<const char*>(block) + AHEAD + first * steps * 64;
 }
 
-INLINE int32_t quad_at(const void* x) { int32_t quad; std::memcpy(&quad, x, 4); return quad; }
+INLINE int32_t word_at(const void* x) { int32_t word; std::memcpy(&word, x, 4); return word; }
 
 // Four int8 weights of each of 16 rows, as they are packed: 128 too large, which is left in the sums.
 constexpr int32_t SURPLUS = 128;
@@ -53,26 +53,26 @@ struct ByteWeights {
 #if HASTEN_VNNI || !defined(__AVX2__)
   U32 w;
   INLINE explicit ByteWeights(U32 line) : w(line) {}
-  INLINE void add_to(I32& acc, const int8_t* x) const { acc = dot_u8s8(acc, w, quad_at(x)); }
+  INLINE void add_to(I32& acc, const int8_t* x) const { acc = dot_u8s8(acc, w, word_at(x)); }
 #else
   U32 even, odd;
   INLINE explicit ByteWeights(U32 line) : even(line & 0x00ff00ffu), odd(odd_bytes(line)) {}
   INLINE void add_to(I32& acc, const int16_t* x) const {
-    accumulate(acc, dot_words(even, splat(quad_at(x))));
-    accumulate(acc, dot_words(odd, splat(quad_at(x + 2))));
+    accumulate(acc, dot_words(even, splat(word_at(x))));
+    accumulate(acc, dot_words(odd, splat(word_at(x + 2))));
   }
 #endif
 };
 
 // acc[m][v] += w·x over `steps` steps of four values.
 template <int M, int V, bool STREAM>
-INLINE void multiply_bytes(I32 (&acc)[M][V], const uint8_t* w, const Quad* x, int64_t stride, int64_t steps,
+INLINE void multiply_bytes(I32 (&acc)[M][V], const uint8_t* w, const ByteOperand* x, int64_t stride, int64_t steps,
                            const char* next_lines) {
   for (int64_t s = 0; s < steps; s++) {
     const uint8_t* line = w + s * PANEL * 4;
     if constexpr (STREAM)
       for (int v = 0; v < V; v++) ask_line<M <= INT8_TILE.waiting>(next_lines, s * V + v);
-    if constexpr (SPARE && sizeof(Quad) == 1) {  // each value of x is broadcast once for all vectors
+    if constexpr (SPARE && sizeof(ByteOperand) == 1) {  // each value of x is broadcast once for all vectors
       U32 lines[V];
       for (int v = 0; v < V; v++) lines[v] = load_line(line + v * 64);
       for (int m = 0; m < M; m++) {
@@ -110,10 +110,10 @@ INLINE void multiply_nibbles(I32 (&acc)[M][V], const uint8_t* w, const int8_t* x
       // Two loads of 4 bytes, each broadcast as it is read: 8 at once would pass through a general register, and
       // moving them from there to all lanes costs as much as a dot product.
       const int8_t* from = x + m * stride + 8 * s;
-      for (int v = 0; v < V; v++) acc[m][v] = dot_u8s8(acc[m][v], low[v], quad_at(from));
+      for (int v = 0; v < V; v++) acc[m][v] = dot_u8s8(acc[m][v], low[v], word_at(from));
       for (int v = 0; v < V; v++) {
         I32& sum = APART ? sixteenfold[m][v] : acc[m][v];
-        sum = dot_u8s8(sum, high[v], quad_at(from + 4));
+        sum = dot_u8s8(sum, high[v], word_at(from + 4));
       }
     }
   }
@@ -132,9 +132,9 @@ INLINE void multiply_nibbles(I32 (&acc)[M][V], const uint8_t* w, const int8_t* x
       const int8_t* from = x + 8 * t;
       EACH(v, V,
            const U32 low = load_line(line + v * 64) & nibbles;
-           EACH(m, M, add_pairs(pairs[m][v], pairs_u8s8(low, splat(quad_at(from + m * stride)))));
+           EACH(m, M, add_pairs(pairs[m][v], pairs_u8s8(low, splat(word_at(from + m * stride)))));
            const U32 high = (load_line(line + v * 64) >> 4) & nibbles;
-           EACH(m, M, add_pairs(pairs[m][v], pairs_u8s8(high, splat(quad_at(from + m * stride + 4))))));
+           EACH(m, M, add_pairs(pairs[m][v], pairs_u8s8(high, splat(word_at(from + m * stride + 4))))));
     }
     EACH(m, M, EACH(v, V, acc[m][v] += sum_pairs(pairs[m][v])));
   }
@@ -143,7 +143,7 @@ INLINE void multiply_nibbles(I32 (&acc)[M][V], const uint8_t* w, const int8_t* x
 
 // int8 weights with one scale a row: their sums alone.
 template <int M, int V, bool STREAM>
-__attribute__((noinline)) static void tile_int8(const uint8_t* w, const Quad* x, int64_t stride, int64_t steps, int32_t* sums, bool fresh,
+__attribute__((noinline)) static void tile_int8(const uint8_t* w, const ByteOperand* x, int64_t stride, int64_t steps, int32_t* sums, bool fresh,
                       const char* next_lines) {
   I32 acc[M][V];
   EACH(m, M, EACH(v, V, acc[m][v] = fresh ? I32{} : load(sums + m * PANEL + v * LANES)));
@@ -182,7 +182,7 @@ __attribute__((noinline)) static void tile_groups(const Groups& w, int64_t first
            EACH(m, M, acc[m][v] = zero * -x_sums[m]));
     const int64_t from = row * x.stride + g * w.size;
     if constexpr (BITS == 8)
-      multiply_bytes<M, V, STREAM>(acc, lines + first * 64, x.quads + from, x.stride, steps, next_lines);
+      multiply_bytes<M, V, STREAM>(acc, lines + first * 64, x.bytes + from, x.stride, steps, next_lines);
     else multiply_nibbles<M, V, STREAM>(acc, lines + first * 64, x.q + from, x.stride, steps, next_lines);
     asm("" ::: "memory");  // or g++ keeps sums in registers from group to group, and accumulators have none
     const float* x_scales = x.scales + g * x.rows + row;
@@ -236,7 +236,7 @@ static void product_int8(const Weight& w, const Rows& x, int64_t panel, int64_t 
   int64_t k = 0;
 #if defined(__AMX_TILE__)
   if (plane_rows >= AMX_INT8_ROWS) {
-    amx_sums<Dot::s8u8>(base, x.quads + from_row * x.stride, x.stride, plane_rows, w.k, sums);
+    amx_sums<Dot::s8u8>(base, x.bytes + from_row * x.stride, x.stride, plane_rows, w.k, sums);
     k = w.k / AMX_BYTES * AMX_BYTES;
   }
 #endif
@@ -245,7 +245,7 @@ static void product_int8(const Weight& w, const Rows& x, int64_t panel, int64_t 
     for_tiles<INT8_TILE>(plane_rows, [&](int64_t m, auto count, auto span, auto stream) {
       const uint8_t* lines = base + k * PANEL;
       for (int64_t first = 0; first < VECTORS; first += span)
-        tile_int8<count, span, stream>(lines + first * 64, x.quads + (from_row + m) * x.stride + k, x.stride, steps,
+        tile_int8<count, span, stream>(lines + first * 64, x.bytes + (from_row + m) * x.stride + k, x.stride, steps,
                                        sums + m * PANEL + first * LANES, k == 0, ahead_of(lines, first, steps));
     });
   }

@@ -84,16 +84,16 @@ struct Weight {
   int64_t panel_bytes() const { return k * PANEL * bits() / 8; }
 };
 
-// Two planes of an activation: x = scale·(255·high + low), both from -127 to 127. (With 256 a plane could be -128, whose
-// magnitude is no signed byte.)
+// Two planes of an activation: x = scale·(255·high + low), both from -127 to 127. (255 is odd, so that
+// rounding a quotient by it never meets a tie.)
 constexpr int32_t PLANE_BASE = 255;
 
 // Rows of x as the kernel wants them, `stride` values apart. bf16 and fp8 weights: rows of k values. Others: `planes` rows of k
 // values for each row of x, `rows` in all, each with a scale and a sum for each of the weight's groups.
 struct Rows {
-  Operand* plain = nullptr;  // of bf16 and fp8 weights
-  Quad* quads = nullptr;     // of int8 and int6
-  int8_t* q = nullptr;       // of int4
+  Operand* plain = nullptr;      // of bf16 and fp8 weights
+  ByteOperand* bytes = nullptr;  // of int8 and int6
+  int8_t* q = nullptr;           // of int4
   float* scales = nullptr;   // [groups][rows]
   int32_t* sums = nullptr;   // [groups][rows]: sum of the q of a group, for the weights' offset
   int planes = 1;

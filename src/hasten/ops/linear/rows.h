@@ -152,7 +152,8 @@ class Preparation {
   Rows place(const Take& take) const {
     Rows out;
     const bool plain = !w_.integers();
-    out.stride = plain ? spread_rows<Operand>(w_.k) : nibbles() ? spread_rows<int8_t>(w_.k) : spread_rows<Quad>(w_.k);
+    const int64_t bytes = nibbles() ? spread_rows<int8_t>(w_.k) : spread_rows<ByteOperand>(w_.k);
+    out.stride = plain ? spread_rows<Operand>(w_.k) : bytes;
     out.planes = planes_;
     out.groups = w_.groups();
     if (plain) {
@@ -161,7 +162,7 @@ class Preparation {
     }
     out.rows = rows_ * planes_;
     if (nibbles()) out.q = take(out.rows * out.stride, Slot<int8_t, 4>{});
-    else out.quads = take(out.rows * out.stride, Slot<Quad, 9>{});
+    else out.bytes = take(out.rows * out.stride, Slot<ByteOperand, 4>{});
     out.scales = take(out.rows * out.groups, Slot<float, 5>{});
     out.sums = take(out.rows * out.groups, Slot<int32_t, 6>{});
     return out;
@@ -181,7 +182,7 @@ class Preparation {
                    out.scales + g * out.rows + m * planes_, out.sums + g * out.rows + m * planes_);
       };
       if (nibbles()) round(out.q);
-      else round(out.quads);
+      else round(out.bytes);
     }
   }
   const Weight w_;
