@@ -174,7 +174,7 @@ CHOICES = (  # what a user wants, the options for it, the row that shows what it
         "a third of the memory, little loss",
         "`--scheme int4 --group-size 32 --method gptq`",
         "int4 g32 gptq",
-        "13 minutes in groups of 128",
+        "15 minutes",
     ),
     ("the smallest file", "`--scheme int3 --method gptq --gptaq`", "int3 g128 gptaq", "not measured"),
     ("the best of the smallest", "`--scheme int3 --method sign`", "int3 g128 sign", "not measured: 4,800 TFLOP"),
