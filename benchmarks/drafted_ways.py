@@ -88,12 +88,14 @@ class Stream:
         self.timings: list[Timing] = []
         self.speculators: list[Any] = []
         self.steps: Iterator[Any] = iter(())
+        self.prompt_tokens = 0  # of the latest
 
     def ask(self, prompt: list[int]) -> None:
         """The next stream, which `some_steps` carries on."""
         timing, speculator = Timing(), make_speculator(self.model, self.draft)
         settings = {"ignore_eos": True, **self.settings}
         self.steps = iter(Generation(self.model, [prompt], timing=timing, speculator=speculator, **settings))
+        self.prompt_tokens = len(prompt)
         self.timings.append(timing)
         self.speculators.append(speculator)
         self.texts.append([])
@@ -104,10 +106,10 @@ class Stream:
         self.texts[-1] += [token for step in steps for _, token, _ in step]
         return len(steps) == TURN
 
-    def result(self, prompt_tokens: int) -> Result:
+    def result(self) -> Result:
         """Of all texts."""
         speed = sum(t.decode_tokens for t in self.timings) / sum(t.decode_seconds for t in self.timings)
-        context = prompt_tokens + self.settings["max_new_tokens"] / 2
+        context = self.prompt_tokens + self.settings["max_new_tokens"] / 2
         found = {"tokens_per_second": speed, "repeated_16_grams": median(repeated(text) for text in self.texts)}
         return found | facts(self.speculators, self.model, context)
 
@@ -115,15 +117,19 @@ class Stream:
 def generated(
     model: Any, drafts: dict[str, Any], prompts: list[list[int]], settings: dict[str, Any]
 ) -> dict[str, tuple[Any, Result]]:
-    """Each prompt gone on with by each draft, which take turns."""
-    streams = {name: Stream(model, draft, settings) for name, draft in drafts.items()}
-    for prompt in prompts:
-        for stream in streams.values():
-            stream.ask(prompt)
-        going = list(streams.values())
+    """Each prompt gone on with by each draft."""
+    return in_turns({name: Stream(model, draft, settings) for name, draft in drafts.items()}, prompts)
+
+
+def in_turns(contestants: dict[str, Any], questions: Sequence[Any]) -> dict[str, tuple[Any, Result]]:
+    """All are asked one question after the other, and take turns with the answer; texts and result of each."""
+    for question in questions:
+        for one in contestants.values():
+            one.ask(question)
+        going = list(contestants.values())
         while going:
-            going = [stream for stream in going if stream.some_steps()][::-1]
-    return {name: (stream.texts, stream.result(len(prompts[0]))) for name, stream in streams.items()}
+            going = [one for one in going if one.some_steps()][::-1]
+    return {name: (one.texts, one.result()) for name, one in contestants.items()}
 
 
 def repeated(tokens: list[int], size: int = 16) -> float:
@@ -199,12 +205,11 @@ class Served:
     def __init__(self, model: Any, draft: Any, new_tokens: int) -> None:
         speculator = make_speculator(model, draft, tokens=64 * 1024)
         self.engine = Engine(model, model.tokenizer, EngineSettings(cache_bytes=512 << 20), speculator=speculator)
-        drafting = (
-            [] if speculator is None or not isinstance(speculator.proposer, DraftModel) else [speculator.proposer]
-        )
-        for cache in (self.engine.runner.cache, *(proposer.cache for proposer in drafting)):
-            for tensor in (*cache.k, *cache.v):
-                tensor.zero_()
+        caches = [self.engine.runner.cache]
+        if speculator is not None and isinstance(speculator.proposer, DraftModel):
+            caches.append(speculator.proposer.cache)
+        for tensor in (tensor for cache in caches for tensor in (*cache.k, *cache.v)):
+            tensor.zero_()
         self.params = SamplingParams(temperature=0, max_new_tokens=new_tokens, ignore_eos=True)
         self.texts: dict[str, list[int]] = {}
         self.seconds = 0.0
@@ -216,8 +221,8 @@ class Served:
             self.engine.add(Request(id=name, prompt=tuple(prompt), params=self.params))
             self.texts[name] = []
 
-    def some_steps(self) -> None:
-        """Carry all on."""
+    def some_steps(self) -> bool:
+        """Carry all on; False when all are answered."""
         started = perf_counter()
         for _ in range(TURN):
             if self.engine.idle:
@@ -225,6 +230,7 @@ class Served:
             for piece in self.engine.step():
                 self.texts[piece.request_id].extend(piece.tokens)
         self.seconds += perf_counter() - started
+        return not self.engine.idle
 
     def result(self) -> Result:
         """Of all answers."""
@@ -239,14 +245,5 @@ class Served:
 def served(
     model: Any, drafts: dict[str, Any], batches: list[list[list[int]]], new_tokens: int
 ) -> dict[str, tuple[Any, Result]]:
-    """Each batch by an engine of each draft, which take turns."""
-    engines = {name: Served(model, draft, new_tokens) for name, draft in drafts.items()}
-    for batch in batches:
-        for one in engines.values():
-            one.ask(batch)
-        order = list(engines.values())
-        while any(not one.engine.idle for one in order):
-            for one in order:
-                one.some_steps()
-            order.reverse()
-    return {name: (one.texts, one.result()) for name, one in engines.items()}
+    """Each batch by an engine of each draft."""
+    return in_turns({name: Served(model, draft, new_tokens) for name, draft in drafts.items()}, batches)
