@@ -2,7 +2,7 @@
 
     python benchmarks/compare_training.py --nanogpt FOLDER --output benchmarks/results/train-nanogpt.json
     python benchmarks/compare_training.py --device cuda --shape gpt2-124m --nanogpt HEAD --others B3C17C6 77E7E04 \\
-        --steps 20 --output benchmarks/results/train-nanogpt-gpt2-124m.json          # not yet run on a GPU
+        --steps 20 --output benchmarks/results/train-nanogpt-gpt2-124m.json
 
 Each folder is a checkout of github.com/karpathy/nanoGPT; only its model.py and what train.py does with it are used.
 On a CPU: compiled, float32 (its choice there; --nanogpt-bf16 patches it to bfloat16 autocast), 6 layers, 384 wide, 6
@@ -66,7 +66,7 @@ class Compare:
     shape: Literal["character", "gpt2-124m", "tiny"] = "character"
     """What is trained."""
     device: str = "cpu"
-    """cpu, or cuda (not yet run there)."""
+    """cpu, or cuda."""
     rounds: int = 6
     """0: only the losses, of --total steps."""
     steps: int = 2

@@ -19,7 +19,7 @@ SWEEP = tuple(itertools.product((64, 128), (32, 64, 128), (4, 8), (2, 3, 4)))
 
 
 def flash(*, device: str, tune: bool) -> list[dict[str, Any]]:
-    """Milliseconds, TFLOP/s and the ratio of the medians, causal, in bfloat16; rounds of the two interleaved."""
+    """Milliseconds, TFLOP/s and the ratio of the medians, causal, in bfloat16; rounds interleaved; cuDNN's beside."""
     found = []
     for heads, kv_heads, size, tokens in SHAPES if device != "cpu" else ((2, 1, 16, 64),):
         batch = max(1, TOKENS // tokens) if device != "cpu" else 1
@@ -36,6 +36,8 @@ def flash(*, device: str, tune: bool) -> list[dict[str, Any]]:
                 "ours": _step(_ours, q, k, v, weight, backward=backward),
                 "pytorch": _step(_pytorch if device != "cpu" else _pytorch_any, q, k, v, weight, backward=backward),
             }
+            if device != "cpu" and size <= 128:
+                runs["cudnn"] = _step(_cudnn, q, k, v, weight, backward=backward)
             times: dict[str, list[float]] = {name: [] for name in runs}
             for _ in range(ROUNDS):
                 for name, run in runs.items():
@@ -60,6 +62,11 @@ def _ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def _pytorch(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        return _pytorch_any(q, k, v)
+
+
+def _cudnn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
         return _pytorch_any(q, k, v)
 
 

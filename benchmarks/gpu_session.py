@@ -11,6 +11,7 @@ The JSON is written again after every step, so that a session that ends early ke
 """
 
 import argparse
+import itertools
 import json
 import statistics
 import subprocess
@@ -37,14 +38,16 @@ GPT_FAST_70B = {"int8 on 8 GPUs": {"tokens_per_second": 55.0}}
 RUNGS = {
     "bf16-eager": ("bfloat16", 0, False, False),
     "bf16-graph": ("bfloat16", 0, True, False),
-    "bf16-compiled-graph": ("bfloat16", 0, True, True),
     "int8-graph": ("int8", 0, True, False),
-    "int8-compiled-graph": ("int8", 0, True, True),
     "int4-g128-graph": ("int4", 128, True, False),
+    "int4-g32-graph": ("int4", 32, True, False),
+    "bf16-compiled-graph": ("bfloat16", 0, True, True),
+    "int8-compiled-graph": ("int8", 0, True, True),
     "int4-g128-compiled-graph": ("int4", 128, True, True),
     "int4-g32-compiled-graph": ("int4", 32, True, True),
 }
 PROMPT, NEW, ROUNDS = 512, 64, 3
+COLD_BYTES = 200 << 20  # more than any cache holds
 TESTS = (
     "ops/test_triton_linear.py",
     "ops/test_triton_decode.py",
@@ -148,37 +151,47 @@ def measure(
 
 
 def products(*, device: str, tune: bool, bandwidth: float) -> list[dict[str, Any]]:
-    """The Triton products of llama-7b's matrices alone, from cold caches; with `tune`, each candidate configuration."""
-    from triton.testing import do_bench
+    """The Triton products of llama-7b's matrices alone, as in a CUDA graph, one weight after the other so that none is
+    in a cache; with `tune`, each candidate configuration for one row.
+    """
+    from triton.testing import do_bench_cudagraph
 
     from hasten.ops.linear import INT8, PackedLinear, int4_format
     from hasten.ops.linear.layouts import Operands
     from hasten.ops.linear.triton_linear import Config, choose, few_rows
 
     found = []
-    for n, k in ((4096, 4096), (11_008, 4096), (4096, 11_008), (32_000, 4096)):
+    for n, k in ((4096, 4096), (11_008, 4096), (4096, 11_008), (32_000, 4096))[: 2 if tune else 4]:
         for format, group_size in (("int8", 0), ("int4", 128), ("int4", 32)):
             stored = INT8 if format == "int8" else int4_format(group_size, scale_dtype=torch.float16)
-            layer = PackedLinear(k, n, stored, device=device, kernel="triton")
-            data, scales = layer.data.random_(), layer.scales.uniform_(0, 1e-3)
-            for rows in (1, 4, 16):
+            each = n * k * stored.bits // 8
+            layers = [PackedLinear(k, n, stored, device=device, kernel="triton") for _ in range(COLD_BYTES // each + 1)]
+            weights = [
+                Operands(layer.data.random_(), layer.scales.uniform_(0, 1e-3), None, None, None, n, stored)
+                for layer in layers
+            ]
+            size = weights[0].data.nbytes + weights[0].scales.nbytes
+            for rows in (1,) if tune else (1, 4, 16):
                 x = torch.randn(rows, k, device=device, dtype=torch.bfloat16)
                 group_bytes = group_size * stored.bits // 8
-                usual = choose(rows, n, group_bytes)
+                usual = choose(rows, n, group_bytes, stored.bits)
                 configs = [usual]
                 if tune:
+                    steps = (group_bytes,) if group_size else (64, 128, 256)
+                    tried = itertools.product((8, 16, 32, 64, 128), steps, (1, 2, 4, 8), (1, 2, 4), (4,))
                     configs += [
-                        Config(block_n=size, block_j=group_bytes or step, splits=splits, warps=warps, stages=stages)
-                        for size in ((16, 32, 64, 128) if rows == 1 else (64, 128))
-                        for step in ((128,) if group_size else (64, 128, 256))
-                        for splits in (1, 2, 4, 8)
-                        for warps in (2, 4, 8)
-                        for stages in (2, 4)
+                        Config(block_n=wide, block_j=step, splits=splits, warps=warps, stages=stages)
+                        for wide, step, splits, warps, stages in tried
+                        if wide * step // 16 // 32 in (warps // 2, warps, 2 * warps)  # about 16 bytes a thread
                     ]
                 for config in configs:
-                    arguments = (x, Operands(data, scales, None, None, None, n, stored))
-                    ms = do_bench(lambda a=arguments, c=config: few_rows(*a, config=c), warmup=5, rep=20)
-                    gb = (data.nbytes + scales.nbytes) / (ms / 1e3)
+
+                    def run(config: Config = config, x: torch.Tensor = x, weights: list[Operands] = weights) -> None:
+                        for weight in weights:
+                            few_rows(x, weight, config=config)
+
+                    ms = do_bench_cudagraph(run, rep=20) / len(weights)
+                    gb = size / (ms / 1e3)
                     entry = {"n": n, "k": k, "format": format, "group_size": group_size, "rows": rows}
                     entry |= {"config": repr(config), "ms": ms, "bandwidth": gb, "mbu": gb / bandwidth}
                     found.append(entry | {"chosen": config == usual})
@@ -231,7 +244,7 @@ def main() -> None:
 
     bandwidth = read_bandwidth(device=options.device)
     report: dict[str, Any] = {
-        "machine": describe(),
+        "machine": describe().to_json(),
         "torch": torch.__version__,
         "bandwidth": bandwidth,
         "settings": {"prompt_tokens": PROMPT, "new_tokens": NEW, "rounds": ROUNDS, "batch": 1, "weights": "random"},

@@ -46,7 +46,7 @@ def explicit(q, k, v, *, scale=None, softcap=None, bias=None, alibi=None, **hidd
     batch, _, heads, size = q.shape
     groups = heads // k.shape[2]
     scale = size**-0.5 if scale is None else scale
-    seen, distance = seen_by(q, k, **hidden)
+    seen, distance = (x.to(q.device) for x in seen_by(q, k, **hidden))
     if bias is not None:
         bias = bias.to(q.dtype).expand(batch, heads, q.shape[1], k.shape[1])
     sequences = []

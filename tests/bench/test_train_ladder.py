@@ -111,8 +111,11 @@ def test_techniques_of_a_rung_are_those_below_it_but_what_they_replace() -> None
     assert switched_on("layer-drop", CPU) == (*native, "layer dropping, θ = 0.5")
     assert "checkpoint-offload" in CUDA
     assert "checkpoint-offload" not in CPU
-    assert "flash attention" in switched_on("checkpoint-full", CUDA)
-    assert techniques("checkpoint-full", CUDA).attention == "flash"
+    names = list(CUDA)
+    assert names.index("flash") == names.index("bf16") + 1
+    assert "flash attention" in switched_on("fused-optimizer-and-loss", CUDA)
+    assert techniques("flash", CUDA).precision == "bfloat16"
+    assert techniques("checkpoint-full", CUDA).attention == "flash-triton"
     assert techniques("native-kernels", CPU).attention is None
     last = techniques("layer-drop", CPU)
     assert (last.checkpointing, last.layer_drop, last.loss) == ("none", 0.5, None)

@@ -169,6 +169,7 @@ def test_moving_packs_for_the_kernel_of_the_new_device(format, group_size, activ
     assert layer.kernel in TORCHS
 
 
+@pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize(("format", "group_size", "activations"), LAYERS)
 def test_to_a_gpu_and_back(format, group_size, activations):

@@ -13,28 +13,13 @@ from hypothesis import strategies as st
 from hasten.errors import ConfigError
 from hasten.ops.loss import KERNELS, LossRequest, linear_cross_entropy, rows_of_a_chunk
 from hasten.ops.loss.chunked import chunked
-from hasten.ops.loss.kernels import Head, reference, torch_loss
+from hasten.ops.loss.kernels import reference, torch_loss
 from hasten.ops.picker import explain
+from loss_cases import check_triton_loss, inputs, results
+from triton_cases import needs_gpu, run_interpreted
 
 HAS_TORCH = hasattr(torch.nn.functional, "linear_cross_entropy")
 NEEDS_TORCH = pytest.mark.skipif(not HAS_TORCH, reason="this torch has no linear_cross_entropy")
-
-
-def inputs(*, rows=13, hidden=8, vocab=21, padding=3, dtype=torch.float64, masked=0.3, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(rows, hidden, generator=generator, dtype=torch.float64)
-    weight = torch.randn(vocab + padding, hidden, generator=generator, dtype=torch.float64)
-    bias = torch.randn(vocab + padding, generator=generator, dtype=torch.float64)
-    targets = torch.randint(0, vocab, (rows,), generator=generator)
-    targets[torch.rand(rows, generator=generator) < masked] = -100
-    return [t.to(dtype).requires_grad_() for t in (x, weight, bias)], targets
-
-
-def results(run, leaves, targets, *, vocab_size, softcap=None, factor=0.37, with_bias=True, **options):
-    x, weight, bias = (leaf.detach().clone().requires_grad_() for leaf in leaves)
-    loss = run(x, targets, Head(weight, vocab_size, bias if with_bias else None, softcap), **options)
-    (loss * factor).backward()
-    return loss.detach(), x.grad, weight.grad, bias.grad
 
 
 @settings(max_examples=60)
@@ -126,7 +111,7 @@ def test_leading_dimensions_and_no_gradient():
         ({"targets": torch.zeros(5, dtype=torch.int64)}, "leading shape"),
         ({"vocab_size": 25}, "has 24 rows"),
         ({"targets": torch.zeros(13, dtype=torch.int32)}, "targets int64"),
-        ({"kernel": "fast"}, "no kernel 'fast'; known: torch, chunked, reference"),
+        ({"kernel": "fast"}, "no kernel 'fast'; known: chunked-triton, torch, chunked, reference"),
         ({"kernel": "torch", "softcap": 3.0}, "kernel 'torch' cannot be used here"),
     ],
 )
@@ -191,3 +176,16 @@ def test_a_loss_over_two_devices_is_refused():
     (x, weight, _), targets = inputs()
     with pytest.raises(ConfigError, match="found cpu, meta and cpu"):
         linear_cross_entropy(x, weight.to("meta"), targets)
+
+
+@pytest.mark.slow
+def test_triton_in_its_interpreter():
+    run_interpreted("ops/interpreted_loss.py")
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_triton_on_a_gpu(dtype, with_bias):
+    check_triton_loss("cuda", dtype, rows=300, hidden=128, vocab=9000, padding=24, with_bias=with_bias)

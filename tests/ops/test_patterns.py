@@ -1,5 +1,6 @@
 """Sparse patterns as data: published layouts, and what must hold for every pattern whatever its parameters."""
 
+import itertools
 import subprocess
 import sys
 from pathlib import Path
@@ -260,20 +261,25 @@ def test_flex_attention_takes_the_layout_as_block_numbers():
 
 
 @settings(max_examples=30)
-@given(patterns, st.integers(1, 100), st.integers(0, 3))
-def test_flex_sees_the_blocks_of_the_layout(pattern, queries, blocks_before):
-    keys = queries + blocks_before * pattern.block
-    mask = BlockMask.of(pattern, keys, queries=queries, heads=2)
-    seen = mask.flex(queries, torch.device("cpu")).to_dense()[0]
-    for head, strings in enumerate(map(mask.layout.strings, range(mask.heads))):
-        assert ["".join(map(str, row)) for row in seen[head].tolist()] == list(strings)
-
-
-def test_flex_blocks_are_partial_on_the_diagonal_only():
-    mask = BlockMask.of(Strided(block=32), 256).flex(256, torch.device("cpu"))
-    assert mask.kv_num_blocks.tolist() == [[[1] * 8]]
-    assert mask.kv_indices[0, 0, :, 0].tolist() == list(range(8))
-    assert mask.full_kv_num_blocks[0, 0].tolist() == [0, 1, 1, 1, 2, 2, 2, 2]
+@given(patterns, st.integers(1, 300), st.integers(0, 150))
+def test_flex_sees_what_the_layout_shows(pattern, queries, before):
+    """Its function says it of every pair, and its tiles of 128 are those of which anything, and all, is seen."""
+    mask = BlockMask.of(pattern, queries + before, queries=queries, heads=2)
+    expected = mask.dense(queries, queries + before, torch.device("cpu"))
+    flex = mask.flex(queries, torch.device("cpu"))
+    heads, own, keys = (torch.arange(size) for size in expected.shape)
+    found = flex.mask_mod(0, heads[:, None, None], own[:, None], keys)
+    assert torch.equal(found.expand_as(expected), expected)
+    padding = (0, -expected.shape[2] % 128, 0, -expected.shape[1] % 128)
+    tiles = torch.nn.functional.pad(expected, padding).unflatten(1, (-1, 128)).unflatten(3, (-1, 128))
+    some, whole = tiles.any(4).any(2), tiles.all(4).all(2)
+    for seen, counts, columns in (
+        (some & ~whole, flex.kv_num_blocks, flex.kv_indices),
+        (whole, flex.full_kv_num_blocks, flex.full_kv_indices),
+    ):
+        for place in itertools.product(*map(range, counts[0].shape)):
+            named = columns[0][place][: counts[0][place]].tolist()
+            assert named == seen[place].nonzero().flatten().tolist()
 
 
 def test_masks_of_other_lengths_are_refused():
@@ -282,8 +288,6 @@ def test_masks_of_other_lengths_are_refused():
         BlockMask.of(Local(block=16), 100).dense(10, 101, cpu)
     with pytest.raises(ConfigError, match="last 20 positions; found 21"):
         BlockMask.of(Local(block=16), 100, queries=10).dense(21, 100, cpu)
-    with pytest.raises(ConfigError, match="do not begin at one of the blocks"):
-        BlockMask.of(Local(block=16), 100, queries=10).flex(10, cpu)
     with pytest.raises(ConfigError, match="cannot be the mask of 65 keys"):
         BlockMask(Local(block=16).layout(4), 65)
     with pytest.raises(ConfigError, match="at least one; found 0"):

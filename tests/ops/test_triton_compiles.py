@@ -49,8 +49,8 @@ def test_product(compiled, dtype, one_row, bits, block_j, zeros):
     from hasten.ops.linear.triton_linear import choose
 
     grouped = bits == 4 or zeros
-    config = choose(1 if one_row else 16, 4096, block_j if grouped else 0)
-    assert config.block_j == block_j
+    config = choose(1 if one_row else 16, 4096, block_j if grouped else 0, bits)
+    assert config.block_j == (block_j if grouped or not one_row else 64)
     types = {
         "x": f"*{dtype}",
         "data": "*i8" if bits == 8 else "*u8",

@@ -39,6 +39,7 @@ def test_refuses_in_words(changes, reason, monkeypatch):
 
 def test_is_taken_on_cuda(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     choice = explain(KERNELS, request())
     assert choice.kernel == "triton"

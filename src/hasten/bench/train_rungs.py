@@ -3,7 +3,7 @@
 - explicit-float32: eager, attention that writes the whole score matrix, float32.
 - math: PyTorch's unfused attention.
 - memory-efficient: attention in chunks; on a CPU, where PyTorch has none, ours.
-- flash: PyTorch's FlashAttention.
+- flash: PyTorch's FlashAttention; on CUDA after bf16, since it multiplies in half precision only.
 - compile: torch.compile, block by block.
 - fp16: matrix products in float16 (autocast), the loss scaled so that gradients do not vanish; weights, gradients and
   the loss stay in float32.
@@ -13,7 +13,7 @@
 - padded-vocabulary: rows of embedding and head rounded up to a multiple of 64 (50,257 -> 50,304, 65 -> 128).
 - fused-optimizer-and-loss: one kernel updates many tensors; head and cross-entropy without all logits in memory.
 - keep-memory: freed memory stays in the process, in large pages (Linux, CPU).
-- native-kernels: attention, activations and joined projections of ours (CPU).
+- native-kernels: attention, activations and joined projections of ours; on CUDA FlashAttention in Triton.
 - checkpoint-selective, checkpoint-full: activations computed again. They save memory, not time.
 - checkpoint-offload: as checkpoint-full, with the inputs of blocks on the host (not on a CPU).
 - layer-drop: the share of blocks that progressive layer dropping leaves in the end (θ = 0.5), without checkpointing.
@@ -101,7 +101,7 @@ def rank_recipes(
 ) -> dict[str, tuple[Recipe, tuple[str, ...]]]:
     """As `recipes`, of several processes."""
     all_on = cumulative(possible(device, vocab_size=vocab_size))
-    techniques = all_on["native-kernels" if "native-kernels" in all_on else "fused-optimizer-and-loss"][0]
+    techniques = all_on["native-kernels" if device == "cpu" else "fused-optimizer-and-loss"][0]
     known = dict(RANK_RUNGS)
     if techniques.precision == "float32":  # masters stand behind weights in 16 bits
         del known["zero-3-masters"]
@@ -124,7 +124,11 @@ def possible(device: str, *, vocab_size: int | None, wanted: tuple[str, ...] = (
     if vocab_size is not None and vocab_size % PADDING == 0:
         reasons["padded-vocabulary"] = f"{vocab_size:,} tokens are a multiple of {PADDING} already"
     if device != "cpu":
-        reasons["keep-memory"] = reasons["native-kernels"] = "it concerns training on a CPU"
+        names = [name for name in found if name != "flash"]
+        names.insert(names.index("bf16") + 1, "flash")  # it multiplies in half precision only
+        found = {name: found[name] for name in names}
+        found["native-kernels"] = ("FlashAttention of ours, in Triton", {"attention": "flash-triton"})
+        reasons["keep-memory"] = "it concerns training on a CPU"
     else:  # PyTorch has no memory-efficient attention there
         reasons["checkpoint-offload"] = "what a CPU computes with is on the host already"
         found["memory-efficient"] = (RUNGS["memory-efficient"][0], {"attention": "chunked"})

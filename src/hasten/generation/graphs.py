@@ -4,7 +4,7 @@ A step of a 7 B model is some 500 kernels, which the host launches more slowly t
 same kernels on the same addresses, so everything a step reads or changes stands in tensors that never move: the tokens,
 the positions (which the step itself advances), the cache, the logits. Nothing that Python computes may differ from one
 step to the next, since Python runs only while the graph is captured. Blocks that torch.compile compiled are captured
-like any others. Not yet run on a GPU (docs/gpu-status.md).
+like any others.
 """
 
 from collections.abc import Callable, Sequence

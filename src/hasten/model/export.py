@@ -248,7 +248,7 @@ class _Plan:
         if device == "meta":
             weight = empty_weight(self._size(ours), layer.weight, torch.device(device))
         else:
-            weight = self.quantized.weight(self._owner(ours))
+            weight = self.quantized.weight(self._owner(ours)).map(lambda tensor: tensor.to(device))
         in_vocabulary = ours in ("embedding.weight", "head.weight")
         return weight.rows(slice(self.model.config.vocab_size)) if in_vocabulary else weight
 

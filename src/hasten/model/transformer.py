@@ -82,10 +82,11 @@ class Attention(nn.Module):
         )
         self.bind()
 
-    def request(self) -> AttentionRequest:
-        """What a kernel has to serve here."""
+    def request(self, dtype: torch.dtype | None = None) -> AttentionRequest:
+        """What a kernel has to serve here, in another dtype than the weights' where one is given."""
         like = request_of(self.q)
-        dtype = torch.float32 if isinstance(getattr(self.q, "base", self.q), WideLinear) else like.dtype
+        wide = isinstance(getattr(self.q, "base", self.q), WideLinear)
+        dtype = dtype or (torch.float32 if wide else like.dtype)
         sparse = self.block_size is not None
         return AttentionRequest(
             spec=self.spec,
@@ -96,9 +97,12 @@ class Attention(nn.Module):
             dropout=self.dropout > 0,
         )
 
-    def bind(self, kernel: str | None = None) -> None:
-        """Choose the attention kernels for the weights' device and dtype, or the one named where it serves."""
-        self.kernels = LayerAttention.bind(self.request(), forced=kernel)
+    def bind(self, kernel: str | None = None, *, dtype: torch.dtype | None = None) -> None:
+        """Choose the attention kernels for the weights' device and dtype, or the one named where it serves.
+
+        dtype: of the products under autocast, where the weights are in another.
+        """
+        self.kernels = LayerAttention.bind(self.request(dtype), forced=kernel)
 
     @property
     def takes_intervals(self) -> bool:
@@ -370,8 +374,10 @@ class Transformer(nn.Module):
         """The blocks are those of this file, and not fused ones."""
         return all(isinstance(block, Block) for block in self.blocks)
 
-    def bind(self, *, attention: str | None = None, loss: str | None = None) -> None:
+    def bind(self, *, attention: str | None = None, loss: str | None = None, dtype: torch.dtype | None = None) -> None:
         """Choose every layer's kernels anew, or force one by name; needed after moving to another device or dtype.
+
+        dtype: of the products, where autocast will have them in another than the weights'.
 
         Where none is named here, the loss's is the first that fits each call, whose dtype autocast decides; one that
         was named before is forgotten.
@@ -383,7 +389,7 @@ class Transformer(nn.Module):
         choose_width(self)
         for layer in self.modules():
             if isinstance(layer, Attention):
-                layer.bind(attention)
+                layer.bind(attention, dtype=dtype)
 
 
 def require_model(model: object, caller: str) -> None:

@@ -7,7 +7,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+ASSUMED_CAPABILITY = (9, 0)  # Hopper, where a GPU is asked about that is not here
 LEAST_CAPABILITY = (8, 0)  # Ampere: the first whose tensor cores take bfloat16
+
+
+def compute_capability(device: torch.device) -> tuple[int, int]:
+    """Of a CUDA device, or Hopper's where there is no device to ask."""
+    return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else ASSUMED_CAPABILITY
 
 
 def refusal(device: torch.device, capability: Callable[[], tuple[int, int]] | None = None) -> str | None:
@@ -23,7 +29,7 @@ def refusal(device: torch.device, capability: Callable[[], tuple[int, int]] | No
         return "the package triton is not installed"
     if interpreted:
         return None
-    found = torch.cuda.get_device_capability(device) if capability is None else capability()
+    found = compute_capability(device) if capability is None else capability()
     if found < LEAST_CAPABILITY:
         name = torch.cuda.get_device_name(device) if capability is None else str(device)
         return f"it needs compute capability 8.0 or later, {name} has {'.'.join(map(str, found))}"

@@ -222,8 +222,10 @@ def _logits(config: ModelConfig, use: TrainingUse, size: int) -> int:
         return 4 * tokens * config.hidden_size
     if use.loss == "reference":  # their logarithms, and the gradients of both, in float32
         return 12 * tokens * vocab
-    from hasten.ops.loss import rows_of_a_chunk
+    from hasten.ops.loss import TRITON_CHUNK_ELEMENTS, rows_of_a_chunk
 
+    if use.loss == "chunked-triton":  # the gradient in the place of the logits
+        return min(tokens, rows_of_a_chunk(vocab, elements=TRITON_CHUNK_ELEMENTS)) * vocab * size
     # The gradient in float32, in the dtype of the products, and as the product reads it.
     return min(tokens, rows_of_a_chunk(vocab)) * vocab * (4 + (2 * size if size < 4 else 0))
 

@@ -131,7 +131,7 @@ def training_step(
     if recipe.parallel.policy == "float32-masters":
         model.to(precision.dtype)
     model = split(model, ranks, recipe.parallel.replicas)
-    choose_kernels(model, attention_kernel(recipe, model.device), techniques.loss)
+    choose_kernels(model, attention_kernel(recipe, model.device), techniques.loss, precision.dtype)
     if techniques.fused_activation:
         fuse_activations(model, precision.dtype)
     if techniques.joined_projections and on_cpu:
@@ -222,14 +222,15 @@ def attention_kernel(recipe: Recipe, device: torch.device) -> str | None:
     return techniques.attention
 
 
-def choose_kernels(model: Transformer, attention: str | None, loss: str | None) -> None:
+def choose_kernels(model: Transformer, attention: str | None, loss: str | None, dtype: torch.dtype) -> None:
     """The fastest attention and loss kernels that fit, or those named. Raises ConfigError for unknown ones.
 
-    The native attention is compiled before it is chosen: if that fails, or PyTorch's is faster, it is not taken.
+    dtype: of the matrix products; on a CPU every kernel takes the weights' own. The native attention is compiled before
+    it is chosen: if that fails, or PyTorch's is faster, it is not taken.
     """
     if model.device.type == "cpu" and attention in (None, "native", "native-sparse"):
         library(part="training")
-    model.bind(attention=attention, loss=loss)
+    model.bind(attention=attention, loss=loss, dtype=None if model.device.type == "cpu" else dtype)
     for module in [module for module in model.modules() if isinstance(module, Attention)][:1]:
         tokens, dropout = module.kernels.tokens.name, module.kernels.dropout.name
         if module.dropout and tokens != dropout and (attention or module.block_size):

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 TILE = 64  # queries and keys of a tile of train.cpp
 CELL = 16  # the smallest piece of a tile that can be hidden
 WHOLE = 0xFFFF
+FLEX = 128  # queries and keys of flex_attention's own tiles, which its kernels divide as they like
 
 Form = TypeVar("Form")
 
@@ -122,10 +123,7 @@ class BlockMask:
             self._blocks()
 
     def flex(self, queries: int, device: torch.device) -> flex_attention.BlockMask:
-        """flex_attention's mask of the last `queries` positions, from block numbers; no n × n matrix is made.
-
-        Raises ConfigError where the first query does not stand at the begin of a block.
-        """
+        """flex_attention's mask of the last `queries` positions, from block numbers; no n × n matrix is made."""
         self.check(queries, self.keys)
         return self._form((queries, device), lambda: _flex(self.layout, queries, self.keys, device))
 
@@ -208,31 +206,43 @@ def _tile_row(layout: BlockLayout, rows: tuple[Sequence[int], ...], tile: int) -
 
 
 def _flex(layout: BlockLayout, queries: int, keys: int, device: torch.device) -> flex_attention.BlockMask:
+    """In tiles of FLEX positions: those seen as a whole, and those of which the blocks say what is seen."""
     # Imported here, because it brings the compiler's symbolic mathematics along.
     from torch.nn.attention import flex_attention
 
-    offset = keys - queries
-    if offset % layout.block:
-        raise ConfigError(
-            f"flex_attention counts blocks from the first query; {queries} queries of {keys} keys do not begin at one "
-            f"of the blocks of {layout.block} positions"
-        )
-    skip = offset // layout.block - layout.first_row  # rows of the layout before the first query
-    present = dense_blocks(layout)[:, skip:].to(device)  # (1 or H, rows, columns)
-    columns = torch.arange(layout.blocks_k, device=device)
-    own = columns[layout.first_row + skip :, None]
-    partial = present & (own == columns) & layout.causal  # the diagonal: only there causality hides something
+    offset, block, first_row, several = keys - queries, layout.block, layout.first_row, len(layout.heads) > 1
+    seen = dense_blocks(layout).to(device)  # (1 or H, rows, columns)
+    places = torch.arange(keys, device=device)
+    own = places[offset:]
+    # One side after the other, so that no n x n matrix is made: is any, is all of a tile seen?
+    sides = [(own // block - first_row, 1), (places // block, 2)]
+    some = whole = seen
+    for index, side in sides:
+        some = _by_tiles(some.index_select(side, index), side).any(dim=side + 1)
+        whole = _by_tiles(whole.index_select(side, index), side).all(dim=side + 1)
+    if layout.causal:
+        first, last = own[::FLEX, None], (own[::FLEX, None] + FLEX - 1)  # of a tile's queries
+        starts = places[::FLEX]
+        some, whole = some & (starts <= last), whole & (starts + FLEX - 1 <= first)
 
-    def earlier(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return query + offset >= key
+    def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        query = query + offset
+        found = seen[head if several else 0, query // block - first_row, key // block]
+        return found & (query >= key) if layout.causal else found
 
     return flex_attention.BlockMask.from_kv_blocks(
-        *_counted(partial),
-        *_counted(present & ~partial),
-        BLOCK_SIZE=layout.block,
-        mask_mod=earlier if layout.causal else None,
+        *_counted(some & ~whole),
+        *_counted(whole),
+        BLOCK_SIZE=FLEX,
+        mask_mod=visible,
         seq_lengths=(queries, keys),
     )
+
+
+def _by_tiles(seen: Tensor, side: int) -> Tensor:
+    """Positions along a side -> (tiles, FLEX) there; behind the last position nothing is seen."""
+    padding = [0, 0] * (seen.dim() - 1 - side) + [0, -seen.shape[side] % FLEX]
+    return torch.nn.functional.pad(seen, padding).unflatten(side, (-1, FLEX))
 
 
 def _counted(present: Tensor) -> tuple[Tensor, Tensor]:

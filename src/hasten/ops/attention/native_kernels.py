@@ -35,7 +35,7 @@ def native(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, inputs: Attenti
 
 
 def flex(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, inputs: AttentionInputs = PLAIN) -> Tensor:
-    """A block pattern through PyTorch's flex_attention, compiled: absent blocks are skipped. Not yet run on a GPU."""
+    """A block pattern through PyTorch's flex_attention, compiled: absent blocks are skipped."""
     # Imported here, because it brings the compiler's symbolic mathematics along.
     from torch.nn.attention.flex_attention import flex_attention
 
@@ -97,13 +97,6 @@ def flex_unsupported(request: AttentionRequest) -> str | None:
         return "flex_attention has no backward pass on a CPU"
     if (found := request.given(*BESIDE_BLOCKS, "key_lengths", "documents", "dropout")) is not None:
         return f"with a block mask it takes no {found}"
-    if request.queries is None or request.keys is None:
-        return None
-    if (request.keys - request.queries) % request.block_size:
-        return (
-            f"it counts blocks from the first query, and {request.queries} queries over {request.keys} keys do not "
-            f"begin at one of the blocks of {request.block_size} positions"
-        )
     return None
 
 

@@ -15,7 +15,7 @@ from hasten.ops.attention import native_kernels, sdpa_rules
 from hasten.ops.attention.block_mask import BlockMask
 from hasten.ops.attention.checks import DTYPES, check, check_tensors
 from hasten.ops.attention.chunked import chunked
-from hasten.ops.attention.inputs import PLAIN, AttentionInputs, Documents, Intervals, alibi_slopes
+from hasten.ops.attention.inputs import PLAIN, AttentionInputs, Documents, Intervals, alibi_slopes, as_autocast
 from hasten.ops.attention.inputs import causal as causal_mask
 from hasten.ops.attention.reference import reference
 from hasten.ops.attention.regroup import regrouped, regroups
@@ -55,15 +55,26 @@ def _flash_triton_unsupported(request: AttentionRequest) -> str | None:
     return triton_support.refusal(request.device, request.compute_capability)
 
 
-def _flash_triton_opt_in(request: AttentionRequest) -> str:
-    return "it has not run on a GPU yet: only by name"
+HOPPER = (9, 0)
+LONG = 2048  # queries
+
+
+def _flash_triton_opt_in(request: AttentionRequest) -> str | None:
+    """Why it waits to be asked for, from what was measured on an H100 (benchmarks/results/gpu-session.json)."""
+    if request.device.type == "cpu" or request.compute_capability() != HOPPER:
+        return "it was measured on Hopper GPUs only: elsewhere by name"
+    if request.queries is None or request.queries < LONG:
+        return f"from {LONG:,} queries on it is faster than PyTorch's; on few its launch costs the host more"
+    if request.spec.head_dim > 128 and request.gradient is not False:
+        return "its backward pass is slower than PyTorch's with heads above 128"
+    return None
 
 
 def _flash_triton(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, inputs: AttentionInputs = PLAIN) -> Tensor:
     """FlashAttention in Triton, imported only where it is taken."""
     from hasten.ops.attention.flash_triton import flash_triton
 
-    return flash_triton(q, k, v, spec, inputs)
+    return flash_triton(*as_autocast(q, k, v), spec, inputs)
 
 
 def _chunked_unsupported(request: AttentionRequest) -> str | None:
@@ -84,8 +95,8 @@ KERNELS: tuple[Kernel[AttentionRequest], ...] = (
     Kernel("native", native_kernels.native, native_kernels.native_unsupported, native_kernels.native_opt_in),
     Kernel("native-sparse", native_kernels.native, native_kernels.native_sparse_unsupported),
     Kernel("flex", native_kernels.flex, native_kernels.flex_unsupported, native_kernels.flex_opt_in),
-    Kernel("flash", only(SDPBackend.FLASH_ATTENTION), sdpa_rules.flash, sdpa_rules.flash_opt_in),
     Kernel("flash-triton", _flash_triton, _flash_triton_unsupported, _flash_triton_opt_in),
+    Kernel("flash", only(SDPBackend.FLASH_ATTENTION), sdpa_rules.flash, sdpa_rules.flash_opt_in),
     Kernel("memory-efficient", memory_efficient, sdpa_rules.memory_efficient, sdpa_rules.one_by_one),
     Kernel("cudnn", only(SDPBackend.CUDNN_ATTENTION), sdpa_rules.cudnn, sdpa_rules.one_by_one),
     Kernel("sdpa", sdpa, sdpa_rules.any_backend, sdpa_rules.named_instead),

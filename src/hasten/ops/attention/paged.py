@@ -81,7 +81,7 @@ def native(q: Tensor, view: KVView, *, spec: AttentionSpec, **unused: object) ->
 
 
 def triton(q: Tensor, view: KVView, *, spec: AttentionSpec, **unused: object) -> Tensor:
-    """CUDA's decode kernel, for which every token of a chunk is a sequence of its own. Not yet run on a GPU."""
+    """CUDA's decode kernel, for which every token of a chunk is a sequence of its own."""
     # Imported here, because it imports Triton: only where the kernel is taken.
     from hasten.ops.attention.triton_decode import over_view
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from hasten.ops.triton_support import compute_capability
+
 HALVES = (torch.bfloat16, torch.float16)
 LARGEST_HEAD = 256  # elements, of every kernel that has a limit
 # The flags of a request in words, in the order in which a refusal names them.
@@ -21,7 +23,6 @@ GIVEN = {
     "block_mask": "block mask",
     "dropout": "dropout",
 }
-ASSUMED_CAPABILITY = (9, 0)  # of a CUDA device that is asked about on a machine without one: Hopper
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,8 +112,4 @@ class AttentionRequest:
 
     def compute_capability(self) -> tuple[int, int]:
         """Of the CUDA device: the one given, the device's own, or Hopper's where there is no device to ask."""
-        if self.capability is not None:
-            return self.capability
-        if not torch.cuda.is_available():
-            return ASSUMED_CAPABILITY
-        return torch.cuda.get_device_capability(self.device)
+        return compute_capability(self.device) if self.capability is None else self.capability

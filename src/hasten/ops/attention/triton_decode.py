@@ -2,7 +2,7 @@
 
 Every program takes `SPLIT` keys of one key/value head, for all the query heads that share it, so that keys and values
 are read once; a second kernel adds the parts up in a fixed order. The size of the parts is fixed: a sequence's result
-does not depend on what else is in the batch. Not yet run on a GPU (docs/gpu-status.md).
+does not depend on what else is in the batch.
 
 Import this file only where the kernel is taken; it imports Triton and registers the operator.
 """

@@ -1,6 +1,5 @@
 """The linear product on CUDA: Triton for up to 16 rows, PyTorch's product of the dequantized weight for more.
 
-Not yet run on a GPU (docs/gpu-status.md): the configurations come from counting bytes in flight, not from tuning.
 Import this file only where the kernel is taken; it imports Triton and registers the operator.
 """
 
@@ -31,24 +30,35 @@ class Config:
     stages: int = 3
 
 
-# Programs that a product is cut into, at least: with 4 warps each, enough bytes under way for the memory's latency on
-# the 132 multiprocessors of a Hopper GPU. A constant, so that results do not depend on the device.
-PROGRAMS_ONE_ROW = 1056
+# Programs that a product is cut into, at least: enough bytes under way for the memory's latency on the 132
+# multiprocessors of a Hopper GPU. A constant, so that results do not depend on the device.
+PROGRAMS_ONE_ROW = 1000
 PROGRAMS_FEW_ROWS = 528
-MOST_SPLITS = 16
+MOST_SPLITS = {True: 8, False: 16}  # for one row, for several
 
 
-def choose(rows: int, out_features: int, group_bytes: int) -> Config:
-    """The configuration for a product of so many rows and outputs; group_bytes: of a group of weights, 0: of a row."""
-    block_j = group_bytes or 128  # a step is a group
-    # 16 bytes a step for each thread of 4 warps; the tensor cores' tile has 64 rows of weights.
-    block_n = max(16 if rows == 1 else 64, 2048 // block_j)
+def choose(rows: int, out_features: int, group_bytes: int, bits: int = 8) -> Config:
+    """The configuration for a product of so many rows and outputs; group_bytes: of a group of weights, 0: of a row.
+
+    For one row the fastest of `gpu_session.py kernels --tune` on an H100, over two sizes: 1,024 bytes a step, by few
+    threads where each byte has two weights to be spread.
+    """
+    one = rows == 1
+    block_j = group_bytes or (64 if one else 128)  # a step is a group
+    # Several rows: 16 bytes a step for each thread of 4 warps; the tensor cores' tile has 64 rows of weights.
+    block_n = 1024 // block_j if one else max(64, 2048 // block_j)
     tiles = triton.cdiv(out_features, block_n)
-    wanted = PROGRAMS_ONE_ROW if rows == 1 else PROGRAMS_FEW_ROWS
+    wanted = PROGRAMS_ONE_ROW if one else PROGRAMS_FEW_ROWS
     splits = 1
-    while splits < MOST_SPLITS and tiles * splits < wanted:
+    while splits < MOST_SPLITS[one] and tiles * splits < wanted:
         splits *= 2
-    return Config(block_n=block_n, block_j=block_j, splits=splits)
+    return Config(
+        block_n=block_n,
+        block_j=block_j,
+        splits=splits,
+        warps=1 if one and bits == 4 else 4,
+        stages=4 if one else 3,
+    )
 
 
 def linear(x: Tensor, weight: Operands) -> Tensor:
@@ -91,7 +101,7 @@ def few_rows(x: Tensor, weight: Operands, *, config: Config | None = None) -> Te
     rows, k = x.shape
     n = weight.out_features
     format = weight.format
-    config = config or choose(rows, n, _group_bytes(format))
+    config = config or choose(rows, n, _group_bytes(format), format.bits)
     pieces = weight.data.shape[0]
     steps = triton.cdiv(pieces, config.block_j // PIECE)
     steps_per_split = triton.cdiv(steps, min(config.splits, steps))

@@ -7,6 +7,7 @@ backward pass is two multiplications by a scalar. The same three matrix products
 rows x vocabulary. The idea is that of Liger (arXiv 2410.10989) and of PyTorch's own chunked loss.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from hasten.ops.loss.kernels import IGNORED, Head
 
 # Logits in memory at once: 64 MiB in float32. More rows a chunk read the weight less often, which no longer shows here.
 CHUNK_ELEMENTS = 1 << 24
+TRITON_CHUNK_ELEMENTS = 1 << 27  # 256 MiB in 16 bits: a GPU wants large products, and one kernel works on them
 ROW_MULTIPLE = 64
 
 
@@ -25,13 +27,25 @@ def chunked(x: Tensor, targets: Tensor, head: Head, *, chunk_rows: int | None = 
     chunk_rows: rows of x whose logits are made at a time (None: some 64 MiB of them). Its backward pass can run once.
     """
     rows = chunk_rows or rows_of_a_chunk(head.weight.shape[0])
-    loss: Tensor = _Chunked.apply(x, head.weight, head.bias, targets, head, rows, torch.is_grad_enabled())
-    return loss
+    return _chunks(x, targets, head, rows, _loss_and_gradient)
 
 
-def rows_of_a_chunk(width: int) -> int:
+def chunked_triton(x: Tensor, targets: Tensor, head: Head, *, chunk_rows: int | None = None) -> Tensor:
+    """As `chunked`, with one Triton kernel for what stands between a chunk's products; imported only where taken."""
+    from hasten.ops.loss.triton_loss import loss_and_gradient
+
+    rows = chunk_rows or rows_of_a_chunk(head.weight.shape[0], elements=TRITON_CHUNK_ELEMENTS)
+    return _chunks(x, targets, head, rows, loss_and_gradient)
+
+
+def rows_of_a_chunk(width: int, *, elements: int = CHUNK_ELEMENTS) -> int:
     """How many rows of `width` logits are made at a time."""
-    return max(1, CHUNK_ELEMENTS // width // ROW_MULTIPLE) * ROW_MULTIPLE
+    return max(1, elements // width // ROW_MULTIPLE) * ROW_MULTIPLE
+
+
+def _chunks(x: Tensor, targets: Tensor, head: Head, rows: int, make: Callable[..., Tensor | None]) -> Tensor:
+    loss: Tensor = _Chunked.apply(x, head.weight, head.bias, targets, head, rows, torch.is_grad_enabled(), make)
+    return loss
 
 
 class _Chunked(torch.autograd.Function):
@@ -45,6 +59,7 @@ class _Chunked(torch.autograd.Function):
         head: Head,
         rows: int,
         grad_enabled: bool,
+        make: Callable[..., Tensor | None],
     ) -> Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)
         by_x, by_weight, by_bias = (grad_enabled and needed for needed in ctx.needs_input_grad[:3])
@@ -55,11 +70,12 @@ class _Chunked(torch.autograd.Function):
         grad_bias = torch.zeros(weight.shape[0], dtype=wide, device=x.device) if by_bias else None
         for start in range(0, x.shape[0], rows):
             part, wanted = x[start : start + rows], targets[start : start + rows]
-            gradient = _loss_and_gradient(part, wanted, head, loss, need=by_x or by_weight or by_bias)
-            if gradient is None:
+            need = by_x or by_weight or by_bias
+            gradient = make(part, wanted, head, loss, need=need)
+            if gradient is None or not need:
                 continue
             if grad_bias is not None:
-                grad_bias += gradient.sum(0)
+                grad_bias += gradient.sum(0, dtype=wide)
             narrow = gradient.to(x.dtype)  # (n, rows of the weight)
             if grad_x is not None:
                 torch.mm(narrow, head.weight, out=grad_x[start : start + rows])
@@ -85,7 +101,7 @@ class _Chunked(torch.autograd.Function):
             None if x is None else x.mul_(factor),
             None if weight is None else weight.mul_(factor).to(ctx.dtypes[0]),
             None if bias is None else bias.mul_(factor).to(ctx.dtypes[1]),
-            *(None,) * 4,
+            *(None,) * 5,
         )
 
 

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hasten.errors import ConfigError
-from hasten.ops.loss.chunked import chunked
+from hasten.ops import triton_support
+from hasten.ops.loss.chunked import chunked, chunked_triton
 from hasten.ops.loss.kernels import IGNORED, Head, reference, torch_loss
 from hasten.ops.picker import Kernel, pick
 
@@ -34,7 +35,16 @@ def _torch_unsupported(request: LossRequest) -> str | None:
     return None
 
 
+def _triton_unsupported(request: LossRequest) -> str | None:
+    if request.softcap is not None:
+        return "it has no soft-capping of logits"
+    if request.dtype == torch.float64:
+        return "it takes float32, bfloat16 and float16, not float64"
+    return triton_support.refusal(request.device)
+
+
 KERNELS: tuple[Kernel[LossRequest], ...] = (
+    Kernel("chunked-triton", chunked_triton, _triton_unsupported),
     Kernel("torch", torch_loss, _torch_unsupported),
     Kernel("chunked", chunked, lambda request: None),
     Kernel("reference", reference, lambda request: None),
@@ -85,7 +95,7 @@ def linear_cross_entropy(
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
     chosen = pick(KERNELS, LossRequest(device=x.device, dtype=dtype, softcap=softcap), forced=kernel)
     run: Callable[..., Tensor] = chosen.run
-    if chosen.name != "chunked":  # which rounds a chunk's products only
+    if not chosen.name.startswith("chunked"):  # which rounds a chunk's products only
         weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
     with torch.autocast(kind, enabled=False):
         return run(x.flatten(0, -2).to(dtype), targets.flatten(), Head(weight, size, bias, softcap))
